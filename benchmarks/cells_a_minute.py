@@ -23,23 +23,22 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from conformance import cli
-from conformance.gpus.shares import gpus_of
-from conformance.run import where
-from conformance.run.environment import environment
-from conformance.world import Outcome, Pool
-from conformance.world.lane import Lane, Starter, failed
-from conformance.world.nursery import environment as environment_of_ranks
-from conformance.world.places import Block, Places
-from conformance.world.pool import _Threaded
+from conformance.cli import main as cli
+from conformance.runner import placement
+from conformance.runner.environment import environment
+from conformance.runtime import Outcome, Pool
+from conformance.runtime.gpu_inventory import gpus_of
+from conformance.runtime.pool import _Threaded
+from conformance.runtime.preload_server import environment as environment_of_ranks
+from conformance.runtime.slots import Block, Lane, Places, Starter, failed
 
 BY_TORCHRUN = "--by-torchrun"
-TASK = "conformance.run.task:run_leg"
+TASK = "conformance.worker.phase:run_leg"
 
 
 def main() -> int:
     if sys.argv[1:2] == [BY_TORCHRUN]:
-        with patch.object(where, "Pool", TorchrunPool):
+        with patch.object(placement, "Pool", TorchrunPool):
             return cli.main(["run", *sys.argv[2:]])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
@@ -51,7 +50,7 @@ def main() -> int:
     runs: list[dict[str, Any]] = []
     for number in range(options.rounds):
         for name, command in (
-            ("pool", ["-m", "conformance.cli", "run"]),
+            ("pool", ["-m", "conformance.cli.main", "run"]),
             ("torchrun", [str(Path(__file__)), BY_TORCHRUN]),
         ):
             runs.append({"by": name, **timed(command, arguments, options.out / f"{name}-{number}")})
@@ -93,7 +92,7 @@ class TorchrunLane(Lane):
         self._block = block
 
     def run(self, **call: Any) -> Outcome:
-        """As conformance.world.lane.Lane.run."""
+        """As conformance.runtime.slots.Lane.run."""
         if call["task"] != TASK:
             return super().run(**call)
         config, log_dir, began = call["config"], Path(call["log_dir"]), time.monotonic()

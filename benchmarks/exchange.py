@@ -28,13 +28,13 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 
-from conformance.backend import find_backend
-from conformance.batch import Batch, Document, Row, read_batches, write_batches
+from conformance.backends.protocol import find_backend
+from conformance.core.paths import FIXTURES
 from conformance.judge.tolerance import EXACT
-from conformance.layout import Layout
-from conformance.paths import FIXTURES
-from conformance.run.exact import exact_tier
-from conformance.scenario import Scenario, load_scenario, parse_scenario, scenario_to_json
+from conformance.numerics.float64_tier import exact_tier
+from conformance.spec.batch import Batch, Document, Row, read_batches, write_batches
+from conformance.spec.layout import Layout
+from conformance.spec.scenario import Scenario, load_scenario, parse_scenario, scenario_to_json
 
 LEGS = (("fsdp2", "dp2"), ("megatron", "tp2"), ("deepspeed", "dp2.zero2"))
 RANKS = 2

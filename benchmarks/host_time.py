@@ -26,12 +26,12 @@ import transformers
 from ours import ADAMW
 from timing import WARM_UP, random_rows
 
-from conformance.batch import Batch, Document, Row
-from conformance.layout import Layout
-from conformance.objective import Sft
-from conformance.scenario import ScheduleConfig
-from impl.strategy import ContextConfig, get_context
-from impl.trainer import train_step
+from conformance.spec.batch import Batch, Document, Row
+from conformance.spec.layout import Layout
+from conformance.spec.objectives import Sft
+from conformance.spec.scenario import ScheduleConfig
+from impl.engine.trainer import train_step
+from impl.interface.protocol import ContextConfig, get_context
 
 TOKENS, STEPS = 8, 10
 
@@ -56,7 +56,7 @@ def main() -> None:
         print(json.dumps({"layout": str(options.layout), "median_s": timed[0], "least_s": timed[1], "calls": calls}))
     dist.barrier()
     sys.stdout.flush()
-    os._exit(0)  # as ranks of a training do (impl/train/process.py)
+    os._exit(0)  # as ranks of a training do (impl/train/worker.py)
 
 
 def python_calls(step: Callable[[], object]) -> int:

@@ -3,7 +3,7 @@
 python benchmarks/mutation_score.py [OUT] [--workers N] [--minutes M] [--faults NAME ...] [--backends NAME ...]
                                     [--tiers TIER ...]
 
-A fault is planted in its place (impl/faults/places.py), with all steps and rows of the scenario. For the tier
+A fault is planted in its place (impl/faults/expected_cells.py), with all steps and rows of the scenario. For the tier
 ``quick``, it is planted in the cells of the quick profile until one of them catches it. Each cell is also run without
 a fault: one that does not conform then has caught nothing. Workers are processes, each with its own session, which
 take one job after another.
@@ -33,21 +33,21 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from conformance.backend import BackendEntry, registered_backends
-from conformance.layout import Layout
-from conformance.paths import FIXTURES
-from conformance.plan.cell import Cell
-from conformance.plan.profile import select_cells
-from conformance.plan.selection import Selection
-from conformance.record.format import dumps
-from conformance.record.results import VERDICT, read_entry
-from conformance.record.tensors import read_record
-from conformance.run.environment import environment
-from conformance.run.session import Session, SessionConfig
-from conformance.scenario import Precision, load_scenario
+from conformance.backends.protocol import BackendEntry, registered_backends
+from conformance.core.paths import FIXTURES
+from conformance.matrix.cell import Cell
+from conformance.matrix.options import Selection
+from conformance.matrix.profile import select_cells
+from conformance.records.record_format import dumps
+from conformance.records.step_tensors import read_record
+from conformance.results.run_results import VERDICT, read_entry
+from conformance.runner.environment import environment
+from conformance.runner.session import Session, SessionConfig
+from conformance.spec.layout import Layout
+from conformance.spec.scenario import Precision, load_scenario
 from impl.faults.catalogue import CATALOGUE
-from impl.faults.places import PLACES, TIERS, Place, with_dropout, with_handover
-from reports.score import BLANK, MARKDOWN, QUICK, Row, to_markdown, write_score
+from impl.faults.expected_cells import PLACES, TIERS, Place, with_dropout, with_handover
+from reports.mutation_score import BLANK, MARKDOWN, QUICK, Row, to_markdown, write_score
 
 LOSSES, NORMS = ("loss", "critic.loss"), ("grad_norm", "critic.grad_norm")
 

@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from timing import BATCHES, measure, parse, random_rows
 
-from conformance.batch import Batch, Document, Row
-from conformance.layout import Layout
-from conformance.objective import Sft
-from conformance.scenario import OptimizerConfig, ScheduleConfig
-from impl.strategy import ContextConfig, get_context
-from impl.trainer import train_step
+from conformance.spec.batch import Batch, Document, Row
+from conformance.spec.layout import Layout
+from conformance.spec.objectives import Sft
+from conformance.spec.scenario import OptimizerConfig, ScheduleConfig
+from impl.engine.trainer import train_step
+from impl.interface.protocol import ContextConfig, get_context
 
 # What torch's AdamW does unless it is told otherwise, as the plain programs leave it.
 ADAMW = OptimizerConfig(name="adamw", lr=1e-5, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, max_grad_norm=1.0)

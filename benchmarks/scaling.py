@@ -2,9 +2,9 @@
 
     python benchmarks/scaling.py > docs/scaling.md
 
-Nothing is run. What a rank holds is the arithmetic of `parity train` (impl/train/memory.py), which tests hold against
-the storages of ranks; what a cell adds is below. The text around the tables is in benchmarks/scaling.md. The measured
-points are those of reports/published, and tests/test_scaling.py holds both against each other.
+Nothing is run. What a rank holds is the arithmetic of `parity train` (impl/engine/memory_estimate.py), which tests
+hold against the storages of ranks; what a cell adds is below. The text around the tables is in benchmarks/scaling.md.
+The measured points are those of reports/published, and tests/benchmarks/test_scaling.py holds both against each other.
 """
 
 import json
@@ -14,12 +14,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from conformance.layout import Layout
-from conformance.oracle.devices import SPARE
-from conformance.paths import FIXTURES
-from conformance.room.estimate import LOGITS, ON_GPU
-from impl.train.memory import states_of
-from impl.train.shapes import Shapes, elements, parameter_shapes
+from conformance.core.paths import FIXTURES
+from conformance.oracle.role_model import SPARE
+from conformance.runner.resource_estimate import LOGITS, ON_GPU
+from conformance.spec.layout import Layout
+from impl.engine.memory_estimate import Shapes, elements, parameter_shapes, states_of
 
 GIB, FLOAT64 = 2**30, 8
 GPU = 139 * GIB  # of an H200

@@ -30,7 +30,7 @@ from typing import Any
 from timing import WARM_UP
 from torch.distributed import TCPStore
 
-from conformance.run.environment import environment
+from conformance.runner.environment import environment
 
 HERE = Path(__file__).parent
 # By the number of GPUs: ours (backend, layout) beside the plain program, its layout.

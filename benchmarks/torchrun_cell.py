@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from conformance.run.task import run_leg
-from conformance.world import RankContext
+from conformance.runtime import RankContext
+from conformance.worker.phase import run_leg
 
 
 def main() -> None:

@@ -19,15 +19,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from conformance.backend import find_backend
-from conformance.inputs.prepare import prepare_inputs
-from conformance.layout import Layout
-from conformance.paths import FIXTURES
-from conformance.plan.cell import Cell
-from conformance.record.tensors import read_record
-from conformance.run.legs import leg_arguments, world_config
-from conformance.scenario import load_scenario
-from conformance.world import Device, Pool
+from conformance.backends.protocol import find_backend
+from conformance.core.paths import FIXTURES
+from conformance.data.prepare import prepare_inputs
+from conformance.matrix.cell import Cell
+from conformance.records.step_tensors import read_record
+from conformance.runner.phases import leg_arguments, world_config
+from conformance.runtime import Device, Pool
+from conformance.spec.layout import Layout
+from conformance.spec.scenario import load_scenario
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,7 @@ def measure(size: int, out: Path, device: Device, *, warm: int, torchruns: int) 
             outcome = pool.run(
                 key="benchmark",
                 config=world_config(cell.legs[0], device),
-                task="conformance.run.task:run_leg",
+                task="conformance.worker.phase:run_leg",
                 kwargs=leg_arguments(cell, 0, inputs, folder, None),
                 log_dir=out / f"logs-{i}",
                 budget_s=300,

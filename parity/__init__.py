@@ -8,12 +8,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from parity.hf_trainer import TrainerRecord
     from parity.recorder import record
-    from parity.trainer import TrainerRecord
 
 __all__ = ["TrainerRecord", "record"]
 
-_MODULES = {"record": "parity.recorder", "TrainerRecord": "parity.trainer"}
+_MODULES = {"record": "parity.recorder", "TrainerRecord": "parity.hf_trainer"}
 
 
 def __getattr__(name: str) -> Any:

@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from conformance.validation import UsageError
-from parity import told
-from parity.files import Line, Run, read_run
-from parity.quantities import Pair, Stage
-from parity.stages import (
+from conformance.core.errors import UsageError
+from parity import explain
+from parity.quantities import (
     EXACT,
     MOST,
+    Pair,
+    Stage,
     allowed_update,
     batch,
     coarsest,
@@ -33,6 +33,7 @@ from parity.stages import (
     settings,
     tensors,
 )
+from parity.record_files import Line, Run, read_run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,11 +53,11 @@ class Comparison:
 
     def text(self) -> str:
         """What a person reads: plain text, which is Markdown as well."""
-        return "\n\n".join(told.text(pair) for pair in self.pairs)
+        return "\n\n".join(explain.text(pair) for pair in self.pairs)
 
     def to_json(self) -> dict[str, Any]:
         """The same as JSON values; numbers that are not finite are the strings "inf" and "nan"."""
-        return {"differs": self.differs, "pairs": [told.values(pair) for pair in self.pairs]}
+        return {"differs": self.differs, "pairs": [explain.values(pair) for pair in self.pairs]}
 
 
 def compare_records(folders: Sequence[Path], *, threshold: float | None) -> Comparison:

@@ -1,8 +1,44 @@
-"""Quantities: what a comparison of two records consists of."""
+"""Names of parameters: what wrappers put in front of them or between is taken away, and what one side lacks is told.
 
+Names are compared as Hugging Face writes them, because every framework either keeps these names or converts to them.
+
+Quantities: what a comparison of two records consists of.
+
+Stages: what two records are compared in, in causal order, and how far apart each quantity may be.
+
+Tensors are compared by their sketches: ``|x - y| / max(|x|, |y|, floor)``, the floor 5 % of the root mean square of the
+stage's norms, below which a gradient is mostly rounding. docs/recording.md derives what is allowed.
+"""
+
+import difflib
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from parity.files import Run
+import numpy as np
+from numpy.typing import NDArray
+
+from parity.record_files import Arrays, Line, Run
+
+WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "base_layer")  # anywhere in a name
+PREFIX = re.compile(r"^(?:module\.|base_model\.model\.)+")  # torch's DDP, Megatron, DeepSpeed; PEFT
+
+Rows = Mapping[str, slice]
+"""What a fused parameter consists of: the rows of each part, under its canonical name."""
+
+Names = Callable[[str], "str | Rows"]
+
+
+def canonical(name: str) -> str:
+    """The name of a parameter without the prefixes of wrappers (torch.compile, FSDP, DDP, checkpointing, PEFT)."""
+    kept = [part for part in name.split(".") if part not in WRAPPERS]
+    return PREFIX.sub("", ".".join(kept))
+
+
+def nearest(name: str, others: Iterable[str]) -> str:
+    """The name among ``others`` that is most like ``name``; empty where none is."""
+    return next(iter(difflib.get_close_matches(name, list(others), n=1, cutoff=0.75)), "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,3 +103,238 @@ class Pair:
     def parted(self) -> Stage | None:
         """Where they part; None where they agree."""
         return next((stage for stage in self.stages if stage.different), None)
+
+
+EPSILON = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
+COARSEST = 2.0**-3  # of any dtype that is not listed: eight bits
+EXACT = 1e-9  # where there is no arithmetic: weights as loaded, settings
+FLOOR = 0.05
+CLASS = "optimizer"  # among the settings of a group: what is told and not compared, for one algorithm has many classes
+NEAR_ZERO = 4.0  # see ``allowed_update``
+MOST = 0.9  # that an update may differ by: one that is not made is 1 apart, one in another direction 1.4
+
+Vector = NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tensors:
+    """Of one side the summaries of one kind, for the parameters that both sides have: [P], [P, 64] and [P, 64]."""
+
+    norms: Vector
+    present: Vector
+    not_finite: Vector
+    rows: Vector
+    sketches: Vector
+
+
+def tensors(arrays: Arrays, kind: str, names: Sequence[str], chosen: Sequence[str]) -> Tensors:
+    """Those of ``chosen`` out of a file of arrays whose rows are ``names``."""
+    places = [names.index(name) for name in chosen]
+    present, squares, not_finite = arrays[f"{kind}.sums"][places].T
+    return Tensors(
+        norms=np.sqrt(squares),
+        present=present,
+        not_finite=not_finite,
+        rows=np.sqrt(arrays[f"{kind}.rows"][places]),
+        sketches=arrays[f"{kind}.sketch"][places],
+    )
+
+
+def epsilon(dtype: str) -> float:
+    """The spacing of numbers of a dtype beside 1."""
+    return EPSILON.get(dtype, COARSEST)
+
+
+def coarsest(a: Run, b: Run) -> tuple[float, str]:
+    """The rounding of the coarsest dtype in which either side keeps what it trains, or computes, and who does that."""
+    found = [
+        (epsilon(dtype), f"{run.name} {does} {dtype}")
+        for run in (a, b)
+        for does, dtypes in (
+            ("keeps what it trains in", [p["dtype"] for p in run.parameters.values() if p["trained"]]),
+            ("computes in", [line["computed_in"] for line in run.steps if line["computed_in"]]),
+        )
+        for dtype in dtypes
+    ]
+    return max(found, key=lambda one: one[0], default=(epsilon("float32"), "nothing is trained"))
+
+
+def parameters(a: Run, b: Run) -> Iterator[Quantity]:
+    """Are they the same, and trained alike? What one side lacks is told with the name that is nearest to it."""
+    for one, other in ((a, b), (b, a)):
+        for name in one.parameters:
+            if name not in other.parameters:
+                tied, like = other.header["tied"].get(name), nearest(name, set(other.parameters) - set(one.parameters))
+                if tied and one.header["tied"].get(tied) == name:  # both tie the two, and each kept another name
+                    if one is a:
+                        yield _fact(name, f"is called {tied} in {other.name}; record it under one name, by names=")
+                    continue
+                hint = f", which ties it to {tied}" if tied else f"; the nearest name there is {like}" if like else ""
+                yield _fact(name, f"not in {other.name}{hint}")
+    for name in (name for name in a.parameters if name in b.parameters):
+        p, q = a.parameters[name], b.parameters[name]
+        said = []
+        if p["shape"] != q["shape"]:
+            said.append(f"has shape {p['shape']} in {a.name} and {q['shape']} in {b.name}")
+        for run, own, its in ((a, p, q), (b, q, p)):
+            if its["trained"] and not own["trained"]:
+                said.append(f"is frozen in {run.name}")
+            elif own["trained"] and own["group"] is None and its["group"] is not None:
+                said.append(f"is in no optimizer of {run.name}")
+        yield _fact(name, " and ".join(said))
+
+
+def _fact(what: str, said: str) -> Quantity:
+    return Quantity(what=what, observed=math.inf if said else 0.0, allowed=EXACT, said=said)
+
+
+def common(a: Run, b: Run, *, trained: bool) -> tuple[str, ...]:
+    """Names that both have, of the same shape, in A's order."""
+    theirs = b.trained if trained else tuple(b.parameters)
+    names = a.trained if trained else tuple(a.parameters)
+    return tuple(n for n in names if n in theirs and a.parameters[n]["shape"] == b.parameters[n]["shape"])
+
+
+def batch(a: Line, b: Line) -> Iterator[Quantity]:
+    """Rows and tokens, where both sides handed them."""
+    if a["batch"] and b["batch"]:
+        counts = f"{a['batch']['rows']} and {b['batch']['rows']} rows"
+        yield _fact("rows", "" if a["batch"] == b["batch"] else f"not the same rows of tokens ({counts})")
+    if a["tokens"] is not None and b["tokens"] is not None:
+        yield number("tokens", a["tokens"], b["tokens"], EXACT)
+
+
+def number(what: str, a: float, b: float, allowed: float) -> Quantity:
+    """Two numbers; relative to the larger of the two."""
+    size = max(abs(a), abs(b))
+    observed = abs(a - b) / size if size and math.isfinite(size) else 0.0 if a == b == 0 else math.inf
+    return Quantity(what=what, observed=observed, allowed=allowed, norms=(a, b), scale=b / a if a and b else None)
+
+
+def compared(
+    names: Sequence[str], a: Tensors, b: Tensors, allowed: Sequence[float], *, runs: tuple[Run, Run]
+) -> Iterator[Quantity]:
+    """Tensors of a stage, by their sketches; ``allowed`` for each of ``names``."""
+    apart = np.linalg.norm(a.sketches - b.sketches, axis=1)  # [P]
+    sizes = np.maximum(a.norms, b.norms)
+    floor = FLOOR * float(np.sqrt(np.mean(sizes**2))) if len(names) else 0.0
+    for i, name in enumerate(names):
+        size = max(float(sizes[i]), floor)
+        observed, said = (float(apart[i]) / size if size else 0.0), ""
+        if a.not_finite[i] or b.not_finite[i]:  # what is not finite on both sides has no distance, and is no agreement
+            counts = " and ".join(f"{int(t.not_finite[i])} in {run.name}" for t, run in zip((a, b), runs, strict=True))
+            observed, said = math.inf, f"numbers that are not finite: {counts}"
+        elif a.present[i] != b.present[i] and sizes[i]:  # a gradient of zeros is as good as none
+            lacking = runs[0].name if a.present[i] < b.present[i] else runs[1].name
+            part = min(a.present[i], b.present[i])
+            observed, said = math.inf, f"no gradient {f'of {1 - part:.0%} of it ' if part else ''}in {lacking}"
+        yield Quantity(
+            what=name,
+            observed=observed,
+            allowed=allowed[i],
+            norms=(float(a.norms[i]), float(b.norms[i])),
+            scale=_scale(a.sketches[i], b.sketches[i], allowed[i]),
+            rows=_rows(a.rows[i], b.rows[i], allowed[i]),
+            said=said,
+        )
+
+
+def _scale(a: Vector, b: Vector, allowed: float) -> float | None:
+    """By which factor ``b`` is ``a``, where what is left is within the bound."""
+    if not a.any() or not b.any():
+        return None
+    factor = float(a @ b / (a @ a))
+    return factor if np.linalg.norm(b - factor * a) <= min(allowed, 0.1) * np.linalg.norm(b) else None
+
+
+def _rows(a: Vector, b: Vector, allowed: float) -> str:
+    """The groups of rows whose norms differ, as ``3 of 64``, where they are the lesser part."""
+    size = np.maximum(a, b)
+    used = int((size > 0).sum())
+    places = np.flatnonzero(np.abs(a - b) > allowed * np.maximum(size, FLOOR * np.sqrt(np.mean(size**2))))
+    if not 0 < len(places) * 2 < used:
+        return ""
+    return f"row groups {', '.join(map(str, places[:4]))}{', ...' if len(places) > 4 else ''} of {len(a)}"
+
+
+def noise(a: Tensors, b: Tensors) -> Vector:
+    """How large a difference is beside what it is a difference of, by group of rows: [P, 64], 0 where there is nothing.
+
+    A sketch does not say which rows a difference is in; it is taken to be spread evenly over all that are not zero.
+    """
+    sizes = np.maximum(a.rows, b.rows)
+    groups = np.maximum(1, (sizes > 0).sum(axis=1))
+    apart = np.linalg.norm(a.sketches - b.sketches, axis=1) / np.sqrt(groups)
+    relative: Vector = np.divide(apart[:, None], sizes, out=np.zeros_like(sizes), where=sizes > 0)
+    return relative
+
+
+def difference(before: Tensors, after: Tensors) -> Tensors:
+    """What has changed between two states of the same tensors; its norms are estimates."""
+    sketches = after.sketches - before.sketches
+    return Tensors(
+        norms=np.linalg.norm(sketches, axis=1),
+        present=after.present,
+        not_finite=after.not_finite,
+        rows=np.zeros_like(after.rows),
+        sketches=sketches,
+    )
+
+
+def allowed_update(threshold: float, *, noise: Vector, stored: float, updates: tuple[float, float]) -> float | None:
+    """How far apart two updates of these norms may be: the threshold, what Adam makes of noise, and ``stored``.
+
+    noise: the relative error of the gradients by group of rows [64]; empty for an optimizer that moves with the
+    gradient's size. Adam divides by that size, so an element that is nearer to zero than its error moves by the sign of
+    that error, wrong by twice its step. Of normally distributed elements of relative error e, 0.8 e are; gradients have
+    more elements near zero than that, hence the 4. stored: the rounding of the weights when they are written back.
+
+    None where rounding decides: where half of the elements may be turned, or what is written back rounds as much as it
+    moves. Even there, a gradient by which one side does not move anything at all is a difference.
+    """
+    turned = np.minimum(1.0, NEAR_ZERO * noise[noise > 0])
+    part = float(turned.mean()) if len(turned) else 0.0
+    written = stored / max(updates) if any(updates) else 0.0
+    if written >= MOST or (part >= 0.5 and all(updates)):
+        return None
+    return min(MOST, max(threshold, 2.0 * math.sqrt(part)) + written)
+
+
+def settings(a: Run, b: Run, here: Line, there: Line, names: Sequence[str]) -> Iterator[Quantity]:
+    """What the optimizers are set to, parameter by parameter, because frameworks make other groups of them."""
+    if here["stepped"] != there["stepped"]:
+        lacking = b.name if here["stepped"] else a.name
+        yield _fact("step", f"no optimizer stepped in {lacking}, as where a loss scaler skips a step")
+        return
+    worst: dict[str, Quantity] = {}
+    for name in names:
+        p, q = setting(a, here, name), setting(b, there, name)
+        if bool(p) != bool(q):
+            yield _fact(name, f"no optimizer stepped it in {(b if p else a).name}")
+        for key in (key for key in p if key in q and key != CLASS):
+            x_y = _several(p[key]), _several(q[key])
+            if len(x_y[0]) != len(x_y[1]):
+                worst[key] = _fact(f"{key} of {name}", f"{p[key]} and {q[key]}")
+                continue
+            for x, y in zip(*x_y, strict=True):
+                found = number(key, x, y, EXACT)
+                if key not in worst or found.observed > worst[key].observed:
+                    worst[key] = found if not found.differs else number(f"{key} of {name}", x, y, EXACT)
+    yield from worst.values()
+
+
+def setting(run: Run, line: Line, name: str) -> Line:
+    """What the group is set to that has a parameter at a step; empty if none has it, or its optimizer did not step."""
+    found: Line = line["settings"].get(line["regrouped"].get(name, run.parameters[name]["group"]), {})
+    return found
+
+
+def _several(value: float | list[float]) -> list[float]:
+    return value if isinstance(value, list) else [value]
+
+
+def replicas(a: Run, b: Run, here: Mapping[str, float], there: Mapping[str, float]) -> Iterator[Quantity]:
+    """What several ranks of a side hold, and should hold alike."""
+    for run, drift in ((a, here), (b, there)):
+        for name, apart in drift.items():
+            yield Quantity(what=name, observed=apart, allowed=EXACT, said=f"ranks of {run.name} hold different numbers")

@@ -21,16 +21,33 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from conformance.validation import UsageError, one_line
-from parity.batches import Rows, fingerprint, hexadecimal
-from parity.files import FORMAT, VERSION, Line, Writer, why_not
-from parity.groups import grouped, settings
-from parity.names import Names
-from parity.reduction import SQUARES, Reduced, reduce_over_ranks
-from parity.shards import Piece, find_holders, left_out, pieces_of, tied_names
+from conformance.core.errors import UsageError, one_line
+from parity.quantities import Names
+from parity.record_files import FORMAT, VERSION, Line, Writer, why_not
+from parity.shards import (
+    SQUARES,
+    Piece,
+    Reduced,
+    find_holders,
+    left_out,
+    own_rank,
+    pieces_of,
+    reduce_over_ranks,
+    tied_names,
+    together,
+    world_size,
+)
 from parity.sketch import WIDTH, summarize
-from parity.together import own_rank, together, world_size
-from parity.unwrapping import refusal, torch_optimizers, watch_precision
+from parity.training_loop import (
+    Rows,
+    fingerprint,
+    grouped,
+    hexadecimal,
+    refusal,
+    settings,
+    torch_optimizers,
+    watch_precision,
+)
 
 WEIGHT, GRADIENT = KINDS = ("weight", "gradient")
 LIBRARIES = ("backend-parity", "torch", "transformers", "accelerate", "peft", "trl")

@@ -1,24 +1,82 @@
-"""Shards: what this rank holds of each parameter, under canonical names, and which ranks hold the same.
+"""Together: what ranks do so that an error of one of them is raised on all.
+
+A rank that is given wrong rows, or cannot write its file, would else leave the others waiting in their next collective.
+
+Shards: what this rank holds of each parameter, under canonical names, and which ranks hold the same.
 
 A DTensor says itself where its shard lies (the protocol of distributed checkpoints), a plain tensor is whole. Pieces
 that several ranks hold are counted once, for the first rank that holds them, so that sums over ranks are sums over
 elements.
+
+Reduction: the one all_reduce of a step, which adds up what the ranks saw of their shards.
+
+What does not add up goes along in slots, one for each rank: a checksum of each piece, by which replicas are compared.
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
+import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from conformance.hashing import seed_of
-from conformance.validation import UsageError, shown
-from parity.names import Names, canonical
-from parity.sketch import Box, whole
-from parity.together import world_size
+from conformance.core.errors import UsageError, one_line, shown
+from conformance.numerics.determinism import seed_of
+from parity.quantities import Names, canonical
+from parity.record_files import Arrays
+from parity.sketch import ROWS_AT, SKETCH_AT, SUMS, Box, whole
+
+T = TypeVar("T")
+
+
+def world_size() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def own_rank() -> int:
+    return dist.get_rank() if world_size() > 1 else 0
+
+
+def add_up(vector: Tensor) -> Tensor:
+    """The sum of a tensor over all ranks, in place unless its device cannot communicate; collective."""
+    if world_size() > 1:
+        if dist.get_backend() == "nccl" and not vector.is_cuda:
+            vector = vector.cuda()
+        dist.all_reduce(vector)
+    return vector
+
+
+def together(action: Callable[[], T]) -> T:
+    """Run ``action``, which may differ from rank to rank, and return this rank's result; collective.
+
+    Where it fails on a rank, all raise: that one its own error, the others a UsageError with the same message, or a
+    RuntimeError that says which rank failed if it was none of the user's. The action makes no collective calls.
+    """
+    try:
+        result = action()
+    except Exception as error:  # whatever it is, the others have to hear of it
+        _agree(error)
+        raise
+    _agree(None)
+    return result
+
+
+def _agree(error: Exception | None) -> None:
+    """Raise on the ranks without an error where another one has one. A single number is exchanged where none has."""
+    if world_size() == 1 or not add_up(torch.tensor(float(error is not None))):
+        return
+    own = None if error is None else (isinstance(error, UsageError), one_line(error))
+    told: list[tuple[bool, str] | None] = [None] * world_size()
+    dist.all_gather_object(told, own)
+    if error is not None:
+        return
+    rank, (is_usage, message) = next((rank, one) for rank, one in enumerate(told) if one is not None)
+    raise UsageError(message) if is_usage else RuntimeError(f"rank {rank} failed: {message}")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -157,3 +215,61 @@ def find_holders(pieces: Sequence[Piece]) -> Holders:
         for name, box in boxes.items():
             ranks[name][box].append(rank)
     return Holders(ranks={name: tuple(map(tuple, boxes.values())) for name, boxes in ranks.items()})
+
+
+PRESENT, SQUARES, NOT_FINITE = (SUMS.index(name) for name in ("present", "squares", "not_finite"))
+SAME = 1e-9  # of the norm: replicas hold the same bits, and their float64 sums differ by their order at most
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reduced:
+    """What all ranks saw together.
+
+    summaries: float64 [K, P, WIDTH], of K kinds and P pieces; numbers: the sums of further numbers; drift: for each
+    kind, by the name of a piece whose replicas differ, their largest difference relative to the norm.
+    """
+
+    summaries: NDArray[np.float64]
+    numbers: list[float]
+    drift: tuple[dict[str, float], ...]
+
+    def arrays(self, kinds: Sequence[str]) -> Arrays:
+        """The summaries as a record keeps them, by kind and name of the array."""
+        found: Arrays = {}
+        for kind, summary in zip(kinds, self.summaries, strict=True):
+            sums, rows, sketch = np.split(summary, [ROWS_AT, SKETCH_AT], axis=1)
+            for name, array in {"sums": sums, "rows": rows, "sketch": sketch}.items():
+                found[f"{kind}.{name}"] = np.ascontiguousarray(array)
+        return found
+
+
+def reduce_over_ranks(
+    summaries: Tensor, numbers: Sequence[float], *, names: Sequence[str], holders: Holders
+) -> Reduced:
+    """Add up over all ranks the summaries [K, P, WIDTH] of the pieces with ``names``, and ``numbers``.
+
+    A piece that several ranks hold is counted once. ``present`` becomes the part of all pieces that there are.
+    """
+    ranks, rank = world_size(), own_rank()
+    counted = torch.tensor([holders.counts(name, rank) for name in names], device=summaries.device)
+    slots = torch.zeros(ranks, *summaries.shape[:2], dtype=torch.float64, device=summaries.device)
+    slots[rank] = summaries[..., SKETCH_AT:].sum(-1) + summaries[..., NOT_FINITE]
+    sums = summaries.where(counted[:, None], 0.0)
+    further = torch.tensor(numbers, dtype=torch.float64, device=summaries.device)
+    parts = add_up(torch.cat([sums.flatten(), slots.flatten(), further])).cpu().numpy()
+    total = parts[: sums.numel()].reshape(sums.shape).copy()
+    everybody = parts[sums.numel() : sums.numel() + slots.numel()].reshape(slots.shape)
+    total[..., PRESENT] /= [len(holders.ranks[name]) for name in names]
+    drift = tuple(dict(_drift(total[k], everybody[:, k], names=names, holders=holders)) for k in range(len(total)))
+    return Reduced(summaries=total, numbers=parts[sums.numel() + slots.numel() :].tolist(), drift=drift)
+
+
+def _drift(
+    total: NDArray[np.float64], checksums: NDArray[np.float64], *, names: Sequence[str], holders: Holders
+) -> Iterator[tuple[str, float]]:
+    """Pieces whose replicas differ: ``total`` [P, WIDTH], ``checksums`` [ranks, P]."""
+    for column, name in enumerate(names):
+        apart = max(float(np.ptp(checksums[list(ranks), column])) for ranks in holders.ranks[name])
+        norm = float(np.sqrt(total[column, SQUARES]))
+        if apart > SAME * norm:
+            yield name, apart / norm if norm else float(np.finfo(np.float64).max)

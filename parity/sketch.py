@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from conformance.hashing import splitmix64
+from conformance.numerics.determinism import splitmix64
 
 BUCKETS = 64
 ROW_GROUPS = 64

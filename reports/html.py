@@ -17,18 +17,15 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from conformance.record.files import write_file
-from conformance.record.format import dumps
-from conformance.record.since import KINDS
-from conformance.record.states import STATES
-from conformance.record.summary import leased
-from reports import earlier, grid, handover, planted, side_by_side, words
-from reports.causes import causes
-from reports.findings import MENTION, findings
-from reports.headline import headline
-from reports.heatmap import SHADES
-from reports.load import Report, read_report
-from reports.packing import Shared, cell_data, pack
+from conformance.core.io import write_file
+from conformance.records.record_format import dumps
+from conformance.results.changes import KINDS
+from conformance.results.requirements import leased
+from conformance.results.verdict import STATES
+from reports import side_by_side, summary, tables, wording
+from reports.load import MENTION, Report, findings, read_report
+from reports.page_data import SHADES, Shared, cell_data, pack
+from reports.summary import causes, headline
 
 TEMPLATES = Path(__file__).with_name("templates")
 STYLES = ("style", "earlier")
@@ -53,14 +50,14 @@ def write_html(out: Path) -> Path:
         report=report,
         title=title,
         text=text,
-        trends=earlier.trends(report),
+        trends=summary.trends(report),
         causes=causes(report),
-        score=planted.mutation_score(report),
+        score=tables.mutation_score(report),
         findings=findings(reasons),
         known=[c for c in report.cells if c.state == "expected_difference"],
         leased=leased(report.run.leased),
         matrix=matrix(report),
-        handed=handover.tables(report),
+        handed=tables.tables(report),
         numbers={cell.id: number for number, cell in enumerate(report.cells)},
         sides=None if groups is None else [_side(group, report) for group in groups],
         style=Markup("\n".join((TEMPLATES / f"{name}.css").read_text(encoding="utf-8") for name in STYLES)),
@@ -78,8 +75,8 @@ def write_html(out: Path) -> Path:
 @cache
 def _template() -> jinja2.Template:
     own = environment()
-    own.filters.update(number=words.number, ratio=words.ratio, plural=words.plural, linked=linked)
-    own.globals.update(STATES=STATES, KINDS=KINDS, SHADES=SHADES, anchor=anchor, explain=words.explain)
+    own.filters.update(number=wording.number, ratio=wording.ratio, plural=wording.plural, linked=linked)
+    own.globals.update(STATES=STATES, KINDS=KINDS, SHADES=SHADES, anchor=anchor, explain=wording.explain)
     return own.get_template("page.html")
 
 
@@ -153,6 +150,6 @@ def _side(group: side_by_side.Group, report: Report) -> dict[str, Any]:
     return {
         "group": group,
         "words": side_by_side.WORDS[group.state],
-        "furthest": grid.furthest(group),
-        "block": pack(dumps(grid.group_data(group, report))),
+        "furthest": tables.furthest(group),
+        "block": pack(dumps(tables.group_data(group, report))),
     }

@@ -1,28 +1,44 @@
-"""Load: reads the output folder of a run with ``conformance.record``, and additionally the ends of the logs.
+"""Findings: what is written up in docs/findings, for a page that has to open offline and from an installed wheel.
+
+A reason that names ``docs/findings/NAME.md`` has a link to the text of this finding at the end of the page.
+
+Load: reads the output folder of a run with ``conformance.records``, and additionally the ends of the logs.
 
 Serves claim 9 (what could not be judged is never green): verdicts that cannot be trusted are replaced by infrastructure
-failures (conformance.record.cells). Only JSON and logs are read, no tensors.
+failures (conformance.results.trust). Only JSON and logs are read, no tensors.
 """
 
 import contextlib
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
-from conformance.record.baseline import Outcome
-from conformance.record.cells import BelievedCell, read_cells
-from conformance.record.files import Unreadable, read_end
-from conformance.record.format import Lines, RecordError, read_lines
-from conformance.record.identity import check_oracle, noise_runs
-from conformance.record.results import SUMMARY, Run, inside, outcomes_of, read_output_json, states_of
-from conformance.record.since import Since
-from conformance.record.states import STATES, RunVerdict, State
-from conformance.record.verdict import Quantity
-from conformance.validation import UsageError
+from conformance.core.errors import UsageError
+from conformance.core.io import Unreadable, read_end
+from conformance.records.header_checks import check_oracle, noise_runs
+from conformance.records.record_format import Lines, RecordError, read_lines
+from conformance.results.baseline import Outcome
+from conformance.results.changes import Since
+from conformance.results.run_results import SUMMARY, Run, inside, outcomes_of, read_output_json, states_of
+from conformance.results.trust import BelievedCell, read_cells
+from conformance.results.verdict import STATES, Quantity, RunVerdict, State
+
+_PACKAGE = Path(__file__).resolve().parent
+# Beside ``reports`` in a checkout, inside it in an installed wheel.
+FOLDER = _PACKAGE / "_findings" if (_PACKAGE / "_findings").is_dir() else _PACKAGE.parent / "docs" / "findings"
+MENTION = re.compile(r"docs/findings/([a-z0-9-]+)\.md")
+
+
+def findings(texts: Iterable[str]) -> dict[str, str]:
+    """By name the Markdown of every finding that the texts mention and that there is, in alphabetical order."""
+    names = sorted({name for text in texts for name in MENTION.findall(text)})
+    files = {name: FOLDER / f"{name}.md" for name in names}
+    return {name: file.read_text(encoding="utf-8") for name, file in files.items() if file.is_file()}
+
 
 LOG_LINES = 40  # last lines of each rank's log
 LOG_BYTES = 6000

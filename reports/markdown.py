@@ -6,15 +6,14 @@ GitHub rejects a summary of more than 1024 kB, so the text ends before LIMIT, af
 from collections.abc import Iterator
 from pathlib import Path
 
-from conformance.bisect.tell import told_as_stored
-from conformance.record.files import encoded, write_file
-from conformance.record.states import NO_ANSWER, STATES
-from conformance.record.summary import leased
-from reports import earlier, handover, planted, side_by_side
-from reports.causes import Cause, causes
-from reports.headline import headline
+from conformance.bisect.explain import told_as_stored
+from conformance.core.io import encoded, write_file
+from conformance.results.requirements import leased
+from conformance.results.verdict import NO_ANSWER, STATES, number
+from reports import side_by_side, summary, tables
 from reports.load import Report, read_report
-from reports.words import code, explain, number, plain, plural, ratio, worst_first
+from reports.summary import Cause, causes, headline
+from reports.wording import code, explain, plain, plural, ratio, worst_first
 
 LIMIT = 900_000  # bytes
 ROOM = 1_000  # bytes kept for the line that says what was left out
@@ -50,15 +49,15 @@ def _blocks(report: Report, groups: tuple[side_by_side.Group, ...]) -> Iterator[
     yield f"| {names} |\n|{' --: |' * len(STATES)}\n| {counts} |\n"
     yield from _coverage(report)
     if report.since:
-        yield from earlier.blocks(report.since)
+        yield from summary.blocks(report.since)
     for cause in causes(report):
         yield _failure(cause)
-    if score := planted.mutation_score(report):
+    if score := tables.mutation_score(report):
         yield _planted(score)
     if groups:
         yield f"\n### Backends side by side\n\n{side_by_side.NOTE}\n"
         yield from side_by_side.blocks(groups)
-    for table in handover.tables(report):
+    for table in tables.tables(report):
         yield _handed(table)
     for state in STATES:
         cells = [c for c in report.cells if c.state == state]
@@ -73,7 +72,7 @@ def _blocks(report: Report, groups: tuple[side_by_side.Group, ...]) -> Iterator[
     yield f"\n<sub>{plain(', '.join(f'{key} {value}' for key, value in facts.items()))}</sub>\n"
 
 
-def _handed(table: handover.Table) -> str:
+def _handed(table: tables.Table) -> str:
     """A table of handovers, with the symbol of each cell's state."""
     lines = [f"\n### {plain(table.title)}: {table.conform} of {plural(len(table.cells), 'cell')} conform\n"]
     lines.append(f"| saved / loaded | {' | '.join(map(plain, table.columns))} |")
@@ -90,7 +89,7 @@ def _coverage(report: Report) -> Iterator[str]:
         yield "\n### Less than was demanded\n\n" + "".join(f"- {plain(sentence)}\n" for sentence in report.unmet)
 
 
-def _planted(score: planted.MutationScore) -> str:
+def _planted(score: tables.MutationScore) -> str:
     """The mutation score of a run with planted faults."""
     lines = [
         f"\n### Planted faults: {len(score.caught)} of {plural(len(score.told), 'pair')} of fault and backend caught\n"

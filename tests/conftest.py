@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 from chromium import Browser, running
 
-from conformance.backend import BackendEntry, find_backend
-from conformance.layout import Layout
-from conformance.paths import FIXTURES
-from conformance.plan.cell import Cell, Leg
-from conformance.run.session import Session, SessionConfig
-from conformance.scenario import Precision, load_scenario
-from conformance.world import Pool
+from conformance.backends.protocol import BackendEntry, find_backend
+from conformance.core.paths import FIXTURES
+from conformance.matrix.cell import Cell, Leg
+from conformance.runner.session import Session, SessionConfig
+from conformance.runtime import Pool
+from conformance.spec.layout import Layout
+from conformance.spec.scenario import Precision, load_scenario
 
 # Files that take long come first: a worker runs a file whole, and none is to be left over at the end.
 LONG = (

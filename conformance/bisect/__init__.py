@@ -11,5 +11,5 @@ auto.py         the first differing cells of a run
 tell.py         the words of it
 command.py      the command
 
-What was found is kept by conformance/record/bisection.py.
+What was found is kept by conformance/results/bisection.py.
 """

@@ -1,26 +1,43 @@
 """Run: a cell that differs is run again up to its first differing step, with its activations captured, and bisected.
 
 What is right can be told from noise in the exact tier only. Of a cell in another precision, its exact twin is bisected.
+
+Auto: after the cells of a run, its first differing cells are bisected, a cell for each group and backend.
+
+It changes no verdict, and what fails is said in a line. Cells of small worlds come first, the exact tier before others.
 """
 
 import contextlib
 import shutil
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import chain, zip_longest
+from pathlib import Path
 
-from conformance.asking import adapter_of
-from conformance.bisect.collectives import read_issued
-from conformance.inputs.random_model import is_sketched
-from conformance.oracle.decoder import is_written
-from conformance.paths import resolve
-from conformance.plan.cell import Cell
-from conformance.record.bisection import OUTSIDE, Bisected, Bisection, Collectives, Issued, read_bisection
-from conformance.record.format import read_lines
-from conformance.record.results import VERDICT, read_entry
-from conformance.record.verdict import Quantity, Verdict
-from conformance.run.legs import TraceFailed
-from conformance.run.session import TRACED, Session
-from conformance.validation import UsageError
+from conformance.backends.registry import adapter_of
+from conformance.bisect.explain import told
+from conformance.core.errors import UsageError, one_line
+from conformance.core.paths import resolve
+from conformance.matrix.cell import Cell
+from conformance.models.synthetic import is_sketched
+from conformance.oracle.role_model import is_written
+from conformance.records.record_format import read_lines
+from conformance.results.bisection import (
+    OUTSIDE,
+    Bisected,
+    Bisection,
+    Collectives,
+    Issued,
+    read_bisection,
+    write_bisection,
+)
+from conformance.results.run_results import SUMMARY, VERDICT, read_entry, read_output_json
+from conformance.results.verdict import Quantity, Verdict
+from conformance.runner.phases import TraceFailed
+from conformance.runner.session import TRACED, Session
+from conformance.spec.layout import Layout
+from conformance.worker.activation_capture import read_issued
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,3 +188,72 @@ def not_bisected(session: Session, cell: Cell) -> str:
     if "traced" not in adapter_of(leg.backend).traits.methods:
         return f"{leg.backend.name} does not say which modules it runs; its adapter needs the method traced()"
     return ""
+
+
+MOST = 8  # cells of a run that are bisected; the others are one command each
+Group = tuple[str, str, str, str]  # scenario, model, variant and backend
+
+
+def any_differs(out: Path) -> bool:
+    """Whether the summary in ``out`` has a cell that differs."""
+    return "differs" in _states(out).values()
+
+
+def bisect_run(session: Session, cells: Sequence[Cell], *, say: Callable[[str], None]) -> None:
+    """Bisect the first differing cell of each group of a finished run, and write ``bisect.json`` beside its verdict.
+
+    ``say`` gets a line about each.
+    """
+    states = _states(session.config.out)
+    of_state = {state: [cell for cell in cells if states.get(str(cell)) == state] for state in ("differs", "conforms")}
+    chosen = list(_chosen([cell for cell in of_state["differs"] if not not_bisected(session, cell)]))
+    for cell in chosen[:MOST]:
+        alike = [other for other in of_state["conforms"] if _group(other) == _group(exact_twin(cell))]
+        said = _bisect(session, cell, _most_alike(session, cell, alike))
+        session.check()
+        say(f"bisect {cell}: {said}")
+    if len(chosen) > MOST:
+        say(f"{len(chosen) - MOST} more groups differ and were not bisected; parity bisect CELL does it")
+
+
+def _bisect(session: Session, cell: Cell, conforming: Cell | None) -> str:
+    """Bisect one cell; returns what is to be said."""
+    try:
+        finding = read_entry(session.folder(cell) / VERDICT).verdict.findings[0]
+        found = bisect_judged(session, cell, finding, conforming)
+        session.check()
+        write_bisection(session.folder(cell), found)
+    except Exception as error:  # the run and its verdicts stand, whatever this one ends with
+        return f"not bisected: {type(error).__name__}: {one_line(error)}"
+    return told(found).answer
+
+
+def _states(out: Path) -> Mapping[str, str]:
+    return {cell["id"]: cell["state"] for cell in read_output_json(out / SUMMARY)["cells"]}
+
+
+def _group(cell: Cell) -> Group:
+    return cell.scenario.name, cell.scenario.model_name, cell.variant, cell.backend
+
+
+def _chosen(differ: Sequence[Cell]) -> Iterator[Cell]:
+    """The smallest cell of each group; backends take turns."""
+    groups: dict[Group, list[Cell]] = defaultdict(list)
+    for cell in sorted(differ, key=lambda cell: (cell.scenario.precision != "exact", cell.world_size)):
+        groups[_group(cell)].append(cell)
+    of_backends: dict[str, list[Cell]] = defaultdict(list)
+    for first, *_ in groups.values():
+        of_backends[first.backend].append(first)
+    return filter(None, chain.from_iterable(zip_longest(*of_backends.values())))
+
+
+def _most_alike(session: Session, cell: Cell, others: Sequence[Cell]) -> Cell | None:
+    """Of the others that can be traced, the one that is cut in the most alike way, and of these the smallest."""
+    (leg,) = cell.legs
+
+    def apart(other: Cell) -> tuple[int, int]:
+        layout = other.legs[0].layout
+        same = [getattr(layout, f.name) == getattr(leg.layout, f.name) for f in fields(Layout)]
+        return same.count(False), other.world_size
+
+    return min((other for other in others if not not_bisected(session, other)), key=apart, default=None)

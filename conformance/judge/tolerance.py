@@ -18,10 +18,10 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
-from conformance.observable import Observable
-from conformance.record.format import RecordError
-from conformance.record.verdict import Strip
-from conformance.scenario import Precision
+from conformance.records.record_format import RecordError
+from conformance.results.verdict import Strip
+from conformance.spec.observables import Observable
+from conformance.spec.scenario import Precision
 
 EXACT = 1e-11  # relative, per tensor; honest errors are below 1e-12
 NOISE_FACTOR = 3.0  # times the single-process error; what honest cells show is in docs/tolerances.md
@@ -46,7 +46,7 @@ Key = tuple[str, str, int]  # of a measurement: stage, tensor, step
 class Measurement:
     """One number that was compared, not judged yet. ``error`` of a tensor is ||x - ref|| / max(||ref||, FLOOR x RMS
     norm of the stage's tensors); of a number or of rows it is relative to what their observable declares, and of a row
-    that has a leeway (conformance.judge.distance.Leeway) to more.
+    that has a leeway (conformance.judge.tensor_views.Leeway) to more.
 
     scalar: one number per step, and value: this number. of_row: the worst row of a tensor, not the whole. fixed: a
     bound that holds in every precision, None where the rule decides. max_abs and where: the largest absolute difference

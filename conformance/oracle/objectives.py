@@ -1,7 +1,7 @@
 """Objectives of the oracle: what one document adds to a model's loss, from the papers.
 
-Serves claims 1 and 6: written apart from impl/objectives.py. FUNCTIONS holds them by the kind of the scenario's
-objective.
+Serves claims 1 and 6: written apart from impl/objectives/registry.py. FUNCTIONS holds them by the kind of the
+scenario's objective.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,10 +10,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from conformance.batch import Batch, Document
-from conformance.objective import Objective, known_kinds
-from conformance.oracle.rl import GrpoFunctions, PpoFunctions
-from conformance.oracle.term import OracleFunctions, RolloutFunctions, Term, target_logprobs, target_positions
+from conformance.oracle.loss_terms import OracleFunctions, RolloutFunctions, Term, target_logprobs, target_positions
+from conformance.oracle.policy_gradient import GrpoFunctions, PpoFunctions
+from conformance.spec.batch import Batch, Document
+from conformance.spec.objectives import Objective, known_kinds
 
 __all__ = ["FUNCTIONS", "Term", "functions_of", "rollout_functions_of", "target_logprobs", "target_positions"]
 

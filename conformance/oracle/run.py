@@ -1,4 +1,6 @@
-"""Train a scenario with the oracle, document by document, and write its record.
+"""Header: what a record of the oracle says of itself in its first line.
+
+Train a scenario with the oracle, document by document, and write its record.
 
 Serves claim 6: the float64 record is what every cell is compared with; the same run in a cell's precision shows the
 error that this precision costs when nothing is wrong. Rows are never packed or padded here, so a packed row of a
@@ -6,6 +8,7 @@ backend is held against documents that cannot see each other.
 """
 
 import contextlib
+import platform
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -15,33 +18,66 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 
-from conformance.batch import Batch
-from conformance.defect import Defect
-from conformance.inputs.model import elements_of
-from conformance.objective import all_observables
-from conformance.observable import SHIFTED, SKIPPED, model_key
-from conformance.oracle.choices import Choices
-from conformance.oracle.decoder import is_routed, is_written, read_decoder
+import conformance
+from conformance.models.folders import elements_of
+from conformance.numerics.determinism import settings_of
+from conformance.numerics.float64_tier import exact_tier
+from conformance.numerics.sketch import kept, sketched_above
+from conformance.oracle.decoder import is_buffer
 from conformance.oracle.defects import variant_of
-from conformance.oracle.devices import bytes_needed, devices_for
-from conformance.oracle.forward import Policy, Weights, is_buffer
-from conformance.oracle.header import header
-from conformance.oracle.look_ahead import annotated, look_ahead, with_columns
-from conformance.oracle.loss_scale import LossScale
 from conformance.oracle.objectives import rollout_functions_of
-from conformance.oracle.shifted import EMBEDDING
-from conformance.oracle.step import Model, Observed, observe
-from conformance.oracle.tap import Tap
-from conformance.oracle.training import clip_factor, global_norm, make_optimizer
-from conformance.oracle.variant import HONEST, UNNAMED, UNNAMED_NORM, Variant
-from conformance.record.identity import CHOICES, FLOAT64
-from conformance.record.sketch import kept, sketched_above
-from conformance.record.tensors import RecordWriter, file_sha256
-from conformance.role import POLICY, Role
-from conformance.run.exact import exact_tier
-from conformance.run.settings import settings_of
-from conformance.scenario import Precision, Scenario
-from conformance.world.heartbeat import mark
+from conformance.oracle.optimizer import LossScale, clip_factor, global_norm, make_optimizer
+from conformance.oracle.primitives import Policy, Tap
+from conformance.oracle.role_model import Decoder, bytes_needed, devices_for, is_routed, is_written, read_decoder
+from conformance.oracle.rollout_pass import annotated, look_ahead, with_columns
+from conformance.oracle.router_replay import Choices
+from conformance.oracle.step import EMBEDDING, Model, Observed, observe
+from conformance.oracle.variant import HONEST, UNNAMED, UNNAMED_NORM, Variant, Weights
+from conformance.records.header_checks import CHOICES, FLOAT64
+from conformance.records.step_tensors import RecordWriter, file_sha256
+from conformance.runtime.heartbeat import mark
+from conformance.spec.batch import Batch
+from conformance.spec.known_defects import Defect, defects_to_json
+from conformance.spec.objectives import all_observables
+from conformance.spec.observables import SHIFTED, SKIPPED, model_key
+from conformance.spec.roles import POLICY, Role
+from conformance.spec.scenario import Precision, Scenario, scenario_to_json
+
+
+def header(
+    scenario: Scenario,
+    precision: str,
+    policy: Policy,
+    *,
+    settings: Mapping[str, str],
+    decoders: Mapping[str, Decoder],
+    loss_scale: float,
+    defects: tuple[Defect, ...],
+) -> dict[str, Any]:
+    """JSON values for a RecordWriter. ``settings``: what is in force for kernels on GPUs. ``decoders``: by role, those
+    of models that are trained last; ``loss_scale`` is that of these at the first step."""
+    return {
+        "cell": "oracle",
+        "backend": {"name": "oracle", "precision": precision, "defects": defects_to_json(defects)},
+        "scenario": scenario_to_json(scenario),
+        "layout": "dp1",
+        "environment": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "backend-parity": conformance.__version__,
+            **settings,
+        },
+        "resolved": {
+            "compute_dtype": str(policy.compute),
+            "stable_dtype": str(policy.stable),
+            "master_dtype": str(policy.stable),
+            "loss_scale": loss_scale,
+            "micro_batch": "one document",
+            "architecture": {name: decoder.described() for name, decoder in decoders.items()},
+            "second_class": list(decoders.values())[-1].second_class,
+        },
+    }
+
 
 PolicyName = Literal["float64", "exact", "fp32", "bf16", "fp16", "fp32-plain", "bf16-plain", "fp16-plain"]
 
@@ -76,11 +112,11 @@ def run_oracle(
     ``policy_name`` is "float64" (or its alias "exact") for the reference, or the precision whose error is wanted:
     float32 master weights, gradients and optimizer, computed in float32, bfloat16 or float16, with torch's fused
     attention kernel or ("-plain") by the formula. A precision's error is that of the kernels of ``device``, so it is
-    measured where the cell runs, with the settings of its tier (conformance.run.settings). With a GPU, the layers of a
-    model that is too large for it are placed on several. At the steps in ``restarts`` optimizer and schedule begin
-    anew, because the cell goes on from exported weights there; at those in ``merges`` the policy's adapter is added to
-    the base, and begins anew as well. ``defects``: what the run gets wrong, as a library is known to. ``trusted``: the
-    Python code of a model's folder may be run (read_decoder).
+    measured where the cell runs, with the settings of its tier (conformance.numerics.determinism). With a GPU, the
+    layers of a model that is too large for it are placed on several. At the steps in ``restarts`` optimizer and
+    schedule begin anew, because the cell goes on from exported weights there; at those in ``merges`` the policy's
+    adapter is added to the base, and begins anew as well. ``defects``: what the run gets wrong, as a library is known
+    to. ``trusted``: the Python code of a model's folder may be run (read_decoder).
 
     Raises ValueError for a model or an objective that the oracle does not know, too few batches, a step without target
     tokens, and gradients that are not finite.

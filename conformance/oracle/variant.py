@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from conformance.batch import Batch, Row
-from conformance.oracle.parts import Architecture
+from conformance.models.components import Architecture
+from conformance.spec.batch import Batch, Row
 
 Weights = dict[str, Tensor]
 UNNAMED = "(unnamed) "  # begins the name of what is trained and stands in no folder and in no record

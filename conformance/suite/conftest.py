@@ -10,14 +10,18 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from conformance.bisect.auto import any_differs, bisect_run
-from conformance.gpus.filled import filled
-from conformance.hosts.fleet import hosts_of
-from conformance.machine import Room, room_of
-from conformance.paths import resolve
-from conformance.plan.cell import Cell
-from conformance.plan.plan import Plan, make_plan
-from conformance.pytest_plugin import (
+from conformance.bisect.run import any_differs, bisect_run
+from conformance.core.errors import UsageError
+from conformance.core.host_resources import Room, room_of
+from conformance.core.paths import resolve
+from conformance.matrix.cell import Cell
+from conformance.matrix.plan import Plan, make_plan
+from conformance.runner.preflight import Refusals, check_device, leased_gpus
+from conformance.runner.resource_check import check_room
+from conformance.runner.session import Session, SessionConfig
+from conformance.runtime.gpu_leases import filled
+from conformance.runtime.multihost.controller import hosts_of
+from conformance.suite.plugin import (
     BISECTED,
     OUT,
     USAGE,
@@ -32,10 +36,6 @@ from conformance.pytest_plugin import (
     selection,
     stop_at_signals,
 )
-from conformance.room.check import check_room
-from conformance.run.refusal import Refusals, check_device, leased_gpus
-from conformance.run.session import Session, SessionConfig
-from conformance.validation import UsageError
 
 PLAN_KEY = pytest.StashKey[Plan]()
 ON_HOSTS = pytest.StashKey[Session]()  # has begun to run the cells, where agents start their ranks

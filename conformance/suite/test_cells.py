@@ -8,11 +8,11 @@ passes did not show.
 
 import pytest
 
-from conformance.plan.cell import Cell
-from conformance.record.results import VERDICT, read_entry
-from conformance.record.states import NO_ANSWER
-from conformance.run.session import JudgedCell, Session
-from conformance.validation import UsageError
+from conformance.core.errors import UsageError
+from conformance.matrix.cell import Cell
+from conformance.results.run_results import VERDICT, read_entry
+from conformance.results.verdict import NO_ANSWER
+from conformance.runner.session import JudgedCell, Session
 
 SHOWN = 12  # findings in a message; verdict.json has them all
 

@@ -49,7 +49,7 @@ def one_step(stage: int, tensor_parallel: bool) -> Any:
 
 
 def clean_up() -> None:
-    """The remedy, as in impl/deepspeed/process.py."""
+    """The remedy, as in impl/deepspeed/global_state.py."""
     groups._release_process_group_references()
     set_autotp_mode(training=False)
     parameter_offload.FWD_MODULE_STACK.clear()

@@ -13,7 +13,7 @@ import torch
 import transformers
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from conformance.run.exact import LeakWatch, exact_tier
+from conformance.numerics.float64_tier import LeakWatch, exact_tier
 
 
 def build() -> Any:

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, get_scheduler
 
-from conformance.adapting import flatten, shards
-from conformance.backend import BackendInfo, Shard, StepMetrics, Support, Supported, TensorKind, Unsupported
-from conformance.batch import Batch
-from conformance.inputs.folder import runs_code
-from conformance.layout import Layout
-from conformance.scenario import Scenario
+from conformance.backends.adapter_helpers import flatten, shards
+from conformance.backends.protocol import BackendInfo, Shard, StepMetrics, Support, Supported, TensorKind, Unsupported
+from conformance.models.folder_checks import runs_code
+from conformance.spec.batch import Batch
+from conformance.spec.layout import Layout
+from conformance.spec.scenario import Scenario
 
 
 class ObservedTrainer(Trainer):  # type: ignore[misc]

@@ -2,19 +2,30 @@
 
 It is written last, and a checkpoint without it is half-written. It has a digest of itself, too: a number in it that is
 wrong is found as the byte of a tensor is. A digest finds damage, no forger; what a forger may do is in pickles.py.
+
+Verification of a checkpoint's folder, before anything of it is read for good; needs no ranks.
+
+What is on disk is not believed: a crash may have cut it, a disk may have changed it, and somebody may have made it. So
+there may only be the regular files that the manifest lists, of their sizes and digests, and no pickle that names more
+than an honest one. All that is found is one UsageError that names the file.
 """
 
 import hashlib
 import json
+import os
+import stat
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from conformance.reading import parse_json
-from conformance.scenario import Precision
-from conformance.validation import STRICT, UsageError, explain, shown
-from impl.data_position import DataPosition
+from conformance.core.errors import STRICT, UsageError, explain, one_line, shown
+from conformance.core.io import MIB, parse_json, read_text
+from conformance.spec.scenario import Precision
+from impl.checkpoints.safe_pickle import check_pickle
+from impl.checkpoints.training_state import DataPosition
 
 FORMAT, VERSION, FILE = "backend-parity checkpoint", 1, "checkpoint.json"
 Form = Literal["native", "state"]
@@ -133,3 +144,93 @@ def _check_models(found: dict[str, Shapes], wanted: dict[str, Shapes], source: s
 
 def _shape(shape: tuple[int, ...] | None) -> str:
     return "missing" if shape is None else "x".join(map(str, shape)) or "a number"
+
+
+PARTIAL = ".partial"  # the end of a folder's name for as long as it is written, or removed
+ADVICE = "give an earlier checkpoint"
+
+
+def verify(folder: Path, wanted: About) -> Manifest:
+    """All checks, in one process."""
+    found = read_manifest(folder)
+    check_fits(found.about, wanted, source=str(folder))
+    check_names(folder, found)
+    for name in found.files:
+        check_file(folder, name, found.files[name])
+    return found
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a checkpoint. Raises UsageError for what is missing, half-written, damaged or too new."""
+    unfinished = folder.with_name(folder.name + PARTIAL)
+    if folder.name.endswith(PARTIAL):
+        raise UsageError(f"{folder} is half-written: its save has not come to its end; {ADVICE}")
+    if not folder.is_dir():
+        if unfinished.is_dir():
+            raise UsageError(f"there is no {folder}, and {unfinished} is half-written: {ADVICE}")
+        raise UsageError(f"there is no checkpoint {folder}; check the path")
+    file = folder / FILE
+    try:
+        regular_size(file)
+    except FileNotFoundError:
+        raise UsageError(f"{folder} has no {FILE}: it is half-written or no checkpoint; {ADVICE}") from None
+    return from_text(read_text(file, limit=64 * MIB), source=str(file))
+
+
+def check_names(folder: Path, found: Manifest) -> None:
+    """Raises UsageError where the folder has other files than the manifest, or of another size."""
+    sizes = {name: regular_size(folder / name) for name in file_names(folder)}
+    if missing := sorted(found.files.keys() - sizes.keys()):
+        raise UsageError(f"{folder / missing[0]} is missing; {ADVICE}")
+    if unknown := sorted(sizes.keys() - found.files.keys()):
+        raise UsageError(
+            f"{shown(str(folder / unknown[0]))} does not belong to the checkpoint: {FILE} does not list it; "
+            f"take it away, or {ADVICE}"
+        )
+    for name, entry in found.files.items():
+        if sizes[name] != entry.size:
+            is_cut = "is truncated" if sizes[name] < entry.size else "is damaged"
+            raise UsageError(f"{folder / name} {is_cut}: it has {sizes[name]} bytes instead of {entry.size}; {ADVICE}")
+
+
+def check_file(folder: Path, name: str, entry: FileEntry) -> None:
+    """Raises UsageError where the file is not what was written, or a pickle that is not to be read."""
+    if digest(folder / name) != entry.sha256:
+        raise UsageError(f"{folder / name} is damaged: its bytes are not those that were written; {ADVICE}")
+    check_pickle(folder / name)
+
+
+def share(names: Iterable[str], files: dict[str, int], *, rank: int, size: int) -> list[str]:
+    """The files that a rank reads, so that each is read by one rank and all read about as much. ``files``: sizes."""
+    return sorted(names, key=lambda name: (-files[name], name))[rank::size]
+
+
+def file_names(folder: Path, *, below: str = "") -> Iterator[str]:
+    """Paths of all files but the manifest, with slashes. Links are none of a folder's own and are not followed."""
+    try:
+        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+    except OSError as error:
+        raise UsageError(f"{folder} cannot be read: {one_line(error)}") from None
+    for entry in entries:
+        if entry.is_dir(follow_symlinks=False):
+            yield from file_names(folder / entry.name, below=f"{below}{entry.name}/")
+        elif below or entry.name != FILE:
+            yield below + entry.name
+
+
+def regular_size(path: Path) -> int:
+    """Size of a file. Raises UsageError for a link, a pipe or the like, FileNotFoundError for nothing."""
+    status = path.lstat()
+    if stat.S_ISREG(status.st_mode):
+        return status.st_size
+    what = "a link" if stat.S_ISLNK(status.st_mode) else "a folder, pipe, socket or device"
+    raise UsageError(f"{shown(str(path))} is {what}, where a checkpoint has a file; {ADVICE}")
+
+
+def digest(path: Path) -> str:
+    """SHA-256 of a file's bytes."""
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {one_line(error)}") from None

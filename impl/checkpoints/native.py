@@ -1,25 +1,128 @@
-"""The content of a backend's own checkpoint: a folder for each trained model, and the random generators of every rank.
+"""Random generators of a rank, as JSON: with them, a resumed training drops out what an uninterrupted one would have.
 
-Collective. The folder around it is impl.checkpoints.folder's, or one of a training (impl.checkpoints.training_folder).
+Each rank has its own, and its own file. They mean something for the same ranks with the same work only, so they are
+restored where layout and number of ranks are those of the checkpoint.
+
+The content of a backend's own checkpoint: a folder for each trained model, and the random generators of every rank.
+
+Collective. The folder around it is impl.checkpoints.folder's, or one of a training (impl.checkpoints.folder).
 """
 
+import base64
+import random
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Annotated, Any
 
+import numpy
+import torch
 import torch.distributed as dist
+from pydantic import BeforeValidator, PlainSerializer, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
 
-from impl.checkpoints import generators
+from conformance.core.errors import STRICT, UsageError, explain, one_line
+from conformance.core.io import read_json
 from impl.checkpoints.folder import Draft, verified
 from impl.checkpoints.manifest import About
-from impl.strategy import Context, Trainable
+from impl.interface.distributed import together
+from impl.interface.protocol import Context, Trainable
+
+FOLDER = "generators"
+Bytes = Annotated[  # a state is a tensor of bytes
+    bytes,
+    BeforeValidator(lambda value: base64.b64decode(value, validate=True) if isinstance(value, str) else value),
+    PlainSerializer(lambda value: base64.b64encode(value).decode("ascii"), when_used="json"),
+]
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class GeneratorStates:
+    """The states of one rank. cuda: of its GPU, if it has one. library: of generators that the backend's library has
+    beside torch's, by name."""
+
+    python: tuple[int, tuple[int, ...], float | None]
+    numpy: tuple[str, tuple[int, ...], int, int, float]
+    torch: Bytes
+    cuda: Bytes | None
+    library: dict[str, Bytes]
+
+
+_ADAPTER = TypeAdapter(GeneratorStates)
+
+
+def read_generators(library: Mapping[str, torch.Tensor]) -> GeneratorStates:
+    """The states of this process now. ``library``: those that impl.interface.protocol.Context.library_generators
+    gives.
+    """
+    kind, keys, position, has_gauss, gauss = numpy.random.get_state(legacy=True)
+    return GeneratorStates(
+        python=random.getstate(),
+        numpy=(kind, tuple(numpy.asarray(keys).tolist()), int(position), int(has_gauss), float(gauss)),
+        torch=_to_bytes(torch.get_rng_state()),
+        cuda=_to_bytes(torch.cuda.get_rng_state()) if torch.cuda.is_available() else None,
+        library={name: _to_bytes(state) for name, state in library.items()},
+    )
+
+
+def set_generators(states: GeneratorStates) -> dict[str, torch.Tensor]:
+    """Set the generators of this process; returns what is for Context.set_library_generators.
+
+    Raises UsageError for states that no generator has ever had.
+    """
+    try:
+        random.setstate(states.python)
+        kind, keys, position, has_gauss, gauss = states.numpy
+        numpy.random.set_state((kind, numpy.asarray(keys, dtype=numpy.uint32), position, has_gauss, gauss))
+        torch.set_rng_state(_to_tensor(states.torch))
+        if states.cuda is not None and torch.cuda.is_available():
+            torch.cuda.set_rng_state(_to_tensor(states.cuda))
+    except (ValueError, TypeError, RuntimeError, OverflowError) as error:
+        raise UsageError(f"the random generators of the checkpoint are none: {one_line(error)}") from None
+    return {name: _to_tensor(state) for name, state in states.library.items()}
+
+
+def write_file(folder: Path, rank: int, states: GeneratorStates) -> None:
+    """Write the states of a rank into the folder of a checkpoint."""
+    (folder / FOLDER).mkdir(exist_ok=True)
+    _file(folder, rank).write_bytes(_ADAPTER.dump_json(states))
+
+
+def read_file(folder: Path, rank: int) -> GeneratorStates:
+    """The states that a rank had. Raises UsageError for a file that ``write_file`` did not write."""
+    file = _file(folder, rank)
+    try:
+        values: dict[str, Any] = read_json(file)
+        return _ADAPTER.validate_python(values)
+    except FileNotFoundError:
+        raise UsageError(f"{file} is missing; give a checkpoint that was saved with these ranks") from None
+    except ValidationError as error:
+        raise explain(error, source=str(file), what="state of random generators") from None
+
+
+def read_together(folder: Path) -> GeneratorStates:
+    """The states of this rank; where a file is wrong, all ranks raise. Collective."""
+    rank = dist.get_rank()
+    return together(f"reading {folder / FOLDER}", lambda: read_file(folder, rank))[rank]
+
+
+def _file(folder: Path, rank: int) -> Path:
+    return folder / FOLDER / f"rank-{rank}.json"
+
+
+def _to_bytes(state: torch.Tensor) -> bytes:
+    return state.cpu().numpy().tobytes()
+
+
+def _to_tensor(state: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(state), dtype=torch.uint8)
 
 
 def write(draft: Draft, context: Context, models: Mapping[str, Trainable]) -> None:
     """Write what ``writing`` gave: the training state of now, when the work is done."""
-    states = generators.read_generators(context.library_generators())  # first: writing a model may draw numbers
+    states = read_generators(context.library_generators())  # first: writing a model may draw numbers
     for name, trainable in models.items():
         trainable.save_ckpt(draft.path / name, draft.when)
-    generators.write_file(draft.path, dist.get_rank(), states)
+    write_file(draft.path, dist.get_rank(), states)
 
 
 def read(folder: Path, wanted: About, context: Context, models: Mapping[str, Trainable]) -> About:
@@ -29,9 +132,9 @@ def read(folder: Path, wanted: About, context: Context, models: Mapping[str, Tra
     """
     found = verified(folder, wanted).about
     same_ranks = (found.layout, found.world_size) == (wanted.layout, wanted.world_size)
-    states = generators.read_together(folder) if same_ranks else None
+    states = read_together(folder) if same_ranks else None
     for name, trainable in models.items():
         trainable.load_ckpt(folder / name)
     if states:
-        context.set_library_generators(generators.set_generators(states))
+        context.set_library_generators(set_generators(states))
     return found

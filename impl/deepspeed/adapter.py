@@ -1,23 +1,73 @@
-"""DeepSpeed as a backend of the suite: what it claims to run, and where faults can be planted."""
+"""Known defects of DeepSpeed, most of which cells of the layout option ``shipped`` leave as they are.
+
+DeepSpeed as a backend of the suite: what it claims to run, and where faults can be planted.
+"""
 
 from importlib.util import find_spec
 from typing import ClassVar
 
-from conformance.backend import BackendInfo, Support, Supported, Unsupported
-from conformance.expectation import model_config
-from conformance.layout import Layout
-from conformance.scenario import Scenario
-from conformance.validation import UsageError
-from impl.adapter import HANDOVER_SEAMS, RL_SEAMS, ROUTER_SEAMS, StrategyBackend
-from impl.deepspeed.cut import Cut, check, engine_cut
-from impl.deepspeed.expected import EXPECTED
-from impl.deepspeed.settings import zero_stage
-from impl.families import WHOLE_OUTPUTS
-from impl.lora import adapter_support
-from impl.model_support import compile_support, model_support, plan_styles
-from impl.ring.support import RING_MODULES, ring_support
-from impl.routing import KINDS
-from impl.train.memory import host_bytes
+from conformance.backends.protocol import BackendInfo, Support, Supported, Unsupported
+from conformance.core.errors import UsageError
+from conformance.spec.known_defects import (
+    DividedGradients,
+    ExpectedDifference,
+    RoundedMasters,
+    Unmodelled,
+    model_config,
+)
+from conformance.spec.layout import Layout
+from conformance.spec.scenario import Scenario
+from impl.context_parallel.support import RING_DIFFERENCES, RING_MODULES, ring_support
+from impl.deepspeed.checkpoint_layout import Cut, check, engine_cut
+from impl.deepspeed.config import zero_stage
+from impl.engine.adapter import HANDOVER_SEAMS, RL_SEAMS, ROUTER_SEAMS, StrategyBackend
+from impl.engine.memory_estimate import host_bytes
+from impl.models.family_quirks import WHOLE_OUTPUTS
+from impl.models.lora import adapter_support
+from impl.models.router import KINDS
+from impl.models.support import compile_support, model_support, plan_styles
+
+FEWEST = 3  # summands of which the judge looks at the digits (conformance/judge/accumulation_precision.py)
+
+
+def _half_precision_sums(scenario: Scenario, layout: Layout) -> Unmodelled | None:
+    """What shows of gradients that are added up in half precision, where it can be told; else None.
+
+    The error is smaller than the noise of half precision, so no number is judged wrong. But all elements of such a sum
+    are half-precision numbers.
+    """
+    summands = layout.data * layout.sp * layout.ulysses * scenario.accumulation  # fewer if a micro-batch has no targets
+    if summands < FEWEST:
+        return None
+    return Unmodelled(stage="gradients", tensors=("*gradient: elements that are * numbers, so added up in it",))
+
+
+EXPECTED = (
+    ExpectedDifference(
+        reason="DeepSpeed casts the model to half precision first and copies the float32 masters from that",
+        link="docs/findings/deepspeed-rounded-masters.md",
+        defects=lambda scenario, _: (RoundedMasters(precision="fp16" if scenario.precision == "fp16" else "bf16"),),
+        options=("shipped",),
+        precisions=("bf16", "fp16"),
+    ),
+    ExpectedDifference(
+        reason="ZeRO-0 adds gradients up in half precision, whatever grad_accum_dtype says",
+        link="docs/findings/deepspeed-zero0-half.md",
+        unmodelled=_half_precision_sums,
+        at_most={"zero": 0},
+        precisions=("bf16", "fp16"),
+    ),
+    ExpectedDifference(
+        reason="ZeRO-3 divides gradients by the ranks of Ulysses as well, ZeRO 0 to 2 do not",
+        link="docs/findings/deepspeed-ulysses-scale.md",
+        defects=lambda _, layout: (DividedGradients(by=layout.ulysses),),
+        options=("shipped",),
+        at_least={"ulysses": 2, "zero": 3},
+        at_most={"tp": 1},  # with AutoTP its ranks are data ranks at every stage
+    ),
+    *RING_DIFFERENCES,
+)
+
 
 if find_spec("deepspeed") is None:  # importing it would take seconds, for questions that need no DeepSpeed
     raise ModuleNotFoundError("deepspeed is not installed", name="deepspeed")
@@ -59,34 +109,34 @@ class DeepspeedBackend(StrategyBackend):
     seams: ClassVar[dict[str, str]] = {
         **RL_SEAMS,
         **HANDOVER_SEAMS,
-        "write_model": "impl.deepspeed.trainable:write_model",
-        "forward_backward": "impl.deepspeed.trainable:DeepspeedTrainable.forward_backward",
-        "outputs_of": "impl.deepspeed.trainable:outputs_of",
-        "read_slice": "impl.files:SliceReader.slice",
-        "load_model": "impl.deepspeed.trainable:DeepspeedTrainable.load_model",
-        "hugging_face_model": "impl.deepspeed.trainable:empty_model",
-        "load_adapter": "impl.deepspeed.trainable:load_adapter",
-        "trained_names": "impl.optimizers:trained_names",
-        "merge_adapter": "impl.model_folder:merge_adapter",
-        "switch_off_dropout": "impl.adapter:switch_off_dropout",
-        "collate": "impl.trainer:collate",
-        "step_totals": "impl.trainer:step_totals",
-        "backward": "impl.deepspeed.trainable:DeepspeedTrainable.backward",
-        "finish_gradients": "impl.deepspeed.trainable:DeepspeedTrainable.finish_gradients",
-        "gradient_scale": "impl.deepspeed.trainable:DeepspeedTrainable.gradient_scale",
+        "write_model": "impl.deepspeed.model:write_model",
+        "forward_backward": "impl.deepspeed.model:DeepspeedTrainable.forward_backward",
+        "outputs_of": "impl.deepspeed.model:outputs_of",
+        "read_slice": "impl.checkpoints.sharded_safetensors:SliceReader.slice",
+        "load_model": "impl.deepspeed.model:DeepspeedTrainable.load_model",
+        "hugging_face_model": "impl.deepspeed.model:empty_model",
+        "load_adapter": "impl.deepspeed.model:load_adapter",
+        "trained_names": "impl.engine.optimizers:trained_names",
+        "merge_adapter": "impl.models.export:merge_adapter",
+        "switch_off_dropout": "impl.engine.adapter:switch_off_dropout",
+        "collate": "impl.engine.trainer:collate",
+        "step_totals": "impl.engine.trainer:step_totals",
+        "backward": "impl.deepspeed.model:DeepspeedTrainable.backward",
+        "finish_gradients": "impl.deepspeed.model:DeepspeedTrainable.finish_gradients",
+        "gradient_scale": "impl.deepspeed.model:DeepspeedTrainable.gradient_scale",
         "reduce_replicas": "deepspeed.runtime.engine:DeepSpeedEngine.buffered_allreduce_fallback",
-        "clip_threshold": "impl.deepspeed.settings:clip_threshold",
+        "clip_threshold": "impl.deepspeed.config:clip_threshold",
         "mark_cut_gradients": "impl.deepspeed.tensors:EngineTensors.mark_cut_gradients",
-        "forgotten_scale": "impl.deepspeed.trainable:DeepspeedTrainable.forgotten_scale",
-        "forget_steps": "impl.deepspeed.trainable:DeepspeedTrainable.forget_steps",
-        "optimizer_step": "impl.deepspeed.trainable:DeepspeedTrainable.optimizer_step",
-        "forget_overflow": "impl.deepspeed.trainable:forget_overflow",
+        "forgotten_scale": "impl.deepspeed.model:DeepspeedTrainable.forgotten_scale",
+        "forget_steps": "impl.deepspeed.model:DeepspeedTrainable.forget_steps",
+        "optimizer_step": "impl.deepspeed.model:DeepspeedTrainable.optimizer_step",
+        "forget_overflow": "impl.deepspeed.model:forget_overflow",
         **ROUTER_SEAMS,
-        "routers_of": "impl.deepspeed.trainable:routers_of",
-        "create_optimizer": "impl.deepspeed.trainable:DeepspeedTrainable.create_optimizer",
-        "summing_dtype": "impl.deepspeed.settings:summing_dtype",
-        "shard_inputs": "impl.ring.placement:shard_inputs",
-        "merge_blocks": "impl.ring.package:ring_varlen.update_out_and_lse",
+        "routers_of": "impl.deepspeed.model:routers_of",
+        "create_optimizer": "impl.deepspeed.model:DeepspeedTrainable.create_optimizer",
+        "summing_dtype": "impl.deepspeed.config:summing_dtype",
+        "shard_inputs": "impl.context_parallel.sequence_sharding:shard_inputs",
+        "merge_blocks": "impl.context_parallel.ring_functions:ring_varlen.update_out_and_lse",
     }
 
     @classmethod

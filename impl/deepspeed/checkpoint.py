@@ -1,28 +1,68 @@
-"""Saves and loads DeepSpeed's own checkpoints; one of another layout is loaded by way of DeepSpeed's universal form.
+"""Writing a checkpoint with DeepSpeed where a disk may be full on one rank, at once or behind the training.
 
-An additional file in the checkpoint, FILE, says how the checkpoint is partitioned (impl/deepspeed/cut.py).
+DeepSpeed ends a save with barriers, at which all ranks would wait for the one whose file could not be written. Its
+engines that write beside the training need libaio or the package datastates, and one of them waits for the files in the
+next step. So behind the training, the engine that is always there writes into memory, and a thread writes to the disk.
+
+Saves and loads DeepSpeed's own checkpoints; one of another layout is loaded by way of DeepSpeed's universal form.
+
+An additional file in the checkpoint, FILE, says how the checkpoint is partitioned
+(impl/deepspeed/checkpoint_layout.py).
 """
 
 import contextlib
 import dataclasses
+import io
 import json
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
 
-from conformance.validation import UsageError
-from impl.checkpoints.writing import Writing
-from impl.deepspeed.cut import Cut, check, fits
-from impl.deepspeed.place import ReadRegion
-from impl.deepspeed.universal import add_parameter, make_universal
-from impl.deepspeed.writing import files_written
-from impl.formats.deepspeed_frozen import frozen_parts, how_cut
-from impl.together import on_first
+from conformance.core.errors import UsageError
+from impl.checkpoints.async_writer import Writing
+from impl.deepspeed.checkpoint_layout import Cut, check, fits, frozen_parts, how_cut
+from impl.deepspeed.partition import ReadRegion
+from impl.deepspeed.universal_checkpoint import add_parameter, make_universal
+from impl.interface.distributed import agree, on_first
+
+
+@contextlib.contextmanager
+def files_written(engine: Any, when: Writing) -> Iterator[None]:
+    """What cannot be written is told after the ``with`` statement, or with the work of ``when``, on all ranks;
+    collective."""
+    failed: list[Exception] = []
+    copies: list[tuple[Path, io.BytesIO]] = []
+    library, write = engine.checkpoint_engine, engine.checkpoint_engine.save
+
+    def save(state_dict: Any, path: str) -> None:
+        try:
+            if when.copies:
+                write(state_dict, copy := io.BytesIO())
+                copies.append((Path(path), copy))
+            else:
+                write(state_dict, path)
+        except Exception as error:
+            failed.append(error)
+
+    library.save = save
+    try:
+        yield
+    finally:
+        del library.save
+    agree("DeepSpeed writes a checkpoint", next(iter(failed), None))
+    when.add(lambda: _write(copies))
+
+
+def _write(copies: list[tuple[Path, io.BytesIO]]) -> None:
+    for path, copy in copies:
+        path.write_bytes(copy.getbuffer())
+
 
 TAG, FILE = "state", "cut.json"
 

@@ -11,17 +11,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from conformance.batch import Batch, Row
-from conformance.role import Head
-from impl.collectives import all_gather_value, all_reduce_number, all_reduce_over
-from impl.deepspeed import process
-from impl.deepspeed.trainable import DeepspeedTrainable
-from impl.ring.attention import RingAttention, RingConfig, register, ring_kind
-from impl.strategy import ContextConfig
+from conformance.spec.batch import Batch, Row
+from conformance.spec.roles import Head
+from impl.context_parallel.ring_attention import RingAttention, RingConfig, register, ring_kind
+from impl.deepspeed import global_state
+from impl.deepspeed.model import DeepspeedTrainable
+from impl.interface.distributed import all_gather_value, all_reduce_number, all_reduce_over
+from impl.interface.protocol import ContextConfig
 
 
 class DeepspeedContext:
-    """See impl.strategy.Context for the contract of each method."""
+    """See impl.interface.protocol.Context for the contract of each method."""
 
     ring: RingAttention | None = None
 
@@ -34,7 +34,7 @@ class DeepspeedContext:
 
     def setup_distributed(self) -> None:
         layout = self.config.layout
-        process.enter(self.config.device, layout)
+        global_state.enter(self.config.device, layout)
         sizes = (layout.dp, layout.sp, layout.ulysses, layout.tp)
         kind = torch.device(self.config.device).type
         self.mesh = init_device_mesh(kind, sizes, mesh_dim_names=("dp", "sp", "ulysses", "tp"))
@@ -85,4 +85,4 @@ class DeepspeedContext:
 
     def teardown(self) -> None:
         self.ring = None
-        process.leave()
+        global_state.leave()

@@ -19,11 +19,10 @@ from deepspeed.utils import (
     safe_get_local_grad,
 )
 
-from conformance.backend import NamedTensors, Shard, TensorKind
-from impl.deepspeed.place import RankPlace, ReadRegion, cut_of
-from impl.deepspeed.stepped import SteppedTensors
-from impl.lora import named_parameters
-from impl.training_state import WrittenKind
+from conformance.backends.protocol import NamedTensors, Shard, TensorKind
+from impl.checkpoints.training_state import WrittenKind
+from impl.deepspeed.partition import RankPlace, ReadRegion, SteppedTensors, cut_of
+from impl.models.lora import named_parameters
 
 
 class EngineTensors:

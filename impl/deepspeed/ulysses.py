@@ -13,9 +13,9 @@ import transformers
 from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from conformance.validation import UsageError
-from impl.deepspeed import process
-from impl.ring.attention import NAME
+from conformance.core.errors import UsageError
+from impl.context_parallel.ring_attention import NAME
+from impl.deepspeed import global_state
 
 ROWS = 1  # rows of a rank's part of a micro-batch, in which documents are laid end to end
 
@@ -56,7 +56,7 @@ def exchange_heads(model: transformers.PreTrainedModel, *, size: int, tp: int, g
         else:
             _around_shards(heads, layers=layers, tp=tp, group=group)
             _exchanging = heads, None
-        process.when_left(_withdraw)
+        global_state.when_left(_withdraw)
     known, mpu = _exchanging
     if heads != known:
         raise UsageError(

@@ -90,19 +90,14 @@ from typing import Any
 
 import torch
 
-from conformance.faults.fault import Fault, Function
-from impl.faults.adapters import ADAPTER_FAULTS, MERGE_FAULTS
-from impl.faults.architecture import ARCHITECTURE_FAULTS, read_as_zeros
-from impl.faults.engine import ENGINE_FAULTS
+from conformance.backends.faults import Fault, Function
 from impl.faults.experts import EXPERT_FAULTS
-from impl.faults.handover import HANDOVER_FAULTS
-from impl.faults.means import MEANS_FAULTS
-from impl.faults.model_parallel import MODEL_PARALLEL_FAULTS
-from impl.faults.models import MODELS_FAULTS
-from impl.faults.optimizer import OPTIMIZER_FAULTS
-from impl.faults.overflow import OVERFLOW_FAULTS
+from impl.faults.loss_normalization import MEANS_FAULTS
+from impl.faults.models import ADAPTER_FAULTS, ARCHITECTURE_FAULTS, MERGE_FAULTS, MODELS_FAULTS, read_as_zeros
+from impl.faults.optimizer import ENGINE_FAULTS, OPTIMIZER_FAULTS, OVERFLOW_FAULTS
+from impl.faults.parallelism import MODEL_PARALLEL_FAULTS, RING_FAULTS
 from impl.faults.policy import POLICY_FAULTS
-from impl.faults.ring import RING_FAULTS
+from impl.faults.resume import HANDOVER_FAULTS
 from impl.faults.rollout import ROLLOUT_FAULTS
 
 

@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from conformance.faults.fault import Fault, Function
-from conformance.observable import OLD_ROUTING, ROUTING
-from impl.faults.architecture import read_as_zeros
+from conformance.backends.faults import Fault, Function
+from conformance.spec.observables import OLD_ROUTING, ROUTING
+from impl.faults.models import read_as_zeros
 
 
 def _gradient_of_first_rank(routers_of: Function) -> Function:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from conformance.faults.fault import Fault, Function
+from conformance.backends.faults import Fault, Function
 
 
 def _temperature_not_in_training(forward_backward: Function) -> Function:

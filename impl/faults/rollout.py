@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from conformance.batch import Batch
-from conformance.faults.fault import Fault, Function
-from conformance.role import POLICY, REFERENCE
-from impl.rollouts import look_ahead
+from conformance.backends.faults import Fault, Function
+from conformance.spec.batch import Batch
+from conformance.spec.roles import POLICY, REFERENCE
+from impl.engine.rollout_pass import look_ahead
 
 
 def _temperature_not_in_looks(look: Function) -> Function:

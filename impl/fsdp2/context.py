@@ -14,18 +14,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from conformance.batch import Batch, Row
-from conformance.role import Head
-from impl.collectives import all_gather_value, all_reduce_number, all_reduce_over
-from impl.fsdp2.trainable import Fsdp2Trainable
-from impl.ring.attention import RingAttention, RingConfig, register, ring_kind
-from impl.strategy import ContextConfig
+from conformance.spec.batch import Batch, Row
+from conformance.spec.roles import Head
+from impl.context_parallel.ring_attention import RingAttention, RingConfig, register, ring_kind
+from impl.fsdp2.model import Fsdp2Trainable
+from impl.interface.distributed import all_gather_value, all_reduce_number, all_reduce_over
+from impl.interface.protocol import ContextConfig
 
 MESH_DIM_NAMES = ("rep", "ep", "dp", "sp", "tp")
 
 
 class Fsdp2Context:
-    """See impl.strategy.Context for the contract of each method."""
+    """See impl.interface.protocol.Context for the contract of each method."""
 
     ring: RingAttention | None = None
 

@@ -28,10 +28,9 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.parallel.style import ParallelStyle
 from transformers import PreTrainedModel
 
-from impl.families import WHOLE_OUTPUTS
-from impl.fsdp2.planned import LAYER_NORMS
-from impl.lora import NAME, is_adapted
-from impl.routing import KINDS
+from impl.models.family_quirks import LAYER_NORMS, WHOLE_OUTPUTS
+from impl.models.lora import NAME, is_adapted
+from impl.models.router import KINDS
 
 # Model types with norms over the head dimension (q_norm, k_norm) -> which dimension of their input counts the heads.
 HEAD_NORMS = {"qwen3": 2, "gemma3_text": 1}  # (rows, length, HEADS, head_dim), (rows, HEADS, length, head_dim)

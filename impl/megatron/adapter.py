@@ -1,22 +1,65 @@
-"""Megatron as a backend of the suite: what it claims to run, and where faults can be planted."""
+"""Known defects of megatron-core, which cells of the layout option ``shipped`` leave as they are.
+
+Megatron as a backend of the suite: what it claims to run, and where faults can be planted.
+"""
 
 from importlib.util import find_spec
 from typing import ClassVar
 
-from conformance.backend import BackendInfo, Support, Supported, Unsupported
-from conformance.layout import Layout
-from conformance.packages import is_installed
-from conformance.paths import resolve
-from conformance.scenario import Scenario
-from conformance.validation import UsageError
-from impl.adapter import HANDOVER_SEAMS, RL_SEAMS, ROUTER_SEAMS, VOCABULARY_SEAMS, StrategyBackend
-from impl.families import has_biased_experts
-from impl.megatron.convert import all_parameters, is_trained
-from impl.megatron.expected import EXPECTED
-from impl.megatron.mixture import expert_sizes, mixture_support
-from impl.megatron.shape import ModelShape, read_shape
-from impl.megatron.start import begin
-from impl.ring.support import INSTALL, RING_MODULES, available, ring_support
+from conformance.backends.protocol import BackendInfo, Support, Supported, Unsupported
+from conformance.core.errors import UsageError
+from conformance.core.packages import is_installed
+from conformance.core.paths import resolve
+from conformance.spec.known_defects import (
+    Defect,
+    ExpectedDifference,
+    PaddedSoftmax,
+    RoundedMasters,
+    TrainedPaddingToken,
+    model_config,
+)
+from conformance.spec.layout import Layout
+from conformance.spec.scenario import Scenario
+from impl.context_parallel.support import INSTALL, RING_MODULES, available, ring_support
+from impl.engine.adapter import HANDOVER_SEAMS, RL_SEAMS, ROUTER_SEAMS, VOCABULARY_SEAMS, StrategyBackend
+from impl.megatron.hf_mapping import all_parameters, is_trained
+from impl.megatron.model_config import VOCABULARY_MULTIPLE, ModelShape, read_shape
+from impl.megatron.moe_config import expert_sizes, mixture_support
+from impl.megatron.startup import begin
+from impl.models.family_quirks import has_biased_experts
+
+
+def _padded(scenario: Scenario, layout: Layout) -> tuple[Defect, ...]:
+    multiple = VOCABULARY_MULTIPLE * layout.tp
+    return (PaddedSoftmax(multiple=multiple),) if model_config(scenario)["vocab_size"] % multiple else ()
+
+
+def _trained(scenario: Scenario, _: Layout) -> tuple[Defect, ...]:
+    return () if model_config(scenario).get("pad_token_id") is None else (TrainedPaddingToken(),)
+
+
+EXPECTED = (
+    ExpectedDifference(
+        reason="megatron-core copies the float32 masters from the model, which is in half precision by then",
+        link="docs/findings/megatron-rounded-masters.md",
+        defects=lambda scenario, _: (RoundedMasters(precision="fp16" if scenario.precision == "fp16" else "bf16"),),
+        options=("shipped",),
+        precisions=("bf16", "fp16"),
+    ),
+    ExpectedDifference(
+        reason="the padding of the vocabulary takes part in the softmax",
+        link="docs/findings/megatron-padded-vocabulary.md",
+        defects=_padded,
+        options=("shipped",),
+    ),
+    ExpectedDifference(
+        reason="the padding token is trained as an input",
+        link="docs/findings/megatron-padding-token.md",
+        defects=_trained,
+        options=("shipped",),
+    ),
+)
+
 
 if find_spec("megatron") is None or find_spec("megatron.core") is None:  # importing it would take seconds
     raise ModuleNotFoundError("megatron-core is not installed", name="megatron-core")
@@ -36,7 +79,7 @@ def _engine_support(scenario: Scenario, layout: Layout, shape: ModelShape) -> Su
         return Unsupported("dropout in attention not built in for te; set attention_dropout to 0.0")
     if layout.sp > 1:
         return Unsupported("TransformerEngine's own ring is not built in; use sp without te, or te without sp")
-    if not is_installed("transformer-engine"):  # it may be hidden in this process (impl.megatron.importing)
+    if not is_installed("transformer-engine"):  # it may be hidden in this process (impl.megatron.global_state)
         return Unsupported(
             "te needs TransformerEngine and a GPU; run: pip install --no-build-isolation 'transformer-engine[pytorch]'"
         )
@@ -59,36 +102,36 @@ class MegatronBackend(StrategyBackend):
     seams: ClassVar[dict[str, str]] = {
         **RL_SEAMS,
         **HANDOVER_SEAMS,
-        "write_model": "impl.megatron.trainable:write_model",
+        "write_model": "impl.megatron.model:write_model",
         **VOCABULARY_SEAMS,
         **ROUTER_SEAMS,
-        "forward_backward": "impl.megatron.trainable:MegatronTrainable.forward_backward",
-        "outputs_of": "impl.megatron.trainable:outputs_of",
-        "read_slice": "impl.files:SliceReader.slice",
-        "load_model": "impl.megatron.trainable:MegatronTrainable.load_model",
-        "collate": "impl.trainer:collate",
-        "step_totals": "impl.trainer:step_totals",
-        "backward": "impl.megatron.trainable:MegatronTrainable.backward",
-        "finish_gradients": "impl.megatron.trainable:MegatronTrainable.finish_gradients",
-        "gradient_scale": "impl.megatron.trainable:MegatronTrainable.gradient_scale",
+        "forward_backward": "impl.megatron.model:MegatronTrainable.forward_backward",
+        "outputs_of": "impl.megatron.model:outputs_of",
+        "read_slice": "impl.checkpoints.sharded_safetensors:SliceReader.slice",
+        "load_model": "impl.megatron.model:MegatronTrainable.load_model",
+        "collate": "impl.engine.trainer:collate",
+        "step_totals": "impl.engine.trainer:step_totals",
+        "backward": "impl.megatron.model:MegatronTrainable.backward",
+        "finish_gradients": "impl.megatron.model:MegatronTrainable.finish_gradients",
+        "gradient_scale": "impl.megatron.model:MegatronTrainable.gradient_scale",
         "reduce_replicas": "megatron.core.distributed:DistributedDataParallel.finish_grad_sync",
-        "clip_threshold": "impl.megatron.settings:clip_threshold",
-        "advance_schedule": "impl.megatron.trainable:MegatronTrainable.advance_schedule",
-        "optimizer_step": "impl.megatron.trainable:MegatronTrainable.optimizer_step",
-        "create_optimizer": "impl.megatron.trainable:MegatronTrainable.create_optimizer",
-        "summing_dtype": "impl.megatron.settings:summing_dtype",
-        "shard_inputs": "impl.ring.placement:shard_inputs",
-        "merge_blocks": "impl.ring.package:ring_varlen.update_out_and_lse",
-        "pipeline_config": "impl.megatron.trainable:transformer_config",
-        "qkv_spans": "impl.megatron.convert:qkv_spans",
-        "project_output": "impl.megatron.model:BiasedRowParallelLinear.forward",
+        "clip_threshold": "impl.megatron.config:clip_threshold",
+        "advance_schedule": "impl.megatron.model:MegatronTrainable.advance_schedule",
+        "optimizer_step": "impl.megatron.model:MegatronTrainable.optimizer_step",
+        "create_optimizer": "impl.megatron.model:MegatronTrainable.create_optimizer",
+        "summing_dtype": "impl.megatron.config:summing_dtype",
+        "shard_inputs": "impl.context_parallel.sequence_sharding:shard_inputs",
+        "merge_blocks": "impl.context_parallel.ring_functions:ring_varlen.update_out_and_lse",
+        "pipeline_config": "impl.megatron.model:transformer_config",
+        "qkv_spans": "impl.megatron.hf_mapping:qkv_spans",
+        "project_output": "impl.megatron.gpt_model:BiasedRowParallelLinear.forward",
         "layer_numbers": "impl.megatron.tensors:layer_numbers",
         "reduce_norms": "megatron.core.distributed.finalize_model_grads:_allreduce_non_tensor_model_parallel_grads",
         "reduce_tie": "megatron.core.distributed.finalize_model_grads:_allreduce_word_embedding_grads",
-        "routers_of": "impl.megatron.model:number_routers",
+        "routers_of": "impl.megatron.gpt_model:number_routers",
         "permute_tokens": "megatron.core.transformer.moe.token_dispatcher:permute",
         "gather_shared_key": ("megatron.core.transformer.multi_latent_attention:gather_from_sequence_parallel_region"),
-        "reduce_gradients": "impl.megatron.trainable:MegatronTrainable.reduce_gradients",
+        "reduce_gradients": "impl.megatron.model:MegatronTrainable.reduce_gradients",
         "counts_in_norm": "megatron.core.tensor_parallel:param_is_not_tensor_parallel_duplicate",
     }
 

@@ -23,12 +23,12 @@ from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSys
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from conformance.validation import UsageError
-from impl.checkpoints.writing import Writing
-from impl.megatron.placement import replaced
-from impl.megatron.shape import ModelShape
+from conformance.core.errors import UsageError
+from impl.checkpoints.async_writer import Writing
+from impl.interface.distributed import Group, on_first, together
+from impl.megatron.device_placement import replaced
+from impl.megatron.model_config import ModelShape
 from impl.megatron.tensors import refuse_foreign
-from impl.together import Group, on_first, together
 
 FORMAT, VERSION, FILE = "backend-parity megatron checkpoint", 1, "contents.json"
 OPTIMIZERS = ("optimizer", "experts")  # where in a checkpoint the state of each lies

@@ -4,7 +4,7 @@ The order of ranks, innermost first: tp, cp (the layout's ``sp``), dp, pp. megat
 of the layout's dp and ep; consecutive ones of dp x cp hold different experts.
 """
 
-from impl.megatron import importing  # noqa: F401 (it has to be imported before megatron-core)
+from impl.megatron import global_state  # noqa: F401 (it has to be imported before megatron-core)
 
 # isort: split
 from collections.abc import Mapping
@@ -16,18 +16,18 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import Tensor
 
-from conformance.batch import Batch, Row
-from conformance.role import Head
-from impl.collectives import all_gather_value, all_reduce_number, all_reduce_over
-from impl.megatron.placement import placed
-from impl.megatron.process import MODEL_PARALLEL
-from impl.megatron.trainable import MegatronTrainable
-from impl.ring.attention import RingAttention, RingConfig, ring_kind
-from impl.strategy import ContextConfig
+from conformance.spec.batch import Batch, Row
+from conformance.spec.roles import Head
+from impl.context_parallel.ring_attention import RingAttention, RingConfig, ring_kind
+from impl.interface.distributed import all_gather_value, all_reduce_number, all_reduce_over
+from impl.interface.protocol import ContextConfig
+from impl.megatron.device_placement import placed
+from impl.megatron.global_state import MODEL_PARALLEL
+from impl.megatron.model import MegatronTrainable
 
 
 class MegatronContext:
-    """See impl.strategy.Context for the contract of each method."""
+    """See impl.interface.protocol.Context for the contract of each method."""
 
     ring: RingAttention
 
@@ -40,7 +40,7 @@ class MegatronContext:
         return 1  # the ring pads rows when it shards them
 
     def placed(self) -> AbstractContextManager[None]:
-        """A context manager to enter around every call into megatron-core; see impl.megatron.placement."""
+        """A context manager to enter around every call into megatron-core; see impl.megatron.device_placement."""
         return placed(self.config.device, exact=self.config.precision == "exact")
 
     def setup_distributed(self) -> None:

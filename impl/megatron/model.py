@@ -1,300 +1,397 @@
-"""openPangu, Llama, Mistral, Phi-3, Qwen2, Qwen3, gpt-oss, DeepSeek and mixtures on megatron-core's GPTModel.
+"""Megatron trainable: megatron-core's layers, pipeline schedules, gradient buffers and optimizer, for one model.
 
-This module adds what megatron-core's local layer spec lacks: a bias on o_proj without biases in the MLP
-(``add_bias_linear`` couples the two), an RMSNorm that supports sequence parallelism without TransformerEngine,
-attention and positions for packed documents and rings, and a head with one value per token.
+megatron-core averages gradients over cp x dp ranks and over micro-batches; the loss is multiplied by both numbers,
+because the objective has divided by the whole step's totals already.
 """
 
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.tensor_parallel import RowParallelLinear, gather_from_sequence_parallel_region
-from megatron.core.transformer import MLATransformerConfig, ModuleSpec, TransformerConfig
-from megatron.core.transformer.enums import AttnBackend
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
-from conformance.layout import Layout
-from conformance.scenario import Precision
-from impl.dtypes import COMPUTE_DTYPES
-from impl.megatron.attention import DocumentRotary, RingCoreAttention
-from impl.megatron.latent import latent_config, place_latent
-from impl.megatron.latent_shape import EPS
-from impl.megatron.mixture import Mixture, expert_sizes
-from impl.megatron.routers import StepTopKRouter, number_routers
-from impl.megatron.shape import ModelShape
-from impl.megatron.stages import Stages
+from conformance.backends.protocol import NamedTensors, Shard, TensorKind, Traced
+from conformance.core.errors import UsageError
+from conformance.models.folders import weight_files
+from conformance.spec.roles import Head
+from conformance.spec.scenario import OptimizerConfig, ScheduleConfig
+from impl.checkpoints.async_writer import AT_ONCE, Writing
+from impl.checkpoints.sharded_safetensors import SliceReader
+from impl.checkpoints.training_state import WrittenKind
+from impl.interface.collate import MicroBatch
+from impl.interface.micro_batch_loop import Loss, set_mode
+from impl.megatron import checkpoint
+from impl.megatron.config import (
+    cuts_optimizer,
+    optimizer_settings,
+    read_progress,
+    reduction_settings,
+    resolved_optimizer,
+    scheduler,
+    set_progress,
+    share_scale,
+    undecayed,
+    update_in_one_kernel,
+)
+from impl.megatron.gpt_model import begin_with_gradient, build_chunk, leave_padding_token, transformer_config
+from impl.megatron.hf_mapping import all_parameters, check_weights, is_trained
+from impl.megatron.micro_batches import ShardedMicroBatch, sharded
+from impl.megatron.model_config import read_shape, stages
+from impl.megatron.router import StepLoss, gathered, release
+from impl.megatron.tensors import ModelTensors, held_by, parameter_names, read_weights, release_trained
+from impl.megatron.tracing import traced_chunks
+from impl.models.export import Dtype, write_model
+from impl.models.outputs import Outputs, Wanted, outputs_of
+from impl.models.router import RouterTerms
+
+if TYPE_CHECKING:
+    from impl.megatron.context import MegatronContext
 
 
-class BiasedRowParallelLinear(RowParallelLinear):  # type: ignore[misc]
-    """o_proj with a bias.
+class MegatronTrainable:
+    """See impl.interface.protocol.Trainable for the contract of each method.
 
-    megatron-core has one flag, add_bias_linear, for o_proj and the MLP; it must stay False for the MLP, so the bias is
-    forced here.
+    chunks: this rank's chunks of the model, wrapped in DistributedDataParallel if the model is trained. optimizer: None
+    if the model is frozen.
     """
 
-    def __init__(self, *sizes: int, bias: bool, **options: Any) -> None:
-        super().__init__(*sizes, bias=True, **options)
+    chunks: list[Any]
+    optimizer: Any
+    scheduler: Any
+    skipped: bool = False
 
+    def __init__(self, context: "MegatronContext", head: Head) -> None:
+        self.context, self.head = context, head
+        self.options = context.config.layout.options
+        self.half = context.config.precision in ("bf16", "fp16")
 
-class BiasedExpertLinear(RowParallelLinear):  # type: ignore[misc]
-    """The second matrix of an expert that has biases, which is whole on its rank.
+    def load_model(self, path: Path) -> torch.nn.ModuleList:
+        """This rank's chunks of the model without their numbers; ``prepare`` reads those that this rank holds.
 
-    megatron-core marks its bias as one that all tensor-parallel ranks share, though each may have other experts. Its
-    MLP adds the bias in place, which autograd refuses where ranks have the same experts.
-    """
+        Raises UsageError for a folder with another head, or with weights that are not the model's.
+        """
+        layout, self.source = self.context.config.layout, path
+        self.shape = read_shape(path)
+        if self.shape.head != self.head:
+            raise UsageError(
+                f"{path} has a {self.shape.head} head where a {self.head} head is asked for; give another folder"
+            )
+        check_weights(path, self.shape)
+        self.stages = stages(layers=self.shape.layers, pp=layout.pp, vpp=layout.vpp)
+        self.model_config = transformer_config(self.shape, layout, self.context.config.precision, self.stages)
+        with self.context.placed():
+            chunks = [build_chunk(self.model_config, self.shape, self.stages, i) for i in range(layout.vpp)]
+            if chunks[0].pre_process and self.shape.padding_token is not None and "shipped" not in self.options:
+                leave_padding_token(chunks[0], self.shape.padding_token)
+        return torch.nn.ModuleList(chunks).train()
 
-    def __init__(self, *sizes: int, **options: Any) -> None:
-        super().__init__(*sizes, **options)
-        self.bias.sequence_parallel = False
-        self.bias.tensor_model_parallel = True
+    def prepare(self, model: torch.nn.ModuleList, optimizer: OptimizerConfig | None, schedule: ScheduleConfig) -> None:
+        self.optimizer = None
+        trained = [] if optimizer is None else self._freeze(model, optimizer)
+        with self.context.placed():
+            self.chunks = [Float16Module(self.model_config, chunk) if self.half else chunk for chunk in model]
+            if optimizer is None:
+                model.eval().requires_grad_(False)
+            else:
+                self.reduce_gradients()
+            read_weights(model, self.shape, self.source, device=self.context.config.device)
+            if optimizer is not None:
+                self.optimizer = self.create_optimizer(model, optimizer)
+                self.scheduler = scheduler(self.optimizer, optimizer, schedule)
+        optimizers = [] if self.optimizer is None else self.optimizer.chained_optimizers
+        self.tensors = ModelTensors(list(model), optimizers, self.shape, self.stages, trained=trained)
+        if optimizer and self.half and "shipped" not in self.options:
+            # megatron-core copies the masters from the rounded model (docs/findings/megatron-rounded-masters.md).
+            with SliceReader(weight_files(self.source), device=self.context.config.device) as read, torch.no_grad():
+                self.tensors.write_masters(read)
+        self._configure_schedule()
 
-    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        output, bias = super().forward(tokens)
-        return output.clone(), bias
+    def _freeze(self, model: torch.nn.ModuleList, optimizer: OptimizerConfig) -> list[str]:
+        """Freeze this rank's parameters as ``optimizer`` says; returns the trained parameters of the whole model."""
+        for chunk in model:
+            names = parameter_names(chunk)
+            for name, parameter in held_by(chunk).items():
+                parameter.requires_grad_(is_trained(names[name], self.shape, optimizer))
+            if chunk.pre_process and "ckpt" in self.options:
+                begin_with_gradient(chunk)
+        return [name for name in all_parameters(self.shape) if is_trained(name, self.shape, optimizer)]
 
+    def reduce_gradients(self) -> None:
+        """Wrap the chunks, whose parameters have no numbers yet, in megatron-core's buffers."""
+        if cuts_optimizer(self.context.config):
+            release_trained(self.chunks)
+        parameters = sum(parameter.numel() for chunk in self.chunks for parameter in chunk.parameters())
+        settings = reduction_settings(self.context.config, parameters=parameters)
+        self.chunks = [
+            DistributedDataParallel(self.model_config, settings, chunk, disable_bucketing=number > 0)
+            for number, chunk in enumerate(self.chunks)
+        ]
 
-class RMSNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm for sequence parallelism, which megatron-core's own wrapper of torch's norm refuses.
+    def create_optimizer(self, model: torch.nn.ModuleList, config: OptimizerConfig) -> Any:
+        overrides = undecayed() if self.context.config.whole_experts else None
+        made = get_megatron_optimizer(optimizer_settings(self.context.config, config), self.chunks, overrides)
+        share_scale(made)
+        update_in_one_kernel(made, self.context.config)
+        return made
 
-    It only needs a mark on the weight: megatron-core sums the gradients of marked weights over tensor-parallel ranks,
-    each of which sees a slice of the sequence.
-    """
+    def _inner_optimizer(self) -> Any:
+        """The optimizer in the chain that has all but experts of expert parallelism; None if the model is frozen."""
+        return None if self.optimizer is None else self.optimizer.chained_optimizers[0]
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> None:
-        device = torch.cuda.current_device()
-        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=device)
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+    def _configure_schedule(self) -> None:
+        """Set the functions that megatron-core's schedules call; they look for them in the model's configuration."""
+        config = self.model_config
+        if self.optimizer is not None:
+            config.finalize_model_grads_func = finalize_model_grads
+            if self.context.config.precision == "fp16":
+                config.grad_scale_func = self.optimizer.scale_loss
+            if "overlap" in self.options:
+                one = len(self.chunks) == 1
+                config.no_sync_func = self.chunks[0].no_sync if one else [chunk.no_sync for chunk in self.chunks]
+        if self.context.config.layout.vpp > 1:
+            config.microbatch_group_size_per_vp_stage = self._micro_batch_group()
 
+    def _micro_batch_group(self) -> int:
+        """Smallest group size g in [pp, accumulation] for which the last group (accumulation % g) is empty or has at
+        least pp micro-batches; megatron-core requires it of interleaved schedules."""
+        count, pp = self.context.config.accumulation, self.context.config.layout.pp
+        return next(size for size in range(pp, count + 1) if not 0 < count % size < pp)
 
-class LatentNorm(RMSNorm):
-    """Of the latent vectors of DeepSeek's attention, with an epsilon of their own."""
+    def forward_backward(
+        self,
+        inputs: Sequence[MicroBatch],
+        *,
+        want: Wanted,
+        temperature: float = 1.0,
+        loss: Loss | None,
+        terms: RouterTerms | None = None,
+    ) -> list[Outputs]:
+        micro_batches = self._shard(inputs, terms)
+        for chunk in self.chunks:
+            set_mode(chunk, training=loss is not None)
+        found: dict[int, Outputs] = {}
+        # megatron-core would make float32 of half-precision logits, all at once.
+        options = {"fp32_output": False} if self.half else {}
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, **_: Any) -> None:
-        super().__init__(config, hidden_size, EPS)
+        def run(iterator: Iterator[ShardedMicroBatch], chunk: Any) -> tuple[Tensor, partial[Any]]:
+            part = next(iterator)
+            result = chunk(part.own.tokens, part.own.positions, None, packed_seq_params=part.documents, **options)
+            return result, partial(finish, part)
 
+        def finish(part: ShardedMicroBatch, result: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            """Called on the last stage; returns (scaled loss, number of tokens to divide it by, nothing to report)."""
+            outputs = self._outputs(result, part, want=want, temperature=temperature)
+            found[part.index] = outputs.detach()
+            number = result.new_zeros([]) if loss is None else self.backward(loss(part.index, outputs))
+            return number, torch.ones([], dtype=torch.int), {}
 
-class ValueHead(torch.nn.Linear):
-    """Takes the place of GPTModel's output layer: one value per token of the whole sequence, (length, rows, 1).
+        if loss is not None:
+            self.start_step()
+        rows, length = micro_batches[0].own.tokens.shape
+        one = len(self.chunks) == 1
+        with self.context.placed(), torch.set_grad_enabled(loss is not None):
+            get_forward_backward_func()(
+                forward_step_func=run,
+                data_iterator=iter(micro_batches) if one else [iter(micro_batches) for _ in self.chunks],
+                model=self.chunks[0] if one else self.chunks,
+                num_microbatches=len(micro_batches),
+                seq_length=length * self.context.config.layout.sp,
+                micro_batch_size=rows,
+                forward_only=loss is None,
+            )
+        outputs = [self._from_last_stage(found.get(part.index), part.whole, want) for part in micro_batches]
+        return [self._with_routing(*one) for one in zip(outputs, micro_batches, strict=True)]
 
-    Every tensor-parallel rank has the whole weight.
-    """
+    def start_step(self) -> None:
+        """Clear the gradients of the previous step."""
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
 
-    def __init__(self, config: TransformerConfig) -> None:
-        device = torch.cuda.current_device()
-        super().__init__(config.hidden_size, 1, bias=False, dtype=config.params_dtype, device=device)
-        self.sequence_parallel = config.sequence_parallel
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+    def _shard(self, inputs: Sequence[MicroBatch], terms: RouterTerms | None = None) -> list[ShardedMicroBatch]:
+        # Schedules divide the routers' loss by the number of micro-batches and multiply it by that of a ring's ranks.
+        scale = self.gradient_scale() * self.context.config.accumulation / self.context.config.layout.sp
+        loss = None if terms is None else StepLoss(terms=terms, scale=scale)
+        return sharded(inputs, self.context.ring, self.context.config, mixture=self.shape.mixture, loss=loss)
 
-    def forward(self, hidden: Tensor, **_: Any) -> tuple[Tensor, None]:  # type: ignore[override]
-        values = super().forward(hidden)
-        if self.sequence_parallel:
-            values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)
-        return values, None
+    @property
+    def router_loss_factor(self) -> float:
+        return self.shape.mixture.loss_factor if self.shape.mixture else 0.0
 
+    def _outputs(self, result: Tensor, part: ShardedMicroBatch, *, want: Wanted, temperature: float) -> Outputs:
+        """The outputs that ``want`` names, as whole rows.
 
-def transformer_config(shape: ModelShape, layout: Layout, precision: Precision, stages: Stages) -> TransformerConfig:
-    """megatron-core's configuration of the model: its sizes, and every switch that influences its numbers."""
-    compute = COMPUTE_DTYPES[precision]
-    windows = {of_layer for of_layer in shape.windows if of_layer is not None}
-    assert len(windows) <= 1, "megatron-core has one window for all layers that have any"
-    window = next(iter(windows), None)
-    recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    clamped = shape.mixture is not None and bool(shape.mixture.clamped)
-    engine = "te" in layout.options
-    make = MLATransformerConfig if shape.latent else TransformerConfig
-    config = make(
-        num_layers=shape.layers,
-        hidden_size=shape.hidden,
-        num_attention_heads=shape.heads,
-        num_query_groups=shape.kv_heads,
-        kv_channels=shape.head_dim,
-        ffn_hidden_size=shape.ffn,
-        layernorm_epsilon=shape.eps,
-        normalization="RMSNorm",
-        qk_layernorm=shape.qk_norm,
-        window_size=None if window is None else (window - 1, 0),
-        window_attn_skip_freq=[int(of_layer is not None) for of_layer in shape.windows],
-        add_bias_linear=clamped,  # also of experts and routers
-        add_qkv_bias=shape.qkv_bias,
-        softmax_type="learnable" if shape.sinks else "vanilla",
-        gated_linear_unit=True,
-        activation_func=_quick_gelu if clamped else torch.nn.functional.silu,
-        activation_func_clamp_value=7.0 if clamped else None,
-        glu_linear_offset=1.0 if clamped else 0.0,
-        hidden_dropout=0.0,
-        attention_dropout=shape.attention_dropout,
-        init_method=_left_as_it_is,  # weights come from a file
-        output_layer_init_method=_left_as_it_is,
-        params_dtype=compute,
-        pipeline_dtype=compute,
-        bf16=precision == "bf16",
-        fp16=precision == "fp16",
-        transformer_impl="transformer_engine" if engine else "local",
-        attention_backend=AttnBackend.auto if engine else AttnBackend.local,
-        attention_softmax_in_fp32=precision != "exact",
-        tensor_model_parallel_size=layout.tp,
-        sequence_parallel="seqpar" in layout.options,
-        context_parallel_size=layout.sp,
-        pipeline_model_parallel_size=layout.pp,
-        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
-        pipeline_model_parallel_layout=stages.layout if layout.pp > 1 else None,
-        # Silently wrong otherwise: docs/findings, megatron-batched-p2p and megatron-freed-sends.
-        batch_p2p_comm=False,
-        overlap_p2p_comm=layout.vpp > 1,
-        deallocate_pipeline_outputs=False,
-        # Kernels that are fused or compiled need Apex or minutes, and change what is compared.
-        gradient_accumulation_fusion=False,
-        masked_softmax_fusion=False,
-        apply_rope_fusion=False,
-        bias_dropout_fusion=False,
-        bias_activation_fusion=False,
-        persist_layer_norm=False,
-        **(recompute if "ckpt" in layout.options else {}),
-        **({} if shape.mixture is None else _mixture(shape.mixture, layout, precision)),
-        **(latent_config(shape) if shape.latent else {}),
-    )
-    if shape.yarn:
-        config.yarn_rotary_scaling_factor = shape.yarn["factor"]  # from which attention has the size of cos and sin
-    return config
-
-
-def _mixture(mixture: Mixture, layout: Layout, precision: Precision) -> dict[str, Any]:
-    """The switches of a mixture of experts: no token is dropped, and an expert is cut as any MLP by tensor parallelism,
-    unless it has biases.
-
-    Its own load-balancing losses are switched off; impl.megatron.routers adds that of the step.
-    """
-    sizes = expert_sizes(layout, whole=bool(mixture.clamped))
-    return {
-        "num_moe_experts": mixture.experts,
-        "moe_ffn_hidden_size": mixture.size,
-        "moe_router_topk": mixture.chosen,
-        "moe_router_pre_softmax": not mixture.normalised,  # without: a softmax over the chosen ones
-        "moe_router_dtype": None if precision == "exact" else "fp32",
-        "moe_enable_routing_replay": True,
-        "moe_router_load_balancing_type": "none",
-        "moe_aux_loss_coeff": 0.0,
-        "moe_shared_expert_intermediate_size": mixture.shared,
-        "moe_shared_expert_gate": mixture.shared is not None and mixture.shared_gate,
-        "moe_router_score_function": "sigmoid" if mixture.sigmoid else "softmax",
-        "moe_router_enable_expert_bias": mixture.sigmoid,
-        "moe_router_bias_update_rate": 0.0,
-        "moe_router_topk_scaling_factor": mixture.factor,
-        "moe_router_num_groups": mixture.groups.many if mixture.groups else None,
-        "moe_router_group_topk": mixture.groups.chosen if mixture.groups else None,
-        "moe_token_dispatcher_type": "alltoall",
-        "moe_grouped_gemm": False,  # its kernels need TransformerEngine or a package for bfloat16 on CUDA
-        "expert_model_parallel_size": sizes.ranks,
-        "expert_tensor_parallel_size": sizes.cuts,
-    }
-
-
-def _quick_gelu(x: Tensor) -> Tensor:
-    """That of gpt-oss, as megatron-core's own, which would be compiled."""
-    return x * torch.sigmoid(1.702 * x)
-
-
-def _left_as_it_is(weight: Tensor) -> None:
-    pass
-
-
-def build_chunk(config: TransformerConfig, shape: ModelShape, stages: Stages, chunk: int) -> GPTModel:
-    """Build this rank's chunk number ``chunk`` of the model (see impl.megatron.stages), with uninitialised weights."""
-    pp_rank = parallel_state.get_pipeline_model_parallel_rank()
-    index = chunk * stages.pp + pp_rank
-    last = index == len(stages.chunks) - 1
-    model = GPTModel(
-        config=config,
-        transformer_layer_spec=_layers(config, shape, stages.chunks[index]),
-        vocab_size=shape.padded_vocab(config.tensor_model_parallel_size),
-        max_sequence_length=shape.max_positions,
-        pre_process=index == 0,
-        post_process=last,
-        share_embeddings_and_output_weights=shape.tied,
-        position_embedding_type="rope",
-        rotary_base=shape.rope_theta,
-        vp_stage=chunk if stages.vpp > 1 else None,
-    )
-    if not shape.latent:  # in which layers turn queries and keys themselves
-        model.rotary_pos_emb = DocumentRotary(
-            kv_channels=shape.head_dim,
-            rotary_percent=shape.rotary_share,
-            rotary_base=shape.rope_theta,
-            cp_group=model.cp_group,
+        ``result``: this rank's logits (rows, length, part of the vocabulary) or values (rows, length, 1).
+        """
+        each = result.shape[-1]
+        start = parallel_state.get_tensor_model_parallel_rank() * each
+        # Padding would take part in the softmax (docs/findings/megatron-padded-vocabulary.md).
+        real = each if "shipped" in self.options else min(each, max(0, self.shape.vocab - start))
+        found = outputs_of(
+            result,
+            part.own,
+            head=self.head,
+            want=want,
+            temperature=temperature,
+            group=parallel_state.get_tensor_model_parallel_group(),
+            vocab_start=start,
+            vocab_size=real,
         )
-    if shape.llama3:
-        model.rotary_pos_emb.scale(shape.llama3)
-    if shape.yarn:
-        model.rotary_pos_emb.stretch(shape.yarn, base=shape.rope_theta)
-    if last and shape.head == "value":
-        model.output_layer = ValueHead(config)
-    if shape.mixture:
-        number_routers(model, shape.mixture)
-        # The library leaves routers, and the gates of shared experts, on the CPU.
-        model.to(torch.cuda.current_device())
-    return model
+        return found.each(lambda numbers: self._whole(numbers, part))
 
+    def _whole(self, own: Tensor, part: ShardedMicroBatch) -> Tensor:
+        """The numbers of all tokens of a micro-batch, (rows, length, ...), from those of this rank of the ring."""
+        rows, length = part.whole.tokens.shape
+        assert part.documents.ring is not None
+        return self.context.ring.restore(own, part.documents.ring, rows=rows, length=length)
 
-def _layers(config: TransformerConfig, shape: ModelShape, layers: range) -> TransformerBlockSubmodules:
-    if config.transformer_impl == "transformer_engine":
-        from impl.megatron.engine import FINAL_NORM, engine_spec  # which others need not have
+    def _with_routing(self, outputs: Outputs, part: ShardedMicroBatch) -> Outputs:
+        """The outputs, with what the routers of all stages did; collective."""
+        mixture, found = self.shape.mixture, part.documents.routed
+        if mixture is None or found is None:
+            return outputs
+        told = gathered(found, mixture, part.own, sequence_parallel=self.model_config.sequence_parallel)
+        weights, probabilities, squares = (self._whole(own, part) for own in told)
+        return replace(outputs, routing=weights, probabilities=probabilities, squares=squares)
 
-        specs = [engine_spec(shape, config.params_dtype) for _ in layers]
-        return TransformerBlockSubmodules(layer_specs=specs, layer_norm=FINAL_NORM)
-    return TransformerBlockSubmodules(layer_specs=[layer_spec(shape, layer) for layer in layers], layer_norm=RMSNorm)
+    def backward(self, loss: Tensor) -> Tensor:
+        """The scaled loss, of which megatron-core's schedule takes the gradient."""
+        return loss * self.gradient_scale() * self.context.config.accumulation
 
+    def gradient_scale(self) -> float:
+        """The number of ranks that megatron-core averages gradients over; the ranks of a ring count separately."""
+        return self.context.config.layout.data * self.context.config.layout.sp
 
-def layer_spec(shape: ModelShape, layer: int) -> ModuleSpec:
-    """megatron-core's local layer spec, with the norms, attention, o_proj and routers of this package."""
-    mixture = shape.mixture if shape.mixture and layer in shape.mixture.layers else None
-    experts = mixture.experts if mixture else None
-    spec = get_gpt_layer_local_spec(
-        normalization="RMSNorm",
-        qk_layernorm=shape.qk_norm,
-        num_experts=experts,
-        multi_latent_attention=shape.latent is not None,
-    )
-    if mixture:
-        spec.submodules.mlp.submodules.router = StepTopKRouter
-        if mixture.clamped:
-            spec.submodules.mlp.submodules.experts.submodules.linear_fc2 = BiasedExpertLinear
-    parts, attention = spec.submodules, spec.submodules.self_attention.submodules
-    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
-    attention.core_attention = RingCoreAttention
-    if shape.latent:
-        place_latent(parts.self_attention, shape, LatentNorm)
-    if shape.qk_norm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
-    if shape.output_bias:
-        attention.linear_proj = BiasedRowParallelLinear
-    return spec
+    def traced(self, numbers: Sequence[MicroBatch]) -> Traced:
+        parts = [part.own for part in self._shard(numbers)]
+        return traced_chunks(self.tensors.chunks, self.shape, self.stages, parts, gradient_scale=self.gradient_scale())
 
+    def _from_last_stage(self, outputs: Outputs | None, inputs: MicroBatch, want: Wanted) -> Outputs:
+        """The outputs that the last pipeline stage has computed, on all stages; collective."""
+        if self.context.config.layout.pp == 1:
+            assert outputs is not None
+            return outputs
+        if not want:
+            return Outputs()
+        names = sorted(want)
+        if outputs is None:
+            numbers = inputs.labels.new_empty((len(names), *inputs.labels.shape), dtype=torch.get_default_dtype())
+        else:
+            numbers = torch.stack([getattr(outputs, name) for name in names])
+        group = parallel_state.get_pipeline_model_parallel_group()
+        dist.broadcast(numbers, src=parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
+        return Outputs(**dict(zip(names, numbers, strict=True)))
 
-def leave_padding_token(model: GPTModel, token: int) -> None:
-    """Give the embedding of the padding token no gradient where the token is an input, as in transformers.
+    def finish_gradients(self) -> None:
+        """Do nothing: schedules end with ``finalize_model_grads``, and readers of gradients remove the loss scale."""
 
-    megatron-core's embedding has no padding_idx (docs/findings/megatron-padding-token.md).
-    """
+    def optimizer_step(self) -> float | None:
+        """See Trainable. NaN if fp16 gradients overflow: the library then makes no update and computes no norm."""
+        with self.context.placed():
+            updated, norm, _ = self.optimizer.step()
+            self.skipped = not updated
+            if self.skipped:
+                return float("nan")
+            self.advance_schedule()
+        return None if norm is None else float(norm)
 
-    def without_gradient(_: Any, __: Any, inputs: dict[str, Any], embedded: Tensor) -> Tensor:
-        padding = (inputs["input_ids"] == token).T.contiguous()  # (length, rows); pipelines send contiguous tensors
-        if model.config.sequence_parallel:
-            padding = padding.chunk(model.config.tensor_model_parallel_size)[
-                parallel_state.get_tensor_model_parallel_rank()
-            ]
-        return torch.where(padding[..., None], embedded.detach(), embedded)
+    def advance_schedule(self) -> None:
+        self.scheduler.step(1)
 
-    model.embedding.register_forward_hook(without_gradient, with_kwargs=True)
+    def learning_rate(self) -> float:
+        return float(self.optimizer.param_groups[0]["lr"])
 
+    def named_tensors(self, kind: TensorKind) -> NamedTensors:
+        if kind == "weight":
+            self._complete_weights()
+        if kind == "progress":
+            return read_progress(self.scheduler, self._scaler())
+        return self.tensors.named(kind)
 
-def begin_with_gradient(model: GPTModel) -> None:
-    """Make the output of the embedding require a gradient even if the embedding is frozen.
+    def _scaler(self) -> Any:
+        """megatron-core's grad scaler, which holds the loss scale; None except in fp16."""
+        return getattr(self._inner_optimizer(), "grad_scaler", None)
 
-    megatron-core's recomputation is a reentrant checkpoint: if none of a layer's inputs requires a gradient, the
-    layer's own parameters get none, without an error (docs/findings/megatron-frozen-embedding.md).
-    """
-    model.embedding.register_forward_hook(lambda _, __, embedded: embedded.requires_grad_())
+    def write_state(self, kind: WrittenKind, read: SliceReader) -> None:
+        if kind == "weight":
+            self.tensors.write_masters(read)
+        else:
+            self.tensors.write_optimizer_state(kind, read)
+
+    def set_progress(self, progress: Mapping[str, float]) -> None:
+        with self.context.placed():
+            set_progress(self.scheduler, self._scaler(), progress)
+
+    def local_shards(self, kind: TensorKind) -> Iterator[Shard]:
+        if kind == "weight":
+            self._complete_weights()
+        return self.tensors.local(kind)
+
+    def _complete_weights(self) -> None:
+        """Gather the weights that other ranks have updated; with overlap, only the next forward pass would do that."""
+        if self.optimizer is not None and "overlap" in self.options and cuts_optimizer(self.context.config):
+            with self.context.placed():
+                for chunk in self.chunks:
+                    chunk.start_param_sync(force_sync=True)
+                    for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+                        # Before an update it would keep the next forward pass from gathering what the update made.
+                        group.param_gather_dispatched = False
+
+    def resolved(self) -> dict[str, Any]:
+        config = self.model_config
+        found = {
+            "model_class": "GPTModel",
+            "head": self.head,
+            "mesh": {
+                "pp": parallel_state.get_pipeline_model_parallel_world_size(),
+                "vpp": parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
+                "dp": parallel_state.get_data_parallel_world_size(),
+                "ep": parallel_state.get_expert_model_parallel_world_size(),
+                "sp": parallel_state.get_context_parallel_world_size(),
+                "tp": parallel_state.get_tensor_model_parallel_world_size(),
+            },
+            "layers": [[*chunk] for chunk in self.stages.chunks],
+            "padded_vocabulary": self.shape.padded_vocab(self.context.config.layout.tp),
+            "ring": self.context.ring.resolved(self.context.config.device, config.params_dtype),
+            "compute_dtype": str(config.params_dtype),
+            "schedule": get_forward_backward_func().__name__,
+            "sequence_parallel": config.sequence_parallel,
+            "recompute": config.recompute_granularity,
+        }
+        return found if self.optimizer is None else found | resolved_optimizer(self._inner_optimizer(), self.chunks)
+
+    def save_ckpt(self, path: Path, when: Writing = AT_ONCE) -> None:
+        self._complete_weights()
+        with self.context.placed():
+            checkpoint.save(path, self._training(), when)
+
+    def load_ckpt(self, path: Path) -> None:
+        with self.context.placed():
+            checkpoint.load(path, self._training())
+
+    def _training(self) -> checkpoint.Training:
+        return checkpoint.Training(
+            chunks=self.tensors.chunks,
+            optimizers=self.optimizer.chained_optimizers,
+            scheduler=self.scheduler,
+            shape=self.shape,
+            trained=self.tensors.trained,
+        )
+
+    def save_model(self, path: Path, *, dtype: Dtype = "source") -> None:
+        write_model(path, source=self.source, weights=self.named_tensors("weight"), dtype=dtype)
+
+    def teardown(self) -> None:
+        for chunk in self.__dict__.get("chunks", ()):
+            release(chunk)
+        for name in ("chunks", "optimizer", "scheduler", "tensors", "model_config"):
+            self.__dict__.pop(name, None)

@@ -3,21 +3,27 @@
 A rank holds some layers (pipeline) and a share of each parameter (tensor parallelism). With the distributed optimizer
 it owns only a flat *stretch* of each share's gradient, master and optimizer state. All functions handle one parameter
 at a time.
+
+Reads a model's weights from files to where they lie in training, once there is memory for them there.
 """
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from conformance.backend import NamedTensors, Shard, TensorKind
-from conformance.validation import UsageError
-from impl.files import SliceReader
-from impl.megatron.convert import (
+from conformance.backends.protocol import NamedTensors, Shard, TensorKind
+from conformance.core.errors import UsageError
+from conformance.models.folders import weight_files
+from impl.checkpoints.sharded_safetensors import SliceReader
+from impl.checkpoints.training_state import WrittenKind
+from impl.engine.optimizers import update_count
+from impl.megatron.hf_mapping import (
     CORRECTION,
     EMBEDDING,
     FINAL_NORM,
@@ -30,11 +36,8 @@ from impl.megatron.convert import (
     of_same_tensors,
     parts,
 )
-from impl.megatron.shape import ModelShape
+from impl.megatron.model_config import ModelShape, Stages
 from impl.megatron.spans import Part, Rank, copy_to_full, load_part, reader
-from impl.megatron.stages import Stages
-from impl.optimizers import update_count
-from impl.training_state import WrittenKind
 
 _APART = {fused: name for name, fused in FUSED.items()}
 _LOCAL_EXPERT = re.compile(r"(?<=mlp\.experts\.local_experts\.)\d+")
@@ -51,8 +54,8 @@ def held_by(chunk: Any) -> dict[str, Any]:
 
 
 def parameter_names(chunk: Any) -> dict[str, str]:
-    """The name of each tensor that ``held_by`` gives -> that of impl.megatron.convert, with global numbers of layer and
-    expert."""
+    """The name of each tensor that ``held_by`` gives -> that of impl.megatron.hf_mapping, with global numbers of
+    layer and expert."""
     numbers = layer_numbers(chunk)
     names = {}
     for name in held_by(chunk):
@@ -84,7 +87,7 @@ def refuse_foreign(optimizer: Any) -> None:
     if not issubclass(kind, (torch.optim.AdamW, torch.optim.SGD)):
         raise UsageError(
             f"megatron-core has taken {kind.__module__}.{kind.__name__}, whose state cannot be written or read here, "
-            f"only that of torch's AdamW and SGD; call impl.megatron.start.begin before transformer_engine and apex "
+            f"only that of torch's AdamW and SGD; call impl.megatron.startup.begin before transformer_engine and apex "
             f"are imported"
         )
 
@@ -386,3 +389,24 @@ def _piece(part: Part, own: torch.Tensor) -> torch.Tensor:
     if not part.spans:
         return own
     return torch.cat([own.narrow(part.dim, span.own, span.length) for span in part.spans], dim=part.dim)
+
+
+def release_trained(chunks: Iterable[torch.nn.Module]) -> None:
+    """Give back the memory of trained parameters, which have no numbers yet.
+
+    With the distributed optimizer, DistributedDataParallel allocates a buffer for parameters and copies each of them
+    there. There would be two copies of the model for a moment; of zeros, one number is enough to copy.
+    """
+    for chunk in chunks:
+        for parameter in chunk.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.new_zeros(()).expand(parameter.shape)
+
+
+def read_weights(chunks: Iterable[torch.nn.Module], shape: ModelShape, folder: Path, *, device: str) -> None:
+    """Set what this rank holds of the model; it reads nothing else."""
+    with SliceReader(weight_files(folder), device=device) as read, torch.no_grad():
+        for chunk in chunks:
+            names = parameter_names(chunk)
+            for name, parameter in held_by(chunk).items():
+                load_parameter(parameter, names[name], shape, read)

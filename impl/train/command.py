@@ -1,4 +1,4 @@
-"""The command ``parity train``; conformance/commands.py finds it.
+"""The command ``parity train``; conformance/core/plugins.py finds it.
 
 Under torchrun it is a rank of the training; else it starts the ranks. What it does is imported when it is run.
 """
@@ -10,10 +10,19 @@ import sys
 import tempfile
 from pathlib import Path
 
-from conformance.validation import UsageError
-from impl.train.flags import COMMANDS, Parser, Value, add_flags, given_values, read_recipe, resolve_values, said_values
+from conformance.core.errors import UsageError
+from impl.train.flags import (
+    COMMANDS,
+    Parser,
+    Value,
+    add_flags,
+    given_values,
+    read_recipe,
+    resolve_values,
+    said_values,
+)
 
-RANK = "impl.train.process"  # the module that is a rank
+RANK = "impl.train.worker"  # the module that is a rank
 
 
 class Train:
@@ -53,12 +62,12 @@ class Train:
             file = Path(folder) / "config.json"
             file.write_text(json.dumps(to_json(config)), encoding="utf-8")
             if ranks is not None:
-                from impl.train.process import main
+                from impl.train.worker import main
 
                 return main(str(file))
 
-            from impl.train.inputs import check_inputs
             from impl.train.launch import run_ranks
+            from impl.train.setup import check_inputs
 
             check_inputs(config)
             start = [sys.executable, "-m", RANK, str(file)]

@@ -1,4 +1,6 @@
-"""TrainConfig: a whole training, as ``parity train`` runs it.
+"""Values: what the options of ``parity train`` are, read in their types.
+
+TrainConfig: a whole training, as ``parity train`` runs it.
 
 What decides a step (objective, optimizer, schedule, precision, micro-batches, seed) is a scenario, and how ranks are
 arranged is a layout, as in a cell of the suite: a training runs the code that cells judge. Here is what a cell does not
@@ -12,11 +14,55 @@ from typing import Annotated, Any, Literal
 
 from pydantic import PlainSerializer, PlainValidator, TypeAdapter, ValidationError
 
-from conformance.layout import Layout
-from conformance.scenario import Scenario, parse_scenario, scenario_to_json
-from conformance.validation import UsageError, explain
+from conformance.core.errors import UsageError, explain
+from conformance.spec.layout import Layout
+from conformance.spec.scenario import Scenario, parse_scenario, scenario_to_json
+from impl.train.flags import SAME_SIZE, Value
 
-ARITHMETIC = "arithmetic"  # as the path of a data set: the embedded questions of impl/train/prompts.py
+
+class Values:
+    """Reads values in their types, which resolve_values has checked."""
+
+    def __init__(self, values: Mapping[str, Value]) -> None:
+        self._values = values
+
+    def text(self, name: str) -> str:
+        return str(self._values[name])
+
+    def whole(self, name: str) -> int:
+        value = self._values[name]
+        assert isinstance(value, int)
+        return value
+
+    def number(self, name: str) -> float:
+        value = self._values[name]
+        assert isinstance(value, float)
+        return value
+
+    def flag(self, name: str) -> bool:
+        return bool(self._values[name])
+
+    def path(self, name: str) -> Path | None:
+        return None if self._values[name] is None else Path(self.text(name)).expanduser().absolute()
+
+    def given(self, name: str) -> bool:
+        return self._values[name] is not None
+
+    def cut(self, name: str) -> int:
+        """A size that has two names, of which one may be given."""
+        other = SAME_SIZE[name]
+        if self.given(name) and self.given(other) and self.whole(name) != self.whole(other):
+            raise UsageError(
+                f"--{name} {self.whole(name)} and --{other} {self.whole(other)} are two names of one size; give one"
+            )
+        return self.whole(name) if self.given(name) else self.whole(other) if self.given(other) else 1
+
+    @property
+    def stages(self) -> int:
+        return self.whole("pipeline_model_parallel_size")
+
+
+ARITHMETIC = "arithmetic"  # as the path of a data set: the embedded questions of impl/train/data.py
 Engine = Literal["hf", "vllm"]
 Tracker = Literal["tensorboard", "wandb"]
 
@@ -42,7 +88,7 @@ class OutputConfig:
 
     log: JSON lines, one for each step. trackers: where numbers go besides. save_path: the Hugging Face folder at the
     end; merged: with the adapter added to its weights. ckpt_path: the folder of checkpoints
-    (impl/checkpoints/training_folder.py), one every ``save_steps`` updates, of which ``keep`` stay. async_save: they
+    (impl/checkpoints/folder.py), one every ``save_steps`` updates, of which ``keep`` stay. async_save: they
     are written while the training goes on. load_checkpoint: go on from the last one in ``ckpt_path``.
     """
 
@@ -59,7 +105,8 @@ class OutputConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """``backend``: a name of impl.strategy.CONTEXTS. ``models``: the Hugging Face folder of each role of the objective.
+    """``backend``: a name of impl.interface.protocol.CONTEXTS. ``models``: the Hugging Face folder of each role of
+    the objective.
 
     ``scenario.steps`` counts optimizer steps; of ``grpo`` and ``ppo`` there are ``mini_batches * ppo_epochs`` for each
     roll-out. ``scenario.data.path`` may be ARITHMETIC for these. ``eval_dataset``: held-out documents (of ``sft``) or

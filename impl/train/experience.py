@@ -1,7 +1,7 @@
 """Experience: from prompts to the mini-batches of a roll-out. Responses are sampled, rewarded and dealt into rows.
 
 Every rank samples the responses to a share of the prompts, and all ranks get all responses: what is computed of a whole
-roll-out (impl/rollouts.py) is computed alike on every rank, as in cells.
+roll-out (impl/engine/rollout_pass.py) is computed alike on every rank, as in cells.
 """
 
 import random
@@ -13,18 +13,16 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from conformance.batch import Batch, Document, Row, with_rollouts
-from conformance.rl import PolicyGradient
-from conformance.scenario import Scenario
-from conformance.validation import UsageError
-from impl.data_position import DataPosition
-from impl.lora import added_up
-from impl.strategy import Context, Trainable
+from conformance.core.errors import UsageError
+from conformance.spec.batch import Batch, Document, Row, with_rollouts
+from conformance.spec.objectives import PolicyGradient
+from conformance.spec.scenario import Scenario
+from impl.checkpoints.training_state import DataPosition
+from impl.interface.protocol import Context, Trainable
+from impl.models.lora import added_up
 from impl.train.config import RolloutConfig
-from impl.train.prompts import Prompt
-from impl.train.rewards import Reward
-from impl.train.rollout import Response, RolloutEngine, seed_of
-from impl.train.source import Work
+from impl.train.data import Prompt, Reward, Work
+from impl.train.generation import Response, RolloutEngine, seed_of
 
 
 @dataclass
@@ -108,7 +106,7 @@ def text_of(response: Response, tokenizer: Any) -> str:
 
 
 def document_of(prompt: Prompt, response: Response, *, group: int, reward: float) -> Document:
-    """A prompt with its response, in the columns that conformance/inputs/rollouts.py reads from files."""
+    """A prompt with its response, in the columns that conformance/data/rollouts.py reads from files."""
     before, after = len(prompt.tokens), len(response.tokens)
     return Document(
         (*prompt.tokens, *response.tokens),

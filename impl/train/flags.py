@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from conformance.reading import MIB, read_text, read_toml
-from conformance.validation import UsageError, one_line, shown
+from conformance.core.errors import UsageError, one_line, shown
+from conformance.core.io import MIB, read_text, read_toml
 
 COMMANDS = {
     "sft": "supervised fine-tuning on inputs and outputs",

@@ -19,8 +19,7 @@ from types import FrameType
 
 from torch.distributed import TCPStore
 
-from conformance.stopping import heeded
-from conformance.world.process import signal_at_death_of, signal_process
+from conformance.core.process import heeded, signal_at_death_of, signal_process
 
 LAST_LINES, USAGE = 15, 2
 GRACE_S, _POLL_S = 5.0, 0.1

@@ -1,34 +1,230 @@
-"""The training loop of ``parity train``, the same for SFT, GRPO and PPO and for all backends.
+"""A clean stop: Ctrl-C and SIGTERM are noted, and the training ends itself where it can be resumed.
+
+How fast a training is, and how much memory it takes: what a line of the log says besides losses.
+
+Checkpoints of a training: where it is written, and where it goes on. The folder is docs/checkpoints.md's.
+
+The training loop of ``parity train``, the same for SFT, GRPO and PPO and for all backends.
 
 Work is an optimizer step of SFT, or a roll-out with all its updates; after it the ranks agree whether to stop, look at
-held-out data and write a checkpoint. What a step computes is impl/trainer.py, which the suite's cells judge.
+held-out data and write a checkpoint. What a step computes is impl/engine/trainer.py, which the suite's cells judge.
 """
 
 import contextlib
 import gc
+import re
+import resource
+import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from conformance.batch import Batch
-from conformance.role import POLICY
-from conformance.run.exact import exact_tier
-from conformance.run.generators import seed_generators
-from impl.adapter import StrategyBackend
-from impl.strategy import Adaptable
-from impl.train.checkpoints import Checkpoints, found_checkpoint, training_folder
-from impl.train.config import TrainConfig
-from impl.train.experience import logprob_gap
-from impl.train.inputs import read_inputs
-from impl.train.setup import Evaluate, adapter_folder, check, evaluation_of, model_folders, set_up, source_of
-from impl.train.source import Source
-from impl.train.speed import Speed, model_size, peak_flops, peak_memory
-from impl.train.stop import Stop
-from impl.train.telling import Telling, telling
+from conformance.core.errors import UsageError
+from conformance.core.process import heeded
+from conformance.models.folders import EMBEDDING, HEAD
+from conformance.numerics.float64_tier import exact_tier
+from conformance.spec.batch import Batch
+from conformance.spec.roles import POLICY, Head
+from conformance.spec.scenario import Precision
+from conformance.worker.rank_state import seed_generators
+from impl.checkpoints import native
+from impl.checkpoints.folder import LATEST, TrainingFolder
+from impl.checkpoints.manifest import read_manifest
+from impl.checkpoints.training_state import DataPosition
+from impl.engine.adapter import StrategyBackend
+from impl.engine.memory_estimate import elements, parameter_shapes, read_sizes
+from impl.interface.distributed import on_first
+from impl.interface.protocol import Adaptable
+from impl.train.config import OutputConfig, TrainConfig
+from impl.train.data import Source
+from impl.train.experience import check_goes_on, logprob_gap
+from impl.train.logging import Telling, telling
+from impl.train.setup import (
+    Evaluate,
+    adapter_folder,
+    check,
+    evaluation_of,
+    model_folders,
+    read_inputs,
+    set_up,
+    source_of,
+)
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Stop:
+    """Inside the ``with`` statement, the first of SIGNALS sets ``asked``, and another one does what it always does. One
+    that was ignored before stays ignored."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> "Stop":
+        self._before = {number: signal.signal(number, self._note) for number in heeded(*SIGNALS)}
+        return self
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.asked = True
+        self._restore()
+
+    def _restore(self) -> None:
+        while self._before:
+            signal.signal(*self._before.popitem())
+
+    def __exit__(self, *_: object) -> None:
+        self._restore()
+
+
+# Floating-point operations a second of dense products in half precision, by a word of the device's name: NVIDIA's data
+# sheets, without sparsity. Cards for slots are slower, where they have the same name; of the A100 they are not.
+PEAKS = {"B200": 2250e12, "H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12, "V100": 125e12}
+_SLOTS, _AS_FAST = {"PCIE", "NVL"}, {"A100"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSize:
+    """parameters: of matrix products, and so without an input embedding. attention: layers x heads x head size.
+    frozen: those of ``parameters`` that get no gradient."""
+
+    parameters: int
+    attention: int
+    frozen: int = 0
+
+    def flops(self, lengths: Iterable[int]) -> float:
+        """Of forward and backward passes over documents of these lengths: 6 N T + 12 L H Q T^2 for one of T tokens, and
+        2 T less for each frozen parameter.
+
+        Chowdhery et al., arXiv 2204.02311, appendix B; nothing is added for recomputation.
+        """
+        products = 6 * self.parameters - 2 * self.frozen
+        return float(sum(products * t + 12 * self.attention * t * t for t in lengths))
+
+
+def model_size(folder: Path, head: Head) -> ModelSize:
+    """Of the model that a Hugging Face folder makes with a head. An embedding that is no head looks up and computes
+    nothing; a tied head is its embedding."""
+    shapes, sizes = parameter_shapes(folder, head), read_sizes(folder)
+    tied = head == "causal" and not any(name.endswith(HEAD) for name in shapes)
+    looked_up = {name: shape for name, shape in shapes.items() if name.endswith(EMBEDDING) and not tied}
+    return ModelSize(parameters=elements(shapes) - elements(looked_up), attention=sizes.layers * sizes.queries)
+
+
+def peak_flops(device: str, precision: Precision) -> float | None:
+    """Of one device a second, for the precisions whose products run at that of bfloat16; None where it is not known."""
+    if not device.startswith("cuda") or precision not in ("bf16", "fp16"):
+        return None
+    return peak_of(torch.cuda.get_device_name(device))
+
+
+def peak_of(name: str) -> float | None:
+    """Of the device of this name."""
+    words = set(re.split("[ -]", name.upper()))
+    known = next(iter(words & PEAKS.keys()), None)
+    return None if known is None or (words & _SLOTS and known not in _AS_FAST) else PEAKS[known]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speed:
+    """``models``: sizes of the trained ones. ``peak``: of all devices together; None where it is not known."""
+
+    models: Mapping[str, ModelSize]
+    peak: float | None
+
+    def of(self, batch: Batch, seconds: float) -> dict[str, float | None]:
+        """Tokens and samples of a step, and what that is a second. MFU is that of the step's updates."""
+        lengths = [len(document.tokens) for document in batch.documents]
+        flops = sum(size.flops(lengths) for size in self.models.values())
+        return {
+            "tokens": sum(lengths),
+            "samples": len(lengths),
+            "seconds": seconds,
+            "tokens_per_second": sum(lengths) / seconds,
+            "mfu": None if self.peak is None else flops / seconds / self.peak,
+        }
+
+
+def peak_memory(device: str) -> int:
+    """Bytes: the most that tensors took of a GPU so far, or that the process had of the machine's memory."""
+    if device.startswith("cuda"):
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
+
+
+def found_checkpoint(config: TrainConfig) -> tuple[Path, int] | None:
+    """The checkpoint that a training is to go on from, and the updates that it has; None to begin with the first.
+
+    Collective. Raises UsageError where checkpoints are in the way of a training that begins, and where a training could
+    not go on with the roll-outs of the one before.
+    """
+    output = config.output
+    root = output.ckpt_path
+    if root is None:
+        if output.load_checkpoint:
+            raise UsageError("load_checkpoint goes on from a checkpoint in ckpt_path; give it, too")
+        return None
+
+    def first() -> tuple[Path, int] | None:
+        if not (root / LATEST).exists():
+            return None
+        if not output.load_checkpoint:
+            raise UsageError(
+                f"{root} holds checkpoints of another training; go on with load_checkpoint, or give a new ckpt_path"
+            )
+        folder = TrainingFolder(root=root).latest()
+        about = read_manifest(folder).about
+        if config.rollout is not None and about.data is not None:
+            check_goes_on(config.scenario, config.rollout, step=about.step, position=about.data)
+        return folder, about.step
+
+    return on_first(f"looking for checkpoints in {root}", first)
+
+
+def training_folder(output: OutputConfig) -> TrainingFolder | None:
+    if output.ckpt_path is None:
+        return None
+    return TrainingFolder(root=output.ckpt_path, keep=output.keep, asynchronous=output.async_save)
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """Those of one training; ``folder``: where they are written, if anywhere. All methods are collective."""
+
+    backend: StrategyBackend
+    folder: TrainingFolder | None
+
+    def save(self, position: DataPosition) -> None:
+        """Write a checkpoint of now; the data behind ``position`` has been trained on."""
+        assert self.folder
+        about = replace(self.backend.about("native"), data=position)
+        with self.folder.writing(about) as draft:
+            native.write(draft, self.backend.context, self.backend.trained)
+
+    def finish(self) -> None:
+        """Return when the last checkpoint is whole; raises what writing it failed with."""
+        if self.folder:
+            self.folder.finish()
+
+    def load(self, folder: Path, start: DataPosition) -> DataPosition:
+        """Go on from a checkpoint; returns where it stands in the data. ``start``: where this training would begin.
+
+        Raises UsageError where this training cannot go on from it; nothing has changed then.
+        """
+        before = on_first(f"reading {folder}", lambda: read_manifest(folder).about.data)
+        if before is None:
+            raise UsageError(f"{folder} does not say where it stands in the data; give a checkpoint of a training")
+        start.check_same_data(before)
+        found = native.read(folder, self.backend.about("native"), self.backend.context, self.backend.trained)
+        self.backend.step = found.step
+        return before
+
 
 RENAMED = {  # keys of observables -> names in the log
     "ppo_kl": "kl",

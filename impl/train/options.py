@@ -13,22 +13,21 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
-from conformance.backend import MissingExtra, Unsupported, find_backend
-from conformance.inputs.folder import check_model_folder, runs_code
-from conformance.inputs.model import weight_files
-from conformance.inputs.samples import read_dataset
-from conformance.layout import Layout
-from conformance.lora import ALL_LINEAR, LoraConfig
-from conformance.paths import resolve
-from conformance.reading import read_json
-from conformance.run.environment import model_sizes
-from conformance.scenario import Scenario, parse_scenario
-from conformance.validation import UsageError, explain
-from impl.fsdp2.planned import LAYER_NORMS
-from impl.train.config import ARITHMETIC, OutputConfig, RolloutConfig, TrainConfig
+from conformance.backends.protocol import MissingExtra, Unsupported, find_backend
+from conformance.core.errors import UsageError, explain
+from conformance.core.io import read_json
+from conformance.core.paths import resolve
+from conformance.data.samples import read_dataset
+from conformance.models.folder_checks import check_model_folder, runs_code
+from conformance.models.folders import weight_files
+from conformance.runner.environment import model_sizes
+from conformance.spec.layout import Layout
+from conformance.spec.lora import ALL_LINEAR, LoraConfig
+from conformance.spec.scenario import Scenario, parse_scenario
+from impl.engine.memory_estimate import parameter_shapes
+from impl.models.family_quirks import LAYER_NORMS
+from impl.train.config import ARITHMETIC, OutputConfig, RolloutConfig, TrainConfig, Values
 from impl.train.flags import Value
-from impl.train.shapes import parameter_shapes
-from impl.train.values import Values
 
 Device = Literal["cpu", "cuda"]
 DATASETS = {"sft": "data/word_problems.jsonl", "grpo": ARITHMETIC, "ppo": ARITHMETIC}  # where none is given

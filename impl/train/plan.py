@@ -2,12 +2,19 @@
 
 from dataclasses import dataclass
 
-from conformance.layout import AXES, OPTIONS
-from conformance.role import POLICY, Role
-from impl.train.activations import Activations, activations_of
+from conformance.spec.layout import AXES, OPTIONS
+from conformance.spec.roles import POLICY, Role
+from impl.engine.memory_estimate import (
+    COMPUTE_BYTES,
+    Activations,
+    States,
+    activations_of,
+    elements,
+    parameter_shapes,
+    read_sizes,
+    states_of_role,
+)
 from impl.train.config import TrainConfig
-from impl.train.memory import COMPUTE_BYTES, States, states_of_role
-from impl.train.shapes import elements, parameter_shapes, read_sizes
 
 GIB = 2**30
 _AXES = {

@@ -1,29 +1,212 @@
-"""What a training is put together from, by its configuration: models, backend, data, evaluation."""
+"""The critic's folder, where the user gave a language model for it: its layers, and a new head of one number per token.
 
-from collections.abc import Callable, Mapping
+Backends load every model from a folder, so that all of them begin with the same weights.
+
+Inputs: the data of a training: documents of SFT, or the prompts of roll-outs, and those that are held out.
+
+They are read before a model is loaded, and checked before ranks are started, so that data that cannot be used end a
+training before it costs anything.
+
+Evaluation on held-out data, without an update: the loss of documents, or the reward of the likeliest responses.
+
+What a training is put together from, by its configuration: models, backend, data, evaluation.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
+import torch
 import torch.distributed as dist
+import transformers
+from safetensors import safe_open
 
-from conformance.backend import Unsupported, find_backend
-from conformance.lora import ADAPTER
-from conformance.role import POLICY
-from conformance.validation import UsageError
-from impl.adapter import StrategyBackend
-from impl.data_position import DataPosition
-from impl.model_folder import check_target
-from impl.objectives import functions_of
-from impl.together import on_first
-from impl.train.config import TrainConfig
-from impl.train.critic import is_value_model, write_critic
-from impl.train.evaluation import held_out_batches, held_out_loss, held_out_reward
-from impl.train.experience import RolloutSource
-from impl.train.inputs import DocumentInputs, PromptInputs, held_out_data
-from impl.train.prompts import reward_of
-from impl.train.rollout import Sampling, make_engine
-from impl.train.shapes import parameter_shapes
-from impl.train.source import DocumentSource, Source
-from impl.train.start_adapter import check_same, write_start
+from conformance.backends.protocol import Unsupported, find_backend
+from conformance.core.errors import UsageError
+from conformance.data.documents import check_vocabulary, load_documents
+from conformance.data.samples import read_samples
+from conformance.data.tokenizer import load_tokenizer
+from conformance.models.folder_checks import CONFIG, runs_code
+from conformance.models.folders import HEAD, value_config, weight_files, weight_shapes
+from conformance.spec.batch import Batch, Document, Row
+from conformance.spec.lora import ADAPTER
+from conformance.spec.roles import POLICY
+from conformance.spec.scenario import DataConfig
+from impl.checkpoints.training_state import DataPosition
+from impl.engine.adapter import StrategyBackend
+from impl.engine.memory_estimate import parameter_shapes
+from impl.engine.rollout_pass import look
+from impl.interface.distributed import on_first
+from impl.interface.protocol import Context, Trainable
+from impl.megatron.model_config import VALUE_HEAD
+from impl.models.export import check_target, write_folder
+from impl.models.lora import check_same, write_start
+from impl.objectives.registry import functions_of
+from impl.train.config import RolloutConfig, TrainConfig
+from impl.train.data import DocumentSource, Prompt, Reward, Source, fits, load_prompts, reward_of
+from impl.train.experience import RolloutSource, check_rollout, sampled, text_of
+from impl.train.generation import Sampling, make_engine
+
+
+def is_value_model(folder: Path) -> bool:
+    """Whether a Hugging Face folder has the head of a value model."""
+    return VALUE_HEAD in weight_shapes(folder)
+
+
+def write_critic(folder: Path, *, source: Path, seed: int) -> None:
+    """Write the value model ``folder`` with the layers of the language model ``source``; in one process.
+
+    The head (1, hidden) is normal with a deviation of 1 / (hidden + 1), as OpenRLHF begins, and follows from ``seed``.
+    """
+    config = json.loads((source / CONFIG).read_text(encoding="utf-8"))
+    hidden = config.get("text_config", config)["hidden_size"]
+    drawn = torch.randn(1, hidden, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    write_folder(
+        folder, source=source, weights=chain(_layers(source), [(VALUE_HEAD, drawn / (hidden + 1))]), dtype="source"
+    )
+    value_config(folder / CONFIG)
+
+
+def _layers(source: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    for file in weight_files(source):
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118
+                if not name.endswith(HEAD):
+                    yield name, tensors.get_tensor(name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DocumentInputs:
+    """``held_out`` is None without an ``eval_dataset``."""
+
+    documents: Sequence[Document]
+    held_out: Sequence[Document] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptInputs:
+    """``held_out`` as above. ``tokenizer`` reads responses; ``end``: the tokens that end one."""
+
+    prompts: Sequence[Prompt]
+    held_out: Sequence[Prompt] | None
+    tokenizer: Any
+    end: tuple[int, ...]
+
+
+def check_inputs(config: TrainConfig) -> None:
+    """Raises UsageError for data that a training cannot use; for the process that starts the ranks.
+
+    Prompts are few and short, so they are read as ranks read them. Documents are tokenized by ranks alone.
+    """
+    if config.rollout is not None:
+        _prompts(config, config.rollout)
+        return
+    for data in (config.scenario.data, held_out_data(config)):
+        if data is not None:
+            read_samples(data)
+
+
+def read_inputs(config: TrainConfig) -> DocumentInputs | PromptInputs:
+    """All data of a training. Raises UsageError for data, a tokenizer or lengths that cannot be used."""
+    if config.rollout is not None:
+        return _prompts(config, config.rollout)
+    held_out = held_out_data(config)
+    return DocumentInputs(
+        documents=_documents(config, config.scenario.data),
+        held_out=None if held_out is None else _documents(config, held_out),
+    )
+
+
+def held_out_data(config: TrainConfig) -> DataConfig | None:
+    """The data that is looked at, and not trained on."""
+    return None if config.eval_dataset is None else replace(config.scenario.data, path=str(config.eval_dataset))
+
+
+def _documents(config: TrainConfig, data: DataConfig) -> list[Document]:
+    """All samples of a data set, in its order, tokenized for the policy."""
+    model, trusted = config.models[POLICY.name], config.scenario.trust_remote_code
+    documents = load_documents(data, load_tokenizer(model, trusted=trusted))
+    check_vocabulary(documents, model, _vocabulary_size(model, trusted=trusted))
+    return documents
+
+
+def _prompts(config: TrainConfig, rollout: RolloutConfig) -> PromptInputs:
+    model, trusted = config.models[POLICY.name], config.scenario.trust_remote_code
+    tokenizer, size = load_tokenizer(model, trusted=trusted), _vocabulary_size(model, trusted=trusted)
+
+    def load(data: DataConfig) -> list[Prompt]:
+        return load_prompts(data, tokenizer, vocabulary=size, max_new_tokens=rollout.max_new_tokens)
+
+    prompts, held_out = load(config.scenario.data), held_out_data(config)
+    check_rollout(config.scenario, rollout, prompts)
+    return PromptInputs(
+        prompts=prompts,
+        held_out=None if held_out is None else load(held_out),
+        tokenizer=tokenizer,
+        end=end_tokens(model, tokenizer.eos_token_id),
+    )
+
+
+def end_tokens(policy: Path, end: int | None) -> tuple[int, ...]:
+    """What ends a response: the tokenizer's end-of-sequence token, and those of the folder's generation settings.
+
+    Raises UsageError where there is none.
+    """
+    found = set() if end is None else {end}
+    if (policy / transformers.utils.GENERATION_CONFIG_NAME).is_file():
+        told = transformers.GenerationConfig.from_pretrained(policy).eos_token_id
+        found |= {told} if isinstance(told, int) else set(told or ())
+    if not found:
+        raise UsageError(f"the tokenizer in {policy} has no end-of-sequence token, so no response would have an end")
+    return tuple(sorted(found))
+
+
+def _vocabulary_size(model: Path, *, trusted: bool) -> int:
+    """How many tokens a model knows, by its configuration."""
+    config = transformers.AutoConfig.from_pretrained(model, trust_remote_code=runs_code(model, trusted=trusted))
+    size: int = config.get_text_config().vocab_size
+    return size
+
+
+def held_out_batches(documents: Sequence[Document], data: DataConfig) -> list[Batch]:
+    """Each document once and in order, in batches of ``data.rows`` rows; what fills up the last one has no targets."""
+    rows: list[list[Document]] = []
+    for document in documents:
+        if rows and fits(rows[-1], document, data):
+            rows[-1].append(document)
+        else:
+            rows.append([document])
+    shortest = min(documents, key=lambda document: len(document.tokens))
+    filling = Document(shortest.tokens, (False,) * len(shortest.tokens))
+    rows += [[filling]] * (-len(rows) % data.rows)
+    cut = [rows[start : start + data.rows] for start in range(0, len(rows), data.rows)]
+    return [Batch(n, data.max_len, tuple(Row(i, tuple(row)) for i, row in enumerate(own))) for n, own in enumerate(cut)]
+
+
+def held_out_loss(context: Context, policy: Trainable, batches: Sequence[Batch]) -> dict[str, float]:
+    """The mean of -log p over all targets, by forward passes without dropout; collective."""
+    total, count = 0.0, 0
+    for batch in batches:
+        rows = look(context, policy, batch, frozenset({"logprobs"}), 1.0).rows
+        total -= sum(logprobs.sum().item() for logprobs in rows.values())
+        count += batch.target_count
+    return {"eval_loss": context.all_reduce(total) / count}
+
+
+def held_out_reward(source: RolloutSource, prompts: Sequence[Prompt], reward: Reward) -> dict[str, float]:
+    """The mean ``reward`` of the likeliest response to each prompt; collective."""
+    source.load_engine()
+    groups = sampled(source.context, source.engine, prompts, [[0]] * len(prompts), greedy=True)
+    rewards = [
+        reward(text_of(response, source.tokenizer), prompt.answer)
+        for prompt, (response,) in zip(prompts, groups, strict=True)
+    ]
+    return {"eval_reward": fmean(rewards)}
+
 
 Evaluate = Callable[[], dict[str, float]]  # collective; numbers for the log
 

@@ -1,0 +1,340 @@
+"""Asking: what the controller has to know of an adapter, from its class, in this Python environment or in another one.
+
+A framework may pin packages that oracle and judge cannot live with. So an adapter, and the ranks that run it, may be of
+another environment (`--python BACKEND=EXECUTABLE`): there,
+
+    python -P -m conformance.backends.registry BACKEND
+
+answers questions line by line, as JSON. The environment needs what conformance.worker.phase imports: this version of
+backend-parity (``pip install --no-deps``), torch, numpy, pydantic and safetensors, and what the adapter imports.
+"""
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+from pydantic import TypeAdapter, ValidationError
+
+import conformance
+from conformance.backends.protocol import (
+    Backend,
+    BackendEntry,
+    BrokenBackend,
+    MissingExtra,
+    Support,
+    Supported,
+    Unsupported,
+)
+from conformance.backends.protocol import find_backend as find_here
+from conformance.core.errors import UsageError, one_line
+from conformance.core.packages import package_version
+from conformance.core.process import signal_at_death_of
+from conformance.spec.known_defects import ExpectedDifference, Known
+from conformance.spec.layout import Layout
+from conformance.spec.scenario import Scenario, parse_scenario, scenario_to_json
+
+LIMIT_S = 300.0  # for an answer; the first one waits for the imports of the adapter
+OPTIONAL = ("export_merged", "export_state", "host_bytes", "import_state", "supports_checkpoint", "traced")
+_PRELOAD = ("torch._dynamo",)  # torch.optim does: a second in every rank
+_NEEDS = "needs backend-parity {} (pip install --no-deps), torch, numpy, pydantic and safetensors"
+
+
+class AskFailed(Exception):
+    """The adapter raised when it was asked, or its process has ended; the message says where."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traits:
+    """What an adapter says about itself, whatever the cell.
+
+    packages: versions of the distributions that it names. seams: the names of its seams. methods: those of OPTIONAL
+    that it has. preload: modules to import before ranks are forked, its own among them; preload_apart: those instead,
+    by layout option. For the others, see conformance.backends.protocol.
+    """
+
+    default_zero: int | None
+    packages: dict[str, str]
+    objectives: tuple[str, ...]
+    seams: tuple[str, ...]
+    methods: tuple[str, ...]
+    preload: tuple[str, ...]
+    fresh_ranks: bool
+    preload_apart: dict[str, tuple[str, ...]] = field(default_factory=dict)  # an older suite has none
+
+    def preload_for(self, layout: Layout) -> tuple[str, ...]:
+        """The modules to import before the ranks of a cell in this layout are forked."""
+        apart = (modules for option, modules in self.preload_apart.items() if option in layout.options)
+        return next(apart, self.preload)
+
+
+class Adapter(Protocol):
+    """An adapter that can be asked. The methods raise UsageError, and AskFailed if the adapter raises anything else."""
+
+    @property
+    def traits(self) -> Traits: ...
+
+    def supports(self, scenario: Scenario, layout: Layout) -> Support: ...
+
+    def supports_checkpoint(self, scenario: Scenario, before: Layout, after: Layout) -> Support: ...
+
+    def known(self, scenario: Scenario, layout: Layout) -> tuple[Known, ...]:
+        """The expected differences of a cell of one leg."""
+        ...
+
+    def host_bytes(self, scenario: Scenario, layout: Layout) -> int:
+        """Bytes of the host's memory that a rank on a GPU holds for its models; 0 if the adapter does not say."""
+        ...
+
+
+class Here:
+    """An adapter of this environment."""
+
+    def __init__(self, adapter: type[Backend]) -> None:
+        self._adapter: Any = adapter
+
+    @property
+    def traits(self) -> Traits:
+        """What the adapter says; an objective may be added to its own at any time, when a scenario names one."""
+        return replace(self._traits, objectives=self._objectives)
+
+    @property
+    def _objectives(self) -> tuple[str, ...]:
+        return tuple(getattr(self._adapter, "objectives", ("sft",)))
+
+    @cached_property
+    def _traits(self) -> Traits:
+        adapter = self._adapter
+        info = adapter.describe()
+        # One that inherits ``preload`` gets the same modules as the class that defines it, so that the worlds of both
+        # are forked from one process.
+        says = next((one for one in adapter.__mro__ if "preload" in vars(one)), adapter)
+        always = (says.__module__, "conformance.worker.phase")
+        apart: dict[str, tuple[str, ...]] = getattr(adapter, "preload_apart", {})
+        return Traits(
+            default_zero=info.default_zero,
+            packages={package: package_version(package) for package in info.packages},
+            objectives=self._objectives,
+            seams=tuple(getattr(adapter, "seams", ())),
+            methods=tuple(name for name in OPTIONAL if callable(getattr(adapter, name, None))),
+            preload=(*always, *getattr(adapter, "preload", _PRELOAD)),
+            preload_apart={option: (*always, *modules) for option, modules in apart.items()},
+            fresh_ranks=bool(getattr(adapter, "fresh_ranks", False)),
+        )
+
+    def supports(self, scenario: Scenario, layout: Layout) -> Support:
+        return self._answer("supports", scenario, layout)
+
+    def supports_checkpoint(self, scenario: Scenario, before: Layout, after: Layout) -> Support:
+        return self._answer("supports_checkpoint", scenario, before, after)
+
+    def known(self, scenario: Scenario, layout: Layout) -> tuple[Known, ...]:
+        expected: tuple[ExpectedDifference, ...] = getattr(self._adapter, "expected", ())
+        if not expected:
+            return ()
+        zero = self._adapter.describe().default_zero
+        about = (one for one in expected if one.is_about(scenario, layout, default_zero=zero))
+        found = (one.known_for(scenario, layout) for one in about)
+        return tuple(known for known in found if known.defects or known.unmodelled)
+
+    def host_bytes(self, scenario: Scenario, layout: Layout) -> int:
+        if "host_bytes" not in self._traits.methods:
+            return 0
+        answer = self._called("host_bytes", scenario, layout)
+        if not isinstance(answer, int) or answer < 0:
+            raise AskFailed(f"host_bytes() gave {answer!r}; it has to give a whole number of bytes")
+        return answer
+
+    def _answer(self, method: str, *arguments: Any) -> Support:
+        answer: Support = self._called(method, *arguments)
+        if not isinstance(answer, Supported) and not (isinstance(answer, Unsupported) and answer.reason):
+            raise AskFailed(f"{method}() gave {answer!r}; it has to give Supported, or Unsupported with a reason")
+        return answer
+
+    def _called(self, method: str, *arguments: Any) -> Any:
+        try:
+            return getattr(self._adapter, method)(*arguments)
+        except UsageError:
+            raise
+        except Exception as error:
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            raise AskFailed(f"{type(error).__name__} at {Path(where.filename).name}:{where.lineno}: {error}") from error
+
+
+class There:
+    """An adapter of another environment: ``name`` is registered there, or is module:Class. Its process ends with this
+    one. Raises UsageError if the environment cannot be used, or the adapter not be imported there."""
+
+    def __init__(self, name: str, python: str) -> None:
+        self._what = f"--python {name}={python}"
+        environment = {key: value for key, value in os.environ.items() if key != "PYTHONHOME"}
+        command = [python, "-P", "-m", __name__, name]
+        try:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=environment,
+                text=True,
+                start_new_session=True,  # Ctrl-C is for the controller
+            )
+        except OSError as error:
+            raise UsageError(f"{self._what}: {error.strerror}; give the executable of an environment") from None
+        hello, asked = self._receive(), _NEEDS.format(conformance.__version__)
+        if "suite" not in hello:
+            raise UsageError(f"{self._what}: it does not answer; the environment {asked}")
+        if hello["suite"] != conformance.__version__:
+            raise UsageError(f"{self._what}: backend-parity {hello['suite']} is there; the environment {asked}")
+        if "message" in hello:
+            raise UsageError(f"{self._what}: {hello['message']}")
+        self.entry = BackendEntry(name=hello["name"], target=hello["target"], python=python)
+        try:
+            self.traits: Traits = TypeAdapter(Traits).validate_python(hello["traits"])
+        except ValidationError as error:
+            raise UsageError(
+                f"{self._what}: another suite is there ({one_line(error)}); the environment {asked}"
+            ) from None
+        self.version: str = hello["python"]
+
+    def supports(self, scenario: Scenario, layout: Layout) -> Support:
+        return self._answer("supports", scenario, layout)
+
+    def supports_checkpoint(self, scenario: Scenario, before: Layout, after: Layout) -> Support:
+        return self._answer("supports_checkpoint", scenario, before, after)
+
+    def known(self, scenario: Scenario, layout: Layout) -> tuple[Known, ...]:
+        try:
+            return _KNOWN.validate_python(self._ask("known", scenario, layout).get("known"))
+        except ValidationError as error:
+            raise AskFailed(f"{self._what}: its expected differences are none: {one_line(error)}") from None
+
+    def host_bytes(self, scenario: Scenario, layout: Layout) -> int:
+        if "host_bytes" not in self.traits.methods:
+            return 0
+        answer = self._ask("host_bytes", scenario, layout).get("bytes")
+        if not isinstance(answer, int):
+            raise AskFailed(f"{self._what}: host_bytes() gave {answer!r}")
+        return answer
+
+    def _answer(self, method: str, scenario: Scenario, *layouts: Layout) -> Support:
+        answer = self._ask(method, scenario, *layouts)
+        match answer.get("supported"), answer.get("reason"):
+            case True, _:
+                return Supported()
+            case False, str(reason) if reason:
+                return Unsupported(reason)
+        raise AskFailed(f"{self._what}: {method}() gave {answer!r}")
+
+    def _ask(self, method: str, scenario: Scenario, *layouts: Layout) -> dict[str, Any]:
+        assert self._process.stdin
+        asked = {"method": method, "scenario": scenario_to_json(scenario), "layouts": [str(one) for one in layouts]}
+        try:
+            print(json.dumps(asked), file=self._process.stdin, flush=True)
+        except BrokenPipeError:
+            raise AskFailed(f"{self._what}: its process has ended") from None
+        answer = self._receive()
+        if "message" in answer:
+            raise (UsageError if answer["kind"] == "usage" else AskFailed)(f"{self._what}: {answer['message']}")
+        return answer
+
+    def _receive(self) -> dict[str, Any]:
+        assert self._process.stdout
+        readable, _, _ = select.select([self._process.stdout], [], [], LIMIT_S)
+        if not readable:
+            self._process.kill()
+            return {"kind": "failed", "message": f"its process has not answered within {LIMIT_S:g} s"}
+        try:
+            answer = json.loads(self._process.stdout.readline())
+        except ValueError:  # it has ended; standard error says why
+            return {"kind": "failed", "message": "its process has ended"}
+        return answer if isinstance(answer, dict) else {"kind": "failed", "message": f"it answered {answer!r}"}
+
+
+_KNOWN = TypeAdapter(tuple[Known, ...])
+_there: dict[tuple[str, str], There] = {}  # by the name or target that was asked for, and the executable
+
+
+def find_backend(name: str, python: str = "") -> BackendEntry:
+    """Look up an adapter by its name or by module:Class, in the environment of ``python`` if one is given.
+
+    Raises UsageError if there is none, or if the environment cannot be used.
+    """
+    if not python:
+        return find_here(name)
+    if (name, python) not in _there:
+        found = There(name, python)
+        _there[name, python] = _there[found.entry.target, python] = found
+    return _there[name, python].entry
+
+
+def adapter_of(entry: BackendEntry) -> Adapter:
+    """The adapter of an entry that was found. Raises what BackendEntry.load raises."""
+    return _there[entry.target, entry.python] if entry.python else Here(entry.load())
+
+
+def versions_of(entries: Sequence[BackendEntry]) -> dict[str, str]:
+    """The versions of what the adapters name, by package; of another environment, by ``package (backend)``. Without
+    those of adapters that cannot be imported."""
+    found: dict[str, str] = {}
+    for entry in entries:
+        try:
+            adapter = adapter_of(entry)
+            packages = adapter.traits.packages
+        except (MissingExtra, BrokenBackend, UsageError):
+            continue
+        if isinstance(adapter, There):
+            packages = {"python": adapter.version} | packages
+        found |= {f"{name} ({entry.name})" if entry.python else name: value for name, value in packages.items()}
+    return found
+
+
+def main() -> None:
+    """Answer the questions on standard input about the adapter that the first argument names."""
+    signal_at_death_of(os.getppid(), signal.SIGTERM)
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what a framework prints is no answer
+
+    def say(answer: dict[str, Any]) -> None:
+        print(json.dumps(answer), file=answers, flush=True)
+
+    suite = {"suite": conformance.__version__, "python": ".".join(map(str, sys.version_info[:3]))}
+    try:
+        entry = find_here(sys.argv[1])
+        adapter = Here(entry.load())
+        traits = TypeAdapter(Traits).dump_python(adapter.traits, mode="json")
+    except Exception as error:
+        return say(suite | _told(error))
+    say(suite | {"name": entry.name, "target": entry.target, "traits": traits})
+    for line in sys.stdin:
+        try:
+            say(_reply(adapter, json.loads(line)))
+        except Exception as error:
+            say(_told(error))
+
+
+def _reply(adapter: Here, asked: dict[str, Any]) -> dict[str, Any]:
+    scenario, layouts = parse_scenario(asked["scenario"]), [Layout.parse(one) for one in asked["layouts"]]
+    if asked["method"] == "known":
+        return {"known": _KNOWN.dump_python(adapter.known(scenario, *layouts), mode="json")}
+    if asked["method"] == "host_bytes":
+        return {"bytes": adapter.host_bytes(scenario, *layouts)}
+    answer: Support = getattr(adapter, asked["method"])(scenario, *layouts)
+    return {"supported": isinstance(answer, Supported), "reason": getattr(answer, "reason", "")}
+
+
+def _told(error: Exception) -> dict[str, str]:
+    known = isinstance(error, UsageError | MissingExtra | BrokenBackend | AskFailed)
+    message = str(error) if known else f"{type(error).__name__}: {one_line(error)}"
+    return {"kind": "usage" if isinstance(error, UsageError) else "failed", "message": message}
+
+
+if __name__ == "__main__":
+    main()

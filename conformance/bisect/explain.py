@@ -1,0 +1,190 @@
+"""Tell: what a bisection has found, in words, the same for the terminal and all reports; without torch."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from conformance.results.bisection import (
+    BISECTION,
+    OUTSIDE,
+    PARAMETERS,
+    UNKNOWN,
+    Bisected,
+    Bisection,
+    Collectives,
+    First,
+    Issued,
+)
+from conformance.results.verdict import size_off
+
+MOST = 4  # parameters that are listed one by one
+ALLOWED = "1e-11"  # conformance.judge.tolerance.EXACT
+POLICY = "policy"
+BISECT = "parity bisect"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Told:
+    """answer: one line. facts: what was found, with a word for each."""
+
+    answer: str
+    facts: tuple[tuple[str, str], ...]
+
+    @property
+    def lines(self) -> list[str]:
+        """For the terminal, the answer first."""
+        return [self.answer, *(f"  {word}: {text}" for word, text in self.facts)]
+
+
+def told(bisection: Bisection) -> Told:
+    """What is told of a cell."""
+    other = bisection.traced != bisection.cell
+    if not bisection.models:
+        return Told(answer=f"not bisected: {bisection.why_not}", facts=())
+    main, *others = bisection.models
+    facts = (
+        [("traced", f"{bisection.traced}, because noise hides what is right in any other precision")] if other else []
+    )
+    facts += facts_of(main, bisection.stage)
+    if bisection.collectives and main.first:
+        facts += _of_collectives(bisection.collectives, main.first)
+    facts += [(f"also {one.model}", answer_of(one, bisection.stage)) for one in others if not one.is_right]
+    facts += [(one.model, "all that was compared is right") for one in others if one.is_right and not main.is_right]
+    of = "" if main.model == POLICY else f" of the {main.model}"
+    return Told(answer=f"step {bisection.step}: {answer_of(main, bisection.stage, of=of)}", facts=tuple(facts))
+
+
+def told_as_stored(bisection: Bisection) -> Told:
+    """What reports tell of a file that they have read, and what it rests on."""
+    fresh = told(bisection)
+    if not bisection.models:
+        return fresh
+    rests = (
+        f"on {BISECTION}, which anybody with access to the folder can write: its digest shows that the file is whole, "
+        f"and proves nothing else; {BISECT} {bisection.cell} runs cell and oracle again and proves it anew"
+    )
+    return Told(answer=fresh.answer, facts=(*fresh.facts, ("rests", rests)))
+
+
+def facts_of(found: Bisected, stage: str) -> list[tuple[str, str]]:
+    """What was found of one model."""
+    forward, backward = found.compared
+    first = found.first
+    facts: list[tuple[str, str]] = [("first stage that differs", stage)] if found.where == OUTSIDE and stage else []
+    if first:
+        facts += _of_value(first)
+    if not found.forward:
+        facts.append(("forward", f"all {forward} inputs and outputs of modules are right, to {ALLOWED}"))
+    if found.forward:
+        facts.append(("backward", "not told, because wrong gradients follow from the wrong forward pass"))
+    elif not found.backward:
+        facts.append(("backward", f"all {backward} gradients of inputs and outputs are right, to {ALLOWED}"))
+    if found.parameters and not first:
+        facts.append(("gradients of parameters", _of_parameters(found)))
+    if found.unseen:
+        kinds = dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in found.unseen)
+        facts.append(("not shown by the backend", _listed(list(kinds))))
+    return facts
+
+
+def answer_of(found: Bisected, stage: str, *, of: str = "") -> str:
+    """The place in one line. of: whose, if a cell trains several models."""
+    first, where = found.first, found.where
+    if where == UNKNOWN:
+        return "not told: what the backend shows is right, but it does not show all; its traced() has to name the rest"
+    if where == PARAMETERS:
+        return (
+            f"the model{of} is right, and gradients of parameters are wrong: look at how they are formed, added up "
+            "over micro-batches or reduced over ranks"
+        )
+    if where != OUTSIDE:
+        assert first
+        what = "module" if first.inside else "value"
+        return f"first wrong {what}{of}, {first.direction}: {where}"
+    return f"{OUTSIDE}{of}: {_outside(found, stage)}"
+
+
+def _outside(found: Bisected, stage: str) -> str:
+    if first := found.first:
+        if first.direction == "forward":
+            return f"the tokens that go into {first.module} are wrong"
+        return f"the gradient that the loss gives to {first.module} is wrong"
+    if found.parameters:
+        return (
+            "all gradients of parameters are wrong by one factor, as of a denominator of the loss or an average over "
+            "ranks"
+        )
+    if stage.endswith("gradients"):
+        return (
+            "no gradient of a parameter is wrong in the run that was traced, although the record of the cell has one: "
+            "a race, or less than the norm of a tensor shows"
+        )
+    return (
+        f"forward pass, backward pass and gradients are right, and {stage} differs first. Look at what comes around "
+        "the model: data, roll-out, loss and advantages, or norm, clipping, optimizer and schedule"
+    )
+
+
+def _of_value(first: First) -> list[tuple[str, str]]:
+    wrong, (name, side) = first.wrong, first.wrong.key
+    off = f"is {size_off(wrong.error)}, allowed {ALLOWED}" if wrong.ranks else "is not there"
+    facts = [("wrong", f"the {side} of {name} {off}")]
+    if first.before:
+        before, of = first.before
+        text = f"everything before it, the last of it the {of} of {before}; so the defect is {_place(first)}"
+        facts.append(("right", text))
+        if not first.inside and first.given_by != wrong.ranks:
+            facts.append(("exchange", f"{_ranks(first.given_by)} gave that, and {_ranks(wrong.hold)} went on from it"))
+    if wrong.ranks:
+        facts.append(("ranks", f"wrong on {_listed(wrong.ranks)} of {_listed(wrong.hold)}"))
+    if wrong.tokens:
+        some = ", ".join(f"row {row} token {at}" for row, at in wrong.places)
+        more = wrong.tokens - len(wrong.places)
+        rest = f" and {more} more" if more else ""
+        facts.append(("tokens", f"{wrong.tokens} of {wrong.compared}, in {wrong.rows} rows: {some}{rest}"))
+        low, high, width = wrong.features
+        facts.append(("features", f"{low} to {high} of {width}"))
+    if wrong.silent:
+        facts.append(("silent", f"{_ranks(wrong.silent)} should have it and did not: nothing came back to it"))
+    if wrong.missing:
+        facts.append(("missing", f"{wrong.missing} tokens are on no rank"))
+    if wrong.would_be_right:
+        facts.append(("what it is", wrong.would_be_right))
+    return facts
+
+
+def _place(first: First) -> str:
+    if first.inside:
+        return f"inside of {first.module}"
+    return "between the two: a residual, an exchange between ranks, or how a tensor is handed on"
+
+
+def _of_parameters(found: Bisected) -> str:
+    worst = sorted(found.parameters, key=lambda name: -found.parameters[name])
+    some = ", ".join(f"{name} ({size_off(found.parameters[name])})" for name in worst[:MOST])
+    more = f" and {len(worst) - MOST} more" if len(worst) > MOST else ""
+    text = f"{len(worst)} of {found.gradients} are wrong: {some}{more}"
+    return text if found.factor is None else f"{text}; all are {found.factor:.10g} times what they should be"
+
+
+def _of_collectives(collectives: Collectives, first: First) -> list[tuple[str, str]]:
+    facts = [("collectives", f"there, {first.direction}: {issued(collectives.issued)}")]
+    if not collectives.conforming:
+        return [*facts, ("conforming", "no other layout of this group, to hold the collectives against")]
+    return [*facts, ("conforming", f"{collectives.conforming}, there: {issued(collectives.there)}")]
+
+
+def issued(found: Sequence[Issued]) -> str:
+    """Collectives in one line."""
+    return "; ".join(
+        f"{one.times} {one.kind} of {one.size} ranks, {one.dtype}, {one.elements} elements, on {_ranks(one.ranks)}"
+        for one in found
+    ) or ("none")
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {_listed(ranks)}"
+
+
+def _listed(names: Sequence[object]) -> str:
+    return ", ".join(map(str, names))

@@ -1,0 +1,330 @@
+"""Values: each value that ranks have shown against the oracle's: where it is wrong, and what would make it right.
+
+In the exact tier there is no noise, so what is beyond its bound is wrong, and what is within it is right.
+
+Find: the first wrong module, forward in execution order and backward in reverse.
+
+The comparison of a traced cell with the oracle, as a task of a world of one rank: it may take long, or too much
+memory, and then ends alone.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from conformance.bisect.oracle_capture import Reference, references
+from conformance.judge.tolerance import EXACT
+from conformance.records.step_tensors import read_record
+from conformance.results.bisection import Bisected, Direction, First, Key, Side, Wrong, most_telling_first
+from conformance.runtime import RankContext
+from conformance.spec.batch import read_batches
+from conformance.spec.observables import model_key
+from conformance.spec.roles import Role
+from conformance.spec.scenario import Scenario, parse_scenario
+from conformance.worker.activation_capture import Piece, read_pieces
+
+PLACES = 4  # of wrong tokens that are named one by one
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Compared:
+    """A piece without tokens and features that are not to be compared, beside what it should be, (n, features)."""
+
+    piece: Piece
+    tokens: Tensor
+    found: Tensor
+    right: Tensor
+
+    @property
+    def error(self) -> float:
+        return _rms(self.found - self.right)
+
+
+def by_key(pieces: Sequence[Piece]) -> dict[Key, list[Piece]]:
+    found: dict[Key, list[Piece]] = defaultdict(list)
+    for piece in pieces:
+        found[piece.name, piece.side].append(piece)
+    return dict(found)
+
+
+def compare(key: Key, pieces: Sequence[Piece], reference: Reference, *, shown: Sequence[Piece]) -> Wrong | None:
+    """What is wrong with a value of which the ranks have ``pieces``; None if nothing is.
+
+    ``shown``: the pieces themselves or, of a gradient, those of the tensor that it is the gradient of.
+    """
+    right = reference.values[key]
+    size = _rms(right[reference.known])
+    compared = [_beside(piece, right, reference.known) for piece in pieces]
+    compared = [one for one in compared if one.found.numel()]
+    bad = [one for one in compared if not one.error <= EXACT * size]
+    held = torch.zeros_like(reference.known)
+    for piece in pieces:
+        held[piece.tokens] = True
+    missing = int((reference.known & ~held).sum())
+    given = {(piece.rank, piece.micro_batch) for piece in pieces}
+    due = {(piece.rank, piece.micro_batch) for piece in shown if reference.known[piece.tokens].any()}
+    if not bad and not missing and due <= given:
+        return None
+    tokens, features = set[int](), set[int]()
+    for one in bad:
+        apart = ~((one.found - one.right).abs() <= EXACT * size)  # NaN is apart
+        tokens.update(one.tokens[apart.any(dim=1)].tolist())
+        features.update((torch.where(apart.any(dim=0))[0] + one.piece.first_feature).tolist())
+    error = max((one.error / size if size else math.inf for one in bad), default=math.inf)
+    places = [reference.places[token] for token in sorted(tokens)]
+    return Wrong(
+        key=key,
+        error=error,
+        ranks=tuple(sorted({one.piece.rank for one in bad})),
+        hold=tuple(sorted({piece.rank for piece in pieces})),
+        silent=tuple(sorted({rank for rank, _ in due - given})),
+        tokens=len(tokens),
+        compared=int(reference.known.sum()),
+        rows=len({row for row, _ in places}),
+        places=tuple(places[:PLACES]),
+        missing=missing,
+        features=(min(features, default=0), max(features, default=0), right.shape[1]),
+        would_be_right=_explained(compared, bad, right, bound=EXACT * size) if bad else "",
+    )
+
+
+def _beside(piece: Piece, right: Tensor, known: Tensor) -> _Compared:
+    keep = known[piece.tokens]
+    first, width = piece.first_feature, piece.values.shape[1]
+    expected = right[piece.tokens[keep], first : first + width]
+    found = piece.values[keep][:, : expected.shape[1]]
+    return _Compared(piece=piece, tokens=piece.tokens[keep], found=found, right=expected)
+
+
+def _explained(compared: Sequence[_Compared], bad: Sequence[_Compared], right: Tensor, *, bound: float) -> str:
+    """What would make the wrong pieces right, the simplest first."""
+    if any(not one.found.isfinite().all() for one in bad):
+        return "there are numbers that are not finite"
+    if all(not one.found.any() for one in bad):
+        return "it is zero"
+    return (
+        _by_factor(bad, bound)
+        or _by_reduction(compared, bad, bound)
+        or _by_permutation(bad, right, bound)
+        or _by_vector(bad, bound)
+    )
+
+
+def _by_factor(bad: Sequence[_Compared], bound: float) -> str:
+    """The wrong pieces are the right ones times one factor for each rank."""
+    factors: dict[int, float] = {}
+    for one in bad:
+        norm = float((one.right * one.right).sum())
+        factor = float((one.found * one.right).sum()) / norm if norm else math.nan
+        # The factor's own rounding is in proportion to it.
+        if not _rms(one.found - factor * one.right) <= bound * max(1.0, abs(factor)):
+            return ""
+        known = factors.setdefault(one.piece.rank, factor)
+        if not math.isclose(known, factor, rel_tol=1e-9):
+            return ""
+    factor = next(iter(factors.values()))
+    if all(math.isclose(factor, other, rel_tol=1e-9) for other in factors.values()):
+        return f"it is {factor:.10g} times what it should be"
+    each = ", ".join(f"{factor:.10g} on rank {rank}" for rank, factor in factors.items())
+    return f"it is what it should be times a factor of each rank: {each}"
+
+
+def _by_reduction(compared: Sequence[_Compared], bad: Sequence[_Compared], bound: float) -> str:
+    """The sum or the mean over the ranks that hold the same tokens and features is right."""
+    groups: dict[tuple[object, ...], list[_Compared]] = defaultdict(list)
+    for one in compared:
+        groups[one.piece.micro_batch, one.piece.first_feature, tuple(one.tokens.tolist())].append(one)
+    concerned = [group for group in groups.values() if any(one is other for one in group for other in bad)]
+    if any(len(group) == 1 for group in concerned):
+        return ""
+    for word, kind in (("sum", torch.sum), ("mean", torch.mean)):
+        together = [(kind(torch.stack([one.found for one in group]), dim=0), group[0].right) for group in concerned]
+        if all(_rms(found - right) <= bound for found, right in together):
+            ranks = _ranks(sorted({one.piece.rank for group in concerned for one in group}))
+            lacks = "reduction is missing" if word == "sum" else "reduction is missing, or a mean was left out"
+            return f"the {word} over {ranks} would be right: a {lacks}"
+    return ""
+
+
+def _by_permutation(bad: Sequence[_Compared], right: Tensor, bound: float) -> str:
+    """The wrong tokens have what other tokens should have, or the wrong features what other features should have."""
+    moved: dict[int, int] = {}
+    for one in bad:
+        first, width = one.piece.first_feature, one.found.shape[1]
+        apart = (one.found - one.right).abs().amax(dim=1) > bound
+        distance = torch.cdist(one.found[apart], right[:, first : first + width], p=math.inf)
+        nearest, at = distance.min(dim=1)
+        if not (nearest <= bound).all():
+            return _by_features(bad, right, bound)
+        moved |= dict(zip(one.tokens[apart].tolist(), at.tolist(), strict=True))
+    here, there = next(iter(moved.items()))
+    # Tokens may have equal values; of those that do, one stands for all.
+    alike = {token: _first_alike(token, right, bound) for token in {*moved, *moved.values()}}
+    is_order = sorted(alike[token] for token in moved) == sorted(alike[token] for token in moved.values())
+    what = "tokens are in another order" if is_order else "tokens have what others should have, and these have it too"
+    return f"{what}: token {here} has what token {there} should have"
+
+
+def _first_alike(token: int, right: Tensor, bound: float) -> int:
+    """The first token that should have the same values as this one."""
+    return int((torch.cdist(right[token : token + 1], right, p=math.inf)[0] <= bound).nonzero()[0])
+
+
+def _by_features(bad: Sequence[_Compared], right: Tensor, bound: float) -> str:
+    told: list[str] = []
+    should_be, are = set[tuple[int, int]](), set[tuple[int, int]]()
+    for one in bad:
+        width = one.found.shape[1]
+        firsts = range(0, right.shape[1] - width + 1, width)
+        match = [first for first in firsts if _rms(one.found - right[one.tokens, first : first + width]) <= bound]
+        if not match:
+            return ""
+        should_be.add((one.piece.first_feature, width))
+        are.add((match[0], width))
+        should, has = (f"{first} to {first + width - 1}" for first in (one.piece.first_feature, match[0]))
+        told.append(f"rank {one.piece.rank} has {has} instead of {should}")
+    what = "shards are in another order" if should_be == are else "shards are those of other ranks"
+    return f"{what}: of the features, {', '.join(dict.fromkeys(told))}"
+
+
+def _by_vector(bad: Sequence[_Compared], bound: float) -> str:
+    """Every token is off by the same vector."""
+    for one in bad:
+        apart = one.found - one.right
+        if len(apart) < 2 or not _rms(apart - apart[:1]) <= bound:
+            return ""
+    return "every token is off by the same vector, as by a bias that is missing or added again"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"ranks {', '.join(map(str, ranks))}" if len(ranks) > 1 else f"rank {ranks[0]}"
+
+
+def _rms(x: Tensor) -> float:
+    return float(x.square().mean().sqrt()) if x.numel() else 0.0
+
+
+def wrong_parameters(found: Mapping[str, Tensor], reference: Reference) -> dict[str, float]:
+    """Relative errors of the gradients of parameters that are not the oracle's, by name; a missing one is infinite."""
+    errors: dict[str, float] = {}
+    for name, right in reference.gradients.items():
+        size = float(right.norm())
+        apart = float((found[name].to(right.dtype) - right).norm()) if name in found else math.inf
+        error = apart / size if size else (math.inf if apart else 0.0)
+        if not error <= EXACT:
+            errors[name] = error
+    return errors
+
+
+def common_factor(found: Mapping[str, Tensor], reference: Reference) -> float | None:
+    """The one factor by which the gradients of all parameters are larger than the oracle's; None if there is none."""
+    if not found.keys() >= reference.gradients.keys():
+        return None
+    ours = torch.cat([found[name].double().flatten() for name in reference.gradients])
+    theirs = torch.cat([right.flatten() for right in reference.gradients.values()])
+    factor = float(ours @ theirs / (theirs @ theirs))
+    return factor if float((ours - factor * theirs).norm()) <= EXACT * abs(factor) * float(theirs.norm()) else None
+
+
+def bisect(model: str, pieces: Sequence[Piece], gradients: Mapping[str, Tensor], reference: Reference) -> Bisected:
+    """Compare what all ranks have shown of a model, and the ``gradients`` of its parameters, with the oracle's."""
+    found = by_key(pieces)
+    forward = [key for key in reference.order if key in found]
+    back = [cast(Key, (name, f"gradient of the {side}")) for name, side in reversed(reference.order)]
+    seen = {name for name, _ in found}
+    backward = [key for key in back if key in reference.values and key[0] in seen]
+    first = _first("forward", forward, found, reference)
+    parameters = wrong_parameters(gradients, reference)
+    unseen = tuple(dict.fromkeys(name for name, _ in reference.order if name not in seen))
+    return Bisected(
+        model=model,
+        forward=first,
+        backward=None if first else _first("backward", backward, found, reference),
+        compared=(len(forward), len(backward)),
+        unseen=unseen,
+        unknown=tuple(name for name in unseen if not _around(name, found)),
+        parameters=parameters,
+        gradients=len(reference.gradients),
+        factor=common_factor(gradients, reference) if parameters else None,
+    )
+
+
+def _first(
+    direction: Direction, order: Sequence[Key], found: Mapping[Key, Sequence[Piece]], reference: Reference
+) -> First | None:
+    leaves = "output" if direction == "forward" else "gradient of the input"
+    before: Key | None = None
+    for key in order:
+        name, side = key
+        shown = found[name, cast(Side, side.removeprefix("gradient of the "))]
+        if wrong := compare(key, found.get(key, []), reference, shown=shown):
+            around = _around(name, found) if side != leaves else name
+            return First(
+                direction=direction,
+                module=around or name,
+                inside=bool(around),
+                before=before,
+                given_by=tuple(sorted({piece.rank for piece in found[before]})) if before else (),
+                wrong=wrong,
+            )
+        before = key
+    return None
+
+
+def _around(name: str, found: Mapping[Key, Sequence[Piece]]) -> str:
+    """The smallest of the modules that were seen of which the module is a part; empty if there is none."""
+    return max((other for other, _ in found if name.startswith(f"{other}.")), key=len, default="")
+
+
+def find(
+    rank: RankContext,
+    *,
+    scenario: dict[str, Any],
+    models: dict[str, str],
+    batches: str,
+    oracle: str,
+    traced: str,
+    step: int,
+) -> list[dict[str, Any]]:
+    """What was found of each trained model of a cell that was traced at ``step``, as JSON values, the most telling
+    first. ``oracle``: the oracle's record of the cell. ``traced``: the folder of what was traced."""
+    rank.beat(f"step {step}")
+    found = bisect_traced(
+        scenario=parse_scenario(scenario),
+        models={role: Path(folder) for role, folder in models.items()},
+        batches=Path(batches),
+        oracle=Path(oracle),
+        traced=Path(traced),
+        step=step,
+    )
+    return [asdict(one) for one in found]
+
+
+def bisect_traced(
+    *, scenario: Scenario, models: dict[str, Path], batches: Path, oracle: Path, traced: Path, step: int
+) -> tuple[Bisected, ...]:
+    """See ``find``. The oracle begins the step with its own weights."""
+
+    def weights(before: int, role: Role) -> dict[str, Tensor] | None:
+        if not before or not role.trained:
+            return None
+        return _of_key(model_key(role.prefix, "weight"), oracle, before - 1)
+
+    right = references(scenario=scenario, models=models, batches=read_batches(batches), step=step, weights=weights)
+    roles = [role for role in scenario.objective.roles if role.trained]
+    gradients = {role.name: _of_key(model_key(role.prefix, "gradient"), traced / "record", step) for role in roles}
+    return most_telling_first(
+        [bisect(name, read_pieces(traced / "trace" / name), gradients[name], right[name]) for name in gradients]
+    )
+
+
+def _of_key(key: str, record: Path, step: int) -> dict[str, Tensor]:
+    """The tensors of an observable at a step of a record, by the parameter's name."""
+    tensors = read_record(record).steps[step].tensors()
+    return {name.removeprefix(f"{key}/"): tensor for name, tensor in tensors.items() if name.startswith(f"{key}/")}

@@ -1,0 +1,96 @@
+"""Reference: what goes into and comes out of every module of the oracle in one optimizer step, and their gradients."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from conformance.oracle.primitives import Function, Tap
+from conformance.oracle.run import observe_step
+from conformance.results.bisection import Key
+from conformance.spec.batch import Batch
+from conformance.spec.roles import Role
+from conformance.spec.scenario import Scenario
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reference:
+    """The oracle's values and gradients of one step.
+
+    values: float64 (tokens, features) by module and side; rows lie end to end. known: bool (tokens,), False in
+    documents without targets, which the oracle does not run. order: inputs and outputs as the forward pass has them.
+    gradients: those of the parameters. places: the row of each token, and its number there.
+    """
+
+    values: dict[Key, Tensor]
+    known: Tensor
+    order: tuple[Key, ...]
+    gradients: dict[str, Tensor]
+    places: tuple[tuple[int, int], ...]
+
+
+def references(
+    *,
+    scenario: Scenario,
+    models: Mapping[str, Path],
+    batches: Sequence[Batch],
+    step: int,
+    weights: Callable[[int, Role], dict[str, Tensor] | None],
+) -> dict[str, Reference]:
+    """Run the oracle on a step, for each model that is trained, by role; see conformance.oracle.run.observe_step."""
+    batch = batches[step]
+    taps = {role.name: _Recording(batch) for role in scenario.objective.roles if role.trained}
+    observed = observe_step(scenario=scenario, models=models, batches=batches, step=step, weights=weights, taps=taps)
+    places = tuple((row.index, at) for row in batch.rows for at in range(row.length))
+    return {
+        name: Reference(
+            values=tap.values,
+            known=tap.known,
+            order=tuple(tap.order),
+            gradients=observed.gradients[name],
+            places=places,
+        )
+        for name, tap in taps.items()
+    }
+
+
+@dataclass
+class _Recording(Tap):
+    batch: Batch
+    values: dict[Key, Tensor] = field(default_factory=dict)
+    order: dict[Key, None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.total = sum(row.length for row in self.batch.rows)
+        self.known = torch.zeros(self.total, dtype=torch.bool)
+
+    def begins(self, row: int, document: int) -> None:
+        before = sum(other.length for other in self.batch.rows[:row])
+        lengths = [len(one.tokens) for one in self.batch.rows[row].documents]
+        start = before + sum(lengths[:document])
+        self.at = slice(start, start + lengths[document])
+        self.known[self.at] = True
+
+    def module(self, name: str, function: Function, x: Tensor) -> Tensor:
+        at = self.at  # of this document, when the gradients come
+        alias = x.view_as(x)
+        self._keep((name, "input"), at, alias)
+        result = function(alias)
+        self._keep((name, "output"), at, result)
+        return result
+
+    def _keep(self, key: Key, at: slice, x: Tensor) -> None:
+        self.order[key] = None
+        self._set(key, at, x.detach())
+        if x.requires_grad:
+            of = cast(Key, (key[0], f"gradient of the {key[1]}"))
+            x.register_hook(lambda gradient: self._set(of, at, gradient))
+
+    def _set(self, key: Key, at: slice, x: Tensor) -> None:
+        x = x if x.is_floating_point() else x[:, None]
+        if key not in self.values:
+            self.values[key] = torch.zeros(self.total, x.shape[1], dtype=torch.float64)
+        self.values[key][at] = x

@@ -1,0 +1,80 @@
+"""parity history: keeps small summaries of runs in a folder, and shows how each backend has fared from run to run."""
+
+import argparse
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from conformance.core.errors import UsageError
+from conformance.results.baseline import by_backend, fared, lent_of
+from conformance.results.changes import version_changes
+from conformance.results.history import RUNS, Summary, open_history, summarise
+
+
+class HistoryCommand:
+    """``parity history DIR [--add OUT] [--keep N] [--last N] [--json]``"""
+
+    help = "keep summaries of runs in a folder, and show the trend of each backend"
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("folder", type=Path, metavar="DIR", help="where history.sqlite is, or is to be")
+        parser.add_argument("--add", type=Path, action="append", default=[], metavar="OUT", help="may be repeated")
+        parser.add_argument(
+            "--keep", type=int, metavar="N", help="remove older runs than the last N, not the last green one"
+        )
+        parser.add_argument("--last", type=int, default=RUNS, metavar="N", help=f"how many to show (default: {RUNS})")
+        parser.add_argument("--json", action="store_true", help="machine-readable output")
+
+    def run(self, options: argparse.Namespace) -> int:
+        for name in ("keep", "last"):
+            if (number := getattr(options, name)) is not None and number < 1:
+                raise UsageError(f"--{name} {number}; give a number of runs, 1 or more")
+        added = [summarise(out) for out in options.add]  # before anything changes
+        with open_history(options.folder, change=bool(added or options.keep)) as history:
+            for summary in added:
+                history.add(summary)
+            if options.keep:
+                history.prune(options.keep)
+            shown = {selection: history.runs(selection, last=options.last) for selection in history.selections()}
+        if options.json:
+            print(json.dumps({selection: [_values(run) for run in runs] for selection, runs in shown.items()}))
+        else:
+            print("\n".join(line for selection, runs in shown.items() for line in _lines(selection, runs)))
+        return 0
+
+
+HISTORY_COMMAND = HistoryCommand()
+
+
+def _lines(selection: str, runs: list[Summary]) -> list[str]:
+    """A table of the runs of one selection: a row per run, a column per backend, and which versions changed."""
+    backends = list(dict.fromkeys(backend for run in runs for backend in by_backend(run.cells)))
+    head = ["started (UTC)", "verdict", *backends, "changed versions"]
+    rows = [head]
+    for before, run in pairwise([None, *runs]):
+        assert run
+        told = by_backend(run.cells)
+        lent = lent_of(run.cells)
+        columns = [fared(told.get(backend, {})) + _by_others(lent.get(backend, 0)) for backend in backends]
+        changed = version_changes(before.versions, run.versions) if before else ()
+        when, verdict = f"{run.started:%Y-%m-%d %H:%M}", run.verdict.replace("_", " ")
+        rows.append([when, verdict, *columns, "; ".join(map(str, changed))])
+    widths = [max(len(row[place]) for row in rows) for place in range(len(head))]
+    table = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return [f"{selection}:", *(f"  {line}" for line in table)]
+
+
+def _by_others(count: int) -> str:
+    return f", {count} by a second-class oracle" if count else ""
+
+
+def _values(run: Summary) -> dict[str, Any]:
+    return {
+        "started": run.started.isoformat(timespec="seconds"),
+        "seconds": run.seconds,
+        "verdict": run.verdict,
+        "versions": run.versions,
+        "backends": by_backend(run.cells),
+        "second_class": lent_of(run.cells),
+    }

@@ -1,0 +1,94 @@
+"""The command `parity plan`: what the selected cells will take, before anything is run."""
+
+import os
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from conformance.core.errors import UsageError
+from conformance.core.host_resources import room_of
+from conformance.matrix.cell import Cell
+from conformance.matrix.options import Ranks
+from conformance.runner.resource_check import GB, advice, needs_of
+from conformance.runner.resource_estimate import Estimate
+from conformance.runner.session import Session, SessionConfig
+from conformance.spec.scenario import Precision
+
+_MEASURED: dict[torch.dtype, tuple[Precision, ...]] = {
+    torch.float64: ("exact",),
+    torch.float32: ("fp32", "bf16", "fp16"),
+}
+_NOT_HERE = (
+    "none is visible here: whether there are enough for each cell, and whether their machine has this memory and disk, "
+    "is not known; times are those of this machine's processors"
+)
+_SIDE, _TIMES = 384, 5  # of the matrices that are multiplied to measure a processor
+
+
+def run(cells: Sequence[Cell], out: Path, *, ranks: Ranks) -> tuple[list[str], bool]:
+    """The lines to print, and whether the cells can fit. Where no GPU is visible, cells on GPUs are planned for another
+    machine, of which nothing is known: they are held against nothing.
+
+    Raises UsageError for a model or a data set that cannot be used, and if no cell is supported.
+    """
+    elsewhere = ranks.device == "cuda" and not torch.cuda.device_count()
+    with tempfile.TemporaryDirectory() as folder:
+        config = SessionConfig(out=Path(folder), device=ranks.device, ranks_per_gpu=ranks.ranks_per_gpu)
+        with Session(config) as session:
+            refused = [(cell, session.refusal(cell)) for cell in cells]
+    # Of a cell that only lacks GPUs, a session says that it is not run.
+    supported = [cell for cell, why in refused if why is None or (elsewhere and why.state == "not_run")]
+    if not supported:
+        raise UsageError(f"none of the {len(cells)} selected cells is supported; parity list says why")
+    room = room_of(out)
+    needs = needs_of(supported, room, device=ranks.device)
+    rates, processors = _rates(), os.cpu_count() or 1
+    seconds = [one.seconds(rates, cell.scenario.precision, processors=processors) for cell, one in needs.cells]
+    width = max(len(str(cell)) for cell in supported)
+    lines = [f"{'cell':<{width}}  {'GB a rank':>9} {'oracle':>7} {'in all':>7} {'GB of disk':>11} {'time':>8}"]
+    lines += [_line(cell, one, took, width) for (cell, one), took in zip(needs.cells, seconds, strict=True)]
+    cached = "" if room.cache is None or elsewhere else f" ({room.cache / GB:.1f} there)"
+    memory, disk = ("", "") if elsewhere else (f", {free / GB:.1f} GB are free" for free in (room.memory, room.disk))
+    lines += [
+        "",
+        f"cells   {len(supported)} of {len(cells)} are supported; about {_time(sum(seconds))} while nothing else runs",
+        f"memory  {needs.total.host / GB:.1f} GB at the worst moment{memory}",
+        f"disk    {needs.total.disk / GB:.1f} GB of records and {needs.total.cache / GB:.1f} GB of oracles in the cache"
+        f"{cached}{disk}; of records that conform only lines remain",
+    ]
+    if elsewhere:
+        return [*lines, f"gpus    {_NOT_HERE}"], True
+    lines += [
+        *(f"cannot fit: {said}; {advice(needs, room)}" for said in needs.impossible),
+        *(f"may not fit: {said}" for said in needs.doubtful),
+    ]
+    return lines, not needs.impossible
+
+
+def _line(cell: Cell, one: Estimate, seconds: float, width: int) -> str:
+    sizes = f"{one.rank / GB:>9.2f} {one.oracle / GB:>7.2f} {one.host / GB:>7.2f} {one.record / GB:>11.3f}"
+    return f"{cell!s:<{width}}  {sizes} {_time(seconds):>8}"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+
+
+def _rates() -> dict[Precision, float]:
+    """Operations per second that one processor does now, in matrix products of each precision."""
+    found: dict[Precision, float] = {}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    for dtype, precisions in _MEASURED.items():
+        a = torch.ones(_SIDE, _SIDE, dtype=dtype)
+        torch.mm(a, a)
+        began = time.perf_counter()
+        for _ in range(_TIMES):
+            torch.mm(a, a)
+        rate = _TIMES * 2 * _SIDE**3 / (time.perf_counter() - began)
+        found |= dict.fromkeys(precisions, rate)
+    torch.set_num_threads(threads)
+    return found

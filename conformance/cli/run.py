@@ -1,0 +1,148 @@
+"""`parity run`: runs cells, judges and bisects them, writes the reports; and how every command ends that does so."""
+
+import argparse
+import shlex
+import shutil
+import signal
+import sys
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+
+from conformance.bisect.explain import told
+from conformance.bisect.run import any_differs, bisect_run
+from conformance.cli.terminal import Terminal, print_summary
+from conformance.core.errors import UsageError
+from conformance.core.io import Unwritable
+from conformance.core.plugins import write_reports
+from conformance.core.process import Stop, Stopped
+from conformance.judge.cross_backend import write_side_by_side
+from conformance.matrix.cell import Cell
+from conformance.matrix.options import Again, Demands, Elsewhere, Kept, Portion, Ranks, Selection
+from conformance.matrix.plan import make_plan
+from conformance.records.record_format import dumps
+from conformance.results.output_folders import slim, sum_up
+from conformance.results.requirements import summary_lines
+from conformance.results.run_results import SUMMARY, cell_summary, read_output_json, summary_of
+from conformance.results.trust import read_cells
+from conformance.runner.preflight import check_device, leased_gpus
+from conformance.runner.resume import cells_left, read_earlier
+from conformance.runner.session import JudgedCell, Session, SessionConfig
+from conformance.runtime.multihost.controller import hosts_of
+
+EXIT = {"conforms": 0, "partly_observed": 0, "differs": 1, "usage": 2, "incomplete": 3}
+
+
+def run_command(options: argparse.Namespace, arguments: list[str]) -> int:
+    selection, again = Selection.from_options(options), Again.from_options(options)
+    ranks = Ranks.from_options(options)
+    hosts = hosts_of(Elsewhere.from_options(options), ranks)
+    check_device(ranks)
+    plan = make_plan(selection, Demands.from_options(options), Portion.from_options(options), ranks=ranks)
+    if again.rerun and not again.resume:
+        raise UsageError("--rerun is about the cells of an earlier run; add --resume OUT")
+    if again.resume and options.out:
+        raise UsageError("--resume goes on in the folder of the earlier run; leave out --out")
+    out = Path(again.resume) if again.resume else output_folder(options.out)
+    text = selection.text(ranks)
+    earlier = read_earlier(out, plan, ranks, selection=text) if again.resume else None
+    cells = cells_left(plan.cells, earlier, again) if earlier else list(plan.cells)
+    config = SessionConfig(
+        out=out,
+        device=ranks.device,
+        profile=selection.profile,
+        command=shlex.join(["parity", "run", *arguments]),
+        arguments=(*selection.arguments(without="cells"), *ranks.arguments()),
+        gpus=() if hosts else leased_gpus(ranks),  # agents lease their own
+        ranks_per_gpu=ranks.ranks_per_gpu,
+        hosts=hosts,
+        budget_s=ranks.budget,
+        fail_fast=options.fail_fast,
+        floor=plan.floor,
+        selected=plan.digest,
+        selection=text,
+        earlier=earlier,
+    )
+    print(f"running {len(cells)} cells; results: {out}", file=sys.stderr, flush=True)
+    with Stop(signal.SIGINT, signal.SIGTERM) as stop:
+        return _run_cells(cells, config, stop, options)
+
+
+def _run_cells(cells: Sequence[Cell], config: SessionConfig, stop: Stop, options: argparse.Namespace) -> int:
+    out, as_json = config.out, options.json
+    existed, is_compared = out.exists(), False
+    session = Session(config, check=stop.check)
+    terminal = Terminal(total=len(cells), now=session.activity, loudness=options.loudness)
+
+    def progress(judged: JudgedCell) -> None:
+        terminal.judged(judged.cell, judged.verdict, judged.seconds)
+        stop.check()
+
+    try:
+        with terminal, session:
+            session.run_all(cells, progress=progress)
+            if not options.no_bisect and any_differs(out):
+                bisect_run(session, cells, say=terminal.say)
+        write_side_by_side(out)
+        is_compared = True
+        if Kept.from_options(options).keep != "all":
+            slim(out)
+        return finish(out, as_json=as_json)
+    except UsageError:
+        if not existed and not terminal.done:  # nothing was run: the corrected command may use the same folder
+            shutil.rmtree(out, ignore_errors=True)
+        raise
+    except KeyboardInterrupt as stopped:
+        print(
+            f"parity: stopped by {str(stopped) or 'SIGINT'} after {terminal.done} of {len(cells)} cells",
+            file=sys.stderr,
+        )
+        if (out / SUMMARY).is_file():
+            sum_up(out)
+            # Backends are not compared: that reads all records, and whoever stops a run does not wait for long.
+            _report_what_is_left(out, as_json=as_json)
+        elif not existed:  # the cells were still being listed
+            shutil.rmtree(out, ignore_errors=True)
+        return stop_code(stopped)
+    except Unwritable as error:
+        when = "" if is_compared else f"stopped after {terminal.done} of {len(cells)} cells: "
+        print(f"parity: {when}{error}", file=sys.stderr)
+        return _report_what_is_left(out, as_json=as_json, compare=not is_compared)
+
+
+def stop_code(by: KeyboardInterrupt) -> int:
+    """The exit code of a process that a signal stopped, as a shell tells it."""
+    return 128 + (by.number if isinstance(by, Stopped) else signal.SIGINT)
+
+
+def _report_what_is_left(out: Path, *, as_json: bool, compare: bool = False) -> int:
+    """Report as far as files can still be read and written. The exit code is always ``incomplete``."""
+    try:
+        if compare:
+            write_side_by_side(out)
+        finish(out, as_json=as_json)
+    except (UsageError, Unwritable) as error:
+        print(f"parity: no report: {error}", file=sys.stderr)
+    return EXIT["incomplete"]
+
+
+def finish(out: Path, *, as_json: bool) -> int:
+    """Write the reports, print the summary of the cells that can be trusted, and return the exit code."""
+    lines = write_reports(out)
+    run, cells = read_cells(out)
+    summary = {**read_output_json(out / SUMMARY), **summary_of(run, [cell_summary(cell.entry) for cell in cells])}
+    if as_json:
+        print(dumps(summary))
+    else:
+        found = [f"bisect {cell.entry.cell}: {told(cell.bisection).answer}" for cell in cells if cell.bisection]
+        print_summary(summary["verdict"], [*summary_lines(summary), *found, *lines])
+    return EXIT[summary["verdict"]]
+
+
+def output_folder(out: Path | None) -> Path:
+    """The output folder of this run. Raises UsageError if it exists and is not an empty folder."""
+    if out is None:
+        out = Path("parity-out") / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UsageError(f"{out} exists and is not an empty folder; give another --out, nothing is overwritten")
+    return out

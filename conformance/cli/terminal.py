@@ -1,0 +1,159 @@
+"""Terminal: what `parity run` says while cells run: a line for each cell, and on a terminal what happens at the moment.
+
+Lines go to standard error. Below them, on a terminal, is a bar that says how many cells are done, which cell runs, in
+which phase its ranks are (their heartbeat), and about how long the rest will take. In a pipe, and where ``CI`` is set,
+there are only the lines. Colours follow NO_COLOR and FORCE_COLOR, as rich does.
+"""
+
+import logging
+import os
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal, Self
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from conformance.matrix.cell import Cell
+from conformance.results.verdict import NO_FAULT, STATES, State, Verdict
+from conformance.runner.scheduler import Activity
+
+Loudness = Literal["quiet", "normal", "verbose"]
+
+STYLES: dict[str, str] = {
+    **{"conforms": "green", "partly_observed": "green", "expected_difference": "yellow", "unsupported": "dim"},
+    **{"differs": "bold red", "infrastructure": "bold magenta", "not_run": "magenta", "incomplete": "bold magenta"},
+}
+REFRESHES = 4  # per second
+_LEVELS = {"quiet": logging.ERROR, "normal": logging.INFO, "verbose": logging.DEBUG}
+
+
+class Terminal:
+    """Use it in a ``with`` statement around a run of ``total`` cells. ``now`` is asked from another thread."""
+
+    def __init__(self, *, total: int, now: Callable[[], Activity | None], loudness: Loudness = "normal") -> None:
+        self._console = Console(stderr=True, highlight=False, markup=False, emoji=False)
+        self._total, self._now, self._loudness = total, now, loudness
+        self._took: list[tuple[Cell, float]] = []  # by the cells that were run
+        self._counts: dict[State, int] = defaultdict(int)
+        self._handler = _Handler(self._log)
+        is_watched = sys.stderr.isatty() and not self._console.is_dumb_terminal and "CI" not in os.environ
+        self._live = (
+            Live(
+                console=self._console,
+                get_renderable=self.picture,
+                refresh_per_second=REFRESHES,
+                transient=True,
+                redirect_stdout=False,
+            )
+            if is_watched and loudness != "quiet"
+            else None
+        )
+
+    def __enter__(self) -> Self:
+        logger = logging.getLogger("conformance")
+        logger.addHandler(self._handler)
+        logger.setLevel(_LEVELS[self._loudness])
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._live:
+            self._live.stop()
+        logger = logging.getLogger("conformance")
+        logger.removeHandler(self._handler)
+        logger.setLevel(logging.NOTSET)
+
+    @property
+    def done(self) -> int:
+        """How many cells are done."""
+        return sum(self._counts.values())
+
+    def judged(self, cell: Cell, verdict: Verdict, seconds: float) -> None:
+        """Print the line of a cell. If the user wants quiet, only that of one that needs attention."""
+        self._counts[verdict.state] += 1
+        if verdict.state != "unsupported":
+            self._took.append((cell, seconds))
+        if self._loudness == "quiet" and verdict.state in (*NO_FAULT, "unsupported"):
+            return
+        ratios = [worst.ratio for worst in verdict.worst.values()]
+        worst = f"worst {max(ratios):.1e} of allowed" if ratios else ""
+        text = worst if verdict.state == "conforms" else verdict.reason.partition("\n")[0]
+        word = f"{STATES[verdict.state].word:<8}"
+        self._print(
+            Text.assemble(
+                f"[{self.done}/{self._total}] {seconds:5.1f} s  ", (word, STYLES[verdict.state]), f" {cell}  {text}"
+            )
+        )
+
+    def say(self, text: str) -> None:
+        """Print a line that is about no single cell's verdict."""
+        self._print(Text(text))
+
+    def _log(self, text: str) -> None:
+        self._print(Text(text, style="dim"))
+
+    def _print(self, text: Text) -> None:
+        self._console.print(text, soft_wrap=True)
+
+    def picture(self) -> Group:
+        """The bar, and the cell that runs."""
+        now = self._now()
+        found = [f"{n} {STATES[state].name}" for state, n in self._counts.items() if state not in NO_FAULT]
+        left = f"about {duration(seconds)} left" if (seconds := self._seconds_left(now)) else ""
+        bar = Table.grid(padding=(0, 1))
+        told = " · ".join(part for part in (f"{self.done}/{self._total} cells", *found, left) if part)
+        bar.add_row(ProgressBar(total=max(1, self._total), completed=self.done, width=24), Text(told))
+        if now is None:
+            return Group(bar)
+        phase = f"  {now.phase}, {duration(time.monotonic() - now.since)}"
+        line = Text.assemble((str(now.cell), "bold"), (phase, "cyan"), no_wrap=True, overflow="ellipsis")
+        return Group(bar, line)
+
+    def _seconds_left(self, now: Activity | None) -> float | None:
+        if now is None:
+            return None
+        left = seconds_left(self._took, (now.cell, *now.waiting))
+        return left and max(1.0, left - (time.monotonic() - now.since))
+
+
+class _Handler(logging.Handler):
+    def __init__(self, write: Callable[[str], None]) -> None:
+        super().__init__()
+        self._write = write
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._write(record.getMessage())
+
+
+def seconds_left(took: Iterable[tuple[Cell, float]], waiting: Iterable[Cell]) -> float | None:
+    """How long the ``waiting`` cells take if each takes as long as those like it (same backend, as many ranks) did on
+    average, or else as all. None as long as none was run."""
+    alike: dict[tuple[str, int] | None, list[float]] = defaultdict(list)
+    for cell, seconds in took:
+        alike[cell.backend, cell.world_size].append(seconds)
+        alike[None].append(seconds)
+    if not alike:
+        return None
+    found = (alike.get((cell.backend, cell.world_size), alike[None]) for cell in waiting)
+    return sum(sum(seconds) / len(seconds) for seconds in found)
+
+
+def duration(seconds: float) -> str:
+    """``40 s``, ``12 min``, ``2.5 h``."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+def print_summary(verdict: str, lines: Sequence[str]) -> None:
+    """Print the lines of a run to standard output, the first of them in the colour of its verdict."""
+    console = Console(highlight=False, markup=False, emoji=False)
+    for number, line in enumerate(lines):
+        console.print(Text(line, style="" if number else STYLES[verdict]), soft_wrap=True)

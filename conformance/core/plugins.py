@@ -1,0 +1,95 @@
+"""Reporters: functions that turn an output folder into files for readers, found by entry point as backends are.
+
+conformance depends on none of them. A function in the entry-point group ``parity.reporters`` takes the output folder,
+writes a file and returns its path. A function in ``parity.comparisons`` takes the output folder and returns a text that
+compares the backends; it also takes the TwoRuns of two folders (conformance.results.output_folders), and compares
+these.
+
+Additional commands of the command line, which packages register as entry points; conformance knows none of them.
+
+Each entry point of the group ``parity.commands`` is a Command object, and its name is the name of the command.
+"""
+
+import argparse
+from collections.abc import Callable
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Protocol
+
+from conformance.core.errors import UsageError, one_line
+from conformance.core.io import Unwritable
+from conformance.results.output_folders import TwoRuns
+
+REPORTERS, COMPARISONS = "parity.reporters", "parity.comparisons"
+
+
+def write_reports(out: Path) -> list[str]:
+    """Call all reporters; returns one line for the user about each, the HTML report last.
+
+    If files cannot be written, raises Unwritable after all reporters were called.
+    """
+    lines, failed = [], []
+    for entry in sorted(entry_points(group=REPORTERS), key=lambda entry: (entry.name == "html", entry.name)):
+        try:
+            write: Callable[[Path], Path] = entry.load()
+        except ImportError as error:
+            missing = f"{error.name} is not installed" if isinstance(error, ModuleNotFoundError) else str(error)
+            lines.append(f"no {entry.name} report: {missing}; run: pip install 'backend-parity[report]'")
+        else:
+            try:
+                lines.append(f"{'report' if entry.name == 'html' else entry.name}: {write(out)}")
+            except Unwritable as error:
+                failed.append(str(error))
+    if failed:
+        raise Unwritable("; ".join(failed))
+    return lines or ["no report: no reporter is installed"]
+
+
+def compare(what: Path | TwoRuns) -> str:
+    """The text of the first installed comparison: of the backends in an output folder, or of two runs.
+
+    Raises LookupError if none is installed.
+    """
+    for entry in entry_points(group=COMPARISONS):
+        to_text: Callable[[Path | TwoRuns], str] = entry.load()
+        return to_text(what)
+    raise LookupError(f"nothing is announced under the entry-point group {COMPARISONS!r}")
+
+
+ENTRY_POINT_GROUP = "parity.commands"
+
+
+class Command(Protocol):
+    help: str  # one line
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
+
+    def run(self, options: argparse.Namespace) -> int:
+        """Run the command and return the exit code. A UsageError is shown to the user in one line."""
+        ...
+
+
+def announced_commands() -> dict[str, Command]:
+    """The commands of installed packages, by name. A command that cannot be imported says why when it is run."""
+    found: dict[str, Command] = {}
+    for entry in sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda entry: entry.name):
+        try:
+            found[entry.name] = entry.load()
+        except Exception as error:  # one broken plug-in must not stop the others
+            found[entry.name] = _Missing(f"{type(error).__name__}: {one_line(error)}")
+    return found
+
+
+class _Missing:
+    """A placeholder for a command that cannot be imported; ``run`` raises UsageError with the reason."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = f"not available: {reason}"
+        self.help = self.reason.replace("%", "%%")  # argparse formats help texts with %
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.prefix_chars = "\0"  # accept all arguments, options included: ``run`` only says what is missing
+        parser.add_argument("ignored", nargs="*")
+
+    def run(self, options: argparse.Namespace) -> int:
+        raise UsageError(f"this command is {self.reason}")

@@ -1,0 +1,171 @@
+"""Documents: turns the questions and answers of a file into the frozen batches of every optimizer step.
+
+Serves claim 1: batches are made so that the usual bugs cannot cancel out. Documents keep their different lengths, and
+for every data set the following rows have no target token:
+
+* step 0: the last sixth of the rows (of 24 rows: 20..23). So the last of 8 ranks has no target token, and neither has
+  one micro-batch of dp 2 or 4 with accumulation 3;
+* step 1: the last third of the rows (of 24 rows: 16..23). So one micro-batch of a single rank with accumulation 3 has
+  no target token.
+"""
+
+import logging
+import random
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from conformance.core.errors import UsageError
+from conformance.data.samples import read_samples
+from conformance.data.tokenizer import Documents, load_tokenizer
+from conformance.oracle.role_model import read_decoder
+from conformance.spec.batch import Batch, Document, Row
+from conformance.spec.scenario import DataConfig, Scenario
+
+LOOK_AHEAD = 1000  # documents; those that are looked at are tokenized
+
+logger = logging.getLogger(__name__)
+
+
+def build_batches(scenario: Scenario, model: Path) -> list[Batch]:
+    """Build ``scenario.steps`` batches, tokenized with the tokenizer of the Hugging Face folder ``model``.
+
+    ``scenario.seed`` shuffles the samples once; when they run out, they are used again from the start. Only those that
+    are needed are tokenized. Without
+    packing, a row is one document. With packing, a row holds as many documents as fit into ``max_len``, in order:
+    usually two or more, or a single long one. The rows that the module's docstring names lose their target tokens.
+
+    Raises UsageError if the data, the tokenizer or ``max_len`` do not allow this.
+    """
+    data = scenario.data
+    samples = [(number, *texts) for number, texts in enumerate(read_samples(data), start=1)]
+    random.Random(scenario.seed).shuffle(samples)
+    tokenizer = load_tokenizer(model, trusted=scenario.trust_remote_code)
+    documents = Documents(samples, data, tokenizer, likely=scenario.steps * data.rows)
+    if data.packed:
+        documents.check_packing()
+    rows = pack(documents, max_len=data.max_len) if data.packed else one_by_one(documents)
+    try:
+        batches = [_batch(step, rows, data) for step in range(scenario.steps)]
+    except StopIteration:
+        raise documents.none_left() from None
+    documents.tell()
+    _check_variety(batches, documents, model)
+    disable, trusted = scenario.objective.disable_dropout, scenario.trust_remote_code
+    size = read_decoder(model, disable_dropout=disable, trusted=trusted).vocab_size
+    check_vocabulary([document for batch in batches for document in batch.documents], model, size)
+    return batches
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variety:
+    """How many different documents, and different lengths of documents in tokens, batches have."""
+
+    documents: int
+    lengths: int
+
+
+def variety_of(batches: Sequence[Batch]) -> Variety:
+    different = {document.tokens for batch in batches for document in batch.documents}
+    return Variety(documents=len(different), lengths=len({len(tokens) for tokens in different}))
+
+
+def _check_variety(batches: Sequence[Batch], documents: Documents, model: Path) -> None:
+    """Raises UsageError for batches of a single document: ranks may exchange or double their shares, and nothing
+    differs. Of documents of one length, whose mean of means is nearly the mean, the user is told."""
+    variety, config = variety_of(batches), documents.config
+    if variety.documents == 1:
+        left_out = config.too_long == "drop" and documents.advice()
+        advice = left_out or "raise --max_samples (data.max_samples), or give data with more samples"
+        raise UsageError(
+            f"all rows are the same document of {config.path} with the tokenizer of {model}, so nothing would differ "
+            f"if ranks exchanged their shares or left them out; {advice}"
+        )
+    if variety.lengths == 1:
+        logger.warning(
+            "%s: all %d documents that are trained on have the same length, so a mean of means is nearly right and "
+            "hardly told from the mean over tokens; raise --max_len, or give texts of several lengths",
+            *(config.path, variety.documents),
+        )
+
+
+def check_vocabulary(documents: Sequence[Document], model: Path, size: int) -> None:
+    """Raises UsageError for tokens beyond the ``size`` of the vocabulary of the Hugging Face folder ``model``."""
+    largest = max(max(document.tokens) for document in documents)
+    if largest >= size:
+        raise UsageError(
+            f"the tokenizer in {model} gives token {largest}, and the vocabulary of its config.json has {size}; give "
+            f"the folder the tokenizer of this model"
+        )
+
+
+def load_documents(config: DataConfig, tokenizer: Any) -> list[Document]:
+    """All documents of a data set, in its order; see conformance.data.tokenizer.
+
+    Raises UsageError if the tokenizer cannot encode a sample, if ``config.max_len`` is too short, and if all documents
+    are left out.
+    """
+    samples = [(number, *texts) for number, texts in enumerate(read_samples(config), start=1)]
+    documents = Documents(samples, config, tokenizer, likely=len(samples))
+    held = [document for index in range(len(documents)) if (document := documents[index])]
+    documents.tell()
+    if not held:
+        raise documents.none_left()
+    return held
+
+
+def one_by_one(documents: Documents) -> Iterator[tuple[Document, ...]]:
+    """Yield rows of one document, in order, and again from the start; ends if every document is left out."""
+    is_left = True
+    while is_left:
+        is_left = False
+        for index in range(len(documents)):
+            if document := documents[index]:
+                is_left = True
+                yield (document,)
+
+
+def pack(documents: Sequence[Document | None] | Documents, *, max_len: int) -> Iterator[tuple[Document, ...]]:
+    """Yield rows of documents: documents are taken in order while they fit, and reused from the start. None stands for
+    a document that is left out; if there is no other, there is no row.
+
+    If the second document does not fit beside the first, the next document that fits is taken instead, of at most
+    LOOK_AHEAD, so that a row of a single document is rare.
+    """
+    queue = deque(range(len(documents)))
+
+    def take(room: int, *, ahead: int) -> Document | None:
+        """Move the first document that fits to the end of the queue, and return it."""
+        place = 0
+        while place < min(ahead, len(queue)):
+            document = documents[queue[place]]
+            if document is not None and len(document.tokens) > room:
+                place += 1
+                continue
+            index = queue[place]
+            del queue[place]
+            if document is not None:
+                queue.append(index)
+                return document
+        return None
+
+    while first := take(max_len, ahead=1):
+        row, room = [first], max_len - len(first.tokens)
+        while another := take(room, ahead=LOOK_AHEAD if len(row) == 1 else 1):
+            row.append(another)
+            room -= len(another.tokens)
+        yield tuple(row)
+
+
+def _batch(step: int, rows: Iterator[tuple[Document, ...]], data: DataConfig) -> Batch:
+    masked_from = data.rows
+    if step == 0:
+        masked_from = -(-data.rows * 5 // 6)
+    elif step == 1:
+        masked_from = -(-data.rows * 2 // 3)
+    chosen = [next(rows) for _ in range(data.rows)]
+    for i in range(masked_from, data.rows):
+        chosen[i] = tuple(Document(d.tokens, (False,) * len(d.tokens)) for d in chosen[i])
+    return Batch(step, data.max_len, tuple(Row(i, documents) for i, documents in enumerate(chosen)))

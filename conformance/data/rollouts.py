@@ -1,0 +1,205 @@
+"""Roll-outs: responses that a policy has sampled, with their rewards, read from users' files.
+
+Serves claim 1 for reinforcement learning: the samples are frozen, so a difference between two backends cannot come from
+sampling. A line of a JSONL file, or a record of a Parquet file or of a Hugging Face dataset on disk, is one response::
+
+    {"group": 3, "prompt_ids": [1, 4, ...], "completion_ids": [17, ..., 2], "logprobs": [-1.2, ...], "reward": 0.5}
+
+Responses to one prompt have the same ``group`` and are on consecutive lines. ``logprobs`` are the log-probs of the
+inference engine that sampled the response, at the objective's temperature. A response may be empty, and a truncated
+response has no end-of-sequence token.
+"""
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import cycle, groupby
+from pathlib import Path
+from typing import Any, TypeGuard
+
+from conformance.core.errors import UsageError, shown
+from conformance.core.io import MIB
+from conformance.core.paths import resolve
+from conformance.data.samples import read_dataset
+from conformance.models.synthetic import random_model
+from conformance.oracle.role_model import read_decoder
+from conformance.spec.batch import Batch, Document, Row, with_rollouts
+from conformance.spec.objectives import PolicyGradient
+from conformance.spec.scenario import Scenario
+
+Group = list[Document]
+MOST_TOKENS = MIB  # of one prompt or response; nobody trains on a longer one
+FILLED = 0.8  # share of the tokens of packed rows that a roll-out should fill, so that whole groups fit
+
+
+def build_rollouts(scenario: Scenario, model: Path) -> list[Batch]:
+    """Build batches for ``scenario.steps`` optimizer steps. If the last step lies in the first epoch of a roll-out, the
+    rest of that epoch's mini-batches follow.
+
+    A roll-out consists of ``mini_batches`` batches, which are trained on ``ppo_epochs`` times; its first batch has all
+    of them in its field ``rollout``. A roll-out is made of whole groups. ``scenario.seed`` shuffles the groups once;
+    when they run out, they are used again. Responses to one prompt are spread over different rows. Without packing, a
+    row is one document.
+    Raises UsageError for data that do not allow this, and for tokens beyond the model's vocabulary.
+    """
+    objective = scenario.objective
+    assert isinstance(objective, PolicyGradient), "only policy-gradient objectives read roll-outs"
+    count, data = objective.mini_batches, scenario.data
+    decoder = read_decoder(model, disable_dropout=objective.disable_dropout, trusted=scenario.trust_remote_code)
+    groups = read_groups(scenario, vocabulary=decoder.vocab_size)
+    random.Random(scenario.seed).shuffle(groups)
+    endless = _repeated_groups(groups)
+    rows = count * data.rows
+    batches: list[Batch] = []
+    begins: list[int] = []
+    while len(batches) < scenario.steps:
+        dealt = _packed_rows(endless, rows, scenario) if data.packed else _unpacked_rows(endless, rows, scenario)
+        mini_batches = [dealt[start : start + data.rows] for start in range(0, rows, data.rows)]
+        _check_tokens(mini_batches, data.path)
+        for epoch in range(objective.ppo_epochs):
+            for number, chosen in enumerate(mini_batches):
+                made = tuple(Row(i, documents) for i, documents in enumerate(chosen))
+                batches.append(Batch(len(batches), data.max_len, made))
+                begins.append(count if epoch == number == 0 else 0)
+    # The first epoch of the last roll-out is kept as a whole: advantages need all its mini-batches.
+    last = (scenario.steps - 1) // objective.steps_per_rollout * objective.steps_per_rollout
+    kept = max(scenario.steps, last + count)
+    return with_rollouts(batches[:kept], begins[:kept])
+
+
+def read_groups(scenario: Scenario, *, vocabulary: int) -> list[Group]:
+    """Read the responses of the scenario's data set, one list of documents per group.
+
+    The documents have the columns ``group`` and ``reward`` (one number each) and ``rollout_logprob`` (one number per
+    token, 0 for tokens of the prompt). Raises UsageError, which names the file and the line, for a wrong response.
+    """
+    if scenario.data.too_long != "truncate" or scenario.data.max_samples is not None:
+        raise UsageError(
+            f"--too_long and --max_samples are about pairs of texts, and the objective {scenario.objective.kind!r} "
+            f"reads roll-outs, which are taken as they are; leave them out, or select cells with --cells 'sft*'"
+        )
+    drawn = random_model(resolve(scenario.model))
+    path = resolve(scenario.data.path.replace("{model}", drawn.like if drawn else scenario.model_name))
+    records = read_dataset(path)
+    place, first = records[0]
+    if not first.keys() & {"prompt_ids", "completion_ids"}:
+        raise UsageError(
+            f"{place}: not a roll-out, but the objective {scenario.objective.kind!r} reads roll-outs; found "
+            f"{shown([*first])}; give --data (data.path) a file of responses with group, "
+            f"prompt_ids, completion_ids, logprobs and reward, or use a scenario of objective 'sft'"
+        )
+    of_small = drawn.tokens if drawn else vocabulary
+    found = [_document(r, place, scenario.data.max_len, of_small) for place, r in records]
+    if drawn:
+        found = [replace(document, tokens=tuple(map(drawn.spread, document.tokens))) for document in found]
+    grouped = [(key, list(group)) for key, group in groupby(found, key=lambda document: document.columns["group"])]
+    if len({key for key, _ in grouped}) < len(grouped):
+        raise UsageError(f"{path}: the lines of one group have to be consecutive; sort the file by group")
+    return [group for _, group in grouped]
+
+
+def _document(record: dict[str, Any], place: str, max_len: int, vocabulary: int) -> Document:
+    prompt, completion = (_tokens(record, key, place, vocabulary) for key in ("prompt_ids", "completion_ids"))
+    if not prompt:
+        raise UsageError(f"{place}: 'prompt_ids' is empty; a response needs at least one token to follow")
+    if len(prompt) + len(completion) > max_len:
+        raise UsageError(
+            f"{place}: prompt and response have {len(prompt) + len(completion)} tokens, and --max_len (data.max_len) "
+            f"is {max_len}; raise it, or leave the response out (a response that is cut would have another reward)"
+        )
+    logprobs = record.get("logprobs")
+    if not isinstance(logprobs, list) or len(logprobs) != len(completion) or not all(map(_is_logprob, logprobs)):
+        raise UsageError(
+            f"{place}: 'logprobs' has to be a list of {len(completion)} numbers from -1e4 to 0, one for "
+            f"each of 'completion_ids', got {shown(logprobs)}"
+        )
+    group, reward = record.get("group"), record.get("reward")
+    if isinstance(group, bool) or not isinstance(group, int) or not 0 <= group < 2**53:
+        raise UsageError(f"{place}: 'group' has to be an integer from 0 to 2**53 - 1, got {shown(group)}")
+    if not _is_number(reward, -1e6, 1e6):
+        raise UsageError(f"{place}: 'reward' has to be a number between -1e6 and 1e6, got {shown(reward)}")
+    return Document(
+        (*prompt, *completion),
+        (False,) * len(prompt) + (True,) * len(completion),
+        {
+            "group": float(group),
+            "reward": float(reward),
+            "rollout_logprob": (0.0,) * len(prompt) + tuple(map(float, logprobs)),
+        },
+    )
+
+
+def _tokens(record: dict[str, Any], key: str, place: str, vocabulary: int) -> list[int]:
+    tokens = record.get(key)
+    if not isinstance(tokens, list) or len(tokens) > MOST_TOKENS:
+        raise UsageError(f"{place}: {key!r} has to be a list of tokens, got {shown(tokens)}")
+    for token in tokens:
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocabulary:
+            raise UsageError(
+                f"{place}: {key!r} holds {shown(token)}, which is no token of a vocabulary of {vocabulary}; sample the "
+                f"roll-outs with the tokenizer of this model"
+            )
+    return tokens
+
+
+def _is_number(value: Any, lowest: float, highest: float) -> TypeGuard[float]:
+    return not isinstance(value, bool) and isinstance(value, int | float) and lowest <= value <= highest
+
+
+def _is_logprob(value: Any) -> bool:
+    return _is_number(value, -1e4, 1e-3)  # an inference engine may round to slightly more than 0
+
+
+def _repeated_groups(groups: list[Group]) -> Iterator[Group]:
+    """Yield the groups again and again, with new group numbers, so that a repeated group counts as another group."""
+    for number, group in enumerate(cycle(groups)):
+        yield [replace(document, columns={**document.columns, "group": float(number)}) for document in group]
+
+
+def _check_tokens(mini_batches: list[list[tuple[Document, ...]]], path: str) -> None:
+    """Raises UsageError for a mini-batch of fewer than two target tokens: whitening and explained variance need two."""
+    for number, chosen in enumerate(mini_batches, start=1):
+        count = sum(sum(document.targets) for documents in chosen for document in documents)
+        if count < 2:
+            raise UsageError(
+                f"mini-batch {number} of a roll-out of {path} has {count} tokens in its responses, and means and "
+                f"variances over tokens need two or more; raise data.rows, or leave empty responses out"
+            )
+
+
+def _unpacked_rows(groups: Iterator[Group], rows: int, scenario: Scenario) -> list[tuple[Document, ...]]:
+    """Take whole groups, one row per response, and shuffle the rows so that a group is spread over the roll-out."""
+    taken: list[Document] = []
+    while len(taken) < rows:
+        taken += next(groups)
+    if len(taken) > rows:
+        raise UsageError(
+            f"a roll-out of {rows} rows (data.rows times objective.mini_batches) cuts a group of "
+            f"{scenario.data.path}; choose data.rows so that whole groups fill the roll-out"
+        )
+    random.Random(len(taken)).shuffle(taken)
+    return [(document,) for document in taken]
+
+
+def _packed_rows(groups: Iterator[Group], rows: int, scenario: Scenario) -> list[tuple[Document, ...]]:
+    """Pack whole groups into rows: the longest response first, each into the row with the most room left.
+
+    Raises UsageError if a response does not fit, or if a row would hold fewer than two responses.
+    """
+    max_len = scenario.data.max_len
+    room = rows * max_len
+    taken: list[Document] = []
+    while sum(len(d.tokens) for d in taken) < FILLED * room - max_len or len(taken) < 2 * rows:
+        taken += next(groups)
+    packed: list[list[Document]] = [[] for _ in range(rows)]
+    free = [max_len] * rows
+    for document in sorted(taken, key=lambda d: -len(d.tokens)):
+        row = max(range(rows), key=lambda r: (free[r], -r))
+        packed[row].append(document)
+        free[row] -= len(document.tokens)
+    if min(free) < 0 or min(map(len, packed)) < 2:
+        raise UsageError(
+            f"--max_len {max_len} (data.max_len) does not pack whole groups of {scenario.data.path} into {rows} rows "
+            f"with two responses or more in each; raise it, or use data.packed=false"
+        )
+    return [tuple(documents) for documents in packed]

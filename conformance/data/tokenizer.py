@@ -1,0 +1,300 @@
+"""Tokenizer: encodes samples with the tokenizer and the chat template of a user's model folder.
+
+A chat template is a program. transformers denies it files and modules, but does not keep it from running for ever. So
+the CPU time and the number of characters that a template may use for one sample are limited.
+
+Lazy: the documents of a data set, each tokenized when it is first asked for, because a run needs few of many.
+
+A document that is too long is cut, left out or refused, as the user says (``data.too_long``), and the user is told how
+many there were. A refusal names a length that suffices, so that there is no second one (claim 9).
+"""
+
+import contextlib
+import functools
+import logging
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from statistics import median_high
+from typing import Any, NoReturn
+
+from conformance.core.errors import UsageError, one_line
+from conformance.core.io import MIB
+from conformance.core.paths import FIXTURES, resolve
+from conformance.models.folder_checks import CONFIG, Files, files_of, runs_code
+from conformance.spec.batch import Document
+from conformance.spec.scenario import DataConfig
+
+LONGEST_RENDERED_TEXT = 4 * MIB  # characters that a chat template may render for one sample
+
+
+def load_tokenizer(model: Path, *, trusted: bool = False) -> Any:
+    """Load the tokenizer of a Hugging Face folder; nothing is downloaded. It is kept until a file there changes.
+
+    ``trusted``: Python code of the folder may be run. Raises UsageError if the tokenizer needs such code and it is not
+    trusted, and for a configuration or a tokenizer that transformers cannot load.
+    """
+    return _loaded(model, files_of(model), trusted=trusted)
+
+
+@functools.lru_cache(maxsize=8)
+def _loaded(model: Path, files: Files, *, trusted: bool) -> Any:
+    """See ``load_tokenizer``. ``files`` are there for the cache."""
+    from transformers import AutoConfig, AutoTokenizer  # takes a second, which no other command is to wait for
+
+    options = {"trust_remote_code": runs_code(model, trusted=trusted), "local_files_only": True}
+    config = None
+    try:
+        if (model / CONFIG).is_file():
+            config = AutoConfig.from_pretrained(model, **options)
+    except Exception as error:  # transformers raises errors of many types for unexpected values
+        raise UsageError(f"{model / CONFIG} cannot be used by transformers: {one_line(error)}") from None
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model, config=config, **options)
+    except Exception as error:  # the tokenizers library, for example, raises a bare Exception
+        raise UsageError(
+            f"{model} has no tokenizer that transformers can load ({one_line(error)}); copy the tokenizer files of the "
+            f"model into the folder (tokenizer.json, tokenizer_config.json)"
+        ) from None
+    with contextlib.suppress(NotImplementedError):  # a tokenizer of the folder's own need not list its vocabulary
+        # Without files, transformers makes up tokenizers that know their special tokens and drop all of a text.
+        if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
+            raise UsageError(
+                f"{model} has no tokenizer files, so transformers makes up one that knows special tokens alone; copy "
+                f"those of the model into the folder (tokenizer.json, tokenizer_config.json)"
+            )
+    return tokenizer
+
+
+def encode(question: str, answer: str, tokenizer: Any) -> tuple[tuple[int, ...], int]:
+    """The tokens of a sample, and how many of these tokens are the prompt.
+
+    Raises UsageError if the prompt or the answer has no token. Errors of the template and the tokenizer are passed on.
+    """
+    end: list[int] = []
+    prompt = _prompt(question, tokenizer)
+    if tokenizer.chat_template is not None:
+        user = {"role": "user", "content": question}
+        assistant = {"role": "assistant", "content": answer}
+        whole = tokenizer.apply_chat_template([user, assistant], tokenize=False).rstrip()
+        if (longer := max(len(prompt), len(whole))) > LONGEST_RENDERED_TEXT:
+            raise UsageError(
+                f"the chat template renders {longer} characters; {LONGEST_RENDERED_TEXT} at most are allowed"
+            )
+    else:
+        if tokenizer.eos_token_id is None:
+            raise UsageError(
+                "the tokenizer has neither a chat template nor an end-of-sequence token, so an answer would have no "
+                "end; set one of them in tokenizer_config.json"
+            )
+        whole, end = question + answer, [tokenizer.eos_token_id]
+    tokens = [*_tokens(whole, tokenizer), *end]
+    # Compared as tokens, not as text: a tokenizer may join the end of the prompt and the start of the answer.
+    size = 0
+    for ours, theirs in zip(_tokens(prompt, tokenizer), tokens, strict=False):
+        if ours != theirs:
+            break
+        size += 1
+    if not size:
+        raise UsageError(
+            f"nothing comes before the first token of the answer {answer[:40]!r}, so there is nothing to predict it "
+            f"from; give every sample an input, or the tokenizer a chat template that keeps the user's turn in front"
+        )
+    if size == len(tokens):
+        raise UsageError(f"the chat template leaves out the answer {answer[:40]!r}; mend it in the tokenizer's files")
+    return tuple(tokens), size
+
+
+def encode_prompt(question: str, tokenizer: Any) -> tuple[int, ...]:
+    """Tokens of a prompt that waits for its answer: what ``encode`` puts in front of one.
+
+    Raises UsageError where there are none, and whatever template and tokenizer raise.
+    """
+    prompt = _prompt(question, tokenizer)
+    if not (tokens := _tokens(prompt, tokenizer)):
+        raise UsageError(f"the tokenizer gives no token for the question {question[:40]!r}, so nothing can follow it")
+    return tuple(tokens)
+
+
+def _tokens(text: str, tokenizer: Any) -> list[int]:
+    """``verbose`` would warn of texts longer than the model's positions, which ``max_len`` has to deal with anyway."""
+    tokens: list[int] = tokenizer.encode(text, add_special_tokens=False, verbose=False)
+    return tokens
+
+
+def _prompt(question: str, tokenizer: Any) -> str:
+    if tokenizer.chat_template is None:
+        return question
+    user = {"role": "user", "content": question}
+    prompt: str = tokenizer.apply_chat_template([user], tokenize=False, add_generation_prompt=True)
+    return prompt
+
+
+@contextlib.contextmanager
+def computing_at_most(seconds: float) -> Iterator[None]:
+    """Raises TimeoutError when the process has used this much CPU time inside the block.
+
+    The error is raised between two Python instructions, so not inside a long call of C code. Waiting for a busy machine
+    does not count. Outside the main thread, which alone receives signals, there is no limit.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_: object) -> None:
+        raise TimeoutError(f"it takes more than {seconds:g} s")
+
+    before = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+
+
+SAMPLE_LIMIT_S = 5.0  # CPU time for one sample; a chat template can loop for ever
+TELL_EVERY_S = 10.0
+_HAPPENS = {"truncate": "were cut at the end", "drop": "were left out"}
+
+logger = logging.getLogger(__name__)
+Encoded = tuple[tuple[int, ...], int]  # the tokens, and how many of these are the prompt
+
+
+class Documents:
+    """The documents of ``samples``, which are (number in the data set, input, output), in this order.
+
+    The input is the user's turn of the tokenizer's chat template, and the output is the assistant's turn. The tokens
+    that the output adds are targets, including the template's end token but not the white space after it. If the
+    tokenizer has no chat template, a document is the input, the output and the end-of-sequence token.
+
+    likely: the number of documents, from the first one, that will be asked for at least.
+    """
+
+    def __init__(
+        self, samples: Sequence[tuple[int, str, str]], config: DataConfig, tokenizer: Any, *, likely: int
+    ) -> None:
+        self._samples, self.config, self._tokenizer = samples, config, tokenizer
+        self._likely = likely
+        self._encoded: dict[int, Encoded] = {}
+        self._tell_at = time.monotonic() + TELL_EVERY_S
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, index: int) -> Document | None:
+        """The document, cut if it is too long; None if it is left out.
+
+        Raises UsageError for a document that is too long and can be neither, and for one that cannot be encoded.
+        """
+        (tokens, prompt), limit = self._encode(index), self.config.max_len
+        if len(tokens) > limit and self.config.too_long == "drop":
+            return None
+        if prompt >= limit:
+            self._refuse("leaves no room for a target token in", lambda one: one[1] >= limit, instead="drop")
+        if len(tokens) > limit and self.config.too_long == "error":
+            self._refuse("is too short for", lambda one: len(one[0]) > limit, instead="truncate")
+        return Document(tokens[:limit], tuple(i >= prompt for i in range(len(tokens)))[:limit])
+
+    def check_packing(self) -> None:
+        """Raises UsageError if beside half of the documents that are likely to be asked for no second one fits."""
+        limit, lengths = self.config.max_len, self._likely_lengths()
+        alone = _alone(lengths, limit)
+        if 2 * alone < len(lengths) or not lengths:
+            return
+        what = f"--max_len {limit} (data.max_len) packs no second document beside {alone} of {len(lengths)} documents"
+        if self.config.too_long == "drop":
+            raise UsageError(f"{what}; {self.advice()}, or leave out --packing_samples (data.packed=false)")
+        raise UsageError(
+            f"{what}; use --max_len {self._sufficient()} or more, or leave out --packing_samples (data.packed=false)"
+        )
+
+    def _likely_lengths(self) -> list[int]:
+        """The lengths of the first documents that are not left out, as many as are likely to be asked for."""
+        held = (document for index in range(len(self)) if (document := self[index]))
+        return [len(document.tokens) for document in islice(held, self._likely)]
+
+    def none_left(self) -> UsageError:
+        """For data of which every document is left out."""
+        return UsageError(
+            f"all {len(self)} documents of {self.config.path} have more than --max_len {self.config.max_len} tokens "
+            f"(data.max_len); {self.advice()}, or --too_long truncate"
+        )
+
+    def advice(self) -> str:
+        """Of documents that are left out where they are too long: the smallest length that serves, the one that keeps
+        all, and what is kept at each. Now every document is tokenized."""
+        every = [self._encode(index)[0] for index in range(len(self))]
+        kept = {limit: sum(len(tokens) <= limit for tokens in every) for limit in {len(tokens) for tokens in every}}
+        longest, needed = max(kept), self._smallest_that_serves(every)
+        now, then = (sum(len(tokens) <= limit for tokens in every) for limit in (self.config.max_len, needed))
+        told = f"it keeps {now} of {len(every)}; use --max_len {needed}, which keeps {then}"
+        return told if then == len(every) else f"{told}, or --max_len {longest}, which keeps all"
+
+    def _smallest_that_serves(self, every: Sequence[tuple[int, ...]]) -> int:
+        """The smallest ``max_len`` above the present one that keeps two documents that are not the same, and at which
+        they can be packed if they are to be."""
+        likely = [len(tokens) for tokens in every]
+        shortest = min(likely)
+        limits = {*likely, *(length + shortest for length in likely)} if self.config.packed else {*likely}
+        for limit in sorted(limit for limit in limits if limit > self.config.max_len):
+            kept = [tokens for tokens in every if len(tokens) <= limit]
+            lengths = [len(tokens) for tokens in kept[: self._likely]]
+            is_packed = not self.config.packed or 2 * _alone(lengths, limit) < len(lengths)
+            if len(set(kept)) > 1 and is_packed:
+                return limit
+        return max(limits)  # all documents are the same, or long enough already: nothing serves better
+
+    def tell(self) -> None:
+        """Tell how many of the documents so far were too long. What the built-in data does is meant, and not told."""
+        long = sum(len(tokens) > self.config.max_len for tokens, _ in self._encoded.values())
+        if long and not resolve(self.config.path).is_relative_to(FIXTURES):
+            logger.warning(
+                "%s: %d of the %d documents that were tokenized have more than %d tokens and %s",
+                *(self.config.path, long, len(self._encoded), self.config.max_len, _HAPPENS[self.config.too_long]),
+            )
+
+    def _encode(self, index: int) -> Encoded:
+        if index not in self._encoded:
+            number, question, answer = self._samples[index]
+            try:
+                with computing_at_most(SAMPLE_LIMIT_S):
+                    self._encoded[index] = encode(question, answer, self._tokenizer)
+            except Exception as error:  # a user's template may raise anything
+                raise UsageError(
+                    f"the tokenizer in {self._tokenizer.name_or_path} cannot encode sample {number} of "
+                    f"{self.config.path}: {one_line(error)}"
+                ) from None
+            if (now := time.monotonic()) > self._tell_at:
+                logger.warning("tokenizing %s: %d documents so far", self.config.path, len(self._encoded))
+                self._tell_at = now + TELL_EVERY_S
+        return self._encoded[index]
+
+    def _refuse(self, what: str, is_wrong: Callable[[Encoded], bool], *, instead: str) -> NoReturn:
+        """Raises UsageError. Now every document is tokenized, so that the length that is named suffices for all."""
+        needed = self._sufficient()
+        count = sum(map(is_wrong, self._encoded.values()))
+        raise UsageError(
+            f"--max_len {self.config.max_len} (data.max_len) {what} {count} of {len(self)} documents of "
+            f"{self.config.path}; use --max_len {needed} or more, or --too_long {instead}"
+        )
+
+    def _sufficient(self) -> int:
+        """The smallest ``max_len`` that raises no UsageError here, for the data set as a whole."""
+        every = [self._encode(index) for index in range(len(self))]
+        if self.config.too_long == "error":
+            needed = max(len(tokens) for tokens, _ in every)
+        else:
+            needed = max(prompt for _, prompt in every) + 1
+        if self.config.packed:
+            lengths = [len(tokens) for tokens, _ in every[: self._likely]]
+            needed = max(needed, median_high(lengths) + min(lengths))
+        return needed
+
+
+def _alone(lengths: Sequence[int], limit: int) -> int:
+    """Of how many documents a row of ``limit`` tokens has no room for the shortest one beside them."""
+    return sum(length + min(lengths) > limit for length in lengths)

@@ -1,0 +1,229 @@
+"""Side by side: compares the cells of one scenario on several backends with the oracle and with each other.
+
+Reads the verdicts and records of a run and writes ``side_by_side.json`` (docs/architecture.md has its fields). Needs no
+GPU, no backend and no ranks. A cell without a complete record is listed with the reason, and is left out of the
+comparisons that need the missing part.
+"""
+
+import os
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from conformance.core.errors import UsageError
+from conformance.judge.agreement import ORACLE, Member, agreement
+from conformance.judge.pairwise import Bounds, Difference, column_of, compare_lines, compare_tensors
+from conformance.records.header_checks import FLOAT64, check_cell, check_oracle
+from conformance.records.record_format import Line, Lines, RecordError, read_lines
+from conformance.records.step_tensors import Record, read_record
+from conformance.results.run_results import (
+    OUTPUT_SCHEMA,
+    SIDE_BY_SIDE,
+    Entry,
+    inside,
+    read_output_json,
+    read_run,
+    write_output_json,
+)
+from conformance.results.verdict import NOT_SEEN
+from conformance.spec.observables import Observable, columns
+
+# Two records, each by its cell and the digests of its legs, and how far they are apart, by column.
+Compared = dict[frozenset[tuple[str, ...]], dict[str, Difference]]
+NOT_KEPT = "only its scalars were compared with some others, because its tensors were not kept (--keep all keeps them)"
+_DIFFERENCE = TypeAdapter(Difference)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Observed:
+    """The records of a cell's legs, as far as they can be read.
+
+    lines: the lines of all steps. records: the records with their tensors; empty unless all files are intact.
+    problem: what is missing; empty if nothing is.
+    """
+
+    observables: tuple[Observable, ...] = ()
+    digests: tuple[str, ...] = ()
+    lines: tuple[Line, ...] = ()
+    records: tuple[Record, ...] = ()
+    problem: str = ""
+
+
+def write_side_by_side(out: Path, *, parts: Sequence[Path] = ()) -> None:
+    """Compare the backends of the run in ``out`` with each other and write ``out/side_by_side.json``.
+
+    Where tensors were not kept, an earlier comparison of the same records counts, of the run or of its ``parts``.
+    Raises UsageError for a folder that is not a run's output.
+    """
+    groups: dict[str, list[Entry]] = {}
+    for entry in read_run(out)[1]:
+        if entry.verdict.state != "unsupported":
+            groups.setdefault("/".join([entry.scenario, entry.model, entry.variant]), []).append(entry)
+    several = {name: entries for name, entries in groups.items() if len({e.backend for e in entries}) > 1}
+    earlier = {key: found for folder in (*parts, out) for key, found in _read_earlier(folder).items()}
+    values = [_group(out, name, entries, earlier) for name, entries in several.items()]
+    write_output_json(out / SIDE_BY_SIDE, {"schema": OUTPUT_SCHEMA, "groups": values}, indent=None)
+
+
+def _read_earlier(out: Path) -> Compared:
+    """The differences of two records in their tensors that ``side_by_side.json`` tells, if there is one."""
+    if not (out / SIDE_BY_SIDE).is_file():
+        return {}
+    found: Compared = {}
+    names = [f.name for f in fields(Difference)]
+    try:
+        for group in read_output_json(out / SIDE_BY_SIDE)["groups"]:
+            members = [(one["cell"], *one["records"]) for one in group["members"]]
+            for pair in group["pairs"]:
+                a, b = (members[number] for number in pair["members"])
+                found[frozenset({a, b})] = {
+                    column: _DIFFERENCE.validate_python({name: worst[name] for name in names})
+                    for column, worst in pair["columns"].items()
+                }
+    except (KeyError, IndexError, TypeError, ValueError):  # UsageError and pydantic's among them
+        return {}
+    return found
+
+
+def _group(out: Path, name: str, entries: Sequence[Entry], earlier: Compared) -> dict[str, Any]:
+    folder = next((path for entry in entries if entry.verdict.quantities and (path := _oracle(out, entry))), None)
+    reference = _read_oracle(out, folder) if folder else _Observed(problem="no cell of this scenario was judged")
+    observed = [_observe(out, entry, folder, reference) for entry in entries]
+    observables = reference.observables or entries[0].observables
+    shown = columns(observables)
+    bounds: Bounds = {
+        (q.stage, q.tensor, q.step): q.allowed
+        for entry in entries
+        if not _is_of_a_defect(entry)
+        for q in entry.verdict.quantities
+    }  # all members have the same bounds, because these depend only on the scenario and its precision
+    with_lines = [number for number, one in enumerate(observed) if one.lines]
+    pairs: dict[tuple[int, int], dict[str, Difference]] = {}
+    lines = [observed[number].lines for number in with_lines]
+    for (a, b), worst in compare_lines(lines, reference.lines, observables=observables, bounds=bounds).items():
+        pairs[with_lines[a], with_lines[b]] = worst
+    if reference.records:
+        records = {number: one.records for number, one in enumerate(observed) if one.records}
+        numbers = list(records)
+        for (a, b), worst in compare_tensors(list(records.values()), reference.records[0], bounds=bounds).items():
+            pairs[numbers[a], numbers[b]] |= worst
+    keys = [(entry.cell, *one.digests) for entry, one in zip(entries, observed, strict=True)]
+    for (a, b), worst in pairs.items():
+        if entries[a].slim or entries[b].slim:
+            if known := earlier.get(frozenset({keys[a], keys[b]})):
+                worst |= {column: difference for column, difference in known.items() if column not in worst}
+            else:
+                lost = next(number for number in (a, b) if entries[number].slim)
+                observed[lost] = replace(observed[lost], problem=NOT_KEPT)
+    members = [_member(entry, one) for entry, one in zip(entries, observed, strict=True)]
+    found = agreement(members, pairs, shown)
+    cells = [entry.cell for entry in entries]
+    return {
+        "group": name,
+        "columns": list(shown),
+        "state": found.state,
+        "text": " ".join([found.text, *_lent(entries)]),
+        "families": {
+            column: [["oracle" if n == ORACLE else cells[n] for n in family] for family in families]
+            for column, families in found.families.items()
+        },
+        "members": [
+            {
+                "cell": cell,
+                "state": member.state,
+                "records": one.digests,
+                "problem": one.problem,
+                "oracle": _columns(member.oracle),
+            }
+            for cell, one, member in zip(cells, observed, members, strict=True)
+        ],
+        "pairs": [{"members": list(pair), "columns": _columns(worst)} for pair, worst in pairs.items()],
+    }
+
+
+def _lent(entries: Sequence[Entry]) -> list[str]:
+    """A sentence on a reference that is not written from the papers."""
+    whose = sorted({entry.verdict.second_class for entry in entries} - {""})
+    return [f"The oracle is {' and '.join(whose)}: {NOT_SEEN}."] if whose else []
+
+
+def _is_of_a_defect(entry: Entry) -> bool:
+    """Whether the verdict's quantities come from the oracle with a defect (conformance.judge.expected_differences)."""
+    return bool(entry.defective) and entry.verdict.state == "differs"
+
+
+def _oracle(out: Path, entry: Entry) -> Path | None:
+    return Path(os.path.normpath(out / entry.folder / entry.oracle)) if entry.oracle else None
+
+
+def _observe(out: Path, entry: Entry, oracle: Path | None, reference: _Observed) -> _Observed:
+    """Read the records of a cell, only if it was judged, because the judge has checked that they are complete."""
+    if not entry.records or not entry.completed or not entry.verdict.quantities:
+        return _Observed(problem=entry.verdict.reason.partition("\n")[0])
+    if _is_of_a_defect(entry):
+        return _Observed(problem="it also differs from the oracle with its expected defect, and was judged by that one")
+    if _oracle(out, entry) != oracle:
+        return _Observed(problem="it belongs to another scenario with the same name")
+    folder = out / entry.folder
+    paths = [folder / record for record in entry.records]
+    one = _read(out, paths, partial(check_cell, cell=entry.cell), tensors=not entry.slim)
+    if one.problem or entry.slim or not reference.problem:
+        return one
+    return replace(one, records=(), problem=f"of the oracle, {reference.problem}")
+
+
+def _read_oracle(out: Path, folder: Path) -> _Observed:
+    return _read(out, [folder / FLOAT64], partial(check_oracle, precision=FLOAT64))
+
+
+def _read(out: Path, paths: Sequence[Path], check: Callable[[Path, Line], None], *, tensors: bool = True) -> _Observed:
+    try:
+        legs: list[Lines] = [read_lines(inside(out, path)) for path in paths]
+        for path, leg in zip(paths, legs, strict=True):
+            check(path, leg.header)
+    except (RecordError, UsageError) as error:
+        return _Observed(problem=str(error))
+    observed = _Observed(
+        observables=legs[0].observables,
+        digests=tuple(leg.digest for leg in legs),
+        lines=tuple(line for leg in legs for line in leg.steps),
+    )
+    if not tensors:
+        return observed
+    try:
+        return replace(observed, records=tuple(read_record(path) for path in paths))
+    except RecordError as error:
+        problem = f"only its scalars were compared, because its tensors cannot be read: {error}"
+        return replace(observed, problem=problem)
+
+
+def _member(entry: Entry, observed: _Observed) -> Member:
+    found: dict[str, list[Difference]] = defaultdict(list)
+    for q in entry.verdict.quantities:
+        if column := column_of(entry.observables, q.stage, q.tensor):
+            one = Difference(observed=q.observed, allowed=q.allowed, tensor=q.tensor, step=q.step)
+            found[column].append(one)
+    worst = {
+        column: replace(
+            max(differences, key=lambda one: one.ratio),
+            since=min((one.step for one in differences if one.ratio > 1), default=None),
+        )
+        for column, differences in found.items()
+    }
+    return Member(
+        backend=entry.backend,
+        layout=entry.layout,
+        state=entry.verdict.state,
+        oracle=worst,
+        elsewhere=entry.verdict.first_stage,
+        problem=observed.problem,
+    )
+
+
+def _columns(worst: Any) -> dict[str, dict[str, Any]]:
+    return {name: {**asdict(difference), "ratio": difference.ratio} for name, difference in worst.items()}

@@ -1,0 +1,226 @@
+"""Hints: guesses at the cause of a finding, from what its number has in common with layout, clipping and token counts.
+
+They decide nothing: what is said here follows from quantities that were found wrong already. A hint that names a cause
+names one that would give this very number: with the cause undone, what is left has to be within the tolerance. What
+nothing explains gets no hint.
+"""
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from conformance.judge.tolerance import Measurement, gradient_stages
+from conformance.records.step_tensors import Record
+from conformance.results.verdict import Quantity
+from conformance.spec.layout import Layout
+from conformance.spec.observables import Observable
+from conformance.spec.scenario import Scenario
+
+CLOSE = 1e-3  # relative, of a scale to the factor that explains it, however much noise there is
+WHOLE = {"exact": 1e-6, "fp32": 1e-3}  # how near a count of tokens is to a whole number; half precision knows none
+MOST_STEPS = 100_000  # of a schedule that are searched
+MOST = 10  # times the target tokens: how many places a step may have
+
+# Modules of a layer in the order in which the backward pass comes to them.
+_IN_LAYER = (
+    "post_feedforward_layernorm",
+    "mlp.down_proj",
+    "mlp.",
+    "pre_feedforward_layernorm",
+    "post_attention_layernorm",
+    "self_attn.o_proj",
+    "self_attn.v_proj",
+    "self_attn.",
+    "input_layernorm",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What a hint may refer to, of one step. tokens: targets of the optimizer step. clip: by stage of gradients and of
+    updates, the factor by which the oracle clipped, where it did."""
+
+    scenario: Scenario
+    layout: Layout
+    tokens: float
+    clip: Mapping[str, float]
+    gradients: frozenset[str]
+    updates: frozenset[str]
+
+
+def facts_of_steps(
+    legs: Sequence[Record], oracle: Record, scenario: Scenario, observables: Sequence[Observable]
+) -> dict[int, Facts]:
+    """By step; of -1, the weights as loaded, what is known of the first leg."""
+    layouts = {step.step: Layout.parse(leg.header["layout"]) for leg in legs for step in leg.steps}
+    first = Layout.parse(legs[0].header["layout"])
+    parameters = [o for o in observables if o.kind == "tensors"]
+    known = {}
+    for step in (None, *oracle.steps):
+        number = step.step if step else -1
+        norms = {o.norm_of: step.value(o.key) for o in observables if o.norm_of} if step else {}
+        clip = {o.stage: _clip(norms.get(_gradient_of(o.key)), scenario.optimizer.max_grad_norm) for o in parameters}
+        known[number] = Facts(
+            scenario=scenario,
+            layout=layouts.get(number, first),
+            tokens=(step.value("token_count") if step else None) or 1,
+            clip={stage: factor for stage, factor in clip.items() if factor},
+            gradients=gradient_stages(observables),
+            updates=frozenset(o.stage for o in observables if o.change),
+        )
+    return known
+
+
+def _gradient_of(key: str) -> str:
+    return re.sub("weight$", "gradient", key)
+
+
+def _clip(norm: float | None, max_norm: float | None) -> float | None:
+    return max_norm / (norm + 1e-6) if norm and max_norm and norm > max_norm else None
+
+
+def hint(m: Measurement, facts: Facts, *, allowed: float) -> str:
+    """What a measurement that was found wrong has in common with a known cause; empty if nothing explains it.
+
+    ``allowed``: its bound, which what is left without the cause may not exceed.
+    """
+    if m.replica:
+        return "ranks that should hold the same numbers do not"
+    if m.broken:
+        return f"it holds {m.broken}"
+    name = m.tensor.rpartition(".")[2]
+    if name == "lr":
+        return _another_step(m, facts, allowed)
+    if name == "token_count" and m.scale is not None:
+        return f"{m.max_abs:.0f} targets {'are missing' if m.scale < 1 else 'too many'}"
+    if m.scale is None or not math.isfinite(m.scale) or abs(m.scale - 1) < 1e-6:
+        return ""
+    if m.scale == 0:
+        return "" if m.residual else _zero(m, facts)
+    factors = _known_factors(m, facts, allowed)
+    if factors:
+        return f"{m.scale:.4g} times the reference, which is {' or '.join(factors)}"
+    factor, fits = f"{m.scale:.4g}", m.left_without(m.scale) <= allowed
+    return f"{factor} times the reference" if m.scalar and fits and factor != "1" else ""
+
+
+def _another_step(m: Measurement, facts: Facts, allowed: float) -> str:
+    """The step whose learning rate it is, the nearest one if there are several."""
+    schedule, rate = facts.scenario.schedule, facts.scenario.optimizer.lr
+    if m.value is None:
+        return ""
+    steps = range(max(schedule.total_steps, facts.scenario.steps) + 1) if schedule.total_steps < MOST_STEPS else ()
+    alike = [step for step in steps if abs(m.value - schedule.factor(step) * rate) <= allowed * rate]
+    nearest = min(alike, key=lambda step: (abs(step - m.step), step), default=None)
+    return "" if nearest in (None, m.step) else f"the learning-rate schedule is at step {nearest}"
+
+
+def _zero(m: Measurement, facts: Facts) -> str:
+    if m.stage in facts.gradients:
+        return "it is zero: the loss does not reach it, or it was cleared before it was read"
+    if m.stage in facts.updates:
+        return "it has not moved: it is never trained, or its update is lost"
+    return "it is zero"
+
+
+def _known_factors(m: Measurement, facts: Facts, allowed: float) -> list[str]:
+    assert m.scale is not None
+    layout, accumulation, tokens = facts.layout, facts.scenario.accumulation, facts.tokens
+    sizes: dict[str, float] = {
+        "dp": layout.dp,
+        "rep": layout.rep,
+        "tp": layout.tp,
+        "sp": layout.sp,
+        "ulysses": layout.ulysses,
+        "accumulation": accumulation,
+        "dp x sp": layout.dp * layout.sp,
+        "dp x accumulation": layout.dp * accumulation,
+        "world size": layout.world_size,
+        "tokens": tokens,
+        "tokens / dp": tokens / layout.dp,
+    }
+    factors = [
+        (text, factor)
+        for name, size in sizes.items()
+        for text, factor in (
+            (name, size),
+            (f"1/({name})", 1 / size),
+            (f"sqrt({name})", size**0.5),
+            (f"1/sqrt({name})", size**-0.5),
+        )
+        if size > 1
+    ]
+    if clip := facts.clip.get(m.stage):
+        again = "clipped before it was read" if m.stage in facts.gradients else "clipped twice"
+        factors += [(f"the clip factor: {again}", clip), ("1/(the clip factor): it was not clipped", 1 / clip)]
+    near = ((text, factor) for text, factor in factors if abs(m.scale / factor - 1) < CLOSE)
+    known = [text for text, factor in near if m.left_without(factor) <= allowed]
+    return known or _token_counts(m, facts, allowed)
+
+
+def _token_counts(m: Measurement, facts: Facts, allowed: float) -> list[str]:
+    """Of a loss that was divided by another number of tokens, that number."""
+    near = WHOLE.get(facts.scenario.precision)
+    if near is None or not m.tensor.endswith("loss") or not m.scale:
+        return []
+    count = facts.tokens / m.scale
+    whole = round(count)
+    if whole < 1 or abs(count - whole) > near or whole > MOST * facts.tokens:
+        return []
+    if not m.left_without(facts.tokens / whole) <= allowed:
+        return []
+    off = abs(whole - facts.tokens)
+    what = "targets are left out of the count" if whole < facts.tokens else "places that are no targets are counted"
+    return [f"{facts.tokens:.0f}/{whole}: divided by {whole} tokens, so {off:.0f} {what}"]
+
+
+def backward_place(name: str) -> tuple[int, int]:
+    """Sorts parameters, by their Hugging Face names, in the order in which the backward pass comes to them: the head,
+    the last norm, layers from the last to the first, embeddings. Other names come first, what is said of all of them
+    last."""
+    if _is_of_all(name):
+        return 2, 0
+    if name.startswith("model.embed_tokens"):
+        return 1, 0
+    if layer := re.match(r"model\.layers\.(\d+)\.(.*)", name):
+        inside = next((i for i, module in enumerate(_IN_LAYER) if layer[2].startswith(module)), len(_IN_LAYER))
+        return -int(layer[1]), inside
+    return -(2**62), int(name.startswith("model.norm"))
+
+
+def circumstances(
+    quantities: Sequence[Quantity], legs: Sequence[Record], observables: Iterable[Observable]
+) -> list[str]:
+    """What is to be known of the first finding beside itself, a sentence each; ``quantities`` are in causal order."""
+    findings = [q for q in quantities if not q.ratio <= 1]
+    first = findings[0]
+    told = []
+    gradients = {o.stage: o.replica_stage for o in observables if o.stage in gradient_stages([o])}
+    if first.stage in gradients:
+        told += _nearest_the_loss(first, quantities)
+        replicas = [f for f in findings if (f.stage, f.step) == (gradients[first.stage], first.step)]
+        if replicas:
+            told.append(f"{len(replicas)} differ between ranks as well, such as {replicas[0].tensor}")
+    for leg in legs[1:]:
+        if leg.header["first_step"] == first.step:
+            told.append(f"step {first.step} is the first after loading")
+    return told
+
+
+def _nearest_the_loss(first: Quantity, quantities: Sequence[Quantity]) -> list[str]:
+    """They are in the order of the backward pass; those before the first that is wrong are right."""
+    here = [q.tensor for q in quantities if (q.stage, q.step) == (first.stage, first.step) and not _is_of_all(q.tensor)]
+    names, nearest = list(dict.fromkeys(map(_parameter, here))), _parameter(first.tensor)
+    if _is_of_all(first.tensor) or not any(name.startswith("model.") for name in names):
+        return []  # their order is not known
+    return [f"nearest the loss: {nearest}, after {names.index(nearest)} parameters that are right"]
+
+
+def _is_of_all(tensor: str) -> bool:
+    return ": " in tensor
+
+
+def _parameter(tensor: str) -> str:
+    """Without what was said of it, such as that it is missing."""
+    return tensor.partition(" ")[0]

@@ -1,0 +1,390 @@
+"""Handed: what a leg should have loaded, by what the leg before had at its end.
+
+Saving and loading compute nothing, so all of it is the same to the bit, except where an adapter was merged into the
+weights on the way: that is computed here as the oracle does it, from the weights that the cell itself had.
+
+Strips: where in the batch the tokens of a step are off, small enough to be kept with a verdict.
+
+Rows are judged as one vector, and a report reads no tensors, so the judge keeps what a picture of them needs: the
+tokens in the order of the batch, in at most BINS bins, and the largest error of each bin.
+
+One token has no bound of its own. The worst one is given the error of the whole observable, and the others are in
+proportion to it: so a strip has a token outside of its tolerance if and only if the observable is outside of it.
+
+Compare: every declared observable of a cell's records against the oracle's, in causal order.
+
+The same measurement is applied to a cell and to the single-process run that gives the noise; whether an error is small
+enough is for conformance.judge.tolerance, what it means for conformance.judge.verdict.
+"""
+
+import math
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+
+import torch
+
+from conformance.judge.tensor_views import (
+    NO_LEEWAY,
+    Leeway,
+    Tensors,
+    elementwise,
+    finite,
+    infinite,
+    named,
+    norm_of,
+    number_off,
+    seen,
+    tensor_off,
+    tensors_apart,
+)
+from conformance.judge.tolerance import NOISE_FACTOR, NORM_ROUNDINGS, ROUNDING, Key, Measurement
+from conformance.oracle.decoder import lora_of, merged
+from conformance.oracle.variant import UNNAMED_NORM
+from conformance.records.step_tensors import Record, StepRecord
+from conformance.results.verdict import BINS, Strip
+from conformance.spec.layout import Layout
+from conformance.spec.lora import is_adapter
+from conformance.spec.observables import AGAINST_REBUILT, Observable, unobserved_step
+from conformance.spec.scenario import parse_scenario
+
+# Of float32 in W + scale B A, relative to W: a product is summed up over the rank, scaled, added and rounded once more.
+MERGE_ROUNDINGS = 4
+
+
+def end_of(before: Record, after: Record, key: str, last: Tensors, start: Tensors) -> dict[str, torch.Tensor]:
+    """The weights, by name, that ``after`` should have loaded of the model whose weights have this ``key``.
+
+    last: what the leg before had at its end, by name. start: what the first leg had loaded.
+    """
+    if not _is_merged(after, key) or not last:
+        return dict(last)
+    lora = parse_scenario(before.header["scenario"]).lora
+    assert lora, "a leg merges adapters only where there are some"
+    exact = {name: tensor.double() for name, tensor in last.items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in exact.items() if not is_adapter(name)}
+    return merged(exact, lora_of(lora, shapes)) | {name: t for name, t in start.items() if is_adapter(name)}
+
+
+def bound_of(after: Record, key: str, name: str) -> float:
+    """How far a weight may be from what ``end_of`` says, relative."""
+    return MERGE_ROUNDINGS * ROUNDING if _is_merged(after, key) and not is_adapter(name) else 0.0
+
+
+def _is_merged(after: Record, key: str) -> bool:
+    return bool(after.header["loads"] == "merge") and key == "weight"
+
+
+def generators(observable: Observable, before: Record, after: Record, step: int) -> Iterator[Measurement]:
+    """Digests of generators are equal or not: there is no distance between the states of two. They are handed over
+    where each rank goes on with its own work."""
+    same = all(before.header[key] == after.header[key] for key in ("backend", "layout"))
+    if not same or after.header["loads"] != "checkpoint":
+        return
+    end = before.steps[-1] if before.steps else before.loaded
+    told = zip(after.loaded.line["generators"], end.line["generators"], strict=True)
+    for rank, (mine, theirs) in enumerate(told):
+        for name, digest in theirs.items():
+            error = 0.0 if mine.get(name) == digest else math.inf
+            what = f"{name} of rank {rank}"
+            yield Measurement(stage=observable.stage, tensor=what, step=step, error=error, fixed=0.0)
+
+
+def strip_of(observable: Observable, step: int, off: torch.Tensor, lengths: Mapping[int, int], *, norm: float) -> Strip:
+    """off: the absolute difference of each token, row after row. lengths: of each row, by its index. norm: what the
+    error of the observable is relative to.
+    """
+    count = len(off)
+    edges = [count * i // min(BINS, count) for i in range(min(BINS, count) + 1)]
+    largest = torch.stack([off[start:end].max() for start, end in pairwise(edges)]).tolist()
+    numbers = off[off.isfinite()]
+    error, top = numbers.norm().item() / norm, numbers.max().item() if len(numbers) else 0.0
+    ends, rows = list(accumulate(lengths.values())), list(lengths)
+
+    def place(token: int) -> tuple[int, int]:
+        row = bisect_right(ends, token)
+        return rows[row], token - (ends[row - 1] if row else 0)
+
+    row, target = place(int(off.argmax()))
+    return Strip(
+        stage=observable.stage,
+        tensor=observable.key,
+        step=step,
+        tokens=count,
+        starts=tuple(place(edge) for edge in edges[:-1]),
+        errors=tuple(_rounded(value / (top or 1.0) * error, error) for value in largest),
+        max_abs=off.max().item(),
+        where=f"row {row}, target {target}",
+    )
+
+
+def _rounded(value: float, most: float) -> float:
+    """Three significant digits; never across the error of the observable, which is kept as it is judged."""
+    return value if value == most else min(float(f"{value:.2e}"), most) if value < most else value
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Start:
+    """The weights as loaded before the first step, of the cell and of the oracle."""
+
+    own: Tensors
+    reference: Tensors
+
+
+def measure(legs: Sequence[Record], oracle: Record, *, leeway: Mapping[Key, Leeway] = NO_LEEWAY) -> list[Measurement]:
+    """All measurements of what both observed, by step. ``legs``: records with consecutive steps. ``leeway``: see
+    conformance.judge.tensor_views.tensors_apart.
+
+    What only one of them has gives a measurement of infinite error.
+    """
+    observables = oracle.observables
+    start = _Start(own=legs[0].loaded.tensors(), reference=oracle.loaded.tensors())
+    found = [
+        m
+        for o in observables
+        if o.applies(-1)
+        for m in tensors_apart(o, -1, seen(start.own, o.key), seen(start.reference, o.key))
+    ]
+    for before, after in pairwise(legs):
+        found += _handed_over(before, after, observables, start)
+    steps = {step.step: (step, leg) for leg in legs for step in leg.steps}
+    unobserved = {unobserved_step(leg.header["first_step"], len(leg.steps)) for leg in legs}
+    for reference in oracle.steps:
+        if reference.step not in steps:
+            missing = f"steps from {reference.step} on are missing"
+            found.append(infinite(observables[0].stage, missing, reference.step))
+            break
+        step, leg = steps[reference.step]
+        shown = [o for o in observables if o.kind != "tensors" or step.step not in unobserved]
+        found += _step(step, reference, shown, start, Layout.parse(leg.header["layout"]), leeway=leeway)
+    lost = {(o, step.step) for step in oracle.steps for o in observables if is_lost(o, step)}
+    found += _gaps(list(steps.values()), observables, unobserved, lost)
+    return found
+
+
+def _handed_over(
+    before: Record, after: Record, observables: Sequence[Observable], start: _Start
+) -> Iterator[Measurement]:
+    """What a leg has loaded against what the leg before had at its end: saving and loading compute nothing.
+
+    It is told at the step that comes next. Training state and generators are handed over where the optimizer is. What
+    is frozen may be held rounded by one backend and not by another; all else is the same to the bit.
+    """
+    end, number = before.steps[-1] if before.steps else before.loaded, after.loaded.step + 1
+    last, first = end.tensors(), after.loaded.tensors()
+    goes_on = after.header["optimizer"] == "loaded"
+    for o in observables:
+        if o.when == "loaded":
+            # A model that is not trained is recorded as loaded only.
+            then = seen(last if named(last, o.key) else before.loaded.tensors(), o.key)
+            then = replace(then, tensors=end_of(before, after, o.key, then.tensors, named(start.own, o.key)))
+            for found in tensors_apart(o, number, seen(first, o.key), then):
+                yield found if o.rounded else replace(found, fixed=bound_of(after, o.key, found.tensor))
+        elif o.when == "handover" and o.kind == "tensors" and goes_on:
+            for found in tensors_apart(o, number, seen(first, o.key), seen(last, o.key)):
+                yield replace(found, tensor=f"{o.key.rpartition('.')[2]} of {found.tensor}")
+            own, reference = elementwise(first, o.key), elementwise(last, o.key)
+            for name in own.keys() & reference.keys():
+                if own[name].dtype != reference[name].dtype:
+                    dtypes = f"{own[name].dtype} instead of {reference[name].dtype}"
+                    yield infinite(o.stage, f"{o.key} of {name} ({dtypes})", number)
+        elif o.when == "handover" and o.kind == "evidence" and goes_on:
+            yield from generators(o, before, after, number)
+
+
+def _gaps(
+    steps: Sequence[tuple[StepRecord, Record]],
+    observables: Sequence[Observable],
+    unobserved: Set[int | None],
+    lost: Set[tuple[Observable, int]],
+) -> Iterator[Measurement]:
+    """What is optional and was observed at some steps has to be observed at all, except where it is ``lost``; ``steps``
+    with their legs.
+
+    What is judged by its effect where it is not reported may be reported by one backend, in one layout, only.
+    """
+    for observable in observables:
+        if observable.required or observable.when == "handover":
+            continue
+        alike: dict[object, dict[int, bool]] = defaultdict(dict)
+        for step, leg in ((step, leg) for step, leg in steps if (observable, step.step) not in lost):
+            who = (leg.header["backend"]["name"], leg.header["layout"]) if observable.effect_at else ()
+            alike[who][step.step] = _is_there(observable, step)
+        for shown in alike.values():
+            if any(shown.values()):
+                missing = f"{observable.key} (missing)"
+                yield from (infinite(observable.stage, missing, n) for n, here in shown.items() if not here)
+    for key, stage in {o.key: o.replica_stage for o in observables if o.kind == "tensors" and o.replica_stage}.items():
+        read = [step for step, _ in steps if step.step not in unobserved]
+        offered = {step.step: step.line.get("replicas", {}).get(key, {}).get("offered", 0) for step in read}
+        if any(offered.values()):
+            yield from (infinite(stage, f"shards of {key} (missing)", n) for n, count in offered.items() if not count)
+
+
+def _is_there(observable: Observable, step: StepRecord) -> bool:
+    if observable.kind in ("scalar", "setting"):
+        return step.value(observable.key) is not None
+    return any(name.startswith(f"{observable.key}/") for name in step.names())
+
+
+def _step(
+    step: StepRecord,
+    oracle: StepRecord,
+    observables: Sequence[Observable],
+    start: _Start,
+    layout: Layout,
+    *,
+    leeway: Mapping[Key, Leeway] = NO_LEEWAY,
+) -> Iterator[Measurement]:
+    tensors, reference = step.tensors(), oracle.tensors()
+    for o in observables:
+        if not o.applies(step.step) or is_lost(o, oracle):
+            continue
+        own, ref = named(tensors, o.key), named(reference, o.key)
+        if o.is_of_rows:
+            yield _of_rows(o, step, tensors)
+        elif o.kind in ("scalar", "setting"):
+            parts = named(tensors, o.norm_of or o.made_of) if o.norm_of or o.made_of else {}
+            typical = _of_parts(
+                parts, named(reference, o.norm_of or o.made_of), independent=not (o.norm_of or o.one_direction)
+            )
+            if o.sum_of:
+                unit = oracle.value(o.scale or o.key)
+                typical = _of_terms(named(tensors, o.sum_of), named(reference, o.sum_of), unit=unit)
+            for found in _scalar(o, step, oracle, tensors):
+                yield replace(found, typical=found.typical or typical)
+        elif o.kind == "rows":
+            yield from _rows(o, step.step, own, ref, named(reference, o.scale) if o.scale else ref)
+        elif o.change:
+            moved = seen(tensors, o.key).since(seen(start.own, o.key))
+            yield from tensors_apart(o, step.step, moved, seen(reference, o.key).since(seen(start.reference, o.key)))
+        else:
+            yield from tensors_apart(o, step.step, seen(tensors, o.key), seen(reference, o.key), leeway=leeway)
+        yield from _replicas(o, step, layout)
+
+
+def is_lost(observable: Observable, oracle: StepRecord) -> bool:
+    """Whether it is no number at this step of the oracle, because an update is skipped."""
+    return bool(observable.lost_if and oracle.value(observable.lost_if))
+
+
+def _replicas(observable: Observable, step: StepRecord, layout: Layout) -> Iterator[Measurement]:
+    found = step.line.get("replicas", {}).get(observable.key)
+    if not found or not observable.replica_stage or not _is_there(observable, step):
+        return
+    stage, key, number = observable.replica_stage, observable.key, step.step
+    if observable.kind == "tensors" and layout.rep > 1 and found["offered"] and not found["compared"]:
+        yield infinite(stage, f"{key}: the layout has replicas, but no shard is named alike by two ranks", number)
+    if found["compared"] and not found["differing"]:
+        name = f"{key}: {found['compared']} held by several ranks"
+        yield Measurement(stage=stage, tensor=name, step=number, error=0.0, fixed=ROUNDING, replica=True)
+    for entry in found["differing"]:
+        what = key if entry["name"] == key else f"{key} {entry['name']}"
+        name = f"{what} on ranks {', '.join(map(str, entry['ranks']))}"
+        error = float(entry["relative"])
+        yield Measurement(stage=stage, tensor=name, step=number, error=error, fixed=ROUNDING, replica=True)
+
+
+def _rows(
+    observable: Observable, step: int, rows: Tensors, reference: Tensors, scale: Tensors
+) -> Iterator[Measurement]:
+    """All target tokens of the step as one vector; ``where`` names the row and target that are furthest off.
+
+    ``scale``: rows whose norm the error is relative to.
+    """
+    if not rows and not observable.required:
+        return
+    stage, key = observable.stage, observable.key
+    if set(rows) != set(reference) or any(rows[r].shape != reference[r].shape for r in reference):
+        wrong = sorted(set(rows) ^ set(reference)) or [r for r in reference if rows[r].shape != reference[r].shape]
+        yield infinite(stage, f"{key}: rows {', '.join(wrong[:8])} missing, unexpected or of another length", step)
+        return
+    order = sorted(reference, key=int)
+    x, ref, unit = (torch.cat([of[r].double() for r in order]) for of in (rows, reference, scale))
+    found = tensor_off(stage, key, step, x, ref, floor=0.0)
+    norm = unit.norm().item() or 1.0
+    strip = strip_of(observable, step, (x - ref).abs(), {int(r): len(reference[r]) for r in order}, norm=norm)
+    error = finite((x - ref).norm().item() / norm)
+    by_unit = (ref.norm().item() or 1.0) / norm
+    left, size = found.residual * by_unit, found.size * by_unit
+    yield replace(found, error=error, scalar=True, residual=left, size=size, where=strip.where, strip=strip)
+
+
+def _scalar(o: Observable, step: StepRecord, oracle: StepRecord, tensors: Tensors) -> Iterator[Measurement]:
+    """``tensors``: of the cell's step."""
+    own, reference = step.value(o.key), oracle.value(o.key)
+    assert reference is not None, f"the oracle did not record {o.key}"
+    if own is None:
+        if o.required:
+            yield infinite(o.stage, f"{o.key} (missing)", step.step)
+        return
+    unit = oracle.value(o.scale) if o.scale else reference
+    assert unit is not None, f"the oracle did not record {o.scale}"
+    yield number_off(o.stage, o.key, step.step, own, reference, unit=unit, fixed=o.exact_bound)
+    if o.norm_of and named(tensors, o.norm_of):
+        unnamed = unnamed_norm(oracle, o.key.removesuffix("grad_norm"))
+        rebuilt = math.hypot(unnamed, norm_of(tensors, o.norm_of))
+        name, bound = o.key + AGAINST_REBUILT, NORM_ROUNDINGS * ROUNDING
+        found = number_off(o.stage, name, step.step, own, rebuilt, unit=rebuilt, fixed=None if unnamed else bound)
+        # What is unnamed is the oracle's number, which the cell has with the noise of its precision.
+        yield replace(found, typical=bound / NOISE_FACTOR) if unnamed else found
+
+
+def unnamed_norm(oracle: StepRecord, prefix: str) -> float:
+    """Norm of the gradients that the cell's norm has in it and its record has not, by a known defect; else 0.
+
+    ``prefix``: of the model's keys. It is the oracle's, so it has the noise of the cell's precision.
+    """
+    return oracle.value(prefix + UNNAMED_NORM) or 0.0
+
+
+def _of_parts(parts: Tensors, reference: Tensors, *, independent: bool) -> float:
+    """The relative error of a sum of these numbers if theirs are ``independent``: theirs over the root of how many they
+    are. Else the most that a sum or norm of them can have: their errors may point in one direction, as those of
+    gradients do that follow from one wrong digit of a loss."""
+    if parts.keys() != reference.keys() or any(parts[name].shape != ref.shape for name, ref in reference.items()):
+        return 0.0
+    squares = [(parts[name].double() - ref.double()).square().sum().item() for name, ref in reference.items()]
+    norm = math.sqrt(sum(ref.double().square().sum().item() for ref in reference.values()))
+    count = sum(ref.numel() for ref in reference.values()) if independent else 1
+    return finite(math.sqrt(sum(squares)) / (norm or 1.0)) / math.sqrt(max(1, count))
+
+
+def _of_terms(terms: Tensors, reference: Tensors, *, unit: float | None) -> float:
+    """The error of a sum, relative to ``unit``, if the errors of its ``terms`` are independent; 0 for a cell, which
+    does not record them."""
+    if terms.keys() != reference.keys():
+        return 0.0
+    squares = sum((terms[name].double() - ref.double()).square().sum().item() for name, ref in reference.items())
+    return finite(math.sqrt(squares) / abs(unit or 1.0))
+
+
+def _of_rows(o: Observable, step: StepRecord, tensors: Tensors) -> Measurement:
+    """A number that follows from rows against that of the cell's own rows.
+
+    An error of a mean is relative to the mean size of the numbers; of an explained variance, which is 1 less the ratio
+    of two, to that ratio. The denominator is verl's.
+    """
+    own, rows = step.value(o.key), _in_order(tensors, o.mean_of or o.max_of or o.explains)
+    if own is None or rows is None:
+        return infinite(o.stage, f"{o.key} (missing)", step.step)
+    if o.mean_of:
+        rebuilt, unit = rows.mean(), rows.abs().mean()
+    elif o.max_of:
+        rebuilt = unit = rows.max()
+    else:
+        explaining = _in_order(tensors, o.made_of)
+        if explaining is None or explaining.shape != rows.shape:
+            return infinite(o.stage, f"{o.key} (rows of {o.made_of} are missing or of another length)", step.step)
+        unit = (rows - explaining).var() / (rows.var() + 1e-5)
+        rebuilt = 1 - unit
+    bound = NORM_ROUNDINGS * ROUNDING
+    return number_off(o.stage, o.judged_as, step.step, own, rebuilt.item(), unit=unit.item(), fixed=bound)
+
+
+def _in_order(tensors: Tensors, key: str) -> torch.Tensor | None:
+    """The numbers of all rows, one after another; None if there are none."""
+    rows = named(tensors, key)
+    return torch.cat([rows[name].double().flatten() for name in sorted(rows)]) if rows else None

@@ -1,0 +1,177 @@
+"""Rebuild: the weights after a step, from what the cell itself recorded before: its gradients, and its weights.
+
+Serves claim 2. A cell's own gradients carry the noise of its precision, so against the oracle an update can only be
+judged as loosely as they are: in bf16 a lost weight decay disappears in it. Given the gradients, an update has no noise
+but the rounding of the optimizer's own arithmetic, which is float32 in every precision below the exact tier. So it is
+computed again in float64 and compared element by element: clipping, moments, decay, bias correction and rate. Of a
+sketched tensor the elements of its sample are, among them one of each row and one of each column.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+
+import torch
+
+from conformance.judge.observable_errors import unnamed_norm
+from conformance.judge.tensor_views import Tensors, changed, elementwise, finite, norm_of, place
+from conformance.judge.tolerance import NORM_ROUNDINGS, ROUNDING, Measurement
+from conformance.numerics.sketch import sampled, whole_shapes
+from conformance.oracle.optimizer import clip_factor, make_optimizer
+from conformance.records.step_tensors import Record, StepRecord
+from conformance.spec.observables import AGAINST_REBUILT, SKIPPED, Observable
+from conformance.spec.scenario import Precision, Scenario
+
+MASTER_ROUNDING = {"exact": 2.0**-53, "fp32": 2.0**-24, "bf16": 2.0**-24, "fp16": 2.0**-24}
+REBUILT_ROUNDINGS = 4  # of a weight; a multiplication for decay and a subtraction of the update round it twice
+UPDATE_ROUNDINGS = 64  # of an update: norm and clipping, two moments, a square root, divisions, and the rate
+
+UNCHANGED = " where the update is skipped"
+
+
+def rebuilt_updates(legs: Sequence[Record], oracle: Record, scenario: Scenario) -> Iterator[Measurement]:
+    """The distance of every weight after a step from the one that is rebuilt, largest element.
+
+    An error is relative to |w| + (UPDATE_ROUNDINGS / REBUILT_ROUNDINGS) |u|, where w is the weight before and u what
+    the update would be if no two terms of it cancelled. Nothing is rebuilt from an unobserved step on, because the
+    optimizer's moments are not known then, until a leg begins with a new optimizer. Where an update is skipped, because
+    gradients overflow in fp16, no weight may change at all.
+    """
+    declared = [o for o in oracle.observables if o.rebuilt]
+    for key in dict.fromkeys(o.key for o in declared):
+        yield from _of_model(legs, oracle, scenario, [o for o in declared if o.key == key])
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Step:
+    """What is needed to rebuild a step. key: of the weights. first: of a leg that begins with a new optimizer. before,
+    gradients, after: element by element, of sketched tensors their samples; no gradients of a step that is skipped.
+    kept: all that records keep, before and after. shapes: of the weights, of sketched ones as matrices. factor: by
+    which it is clipped; None where it cannot be rebuilt."""
+
+    key: str
+    step: int
+    stage: str
+    first: bool
+    skipped: bool
+    before: Tensors
+    gradients: Tensors
+    after: Tensors
+    kept: tuple[Tensors, Tensors]
+    shapes: Mapping[str, tuple[int, ...]]
+    lr: float
+    factor: float | None
+
+
+def _of_model(
+    legs: Sequence[Record], oracle: Record, scenario: Scenario, weights: Sequence[Observable]
+) -> Iterator[Measurement]:
+    """One parameter at a time, step by step, so that one optimizer state is held at a time."""
+    steps = list(_steps(legs, oracle, scenario, weights))
+    for name in dict.fromkeys(name for step in steps for name in step.after):
+        for step in steps:
+            if step.first:
+                optimizer, sizes = make_optimizer(scenario.optimizer), make_optimizer(scenario.optimizer)
+            if step.skipped:
+                if name in step.before and name in step.after:
+                    yield _unchanged(step, name)
+            elif step.factor is not None and name in step.gradients:
+                before, gradient = step.before[name].double(), step.factor * step.gradients[name].double()
+                after, lr = step.after[name].double(), step.lr
+                rebuilt = optimizer.step({name: before}, {name: gradient}, lr)[name]
+                moved = sizes.step({name: torch.zeros_like(before)}, {name: gradient.abs()}, lr)[name]
+                unit = before.abs() + UPDATE_ROUNDINGS / REBUILT_ROUNDINGS * moved.abs()
+                off = (after - rebuilt).abs() / unit.clamp(min=torch.finfo(torch.float64).tiny)
+                yield Measurement(
+                    stage=step.stage,
+                    tensor=name + AGAINST_REBUILT,
+                    step=step.step,
+                    error=finite(off.max().item()),
+                    where=_where(step, name, int(off.argmax()), after),
+                    fixed=REBUILT_ROUNDINGS * MASTER_ROUNDING[scenario.precision],
+                )
+
+
+def _steps(
+    legs: Sequence[Record], oracle: Record, scenario: Scenario, weights: Sequence[Observable]
+) -> Iterator[_Step]:
+    key = weights[0].key
+    prefix = key.removesuffix("weight")
+    gradient = f"{prefix}gradient"
+    rates = {step.step: step.value(f"{prefix}lr") for step in oracle.steps}
+    unnamed = {step.step: unnamed_norm(step, prefix) for step in oracle.steps}
+    skipped = {step.step for step in oracle.steps if step.value(f"{prefix}{SKIPPED}")}
+    known = False
+    trained: Set[str] = frozenset()
+    for leg in legs:
+        held = leg.loaded.tensors()
+        first = leg.header["optimizer"] == "new"
+        known = known or first
+        for step in leg.steps:
+            tensors, lr = step.tensors(), rates.get(step.step)
+            before, gradients, after = elementwise(held, key), elementwise(tensors, gradient), elementwise(tensors, key)
+            factor = None
+            if step.step not in skipped:
+                trained = trained or gradients.keys()  # other weights are frozen: the oracle's do not move either
+                known = known and lr is not None and bool(gradients) and gradients.keys() == trained
+                known = known and gradients.keys() <= after.keys() & before.keys()
+                known = known and all(g.shape == after[n].shape == before[n].shape for n, g in gradients.items())
+            if known and step.step not in skipped:
+                norm = math.hypot(norm_of(tensors, gradient), unnamed[step.step])
+                elements = _elements(step, gradient)
+                norm = _reported(step.value(f"{prefix}grad_norm"), norm, elements, scenario.precision)
+                factor = clip_factor(norm, scenario.optimizer.max_grad_norm)
+            yield _Step(
+                key=key,
+                step=step.step,
+                stage=next(o.stage for o in weights if o.applies(step.step)),
+                first=first,
+                skipped=step.step in skipped,
+                before=before,
+                gradients=gradients,
+                after=after,
+                kept=(held, tensors),
+                shapes=whole_shapes(step.shapes()),
+                lr=lr or 0.0,
+                factor=factor,
+            )
+            held, first = tensors, False
+
+
+def _elements(step: StepRecord, key: str) -> int:
+    shapes = whole_shapes(step.shapes())
+    return sum(math.prod(shape) for name, shape in shapes.items() if name.startswith(f"{key}/"))
+
+
+def _reported(own: float | None, norm: float, elements: int, precision: Precision) -> float:
+    """The norm that the cell clips by: the one that it reports, where it differs from the rebuilt one by no more than
+    adding up in another order does, else the rebuilt one. The reported norm is judged by itself.
+
+    Errors of n additions grow as the square root of n (Higham, Accuracy and Stability of Numerical Algorithms, section
+    2.8). At 56 million parameters torch's norm is 1.3e-14 off in float64, twice what a whole update may be.
+    """
+    if own is None:
+        return norm
+    apart = min(math.sqrt(elements) * MASTER_ROUNDING[precision], NORM_ROUNDINGS * ROUNDING)
+    return own if abs(own - norm) <= apart * norm else norm
+
+
+def _unchanged(step: _Step, name: str) -> Measurement:
+    """The largest relative change of a weight; none is allowed. Of a sketched one that of its sample, or of a row."""
+    before, after = step.before[name].double(), step.after[name].double()
+    change = (after - before).abs() / before.abs().clamp(min=torch.finfo(torch.float64).tiny)
+    where, error = _where(step, name, int(change.argmax()), change), finite(change.max().item())
+    if not error:
+        earlier, now = step.kept
+        error, where = changed(now, earlier, step.key, name)
+    return Measurement(stage=step.stage, tensor=name + UNCHANGED, step=step.step, error=error, where=where, fixed=0.0)
+
+
+def _where(step: _Step, name: str, at: int, compared: torch.Tensor) -> str:
+    """The place in its weight of an element with the number ``at`` of what is compared, which may be a sample."""
+    shape = step.shapes[f"{step.key}/{name}"]
+    if compared.shape == shape:
+        return place(at, compared)
+    height, width = shape
+    row, column = divmod(int(sampled(name, height, width, device=compared.device)[at]), width)
+    return str([row, column])

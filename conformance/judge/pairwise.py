@@ -1,0 +1,227 @@
+"""Pairs: the distance between every two of several records of the same scenario.
+
+Serves claim 1 across backends, for losses, unclipped gradients, norms and updates. Every distance is relative to the
+norm of the oracle's tensor; the oracle is not used otherwise, so two records that are wrong in the same way agree. With
+one unit for all pairs, the distance is symmetric and obeys the triangle inequality: two records are never further apart
+than the sum of their errors against the oracle. So the bound of a pair is twice the bound of a cell
+(docs/tolerances.md).
+"""
+
+import contextlib
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+import torch
+
+from conformance.judge.tensor_views import Tensors, floor_of, movement, named
+from conformance.records.record_format import Line, number
+from conformance.records.step_tensors import Record, StepRecord
+from conformance.spec.observables import AGAINST_REBUILT, Observable, unobserved_step
+
+Bounds = Mapping[tuple[str, str, int], float]
+Pair = tuple[int, int]  # numbers of two members
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """The worst difference of one column, of a record from the oracle or between two records, and its tensor and step.
+
+    ``observed`` and ``allowed`` are relative. ``since``: the first step at which a quantity of the column exceeds its
+    tolerance; None if none does.
+    """
+
+    observed: float
+    allowed: float
+    tensor: str
+    step: int
+    since: int | None = None
+
+    @property
+    def ratio(self) -> float:
+        """Observed / allowed."""
+        if self.observed == 0:
+            return 0.0
+        return self.observed / self.allowed if self.allowed else math.inf
+
+
+def column_of(observables: Sequence[Observable], stage: str, tensor: str) -> str | None:
+    """The column that shows a judged quantity; None for settings and for quantities compared within one cell."""
+    if tensor.endswith(AGAINST_REBUILT):
+        return None
+    for observable in observables:
+        shown = observable.kind == "tensors" or tensor == observable.key
+        if observable.column and observable.stage == stage and shown:
+            return observable.column
+    return None
+
+
+def compare_lines(
+    members: Sequence[Sequence[Line]], oracle: Sequence[Line], *, observables: Sequence[Observable], bounds: Bounds
+) -> dict[Pair, dict[str, Difference]]:
+    """Compare the scalars of every two members. Returns by pair and column the worst difference.
+
+    members: the step lines of each member. bounds: the bound of a cell against the oracle by (stage, tensor, step).
+    """
+    found = {o.column: _Worst(len(members)) for o in observables if o.column and o.kind == "scalar"}
+    for o in observables:
+        if o.column not in found or o.kind != "scalar":
+            continue
+        for step, reference in enumerate(oracle):
+            if o.lost_if and number(reference["values"][o.lost_if]):
+                continue
+            values = [line.get("values", {}).get(o.key) for line in _lines_of_step(members, step)]
+            scalars = [None if value is None else torch.tensor(number(value), dtype=torch.float64) for value in values]
+            allowed = 2 * bounds.get((o.stage, o.key, step), 0.0)
+            unit = abs(number(reference["values"][o.scale or o.key]))
+            distances = _pairwise_distances(scalars, unit=unit)
+            found[o.column].update(distances, allowed=allowed, tensor=o.key, step=step)
+        for member, steps in enumerate(members):
+            if all(line.get("values", {}).get(o.key) is None for line in steps):  # a backend may have no norm to report
+                found[o.column].leave_out(member)
+    return _by_pair(found)
+
+
+def _lines_of_step(members: Sequence[Sequence[Line]], step: int) -> list[Line]:
+    """The line of one step of each member; an empty line for a member that did not record this step."""
+    return [steps[step] if step < len(steps) else {} for steps in members]
+
+
+def compare_tensors(
+    members: Sequence[Sequence[Record]], oracle: Record, *, bounds: Bounds
+) -> dict[Pair, dict[str, Difference]]:
+    """Compare the tensors of every two members. Returns by pair and column the worst difference.
+
+    members: the records of the legs of each member. bounds: as in ``compare_lines``. One tensor of each member is in
+    memory at a time.
+    """
+    shown = [o for o in oracle.observables if o.column and o.kind == "tensors"]
+    found = {o.column: _Worst(len(members)) for o in shown}
+    start_ref = oracle.loaded.tensors()
+    steps = [{step.step: step for leg in legs for step in leg.steps} for legs in members]
+    unobserved = {unobserved_step(leg.header["first_step"], len(leg.steps)) for legs in members for leg in legs}
+    with _open_files(legs[0].loaded for legs in members) as starts:
+        for reference in oracle.steps:
+            if reference.step in unobserved:
+                continue
+            reference_tensors, at = reference.tensors(), reference.step
+            with _open_files(own.get(at) for own in steps) as files:
+                for o in shown:
+                    if not o.applies(at):
+                        continue
+                    ref = named(reference_tensors, o.key)
+                    if o.change:
+                        ref = movement(ref, named(start_ref, o.key))
+                    for name, unit in _units(ref, files, f"{o.key}/"):
+                        path = f"{o.key}/{name}"
+                        tensors = [
+                            _movement(file, start, path) if o.change else file.get(path)
+                            for file, start in zip(files, starts, strict=True)
+                        ]
+                        allowed = 2 * bounds.get((o.stage, name, at), 0.0)
+                        distances = _pairwise_distances(tensors, unit=unit)
+                        found[o.column].update(distances, allowed=allowed, tensor=name, step=at)
+    return _by_pair(found)
+
+
+class _File:
+    """The tensors of one step, read on demand. A step that was not recorded has no tensors."""
+
+    def __init__(self, handle: Any) -> None:
+        self._handle = handle
+        self.names = set(handle.keys()) if handle else set()
+
+    def get(self, name: str) -> torch.Tensor | None:
+        return self._handle.get_tensor(name) if name in self.names else None
+
+
+@contextlib.contextmanager
+def _open_files(steps: Iterable[StepRecord | None]) -> Iterator[list[_File]]:
+    with contextlib.ExitStack() as stack:
+        yield [_File(stack.enter_context(step.open()) if step else None) for step in steps]
+
+
+def _movement(file: _File, start: _File, name: str) -> torch.Tensor | None:
+    weight, at_start = file.get(name), start.get(name)
+    return None if weight is None or at_start is None else weight.double() - at_start.double()
+
+
+def _units(reference: Tensors, files: Sequence[_File], prefix: str) -> list[tuple[str, float]]:
+    """(name, norm that the error is relative to) for all tensors that the oracle or a member has."""
+    floor = floor_of(reference)
+    names = {
+        name.removeprefix(prefix): None for file in files for name in sorted(file.names) if name.startswith(prefix)
+    }
+    norms = {name: tensor.double().norm().item() for name, tensor in reference.items()}
+    return [(name, max(norms.get(name, 0.0), floor)) for name in {**norms, **names}]
+
+
+def _pairwise_distances(tensors: Sequence[torch.Tensor | None], *, unit: float) -> torch.Tensor:
+    """||x_i - x_j|| / unit for all i, j: float64 (members, members).
+
+    Infinite if only one of the two members has the tensor, if shapes differ, or if a number is not finite. -1 if
+    neither of the two has the tensor.
+    """
+    matrix = torch.full((len(tensors), len(tensors)), math.inf, dtype=torch.float64)
+    shapes = [None if tensor is None else tuple(tensor.shape) for tensor in tensors]
+    for shape in set(shapes):
+        alike = torch.tensor([i for i, other in enumerate(shapes) if other == shape])
+        values = [t.double().flatten() for i in alike if (t := tensors[i]) is not None]
+        if values:  # cdist's faster way, by matrix products, loses distances below 1e-8
+            stacked = torch.stack(values)
+            distances = torch.cdist(stacked, stacked, compute_mode="donot_use_mm_for_euclid_dist") / (unit or 1.0)
+        else:
+            distances = torch.full((len(alike), len(alike)), -1.0, dtype=torch.float64)
+        matrix[alike[:, None], alike] = distances
+    return matrix.nan_to_num(nan=math.inf, posinf=math.inf)
+
+
+class _Worst:
+    """The worst difference of one column so far, for all pairs at once, in (members, members) tensors."""
+
+    def __init__(self, members: int) -> None:
+        self.ratio = torch.full((members, members), -1.0, dtype=torch.float64)
+        self.observed, self.allowed = torch.zeros_like(self.ratio), torch.zeros_like(self.ratio)
+        self.at = torch.zeros_like(self.ratio, dtype=torch.long)
+        self.since = torch.full_like(self.at, -1)
+        self.places: list[tuple[str, int]] = []
+
+    def update(self, distances: torch.Tensor, *, allowed: float, tensor: str, step: int) -> None:
+        """Fold the pairwise distances (members, members) of one tensor at one step into the worst so far.
+
+        Call it in the order of the steps: ``since`` keeps the first step out of tolerance.
+        """
+        over = distances / allowed if allowed else torch.full_like(distances, math.inf)
+        ratio = torch.where(distances > 0, over, distances)  # 0 and -1 are what they are, whatever is allowed
+        worse = ratio > self.ratio
+        self.ratio[worse], self.observed[worse], self.allowed[worse] = ratio[worse], distances[worse], allowed
+        self.at[worse] = len(self.places)
+        self.since[(ratio > 1) & (self.since < 0)] = step
+        self.places.append((tensor, step))
+
+    def leave_out(self, member: int) -> None:
+        """Remove a member: its pairs have no difference in this column."""
+        self.ratio[member, :] = self.ratio[:, member] = -1.0
+
+    def difference(self, pair: Pair) -> Difference | None:
+        """The worst difference of a pair; None if neither member has the column."""
+        if self.ratio[pair] < 0:
+            return None
+        tensor, step = self.places[int(self.at[pair])]
+        return Difference(
+            observed=self.observed[pair].item(),
+            allowed=self.allowed[pair].item(),
+            tensor=tensor,
+            step=step,
+            since=since if (since := int(self.since[pair])) >= 0 else None,
+        )
+
+
+def _by_pair(found: Mapping[str, _Worst]) -> dict[Pair, dict[str, Difference]]:
+    members = max((len(worst.ratio) for worst in found.values()), default=0)
+    return {
+        pair: {column: worst for column, worsts in found.items() if (worst := worsts.difference(pair))}
+        for pair in combinations(range(members), 2)
+    }

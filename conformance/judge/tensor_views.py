@@ -1,0 +1,301 @@
+"""Distance: a tensor, its worst row, or a number, from the one that it should be, as a measurement.
+
+What is left of a difference when a factor is undone is measured with it, so that no factor is named that does not fit.
+
+Seen: the tensors of one observable in a record, whole or by their sketches, and how far they are from a reference's.
+
+A record may keep sketches of large matrices (conformance.numerics.sketch). What is kept of their rows takes their place
+here: its norms and differences are estimates of theirs. Only where in a tensor the largest difference is, is found
+otherwise. Nothing that is as large as a model is held: tensors are read, and differences computed, when they are asked
+for.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+import numpy as np
+import torch
+
+from conformance.judge.tolerance import FLOOR, NOISE_FACTOR, NOISE_LIMIT_OF_ALL, OF_ROWS, ROW_FLOOR, Key, Measurement
+from conformance.numerics.sketch import COLUMNS, NORMS, SAMPLE
+from conformance.spec.observables import Observable
+
+Tensors = Mapping[str, torch.Tensor]
+BY_SKETCH = " by sketch"  # follows the place of a difference that is not known to the element
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leeway:
+    """How far rounding may take the rows of a tensor, where this is more than the bound of its worst row.
+
+    rows: float64 (rows,), absolute. bound: of the worst row, relative; above 0.
+    """
+
+    rows: torch.Tensor
+    bound: float
+
+    def widened(self, units: torch.Tensor) -> torch.Tensor:
+        """``units`` (rows,), the norms that errors are relative to, made so large that an error of ``rows`` is at the
+        bound; but no larger than lets an error of half a unit be at the bound, so that no row that is lost, doubled or
+        of the wrong sign is within it."""
+        most = NOISE_FACTOR * NOISE_LIMIT_OF_ALL * units
+        return torch.maximum(units, torch.minimum(self.rows, most) / self.bound)
+
+
+def floor_of(reference: Tensors) -> float:
+    """The least norm that an error of these tensors is relative to."""
+    squares = [t.double().square().sum().item() for t in reference.values()]
+    return FLOOR * math.sqrt(sum(squares) / max(1, len(squares)))
+
+
+def tensor_off(stage: str, name: str, step: int, x: torch.Tensor, ref: torch.Tensor, *, floor: float) -> Measurement:
+    x, ref = x.double(), ref.double()
+    difference = (x - ref).abs()
+    off, norm = difference.norm().item(), ref.norm().item()
+    unit = max(norm, floor) or 1.0
+    scale, left = scale_of(x, ref)
+    at = int(difference.argmax()) if difference.numel() else 0
+    furthest = difference.view(-1)[at].item() if difference.numel() else 0.0
+    return Measurement(
+        stage=stage,
+        tensor=name,
+        step=step,
+        error=finite(off / unit),
+        max_abs=finite(furthest),
+        where=place(at, ref),
+        scale=scale,
+        residual=left / unit,
+        size=norm / unit,
+        broken="" if math.isfinite(off) else _broken(x),
+    )
+
+
+def scale_of(x: torch.Tensor, ref: torch.Tensor) -> tuple[float | None, float]:
+    """The factor of ``ref`` that is nearest to ``x``, and the norm of what is left of ``x`` without it. None where
+    ``ref`` is zero."""
+    flat, ref = x.reshape(-1), ref.reshape(-1)
+    square = ref.dot(ref).item()
+    if not square:
+        return None, math.inf
+    scale = flat.dot(ref).item() / square
+    return scale, finite(torch.sub(flat, ref, alpha=scale).norm().item())
+
+
+def worst_row(
+    stage: str,
+    name: str,
+    step: int,
+    x: torch.Tensor,
+    ref: torch.Tensor,
+    *,
+    floor: float,
+    norms: torch.Tensor | None = None,
+    leeway: Leeway | None = None,
+) -> Measurement:
+    """The row (of a vector, the element) that is furthest off: one of thousands is lost in the norm of them all.
+
+    Relative to the row's own norm, but no less than ROW_FLOOR times the root mean square of the norms of rows that are
+    not zero; of a vector, to that root mean square. ``norms``: those of the reference's rows, if it is sketched. Rows
+    with a ``leeway`` are relative to what it makes of that.
+    """
+    sketched = norms is not None
+    x, ref = x.double().reshape(len(x) if x.ndim else 1, -1), ref.double().reshape(len(ref) if ref.ndim else 1, -1)
+    off = (x - ref).norm(dim=1)
+    norms = ref.norm(dim=1) if norms is None else norms
+    touched = norms[norms > 0]
+    typical = touched.square().mean().sqrt().item() if len(touched) else 0.0
+    least = typical * (ROW_FLOOR if x.shape[1] > 1 else 1.0)
+    least = max(least, floor / math.sqrt(max(1, len(touched)))) or 1.0
+    units = norms.clamp(min=least)
+    units = leeway.widened(units) if leeway else units
+    errors = off / units
+    at = int(errors.argmax()) if len(errors) else 0
+    unit = units[at].item() if len(errors) else 1.0
+    scale, left = scale_of(x[at], ref[at]) if len(errors) else (None, math.inf)
+    broken = _broken(x[at]) if len(errors) and not math.isfinite(off[at].item()) else ""
+    # Of a sketched row, no element is further off than its norm says.
+    furthest = 0.0 if not x.numel() else off[at].item() if sketched else (x[at] - ref[at]).abs().max().item()
+    return Measurement(
+        stage=stage,
+        tensor=f"{name} {OF_ROWS}",
+        step=step,
+        error=finite(errors.max().item() if len(errors) else 0.0),
+        max_abs=finite(furthest),
+        where=f"row {at}" + BY_SKETCH * sketched,
+        of_row=True,
+        scale=scale,
+        residual=left / unit,
+        size=norms[at].item() / unit if len(errors) else 0.0,
+        broken=broken,
+    )
+
+
+def number_off(
+    stage: str, name: str, step: int, x: float, ref: float, *, unit: float, fixed: float | None
+) -> Measurement:
+    """``unit``: what the error is relative to."""
+    return Measurement(
+        stage=stage,
+        tensor=name,
+        step=step,
+        error=finite(abs(x - ref) / (abs(unit) or 1.0)),
+        scalar=True,
+        value=x,
+        fixed=fixed,
+        max_abs=finite(abs(x - ref)),
+        scale=x / ref if ref else None,
+        size=abs(ref) / (abs(unit) or 1.0),
+        broken=_broken(torch.tensor(x, dtype=torch.float64)),
+    )
+
+
+def infinite(stage: str, tensor: str, step: int) -> Measurement:
+    """Of what cannot be compared: no bound allows it."""
+    return Measurement(stage=stage, tensor=tensor, step=step, error=math.inf, fixed=0.0)
+
+
+def place(at: int, tensor: torch.Tensor) -> str:
+    """The index of an element, given its number in the flattened tensor; "" of a number, and where there is none."""
+    # torch's own unravel_index imports sympy, which takes a second.
+    return str([int(i) for i in np.unravel_index(at, tensor.shape)]) if tensor.ndim and tensor.numel() else ""
+
+
+def _broken(x: torch.Tensor) -> str:
+    return "NaN" if x.isnan().any() else "infinite numbers" if x.isinf().any() else ""
+
+
+def finite(error: float) -> float:
+    """NaN would pass every comparison; it is as wrong as can be."""
+    return math.inf if math.isnan(error) else error
+
+
+KEPT_ROUNDING = 2.0**-40  # of a row's norm: far more than its sums in float64 err, far less than a digit of float32
+NO_LEEWAY: Mapping[Key, Leeway] = MappingProxyType({})
+
+
+class Lazy(Mapping[str, torch.Tensor]):
+    """Tensors that are computed when they are asked for, and not kept."""
+
+    def __init__(self, names: Iterable[str], compute: Callable[[str], torch.Tensor]) -> None:
+        self._names, self._compute = dict.fromkeys(names), compute
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name not in self._names:
+            raise KeyError(name)
+        return self._compute(name)
+
+    def __contains__(self, name: object) -> bool:  # a Mapping's own would compute the tensor
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """The tensors of one observable by name: ``tensors``, of which sketched ones are what is kept of their rows. Of
+    these, ``columns``: what is kept of columns. ``norms``: the norms of rows, where they are known and no estimates."""
+
+    tensors: Tensors
+    columns: Tensors
+    norms: Tensors
+
+    def shape_of(self, name: str, tensor: torch.Tensor) -> tuple[int, ...]:
+        """The shape of one of ``tensors``; of a sketched one, which has a column for each vector, as a matrix."""
+        shape = tuple(tensor.shape)
+        return (shape[0], len(self.columns[name])) if name in self.columns else shape
+
+    def since(self, start: "Seen") -> "Seen":
+        """The distance of each tensor from where it started."""
+        tensors, columns = movement(self.tensors, start.tensors), movement(self.columns, start.columns)
+        return Seen(tensors=tensors, columns=columns, norms={})
+
+
+def named(tensors: Tensors, key: str) -> Tensors:
+    """The tensors of one observable, by name without its key."""
+    prefix = f"{key}/"
+    return Lazy(
+        (name.removeprefix(prefix) for name in tensors if name.startswith(prefix)), lambda n: tensors[prefix + n]
+    )
+
+
+def seen(tensors: Tensors, key: str) -> Seen:
+    """The same with what is kept beside."""
+    beside = {"columns": named(tensors, key + COLUMNS), "norms": named(tensors, key + NORMS)}
+    return Seen(tensors=named(tensors, key), **beside)
+
+
+def elementwise(tensors: Tensors, key: str) -> Tensors:
+    """The same with the sample of the elements of a sketched tensor in its place: (1, elements)."""
+    found, samples = named(tensors, key), named(tensors, key + SAMPLE)
+    return Lazy(found, lambda name: samples[name] if name in samples else found[name])
+
+
+def changed(own: Tensors, before: Tensors, key: str, name: str) -> tuple[float, str]:
+    """The largest change of a row of a sketched tensor by its norm, with the row; (0, "") where none has changed, and
+    of a whole tensor. What is less than the rounding of what is kept is no change."""
+    rows, norms = f"{key}/{name}", f"{key}{NORMS}/{name}"
+    if norms not in own or norms not in before:
+        return 0.0, ""
+    lengths = before[norms].clamp(min=torch.finfo(torch.float64).tiny)
+    moved = torch.maximum((own[rows] - before[rows]).norm(dim=1), (own[norms] - before[norms]).abs()) / lengths
+    row = int(moved.argmax())
+    most = finite(moved[row].item())
+    return (most, f"row {row}{BY_SKETCH}") if most > KEPT_ROUNDING else (0.0, "")
+
+
+def norm_of(tensors: Tensors, key: str) -> float:
+    """2-norm of all tensors of one observable together; of sketched ones, too, it is no estimate."""
+    found, norms = named(tensors, key), named(tensors, key + NORMS)
+    return math.hypot(*((norms[n] if n in norms else found[n]).double().norm().item() for n in found))
+
+
+def movement(weights: Tensors, start: Tensors) -> Tensors:
+    """Distance of each weight from where it started: an update is judged by its own size, not the weight's."""
+    names = (name for name in weights if name in start)
+    return Lazy(names, lambda name: weights[name].double() - start[name].double())
+
+
+def tensors_apart(
+    observable: Observable, step: int, own: Seen, reference: Seen, *, leeway: Mapping[Key, Leeway] = NO_LEEWAY
+) -> Iterator[Measurement]:
+    """The distance of every tensor of the reference, and of its worst row; infinite of what only one of them has.
+    ``leeway``: of rows, by the key of the measurement of the worst one."""
+    stage, floor = observable.stage, floor_of(reference.tensors)
+    for name in reference.tensors:
+        if name not in own.tensors:
+            yield infinite(stage, f"{name} (missing)", step)
+            continue
+        x, ref = own.tensors[name], reference.tensors[name]
+        shape, expected = own.shape_of(name, x), reference.shape_of(name, ref)
+        if shape != expected:
+            yield infinite(stage, f"{name} (shape {shape} instead of {expected})", step)
+        elif x.shape != ref.shape:
+            yield infinite(stage, f"{name} (one record keeps it whole, the other a sketch)", step)
+        else:
+            sketched = name in reference.columns
+            found = tensor_off(stage, name, step, x, ref, floor=floor)
+            if sketched:
+                found = _located(found, x, ref, own.columns[name], reference.columns[name])
+            yield replace(found, fixed=observable.exact_bound)
+            if observable.rowwise:
+                norms = reference.norms.get(name) if sketched else None
+                its_own = leeway.get((stage, f"{name} {OF_ROWS}", step))
+                yield worst_row(stage, name, step, x, ref, floor=floor, norms=norms, leeway=its_own)
+    for name in own.tensors.keys() - reference.tensors.keys():
+        yield infinite(stage, f"{name} (unexpected)", step)
+
+
+def _located(
+    found: Measurement, rows: torch.Tensor, ref_rows: torch.Tensor, columns: torch.Tensor, ref_columns: torch.Tensor
+) -> Measurement:
+    """A measurement of a sketched tensor with the row and the column that are furthest off. No element is further off
+    than the norm of either, which the sketch estimates."""
+    off = [(own - ref).norm(dim=1) for own, ref in ((rows, ref_rows), (columns, ref_columns))]
+    where = str([int(one.argmax()) for one in off])
+    return replace(found, max_abs=finite(min(one.max().item() for one in off)), where=where + BY_SKETCH)

@@ -1,0 +1,175 @@
+"""Cell: a scenario and the legs in which it is run, as data; conformance/run runs it.
+
+Most cells have one leg. With several legs, each leg but the last saves, and the next goes on from there: in the same
+layout, in another layout or on another backend, and always in new processes. Serves claim 5.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import Any, Literal
+
+from conformance.backends.protocol import BackendEntry
+from conformance.core.errors import UsageError
+from conformance.results.requirements import TO
+from conformance.spec.layout import Layout
+from conformance.spec.objectives import PolicyGradient
+from conformance.spec.scenario import Scenario, scenario_to_json
+
+Handover = Literal["checkpoint", "state", "export", "merge"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leg:
+    """A part of a cell: load what the leg before saved, record the weights, train ``steps`` steps, save.
+
+    save: ``checkpoint``: the full training state in the backend's own format; the next leg continues from it.
+        ``state``: the same in the format that all backends read.
+        ``export``: one Hugging Face folder per model; the next leg starts from it with a new optimizer and schedule.
+        ``merge``: the same with the policy's adapter added to its weights; the next leg starts with the adapter that
+        the first one started with, on this new base (as in ReLoRA, arXiv 2307.05695).
+        None: nothing is saved, in the last leg only.
+    """
+
+    backend: BackendEntry
+    layout: Layout
+    steps: int
+    save: Handover | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """A scenario and the legs in which it is run.
+
+    program: the name of the sequence of legs in the profile; empty for a cell of one leg.
+    faults: names of the faults that are planted; an ordinary cell has none.
+
+    Raises UsageError if the legs' steps do not add up to the scenario's, or if a leg cannot go on from the one before.
+    """
+
+    scenario: Scenario
+    legs: tuple[Leg, ...]
+    program: str = ""
+    faults: tuple[str, ...] = ()
+
+    @classmethod
+    def single(
+        cls, *, scenario: Scenario, backend: BackendEntry, layout: Layout, faults: tuple[str, ...] = ()
+    ) -> "Cell":
+        """A cell of one leg."""
+        leg = Leg(backend=backend, layout=layout, steps=scenario.steps)
+        return cls(scenario=scenario, legs=(leg,), faults=faults)
+
+    def __post_init__(self) -> None:
+        assert self.legs
+        name = f"program {self.program!r}" if self.program else "the cell"
+        if self.legs[-1].steps < 0:  # the earlier legs have more steps than the scenario
+            raise UsageError(
+                f"the legs of {name} before the last have {self.scenario.steps - self.legs[-1].steps} steps and "
+                f"scenario {self.scenario.name} has {self.scenario.steps}; give them fewer"
+            )
+        if (total := sum(leg.steps for leg in self.legs)) != self.scenario.steps:
+            raise UsageError(
+                f"the legs of {name} have {total} steps and scenario {self.scenario.name} has {self.scenario.steps}; "
+                f"change one of them, or leave out the steps of the last leg"
+            )
+        objective = self.scenario.objective
+        if isinstance(objective, PolicyGradient):
+            for number, step in enumerate(self.first_steps, start=1):
+                if step % (each := objective.steps_per_rollout):
+                    raise UsageError(
+                        f"leg {number} of {name} begins at step {step} of scenario {self.scenario.name}, in the middle "
+                        f"of a roll-out; give the legs before it steps in multiples of {each}, which is mini_batches "
+                        f"times ppo_epochs"
+                    )
+        if self.legs[-1].save:
+            raise UsageError(f"the last leg of {name} saves, but no leg follows; add a leg, or leave out its save")
+        for before, after in pairwise(self.legs):
+            if before.save == "merge" and not self.scenario.lora:
+                raise UsageError(
+                    f"{name} merges adapters, and scenario {self.scenario.name} has none; use another scenario, such "
+                    f'as sft-lora, or save = "export"'
+                )
+            if before.save is None:
+                raise UsageError(
+                    f'a leg of {name} saves nothing for the next; give it save = "checkpoint", "state" or "export"'
+                )
+            if before.save == "checkpoint" and before.backend != after.backend:
+                raise UsageError(
+                    f"{name} hands a checkpoint of {before.backend.name} to {after.backend.name}, which cannot "
+                    f'read it; use save = "state" or "export"'
+                )
+            if before.save in ("checkpoint", "state") and after.steps == 1:
+                raise UsageError(
+                    f"{name} has one step after a {before.save}, and lost optimizer state shows at the second; use two "
+                    f"or more"
+                )
+
+    @property
+    def backend(self) -> str:
+        """The names of the legs' backends, joined by ``-to-``; a single name if they are all the same."""
+        return _chain([leg.backend.name for leg in self.legs])
+
+    @property
+    def layout(self) -> str:
+        """The legs' layouts, joined by ``-to-``; a single layout if they are all the same."""
+        return _chain([str(leg.layout) for leg in self.legs])
+
+    @property
+    def variant(self) -> str:
+        """The part of the id after the layout: the precision, and the program, seed and faults if there are any."""
+        program = [self.program] if self.program else []
+        seed = [f"seed{self.scenario.seed}"] if self.scenario.seed else []
+        return "/".join([self.scenario.precision, *program, *seed, *(f"fault-{name}" for name in self.faults)])
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks of the largest leg."""
+        return max(leg.layout.world_size for leg in self.legs)
+
+    @property
+    def first_steps(self) -> tuple[int, ...]:
+        """The number of the first optimizer step of each leg."""
+        return tuple(accumulate((leg.steps for leg in self.legs[:-1]), initial=0))
+
+    @property
+    def restarts(self) -> tuple[int, ...]:
+        """The steps at which optimizer and schedule start anew, because their leg starts from exported weights."""
+        pairs = zip(self.legs[:-1], self.first_steps[1:], strict=True)
+        return tuple(step for before, step in pairs if before.save in ("export", "merge"))
+
+    @property
+    def merges(self) -> tuple[int, ...]:
+        """Those of ``restarts`` at which the adapter has been merged into the base."""
+        pairs = zip(self.legs[:-1], self.first_steps[1:], strict=True)
+        return tuple(step for before, step in pairs if before.save == "merge")
+
+    @cached_property
+    def asked_of_oracle(self) -> list[Any]:
+        """What the oracle is asked for this cell, as JSON values; its precision is of the cell, not of the oracle."""
+        scenario = scenario_to_json(self.scenario.reference)
+        parts: list[Any] = [{key: value for key, value in scenario.items() if key not in ("name", "precision")}]
+        merges = [list(self.merges)] if self.merges else []
+        return [*parts, list(self.restarts), *merges] if self.restarts else parts
+
+    @property
+    def plain(self) -> "Cell":
+        """The same cell with seed 0 and without faults."""
+        return dataclasses.replace(self, scenario=dataclasses.replace(self.scenario, seed=0), faults=())
+
+    def __str__(self) -> str:
+        return self._id
+
+    @cached_property
+    def _id(self) -> str:
+        return "/".join([self.scenario.name, self.scenario.model_name, self.backend, self.layout, self.variant])
+
+    @property
+    def slug(self) -> str:
+        """The id as a folder name."""
+        return str(self).replace("/", "_")
+
+
+def _chain(names: list[str]) -> str:
+    return names[0] if len(set(names)) == 1 else TO.join(names)

@@ -1,0 +1,296 @@
+"""Profiles (quick, full, ...) and how they become cells.
+
+A profile is a TOML file with ``[[cells]]`` tables; each table is the product of its lists. Every selected backend gets
+the same cells and decides itself which of them it supports. A table may also name its backends, for cells that only
+some libraries can run.
+
+A table may name a program of the profile's ``[programs]``: the legs in which its cells run. Layouts and backends of
+several legs are written ``dp2-to-tp2`` and ``fsdp2-to-megatron``; a single layout or backend is used for all legs.
+"""
+
+import dataclasses
+import fnmatch
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass as validated
+
+from conformance.backends.faults import find_fault
+from conformance.backends.protocol import BackendEntry, registered_backends
+from conformance.backends.registry import find_backend
+from conformance.core.errors import STRICT, UsageError, did_you_mean, explain
+from conformance.core.io import read_toml
+from conformance.core.paths import FIXTURES
+from conformance.matrix.cell import Cell, Handover, Leg
+from conformance.matrix.options import Selection
+from conformance.models.synthetic import with_skeleton
+from conformance.results.requirements import TO
+from conformance.spec.layout import Layout
+from conformance.spec.scenario import Count, Precision, Scenario, Steps, load_scenario
+
+
+def _check_layouts(text: str) -> str:
+    for layout in text.split(TO):
+        Layout.parse(layout)
+    return text
+
+
+Layouts = Annotated[str, AfterValidator(_check_layouts)]  # dp2-to-tp2, or a single layout for all legs
+
+
+@validated(frozen=True, kw_only=True, config=STRICT)
+class PlannedLeg:
+    """One leg of a program. ``steps``: None, in the last leg only, means all remaining steps. ``save``: see Leg."""
+
+    steps: Steps | None = None
+    save: Handover | None = None
+
+
+@validated(frozen=True, kw_only=True, config=STRICT)
+class CellTable:
+    """One ``[[cells]]`` table of a profile.
+
+    scenarios: built-in names or .toml files. models: names of folders in fixtures/models.
+    backends: the backends, or chains of backends, that run these cells; empty: all.
+    program: the name of one of the profile's programs.
+    to: layouts of the last leg; every layout in ``layouts`` is combined with every layout in ``to``.
+    steps: at most this many steps, instead of the profile's ``steps``.
+    """
+
+    scenarios: Annotated[tuple[str, ...], Field(min_length=1)]
+    models: Annotated[tuple[str, ...], Field(min_length=1)]
+    layouts: Annotated[tuple[Layouts, ...], Field(min_length=1)]
+    precisions: Annotated[tuple[Precision, ...], Field(min_length=1)]
+    backends: tuple[str, ...] = ()
+    program: str = ""
+    to: tuple[Layouts, ...] = ()
+    steps: Count | None = None
+
+
+@validated(frozen=True, kw_only=True, config=STRICT)
+class Profile:
+    """A named selection of cells.
+
+    description: shown by ``parity list``. programs: sequences of legs, by name.
+    steps: at most this many steps of every scenario; None: all steps.
+    """
+
+    description: str
+    cells: Annotated[tuple[CellTable, ...], Field(min_length=1)]
+    steps: Count | None = None
+    programs: dict[str, Annotated[tuple[PlannedLeg, ...], Field(min_length=1)]] = Field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overrides:
+    """Options of the user that replace values of the profile: model folder, fields of ``data``, seed, stride of a ring.
+
+    ``sketch``, ``trust_remote_code``: see Scenario.
+    """
+
+    model: str | None = None
+    seed: int | None = None
+    stride: int | None = None
+    data: tuple[tuple[str, Any], ...] = ()
+    sketch: int | None = None
+    trust_remote_code: bool = False
+
+
+def select_cells(selection: Selection) -> list[Cell]:
+    """The cells of a selection, in an order that depends only on the selection.
+
+    Raises UsageError for an unknown backend, profile, fault or scenario, for a profile that has no cell for the
+    backends, for a stride that changes no cell, and for a pattern that matches no cell.
+    """
+    named = ("input_key", "output_key", "max_len", "too_long", "max_samples")
+    data = {"path": selection.data, **{name: getattr(selection, name) for name in named}}
+    data["packed"] = selection.packing_samples or None
+    overrides = Overrides(
+        model=selection.model,
+        seed=selection.seed,
+        stride=selection.ring_head_stride,
+        data=tuple((key, value) for key, value in data.items() if value is not None),
+        sketch=selection.sketch,
+        trust_remote_code=selection.trust_remote_code,
+    )
+    faults = tuple(find_fault(name).name for name in selection.faults)
+    profile, backends = load_profile(selection.profile), selected_backends(selection)
+    try:
+        cells = expand(profile, backends, overrides, faults=faults)
+    except UsageError as error:
+        raise UsageError(f"profile {selection.profile}: {error}") from None
+    if not cells:
+        meant = sorted({chain for table in profile.cells for chain in table.backends})
+        raise UsageError(
+            f"profile {selection.profile} has no cell for {', '.join(entry.name for entry in backends)}; its tables "
+            f"are for {', '.join(meant)}"
+        )
+    if selection.ring_head_stride and not any(leg.layout.gathers for cell in cells for leg in cell.legs):
+        raise UsageError(
+            f"--ring_head_stride {selection.ring_head_stride} changes no cell of profile {selection.profile}: none has "
+            f"a ring that gathers (sp2); leave it out"
+        )
+    return select(cells, selection.cells)
+
+
+def selected_backends(selection: Selection) -> list[BackendEntry]:
+    """The adapters that the user selects: those that are named, or all that are registered. Raises UsageError."""
+    pythons = dict(one.split("=", 1) for one in selection.python if "=" in one)
+    if len(pythons) < len(selection.python):
+        raise UsageError(f"--python {' --python '.join(selection.python)}: give each as BACKEND=EXECUTABLE, and once")
+    names = selection.backend or tuple(dict.fromkeys((*registered_backends(), *pythons)))
+    if unknown := sorted(pythons.keys() - set(names)):
+        raise UsageError(f"--python is about {', '.join(unknown)}, which is not selected; add --backend {unknown[0]}")
+    found = [find_backend(name, pythons.get(name, "")) for name in dict.fromkeys(names)]
+    called = [entry.name for entry in found]
+    if twice := next((name for name in called if called.count(name) > 1), ""):
+        raise UsageError(
+            f"two backends are called {twice!r}, and a name is part of cell ids; let describe() of one say another"
+        )
+    return found
+
+
+def profile_names() -> list[str]:
+    return sorted(path.stem for path in (FIXTURES / "profiles").glob("*.toml"))
+
+
+def load_profile(name: str) -> Profile:
+    """Read a built-in profile by its name, or a .toml file by its path. Raises UsageError if this fails."""
+    if Path(name).is_dir():
+        raise UsageError(f"profile {name!r} is a folder; give one of its .toml files")
+    path = Path(name) if name.endswith(".toml") else FIXTURES / "profiles" / f"{name}.toml"
+    try:
+        return TypeAdapter(Profile).validate_python(read_toml(path))
+    except FileNotFoundError:
+        near = did_you_mean(name, profile_names())
+        raise UsageError(
+            f"no profile {name!r}; {near}known: {', '.join(profile_names())}, or give a .toml file"
+        ) from None
+    except ValidationError as error:
+        raise explain(error, source=str(path), what="profile") from None
+
+
+def expand(
+    profile: Profile, backends: Sequence[BackendEntry], overrides: Overrides, *, faults: tuple[str, ...] = ()
+) -> list[Cell]:
+    """All cells of a profile on the given backends, without duplicates, sorted so that worlds can be reused.
+
+    ``faults`` are planted in every cell.
+
+    Raises UsageError for a scenario, layout, program or data set that is not valid, and for two different cells with
+    the same id, for example from two scenario files of the same name.
+    """
+    cells: dict[str, Cell] = {}
+    registered = registered_backends()
+    for table in profile.cells:
+        chains = _chains(table, backends, registered)
+        models = (overrides.model,) if overrides.model else tuple(f"models/{name}" for name in table.models)
+        models = tuple(map(with_skeleton, models))
+        for scenario_name, model, precision in itertools.product(table.scenarios, models, table.precisions):
+            trusted = overrides.trust_remote_code
+            values: dict[str, Any] = {"model": model, "precision": precision, "trust_remote_code": trusted}
+            if overrides.seed is not None:
+                values["seed"] = overrides.seed
+            if overrides.sketch is not None:
+                values["sketch"] = overrides.sketch
+            own = scenario_name.endswith(".toml")
+            file = Path(scenario_name) if own else FIXTURES / "scenarios" / f"{scenario_name}.toml"
+            scenario = load_scenario(file, data_overrides=dict(overrides.data), **values)
+            if first_steps := table.steps or profile.steps:
+                scenario = dataclasses.replace(scenario, steps=min(scenario.steps, first_steps))
+            for layout, chain in itertools.product(_leg_layouts(table), chains):
+                layouts = [_layout(part, overrides.stride) for part in layout.split(TO)]
+                legs = _legs(_program(profile, table.program), chain, layouts, scenario)
+                cell = Cell(scenario=scenario, legs=legs, program=table.program, faults=faults)
+                if cells.setdefault(str(cell), cell) != cell:
+                    raise UsageError(
+                        f"two different cells have the id {cell}; rename one of the scenario files or model folders"
+                    )
+    return [cells[name] for name in sorted(cells, key=lambda name: (cells[name].backend, cells[name].world_size, name))]
+
+
+def _leg_layouts(table: CellTable) -> list[str]:
+    """The layouts of the cells' legs: ``layouts`` combined with ``to``, or ``layouts`` alone."""
+    return [f"{one}{TO}{other}" for one in table.layouts for other in table.to] or list(table.layouts)
+
+
+def _chains(
+    table: CellTable, backends: Sequence[BackendEntry], registered: Mapping[str, BackendEntry]
+) -> list[list[BackendEntry]]:
+    """The chains of backends for the legs of the table's cells; only chains whose backends are all selected."""
+    asked = {backend.name: backend for backend in backends}
+    known = {**registered, **asked}
+    for name in (name for chain in table.backends for name in chain.split(TO)):
+        if name not in known:
+            near = did_you_mean(name, known)
+            raise UsageError(f"a table names the backend {name!r}; {near}registered: {', '.join(known)}")
+    if not table.backends:
+        return [[backend] for backend in backends]
+    wanted = [chain.split(TO) for chain in table.backends]
+    return [[asked[name] for name in chain] for chain in wanted if asked.keys() >= set(chain)]
+
+
+def _program(profile: Profile, name: str) -> tuple[PlannedLeg, ...]:
+    if not name:
+        return (PlannedLeg(),)
+    if name not in profile.programs:
+        known = ", ".join(profile.programs) or "none"
+        raise UsageError(f"a table names the program {name!r}, which the profile does not have (known: {known})")
+    return profile.programs[name]
+
+
+def _legs(
+    program: Sequence[PlannedLeg], chain: Sequence[BackendEntry], layouts: Sequence[Layout], scenario: Scenario
+) -> tuple[Leg, ...]:
+    count = len(program)
+    for what, given in (("backends", chain), ("layouts", layouts)):
+        if len(given) not in (1, count):
+            raise UsageError(f"{len(given)} {what} for a program of {count} legs; give one for all, or one for each")
+    left = scenario.steps - sum(leg.steps or 0 for leg in program)
+    if any(leg.steps is None for leg in program[:-1]):
+        raise UsageError("only the last leg of a program may leave out its steps")
+    return tuple(
+        Leg(
+            backend=chain[i % len(chain)],
+            layout=layouts[i % len(layouts)],
+            steps=left if leg.steps is None else leg.steps,
+            save=leg.save,
+        )
+        for i, leg in enumerate(program)
+    )
+
+
+def _layout(text: str, stride: int | None) -> Layout:
+    """Parse a layout. ``stride``, if given, replaces the stride of a layout whose ring gathers keys and values."""
+    layout = Layout.parse(text)
+    return dataclasses.replace(layout, stride=stride) if stride is not None and layout.gathers else layout
+
+
+def select(cells: Sequence[Cell], patterns: Sequence[str]) -> list[Cell]:
+    """The cells whose id, with or without seed and faults, matches one of the shell patterns; all without patterns.
+
+    Raises UsageError for a pattern that matches no cell.
+    """
+
+    def matches(cell: Cell, pattern: str) -> bool:
+        return any(fnmatch.fnmatchcase(name, pattern) for name in (str(cell), str(cell.plain)))
+
+    for pattern in patterns:
+        if not any(matches(cell, pattern) for cell in cells):
+            like = ", ".join(str(cell) for cell in cells[:3])
+            raise UsageError(
+                f"no cell matches {pattern!r}; {_near(pattern, cells)}ids look like {like} ({len(cells)} in all: "
+                f"parity list)"
+            )
+    return [cell for cell in cells if not patterns or any(matches(cell, pattern) for pattern in patterns)]
+
+
+def _near(pattern: str, cells: Sequence[Cell]) -> str:
+    """What the first part of a pattern that no cell has could be meant to be; empty if nothing is near."""
+    known = sorted({part for cell in cells for part in str(cell).split("/")})
+    wrong = (part for part in pattern.split("/") if not fnmatch.filter(known, part))
+    return next((near for part in wrong if (near := did_you_mean(part, known))), "")

@@ -1,0 +1,249 @@
+"""From a Hugging Face ``config.json`` to what a decoder computes: each family is a declaration of its parts.
+
+Another family is a function that returns an Architecture, and a line in FAMILIES; docs/adding-a-model.md has the way.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from conformance.core.errors import UsageError, shown
+from conformance.core.io import read_json
+from conformance.models.components import POST, Architecture, ClampedMlp, Norm
+from conformance.models.declarations import (
+    EVERY,
+    attention_of,
+    decoder_of,
+    deepseek_of,
+    eps_of,
+    gemma_attention_of,
+    gemma_of,
+    head_dim_of,
+    mixture_of,
+    mlp_of,
+    qwen_windows,
+    router_loss_of,
+    windows_of,
+    with_experts,
+)
+from conformance.models.hf_config import FULL, SLIDING, Config, rotary_by_kind
+
+
+def read_architecture(model: Path, *, disable_dropout: bool = False) -> Architecture:
+    """What the model in the Hugging Face folder ``model`` computes, for an objective with this ``disable_dropout``.
+
+    Raises UsageError for a file that cannot be read, an unknown model_type, a missing key, a size that is none, and any
+    setting that is not implemented.
+    """
+    file = model / "config.json"
+    try:
+        values = read_json(file)
+    except FileNotFoundError:
+        raise UsageError(f"{model} holds no config.json; give the folder of a Hugging Face model") from None
+    config = Config(values, str(file), disable_dropout=disable_dropout)
+    kind = values.get("model_type")
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        raise config.error(
+            f"has model_type {shown(kind)}; the oracle knows {', '.join(FAMILIES)} (docs/adding-a-model.md says how "
+            f"one is added)"
+        )
+    architecture = FAMILIES[kind](config)
+    config.finish()
+    return architecture
+
+
+def _llama(config: Config) -> Architecture:
+    """Llama: arXiv 2302.13971 section 2.2; grouped-query attention: arXiv 2307.09288 appendix A.2."""
+    config.must_be("pretraining_tp", 1)
+    attention = attention_of(config, biases=EVERY if config.flag("attention_bias", False) else ())
+    return decoder_of(config, attention, mlp_of(config, bias=config.flag("mlp_bias", False)))
+
+
+def _pangu(config: Config) -> Architecture:
+    """openPangu-Embedded, arXiv 2505.22375: Llama with biases on q, k, v and o and none in the MLP."""
+    config.demand("num_key_value_heads", "pad_token_id")
+    attention = attention_of(config, biases=EVERY if config.flag("bias") else (), rope_types=("default",))
+    return decoder_of(config, attention, mlp_of(config))
+
+
+def _mistral(config: Config) -> Architecture:
+    """Mistral: arXiv 2310.06825 section 2: Llama with a sliding window in every layer, where the file sets one."""
+    config.demand("num_key_value_heads", "sliding_window")
+    attention = attention_of(config, window=config.size("sliding_window", None))
+    return decoder_of(config, attention, mlp_of(config))
+
+
+def _qwen2(config: Config) -> Architecture:
+    """Qwen2 and Qwen2.5: arXiv 2407.10671 section 2.2.1: Llama with biases on q, k and v; windows in later layers."""
+    config.demand("num_key_value_heads")
+    attention = attention_of(config, biases=("q", "k", "v"))
+    return decoder_of(config, attention, mlp_of(config), windows=qwen_windows(config))
+
+
+def _qwen3(config: Config) -> Architecture:
+    """Qwen3: arXiv 2505.09388 section 2: no QKV bias, RMSNorm on each head of q and k."""
+    config.demand("num_key_value_heads", "head_dim")
+    biases = EVERY if config.flag("attention_bias", False) else ()
+    attention = replace(attention_of(config, biases=biases), qk_norm="head")
+    return decoder_of(config, attention, mlp_of(config), windows=qwen_windows(config))
+
+
+def _mixtral(config: Config) -> Architecture:
+    """Mixtral: arXiv 2401.04088 section 2.1: Mistral with a mixture of experts in every layer."""
+    config.demand("num_key_value_heads", "num_local_experts", "num_experts_per_tok", "sliding_window")
+    if config.take("router_jitter_noise", 0.0) != 0.0:
+        raise config.error("sets router_jitter_noise, which is random; set it to 0.0")
+    attention = attention_of(config, window=config.size("sliding_window", None))
+    moe = mixture_of(config, "num_local_experts", mlp_of(config), normalised=True)
+    return replace(decoder_of(config, attention, moe), router_loss=router_loss_of(config))
+
+
+def _qwen2_moe(config: Config) -> Architecture:
+    """Qwen2-MoE: arXiv 2407.10671 section 2.2.2: routed experts and a shared one, which has a gate of its own."""
+    config.demand("num_key_value_heads", "shared_expert_intermediate_size")
+    config.must_be("use_sliding_window", False)
+    config.take("sliding_window", None)  # which is not used without the switch
+    config.take("max_window_layers", None)
+    windows_of(config, config.texts("layer_types", [FULL] * config.size("num_hidden_layers")), None)
+    attention = attention_of(config, biases=("q", "k", "v") if config.flag("qkv_bias", True) else ())
+    shared = replace(mlp_of(config), size=config.size("shared_expert_intermediate_size"))
+    return with_experts(config, attention, shared=shared)
+
+
+def _qwen3_moe(config: Config) -> Architecture:
+    """Qwen3-MoE: arXiv 2505.09388 section 2: Qwen3 with routed experts and no shared one."""
+    config.demand("num_key_value_heads", "head_dim")
+    config.must_be("use_sliding_window", False)
+    config.take("sliding_window", None)  # which is not used without the switch
+    config.take("max_window_layers", None)
+    biases = EVERY if config.flag("attention_bias", False) else ()
+    return with_experts(config, replace(attention_of(config, biases=biases), qk_norm="head"))
+
+
+def _gpt_oss(config: Config) -> Architecture:
+    """gpt-oss: arXiv 2508.10925 section 2: attention with sinks, every second layer with a window; all biases.
+
+    Before 5.18, transformers has the two numbers of the experts' activation in its code.
+    """
+    if config.take("quantization_config", None) is not None:
+        raise config.error(
+            "has quantized experts (MXFP4), which nobody trains; save it with Mxfp4Config(dequantize=True)"
+        )
+    config.demand("num_key_value_heads", "head_dim", "sliding_window")
+    config.demand("num_local_experts", "num_experts_per_tok")
+    config.must_be("hidden_act", "silu")
+    config.must_be("swiglu_alpha", 1.702)
+    config.must_be("swiglu_limit", 7.0)
+    config.take("experts_per_token", None)  # as published, beside the keys that are read
+    config.take("initial_context_length", None)
+    every_second = [FULL if i % 2 else SLIDING for i in range(config.size("num_hidden_layers"))]
+    windows = windows_of(config, config.texts("layer_types", every_second), config.size("sliding_window", None))
+    attention = replace(attention_of(config, biases=EVERY if config.flag("attention_bias", True) else ()), sinks=True)
+    expert = ClampedMlp(size=config.size("intermediate_size"), alpha=1.702, limit=7.0)
+    moe = replace(mixture_of(config, "num_local_experts", expert, normalised=True), router="router", router_bias=True)
+    norm = Norm(eps=eps_of(config), rounds_last=True)
+    whole = decoder_of(config, attention, moe, windows=windows, norm=norm)
+    return replace(whole, router_loss=router_loss_of(config))
+
+
+def _deepseek_v2(config: Config) -> Architecture:
+    """DeepSeek-V2: arXiv 2405.04434 section 2: latent attention, and experts, in groups or not, beside shared ones.
+
+    Its losses that balance experts, devices and communication are not in transformers' code.
+    """
+    config.demand("topk_method")
+    config.must_be("norm_topk_prob", False)
+    config.must_be("scoring_func", "softmax")
+    config.must_be("rope_interleave", True)
+    method, groups = config.take("topk_method"), ("n_group", "topk_group")
+    if method not in ("greedy", "group_limited_greedy"):
+        raise config.error(f"sets topk_method={shown(method)}; known are greedy and group_limited_greedy")
+    if method == "greedy":
+        for key in groups:
+            config.take(key, None)  # which are not used without the method
+        return deepseek_of(config, normalised=False, mlp_bias=config.flag("mlp_bias", False))
+    return deepseek_of(config, normalised=False, best=1, mlp_bias=config.flag("mlp_bias", False))
+
+
+def _deepseek_v3(config: Config) -> Architecture:
+    """DeepSeek-V3: arXiv 2412.19437 section 2.1: latent attention, and experts in groups beside shared ones.
+
+    Its layers for multi-token prediction and its sequence-wise loss are not in transformers' code.
+    """
+    config.demand("norm_topk_prob")
+    config.must_be("topk_method", "noaux_tc")
+    config.must_be("scoring_func", "sigmoid")
+    config.take("num_nextn_predict_layers", None)
+    return deepseek_of(config, normalised=config.flag("norm_topk_prob"), best=2, corrected=True)
+
+
+def _phi3(config: Config) -> Architecture:
+    """Phi-3: arXiv 2404.14219 section 2: Llama with fused matrices, a window, and positions on a part of each head.
+
+    Its code has the rope_type longrope besides, whose frequencies depend on the length of the input; it is refused.
+    """
+    config.demand("num_key_value_heads", "pad_token_id")
+    config.check_dropout("embd_pdrop")
+    config.check_dropout("resid_pdrop")
+    config.take("original_max_position_embeddings", None)  # of longrope
+    attention = attention_of(config, window=config.size("sliding_window", None), rope_types=("default",), partial=True)
+    return decoder_of(config, replace(attention, fused=True), replace(mlp_of(config), fused=True))
+
+
+def _olmo2(config: Config) -> Architecture:
+    """OLMo 2: arXiv 2501.00656 section 3.2: norms after attention and MLP, and of q and k over all heads together."""
+    config.demand("num_key_value_heads", "pad_token_id")
+    biases = EVERY if config.flag("attention_bias", False) else ()
+    attention = replace(attention_of(config, biases=biases), qk_norm="width")
+    return decoder_of(config, attention, mlp_of(config), norm=Norm(eps=eps_of(config), rounds_last=True), norms=POST)
+
+
+def _gemma2(config: Config) -> Architecture:
+    """Gemma 2: arXiv 2408.00118 section 2: two kinds of layers, soft-capping, norms before and after each block."""
+    every_second = [FULL if i % 2 else SLIDING for i in range(config.size("num_hidden_layers"))]
+    config.demand("num_key_value_heads", "head_dim", "pad_token_id")
+    config.demand("attn_logit_softcapping", "final_logit_softcapping")
+    if config.take("use_bidirectional_attention", None):
+        raise config.error("sets use_bidirectional_attention; the oracle only computes causal attention")
+    attention = replace(gemma_attention_of(config), softcap=config.number("attn_logit_softcapping", None))
+    kinds = config.texts("layer_types", every_second)
+    windows = windows_of(config, kinds, config.size("sliding_window"))
+    return gemma_of(config, [replace(attention, window=window) for window in windows])
+
+
+def _gemma3(config: Config) -> Architecture:
+    """Gemma 3 text: arXiv 2503.19786 section 2: each kind of layer has positions of its own.
+
+    attn_logit_softcapping is refused: transformers' Gemma 3 has the key and never applies it.
+    """
+    config.demand("num_key_value_heads", "head_dim", "pad_token_id")
+    config.must_be("use_bidirectional_attention", False)
+    config.must_be("attn_logit_softcapping", None)
+    every = config.size("_sliding_window_pattern", config.size("sliding_window_pattern", 6))
+    count = config.size("num_hidden_layers")
+    kinds = config.texts("layer_types", [FULL if (i + 1) % every == 0 else SLIDING for i in range(count)])
+    older = {FULL: config.take("rope_theta", None), SLIDING: config.take("rope_local_base_freq", None)}
+    ropes = rotary_by_kind(config, head_dim=head_dim_of(config), older=older)
+    attention = replace(gemma_attention_of(config, ropes[FULL]), qk_norm="head")
+    windows = windows_of(config, kinds, config.size("sliding_window"))
+    layers = zip(kinds, windows, strict=True)
+    return gemma_of(config, [replace(attention, rotary=ropes[kind], window=window) for kind, window in layers])
+
+
+FAMILIES: dict[str, Callable[[Config], Architecture]] = {
+    "llama": _llama,
+    "PanguEmbedded": _pangu,
+    "mistral": _mistral,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "mixtral": _mixtral,
+    "qwen2_moe": _qwen2_moe,
+    "qwen3_moe": _qwen3_moe,
+    "gpt_oss": _gpt_oss,
+    "deepseek_v2": _deepseek_v2,
+    "deepseek_v3": _deepseek_v3,
+    "phi3": _phi3,
+    "olmo2": _olmo2,
+    "gemma2": _gemma2,
+    "gemma3_text": _gemma3,
+}

@@ -1,0 +1,104 @@
+"""Checks of a user's model folder: what it may contain, and whether its Python code may be run.
+
+Serves claim 9: a folder that cannot be used is refused in one line, before anything is copied, loaded or run. Every
+call of transformers with a folder gets its ``trust_remote_code`` from ``runs_code``.
+"""
+
+import fnmatch
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from conformance.core.errors import UsageError
+from conformance.core.io import check_file, read_json
+from conformance.spec.lora import ADAPTER
+
+Files = tuple[tuple[Path, int], ...]
+CONFIG, TOKENIZER_CONFIG = "config.json", "tokenizer_config.json"
+NOT_COPIED = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.onnx", "__pycache__", ".*", ADAPTER)
+# folder_code() of the shipped openPangu model. A copy with other Python code or another auto_map has another digest.
+SHIPPED_CODE = "57290f782b6e10d3da0f048d0ba6c6f8c43f72f7a6af07160c95951649608e54"
+
+
+def check_model_folder(model: Path) -> None:
+    """Raises UsageError if ``model`` is not a Hugging Face model folder, or contains something that cannot be copied.
+
+    Symbolic links may only lead to files of the folder, or of the same repository in Hugging Face's cache, so that no
+    other file of this machine gets into the output.
+    """
+    if not (model / CONFIG).exists():
+        raise UsageError(f"{model} is not a Hugging Face model folder: it has no {CONFIG}")
+    roots = [model.resolve()]
+    if roots[0].parent.name == "snapshots":
+        roots.append(roots[0].parent.parent / "blobs")
+    for file in _files(model):
+        if file.is_symlink():
+            _check_link(file, roots)
+        try:
+            check_file(file)
+        except FileNotFoundError:
+            raise UsageError(f"{file} leads nowhere; remove it, or download the folder again") from None
+
+
+def files_of(model: Path) -> Files:
+    """The files of a model folder, and when each was last changed: what is known of the folder holds as long as these
+    are the same."""
+    return tuple((file, file.stat().st_mtime_ns) for file in sorted(_files(model)) if file.exists())
+
+
+def _files(model: Path) -> Iterator[Path]:
+    """All files and symbolic links of the folder that are copied or linked."""
+    left_out = [pattern for pattern in NOT_COPIED if pattern != "*.safetensors"]
+    for folder, folders, files in os.walk(model):
+        links = [name for name in folders if (Path(folder) / name).is_symlink()]
+        folders[:] = [name for name in folders if not _matches(name, left_out) and name not in links]
+        for name in (*files, *links):
+            if not _matches(name, left_out):
+                yield Path(folder) / name
+
+
+def _matches(name: str, patterns: list[str]) -> bool:
+    return any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
+
+
+def _check_link(link: Path, roots: list[Path]) -> None:
+    target = Path(os.path.realpath(link))
+    if not any(target.is_relative_to(root) for root in roots):
+        raise UsageError(f"{link} is a link that leaves the folder, to {target}; put a copy in its place")
+    if target.is_dir():
+        raise UsageError(f"{link} is a link to a folder; put a copy in its place")
+
+
+def runs_code(folder: Path, *, trusted: bool) -> bool:
+    """The value of ``trust_remote_code`` for transformers: whether it has to run Python code of the folder.
+
+    ``trusted``: the user has allowed it. Raises UsageError if the folder has code that the user has not allowed.
+    """
+    references = _references(folder)
+    if not references:
+        return False
+    if trusted or folder_code(folder) == SHIPPED_CODE:
+        return True
+    raise UsageError(
+        f"{folder / next(iter(references))} names Python code of the folder (auto_map), and loading the model would "
+        f"run it; read the code, and add --trust_remote_code if you trust it"
+    )
+
+
+def folder_code(folder: Path) -> str:
+    """SHA-256 (hexadecimal) of a folder's Python files and of the ``auto_map`` entries of its configuration files."""
+    digests = {
+        str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest()
+        for file in sorted(folder.rglob("*.py"))
+        if file.is_file()
+    }
+    return hashlib.sha256(json.dumps([digests, _references(folder)], sort_keys=True).encode()).hexdigest()
+
+
+def _references(folder: Path) -> dict[str, object]:
+    """The ``auto_map`` of each configuration file that has one, by the file's name."""
+    files = [name for name in (CONFIG, TOKENIZER_CONFIG) if (folder / name).exists()]
+    found = {name: read_json(folder / name).get("auto_map") for name in files}
+    return {name: references for name, references in found.items() if references}

@@ -1,0 +1,284 @@
+"""Adapters: every backend and the oracle begin with the same one, from a file beside the weights, in peft's format.
+
+Serves claim 6. Nothing in it is neutral. A usual adapter begins with B = 0, where a backend that leaves it out, or
+scales it twice, would compute the same numbers until the first update, and A would have no gradient at all.
+
+Model folders: every backend and the oracle load the models of a cell from them.
+
+Serves claim 6: weights come from a file, never from a random seed on each rank. With seed 0 the policy is the given
+model. For another seed, and for every other role, the weights are perturbed. So no result depends on one set of weights
+only, and a backend that confuses two roles computes different numbers.
+"""
+
+import hashlib
+import json
+import math
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+
+from conformance.core.errors import UsageError, one_line, shown
+from conformance.core.io import read_json
+from conformance.core.paths import resolve
+from conformance.models.folder_checks import NOT_COPIED, check_model_folder
+from conformance.spec.lora import ADAPTER, CONFIG_FILE, FILE_PREFIX, WEIGHTS_FILE, LoraConfig
+from conformance.spec.roles import POLICY, Head, Role
+from conformance.spec.scenario import Scenario
+
+B_SIZE = 0.2  # of B x for x of size 1; with the usual scales an adapter's part is a third of what the layer gives
+
+
+def write_adapter(folder: Path, lora: LoraConfig, shapes: Mapping[str, tuple[int, ...]], *, key: str) -> None:
+    """Write the adapter of a model with parameters of these ``shapes`` into ``folder``; ``key`` decides its numbers.
+
+    Raises UsageError for a target that the model does not have.
+    """
+    targets = lora.targets(shapes)
+    tensors = {}
+    for target in targets:
+        rows, columns = shapes[f"{target}.weight"]
+        a, b = f"{target}.lora_A.weight", f"{target}.lora_B.weight"
+        tensors[a] = _normal((lora.r, columns), f"{key} {a}") / columns**0.5
+        tensors[b] = _normal((rows, lora.r), f"{key} {b}") * B_SIZE / lora.r**0.5
+    write_adapter_files(folder, lora, targets, tensors)
+
+
+def adapter_config(lora: LoraConfig, targets: Sequence[str]) -> dict[str, Any]:
+    """What CONFIG_FILE says, in peft's words."""
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": None,
+        "r": lora.r,
+        "lora_alpha": lora.lora_alpha,
+        "use_rslora": lora.use_rslora,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": list(targets),
+    }
+
+
+def write_adapter_files(
+    folder: Path, lora: LoraConfig, targets: Sequence[str], tensors: Mapping[str, torch.Tensor]
+) -> None:
+    """Write an adapter in peft's format, in float32, into ``folder``, which is new."""
+    folder.mkdir(parents=True)
+    (folder / CONFIG_FILE).write_text(json.dumps(adapter_config(lora, targets), indent=2), encoding="utf-8")
+    save_file({FILE_PREFIX + name: t.float() for name, t in tensors.items()}, folder / WEIGHTS_FILE)
+
+
+def _normal(shape: tuple[int, int], key: str) -> torch.Tensor:
+    digest = hashlib.sha256(key.encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+NOISE = 0.05  # relative
+# Output embeddings, which a value model does not have; GPT-NeoX calls its own embed_out, and Phi's has a bias.
+HEADS = ("lm_head.weight", "lm_head.bias", "embed_out.weight")
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
+FLOATS = ("F64", "F32", "F16", "BF16")
+
+
+def prepare_model(scenario: Scenario, role: Role, out: Path) -> Path:
+    """Write the model of one role of the scenario's objective into the new or empty folder ``out``; returns ``out``.
+
+    Configuration, tokenizer and code are copied. For the policy with seed 0, the weight files are symbolic links. For
+    other seeds and roles, every weight is multiplied by 1 + noise and keeps its dtype; the noise is uniform in
+    [-0.05, 0.05] and depends on the seed, the role and the name of the tensor. A value model has ``score.weight``
+    (1, hidden) instead of the output embedding, and the configuration of transformers' sequence classification with
+    one label.
+    With adapters, the policy's is written into the folder ADAPTER of ``out``, the base is rounded to bf16, and a frozen
+    reference is the base without the adapter, as it is where adapters are trained.
+
+    Raises UsageError for a folder that cannot be used (see ``check_model_folder``) or has no safetensors weights, for
+    an adapter that the model cannot have, and where ``out`` has files in it.
+    """
+    model = resolve(scenario.model)
+    check_model_folder(model)
+    files = weight_files(model)
+    out.mkdir(parents=True, exist_ok=True)
+    if any(out.iterdir()):
+        raise UsageError(f"{out} is not empty, and nothing there is overwritten; give a new folder")
+    shutil.copytree(model, out, ignore=shutil.ignore_patterns(*NOT_COPIED), dirs_exist_ok=True)
+    is_base = is_base_of(scenario, role)
+    key = key_of(scenario, role)
+    if scenario.lora and role == POLICY:
+        write_adapter(out / ADAPTER, scenario.lora, weight_shapes(model), key=key)
+    twins = _twins(files)
+    for file in files:
+        if key == "0" and not (is_base and _has_more_digits(file)):
+            (out / file.name).symlink_to(file)
+        else:
+            _perturb(file, out / file.name, key=key, twins=twins, head=role.head, rounded=is_base)
+    if role.head == "value":
+        _make_value_model(out, key=key)
+    return out
+
+
+def is_base_of(scenario: Scenario, role: Role) -> bool:
+    """Whether a role's weights are the base of adapters: the policy's, and those of a frozen reference."""
+    return scenario.lora is not None and (role == POLICY or not role.trained)
+
+
+def key_of(scenario: Scenario, role: Role) -> str:
+    """What decides the numbers of a role: the seed, and which role it is; of a base, every role has the same."""
+    return f"{scenario.seed} {'' if is_base_of(scenario, role) else role.prefix}".strip()
+
+
+def value_config(file: Path) -> int:
+    """Turn the configuration of a language model into that of a value model; returns the hidden size.
+
+    Raises UsageError if the file does not say it.
+    """
+    config = json.loads(file.read_text(encoding="utf-8"))
+    classifier = "ForSequenceClassification"
+    names = [re.sub("ForCausalLM|LMHeadModel", classifier, name) for name in config.get("architectures") or ()]
+    config |= {"architectures": names, "num_labels": 1, "tie_word_embeddings": False}
+    file.write_text(json.dumps(config, indent=2), encoding="utf-8")
+    text = config.get("text_config", config)
+    if not (hidden := next((size for key in ("hidden_size", "n_embd", "d_model") if (size := text.get(key))), None)):
+        raise UsageError(f"{file} does not say hidden_size, which a value model needs; add it")
+    return int(hidden)
+
+
+def _make_value_model(folder: Path, *, key: str) -> None:
+    """Turn a language model without an output embedding into a value model."""
+    hidden = value_config(folder / "config.json")
+    head = torch.randn(1, hidden, generator=generator_of(f"{key} score.weight"), dtype=torch.float64) / hidden**0.5
+    shards = folder / INDEX
+    name = "value-head.safetensors" if shards.is_file() else "model.safetensors"
+    held = {} if shards.is_file() else load_file(folder / name)
+    _write({**held, "score.weight": head.float()}, folder / name, metadata={"format": "pt"})
+    if shards.is_file():
+        index = json.loads(shards.read_text(encoding="utf-8"))
+        kept = {n: where for n, where in index["weight_map"].items() if not n.endswith(HEADS)}
+        index["weight_map"] = {**kept, "score.weight": name}
+        shards.write_text(json.dumps(index), encoding="utf-8")
+
+
+def weight_files(model: Path) -> list[Path]:
+    """The safetensors files with the weights of a Hugging Face folder.
+
+    Raises UsageError if there are none, or if the index names something that is not a safetensors file of the folder.
+    """
+    index = model / INDEX
+    if not index.exists():
+        if not (model / SINGLE).is_file():
+            raise UsageError(
+                f"{model} has no {SINGLE} and no {INDEX}; convert its weights with "
+                f"transformers.AutoModelForCausalLM.from_pretrained({str(model)!r}).save_pretrained(NEW_FOLDER), "
+                f"copy the tokenizer files there and use NEW_FOLDER as the model"
+            )
+        return [model / SINGLE]
+    where = read_json(index).get("weight_map")
+    if not isinstance(where, dict) or not where:
+        raise UsageError(f"{index} has no weight_map from names of tensors to files; download the folder again")
+    for name in where.values():
+        if not isinstance(name, str) or Path(name).name != name or not re.fullmatch(r"[^.].*\.safetensors", name):
+            raise UsageError(f"{index} names {shown(name)}, but it has to name safetensors files of the folder")
+    names = sorted(set(where.values()))
+    if missing := [name for name in names if not (model / name).is_file()]:
+        raise UsageError(f"{model} lacks {', '.join(missing)}, which {INDEX} names; download the folder again")
+    return [model / name for name in names]
+
+
+def weight_shapes(model: Path) -> dict[str, tuple[int, ...]]:
+    """The shape of each tensor of a Hugging Face folder, by name; only the headers of the files are read.
+
+    Raises UsageError for a broken file, a tensor that is not floating-point, and a tensor that is in two files.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in weight_files(model):
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                held = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118
+                found = {name: (tuple(part.get_shape()), part.get_dtype()) for name, part in held.items()}
+        except (SafetensorError, OSError, RuntimeError) as error:  # RuntimeError: larger than what can be mapped
+            raise UsageError(
+                f"{file} is no safetensors file that can be read: {one_line(error)}; copy or download it again"
+            ) from None
+        for name, (shape, dtype) in found.items():
+            if dtype not in FLOATS:
+                raise UsageError(f"{file} holds {name} as {dtype}; weights have to be one of {', '.join(FLOATS)}")
+            if name in shapes:
+                raise UsageError(f"{file} holds {name}, and so does another file of the folder; remove one of them")
+            shapes[name] = shape
+    return shapes
+
+
+def elements_of(models: Mapping[str, Path]) -> int:
+    """The number of elements of all tensors of several Hugging Face folders."""
+    return sum(math.prod(shape) for folder in models.values() for shape in weight_shapes(folder).values())
+
+
+def _twins(files: list[Path]) -> dict[str, str]:
+    """{output embedding: input embedding} if the files store both tensors with equal values, else an empty dict.
+
+    Such a pair has to stay equal, because transformers does not tie two tensors that differ in the file.
+    """
+    where = {name: file for file in files for name in _names(file)}
+    head = next((name for name in where if name.endswith(HEAD)), None)
+    embedding = next((name for name in where if name.endswith(EMBEDDING)), None)
+    if head is None or embedding is None:
+        return {}
+    equal = torch.equal(_tensor(where[head], head), _tensor(where[embedding], embedding))
+    return {head: embedding} if equal else {}
+
+
+def _names(file: Path) -> list[str]:
+    with safe_open(file, framework="pt") as tensors:
+        return list(tensors.keys())
+
+
+def _tensor(file: Path, name: str) -> torch.Tensor:
+    with safe_open(file, framework="pt") as tensors:
+        tensor: torch.Tensor = tensors.get_tensor(name)
+    return tensor
+
+
+def _has_more_digits(file: Path) -> bool:
+    """Whether tensors of a file have more digits than bf16."""
+    with safe_open(file, framework="pt") as tensors:
+        return any(tensors.get_slice(name).get_dtype() != "BF16" for name in tensors.keys())  # noqa: SIM118
+
+
+def _perturb(source: Path, target: Path, *, key: str, twins: dict[str, str], head: Head, rounded: bool) -> None:
+    """``key`` 0 is for no noise. rounded: to numbers that bf16 has; the dtype stays."""
+    with safe_open(source, framework="pt") as tensors:
+        metadata = tensors.metadata()
+    changed = {}
+    for name in (name for name in _names(source) if not (head == "value" and name.endswith(HEADS))):
+        tensor = _tensor(source, name)
+        tensor = tensor if key == "0" else noisy(tensor, key=f"{key} {twins.get(name, name)}")
+        changed[name] = tensor.bfloat16().to(tensor.dtype) if rounded and tensor.is_floating_point() else tensor
+    _write(changed, target, metadata=metadata)
+
+
+def _write(tensors: dict[str, torch.Tensor], target: Path, *, metadata: dict[str, str] | None) -> None:
+    """Write a file. A link is replaced, because it may lead to the user's own weights, and not every version of
+    safetensors writes a new file."""
+    if target.is_symlink():
+        target.unlink()
+    save_file(tensors, target, metadata=metadata)
+
+
+def noisy(tensor: torch.Tensor, *, key: str) -> torch.Tensor:
+    """A tensor times 1 + noise, in its dtype."""
+    if not tensor.is_floating_point():
+        return tensor
+    noise = 2 * torch.rand(tensor.shape, generator=generator_of(key), dtype=torch.float64) - 1
+    return (tensor * (1 + NOISE * noise)).to(tensor.dtype)
+
+
+def generator_of(key: str) -> torch.Generator:
+    """A generator of random numbers that a text alone decides."""
+    digest = hashlib.sha256(key.encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)

@@ -1,0 +1,281 @@
+"""The values of a Hugging Face ``config.json``, each read in its type, and which of them were read.
+
+Serves claim 6: no key that changes the mathematics is ever ignored. A key that is neither read by the model's family
+nor listed in INERT is an error, so a new feature stops the oracle instead of making it wrong in silence.
+
+From what a ``config.json`` says of rotary positions to a Rotary, in every spelling of transformers.
+
+transformers 5 writes ``rope_parameters``, flat or nested per kind of layer; before, there were ``rope_theta``,
+``rope_scaling`` and ``partial_rotary_factor`` at the top. The older keys count where ``rope_parameters`` is silent.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from conformance.core.errors import UsageError, shown
+from conformance.models.components import Linear, Llama3, Rotary, Yarn
+
+# Keys that do not change the forward pass of a training step.
+INERT = (
+    "_name_or_path",
+    "architectures",
+    "auto_map",
+    "bos_token_id",
+    "cache_implementation",
+    "dtype",
+    "eos_token_id",
+    "initializer_range",
+    "max_position_embeddings",
+    "model_type",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+)
+NULLABLE = ("pad_token_id", "q_lora_rank", "sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
+# No model comes near these: a larger number is a mistake in the file, and would fill the memory before it is noticed.
+LARGEST: dict[str, float] = {
+    "vocab_size": 2**24,
+    "hidden_size": 2**18,
+    "intermediate_size": 2**20,
+    "num_attention_heads": 2**12,
+    "num_key_value_heads": 2**12,
+    "head_dim": 2**14,
+    "num_hidden_layers": 2**12,
+    "max_window_layers": 2**12,
+    "num_experts": 2**12,
+    "num_local_experts": 2**12,
+    "num_experts_per_tok": 2**12,
+    "moe_intermediate_size": 2**20,
+    "shared_expert_intermediate_size": 2**20,
+    "decoder_sparse_step": 2**12,
+    "router_aux_loss_coef": 1e3,
+    "n_routed_experts": 2**12,
+    "n_shared_experts": 2**12,
+    "n_group": 2**12,
+    "topk_group": 2**12,
+    "first_k_dense_replace": 2**12,
+    "q_lora_rank": 2**18,
+    "kv_lora_rank": 2**18,
+    "qk_nope_head_dim": 2**14,
+    "qk_rope_head_dim": 2**14,
+    "v_head_dim": 2**14,
+    "original_max_position_embeddings": 2**31,
+    "sliding_window": 2**31,
+    "sliding_window_pattern": 2**12,
+    "_sliding_window_pattern": 2**12,
+    "rms_norm_eps": 1.0,
+}
+LARGEST_NUMBER = 1e12  # where nothing else is said: bases, scales
+
+
+class Config:
+    """Values of a config.json, and which of them were read."""
+
+    def __init__(
+        self, values: dict[str, Any], source: str, *, disable_dropout: bool, inert: tuple[str, ...] = INERT
+    ) -> None:
+        self._values = values
+        self._source = source
+        self._disable_dropout = disable_dropout
+        self._read: set[str] = set(inert)
+
+    def take(self, key: str, *default: Any) -> Any:
+        """The value of ``key``; ``default`` where it is absent or null. UsageError without either."""
+        self._read.add(key)
+        value = self._values.get(key)
+        if value is None and not default:
+            raise self.error(f"has no {key!r}; add it")
+        return default[0] if value is None else value
+
+    def size(self, key: str, *default: int | None, least: int = 1) -> Any:
+        """A whole number up to LARGEST, or the default None. UsageError for anything else."""
+        value = self.take(key, *default)
+        if value is not None and (type(value) is not int or not least <= value <= LARGEST[key]):
+            raise self.error(f"sets {key}={shown(value)}; it has to be a whole number from {least} to {LARGEST[key]}")
+        return value
+
+    def number(self, key: str, *default: None) -> Any:
+        """A positive number, or the default None. UsageError for anything else."""
+        value = self.take(key, *default)
+        return None if value is None else self.positive(value, key)
+
+    def positive(self, value: Any, what: str) -> float:
+        """``value``, which is a positive number up to LARGEST. UsageError for anything else."""
+        largest = LARGEST.get(what, LARGEST_NUMBER)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= largest:
+            raise self.error(f"sets {what}={shown(value)}; it has to be a number above 0 and at most {largest:g}")
+        return float(value)
+
+    def flag(self, key: str, *default: bool) -> bool:
+        """True or false. UsageError for anything else."""
+        value = self.take(key, *default)
+        if not isinstance(value, bool):
+            raise self.error(f"sets {key}={shown(value)}; it has to be true or false")
+        return value
+
+    def texts(self, key: str, default: list[str]) -> list[str]:
+        """A list of texts. UsageError for anything else."""
+        value = self.take(key, default)
+        if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
+            raise self.error(f"sets {key}={shown(value)}; it has to be a list of texts")
+        return value
+
+    def demand(self, *keys: str) -> None:
+        """UsageError if a key is absent, for which transformers' default is a number and none that follows from others.
+
+        Those in NULLABLE may be null, which says that there is none.
+        """
+        for key in keys:
+            if key not in self._values or (self._values[key] is None and key not in NULLABLE):
+                raise self.error(f"does not say {key!r}; add it, or transformers takes a number of its own")
+
+    def must_be(self, key: str, value: Any) -> None:
+        """Read a feature that only has one implemented setting. UsageError for another."""
+        self._read.add(key)
+        if (found := self._values.get(key, value)) != value:
+            raise self.error(f"sets {key}={shown(found)}; the oracle only computes {key}={value!r}")
+
+    def check_dropout(self, key: str) -> None:
+        """Read a share that training drops. UsageError for what is no share, and for one that is not switched off."""
+        self._read.add(key)
+        share = self._values.get(key, 0.0)
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
+            raise self.error(f"sets {key}={shown(share)}; it has to be a number from 0 to 1")
+        if share and not self._disable_dropout:
+            raise self.error(
+                f"sets {key}={shown(share)}; what is dropped is random, and another backend drops something else: set "
+                f"{key} to 0.0 (objectives that read roll-outs switch it off)"
+            )
+
+    def finish(self) -> None:
+        """UsageError if a key is left that nobody has read."""
+        unread = sorted(key for key, value in self._values.items() if value is not None and key not in self._read)
+        if unread:
+            names = ", ".join(name[:60] for name in unread[:12])
+            raise self.error(
+                f"has keys that the oracle does not know for this model: {names}; if they change what is computed, "
+                f"implement them in conformance/oracle, otherwise add them to INERT in config.py"
+            )
+
+    def inside(self, values: dict[str, Any], name: str) -> "Config":
+        """The same for an object among the values."""
+        return Config(values, f"{self._source}, in {name}:", disable_dropout=self._disable_dropout, inert=())
+
+    def error(self, message: str) -> UsageError:
+        return UsageError(f"{self._source} {message}")
+
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+ALL = ("default", "linear", "llama3", "yarn")
+
+
+def rotary(config: Config, *, head_dim: int, types: tuple[str, ...] = ALL, partial: bool = False) -> Rotary:
+    """The rotary positions of a model whose layers all have the same.
+
+    ``types``: the rope_types that the family's code has. ``partial``: whether it reads ``partial_rotary_factor``.
+    """
+    scaling = config.take("rope_scaling", None)
+    values = _object(config, config.take("rope_parameters", {}) if scaling is None else scaling, "rope_parameters")
+    if kinds := values.keys() & {FULL, SLIDING}:
+        raise config.error(f"gives {', '.join(sorted(kinds))} rope_parameters of their own; these layers share them")
+    older = {"rope_theta": config.take("rope_theta", None)}
+    if partial:
+        older["partial_rotary_factor"] = config.take("partial_rotary_factor", None)
+    return _rotary(config, values, older, "rope_parameters", head_dim=head_dim, types=types, partial=partial)
+
+
+def rotary_by_kind(config: Config, *, head_dim: int, older: dict[str, float | None]) -> dict[str, Rotary]:
+    """The rotary positions for each kind of layer; ``older``: the bases that the top-level keys give for each."""
+    config.must_be("rope_scaling", None)
+    values = _object(config, config.take("rope_parameters", {}), "rope_parameters")
+    if not values.keys() & {FULL, SLIDING}:
+        values = {FULL: values, SLIDING: values}
+    if unknown := values.keys() - {FULL, SLIDING}:
+        raise config.error(f"mixes {shown(sorted(unknown))} with kinds of layers in rope_parameters; put them inside")
+    found = {}
+    for kind, theta in older.items():
+        of_kind = _object(config, values.get(kind) or {}, f"rope_parameters {kind}")
+        spelled = {"rope_theta": theta}
+        found[kind] = _rotary(
+            config, of_kind, spelled, kind, head_dim=head_dim, types=("default", "linear"), partial=False
+        )
+    return found
+
+
+def _object(config: Config, value: Any, what: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise config.error(f"sets {what}={shown(value)}; it has to be an object")
+    return value
+
+
+def _rotary(
+    config: Config,
+    values: dict[str, Any],
+    older: dict[str, Any],
+    name: str,
+    *,
+    head_dim: int,
+    types: tuple[str, ...],
+    partial: bool,
+) -> Rotary:
+    spelled = {**{key: value for key, value in older.items() if value is not None}, **values}
+    rope = config.inside(spelled, name)
+    if "rope_type" in spelled and spelled["rope_type"] is None:
+        raise config.error('sets rope_type to null, which transformers does not know; set "default", or leave it out')
+    kind = rope.take("rope_type", rope.take("type", "default"))
+    if kind not in types:
+        raise config.error(f"sets rope_type {shown(kind)}; the oracle computes {', '.join(types)} for this model")
+    if spelled.get("rope_theta") is None:
+        raise config.error(f"has no rope_theta for {name}; set it in rope_parameters")
+    theta = config.positive(rope.take("rope_theta"), "rope_theta")
+    share = rope.number("partial_rotary_factor", None) or 1.0
+    if share > 1.0 or (share < 1.0 and not partial):
+        raise config.error(f"sets partial_rotary_factor={share:g}; the oracle computes 1 for this model")
+    dims = int(head_dim * share)
+    if dims % 2:
+        raise config.error(f"gives heads of {head_dim} numbers and turns {dims}; rotary positions turn pairs of them")
+    found = Rotary(theta, dims, _SCALINGS[kind](rope) if kind in _SCALINGS else None)
+    rope.finish()
+    return found
+
+
+def _linear(rope: Config) -> Linear:
+    return Linear(rope.number("factor"))
+
+
+def _llama3(rope: Config) -> Llama3:
+    return Llama3(
+        factor=rope.number("factor"),
+        low_freq_factor=rope.number("low_freq_factor"),
+        high_freq_factor=rope.number("high_freq_factor"),
+        original_positions=rope.size("original_max_position_embeddings"),
+    )
+
+
+def _yarn(rope: Config) -> Yarn:
+    """The attention factor is 0.1 ln(factor) + 1 (arXiv 2309.00071 equation 22) where the file does not say it.
+
+    DeepSeek's files give it in two parts: that of the numbers with positions over that of all, which multiplies scores.
+    """
+    factor = rope.number("factor")
+    all_dims = rope.number("mscale_all_dim", None)
+    size = _magnitude(factor)
+    if (own := rope.number("mscale", None)) and all_dims:
+        size = _magnitude(factor, own) / _magnitude(factor, all_dims)
+    return Yarn(
+        factor=factor,
+        attention_factor=rope.number("attention_factor", None) or size,
+        beta_fast=rope.number("beta_fast", None) or 32.0,
+        beta_slow=rope.number("beta_slow", None) or 1.0,
+        original_positions=rope.size("original_max_position_embeddings"),
+        truncate=rope.flag("truncate", True),
+        score_factor=_magnitude(factor, all_dims) ** 2 if all_dims else 1.0,
+    )
+
+
+def _magnitude(factor: float, scale: float = 1.0) -> float:
+    return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+_SCALINGS: dict[str, Callable[[Config], Linear | Llama3 | Yarn]] = {"linear": _linear, "llama3": _llama3, "yarn": _yarn}

@@ -1,0 +1,246 @@
+"""A model folder with other numbers: what a leg begins with that continues from a checkpoint or a training state.
+
+Serves claim 7: what is not restored shows, also of parameters that nothing trains. If such a leg began with the folder
+of the leg before, frozen weights would be right whatever was saved of them.
+
+Random models: folders that say how weights are drawn, for runs at a size of which no weights can be kept.
+
+Such a folder has a configuration and RECIPE, with two lines::
+
+    seed = 0
+    like = "pangu"  # a folder beside it, whose tokenizer, roll-outs and Python code are taken
+
+When cells are planned, a skeleton takes its place: a model folder in the cache with everything but weights. These are
+drawn when ranks need them, in bfloat16, tensor by tensor: what a name gets depends on seed and name alone. Nothing in
+them is neutral: biases are not 0, weights of norms are not 1. Tokens of the small tokenizer are spread over the
+vocabulary, so that every shard of it is reached.
+"""
+
+import hashlib
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Annotated
+
+import torch
+from pydantic import Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass as validated
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from conformance.core.errors import STRICT, UsageError, explain
+from conformance.core.io import complete_or_nothing, locked, read_json, read_toml
+from conformance.core.paths import cache_folder, resolve
+from conformance.models.components import Architecture
+from conformance.models.families import read_architecture
+from conformance.models.folder_checks import CONFIG, NOT_COPIED, check_model_folder
+from conformance.models.folders import INDEX, generator_of, key_of, noisy, weight_shapes, write_adapter
+from conformance.numerics.sketch import LARGE_MODELS, sketched_above
+from conformance.oracle.decoder import parameter_shapes
+from conformance.oracle.role_model import is_written
+from conformance.spec.lora import ADAPTER
+from conformance.spec.roles import POLICY, Role
+from conformance.spec.scenario import Count, Scenario
+
+
+def with_other_numbers(folder: Path, out: Path) -> Path:
+    """Copy a Hugging Face folder, with its adapter, to ``out``, with the same shapes and dtypes and other numbers."""
+    shutil.copytree(folder, out, ignore=shutil.ignore_patterns("*.safetensors"))
+    for file in folder.rglob("*.safetensors"):
+        save_file({name: _other(tensor) for name, tensor in load_file(file).items()}, out / file.relative_to(folder))
+    return out
+
+
+def _other(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor * 0.5 + 0.25 if tensor.is_floating_point() else tensor
+
+
+RECIPE, TOKENIZER = "random_weights.toml", "tokenizer.json"
+OF_FILE = 2**30  # elements of a file, at most, unless one tensor has more
+MATRIX, BIAS, NORM = 0.02, 0.02, 0.1  # standard deviations; those of norms are around what is neutral
+KEPT_TOKENS = 8  # special ones at the beginning of the small vocabulary, which keep their numbers
+
+
+@validated(frozen=True, kw_only=True, config=STRICT)
+class Recipe:
+    """How the weights of a folder are drawn; see the module's docstring. ``tokens``: of the small vocabulary; of a
+    skeleton alone."""
+
+    seed: Annotated[int, Field(strict=True, ge=0, lt=2**32)]
+    like: Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.-]*$")]
+    tokens: Count | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomModel:
+    """A model whose weights are drawn. ``like``: the name of the small model. ``tokens``: of its vocabulary."""
+
+    like: str
+    seed: int
+    tokens: int
+    architecture: Architecture
+
+    def spread(self, token: int) -> int:
+        """The token of the large vocabulary that stands for one of the small model's."""
+        if token < KEPT_TOKENS:
+            return token
+        room, steps = self.architecture.vocab_size - KEPT_TOKENS, self.tokens - KEPT_TOKENS
+        return KEPT_TOKENS + (token - KEPT_TOKENS) * room // steps
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the weights that will be drawn, by name."""
+        return parameter_shapes(self.architecture)
+
+
+def with_skeleton(model: str) -> str:
+    """The path of a model folder; of one that has a recipe, that of its skeleton, which is made unless it is there.
+
+    Raises UsageError for a recipe that cannot be used.
+    """
+    folder = resolve(model)
+    recipe = _recipe(folder)
+    if recipe is None or recipe.tokens:
+        return model
+    file, like = folder / RECIPE, folder.parent / recipe.like
+    check_model_folder(folder)
+    check_model_folder(like)
+    if not is_written(folder):
+        raise UsageError(f"{file}: weights are drawn for models that the oracle computes itself, and not for this one")
+    architecture, tokens = read_architecture(folder), int(read_json(like / CONFIG).get("vocab_size", 0))
+    if not KEPT_TOKENS < tokens <= architecture.vocab_size:
+        raise UsageError(f"{file}: the vocabulary of {like} has {tokens} tokens, and has to be the smaller one")
+    if not (like / TOKENIZER).is_file():
+        raise UsageError(f"{file}: {like} has no {TOKENIZER}, whose tokens could be spread; name another folder")
+    made = RandomModel(like=recipe.like, seed=recipe.seed, tokens=tokens, architecture=architecture)
+    skeleton = cache_folder() / "skeletons" / _digest(folder, like) / folder.name
+    try:
+        with locked(skeleton.with_name(f"{skeleton.name}.lock")):
+            if not skeleton.exists():
+                with complete_or_nothing(skeleton) as unfinished:
+                    _write_skeleton(made, folder, like, unfinished)
+    except OSError as error:
+        raise UsageError(f"{skeleton} cannot be made ({error}); PARITY_CACHE names another folder") from None
+    return str(skeleton)
+
+
+def random_model(folder: Path) -> RandomModel | None:
+    """The random model of a skeleton; None for any other folder."""
+    recipe = _recipe(folder)
+    if recipe is None or not recipe.tokens:
+        return None
+    return RandomModel(like=recipe.like, seed=recipe.seed, tokens=recipe.tokens, architecture=read_architecture(folder))
+
+
+def _recipe(folder: Path) -> Recipe | None:
+    file = folder / RECIPE
+    if not file.is_file():
+        return None
+    try:
+        return TypeAdapter(Recipe).validate_python(read_toml(file))
+    except ValidationError as error:
+        raise explain(error, source=str(file), what="recipe") from None
+
+
+def _digest(*folders: Path) -> str:
+    """Of everything in the folders but weights."""
+    digest = hashlib.sha256(Path(__file__).read_bytes())
+    for folder in folders:
+        for file in sorted(folder.iterdir()):
+            if file.is_file() and file.suffix != ".safetensors":
+                digest.update(file.name.encode() + file.read_bytes())
+    return digest.hexdigest()[:10]
+
+
+def _write_skeleton(model: RandomModel, folder: Path, like: Path, out: Path) -> None:
+    shutil.copytree(like, out, ignore=shutil.ignore_patterns(*NOT_COPIED, CONFIG))
+    shutil.copy(folder / CONFIG, out / CONFIG)
+    recipe = f'seed = {model.seed}\nlike = "{model.like}"\ntokens = {model.tokens}\n'
+    (out / RECIPE).write_text(recipe, encoding="utf-8")
+    tokenizer = json.loads((out / TOKENIZER).read_text(encoding="utf-8"))
+    vocabulary = tokenizer["model"]["vocab"]
+    tokenizer["model"]["vocab"] = {text: model.spread(token) for text, token in vocabulary.items()}
+    for added in tokenizer["added_tokens"]:
+        added["id"] = model.spread(added["id"])
+    (out / TOKENIZER).write_text(json.dumps(tokenizer, ensure_ascii=False), encoding="utf-8")
+
+
+def shapes_of(folder: Path) -> Mapping[str, tuple[int, ...]]:
+    """The shape of each tensor of a model folder, also of weights that are still to be drawn. Raises UsageError."""
+    drawn = random_model(folder)
+    return drawn.shapes() if drawn else weight_shapes(folder)
+
+
+@cache
+def elements(scenario: Scenario) -> int:
+    """The number of elements of all models of a scenario."""
+    each = sum(math.prod(shape) for shape in shapes_of(resolve(scenario.model)).values())
+    return each * len(scenario.objective.roles)
+
+
+def is_large(scenario: Scenario) -> bool:
+    """Whether nothing that is as large as its models should be made twice at the same time."""
+    return elements(scenario) > LARGE_MODELS
+
+
+def is_sketched(scenario: Scenario) -> bool:
+    """Whether records of it keep sketches of some matrices (conformance.numerics.sketch)."""
+    return sketched_above(scenario.sketch, elements(scenario)) < elements(scenario)
+
+
+def draw_weights(model: RandomModel, scenario: Scenario, role: Role, out: Path) -> None:
+    """Draw the weights of one role into its folder ``out``, unless they are there, and the adapter of a policy that has
+    one. For the scenario's seed and for roles they are perturbed as those of any model are
+    (conformance.models.folders).
+
+    Raises UsageError for a value model.
+    """
+    if (out / INDEX).exists():
+        return
+    key = key_of(scenario, role)
+    if scenario.lora and role == POLICY:
+        shutil.rmtree(out / ADAPTER, ignore_errors=True)  # what a run that was interrupted left
+        write_adapter(out / ADAPTER, scenario.lora, model.shapes(), key=key)
+    if role.head == "value":
+        raise UsageError(
+            f"a {model.like} of another size has random weights, of which no value model is made; use another objective"
+        )
+    where: dict[str, str] = {}
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        for number, names in enumerate(_files(model), start=1):
+            file = f"model-{number:05d}.safetensors"
+            tensors = threads.map(partial(_drawn, model, "" if key == "0" else key), names)
+            save_file(dict(zip(names, tensors, strict=True)), out / file, metadata={"format": "pt"})
+            where |= dict.fromkeys(names, file)
+    unfinished = out / f"{INDEX}.unfinished"
+    size = 2 * sum(map(math.prod, model.shapes().values()))
+    unfinished.write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": where}), encoding="utf-8")
+    unfinished.rename(out / INDEX)
+
+
+def _files(model: RandomModel) -> Iterator[list[str]]:
+    """The names of the tensors of each file."""
+    held, names = 0, list[str]()
+    for name, shape in model.shapes().items():
+        size = torch.Size(shape).numel()
+        if names and held + size > OF_FILE:
+            yield names
+            held, names = 0, []
+        held, names = held + size, [*names, name]
+    yield names
+
+
+def _drawn(model: RandomModel, key: str, name: str) -> Tensor:
+    shape = model.shapes()[name]
+    numbers = torch.randn(shape, generator=generator_of(f"{model.seed} random {name}"))
+    if name.endswith("norm.weight"):
+        numbers = numbers * NORM + (0.0 if model.architecture.norm.plus_one else 1.0)
+    else:
+        numbers = numbers * (MATRIX if len(shape) > 1 else BIAS)
+    drawn = numbers.to(torch.bfloat16)
+    return noisy(drawn, key=f"{key} {name}") if key else drawn

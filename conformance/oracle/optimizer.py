@@ -1,0 +1,127 @@
+"""Clipping and optimizers of the oracle, in plain tensor arithmetic.
+
+Serves claims 1, 2 and 4: uses neither torch.optim nor torch.nn.utils, so that a bug in how a backend drives those
+cannot hide here as well. The conventions (clipping, weight decay, schedule) are in scenario.py.
+
+The oracle's loss scale of fp16: which updates overflow and are skipped, and how the scale falls and grows.
+
+Serves claim 1: shares no code with the libraries' scalers. The convention is in scenario.py.
+"""
+
+import math
+
+import torch
+
+from conformance.oracle.primitives import Policy
+from conformance.oracle.variant import Weights
+from conformance.spec.observables import PROGRESS_OF_SCALE, SKIPPED
+from conformance.spec.scenario import LossScaleConfig, OptimizerConfig
+
+
+def global_norm(gradients: Weights) -> float:
+    """2-norm of all gradients together."""
+    return math.sqrt(sum(gradient.square().sum().item() for gradient in gradients.values()))
+
+
+def clip(gradients: Weights, norm: float, max_norm: float | None) -> Weights:
+    """Gradients times min(1, max_norm / (norm + 1e-6)), torch's formula."""
+    factor = clip_factor(norm, max_norm)
+    return {name: gradient * factor for name, gradient in gradients.items()}
+
+
+def clip_factor(norm: float, max_norm: float | None) -> float:
+    """min(1, max_norm / (norm + 1e-6)); 1 where ``max_norm`` is None."""
+    return 1.0 if max_norm is None else min(1.0, max_norm / (norm + 1e-6))
+
+
+class Sgd:
+    """w <- w - lr b, b <- momentum b + g, and b = g at the first step, as torch has it (no dampening, no decay).
+
+    ``step`` gives the new weights of what has gradients.
+    """
+
+    def __init__(self, config: OptimizerConfig) -> None:
+        self._momentum = config.momentum
+        self._velocity: Weights = {}
+
+    def step(self, weights: Weights, gradients: Weights, lr: float) -> Weights:
+        for name, gradient in gradients.items():
+            before = self._velocity.get(name)
+            self._velocity[name] = gradient if before is None else self._momentum * before + gradient
+        return {name: weights[name] - lr * velocity for name, velocity in self._velocity.items()}
+
+
+class AdamW:
+    """Adam (arXiv 1412.6980, Algorithm 1) with decoupled decay (arXiv 1711.05101, Algorithm 2, line 12).
+
+    The schedule multiplies lr, and decay is lr * weight_decay * w, as in torch. Parameters with one dimension (biases,
+    norm weights) are not decayed. ``step`` gives the new weights of what has gradients.
+    """
+
+    def __init__(self, config: OptimizerConfig) -> None:
+        self._config = config
+        self._first: Weights = {}
+        self._second: Weights = {}
+        self._steps = 0
+
+    def step(self, weights: Weights, gradients: Weights, lr: float) -> Weights:
+        beta1, beta2 = self._config.betas
+        self._steps += 1
+        updated = {}
+        for name, g in gradients.items():
+            weight = weights[name]
+            m = beta1 * self._first.get(name, torch.zeros_like(g)) + (1 - beta1) * g
+            v = beta2 * self._second.get(name, torch.zeros_like(g)) + (1 - beta2) * g.square()
+            self._first[name], self._second[name] = m, v
+            m_hat = m / (1 - beta1**self._steps)
+            v_hat = v / (1 - beta2**self._steps)
+            decay = self._config.weight_decay if weight.ndim >= 2 else 0.0
+            updated[name] = weight - lr * (m_hat / (v_hat.sqrt() + self._config.eps) + decay * weight)
+        return updated
+
+
+def make_optimizer(config: OptimizerConfig) -> Sgd | AdamW:
+    return Sgd(config) if config.name == "sgd" else AdamW(config)
+
+
+LARGEST = 65504.0  # number of float16
+# What is scaled and overflows is not the whole gradient: libraries multiply it by the number of ranks that they average
+# over, cut it into the parts of ranks and micro-batches, and scale activations. All that is within this factor.
+MARGIN = 64.0
+
+
+class LossScale:
+    """``scale`` is what training goes on with, ``good_steps`` the number of updates in a row since it fell or grew."""
+
+    def __init__(self, config: LossScaleConfig) -> None:
+        self._interval = config.growth_interval
+        self.scale, self.good_steps = 2.0**config.initial_power, 0
+
+    def update(self, gradients: Weights, policy: Policy, *, step: int) -> dict[str, float]:
+        """Count a step with these gradients, which were divided by the scale again.
+
+        Returns the settings of the step (conformance.spec.observables). Raises ValueError if it is marginal whether the
+        gradients overflow, because then it depends on the layout.
+        """
+        overflows = self._overflow(gradients, policy, step=step)
+        if overflows:
+            self.scale, self.good_steps = self.scale / 2, 0
+        else:
+            self.good_steps += 1
+            if self.good_steps == self._interval:
+                self.scale, self.good_steps = self.scale * 2, 0
+        numbers = (self.scale, float(self.good_steps))
+        return {SKIPPED: float(overflows), **dict(zip(PROGRESS_OF_SCALE, numbers, strict=True))}
+
+    def _overflow(self, gradients: Weights, policy: Policy, *, step: int) -> bool:
+        if policy.compute == torch.float16:
+            return not all(gradient.isfinite().all() for gradient in gradients.values())
+        largest = self.scale * max(gradient.abs().max().item() for gradient in gradients.values())
+        if LARGEST / MARGIN < largest < LARGEST * MARGIN:
+            raise ValueError(
+                f"step {step}: the largest scaled gradient is {largest:.3g}, so it is marginal whether it overflows in "
+                f"fp16 (beyond {LARGEST:.0f}); choose another loss_scale.initial_power, or other "
+                f"objective.document_weights, with which it is below {LARGEST / MARGIN:.3g} or above "
+                f"{LARGEST * MARGIN:.3g}"
+            )
+        return largest > LARGEST

@@ -1,0 +1,356 @@
+"""GRPO and PPO of the oracle: a roll-out's advantages, and what one response adds to the losses, from the papers.
+
+Serves claims 1 and 6: written apart from impl/rl, document by document, with sums as the papers have them. Everything
+is in the dtype ``stable`` of the softmax and the losses; columns of documents are Python's floats, so nothing is lost.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from conformance.oracle.loss_terms import Term, target_logprobs, target_positions
+from conformance.spec.batch import Batch, Document
+from conformance.spec.objectives import REFERENCE_KL, Grpo, PolicyGradient, Ppo, terms_of
+from conformance.spec.roles import CRITIC, POLICY, REFERENCE
+
+Responses = list[list[Tensor]]  # by mini-batch and document: a number for each token of the response
+
+
+class ResponseFunctions:
+    """What GRPO and PPO have in common, one response after another."""
+
+    def __init__(self, objective: PolicyGradient) -> None:
+        self.objective = objective
+
+    # --- before the first update of a roll-out ------------------------------------------------------------------------
+
+    def looks(self, model: str) -> bool:
+        return any(role.name == model for role in self.objective.looking)
+
+    def look(self, model: str, output: Tensor, document: Document, *, stable: torch.dtype) -> Tensor:
+        if model == CRITIC.name:
+            return values_of(output, document, stable=stable)
+        return target_logprobs(output, document, stable=stable, temperature=self.objective.temperature)
+
+    def annotate(self, batches: Sequence[Batch], found: Mapping[str, Responses], *, stable: torch.dtype) -> list[Batch]:
+        flat = [document for batch in batches for document in batch.documents]
+        known: dict[str, list[Any]] = {
+            model: [numbers for batch in outputs for numbers in batch] for model, outputs in found.items()
+        }
+        sampled = [of_targets(d, "rollout_logprob", stable) for d in flat]
+        old = known.get(POLICY.name, sampled)
+        columns: dict[str, list[Tensor]] = {"old_logprob": old}
+        if self.objective.rollout_is_threshold is not None:
+            cap = self.objective.rollout_is_threshold
+            columns["importance"] = [importance(o, s, cap) for o, s in zip(old, sampled, strict=True)]
+        if REFERENCE.name in known:
+            columns["reference_logprob"] = known[REFERENCE.name]
+        references = known.get(REFERENCE.name, [None] * len(flat))
+        rewards = [self.rewards(one_number(d, "reward"), o, r) for d, o, r in zip(flat, old, references, strict=True)]
+        groups = [int(one_number(d, "group")) for d in flat]
+        columns |= self.advantages(flat, rewards, groups, known.get(CRITIC.name, []), stable)
+        annotated = iter(
+            replace(d, columns={**d.columns, **{k: _column(d, c[n]) for k, c in columns.items()}})
+            for n, d in enumerate(flat)
+        )
+        return [
+            replace(b, rows=tuple(replace(r, documents=tuple(next(annotated) for _ in r.documents)) for r in b.rows))
+            for b in batches
+        ]
+
+    def rewards(self, reward: float, old: Tensor, reference: Tensor | None) -> Tensor:
+        """Of each token, (targets,): the response's at its last token, less the penalty of each token's own."""
+        rewards = torch.zeros_like(old)
+        if len(rewards):
+            rewards[-1] = reward
+        if self.objective.kl_coef:
+            assert reference is not None
+            rewards = rewards - self.objective.kl_coef * divergence(old - reference, self.objective.kl_penalty)
+        return rewards
+
+    def advantages(
+        self,
+        documents: list[Document],
+        rewards: list[Tensor],
+        groups: list[int],
+        values: list[Tensor],
+        stable: torch.dtype,
+    ) -> dict[str, list[Tensor]]:
+        """Columns ``advantage`` and, of PPO, ``value`` and ``return``: numbers of each token of each document."""
+        raise NotImplementedError
+
+    # --- an update ----------------------------------------------------------------------------------------------------
+
+    def totals(self, batch: Batch) -> dict[str, float]:
+        lengths = [sum(document.targets) for document in batch.documents]
+        return {
+            "token_count": sum(lengths),
+            "sequence_count": sum(length > 0 for length in lengths),
+            "loss_scale": self._loss_scale(batch),
+        } | self.summary(batch)
+
+    def _loss_scale(self, batch: Batch) -> float:
+        """What a policy loss is made of and mostly cancels out of: the mean |advantage| of the tokens."""
+        taken = [of_targets(document, "advantage", torch.float64).abs() for document in batch.documents]
+        return torch.cat(taken).mean().item()
+
+    def summary(self, batch: Batch) -> dict[str, float]:
+        """Numbers of the batch that depend on no forward pass of this step."""
+        return {}
+
+    def term(
+        self,
+        model: str,
+        output: Tensor,
+        document: Document,
+        *,
+        totals: Mapping[str, float],
+        others: Mapping[str, Tensor],
+        stable: torch.dtype,
+    ) -> Term:
+        if model == CRITIC.name:
+            return self.of_critic(values_of(output, document, stable=stable), document, totals)
+        temperature = self.objective.temperature
+        logprobs = target_logprobs(output, document, stable=stable, temperature=temperature)
+        entropy = entropies(output, document, stable=stable, temperature=temperature)
+        return self.of_policy(logprobs, entropy, document, totals)
+
+    def weight(self, length: int, totals: Mapping[str, float]) -> float:
+        """What the loss of each token of a response of this length is multiplied with."""
+        sequences = totals["sequence_count"]
+        match self.objective.loss_agg_mode:
+            case "token-mean":
+                return 1 / totals["token_count"]
+            case "seq-mean-token-sum":
+                return 1 / sequences
+            case "seq-mean-token-mean":
+                return 1 / sequences / length
+            case "seq-mean-token-sum-norm":
+                assert self.objective.loss_scale_factor is not None
+                return 1 / sequences / self.objective.loss_scale_factor
+
+    def of_policy(self, logprobs: Tensor, entropy: Tensor, document: Document, totals: Mapping[str, float]) -> Term:
+        """From log-probs and entropies of the response's tokens, (targets,) both."""
+        o, stable = self.objective, logprobs.dtype
+        old, advantage = (of_targets(document, name, stable) for name in ("old_logprob", "advantage"))
+        losses, ratio, clipped, lower = surrogate(logprobs, old, advantage, objective=o)
+        if o.rollout_is_threshold is not None:
+            losses = losses * of_targets(document, "importance", stable)
+        weight, count = self.weight(len(losses), totals), totals["token_count"]
+        rows = {"logprob": logprobs, "entropy": entropy, "ratio": ratio, "advantage": advantage}
+        parts = {"pg_loss": weight * losses, "entropy_loss": weight * entropy}
+        parts["loss"] = parts["pg_loss"] - o.entropy_coeff * parts["entropy_loss"]
+        if o.kl_loss_coef:
+            reference = of_targets(document, "reference_logprob", stable)
+            rows[REFERENCE_KL] = divergence(logprobs - reference, o.kl_loss_type)
+            parts["kl_loss"] = weight * rows[REFERENCE_KL]
+            parts["loss"] = parts["loss"] + o.kl_loss_coef * parts["kl_loss"]
+        apart = logprobs - old
+        approx_kl = -apart.clamp(-20, 20) if o.loss_mode == "vanilla" else -apart
+        means = {
+            "ppo_kl": approx_kl,
+            "pg_clipfrac": clipped.to(stable),
+            "pg_clipfrac_lower": lower.to(stable),
+            "ratio_mean": ratio,
+        }
+        values = {key: terms.sum().item() for key, terms in parts.items()}
+        values |= {key: (numbers.sum() / count).item() for key, numbers in means.items()}
+        rows |= {terms_of(key): terms for key, terms in parts.items()}
+        rows |= {"approx_kl": approx_kl, "old_logprob": old}
+        if not o.recompute_old_logprobs:
+            del rows["old_logprob"]
+        if o.has_reference:
+            rows["reference.logprob"] = of_targets(document, "reference_logprob", stable)
+        return Term(loss=parts["loss"].sum(), values=values, rows=rows, highest={"ratio_max": ratio.max().item()})
+
+    def of_critic(self, values: Tensor, document: Document, totals: Mapping[str, float]) -> Term:
+        """From the critic's numbers of the response's tokens, (targets,)."""
+        raise NotImplementedError
+
+
+class GrpoFunctions(ResponseFunctions):
+    """arXiv 2402.03300, and estimators of its kind: every token of a response has the response's advantage, but for
+    ``reinforce_plus_plus``, which discounts."""
+
+    objective: Grpo
+
+    def advantages(
+        self,
+        documents: list[Document],
+        rewards: list[Tensor],
+        groups: list[int],
+        values: list[Tensor],
+        stable: torch.dtype,
+    ) -> dict[str, list[Tensor]]:
+        o = self.objective
+        if o.adv_estimator == "reinforce_plus_plus":
+            returns = []
+            for tokens in rewards:
+                ahead, found = torch.zeros((), dtype=stable), []
+                for reward in tokens.flip(0):
+                    ahead = reward + o.gamma * ahead
+                    found.append(ahead)
+                returns.append(torch.stack(found[::-1]) if found else tokens)
+            return {"advantage": whitened(returns)}
+        scores = torch.stack(
+            [
+                tokens.sum() if len(tokens) else torch.tensor(one_number(d, "reward"), dtype=stable)
+                for d, tokens in zip(documents, rewards, strict=True)
+            ]
+        )
+        of_group = [self._of_group(n, scores, torch.tensor(groups)) for n in range(len(groups))]
+        spread = [of_group[n].expand(len(tokens)) for n, tokens in enumerate(rewards)]
+        return {"advantage": whitened(spread) if o.adv_estimator == "reinforce_plus_plus_baseline" else spread}
+
+    def _of_group(self, n: int, scores: Tensor, groups: Tensor) -> Tensor:
+        mine = scores[groups == groups[n]]
+        if len(mine) == 1:  # there is nobody to compare with
+            return mine[0] / (1 + 1e-6) if self._normalises else mine[0]
+        if self.objective.adv_estimator == "rloo":
+            others = (mine.sum() - scores[n]) / (len(mine) - 1)
+            return scores[n] - others
+        centred = scores[n] - mine.mean()
+        return centred / (mine.std(correction=1) + 1e-6) if self._normalises else centred
+
+    @property
+    def _normalises(self) -> bool:
+        return self.objective.adv_estimator == "grpo" and self.objective.norm_adv_by_std_in_grpo
+
+
+class PpoFunctions(ResponseFunctions):
+    """arXiv 1707.06347 with the advantages of arXiv 1506.02438, equations 11 to 16, whitened over the roll-out."""
+
+    objective: Ppo
+
+    def advantages(
+        self,
+        documents: list[Document],
+        rewards: list[Tensor],
+        groups: list[int],
+        values: list[Tensor],
+        stable: torch.dtype,
+    ) -> dict[str, list[Tensor]]:
+        found = []
+        for tokens, value in zip(rewards, values, strict=True):
+            after = torch.cat([value[1:], value.new_zeros(1)])[: len(value)]
+            surprise = tokens + self.objective.gamma * after - value
+            decay = self.objective.gamma * self.objective.lam
+            # A_t = sum over l of (gamma lambda)^l delta_{t + l}, as equation 16 has it.
+            powers = decay ** torch.arange(len(value), dtype=stable)
+            found.append(
+                torch.stack([(powers[: len(value) - t] * surprise[t:]).sum() for t in range(len(value))])
+                if len(value)
+                else value
+            )
+        returns = [a + v for a, v in zip(found, values, strict=True)]
+        return {"advantage": whitened(found), "value": list(values), "return": returns}
+
+    def summary(self, batch: Batch) -> dict[str, float]:
+        returns, values = (
+            torch.cat([of_targets(document, name, torch.float64) for document in batch.documents])
+            for name in ("return", "value")
+        )
+        return {"critic.explained_var": (1 - (returns - values).var() / (returns.var() + 1e-5)).item()}
+
+    def of_critic(self, values: Tensor, document: Document, totals: Mapping[str, float]) -> Term:
+        old, wanted = (of_targets(document, name, values.dtype) for name in ("value", "return"))
+        losses, clipped = value_losses(values, old, wanted, cliprange=self.objective.cliprange_value)
+        loss = self.weight(len(values), totals) * losses.sum()
+        share = clipped.to(values.dtype).sum() / totals["token_count"]
+        numbers = {"critic.loss": loss.item(), "critic.clipfrac": share.item()}
+        rows = {"critic.value": values, "critic.old_value": old, "return": wanted}
+        return Term(loss=loss, values=numbers, rows=rows)
+
+
+def surrogate(
+    logprobs: Tensor, old: Tensor, advantage: Tensor, *, objective: PolicyGradient
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of each token of one response: its loss, its ratio, whether the clip took from it, and whether dual clip did.
+
+    arXiv 1707.06347, equation 7, whose objective is a gain; dual clip: arXiv 1912.09729, equation 5.
+    """
+    apart = logprobs - old
+    if objective.loss_mode == "gspo":
+        # The sequence's ratio, with the gradient of each token's own (arXiv 2507.18071, equation 14).
+        ratio = (apart.mean().detach() + logprobs - logprobs.detach()).clamp(max=10).exp()
+    else:
+        ratio = apart.clamp(-20, 20).exp()
+    free = ratio * advantage
+    bounded = ratio.clamp(1 - objective.clip_ratio_low, 1 + objective.clip_ratio_high) * advantage
+    gain = torch.minimum(free, bounded)
+    lower = torch.zeros_like(gain, dtype=torch.bool)
+    if objective.loss_mode == "vanilla" and objective.clip_ratio_c is not None:
+        least = objective.clip_ratio_c * advantage
+        lower = (advantage < 0) & (gain < least)
+        gain = torch.where(advantage < 0, torch.maximum(gain, least), gain)
+    return -gain, ratio, bounded < free, lower
+
+
+def value_losses(values: Tensor, old: Tensor, wanted: Tensor, *, cliprange: float) -> tuple[Tensor, Tensor]:
+    """Of each token: half the larger square of the value's and the clipped value's error, and whether it is the
+    clipped one's."""
+    near = torch.minimum(torch.maximum(values, old - cliprange), old + cliprange)
+    free, bounded = (values - wanted).square(), (near - wanted).square()
+    return torch.maximum(free, bounded) / 2, bounded > free
+
+
+def importance(old: Tensor, sampled: Tensor, cap: float) -> Tensor:
+    """Truncated weights of tokens that another policy has sampled."""
+    return (old - sampled).clamp(-20, 20).exp().clamp(max=cap)
+
+
+def divergence(apart: Tensor, kind: str) -> Tensor:
+    """Estimates of KL(policy, reference) from ``apart`` = log p - log p_reference of sampled tokens.
+
+    http://joschu.net/blog/kl-approx.html, with the bounds of verl on k3.
+    """
+    match kind:
+        case "kl":
+            return apart
+        case "abs":
+            return apart.abs()
+        case "mse":
+            return apart.square() / 2
+        case "low_var_kl":
+            apart = apart.clamp(-20, 20)
+            return ((-apart).exp() + apart - 1).clamp(-10, 10)
+    raise AssertionError(kind)
+
+
+def whitened(numbers: list[Tensor]) -> list[Tensor]:
+    """Shifted to a mean of 0 and scaled to a variance of 1, over all tokens of all responses."""
+    every = torch.cat(numbers)
+    scale = (every.var(correction=1) + 1e-8).rsqrt()
+    return [(one - every.mean()) * scale for one in numbers]
+
+
+def values_of(output: Tensor, document: Document, *, stable: torch.dtype) -> Tensor:
+    """The critic's number where each target token is predicted, (targets,)."""
+    return output[target_positions(document) - 1, 0].to(stable)
+
+
+def entropies(logits: Tensor, document: Document, *, stable: torch.dtype, temperature: float) -> Tensor:
+    """-sum p log p of the distributions that the target tokens are drawn from, (targets,), in nats."""
+    scaled = logits[target_positions(document) - 1].to(stable) / temperature
+    every = torch.log_softmax(scaled, dim=-1)
+    return -(every.exp() * every).sum(-1)
+
+
+def of_targets(document: Document, name: str, stable: torch.dtype) -> Tensor:
+    """A column's numbers of the target tokens, (targets,)."""
+    column: Any = document.columns[name]
+    return torch.tensor([x for x, target in zip(column, document.targets, strict=True) if target], dtype=stable)
+
+
+def one_number(document: Document, name: str) -> float:
+    number = document.columns[name]
+    assert isinstance(number, float), f"{name} is a number of the whole response"
+    return number
+
+
+def _column(document: Document, numbers: Tensor) -> tuple[float, ...]:
+    taken = iter(numbers.tolist())
+    return tuple(next(taken) if target else 0.0 for target in document.targets)

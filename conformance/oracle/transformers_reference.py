@@ -1,0 +1,263 @@
+"""TransformersDecoder: transformers' own implementation as a second-class oracle, in one process, document by document.
+
+A document is a batch of its own, without padding, packing or a mask, so what transformers does about these cannot show
+as an error of the model. Its weights are arguments: gradients, optimizer and masters stay the oracle's own.
+"""
+
+import functools
+import inspect
+import itertools
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import transformers
+from safetensors import safe_open
+from torch import Tensor
+from torch.func import functional_call
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+from conformance.core.errors import UsageError, one_line, shown
+from conformance.core.io import read_json
+from conformance.models.folder_checks import runs_code
+from conformance.models.folders import weight_files
+from conformance.oracle.decoder import is_buffer
+from conformance.oracle.feed_forward import Routing
+from conformance.oracle.primitives import NO_TAP, Policy, Tap
+from conformance.oracle.variant import HONEST, Variant, Weights
+from conformance.spec.batch import Document
+from conformance.spec.lora import LoraConfig
+from conformance.spec.roles import Head
+
+transformers.utils.logging.disable_progress_bar()  # it would stand between the lines of a run
+
+SCORE = "score.weight"  # the head of a value model: a linear layer without bias on the last hidden state
+RANDOM = ("drop", "jitter")  # parts of the names of what transformers does at random in training mode
+OF_CLASSIFIERS = ("classifier", "summary")  # names begin so of what only heads for classification read
+
+
+class TransformersDecoder:
+    """See conformance.oracle.role_model.Decoder for the contract of each method.
+
+    Raises UsageError for a model that transformers does not know as a causal language model, whose forward pass takes
+    no positions, that has recurrent layers, and that drops something at random or adds a router's auxiliary loss; and
+    if Python code of the folder would have to be run and is not ``trusted``.
+    """
+
+    def __init__(self, folder: Path, *, disable_dropout: bool, trusted: bool) -> None:
+        self._folder = folder
+        self._code = runs_code(folder, trusted=trusted)
+        values = read_json(folder / "config.json")
+        _check(values, str(folder / "config.json"), disable_dropout=disable_dropout)
+        try:
+            self._config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=self._code)
+            self._class = self._causal_class()
+        except UsageError:
+            raise
+        except Exception as error:  # transformers raises errors of many types for unexpected values
+            raise UsageError(
+                f"{folder / 'config.json'} has model_type {shown(values.get('model_type'))}, which the oracle does not "
+                f"know, and transformers cannot use it as a causal language model: {one_line(error)}"
+            ) from None
+        taken = inspect.signature(self._class.forward).parameters
+        # The code of a folder hands on whatever it does not name.
+        if "position_ids" not in taken and not self._code:
+            raise UsageError(
+                f"{folder / 'config.json'} names {self._class.__name__}, which takes no position_ids, so documents in "
+                f"one row cannot be kept apart; use another model"
+            )
+        text = self._config.get_text_config()
+        self.vocab_size: int = text.vocab_size
+        self.padding_token: int | None = getattr(text, "pad_token_id", None)
+        kinds = set(getattr(text, "layer_types", None) or ())
+        # transformers calls Mamba's layers linear_attention, and other convolutions by their name.
+        if recurrent := sorted(kind for kind in kinds if kind == "linear_attention" or "attention" not in kind):
+            raise UsageError(
+                f"{folder / 'config.json'} names {self._class.__name__}, whose layers of kind {', '.join(recurrent)} "
+                f"hand on what they saw from token to token, so documents in one row cannot be kept apart; use another "
+                f"model"
+            )
+        slides = "sliding_attention" in kinds
+        self.window: int | None = text.sliding_window if slides else None
+        whose = "the folder's" if self._code else f"transformers {transformers.__version__}'s"
+        self.second_class = f"{whose} own {self._class.__name__}"
+        self._head: Head = "value" if _is_value_model(values) else "causal"
+        self._models: dict[Policy, _Module] = {}
+
+    def _causal_class(self) -> type[transformers.PreTrainedModel]:
+        reference = (getattr(self._config, "auto_map", None) or {}).get("AutoModelForCausalLM")
+        if reference and self._code:
+            return get_class_from_dynamic_module(reference, self._folder)  # type: ignore[no-any-return]
+        return transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(self._config)]  # type: ignore[no-any-return]
+
+    def parameter_names(self, head: Head) -> tuple[str, ...]:
+        with torch.device("meta"):
+            model = self._class(self._config)
+        names = tuple(name for name, _ in model.named_parameters())
+        if head == "causal":
+            return names
+        inside = f"{model.base_model_prefix}."
+        return (*(name for name in names if name.startswith(inside)), SCORE)
+
+    def check_weights(self, folder: Path) -> None:
+        self._loaded(folder, "meta", self._config.dtype or torch.float32)
+
+    @property
+    def adapter_names(self) -> tuple[str, ...]:
+        return ()
+
+    def adapted(self, lora: LoraConfig) -> NoReturn:
+        raise UsageError(
+            f"the oracle knows adapters of the architectures that it computes itself, and {self._class.__name__} is "
+            f"none of them; leave lora out, or use a model of docs/adding-a-model.md"
+        )
+
+    def merged(self, weights: Weights) -> NoReturn:
+        raise AssertionError("a second-class oracle has no adapters")
+
+    def varied(self, variant: Variant) -> "TransformersDecoder":
+        return self
+
+    def load(
+        self, folder: Path, dtype: torch.dtype, variant: Variant, *, trained: bool, devices: Sequence[str]
+    ) -> Weights:
+        weights = _Module(self._loaded(folder, devices[0], dtype), self._prefix).weights
+        if self._head == "value":
+            weights[SCORE] = _tensor(folder, SCORE).to(devices[0], dtype)
+        return variant.loaded(weights, None, trained=trained)
+
+    router_loss = 0.0
+    routers = ()
+
+    def routing(self, document: Document, key: str) -> None:
+        return None
+
+    def forward(
+        self,
+        tokens: Tensor,
+        weights: Weights,
+        policy: Policy,
+        variant: Variant = HONEST,
+        tap: Tap = NO_TAP,
+        routing: Routing | None = None,
+    ) -> Tensor:
+        w = {name: tensor.to(policy.compute) for name, tensor in weights.items()}
+        output = self._module(policy, str(tokens.device))(tokens, w)
+        found: Tensor = output.last_hidden_state @ w[SCORE].T if self._head == "value" else output.logits
+        return found[0]
+
+    def described(self) -> dict[str, Any]:
+        return {"second_class": self.second_class, "head": self._head}
+
+    @property
+    def _prefix(self) -> str:
+        """What the names of a value model's parameters begin with, whose module is the language model without head."""
+        return f"{self._class.base_model_prefix}." if self._head == "value" else ""
+
+    def _module(self, policy: Policy, device: str) -> "_Module":
+        """The model without weights. Its buffers are those of a model that is loaded in the dtype of the masters."""
+        if policy not in self._models:
+            model = self._loaded(self._folder, device, policy.stable, fused=policy.fused)
+            self._models[policy] = _Module(model, self._prefix).without_weights()
+        return self._models[policy]
+
+    def _loaded(
+        self, folder: Path, device: str, dtype: torch.dtype, *, fused: bool = False
+    ) -> transformers.PreTrainedModel:
+        """The model with the weights of ``folder``, in evaluation mode. Raises UsageError where they do not fit."""
+        value = self._head == "value"
+        loader = transformers.AutoModel if value else transformers.AutoModelForCausalLM
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model, found = loader.from_pretrained(
+                folder,
+                trust_remote_code=self._code,
+                dtype=dtype,
+                attn_implementation="sdpa" if fused and self._class._supports_sdpa else "eager",
+                # Left out, transformers takes a kernel for groups of experts, which knows no float64.
+                **({} if fused else {"experts_implementation": "eager"}),
+                device_map={"": device},
+                output_loading_info=True,
+                local_files_only=True,
+            )
+        found["unexpected_keys"] = set(found["unexpected_keys"]) - ({SCORE} if value else set())
+        for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+            if names := sorted(map(str, found[kind])):
+                raise UsageError(
+                    f"the weights in {folder} do not fit its config.json: {kind.replace('_', ' ')} {names[:8]}"
+                )
+        model.config.use_cache = False
+        return model.eval()
+
+
+class _Module:
+    """A model that is given its weights with every call, by their names in the causal language model."""
+
+    def __init__(self, model: transformers.PreTrainedModel, prefix: str) -> None:
+        self._model, self._prefix = model, prefix
+        first: dict[int, str] = {}
+        # A tensor of two names has the first; all of them are replaced in a call.
+        self._names = {
+            name: first.setdefault(id(parameter), name)
+            for name, parameter in model.named_parameters(remove_duplicate=False)
+        }
+
+    @property
+    def weights(self) -> Weights:
+        """Parameters, and what a folder has beside them that is not trained; that is used as it was loaded."""
+        buffers = ((name, buffer) for name, buffer in self._model.named_buffers() if is_buffer(name))
+        found = itertools.chain(self._model.named_parameters(), buffers)
+        return {self._prefix + name: tensor.detach() for name, tensor in found}
+
+    def without_weights(self) -> "_Module":
+        """The same with nothing in its parameters, so that the weights are in memory once."""
+        for module in self._model.modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                setattr(module, name, torch.nn.Parameter(parameter.to("meta"), requires_grad=False))
+        return self
+
+    def __call__(self, tokens: Tensor, weights: Mapping[str, Tensor]) -> Any:
+        given = {name: weights[self._prefix + held] for name, held in self._names.items()}
+        inputs = {"input_ids": tokens[None], "use_cache": False}
+        return functional_call(self._model, given, args=(), kwargs=inputs, tie_weights=False)
+
+
+def _check(values: dict[str, Any], source: str, *, disable_dropout: bool) -> None:
+    """Raises UsageError for what makes training random, and for a loss that no objective here has."""
+    for key, value in _numbers(values):
+        random = any(part in key for part in RANDOM) and not key.startswith(OF_CLASSIFIERS)
+        if value and random and not disable_dropout:
+            raise UsageError(
+                f"{source} sets {key}={shown(value)}; what is random differs between any two runs: set {key} to 0.0"
+            )
+    if values.get("output_router_logits"):
+        raise UsageError(
+            f"{source} sets output_router_logits=true; no objective here adds a router's auxiliary loss: set it to "
+            f"false"
+        )
+
+
+def _numbers(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """All numbers of a configuration and of those inside it, by key."""
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _numbers(value)
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            yield key, value
+
+
+def _is_value_model(values: Mapping[str, Any]) -> bool:
+    """Whether the folder is a value model: sequence classification with one label, read at every token."""
+    names = values.get("architectures") or ()
+    return any(str(name).endswith("ForSequenceClassification") for name in names)
+
+
+@functools.cache
+def _tensor(folder: Path, name: str) -> Tensor:
+    for file in weight_files(folder):
+        with safe_open(file, framework="pt") as tensors:
+            if name in tensors.keys():  # noqa: SIM118
+                return tensors.get_tensor(name)  # type: ignore[no-any-return]
+    raise UsageError(f"{folder} is a value model without {name}; download the folder again")

@@ -1,0 +1,39 @@
+"""The oracle's run as a task of a world of one rank; a module of its own, because a zygote imports it and forks."""
+
+from pathlib import Path
+from typing import Any
+
+from conformance.oracle.run import PolicyName, run_oracle
+from conformance.runtime import RankContext
+from conformance.spec.batch import read_batches
+from conformance.spec.known_defects import parse_defects
+from conformance.spec.scenario import parse_scenario
+
+
+def run(
+    rank: RankContext,
+    *,
+    scenario: dict[str, Any],
+    models: dict[str, str],
+    batches: str,
+    out: str,
+    policy: PolicyName,
+    restarts: list[int],
+    merges: list[int],
+    defects: list[dict[str, Any]],
+    trusted: bool,
+) -> None:
+    """See ``run_oracle``; the arguments are its own as JSON values."""
+    rank.beat(policy)
+    run_oracle(
+        scenario=parse_scenario(scenario),
+        models={role: Path(folder) for role, folder in models.items()},
+        batches=read_batches(Path(batches)),
+        out=Path(out),
+        policy_name=policy,
+        restarts=restarts,
+        merges=merges,
+        defects=parse_defects(defects),
+        device=rank.device,
+        trusted=trusted,
+    )

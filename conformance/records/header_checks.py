@@ -1,0 +1,62 @@
+"""Identity: checks from its header to which cell or oracle run a record belongs; without torch.
+
+Folders can be copied, swapped and renamed. So a record counts as a cell's only if its header names this cell, and as
+the oracle's only if its header names the oracle with the wanted precision and defects (claim 9).
+"""
+
+from pathlib import Path
+from typing import Any
+
+from conformance.core.errors import shown
+from conformance.records.record_format import Line, RecordError
+from conformance.spec.known_defects import Defect, defects_to_json
+
+ORACLE = "oracle"  # the name of both the cell and the backend in the headers of the oracle's records
+FLOAT64 = "float64"  # the precision of the oracle run that cells are compared with
+CHOICES = "choices.safetensors"  # in the folder of that run: the frozen batches with the choices of its routers
+
+
+def noise_runs(precision: str) -> tuple[str, ...]:
+    """The oracle's runs whose distance to float64 bounds a cell of this precision; none in the exact tier.
+
+    The first has torch's fused attention kernel; the second, which is only made where a cell differs by the first, has
+    the plain formula, but in passes before the first update of a roll-out. Backends have the one or the other.
+    """
+    return () if precision == "exact" else (precision, f"{precision}-plain")
+
+
+def check_cell(folder: Path, header: Line, *, cell: str) -> None:
+    """Raises RecordError if the record in ``folder`` does not belong to ``cell``."""
+    if (found := header.get("cell")) != cell:
+        raise RecordError(
+            f"{folder} is a record of {found or 'nothing that has a name'} and not of {cell}: folders were mixed up; "
+            f"put the cell's own record there, or run the cell again"
+        )
+
+
+def check_oracle(folder: Path, header: Line, *, precision: str, defects: tuple[Defect, ...] = ()) -> None:
+    """Raises RecordError if the record in ``folder`` is not the oracle's with this precision and these defects."""
+    backend = header.get("backend", {})
+    found = header.get("cell"), backend.get("name"), backend.get("precision")
+    if found != (ORACLE, ORACLE, precision):
+        what = f"one of {found[0]} in {found[2]}" if found[0] == ORACLE else f"a record of {found[0] or 'nothing'}"
+        raise RecordError(
+            f"{folder} should be the oracle's record in {precision}, and is {what}: folders were mixed up; run the "
+            f"cell again"
+        )
+    if backend.get("defects") != (asked := defects_to_json(defects)):
+        said = _describe(backend["defects"]) if "defects" in backend else "no word about defects"
+        raise RecordError(
+            f"{folder} should be the oracle's record with {_describe(asked)}, and is one with {said}: folders were "
+            f"mixed up; run the cell again"
+        )
+
+
+def _describe(defects: Any) -> str:
+    return shown(defects) if defects else "no defect"
+
+
+def second_class(header: Line) -> object:
+    """Whose implementation computed the record of an oracle with this header; empty if it is the oracle's own."""
+    resolved = header.get("resolved")
+    return resolved.get("second_class", "") if isinstance(resolved, dict) else ""

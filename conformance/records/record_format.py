@@ -1,0 +1,351 @@
+"""Schema: the fields of a record's lines and their types; without torch.
+
+Every line is validated when it is read, so no reader has to check types again (claim 9). Other keys are allowed and
+ignored.
+
+Format: reads and verifies the lines of a record, without torch. The judge and the reports both use this reader.
+
+A record is a folder with ``record.jsonl`` and one safetensors file per step. The lines are a header (cell, backend,
+scenario, environment and observables), one line per optimizer step, and a footer with a digest. Serves claim 9: the
+record of a run that stopped half-way has no footer, and a changed record has a wrong digest. Each raises its own error,
+never a pass.
+
+A step's line holds ``step``; ``values``, the scalars and settings by the key of their observable; ``replicas``, the
+comparison of ranks that should hold the same numbers; ``seconds``; and ``tensors``, the name of the step's safetensors
+file with its SHA-256. The first of these lines (step -1, or the step before the first one of a later leg) holds the
+weights as loaded. Numbers that are not finite are strings: ``"nan"``, ``"inf"``, ``"-inf"``.
+"""
+
+import contextlib
+import hashlib
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, StrictInt, TypeAdapter, ValidationError
+
+from conformance.core.io import Unreadable, is_link, read_file
+from conformance.spec.observables import Observable, observables_from_json
+
+Count = Annotated[StrictInt, Field(ge=0)]
+Pass = Annotated[str, Field(pattern=r"^(forward|backward [0-9]{1,9}|later)$")]  # of a training step
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Header:
+    observables: tuple[Observable, ...]
+    first_step: Count
+    cell: str = ""
+    layout: str = ""
+    scenario: dict[str, Any] = field(default_factory=dict)
+    backend: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, Any] = field(default_factory=dict)
+    resolved: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Differing:
+    name: str
+    ranks: tuple[StrictInt, ...]
+    relative: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Replicas:
+    offered: Count
+    compared: Count
+    differing: tuple[_Differing, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _TensorFile:
+    """``file`` is a name in the record's own folder."""
+
+    file: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Step:
+    step: StrictInt
+    values: dict[str, float] = field(default_factory=dict)
+    replicas: dict[str, _Replicas] = field(default_factory=dict)
+    seconds: float = 0.0
+    generators: tuple[dict[str, str], ...] = ()  # by rank, a digest by the generator's name
+    tensors: _TensorFile | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Leak:
+    op: str
+    where: str
+    count: Count
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Evidence:
+    collectives: tuple[tuple[str, StrictInt, str, Pass, Count], ...]
+    products: tuple[tuple[str, Literal["forward", "backward", "recomputed"], Count], ...]
+    widths: tuple[StrictInt, ...]
+    linear: tuple[tuple[str, Count], ...] = ()  # older records have neither this field nor the next five
+    lengths: tuple[StrictInt, ...] = ()
+    reduced: tuple[tuple[StrictInt, Count], ...] = ()
+    held_weights: tuple[tuple[Count, Count], ...] = ()
+    compiled: Count = 0
+    engine: Count = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Batch:
+    step: StrictInt
+    tokens: Count
+    targets: tuple[tuple[Count, ...], ...]  # of each micro-batch of each data-parallel rank
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Footer:
+    steps: Count
+    sha256: str
+    leaks: tuple[_Leak, ...] = ()
+    evidence: tuple[_Evidence, ...] = ()
+    batches: tuple[_Batch, ...] = ()  # older records have neither this field nor the next two
+    memory: tuple[Count, ...] = ()  # by rank, the peak of its device in bytes; 0 where it is not known
+    host_memory: tuple[Count, ...] = ()  # the same of its host; older records lack it
+    pieces: dict[str, dict[str, tuple[Count, ...]]] = field(default_factory=dict)  # by name and region, the ranks
+    choices: str = ""  # the oracle's of a mixture of experts: SHA-256 of the batches with its routers' choices
+
+
+_LINE_TYPES = {"header": _Header, "step": _Step, "footer": _Footer}
+
+
+def wrong_line(line: dict[str, Any]) -> str:
+    """What is wrong with a line of a record; empty if nothing is. ``type`` has to be header, step or footer."""
+    try:
+        _adapter(line["type"]).validate_python(line)
+        if line["type"] == "header":
+            observables_from_json(line["observables"])  # refuses fields of another version, which pydantic would not
+    except ValidationError as error:
+        return first_error(error)
+    except TypeError as error:
+        return str(error)
+    return ""
+
+
+def first_error(error: ValidationError) -> str:
+    """The first error of a validation, in one line."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    where = ".".join(map(str, first["loc"]))
+    return f"{where}: {first['msg']}" if where else first["msg"]
+
+
+@cache
+def _adapter(kind: str) -> TypeAdapter[Any]:
+    return TypeAdapter(_LINE_TYPES[kind])
+
+
+RECORD_SCHEMA = 3
+RECORD_FILE = "record.jsonl"
+LONGEST = 2**28  # bytes of a JSON or JSONL file; the files of thousands of cells have some MiB
+MOST_NESTED = 64  # levels of JSON; the suite writes fewer than ten
+AGAIN = "run the cell again"
+Line = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lines:
+    """The lines of a record. ``loaded``: the line of the weights as loaded. ``steps``: the lines of optimizer steps."""
+
+    header: Line
+    loaded: Line
+    steps: tuple[Line, ...]
+    footer: Line
+
+    @property
+    def observables(self) -> tuple[Observable, ...]:
+        """The observables of the record's header, in causal order."""
+        return observables_from_json(self.header["observables"])
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 (hexadecimal) of the whole record, from the footer; empty without a footer."""
+        return str(self.footer.get("sha256", ""))
+
+
+class RecordError(ValueError):
+    """A record cannot be trusted. The message says which file, what is wrong, and what to do.
+
+    ``left``: the lines that could be read nevertheless, so that reports can show how far the cell came.
+    """
+
+    left: Lines | None = None
+
+
+class MissingFooter(RecordError):
+    """The record has no footer, because the run stopped before it was complete."""
+
+
+class DigestMismatch(RecordError):
+    """The record, or one of its tensor files, was changed after it was written."""
+
+
+class WrongSchema(RecordError):
+    """The record was written by another version of the suite, with another schema."""
+
+
+def read_lines(path: Path) -> Lines:
+    """Read and verify the lines of the record in folder ``path``; its tensor files are not read.
+
+    Raises RecordError or one of its subclasses MissingFooter, DigestMismatch and WrongSchema.
+    """
+    file = path / RECORD_FILE
+    raw = _read_raw_lines(file)
+    values: list[Any] = []
+    problem: RecordError | None = None
+    for number, line in enumerate(raw, start=1):
+        try:
+            values.append(parse_strict_json(line))
+        except ValueError as error:
+            if number < len(raw):
+                problem = DigestMismatch(f"{file}:{number} is not JSON ({error}): the file was changed; {AGAIN}")
+            break
+    if wrong := _first_line_problem(file, values):
+        raise problem or wrong
+    right, wrong = _valid_lines(file, values, complete=len(values) == len(raw))
+    lines = _to_lines(right)
+    problem = problem or _footer_problem(file, lines, values[-1], raw) or wrong or _step_order_problem(file, lines)
+    if problem:
+        problem.left = lines
+        raise problem
+    return lines
+
+
+def peak_memory(records: Iterable[Path]) -> tuple[int, int]:
+    """The most bytes that a rank held at once in any of these records, of its device and of its host; 0 where none can
+    be read that tells."""
+    of_device = of_host = 0
+    for path in records:
+        with contextlib.suppress(RecordError):
+            footer = read_lines(path).footer
+            of_device = max((of_device, *footer.get("memory", ())))
+            of_host = max((of_host, *footer.get("host_memory", ())))
+    return of_device, of_host
+
+
+def _read_raw_lines(file: Path) -> list[bytes]:
+    if is_link(file.parent):
+        raise RecordError(f"{file.parent} is a link; put the record itself there, or {AGAIN}")
+    try:
+        return read_file(file, limit=LONGEST).splitlines(keepends=True)
+    except FileNotFoundError:
+        raise RecordError(
+            f"{file.parent} holds no {RECORD_FILE}: this is not a record, or its cell ended before it wrote anything"
+        ) from None
+    except Unreadable as error:
+        raise RecordError(str(error)) from None
+
+
+def _first_line_problem(file: Path, values: list[Any]) -> RecordError | None:
+    """The error if the first line is not a header of this schema; None if it is."""
+    header = values[0] if values else None
+    if not isinstance(header, dict) or header.get("type") != "header":
+        return RecordError(f"{file} does not begin with a header line: not a record, or its beginning is lost; {AGAIN}")
+    if (schema := header.get("schema")) == RECORD_SCHEMA:
+        return None
+    environment = header.get("environment")
+    writer = environment.get("backend-parity", "unknown") if isinstance(environment, dict) else "unknown"
+    return WrongSchema(
+        f"{file} has schema {schema}, this version reads {RECORD_SCHEMA}; run the cell again, or judge it with the "
+        f"version that wrote it (backend-parity {writer})"
+    )
+
+
+def _valid_lines(file: Path, values: list[Any], *, complete: bool) -> tuple[list[Line], RecordError | None]:
+    """The lines before the first malformed one, and the error of the malformed line; None if there is none."""
+    for place, value in enumerate(values):
+        kinds = ("step", "footer") if complete and place == len(values) - 1 else ("step",) if place else ("header",)
+        kind = value.get("type") if isinstance(value, dict) else None
+        wrong = wrong_line(value) if kind in kinds else f"a line of type {kind!r} cannot stand there"
+        if wrong:
+            where = f"{file}:{place + 1} is not as the suite writes it ({wrong})"
+            return values[:place], DigestMismatch(f"{where}: the file was changed; {AGAIN}")
+    return values, None
+
+
+def _to_lines(values: list[Line]) -> Lines:
+    steps = [value for value in values if value["type"] == "step"]
+    footer = values[-1] if values and values[-1]["type"] == "footer" else {}
+    header = values[0] if values else {}
+    return Lines(header=header, loaded=steps[0] if steps else {}, steps=tuple(steps[1:]), footer=footer)
+
+
+def _footer_problem(file: Path, lines: Lines, last: Any, raw: list[bytes]) -> RecordError | None:
+    if not isinstance(last, dict) or last.get("type") != "footer":
+        step = lines.steps[-1]["step"] if lines.steps else "none"
+        return MissingFooter(f"{file} has no footer: the cell stopped after step {step}; run it again")
+    if record_digest(b"".join(raw[:-1]), last) != last.get("sha256"):
+        return DigestMismatch(f"{file} does not match its own digest: it was edited; {AGAIN}")
+    return None
+
+
+def _step_order_problem(file: Path, lines: Lines) -> RecordError | None:
+    first, count = lines.header.get("first_step", 0), lines.footer["steps"]
+    seen = [line.get("step") for line in (lines.loaded, *lines.steps)]
+    if len(seen) == count + 1 and all(step == first - 1 + place for place, step in enumerate(seen)):
+        return None
+    return DigestMismatch(
+        f"{file} has steps {seen}, but its header and footer promise {count} from step {first}; {AGAIN}"
+    )
+
+
+def record_digest(body: bytes, footer: Line) -> str:
+    """SHA-256 (hexadecimal) of all lines before the footer and of the footer's values without the digest itself."""
+    values = {key: value for key, value in footer.items() if key != "sha256"}
+    return hashlib.sha256(body + dumps(values).encode()).hexdigest()
+
+
+def parse_strict_json(data: bytes) -> Any:
+    """Parse JSON that is nested at most MOST_NESTED deep. Raises ValueError for other text.
+
+    The names NaN and Infinity, which Python's parser accepts, are errors: the suite writes such numbers as strings.
+    """
+    try:
+        value = json.loads(data, parse_constant=_refuse)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    level: list[Any] = [[value]]
+    for _ in range(MOST_NESTED + 1):
+        inner = (each.values() if type(each) is dict else each for each in level)
+        if not (level := [entry for entries in inner for entry in entries if type(entry) in (dict, list)]):
+            return value
+    raise ValueError("it is nested too deeply")
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")
+
+
+def dumps(values: Any, *, indent: int | None = None) -> str:
+    """JSON text that every parser accepts: NaN and infinity, which JSON does not have, become strings."""
+    try:
+        return json.dumps(values, indent=indent, allow_nan=False)
+    except ValueError:  # there is such a number, which is rare
+        return json.dumps(_without_non_finite(values), indent=indent, allow_nan=False)
+
+
+def number(value: Any) -> float:
+    """A number from a record or a verdict as a float; ``dumps`` writes non-finite ones as strings. None gives NaN."""
+    return math.nan if value is None else float(value)
+
+
+def _without_non_finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {key: _without_non_finite(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_non_finite(entry) for entry in value]
+    return value

@@ -1,0 +1,326 @@
+"""Store: a history of runs in one SQLite file, ``DIR/history.sqlite``: of each run its verdict, versions, and how its
+cells ended. Without torch.
+
+The file may come from a cache, an artifact or anybody. So SQLite never opens it in place: the bytes of a regular file
+are read, checked for exactly the tables below, and used in memory; rows are validated as they are read; a change is
+written as a whole new file, which replaces a link of that name. Two processes that add runs take turns.
+
+Earlier: the runs that a run is compared with (``--baseline``), from an output folder, a summary, or a history.
+"""
+
+import contextlib
+import dataclasses
+import fcntl
+import json
+import os
+import sqlite3
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import TypeAdapter, ValidationError
+
+from conformance.core.errors import UsageError, one_line
+from conformance.core.io import Unreadable, Unwritable, read_file, write_file
+from conformance.records.record_format import first_error
+from conformance.results.baseline import (
+    Baseline,
+    Outcome,
+    RunFacts,
+    baseline_from_json,
+    make_baseline,
+    outcome,
+    versions_of,
+)
+from conformance.results.run_results import SUMMARY, outcomes_of, read_output_json, states_of
+from conformance.results.trust import read_cells
+from conformance.results.verdict import PASSES, STATES, RunVerdict
+
+HISTORY = "history.sqlite"
+HISTORY_SCHEMA = 2
+LONGEST = 2**29  # bytes; a year of nights of 3,000 cells is about 40 MiB
+AGAIN = "put a copy that is whole there, or move it away and begin a new history"
+_OUTCOMES = "CREATE TABLE outcomes (run INTEGER NOT NULL, cell INTEGER NOT NULL, state TEXT NOT NULL, seconds REAL, {}"
+TABLES = (
+    "CREATE TABLE cells (number INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE)",
+    _OUTCOMES.format("second_class TEXT, PRIMARY KEY (run, cell)) WITHOUT ROWID"),
+    "CREATE TABLE runs (number INTEGER PRIMARY KEY, selection TEXT NOT NULL, started TEXT NOT NULL, "
+    "seconds REAL NOT NULL, verdict TEXT NOT NULL, versions TEXT NOT NULL, UNIQUE (selection, started, versions))",
+)
+TABLES_OF = {  # by schema; the first did not keep second_class
+    1: (TABLES[0], _OUTCOMES.format("PRIMARY KEY (run, cell)) WITHOUT ROWID"), TABLES[2]),
+    HISTORY_SCHEMA: TABLES,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """A run in a history. started: UTC time in ISO format. selection: what the user had selected. cells: by id."""
+
+    selection: str
+    started: datetime
+    seconds: float
+    verdict: RunVerdict
+    versions: dict[str, str]
+    cells: dict[str, Outcome]
+
+
+_SUMMARY = TypeAdapter(Summary)
+
+
+class History:
+    """The runs of a history. Use ``open_history``."""
+
+    def __init__(self, connection: sqlite3.Connection, path: Path) -> None:
+        self._connection, self.path = connection, path
+
+    def selections(self) -> list[str]:
+        """What the runs had selected, each once, the one with the latest run first."""
+        found = self._rows("SELECT selection FROM runs GROUP BY selection ORDER BY max(started) DESC")
+        return [str(selection) for (selection,) in found]
+
+    def runs(self, selection: str, *, last: int) -> list[Summary]:
+        """The ``last`` runs of a selection from the earliest to the latest; if none of them is green, the last green
+        one comes first. Raises UsageError for rows that the suite would not have written."""
+        rows = self._rows("SELECT * FROM runs WHERE selection = ? ORDER BY started, number", selection)
+        green = [row for row in rows if row[4] in PASSES][-1:]
+        chosen = rows[-last:]
+        return [self._summary(row) for row in ([] if any(row in chosen for row in green) else green) + chosen]
+
+    def add(self, run: Summary) -> None:
+        """Add a run. It takes the place of the same run, for runs are judged again."""
+        versions, started = json.dumps(run.versions, sort_keys=True), run.started.isoformat(timespec="seconds")
+        key = (run.selection, started, versions)
+        same = "SELECT number FROM runs WHERE selection = ? AND started = ? AND versions = ?"
+        for (number,) in self._rows(same, *key):
+            self._remove(number)
+        values = (run.selection, started, run.seconds, run.verdict, versions)
+        insert = "INSERT INTO runs (selection, started, seconds, verdict, versions) VALUES (?, ?, ?, ?, ?)"
+        number = self._connection.execute(insert, values).lastrowid
+        self._connection.executemany("INSERT OR IGNORE INTO cells (id) VALUES (?)", [(cell,) for cell in run.cells])
+        self._connection.executemany(
+            "INSERT INTO outcomes SELECT ?, number, ?, ?, ? FROM cells WHERE id = ?",
+            [(number, ended.state, ended.seconds, ended.second_class, cell) for cell, ended in run.cells.items()],
+        )
+
+    def prune(self, keep: int) -> int:
+        """Keep the last ``keep`` runs of each selection, and its last green one; returns how many were removed."""
+        removed = 0
+        for selection in self.selections():
+            rows = self._rows(
+                "SELECT number, verdict FROM runs WHERE selection = ? ORDER BY started, number", selection
+            )
+            green = [number for number, verdict in rows if verdict in PASSES][-1:]
+            for number, _ in rows[:-keep]:
+                if number not in green:
+                    self._remove(number)
+                    removed += 1
+        return removed
+
+    def _remove(self, number: int) -> None:
+        self._connection.execute("DELETE FROM outcomes WHERE run = ?", (number,))
+        self._connection.execute("DELETE FROM runs WHERE number = ?", (number,))
+
+    def _rows(self, query: str, *values: object) -> list[tuple[Any, ...]]:
+        try:
+            return list(self._connection.execute(query, values))
+        except (sqlite3.Error, UnicodeDecodeError) as error:
+            raise _damaged(self.path, error) from None
+
+    def _summary(self, row: tuple[Any, ...]) -> Summary:
+        number, selection, started, seconds, verdict, versions = row
+        rows = self._rows(
+            "SELECT id, state, seconds, second_class FROM outcomes JOIN cells ON cell = number WHERE run = ? "
+            "ORDER BY cell",
+            number,
+        )
+        cells = {cell: dict(zip(("state", "seconds", "second_class"), values, strict=True)) for cell, *values in rows}
+        known = {"selection": selection, "started": started, "seconds": seconds, "verdict": verdict, "cells": cells}
+        try:
+            return _SUMMARY.validate_python({**known, "versions": json.loads(versions)})
+        except ValidationError as error:
+            raise _damaged(self.path, first_error(error)) from None
+        except (ValueError, TypeError, RecursionError) as error:
+            raise _damaged(self.path, error) from None
+
+
+@contextlib.contextmanager
+def open_history(folder: Path, *, change: bool = False) -> Iterator[History]:
+    """The history in ``folder``. With ``change``, the folder and the file are made if they are missing, other processes
+    wait with their changes, and what was changed is written at the end.
+
+    Raises UsageError for a file that is missing, is a link, is damaged or has another schema, and Unwritable.
+    """
+    file = folder / HISTORY
+    with _Alone(folder) if change else contextlib.nullcontext():
+        connection = sqlite3.connect(":memory:")
+        with contextlib.closing(connection):
+            if change and not os.path.lexists(file):
+                _begin(connection)
+            else:
+                _load(connection, file)
+            yield History(connection, file)
+            if change:
+                connection.execute("DELETE FROM cells WHERE number NOT IN (SELECT cell FROM outcomes)")
+                connection.commit()
+                connection.execute("VACUUM")
+                write_file(file, connection.serialize())
+
+
+class _Alone:
+    """Makes the folder, and lets other processes wait until the end of the ``with`` statement."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def __enter__(self) -> Self:
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._opened = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY)
+            fcntl.flock(self._opened, fcntl.LOCK_EX)
+        except OSError as error:
+            raise Unwritable(f"{self._folder} cannot be a folder of a history: {error.strerror}") from None
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._opened)
+
+
+def _begin(connection: sqlite3.Connection) -> None:
+    for table in TABLES:
+        connection.execute(table)
+    connection.execute(f"PRAGMA user_version = {HISTORY_SCHEMA}")
+
+
+def _load(connection: sqlite3.Connection, file: Path) -> None:
+    """Read the file into memory. Raises UsageError for anything but a whole file with the tables of this version or of
+    an older one, which are brought to this version; the file is not changed."""
+    try:
+        content = read_file(file, limit=LONGEST)
+    except FileNotFoundError:
+        raise UsageError(f"there is no {file}; parity history {file.parent} --add OUT begins a history") from None
+    except Unreadable as error:
+        raise UsageError(f"{str(error).partition(';')[0]}; {AGAIN}") from None
+    if not content:
+        raise _damaged(file, "it is empty")
+    try:
+        connection.deserialize(content)
+        connection.execute("PRAGMA trusted_schema = OFF")
+        (version,) = connection.execute("PRAGMA user_version").fetchone()
+        found = connection.execute("SELECT sql FROM sqlite_schema WHERE sql IS NOT NULL ORDER BY name").fetchall()
+        if tuple(sql for (sql,) in found) != TABLES_OF.get(version):
+            known = " or ".join(map(str, TABLES_OF))
+            raise UsageError(
+                f"{file} is no history of schema {known} (it says {version}); use the version of the suite "
+                f"that wrote it, or {AGAIN}"
+            )
+        (checked,) = connection.execute("PRAGMA integrity_check(1)").fetchone()
+        if version == 1 and checked == "ok":
+            _bring_up(connection)
+    except (sqlite3.Error, UnicodeDecodeError, OverflowError) as error:
+        raise _damaged(file, error) from None
+    if checked != "ok":
+        raise _damaged(file, checked)
+
+
+def _bring_up(connection: sqlite3.Connection) -> None:
+    """From schema 1: whose the oracles were is not known."""
+    connection.execute("ALTER TABLE outcomes RENAME TO older")
+    connection.execute(TABLES[1])
+    connection.execute("INSERT INTO outcomes SELECT run, cell, state, seconds, NULL FROM older")
+    connection.execute("DROP TABLE older")
+    connection.execute(f"PRAGMA user_version = {HISTORY_SCHEMA}")
+
+
+def _damaged(file: Path, why: object) -> UsageError:
+    said = one_line(why) if isinstance(why, BaseException) else " ".join(str(why).split())[:300]
+    return UsageError(f"{file} is damaged ({said}); {AGAIN}")
+
+
+def utc(started: str, source: object) -> datetime:
+    """A run's time in UTC. Raises UsageError for what is no time with a zone."""
+    try:
+        found = datetime.fromisoformat(started)
+    except ValueError:
+        found = None
+    if found is None or found.tzinfo is None:
+        raise UsageError(f"{source} does not say when it started ({started!r}): it was edited; run again")
+    return found.astimezone(UTC)
+
+
+RUNS = 14  # of a history: two weeks of nights
+
+
+def read_baseline(path: str, selection: str) -> Baseline:
+    """The earlier runs in ``path``: an output folder, its ``summary.json``, or the folder of a history.
+
+    Of a history, the last RUNS of the same ``selection`` count, and the last green one. Raises UsageError for anything
+    else, and for what cannot be trusted.
+    """
+    given = Path(path)
+    if os.path.lexists(given / HISTORY):
+        with open_history(given) as history:
+            runs = history.runs(selection, last=RUNS)
+        told = [(run.started.isoformat(timespec="seconds"), run.verdict, run.versions, run.cells) for run in runs]
+        return make_baseline(path, told)
+    file = given / SUMMARY if given.is_dir() else given
+    if not os.path.lexists(file):
+        looked = f"{given / HISTORY} and no {file}" if given.is_dir() else str(given)
+        raise UsageError(
+            f"--baseline {path}: there is no {looked}; give the --out folder or the summary.json of an earlier run, or "
+            f"the folder of a history, which parity history {path} --add OUT begins with an earlier run; leave it out "
+            f"of the first run"
+        )
+    found = make_baseline(path, [_facts(read_output_json(file), file)])
+    try:
+        return baseline_from_json(dataclasses.asdict(found))
+    except ValueError as error:
+        raise UsageError(f"{file} lacks {error}: it was not written by `parity run`, or edited") from None
+
+
+def _facts(values: dict[str, Any], file: Path) -> RunFacts:
+    """A run from its summary alone. A published one may have no more than states."""
+    try:
+        cells = values["cells"]
+        if unknown := sorted({str(cell["state"]) for cell in cells if str(cell["state"]) not in STATES}):
+            raise UsageError(
+                f"{file} has states {', '.join(unknown)}; known: {', '.join(STATES)}. Update backend-parity"
+            )
+        outcomes = {
+            str(cell["id"]): outcome(
+                state=cell["state"],
+                seconds=float(cell.get("seconds", 0)),
+                before=cell.get("before", ()),
+                second_class=cell.get("second_class"),
+            )
+            for cell in cells
+        }
+        versions = versions_of(values.get("environment", {}))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        if isinstance(error, UsageError):
+            raise
+        raise UsageError(f"{file} lacks {error}: it was not written by `parity run`, or edited") from None
+    return str(values.get("started", "")), values.get("verdict"), versions, outcomes
+
+
+def summarise(out: Path) -> Summary:
+    """The run in ``out`` as a history keeps it; its cells are believed as reports believe them.
+
+    Raises UsageError for a folder that cannot be trusted, and for a part of a run in several jobs.
+    """
+    run, cells = read_cells(out)
+    if not run.floor.whole:
+        raise UsageError(f"{out} is shard {', '.join(run.floor.shards)} alone; put all together first: parity merge")
+    if not run.selection:
+        raise UsageError(f"{out} does not say what was selected: its version was too old; run again")
+    entries = [cell.entry for cell in cells]
+    return Summary(
+        selection=run.selection,
+        started=utc(run.started, out),
+        seconds=run.seconds,
+        verdict=run.verdict(states_of(entries)),
+        versions=versions_of(run.environment),
+        cells=outcomes_of(entries),
+    )

@@ -1,0 +1,324 @@
+"""Slim: removes the tensors of cells that are no news, after everything was compared; without torch.
+
+Of a model of 56 million parameters, two steps in float64 are 2.3 GB a cell. Whoever looks for a difference needs the
+tensors of cells that differ or failed, and of their oracles. Of all others the lines remain, with the digests of what
+was removed, and the verdict, which cannot be judged again.
+
+Merge: makes one output folder of several that share the cells of one selection, and one summary of verdicts that
+several processes wrote; without torch.
+
+Serves claim 9: folders of different runs are not mixed, and cells of a shard that is missing make the whole incomplete.
+
+Two runs: how each cell ended in two output folders, and its worst observed / allowed by stage; without torch.
+"""
+
+import hashlib
+import os
+import shutil
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from conformance.core.errors import UsageError
+from conformance.core.io import Unwritable
+from conformance.results.baseline import COMMIT, RANKS_PER_GPU, Baseline, versions_of
+from conformance.results.changes import Change, OracleChange, VersionChange, oracle_changes, version_changes
+from conformance.results.run_results import (
+    SUMMARY,
+    Entry,
+    Run,
+    cell_summary,
+    inside,
+    outcomes_of,
+    read_output_json,
+    read_run,
+    read_verdicts,
+    states_of,
+    write_entry,
+    write_summary,
+)
+from conformance.results.trust import BelievedCell, read_cells
+from conformance.results.verdict import NO_FAULT, NOT_STARTED, RunVerdict
+
+
+def slim(out: Path) -> None:
+    """Remove the tensors of the cells of ``out`` that conform, partly or wholly, or differ as expected, and those of
+    oracles that no other cell was judged by. Where cells are missing, because the run was stopped or has other shards,
+    nothing is removed: they will be compared with those that are there.
+
+    Raises UsageError for a folder that is not a run's output, and Unwritable.
+    """
+    run, listed = read_run(out)
+    if not (run.finished and run.floor.whole) or run.floor.missing_shards:
+        return
+    entries = [entry for entry in listed if entry.records]
+    for entry in entries:
+        if entry.verdict.state in NO_FAULT:
+            # First the word, then the deed: files that are missing without it would be damage. Of a cell that says so
+            # there may be files all the same, where an earlier call was stopped.
+            if not entry.slim:
+                write_entry(out, replace(entry, slim=True))
+            others = entry.other.records if entry.other else ()
+            _remove(out, (out / entry.folder / record for record in (*entry.records, *others)))
+    kept = {folder for entry in entries if entry.verdict.state not in NO_FAULT for folder in _oracles(out, entry)}
+    for folder in {folder for entry in entries for folder in _oracles(out, entry)} - kept:
+        _remove(out, folder.glob("*/"))
+
+
+def _oracles(out: Path, entry: Entry) -> list[Path]:
+    return [Path(os.path.normpath(out / entry.folder / path)) for path in (entry.oracle, entry.defective) if path]
+
+
+def _remove(out: Path, records: Iterable[Path]) -> None:
+    for record in records:
+        for file in inside(out, record).glob("*.safetensors"):
+            try:
+                file.unlink()
+            except OSError as error:
+                raise Unwritable(f"{file} cannot be removed: {error.strerror}") from error
+
+
+ReadBaseline = Callable[[str], Baseline]
+MAY_DIFFER = (
+    "platform",
+    "cpus",
+    "gpus",
+    "CUDA_VISIBLE_DEVICES",
+    COMMIT,
+)  # of the environment, between the jobs of a run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One of the folders that belong together. ``version``: of the suite that wrote it."""
+
+    name: str
+    run: Run
+    entries: tuple[Entry, ...]
+    version: str
+
+
+def sum_up(out: Path, *, seconds: float | None = None) -> dict[str, Any]:
+    """Write ``summary.json`` anew from the verdicts in ``out``, and return it. ``seconds``: what the run took, if it
+    does not say so itself.
+
+    For a run whose processes wrote verdicts and no summary, or that was stopped between a verdict and its summary.
+    Raises UsageError for a folder that is not a run's output, and Unwritable.
+    """
+    run, entries = read_verdicts(out)
+    finished = run.finished
+    if all(entry.verdict.reason != NOT_STARTED for entry in entries):
+        finished = finished or datetime.now(UTC).isoformat(timespec="seconds")
+    seconds = run.seconds if seconds is None else seconds
+    write_summary(out, replace(run, finished=finished, seconds=seconds), [cell_summary(entry) for entry in entries])
+    return read_output_json(out / SUMMARY)
+
+
+def read_part(out: Path) -> Part:
+    """Raises UsageError for a folder that is not a run's output."""
+    run, entries = read_verdicts(out)
+    return Part(
+        name=str(out), run=run, entries=tuple(entries), version=str(read_output_json(out / SUMMARY)["suite_version"])
+    )
+
+
+def check_parts(parts: Sequence[Part]) -> None:
+    """Raises UsageError unless the parts are of one selection, on one device, with the same versions and demands."""
+    first = parts[0]
+    for part in parts[1:]:
+        for what, one, other in _compare(first, part):
+            if one != other:
+                raise UsageError(
+                    f"{first.name} and {part.name} do not belong together: {what} {one!r} and {other!r}. "
+                    f"{first.name} is of: {first.run.command}"
+                )
+    if not first.run.selected:
+        raise UsageError(f"{first.name} does not say which cells were selected: its version was too old")
+
+
+def _compare(one: Part, other: Part) -> Iterable[tuple[str, object, object]]:
+    """What has to be equal: (what, of one, of the other)."""
+    yield "suite version", one.version, other.version
+    yield "device", one.run.device, other.run.device
+    here, there = one.run.environment, other.run.environment
+    yield "--ranks_per_gpu", here.get(RANKS_PER_GPU, 1), there.get(RANKS_PER_GPU, 1)
+    for name in dict.fromkeys([*here, *there]):
+        # What adapters name beside the usual packages is told by those jobs only that have these backends. A variable
+        # that is not set, in contrast, has no value.
+        if name not in MAY_DIFFER and (name in here.keys() & there.keys() or name.isupper()):
+            yield f"version of {name}", here.get(name), there.get(name)
+    yield "selected cells (digest)", one.run.selected, other.run.selected
+    yield "number of shards", _total(one), _total(other)
+    for demand in ("require", "min_judged", "backends"):
+        yield f"demand {demand}", getattr(one.run.floor, demand), getattr(other.run.floor, demand)
+    yield "baseline (digest)", _baseline(one), _baseline(other)
+
+
+def _baseline(part: Part) -> str:
+    """A digest of the earlier runs; their path may differ between jobs."""
+    baseline = part.run.floor.baseline
+    return hashlib.sha256(repr((baseline.cells, baseline.runs)).encode()).hexdigest()[:16] if baseline else "none"
+
+
+def _total(part: Part) -> str:
+    return next((shard.partition("/")[2] for shard in part.run.floor.shards), "1")
+
+
+def merge(folders: Sequence[Path], out: Path, *, command: str, baseline: ReadBaseline | None = None) -> None:
+    """Put the cells of ``folders`` into ``out``, which has to be new, with one summary. Files are linked where that is
+    possible; links share no later change, because every file is replaced as a whole.
+
+    ``baseline``: reads the earlier runs of a selection, with which the whole is compared.
+
+    Raises UsageError for folders that do not belong together or that have different verdicts of a cell, and Unwritable.
+    """
+    parts = [read_part(folder) for folder in folders]
+    check_parts(parts)
+    chosen, whole = _choose(parts), _whole(parts, command)
+    if baseline:
+        whole = replace(whole, floor=replace(whole.floor, baseline=baseline(whole.selection)))
+    try:
+        for folder, part in zip(folders, parts, strict=True):
+            for entry in part.entries:
+                if chosen[entry.cell] is entry:
+                    _link(folder, out, entry.folder)
+            for path in (*folder.glob("inputs/*"), *folder.glob("oracle/*/*")):
+                if not (out / path.relative_to(folder)).exists():  # cells of several jobs share them
+                    _link(folder, out, str(path.relative_to(folder)))
+    except (OSError, UsageError) as error:
+        shutil.rmtree(out, ignore_errors=True)
+        if isinstance(error, UsageError):
+            raise
+        raise Unwritable(f"{out} cannot be filled: {error}") from error
+    planned = parts[0].run.floor.planned
+    order = {cell: place for place, cell in enumerate(planned)}
+    entries = sorted(chosen.values(), key=lambda entry: order.get(entry.cell, len(order)))
+    write_summary(out, whole, [cell_summary(entry) for entry in entries])
+
+
+def _choose(parts: Sequence[Part]) -> dict[str, Entry]:
+    """One entry of every cell. Raises UsageError for a cell with two verdicts."""
+    chosen: dict[str, tuple[Part, Entry]] = {}
+    for part in parts:
+        for entry in part.entries:
+            if entry.cell not in chosen or chosen[entry.cell][1].verdict.state == "not_run":
+                chosen[entry.cell] = part, entry
+                continue
+            other, known = chosen[entry.cell]
+            if entry.verdict.state not in (known.verdict.state, "not_run"):
+                raise UsageError(
+                    f"{entry.cell} is {known.verdict.state} in {other.name} and {entry.verdict.state} in {part.name}: "
+                    f"leave out the folder that does not count"
+                )
+    return {cell: entry for cell, (_, entry) in chosen.items()}
+
+
+def _whole(parts: Sequence[Part], command: str) -> Run:
+    """The head of the summary of all parts together."""
+    runs = [part.run for part in parts]
+    ended = [run.finished for run in runs if run.finished]
+    environment = {name: value for run in reversed(runs) for name, value in run.environment.items()}
+    for name in MAY_DIFFER:
+        found = list(dict.fromkeys(str(run.environment.get(name)) for run in runs))
+        environment[name] = environment.get(name) if len(found) == 1 else found
+    shards = dict.fromkeys(chain.from_iterable(run.floor.shards for run in runs))
+    return replace(
+        runs[0],
+        started=min(run.started for run in runs),
+        finished=max(ended) if len(ended) == len(runs) else None,
+        seconds=round(sum(run.seconds for run in runs), 2),
+        command=command,
+        environment=environment,
+        leased={},
+        floor=replace(runs[0].floor, shards=tuple(sorted(shards, key=lambda s: int(s.partition("/")[0]))), whole=True),
+    )
+
+
+def _link(folder: Path, out: Path, name: str) -> None:
+    """Put the file or folder ``name`` into ``out``. Raises UsageError if it lies outside of ``folder``."""
+    source, target = inside(folder, folder / name), out / name
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if source.is_dir():
+        shutil.copytree(source, target, symlinks=True, copy_function=_link_file)
+    else:
+        _link_file(str(source), str(target))
+
+
+def _link_file(source: str, target: str) -> None:
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError:  # another file system
+        shutil.copy2(source, target, follow_symlinks=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CellOfTwo:
+    """One cell. change: its state in the first and in the second run.
+
+    ratios: for each stage, in causal order, the worst observed / allowed in the first and in the second run; None where
+        nothing of the stage was compared.
+    """
+
+    change: Change
+    ratios: dict[str, tuple[float | None, float | None]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TwoRuns:
+    """paths, started, verdicts: of the first and of the second run. versions: those that are not known to be equal.
+    oracles: the cells that were judged by others."""
+
+    paths: tuple[str, str]
+    started: tuple[str, str]
+    verdicts: tuple[RunVerdict, RunVerdict]
+    versions: tuple[VersionChange, ...]
+    oracles: tuple[OracleChange, ...]
+    cells: tuple[CellOfTwo, ...]
+
+    @property
+    def changed(self) -> list[CellOfTwo]:
+        """The cells that did not end alike."""
+        return [cell for cell in self.cells if cell.change.before != cell.change.now]
+
+    @property
+    def are_alike(self) -> bool:
+        """Whether all cells ended alike, judged by the same oracles."""
+        return not self.changed and not self.oracles
+
+    def to_json(self) -> dict[str, Any]:
+        cells = [{**vars(cell.change), "ratios": cell.ratios} for cell in self.cells]
+        return {**asdict(self), "cells": cells}
+
+
+def compare_runs(first: Path, second: Path) -> TwoRuns:
+    """The cells of both runs, in the order of the first. Raises UsageError for a folder that cannot be trusted."""
+    (run, cells), (other, others) = read_cells(first), read_cells(second)
+    one, two = ({cell.entry.cell: cell for cell in found} for found in (cells, others))
+    ended = [outcomes_of([cell.entry for cell in found]) for found in (cells, others)]
+    return TwoRuns(
+        paths=(str(first), str(second)),
+        started=(run.started, other.started),
+        verdicts=(_verdict(run, cells), _verdict(other, others)),
+        versions=version_changes(versions_of(run.environment), versions_of(other.environment)),
+        oracles=oracle_changes(*ended),
+        cells=tuple(_beside(cell, one.get(cell), two.get(cell)) for cell in dict.fromkeys([*one, *two])),
+    )
+
+
+def _verdict(run: Run, cells: list[BelievedCell]) -> RunVerdict:
+    return run.verdict(states_of([cell.entry for cell in cells]))
+
+
+def _beside(cell: str, one: BelievedCell | None, two: BelievedCell | None) -> CellOfTwo:
+    found = [side.entry if side else None for side in (one, two)]
+    worst = [entry.verdict.worst if entry else {} for entry in found]
+    stages = dict.fromkeys(stage for entry in found if entry for stage in (*entry.stages, *entry.verdict.worst))
+    ratios = [[side[stage].ratio if stage in side else None for side in worst] for stage in stages]
+    before, now = (entry.verdict.state if entry else None for entry in found)
+    return CellOfTwo(
+        change=Change(cell=cell, before=before, now=now),
+        ratios={stage: (a, b) for stage, (a, b) in zip(stages, ratios, strict=True) if (a, b) != (None, None)},
+    )

@@ -1,0 +1,153 @@
+"""Coverage of a run: what it had to judge at least, what it judged, and what was lost since an earlier run (claim 9).
+
+If a backend refuses more cells than before, if an adapter is no longer installed, or if a table is removed from a
+profile, nothing differs and the run is green, although it shows less. So users can demand what a run has to judge, and
+every run publishes which cells each backend claims and refuses. All results here are computed from the states of the
+cells; none is read from a file.
+
+Summary: what the terminal says about a run, from its ``summary.json`` alone, without the files of its cells.
+"""
+
+import fnmatch
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from conformance.results.baseline import RANKS_PER_GPU, Baseline, backend_of, baseline_from_json
+from conformance.results.changes import changes_between
+from conformance.results.verdict import ANSWERED, NOT_SEEN, STATES, State
+
+TO = "-to-"  # joins the backends, and the layouts, of consecutive legs in a cell's id
+CELLS_LISTED = 3  # most cells that a sentence names
+
+States = Mapping[str, State]  # by cell id
+
+
+@dataclass(frozen=True, kw_only=True)
+class Floor:
+    """What a run has to judge at least in order to pass. The default demands nothing.
+
+    require: shell patterns of cell ids. Every cell that matches has to conform, or to differ as expected.
+    min_judged: the number of cells that have to be judged.
+    backends: names of backends; at least one cell of each has to be judged.
+    baseline: earlier runs; no cell may be covered less than in the last green one that has it, or in a later one.
+    shards: the parts of a run in several jobs that this folder holds, such as ``2/5``; empty for a run in one piece.
+    planned: the ids of the cells of all parts. whole: False for one part alone: the demands are held against all parts
+        together, by ``parity merge``.
+    """
+
+    require: tuple[str, ...] = ()
+    min_judged: int = 0
+    backends: tuple[str, ...] = ()
+    baseline: Baseline | None = None
+    shards: tuple[str, ...] = ()
+    planned: tuple[str, ...] = ()
+    whole: bool = True
+
+    @property
+    def missing_shards(self) -> tuple[str, ...]:
+        """The parts of the run that are in none of the merged folders."""
+        total = self.shards[0].partition("/")[2] if self.shards and self.whole else "0"
+        every = [f"{number}/{total}" for number in range(1, int(total) + 1)]
+        return tuple(shard for shard in every if shard not in self.shards)
+
+    def unmet(self, states: States) -> tuple[str, ...]:
+        """One sentence for each demand that is not met; empty if the run judged enough."""
+        if not self.whole:
+            return ()
+        return tuple(sentence for sentence in self._unmet(states) if sentence)
+
+    def _unmet(self, states: States) -> Iterator[str]:
+        if absent := [cell for cell in self.planned if cell not in states]:
+            shards = f"shard {', '.join(self.missing_shards)} is missing" if self.missing_shards else "planned"
+            yield f"{shards}: {len(absent)} of {len(self.planned)} cells, {_list_cells(absent, states)}"
+        planted = {cell: state for cell, state in states.items() if "/fault-" in cell}
+        if planted and not any(state in ANSWERED for state in planted.values()):
+            yield f"planted: no cell with a fault was judged: {_list_cells(list(planted), states)}"
+        for pattern in self.require:
+            cells = {cell: state for cell, state in states.items() if fnmatch.fnmatchcase(cell, pattern)}
+            short = [cell for cell, state in cells.items() if state not in ("conforms", "expected_difference")]
+            yield "" if cells else f"required: no cell of the run matches {pattern!r}"
+            yield f"required: {pattern!r}, but {_list_cells(short, states)}" if short else ""
+        judged = sum(state in ANSWERED for state in states.values())
+        yield f"judged: {judged} of at least {self.min_judged} cells" if judged < self.min_judged else ""
+        for name in self.backends:
+            cells = {cell: state for cell, state in states.items() if name in backend_of(cell).split(TO)}
+            if not any(state in ANSWERED for state in cells.values()):
+                yield f"asked for: backend {name}, and no cell of it was judged: {_list_cells(list(cells), states)}"
+        if self.baseline and not self.baseline.runs:
+            yield f"{self.baseline.path} has no earlier run of what is selected here: it cannot be said what was lost"
+        if self.baseline and (lost := [c.cell for c in changes_between(self.baseline.demanded, states) if c.is_loss]):
+            yield f"coverage lost since {self.baseline.path}: {_list_cells(lost, states)}"
+
+
+def floor_from_json(values: Any) -> Floor:
+    """A Floor from the JSON values of ``dataclasses.asdict``. Raises KeyError, TypeError or ValueError for others."""
+    require, backends = (tuple(map(str, values[name])) for name in ("require", "backends"))
+    if values.get("against"):
+        raise ValueError("a baseline: it was held against an earlier run by an older version; use that version")
+    baseline = values.get("baseline")  # summaries of older versions have neither this nor the last three
+    return Floor(
+        require=require,
+        min_judged=int(values["min_judged"]),
+        backends=backends,
+        baseline=None if baseline is None else baseline_from_json(baseline),
+        shards=_shards(values.get("shards", ())),
+        planned=tuple(map(str, values.get("planned", ()))),
+        whole=bool(values.get("whole", True)),
+    )
+
+
+def _shards(values: Any) -> tuple[str, ...]:
+    if wrong := [shard for shard in values if not re.fullmatch("[1-9][0-9]{0,3}/[1-9][0-9]{0,3}", str(shard))]:
+        raise ValueError(f"a shard, not {wrong[0]!r}")
+    return tuple(map(str, values))
+
+
+def _word(state: State | None) -> str:
+    return STATES[state].name if state else "not in the run"
+
+
+def _list_cells(cells: list[str], states: States) -> str:
+    """``cell (state)`` for the first cells, and the number of further ones, in words."""
+    said = ", ".join(f"{cell} ({_word(states.get(cell))})" for cell in cells[:CELLS_LISTED])
+    return said + (f" and {len(cells) - CELLS_LISTED} more" if len(cells) > CELLS_LISTED else "") or "the run has none"
+
+
+def claims(cells: Mapping[str, tuple[State, str]]) -> dict[str, dict[str, Any]]:
+    """By backend, as JSON values: ``claimed``, a list of cell ids, and ``refused``, the reasons by cell id.
+
+    ``cells``: (state, reason) by cell id. A chain of backends has its own entry.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for cell, (state, reason) in cells.items():
+        of_backend = found.setdefault(backend_of(cell), {"claimed": [], "refused": {}})
+        if state == "unsupported":
+            of_backend["refused"][cell] = reason
+        else:
+            of_backend["claimed"].append(cell)
+    return found
+
+
+def summary_lines(summary: Mapping[str, Any]) -> list[str]:
+    """The lines for the terminal, from the values of ``summary.json``: verdict, counts, unmet demands, and what has
+    changed since earlier runs."""
+    counts = ", ".join(f"{count} {state.replace('_', ' ')}" for state, count in summary["counts"].items() if count)
+    since = summary["since"]["text"] if summary["since"] else ()
+    lent = sum(bool(cell["second_class"]) for cell in summary["cells"])
+    whose = f"second-class oracle: {lent} judged by transformers' own implementation; {NOT_SEEN}"
+    had, shared = leased(summary["leased"]), shared_gpus(summary["environment"])
+    told = (f"leased for this part of the time: {had}" if had else "", whose if lent else "", shared)
+    return [f"{summary['verdict']}: {counts}", *summary["unmet"], *since, *filter(None, told)]
+
+
+def shared_gpus(environment: Mapping[str, Any]) -> str:
+    """What it means for times and memory that ranks shared GPUs; empty if they did not."""
+    each = environment.get(RANKS_PER_GPU, 1)
+    return f"up to {each} ranks shared a GPU: times and free memory are not those of one GPU each" if each != 1 else ""
+
+
+def leased(shares: Mapping[str, float]) -> str:
+    """For how much of a run cells and oracles had each of its GPUs; empty where none was leased."""
+    return ", ".join(f"{gpu} {share:.0%}" for gpu, share in shares.items())

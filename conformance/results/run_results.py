@@ -1,0 +1,401 @@
+"""Results: reads and writes the verdicts and the summary of a run; no other module does. Without torch.
+
+docs/architecture.md has the fields of ``summary.json`` and ``verdict.json``. Everything that follows from quantities
+(findings, the worst of a stage, the verdict of a run) is computed on demand and never read from a file, so that a file
+cannot claim more than its quantities show.
+"""
+
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+import conformance
+from conformance.core.errors import UsageError, shown
+from conformance.core.io import Unreadable, Unwritable, read_file, write_file
+from conformance.records.record_format import LONGEST, dumps, first_error, parse_strict_json
+from conformance.results.baseline import Outcome, outcome, versions_of
+from conformance.results.changes import Since, compare, since_to_json
+from conformance.results.requirements import Floor, States, claims, floor_from_json
+from conformance.results.verdict import STATES, Quantity, RunVerdict, State, Verdict, overall
+from conformance.spec.known_defects import Known
+from conformance.spec.observables import Observable, observables_to_json, stages
+
+SUMMARY, VERDICT, SIDE_BY_SIDE = "summary.json", "verdict.json", "side_by_side.json"
+OUTPUT_SCHEMA = 2
+_NOT_PLAIN = ("verdict", "observables", "other", "expected")  # fields of an entry that are converted for JSON
+_COLUMNS = ("stage", "tensor", "step", "observed", "allowed", "max_abs", "where", "hint")
+T = TypeVar("T")
+CellSummary = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attempt:
+    """One of the two attempts at a cell that was run twice. ``verdict.json`` does not keep its quantities.
+
+    fresh: whether the ranks had run no other cell before. verdict: of this attempt alone.
+    completed: whether all legs came to their end. records: paths of the legs' records, relative to the cell's folder.
+    """
+
+    fresh: bool
+    verdict: Verdict
+    completed: bool
+    records: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One cell of a run, as it is stored in the output folder.
+
+    cell: the cell's id; its parts are scenario, model, backend, layout and variant (precision, program, seed, faults).
+    folder: the cell's folder, relative to the output folder.
+    records: paths of the records of the legs that were started, relative to the cell's folder.
+    completed: whether all legs came to their end.
+    oracle: the folder of the oracle's records, relative to the cell's folder; None if the cell was not run.
+    expected: the differences that the backend declares as expected.
+    defective: the folder of the records of the oracle with the expected defects; None if there are no such defects.
+    reproduce: the command that runs this cell again.
+    other: if the cell was run again in fresh ranks, the attempt that ``records`` does not belong to.
+    slim: whether the tensors of its records were removed when all was compared (conformance.results.output_folders).
+    memory: the most bytes that a rank held at once, of its GPU if it had one; 0 where that is not known.
+    host_memory: the most bytes that a rank held at once of its host; 0 where that is not known.
+    before: the states in which it had ended before it was run again (``--resume``, or on GPUs), the earliest first.
+    """
+
+    cell: str
+    scenario: str
+    model: str
+    backend: str
+    layout: str
+    variant: str
+    world_size: int
+    seconds: float
+    folder: str
+    completed: bool
+    records: tuple[str, ...]
+    oracle: str | None
+    expected: tuple[Known, ...]
+    defective: str | None
+    reproduce: str
+    observables: tuple[Observable, ...] = ()
+    verdict: Verdict
+    other: Attempt | None = None
+    before: tuple[State, ...] = ()
+    slim: bool = False
+    memory: int = 0
+    host_memory: int = 0
+
+    @property
+    def stages(self) -> tuple[str, ...]:
+        """All stages in causal order. Stages of a handover are included only if they were observed."""
+        seen = {quantity.stage for quantity in self.verdict.quantities}
+        absent = {o.stage for o in self.observables if o.when == "handover"} - seen
+        return tuple(stage for stage in stages(self.observables) if stage not in absent)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """The fields of ``summary.json`` about the run as a whole.
+
+    started, finished: UTC times in ISO format; ``finished`` is None while the run goes on, or if it was interrupted.
+    seconds: of all processes and attempts together. leased: by GPU (UUID), or slot of an agent, the part of the time of
+    the last attempt for which cells and oracles had it; empty where nothing was leased, with pytest, and where several
+    jobs were merged. selected: equal for runs of the same cells (conformance.matrix.plan).
+    selection: what the user selected, as text; equal for runs that a history compares with each other.
+    """
+
+    started: str
+    finished: str | None
+    seconds: float
+    profile: str
+    device: str
+    command: str
+    environment: Mapping[str, Any] = field(default_factory=dict)
+    leased: Mapping[str, float] = field(default_factory=dict)
+    floor: Floor = field(default_factory=Floor)
+    selected: str = ""
+    selection: str = ""
+
+    def since(self, outcomes: Mapping[str, Outcome]) -> Since | None:
+        """What has changed since the baseline, from how the cells ended, by id; None if the run has no baseline, or is
+        one part of several."""
+        if not self.floor.baseline or not self.floor.whole:
+            return None
+        return compare(self.floor.baseline, outcomes, started=self.started, versions=versions_of(self.environment))
+
+    def verdict(self, states: States) -> RunVerdict:
+        """The verdict of the run, computed from the states of its cells and from the floor."""
+        return overall(states.values(), complete=self.finished is not None and not self.floor.unmet(states))
+
+
+def states_of(entries: Sequence[Entry]) -> States:
+    """The states of the cells by id."""
+    return {entry.cell: entry.verdict.state for entry in entries}
+
+
+def outcomes_of(entries: Sequence[Entry]) -> dict[str, Outcome]:
+    """How the cells ended, by id."""
+    return {
+        entry.cell: outcome(
+            state=entry.verdict.state,
+            seconds=entry.seconds,
+            before=entry.before,
+            second_class=entry.verdict.second_class,
+        )
+        for entry in entries
+    }
+
+
+def write_entry(out: Path, entry: Entry) -> None:
+    """Write ``verdict.json`` of one cell. Raises UsageError for a folder outside of ``out``, and Unwritable."""
+    folder = inside(out, out / entry.folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise Unwritable(f"{folder} cannot be made: {error.strerror}") from error
+    values = {f.name: getattr(entry, f.name) for f in fields(entry) if f.name not in _NOT_PLAIN}
+    verdict = entry.verdict
+    rows = [[getattr(q, column) for column in _COLUMNS] for q in verdict.quantities]
+    values |= {
+        "observables": observables_to_json(entry.observables),
+        "state": verdict.state,
+        "reason": verdict.reason,
+        "second_class": verdict.second_class,
+        "expected": [asdict(known) for known in entry.expected],
+        "other": _attempt_to_json(entry.other) if entry.other else None,
+        "quantities": {"columns": _COLUMNS, "data": rows},
+        "strips": [vars(strip) for strip in verdict.strips],
+    }
+    write_output_json(folder / VERDICT, {"schema": OUTPUT_SCHEMA, **values}, indent=None)
+
+
+def write_summary(out: Path, run: Run, cells: Sequence[CellSummary]) -> None:
+    """Write ``summary.json``. Raises Unwritable."""
+    head = {"schema": OUTPUT_SCHEMA, "suite_version": conformance.__version__}
+    write_output_json(out / SUMMARY, {**head, **summary_of(run, cells)}, indent=1)
+
+
+def cell_summary(entry: Entry) -> CellSummary:
+    """The cell's part of ``summary.json``: its verdict without the quantities."""
+    return {
+        "id": entry.cell,
+        "state": entry.verdict.state,
+        "reason": entry.verdict.reason,
+        "second_class": entry.verdict.second_class,
+        "world_size": entry.world_size,
+        "seconds": round(entry.seconds, 3),
+        "memory": entry.memory,
+        "host_memory": entry.host_memory,
+        "ratios": {stage: worst.ratio for stage, worst in entry.verdict.worst.items()},
+        "errors": entry.verdict.errors,
+        "before": entry.before,
+        "folder": entry.folder,
+    }
+
+
+def summary_of(run: Run, cells: Sequence[CellSummary]) -> dict[str, Any]:
+    """The content of ``summary.json``, from the run and the summaries of its cells."""
+    states: States = {cell["id"]: cell["state"] for cell in cells}
+    counts = dict.fromkeys(STATES, 0) | Counter(states.values())
+    kept = ("state", "seconds", "before", "second_class")
+    found = {cell["id"]: outcome(**{name: cell[name] for name in kept}) for cell in cells}
+    since = run.since(found)
+    told = {
+        "counts": counts,
+        "unmet": run.floor.unmet(states),
+        "since": since_to_json(since) if since else None,
+        "claims": claims({cell["id"]: (cell["state"], cell["reason"]) for cell in cells}),
+        "cells": cells,
+    }
+    return {"verdict": run.verdict(states), **vars(run), "floor": asdict(run.floor), **told}
+
+
+def _attempt_to_json(attempt: Attempt) -> dict[str, Any]:
+    kept = {name: getattr(attempt, name) for name in ("fresh", "completed", "records")}
+    return {**kept, "state": attempt.verdict.state, "reason": attempt.verdict.reason}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Listed:
+    """A cell in the list of ``summary.json``."""
+
+    id: str
+    folder: str
+    state: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Table:
+    """The table of quantities in ``verdict.json``: names of columns, and rows."""
+
+    columns: tuple[str, ...]
+    data: tuple[tuple[str, str, int, float, float, float | None, str, str], ...]
+
+
+_RUN, _CELLS = TypeAdapter(Run), TypeAdapter(tuple[Listed, ...])
+_ENTRY, _VERDICT, _TABLE = TypeAdapter(Entry), TypeAdapter(Verdict), TypeAdapter(_Table)
+
+
+def read_run(out: Path) -> tuple[Run, list[Entry]]:
+    """A run and its cells, in the order in which they were planned.
+
+    Raises UsageError for a folder that is not a run's output, was cut short or edited, or contradicts itself.
+    """
+    run, entries = read_verdicts(out)
+    said = {cell.id: cell.state for cell in read_summary(out)[1]}
+    for entry in entries:
+        if (state := said[entry.cell]) != entry.verdict.state:
+            raise UsageError(
+                f"{out / entry.folder / VERDICT} says {entry.verdict.state}, the summary says {state}: one of them was "
+                f"edited or comes from another run; run the cells again"
+            )
+    return run, entries
+
+
+def read_verdicts(out: Path) -> tuple[Run, list[Entry]]:
+    """A run and its cells, as ``read_run``, but the states in the summary may be out of date: during a run with several
+    processes, each writes verdicts, and none the summary. Raises UsageError."""
+    run, listed = read_summary(out)
+    entries = []
+    for cell in listed:
+        file = inside(out, out / cell.folder) / VERDICT
+        entry = read_entry(file)
+        if (entry.cell, entry.folder) != (cell.id, cell.folder):
+            raise UsageError(
+                f"{file} is about {entry.cell} in {entry.folder}, but the summary says {cell.id} in {cell.folder}: one "
+                f"of them was edited or comes from another run; run the cells again"
+            )
+        others = entry.other.records if entry.other else ()
+        for path in filter(None, (*entry.records, *others, entry.oracle, entry.defective)):
+            if os.path.relpath(out / entry.folder / path, out).startswith(os.pardir):
+                raise UsageError(f"{file} names {path}, which lies outside of {out}: it was edited; run again")
+        entries.append(entry)
+    return run, entries
+
+
+def read_summary(out: Path) -> tuple[Run, list[Listed]]:
+    """The run and the list of cells of ``summary.json``. Raises UsageError."""
+    file = out / SUMMARY
+    values = read_output_json(file)
+    try:
+        floor = floor_from_json(values["floor"])
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise UsageError(f"{file} lacks {error}: it was not written by `parity run`, or edited") from None
+    known = {f.name: values[f.name] for f in fields(Run) if f.name in values}
+    run = _validated(_RUN, {**known, "floor": floor}, file)
+    cells = _validated(_CELLS, values.get("cells"), file)
+    if twice := [cell for cell, count in Counter(cell.id for cell in cells).items() if count > 1]:
+        raise UsageError(f"{file} names {', '.join(twice)} twice; run into an empty folder")
+    return run, list(cells)
+
+
+def read_entry(file: Path) -> Entry:
+    """Read a cell from the ``verdict.json`` at ``file``. Raises UsageError for a file that cannot be trusted."""
+    values = read_output_json(file)
+    table = _validated(_TABLE, values.get("quantities"), file)
+    if table.data and table.columns != _COLUMNS:
+        raise UsageError(f"{file} has columns {', '.join(table.columns)} of quantities; judge the folder again")
+    known = {f.name: values[f.name] for f in fields(Entry) if f.name in values}
+    if isinstance(other := known.get("other"), dict):
+        known["other"] = {**other, "verdict": _verdict(other, (), (), file)}
+    verdict = _verdict(values, tuple(_quantities(table)), values.get("strips", ()), file)
+    entry = _validated(_ENTRY, {**known, "verdict": verdict}, file)
+    if entry.cell != "/".join([entry.scenario, entry.model, entry.backend, entry.layout, entry.variant]):
+        raise UsageError(
+            f"{file} is about {entry.cell}, but names other parts of this id: it was edited or comes from another run; "
+            f"run the cells again"
+        )
+    if verdict.state in ("conforms", "partly_observed") and (outside := verdict.findings):
+        raise UsageError(
+            f"{entry.cell} is said to conform, yet {outside[0].stage} of {outside[0].tensor} is outside its tolerance: "
+            f"{file} was edited; run the cells again"
+        )
+    _check_strips(verdict, file)
+    return entry
+
+
+def _quantities(table: _Table) -> Iterator[Quantity]:
+    """The rows of a table with ``_COLUMNS``. By name and without dictionaries, because a run has a million of them."""
+    for stage, tensor, step, observed, allowed, max_abs, where, hint in table.data:
+        yield Quantity(
+            stage=stage,
+            tensor=tensor,
+            step=step,
+            observed=observed,
+            allowed=allowed,
+            max_abs=max_abs,
+            where=where,
+            hint=hint,
+        )
+
+
+def _check_strips(verdict: Verdict, file: Path) -> None:
+    """Raises UsageError for a strip without a quantity, or with an error above the bound although the quantity's is
+    not."""
+    judged = {(q.stage, q.tensor, q.step): q for q in verdict.quantities}
+    for strip in verdict.strips:
+        q = judged.get((strip.stage, strip.tensor, strip.step))
+        if q is None or (q.ratio <= 1 and not all(error <= q.allowed for error in strip.errors)):
+            raise UsageError(
+                f"{file} has errors by token of {strip.stage}, step {strip.step}, that do not fit what was judged: it "
+                f"was edited; run the cells again"
+            )
+
+
+def _verdict(values: dict[str, Any], quantities: tuple[Quantity, ...], strips: Any, file: Path) -> Verdict:
+    if (state := values.get("state")) not in list(STATES):
+        raise UsageError(f"{file} has state {state!r}; known: {', '.join(STATES)}. Update backend-parity")
+    fields_of_verdict = {"state": state, "quantities": quantities, "strips": strips}
+    fields_of_verdict |= {"reason": values.get("reason"), "second_class": values.get("second_class", "")}
+    return _validated(_VERDICT, fields_of_verdict, file)
+
+
+def _validated(adapter: TypeAdapter[T], values: Any, file: Path) -> T:
+    """Convert ``values``, which were read from ``file``, with a pydantic adapter. Raises UsageError."""
+    try:
+        return adapter.validate_python(values)
+    except ValidationError as error:
+        raise UsageError(
+            f"{file} is not as the suite wrote it ({first_error(error)}): it was edited; run the cells again"
+        ) from None
+
+
+def read_output_json(file: Path) -> dict[str, Any]:
+    """Read a JSON file of an output folder. Raises UsageError if it is missing, cut short, or of another version."""
+    try:
+        values = parse_strict_json(read_file(file, limit=LONGEST))
+    except FileNotFoundError:
+        raise UsageError(f"there is no {file}; give the complete --out folder of a parity run") from None
+    except Unreadable as error:
+        raise UsageError(str(error)) from None
+    except ValueError as error:
+        raise UsageError(
+            f"{file} is not valid JSON ({error}): it was cut short or edited; run the cells again"
+        ) from None
+    if not isinstance(values, dict) or values.get("schema") != OUTPUT_SCHEMA:
+        found = values.get("schema") if isinstance(values, dict) else type(values).__name__
+        raise UsageError(
+            f"{file} has schema {shown(found)}, this version reads {OUTPUT_SCHEMA}; use the version of the suite "
+            f"that wrote it"
+        )
+    return values
+
+
+def inside(out: Path, path: Path) -> Path:
+    """Return ``path``. Raises UsageError if it lies outside of ``out``: no other file of this machine may be read."""
+    try:
+        lies_inside = path.resolve().is_relative_to(out.resolve())
+    except (OSError, RuntimeError, ValueError) as error:  # an invalid file name, or a circle of links
+        raise UsageError(f"{path} cannot be a path ({error}): the folder was edited; run again") from None
+    if not lies_inside:
+        raise UsageError(f"{path} lies outside of {out}: the folder was edited; run again")
+    return path
+
+
+def write_output_json(file: Path, values: Any, *, indent: int | None) -> None:
+    """Write a JSON file completely or not at all. Raises Unwritable."""
+    write_file(file, dumps(values, indent=indent))

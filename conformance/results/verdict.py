@@ -1,0 +1,255 @@
+"""States: the states of a cell, the verdicts of a run, and which of them count as a pass (claim 9).
+
+Said: relative errors as a person says them, the same in verdicts, in the terminal and in all reports.
+
+Verdict: the result for one cell, and the judged numbers behind it. Without torch.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from conformance.spec.observables import AGAINST_REBUILT
+
+State = Literal[
+    "differs", "infrastructure", "not_run", "partly_observed", "expected_difference", "unsupported", "conforms"
+]
+RunVerdict = Literal["conforms", "partly_observed", "differs", "incomplete"]
+NOT_STARTED = "the run ended before this cell"  # the reason of every planned cell until it is run
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateInfo:
+    """How reports and the terminal show a state, never by colour alone.
+
+    name: in reports. symbol: in matrices. word: in the lines of the terminal. meaning: one explaining phrase.
+    answered: whether the cell was judged.
+    """
+
+    name: str
+    symbol: str
+    word: str
+    meaning: str
+    answered: bool
+
+
+# In the order in which a reader wants to see them.
+STATES: dict[State, StateInfo] = {
+    "differs": StateInfo(
+        name="differs", symbol="✗", word="DIFFERS", meaning="a quantity is outside its tolerance", answered=True
+    ),
+    "infrastructure": StateInfo(
+        name="infrastructure failure",
+        symbol="!",
+        word="INFRASTRUCTURE",
+        meaning="ended without a complete record; nothing to judge",
+        answered=False,
+    ),
+    "not_run": StateInfo(
+        name="not run", symbol="○", word="not run", meaning="planned, but not started", answered=False
+    ),
+    "partly_observed": StateInfo(
+        name="partly observed",
+        symbol="◐",
+        word="partly",
+        meaning="agrees in all that it shows, but does not show every stage",
+        answered=True,
+    ),
+    "expected_difference": StateInfo(
+        name="expected difference", symbol="≈", word="expected", meaning="differs, by a known bug", answered=True
+    ),
+    "unsupported": StateInfo(
+        name="unsupported",
+        symbol="\N{EN DASH}",
+        word="unsupported",
+        meaning="the backend does not offer this",
+        answered=False,
+    ),
+    "conforms": StateInfo(
+        name="conforms", symbol="✓", word="ok", meaning="every compared quantity is within its tolerance", answered=True
+    ),
+}
+NO_ANSWER: tuple[State, ...] = ("infrastructure", "not_run")
+FAILED: tuple[State, ...] = ("differs", "infrastructure")
+ANSWERED = tuple(state for state, info in STATES.items() if info.answered)
+NO_FAULT: tuple[State, ...] = ("conforms", "partly_observed", "expected_difference")
+PASSES: tuple[RunVerdict, ...] = ("conforms", "partly_observed")
+
+
+def depth(state: State | None) -> int:
+    """How much is known about a cell: 0 nothing, 1 that it is claimed, 2 some stages, 3 all stages."""
+    if state in (None, "unsupported"):
+        return 0
+    if state not in ANSWERED:
+        return 1
+    return 2 if state == "partly_observed" else 3
+
+
+def overall(states: Iterable[State], *, complete: bool) -> RunVerdict:
+    """The verdict of a run from the states of its cells. A cell that could not be judged makes the run incomplete.
+
+    ``complete``: the run came to its end and judged as much as its floor demands.
+    """
+    found = set(states)
+    if "differs" in found:
+        return "differs"
+    if found & set(NO_ANSWER) or not found & set(NO_FAULT) or not complete:
+        return "incomplete"
+    return "partly_observed" if "partly_observed" in found else "conforms"
+
+
+MANY, PERCENT = 10, 1e-4  # relative errors that are said as a factor, and as percent
+
+
+class Judged(Protocol):
+    @property
+    def observed(self) -> float: ...
+
+    @property
+    def allowed(self) -> float: ...
+
+
+def number(value: float | None) -> str:
+    """An error in three significant digits: ``0``, ``1.2e-7``, ``0.0153``, ``NaN``."""
+    if value is None:
+        return ""
+    if not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "∞" if value > 0 else "-∞"
+    if value == 0:
+        return "0"
+    if 1e-3 <= abs(value) < 1e5:
+        return f"{float(f'{value:.3g}'):g}" if abs(value) < 1000 else f"{value:.0f}"
+    mantissa, exponent = f"{value:.2e}".split("e")
+    return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
+
+
+def size_off(error: float) -> str:
+    """A relative error: ``88 % off``, ``1.2e-7 off``, ``61,000 times its size off``."""
+    if math.isnan(error):
+        return "not a number"
+    if math.isinf(error):
+        return "beyond any tolerance"
+    if error >= MANY:
+        return f"{float(f'{error:.2g}'):,.0f} times its size off"
+    return f"{float(f'{100 * error:.2g}'):g} % off" if error >= PERCENT else f"{number(error)} off"
+
+
+def off(quantity: Judged) -> str:
+    """An error and its bound: ``88 % off, allowed 1e-11``."""
+    allowed = number(quantity.allowed) if quantity.allowed > 0 else "nothing"
+    return f"{size_off(quantity.observed)}, allowed {allowed}"
+
+
+BINS = 48  # most bins of a strip
+NOT_SEEN = "errors that transformers itself makes are not seen"  # by a second-class oracle
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Quantity:
+    """One judged number: its error against the reference, and the bound of this error.
+
+    stage, tensor: what was compared; ``tensor`` is the name of a tensor or of a number. step: -1 means as loaded.
+    observed: the relative error. allowed: its bound.
+    max_abs, where: the largest absolute difference and its position in the tensor, if they are known.
+    hint: for a finding, a guess at the cause; may be empty.
+    """
+
+    stage: str
+    tensor: str
+    step: int
+    observed: float
+    allowed: float
+    max_abs: float | None = None
+    where: str = ""
+    hint: str = ""
+
+    @property
+    def ratio(self) -> float:
+        """Observed / allowed; infinite if ``observed`` is NaN, or if there is an error and none is allowed."""
+        if self.observed == 0:
+            return 0.0
+        if math.isnan(self.observed) or not self.allowed > 0:
+            return math.inf
+        return self.observed / self.allowed
+
+    def __str__(self) -> str:
+        hint = f" ({self.hint})" if self.hint else ""
+        return f"{self.stage}, step {self.step}: {self.tensor} is {off(self)}{hint}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strip:
+    """The errors of a quantity with one number per token, over the tokens of a step, in bins (judge/strips.py).
+
+    tokens: number of tokens. starts: for each bin, the row and the target index of its first token.
+    errors: the largest error of each bin. The largest finite one equals the error of the quantity; NaN and infinity
+        stand for numbers that are not finite.
+    max_abs, where: the largest absolute difference, and its token.
+    """
+
+    stage: str
+    tensor: str
+    step: int
+    tokens: int
+    starts: tuple[tuple[int, int], ...]
+    errors: tuple[float, ...]
+    max_abs: float
+    where: str
+
+    def __post_init__(self) -> None:
+        if not 0 < len(self.errors) == len(self.starts) <= min(BINS, self.tokens):
+            raise ValueError(f"{len(self.errors)} errors of {len(self.starts)} bins of {self.tokens} tokens")
+        if any(error < 0 for error in self.errors):
+            raise ValueError("an error is negative")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """The result for one cell.
+
+    quantities: everything that was compared, sorted by step and then in causal order.
+    strips: the errors by token of some of these quantities, in the same order; empty if an earlier version judged.
+    second_class: whose implementation was the reference, if the oracle's own does not know the model; else empty.
+    """
+
+    state: State
+    reason: str
+    quantities: tuple[Quantity, ...] = ()
+    strips: tuple[Strip, ...] = ()
+    second_class: str = ""
+
+    @property
+    def findings(self) -> tuple[Quantity, ...]:
+        """The quantities that exceed their tolerance."""
+        return tuple(q for q in self.quantities if not q.ratio <= 1)
+
+    @property
+    def first_stage(self) -> str:
+        """The stage of the first finding; empty if there is none."""
+        return self.findings[0].stage if self.findings else ""
+
+    @property
+    def worst(self) -> dict[str, Quantity]:
+        """For each stage that was compared, the quantity with the highest ratio, in the order of first appearance."""
+        worst: dict[str, Quantity] = {}
+        for q in self.quantities:
+            if q.stage not in worst or q.ratio > worst[q.stage].ratio:
+                worst[q.stage] = q
+        return worst
+
+    @property
+    def errors(self) -> dict[str, float]:
+        """For each stage, the largest relative error of all that was compared: with the oracle and, where there are
+        any, with replicas and with the leg before. What is compared with rebuilt numbers (AGAINST_REBUILT) is left
+        out, because such an error is relative to something else."""
+        errors: dict[str, float] = {}
+        for q in self.quantities:
+            if not q.tensor.endswith(AGAINST_REBUILT):
+                errors[q.stage] = _larger(errors.get(q.stage, 0.0), q.observed)
+        return errors
+
+
+def _larger(a: float, b: float) -> float:
+    """The larger of two errors; NaN is larger than any."""
+    return b if math.isnan(b) or b > a else a

@@ -1,0 +1,88 @@
+"""Environment: the versions and hardware that are needed to reproduce a run, and the sizes of a model."""
+
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import conformance
+from conformance.core.errors import UsageError
+from conformance.core.packages import is_installed, package_version
+from conformance.results.baseline import CHANGED, COMMIT, RANKS_PER_GPU
+
+PACKAGE = Path(conformance.__file__).parent
+# How configurations call the numbers of these: first as most do, then GPT-2, GPT-Neo, MPT and others.
+_HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads")
+_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+# Prefixes of the variables that change what libraries compute or how ranks communicate.
+VARIABLES = ("CUDA_", "CUBLAS_", "GLOO_", "MKL_", "NCCL_", "NVIDIA_TF32_", "OMP_", "PYTORCH_")
+PACKAGES = ("torch", "transformers", "ring-flash-attn", "deepspeed", "megatron-core")  # the summary has their versions
+WHERE_INSTALLED = ("transformer-engine",)  # and of these, where there is one
+
+
+def environment(*, ranks_per_gpu: int = 1) -> dict[str, Any]:
+    """Versions and hardware as JSON values. ``ranks_per_gpu``: how many of them might share a GPU."""
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpus": os.cpu_count(),
+        "gpus": _gpus(),
+        **({RANKS_PER_GPU: ranks_per_gpu} if ranks_per_gpu > 1 else {}),
+        "cuda": torch.version.cuda,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else None,
+        **{name: package_version(name) for name in (*PACKAGES, *filter(is_installed, WHERE_INSTALLED))},
+        "backend-parity": conformance.__version__,
+        COMMIT: commit(PACKAGE.parent),
+        **{name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)},
+    }
+
+
+def commit(checkout: Path) -> str | None:
+    """The git commit of ``checkout``, with CHANGED at its end if tracked files were changed; None if it is none."""
+    if not (checkout / ".git").exists():  # installed from a wheel, perhaps inside of somebody else's repository
+        return None
+    describe = ["git", "-C", str(checkout), "describe", "--always", "--abbrev=12", "--exclude=*", f"--dirty={CHANGED}"]
+    try:
+        done = subprocess.run(describe, capture_output=True, text=True, check=False)
+    except OSError:  # git is not installed
+        return None
+    return done.stdout.strip() or None
+
+
+def _gpus() -> list[str]:
+    """The name and driver of each GPU of the host, from nvidia-smi, so that this process creates no CUDA context."""
+    if not torch.cuda.device_count():
+        return []
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    return subprocess.run(query, capture_output=True, text=True, check=False).stdout.splitlines()
+
+
+def model_sizes(model: Path) -> dict[str, int]:
+    """Numbers of heads, key-value heads, layers and experts of a Hugging Face folder, as arguments of Layout.validate.
+
+    Raises UsageError if the configuration does not have them.
+    """
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    config = config.get("text_config", config)
+    heads, layers, experts = (_first(config, keys) for keys in (_HEADS, _LAYERS, _EXPERTS))
+    for size, keys in ((heads, _HEADS), (layers, _LAYERS)):
+        if not size:
+            raise UsageError(f"{model}/config.json says none of {', '.join(keys)}; add one, if this is a transformer")
+    return {
+        "heads": heads,
+        "kv_heads": _first(config, _KV_HEADS) or (1 if config.get("multi_query") else heads),
+        "layers": layers,
+        "experts": experts,
+    }
+
+
+def _first(config: dict[str, Any], keys: Sequence[str]) -> int:
+    """What a configuration says under one of some names; 0 if nothing."""
+    return next((config[key] for key in keys if config.get(key)), 0)

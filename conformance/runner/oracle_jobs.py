@@ -1,0 +1,285 @@
+"""Replay: the choices of the oracle's routers as columns of the frozen batches, for cells below the exact tier.
+
+Rounding turns over which experts a token goes to, and then nothing after it can be compared: a single process in bf16
+is as far from float64 as a wrong backend. So where numbers are rounded, the choices are input, like the tokens: the
+oracle's own in float64 (conformance.oracle.router_replay), of the step and of the forward pass that they are for. In
+the exact tier a backend makes its own, and they are judged.
+
+Oracles: makes the oracle's records, with which cells are compared, and keeps them across runs.
+
+Oracle runs are made while other cells run, in their own worlds. Their records are cached under a key of everything that
+they depend on: the models' files, the batches, the relevant part of the scenario, the defects of the oracle, the source
+files of the oracle, of what it imports, and of the objective, the version of torch, and for runs below float64 the
+device. So another process, or the next run of the suite, does not repeat them. ``PARITY_CACHE`` names the folder of the
+cache (default: ``~/.cache/backend-parity``).
+"""
+
+import contextlib
+import hashlib
+import importlib.metadata
+import inspect
+import json
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import cast
+
+import torch
+
+from conformance import oracle
+from conformance.core.io import complete_or_nothing, locked
+from conformance.core.paths import cache_folder
+from conformance.data.prepare import FrozenInputs, short_key
+from conformance.matrix.cell import Cell
+from conformance.models.synthetic import is_large
+from conformance.oracle.objectives import functions_of
+from conformance.oracle.role_model import SPARE, bytes_needed, is_routed, is_written
+from conformance.oracle.run import POLICIES, PolicyName
+from conformance.records.header_checks import CHOICES, FLOAT64, noise_runs
+from conformance.records.record_format import RecordError
+from conformance.records.step_tensors import read_record
+from conformance.runtime import Device, Outcome, Pool, WorldConfig
+from conformance.spec.known_defects import Defect, defects_to_json
+from conformance.spec.lora import ADAPTER
+from conformance.spec.roles import POLICY
+from conformance.spec.scenario import Scenario, scenario_to_json
+
+
+def is_replayed(scenario: Scenario, inputs: FrozenInputs) -> bool:
+    """Whether a cell is given the oracle's choices."""
+    return scenario.precision != "exact" and is_routed(inputs.models[POLICY.name])
+
+
+def with_choices(inputs: FrozenInputs, oracle: Path) -> FrozenInputs:
+    """The inputs with the batches that have the choices of the float64 record ``oracle``."""
+    return replace(inputs, batches=oracle / CHOICES)
+
+
+Defects = tuple[Defect, ...]
+# What decides on numbers and names of the oracle's records, outside of its own package.
+COMPUTED_WITH = (
+    *("core/io.py", "models/components.py", "models/declarations.py", "models/families.py", "models/folder_checks.py"),
+    *("models/folders.py", "models/hf_config.py"),
+    *("numerics/determinism.py", "numerics/float64_tier.py", "numerics/sketch.py"),
+    *("records/header_checks.py", "records/record_format.py", "records/step_tensors.py"),
+    *("spec/batch.py", "spec/known_defects.py", "spec/layout.py", "spec/lora.py", "spec/objectives.py"),
+    *("spec/observables.py", "spec/roles.py", "spec/scenario.py"),
+)
+CACHE_SIZE = 4 * 2**30  # bytes; the least recently used records are removed first
+
+
+class Oracles:
+    """Runs the oracle in worlds of one rank: one run at a time on the CPU, and meanwhile one on each leased GPU.
+
+    Use it in a ``with`` statement.
+    """
+
+    def __init__(
+        self, *, root: Path, device: Device, budget_s: float, leased: Pool | None = None, gpus: int = 1
+    ) -> None:
+        """``leased``: the pool of the cells' worlds, if these lease their places; on a GPU, the oracle's do so, too,
+        and ``gpus`` of them are so many at once: with one, the other GPUs would idle, as cells want several."""
+        self._root, self._device, self._budget_s = root, device, budget_s
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="oracle")
+        self._threads_of_gpus = ThreadPoolExecutor(max_workers=gpus, thread_name_prefix="oracle-on-gpu")
+        self._cache = _cache_for(root)
+        self._runs: dict[Path, Future[str]] = {}
+        self._pool = Pool(work_dir=root / "worlds")  # of runs on the CPU, and on a GPU that is nobody's
+        self._leased = leased
+        self._wants_all = False  # oracles of large models, after one has failed
+
+    def __enter__(self) -> "Oracles":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        is_at_work = [run for run in self._runs.values() if not run.cancel() and not run.done()]
+        if is_at_work:  # the session was stopped: nobody waits for this run any more
+            self._pool.abort()
+            if self._leased is not None:
+                self._leased.abort()
+        self._threads_of_gpus.shutdown()
+        self._thread.submit(self._close)
+        self._thread.shutdown()
+
+    def folder(self, cell: Cell, defects: Defects = ()) -> Path:
+        """Holds the records ``float64`` and those of ``noise_runs``; of the oracle with defects, if there are any."""
+        asked = [*cell.asked_of_oracle, *([defects_to_json(defects)] if defects else [])]
+        kinds = "".join(f"-{defect.kind}" for defect in defects)
+        return self._root / "oracle" / f"{cell.scenario.model_name}{kinds}-{short_key(*asked)}"
+
+    def request(self, cell: Cell, inputs: FrozenInputs, defects: Defects = ()) -> None:
+        """Start the oracle runs for a cell, unless they were requested before: of the correct oracle and, if there are
+        ``defects``, of the oracle with these defects. Does not wait."""
+        self._start(cell, inputs, (FLOAT64, *noise_runs(cell.scenario.precision)[:1]), defects)
+
+    def wait(self, cell: Cell, defects: Defects = ()) -> str:
+        """Wait for the oracle runs of a cell, which have to be requested before. Returns why runs failed, or ""."""
+        return self._wait(cell, (FLOAT64, *noise_runs(cell.scenario.precision)[:1]), defects)
+
+    def replayed(self, cell: Cell, inputs: FrozenInputs) -> FrozenInputs:
+        """The inputs of the cell's ranks: with the choices of the oracle's routers, where they are given. Waits for the
+        float64 run then, and gives the inputs as they are if it failed, which ``wait`` tells."""
+        if not is_replayed(cell.scenario, inputs) or self._wait(cell, (FLOAT64,), ()):
+            return inputs
+        return with_choices(inputs, self.folder(cell) / FLOAT64)
+
+    def more_noise(self, cell: Cell, inputs: FrozenInputs, defects: Defects = ()) -> bool:
+        """Make the further noise runs of a cell. Returns whether there are any more, and none failed."""
+        further = noise_runs(cell.scenario.precision)[1:]
+        self._start(cell, inputs, further, defects)
+        return bool(further) and not self._wait(cell, further, defects)
+
+    def _start(self, cell: Cell, inputs: FrozenInputs, policies: Sequence[str], defects: Defects) -> None:
+        for has in dict.fromkeys(((), defects)):
+            for policy in policies:
+                out = self.folder(cell, has) / policy
+                if out not in self._runs:
+                    run = partial(self._run, cell, inputs, out, cast(PolicyName, policy), has)
+                    is_here = self._leased is None or self._device_of(cell, policy) == "cpu"
+                    self._runs[out] = (self._thread if is_here else self._threads_of_gpus).submit(run)
+
+    def _device_of(self, cell: Cell, policy: str) -> Device:
+        """Float64 is the same everywhere; a large model is only computed where that takes seconds."""
+        return "cpu" if policy == FLOAT64 and not is_large(cell.scenario) else self._device
+
+    def _wait(self, cell: Cell, policies: Sequence[str], defects: Defects) -> str:
+        runs = [
+            self._runs[self.folder(cell, has) / policy] for has in dict.fromkeys(((), defects)) for policy in policies
+        ]
+        return "; ".join(filter(None, (run.result() for run in runs)))
+
+    def _run(self, cell: Cell, inputs: FrozenInputs, out: Path, policy: PolicyName, defects: Defects) -> str:
+        device = self._device_of(cell, policy)
+        if policy != FLOAT64 and is_replayed(cell.scenario, inputs):
+            reference = self.folder(cell) / FLOAT64
+            if self._runs[reference].result():  # it was submitted before, and waits for no run that was so later
+                return "the oracle's choices of experts are missing, because its float64 run failed"
+            inputs = with_choices(inputs, reference)
+        cached = self._cache / _cache_key(cell, inputs, policy, device, defects)
+        with locked(out.with_name(f"{policy}.lock")), locked(cached.with_suffix(".lock")):
+            if _is_whole(out):
+                return ""
+            shutil.rmtree(out, ignore_errors=True)  # what a run that was interrupted left
+            if not _is_whole(cached):
+                shutil.rmtree(cached, ignore_errors=True)
+                computed = out.with_name(f"{policy}.computed")
+                shutil.rmtree(computed, ignore_errors=True)
+                logs = out.with_name(f"{policy}-logs")
+                outcome = self._outcome(cell, inputs, computed, policy, device, defects, logs=logs)
+                if outcome.state != "done":
+                    return f"the oracle's {policy} run failed: {outcome.reason}"
+                with complete_or_nothing(cached) as unfinished:
+                    shutil.move(computed, unfinished)
+            os.utime(cached)
+            with complete_or_nothing(out) as unfinished:
+                shutil.copytree(cached, unfinished)
+        return ""
+
+    def _outcome(
+        self,
+        cell: Cell,
+        inputs: FrozenInputs,
+        out: Path,
+        policy: PolicyName,
+        device: Device,
+        defects: Defects,
+        *,
+        logs: Path,
+    ) -> Outcome:
+        leased = None if device == "cpu" else self._leased
+        needed = bytes_needed(cell.scenario, inputs.models, POLICIES[policy]) if is_large(cell.scenario) else 0
+        config = WorldConfig(
+            size=1,
+            device=device,
+            preload=("conformance.oracle.worker",),
+            room=(sys.maxsize if self._wants_all else round(needed / (1 - SPARE))) if needed else None,
+        )
+        run = partial(
+            (leased or self._pool).run,
+            key="oracle",
+            task="conformance.oracle.worker:run",
+            kwargs={
+                "scenario": scenario_to_json(cell.scenario.reference),
+                "models": {role: str(folder) for role, folder in inputs.models.items()},
+                "batches": str(inputs.batches),
+                "out": str(out),
+                "policy": policy,
+                "restarts": list(cell.restarts),
+                "merges": list(cell.merges),
+                "defects": defects_to_json(defects),
+                "trusted": cell.scenario.trust_remote_code,
+            },
+            log_dir=logs,
+            budget_s=self._budget_s,
+        )
+        outcome = run(config=config)
+        if outcome.state == "failed" and leased is not None:  # drivers fail at times
+            shutil.rmtree(out, ignore_errors=True)
+            if needed:  # of all GPUs it takes those with the most free memory; another program may have filled its own
+                self._wants_all = True
+            outcome = run(config=replace(config, room=sys.maxsize if needed else None), fresh=True)
+        return outcome
+
+    def _close(self) -> None:
+        self._pool.close()
+        prune(self._cache, size=CACHE_SIZE)
+
+
+def _cache_for(root: Path) -> Path:
+    """The folder of the oracle's cache, or a folder inside ``root`` if that one cannot be written to."""
+    shared = cache_folder() / "oracle"
+    try:
+        shared.mkdir(parents=True, exist_ok=True)
+        if os.access(shared, os.W_OK):
+            return shared
+    except OSError:
+        pass
+    return root / "oracle" / "cache"
+
+
+def prune(folder: Path, *, size: int) -> None:
+    """Remove the least recently used records, until at most ``size`` bytes are left."""
+    records = sorted((p for p in folder.glob("*") if p.is_dir()), key=lambda path: path.stat().st_mtime, reverse=True)
+    held = 0
+    for record in records:
+        held += sum(file.stat().st_size for file in record.glob("*"))
+        if held > size:
+            shutil.rmtree(record, ignore_errors=True)
+
+
+def _is_whole(record: Path) -> bool:
+    with contextlib.suppress(RecordError):
+        read_record(record)
+        return True
+    return False
+
+
+def _cache_key(cell: Cell, inputs: FrozenInputs, policy: PolicyName, device: Device, defects: Defects = ()) -> str:
+    digest = hashlib.sha256()
+    asked = cell.asked_of_oracle  # includes the paths of model and data, because the judge compares them
+    kernels = "" if device == "cpu" else torch.cuda.get_device_name()
+    versions = [torch.__version__, torch.backends.cpu.get_cpu_capability(), kernels]
+    if not all(map(is_written, inputs.models.values())):
+        versions.append(importlib.metadata.version("transformers"))
+    parts = [asked, policy, *versions, defects_to_json(defects)]
+    digest.update(json.dumps(parts, sort_keys=True).encode())
+    objective = cell.scenario.objective
+    sources = {inspect.getsourcefile(type(part)) for part in (objective, functions_of(objective))}
+    package = Path(oracle.__file__).parent
+    files = [inputs.batches, *sorted(package.glob("*.py")), *sorted(Path(source) for source in sources if source)]
+    files += [package.parent / name for name in COMPUTED_WITH]
+    for role, folder in sorted(inputs.models.items()):
+        digest.update(role.encode())
+        files += sorted(
+            file for file in folder.iterdir() if file.name == "config.json" or file.suffix in (".safetensors", ".py")
+        )
+        files += sorted((folder / ADAPTER).glob("*"))
+    for file in files:
+        with file.open("rb") as content:
+            digest.update(hashlib.file_digest(content, "sha256").digest())
+    return digest.hexdigest()[:32]

@@ -1,0 +1,181 @@
+"""Legs: runs the legs of a cell in live worlds; every leg after the first runs in new processes.
+
+Serves claim 9: the result says what went wrong, and also whether the ranks had run other cells before, because then
+another cell may be the cause.
+"""
+
+import shutil
+from collections import Counter
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from conformance.backends.faults import find_fault
+from conformance.backends.registry import adapter_of
+from conformance.data.prepare import FrozenInputs
+from conformance.matrix.cell import Cell, Leg
+from conformance.models.synthetic import with_other_numbers
+from conformance.results.bisection import Bisected, bisected_from_json
+from conformance.runtime import Device, Outcome, Pool, WorldConfig
+from conformance.runtime.failure import FailureKind
+from conformance.spec.scenario import scenario_to_json
+
+
+@dataclass(frozen=True, kw_only=True)
+class LegsEnded:
+    """How the legs of a cell ended.
+
+    failure: why a leg failed; empty if none did. kind: the kind of the failure.
+    used: whether ranks of a leg had run another cell before.
+    """
+
+    failure: str
+    kind: FailureKind
+    used: bool
+
+
+def run_legs(
+    pool: Pool, cell: Cell, inputs: FrozenInputs, folder: Path, *, device: Device, budget_s: float, fresh: bool
+) -> LegsEnded:
+    """Run the legs in order, leg N in ``folder/N``, until one fails.
+
+    ``fresh``: the first leg also runs in new processes, which have run no other cell.
+    """
+    used, met = False, Counter[str]()
+    for number in range(len(cell.legs)):
+        outcome = _run_leg(pool, cell, number, inputs, folder, device=device, budget_s=budget_s, fresh=fresh)
+        used = used or outcome.used
+        if outcome.state == "failed":
+            where = f"leg {number + 1} of {len(cell.legs)}: " if len(cell.legs) > 1 else ""
+            return LegsEnded(failure=where + outcome.reason, kind=outcome.kind, used=used)
+        for of_rank in outcome.results:
+            met.update(of_rank)
+    return LegsEnded(failure=_not_met(cell, met), kind="", used=used)
+
+
+def _not_met(cell: Cell, met: Counter[str]) -> str:
+    """The failure if a planted fault was never called on any rank, because such a cell proves nothing; else empty."""
+    for name in cell.faults:
+        if not met[name]:
+            needs = find_fault(name).needs
+            return f"fault {name!r} was never called in this cell, so it changed nothing; it needs {needs}"
+    return ""
+
+
+def _run_leg(
+    pool: Pool,
+    cell: Cell,
+    number: int,
+    inputs: FrozenInputs,
+    folder: Path,
+    *,
+    device: Device,
+    budget_s: float,
+    fresh: bool,
+) -> Outcome:
+    leg = cell.legs[number]
+    saved_before = folder / str(number - 1) / "saved" if number else None
+    if number and cell.legs[number - 1].save in ("checkpoint", "state"):
+        trained = [role.name for role in cell.scenario.objective.roles if role.trained]
+        begun = folder / str(number) / "begun"
+        others = {name: with_other_numbers(inputs.models[name], begun / name) for name in trained}
+        inputs = replace(inputs, models={**inputs.models, **others})
+    return pool.run(
+        key=leg.backend.name,
+        config=world_config(leg, device),
+        task="conformance.worker.phase:run_leg",
+        kwargs=leg_arguments(cell, number, inputs, folder / str(number), saved_before),
+        log_dir=folder / str(number) / "logs",
+        budget_s=budget_s,
+        fresh=fresh or number > 0 or adapter_of(leg.backend).traits.fresh_ranks,
+    )
+
+
+class TraceFailed(Exception):
+    """A cell could not be run again to be traced; the message says why."""
+
+
+def run_traced(
+    pool: Pool, cell: Cell, inputs: FrozenInputs, folder: Path, *, step: int, device: Device, budget_s: float
+) -> None:
+    """Run the first leg up to ``step``: its record is ``folder/record``, the activations of ``step`` are in
+    ``folder/trace``. Raises TraceFailed."""
+    leg = cell.legs[0]
+    arguments = leg_arguments(cell, 0, inputs, folder, None)
+    shutil.rmtree(folder, ignore_errors=True)
+    outcome = pool.run(
+        key=leg.backend.name,
+        config=world_config(leg, device),
+        task="conformance.worker.phase:run_leg",
+        kwargs=arguments | {"steps": step + 1, "save": None, "trace": [step, str(folder / "trace")]},
+        log_dir=folder / "logs",
+        budget_s=budget_s,
+        fresh=adapter_of(leg.backend).traits.fresh_ranks,
+    )
+    if outcome.state == "failed":
+        raise TraceFailed(f"{cell} failed while it was traced: {outcome.reason}")
+
+
+def find_in_traced(
+    pool: Pool, cell: Cell, inputs: FrozenInputs, folder: Path, oracle: Path, *, step: int, budget_s: float
+) -> tuple[Bisected, ...]:
+    """Hold what ``run_traced`` left in ``folder`` against the oracle, in a process of its own. Raises TraceFailed."""
+    outcome = pool.run(
+        key="bisect",
+        config=WorldConfig(size=1, device="cpu", preload=("conformance.bisect.locate",)),
+        task="conformance.bisect.locate:find",
+        kwargs={
+            "scenario": scenario_to_json(cell.scenario.reference),
+            "models": {role: str(path) for role, path in inputs.models.items()},
+            "batches": str(inputs.batches),
+            "oracle": str(oracle),
+            "traced": str(folder),
+            "step": step,
+        },
+        log_dir=folder / "comparison",
+        budget_s=budget_s,
+    )
+    if outcome.state == "failed":
+        raise TraceFailed(f"what was traced of {cell} could not be compared: {outcome.reason}")
+    return bisected_from_json(outcome.results[0])
+
+
+def world_config(leg: Leg, device: Device) -> WorldConfig:
+    """The configuration of the world for a leg."""
+    return WorldConfig(
+        size=leg.layout.world_size,
+        device=device,
+        preload=adapter_of(leg.backend).traits.preload_for(leg.layout),
+        python=leg.backend.python,
+    )
+
+
+def leg_arguments(
+    cell: Cell, number: int, inputs: FrozenInputs, folder: Path, saved_before: Path | None
+) -> dict[str, Any]:
+    """The arguments of conformance.worker.phase.run_leg, as JSON values.
+
+    folder: the leg's folder. saved_before: the folder that the leg before has saved; None for the first leg.
+    """
+    leg = cell.legs[number]
+    models = {role: str(path) for role, path in inputs.models.items()}
+    loads = cell.legs[number - 1].save if number else None
+    merged = loads == "merge"
+    if loads in ("export", "merge"):
+        models = {role: str(saved_before / role) for role in models} if saved_before else models
+        loads = None
+    return {
+        "cell": str(cell),
+        "target": leg.backend.target,
+        "scenario": scenario_to_json(cell.scenario),
+        "layout": str(leg.layout),
+        "models": models,
+        "batches": str(inputs.batches),
+        "first_step": cell.first_steps[number],
+        "steps": leg.steps,
+        "load": [loads, str(saved_before)] if loads else None,
+        "merged": merged,
+        "save": [leg.save, str(folder / "saved")] if leg.save else None,
+        "record": str(folder / "record"),
+        "planted": list(cell.faults),
+    }

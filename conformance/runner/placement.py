@@ -1,0 +1,58 @@
+"""Where: the ranks of a session are here, on leased GPUs of this host, or on the hosts of agents (claim 8)."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from conformance.runner.scheduler import CELLS_PER_PLACE
+from conformance.runtime import Device, Pool
+from conformance.runtime.gpu_inventory import gpus_of
+from conformance.runtime.gpu_slots import Gpus, LeasedPlaces
+from conformance.runtime.multihost.controller import AgentHere, Fleet, Hosts, Slots
+
+
+class Where:
+    """With ``pool``, of all worlds, and ``fleet``, of the agents; None if there are none to wait for."""
+
+    def __init__(self, *, device: Device, gpus: tuple[str, ...], hosts: Hosts | None, work_dir: Path) -> None:
+        """``gpus``: those that are leased, or shares; empty: ranks are simply here. Raises UsageError as Fleet does."""
+        self.fleet = Fleet(hosts, device=device, folder=work_dir) if hosts else None
+        self._gpus, self._device = gpus, device
+        self._places: LeasedPlaces | None = None
+        if self.fleet is not None:
+            self._places = Slots(self.fleet)
+        elif gpus:
+            self._places = Gpus(gpus, work_dir=work_dir)
+        self.pool = Pool(work_dir=work_dir, places=self._places)
+
+    @property
+    def is_leased(self) -> bool:
+        return self._places is not None
+
+    @property
+    def agents(self) -> Sequence[AgentHere]:
+        return self.fleet.agents if self.fleet is not None else ()
+
+    @property
+    def queues_oracles(self) -> bool:
+        """Whether oracles queue up for the same GPUs of this host as cells do."""
+        return bool(self._gpus) and self._device == "cuda"
+
+    @property
+    def gpus(self) -> int:
+        """How many GPUs of this host are leased, by shares or whole; 1 if none are."""
+        return len(gpus_of(self._gpus)) or 1
+
+    @property
+    def width(self) -> int:
+        """How many cells are run at once; of agents, of those that are here."""
+        return CELLS_PER_PLACE * (self.fleet.slots if self.fleet is not None else len(self._gpus))
+
+    @property
+    def leased(self) -> dict[str, float]:
+        """By GPU, or slot of an agent, the part of the session's time for which it was leased; see Busy.shares."""
+        return self._places.busy.shares() if self._places is not None else {}
+
+    def close(self) -> None:
+        self.pool.close()
+        if self.fleet is not None:
+            self.fleet.close()

@@ -1,0 +1,168 @@
+"""Refusal: why a cell is not run at all, and the state that it gets (claim 9).
+
+There are three cases: the backend does not claim the cell (``unsupported``), this machine cannot run it (``not_run``),
+or the backend cannot be asked (``infrastructure``). Only the first is an answer of the backend. `parity list` and
+`parity run` both ask here, so they say the same. This module also asks backends for their expected differences.
+"""
+
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+
+from conformance.backends.faults import find_fault
+from conformance.backends.protocol import BackendEntry, BrokenBackend, MissingExtra, Support, Unsupported
+from conformance.backends.registry import Adapter, AskFailed, adapter_of
+from conformance.core.errors import UsageError
+from conformance.core.host_resources import available_memory
+from conformance.matrix.cell import Cell, Leg
+from conformance.matrix.options import Ranks
+from conformance.results.verdict import Verdict
+from conformance.runner.environment import model_sizes
+from conformance.runtime import Device
+from conformance.runtime.gpu_inventory import gpus_of_host, more_shares, shares_of
+from conformance.runtime.multihost.controller import Fleet
+from conformance.runtime.worker_groups import StartError, check_host
+from conformance.spec.known_defects import Known
+
+
+def check_shared(ranks: Ranks) -> None:
+    """Raises UsageError for ranks that share GPUs on the CPU."""
+    if ranks.device == "cpu" and ranks.ranks_per_gpu > 1:
+        raise UsageError("--ranks_per_gpu is about GPUs: add --device cuda; on the CPU, ranks share all processors")
+
+
+def check_device(ranks: Ranks) -> None:
+    """Raises UsageError for ``cuda`` on a machine without a GPU, where no cell could be run, and as ``check_shared``
+    does."""
+    check_shared(ranks)
+    if ranks.device == "cuda" and not torch.cuda.device_count():
+        raise UsageError(
+            "--device cuda: no GPU is visible; look at nvidia-smi and CUDA_VISIBLE_DEVICES, or leave it out to run on "
+            "the CPU"
+        )
+
+
+def leased_gpus(ranks: Ranks) -> tuple[str, ...]:
+    """The GPUs that the cells of a run lease, by UUID, or shares of them; none on the CPU. Raises UsageError."""
+    return shares_of(gpus_of_host(), ranks.ranks_per_gpu) if ranks.device == "cuda" else ()
+
+
+class Refusals:
+    """Asks backends. Every adapter is imported only once, also if the import fails."""
+
+    def __init__(self, device: Device, *, ranks_per_gpu: int = 1, fleet: Fleet | None = None) -> None:
+        """``fleet``: of the agents that start ranks; None if this machine does."""
+        self._device, self._ranks_per_gpu, self._fleet = device, ranks_per_gpu, fleet
+        self._memory = available_memory()  # at the beginning, so that a cell is not listed and then refused
+        self._adapters: dict[BackendEntry, Adapter | Verdict] = {}
+
+    def refusal(self, cell: Cell, model: Path) -> Verdict | None:
+        """The verdict of a cell that cannot be run; None if it can be. ``model``: the folder of its first model."""
+        found = [refused for leg in cell.legs if (refused := self._leg_refusal(cell, leg, model))]
+        if all(refused.state == "not_run" for refused in found):
+            found += [refused for legs in pairwise(cell.legs) if (refused := self._handover_refusal(cell, *legs))]
+        # What this machine has no room for may be planned for another one, where a backend that refuses refuses, too.
+        return min(found, key=lambda refused: refused.state == "not_run", default=None)
+
+    def _handover_refusal(self, cell: Cell, before: Leg, after: Leg) -> Verdict | None:
+        """The verdict if a backend cannot hand over or take over training state, or cannot load its own checkpoint in
+        the next layout; None if it can."""
+        giver, taker = self.adapter(before.backend), self.adapter(after.backend)
+        assert not isinstance(giver, Verdict)
+        assert not isinstance(taker, Verdict)
+        if before.save == "state":
+            for backend, adapter, method in ((before, giver, "export_state"), (after, taker, "import_state")):
+                if method not in adapter.traits.methods:
+                    reason = f"{backend.backend.name} has no {method}, so it hands over no training state"
+                    return Verdict(state="unsupported", reason=f"{reason}; use a checkpoint or an export")
+        if before.save != "checkpoint" or "supports_checkpoint" not in giver.traits.methods:
+            return None
+        return _refused_by(
+            before.backend.name, lambda: giver.supports_checkpoint(cell.scenario, before.layout, after.layout)
+        )
+
+    def _leg_refusal(self, cell: Cell, leg: Leg, model: Path) -> Verdict | None:
+        scenario, kind, name = cell.scenario, cell.scenario.objective.kind, leg.backend.name
+        adapter = self.adapter(leg.backend)
+        if isinstance(adapter, Verdict):
+            return adapter
+        if kind not in adapter.traits.objectives:
+            return Verdict(state="unsupported", reason=f"{name} does not train the objective {kind!r}")
+        if scenario.lora and "export_merged" not in adapter.traits.methods:
+            return Verdict(state="unsupported", reason=f"{name} has no export_merged, so it trains no adapters (lora)")
+        for fault in map(find_fault, cell.faults):
+            if fault.seam not in adapter.traits.seams:
+                reason = f"fault {fault.name!r} is not plantable: {name} does not name the seam {fault.seam!r}"
+                return Verdict(state="unsupported", reason=reason)
+        if refused := _refused_by(name, lambda: adapter.supports(scenario, leg.layout)):
+            return refused
+        try:
+            leg.layout.validate(**model_sizes(model), rows=scenario.data.rows, accumulation=scenario.accumulation)
+        except UsageError as error:
+            return Verdict(state="unsupported", reason=str(error))
+        return self._too_large(leg.layout.world_size)
+
+    def _too_large(self, ranks: int) -> Verdict | None:
+        """The verdict if this machine has no room for so many ranks; None if it has."""
+        if self._fleet is not None:
+            return self._too_large_for(self._fleet, ranks)
+        if self._device == "cuda":
+            return self._too_large_for_gpus(ranks)
+        try:
+            check_host(ranks, memory=self._memory)
+        except StartError as error:
+            return Verdict(state="not_run", reason=str(error))
+        return None
+
+    def _too_large_for_gpus(self, ranks: int) -> Verdict | None:
+        gpus, each = torch.cuda.device_count(), self._ranks_per_gpu
+        if ranks <= gpus * each:
+            return None
+        room = "without --device cuda it runs on the CPU"
+        if gpus:
+            room = f"a layout of at most {gpus * each} ranks would run, and {more_shares(ranks, gpus)}"
+        shared = f" for {each} ranks each" if each > 1 else ""
+        return Verdict(state="not_run", reason=f"needs {ranks} GPUs, {gpus} visible{shared}; {room}")
+
+    @staticmethod
+    def _too_large_for(fleet: Fleet, ranks: int) -> Verdict | None:
+        if problem := fleet.problem():
+            return Verdict(state="infrastructure", reason=problem)
+        if (slots := fleet.slots) < ranks:
+            return Verdict(state="not_run", reason=f"needs {ranks} ranks, and the agents start {slots}; add agents")
+        return None
+
+    def known(self, cell: Cell) -> tuple[Known, ...]:
+        """The expected differences of a cell, as its backend declares them.
+
+        Empty if the legs have different backends or layouts, if the backend cannot be imported, and for a cell with a
+        planted fault, because a fault has to be found wherever it is planted.
+        """
+        leg, adapter = cell.legs[0], self.adapter(cell.legs[0].backend)
+        alike = {(leg.backend, leg.layout) for leg in cell.legs}
+        if cell.faults or len(alike) > 1 or isinstance(adapter, Verdict):
+            return ()
+        return adapter.known(cell.scenario, leg.layout)
+
+    def adapter(self, backend: BackendEntry) -> Adapter | Verdict:
+        """The adapter; if it cannot be imported, the verdict of all its cells. Raises UsageError for a wrong
+        target."""
+        if backend not in self._adapters:
+            try:
+                self._adapters[backend] = adapter_of(backend)
+            except MissingExtra as error:
+                self._adapters[backend] = Verdict(state="unsupported", reason=str(error))
+            except (BrokenBackend, AskFailed) as error:
+                self._adapters[backend] = Verdict(state="infrastructure", reason=str(error))
+        return self._adapters[backend]
+
+
+def _refused_by(name: str, ask: Callable[[], Support]) -> Verdict | None:
+    """The verdict if a backend does not claim a cell, or raises when it is asked; None if it claims the cell."""
+    try:
+        answer = ask()
+    except AskFailed as error:
+        return Verdict(state="infrastructure", reason=f"{name} was asked whether it supports the cell: {error}")
+    return Verdict(state="unsupported", reason=answer.reason) if isinstance(answer, Unsupported) else None

@@ -1,0 +1,155 @@
+"""Check: whether this machine has the room that cells need, before anything is started (claim 9).
+
+An estimate may be wrong by a factor of DOUBT. So a run is refused where even that much less would not fit, and the user
+is warned in between. Where agents start the ranks, each host is looked at, by what its agents told when they came.
+"""
+
+import socket
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from conformance.backends.protocol import BackendEntry
+from conformance.backends.registry import Adapter
+from conformance.core.errors import UsageError
+from conformance.core.host_resources import Room
+from conformance.matrix.cell import Cell
+from conformance.runner.resource_estimate import Estimate, Size, Total, estimate, on_slots, size_of, total
+from conformance.runtime import Device
+from conformance.runtime.multihost.controller import AgentHere
+from conformance.spec.roles import Role
+
+DOUBT = 1.5
+GB = 1e9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    """What the cells of a run need, ``workers`` of them at once, and what is too much of it, a sentence each."""
+
+    workers: int
+    cells: Sequence[tuple[Cell, Estimate]]
+    total: Total
+    impossible: tuple[str, ...]
+    doubtful: tuple[str, ...]
+
+
+def needs_of(
+    cells: Sequence[Cell],
+    room: Room,
+    *,
+    device: Device = "cpu",
+    workers: int = 1,
+    agents: Sequence[AgentHere] = (),
+) -> Needs:
+    """Raises UsageError for a model that cannot be used. ``cells``: one or more. ``workers``: processes that run
+    cells at the same time, each with ranks, an oracle and a judge of its own. ``agents``: those that start all ranks,
+    if this machine does not."""
+    sizes: dict[tuple[str, tuple[Role, ...], int | None], Size] = {}
+    adapters: dict[BackendEntry, Adapter] = {}
+    found = []
+    for cell in cells:
+        key = cell.scenario.model, tuple(cell.scenario.objective.roles), cell.scenario.sketch
+        if key not in sizes:
+            sizes[key] = size_of(cell.scenario)
+        found.append((cell, estimate(cell, sizes[key], device=device, adapters=adapters)))
+    workers = min(workers, len(found))
+    of_all = total(found, workers=workers)
+    impossible, doubtful = [], []
+    against = _held_against_hosts(found, of_all, room, agents) if agents else _held_against(of_all, room, workers)
+    for needed, there, said in against:
+        if needed > DOUBT * there:
+            impossible.append(said)
+        elif needed > there:
+            doubtful.append(said)
+    return Needs(workers=workers, cells=found, total=of_all, impossible=tuple(impossible), doubtful=tuple(doubtful))
+
+
+def check_room(
+    cells: Sequence[Cell],
+    room: Room,
+    *,
+    device: Device,
+    warn: Callable[[str], None],
+    workers: int = 1,
+    agents: Sequence[AgentHere] = (),
+) -> None:
+    """Raises UsageError, which says what would fit, if the cells cannot fit into ``room``; ``warn`` gets what may not
+    fit."""
+    if not cells:
+        return
+    needs = needs_of(cells, room, device=device, workers=workers, agents=agents)
+    if needs.impossible:
+        said = "select other cells (--cells), offer fewer slots (parity agent --slots), or take hosts with more"
+        what = said if agents else advice(needs, room)
+        raise UsageError(f"{'; '.join(needs.impossible)}; {what} (parity plan shows the estimates)")
+    for said in needs.doubtful:
+        warn(f"{said}; it may not fit")
+
+
+def advice(needs: Needs, room: Room) -> str:
+    """What of the selection would fit, or what makes cells smaller."""
+    fewer = (n for n in range(needs.workers - 1, 0, -1) if total(needs.cells, workers=n).host <= room.memory)
+    if workers := next(fewer, None):
+        return f"{workers} of the {needs.workers} workers would fit: -n {workers}"
+    fitting = [(cell, one) for cell, one in needs.cells if one.host <= room.memory]
+    several = len(needs.cells) > 1
+    if fitting and several and needs.total.host > room.memory:
+        alone = "each cell would fit alone" if len(fitting) == len(needs.cells) else ""
+        return f"{alone or f'{len(fitting)} of {len(needs.cells)} cells would fit'}, such as --cells {fitting[0][0]}"
+    if needs.total.host <= room.memory and several:
+        return "select fewer cells (--cells), give --shard K/N and merge on another disk, or make room"
+    return (
+        "use a model with fewer layers and the same architecture, fewer rows (data.rows), a shorter --max_len, fewer "
+        "steps, fp32 instead of the exact tier, or a machine with more"
+    )
+
+
+def _held_against(of_all: Total, room: Room, workers: int) -> list[tuple[float, float, str]]:
+    """(needed, there, in words)."""
+    who = f"{of_all.worst} needs" if workers == 1 else f"{workers} cells at once, the largest {of_all.worst}, need"
+    memory = (
+        f"{who} about {of_all.host / GB:.1f} GB of memory, with what other ranks hold on to, and "
+        f"{room.memory / GB:.1f} GB are free"
+    )
+    return [(of_all.host, room.memory, memory), *_disks(of_all, room)]
+
+
+def _disks(of_all: Total, room: Room) -> list[tuple[float, float, str]]:
+    on_disk = of_all.disk + (of_all.cache if room.cache is None else 0.0)
+    disk = f"the records need about {on_disk / GB:.1f} GB of disk, and {room.disk / GB:.1f} GB are free"
+    found = [(on_disk, room.disk, disk)]
+    if room.cache is not None:
+        said = f"the oracle's cache needs about {of_all.cache / GB:.1f} GB, and {room.cache / GB:.1f} GB are free there"
+        found.append((of_all.cache, room.cache, f"{said}; PARITY_CACHE names another folder"))
+    return found
+
+
+def _held_against_hosts(
+    cells: Sequence[tuple[Cell, Estimate]], of_all: Total, room: Room, agents: Sequence[AgentHere]
+) -> list[tuple[float, float, str]]:
+    """Of each host with agents, and of this one, the controller's, whose ``room`` it is."""
+    slots, rooms = defaultdict[str, int](int), dict[str, Room]()
+    for agent in agents:
+        slots[agent.host] += agent.slots
+        rooms.setdefault(agent.host, agent.room)
+    own, found = socket.gethostname(), []
+    controller, oracle_of = max(((one.controller, cell) for cell, one in cells), key=lambda pair: pair[0])
+    for host, count in slots.items():
+        needed, worst = on_slots(cells, count)
+        said = f"host {host}: the ranks of its {count} slots, the largest of {worst},"
+        if host == own:
+            needed, said = needed + controller, f"{said} and the oracle and judge of {oracle_of}"
+        found.append((needed, rooms[host].memory, _memory_of_host(said, needed, rooms[host])))
+    if own not in slots:
+        said = f"host {own}, the controller's: the oracle and judge of {oracle_of}"
+        found.append((controller, room.memory, _memory_of_host(said, controller, room)))
+    host, least = min(rooms.items(), key=lambda pair: pair[1].disk)
+    said = (
+        f"host {host}: the records need about {of_all.disk / GB:.1f} GB of disk, and {least.disk / GB:.1f} GB are free"
+    )
+    return [*found, (of_all.disk, least.disk, said), *_disks(of_all, room)]
+
+
+def _memory_of_host(who: str, needed: float, room: Room) -> str:
+    return f"{who} need about {needed / GB:.1f} GB of memory, and {room.memory / GB:.1f} GB are free"

@@ -1,0 +1,89 @@
+"""Resume: goes on in the output folder of an earlier run of the same cells, which was stopped or in which cells failed.
+
+A cell that is run again keeps its earlier state in its verdict (``Entry.before``), so that a failure which does not
+come back is still told.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from conformance.core.errors import UsageError
+from conformance.matrix.cell import Cell
+from conformance.matrix.options import Again, Ranks
+from conformance.matrix.plan import Plan
+from conformance.results.output_folders import Part, check_parts, read_part, sum_up
+from conformance.results.run_results import Entry, Run, write_entry
+from conformance.results.trust import read_cells
+from conformance.results.verdict import ANSWERED, FAILED, STATES, State
+from conformance.runner.environment import environment
+
+
+@dataclass(frozen=True, kw_only=True)
+class Earlier:
+    """The earlier run: its summary's head, and its cells. A verdict that cannot be trusted is a failure."""
+
+    run: Run
+    entries: tuple[Entry, ...]
+
+
+def read_earlier(out: Path, plan: Plan, ranks: Ranks, *, selection: str) -> Earlier:
+    """The run in ``out``, after a check that ``plan`` is a plan of the same cells, on the same device and versions.
+
+    selection: what this run selects, as text. Raises UsageError.
+    """
+    earlier = read_part(out)
+    if earlier.run.selected != plan.digest and (told := _apart(earlier.run.selection, selection)):
+        raise UsageError(f"{out} is of other options than this run: {told}. {out} is of: {earlier.run.command}")
+    wanted = Run(
+        started="",
+        finished=None,
+        seconds=0,
+        profile=earlier.run.profile,
+        device=ranks.device,
+        command="",
+        environment=environment(ranks_per_gpu=ranks.ranks_per_gpu),
+        floor=plan.floor,
+        selected=plan.digest,
+    )
+    check_parts([earlier, Part(name="this run", run=wanted, entries=(), version=earlier.version)])
+    if earlier.run.floor.shards != plan.floor.shards:
+        shards = ", ".join(earlier.run.floor.shards) or "all cells"
+        raise UsageError(f"{out} has {shards}; resume it with the same --shard: {earlier.run.command}")
+    sum_up(out)  # a run that was killed has written verdicts that its summary lacks
+    run, cells = read_cells(out)
+    for cell, stored in zip(cells, earlier.entries, strict=True):
+        if cell.entry != stored:
+            write_entry(out, cell.entry)
+    return Earlier(run=run, entries=tuple(cell.entry for cell in cells))
+
+
+def _apart(then: str, now: str) -> str:
+    """The options that only one of two selections has, in words; empty if they have the same."""
+    before, after = (re.findall(r"--\S+(?: (?!--)\S+)*", text) for text in (then, now))
+    only_then = [option for option in before if option not in after]
+    only_now = [option for option in after if option not in before]
+    told = (("it had", only_then), ("this one has", only_now)) if then else ()
+    return ", and ".join(f"{who} {' '.join(options)}" for who, options in told if options)
+
+
+def cells_left(cells: Sequence[Cell], earlier: Earlier, again: Again) -> list[Cell]:
+    """The cells to run: those without a verdict; with ``--rerun failed``, those that failed.
+
+    Raises UsageError if there are none.
+    """
+    states = {entry.cell: entry.verdict.state for entry in earlier.entries}
+    wanted = FAILED if again.rerun else [state for state in STATES if state not in ANSWERED]
+    left = [cell for cell in cells if states.get(str(cell), "not_run") in wanted]
+    if not left:
+        what = "failed" if again.rerun else "is left"
+        raise UsageError(f"no cell of {again.resume} {what}; parity report {again.resume} shows all")
+    return left
+
+
+def before(earlier: Entry | None) -> tuple[State, ...]:
+    """The states in which a cell had ended, if an earlier run has it."""
+    if earlier is None:
+        return ()
+    return (*earlier.before, *((earlier.verdict.state,) if earlier.verdict.state in FAILED else ()))

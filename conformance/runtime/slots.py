@@ -1,0 +1,221 @@
+"""Lane: live worlds at one place, and the tasks that run in them one after another.
+
+Serves claim 8: every task has an outcome, whatever happens to its ranks, and no task is harmed by the one before. The
+reasons for which worlds are retired go to the logger of this module, because they say why a run is slow. `parity run`
+shows those that nobody planned, and with ``--verbose`` them all.
+
+Places: where worlds of a pool may be, if not simply here: one place for each rank, leased (claim 8).
+"""
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from conformance.runtime.config import WorldConfig
+from conformance.runtime.failure import FailureKind
+from conformance.runtime.watchdog import TaskFailed, run_task
+from conformance.runtime.worker_groups import StartError, World
+
+logger = logging.getLogger(__name__)
+
+KEPT_BYTES = 512 * 2**20  # memory that a rank may keep between tasks; some twenty ranks are alive in a run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a task ended.
+
+    results: if the task is done, the JSON value that each rank returned, by rank.
+    reason, kind, rank: if it failed, the reason for the user, its kind, and the rank that caused it; ``rank`` is None
+        if no single rank did.
+    seconds: wall time, including the start of the world. used: whether the ranks had run another task before.
+    """
+
+    state: Literal["done", "failed"]
+    reason: str
+    kind: FailureKind
+    rank: int | None
+    seconds: float
+    results: list[Any]
+    used: bool = False
+
+
+class Starter(Protocol):
+    """Who starts the worlds of a lane (conformance.runtime.forkserver_client.Zygotes, or agents on other hosts)."""
+
+    def start(self, config: WorldConfig) -> World:
+        """Raises StartError."""
+
+    def prepare(self, config: WorldConfig) -> None:
+        """Start in the background what a world of this config needs; does not wait for it, and raises nothing."""
+
+    def terminate(self) -> None:
+        """End all worlds, and every later one, from another thread."""
+
+    def close(self) -> object:
+        """End all that was started."""
+
+
+class Lane:
+    """Keeps one live world per key (a backend) and config. One thread uses it, but for ``phase`` and ``abort``: the
+    kernel ends a world with the thread that started it.
+
+    A world is retired after a task that fails or leaks; the next task with the same key and config gets a new world.
+    """
+
+    def __init__(self, starter: Starter) -> None:
+        self._starter = starter
+        self.worlds: dict[tuple[str, WorldConfig], World] = {}
+        self._used: set[int] = set()  # numbers of worlds that have run a task
+        self._running: World | None = None
+
+    def run(
+        self,
+        *,
+        key: str,
+        config: WorldConfig,
+        task: str,
+        kwargs: dict[str, Any],
+        log_dir: Path,
+        budget_s: float,
+        fresh: bool,
+        held: Sequence[int],
+    ) -> Outcome:
+        """See conformance.runtime.Pool.run. ``held``: descriptors that ranks hold open while they run the task."""
+        log_dir = log_dir.resolve()
+        log_dir.mkdir(parents=True, exist_ok=True)
+        began, used = time.monotonic(), False
+        try:
+            if fresh:
+                self._retire(key, config, why="the next task wants a fresh one", level=logging.DEBUG)
+            world = self._world(key, config)
+            used = world.number in self._used
+            self._used.add(world.number)
+            self._running = world
+            results, leaks, kept = run_task(
+                world, task=task, kwargs=kwargs, log_dir=log_dir, budget_s=budget_s, held=held
+            )
+        except StartError as error:
+            return failed(str(error), kind="raised", began=began)
+        except TaskFailed as failure:
+            self._retire(key, config, why=str(failure.cause))
+            if failure.cause.kind == "out of memory":  # the next attempt needs what idle worlds have
+                for other in list(self.worlds):
+                    self._retire(*other, why="another world here ran out of memory")
+            return failed(str(failure), kind=failure.cause.kind, rank=failure.cause.rank, began=began, used=used)
+        except BaseException:
+            self._retire(key, config, why="interrupted")
+            raise
+        finally:
+            self._running = None
+        if leaks:
+            self._retire(key, config, why=f"it leaks: {leaks}")
+        elif kept > KEPT_BYTES:
+            why = f"a rank keeps {kept // 2**20} MiB between tasks, in caches of libraries"
+            self._retire(key, config, why=why, level=logging.DEBUG)
+        seconds = time.monotonic() - began
+        return Outcome(state="done", reason="", kind="", rank=None, seconds=seconds, results=results, used=used)
+
+    def prepare(self, config: WorldConfig) -> None:
+        """See conformance.runtime.Pool.prepare."""
+        self._starter.prepare(config)
+
+    def phase(self) -> str:
+        """What the rank does that is furthest behind; empty if no task runs. For another thread, to show it."""
+        world = self._running
+        if world is None:
+            return ""
+        with contextlib.suppress(ValueError):  # the world was ended meanwhile
+            return min((world.beats.read(rank) for rank in range(world.size)), key=lambda beat: beat.count).phase
+        return ""
+
+    def abort(self) -> None:
+        """End all processes, from another thread. The task that runs fails, and so does every later one."""
+        self._starter.terminate()
+
+    def close(self) -> None:
+        """End all processes. Only the logs remain."""
+        while self.worlds:
+            _, world = self.worlds.popitem()
+            world.bury()
+        self._starter.close()
+
+    def _world(self, key: str, config: WorldConfig) -> World:
+        """The live world of this key and config, or a new one. Raises StartError."""
+        world = self.worlds.get((key, config))
+        if world is not None and not world.is_whole():
+            self._retire(key, config, why="a rank died while it was idle")
+            world = None
+        if world is None:
+            world = self.worlds[key, config] = self._starter.start(config)
+        return world
+
+    def _retire(self, key: str, config: WorldConfig, *, why: str, level: int = logging.INFO) -> None:
+        world = self.worlds.pop((key, config), None)
+        if world is not None:
+            ranks = f"{config.size} rank{'s' * (config.size > 1)}"
+            logger.log(level, "world %d (%s, %s) is retired: %s", world.number, key, ranks, why)
+            if left := world.bury():
+                logger.error("world %d: processes %s cannot be ended; they hang in the kernel", world.number, left)
+
+
+def failed(reason: str, *, kind: FailureKind, began: float, rank: int | None = None, used: bool = False) -> Outcome:
+    """The outcome of a task that failed; it began at ``began`` of time.monotonic."""
+    seconds = time.monotonic() - began
+    return Outcome(state="failed", reason=reason, kind=kind, rank=rank, seconds=seconds, results=[], used=used)
+
+
+Block = tuple[str, ...]  # names of places, such as the UUIDs of GPUs
+
+
+class NoLease(Exception):
+    """A task got no place. The message is for the user."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seat:
+    """Of a rank. gpu: which of the GPUs that it sees is its own. host: the host that NCCL takes it to be on, if that is
+    not simply this one."""
+
+    gpu: int
+    host: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lease:
+    """Places that are this process's until it closes the descriptors, and with it all that hold them, too."""
+
+    block: Block
+    fds: tuple[int, ...]
+
+    def release(self) -> None:
+        for fd in self.fds:
+            os.close(fd)
+
+
+class Places(Protocol):
+    """Threads share it."""
+
+    def lease(
+        self,
+        who: str,
+        config: WorldConfig,
+        *,
+        prefer: Collection[Block],
+        limit_s: float,
+        is_over: Callable[[], bool],
+    ) -> Lease:
+        """Wait for the places of a world. ``prefer``: blocks that are taken before others. Raises NoLease."""
+
+    def give_back(self, lease: Lease) -> None: ...
+
+    def blocks_ahead(self, config: WorldConfig) -> Collection[Block]:
+        """The blocks that a world may lease, if they are known before and it helps to prepare them."""
+
+    def starter(self, block: Block) -> Starter:
+        """Who starts worlds on these places."""

@@ -1,0 +1,282 @@
+"""Patience: when a task that is not done counts as hung. A task that gets on, however slowly, does not (claim 8).
+
+A task gets on while a rank goes through phases or through the smaller marks between them
+(conformance.runtime.heartbeat). Between two marks, of a long backward pass for example, ranks may also show that they
+compute: ranks that wait for one another use next to no processor time. On a GPU that says nothing, because a waiting
+rank polls.
+
+Watch: runs one task on one world and watches it until it ends, in whatever way (claim 8).
+
+A single loop reads the sockets of the ranks and of the process that started them. If a rank dies, raises or is
+stopped, the task ends after a short grace period, in which the other ranks can still report, so that the first cause is
+named and not one of its consequences. Only a task that hangs, which gets no further, takes the whole budget.
+"""
+
+import signal
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from conformance.runtime import failure as flight
+from conformance.runtime.failure import (
+    Failure,
+    FailureKind,
+    Location,
+    exit_words,
+    first_cause,
+    indent,
+    is_whole,
+    read_location,
+    tail,
+)
+from conformance.runtime.heartbeat import Beat
+from conformance.runtime.messages import Garbage, Message
+from conformance.runtime.worker_groups import START_LIMIT_S, World, readable
+
+COMPUTING = 4  # times the budget: so long a task may go without a mark if its ranks compute
+SLOW = 12  # times the budget: so long a task may take in all, or it could go on for ever
+SHARE = 0.05  # of a processor, all ranks together, that counts as computing; a loaded machine may give them no more
+
+
+class Patience:
+    """With the ranks of one task. ``limit_s``: seconds that may pass without a mark. ``since``: when the task began, in
+    seconds of CLOCK_MONOTONIC."""
+
+    def __init__(self, world: World, *, limit_s: float, since: float) -> None:
+        self._world, self._limit_s, self._since = world, limit_s, since
+        self._beats: list[Beat] = [world.beats.read(rank) for rank in range(world.size)]
+        self._used = self._used_s()
+        self._marked = since
+        self._longest: tuple[float, str] = (0.0, "")
+
+    def why_over(self, now: float) -> str:
+        """Why the task counts as hung, in words; empty while it does not."""
+        self._look(now)
+        without, limit = now - self._marked, self._limit_s
+        if now - self._since > SLOW * limit:
+            return f"not done within {SLOW} times the budget of {limit:g} s (--budget){self._told()}"
+        if without <= limit or (without <= COMPUTING * limit and self._computes(without)):
+            return ""
+        return f"no progress for {without:.1f} s, and the budget is {limit:g} s (--budget){self._told()}"
+
+    def _look(self, now: float) -> None:
+        beats = [self._world.beats.read(rank) for rank in range(self._world.size)]
+        if beats == self._beats:
+            return
+        for before, beat in zip(self._beats, beats, strict=True):
+            if beat.count == before.count + 1:
+                self._longest = max(self._longest, (beat.time - before.time, before.phase))
+        self._beats, self._marked, self._used = beats, now, self._used_s()
+
+    def _computes(self, seconds: float) -> bool:
+        return self._world.computes_when_busy and self._used_s() - self._used >= SHARE * seconds
+
+    def _used_s(self) -> float:
+        return self._world.processor_seconds()
+
+    def _told(self) -> str:
+        """What a slow machine would show."""
+        seconds, phase = self._longest
+        return f"; the longest phase before, {phase!r}, took {seconds:.1f} s" if phase else ""
+
+
+GRACE_S = 1.0  # for the other ranks to report, and for a stopped rank to go on
+_CUT_GRACE_S = 0.5  # for the zygote to report how a rank died, after the rank's socket has closed
+_STACKS_LIMIT_S = 1.0
+_STACKS_TICK_S = 0.02
+_TICK_S = 0.25
+
+
+class TaskFailed(Exception):
+    """A task failed on a rank. ``cause`` is the first failure; the message is the whole text of the reason."""
+
+    def __init__(self, cause: Failure, reason: str) -> None:
+        super().__init__(reason)
+        self.cause = cause
+
+
+def run_task(
+    world: World, *, task: str, kwargs: dict[str, Any], log_dir: Path, budget_s: float, held: Sequence[int] = ()
+) -> tuple[list[Any], str, int]:
+    """Run a task on all ranks. Returns the results by rank, in words what leaked ("" if nothing did), and of the rank
+    that keeps most memory between tasks how many bytes it does.
+
+    ``budget_s``: seconds that may pass without progress (conformance.runtime.watchdog), from when all ranks have
+    started the task to the end of the clean-up. ``held``: descriptors that ranks hold open until then. Raises
+    TaskFailed.
+    """
+    watch = _Watch(world, log_dir)
+    world.beats.reset("start")
+    for wire in world.wires:
+        wire.send({"do": "task", "task": task, "kwargs": kwargs, "log_dir": str(log_dir)}, fds=held)
+    watch.expect("started", Patience(world, limit_s=START_LIMIT_S, since=time.monotonic()))
+    patience = Patience(world, limit_s=budget_s, since=time.monotonic())
+    done = watch.expect("done", patience)
+    for wire in world.wires:
+        wire.send({"do": "clean"})
+    clean = watch.expect("clean", patience)
+    leaks = [f"rank {rank}: {message['leaks']}" for rank, message in enumerate(clean) if message["leaks"]]
+    return [message["result"] for message in done], "; ".join(leaks), max(message.get("kept", 0) for message in clean)
+
+
+class _Watch:
+    def __init__(self, world: World, log_dir: Path) -> None:
+        self._world = world
+        self._log_dir = log_dir
+        self._inbox: list[deque[Message]] = [deque() for _ in world.wires]
+        self._open = set(range(world.size))
+        self._failures: dict[int | None, Failure] = {}  # by rank, in the order in which they were seen
+        self._stopped_since: dict[int, float] = {}
+        self._cut_since: dict[int, float] = {}
+
+    def expect(self, kind: str, patience: Patience) -> list[Message]:
+        """Wait until every rank has sent a message of this kind; raises TaskFailed."""
+        while not all(self._inbox):
+            self._poll(limit_s=_TICK_S)
+            if self._failures:
+                self._collect_other_failures()
+                self._fail(first_cause(list(self._failures.values())), self._stacks())
+            if not all(self._inbox) and (why := patience.why_over(time.monotonic())):
+                self._hang(why)
+        messages = [inbox.popleft() for inbox in self._inbox]
+        for rank, message in enumerate(messages):
+            if message.get("type") != kind:
+                self._record_failure(rank, "exited", f"sent {message.get('type')!r} where {kind!r} was due")
+                self._fail(self._failures[rank], self._stacks())
+        return messages
+
+    def _poll(self, *, limit_s: float) -> None:
+        """Wait at most ``limit_s`` for messages, and record failures: exceptions, deaths, stopped ranks."""
+        world = self._world
+        ready = readable([world.handle, *(world.wires[rank] for rank in self._open)], limit_s=limit_s)
+        for rank in sorted(self._open):
+            if world.wires[rank].fileno() in ready:
+                self._read(rank)
+        world.handle.receive()
+        if not world.handle.is_alive:
+            status = world.handle.close()
+            what = f"{world.handle.what} {exit_words(status)}, and its ranks with it"
+            self._failures[None] = Failure(rank=None, kind="killed" if status < 0 else "exited", what=what)
+        elif world.lost:
+            self._failures[None] = Failure(rank=None, kind="killed", what=world.lost[0])
+        for rank, status in world.statuses.items():
+            self._record_failure(rank, "killed" if status < 0 else "exited", exit_words(status))
+        now = time.monotonic()
+        for rank in range(world.size):
+            if now - self._cut_since.get(rank, now) > _CUT_GRACE_S:
+                self._record_failure(rank, "exited", "closed its connection to the controller")
+            if world.state(rank) != "T":
+                self._stopped_since.pop(rank, None)
+            elif now - self._stopped_since.setdefault(rank, now) > GRACE_S:
+                self._record_failure(rank, "stopped", "was stopped (SIGSTOP, or job control)")
+
+    def _read(self, rank: int) -> None:
+        """Read all messages that the rank has sent, because the last one may explain its death."""
+        wire = self._world.wires[rank]
+        while rank in self._open and readable([wire], limit_s=0.0):
+            try:
+                message, _ = wire.receive()
+            except Garbage as garbage:
+                self._open.discard(rank)
+                self._record_failure(rank, "exited", "sent garbage to the controller", detail=str(garbage))
+                return
+            if message is None:
+                self._open.discard(rank)
+                self._cut_since[rank] = time.monotonic()
+            elif message.get("type") == "raised":
+                kind: FailureKind = "out of memory" if message["out_of_memory"] else "raised"
+                what = "ran out of memory" if message["out_of_memory"] else "raised"
+                self._record_failure(rank, kind, what, detail=message["error"], traceback=message["traceback"])
+            else:
+                self._inbox[rank].append(message)
+
+    def _record_failure(
+        self, rank: int, kind: FailureKind, what: str, *, detail: str = "", traceback: str = ""
+    ) -> None:
+        """Record a rank's first failure; later failures of the same rank are consequences and are ignored."""
+        phase = self._world.beats.read(rank).phase
+        what = f"rank {rank} {what}"
+        failure = Failure(rank=rank, kind=kind, what=what, phase=phase, detail=detail, traceback=traceback)
+        self._failures.setdefault(rank, failure)
+
+    def _collect_other_failures(self) -> None:
+        deadline = time.monotonic() + GRACE_S
+        while self._ranks_without_report() and None not in self._failures and time.monotonic() < deadline:
+            self._poll(limit_s=min(_TICK_S, deadline - time.monotonic()))
+
+    def _ranks_without_report(self) -> list[int]:
+        """The ranks that have neither finished nor failed. A message that a rank has started does not count."""
+        at_work = (all(message.get("type") == "started" for message in inbox) for inbox in self._inbox)
+        return [rank for rank, is_at_work in enumerate(at_work) if is_at_work and rank not in self._failures]
+
+    def _hang(self, why: str) -> NoReturn:
+        """Raise TaskFailed for a hang. The suspects are those of the ranks with the fewest heartbeats that nothing
+        shows to wait: neither their stacks (they are inside a collective; a receive is one) nor the flight recorder
+        (they have entered more collectives of a group than others), and first those that have entered fewer. Each of
+        the two misses some: a rank that waits for its GPU is not inside a collective, and receives are not counted."""
+        locations = self._stacks()
+        late = self._ranks_without_report()
+        fewest = min(self._world.beats.read(rank).count for rank in late)
+        suspects = [rank for rank in late if self._world.beats.read(rank).count == fewest]
+        behind, ahead = flight.behind_and_ahead(self._log_dir, range(self._world.size))
+        outside = {rank for rank in suspects if rank in locations and not locations[rank].in_collective}
+        choices = outside & behind, outside - ahead, outside, behind & set(suspects)
+        suspects = next((sorted(choice) for choice in choices if choice), suspects)
+        names = f"rank{'s' if len(suspects) > 1 else ''} {', '.join(map(str, suspects))}"
+        cause = Failure(
+            rank=suspects[0] if len(suspects) < self._world.size else None,
+            kind="hung",
+            what=f"{names} hung",
+            phase=self._world.beats.read(suspects[0]).phase,
+            detail=why,
+        )
+        self._fail(cause, locations)
+
+    def _stacks(self) -> dict[int, Location]:
+        """Make the ranks that still run write their stacks; returns their locations by rank."""
+        ranks = [
+            *self._ranks_without_report(),
+            *(rank for rank, f in self._failures.items() if rank is not None and f.kind == "stopped"),
+        ]
+        files = {rank: self._log_dir / f"rank-{rank}.stacks" for rank in ranks}
+        for rank in ranks:
+            self._world.signal(rank, signal.SIGUSR1)
+            self._world.signal(rank, signal.SIGCONT)  # a stopped rank writes them when it runs again
+            self._world.signal(rank, flight.ASK)
+        deadline = time.monotonic() + _STACKS_LIMIT_S
+        while time.monotonic() < deadline and not all(
+            is_whole(file) and flight.flight_file(self._log_dir, rank).exists() for rank, file in files.items()
+        ):
+            time.sleep(_STACKS_TICK_S)
+        for file in self._log_dir.glob("rank-*.stacks"):
+            if not _is_written(file):
+                file.unlink(missing_ok=True)
+        return {rank: location for rank, file in files.items() if (location := read_location(file))}
+
+    def _fail(self, cause: Failure, locations: dict[int, Location]) -> NoReturn:
+        """Raise TaskFailed with the text: the cause, the other ranks, the names of logs, the end of the log."""
+        lines = [str(cause)]
+        now = time.monotonic()
+        for rank in range(self._world.size):
+            other = self._failures.get(rank)
+            beat = self._world.beats.read(rank)
+            if other is not None and other is not cause:
+                lines.append(f"  then {other}")
+            elif rank in locations:
+                lines.append(f"  rank {rank} is {locations[rank].text}, {beat.phase!r} for {now - beat.time:.1f} s")
+        lines += flight.where_they_part(self._log_dir, range(self._world.size))
+        flight.remove_empty(self._log_dir, range(self._world.size))
+        stacks = sorted(file.name for file in self._log_dir.glob("rank-*.stacks"))
+        logs = sorted(file.name for file in self._log_dir.glob("rank-*.log"))
+        lines.append(f"logs: {', '.join(logs) or 'none'}; stacks: {', '.join(stacks) or 'none'}")
+        if cause.traceback:
+            lines += [f"traceback of rank {cause.rank}:", indent(cause.traceback)]
+        elif cause.rank is not None:
+            lines += [f"end of rank-{cause.rank}.log:", tail(self._log_dir / f"rank-{cause.rank}.log")]
+        raise TaskFailed(cause, "\n".join(lines))
+
+
+def _is_written(file: Path) -> bool:
+    return file.exists() and file.stat().st_size > 0

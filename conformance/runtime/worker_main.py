@@ -1,0 +1,219 @@
+"""Rank: joins its process group once, then runs the tasks that the controller sends, until it closes the socket.
+
+A zygote forks the rank. For backends whose import starts a thread or initialises CUDA, which do not survive a fork, the
+rank is started with ``python -m conformance.runtime.worker_main SPEC``. Serves claim 8: the output of
+a task goes to its own log, its stacks can be requested while it hangs, and however it ends, the end is reported.
+"""
+
+import contextlib
+import faulthandler
+import json
+import os
+import re
+import resource
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore, Store, TCPStore
+
+from conformance.runtime import heartbeat
+from conformance.runtime.cleanup import Cleaner, freeze
+from conformance.runtime.failure import FlightRecorder
+from conformance.runtime.heartbeat import Heartbeats, RankContext, beat
+from conformance.runtime.messages import Message, Wire
+
+# The watchdog ends a task that hangs, and shows stacks. A timeout of the collective would hide which rank it waits for.
+COLLECTIVE_TIMEOUT = timedelta(days=1)
+MEETING_TIMEOUT = timedelta(minutes=2)  # for ranks of other hosts to reach the first one
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankSpec:
+    """Everything that a rank needs to start, as plain JSON values. The three file descriptors are inherited.
+
+    first, local_size: the first rank of this host, and how many are here. gpu, host: see
+    conformance.runtime.slots.Seat. store: the address at which ranks of several
+    hosts meet; None for those of one host, which meet in a file.
+    """
+
+    local_rank: int
+    first: int
+    size: int
+    local_size: int
+    gpu: int
+    host: str
+    store: tuple[str, int] | None
+    device: str
+    port: int
+    preload: tuple[str, ...]
+    memory_limit_bytes: int | None
+    socket_fd: int
+    beats_fd: int
+    store_fd: int
+
+    @property
+    def rank(self) -> int:
+        return self.first + self.local_rank
+
+
+def serve(spec: RankSpec) -> None:
+    """Run tasks until the controller closes the socket.
+
+    The controller first sends a task, and asks for the clean-up when all ranks have done it. A rank that destroyed a
+    process group earlier would disconnect peers that still use the group.
+    """
+    _limit_memory(spec.memory_limit_bytes)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # between tasks there is no file for stacks
+    heartbeat.attach(Heartbeats(spec.beats_fd, size=spec.local_size), spec.local_rank)
+    device = "cpu" if spec.device == "cpu" else f"cuda:{spec.gpu}"
+    context = RankContext(rank=spec.rank, world_size=spec.size, device=device, beat=beat)
+    wire = Wire(socket.socket(fileno=spec.socket_fd))
+    cleaner, recorder = Cleaner(device), FlightRecorder(spec.rank, device=spec.device)
+    while True:
+        message, held = wire.receive()
+        if message is None:
+            return
+        folder = Path(message["log_dir"])
+        recorder.write_into(folder)
+        with _logs(folder, spec.rank):
+            wire.send(_run_task(spec, context, message, wire))
+            if wire.receive()[0] is None:
+                return
+            beat("clean-up")
+            leaks = cleaner.clean_up()
+        for fd in held:  # until now, also if the controller has died meanwhile
+            os.close(fd)
+        wire.send({"type": "clean", "leaks": leaks, "kept": cleaner.kept_memory()})
+
+
+def _run_task(spec: RankSpec, context: RankContext, message: Message, wire: Wire) -> Message:
+    try:
+        if not dist.is_initialized():
+            _join(spec)
+        wire.send({"type": "started"})
+        beat("task")
+        module_name, _, function = message["task"].partition(":")
+        result = getattr(import_module(module_name), function)(context, **message["kwargs"])
+        return {"type": "done", "result": _as_json(result)}
+    except BaseException as error:  # a task that calls sys.exit() has failed, too
+        _limit_memory(None)  # room to report
+        own_frame = error.__traceback__
+        text = "".join(traceback.format_exception(error.with_traceback(own_frame and own_frame.tb_next)))
+        print(text, file=sys.stderr)
+        return {
+            "type": "raised",
+            "error": " ".join(f"{type(error).__name__}: {error}".split()),
+            "traceback": text,
+            "out_of_memory": _is_out_of_memory(error),
+        }
+
+
+def _join(spec: RankSpec) -> None:
+    """Initialise torch.distributed, and set the environment variables that torchrun sets.
+
+    ``LOCAL_RANK`` is the number of the rank's GPU, because that is what libraries take it for.
+    """
+    os.environ.update(
+        RANK=str(spec.rank),
+        LOCAL_RANK=str(spec.gpu),
+        WORLD_SIZE=str(spec.size),
+        LOCAL_WORLD_SIZE=str(spec.local_size),
+        MASTER_ADDR=spec.store[0] if spec.store else "127.0.0.1",
+        MASTER_PORT=str(spec.port),
+    )
+    if spec.host:
+        os.environ["NCCL_HOSTID"] = spec.host  # NCCL reads it once, with its first communicator
+    for module in spec.preload:  # the zygote of a forked rank has done it
+        import_module(module)
+    if spec.device == "cuda":
+        torch.cuda.set_device(spec.gpu)
+    dist.init_process_group(
+        "gloo" if spec.device == "cpu" else "nccl",
+        store=_store(spec),
+        rank=spec.rank,
+        world_size=spec.size,
+        timeout=COLLECTIVE_TIMEOUT,
+    )
+
+
+def _store(spec: RankSpec) -> Store:
+    if spec.store is None:  # a file in memory: no port to race for, and nothing on disk when the world is killed
+        return FileStore(f"/proc/self/fd/{spec.store_fd}", spec.size)
+    host, port = spec.store
+    return TCPStore(host, port, spec.size, is_master=spec.rank == 0, timeout=MEETING_TIMEOUT, wait_for_workers=False)
+
+
+@contextlib.contextmanager
+def _logs(folder: Path, rank: int) -> Iterator[None]:
+    """Send stdout and stderr, also those of C++ code, to rank-N.log; SIGUSR1 writes all stacks into rank-N.stacks."""
+    stacks = folder / f"rank-{rank}.stacks"
+    log_fd = os.open(folder / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    stacks_fd = os.open(stacks, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    before = os.dup(1), os.dup(2)
+    _redirect(log_fd, log_fd)
+    faulthandler.enable(file=2)
+    faulthandler.register(signal.SIGUSR1, file=stacks_fd, all_threads=True)
+    try:
+        yield
+    finally:
+        faulthandler.unregister(signal.SIGUSR1)
+        if stacks.stat().st_size == 0:
+            stacks.unlink()
+        _redirect(*before)
+        for fd in (log_fd, stacks_fd, *before):
+            os.close(fd)
+
+
+def _redirect(stdout_fd: int, stderr_fd: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(stdout_fd, 1)
+    os.dup2(stderr_fd, 2)
+
+
+def _as_json(result: Any) -> Any:
+    try:
+        json.dumps(result)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"a task has to return JSON values, so that the controller can read them: {error}") from None
+    return result
+
+
+# What a RuntimeError says where memory was missing that has no class of its own: CUDA while a context is made, Triton,
+# NCCL, cuDNN and cuBLAS, which also cannot be initialised then.
+_NO_MEMORY = re.compile(r"out of memory|_STATUS_ALLOC_FAILED|Failed to CUDA calloc|NOT_INITIALIZED.*cublasCreate")
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    said = str(error)
+    return (
+        isinstance(error, MemoryError | torch.OutOfMemoryError)
+        or "can't allocate memory" in said
+        or (isinstance(error, RuntimeError) and _NO_MEMORY.search(said) is not None)
+    )
+
+
+def _limit_memory(limit: int | None) -> None:
+    """Limit the address space to ``limit`` bytes more than what is mapped now. None: to the hard limit."""
+    _, most = resource.getrlimit(resource.RLIMIT_AS)
+    soft = most
+    if limit is not None:
+        soft = limit + int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (soft, most))
+
+
+if __name__ == "__main__":
+    values = json.loads(sys.argv[1])
+    freeze()
+    serve(RankSpec(**values))
+    os._exit(0)

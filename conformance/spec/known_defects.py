@@ -1,0 +1,235 @@
+"""Defect: something that a library is known to compute differently, as configuration.
+
+Serves claim 8: a known defect hides nothing else. A cell with a known defect is judged, in all stages and with the
+usual bounds, against an oracle that has the same defect. conformance.spec.known_defects decides which cells have which
+defects. This module only describes them; the oracle implements each in its own file (conformance/oracle/defects.py
+lists these files).
+
+Expectation: differences that a backend declares as expected, the cells that have them, and the defect behind them.
+
+Serves claim 8. The author of an adapter writes a tuple of ExpectedDifference. A cell has the defects of all expected
+differences that match it, and is judged against an oracle with all these defects
+(conformance.judge.expected_differences).
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import field
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, TypeAdapter
+from pydantic.dataclasses import dataclass
+
+from conformance.core.errors import STRICT, UsageError
+from conformance.core.io import read_json
+from conformance.core.paths import resolve
+from conformance.spec.layout import AXES, OPTIONS, Layout
+from conformance.spec.scenario import Precision, Scenario
+
+Several = Annotated[int, Field(strict=True, ge=2)]
+Number = Annotated[int, Field(strict=True, ge=1)]
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class RoundedMasters:
+    """The float32 master weights of trained models are initialised with weights rounded to ``precision``."""
+
+    kind: Literal["rounded-masters"] = "rounded-masters"
+    precision: Literal["bf16", "fp16"]
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class PaddedSoftmax:
+    """Rows of zeros are appended to the output embedding until the number of rows is a multiple of ``multiple``. These
+    rows take part in the softmax, so they are trained, and their gradients count in the gradient norm."""
+
+    kind: Literal["padded-softmax"] = "padded-softmax"
+    multiple: Several
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class TrainedPaddingToken:
+    """The input embedding of the padding token (of the model's configuration) gets a gradient."""
+
+    kind: Literal["trained-padding-token"] = "trained-padding-token"
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class ResummedHeadNorms:
+    """The accumulated gradients of head norms are summed over ``ranks`` tensor-parallel ranks after every micro-batch,
+    so the gradients of earlier micro-batches are summed repeatedly.
+
+    ``data_ranks``, ``micro_batches``: how the rows of an optimizer step are divided.
+    """
+
+    kind: Literal["resummed-head-norms"] = "resummed-head-norms"
+    ranks: Several
+    data_ranks: Number
+    micro_batches: Number
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class DividedGradients:
+    """All gradients are divided by ``by``."""
+
+    kind: Literal["divided-gradients"] = "divided-gradients"
+    by: Several
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class WindowPerBlock:
+    """A ring of ``ranks`` ranks cuts every document into blocks, and applies a sliding window to each block of keys as
+    if the block ended where the queries end. ``zigzag``: the ring has two ranks, and each holds one piece from both
+    ends of the document."""
+
+    kind: Literal["window-per-block"] = "window-per-block"
+    ranks: Several
+    zigzag: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class LostEmbeddingGradient:
+    """The input embedding gets no gradient; of a model whose output embedding is another tensor."""
+
+    kind: Literal["lost-embedding-gradient"] = "lost-embedding-gradient"
+
+
+Defect = (
+    RoundedMasters
+    | PaddedSoftmax
+    | TrainedPaddingToken
+    | ResummedHeadNorms
+    | DividedGradients
+    | WindowPerBlock
+    | LostEmbeddingGradient
+)
+_ADAPTER: TypeAdapter[tuple[Defect, ...]] = TypeAdapter(tuple[Annotated[Defect, Field(discriminator="kind")], ...])
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Unmodelled:
+    """The symptoms of a defect that the oracle does not implement: findings at ``stage``, of any model, whose tensor
+    matches one of the shell patterns ``tensors``. Any other finding makes the cell differ.
+
+    onward: the wrong numbers are used further, so other stages may differ from the oracle after the first finding.
+        Quantities that are rebuilt from the cell's own record, replicas, settings and the configuration still have to
+        be right at all steps.
+    """
+
+    stage: str
+    tensors: tuple[str, ...]
+    onward: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Known:
+    """An expected difference of one cell, as it is stored with the verdict: either ``defects`` or ``unmodelled``."""
+
+    reason: str
+    link: str
+    defects: tuple[Annotated[Defect, Field(discriminator="kind")], ...] = ()
+    unmodelled: Unmodelled | None = None
+
+
+def defects_of(known: Iterable[Known]) -> tuple[Defect, ...]:
+    """All defects of a cell's expected differences, in order."""
+    return tuple(defect for one in known for defect in one.defects)
+
+
+def defects_to_json(defects: tuple[Defect, ...]) -> list[dict[str, Any]]:
+    """Plain JSON values, which ``parse_defects`` reads back."""
+    values: list[dict[str, Any]] = _ADAPTER.dump_python(defects, mode="json")
+    return list(values)
+
+
+def parse_defects(values: Any) -> tuple[Defect, ...]:
+    """Defects from the JSON values that ``defects_to_json`` returned. Raises pydantic's ValidationError for others."""
+    return _ADAPTER.validate_python(values)
+
+
+SIZES = (*AXES, "zero", "ranks", "accumulation")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExpectedDifference:
+    """A known defect of the library below a backend, and the cells that have it.
+
+    reason: what is wrong, in one sentence. link: where this is shown.
+    defects: a function from scenario and layout to the defects that the oracle has to reproduce. If it returns none,
+        the expectation does not apply to the cell.
+    unmodelled: instead of ``defects``, for a defect that the oracle cannot reproduce; it may return None, with the same
+        effect. Give exactly one of the two.
+
+    The expectation applies to the cells that match all of the following conditions. A condition that is left out
+    matches every cell.
+
+    options: the layout has all these options.
+    at_least, at_most: bounds of sizes, by name: an axis of the layout, ``zero`` (the ZeRO stage; the backend's default
+        if the layout names none), ``ranks`` (the world size), ``accumulation`` (micro-batches per step).
+    precisions, objectives, scenarios: the cell's is one of these names.
+    architectures: ``model_type`` in the model's config.json is one of these.
+    packed: whether rows hold several documents.
+
+    Raises UsageError for an unknown name, because such an expectation would match no cell.
+    """
+
+    reason: str
+    link: str
+    defects: Callable[[Scenario, Layout], tuple[Defect, ...]] | None = None
+    unmodelled: Callable[[Scenario, Layout], Unmodelled | None] | None = None
+    options: tuple[str, ...] = ()
+    at_least: Mapping[str, int] = field(default_factory=dict)
+    at_most: Mapping[str, int] = field(default_factory=dict)
+    precisions: tuple[Precision, ...] = ()
+    architectures: tuple[str, ...] = ()
+    objectives: tuple[str, ...] = ()
+    scenarios: tuple[str, ...] = ()
+    packed: bool | None = None
+
+    def __post_init__(self) -> None:
+        if (self.defects is None) == (self.unmodelled is None):
+            raise UsageError(f"the expected difference {self.reason!r} needs defects or unmodelled, one of the two")
+        for given, known in (
+            (self.options, tuple(OPTIONS)),
+            ((*self.at_least, *self.at_most), SIZES),
+            (self.precisions, ("exact", "fp32", "bf16", "fp16")),
+        ):
+            if unknown := set(given) - set(known):
+                raise UsageError(
+                    f"the expected difference {self.reason!r} names {', '.join(sorted(unknown))}; known are "
+                    f"{', '.join(known)}"
+                )
+
+    def is_about(self, scenario: Scenario, layout: Layout, *, default_zero: int | None) -> bool:
+        """Whether cells of this scenario in this layout are expected to differ."""
+        zero = default_zero if layout.zero is None else layout.zero
+        sizes = {axis: getattr(layout, axis) for axis in AXES}
+        sizes |= {"zero": zero or 0, "ranks": layout.world_size, "accumulation": scenario.accumulation}
+        return (
+            set(self.options) <= set(layout.options)
+            and all(sizes[name] >= size for name, size in self.at_least.items())
+            and all(sizes[name] <= size for name, size in self.at_most.items())
+            and _is_one_of(scenario.precision, self.precisions)
+            and _is_one_of(scenario.objective.kind, self.objectives)
+            and _is_one_of(scenario.name, self.scenarios)
+            and (self.packed is None or self.packed == scenario.data.packed)
+            and (not self.architectures or model_config(scenario).get("model_type") in self.architectures)
+        )
+
+    def known_for(self, scenario: Scenario, layout: Layout) -> Known:
+        """The expected difference of one cell, which has to match (see ``is_about``)."""
+        return Known(
+            reason=self.reason,
+            link=self.link,
+            defects=self.defects(scenario, layout) if self.defects else (),
+            unmodelled=self.unmodelled(scenario, layout) if self.unmodelled else None,
+        )
+
+
+def _is_one_of(name: str, names: tuple[str, ...]) -> bool:
+    return not names or name in names
+
+
+def model_config(scenario: Scenario) -> dict[str, Any]:
+    """The model's config.json. Raises UsageError if it cannot be read."""
+    return read_json(resolve(scenario.model) / "config.json")

@@ -1,0 +1,378 @@
+"""Reinforcement learning: GRPO and PPO as configuration, with the names and the defaults of verl.
+
+Serves claim 1 for losses that are near zero whatever the gradient is. A roll-out is frozen: prompts, responses, rewards
+and the log-probs of the inference engine that sampled the responses come from a file. Everything else is computed
+twice, independently (impl/rl and conformance/oracle/policy_gradient.py), in the order of the frameworks: log-probs
+and values of the whole roll-out before its first update, rewards and advantages from these, then ``ppo_epochs``
+passes over the ``mini_batches`` of the roll-out, with one update per mini-batch.
+
+Conventions, where verl, TRL and OpenRLHF differ (docs/objectives.md has the table):
+
+* Denominators count the whole mini-batch, over all ranks and micro-batches; there are no means of means.
+* A response without tokens counts in the statistics of its group, but in no mean over tokens or sequences.
+* Statistics over tokens (whitening) are computed over the whole roll-out.
+* No model runs with dropout, not even in updates: the ratio has to compare two policies, not two dropout masks.
+
+Objective: what a training step minimises, as configuration: ``[objective] kind = "sft"`` in a scenario.
+
+Objectives are a tagged union that can be extended: ``kind`` is the name of a built-in objective, or ``module:Class`` of
+another one. The class holds only configuration and declarations. The loss is implemented twice, independently, in
+conformance/oracle/objectives.py and in impl/objectives/registry.py, each with a table by kind. If one side does not
+know an objective, this is an error before anything runs, never a silent SFT.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib import import_module
+from typing import Annotated, Any, ClassVar, Literal, Protocol
+
+from pydantic import Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
+
+from conformance.core.errors import STRICT, UsageError, explain, one_line, shown
+from conformance.spec.batch import Batch
+from conformance.spec.observables import (
+    CONFIGURATION,
+    GENERATORS,
+    LOGPROBS,
+    LOSS,
+    TOKEN_COUNT,
+    Observable,
+    loaded_observables,
+    look_routing_observable,
+    routing_observables,
+    trained_observables,
+)
+from conformance.spec.roles import CRITIC, POLICY, REFERENCE, Role
+
+AdvantageEstimator = Literal["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
+LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+KlEstimator = Literal["kl", "abs", "mse", "low_var_kl"]
+Coefficient = Annotated[float, Field(strict=True, ge=0, le=1000)]
+Positive = Annotated[float, Field(strict=True, gt=0, le=1e6)]
+Clip = Annotated[float, Field(strict=True, gt=0, le=100)]
+Count = Annotated[int, Field(strict=True, ge=1, le=1000)]
+Discount = Annotated[float, Field(strict=True, ge=0, le=1)]
+
+REFERENCE_KL = "reference_kl"  # the estimated KL to the reference of each token, in the loss
+
+
+def rows(key: str, stage: str, *, column: str = "") -> Observable:
+    """An observable with one number per response token; all ranks that hold a row hold the same numbers."""
+    return Observable(key=key, stage=stage, kind="rows", replicated="holders", column=column)
+
+
+def scalar(key: str, stage: str) -> Observable:
+    """An observable with one number for the whole step."""
+    return Observable(key=key, stage=stage, kind="scalar", replicated="all ranks")
+
+
+def terms_of(key: str) -> str:
+    """The key of the rows that only the oracle records: what each token adds to this loss."""
+    return f"{key}_terms"
+
+
+def curve(key: str, stage: str, words: str, *, printed: str = "") -> Observable:
+    """A scalar that reports draw. ``words``: its name in words. ``printed``: verl's name for it, if not ``key``."""
+    title = f"{words} ({printed or key})"
+    return replace(scalar(key, stage), drawn=True, panel="Policy and critic", title=title)
+
+
+# The metrics that verl prints.
+METRICS = (
+    replace(curve("ppo_kl", "policy metrics", "KL to the old policy"), mean_of="approx_kl"),
+    replace(curve("ratio_mean", "policy metrics", "mean ratio"), mean_of="ratio"),
+    replace(curve("ratio_max", "policy metrics", "largest ratio"), max_of="ratio"),
+    curve("pg_clipfrac", "policy metrics", "clip fraction"),
+    curve("pg_clipfrac_lower", "policy metrics", "dual-clip fraction"),
+)
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class PolicyGradient:
+    """What GRPO and PPO have in common: how a policy is updated from advantages.
+
+    temperature: logits are divided by it for log-probs and entropy, in the policy and in the reference.
+    mini_batches: number of updates into which one pass over a roll-out is divided.
+    ppo_epochs: number of passes over each roll-out.
+    recompute_old_logprobs: if true, the policy computes the old log-probs of a roll-out before its first update.
+        Otherwise the old log-probs are those of the inference engine that sampled it.
+    clip_ratio_low, clip_ratio_high: the ratio is clipped to [1 - low, 1 + high] (Schulman et al., arXiv 1707.06347;
+        with different bounds: DAPO, arXiv 2503.14476).
+    clip_ratio_c: dual clip (Ye et al., arXiv 1912.09729): with a negative advantage A the loss is at most -A c; None
+        for no such bound.
+    loss_mode: ``vanilla`` takes the ratio of each token, ``gspo`` that of the sequence (Zheng et al., arXiv 2507.18071,
+        the token variant of section 4.3), without dual clip.
+    loss_agg_mode: how the losses of tokens become one number: their mean over all tokens, or the mean over sequences
+        of their sum, their mean, or their sum divided by ``loss_scale_factor`` (Dr. GRPO, arXiv 2503.20783).
+    entropy_coeff: the mean entropy, aggregated like the loss, is subtracted with this coefficient.
+    kl_loss_coef, kl_loss_type: a KL estimate against the reference is added to the loss (Schulman,
+        http://joschu.net/blog/kl-approx.html: ``kl`` is k1, ``mse`` k2, ``low_var_kl`` k3).
+    kl_coef, kl_penalty: a KL estimate of the old log-probs against the reference is subtracted from each token's
+        reward.
+    rollout_is_threshold: each token's policy loss is multiplied by the weight exp(old - sampled log-prob), truncated
+        at this threshold (truncated importance sampling); None: no weights.
+    """
+
+    temperature: Positive = 1.0
+    mini_batches: Count = 1
+    ppo_epochs: Count = 1
+    recompute_old_logprobs: bool = True
+    clip_ratio_low: Clip = 0.2
+    clip_ratio_high: Clip = 0.2
+    clip_ratio_c: Annotated[float, Field(strict=True, gt=1, le=1000)] | None = 3.0
+    loss_mode: Literal["vanilla", "gspo"] = "vanilla"
+    loss_agg_mode: LossAggMode = "token-mean"
+    loss_scale_factor: Positive | None = None
+    entropy_coeff: Coefficient = 0.0
+    kl_loss_coef: Coefficient = 0.0
+    kl_loss_type: KlEstimator = "low_var_kl"
+    kl_coef: Coefficient = 0.0
+    kl_penalty: KlEstimator = "kl"
+    rollout_is_threshold: Positive | None = None
+
+    reads: ClassVar[Literal["samples", "rollouts"]] = "rollouts"
+    disable_dropout: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if (self.loss_agg_mode == "seq-mean-token-sum-norm") != (self.loss_scale_factor is not None):
+            raise ValueError(
+                "loss_scale_factor is the divisor of loss_agg_mode 'seq-mean-token-sum-norm' and of no other; give both"
+            )
+
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        return (REFERENCE, POLICY) if self.has_reference else (POLICY,)
+
+    @property
+    def looking(self) -> tuple[Role, ...]:
+        """The roles whose models run over a roll-out before its first update, in evaluation mode."""
+        return tuple(role for role in self.roles if role != POLICY or self.recompute_old_logprobs)
+
+    @property
+    def steps_per_rollout(self) -> int:
+        return self.mini_batches * self.ppo_epochs
+
+    @property
+    def has_reference(self) -> bool:
+        return bool(self.kl_coef or self.kl_loss_coef)
+
+    def observables(self) -> tuple[Observable, ...]:
+        old = (rows("old_logprob", "old log-probs"),) if self.recompute_old_logprobs else ()
+        reference = (rows("reference.logprob", "reference log-probs"),) if self.has_reference else ()
+        kl = (replace(rows(REFERENCE_KL, "loss"), scale="logprob"),) if self.kl_loss_coef else ()
+        means = {curve("entropy_loss", "loss", "entropy"): "entropy"}
+        if self.kl_loss_coef:
+            means[curve("kl_loss", "loss", "KL to the reference")] = REFERENCE_KL
+        is_mean = self.loss_agg_mode == "token-mean"
+        return (
+            *old,
+            *reference,
+            *self.estimate_observables(),
+            rows("advantage", "advantages", column="advantages"),
+            replace(LOGPROBS, required=True),
+            rows("entropy", "entropy"),
+            replace(rows("approx_kl", "ratios"), scale="logprob"),
+            rows("ratio", "ratios"),
+            TOKEN_COUNT,
+            replace(TOKEN_COUNT, key="sequence_count"),
+            *kl,
+            *(replace(o, mean_of=of) if is_mean else replace(o, sum_of=terms_of(o.key)) for o, of in means.items()),
+            # Their terms cancel out, so the error is relative to the size of the terms, not of the sum.
+            *(replace(o, scale="loss_scale", sum_of=terms_of(o.key)) for o in (scalar("pg_loss", "loss"), LOSS)),
+            *METRICS,
+            *self.critic_observables(),
+        )
+
+    def estimate_observables(self) -> tuple[Observable, ...]:
+        """The observables of a critic's pass over a roll-out before its first update."""
+        return ()
+
+    def critic_observables(self) -> tuple[Observable, ...]:
+        """The observables of a critic's update."""
+        return ()
+
+    def annotate(self, batches: list[Batch]) -> list[Batch]:
+        return batches
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Grpo(PolicyGradient):
+    """Group-relative policy optimisation (Shao et al., arXiv 2402.03300) and estimators of its kind, without a critic.
+
+    adv_estimator: ``grpo``; ``rloo`` (Ahmadian et al., arXiv 2402.14740); ``reinforce_plus_plus`` and
+        ``reinforce_plus_plus_baseline`` (Hu, arXiv 2501.03262).
+    norm_adv_by_std_in_grpo: whether ``grpo`` divides by the group's standard deviation (n - 1); Dr. GRPO does not.
+    gamma: discount of ``reinforce_plus_plus``.
+    """
+
+    kind: Literal["grpo"] = "grpo"
+    adv_estimator: AdvantageEstimator = "grpo"
+    norm_adv_by_std_in_grpo: bool = True
+    gamma: Discount = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Ppo(PolicyGradient):
+    """Proximal policy optimisation (arXiv 1707.06347) with a critic and generalised advantage estimation
+    (Schulman et al., arXiv 1506.02438).
+
+    gamma, lam: the discount, and the lambda of generalised advantage estimation (0: one step, 1: the whole return).
+    cliprange_value: the loss of a value is the larger of two losses: of the value, and of the value clipped to
+        [old value - cliprange_value, old value + cliprange_value].
+    """
+
+    kind: Literal["ppo"] = "ppo"
+    gamma: Discount = 1.0
+    lam: Discount = 1.0
+    cliprange_value: Positive = 0.5
+
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        return (*super().roles, CRITIC)
+
+    def estimate_observables(self) -> tuple[Observable, ...]:
+        explained = curve("critic.explained_var", "returns", "explained variance", printed="vf_explained_var")
+        explained = replace(explained, explains="return", made_of="critic.old_value")
+        return (rows("critic.old_value", "old values"), rows("return", "returns"), explained)
+
+    def critic_observables(self) -> tuple[Observable, ...]:
+        loss = replace(LOSS, key="critic.loss", stage="critic loss", column="critic loss")
+        loss = replace(loss, made_of="critic.value", one_direction=True)
+        clipped = curve("critic.clipfrac", "critic metrics", "critic clip fraction", printed="vf_clipfrac")
+        return (rows("critic.value", "values"), loss, clipped)
+
+
+Weight = Annotated[float, Field(strict=True, gt=0, le=1e12)]
+
+
+class Objective(Protocol):
+    """The protocol of an objective, which is a frozen pydantic dataclass with a field ``kind``.
+
+    reads: what the data set holds: ``samples`` (pairs of texts) or ``rollouts`` (conformance.data.rollouts). One that
+        reads roll-outs also has ``looking``, the roles whose models run over each before its first update.
+    disable_dropout: whether models run without the dropout of their configuration, also in updates.
+    """
+
+    reads: ClassVar[Literal["samples", "rollouts"]]
+    disable_dropout: ClassVar[bool]
+
+    @property
+    def kind(self) -> str: ...
+
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        """The roles of the cell's models, frozen models first. The role of the policy, if there is one, is POLICY."""
+        ...
+
+    def observables(self) -> tuple[Observable, ...]:
+        """The observables of forward passes and losses, in causal order. The suite adds those of weights, gradients
+        and updates (``all_observables``)."""
+        ...
+
+    def annotate(self, batches: list[Batch]) -> list[Batch]:
+        """Return the batches with the columns that the objective adds. The result depends only on the batches."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Sft:
+    """Supervised fine-tuning: the mean of weight times -log p over all target tokens of the optimizer step.
+
+    document_weights: for each optimizer step, the weight of its first document that has targets. All other documents,
+    and those of further steps, have weight 1. A step with a weight that is far too large overflows in fp16. The
+    recorded loss is without weights, so that as many tokens make its rounding as at any other step.
+    """
+
+    kind: Literal["sft"] = "sft"
+    document_weights: tuple[Weight, ...] = ()
+    reads: ClassVar[Literal["samples", "rollouts"]] = "samples"
+    disable_dropout: ClassVar[bool] = False
+    roles: ClassVar[tuple[Role, ...]] = (POLICY,)
+
+    def observables(self) -> tuple[Observable, ...]:
+        return (LOGPROBS, TOKEN_COUNT, replace(LOSS, made_of="logprob"))
+
+    def annotate(self, batches: list[Batch]) -> list[Batch]:
+        if not self.document_weights:
+            return batches
+        weights = dict(enumerate(self.document_weights))
+        return [_weighted(batch, weights.get(batch.step, 1.0)) for batch in batches]
+
+
+def _weighted(batch: Batch, weight: float) -> Batch:
+    """The batch with the column ``weight``, which is ``weight`` for the first document that has targets, and else 1."""
+    heavy = next((number for number, document in enumerate(batch.documents) if any(document.targets)), -1)
+    numbers = itertools.count()
+    rows = []
+    for row in batch.rows:
+        documents = [
+            replace(d, columns={**d.columns, "weight": weight if next(numbers) == heavy else 1.0})
+            for d in row.documents
+        ]
+        rows.append(replace(row, documents=tuple(documents)))
+    return replace(batch, rows=tuple(rows))
+
+
+BUILT_IN: dict[str, type[Any]] = {"sft": Sft, "grpo": Grpo, "ppo": Ppo}
+
+
+def all_observables(objective: Objective, *, scaled: bool = False, routed: bool = False) -> tuple[Observable, ...]:
+    """All observables of a cell, in causal order: configuration, weights as loaded, random generators, the objective's
+    own (outputs, losses), then gradients, norm and update of each trained model. ``scaled``: whether
+    the loss scale is judged (``Scenario.judged_loss_scale``). ``routed``: whether the models have routers that are
+    judged (``conformance.oracle.role_model.is_routed``)."""
+    loaded = [o for role in objective.roles for o in loaded_observables(role.prefix, trained=role.trained)]
+    trained = [o for role in objective.roles if role.trained for o in trained_observables(role.prefix, scaled=scaled)]
+    looking = getattr(objective, "looking", ()) if routed else ()
+    looked = [look_routing_observable(role.prefix, trained=role.trained) for role in looking]
+    routers = [o for role in objective.roles if role.trained for o in routing_observables(role.prefix) if routed]
+    return (CONFIGURATION, *loaded, GENERATORS, *looked, *routers, *objective.observables(), *trained)
+
+
+def parse_objective(values: Any) -> Objective:
+    """Build an objective from a dict with a ``kind`` (default ``sft``). Raises UsageError for invalid values."""
+    if not isinstance(values, dict):
+        if hasattr(type(values), "roles"):  # it is an objective already
+            built: Objective = values
+            return built
+        raise UsageError(f'[objective] has to be a table with a kind, such as kind = "sft", not {shown(values)}')
+    kind = values.get("kind", "sft")
+    try:
+        objective: Objective = TypeAdapter(_find(kind)).validate_python({**values, "kind": kind})
+    except ValidationError as error:
+        raise explain(error, source=f"[objective] of kind {shown(kind)}", what="objective") from None
+    return objective
+
+
+def objective_to_json(objective: Objective) -> dict[str, Any]:
+    """Plain JSON values, which ``parse_objective`` reads back."""
+    values: dict[str, Any] = TypeAdapter(type(objective)).dump_python(objective, mode="json")
+    return values
+
+
+def known_kinds(table: Sequence[str] | dict[str, Any], objective: Objective, *, who: str) -> None:
+    """Raises UsageError if the objective's kind is not in ``table``. ``who``: whose table it is, for the message."""
+    if objective.kind not in table:
+        raise UsageError(
+            f"{who} does not know the objective {objective.kind!r} (known: {', '.join(table)}); register its functions "
+            f"there, or use another kind"
+        )
+
+
+def _find(kind: Any) -> type[Any]:
+    if isinstance(kind, str) and kind in BUILT_IN:
+        return BUILT_IN[kind]
+    module, _, name = str(kind).partition(":")
+    if not module or not name:
+        raise UsageError(f"unknown objective {shown(kind)}; known: {', '.join(BUILT_IN)}, or module:Class of your own")
+    try:
+        found: type[Any] = getattr(import_module(module), name)
+    except Exception as error:  # importing a user's module may raise anything
+        raise UsageError(
+            f"objective {shown(kind)} cannot be imported ({one_line(error)}); check the spelling and PYTHONPATH"
+        ) from None
+    if not isinstance(found, type) or not hasattr(found, "roles"):
+        raise UsageError(f"{shown(kind)} is not the class of an objective, see conformance/spec/objectives.py")
+    return found

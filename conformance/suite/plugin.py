@@ -1,0 +1,238 @@
+"""Pytest plugin: the options of ``pytest --pyargs conformance.suite``, and one report for all pytest-xdist workers.
+
+Serves claim 8: before the first cell runs, the output folder lists every cell as not run, and the report is made from
+the files in this folder. So if a worker crashes or the run is stopped, the summary is incomplete, never green.
+
+Pytest loads this module in every run wherever the package is installed. So it imports nothing slow, and does nothing
+unless the suite is among the tests.
+"""
+
+import signal
+import threading
+from collections.abc import Callable, Generator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conformance.core.process import Stop, Stopped
+from conformance.matrix.options import NO_BISECT, Demands, Elsewhere, Kept, Output, Portion, Ranks, Selection
+
+OUT = pytest.StashKey[Path]()
+ROOM = pytest.StashKey[dict[str, float | None]]()  # a conformance.core.host_resources.Room, as workers are sent it
+USAGE = pytest.StashKey[str]()  # the message of a UsageError that was raised when the cells were collected
+STOP = pytest.StashKey[Stop]()  # what a signal did
+LINES = pytest.StashKey[list[str]]()
+BISECTED = pytest.StashKey[list[str]]()  # a line about each cell that was bisected
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("parity", "conformance of LLM training backends (pytest --pyargs conformance.suite)")
+    for kind in (Selection, Demands, Portion, Ranks, Elsewhere, Output, Kept):
+        for name, about in kind.options():
+            group.addoption(f"--parity-{name.replace('_', '-')}", dest=f"parity_{name}", **about)
+    group.addoption("--parity-no-bisect", action="store_true", help=NO_BISECT)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Choose the output folder, once per run. It is created when the first cell is about to run."""
+    worker = getattr(config, "workerinput", None)
+    if worker is not None:
+        config.stash[OUT] = Path(worker["parity_out"])
+        return
+    out: Path | None = config.option.parity_out
+    if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise pytest.UsageError(
+            f"{out} exists and is not an empty folder; give another --parity-out, nothing is overwritten"
+        )
+    default = Path("parity-out") / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    config.stash[OUT] = Path.cwd() / (out or default)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Called by xdist for each worker that starts: the worker gets the controller's output folder, and what memory and
+    disk there were before the first worker."""
+    from conformance.core.host_resources import room_of
+
+    out, stash = node.config.stash[OUT], node.config.stash
+    if ROOM not in stash:
+        stash[ROOM] = vars(room_of(out))
+    node.workerinput |= {"parity_out": str(out), "parity_room": stash[ROOM]}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """End the run if the options cannot be used. An xdist worker runs nothing then, and reports the message."""
+    if USAGE in config.stash:
+        items.clear()
+        if not is_worker(config):
+            raise pytest.UsageError(config.stash[USAGE])
+        config.workeroutput["parity_usage"] = config.stash[USAGE]  # type: ignore[attr-defined]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_node_collection_finished(node: Any) -> None:
+    """Called by xdist for each worker that has collected; the first that found cells has made the output folder."""
+    if node.config.stash[OUT].is_dir() and STOP not in node.config.stash:
+        stop_at_signals(node.config)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Called by xdist for each worker that ends: keep its usage error. A worker that crashed has no output."""
+    message = getattr(node, "workeroutput", {}).get("parity_usage")
+    if message:
+        node.config.stash[USAGE] = message
+
+
+@pytest.hookimpl(wrapper=True, trylast=True)  # around the ends of workers and fixtures, before pytest's own summary
+def pytest_sessionfinish(session: pytest.Session) -> Generator[None, object, object]:
+    """Write what the run has found, also if it is stopped only here."""
+    if is_worker(session.config):
+        return (yield)
+    result = None
+    try:
+        result = yield
+        write_results(session)
+    except Stopped:  # the first signal came only now; from here on SIGTERM is ignored, and Ctrl-C ends pytest at once
+        write_results(session)
+    return result
+
+
+def write_results(session: pytest.Session) -> None:
+    """Write the summary and the reports, if there were cells to run. The run fails if it is incomplete."""
+    config = session.config
+    if USAGE in config.stash and session.exitstatus != pytest.ExitCode.USAGE_ERROR:
+        raise pytest.UsageError(config.stash[USAGE])
+    if stopped_by := stopped(config):
+        is_ctrl_c = stopped_by == signal.SIGINT
+        session.exitstatus = pytest.ExitCode.INTERRUPTED if is_ctrl_c else 128 + stopped_by
+    out = config.stash[OUT]
+    if not (out / "summary.json").is_file():
+        return
+    summary = merge(out, compare=not stopped_by)
+    if may_bisect(config) and not elsewhere(config).hosts:
+        bisect(config, out)
+    from conformance.core.errors import UsageError
+    from conformance.core.io import Unwritable
+    from conformance.core.plugins import write_reports
+    from conformance.results.output_folders import slim
+    from conformance.results.requirements import summary_lines
+    from conformance.results.verdict import PASSES
+
+    try:
+        if not stopped_by and kept(config).keep != "all":
+            slim(out)
+        reports = write_reports(out)
+    except (UsageError, Unwritable) as error:
+        reports = [f"no report: {error}"]
+    by = [f"stopped by {signal.Signals(stopped_by).name}"] if stopped_by else []
+    config.stash[LINES] = [*by, *summary_lines(summary), *config.stash.get(BISECTED, []), *reports]
+    if session.exitstatus == pytest.ExitCode.OK and summary["verdict"] not in PASSES:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+    if STOP in config.stash and not stopped_by:
+        config.stash[STOP].__exit__()  # all is written: a signal that comes now ends pytest as it ends every process
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    if lines := config.stash.get(LINES, []):
+        terminalreporter.section("parity")
+        for line in lines:
+            terminalreporter.write_line(line)
+
+
+def merge(out: Path, *, compare: bool = True) -> dict[str, Any]:
+    """Write ``summary.json`` anew from the verdicts that all workers wrote, compare the backends with each other, and
+    return the summary. The comparison is made here because it needs the records of all cells, which takes a while.
+    """
+    from conformance.judge.cross_backend import write_side_by_side
+    from conformance.results.output_folders import sum_up
+    from conformance.results.run_results import read_summary
+
+    started = datetime.fromisoformat(read_summary(out)[0].started)
+    summary = sum_up(out, seconds=round((datetime.now(UTC) - started).total_seconds(), 2))
+    if compare:
+        write_side_by_side(out)
+    return summary
+
+
+def bisect(config: pytest.Config, out: Path) -> None:
+    """Bisect the first cells that differ, in this process, whose workers have ended."""
+    from conformance.bisect.run import any_differs, bisect_run
+
+    if not any_differs(out):
+        return
+    from conformance.matrix.plan import make_plan
+    from conformance.runner.preflight import leased_gpus
+    from conformance.runner.session import Session, SessionConfig
+
+    where, lines = ranks(config), config.stash.setdefault(BISECTED, [])
+    plan = make_plan(selection(config), demands(config), portion(config), ranks=where)
+    config_of_all = SessionConfig(
+        out=out,
+        device=where.device,
+        gpus=leased_gpus(where),
+        ranks_per_gpu=where.ranks_per_gpu,
+        budget_s=where.budget,
+    )
+    with Session(config_of_all, check=check_of(config)) as session:
+        bisect_run(session, plan.cells, say=lines.append)
+
+
+def may_bisect(config: pytest.Config) -> bool:
+    return not stopped(config) and not config.option.parity_no_bisect
+
+
+def stop_at_signals(config: pytest.Config) -> None:
+    """From now on, SIGTERM ends the run as Ctrl-C does, with a report, and no verdict is what a library made of either.
+
+    A worker is ended by its controller, and gets Ctrl-C as well, from the terminal or from execnet. With --pdb, Ctrl-C
+    begins to debug a test, and the run may go on.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return
+    signals = [] if is_worker(config) else [signal.SIGTERM]
+    if not config.getoption("usepdb", False):
+        signals.append(signal.SIGINT)
+    stop = config.stash[STOP] = Stop(*signals).__enter__()
+    config.add_cleanup(stop.__exit__)
+
+
+def stopped(config: pytest.Config) -> int:
+    """The number of the signal that stopped the run, or else 0."""
+    return config.stash[STOP].number if STOP in config.stash else 0
+
+
+def check_of(config: pytest.Config) -> Callable[[], None]:
+    """The check of a session (conformance.runner.session.Session)."""
+    return config.stash[STOP].check if STOP in config.stash else lambda: None
+
+
+def is_worker(config: pytest.Config) -> bool:
+    return hasattr(config, "workerinput")
+
+
+def selection(config: pytest.Config) -> Selection:
+    return Selection.from_options(config.option, prefix="parity_")
+
+
+def demands(config: pytest.Config) -> Demands:
+    return Demands.from_options(config.option, prefix="parity_")
+
+
+def portion(config: pytest.Config) -> Portion:
+    return Portion.from_options(config.option, prefix="parity_")
+
+
+def kept(config: pytest.Config) -> Kept:
+    return Kept.from_options(config.option, prefix="parity_")
+
+
+def elsewhere(config: pytest.Config) -> Elsewhere:
+    return Elsewhere.from_options(config.option, prefix="parity_")
+
+
+def ranks(config: pytest.Config) -> Ranks:
+    return Ranks.from_options(config.option, prefix="parity_")

@@ -1,0 +1,308 @@
+"""Evidence: what a rank really did in one training step, observed below all libraries, independent of the backend.
+
+Serves claim 4: what ran is what was asked for. A dispatch mode sees each collective and each matrix product of the
+step, in Python and in the autograd engine, with its dtype, the size of its group, and the pass. The judge compares this
+with the layout (conformance.judge.layout_evidence). Operations of the suite itself are not counted. The products of
+TransformerEngine, which no dispatch mode sees, are counted where its Python code asks for them. Where DeepSpeed's does,
+those of ZeRO-3's linear layers are told to be recomputed or not.
+"""
+
+import contextlib
+import functools
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._ops import HigherOrderOperator
+from torch._subclasses import FakeTensor
+
+from conformance.numerics.float64_tier import PLAIN, EagerMode, LeakWatch
+
+# The kind of a collective by the beginning of the operator's name, for torch.distributed and its functional variants.
+COLLECTIVE_KINDS = {
+    "allreduce": "all_reduce",
+    "all_reduce": "all_reduce",
+    "allgather": "all_gather",
+    "all_gather": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "alltoall": "all_to_all",
+    "all_to_all": "all_to_all",
+    "broadcast": "broadcast",
+    "reduce": "reduce",
+    "send": "send",
+}
+_INDUCTOR = str(Path(torch.__file__).parent / "_inductor")
+_STEMS = sorted(COLLECTIVE_KINDS, key=len, reverse=True)
+REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce")
+COLLECTIVE_SPACES = ("c10d", "_c10d_functional")  # of torch's operators
+_LINEAR = ("mm", "addmm", "linear")
+_PRODUCTS = (*_LINEAR, "bmm", "baddbmm")
+ENGINE = "transformer_engine_torch"  # the module of TransformerEngine's compiled functions
+ZERO = "deepspeed.runtime.zero.linear"  # the module of the linear layers that DeepSpeed's ZeRO-3 puts in torch's place
+
+
+@dataclass(slots=True)
+class _Storage:
+    """What was seen of a storage. is_used: as weights are, see Watch.held_weights. is_activation: see there."""
+
+    ref: weakref.ref[torch.UntypedStorage]
+    is_used: bool = False
+    is_activation: bool = False
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A collective of at least two ranks. elements: of the larger one of its input and its output on this rank."""
+
+    kind: str
+    size: int
+    dtype: torch.dtype
+    elements: int
+
+
+@functools.cache
+def _name_of(func: Any) -> tuple[str, str]:
+    """The namespace and the name of an operator; both are empty of one of higher order, which calls another one."""
+    if isinstance(func, HigherOrderOperator):
+        return "", ""
+    space, _, operator = func._schema.name.partition("::")
+    return space, operator
+
+
+def collective_of(func: Any, args: tuple[Any, ...]) -> Collective | None:
+    """The collective that an operator with these arguments is; None if it is none."""
+    space, operator = _name_of(func)
+    if space not in COLLECTIVE_SPACES:
+        return None
+    kind = next((COLLECTIVE_KINDS[stem] for stem in _STEMS if operator.strip("_").startswith(stem)), None)
+    tensor = next(_tensors(args), None)
+    if kind is None or tensor is None or (size := _group_size(args)) < 2:
+        return None
+    elements = max(sum(t.numel() for t in _tensors([value])) for value in args)
+    return Collective(kind, size, tensor.dtype, elements)
+
+
+class Watch(EagerMode):
+    """Counts collectives and matrix products inside its ``with`` block.
+
+    The pass is ``forward`` before the first call of the autograd engine, ``backward N`` inside its call number N
+    (counted from 0), and ``later`` otherwise: forward passes of later micro-batches, clipping, the optimizer.
+
+    collectives: number by (kind, size of the group, dtype, pass), for groups of at least two ranks.
+    products: number of matrix products by (dtype, phase). The phase is ``forward``, ``backward``, or ``recomputed``: a
+        forward pass inside a backward pass, recognised by the autograd graph that it records, or that the function of
+        ZeRO-3's linear layers is recorded in.
+    linear: number of those of forward passes that linear layers make, by dtype. All others are batches of products, as
+        attention has them, whose number is that of the pieces that a kernel cuts its work into.
+    compiled: number of those products of linear layers in forward passes that code of torch.compile makes.
+    engine: number of those products of linear layers in forward passes that TransformerEngine makes.
+    widths, lengths: the last and the last but one dimension of 3-dimensional floating-point results, such as logits
+        (rows, length, width), outside of the engine.
+    again: number of those products of linear layers that are recomputed.
+    nested: how often a call of the autograd engine went on after a call inside of it, as where a layer is computed
+        again with a graph of its own.
+    reduced: number of elements that were summed over a group, by size of the group.
+    leaks: if there is one, it is shown every operator, those of the suite among them but for what a record keeps and
+        replicas compare; of these it is shown the tensor that they are computed of.
+    held_weights: number of live storages by size in bytes, at the moment when the gradients of the first model have
+        been read. Counted are storages that were used as weights are: by an operator of the first forward pass, or by
+        a matrix product of any pass, for which weights may be gathered again. Gradients and a library's buckets for
+        them are not used so. Activations do not count: storages that were ever seen as a tensor of three or more
+        dimensions.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.leaks: LeakWatch | None = None
+        self.collectives: Counter[tuple[str, int, str, str]] = Counter()
+        self.products: Counter[tuple[str, str]] = Counter()
+        self.linear: Counter[str] = Counter()
+        self.compiled = 0
+        self.engine = 0
+        self.widths: set[int] = set()
+        self.lengths: set[int] = set()
+        self.again = 0
+        self.nested = 0
+        self.reduced: Counter[int] = Counter()
+        self.held_weights: Counter[int] = Counter()
+        self._storages: dict[int, _Storage] = {}
+        self._tasks: dict[int, int] = {}
+        self._last = 0  # the number of the call of the engine that was seen last
+        self._recorded = False  # a function runs, without gradients, that a graph is recorded of
+        self._reading = False
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """Count inside this block, and the products of TransformerEngine and of ZeRO-3's linear layers as what they
+        are, if this process has imported these libraries."""
+        engine: Any = sys.modules.get(ENGINE)
+        zero: Any = sys.modules.get(ZERO)
+        with contextlib.ExitStack() as all_:
+            if engine is not None:
+                counted = partial(self._engine_product, engine.generic_gemm)
+                all_.enter_context(mock.patch.object(engine, "generic_gemm", counted))
+            if zero is not None:
+                function = zero.LinearFunctionForZeroStage3
+                all_.enter_context(mock.patch.object(function, "apply", partial(self._zero_product, function.apply)))
+            all_.enter_context(self)
+            yield
+
+    def _zero_product(self, own: Any, *args: Any, **kwargs: Any) -> Any:
+        """``LinearFunctionForZeroStage3.apply``. Its products are computed without gradients, whether or not a graph is
+        recorded of the function as a whole, which tells a forward pass."""
+        self._recorded = torch.is_grad_enabled()
+        try:
+            return own(*args, **kwargs)
+        finally:
+            self._recorded = False
+
+    def _engine_product(self, own: Any, a: Any, flipped: bool, b: Any, b_flipped: bool, *rest: Any, **more: Any) -> Any:
+        """TransformerEngine's ``generic_gemm``. In a product of a forward pass, the first matrix, the weight, is
+        transposed, and the second is not; in those of backward passes it is otherwise. By this recomputed products are
+        known, because TransformerEngine computes them in autograd functions, which record no graph."""
+        found = own(a, flipped, b, b_flipped, *rest, **more)
+        if not self._reading:
+            in_backward, of_forward = self._pass().startswith("backward"), flipped and not b_flipped
+            dtype = _name(found[0].dtype)
+            phase = ("recomputed" if of_forward else "backward") if in_backward else "forward"
+            self.products[dtype, phase] += 1
+            self.linear[dtype] += phase == "forward"
+            self.engine += phase == "forward"
+            self.again += phase == "recomputed"
+        return found
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """Operations inside this block belong to the suite and are not counted."""
+        self._reading = True
+        try:
+            yield
+        finally:
+            self._reading = False
+
+    def count_live_storages(self) -> None:
+        """Fill ``held_weights``, when the gradients of a model are complete. Only the first call counts: when those of
+        a second model are complete, the optimizer state of the first one may be alive as well."""
+        if not self.held_weights:
+            alive = [seen.ref() for seen in self._storages.values() if seen.is_used and not seen.is_activation]
+            self.held_weights.update(storage.nbytes() for storage in alive if storage is not None and storage.nbytes())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not PLAIN.issuperset(types):
+            return NotImplemented  # a DTensor goes first, so that the ops on its local tensors come here
+        result = func(*args, **kwargs)
+        if self.leaks:
+            self.leaks.see(func, result)
+        if not self._reading and FakeTensor not in types:
+            space, operator = _name_of(func)
+            if space in COLLECTIVE_SPACES:
+                if found := collective_of(func, args):
+                    self._collective(found)
+            elif isinstance(result, Tensor):
+                self._tensor(func, operator, result)
+            is_forward = torch._C._current_graph_task_id() == -1 and not self._tasks
+            self._remember_storages([*args, *kwargs.values()], is_used=is_forward or operator in _PRODUCTS)
+            self._remember_storages([result], is_used=is_forward)
+        return result
+
+    def _remember_storages(self, values: Any, *, is_used: bool) -> None:
+        for tensor in _tensors(values):
+            if type(tensor) in PLAIN and tensor.is_floating_point():
+                storage = tensor.untyped_storage()
+                seen = self._storages.get(storage._cdata)
+                if seen is None or seen.ref() is not storage:  # the address is used again
+                    seen = self._storages[storage._cdata] = _Storage(weakref.ref(storage))
+                seen.is_used |= is_used
+                seen.is_activation |= tensor.ndim > 2
+
+    def _collective(self, found: Collective) -> None:
+        self.collectives[found.kind, found.size, _name(found.dtype), self._pass()] += 1
+        if found.kind in REDUCTIONS and found.dtype.is_floating_point:
+            # The input, which is summed, is at least as large as the output.
+            self.reduced[found.size] += found.elements
+
+    def _tensor(self, func: Any, operator: str, result: Tensor) -> None:
+        if result.is_meta or isinstance(result, FakeTensor):
+            return  # DTensor asks for the shape of a whole tensor so; no rank holds it
+        where = self._pass()
+        if operator in _PRODUCTS:
+            again = "recomputed" if torch.is_grad_enabled() or self._recorded else "backward"
+            phase = again if where.startswith("backward") else "forward"
+            self.products[_name(result.dtype), phase] += 1
+            if operator in _LINEAR:
+                self.linear[_name(result.dtype)] += phase == "forward"
+                self.compiled += phase == "forward" and func._overloadname == "out" and _in_compiled_code()
+                self.again += phase == "recomputed"
+        if result.ndim == 3 and result.is_floating_point() and not where.startswith("backward"):
+            self.widths.add(result.shape[-1])
+            self.lengths.add(result.shape[-2])
+
+    def _pass(self) -> str:
+        task = torch._C._current_graph_task_id()
+        if task == -1:
+            return "later" if self._tasks else "forward"
+        number = self._tasks.setdefault(task, len(self._tasks))
+        self.nested += number < self._last
+        self._last = number
+        return f"backward {number}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values for the footer of a record, which has them for each rank."""
+        return {
+            "collectives": [[*key, count] for key, count in sorted(self.collectives.items())],
+            "products": [[*key, count] for key, count in sorted(self.products.items())],
+            "linear": [[*entry] for entry in sorted(self.linear.items()) if entry[1]],
+            "compiled": self.compiled,
+            "engine": self.engine,
+            "again": self.again,
+            "widths": sorted(self.widths),
+            "lengths": sorted(self.lengths),
+            "nested": self.nested,
+            "reduced": [[*entry] for entry in sorted(self.reduced.items())],
+            "held_weights": [[*entry] for entry in sorted(self.held_weights.items())],
+        }
+
+
+def _in_compiled_code() -> bool:
+    """Whether code that torch's inductor has made is running. It has matrix products write into tensors of its own, as
+    a library may do itself; so only for these need the frames be looked at."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not frame.f_code.co_filename.startswith(_INDUCTOR):
+        frame = frame.f_back
+    return frame is not None
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
+
+
+def _group_size(args: tuple[Any, ...]) -> int:
+    for value in args:
+        if isinstance(value, torch._C.ScriptObject):
+            with contextlib.suppress(Exception):
+                return dist.ProcessGroup.unbox(value).size()
+        if isinstance(value, dist.ProcessGroup):
+            return value.size()
+        if isinstance(value, str):
+            with contextlib.suppress(Exception):
+                return dist.distributed_c10d._resolve_process_group(value).size()  # type: ignore[arg-type]
+    return 0

@@ -1,0 +1,386 @@
+"""Task: runs one leg of a cell in every rank of a world, and writes its record.
+
+The task only observes; it judges nothing. It reads gradients while they exist (claim 1), compares the numbers that
+several ranks hold (claim 3), and in the exact tier prevents the libraries' silent downcasts.
+"""
+
+import contextlib
+import platform
+import shutil
+import time
+from collections.abc import Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+import conformance
+from conformance.backends import faults
+from conformance.backends.protocol import Backend, BackendEntry, Shard, StepMetrics, TensorKind
+from conformance.core.packages import package_version
+from conformance.matrix.cell import Handover
+from conformance.models.folders import elements_of
+from conformance.numerics.determinism import settings_of
+from conformance.numerics.float64_tier import LeakWatch, exact_tier
+from conformance.numerics.sketch import kept, key_of, sketched_above
+from conformance.oracle.role_model import is_routed
+from conformance.records.step_tensors import RecordWriter
+from conformance.runtime import RankContext, mark
+from conformance.spec.batch import Batch, read_batches
+from conformance.spec.layout import Layout
+from conformance.spec.lora import ADAPTER
+from conformance.spec.objectives import all_observables
+from conformance.spec.observables import STATE_KINDS, Observable, model_key, unobserved_step
+from conformance.spec.roles import POLICY, Role
+from conformance.spec.scenario import Scenario, parse_scenario, scenario_to_json
+from conformance.worker.evidence import Watch
+from conformance.worker.rank_state import PeakMemory, changed_settings, generator_digests, seed_generators
+from conformance.worker.replicas import Replicas, Source, compare, pieces
+
+
+def run_leg(
+    rank: RankContext,
+    *,
+    cell: str,
+    target: str,
+    scenario: dict[str, Any],
+    layout: str,
+    models: dict[str, str],
+    batches: str,
+    first_step: int,
+    steps: int,
+    load: tuple[Literal["checkpoint", "state"], str] | None,
+    merged: bool,
+    save: tuple[Handover, str] | None,
+    record: str,
+    planted: list[str],
+    trace: tuple[int, str] | None = None,
+) -> dict[str, int]:
+    """Run one leg and write its record at ``record``. Called in every rank; all arguments are plain JSON values.
+
+    models: the Hugging Face folder of each role. load, save: the kind of handover, and its folder. merged: the leg
+    before has merged its adapter into the weights that this one begins with.
+    planted: names of the faults to plant. trace: a step whose activations are captured, and the folder that gets them.
+    Returns how often each planted fault was called in this rank.
+    """
+    config = parse_scenario(scenario)
+    with contextlib.ExitStack() as stack:
+        adapter: Any = BackendEntry(name="", target=target).load()
+        if hasattr(adapter, "begin"):
+            adapter.begin(Layout.parse(layout))
+        begins = header(cell, adapter, config, layout, loads="merge" if merged else load[0] if load else "")
+        begins["environment"] |= stack.enter_context(settings_of(config.precision, rank.device))
+        folders = {role: Path(folder) for role, folder in models.items()}
+        above, routed = sketched_above(config.sketch, elements_of(folders)), is_routed(next(iter(folders.values())))
+        observer = _Observer(rank, config, begins, Path(record), first_step, above=above, routed=routed)
+        # A leg begins and ends with different states of the generators, so that a checkpoint that does not restore
+        # them is detected.
+        seed_generators(config.seed, rank.rank, first_step)
+        calls = stack.enter_context(faults.plant(planted, adapter))
+        if config.precision == "exact":
+            stack.enter_context(exact_tier())
+        started, memory = time.perf_counter(), PeakMemory(rank.device)
+        stack.callback(register_module_forward_pre_hook(_mark_module).remove)
+        rank.beat("setup")
+        backend = adapter()
+        resolved = backend.setup(config, Layout.parse(layout), folders, rank.device)
+        if load:
+            rank.beat("load")
+            what, folder = load
+            (backend.load if what == "checkpoint" else backend.import_state)(Path(folder))
+        observer.start(backend, resolved, handed=bool(load) or bool(save and not steps))
+        trained_on = read_batches(Path(batches))[first_step : first_step + steps]
+        # Evidence is taken at a step that begins no roll-out, whose extra forward passes would hide the training pass.
+        watched = next((batch for batch in trained_on if not batch.rollout), trained_on[0])
+        for batch in trained_on:
+            rank.beat(f"step {batch.step}")
+            read = batch.step != unobserved_step(first_step, steps)
+            handed = bool(save) and batch is trained_on[-1]
+            with contextlib.ExitStack() as captured:
+                if trace and trace[0] == batch.step:
+                    from conformance.worker.activation_capture import capturing  # loads DTensor, which takes a second
+
+                    for role in (role for role in config.objective.roles if role.trained):
+                        seen = Path(trace[1]) / role.name
+                        captured.enter_context(capturing(backend, role.name, batch, rank=rank.rank, folder=seen))
+                observer.step(backend, batch, read=read, watched=batch is watched, handed=handed)
+        changed: list[str] = []
+        if save:
+            rank.beat("save")
+            changed = _save(rank, backend, config, folders, *save)
+        rank.beat("teardown")
+        backend.teardown()
+        dp, parts = Layout.parse(layout).data, config.accumulation
+        told = [given(batch, dp_size=dp, accumulation=parts) for batch in trained_on]
+        seconds = time.perf_counter() - started
+        observer.finish({"seconds": seconds, "batches": told, "changed_settings": changed}, memory=memory)
+        return dict(calls)
+
+
+def _save(
+    rank: RankContext, backend: Backend, scenario: Scenario, models: Mapping[str, Path], what: Handover, folder: str
+) -> list[str]:
+    """Save what the next leg begins with. Returns, on rank 0, the settings of exported folders that are not those of
+    the models, each as ``ROLE/FILE: KEY``."""
+    path = Path(folder)
+    changed: list[str] = []
+    if rank.rank == 0:
+        path.mkdir()
+    dist.barrier()
+    if what == "checkpoint":
+        backend.save(path)
+    elif what == "state":
+        backend.export_state(path)
+    else:
+        for role in scenario.objective.roles:
+            merges = what == "merge" and role == POLICY
+            (backend.export_merged if merges else backend.export)(path / role.name, role.name)
+            dist.barrier()
+            if rank.rank == 0 and not merges:
+                changed += [f"{role.name}/{key}" for key in changed_settings(path / role.name, models[role.name])]
+        if what == "merge" and rank.rank == 0:  # on the new base, the next leg begins with the same adapter again
+            shutil.copytree(models[POLICY.name] / ADAPTER, path / POLICY.name / ADAPTER)
+            changed += [f"{POLICY.name}/{key}" for key in changed_settings(path / POLICY.name, models[POLICY.name])]
+    return changed
+
+
+def _mark_module(*_: Any) -> None:
+    if not torch.compiler.is_compiling():  # torch.compile would take it for a part of the model
+        mark()
+
+
+def header(
+    cell: str,
+    adapter: type[Backend],
+    scenario: Scenario,
+    layout: str,
+    *,
+    loads: Literal["", "checkpoint", "state", "merge"],
+) -> dict[str, Any]:
+    """The header of the leg's record: cell, backend, scenario, layout, environment, and ``loads``, the kind of training
+    state that the leg continues from, or a merge of the adapter into its weights (empty: neither)."""
+    info = adapter.describe()
+    return {
+        "cell": cell,
+        "backend": {"name": info.name, "url": info.url, "default_zero": info.default_zero},
+        "scenario": scenario_to_json(scenario),
+        "layout": layout,
+        "optimizer": "loaded" if loads in ("checkpoint", "state") else "new",
+        "loads": loads,
+        "environment": {
+            "backend-parity": conformance.__version__,
+            "python": platform.python_version(),
+            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+            **{package: package_version(package) for package in info.packages},
+        },
+    }
+
+
+class _Observer:
+    """Reads the backend's numbers on all ranks, compares the ranks, and writes the record on rank 0."""
+
+    def __init__(
+        self,
+        rank: RankContext,
+        scenario: Scenario,
+        header: dict[str, Any],
+        path: Path,
+        first_step: int,
+        *,
+        above: float,
+        routed: bool,
+    ) -> None:
+        self.above = above  # this many elements a matrix is sketched
+        self.rank, self.header, self.path, self.first_step = rank, header, path, first_step
+        self.exact, self.seed = scenario.precision == "exact", scenario.seed
+        self.roles = scenario.objective.roles
+        self.observables = all_observables(
+            scenario.objective, scaled=scenario.judged_loss_scale is not None, routed=routed
+        )
+        self.writer: RecordWriter | None = None
+        self.leaks: list[dict[str, Any]] = []
+        self.pieces: dict[str, dict[str, list[int]]] = {}
+        self.watch = Watch()  # of one step
+
+    def start(self, backend: Backend, resolved: dict[str, Any], *, handed: bool) -> None:
+        """Begin the record with the weights as loaded. ``handed``: the leg has loaded a training state, or has no steps
+        and saves one, so the training state is recorded as well."""
+        loaded: dict[str, torch.Tensor] = {}
+        for role in self.roles:
+            loaded |= self._gather("weight", role, backend)
+        generators = self._generators() if handed else []
+        if handed:
+            loaded |= self._training_state(backend)
+        if self.rank.rank == 0:
+            header = {**self.header, "resolved": resolved}
+            self.writer = RecordWriter(self.path, header, observables=self.observables, first_step=self.first_step)
+            self.writer.loaded(loaded, generators=generators)
+
+    def step(self, backend: Backend, batch: Batch, *, read: bool, watched: bool, handed: bool) -> None:
+        """Train on a batch and record the step.
+
+        read: whether tensors are read; the backend's values and rows are always recorded.
+        watched: whether the evidence is taken at this step. handed: whether the training state is saved after it.
+        """
+        first = batch.step == self.first_step
+        tensors: dict[str, torch.Tensor] = {}
+        replicas: dict[str, Replicas] = {}
+        called: list[str] = []
+        observing = 0.0
+        leaks = LeakWatch() if first and self.exact else None
+        watching: contextlib.AbstractContextManager[object] = leaks or contextlib.nullcontext()
+        if watched:
+            self.watch.leaks, watching = leaks, self.watch.step()
+        trained = {role.name: role for role in self.roles if role.trained}
+
+        def on_gradients(model: str) -> None:
+            nonlocal observing
+            called.append(model)
+            began = time.perf_counter()
+            if model in trained and read:
+                with self.watch.reading():
+                    tensors.update(self._gather("gradient", trained[model], backend))
+                    replicas.update(compare(_shards("gradient", [trained[model]], backend)))
+                if watched:  # after the comparison, when no thread of a collective holds a buffer of the backward pass
+                    self.watch.count_live_storages()
+            observing += time.perf_counter() - began
+
+        started = time.perf_counter()
+        with watching:
+            metrics = backend.train_step(batch, on_gradients)
+        seconds = time.perf_counter() - started - observing
+        if sorted(called) != sorted(trained):
+            raise ValueError(
+                f"{type(backend).__name__}.train_step called on_gradients() for {called or 'no model'}; call it "
+                f"exactly once per step for each of {list(trained)}, after the last backward and before clipping"
+            )
+        if leaks:
+            self.leaks += [{"op": leak.op, "where": leak.where, "count": leak.count} for leak in leaks.leaks]
+        shards: dict[str, Source] = {}
+        if read:
+            for role in trained.values():
+                tensors |= self._gather("weight", role, backend)
+            if first:
+                self.pieces = pieces(_shards("weight", trained.values(), backend))
+            shards = _shards("weight", trained.values(), backend)
+        generators: list[dict[str, str]] = []
+        if handed:
+            tensors |= self._training_state(backend)
+            # Without this, generators that a framework seeds at every start would look as if they had been restored.
+            seed_generators(self.seed, self.rank.rank, batch.step + 1, ending=True)
+            generators = self._generators()
+        values = check_values(metrics, self.observables, type(backend).__name__)
+        replicas |= compare(shards | _replicated_values(metrics, self.observables))
+        tensors |= self._rows(metrics)
+        lost = {o.key for o in self.observables if o.lost_if and values.get(o.lost_if)}
+        values = {key: value for key, value in values.items() if key not in lost}
+        tensors = {name: tensor for name, tensor in tensors.items() if key_of(name) not in lost}
+        if self.writer:
+            found = {key: vars(result) for key, result in replicas.items()}
+            self.writer.step(values, tensors, replicas=found, seconds=seconds, generators=generators)
+
+    def finish(self, told: dict[str, Any], *, memory: PeakMemory) -> None:
+        """Write the footer: what is ``told``, and what all ranks have seen. ``memory``: this rank's peaks."""
+        # All ranks take part in this collective, so the footer also shows that all of them came to their end.
+        seen: list[tuple[dict[str, Any], int, int]] = [({}, 0, 0) for _ in range(self.rank.world_size)]
+        dist.all_gather_object(seen, (self.watch.to_json(), memory.read(), memory.read_host()))
+        if self.writer:
+            evidence, peaks, host_peaks = (list(its) for its in zip(*seen, strict=True))
+            found = {"leaks": self.leaks, "evidence": evidence, "pieces": self.pieces}
+            self.writer.finish({**told, **found, "memory": peaks, "host_memory": host_peaks})
+
+    def _gather(self, kind: TensorKind, role: Role, backend: Backend) -> dict[str, torch.Tensor]:
+        """Walk ``named_tensors`` on all ranks; returns what is kept of them on rank 0, an empty dict on other ranks.
+
+        Raises ValueError for a name that comes twice: only one of the two tensors would be judged.
+        """
+        found: dict[str, torch.Tensor] = {}
+        names: set[str] = set()
+        for name, tensor in backend.named_tensors(kind, role.name):
+            if name in names:
+                raise ValueError(
+                    f"{type(backend).__name__}.named_tensors({kind!r}, {role.name!r}) names {name} twice; yield each "
+                    f"tensor once"
+                )
+            names.add(name)
+            if self.rank.rank == 0:
+                found |= kept(f"{model_key(role.prefix, kind)}/{name}", tensor, above=self.above)
+            mark()
+        return found
+
+    def _training_state(self, backend: Backend) -> dict[str, torch.Tensor]:
+        """The training state of all trained models on rank 0; empty if the backend does not show it."""
+        if not getattr(backend, "shows_training_state", False):
+            return {}
+        trained = [role for role in self.roles if role.trained]
+        parts = [self._gather(kind, role, backend) for role in trained for kind in STATE_KINDS]
+        return {name: tensor for part in parts for name, tensor in part.items()}
+
+    def _generators(self) -> list[dict[str, str]]:
+        """For each rank, the digests of its random generators by the generator's name. Collective."""
+        found: list[dict[str, str]] = [{} for _ in range(self.rank.world_size)]
+        dist.all_gather_object(found, generator_digests())
+        return found
+
+    def _rows(self, metrics: StepMetrics) -> dict[str, torch.Tensor]:
+        """The rows of all ranks, on rank 0; each row is taken from the first rank that has it. Collective."""
+        own = {
+            f"{key}/{row}": t.detach().cpu()
+            for key, rows in metrics.rows.items()
+            for row, t in rows.items()
+            if t.numel()  # a row without targets has no numbers, whether it is given or left out
+        }
+        gathered: list[dict[str, torch.Tensor] | None] = [None] * self.rank.world_size
+        dist.gather_object(own, gathered if self.rank.rank == 0 else None)
+        return {name: t for held in reversed(gathered) if held for name, t in sorted(held.items())}
+
+
+def check_values(metrics: StepMetrics, observables: tuple[Observable, ...], backend: str) -> dict[str, float]:
+    """The values of a step. Raises ValueError if keys are not declared, or if values are missing or not numbers."""
+    numbers = {o.key: o for o in observables if o.kind in ("scalar", "setting")}
+    rows = {o.key for o in observables if o.kind == "rows"}
+    if unknown := sorted((metrics.values.keys() - numbers.keys()) | (metrics.rows.keys() - rows)):
+        raise ValueError(
+            f"{backend}.train_step gave {', '.join(unknown)}, but no observable has this key; values are "
+            f"{', '.join(numbers)}, rows are {', '.join(sorted(rows)) or 'none'}"
+        )
+    for key, observable in numbers.items():
+        value = metrics.values.get(key)
+        if value is None and not observable.required:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ValueError(f"{backend}.train_step gave {key}={value!r}; StepMetrics.values wants a plain number")
+    if metrics.values.get("token_count", 1) < 1:
+        raise ValueError(f"{backend}.train_step gave token_count={metrics.values['token_count']}; count target tokens")
+    return metrics.values
+
+
+def given(batch: Batch, *, dp_size: int, accumulation: int) -> dict[str, Any]:
+    """What ranks were given at a step: all ``tokens``, and the ``targets`` of each rank's micro-batches, by dp rank."""
+    parts = [batch.micro_batches(dp_rank=rank, dp_size=dp_size, accumulation=accumulation) for rank in range(dp_size)]
+    targets = [[sum(row.target_count for row in rows) for rows in micro_batches] for micro_batches in parts]
+    return {"step": batch.step, "tokens": sum(row.length for row in batch.rows), "targets": targets}
+
+
+def _shards(kind: TensorKind, roles: Iterable[Role], backend: Backend) -> dict[str, Source]:
+    """This rank's pieces of the tensors of the given roles, by the observable's key."""
+    return {model_key(role.prefix, kind): partial(backend.local_shards, kind, role.name) for role in roles}
+
+
+def _replicated_values(metrics: StepMetrics, observables: tuple[Observable, ...]) -> dict[str, Source]:
+    """This rank's scalars and rows that other ranks should hold as well, as shards, by the observable's key."""
+    pieces: dict[str, Source] = {}
+    for o in observables:
+        if o.replicated == "no" or o.kind == "tensors":
+            continue
+        if o.kind == "rows":
+            shards = [Shard(f"row {row}", "full", tensor) for row, tensor in metrics.rows.get(o.key, {}).items()]
+        else:
+            # A rank without the number gives NaN, so that it differs from ranks that have the number.
+            number = metrics.values.get(o.key, float("nan"))
+            shards = [Shard(o.key, "full", torch.tensor(number, dtype=torch.float64))]
+        pieces[o.key] = partial(iter, shards)
+    return pieces

@@ -1,0 +1,92 @@
+"""When the files of a checkpoint are written: at once, or behind the training, in a thread of every rank.
+
+Behind the training, what is written are copies that were made when the save was called, and the threads talk over a
+process group of their own: over that of the training, their messages would be taken for its messages. Serves claim 5.
+"""
+
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+import torch.distributed as dist
+
+from impl.interface.distributed import Group, together
+
+
+class Writing(Protocol):
+    """What a save hands its work to, in the same order on all ranks.
+
+    copies: whether what is written has to be a copy, because the training goes on. group: of all ranks, for the
+    collective calls that work makes; ask for it in the work itself, as there is none before.
+    """
+
+    copies: bool
+    group: Group
+
+    def add(self, work: Callable[[], object]) -> None:
+        """Have ``work`` done; what it writes is on the disk afterwards, or it raises."""
+        ...
+
+    def start(self) -> None:
+        """No more work will come; collective."""
+        ...
+
+    def wait(self) -> None:
+        """Return when all work is done; raises on all ranks what one of them failed with. Collective."""
+        ...
+
+
+class AtOnce:
+    """Work is done when it is added."""
+
+    copies = False
+    group: Group = None
+
+    def add(self, work: Callable[[], object]) -> None:
+        work()
+
+    def start(self) -> None:
+        pass
+
+    def wait(self) -> None:
+        pass
+
+
+class Behind:
+    """Work is done in a thread, which ``start`` starts. ``doing`` says in a few words what is done, for messages.
+
+    The process does not end before the thread does, so a training that has ended leaves a whole checkpoint.
+    """
+
+    copies = True
+    group: Group = None
+
+    def __init__(self, doing: str) -> None:
+        self._doing = doing
+        self._work: list[Callable[[], object]] = []
+        self._thread = threading.Thread(target=self._run, name=doing)
+        self._error: BaseException | None = None
+
+    def add(self, work: Callable[[], object]) -> None:
+        self._work.append(work)
+
+    def start(self) -> None:
+        self.group = dist.new_group(backend="gloo")  # for what lies in the memory of the host
+        self._thread.start()
+
+    def wait(self) -> None:
+        self._thread.join()
+        dist.destroy_process_group(self.group)
+        if self._error:
+            raise self._error
+
+    def _run(self) -> None:
+        try:
+            while self._work:
+                work = self._work.pop(0)  # what is written has to be given back
+                together(self._doing, work, group=self.group)
+        except BaseException as error:  # whatever it is, wait must not take the checkpoint for whole
+            self._error = error
+
+
+AT_ONCE = AtOnce()

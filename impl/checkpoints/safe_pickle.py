@@ -1,0 +1,129 @@
+"""Pickles in checkpoints: checked by an allow list, because whatever else a pickle names is called when it is read.
+
+Libraries read three kinds with everything allowed: ``.pt`` files (DeepSpeed, megatron-core), the ``.metadata`` of
+torch.distributed.checkpoint, and in its ``.distcp`` files every value that is no tensor. All are checked before a
+library opens them, without running them. The lists are what honest checkpoints hold and no more;
+tests/checkpoints/test_checkpoint_pickles.py plants code in each and sees it refused.
+"""
+
+import io
+import pickle
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from conformance.core.errors import UsageError, one_line, shown
+
+METADATA = ".metadata"
+_DCP = "torch.distributed.checkpoint"
+_OF_METADATA = (
+    *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex"),
+    *("StorageMeta", "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
+)
+ALLOWED_IN_METADATA = {
+    *((f"{_DCP}.metadata", name) for name in _OF_METADATA),
+    (f"{_DCP}.filesystem", "_StorageInfo"),
+    # megatron-core keeps the plan of its save
+    *((f"{_DCP}.planner", name) for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData")),
+    *((module, "PosixPath") for module in ("pathlib", "pathlib._local")),  # where it was saved; of Python 3.13
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),  # a layout by its name
+    *(("torch", dtype) for dtype in ("float64", "float32", "bfloat16", "float16")),
+}
+# Beside what torch itself allows where only weights are read.
+ALLOWED_IN_TORCH_FILES = {
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+    "deepspeed.runtime.zero.config.ZeroStageEnum",
+    "deepspeed.utils.tensor_fragment.fragment_address",
+}
+
+
+def check_pickle(path: Path) -> None:
+    """Raises UsageError where a library would read a pickle from this file, and it holds what no honest one does."""
+    if path.suffix == ".pt":
+        with path.open("rb") as file:
+            _check_saved_by_torch(file, str(path))
+    elif path.name == METADATA:
+        _check_values(path.parent, read_metadata(path))
+
+
+def read_metadata(path: Path) -> Any:
+    """What a ``.metadata`` file of torch.distributed.checkpoint holds. Raises UsageError; runs no code of the file."""
+    try:
+        with path.open("rb") as file:
+            return _Metadata(file).load()
+    except pickle.UnpicklingError as error:
+        raise UsageError(f"{path} is refused: {one_line(error)}") from None
+    except Exception as error:  # pickle raises what it likes at a broken file
+        raise UsageError(f"{path} is no metadata of a checkpoint: {one_line(error)}; give another one") from None
+
+
+class _Metadata(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in ALLOWED_IN_METADATA:
+            raise pickle.UnpicklingError(f"it names {shown(f'{module}.{name}')}, which no checkpoint needs")
+        return super().find_class(module, name)
+
+
+def _check_values(folder: Path, metadata: Any) -> None:
+    """Check the values that are no tensors, of which each lies in a file as torch saves it."""
+    source = str(folder / METADATA)
+    try:
+        kinds = {name: type(entry).__name__ for name, entry in metadata.state_dict_metadata.items()}
+        places = [
+            (index.fqn, folder / place.relative_path, place.offset, place.length)
+            for index, place in metadata.storage_data.items()
+            if kinds.get(index.fqn) != "TensorStorageMetadata"  # of tensors, torch reads nothing but weights
+        ]
+        for name, path, offset, length in places:
+            if path.parent != folder or not path.is_file():
+                raise UsageError(f"{source} is refused: it says that {shown(name)} lies in {shown(str(path))}")
+            with path.open("rb") as file:
+                file.seek(offset)
+                _check_saved_by_torch(io.BytesIO(file.read(length)), f"{path}, {shown(name)},")
+    except UsageError:
+        raise
+    except Exception as error:  # the classes are those of metadata, and what they hold may be anything
+        raise UsageError(f"{source} is no metadata of a checkpoint: {one_line(error)}; give another one") from None
+
+
+def _check_saved_by_torch(file: BinaryIO, source: str) -> None:
+    """torch disassembles the pickle without running it, and raises at opcodes that could hide a name."""
+    try:
+        named = set(torch.serialization.get_unsafe_globals_in_checkpoint(file))
+    except Exception as error:  # ValueError, RuntimeError, UnpicklingError, EOFError and more
+        raise UsageError(f"{source} is refused: torch cannot tell what is in it: {one_line(error)}") from None
+    if foreign := sorted(named - ALLOWED_IN_TORCH_FILES):
+        raise UsageError(f"{source} is refused: it names {shown(', '.join(foreign))}, which no checkpoint needs")
+
+
+class Opaque:
+    """Stands for an object of a library: its attributes as they are in the file, none of its code."""
+
+    def __init__(self, *values: Any) -> None:
+        self.values = values
+
+
+def read_torch_file(path: Path) -> Any:
+    """What torch.save wrote, with tensors that are read from the file when they are used, and Opaque for objects of
+    DeepSpeed. Raises UsageError; runs no code of the file."""
+    with path.open("rb") as file:
+        _check_saved_by_torch(file, str(path))
+    return _load(path, source=path, mmap=True)
+
+
+def read_torch_bytes(data: bytes, *, source: Path) -> Any:
+    """The same for a part of the file ``source``, as torch.distributed.checkpoint has one for each small value."""
+    return _load(io.BytesIO(data), source=source)
+
+
+def _load(data: Path | io.BytesIO, *, source: Path, **options: Any) -> Any:
+    # torch wants another type for each name.
+    stand_ins: list[Any] = [(type("Opaque", (Opaque,), {}), name) for name in sorted(ALLOWED_IN_TORCH_FILES)]
+    try:
+        with torch.serialization.safe_globals(stand_ins):
+            return torch.load(data, map_location="cpu", weights_only=True, **options)
+    except Exception as error:  # UnpicklingError, RuntimeError, EOFError and more
+        raise UsageError(f"{source} is no file of torch that can be read: {one_line(error)}") from None

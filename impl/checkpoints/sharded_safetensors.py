@@ -1,0 +1,242 @@
+"""Reads slices of tensors from safetensors files and writes tensors one by one, without holding a whole model."""
+
+import contextlib
+import copy
+import json
+import math
+import shutil
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from conformance.backends.protocol import NamedTensors
+from conformance.core.errors import UsageError
+from conformance.models.folders import INDEX, SINGLE
+from impl.interface.distributed import agree
+
+# torch dtypes by their names in safetensors files.
+SAFETENSORS_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+FILE_SIZE = 2**30  # the most bytes of tensors in one file; a single larger tensor has a file of its own
+STRIP = 2**20  # elements that are read at a time
+MAPPED = 2**25  # bytes of files that a reader keeps mapped into memory, at most, beside the strip that it reads
+
+
+class Regions(Protocol):
+    """Reads regions of named tensors."""
+
+    def region(self, name: str, start: Sequence[int], shape: Sequence[int]) -> torch.Tensor: ...
+
+
+class SliceReader:
+    """Reads slices of named tensors from several safetensors files. Use it in a ``with`` statement.
+
+    device: where slices are put, in the dtype of the file. What is cast afterwards is cast there: a host takes seconds
+        to make float64 of a billion numbers, and numbers of bfloat16 are a quarter of the bytes on their way.
+
+    All methods give the dtype of the file, and raise UsageError for a tensor that is in none of the files. What they
+    give on the CPU may lie in the file's own pages, so it is to be copied and let go of.
+    """
+
+    def __init__(self, paths: Sequence[Path], *, device: str = "cpu") -> None:
+        self._paths, self.device = paths, device
+        self._where: dict[str, Path] = {}
+        self._opened: dict[Path, Any] = {}
+        self._mapped = 0
+
+    def __enter__(self) -> "SliceReader":
+        for path in self._paths:
+            self._where |= dict.fromkeys(self._file(path).keys(), path)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._close()
+
+    def __call__(self, name: str, dim: int, start: int, stop: int) -> torch.Tensor:
+        """The slice ``[start:stop]`` of a tensor along dimension ``dim``, 0 or 1."""
+        span = slice(start, stop)
+        return self.slice(name, (span,) if dim == 0 else (slice(None), span))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._where
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._file(self._where[name]).get_slice(name).get_shape())
+
+    def of_stacked(self, name: str, number: int, dim: int, start: int, stop: int) -> torch.Tensor:
+        """The slice ``[start:stop]`` along dimension ``dim``, 0 or 1, of matrix ``number`` in a stack of matrices."""
+        of_one, span = slice(number, number + 1), slice(start, stop)
+        return self.slice(name, (of_one, span) if dim == 0 else (of_one, slice(None), span))[0]
+
+    def region(self, name: str, start: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
+        """The region of a tensor that begins at the indices ``start`` and has this ``shape``."""
+        return self.slice(name, tuple(slice(at, at + size) for at, size in zip(start, shape, strict=True)))
+
+    def whole(self, name: str) -> torch.Tensor:
+        """The whole tensor."""
+        return self.slice(name, ())
+
+    def slice(self, name: str, spans: tuple[slice, ...]) -> torch.Tensor:
+        """The slice of a tensor with a span of each of its first dimensions."""
+        if name not in self._where:
+            files = ", ".join(map(str, self._paths))
+            raise UsageError(f"no tensor {name!r} in {files or 'an empty folder'}; give the complete folder")
+        if self._mapped > MAPPED:  # pages that were read stay in memory while a file is open
+            self._close()
+        piece = self._file(self._where[name]).get_slice(name)
+        tensor: torch.Tensor = piece[spans] if spans else piece[...]
+        self._mapped += tensor.nbytes
+        return tensor.to(self.device)
+
+    def on_host(self) -> "SliceReader":
+        """The same files, of which slices stay on the CPU."""
+        other = copy.copy(self)
+        other.device = "cpu"
+        return other
+
+    def _file(self, path: Path) -> Any:
+        if path not in self._opened:
+            self._opened[path] = safe_open(path, framework="pt")
+        return self._opened[path]
+
+    def _close(self) -> None:
+        self._opened.clear()
+        self._mapped = 0
+
+
+def strips(start: Sequence[int], shape: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
+    """Cut the region with these first indices and this shape into such of at most STRIP elements, in their order."""
+    if math.prod(shape) <= STRIP or not shape:
+        if math.prod(shape):
+            yield [*start], [*shape]
+        return
+    row = math.prod(shape[1:])
+    rows = max(1, STRIP // row)
+    for first in range(0, shape[0], rows):
+        count = min(rows, shape[0] - first)
+        if count * row <= STRIP:
+            yield [start[0] + first, *start[1:]], [count, *shape[1:]]
+            continue
+        for inside, size in strips(start[1:], shape[1:]):
+            yield [start[0] + first, *inside], [1, *size]
+
+
+def fill(
+    tensor: torch.Tensor,
+    name: str,
+    start: Sequence[int],
+    region: Callable[[str, Sequence[int], Sequence[int]], torch.Tensor],
+) -> None:
+    """Set ``tensor`` to the region of the tensor ``name`` that begins at ``start``, a strip of it at a time."""
+    for begin, shape in strips(start, tensor.shape):
+        inside = tuple(slice(at - own, at - own + size) for at, own, size in zip(begin, start, shape, strict=True))
+        tensor[inside].copy_(region(name, begin, shape))
+
+
+class TensorWriter:
+    """Writes tensors into a folder in Hugging Face's layout: one safetensors file, or several files with an index.
+
+    Use it in a ``with`` statement. At most one file's tensors are in memory. The safetensors files of an older save are
+    removed from the folder first.
+    """
+
+    def __init__(self, folder: Path, *, file_size: int = FILE_SIZE) -> None:
+        self._folder, self._file_size = folder, file_size
+        self._pending: dict[str, torch.Tensor] = {}
+        self._pending_size = self._size = 0
+        self._files: list[tuple[Path, list[str]]] = []
+
+    def __enter__(self) -> "TensorWriter":
+        self._folder.mkdir(parents=True, exist_ok=True)
+        for old in (*self._folder.glob("*.safetensors"), self._folder / INDEX):
+            old.unlink(missing_ok=True)
+        return self
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        if self._pending and self._pending_size + tensor.nbytes > self._file_size:
+            self._write()
+        self._pending[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        self._pending_size += tensor.nbytes
+        self._size += tensor.nbytes
+
+    def _write(self) -> None:
+        path = self._folder / f"part-{len(self._files)}.safetensors"
+        save_file(self._pending, path, metadata={"format": "pt"})
+        self._files.append((path, list(self._pending)))
+        self._pending, self._pending_size = {}, 0
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            return
+        if self._pending or not self._files:
+            self._write()
+        count = len(self._files)
+        if count == 1:
+            self._files[0][0].rename(self._folder / SINGLE)
+            return
+        where: dict[str, str] = {}
+        for number, (path, names) in enumerate(self._files, start=1):
+            name = f"model-{number:05d}-of-{count:05d}.safetensors"
+            path.rename(self._folder / name)
+            where |= dict.fromkeys(names, name)
+        told = {"metadata": {"total_size": self._size}, "weight_map": where}
+        (self._folder / INDEX).write_text(json.dumps(told, indent=2), encoding="utf-8")
+
+
+def write_tensors(folder: Path, tensors: NamedTensors, *, file_size: int) -> None:
+    """Write full tensors into a folder, from the first rank; collective. A full disk is told on every rank."""
+    failed = None
+    try:
+        if dist.get_rank() == 0:
+            with TensorWriter(folder, file_size=file_size) as writer:
+                for name, tensor in tensors:
+                    writer.add(name, tensor)
+                    del tensor  # before the next one is put together
+    except Exception as error:
+        failed = error
+    run_through(tensors)
+    agree(f"writing tensors into {folder}", failed)
+
+
+def run_through(tensors: Iterator[object]) -> None:
+    """Put tensors together without holding any: on the first rank, what is left when it cannot write."""
+    deque(tensors, maxlen=0)
+
+
+@contextlib.contextmanager
+def whole_folder(folder: Path) -> Iterator[Path]:
+    """Yield a new folder, which replaces ``folder`` when the ``with`` block ends without an error.
+
+    If the process ends before that, an older ``folder`` stays as it was. The replacement takes two renames; between
+    them the older folder is called ``.NAME.replaced``, and the next call restores it if the process ended there.
+    """
+    beside = folder.with_name(f".{folder.name}.unfinished")
+    replaced = folder.with_name(f".{folder.name}.replaced")
+    if replaced.exists() and not folder.exists():  # a process ended between the two renames
+        replaced.rename(folder)
+    for left in (beside, replaced):
+        shutil.rmtree(left, ignore_errors=True)
+    beside.mkdir(parents=True)
+    try:
+        yield beside
+    except BaseException:
+        shutil.rmtree(beside, ignore_errors=True)
+        raise
+    if folder.exists():
+        folder.rename(replaced)
+    beside.rename(folder)
+    shutil.rmtree(replaced, ignore_errors=True)

@@ -1,0 +1,167 @@
+"""megatron-core's distributed checkpoints: whole tensors under Megatron's names, taken apart by those of Hugging Face.
+
+Which rows of a fused tensor are whose follows from the model's configuration, so reading needs its folder. The tables
+are those by which ranks load and save (impl/megatron/hf_mapping.py), asked for a single rank, which holds all.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from conformance.core.errors import UsageError
+from conformance.core.io import read_json
+from impl.checkpoints.safe_pickle import METADATA, read_metadata, read_torch_file
+from impl.checkpoints.training_state import WRITTEN
+from impl.convert.contents import Checkpoint, Held
+from impl.convert.torch_distributed import stored_tensors, tensor_reader, writers
+from impl.megatron.hf_mapping import FUSED, all_parameters, parts
+from impl.megatron.model_config import read_shape
+from impl.megatron.spans import Part, Rank, copy_to_full
+
+FILE, COMMON = "metadata.json", "common.pt"
+ALONE = Rank(rank=0, size=1)
+# Where tensors of a kind are, in front of a parameter's name; of several, the first is taken. Without a prefix it is
+# what ranks compute with, which is the master in float32 and of what is frozen.
+PREFIXES: dict[str, tuple[str, ...]] = {
+    "weight": ("optimizer.state.param.", "optimizer.state.fp32_param.", ""),
+    **{kind: (f"optimizer.state.{kind}.",) for kind in WRITTEN if kind not in ("weight", "step")},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a tensor of Hugging Face lies: a part of what the tensors ``keys`` are together, row by row."""
+
+    part: Part
+    keys: tuple[str, ...]
+
+
+def open_megatron(folder: Path) -> Checkpoint:
+    """A checkpoint with the library's names, and with layers stacked where it stacks them; see ``named``."""
+    told = read_json(folder / FILE)
+    metadata = read_metadata(folder / METADATA)
+    common = read_torch_file(folder / COMMON)
+    step = _step(common)
+    tensors = tuple(
+        Held(
+            kind="other" if key.startswith("optimizer.") else "weight",
+            name=key,
+            shape=tuple(entry.size),
+            dtype=entry.properties.dtype,
+        )
+        for key, entry in stored_tensors(metadata).items()
+    )
+    return Checkpoint(
+        format="megatron dist_checkpointing",
+        facts={
+            "backend": told.get("sharded_backend"),
+            "writers": writers(metadata),
+            **({} if step is None else {"step": step}),
+        },
+        tensors=tensors,
+        progress=_progress(common),
+    )
+
+
+def named(folder: Path, model: Path) -> Checkpoint:
+    """The same under the names of the model in the Hugging Face folder ``model``, with tensors that can be read.
+
+    Raises UsageError where the checkpoint is not of this model, or is laid out in another way.
+    """
+    shape = read_shape(model)
+    if shape.mixture:
+        raise UsageError(
+            f"{model} has experts, which are not taken out of megatron-core's checkpoints here; load {folder} with the "
+            f"backend megatron, and let it export a training state or a Hugging Face folder"
+        )
+    metadata = read_metadata(folder / METADATA)
+    stored, whole = stored_tensors(metadata), tensor_reader(folder, metadata)
+    found, step = open_megatron(folder), _step(read_torch_file(folder / COMMON))
+    held = []
+    for name in all_parameters(shape):
+        for kind, prefixes in PREFIXES.items():
+            keys = next((keys for prefix in prefixes if (keys := _keys(prefix + _stored_name(name), stored))), ())
+            if not keys and kind == "weight":
+                raise UsageError(f"{folder} holds no {name}; give the --model of this checkpoint, with as many layers")
+            for part in parts(name, shape, ALONE) if keys else ():
+                dtype = stored[keys[0]].properties.dtype
+                held.append(
+                    Held(kind=kind, name=part.name, shape=part.shape, dtype=dtype, place=Place(part=part, keys=keys))
+                )
+                rows = sum(stored[key].size[0] for key in keys)
+                _check_rows(folder, name, part, rows)
+    trained = dict.fromkeys(one.name for one in held if one.kind == "exp_avg")
+    if step is not None:
+        value = torch.tensor(step, dtype=torch.float64)
+        held += [Held(kind="step", name=name, shape=(), dtype=value.dtype, place=value) for name in trained]
+    return Checkpoint(
+        format=found.format, facts=found.facts, tensors=tuple(held), progress=found.progress, read=_reading(whole)
+    )
+
+
+def _reading(whole: Callable[[str], torch.Tensor]) -> Callable[[Held], torch.Tensor]:
+    def read(held: Held) -> torch.Tensor:
+        if held.kind == "step":
+            step: torch.Tensor = held.place
+            return step
+        fused = torch.cat([whole(key) for key in held.place.keys])
+        full = torch.empty(held.shape, dtype=held.dtype)
+        copy_to_full(held.place.part, fused, full)
+        return full
+
+    return read
+
+
+def _stored_name(name: str) -> str:
+    for ours, theirs in FUSED.items():
+        if name.endswith(f".{ours}"):
+            return name.removesuffix(ours) + theirs
+    return name
+
+
+def _keys(key: str, stored: Mapping[str, Any]) -> tuple[str, ...]:
+    """A tensor's keys: one, or those of gate and up, which the library keeps apart; nothing where it is not there."""
+    for keys in ((key,), (f"{key}_w", f"{key}_v")):
+        if all(one in stored for one in keys):
+            return keys
+    return ()
+
+
+def _check_rows(folder: Path, name: str, part: Part, rows: int) -> None:
+    """Raises UsageError where a fused tensor is too short for the model. A vocabulary may be padded."""
+    if part.dim == 0:
+        due = max((span.own + span.length for span in part.spans), default=part.shape[0])
+        if rows < due:
+            raise UsageError(f"{folder} has {rows} rows of {name}, and the model {due}; give its own --model")
+
+
+def _states(common: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """The dictionaries, one in the other, that are called ``optimizer``."""
+    inner = common.get("optimizer")
+    while isinstance(inner, dict):
+        yield inner
+        inner = inner.get("optimizer")
+
+
+def _step(common: Mapping[str, Any]) -> float | None:
+    """Updates that the optimizer counts, one number for all; None of SGD."""
+    for state in _states(common):
+        if "common_step" in state.get("state", {}):
+            return float(state["state"]["common_step"])
+        for group in state.get("param_groups", ()):
+            if "step" in group:
+                return float(group["step"])
+    return None
+
+
+def _progress(common: Mapping[str, Any]) -> dict[str, float]:
+    """As impl.interface.protocol.Trainable.named_tensors says."""
+    schedule = common.get("scheduler") or common.get("opt_param_scheduler") or {}
+    found = {"schedule": float(schedule["num_steps"])} if "num_steps" in schedule else {}
+    scaler = next((state["grad_scaler"] for state in _states(common) if state.get("grad_scaler")), None)
+    if scaler:
+        found |= {"loss_scale": float(scaler["scale"]), "good_steps": float(scaler["growth_tracker"])}
+    return found

@@ -1,0 +1,116 @@
+"""Checkpoints of torch.distributed.checkpoint: as FSDP2 here writes them, and what megatron-core's have in common.
+
+Their ``.metadata`` is a pickle, which only impl.checkpoints.safe_pickle reads, also when the library loads a tensor.
+"""
+
+import re
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta, TensorStorageMetadata
+
+from conformance.core.errors import UsageError
+from impl.checkpoints.safe_pickle import METADATA, read_metadata, read_torch_bytes
+from impl.checkpoints.training_state import WRITTEN
+from impl.convert.contents import Checkpoint, Held
+
+_STATE = re.compile(r"optimizer\.state\.(.+)\.([^.]+)")
+
+
+def open_fsdp2(folder: Path) -> Checkpoint:
+    """What ``save_ckpt`` of FSDP2 wrote: ``model.NAME``, ``optimizer.state.NAME.KIND``, schedule and loss scale."""
+    metadata = read_metadata(folder / METADATA)
+    tensors = tuple(_held(key, entry) for key, entry in stored_tensors(metadata).items())
+
+    whole = tensor_reader(folder, metadata)
+
+    def read(held: Held) -> torch.Tensor:
+        return whole(held.place)
+
+    values = {
+        name: _value(folder, metadata, key)
+        for name, key in (
+            ("schedule", "scheduler.last_epoch"),
+            ("loss_scale", "scaler.scale"),
+            ("good_steps", "scaler._growth_tracker"),
+        )
+        if isinstance(metadata.state_dict_metadata.get(key), BytesStorageMetadata)
+    }
+    steps = {float(read(held)) for held in tensors if held.kind == "step"}
+    return Checkpoint(
+        format="torch.distributed.checkpoint",
+        facts={"writers": writers(metadata), **({"step": max(steps)} if steps else {})},
+        tensors=tensors,
+        progress={name: float(value) for name, value in values.items()},
+        read=read,
+    )
+
+
+def tensor_reader(folder: Path, metadata: Metadata) -> Callable[[str], torch.Tensor]:
+    """Gives whole tensors by their keys, put together by the library from the pieces in its files."""
+    stored, reader = stored_tensors(metadata), _Reader(folder, metadata)
+
+    def read(key: str) -> torch.Tensor:
+        tensor = torch.empty(tuple(stored[key].size), dtype=stored[key].properties.dtype)
+        with warnings.catch_warnings(action="ignore", category=UserWarning):  # that there is one process only
+            dcp.load({key: tensor}, storage_reader=reader, no_dist=True)
+        return tensor
+
+    return read
+
+
+def stored_tensors(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
+    found = metadata.state_dict_metadata.items()
+    return {key: entry for key, entry in found if isinstance(entry, TensorStorageMetadata)}
+
+
+def _held(key: str, entry: TensorStorageMetadata) -> Held:
+    kind, name = "other", key
+    if match := _STATE.fullmatch(key):
+        if match[2] in WRITTEN:
+            name, kind = match.groups()
+    elif key.startswith("model."):
+        kind, name = "weight", key.removeprefix("model.")
+    return Held(kind=kind, name=name, shape=tuple(entry.size), dtype=entry.properties.dtype, place=key)
+
+
+def writers(metadata: Metadata) -> int:
+    """How many ranks have written a file; the first number of a file's name is the rank."""
+    files = Counter(Path(stored.relative_path).name for stored in (metadata.storage_data or {}).values())
+    return len({match[1] for name in files if (match := re.match(r"__(\d+)_", name))})
+
+
+def _value(folder: Path, metadata: Metadata, key: str) -> Any:
+    """A small value, which torch has saved for itself within one of the files."""
+    (stored,) = (where for index, where in (metadata.storage_data or {}).items() if index.fqn == key)
+    path = _inside(folder, stored.relative_path)
+    with path.open("rb") as file:
+        file.seek(stored.offset)
+        return read_torch_bytes(file.read(stored.length), source=path)
+
+
+def _inside(folder: Path, name: str) -> Path:
+    if Path(name).name != name:
+        raise UsageError(f"{folder / METADATA} names the file {name!r}, which is not in this folder")
+    return folder / name
+
+
+class _Reader(dcp.FileSystemReader):
+    """The library's reader with metadata that has been read, so that it does not unpickle it."""
+
+    def __init__(self, folder: Path, metadata: Metadata) -> None:
+        super().__init__(folder)
+        for stored in (metadata.storage_data or {}).values():
+            _inside(folder, stored.relative_path)
+        self._metadata = metadata
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        if self._metadata.storage_meta is None:
+            self._metadata.storage_meta = StorageMeta()
+        self._metadata.storage_meta.load_id = self.load_id
+        return self._metadata

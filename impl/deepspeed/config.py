@@ -1,0 +1,220 @@
+"""DeepSpeed's dynamic loss scale: it grows when that is due, after an update, and what overflowed is forgotten.
+
+``scaler`` is the object of an engine's optimizer that holds the loss scale of fp16; its class depends on the ZeRO
+stage, the attributes do not.
+
+First inputs: AutoTP's check that tensor-parallel ranks get the same ones, on copies in host memory.
+
+It sends the first rank's inputs to the others as pickled objects. Tensors of a GPU are unpickled on the same GPU, so
+every rank would open the first one's, for the rest of its life (docs/findings/deepspeed-autotp-context.md).
+
+DeepSpeed's JSON configuration, built from the configurations of a context and an optimizer.
+"""
+
+import contextlib
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from conformance.spec.layout import Layout
+from conformance.spec.scenario import OptimizerConfig
+from impl.interface.protocol import ContextConfig
+from impl.models.lora import NAME
+
+NEVER_GROWS = 2**62  # updates
+
+
+def good_steps(scaler: Any) -> int:
+    """The updates since the last overflow. They are counted on when the scale grows, at multiples of the window."""
+    return int(scaler.cur_iter - scaler.last_overflow_iter - 1)
+
+
+@contextlib.contextmanager
+def growth_afterwards(scaler: Any) -> Iterator[None]:
+    """Keep the loss scale from growing inside, and let it grow on exit if that is due.
+
+    By itself it grows one update late, and before the gradients of that update are divided by it: they are halved
+    (docs/findings/deepspeed-loss-scale-window.md).
+    """
+    window, scaler.scale_window = scaler.scale_window, NEVER_GROWS
+    try:
+        yield
+    finally:
+        scaler.scale_window = window
+    if (good := good_steps(scaler)) and good % window == 0:
+        scaler.cur_scale *= scaler.scale_factor
+
+
+def forget_overflow(optimizer: Any) -> None:
+    """Clear the buffers of ZeRO-1 or 2 after an update that was skipped. With an offloaded optimizer the library leaves
+    them, and adds the next gradients to what overflowed (docs/findings/deepspeed-offload-overflow.md)."""
+    for gradients in (optimizer.averaged_gradients, optimizer.all_grad_tensors):
+        gradients.update(dict.fromkeys(gradients))
+
+
+def compare_in_host_memory(engine: Any) -> None:
+    """Replace the check of an engine that has been initialised with tensor parallelism, before its first forward."""
+    own = engine.first_dataloader_check
+    check = engine.module._forward_pre_hooks[own.id]
+    own.remove()
+
+    def of_copies(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        check(module, *tree_map(_copy, (args, kwargs)))  # it removes engine.first_dataloader_check at its end
+
+    engine.first_dataloader_check = engine.module.register_forward_pre_hook(of_copies, prepend=True, with_kwargs=True)
+
+
+def _copy(value: Any) -> Any:
+    return value.cpu() if isinstance(value, torch.Tensor) else value
+
+
+DEFAULT_STAGE = 3  # shards the same tensors as FSDP2
+NEVER = 10**9  # steps
+MOST_LEFT_WHOLE = 0.25  # of a model, by ZeRO-3 on every rank
+
+
+# How AutoTP cuts linear layers, and of each adapter the matrix on the side that is cut; the other one is whole on every
+# rank. Of itself, AutoTP would cut both, and no layer of a model whose own plan names the head alone
+# (docs/findings/deepspeed-autotp-head-plan.md).
+LAYERS: dict[str, Any] = {
+    "use_default_specs": False,
+    "layer_specs": [
+        {
+            "patterns": [rf".*\.(q|k|v|gate|up)_proj(\.base_layer|\.lora_B\.{NAME})?\.weight$"],
+            "partition_type": "column",
+        },
+        {
+            "patterns": [rf".*\.(o|down)_proj(\.base_layer|\.lora_A\.{NAME})?\.weight$"],
+            "partition_type": "row",
+        },
+    ],
+}
+
+
+def zero_stage(layout: Layout) -> int:
+    return DEFAULT_STAGE if layout.zero is None else layout.zero
+
+
+def clip_threshold(max_grad_norm: float | None) -> float:
+    """The value of DeepSpeed's ``gradient_clipping``, in which 0 means no clipping."""
+    return 0.0 if max_grad_norm is None else max_grad_norm
+
+
+def summing_dtype(config: ContextConfig) -> str:
+    """The dtype in which half-precision gradients are reduced and accumulated."""
+    return "fp32"
+
+
+def plans_the_head_alone(model: torch.nn.Module) -> bool:
+    """Whether the plan of a Hugging Face model for tensor parallelism has none of its layers, as in published code, and
+    LAYERS knows all of their matrices."""
+    own = (getattr(model.config, "base_model_tp_plan", None), getattr(type(model), "_tp_plan", None))
+    plan: dict[str, str] = {name: style for one in own for name, style in (one or {}).items()}
+    linear = [
+        name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear) and "layers." in name
+    ]
+    patterns = [re.compile(pattern) for spec in LAYERS["layer_specs"] for pattern in spec["patterns"]]
+    is_known = all(any(pattern.match(f"{name}.weight") for pattern in patterns) for name in linear)
+    return bool(plan) and not any("*" in name for name in plan) and is_known  # layers are planned by a pattern
+
+
+def training_settings(
+    config: ContextConfig, optimizer: OptimizerConfig, model: torch.nn.Module, *, told: bool = False
+) -> dict[str, Any]:
+    """The configuration of an engine that trains. ``told``: AutoTP has to be told how it cuts layers."""
+    settings: dict[str, Any] = {
+        **cutting_settings(config, model, told=told),
+        "gradient_accumulation_steps": config.accumulation,
+        "gradient_clipping": clip_threshold(optimizer.max_grad_norm),
+        "zero_allow_untested_optimizer": True,  # for SGD; changes nothing else
+        "zero_force_ds_cpu_optimizer": False,  # offload with torch's AdamW, which has no op to compile
+    }
+    if config.precision == "bf16":
+        settings["bf16"] = {"enabled": True}
+    if config.precision == "fp16":
+        settings["fp16"] = {
+            "enabled": True,
+            "initial_scale_power": config.loss_scale.initial_power,
+            "loss_scale_window": config.loss_scale.growth_interval,
+            "hysteresis": 1,  # by default the second overflow lowers the scale, at ZeRO-0 the first in any case
+        }
+    if config.precision in ("bf16", "fp16"):
+        # Masters are float32 in any case. Gradients are reduced in float32, and accumulated in float32 by all stages
+        # that offer it; stage 0 accumulates in the parameters' half precision.
+        settings["communication_data_type"] = summing_dtype(config)
+        if zero_stage(config.layout) > 0:
+            settings["data_types"] = {"grad_accum_dtype": summing_dtype(config)}
+    if "ownopt" in config.layout.options:
+        settings["optimizer"] = _optimizer(config, optimizer)
+    return settings
+
+
+def frozen_settings(config: ContextConfig, model: torch.nn.Module, *, told: bool = False) -> dict[str, Any]:
+    """The configuration of an engine without an optimizer, for a model that is in its compute dtype already.
+
+    ZeRO-3 partitions the parameters of such a model too. The other stages would partition nothing of it and require an
+    optimizer, so stage 0 takes their place.
+    """
+    settings = cutting_settings(config, model, told=told)
+    return settings if zero_stage(config.layout) == 3 else {**settings, "zero_optimization": {"stage": 0}}
+
+
+def cutting_settings(config: ContextConfig, model: torch.nn.Module, *, told: bool = False) -> dict[str, Any]:
+    """The settings that all engines share.
+
+    The micro-batch size of 1 is a placeholder: DeepSpeed requires one, but does not check rows against it.
+    """
+    settings: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "steps_per_print": NEVER,
+        "timers": {"throughput": {"enabled": False}},  # it waits for the GPU at both ends of a step
+        "zero_optimization": _zero(config, model),
+    }
+    if config.layout.tp > 1:
+        # Every rank has whole logits; by default, a tied head would be sharded along the vocabulary.
+        settings["tensor_parallel"] = {"autotp_size": config.layout.tp, "vocab_parallel_lm_head": False}
+        if told:
+            settings["tensor_parallel"]["partition_config"] = LAYERS
+    return settings
+
+
+def _optimizer(config: ContextConfig, optimizer: OptimizerConfig) -> dict[str, Any]:
+    """The settings of the optimizer that DeepSpeed builds itself.
+
+    On GPUs it is DeepSpeed's fused AdamW, which is compiled at first use. It does not exist on the CPU and in float64;
+    there, DeepSpeed's switch ``torch_adam`` selects torch's AdamW.
+    """
+    if optimizer.name == "sgd":
+        return {"type": "SGD", "params": {"lr": optimizer.lr, "momentum": optimizer.momentum}}
+    params = {"lr": optimizer.lr, "betas": list(optimizer.betas), "eps": optimizer.eps}
+    plain = config.device == "cpu" or config.precision == "exact"
+    return {"type": "AdamW", "params": params | ({"torch_adam": True} if plain else {})}
+
+
+def _zero(config: ContextConfig, model: torch.nn.Module) -> dict[str, Any]:
+    stage = zero_stage(config.layout)
+    zero: dict[str, Any] = {"stage": stage}
+    if stage == 3:
+        # Not above, because a controller, which asks what is supported, would import DeepSpeed for seconds.
+        from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+        # DeepSpeed leaves small parameters whole on every rank, and measures what tensor parallelism has left of them.
+        # Where that is much of a model, as of one with small matrices, only those are left that are no larger than the
+        # largest vector.
+        threshold, tp = DeepSpeedZeroConfig().param_persistence_threshold, config.layout.tp
+        vectors = [parameter.numel() for parameter in model.parameters() if parameter.ndim < 2]
+        matrices = [parameter.numel() // tp for parameter in model.parameters() if parameter.ndim >= 2]
+        left = sum(size for size in vectors + matrices if size <= threshold)
+        if left > MOST_LEFT_WHOLE * sum(vectors + matrices):
+            zero["stage3_param_persistence_threshold"] = min(threshold, max(vectors, default=0))
+        # On GPUs, torch's linear layers keep a view of each gathered weight for the backward pass, and so all of them
+        # at a time; DeepSpeed's own keep none. Compiled layers keep the parameter itself, and torch 2.11 loses their
+        # gradients behind DeepSpeed's own (docs/findings/deepspeed-compiled-biases.md).
+        zero["memory_efficient_linear"] = "compile" not in config.layout.options
+    if "offload" in config.layout.options:
+        device = {"device": "cpu", "pin_memory": config.device != "cpu"}
+        zero |= {"offload_optimizer": device, **({"offload_param": device} if stage == 3 else {})}
+    return zero

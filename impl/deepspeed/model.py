@@ -1,0 +1,372 @@
+"""DeepSpeed's trainable: one model at ZeRO 0 to 3, driven through the engine as its users drive it.
+
+DeepSpeed averages gradients over some of the ranks that see different tokens. ``backward`` multiplies the loss by the
+number of these ranks, because the objective has divided by the whole step's totals already, and switches DeepSpeed's
+division by the number of micro-batches off. A frozen model has an engine without an optimizer, which shards it.
+"""
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+import transformers
+from deepspeed.utils import get_z3_leaf_modules, set_z3_leaf_modules
+from deepspeed.utils.groups import get_tensor_model_parallel_group
+
+from conformance.backends.protocol import NamedTensors, Shard, TensorKind, Traced
+from conformance.spec.roles import Head
+from conformance.spec.scenario import OptimizerConfig, ScheduleConfig
+from impl.checkpoints.async_writer import AT_ONCE, Writing
+from impl.checkpoints.sharded_safetensors import SliceReader
+from impl.checkpoints.training_state import WrittenKind
+from impl.context_parallel.ring_attention import NAME, forward_over_ring
+from impl.deepspeed import checkpoint, global_state
+from impl.deepspeed.checkpoint_layout import Cut, engine_cut, largest_group_last
+from impl.deepspeed.config import (
+    compare_in_host_memory,
+    forget_overflow,
+    frozen_settings,
+    good_steps,
+    growth_afterwards,
+    plans_the_head_alone,
+    training_settings,
+    zero_stage,
+)
+from impl.deepspeed.partition import RankPlace, cut_count
+from impl.deepspeed.tensors import EngineTensors, FrozenTensors
+from impl.deepspeed.ulysses import exchange_heads
+from impl.engine.compiling import compile_layers, forget_compiled, layers_of
+from impl.engine.optimizers import (
+    freeze_others,
+    learning_rates,
+    parameter_groups,
+    set_schedule,
+    torch_optimizer,
+    trained_parameters,
+)
+from impl.interface.collate import MicroBatch
+from impl.interface.micro_batch_loop import Loss, one_after_another, set_mode
+from impl.models.export import Dtype, write_merged, write_model
+from impl.models.lazy_weights import UnreadWeights, give_memory, published_buffers, untouched_zeros
+from impl.models.loading import empty_model
+from impl.models.lora import load_adapter
+from impl.models.outputs import Outputs, Wanted, outputs_of
+from impl.models.router import Routers, RouterTerms, routers_of, with_router_terms
+from impl.models.tracing import hugging_face_modules, token_numbers
+
+if TYPE_CHECKING:
+    from impl.deepspeed.context import DeepspeedContext
+
+HALF_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class DeepspeedTrainable:
+    """See impl.interface.protocol.Trainable for the contract of each method."""
+
+    source: Path
+    model: transformers.PreTrainedModel
+    engine: deepspeed.DeepSpeedEngine
+    optimizer: torch.optim.Optimizer
+    tensors: EngineTensors | FrozenTensors
+    skipped: bool = False
+    routers: Routers | None = None
+    adapted: Any = None  # peft's PeftModel, of a model with an adapter
+
+    def __init__(self, context: "DeepspeedContext", head: Head) -> None:
+        self.context, self.head = context, head
+        self.options = context.config.layout.options
+        self.stage = zero_stage(context.config.layout)
+
+    def load_model(self, path: Path) -> transformers.PreTrainedModel:
+        """The model without its numbers; ``prepare`` reads those that this rank holds."""
+        self.source = path
+        exact = self.context.config.precision == "exact"
+        attention = NAME if self.context.ring else None
+        dtype = torch.float64 if exact else torch.float32
+        trusted = self.context.config.trust_remote_code
+        return empty_model(path, dtype=dtype, attention=attention, head=self.head, trusted=trusted)
+
+    def add_adapter(self, model: transformers.PreTrainedModel, folder: Path) -> None:
+        self.adapted = load_adapter(model, folder)
+
+    def prepare(
+        self, model: transformers.PreTrainedModel, optimizer: OptimizerConfig | None, schedule: ScheduleConfig
+    ) -> None:
+        self.routers = routers_of(model)
+        # DeepSpeed casts the parameters to half precision, and leaves buffers in float32.
+        compute = HALF_DTYPES.get(self.context.config.precision)
+        give_memory(model, lambda empty: untouched_zeros(empty.shape, compute or empty.dtype))
+        if "compile" in self.options:
+            compile_layers(model, alike=self.context.config.layout.tp > 1, shipped="shipped" in self.options)
+        if optimizer is None:
+            self._prepare_frozen(model)
+            return
+        if "ckpt" in self.options:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        own = "ownopt" in self.options  # DeepSpeed builds the optimizer itself
+        told = self.adapted is not None or plans_the_head_alone(model)
+        self.settings = training_settings(self.context.config, optimizer, model, told=told)
+        self._initialize(
+            model,
+            optimizer=None if own else self.create_optimizer(model, optimizer),
+            model_parameters=self._parameter_groups(model, optimizer) if own else None,
+            lr_scheduler=lambda made: learning_rates(made, schedule),
+        )
+        freeze_others(model, optimizer)  # not earlier, because AutoTP registers gradient hooks
+        self.tensors = EngineTensors(self.engine, self._place())
+        self._read_weights(model, self.tensors)
+        if self.stage == 0 and self.context.config.precision in HALF_DTYPES:
+            self.forget_steps()
+
+    def _prepare_frozen(self, model: transformers.PreTrainedModel) -> None:
+        self.settings = frozen_settings(self.context.config, model, told=plans_the_head_alone(model))
+        self._initialize(model.eval())
+        model.requires_grad_(False)  # not earlier, because AutoTP registers gradient hooks
+        self.tensors = FrozenTensors(model, self._place())
+        self._read_weights(model, self.tensors)
+
+    def _initialize(self, model: transformers.PreTrainedModel, **options: Any) -> None:
+        layout, mpu = self.context.config.layout, None
+        if layout.ulysses > 1:
+            group = self.context.mesh.get_group("ulysses")
+            mpu = exchange_heads(model, size=layout.ulysses, tp=layout.tp, group=group)
+        if "leaf" in self.options:
+            set_z3_leaf_modules(model, list({type(layer) for layer in layers_of(model)}))
+            model.enable_input_require_grads()  # docs/findings/deepspeed-leaf-inputs.md
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(global_state.equal_on_all_ranks())
+            if self.context.config.precision == "exact":
+                stack.enter_context(global_state.any_dtype())
+            if self.adapted and layout.tp > 1:
+                stack.enter_context(global_state.adapted_layers_opened())
+            self.model = model
+            self.engine, self.optimizer, *_ = deepspeed.initialize(
+                model=model, config=self.settings, mpu=mpu, dist_init_required=False, **options
+            )
+        if layout.tp > 1:
+            if self.context.ring:  # AutoTP pickles the first inputs, and the ring's process group cannot be pickled
+                self.engine.first_dataloader_check.remove()
+            else:
+                compare_in_host_memory(self.engine)
+
+    def _place(self) -> RankPlace:
+        tp = self.context.config.layout.tp
+        return RankPlace(
+            zero_rank=dist.get_rank() // tp,
+            zero_size=dist.get_world_size() // tp,
+            tensor_group=get_tensor_model_parallel_group() if tp > 1 else None,
+        )
+
+    def _read_weights(self, model: transformers.PreTrainedModel, tensors: EngineTensors | FrozenTensors) -> None:
+        """Read this rank's pieces of masters and parameters.
+
+        DeepSpeed would copy the masters from parameters in half precision. With ``shipped`` they are so rounded.
+        """
+        compute = HALF_DTYPES.get(self.context.config.precision)
+        unread: UnreadWeights = model.unread
+        device = "cpu" if "offload" in self.options else self.context.config.device
+        with unread.opened(device) as read, torch.no_grad():
+            if compute and "shipped" in self.options:
+                tensors.write("weight", lambda *region: read.region(*region).to(compute))
+            else:
+                tensors.write("weight", read.region)
+        del model.unread
+
+    def forget_steps(self) -> None:
+        """Clear AdamW's state: at ZeRO-0 in half precision, DeepSpeed has made a step to allocate it."""
+        self.engine.basic_optimizer.state.clear()
+
+    def create_optimizer(self, model: transformers.PreTrainedModel, config: OptimizerConfig) -> torch.optim.Optimizer:
+        groups = self._parameter_groups(model, config)
+        device = "cpu" if "offload" in self.options else self.context.config.device
+        return torch_optimizer(groups, config, device=device, precision=self.context.config.precision)
+
+    def _parameter_groups(self, model: transformers.PreTrainedModel, config: OptimizerConfig) -> list[dict[str, Any]]:
+        def dims(parameter: torch.nn.Parameter) -> int:
+            return len(getattr(parameter, "ds_shape", parameter.shape))  # a cut one has lost its shape
+
+        groups = parameter_groups(trained_parameters(model, config), config, dims=dims)
+        # ZeRO-1 and 2 wait for the device before they update a group, and after the last update go through the
+        # parameters of all groups. So the large group comes last: the device is busy with it meanwhile.
+        return groups[::-1] if largest_group_last(self.stage) else groups
+
+    def forward_backward(
+        self,
+        inputs: Sequence[MicroBatch],
+        *,
+        want: Wanted,
+        temperature: float = 1.0,
+        loss: Loss | None,
+        terms: RouterTerms | None = None,
+    ) -> list[Outputs]:
+        set_mode(self.engine.module, training=loss is not None)  # the engine keeps no mode of its own
+        loss = with_router_terms(loss, terms, inputs)
+        return one_after_another(self, inputs, want=want, temperature=temperature, loss=loss)
+
+    def start_micro_batch(self, index: int, count: int) -> None:
+        if index:
+            self.engine.step()  # counts the micro-batch before this one; the engine cleared the gradients itself
+
+    def forward(self, inputs: MicroBatch, *, want: Wanted, temperature: float) -> Outputs:
+        outputs = partial(self._own_outputs, want=want, temperature=temperature)
+        return forward_over_ring(self.context.ring, inputs, outputs)
+
+    def _own_outputs(self, inputs: MicroBatch, *, want: Wanted, temperature: float, **options: Any) -> Outputs:
+        """The outputs of the tokens that this rank holds, in the shape of ``inputs``."""
+        if self.routers:
+            self.routers.begin(inputs)
+        logits = self.engine(input_ids=inputs.tokens, position_ids=inputs.positions, use_cache=False, **options).logits
+        outputs = outputs_of(logits, inputs, head=self.head, want=want, temperature=temperature)
+        return self.routers.added(outputs, inputs) if self.routers else outputs
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self.engine.backward(loss * self.gradient_scale() * self.forgotten_scale(), scale_wrt_gas=False)
+
+    def forgotten_scale(self) -> float:
+        """The loss scale at ZeRO-0 in fp16, where DeepSpeed divides by it but never multiplies; 1 elsewhere."""
+        forgets = self.stage == 0 and self.context.config.precision == "fp16"
+        return float(self.engine.optimizer.loss_scale) if forgets else 1.0
+
+    def gradient_scale(self) -> int:
+        """The factor for the loss: the number of ranks that DeepSpeed averages gradients over."""
+        layout = self.context.config.layout
+        data = layout.dp * layout.sp
+        if layout.tp > 1:  # Ulysses without an mpu: its ranks are data ranks like others
+            return data * layout.ulysses
+        # With an mpu, DeepSpeed sums over Ulysses ranks, except at ZeRO-3 (docs/findings/deepspeed-ulysses-scale.md).
+        corrected = self.stage == 3 and "shipped" not in self.options
+        return data * layout.ulysses if corrected else data
+
+    def finish_gradients(self) -> None:
+        assert self.engine.is_gradient_accumulation_boundary()
+
+    def optimizer_step(self) -> float | None:
+        # docs/findings/deepspeed-zero0-norm.md: at ZeRO-0 in half precision, the norm leaves out parts that are not
+        # marked and contains the loss scale; in full precision, the library clips by a norm that it does not report.
+        scale = 1.0
+        if self.stage == 0:
+            assert isinstance(self.tensors, EngineTensors)
+            self.tensors.mark_cut_gradients()
+            scale = float(getattr(self.engine.optimizer, "loss_scale", 1.0))
+        with growth_afterwards(self._scaler()) if self.context.config.precision == "fp16" else contextlib.nullcontext():
+            self.engine.step()
+        self.skipped = not self.engine.was_step_applied()
+        if self.skipped and self.stage in (1, 2):
+            forget_overflow(self.engine.optimizer)
+        reported = self.engine.get_global_grad_norm()
+        return None if reported is None else float(reported) / scale
+
+    @property
+    def router_loss_factor(self) -> float:
+        return self.routers.loss_factor if self.routers else 0.0
+
+    def traced(self, numbers: Sequence[MicroBatch]) -> Traced:
+        tp, ring = self.context.config.layout.tp, self.context.ring
+        modules = hugging_face_modules(self.model, tp=tp, tp_rank=self.context.mesh.get_local_rank("tp"))
+        parts = [ring.shard(whole)[0] if ring else whole for whole in numbers]
+        return Traced(
+            modules=modules,
+            tokens=tuple(token_numbers(part) for part in parts),
+            gradient_scale=self.gradient_scale(),
+        )
+
+    def learning_rate(self) -> float:
+        return float(self.engine.get_lr()[0])
+
+    def named_tensors(self, kind: TensorKind) -> NamedTensors:
+        if kind == "progress":
+            yield from ((name, torch.tensor(n, dtype=torch.float64)) for name, n in self._progress().items())
+        else:
+            yield from self.tensors.named(kind)
+            yield from published_buffers(self.model).items() if kind == "weight" else ()
+
+    def _progress(self) -> dict[str, float]:
+        found = {"schedule": float(self.engine.lr_scheduler.last_epoch)}
+        if self.context.config.precision == "fp16":
+            scaler = self._scaler()
+            good = good_steps(scaler) % scaler.scale_window
+            found |= {"loss_scale": float(scaler.cur_scale), "good_steps": float(good)}
+        return found
+
+    def _scaler(self) -> Any:
+        """The object with the loss scale in fp16; its class depends on the stage, its attributes do not."""
+        return self.engine.optimizer.loss_scale_config if self.stage == 0 else self.engine.optimizer.loss_scaler
+
+    def write_state(self, kind: WrittenKind, read: SliceReader) -> None:
+        assert isinstance(self.tensors, EngineTensors), "a frozen model has no training state"
+        self.tensors.write(kind, read.region)
+        for name, buffer in published_buffers(self.model).items() if kind == "weight" else ():
+            buffer.copy_(read.whole(name))
+
+    def set_progress(self, progress: Mapping[str, float]) -> None:
+        set_schedule(self.engine.lr_scheduler, int(progress["schedule"]))
+        if self.context.config.precision == "fp16" and "loss_scale" in progress:
+            scaler = self._scaler()
+            scaler.cur_scale = progress["loss_scale"]
+            scaler.cur_iter, scaler.last_overflow_iter = int(progress.get("good_steps", 0)), -1
+
+    def local_shards(self, kind: TensorKind) -> Iterator[Shard]:
+        yield from self.tensors.local(kind)
+        for name, buffer in published_buffers(self.model).items() if kind == "weight" else ():
+            yield Shard(name, "full", buffer)
+
+    def resolved(self) -> dict[str, Any]:
+        model, mesh, ring = self.model, self.context.mesh, self.context.ring
+        compute = next(model.parameters()).dtype
+        return {
+            "model_class": type(model).__name__,
+            "attention": model.config._attn_implementation,
+            "mesh": dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)),
+            "ring": ring.resolved(self.context.config.device, compute) if ring else None,
+            "zero_stage": self.engine.zero_optimization_stage(),
+            "offloads_parameters": self.engine.zero_offload_param() is not None,
+            "checkpointing": bool(model.is_gradient_checkpointing),
+            "compiled": "compile" in self.options,
+            "leaf_modules": len(get_z3_leaf_modules(model)),
+            "cut_by_tensor_parallelism": cut_count(model),
+            "compute_dtype": str(compute),
+            "deepspeed": self.settings,
+            **(self._resolved_optimizer() if isinstance(self.tensors, EngineTensors) else {}),
+        }
+
+    def _resolved_optimizer(self) -> dict[str, Any]:
+        basic = self.engine.basic_optimizer
+        group = basic.param_groups[0]
+        return {
+            "offloads_optimizer": self.engine.zero_use_cpu_optimizer(),
+            "accumulation_dtype": str(self.engine.get_data_types()[1]),
+            "optimizer": type(basic).__name__,
+            "optimizer_wrapper": type(self.engine.optimizer).__name__,
+            "optimizer_defaults": {k: v for k, v in group.items() if isinstance(v, (int, float, str, bool, tuple))},
+        }
+
+    def save_ckpt(self, path: Path, when: Writing = AT_ONCE) -> None:
+        checkpoint.save(self.engine, path, self._cut(), when)
+
+    def load_ckpt(self, path: Path) -> None:
+        assert isinstance(self.tensors, EngineTensors), "a frozen model has no checkpoint"
+        checkpoint.load(self.engine, path, self._cut(), write_frozen=self.tensors.write_frozen)
+
+    def _cut(self) -> Cut:
+        config, optimizer = self.context.config, type(self.engine.basic_optimizer).__name__
+        return engine_cut(config.layout, config.precision, optimizer=optimizer)
+
+    def save_model(self, path: Path, *, dtype: Dtype = "source") -> None:
+        weights = self.named_tensors("weight")
+        write_model(path, source=self.source, weights=weights, dtype=dtype, adapted=self.adapted)
+
+    def save_merged(self, path: Path, *, dtype: Dtype = "source") -> None:
+        write_merged(path, dtype=dtype, write=self.save_model, trusted=self.context.config.trust_remote_code)
+
+    def teardown(self) -> None:
+        self.engine.destroy()
+        if "compile" in self.options:
+            forget_compiled()
+        global_state.forget_model(self.model)
+        for name in ("model", "engine", "optimizer", "tensors"):
+            self.__dict__.pop(name, None)

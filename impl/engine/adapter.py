@@ -1,0 +1,238 @@
+"""Switches dropout off, for objectives that compare the log-probs of two forward passes.
+
+With dropout, two passes of the same policy drop different activations, so their ratio would not be 1 at the first
+update of a roll-out. Serves claim 1 for models whose configuration has dropout.
+
+The adapter of all built-in backends: it implements the suite's backend protocol on the strategy interface.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+
+from conformance.backends.protocol import BackendInfo, NamedTensors, Shard, StepMetrics, Support, TensorKind, Traced
+from conformance.models.folders import weight_shapes
+from conformance.spec.batch import Batch
+from conformance.spec.known_defects import ExpectedDifference
+from conformance.spec.layout import Layout
+from conformance.spec.lora import ADAPTER
+from conformance.spec.observables import PROGRESS_OF_SCALE, SKIPPED, model_key
+from conformance.spec.roles import POLICY
+from conformance.spec.scenario import LossScaleConfig, Scenario
+from impl.checkpoints import native, training_state
+from impl.checkpoints.folder import verified, writing
+from impl.checkpoints.manifest import About, Form
+from impl.engine.rollout_pass import Rollouts
+from impl.engine.trainer import step_inputs, train_step
+from impl.interface.protocol import Adaptable, Context, ContextConfig, Trainable, get_context
+from impl.models.family_quirks import has_biased_experts
+from impl.models.lora import adapter_shapes
+from impl.models.tracing import numbered
+from impl.objectives.registry import FUNCTIONS
+
+
+def switch_off_dropout(model: torch.nn.Module) -> None:
+    """Set all dropout probabilities in ``model`` to 0: those of Dropout modules and ``attention_dropout``.
+
+    Evaluation mode would not do, because transformers recomputes layers (gradient checkpointing) only in training mode.
+    """
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0  # type: ignore[assignment]
+
+
+# Seams (functions that a fault can replace) that are the same on all backends; impl/faults/catalogue.py describes them.
+RL_SEAMS = {
+    "look_ahead": "impl.engine.rollout_pass:look_ahead",
+    "look": "impl.engine.rollout_pass:look",
+    "annotated": "impl.engine.rollout_pass:Rollouts.annotated",
+    "token_rewards": "impl.objectives.advantages:token_rewards",
+    "kl_in_reward": "impl.objectives.advantages:kl_estimate",
+    "of_groups": "impl.objectives.advantages:of_groups",
+    "group_advantages": "impl.objectives.advantages:group_advantages",
+    "group_deviation": "impl.objectives.advantages:group_deviation",
+    "rloo": "impl.objectives.advantages:rloo",
+    "of_responses": "impl.objectives.advantages:of_responses",
+    "next_values": "impl.objectives.advantages:next_values",
+    "whiten": "impl.objectives.advantages:whiten",
+    "importance_weights": "impl.objectives.policy_gradient:importance_weights",
+    "evaluate": "impl.objectives.policy_gradient:PolicyGradientFunctions.evaluate",
+    "loss_weights": "impl.objectives.policy_gradient:loss_weights",
+    "token_weights": "impl.objectives.policy_gradient:token_weights",
+    "policy_losses": "impl.objectives.policy_gradient:policy_losses",
+    "dual_clipped": "impl.objectives.losses:dual_clipped",
+    "sequence_mean": "impl.objectives.losses:sequence_mean",
+    "kl_in_loss": "impl.objectives.policy_gradient:kl_estimate",
+    "actor_loss": "impl.objectives.policy_gradient:actor_loss",
+    "value_losses": "impl.objectives.policy_gradient:value_losses",
+    "of_all_ranks": "impl.engine.trainer:of_all_ranks",
+}
+# Seams of loading a training state; also the same on all backends.
+HANDOVER_SEAMS = {
+    "load_kind": "impl.checkpoints.training_state:load_kind",
+    "load_progress": "impl.checkpoints.training_state:load_progress",
+    "read_generators": "impl.checkpoints.native:read_file",
+}
+# Seams of the backends that run models with routers.
+ROUTER_SEAMS = {
+    "router_loss": "impl.models.router:router_loss",
+    "z_loss": "impl.models.router:z_loss",
+    "choices_for": "impl.engine.trainer:choices_for",
+}
+# Seams of the backends that can leave logits sharded along the vocabulary.
+VOCABULARY_SEAMS = {
+    "through_softmax": "impl.models.outputs:through_softmax_",
+    "through_label": "impl.models.outputs:through_label_",
+}
+
+
+CHECKPOINT = "checkpoint"  # the checkpoint's folder inside the folder that the suite passes to save and load
+
+
+class StrategyBackend:
+    """Adapter over ``get_context(name)``. Subclasses give ``info``, ``supports``, ``preload`` and ``seams``."""
+
+    info: ClassVar[BackendInfo]
+    objectives = FUNCTIONS
+    expected: ClassVar[tuple[ExpectedDifference, ...]] = ()
+    shows_training_state = True
+    preload: ClassVar[tuple[str, ...]]
+    seams: ClassVar[dict[str, str]]
+    context: Context
+    models: dict[str, Trainable]
+    adapter: Path | None = None  # the folder of the policy's adapter, where it is not beside its weights
+    step: int  # optimizer steps done so far, including those before a loaded checkpoint
+    with_rows = True  # whether a step's metrics have rows, which cost a copy of every token's number to the host
+
+    @classmethod
+    def describe(cls) -> BackendInfo:
+        return cls.info
+
+    @classmethod
+    def supports(cls, scenario: Scenario, layout: Layout) -> Support:
+        raise NotImplementedError
+
+    def setup(self, scenario: Scenario, layout: Layout, weights: Mapping[str, Path], device: str) -> dict[str, Any]:
+        adapter = self.adapter or weights.get(POLICY.name, Path()) / ADAPTER
+        config = ContextConfig(
+            layout=layout,
+            precision=scenario.precision,
+            device=device,
+            accumulation=scenario.accumulation,
+            packed=scenario.data.packed,
+            loss_scale=scenario.loss_scale or LossScaleConfig(),
+            trust_remote_code=scenario.trust_remote_code,
+            router_z_loss=scenario.router_z_loss,
+            whole_experts=any(map(has_biased_experts, weights.values())),
+        )
+        self.objective, self.optimizer_kind, self.step = scenario.objective, scenario.optimizer.name, 0
+        self.judges_loss_scale = scenario.judged_loss_scale is not None
+        self.shapes = {role.name: weight_shapes(weights[role.name]) for role in self.objective.roles if role.trained}
+        if scenario.lora:
+            self.shapes[POLICY.name] |= adapter_shapes(adapter)
+        self.context = get_context(self.info.name, config)
+        self.context.setup_distributed()
+        self.models = {}
+        for role in self.objective.roles:
+            trainable = self.context.new_trainable(role.head)
+            optimizer = scenario.optimizer if role.trained else None
+            model = trainable.load_model(weights[role.name])
+            if scenario.lora and role == POLICY:
+                assert isinstance(trainable, Adaptable)
+                trainable.add_adapter(model, adapter)
+            if self.objective.disable_dropout:
+                switch_off_dropout(model)
+            trainable.prepare(model, optimizer, scenario.schedule)
+            self.models[role.name] = trainable
+        self.rollouts = Rollouts(self.context, self.models, self.objective)
+        resolved = {name: trainable.resolved() for name, trainable in self.models.items()}
+        return next(iter(resolved.values())) if len(resolved) == 1 else resolved
+
+    def train_step(self, batch: Batch, on_gradients: Callable[[str], None]) -> StepMetrics:
+        if self.objective.reads == "rollouts":
+            batch = self.rollouts.annotated(batch)
+        metrics = train_step(
+            self.context, self.models, self.objective, batch, on_gradients=on_gradients, with_rows=self.with_rows
+        )
+        if self.objective.reads == "rollouts" and self.with_rows:
+            metrics.rows.update(self.rollouts.routing(batch))
+        self.step = batch.step + 1
+        if self.judges_loss_scale:
+            for role in (role for role in self.objective.roles if role.trained):
+                told = loss_scale_settings(self.models[role.name])
+                metrics.values.update({model_key(role.prefix, key): number for key, number in told.items()})
+        return metrics
+
+    def traced(self, model: str, batch: Batch) -> Traced:
+        rows, inputs = step_inputs(self.context, batch)
+        return self.models[model].traced([numbered(batch, *one) for one in zip(rows, inputs, strict=True)])
+
+    def named_tensors(self, kind: TensorKind, model: str) -> NamedTensors:
+        return self.models[model].named_tensors(kind)
+
+    def local_shards(self, kind: TensorKind, model: str) -> Iterator[Shard]:
+        return self.models[model].local_shards(kind)
+
+    def save(self, path: Path) -> None:
+        with writing(path / CHECKPOINT, self.about("native")) as draft:
+            native.write(draft, self.context, self.trained)
+
+    def load(self, path: Path) -> None:
+        found = native.read(path / CHECKPOINT, self.about("native"), self.context, self.trained)
+        self.step = found.step
+
+    def export_state(self, path: Path) -> None:
+        with writing(path / CHECKPOINT, self.about("state")) as draft:
+            for name, trainable in self.trained.items():
+                training_state.export_state(draft.path / name, trainable)
+
+    def import_state(self, path: Path) -> None:
+        found = verified(path / CHECKPOINT, self.about("state")).about
+        for name, trainable in self.trained.items():
+            training_state.import_state(path / CHECKPOINT / name, trainable)
+        self.step = found.step
+
+    def about(self, form: Form) -> About:
+        """The description of this training at its current step, for the manifest of a checkpoint."""
+        return About(
+            form=form,
+            backend=self.info.name,
+            layout=str(self.context.config.layout),
+            precision=self.context.config.precision,
+            objective=self.objective.kind,
+            optimizer=self.optimizer_kind,
+            step=self.step,
+            world_size=dist.get_world_size(),
+            models=self.shapes,
+        )
+
+    @property
+    def trained(self) -> dict[str, Trainable]:
+        """The models that are trained, by role."""
+        return {role.name: self.models[role.name] for role in self.objective.roles if role.trained}
+
+    def export(self, path: Path, model: str) -> None:
+        # In the masters' own dtype, because the weights that the next leg loads are compared with these bit by bit.
+        self.models[model].save_model(path, dtype="masters")
+
+    def export_merged(self, path: Path, model: str) -> None:
+        trainable = self.models[model]
+        assert isinstance(trainable, Adaptable)
+        trainable.save_merged(path, dtype="masters")
+
+    def teardown(self) -> None:
+        for trainable in self.models.values():
+            trainable.teardown()
+        self.models = {}
+        self.context.teardown()
+
+
+def loss_scale_settings(trainable: Trainable) -> dict[str, float]:
+    """The settings of the loss scale after a step of a model in fp16 (conformance.spec.observables)."""
+    progress = {name: float(number) for name, number in trainable.named_tensors("progress")}
+    return {SKIPPED: float(trainable.skipped), **{key: progress[key] for key in PROGRESS_OF_SCALE}}

@@ -1,0 +1,132 @@
+"""The dtype that models compute in, by the precision of a scenario; masters have another one.
+
+Sums of squares for gradient norms, to the last digits on a CPU as well (docs/findings/torch-norm-on-cpus.md).
+
+Builds torch's optimizers and transformers' schedules from a scenario, for the backends that train with them.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.amp import GradScaler
+from torch.nn import Module, Parameter
+from torch.optim.lr_scheduler import LRScheduler
+
+from conformance.spec.scenario import OptimizerConfig, Precision, ScheduleConfig
+from impl.models.lora import named_parameters, trained_names
+
+COMPUTE_DTYPES: dict[Precision, torch.dtype] = {
+    "exact": torch.float64,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+
+
+def sums_of_squares(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The sum of squares of each tensor, a float64 scalar."""
+    if tensors[0].dtype == torch.float64:
+        # torch's norm adds up one number after another on a CPU, and is 5e-15 off for a million; its sum adds up pairs.
+        return [tensor.square().sum() for tensor in tensors]
+    return [norm.square() for norm in torch._foreach_norm(tensors, dtype=torch.float64)]  # without copies in float64
+
+
+def parameter_groups(
+    parameters: Iterable[Parameter], config: OptimizerConfig, *, dims: Callable[[Parameter], int] = Parameter.dim
+) -> list[dict[str, Any]]:
+    """Parameter groups for an optimizer: AdamW decays parameters with two or more dimensions, and SGD decays none.
+    No group is empty.
+
+    ``parameters``: the trained parameters. ``dims``: gives a parameter's number of dimensions; libraries that flatten
+    the parameters that they shard need their own function.
+    """
+    parameters = list(parameters)
+    if config.name == "sgd":
+        return [{"params": parameters}]
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in parameters if dims(p) >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if dims(p) < 2], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def trained_parameters(model: Module, config: OptimizerConfig) -> list[Parameter]:
+    """The parameters of ``model`` that are trained; ``model`` has Hugging Face's parameter names, or peft's."""
+    trained = trained_names(model, config)
+    return [parameter for name, parameter in named_parameters(model) if name in trained]
+
+
+def freeze_others(model: Module, config: OptimizerConfig) -> None:
+    """Let the parameters that are trained require gradients, and no others."""
+    trained = trained_names(model, config)
+    for name, parameter in named_parameters(model):
+        parameter.requires_grad_(name in trained)
+
+
+def torch_optimizer(
+    groups: list[dict[str, Any]], config: OptimizerConfig, *, device: str, precision: Precision
+) -> torch.optim.Optimizer:
+    """torch's SGD or AdamW over the groups of ``parameter_groups``; on GPUs AdamW in one kernel, which saves memory."""
+    if config.name == "sgd":  # whose fused kernel takes no DTensor
+        return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum)
+    fused = updates_in_one_kernel(device=device, precision=precision)
+    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)
+
+
+def updates_in_one_kernel(*, device: str, precision: Precision) -> bool:
+    """Whether torch's AdamW runs as its fused kernel: on GPUs, in fp32 and bf16.
+
+    In fp16 the kernel would skip updates itself, by numbers that a loss scaler hands it. It reads the number of steps
+    as float32, whatever dtype it has, and the exact tier makes that float64.
+    """
+    return device != "cpu" and precision in ("fp32", "bf16")
+
+
+def update_count(count: torch.Tensor, optimizer: torch.optim.Optimizer, updated: torch.Tensor) -> torch.Tensor:
+    """The number of updates of the tensor ``updated`` as the state of torch's AdamW holds it, in a tensor of its own.
+
+    AdamW counts in place, and on the CPU; its fused kernel reads the number on the device.
+    """
+    device = updated.device if optimizer.param_groups[0]["fused"] else torch.device("cpu")
+    return count.to(device, torch.get_default_dtype(), copy=True)
+
+
+def learning_rates(optimizer: torch.optim.Optimizer, config: ScheduleConfig) -> LRScheduler:
+    """transformers' learning-rate schedule for ``optimizer``."""
+    import transformers  # not earlier, because it takes seconds
+
+    # transformers' "constant" has no warm-up, whatever it is given.
+    name = {"constant": "constant_with_warmup", "cosine": "cosine_with_min_lr"}.get(config.name, config.name)
+    scheduler: LRScheduler = transformers.get_scheduler(
+        name,
+        optimizer,
+        num_warmup_steps=config.warmup_steps,
+        num_training_steps=config.total_steps,
+        scheduler_specific_kwargs={"min_lr_rate": config.min_factor} if config.name == "cosine" else None,
+    )
+    return scheduler
+
+
+def read_progress(scheduler: LRScheduler, scaler: GradScaler) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the progress of schedule and loss scale as
+    ``impl.interface.protocol.Trainable.named_tensors("progress")`` does.
+    """
+    found = {"schedule": float(scheduler.last_epoch)}
+    if scaler.is_enabled():
+        found |= {"loss_scale": scaler.get_scale(), "good_steps": float(scaler._get_growth_tracker())}
+    yield from ((name, torch.tensor(value, dtype=torch.float64)) for name, value in found.items())
+
+
+def set_schedule(scheduler: LRScheduler, updates: int) -> None:
+    """Set the number of updates that a schedule has counted, and the optimizer's learning rates for the next one."""
+    if updates:
+        scheduler.load_state_dict(scheduler.state_dict() | {"last_epoch": updates - 1, "_step_count": updates + 1})
+        scheduler.step()
+
+
+def set_loss_scale(scaler: GradScaler, progress: Mapping[str, float]) -> None:
+    """Set the loss scale and the good steps of ``scaler``, if it is enabled and ``progress`` has a loss scale."""
+    if scaler.is_enabled() and "loss_scale" in progress:
+        found = {"scale": progress["loss_scale"], "_growth_tracker": int(progress.get("good_steps", 0))}
+        scaler.load_state_dict(scaler.state_dict() | found)

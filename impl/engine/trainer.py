@@ -1,0 +1,180 @@
+"""One optimizer step, written once on the strategy interface, whatever the backend and the objective."""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from conformance.backends.protocol import StepMetrics
+from conformance.spec.batch import Batch, Row
+from conformance.spec.objectives import Objective
+from conformance.spec.observables import ROUTER_LOSS, ROUTER_Z_LOSS, ROUTING, model_key
+from conformance.spec.roles import Role
+from impl.interface.collate import MicroBatch, collate
+from impl.interface.distributed import Reading, moved
+from impl.interface.micro_batch_loop import Loss
+from impl.interface.protocol import Context, Evaluation, Trainable
+from impl.models.outputs import Outputs
+from impl.models.router import balance_of, choices_for, router_terms, routing_rows, z_loss_of
+from impl.objectives.registry import ObjectiveFunctions, functions_of
+
+
+def train_step(
+    context: Context,
+    models: Mapping[str, Trainable],
+    objective: Objective,
+    batch: Batch,
+    *,
+    on_gradients: Callable[[str], None],
+    with_rows: bool = True,
+) -> StepMetrics:
+    """Run every model of the objective on one batch, in the order of its roles, and update those that are trained.
+
+    ``on_gradients(model)`` is called when a model's gradients are complete and not clipped yet. Without ``with_rows``,
+    the metrics have no rows: they are numbers of every token, which somebody who observes nothing should not wait for.
+    """
+    functions = functions_of(objective)
+    micro_batches, inputs = step_inputs(context, batch)
+    totals = step_totals(context, functions, micro_batches)
+    values = dict(functions.summary(batch))
+    found: list[Evaluation] = []
+    others: list[dict[str, Outputs]] = [{} for _ in inputs]
+    rows: dict[str, dict[int, Tensor]] = defaultdict(dict)
+    roles = [role for role in objective.roles if functions.wants(role.name)]
+    for role in roles:
+        trainable = models[role.name]
+        found += _run(context, trainable, functions, role, inputs, totals, others)
+        if role is roles[-1]:  # the counts of ``evaluate`` replace the batch's own
+            told = totals | of_all_ranks(context, *summed_up(found))
+            # Copied to the host before the last update is asked for. Where this update is clipped, its norm is read
+            # later than that, so these numbers are there by then.
+            reading = Reading(torch.stack([*told.values()]))
+        if role.trained:
+            outputs = [known[role.name] for known in others]
+            values |= _routing(context, role, inputs, outputs)
+            if with_rows:
+                rows |= _routing_rows(role, micro_batches, inputs, outputs)
+            values |= _update(trainable, role, on_gradients)
+    for index, evaluation in enumerate(found if with_rows else ()):
+        micro_batch = index % len(inputs)
+        for key, numbers in evaluation.rows.items():
+            rows[key] |= target_rows(micro_batches[micro_batch], inputs[micro_batch], numbers)
+    return StepMetrics(values=values | dict(zip(told, reading.numbers(), strict=True)), rows=dict(rows))
+
+
+def summed_up(found: Sequence[Evaluation]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Of all evaluations of this rank, the sums (float64) and the largest numbers: scalars, by observable."""
+    sums: dict[str, Tensor] = {}
+    highest = defaultdict[str, list[Tensor]](list)
+    for evaluation in found:
+        for key, value in evaluation.values.items():
+            sums[key] = sums[key] + value.double() if key in sums else value.double()
+        for key, value in evaluation.highest.items():
+            highest[key].append(value.double())
+    return sums, {key: torch.stack(values).amax() for key, values in highest.items()}
+
+
+def of_all_ranks(context: Context, sums: Mapping[str, Tensor], highest: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The numbers of the whole step, from scalars of this rank (float64): ``sums`` added up over data ranks, and the
+    largest of ``highest`` on any of them, which is NaN if one of them is."""
+    numbers = torch.stack([*sums.values(), *highest.values()]).to(context.config.device)
+    table = numbers.new_zeros(context.data_size, len(numbers))  # a row each: a MAX of NCCL or gloo may lose a NaN
+    table[context.data_rank] = numbers
+    every = context.all_reduce_tensor(table)
+    summed, largest = every[:, : len(sums)].sum(dim=0), every[:, len(sums) :].amax(dim=0)
+    return dict(zip([*sums, *highest], [*summed, *largest], strict=True))
+
+
+def step_inputs(context: Context, batch: Batch) -> tuple[list[tuple[Row, ...]], list[MicroBatch]]:
+    """This rank's micro-batches of a step, as rows and as tensors."""
+    micro_batches = context.setup_dataloader(batch)
+    device, multiple = context.config.device, context.sequence_multiple
+    return micro_batches, [collate(rows, multiple_of=multiple).to(device) for rows in micro_batches]
+
+
+def step_totals(
+    context: Context, functions: ObjectiveFunctions, micro_batches: Sequence[Sequence[Row]]
+) -> dict[str, Tensor]:
+    """The objective's sums over the whole optimizer step and all ranks; one of them is the denominator of its loss.
+
+    They are float64 scalars on the device, because reading them would make the host wait.
+    """
+    own = functions.totals([row for rows in micro_batches for row in rows])
+    numbers = moved(torch.tensor([*own.values()], dtype=torch.float64), context.config.device)
+    return dict(zip(own, context.all_reduce_tensor(numbers), strict=True))
+
+
+def target_rows(rows: Sequence[Row], inputs: MicroBatch, numbers: Tensor) -> dict[int, Tensor]:
+    """The numbers (rows, length) at each row's targets, by the row's index in the optimizer step: (targets,), CPU.
+
+    Rows without targets are left out.
+    """
+    numbers, targets = numbers.cpu(), inputs.targets.cpu()  # at once, because each copy waits for the device
+    return {row.index: numbers[r][targets[r]] for r, row in enumerate(rows) if row.target_count}
+
+
+def _run(
+    context: Context,
+    trainable: Trainable,
+    functions: ObjectiveFunctions,
+    role: Role,
+    inputs: Sequence[MicroBatch],
+    totals: Mapping[str, Tensor],
+    others: Sequence[dict[str, Outputs]],
+) -> list[Evaluation]:
+    """Run one model on all micro-batches: forward, and backward if it is trained. Adds its outputs to ``others``."""
+    totals = {key: total.to(torch.get_default_dtype()) for key, total in totals.items()}  # that of the outputs
+
+    def evaluate(index: int, outputs: Outputs) -> Evaluation:
+        return functions.evaluate(role.name, outputs, inputs[index], totals=totals, others=others[index])
+
+    replayed = [choices_for(one, model_key(role.prefix, ROUTING)) for one in inputs]
+    terms = router_terms(context, trainable, replayed) if role.trained else None
+
+    def loss(index: int, outputs: Outputs) -> Tensor:
+        value = evaluate(index, outputs).loss
+        assert value is not None, f"the objective gives no loss for {role.name}, which is trained"
+        return value
+
+    asked: Loss | None = loss if role.trained else None
+    found = trainable.forward_backward(
+        replayed, want=functions.wants(role.name), temperature=functions.temperature, loss=asked, terms=terms
+    )
+    # Again without autograd: most ranks of a pipeline have not computed the loss, but all ranks have the outputs now.
+    with torch.no_grad():
+        evaluations = [evaluate(index, outputs) for index, outputs in enumerate(found)]
+    for known, outputs in zip(others, found, strict=True):
+        known[role.name] = outputs
+    return evaluations
+
+
+def _routing(context: Context, role: Role, inputs: Sequence[MicroBatch], found: Sequence[Outputs]) -> dict[str, float]:
+    """The numbers of a model's routers; none of a model without any."""
+    if found[0].routing is None:
+        return {}
+    values = {ROUTER_LOSS: balance_of(context, inputs, found).loss.item()}
+    if (of_logits := z_loss_of(context, inputs, found)) is not None:
+        values[ROUTER_Z_LOSS] = of_logits
+    return {model_key(role.prefix, key): x for key, x in values.items()}
+
+
+def _routing_rows(
+    role: Role, micro_batches: Sequence[Sequence[Row]], inputs: Sequence[MicroBatch], found: Sequence[Outputs]
+) -> dict[str, dict[int, Tensor]]:
+    """What is recorded of a model's routers for each row; nothing of a model without any."""
+    if found[0].routing is None:
+        return {}
+    rows: dict[int, Tensor] = {}
+    for micro_batch, mine, outputs in zip(micro_batches, inputs, found, strict=True):
+        rows |= routing_rows(mine, outputs, [row.index for row in micro_batch])
+    return {model_key(role.prefix, ROUTING): rows}
+
+
+def _update(trainable: Trainable, role: Role, on_gradients: Callable[[str], None]) -> dict[str, float]:
+    lr = trainable.learning_rate()
+    trainable.finish_gradients()
+    on_gradients(role.name)
+    norm = trainable.optimizer_step()
+    values = {model_key(role.prefix, "lr"): lr}
+    return values if norm is None else values | {model_key(role.prefix, "grad_norm"): norm}

@@ -1,0 +1,397 @@
+"""FSDP2 trainable: one Hugging Face model on the mesh of a context, fully sharded, or sharded within each replica.
+
+FSDP2 averages gradients over the ranks that see different tokens; ``backward`` multiplies the loss by the number of
+these ranks, because the objective has divided by the whole step's totals already.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed.checkpoint as dcp
+import transformers
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Shard as ShardAlong
+
+from conformance.backends.protocol import NamedTensors, Shard, TensorKind, Traced
+from conformance.spec.roles import Head
+from conformance.spec.scenario import OptimizerConfig, ScheduleConfig
+from impl.checkpoints.async_writer import AT_ONCE, Writing
+from impl.checkpoints.sharded_safetensors import SliceReader
+from impl.checkpoints.training_state import WrittenKind
+from impl.context_parallel.ring_attention import NAME, forward_over_ring
+from impl.engine.compiling import compile_layers, forget_compiled, layers_of
+from impl.engine.optimizers import (
+    freeze_others,
+    learning_rates,
+    parameter_groups,
+    read_progress,
+    set_loss_scale,
+    set_schedule,
+    torch_optimizer,
+    trained_parameters,
+    update_count,
+)
+from impl.fsdp2 import dtensors
+from impl.fsdp2.dtensors import full_tensors, write_region
+from impl.fsdp2.expert_parallel import cut_experts, experts_of, is_of_experts
+from impl.fsdp2.tensor_parallel import apply_explicit_plan, apply_model_plan, vocabulary_shard
+from impl.interface.collate import MicroBatch
+from impl.interface.distributed import Reading
+from impl.interface.micro_batch_loop import Loss, one_after_another, set_mode
+from impl.models.export import Dtype, write_merged, write_model
+from impl.models.lazy_weights import UnreadWeights, published_buffers
+from impl.models.loading import empty_model
+from impl.models.lora import load_adapter, named_parameters
+from impl.models.outputs import Outputs, Wanted, outputs_of
+from impl.models.router import Routers, RouterTerms, routers_of, with_router_terms
+from impl.models.tracing import hugging_face_modules, token_numbers
+
+if TYPE_CHECKING:
+    from impl.fsdp2.context import Fsdp2Context
+
+
+def _second(parameter: torch.nn.Parameter) -> ShardAlong:
+    """Stacked experts are cut over ``ep`` along the first dimension already."""
+    return ShardAlong(1)
+
+
+GATHERED_AT_ONCE = 2**22  # elements
+_HALF_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Fsdp2Trainable:
+    """See impl.interface.protocol.Trainable for the contract of each method."""
+
+    source: Path
+    model: transformers.PreTrainedModel
+    trained: bool
+    optimizer: torch.optim.Optimizer
+    scheduler: torch.optim.lr_scheduler.LRScheduler
+    max_grad_norm: float | None
+    skipped: bool = False
+    routers: Routers | None = None
+    adapted: Any = None  # peft's PeftModel, of a model with an adapter
+
+    def __init__(self, context: "Fsdp2Context", head: Head) -> None:
+        self.context, self.head = context, head
+        self.options = context.config.layout.options
+        # Loss scaling for fp16 only: its gradients underflow, bf16's have the range of fp32.
+        self.scaler = torch.amp.GradScaler(
+            torch.device(context.config.device).type,
+            init_scale=2.0**context.config.loss_scale.initial_power,
+            growth_interval=context.config.loss_scale.growth_interval,
+            enabled=context.config.precision == "fp16",
+        )
+
+    def load_model(self, path: Path) -> transformers.PreTrainedModel:
+        """The model without its numbers; ``prepare`` reads those that this rank holds."""
+        self.source = path
+        exact = self.context.config.precision == "exact"
+        attention = NAME if self.context.ring else None
+        dtype = torch.float64 if exact else torch.float32
+        trusted = self.context.config.trust_remote_code
+        return empty_model(path, dtype=dtype, attention=attention, head=self.head, trusted=trusted)
+
+    def add_adapter(self, model: transformers.PreTrainedModel, folder: Path) -> None:
+        self.adapted = load_adapter(model, folder)
+
+    def prepare(
+        self, model: transformers.PreTrainedModel, optimizer: OptimizerConfig | None, schedule: ScheduleConfig
+    ) -> None:
+        self.model, self.trained = model, optimizer is not None
+        self.routers = routers_of(model)
+        if "ckpt" in self.options:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        if self.context.config.layout.ep > 1:
+            cut_experts(model, self.context.mesh["ep"])
+        if self.context.config.layout.tp > 1:
+            mesh = self.context.mesh["tp"]
+            if {"plan", "seqpar", "losspar"} & set(self.options):
+                apply_explicit_plan(model, mesh, sequence="seqpar" in self.options, loss="losspar" in self.options)
+            else:
+                without = is_of_experts if self.context.config.layout.ep > 1 else lambda key: False
+                apply_model_plan(model, mesh, shipped="shipped" in self.options, without=without)
+        if optimizer is None:  # not earlier, because the plans make new parameters, which require gradients
+            model.eval().requires_grad_(False)
+        else:
+            freeze_others(model, optimizer)
+        self._shard(model)
+        self._read_weights(model)
+        if optimizer is not None:
+            self.max_grad_norm = optimizer.max_grad_norm
+            self.optimizer = self.create_optimizer(model, optimizer)
+            self.scheduler = learning_rates(self.optimizer, schedule)
+
+    def _shard(self, model: transformers.PreTrainedModel) -> None:
+        mesh = self.reduction_mesh()
+        compute = _HALF_DTYPES.get(self.context.config.precision)
+        # Parameters stay float32 (the masters); forward and backward run in ``compute``, reductions in float32.
+        precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=self.summing_dtype() if compute else None)
+        pinned = self.context.config.device != "cpu"
+        offload = CPUOffloadPolicy(pin_memory=pinned) if "offload" in self.options else OffloadPolicy()
+        if self.context.config.layout.ep > 1:
+            options: dict[str, Any] = {"mp_policy": precision, "offload_policy": offload}
+            for experts in experts_of(model):
+                fully_shard(experts, mesh=self.expert_mesh(), shard_placement_fn=_second, **options)
+        if "compile" in self.options:
+            compile_layers(model, alike=self.context.config.layout.tp > 1, shipped="shipped" in self.options)
+        for block in layers_of(model):
+            fully_shard(block, mesh=mesh, mp_policy=precision, offload_policy=offload)
+        fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=offload)
+
+    def _read_weights(self, model: transformers.PreTrainedModel) -> None:
+        """Read this rank's parts of the parameters, which have no memory yet."""
+        device = self.context.config.device
+        of_parts = "cpu" if "offload" in self.options else device
+
+        def placed(tensor: Tensor) -> Tensor:
+            if tensor.is_meta:
+                return torch.empty_like(tensor, device=of_parts)
+            # A parameter that is tied to another comes twice, and has its place.
+            return tensor if isinstance(tensor, torch.nn.Parameter) else tensor.to(device)
+
+        unread: UnreadWeights = model.unread
+        model._apply(placed)
+        with unread.opened(of_parts) as read, torch.no_grad():
+            for name, parameter in named_parameters(model):
+                write_region(cast(DTensor, parameter), name, read)
+        del model.unread
+
+    def expert_mesh(self) -> DeviceMesh:
+        """The mesh of the ranks that hold the same experts."""
+        mesh = self.context.mesh
+        return mesh["rep", "expert_shard"] if self.context.config.layout.rep > 1 else mesh["expert_shard"]
+
+    def summing_dtype(self) -> torch.dtype:
+        """The dtype in which half-precision gradients are reduced; they accumulate in the parameters' float32."""
+        return torch.float32
+
+    def reduction_mesh(self) -> DeviceMesh:
+        """The mesh of the ranks that see different tokens: gradients are reduced and parameters sharded over it."""
+        mesh = self.context.mesh
+        return mesh["rep", "shard"] if self.context.config.layout.rep > 1 else mesh["shard"]
+
+    def gradient_scale(self) -> float:
+        """The factor for the loss: the number of ranks that FSDP2 averages gradients over."""
+        layout = self.context.config.layout
+        return layout.data * layout.sp
+
+    def create_optimizer(self, model: transformers.PreTrainedModel, config: OptimizerConfig) -> torch.optim.Optimizer:
+        groups = parameter_groups(trained_parameters(model, config), config)
+        device = "cpu" if "offload" in self.options else self.context.config.device
+        return torch_optimizer(groups, config, device=device, precision=self.context.config.precision)
+
+    def forward_backward(
+        self,
+        inputs: Sequence[MicroBatch],
+        *,
+        want: Wanted,
+        temperature: float = 1.0,
+        loss: Loss | None,
+        terms: RouterTerms | None = None,
+    ) -> list[Outputs]:
+        set_mode(self.model, training=loss is not None)
+        loss = with_router_terms(loss, terms, inputs)
+        outputs = one_after_another(self, inputs, want=want, temperature=temperature, loss=loss)
+        if loss is None:
+            # FSDP2 leaves parameters outside of blocks unsharded for a backward pass, which does not come here.
+            cast(FSDPModule, self.model).reshard()
+        return outputs
+
+    def start_micro_batch(self, index: int, count: int) -> None:
+        if "lastsync" in self.options:
+            cast(FSDPModule, self.model).set_requires_gradient_sync(index == count - 1)
+
+    def forward(self, inputs: MicroBatch, *, want: Wanted, temperature: float) -> Outputs:
+        outputs = partial(self._own_outputs, want=want, temperature=temperature)
+        return forward_over_ring(self.context.ring, inputs, outputs)
+
+    def _own_outputs(self, inputs: MicroBatch, *, want: Wanted, temperature: float, **options: Any) -> Outputs:
+        """The outputs of the tokens that this rank holds, in the shape of ``inputs``."""
+        if self.routers:
+            self.routers.begin(inputs)
+        logits: Tensor = self.model(
+            input_ids=inputs.tokens, position_ids=inputs.positions, use_cache=False, **options
+        ).logits
+        held = vocabulary_shard(logits)
+        outputs = outputs_of(
+            held.logits,
+            inputs,
+            head=self.head,
+            want=want,
+            temperature=temperature,
+            group=held.group,
+            vocab_start=held.start,
+        )
+        return self.routers.added(outputs, inputs) if self.routers else outputs
+
+    def backward(self, loss: Tensor) -> None:
+        self.scaler.scale(loss * self.gradient_scale()).backward()
+
+    def finish_gradients(self) -> None:
+        self.scaler.unscale_(self.optimizer)
+
+    def optimizer_step(self) -> float:
+        gradients = [p.grad for p in self.model.parameters() if p.requires_grad]
+        total = dtensors.gradient_norm(gradients)
+        if self.max_grad_norm is not None:
+            coefficient = dtensors.clip_coefficient(total, self.max_grad_norm)
+            with torch.no_grad():
+                local = [g.to_local() for g in gradients]
+            torch._foreach_mul_(local, torch.as_tensor(coefficient, dtype=local[0].dtype, device=local[0].device))
+        reading = Reading(total[None])  # begun before the update, which nobody has to wait for
+        scale = self.scaler.get_scale()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.skipped = self.scaler.get_scale() < scale  # torch says in no other way whether it has skipped the update
+        if not self.skipped:
+            self.advance_schedule()
+        self.optimizer.zero_grad()
+        return reading.numbers()[0]
+
+    @property
+    def router_loss_factor(self) -> float:
+        return self.routers.loss_factor if self.routers else 0.0
+
+    def traced(self, numbers: Sequence[MicroBatch]) -> Traced:
+        layout, ring = self.context.config.layout, self.context.ring
+        tp_rank = self.context.mesh["tp"].get_local_rank() if layout.tp > 1 else 0
+        vocabulary = -(-self.model.config.vocab_size // layout.tp)  # as torch.chunk cuts it
+        modules = hugging_face_modules(
+            self.model,
+            tp=layout.tp,
+            tp_rank=tp_rank,
+            sequence="seqpar" in self.options,
+            vocabulary_start=tp_rank * vocabulary if "losspar" in self.options else 0,
+        )
+        parts = [ring.shard(whole)[0] if ring else whole for whole in numbers]
+        return Traced(
+            modules=modules,
+            tokens=tuple(token_numbers(part) for part in parts),
+            gradient_scale=self.gradient_scale(),
+        )
+
+    def advance_schedule(self) -> None:
+        self.scheduler.step()
+
+    def learning_rate(self) -> float:
+        return float(self.scheduler.get_last_lr()[0])
+
+    def named_tensors(self, kind: TensorKind) -> NamedTensors:
+        if kind == "progress":
+            yield from read_progress(self.scheduler, self.scaler)
+            return
+        if kind == "step":
+            for name, parameter in named_parameters(self.model):
+                if "step" in (state := self.optimizer.state.get(parameter, {})):
+                    yield name, torch.tensor(float(state["step"]), dtype=torch.float64)
+            return
+        batch: dict[str, DTensor] = {}
+        for name, tensor in self._named(kind):
+            if batch and sum(t.numel() for t in batch.values()) + tensor.numel() > GATHERED_AT_ONCE:
+                yield from zip(batch, full_tensors(list(batch.values())), strict=True)
+                batch = {}
+            # Offloaded pieces lie where NCCL cannot reach.
+            batch[name] = cast(DTensor, tensor.to(self.context.config.device))
+        yield from zip(batch, full_tensors(list(batch.values())), strict=True)
+        yield from published_buffers(self.model).items() if kind == "weight" else ()
+
+    def local_shards(self, kind: TensorKind) -> Iterator[Shard]:
+        for name, tensor in self._named(kind):
+            mesh = tensor.device_mesh
+            place = zip(mesh.mesh_dim_names or (), mesh.get_coordinate() or (), tensor.placements, strict=True)
+            cut = [f"{axis}{at}" for axis, at, placement in place if not placement.is_replicate()]
+            yield Shard(name, ".".join(cut) or "full", tensor.to_local())
+        for name, buffer in published_buffers(self.model).items() if kind == "weight" else ():
+            yield Shard(name, "full", buffer)
+
+    def _named(self, kind: TensorKind) -> Iterator[tuple[str, DTensor]]:
+        for name, parameter in named_parameters(self.model):
+            if kind == "weight":
+                yield name, cast(DTensor, parameter.detach())
+            elif kind == "gradient" and parameter.requires_grad:
+                assert parameter.grad is not None, f"{name} has no gradient"
+                yield name, cast(DTensor, parameter.grad.detach())
+            elif kind in (state := self.optimizer.state.get(parameter, {})):
+                yield name, cast(DTensor, state[kind])
+
+    def write_state(self, kind: WrittenKind, read: SliceReader) -> None:
+        for name, buffer in published_buffers(self.model).items() if kind == "weight" else ():
+            buffer.copy_(read.whole(name))
+        for name, parameter in named_parameters(self.model):
+            if kind == "weight":
+                write_region(cast(DTensor, parameter), name, read)
+            elif parameter.requires_grad and kind == "step":
+                self.optimizer.state[parameter][kind] = update_count(read.whole(name), self.optimizer, parameter)
+            elif parameter.requires_grad:
+                state = torch.empty_like(parameter)
+                write_region(cast(DTensor, state), name, read)
+                self.optimizer.state[parameter][kind] = state
+
+    def set_progress(self, progress: Mapping[str, float]) -> None:
+        set_schedule(self.scheduler, int(progress["schedule"]))
+        set_loss_scale(self.scaler, progress)
+
+    def resolved(self) -> dict[str, Any]:
+        config, mesh, ring = self.context.config, self.context.mesh, self.context.ring
+        master = next(self.model.parameters()).dtype
+        compute = _HALF_DTYPES.get(config.precision, master)
+        return {
+            "model_class": type(self.model).__name__,
+            "attention": self.model.config._attn_implementation,
+            "mesh": {axis: mesh.size(i) for i, axis in enumerate(mesh.mesh_dim_names or ())},
+            "ring": ring.resolved(config.device, compute) if ring else None,
+            "master_dtype": str(master),
+            "compute_dtype": str(compute),
+            "accumulation": config.accumulation,
+            "compiled": "compile" in self.options,
+            **(self._resolved_optimizer() if self.trained else {"optimizer": None}),
+        }
+
+    def _resolved_optimizer(self) -> dict[str, Any]:
+        group = self.optimizer.param_groups[0]
+        return {
+            "optimizer": type(self.optimizer).__name__,
+            "optimizer_defaults": {k: v for k, v in group.items() if isinstance(v, (int, float, str, bool, tuple))},
+            "max_grad_norm": self.max_grad_norm,
+        }
+
+    def _state(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {
+            "model": model,
+            "optimizer": optimizer,
+            "scheduler": self.scheduler.state_dict(),
+            "scaler": self.scaler.state_dict(),
+        }
+
+    def save_ckpt(self, path: Path, when: Writing = AT_ONCE) -> None:
+        dtensors.save(self._state(), path, when)
+
+    def load_ckpt(self, path: Path) -> None:
+        state = self._state()
+        with dtensors.told_alike():
+            dcp.load(state, checkpoint_id=path)
+        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        self.scheduler.load_state_dict(state["scheduler"])
+        self.scaler.load_state_dict(state["scaler"])
+
+    def save_model(self, path: Path, *, dtype: Dtype = "source") -> None:
+        weights = self.named_tensors("weight")
+        write_model(path, source=self.source, weights=weights, dtype=dtype, adapted=self.adapted)
+
+    def save_merged(self, path: Path, *, dtype: Dtype = "source") -> None:
+        write_merged(path, dtype=dtype, write=self.save_model, trusted=self.context.config.trust_remote_code)
+
+    def teardown(self) -> None:
+        if "compile" in self.options:
+            forget_compiled()
+        for name in ("model", "optimizer", "scheduler"):
+            self.__dict__.pop(name, None)

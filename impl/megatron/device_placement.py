@@ -1,0 +1,177 @@
+"""Runs megatron-core on the rank's own device; the library asks for CUDA by name in a hundred places.
+
+On a CPU rank, ``device="cuda"`` and its like mean the CPU while ``placed`` is entered. Everything is restored on exit,
+and no computed number changes (tests/megatron_backend/test_megatron_placement.py) but the gradient norm. Without Apex and
+TransformerEngine, the library takes it with torch's norm, which loses digits on a CPU, and reads the norm of every
+gradient by itself, for each of which the host waits for a GPU; so its norm is replaced on CPUs and on GPUs. Streams and
+events, which order the work on a GPU, do nothing on the CPU, where an op is done when it returns. The exact tier needs
+one more replacement, on GPUs as well: the library recognises dtypes by names such as ``torch.cuda.FloatTensor``, so
+double has to pass as float.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from megatron.core.optimizer import clip_grads
+from megatron.core.tensor_parallel import mappings
+from megatron.core.tensor_parallel import random as megatron_random
+from megatron.core.transformer.moe import token_dispatcher
+from megatron.core.utils import local_multi_tensor_l2_norm
+from torch.overrides import TorchFunctionMode
+
+from impl.engine.optimizers import sums_of_squares
+
+_CPU = torch.device("cpu")
+
+
+@contextlib.contextmanager
+def placed(device: str, *, exact: bool) -> Iterator[None]:
+    """A context manager to enter around every call into megatron-core; it may be nested."""
+    on_cpu = device == "cpu"
+    with contextlib.ExitStack() as stack:
+        if on_cpu:
+            for owner, replacements in _REPLACEMENTS:
+                stack.enter_context(replaced(owner, replacements))
+        if clip_grads.l2_norm_impl is local_multi_tensor_l2_norm:
+            stack.enter_context(replaced(clip_grads, {"l2_norm_impl": _l2_norm}))
+        if on_cpu or exact:
+            stack.enter_context(_Placing(to_cpu=on_cpu, exact=exact))
+        yield
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, replacements: dict[str, Any]) -> Iterator[None]:
+    """Replace some attributes of ``owner``, and restore them on exit."""
+    before = {name: vars(owner)[name] for name in replacements}
+    for name, value in replacements.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
+
+
+class _Placing(TorchFunctionMode):
+    """Replaces devices and dtype names in the arguments and results of torch functions."""
+
+    def __init__(self, *, to_cpu: bool, exact: bool) -> None:
+        super().__init__()
+        self._to_cpu, self._exact = to_cpu, exact
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return self._dtype_name(func(*args))
+        if self._to_cpu:
+            if func is torch.Tensor.cuda:
+                return args[0]
+            if _is_cuda(kwargs.get("device")):
+                kwargs = {**kwargs, "device": _CPU}
+            if kwargs.get("pin_memory"):
+                kwargs = {**kwargs, "pin_memory": False}
+        return func(*args, **kwargs)
+
+    def _dtype_name(self, name: str) -> str:
+        if self._to_cpu:
+            name = name.replace("torch.", "torch.cuda.", 1)
+        return name.replace("Double", "Float") if self._exact else name
+
+
+def _is_cuda(device: object) -> bool:
+    return str(device).startswith("cuda") if isinstance(device, (str, torch.device)) else False
+
+
+class _Done:
+    """No-op replacement for torch.cuda.Stream and Event; CPU ops are synchronous."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def nothing(self, *_: Any, **__: Any) -> None:
+        pass
+
+    wait_stream = wait_event = wait = record = synchronize = nothing
+
+    def record_event(self, *_: Any) -> "_Done":
+        return self
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    pass
+
+
+def _rng_state(*_: Any, **__: Any) -> torch.Tensor:
+    return torch.get_rng_state()
+
+
+def _set_rng_state(state: torch.Tensor, *_: Any, **__: Any) -> None:
+    torch.set_rng_state(state)
+
+
+def _l2_norm(
+    _chunk: int, _flag: torch.Tensor, tensor_lists: list[list[torch.Tensor]], *_: Any
+) -> tuple[torch.Tensor, None]:
+    """The 2-norm of all tensors together, (1,) in float32 on their device, and None: in the place of
+    ``local_multi_tensor_l2_norm`` (docs/findings/torch-norm-on-cpus.md)."""
+    squares = torch.stack([square for tensors in tensor_lists for square in sums_of_squares(tensors)])
+    return squares.sum().sqrt().to(torch.float).view(1), None
+
+
+def _moved_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """The sizes of an exchange of tokens, as the library makes them on a GPU: only what it has moved is of numpy."""
+    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
+
+
+_GATHER, _REDUCE_SCATTER = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+
+
+def _gather(own: torch.Tensor, group: Any, sizes: Sequence[int] | None = None, use_global_buffer: bool = False) -> Any:
+    """The library's function for tensors that differ in length, which gloo refuses: padded to the longest."""
+    if sizes is None or len(sizes) == 1:
+        return _GATHER(own, group, sizes, use_global_buffer)
+    pieces = _GATHER(_padded(own, max(sizes)), group).split(max(sizes))
+    return torch.cat([piece[:size] for piece, size in zip(pieces, sizes, strict=True)])
+
+
+def _reduce_scatter(
+    whole: torch.Tensor, group: Any, sizes: Sequence[int] | None = None, use_global_buffer: bool = False
+) -> Any:
+    """The same for the sum of such tensors, of which each rank gets its part."""
+    if sizes is None or len(sizes) == 1:
+        return _REDUCE_SCATTER(whole, group, sizes, use_global_buffer)
+    pieces = [_padded(piece, max(sizes)) for piece in whole.split([*sizes])]
+    return _REDUCE_SCATTER(torch.cat(pieces), group)[: sizes[group.rank()]]
+
+
+def _padded(tensor: torch.Tensor, length: int) -> torch.Tensor:
+    return torch.cat([tensor, tensor.new_zeros(length - len(tensor), *tensor.shape[1:])])
+
+
+_REPLACEMENTS: tuple[tuple[Any, dict[str, Any]], ...] = (
+    (
+        torch.cuda,
+        {
+            "current_device": lambda: _CPU,
+            "current_stream": _Done,
+            "default_stream": _Done,
+            "stream": lambda _: contextlib.nullcontext(),
+            "Stream": _Done,
+            "Event": _Done,
+            "synchronize": _nothing,
+            "empty_cache": _nothing,
+            "get_rng_state": _rng_state,
+            "set_rng_state": _set_rng_state,
+            "manual_seed": torch.default_generator.manual_seed,
+            "is_current_stream_capturing": lambda: False,
+        },
+    ),
+    (torch.cuda.random, {"get_rng_state": _rng_state}),
+    (torch.cuda.nvtx, {"range_push": _nothing, "range_pop": _nothing}),
+    (torch.nn.Module, {"cuda": lambda module, *_: module}),
+    (megatron_random, {"_set_cuda_rng_state": _set_rng_state}),
+    (mappings, {"_gather_along_first_dim": _gather, "_reduce_scatter_along_first_dim": _reduce_scatter}),
+    (token_dispatcher, {"maybe_move_tensor_to_cpu": _moved_to_cpu}),
+)

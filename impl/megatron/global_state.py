@@ -1,0 +1,130 @@
+"""Imports megatron-core alike everywhere: without torch's compiler, and without Apex and, mostly, TransformerEngine.
+
+megatron-core decorates functions by ``torch.compile``, which imports the compiler at once: two thirds of the time of
+the whole import, in every process, for functions that few models call. Here they are compiled when they are first
+called.
+
+Where TransformerEngine or Apex are installed, megatron-core takes optimizers, norms and layers of theirs. These know no
+float64 and have state of another layout, so this process does as if they were not installed, unless
+impl.megatron.startup has admitted TransformerEngine before. Import this module before anything of megatron-core.
+
+megatron-core's global state in a process: created when the first context enters, removed when the last leaves.
+"""
+
+import functools
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.tensor_parallel import random as megatron_random
+
+from conformance.core.errors import UsageError
+from conformance.spec.layout import Layout
+from impl.megatron.moe_config import expert_sizes
+from impl.megatron.router import forget as forget_routers
+
+FOREIGN = (
+    *("transformer_engine", "transformer_engine_torch"),
+    *("apex", "amp_C", "fused_weight_gradient_mlp_cuda", "fused_layer_norm_cuda"),
+)
+
+
+def at_first_call(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function``, compiled by ``torch.compile`` when it is first called."""
+    compiled = functools.cache(lambda: torch.compile(function))
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return compiled()(*args, **kwargs)
+
+    return call
+
+
+_modules: Any = sys.modules
+for _name in FOREIGN:
+    _modules.setdefault(_name, None)  # with None, importing raises ModuleNotFoundError
+
+with mock.patch.object(torch, "compile", at_first_call):
+    import megatron.core.jit  # noqa: F401 (it takes the function by which all of megatron-core decorates)
+
+
+# megatron-core chooses TransformerEngine's attention by these, and refuses another choice later in the same process.
+_ENVIRONMENT = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
+
+
+class ModelParallel:
+    """The process groups and generators of one layout at a time, from the first ``enter`` to the last ``leave``.
+
+    Both methods are collective and have to be called inside of ``placement.placed``.
+    """
+
+    def __init__(self) -> None:
+        self._sizes: dict[str, int | None] = {}
+        self._entered = 0
+
+    def enter(self, layout: Layout, *, whole_experts: bool) -> None:
+        """Create the groups and generators, or share those of an equal layout. Raises UsageError for another layout."""
+        experts = expert_sizes(layout, whole=whole_experts)
+        sizes: dict[str, int | None] = {
+            "tensor_model_parallel_size": layout.tp,
+            "pipeline_model_parallel_size": layout.pp,
+            "virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,
+            "context_parallel_size": layout.sp,
+            "expert_model_parallel_size": experts.ranks,
+            "expert_tensor_parallel_size": experts.cuts,
+        }
+        if not self._entered:
+            self._make(sizes)
+        elif sizes != self._sizes:
+            raise UsageError(
+                f"megatron-core knows one layout at a time, and this process has entered {self._sizes}; "
+                f"tear its contexts down before you set up {layout}"
+            )
+        self._entered += 1
+
+    def leave(self) -> None:
+        assert self._entered
+        self._entered -= 1
+        if not self._entered:
+            self._unmake()
+
+    def _make(self, sizes: dict[str, int | None]) -> None:
+        self._sizes = sizes
+        self._groups = set(dist.distributed_c10d._world.pg_map)
+        self._environment = {name: os.environ.pop(name, None) for name in _ENVIRONMENT}
+        self._globals = [(module, _variables(module)) for module in (parallel_state, megatron_random)]
+        generator = torch.cuda.get_rng_state()
+        parallel_state.initialize_model_parallel(**sizes)
+        # No op here is random, but under sequence parallelism layers switch to this generator, so it has to exist.
+        model_parallel_cuda_manual_seed(1, force_reset_rng=True)
+        torch.cuda.set_rng_state(generator)
+
+    def _unmake(self) -> None:
+        """Destroy the groups and restore the globals.
+
+        megatron-core's ``destroy_model_parallel`` is not enough: it leaves the groups, with their sockets and threads.
+        """
+        for group in list(dist.distributed_c10d._world.pg_map):
+            if group not in self._groups:
+                dist.destroy_process_group(group)
+        for module, variables in self._globals:
+            vars(module).update(variables)
+        forget_routers()
+        for name, value in self._environment.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+
+def _variables(module: Any) -> dict[str, Any]:
+    """A module's private global variables, without its functions."""
+    return {name: v for name, v in vars(module).items() if name.startswith("_") and not callable(v)}
+
+
+MODEL_PARALLEL = ModelParallel()

@@ -1,0 +1,299 @@
+"""openPangu, Llama, Mistral, Phi-3, Qwen2, Qwen3, gpt-oss, DeepSeek and mixtures on megatron-core's GPTModel.
+
+This module adds what megatron-core's local layer spec lacks: a bias on o_proj without biases in the MLP
+(``add_bias_linear`` couples the two), an RMSNorm that supports sequence parallelism without TransformerEngine,
+attention and positions for packed documents and rings, and a head with one value per token.
+"""
+
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel import RowParallelLinear, gather_from_sequence_parallel_region
+from megatron.core.transformer import MLATransformerConfig, ModuleSpec, TransformerConfig
+from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from torch import Tensor
+
+from conformance.spec.layout import Layout
+from conformance.spec.scenario import Precision
+from impl.engine.optimizers import COMPUTE_DTYPES
+from impl.megatron.attention import DocumentRotary, RingCoreAttention, latent_config, place_latent
+from impl.megatron.model_config import EPS, ModelShape, Stages
+from impl.megatron.moe_config import Mixture, expert_sizes
+from impl.megatron.router import StepTopKRouter, number_routers
+
+
+class BiasedRowParallelLinear(RowParallelLinear):  # type: ignore[misc]
+    """o_proj with a bias.
+
+    megatron-core has one flag, add_bias_linear, for o_proj and the MLP; it must stay False for the MLP, so the bias is
+    forced here.
+    """
+
+    def __init__(self, *sizes: int, bias: bool, **options: Any) -> None:
+        super().__init__(*sizes, bias=True, **options)
+
+
+class BiasedExpertLinear(RowParallelLinear):  # type: ignore[misc]
+    """The second matrix of an expert that has biases, which is whole on its rank.
+
+    megatron-core marks its bias as one that all tensor-parallel ranks share, though each may have other experts. Its
+    MLP adds the bias in place, which autograd refuses where ranks have the same experts.
+    """
+
+    def __init__(self, *sizes: int, **options: Any) -> None:
+        super().__init__(*sizes, **options)
+        self.bias.sequence_parallel = False
+        self.bias.tensor_model_parallel = True
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        output, bias = super().forward(tokens)
+        return output.clone(), bias
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """torch's RMSNorm for sequence parallelism, which megatron-core's own wrapper of torch's norm refuses.
+
+    It only needs a mark on the weight: megatron-core sums the gradients of marked weights over tensor-parallel ranks,
+    each of which sees a slice of the sequence.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> None:
+        device = torch.cuda.current_device()
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=device)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+class LatentNorm(RMSNorm):
+    """Of the latent vectors of DeepSeek's attention, with an epsilon of their own."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, **_: Any) -> None:
+        super().__init__(config, hidden_size, EPS)
+
+
+class ValueHead(torch.nn.Linear):
+    """Takes the place of GPTModel's output layer: one value per token of the whole sequence, (length, rows, 1).
+
+    Every tensor-parallel rank has the whole weight.
+    """
+
+    def __init__(self, config: TransformerConfig) -> None:
+        device = torch.cuda.current_device()
+        super().__init__(config.hidden_size, 1, bias=False, dtype=config.params_dtype, device=device)
+        self.sequence_parallel = config.sequence_parallel
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, hidden: Tensor, **_: Any) -> tuple[Tensor, None]:  # type: ignore[override]
+        values = super().forward(hidden)
+        if self.sequence_parallel:
+            values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)
+        return values, None
+
+
+def transformer_config(shape: ModelShape, layout: Layout, precision: Precision, stages: Stages) -> TransformerConfig:
+    """megatron-core's configuration of the model: its sizes, and every switch that influences its numbers."""
+    compute = COMPUTE_DTYPES[precision]
+    windows = {of_layer for of_layer in shape.windows if of_layer is not None}
+    assert len(windows) <= 1, "megatron-core has one window for all layers that have any"
+    window = next(iter(windows), None)
+    recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    clamped = shape.mixture is not None and bool(shape.mixture.clamped)
+    engine = "te" in layout.options
+    make = MLATransformerConfig if shape.latent else TransformerConfig
+    config = make(
+        num_layers=shape.layers,
+        hidden_size=shape.hidden,
+        num_attention_heads=shape.heads,
+        num_query_groups=shape.kv_heads,
+        kv_channels=shape.head_dim,
+        ffn_hidden_size=shape.ffn,
+        layernorm_epsilon=shape.eps,
+        normalization="RMSNorm",
+        qk_layernorm=shape.qk_norm,
+        window_size=None if window is None else (window - 1, 0),
+        window_attn_skip_freq=[int(of_layer is not None) for of_layer in shape.windows],
+        add_bias_linear=clamped,  # also of experts and routers
+        add_qkv_bias=shape.qkv_bias,
+        softmax_type="learnable" if shape.sinks else "vanilla",
+        gated_linear_unit=True,
+        activation_func=_quick_gelu if clamped else torch.nn.functional.silu,
+        activation_func_clamp_value=7.0 if clamped else None,
+        glu_linear_offset=1.0 if clamped else 0.0,
+        hidden_dropout=0.0,
+        attention_dropout=shape.attention_dropout,
+        init_method=_left_as_it_is,  # weights come from a file
+        output_layer_init_method=_left_as_it_is,
+        params_dtype=compute,
+        pipeline_dtype=compute,
+        bf16=precision == "bf16",
+        fp16=precision == "fp16",
+        transformer_impl="transformer_engine" if engine else "local",
+        attention_backend=AttnBackend.auto if engine else AttnBackend.local,
+        attention_softmax_in_fp32=precision != "exact",
+        tensor_model_parallel_size=layout.tp,
+        sequence_parallel="seqpar" in layout.options,
+        context_parallel_size=layout.sp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+        pipeline_model_parallel_layout=stages.layout if layout.pp > 1 else None,
+        # Silently wrong otherwise: docs/findings, megatron-batched-p2p and megatron-freed-sends.
+        batch_p2p_comm=False,
+        overlap_p2p_comm=layout.vpp > 1,
+        deallocate_pipeline_outputs=False,
+        # Kernels that are fused or compiled need Apex or minutes, and change what is compared.
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+        bias_dropout_fusion=False,
+        bias_activation_fusion=False,
+        persist_layer_norm=False,
+        **(recompute if "ckpt" in layout.options else {}),
+        **({} if shape.mixture is None else _mixture(shape.mixture, layout, precision)),
+        **(latent_config(shape) if shape.latent else {}),
+    )
+    if shape.yarn:
+        config.yarn_rotary_scaling_factor = shape.yarn["factor"]  # from which attention has the size of cos and sin
+    return config
+
+
+def _mixture(mixture: Mixture, layout: Layout, precision: Precision) -> dict[str, Any]:
+    """The switches of a mixture of experts: no token is dropped, and an expert is cut as any MLP by tensor parallelism,
+    unless it has biases.
+
+    Its own load-balancing losses are switched off; impl.megatron.router adds that of the step.
+    """
+    sizes = expert_sizes(layout, whole=bool(mixture.clamped))
+    return {
+        "num_moe_experts": mixture.experts,
+        "moe_ffn_hidden_size": mixture.size,
+        "moe_router_topk": mixture.chosen,
+        "moe_router_pre_softmax": not mixture.normalised,  # without: a softmax over the chosen ones
+        "moe_router_dtype": None if precision == "exact" else "fp32",
+        "moe_enable_routing_replay": True,
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_shared_expert_intermediate_size": mixture.shared,
+        "moe_shared_expert_gate": mixture.shared is not None and mixture.shared_gate,
+        "moe_router_score_function": "sigmoid" if mixture.sigmoid else "softmax",
+        "moe_router_enable_expert_bias": mixture.sigmoid,
+        "moe_router_bias_update_rate": 0.0,
+        "moe_router_topk_scaling_factor": mixture.factor,
+        "moe_router_num_groups": mixture.groups.many if mixture.groups else None,
+        "moe_router_group_topk": mixture.groups.chosen if mixture.groups else None,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_grouped_gemm": False,  # its kernels need TransformerEngine or a package for bfloat16 on CUDA
+        "expert_model_parallel_size": sizes.ranks,
+        "expert_tensor_parallel_size": sizes.cuts,
+    }
+
+
+def _quick_gelu(x: Tensor) -> Tensor:
+    """That of gpt-oss, as megatron-core's own, which would be compiled."""
+    return x * torch.sigmoid(1.702 * x)
+
+
+def _left_as_it_is(weight: Tensor) -> None:
+    pass
+
+
+def build_chunk(config: TransformerConfig, shape: ModelShape, stages: Stages, chunk: int) -> GPTModel:
+    """Build this rank's chunk number ``chunk`` of the model (see impl.megatron.model_config), with uninitialised
+    weights.
+    """
+    pp_rank = parallel_state.get_pipeline_model_parallel_rank()
+    index = chunk * stages.pp + pp_rank
+    last = index == len(stages.chunks) - 1
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=_layers(config, shape, stages.chunks[index]),
+        vocab_size=shape.padded_vocab(config.tensor_model_parallel_size),
+        max_sequence_length=shape.max_positions,
+        pre_process=index == 0,
+        post_process=last,
+        share_embeddings_and_output_weights=shape.tied,
+        position_embedding_type="rope",
+        rotary_base=shape.rope_theta,
+        vp_stage=chunk if stages.vpp > 1 else None,
+    )
+    if not shape.latent:  # in which layers turn queries and keys themselves
+        model.rotary_pos_emb = DocumentRotary(
+            kv_channels=shape.head_dim,
+            rotary_percent=shape.rotary_share,
+            rotary_base=shape.rope_theta,
+            cp_group=model.cp_group,
+        )
+    if shape.llama3:
+        model.rotary_pos_emb.scale(shape.llama3)
+    if shape.yarn:
+        model.rotary_pos_emb.stretch(shape.yarn, base=shape.rope_theta)
+    if last and shape.head == "value":
+        model.output_layer = ValueHead(config)
+    if shape.mixture:
+        number_routers(model, shape.mixture)
+        # The library leaves routers, and the gates of shared experts, on the CPU.
+        model.to(torch.cuda.current_device())
+    return model
+
+
+def _layers(config: TransformerConfig, shape: ModelShape, layers: range) -> TransformerBlockSubmodules:
+    if config.transformer_impl == "transformer_engine":
+        from impl.megatron.transformer_engine import FINAL_NORM, engine_spec  # which others need not have
+
+        specs = [engine_spec(shape, config.params_dtype) for _ in layers]
+        return TransformerBlockSubmodules(layer_specs=specs, layer_norm=FINAL_NORM)
+    return TransformerBlockSubmodules(layer_specs=[layer_spec(shape, layer) for layer in layers], layer_norm=RMSNorm)
+
+
+def layer_spec(shape: ModelShape, layer: int) -> ModuleSpec:
+    """megatron-core's local layer spec, with the norms, attention, o_proj and routers of this package."""
+    mixture = shape.mixture if shape.mixture and layer in shape.mixture.layers else None
+    experts = mixture.experts if mixture else None
+    spec = get_gpt_layer_local_spec(
+        normalization="RMSNorm",
+        qk_layernorm=shape.qk_norm,
+        num_experts=experts,
+        multi_latent_attention=shape.latent is not None,
+    )
+    if mixture:
+        spec.submodules.mlp.submodules.router = StepTopKRouter
+        if mixture.clamped:
+            spec.submodules.mlp.submodules.experts.submodules.linear_fc2 = BiasedExpertLinear
+    parts, attention = spec.submodules, spec.submodules.self_attention.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
+    attention.core_attention = RingCoreAttention
+    if shape.latent:
+        place_latent(parts.self_attention, shape, LatentNorm)
+    if shape.qk_norm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    if shape.output_bias:
+        attention.linear_proj = BiasedRowParallelLinear
+    return spec
+
+
+def leave_padding_token(model: GPTModel, token: int) -> None:
+    """Give the embedding of the padding token no gradient where the token is an input, as in transformers.
+
+    megatron-core's embedding has no padding_idx (docs/findings/megatron-padding-token.md).
+    """
+
+    def without_gradient(_: Any, __: Any, inputs: dict[str, Any], embedded: Tensor) -> Tensor:
+        padding = (inputs["input_ids"] == token).T.contiguous()  # (length, rows); pipelines send contiguous tensors
+        if model.config.sequence_parallel:
+            padding = padding.chunk(model.config.tensor_model_parallel_size)[
+                parallel_state.get_tensor_model_parallel_rank()
+            ]
+        return torch.where(padding[..., None], embedded.detach(), embedded)
+
+    model.embedding.register_forward_hook(without_gradient, with_kwargs=True)
+
+
+def begin_with_gradient(model: GPTModel) -> None:
+    """Make the output of the embedding require a gradient even if the embedding is frozen.
+
+    megatron-core's recomputation is a reentrant checkpoint: if none of a layer's inputs requires a gradient, the
+    layer's own parameters get none, without an error (docs/findings/megatron-frozen-embedding.md).
+    """
+    model.embedding.register_forward_hook(lambda _, __, embedded: embedded.requires_grad_())

@@ -1,0 +1,379 @@
+"""Which part of a model each pipeline stage holds: pure arithmetic, the same on every rank.
+
+A *chunk* is a part of the model that one rank runs without a send in between; each rank has ``vpp`` chunks. Chunk c of
+rank r is number ``c * pp + r`` of the model (interleaved schedule, arXiv 2104.04473 section 2.2). If the layers do not
+divide evenly, embedding and head count as a layer each, and may even have a chunk for themselves.
+
+What a Hugging Face configuration says about latent attention, DeepSeek's; imports no Megatron.
+
+What a Hugging Face configuration says about a model, as far as Megatron's layers need it; imports no Megatron.
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from conformance.core.errors import UsageError
+from conformance.spec.roles import Head
+from impl.megatron.moe_config import (
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
+    GPT_OSS,
+    MIXTRAL,
+    QWEN2_MOE,
+    QWEN3_MOE,
+    Keys,
+    Mixture,
+    mixture_of,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stages:
+    """``chunks[i]``: the layers of the model's i-th chunk. The first also has the embedding, the last the head."""
+
+    pp: int
+    vpp: int
+    chunks: tuple[range, ...]
+
+    def owner(self, layer: int) -> tuple[int, int]:
+        """Pipeline rank and chunk number of a layer."""
+        index = next(i for i, chunk in enumerate(self.chunks) if layer in chunk)
+        return index % self.pp, index // self.pp
+
+    @property
+    def layout(self) -> list[list[str]]:
+        """The chunks as megatron-core's ``pipeline_model_parallel_layout``."""
+        names = [["decoder"] * len(chunk) for chunk in self.chunks]
+        names[0].insert(0, "embedding")
+        names[-1].append("loss")
+        return names
+
+
+def stages(*, layers: int, pp: int, vpp: int) -> Stages:
+    """Distribute layers over pp x vpp chunks: evenly if they divide; else embedding and head count as a layer each."""
+    count = pp * vpp
+    if layers % count == 0:
+        sizes = [layers // count] * count
+    else:
+        assert layers + 2 >= count, "Layout.validate lets nothing else through"
+        each, more = divmod(layers + 2, count)
+        sizes = [each + (1 <= position <= more) for position in range(count)]  # remaining layers go to the middle
+        sizes[0] -= 1
+        sizes[-1] -= 1
+    starts = [sum(sizes[:i]) for i in range(count)]
+    return Stages(pp=pp, vpp=vpp, chunks=tuple(range(s, s + n) for s, n in zip(starts, sizes, strict=True)))
+
+
+EPS = 1e-6  # of the norms of latent vectors: a number of transformers' own, whatever rms_norm_eps is
+
+
+@dataclass(frozen=True, kw_only=True)
+class Yarn:
+    """Scaled positions (arXiv 2309.00071). size: of sines and cosines. all_dims: what scores are scaled by besides, in
+    the words of DeepSeek's files (mscale_all_dim). truncate: bounds of pairs are whole numbers."""
+
+    factor: float
+    size: float
+    all_dims: float
+    beta_fast: float
+    beta_slow: float
+    original_positions: int
+    truncate: bool
+
+
+class Module(NamedTuple):
+    """A module in front of the scores: its name at Hugging Face, the size of its weight, and whether tensor parallelism
+    cuts its rows."""
+
+    name: str
+    size: tuple[int, ...]
+    cut: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Latent:
+    """Latent attention (arXiv 2405.04434, section 2.1): ranks of queries (None: they have no latent vectors) and of
+    keys and values; by head the numbers of a query that positions leave (``plain``) and turn, and those of a value.
+
+    neighbours: positions turn pairs of numbers next to each other, not of the two halves. yarn: None without scaling.
+    """
+
+    q_rank: int | None
+    kv_rank: int
+    plain: int
+    turned: int
+    value: int
+    neighbours: bool
+    yarn: Yarn | None
+
+    def modules(self, *, hidden: int, heads: int) -> dict[str, Module]:
+        """By megatron-core's names."""
+        queries = heads * (self.plain + self.turned)
+        if self.q_rank is None:
+            found = {"linear_q_proj": Module("q_proj", (queries, hidden), cut=True)}
+        else:
+            found = {
+                "linear_q_down_proj": Module("q_a_proj", (self.q_rank, hidden)),
+                "q_layernorm": Module("q_a_layernorm", (self.q_rank,)),
+                "linear_q_up_proj": Module("q_b_proj", (queries, self.q_rank), cut=True),
+            }
+        return {
+            **found,
+            "linear_kv_down_proj": Module("kv_a_proj_with_mqa", (self.kv_rank + self.turned, hidden)),
+            "kv_layernorm": Module("kv_a_layernorm", (self.kv_rank,)),
+            "linear_kv_up_proj": Module("kv_b_proj", (heads * (self.plain + self.value), self.kv_rank), cut=True),
+        }
+
+
+def latent_of(config: dict[str, Any], rope: Mapping[str, Any], *, scaled: bool) -> Latent:
+    """``rope``: what the configuration says of rotary positions. Raises KeyError for a key that is missing."""
+    return Latent(
+        q_rank=config["q_lora_rank"],
+        kv_rank=config["kv_lora_rank"],
+        plain=config["qk_nope_head_dim"],
+        turned=config["qk_rope_head_dim"],
+        value=config["v_head_dim"],
+        neighbours=bool(config.get("rope_interleave", True)),
+        yarn=_latent_yarn(rope) if scaled else None,
+    )
+
+
+def _latent_yarn(rope: Mapping[str, Any]) -> Yarn:
+    factor, own, all_dims = rope["factor"], rope.get("mscale"), rope.get("mscale_all_dim") or 0.0
+    size = _magnitude(factor, own) / _magnitude(factor, all_dims) if own and all_dims else _magnitude(factor, 1.0)
+    return Yarn(
+        factor=float(factor),
+        size=float(rope.get("attention_factor") or size),
+        all_dims=float(all_dims),
+        beta_fast=float(rope.get("beta_fast") or 32.0),
+        beta_slow=float(rope.get("beta_slow") or 1.0),
+        original_positions=rope["original_max_position_embeddings"],
+        truncate=bool(rope.get("truncate", True)),
+    )
+
+
+def _magnitude(factor: float, scale: float) -> float:
+    return 0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+class Family(NamedTuple):
+    """A family whose layers are built here: RMSNorm before attention and before a SwiGLU MLP, rotary positions, GQA.
+
+    bias: the configuration's key for biases on q, k, v and o, and its default; or which projections have one (q, k and
+    v: unless ``qkv_bias`` is false). The MLP has none. qk_norm: whether q and k are normalised per head. windows: which
+    layers have a sliding window. sinks: attention has a learned score per head, without a value. fused: at Hugging Face
+    q, k and v are one matrix, and gate and up. partial: positions may be on a part of each head. mixture: how a
+    configuration spells its mixture of experts. latent: attention is DeepSeek's, with biases
+    in the place of those on q, k and v on the projections to latent vectors.
+    """
+
+    bias: tuple[str, bool] | Literal["none", "qkv"]
+    qk_norm: bool = False
+    windows: Literal["none", "every layer", "every second layer", "switched on"] = "none"
+    sinks: bool = False
+    fused: bool = False
+    partial: bool = False
+    mixture: Keys | None = None
+    latent: bool = False
+
+
+FAMILIES = {
+    "PanguEmbedded": Family(("bias", True)),
+    "Llama": Family(("attention_bias", False)),
+    "Mistral": Family("none", windows="every layer"),
+    "Qwen2": Family("qkv", windows="switched on"),
+    "GptOss": Family(("attention_bias", True), windows="every second layer", sinks=True, mixture=GPT_OSS),
+    "Phi3": Family("none", windows="every layer", fused=True, partial=True),
+    "Qwen3": Family(("attention_bias", False), qk_norm=True, windows="switched on"),
+    "Mixtral": Family("none", windows="every layer", mixture=MIXTRAL),
+    "Qwen2Moe": Family("qkv", windows="switched on", mixture=QWEN2_MOE),
+    "Qwen3Moe": Family(("attention_bias", False), qk_norm=True, windows="switched on", mixture=QWEN3_MOE),
+    "DeepseekV2": Family(("attention_bias", False), mixture=DEEPSEEK_V2, latent=True),
+    "DeepseekV3": Family(("attention_bias", False), mixture=DEEPSEEK_V3, latent=True),
+}
+# Families with parts that megatron-core 0.16.1 does not have (source read, and tests/megatron_backend/test_megatron_lacks.py
+# looks).
+_AFTER = "norms of what attention and MLP give, before it is added"
+_SCALED = "embeddings times the root of their width"
+LACKING = {
+    "Gemma2": ("soft-capped scores and logits", _AFTER, _SCALED),
+    "Gemma3": ("positions of two bases", _AFTER, _SCALED),
+    "Olmo2": ("norms of q and k over all heads", _AFTER),
+}
+HEADS: dict[str, Head] = {"ForCausalLM": "causal", "ForSequenceClassification": "value"}
+ARCHITECTURES = {family + suffix: (family, head) for family in FAMILIES for suffix, head in HEADS.items()}
+VOCABULARY_MULTIPLE = 128  # Megatron-LM's default: a rank's part of the vocabulary is a multiple of it
+_SIZES = ("attention_factor", "mscale", "mscale_all_dim")  # of cos and sin under yarn
+_DROPOUTS = ("embd_pdrop", "resid_pdrop")
+VALUE_HEAD = "score.weight"  # (1, hidden), in place of the language head: transformers' name for a scalar head
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """The sizes and switches of a model.
+
+    qkv_bias, output_bias: on q, k and v, and on o. windows: of each layer, None without one. llama3: the scaling of
+    rotary frequencies, in the words of megatron-core's own function; None without it. yarn: another, as the
+    configuration spells it, with every number. head: logits over the vocabulary,
+    or one value per token. padding_token: its embedding gets no gradient where the token is an input. fused, sinks: see
+    Family. rotary_share: of a head's numbers, the part that positions turn, from the first one on.
+    attention_dropout: a probability; it is only run if it is switched off. mixture: of the layers that have experts.
+    latent: of latent attention, in which head_dim is that of queries and keys; None for grouped queries.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    vocab: int
+    eps: float
+    rope_theta: float
+    qkv_bias: bool
+    output_bias: bool
+    qk_norm: bool
+    tied: bool
+    max_positions: int
+    windows: tuple[int | None, ...] = ()
+    llama3: Mapping[str, float] | None = None
+    padding_token: int | None = None
+    attention_dropout: float = 0.0
+    fused: bool = False
+    sinks: Literal[True] | None = None
+    yarn: Mapping[str, float] | None = None
+    rotary_share: float = 1.0
+    head: Head = "causal"
+    mixture: Mixture | None = None
+    latent: Latent | None = None
+
+    @property
+    def attended(self) -> int:
+        """The width of what attention gives to o_proj."""
+        return self.heads * (self.latent.value if self.latent else self.head_dim)
+
+    def padded_vocab(self, tp: int) -> int:
+        multiple = VOCABULARY_MULTIPLE * tp
+        return -(-self.vocab // multiple) * multiple
+
+
+def read_shape(folder: Path) -> ModelShape:
+    """The shape of the model in a Hugging Face folder. Raises UsageError if it needs something that is not built in."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    name = next(iter(config.get("architectures") or ()), None)
+    if parts := LACKING.get(str(name).partition("For")[0]):
+        raise UsageError(f"{name} needs what megatron-core does not have: {', '.join(parts)}; use fsdp2 or deepspeed")
+    if name not in ARCHITECTURES:
+        raise UsageError(
+            f"{name} is not among the architectures that are built here on megatron-core "
+            f"({', '.join(FAMILIES)}); use fsdp2 or deepspeed, or add it (docs/adding-a-model.md)"
+        )
+    family, head = ARCHITECTURES[name]
+    several = head == "value" and config.get("num_labels", len(config.get("id2label") or ()) or 1) != 1
+    known = ("default", "yarn") if FAMILIES[family].latent else ("default", "llama3", "yarn")
+    refused = {
+        f"rotary positions that are scaled otherwise than by {' or '.join(known[1:])}": _scaling(config) not in known,
+        "quantized weights (save them with dequantize=True), which are": config.get("quantization_config"),
+        "experts with biases beside attention without": name.startswith("GptOss")
+        and not config.get("attention_bias", True),
+        "a head with more than one value per token": several,
+        "biases in the MLP": config.get("mlp_bias"),
+        "dropout of embeddings and of blocks (embd_pdrop, resid_pdrop)": any(map(config.get, _DROPOUTS)),
+        "an activation other than SiLU": config.get("hidden_act", "silu") != "silu",
+    }
+    if missing := [what for what, asked in refused.items() if asked]:
+        raise UsageError(f"{' and '.join(missing)} not built in for megatron; use fsdp2 or deepspeed")
+    try:
+        return _shape(config, FAMILIES[family], head=head)
+    except KeyError as lacking:
+        raise UsageError(f"{folder}/config.json does not say {lacking.args[0]}; add it") from None
+
+
+def _rope(config: dict[str, Any]) -> dict[str, Any]:
+    """What the configuration says of rotary positions, in its newer or its older spelling."""
+    return {
+        "rope_theta": config.get("rope_theta"),
+        "partial_rotary_factor": config.get("partial_rotary_factor"),
+        **(config.get("rope_scaling") or config.get("rope_parameters") or {}),
+    }
+
+
+def _scaling(config: dict[str, Any]) -> str:
+    rope = _rope(config)
+    return str(rope.get("rope_type", rope.get("type", "default")))
+
+
+def _yarn(rope: dict[str, Any]) -> dict[str, float]:
+    """With transformers' numbers where the configuration is silent; cos and sin have the size that follows from them.
+
+    Raises UsageError where they have another.
+    """
+    if own := [key for key in _SIZES if rope.get(key)]:
+        raise UsageError(f"yarn with {', '.join(own)} is not built in for megatron; use fsdp2 or deepspeed")
+    return {
+        "factor": rope["factor"],
+        "original_max_position_embeddings": rope["original_max_position_embeddings"],
+        "beta_fast": rope.get("beta_fast") or 32.0,
+        "beta_slow": rope.get("beta_slow") or 1.0,
+        "truncate": rope.get("truncate", True),
+    }
+
+
+def _windows(config: dict[str, Any], family: Family) -> tuple[int | None, ...]:
+    count: int = config["num_hidden_layers"]
+    if family.windows == "every layer":
+        return (config["sliding_window"],) * count
+    if family.windows == "every second layer":
+        every_second = ["" if i % 2 else "sliding_attention" for i in range(count)]
+        return _by_kind(config, config.get("layer_types") or every_second)
+    if family.windows == "none" or not config.get("use_sliding_window"):
+        return (None,) * count
+    first = config.get("max_window_layers", 28)  # transformers' default
+    return _by_kind(
+        config, config.get("layer_types") or ["sliding_attention" if i >= first else "" for i in range(count)]
+    )
+
+
+def _by_kind(config: dict[str, Any], kinds: Sequence[str]) -> tuple[int | None, ...]:
+    return tuple(config["sliding_window"] if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _shape(config: dict[str, Any], family: Family, *, head: Head) -> ModelShape:
+    heads, rope = config["num_attention_heads"], _rope(config)
+    if rope["rope_theta"] is None:
+        raise KeyError("rope_theta")
+    bias = isinstance(family.bias, tuple) and bool(config.get(*family.bias))
+    latent = latent_of(config, rope, scaled=_scaling(config) == "yarn") if family.latent else None
+    llama3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    return ModelShape(
+        layers=config["num_hidden_layers"],
+        hidden=config["hidden_size"],
+        heads=heads,
+        kv_heads=config.get("num_key_value_heads") or heads,
+        head_dim=(latent.plain + latent.turned if latent else config.get("head_dim") or config["hidden_size"] // heads),
+        ffn=config["intermediate_size"],
+        vocab=config["vocab_size"],
+        eps=config["rms_norm_eps"],
+        rope_theta=float(rope["rope_theta"]),
+        qkv_bias=bias or (family.bias == "qkv" and bool(config.get("qkv_bias", True))),
+        output_bias=bias,
+        qk_norm=family.qk_norm,
+        # A value head has nothing to be tied to.
+        tied=bool(config.get("tie_word_embeddings")) and head == "causal",
+        max_positions=config["max_position_embeddings"],
+        windows=_windows(config, family),
+        llama3={key: rope[key] for key in llama3} if _scaling(config) == "llama3" else None,
+        padding_token=config.get("pad_token_id"),
+        attention_dropout=float(config.get("attention_dropout") or 0.0),
+        fused=family.fused,
+        sinks=True if family.sinks else None,
+        yarn=_yarn(rope) if _scaling(config) == "yarn" and not latent else None,
+        rotary_share=float(rope["partial_rotary_factor"] or 1.0) if family.partial else 1.0,
+        head=head,
+        mixture=None if family.mixture is None else mixture_of(config, family.mixture),
+        latent=latent,
+    )

@@ -1,0 +1,293 @@
+"""Masks that keep packed documents apart, for code in transformers that makes its masks without their positions.
+
+``create_causal_mask`` tells documents apart by their positions, if it is given them. The code of gpt-oss, AFMoE, OPT,
+Falcon and others does not hand them on (docs/findings/gpt-oss-packed-positions.md).
+
+Loads openPangu's published modeling file unchanged: stand-ins for what only Ascend or older transformers have.
+
+The file imports ``torch_npu`` and asks it for the device, to choose a kernel for inference; it was written for a
+transformers with other names. While such a model is loaded, and no longer, there are
+
+* ``torch_npu`` and ``torch.npu``, if they are not installed: a machine without such a device;
+* ``LossKwargs``, which is ``TransformersKwargs`` now;
+* ``create_causal_mask`` with the arguments of old (``input_embeds``, ``cache_position``);
+* the default rotary frequencies in ``ROPE_INIT_FUNCTIONS`` (arXiv 2104.09864, section 3.2.2).
+
+What the file has bound on import stays bound in it, and in nothing else.
+
+Builds the model of a Hugging Face folder the way trainers do: by AutoConfig, ``auto_map`` and the declared
+architecture; with its weights, or without, for ranks that read only their own.
+"""
+
+import contextlib
+import functools
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import masking_utils, modeling_rope_utils
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
+from transformers.modeling_outputs import CausalLMOutput
+from transformers.utils import import_utils
+
+from conformance.core.errors import UsageError
+from conformance.models.folder_checks import SHIPPED_CODE, folder_code, runs_code
+from conformance.models.folders import weight_files
+from conformance.spec.roles import Head
+from impl.checkpoints.sharded_safetensors import fill
+from impl.models.family_quirks import beyond_kernels, needs_loop
+from impl.models.lazy_weights import UnreadWeights, give_memory, published_buffers, reading_headers, take_origins
+
+MAKERS = ("create_causal_mask", "create_sliding_window_causal_mask")
+_positions: ContextVar[torch.Tensor | None] = ContextVar("positions", default=None)  # of a forward pass that is on
+
+
+def keep_documents_apart(model: transformers.PreTrainedModel) -> None:
+    """Let the masks that ``model`` makes be those of the ``position_ids`` that it is given.
+
+    The functions that make masks are replaced where the model's code looks for them, for all models of this code; they
+    do as before where they are given positions, or where the model is given none.
+    """
+    code = inspect.unwrap(type(model.base_model).forward).__globals__
+    for name in MAKERS:
+        if name in code and not hasattr(code[name], "knows_positions"):
+            code[name] = _with_positions(code[name])
+    model.register_forward_pre_hook(_begin, with_kwargs=True)
+    model.register_forward_hook(_end, always_call=True)
+
+
+def _begin(_: Any, __: Any, options: dict[str, Any]) -> None:
+    _positions.set(options.get("position_ids"))
+
+
+def _end(*_: Any) -> None:
+    _positions.set(None)
+
+
+def _with_positions(make: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(make)
+    def made(*arguments: Any, **options: Any) -> Any:
+        if options.get("position_ids") is None:
+            options["position_ids"] = _positions.get()
+        return make(*arguments, **options)
+
+    made.knows_positions = True  # type: ignore[attr-defined]
+    return made
+
+
+NEEDS = ("torch_npu", "LossKwargs")  # a Python file of the folder has one of these words
+
+
+@contextlib.contextmanager
+def older_names(folder: Path, *, runs_code: bool) -> Iterator[bool]:
+    """Stand-ins around loading the model in ``folder``, if Python code of it is run and needs any; whether it does."""
+    if not runs_code or not _needs_stand_ins(folder):
+        yield False
+        return
+    import_utils.is_torch_npu_available()  # the answer is kept, and has to be that of the machine
+    with contextlib.ExitStack() as stack:
+        if importlib.util.find_spec("torch_npu") is None:
+            stack.enter_context(mock.patch.dict(sys.modules, _npu()))
+            stack.enter_context(mock.patch.object(torch, "npu", _Device, create=True))
+        current = transformers.utils.TransformersKwargs
+        stack.enter_context(mock.patch.object(transformers.utils, "LossKwargs", current, create=True))
+        stack.enter_context(mock.patch.object(masking_utils, "create_causal_mask", _create_causal_mask))
+        stack.enter_context(mock.patch.dict(modeling_rope_utils.ROPE_INIT_FUNCTIONS, {"default": default_frequencies}))
+        yield True
+
+
+def _needs_stand_ins(folder: Path) -> bool:
+    if folder_code(folder) == SHIPPED_CODE:
+        return False
+    return any(word in file.read_text(encoding="utf-8") for file in folder.glob("*.py") for word in NEEDS)
+
+
+def fill_rotary_tables(model: torch.nn.Module) -> None:
+    """Compute frequencies that transformers leaves as they lie in memory: it loads a model without any memory first,
+    and afterwards asks ``_init_weights`` for what is in no file, which older code has only for weights."""
+    for module in model.modules():
+        if (make := getattr(module, "rope_init_fn", None)) is not None:
+            rotary: Any = module
+            frequencies, rotary.attention_scaling = make(rotary.config, None)
+            rotary.inv_freq.copy_(frequencies)
+            rotary.original_inv_freq = rotary.inv_freq
+
+
+def default_frequencies(config: Any, device: Any = None, seq_len: int | None = None) -> tuple[Tensor, float]:
+    """theta^(-2i / E) for each pair of a head (E / 2,), and the factor 1 of cos and sin."""
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    parameters = getattr(config, "rope_parameters", None) or {}
+    theta = parameters.get("rope_theta") or config.rope_theta
+    exponents = torch.arange(0, size, 2, dtype=torch.int64).to(device=device, dtype=torch.float) / size
+    return 1.0 / theta**exponents, 1.0
+
+
+class _Device:
+    """``torch.npu`` of a machine that has none."""
+
+    @staticmethod
+    def get_device_name(device: Any = None) -> str:
+        return ""
+
+
+def _npu() -> dict[str, ModuleType]:
+    names = ("torch_npu", "torch_npu.contrib", "torch_npu.contrib.transfer_to_npu")
+    modules = {name: ModuleType(name) for name in names}
+    for name, module in modules.items():
+        module.__spec__, module.__path__ = ModuleSpec(name, None, is_package=True), []
+        parent, _, last = name.rpartition(".")
+        if parent:
+            setattr(modules[parent], last, module)
+    return modules
+
+
+_today = masking_utils.create_causal_mask
+
+
+def _create_causal_mask(
+    config: Any, *, input_embeds: Tensor | None = None, cache_position: Tensor | None = None, **arguments: Any
+) -> Any:
+    if input_embeds is not None:
+        arguments["inputs_embeds"] = input_embeds
+    return _today(config=config, **arguments)
+
+
+def empty_model(
+    path: Path, *, dtype: torch.dtype, attention: str | None, head: Head = "causal", trusted: bool = False
+) -> transformers.PreTrainedModel:
+    """Build the model in ``dtype``, in training mode, with buffers and without the numbers of its parameters.
+
+    These lie on the meta device; the model's attribute ``unread`` (impl.models.lazy_weights.UnreadWeights) says where
+    they are.
+
+    With the head ``causal``, it is a causal language model if the folder declares one, else image-text-to-text, else
+    the bare AutoModel; with the head ``value``, see ``value_class``. ``attention``: transformers' name of the attention
+    implementation; None is torch's kernel where the model can have it, and plain products elsewhere. ``trusted``: the
+    folder's Python code may be run. Raises UsageError if that code has to be run and is not trusted, and if the
+    folder's weights are not exactly the model's.
+    """
+    code, config = runs_code(path, trusted=trusted), read_config(path, trusted=trusted)
+    with older_names(path, runs_code=code) as are_needed, reading_headers():
+        loader = value_class(causal_class(config, path)) if head == "value" else _auto_class(config)
+        model, found = loader.from_pretrained(
+            path,
+            config=config,
+            dtype=dtype,
+            attn_implementation=attention or _own_attention(path, config, dtype),
+            output_loading_info=True,
+            # transformers' default is a kernel for groups of experts, which knows no float64.
+            **({"experts_implementation": "eager"} if dtype == torch.float64 or needs_loop(path) else {}),
+            **({} if head == "value" else {"trust_remote_code": code}),
+        )
+        if are_needed:
+            fill_rotary_tables(model)
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if names := sorted(map(str, found[kind])):
+            raise UsageError(
+                f"the weights in {path} do not fit {type(model).__name__}: {kind.replace('_', ' ')} {names[:8]}; a "
+                f"parameter must never be left at random, so give the complete folder of this model"
+            )
+    model.unread = take_origins(model, weight_files(path))
+    model.config.use_cache = False
+    keep_documents_apart(model)
+    for buffer in published_buffers(model).values():
+        buffer.data = buffer.data.to(torch.promote_types(buffer.dtype, dtype))  # some stay float32 in a float64 model
+    return model.train()
+
+
+def load_model(
+    path: Path, *, dtype: torch.dtype, attention: str | None, head: Head = "causal", trusted: bool = False
+) -> transformers.PreTrainedModel:
+    """As ``empty_model``, with all of its numbers, in the memory of the host."""
+    model = empty_model(path, dtype=dtype, attention=attention, head=head, trusted=trusted)
+    unread: UnreadWeights = model.unread
+    give_memory(model, lambda empty: torch.empty_like(empty, device="cpu"))
+    with unread.opened("cpu") as read, torch.no_grad():
+        for name, parameter in model.named_parameters():
+            fill(parameter, name, [0] * parameter.dim(), read.region)
+    del model.unread
+    return model
+
+
+def value_class(causal: type[transformers.PreTrainedModel]) -> type[transformers.PreTrainedModel]:
+    """The class of a value model: the layers of the language model ``causal`` with one number per token as the output.
+
+    The head ``score`` is a linear layer without bias, and ``logits`` of the output are (rows, length, 1). The parameter
+    names are those of transformers' sequence classification with one label, and of OpenRLHF's critic.
+    """
+
+    class ValueModel(causal):  # type: ignore[misc]
+        _tied_weights_keys = None
+        _tp_plan: dict[str, str] = {}  # noqa: RUF012 (transformers has it so)
+
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            head = super().get_output_embeddings()
+            delattr(self, next(name for name, module in self.named_children() if module is head))
+            self.score = torch.nn.Linear(config.get_text_config().hidden_size, 1, bias=False)
+
+        def get_output_embeddings(self) -> None:
+            return None
+
+        def forward(self, **inputs: Any) -> CausalLMOutput:
+            hidden = getattr(self, self.base_model_prefix)(**inputs).last_hidden_state
+            return CausalLMOutput(logits=self.score(hidden))
+
+    ValueModel.__name__ = ValueModel.__qualname__ = causal.__name__.replace("ForCausalLM", "ForTokenValues")
+    return ValueModel
+
+
+def read_config(path: Path, *, trusted: bool = False) -> transformers.PretrainedConfig:
+    """The configuration in a Hugging Face folder. Raises UsageError for untrusted code, as ``load_model``."""
+    code = runs_code(path, trusted=trusted)
+    config: transformers.PretrainedConfig = transformers.AutoConfig.from_pretrained(path, trust_remote_code=code)
+    return config
+
+
+def causal_class(config: transformers.PretrainedConfig, path: Path) -> type[transformers.PreTrainedModel]:
+    """The causal language model class of this configuration. Raises UsageError if transformers has none."""
+    if reference := (getattr(config, "auto_map", None) or {}).get("AutoModelForCausalLM"):
+        with older_names(path, runs_code=True):
+            found: type[transformers.PreTrainedModel] = get_class_from_dynamic_module(reference, path)
+        return found
+    if not (known := _mapped_class(config)):
+        raise UsageError(f"{path} is no causal language model that transformers knows; use another model")
+    return known
+
+
+def _mapped_class(config: transformers.PretrainedConfig) -> type[transformers.PreTrainedModel] | None:
+    """transformers' own causal language model of this configuration; None if it has none."""
+    found: type[transformers.PreTrainedModel] | None = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    return found
+
+
+def _auto_class(config: transformers.PretrainedConfig) -> Any:
+    """transformers' auto class for a model: remote code names it in ``auto_map``, others are known by configuration."""
+    auto_map = getattr(config, "auto_map", None) or {}
+    vision = next(
+        (name for name in ("AutoModelForImageTextToText", "AutoModelForVision2Seq") if name in auto_map), None
+    )
+    if "AutoModelForCausalLM" in auto_map or type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        return transformers.AutoModelForCausalLM
+    if vision:
+        return getattr(transformers, vision, transformers.AutoModelForImageTextToText)
+    if type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return transformers.AutoModelForImageTextToText
+    return transformers.AutoModel
+
+
+def _own_attention(path: Path, config: transformers.PretrainedConfig, dtype: torch.dtype) -> str:
+    """The attention of a model that has no ring: torch's kernel, but not in the exact tier, which wants plain products,
+    and not where the scores are soft-capped or the model has no use for the kernel."""
+    has_no_kernel = not getattr(_mapped_class(config), "_supports_sdpa", True)
+    return "eager" if dtype == torch.float64 or beyond_kernels(path) or has_no_kernel else "sdpa"

@@ -1,0 +1,279 @@
+"""Outputs of a forward pass: log-prob, entropy and value of every token, from whole logits or vocabulary shards.
+
+The same code serves both: without a process group, the only shard is the whole vocabulary. To save memory, the logits
+are the only tensor of their size that is kept for the backward pass, which computes the softmax again, and only a part
+of them is there in float32 at a time.
+"""
+
+import functools
+import importlib.util
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from conformance.spec.roles import Head
+from impl.interface.collate import MicroBatch
+
+OutputName = Literal["logprobs", "entropy", "values", "targets"]
+Wanted = frozenset[OutputName]
+WIDENED_AT_ONCE = 2**25  # logits, 128 MiB in float32
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outputs:
+    """The requested outputs of a micro-batch, most of them (rows, length) in float32 or wider; None if not requested.
+
+    All ranks that share the micro-batch have the same numbers.
+
+    logprobs: log p of the label of each position, at the requested temperature; 0 where there is no target.
+    entropy: -sum p log p of the distribution at each position, in nats; temperature and zeros as for logprobs.
+    values: the value head's number at each position; 0 in padding.
+    targets: 1 at each label that is trained on, else 0. It is taken from the tokens that went through the model, after
+        padding and sharding, so its sum is the number of targets that the loss really covers.
+    routing, probabilities: (rows, length, routers, experts), of a model with a mixture of experts, whatever was
+        requested: the weight of each expert's output, 0 where it is not chosen, and the router's softmax.
+    squares: (rows, length, routers), of such a model: the square of the log of the sum of exp(logits) of each router.
+    """
+
+    logprobs: Tensor | None = None
+    entropy: Tensor | None = None
+    values: Tensor | None = None
+    targets: Tensor | None = None
+    routing: Tensor | None = None
+    probabilities: Tensor | None = None
+    squares: Tensor | None = None
+
+    def each(self, function: Callable[[Tensor], Tensor]) -> "Outputs":
+        """A copy with ``function`` applied to each output that is not None."""
+        return Outputs(**{name: None if tensor is None else function(tensor) for name, tensor in vars(self).items()})
+
+    def detach(self) -> "Outputs":
+        return self.each(Tensor.detach)
+
+
+def outputs_of(
+    result: Tensor,
+    inputs: MicroBatch,
+    *,
+    head: Head,
+    want: Wanted,
+    temperature: float,
+    group: dist.ProcessGroup | None = None,
+    vocab_start: int = 0,
+    vocab_size: int | None = None,
+) -> Outputs:
+    """The outputs that ``want`` names, from a model's ``result`` for the tokens of ``inputs``.
+
+    ``result``: a language model's logits (rows, length, V), or a vocabulary shard of them with or without padding, as
+    in ``token_statistics``; or a value model's values (rows, length, 1).
+    """
+    if head == "value":
+        assert want <= {"values"}, "a value model has no vocabulary"
+        values = result[..., 0].to(torch.promote_types(result.dtype, torch.float32))
+        return Outputs(values=values.where(inputs.real, 0) if want else None)
+    assert "values" not in want, "a language model has no values"
+    logprobs, entropy = token_statistics(
+        result,
+        inputs.labels,
+        temperature=temperature,
+        group=group,
+        vocab_start=vocab_start,
+        vocab_size=vocab_size,
+        entropy="entropy" in want,
+    )
+    targets = inputs.targets.to(logprobs.dtype) if "targets" in want else None
+    return Outputs(logprobs=logprobs if "logprobs" in want else None, entropy=entropy, targets=targets)
+
+
+def token_statistics(
+    logits: Tensor,
+    labels: Tensor,
+    *,
+    temperature: float = 1.0,
+    group: dist.ProcessGroup | None = None,
+    vocab_start: int = 0,
+    vocab_size: int | None = None,
+    entropy: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    """(log p of the labels, entropy) of softmax(logits / temperature), each (...,), differentiable.
+
+    ``logits`` (..., V): the whole vocabulary; or with ``group`` this rank's shard of it, which begins at token
+    ``vocab_start`` and may be empty. The ranks of the group hold all shards; they all get the same result and must all
+    compute the same loss from it. ``vocab_size``: the logits from this number on are padding, which takes no part; by
+    default there is none. ``labels`` (...,) int64: tokens of the whole vocabulary; a negative label gives 0
+    without a gradient. Logits may be -inf. The computation is in float32, or in float64 if the logits are. Without
+    ``entropy``, the second result is None.
+
+    With s = logits / temperature - their maximum and p = softmax(s): log p_y = s_y - log sum exp(s), with the gradient
+    (1[j = y] - p_j) / temperature; entropy H = log sum exp(s) - sum p s, with -p_j (s_j - sum p s) / temperature.
+    """
+    size = logits.shape[-1] if vocab_size is None else vocab_size
+    statistics: tuple[Tensor, Tensor | None] = _TokenStatistics.apply(  # type: ignore[no-untyped-call]
+        logits, labels, temperature, group, vocab_start, size, entropy
+    )
+    return statistics
+
+
+class _TokenStatistics(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        labels: Tensor,
+        temperature: float,
+        group: dist.ProcessGroup | None,
+        start: int,
+        size: int,
+        entropy: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        ctx.set_materialize_grads(False)  # None, not zeros, for an output that the loss does not use
+        z, tokens = _tokens(logits, size), labels.flatten()
+        highest = _scaled(z.amax(dim=-1), temperature)
+        if group is not None:
+            dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
+        index, held = _shard_index(tokens, start, size)
+        of_label = (_scaled(z.gather(-1, index[:, None])[:, 0], temperature) - highest).where(held, 0)
+        kernels = _kernels(z)
+        over_vocabulary = kernels.sums if kernels else _sums
+        sums = torch.cat([of_label[None], over_vocabulary(z, highest, temperature=temperature, entropy=entropy)])
+        if group is not None:
+            dist.all_reduce(sums, group=group)
+        total, log_total = sums[1], sums[1].log()
+        mean = sums[2] / total if entropy else None  # sum p s
+        ctx.save_for_backward(logits, labels, highest, total, mean)
+        ctx.temperature, ctx.start, ctx.size = temperature, start, size
+        target = tokens >= 0
+        logprobs = (sums[0] - log_total).where(target, 0).view(labels.shape)
+        return logprobs, None if mean is None else (log_total - mean).where(target, 0).view(labels.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, of_logprob: Tensor | None, of_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+        logits, labels, highest, total, mean = ctx.saved_tensors
+        z, tokens = _tokens(logits, ctx.size), labels.flatten()
+        target = tokens >= 0
+        of_logprob = torch.zeros_like(highest) if of_logprob is None else of_logprob.flatten().where(target, 0)
+        of_entropy = None if of_entropy is None else of_entropy.flatten().where(target, 0)
+        index, held = _shard_index(tokens, ctx.start, ctx.size)
+        if kernels := _kernels(z):
+            fused = kernels.gradient(
+                z,
+                highest=highest,
+                total=total,
+                mean=mean,
+                of_logprob=of_logprob,
+                of_entropy=of_entropy,
+                label=index.where(held, -1),
+                temperature=ctx.temperature,
+                width=logits.shape[-1],
+            )
+            return fused.view(logits.shape), *(None,) * 6
+        gradient = torch.empty_like(logits, memory_format=torch.contiguous_format)
+        gradient[..., ctx.size :] = 0
+        own = _tokens(gradient, ctx.size)  # a view, except of an empty shard, of which there is no gradient
+        for part in _parts(z):
+            s = _shifted(z[part], highest[part], ctx.temperature)
+            upstream = of_logprob[part], None if of_entropy is None else of_entropy[part]
+            g = through_softmax_(s, total[part], None if mean is None else mean[part], *upstream)
+            through_label_(g, upstream[0], index=index[part], held=held[part])
+            own[part] = g if ctx.temperature == 1 else g.div_(ctx.temperature)
+        return gradient, *(None,) * 6
+
+
+def _kernels(z: Tensor) -> Any:
+    """impl.models.triton_kernels, for logits in half precision on a GPU with Triton; else None."""
+    half = z.dtype in (torch.bfloat16, torch.float16)
+    if not (half and z.is_cuda and z.stride(-1) == 1 and _has_triton()):
+        return None
+    from impl.models import triton_kernels
+
+    return triton_kernels
+
+
+@functools.cache
+def _has_triton() -> bool:
+    """Whether Triton is installed, and a C compiler where it looks for one."""
+    compiler = os.environ.get("CC") or shutil.which("clang") or shutil.which("gcc")
+    return compiler is not None and importlib.util.find_spec("triton") is not None
+
+
+def _sums(z: Tensor, highest: Tensor, *, temperature: float, entropy: bool) -> Tensor:
+    """(sum exp(s), sum s exp(s)) over the vocabulary of s = z / temperature - highest, (2, tokens) or (1, tokens)."""
+    sums = highest.new_empty(2 if entropy else 1, len(z))
+    for part in _parts(z):
+        s = _shifted(z[part], highest[part], temperature)
+        weights = s.exp() if entropy else s.exp_()
+        sums[0, part] = weights.sum(-1)
+        if entropy:
+            sums[1, part] = weights.mul_(_finite_(s)).sum(-1)
+    return sums
+
+
+def through_softmax_(
+    s: Tensor, total: Tensor, mean: Tensor | None, of_logprob: Tensor, of_entropy: Tensor | None
+) -> Tensor:
+    """The part of the gradient of ``s`` that goes through the softmax over the whole vocabulary; overwrites ``s``.
+
+    ``s`` (..., V): this rank's logits / temperature, minus their maximum over the whole vocabulary. ``total`` and
+    ``mean`` (...,): sum exp(s) and sum p s over the whole vocabulary. ``of_logprob``, ``of_entropy`` (...,): the
+    gradients of the loss with respect to log-probs and entropy.
+    """
+    if of_entropy is None:
+        return s.exp_().mul_((-of_logprob / total)[..., None])
+    assert mean is not None
+    p = s.exp().div_(total[..., None])
+    weighted = _finite_(s).sub_(mean[..., None]).mul_(p)  # first by p, which is 0 where s is far below
+    return p.mul_(-of_logprob[..., None]).sub_(weighted.mul_(of_entropy[..., None]))
+
+
+def through_label_(gradient: Tensor, of_logprob: Tensor, *, index: Tensor, held: Tensor) -> None:
+    """Add the part of the gradient that reaches each label's own logit to ``gradient`` (..., V), in place.
+
+    ``index`` (...,): index of the label in this rank's shard. ``held`` (...,) bool: whether the label is in the shard.
+    """
+    gradient.scatter_add_(-1, index[..., None], of_logprob.where(held, 0)[..., None])
+
+
+def _tokens(logits: Tensor, size: int) -> Tensor:
+    """Logits as (tokens, V) without padding: a view, or a single column of -inf for an empty shard."""
+    if not size:
+        return logits.new_full((math.prod(logits.shape[:-1]), 1), -torch.inf)
+    return logits[..., :size].flatten(0, -2)
+
+
+def _parts(z: Tensor) -> Iterator[slice]:
+    """Slices of the tokens of ``z`` (tokens, V), each with at most WIDENED_AT_ONCE logits or one token."""
+    step = max(1, WIDENED_AT_ONCE // z.shape[1])
+    return (slice(first, first + step) for first in range(0, len(z), step))
+
+
+def _shifted(z: Tensor, highest: Tensor, temperature: float) -> Tensor:
+    """z / temperature - highest (tokens,), as a new tensor in float32 or wider."""
+    if temperature == 1:
+        return z - highest[:, None]  # in the dtype of ``highest``, in one pass
+    return _scaled(z, temperature).sub_(highest[:, None])
+
+
+def _scaled(z: Tensor, temperature: float) -> Tensor:
+    """z / temperature, as a new tensor in float32 or wider."""
+    return z.to(torch.promote_types(z.dtype, torch.float32), copy=True).div_(temperature)
+
+
+def _finite_(s: Tensor) -> Tensor:
+    """Replace -inf by the lowest finite number, in place, so that its product with a probability of 0 is 0, not NaN."""
+    return s.clamp_(min=torch.finfo(s.dtype).min)
+
+
+def _shard_index(labels: Tensor, start: int, size: int) -> tuple[Tensor, Tensor]:
+    """(index of each label in this rank's vocabulary shard, or 0; whether the label is in the shard)."""
+    index = labels - start
+    held = (labels >= 0) & (index >= 0) & (index < size)
+    return index.where(held, 0), held

@@ -1,0 +1,269 @@
+"""Routers of a Hugging Face model with a mixture of experts: what they choose, choices that are given, the loss.
+
+A router's module takes tokens (N, D) and returns logits, the weights of the chosen experts and their numbers. Its
+forward function is wrapped, so hooks of FSDP2 and DeepSpeed stay around it. What the routers did in a forward pass
+travels with its outputs (``Outputs.routing``, ``Outputs.probabilities``), over rings as well, and is not kept: a model
+that holds tensors of its own graph is in a cycle that nobody frees, with its process groups.
+
+The load-balancing loss is that of the whole optimizer step (docs/mixture-of-experts.md): experts are counted in forward
+passes of their own before the first backward pass, because each micro-batch's gradient needs the counts of all.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from conformance.spec.batch import EXPERTS, expert_column
+from conformance.spec.observables import ROUTING
+from impl.interface.collate import MicroBatch
+from impl.interface.micro_batch_loop import Loss
+from impl.interface.protocol import Context, Trainable
+from impl.models.outputs import Outputs
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+# Model types whose routers are known
+KINDS = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """What one router did, for tokens (N,): the experts' weights (N, X), 0 where not chosen; with a gradient, their
+    probabilities (N, X), and the squares (N,) that the z-loss is the mean of; None from who does not tell them."""
+
+    weights: Tensor
+    probabilities: Tensor
+    squares: Tensor | None = None
+
+
+class Routers:
+    """The routers of a model, in the order of its layers. ``loss_factor``: 0 where they add nothing to the loss."""
+
+    def __init__(self, model: "PreTrainedModel") -> None:
+        config = model.config
+        balanced = getattr(config, "output_router_logits", False)
+        self.loss_factor = float(config.router_aux_loss_coef) if balanced else 0.0
+        self._replayed: list[Tensor] = []
+        self._seen: dict[int, Choice] = {}
+        self._is_looking = False  # not while a backward pass computes activations again
+        gates = [module for module in model.modules() if type(module).__name__.lower().endswith("topkrouter")]
+        self._scores = router_sigmoids if config.model_type == "deepseek_v3" else router_probabilities
+        for number, gate in enumerate(gates):
+            self._wrap(number, gate)
+        self._slots = [int(gate.top_k) for gate in gates]
+
+    def _wrap(self, number: int, gate: Any) -> None:
+        inner = gate.forward
+        # Those of Mixtral and gpt-oss have no such switch and always divide by the sum; DeepSeek-V2's never does.
+        normalised = getattr(gate, "norm_topk_prob", "DeepseekV2" not in type(gate).__name__)
+        factor = getattr(gate, "routed_scaling_factor", 1.0)
+
+        def forward(hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            logits, weights, chosen = inner(hidden)
+            probabilities = self._scores(logits)
+            if self._replayed:
+                chosen = self._replayed[number]
+                weights = (factor * weights_of(probabilities, chosen, normalised=normalised)).to(weights.dtype)
+            dense = torch.zeros_like(probabilities).scatter(-1, chosen, weights.detach().to(probabilities.dtype))
+            squares = torch.logsumexp(logits.to(probabilities.dtype), dim=-1).square()
+            # Computed again or not: torch's checkpointing wants the same tensors saved, in the same order.
+            if self._is_looking:
+                self._seen[number] = Choice(weights=dense, probabilities=probabilities, squares=squares)
+            return logits, weights, chosen
+
+        gate.forward = forward
+
+    def begin(self, inputs: MicroBatch) -> None:
+        """Before a forward pass over ``inputs``: choices in its columns take the place of the routers' own."""
+        self._seen.clear()
+        self._is_looking = True
+        given = expert_column(0, 0) in inputs.columns
+        self._replayed = [replayed_choice(inputs, n, count) for n, count in enumerate(self._slots)] if given else []
+
+    def added(self, outputs: Outputs, inputs: MicroBatch) -> Outputs:
+        """The outputs of this forward pass, with what the routers did."""
+        seen = [self._seen.pop(number) for number in range(len(self._slots))]
+        self._is_looking = False
+        shape = (*inputs.tokens.shape, len(seen), -1)
+        weights, probabilities = (
+            torch.stack(parts, dim=1).view(shape)
+            for parts in ([choice.weights for choice in seen], [choice.probabilities for choice in seen])
+        )
+        squares = torch.stack([_told(choice.squares) for choice in seen], dim=1).view(shape[:-1])
+        return replace(outputs, routing=weights, probabilities=probabilities, squares=squares)
+
+
+def routers_of(model: "PreTrainedModel") -> Routers | None:
+    """None for a model without routers that are known."""
+    return Routers(model) if model.config.model_type in KINDS else None
+
+
+def router_probabilities(logits: Tensor) -> Tensor:
+    """softmax over all experts, in float32 or wider."""
+    return torch.softmax(logits, dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+
+
+def router_sigmoids(logits: Tensor) -> Tensor:
+    """A sigmoid for each expert, in float32 or wider: DeepSeek-V3's."""
+    return torch.sigmoid(logits.to(torch.promote_types(logits.dtype, torch.float32)))
+
+
+def weights_of(probabilities: Tensor, chosen: Tensor, *, normalised: bool) -> Tensor:
+    """The weights (N, K) of ``chosen`` experts, before a factor."""
+    weights = probabilities.gather(-1, chosen)
+    return weights / weights.sum(dim=-1, keepdim=True) if normalised else weights
+
+
+def choices_for(inputs: MicroBatch, key: str) -> MicroBatch:
+    """The micro-batch for the forward pass that is recorded under ``key``: of the choices in its columns, it has those
+    for this pass, under the names that ``Routers.begin`` reads, and no others."""
+    own, read = f"{EXPERTS}{key}.", f"{EXPERTS}{ROUTING}."
+    columns = {name: column for name, column in inputs.columns.items() if not name.startswith(EXPERTS)}
+    given = {name.removeprefix(own): column for name, column in inputs.columns.items() if name.startswith(own)}
+    return replace(inputs, columns=columns | {read + place: column for place, column in given.items()})
+
+
+def replayed_choice(inputs: MicroBatch, router: int, slots: int) -> Tensor:
+    """The choices that are given for a router: int64 (N, K). In padding it is expert 0."""
+    columns = [inputs.columns[expert_column(router, slot)].flatten() for slot in range(slots)]
+    return torch.stack(columns, dim=1).long()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Balance:
+    """Sums over the tokens and routers of all data ranks and micro-batches of a step, in the dtype of probabilities.
+
+    counts: (X,), how often each expert was chosen. probabilities: (X,). choosers: the number of choices.
+    """
+
+    counts: Tensor
+    probabilities: Tensor
+    choosers: Tensor
+
+    @property
+    def loss(self) -> Tensor:
+        """X sum_x f_x P_x (arXiv 2101.03961, equation 4), of the whole step."""
+        return self.share(self.probabilities)
+
+    def share(self, probabilities: Tensor) -> Tensor:
+        """The part of the loss that these sums of probabilities (X,) have; the parts add up to ``loss``."""
+        return len(self.counts) * (self.counts @ probabilities) / self.choosers**2
+
+
+def balance_of(context: Context, inputs: Sequence[MicroBatch], found: Sequence[Outputs]) -> Balance:
+    """From the outputs of all micro-batches of this rank; collective over data ranks."""
+    sums = torch.stack([torch.cat(_sums(*one)) for one in zip(inputs, found, strict=True)]).sum(dim=0)
+    total = context.all_reduce_tensor(sums)
+    experts = (len(total) - 1) // 2
+    return Balance(counts=total[:experts], probabilities=total[experts:-1], choosers=total[-1])
+
+
+def _sums(inputs: MicroBatch, outputs: Outputs) -> tuple[Tensor, Tensor, Tensor]:
+    assert outputs.routing is not None
+    chosen = outputs.routing[inputs.real] > 0  # (tokens, routers, X)
+    probabilities = probability_sums(inputs, outputs).detach()
+    counts = chosen.sum(dim=(0, 1)).to(probabilities.dtype)
+    return counts, probabilities, counts.new_tensor([chosen.shape[0] * chosen.shape[1]])
+
+
+def probability_sums(inputs: MicroBatch, outputs: Outputs) -> Tensor:
+    """(X,), over all real tokens of a micro-batch and all routers."""
+    assert outputs.probabilities is not None
+    return outputs.probabilities[inputs.real].sum(dim=(0, 1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterTerms:
+    """What the routers of a model add to the loss of an optimizer step.
+
+    factor, balance: of the load-balancing loss, with the counts of the step; None where there is none. z_factor: of the
+    z-loss, 0 where there is none. tokens: of the step, see ``tokens_of``.
+    """
+
+    factor: float = 0.0
+    balance: Balance | None = None
+    z_factor: float = 0.0
+    tokens: float = 0.0
+
+    def of_micro_batch(self, inputs: MicroBatch, outputs: Outputs) -> Tensor:
+        """What the routers add for a whole micro-batch, with a gradient."""
+        assert outputs.routing is not None
+        assert outputs.probabilities is not None
+        weights, probabilities, squares = outputs.routing, outputs.probabilities, _told(outputs.squares)
+        return self.share(weights[inputs.real], probabilities[inputs.real], squares[inputs.real])
+
+    def share(self, weights: Tensor, probabilities: Tensor, squares: Tensor) -> Tensor:
+        """What some routers add for some real tokens: (N, routers, X), of which probabilities have a gradient, and
+        (N, routers), with a gradient."""
+        added = probabilities.new_zeros([])
+        if self.balance is not None:
+            choices = weights.flatten(0, 1), probabilities.flatten(0, 1)
+            added = added + router_loss(self.factor, self.balance, *choices)
+        return added + z_loss(self.z_factor, self.tokens, squares) if self.z_factor else added
+
+
+def router_terms(context: Context, trainable: Trainable, inputs: Sequence[MicroBatch]) -> RouterTerms | None:
+    """Of a step, before its first backward pass; None where the routers add nothing. Collective.
+
+    The load-balancing loss needs the counts of the step, which forward passes of their own give.
+    """
+    factor, z_factor = trainable.router_loss_factor, context.config.router_z_loss
+    if not factor and not z_factor:
+        return None
+    balance = None
+    if factor:
+        balance = balance_of(context, inputs, trainable.forward_backward(inputs, want=frozenset(), loss=None))
+    tokens = tokens_of(context, inputs) if z_factor else 0.0
+    return RouterTerms(factor=factor, balance=balance, z_factor=z_factor, tokens=tokens)
+
+
+def with_router_terms(loss: Loss | None, terms: RouterTerms | None, inputs: Sequence[MicroBatch]) -> Loss | None:
+    """The loss of micro-batches, and what their routers add to the loss of the step."""
+    if loss is None or terms is None:
+        return loss
+    return lambda index, outputs: loss(index, outputs) + terms.of_micro_batch(inputs[index], outputs)
+
+
+def router_loss(factor: float, balance: Balance, weights: Tensor, probabilities: Tensor) -> Tensor:
+    """What some choices of a micro-batch add to the loss of the step: (N, X), of real tokens, with a gradient of
+    ``probabilities``."""
+    return factor * balance.share(probabilities.sum(dim=0))
+
+
+def square_sum(inputs: MicroBatch, outputs: Outputs) -> Tensor:
+    """What the z-loss is made of: over all real tokens of a micro-batch and all routers."""
+    return _told(outputs.squares)[inputs.real].sum()
+
+
+def _told(squares: Tensor | None) -> Tensor:
+    assert squares is not None, "a backend that does not tell the routers' squares supports no router_z_loss"
+    return squares
+
+
+def tokens_of(context: Context, inputs: Sequence[MicroBatch]) -> float:
+    """Of all data ranks and micro-batches of a step, without padding; collective over data ranks."""
+    return context.all_reduce(float(sum(int((one.origin or one).real.sum()) for one in inputs)))
+
+
+def z_loss_of(context: Context, inputs: Sequence[MicroBatch], found: Sequence[Outputs]) -> float | None:
+    """The z-loss of a step without its factor; None from a backend that does not tell it. Collective."""
+    if found[0].squares is None:
+        return None
+    own = torch.stack([square_sum(mine, outputs).double() for mine, outputs in zip(inputs, found, strict=True)]).sum()
+    return context.all_reduce(own.item()) / tokens_of(context, inputs)
+
+
+def z_loss(factor: float, tokens: float, squares: Tensor) -> Tensor:
+    """What some tokens of a micro-batch add to the loss of the step for the logits of routers (arXiv 2202.08906,
+    equation 5). ``tokens``: of the step, see ``tokens_of``. ``squares``: (N, routers), of real tokens."""
+    return factor * squares.sum() / tokens
+
+
+def routing_rows(inputs: MicroBatch, outputs: Outputs, indices: Sequence[int]) -> dict[int, Tensor]:
+    """The experts' weights of all tokens of each row, by the row's index: (tokens x routers x X,), CPU."""
+    assert outputs.routing is not None
+    return {index: outputs.routing[r][inputs.real[r]].flatten().cpu() for r, index in enumerate(indices)}

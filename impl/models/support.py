@@ -1,0 +1,85 @@
+"""What a Hugging Face model itself allows, for the adapters that run any of them; the answer needs no ranks."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+from conformance.backends.protocol import Support, Supported, Unsupported
+from conformance.core.paths import resolve
+from conformance.models.folder_checks import Files, files_of
+from conformance.spec.known_defects import model_config
+from conformance.spec.layout import Layout
+from conformance.spec.scenario import Scenario
+from impl.models.router import KINDS
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Model:
+    """What transformers says of a model: the name of its class, the styles of the tensor-parallel plan that it carries,
+    none without one, and whether its attention can be replaced, as far as that is known."""
+
+    name: str
+    plan_styles: frozenset[str]
+    takes_attention: bool
+
+
+def model_support(scenario: Scenario, layout: Layout, *, has_plan: bool = False, without: str = "use tp1") -> Support:
+    """Supported, or Unsupported with what the model lacks for this layout.
+
+    ``has_plan``: the backend takes a tensor-parallel plan of its own, so the model needs none; ``without``: what to do
+    about a model that has none. Code of the model's folder says nothing of its attention; a layer that no ring
+    reaches is found when it runs. Raises UsageError if that code has to be run and is not trusted, and for what is no
+    causal language model.
+    """
+    shards_sequence = layout.sp * layout.ulysses > 1
+    if layout.tp == 1 and not shards_sequence:
+        return Supported()
+    model = _model_of(scenario)
+    if layout.tp > 1 and not has_plan and not model.plan_styles:
+        return Unsupported(f"{model.name} carries no tensor-parallel plan; {without}")
+    if shards_sequence and not model.takes_attention:
+        return Unsupported(f"{model.name} has attention of its own, in whose place no ring can stand; use sp1")
+    return Supported()
+
+
+def torch_is_older(*version: int) -> bool:
+    """Whether torch is older than this version, by its first numbers."""
+    return tuple(map(int, torch.__version__.split(".")[: len(version)])) < version
+
+
+def compile_support(scenario: Scenario, layout: Layout) -> Support:
+    """Supported, or Unsupported with what keeps torch.compile from the layers of this model in this layout."""
+    if "compile" not in layout.options:
+        return Supported()
+    if layout.sp * layout.ulysses > 1:
+        return Unsupported("a ring and Ulysses talk to other ranks inside of a layer, which is not compiled; use sp1")
+    if (kind := model_config(scenario).get("model_type")) in KINDS:
+        return Unsupported(f"the experts of {kind} run one by one, as tokens choose; leave compile out")
+    return Supported()
+
+
+def plan_styles(scenario: Scenario) -> frozenset[str]:
+    """What the tensor-parallel plan that the model carries asks for; nothing without one. Raises UsageError as
+    ``model_support``."""
+    return _model_of(scenario).plan_styles
+
+
+def _model_of(scenario: Scenario) -> _Model:
+    folder = resolve(scenario.model)
+    return _read(folder, files_of(folder), trusted=scenario.trust_remote_code)
+
+
+@lru_cache(maxsize=64)
+def _read(folder: Path, files: Files, *, trusted: bool) -> _Model:
+    """``files`` are there for the cache: many cells have the same model."""
+    from impl.models.loading import causal_class, read_config  # imports transformers, which takes seconds
+
+    config = read_config(folder, trusted=trusted)
+    model = causal_class(config, folder)
+    return _Model(
+        name=model.__name__,
+        plan_styles=frozenset((config.get_text_config().base_model_tp_plan or {}).values()),
+        takes_attention=bool(model._supports_attention_backend or getattr(config, "auto_map", None)),
+    )

@@ -1,0 +1,216 @@
+"""Token rewards, advantages and returns of a whole roll-out, from what is known before its first update.
+
+Pure functions of one process, on lists of responses without padding: float64 in, float64 out. Names and conventions are
+verl's (conformance/spec/objectives.py); tests/third_party/test_third_opinion_advantages.py holds them against verl,
+TRL and OpenRLHF.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from conformance.core.errors import UsageError
+from conformance.spec.objectives import Grpo, KlEstimator, Ppo
+from impl.objectives.losses import kl_estimate
+
+STD_EPSILON = 1e-6  # added to a group's standard deviation
+VARIANCE_EPSILON = 1e-8  # added to the variance when numbers are whitened
+
+
+@dataclass(frozen=True, kw_only=True)
+class Response:
+    """One response of n >= 0 tokens, with what is known of it before the first update. Tensors are (n,) floats.
+
+    group: the number of its prompt. reward: that of the whole response. old_logprobs, reference_logprobs: log-probs of
+    the sampled tokens under the old policy and the reference. values: the critic's value at the position that predicts
+    token t.
+    """
+
+    group: int
+    reward: float
+    old_logprobs: Tensor
+    reference_logprobs: Tensor | None = None
+    values: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """Advantages and returns of one response, each (n,), without a gradient."""
+
+    advantages: Tensor
+    returns: Tensor
+
+
+def token_rewards(response: Response, *, kl_coef: float, kl_penalty: KlEstimator) -> Tensor:
+    """r_t = reward [t = n - 1] - kl_coef KL_t: (n,), in the dtype of ``old_logprobs``.
+
+    KL_t is the estimate of the old log-prob against the reference's (Ziegler et al., arXiv 1909.08593, section 2;
+    Schulman, http://joschu.net/blog/kl-approx.html). Without ``kl_coef`` no reference is needed.
+    """
+    rewards = torch.zeros_like(response.old_logprobs)
+    if len(rewards):
+        rewards[-1] = response.reward
+    if kl_coef:
+        assert response.reference_logprobs is not None, "a penalty needs a reference"
+        rewards -= kl_coef * kl_estimate(response.old_logprobs, response.reference_logprobs, kl_penalty)
+    return rewards
+
+
+def estimate(responses: Sequence[Response], objective: Grpo | Ppo) -> list[Estimate]:
+    """Advantages and returns of every response of a roll-out, in the order of ``responses``.
+
+    PPO whitens its advantages over all tokens of the roll-out; its returns are computed from advantages that are not
+    whitened. Raises UsageError if there are fewer than two tokens to whiten.
+    """
+    with torch.no_grad():
+        rewards = [
+            token_rewards(each, kl_coef=objective.kl_coef, kl_penalty=objective.kl_penalty) for each in responses
+        ]
+        if isinstance(objective, Ppo):
+            return _ppo(responses, rewards, objective)
+        if objective.adv_estimator == "reinforce_plus_plus":
+            return reinforce_plus_plus(rewards, gamma=objective.gamma)
+        lengths = [len(each) for each in rewards]
+        groups = [each.group for each in responses]
+        scores = _scores(responses, rewards)
+        if objective.adv_estimator == "rloo":
+            return _spread(rloo(scores, groups), lengths)
+        if objective.adv_estimator == "reinforce_plus_plus_baseline":
+            return reinforce_plus_plus_baseline(scores, groups, lengths)
+        return _spread(group_advantages(scores, groups, by_std=objective.norm_adv_by_std_in_grpo), lengths)
+
+
+def group_advantages(scores: Tensor, groups: Sequence[int], *, by_std: bool) -> Tensor:
+    """A_i = (R_i - mean R) / (std R + 1e-6) over the group of i: (N,) to (N,).
+
+    The standard deviation is the one with n - 1. A group of one has mean 0 and standard deviation 1. Without ``by_std``
+    there is no division. GRPO: Shao et al., arXiv 2402.03300, section 4.1.2, whose formula has neither epsilon nor
+    n - 1; both are verl's. Without the division: Dr. GRPO, Liu et al., arXiv 2503.20783, section 3.2.
+    """
+
+    def normalized(members: Tensor) -> Tensor:
+        centered = members - members.mean() if len(members) > 1 else members
+        return centered / (group_deviation(members) + STD_EPSILON) if by_std else centered
+
+    return of_groups(scores, groups, normalized)
+
+
+def group_deviation(members: Tensor) -> Tensor:
+    """The standard deviation with n - 1, or 1 for a group of one: (n,) to ()."""
+    return members.std() if len(members) > 1 else members.new_ones(())
+
+
+def rloo(scores: Tensor, groups: Sequence[int]) -> Tensor:
+    """A_i = R_i - mean of the other R in its group: (N,) to (N,). For a group of one, A_i = R_i.
+
+    Ahmadian et al., arXiv 2402.14740, section 3 (RLOO).
+    """
+
+    def left_out(members: Tensor) -> Tensor:
+        others = max(len(members) - 1, 1)
+        return members - (members.sum() - members) / others
+
+    return of_groups(scores, groups, left_out)
+
+
+def reinforce_plus_plus(rewards: Sequence[Tensor], *, gamma: float) -> list[Estimate]:
+    """G_t = r_t + gamma G_(t+1), and A = G whitened over all tokens of the roll-out. Lists of (n,).
+
+    Hu, arXiv 2501.03262, section 3.
+    """
+    returns = [discounted(each, factor=gamma) for each in rewards]
+    return _estimates(whiten(returns), returns)
+
+
+def reinforce_plus_plus_baseline(scores: Tensor, groups: Sequence[int], lengths: Sequence[int]) -> list[Estimate]:
+    """A = R - mean R of the group at each token of a response, whitened over all tokens; the returns are equal to A.
+
+    ``scores``: (N,). ``lengths``: the number n of tokens of each response. Results are (n,). A group of one has mean 0.
+    Hu, arXiv 2501.03262, section 3.
+    """
+    centered = group_advantages(scores, groups, by_std=False)
+    whitened = whiten([score.repeat(length) for score, length in zip(centered, lengths, strict=True)])
+    return _estimates(whitened, whitened)
+
+
+def gae(rewards: Tensor, values: Tensor, *, gamma: float, lam: float) -> Estimate:
+    """A_t = delta_t + gamma lam A_(t+1), delta_t = r_t + gamma V_(t+1) - V_t, with V_n = A_n = 0; returns A + V.
+
+    All (n,). Schulman et al., arXiv 1506.02438, equation 16.
+    """
+    advantages = discounted(rewards + gamma * next_values(values) - values, factor=gamma * lam)
+    return Estimate(advantages=advantages, returns=advantages + values)
+
+
+def next_values(values: Tensor) -> Tensor:
+    """V_(t+1), and 0 after the last token, where the response has ended: (n,) to (n,)."""
+    return torch.cat([values[1:], values.new_zeros(min(len(values), 1))])
+
+
+def discounted(numbers: Tensor, *, factor: float) -> Tensor:
+    """S_t = x_t + factor S_(t+1): (n,) to (n,)."""
+    sums = torch.empty_like(numbers)
+    following = numbers.new_zeros(())
+    for t in reversed(range(len(numbers))):
+        following = numbers[t] + factor * following
+        sums[t] = following
+    return sums
+
+
+def whiten(parts: Sequence[Tensor]) -> list[Tensor]:
+    """(x - mean) / sqrt(var + 1e-8), with mean and variance (with n - 1) over all parts together; lists of (n,).
+
+    This is verl's masked_whiten without the 1e-8 in its mean, which has no effect there for an integer mask.
+    Raises UsageError for fewer than two numbers.
+    """
+    numbers = torch.cat(list(parts))
+    if len(numbers) < 2:
+        raise UsageError(
+            f"advantages are whitened over all tokens of a roll-out, and this one has {len(numbers)}; "
+            "give it two response tokens or more"
+        )
+    scale = (numbers.var() + VARIANCE_EPSILON).rsqrt()
+    return [(part - numbers.mean()) * scale for part in parts]
+
+
+def of_responses(rewards: Sequence[Tensor], values: Sequence[Tensor], *, gamma: float, lam: float) -> list[Estimate]:
+    """``gae`` of each response separately. Lists of (n,)."""
+    return [gae(r, v, gamma=gamma, lam=lam) for r, v in zip(rewards, values, strict=True)]
+
+
+def _ppo(responses: Sequence[Response], rewards: Sequence[Tensor], objective: Ppo) -> list[Estimate]:
+    values = [response.values for response in responses if response.values is not None]
+    assert len(values) == len(responses), "generalised advantage estimation needs a critic's values"
+    raw = of_responses(rewards, values, gamma=objective.gamma, lam=objective.lam)
+    return _estimates(whiten([each.advantages for each in raw]), [each.returns for each in raw])
+
+
+def _scores(responses: Sequence[Response], rewards: Sequence[Tensor]) -> Tensor:
+    """The sum of each response's token rewards, (N,); the reward itself for a response without tokens."""
+    sums = [
+        of_tokens.sum() if len(of_tokens) else of_tokens.new_tensor(response.reward)
+        for response, of_tokens in zip(responses, rewards, strict=True)
+    ]
+    return torch.stack(sums)
+
+
+def of_groups(scores: Tensor, groups: Sequence[int], function: Callable[[Tensor], Tensor]) -> Tensor:
+    """Apply ``function`` to the scores of each group, (n,) to (n,); the result is in the order of ``scores``, (N,)."""
+    numbers = torch.tensor(groups)
+    result = torch.empty_like(scores)
+    for group in sorted(set(groups)):
+        members = numbers == group
+        result[members] = function(scores[members])
+    return result
+
+
+def _spread(scores: Tensor, lengths: Sequence[int]) -> list[Estimate]:
+    """Advantages and returns that are both the response's score at each of its tokens."""
+    parts = [score.repeat(length) for score, length in zip(scores, lengths, strict=True)]
+    return _estimates(parts, parts)
+
+
+def _estimates(advantages: Sequence[Tensor], returns: Sequence[Tensor]) -> list[Estimate]:
+    return [Estimate(advantages=a, returns=r) for a, r in zip(advantages, returns, strict=True)]

@@ -1,0 +1,145 @@
+"""Losses of policy and critic, token by token, and the weights by which they are aggregated to one number.
+
+Tensors are (rows, length) of a micro-batch in which a row may hold several packed documents: ``documents`` (int64,
+from 0) numbers them within the row, ``mask`` (bool) is True where a token of a response is predicted. Pure functions,
+float64 in, float64 out. Names and conventions are verl's (conformance/spec/objectives.py);
+tests/third_party/test_third_opinion_losses.py holds them against verl, TRL and OpenRLHF.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from conformance.spec.objectives import KlEstimator, LossAggMode, PolicyGradient
+
+LOG_RATIO_BOUND = 20.0  # verl's, for ratios of tokens and for importance weights
+SEQUENCE_LOG_RATIO_BOUND = 10.0  # verl's, upwards only, for GSPO
+LOW_VAR_KL_BOUNDS = (20.0, 10.0)  # verl's: of the log-ratio, and of the estimate
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyTerms:
+    """The policy loss of each token; all (rows, length). Outside of the mask, losses are 0 and flags are False.
+
+    losses: differentiable. ratio: the ratio of the loss before it is clipped. clipped: bool, whether the clipped ratio
+    gave the larger loss. clipped_lower: bool, whether the dual clip lowered the loss to -A c.
+    """
+
+    losses: Tensor
+    ratio: Tensor
+    clipped: Tensor
+    clipped_lower: Tensor
+
+
+def policy_losses(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    *,
+    mask: Tensor,
+    documents: Tensor,
+    objective: PolicyGradient,
+) -> PolicyTerms:
+    """max(-A r, -A clip(r, 1 - low, 1 + high)), and for A < 0 at most -A c (dual clip). Gradients reach ``logprobs``.
+
+    vanilla: r = exp(log p - old log p), the exponent within +-20 (Schulman et al., arXiv 1707.06347, equation 7; dual
+    clip: Ye et al., arXiv 1912.09729, equation 5). gspo: r is that of the sequence with the gradient of the token,
+    exp(log p - sg[log p] + sg[mean of log p - old log p over the document]), the exponent at most 10, and no dual clip
+    (Zheng et al., arXiv 2507.18071, section 4.3).
+    """
+    difference = (logprobs - old_logprobs).where(mask, 0)
+    dual = objective.clip_ratio_c
+    if objective.loss_mode == "gspo":
+        of_sequence = sequence_mean(difference.detach(), mask=mask, documents=documents)
+        exponent = (difference - difference.detach() + of_sequence).clamp(max=SEQUENCE_LOG_RATIO_BOUND)
+        dual = None
+    else:
+        exponent = difference.clamp(min=-LOG_RATIO_BOUND, max=LOG_RATIO_BOUND)
+    ratio = exponent.exp()
+    free = -advantages * ratio
+    bounded = -advantages * ratio.clamp(min=1 - objective.clip_ratio_low, max=1 + objective.clip_ratio_high)
+    losses = torch.maximum(free, bounded)
+    clipped_lower = torch.zeros_like(mask)
+    if dual is not None:
+        pessimistic, losses = losses, dual_clipped(losses, advantages, bound=dual)
+        clipped_lower = losses < pessimistic
+    return PolicyTerms(
+        losses=losses.where(mask, 0),
+        ratio=ratio.detach(),
+        clipped=(bounded > free) & mask,
+        clipped_lower=clipped_lower & mask,
+    )
+
+
+def dual_clipped(losses: Tensor, advantages: Tensor, *, bound: float) -> Tensor:
+    """The loss, but at most -A * bound where A < 0, so that it is bounded even if the ratio is not. Any shape."""
+    return torch.minimum(losses, -advantages * bound).where(advantages < 0, losses)
+
+
+def importance_weights(old_logprobs: Tensor, rollout_logprobs: Tensor, *, threshold: float) -> Tensor:
+    """min(exp(old log p - sampled log p), threshold), the exponent within +-20, without a gradient; any shape.
+
+    Truncated importance sampling (Yao et al., https://fengyao.notion.site/off-policy-rl), verl's level "token".
+    """
+    with torch.no_grad():
+        exponent = (old_logprobs - rollout_logprobs).clamp(min=-LOG_RATIO_BOUND, max=LOG_RATIO_BOUND)
+        return exponent.exp().clamp(max=threshold)
+
+
+def kl_estimate(logprobs: Tensor, reference: Tensor, kind: KlEstimator) -> Tensor:
+    """With d = log p - reference log p: ``kl`` d, ``abs`` |d|, ``mse`` d^2 / 2, ``low_var_kl`` exp(-d) + d - 1.
+
+    Any shape, differentiable. As in verl, ``low_var_kl`` has d within +-20 and is itself at most 10, so that its
+    gradient is 0 beyond. Schulman, http://joschu.net/blog/kl-approx.html (k1, k2, k3).
+    """
+    difference = logprobs - reference
+    if kind == "kl":
+        return difference
+    if kind == "abs":
+        return difference.abs()
+    if kind == "mse":
+        return difference.square() / 2
+    of_difference, of_estimate = LOW_VAR_KL_BOUNDS
+    bounded = difference.clamp(min=-of_difference, max=of_difference)
+    return ((-bounded).exp() + bounded - 1).clamp(max=of_estimate)
+
+
+def value_losses(values: Tensor, old_values: Tensor, returns: Tensor, *, cliprange: float) -> tuple[Tensor, Tensor]:
+    """(max((V - G)^2, (V' - G)^2) / 2, whether V' gave the maximum); V' is V within +-cliprange of the old value.
+
+    Any shape. The value function's loss of OpenAI's baselines and of verl, beside arXiv 1707.06347, equation 9.
+    """
+    bounded = torch.minimum(torch.maximum(values, old_values - cliprange), old_values + cliprange)
+    free, clipped = (values - returns).square(), (bounded - returns).square()
+    return torch.maximum(free, clipped) / 2, clipped > free
+
+
+def token_weights(
+    lengths: Tensor, mode: LossAggMode, *, tokens: Tensor, sequences: Tensor, scale_factor: float | None = None
+) -> Tensor:
+    """The weight of each token; the loss of a mini-batch is the sum of weight * loss over its tokens.
+
+    ``lengths``: any shape, the number n of response tokens in the token's document. ``tokens``, ``sequences``:
+    scalars, the T response tokens of the whole mini-batch and its N documents with at least one. ``token-mean`` 1 / T,
+    ``seq-mean-token-sum`` 1 / N, ``seq-mean-token-mean`` 1 / (N n), ``seq-mean-token-sum-norm`` 1 / (N scale_factor).
+    DAPO, arXiv 2503.14476, section 3.3; Dr. GRPO, arXiv 2503.20783, section 3.2; verl's ``agg_loss``.
+    """
+    assert (scale_factor is not None) == (mode == "seq-mean-token-sum-norm")
+    if mode == "token-mean":
+        return torch.ones_like(lengths) / tokens
+    if mode == "seq-mean-token-mean":
+        return 1 / (sequences * lengths.clamp(min=1))
+    return torch.ones_like(lengths) / (sequences * (scale_factor or 1.0))
+
+
+def sequence_mean(numbers: Tensor, *, mask: Tensor, documents: Tensor) -> Tensor:
+    """At each token, the mean of ``numbers`` over the masked tokens of its document; 0 in a document without any.
+
+    All (rows, length), differentiable. 1/|y| in arXiv 2507.18071, equation 7.
+    """
+    count = int(documents.max()) + 1 if documents.numel() else 0
+    shape = (numbers.shape[0], count)
+    sums = numbers.new_zeros(shape).scatter_add(1, documents, numbers.where(mask, 0))
+    counts = numbers.new_zeros(shape).scatter_add(1, documents, mask.to(numbers.dtype))
+    return (sums / counts.clamp(min=1)).gather(1, documents)

@@ -1,0 +1,220 @@
+"""GRPO and PPO of the reference backends: columns that are computed before an update, and losses of micro-batches.
+
+The work is split as in verl: a controller, which is here every rank, computes the columns of a roll-out (advantages,
+returns) from the log-probs and values of all ranks; losses see one micro-batch. The oracle's functions were written
+independently (conformance/oracle/policy_gradient.py).
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from conformance.spec.batch import Batch, Document, Row
+from conformance.spec.objectives import Grpo, Ppo
+from conformance.spec.roles import CRITIC, POLICY, REFERENCE
+from impl.interface.collate import MicroBatch
+from impl.interface.protocol import Evaluation
+from impl.models.outputs import Outputs, Wanted
+from impl.objectives.advantages import Estimate, Response, estimate
+from impl.objectives.losses import importance_weights, kl_estimate, policy_losses, token_weights, value_losses
+
+Looks = Mapping[str, Mapping[tuple[int, int], Tensor]]  # by model, then by (mini-batch, row): (targets of the row,)
+
+
+@dataclass(frozen=True)
+class PolicyGradientFunctions:
+    """The functions of GRPO and PPO; see impl.objectives.registry.ObjectiveFunctions and
+    impl.engine.rollout_pass.RolloutFunctions.
+    """
+
+    objective: Grpo | Ppo
+
+    @property
+    def temperature(self) -> float:
+        return self.objective.temperature
+
+    # --- before the first update of a roll-out ------------------------------------------------------------------------
+
+    def looks(self, model: str) -> Wanted:
+        if all(role.name != model for role in self.objective.looking):
+            return frozenset()
+        return frozenset({"values" if model == CRITIC.name else "logprobs"})
+
+    def annotate(self, batches: Sequence[Batch], found: Looks) -> list[Batch]:
+        """The mini-batches with the columns that ``evaluate`` reads."""
+        taken = {model: _by_document(batches, rows) for model, rows in found.items()}
+        documents = [document for batch in batches for document in batch.documents]
+        responses = [
+            _response(document, {model: numbers[n] for model, numbers in taken.items()})
+            for n, document in enumerate(documents)
+        ]
+        estimates = estimate(responses, self.objective)
+        made = (self._annotated(*each) for each in zip(documents, responses, estimates, strict=True))
+        return [
+            replace(b, rows=tuple(replace(r, documents=tuple(next(made) for _ in r.documents)) for r in b.rows))
+            for b in batches
+        ]
+
+    def _annotated(self, document: Document, response: Response, estimated: Estimate) -> Document:
+        columns: dict[str, Tensor | None] = {
+            "old_logprob": response.old_logprobs,
+            "reference_logprob": response.reference_logprobs,
+            "advantage": estimated.advantages,
+        }
+        if response.values is not None:
+            columns |= {"value": response.values, "return": estimated.returns}
+        if self.objective.rollout_is_threshold is not None:
+            sampled = _of_targets(document, "rollout_logprob")
+            threshold = self.objective.rollout_is_threshold
+            columns["importance"] = importance_weights(response.old_logprobs, sampled, threshold=threshold)
+        known = {name: _column(document, numbers) for name, numbers in columns.items() if numbers is not None}
+        return replace(document, columns={**document.columns, **known, "length": float(sum(document.targets))})
+
+    # --- an update ----------------------------------------------------------------------------------------------------
+
+    def wants(self, model: str) -> Wanted:
+        """See ObjectiveFunctions. A frozen reference runs no forward pass here: its log-probs are in the columns."""
+        if model == CRITIC.name:
+            return frozenset({"values"})
+        return frozenset({"logprobs", "entropy", "targets"}) if model == POLICY.name else frozenset()
+
+    def totals(self, rows: Sequence[Row]) -> dict[str, float]:
+        lengths = [sum(document.targets) for row in rows for document in row.documents]
+        return {"token_count": sum(lengths), "sequence_count": sum(length > 0 for length in lengths)}
+
+    def summary(self, batch: Batch) -> dict[str, float]:
+        if not isinstance(self.objective, Ppo):
+            return {}
+        returns, values = (torch.cat([_of_targets(d, name) for d in batch.documents]) for name in ("return", "value"))
+        # verl's critic/vf_explained_var
+        return {"critic.explained_var": (1 - (returns - values).var() / (returns.var() + 1e-5)).item()}
+
+    def evaluate(
+        self,
+        model: str,
+        outputs: Outputs,
+        inputs: MicroBatch,
+        *,
+        totals: Mapping[str, Tensor],
+        others: Mapping[str, Outputs],
+    ) -> Evaluation:
+        weights = loss_weights(inputs, self.objective, totals)
+        share = inputs.targets.to(weights.dtype) / totals["token_count"]
+        if model == CRITIC.name:
+            assert outputs.values is not None
+            return self._critic(outputs.values, inputs, weights, share)
+        return self._policy(outputs, inputs, weights, share)
+
+    def _policy(self, outputs: Outputs, inputs: MicroBatch, weights: Tensor, share: Tensor) -> Evaluation:
+        o, columns, mask = self.objective, inputs.columns, inputs.targets
+        logprobs, entropy, targets = outputs.logprobs, outputs.entropy, outputs.targets
+        assert logprobs is not None
+        assert entropy is not None
+        assert targets is not None
+        terms = policy_losses(
+            logprobs,
+            columns["old_logprob"],
+            columns["advantage"],
+            mask=mask,
+            documents=document_numbers(inputs),
+            objective=o,
+        )
+        losses = terms.losses if o.rollout_is_threshold is None else terms.losses * columns["importance"]
+        values = {"pg_loss": (weights * losses).sum(), "entropy_loss": (weights * entropy).sum()}
+        rows = {"logprob": logprobs, "entropy": entropy, "ratio": terms.ratio, "advantage": columns["advantage"]}
+        if o.recompute_old_logprobs:
+            rows["old_logprob"] = columns["old_logprob"]
+        if o.has_reference:
+            rows["reference.logprob"] = columns["reference_logprob"]
+        if o.kl_loss_coef:
+            rows["reference_kl"] = kl_estimate(logprobs, columns["reference_logprob"], o.kl_loss_type)
+            values["kl_loss"] = (weights * rows["reference_kl"]).sum()
+        loss = actor_loss(o, **values)
+        log_ratio = columns["old_logprob"] - logprobs.detach()
+        rows["approx_kl"] = log_ratio.clamp(-20, 20) if o.loss_mode == "vanilla" else log_ratio  # as verl has it
+        means = {
+            "ppo_kl": rows["approx_kl"],
+            "pg_clipfrac": terms.clipped,
+            "pg_clipfrac_lower": terms.clipped_lower,
+            "ratio_mean": terms.ratio,
+        }
+        values |= {key: (share * numbers).sum() for key, numbers in means.items()}
+        values |= {"loss": loss, "token_count": targets.sum()}
+        return Evaluation(loss=loss, values=values, highest={"ratio_max": terms.ratio.where(mask, 0).amax()}, rows=rows)
+
+    def _critic(self, values: Tensor, inputs: MicroBatch, weights: Tensor, share: Tensor) -> Evaluation:
+        assert isinstance(self.objective, Ppo)
+        old, returns = inputs.columns["value"], inputs.columns["return"]
+        losses, clipped = value_losses(values, old, returns, cliprange=self.objective.cliprange_value)
+        loss = (weights * losses).sum()
+        numbers = {"critic.loss": loss, "critic.clipfrac": (share * clipped).sum()}
+        rows = {"critic.value": values, "critic.old_value": old, "return": returns}
+        return Evaluation(loss=loss, values=numbers, rows=rows)
+
+
+def loss_weights(inputs: MicroBatch, objective: Grpo | Ppo, totals: Mapping[str, Tensor]) -> Tensor:
+    """The weight of the loss at each position, (rows, length); 0 where no response token is predicted."""
+    weights = token_weights(
+        inputs.columns["length"],
+        objective.loss_agg_mode,
+        tokens=totals["token_count"],
+        sequences=totals["sequence_count"],
+        scale_factor=objective.loss_scale_factor,
+    )
+    return weights.where(inputs.targets, 0)
+
+
+def actor_loss(
+    objective: Grpo | Ppo, *, pg_loss: Tensor, entropy_loss: Tensor, kl_loss: Tensor | None = None
+) -> Tensor:
+    """The loss of the policy: pg_loss - entropy_coeff * entropy_loss + kl_loss_coef * kl_loss, as in verl."""
+    loss = pg_loss - objective.entropy_coeff * entropy_loss
+    return loss if kl_loss is None else loss + objective.kl_loss_coef * kl_loss
+
+
+def document_numbers(inputs: MicroBatch) -> Tensor:
+    """The number, from 0, of the document in its row that a position belongs to: int64 (rows, length).
+
+    Padding counts as one more document.
+    """
+    return (inputs.positions == 0).cumsum(dim=1) - 1
+
+
+def _by_document(batches: Sequence[Batch], found: Mapping[tuple[int, int], Tensor]) -> list[Tensor]:
+    """Split the numbers of each row by document: (targets,) for each document of all batches, in order."""
+    parts: list[Tensor] = []
+    for number, batch in enumerate(batches):
+        for row in batch.rows:
+            lengths = [sum(document.targets) for document in row.documents]
+            of_row = found[number, row.index] if sum(lengths) else torch.zeros(0)
+            parts += of_row.split(lengths)
+    return parts
+
+
+def _response(document: Document, found: Mapping[str, Tensor]) -> Response:
+    sampled = _of_targets(document, "rollout_logprob")
+    group, reward = document.columns["group"], document.columns["reward"]
+    assert isinstance(group, float)
+    assert isinstance(reward, float)
+    return Response(
+        group=int(group),
+        reward=reward,
+        old_logprobs=found.get(POLICY.name, sampled),
+        reference_logprobs=found.get(REFERENCE.name),
+        values=found.get(CRITIC.name),
+    )
+
+
+def _of_targets(document: Document, name: str) -> Tensor:
+    """The numbers of a column at the response tokens, (targets,), in torch's default dtype."""
+    column: Any = document.columns[name]
+    return torch.tensor([number for number, target in zip(column, document.targets, strict=True) if target])
+
+
+def _column(document: Document, numbers: Tensor) -> tuple[float, ...]:
+    """``numbers`` (targets,) as a column of the document: a number for each token, 0 where there is no target."""
+    taken: Iterator[float] = iter(numbers.tolist())
+    return tuple(next(taken) if target else 0.0 for target in document.targets)

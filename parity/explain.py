@@ -1,0 +1,345 @@
+"""Whole tensors of two records that were written with ``full=True``: exact distances, and where they are largest.
+
+Notes: what two records were not compared in, and why; what was told of one side only.
+
+Hints: guesses at why two records part, from what differs together and how.
+
+Told: a comparison of two records in words, as text and as JSON values.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from conformance.core.errors import UsageError, one_line
+from parity.quantities import CLASS, Pair, Quantity, Stage, common, setting
+from parity.record_files import Line, Run
+
+COMPARED_WHOLE = 4
+
+
+def exact(pair: Pair, stage: Stage) -> Iterator[str]:
+    """Sentences about the worst tensors of a stage; none if it has no tensors, or a side did not keep them."""
+    if stage.name not in ("weights", "gradients", "update"):
+        return
+    for name in [quantity.what for quantity in stage.different if not quantity.said][:COMPARED_WHOLE]:
+        x, y = (_whole_values(run, stage, name) for run in (pair.a, pair.b))
+        if x is None or y is None:
+            return
+        apart = (x - y).abs()
+        worst = [int(place) for place in np.unravel_index(int(apart.argmax()), apart.shape)]
+        size = max(float(x.norm()), float(y.norm()))
+        count = f"{int((apart > 0).sum())} of {apart.numel()} elements"
+        yield (
+            f"{name}: exactly {float(apart.norm()) / size:.6g} apart, in {count}, "
+            f"most at {worst}: {float(x[tuple(worst)]):.6g} and {float(y[tuple(worst)]):.6g}."
+        )
+
+
+def _whole_values(run: Run, stage: Stage, name: str) -> Tensor | None:
+    """What a stage is about, in float64."""
+    if stage.step is None:
+        return _read(run, run.loaded, f"weight/{name}")
+    line = run.steps[stage.step]
+    if stage.name == "gradients":
+        return _read(run, line, f"gradient/{name}")
+    earlier = [run.loaded, *(step for step in run.steps[: stage.step] if step["stepped"])]
+    before, after = _read(run, earlier[-1], f"weight/{name}"), _read(run, line, f"weight/{name}")
+    return None if before is None or after is None else after - before
+
+
+def _read(run: Run, line: Line, key: str) -> Tensor | None:
+    path = run.tensors(line)
+    if path is None:
+        return None
+    try:
+        with safe_open(path, framework="pt") as file:
+            found: Tensor = file.get_tensor(key)
+    except (OSError, SafetensorError) as error:
+        raise UsageError(f"{path} cannot be read ({one_line(error)}); record the training again") from None
+    return found.double()
+
+
+NOTED = 4
+
+
+def notes(pair: Pair) -> Iterator[str]:
+    """Sentences."""
+    a, b = pair.a, pair.b
+    both = min(len(a.steps), len(b.steps))
+    if len(a.steps) != len(b.steps):
+        yield f"Compared are the first {both} steps, which both have."
+    for what in ("batch", "loss", "tokens"):
+        without = {run.name: sum(line[what] is None for line in run.steps[:both]) for run in (a, b)}
+        lacking = [f"{name}{_some(count, both)}" for name, count in without.items() if count]
+        if lacking:
+            yield f"Not compared: {what}, which {' and '.join(lacking)} did not record."
+    for run in (a, b):
+        for name, rows in run.header["left_out"].items():
+            yield f"Not compared: {rows} of {name}, which names= leaves out in {run.name}."
+        if unseen := max((line["unseen"] for line in run.steps), default=0):
+            yield f"Not recorded: {unseen} parameters of the optimizers of {run.name}, which are not the model's."
+        if run.steps and not any(line["computed_in"] for line in run.steps):
+            yield f"Not seen: what {run.name} computes in; taken for the dtype of its parameters."
+    yield from _optimizers(a, b)
+    yield from _undetermined(pair)
+
+
+def _some(count: int, every: int) -> str:
+    return "" if count == every else f" (in {count} of {every} steps)"
+
+
+def _optimizers(a: Run, b: Run) -> Iterator[str]:
+    """Optimizers of other classes, at the first step that both made; and what only one of these is set to."""
+    made = [
+        (here, there) for here, there in zip(a.steps, b.steps, strict=False) if here["stepped"] and there["stepped"]
+    ]
+    told: dict[str, None] = {}  # in order
+    for name in common(a, b, trained=True) if made else ():
+        p, q = setting(a, made[0][0], name), setting(b, made[0][1], name)
+        if p and q and p[CLASS] != q[CLASS]:
+            told[f"{a.name} steps with {p[CLASS]} and {b.name} with {q[CLASS]}; compared is what both are set to."] = (
+                None
+            )
+        if p and q:
+            for run, own, its in ((a, p, q), (b, q, p)):
+                if only := [key for key in own if key not in its]:
+                    told[f"Not compared: {_first_names(only)} of {own[CLASS]}, which only {run.name} is set to."] = None
+    yield from told
+
+
+def _undetermined(pair: Pair) -> Iterator[str]:
+    found = [(stage, name) for stage in pair.stages for name in stage.undetermined]
+    if found:
+        names, steps = list(dict.fromkeys(name for _, name in found)), {stage.step for stage, _ in found}
+        compared = sum(len(stage.quantities) for stage in pair.stages if stage.name == "update")
+        yield (
+            f"Not compared: {len(found)} of {len(found) + compared} updates, which rounding decides, in {len(steps)} "
+            f"steps, of {_first_names(names)}."
+        )
+
+
+def _first_names(names: Sequence[str]) -> str:
+    return ", ".join(names[:NOTED]) + (f" and {len(names) - NOTED} more" if len(names) > NOTED else "")
+
+
+ALIKE = 0.01  # relative spread of factors that are taken for one
+WHOLE = 1e-3  # how near to a whole number a factor is to be one
+GRADUAL = 10.0  # a distance that grows less than so much in a step grows gradually
+HINTED = 4
+
+
+def hints(pair: Pair, parted: Stage) -> Iterator[str]:
+    """Sentences, the most telling first."""
+    different = parted.different
+    if parted.name == "gradients":
+        yield from _of_gradients(parted)
+    elif (factor := _one_factor(different)) is not None:
+        if parted.name == "update":
+            yield f"The updates of B are {factor:.6g} times those of A, in the same direction: another rate."
+        elif mean := _mean(factor):
+            yield f"B is {factor:.6g} times A: {mean}."
+    if parted.name == "update":
+        for quantity in (q for q in different if q.norms and not all(q.norms)):
+            assert quantity.norms is not None
+            still = pair.a if quantity.norms[0] == 0 else pair.b
+            yield f"{quantity.what} does not move in {still.name}."
+    yield from _history(pair, parted)
+
+
+def _of_gradients(stage: Stage) -> Iterator[str]:
+    """What most gradients have in common is told apart from those that are wrong by themselves."""
+    every = [quantity for quantity in stage.quantities if quantity.differs or any(quantity.norms or ())]
+    factor, alike = _most_common_factor(every)
+    wrong = [quantity for quantity in every if quantity not in alike]
+    if not wrong:
+        mean = f"{said}, " if (said := _mean(factor)) else ""
+        yield (
+            f"All gradients of B are {factor:.6g} times those of A, in the same direction: {mean}clipping to another "
+            "norm, or a loss scale."
+        )
+        return
+    if any(quantity.differs for quantity in alike):
+        yield (
+            f"{len(alike)} gradients of B are {factor:.6g} times those of A, as clipping makes them where the norm of "
+            f"the others is wrong. The others: {_last_names([quantity.what for quantity in wrong])}."
+        )
+    own = _one_factor(wrong)
+    if own is not None and alike:
+        yield f"What is wrong by itself is {own / factor:.6g} times that of A, in the same direction: it is scaled."
+    block = _block(wrong[-1].what)
+    inside = [quantity.what for quantity in wrong if _block(quantity.what) == block]
+    yield (
+        f"Nearest to the loss of these is {block} ({_last_names(inside)}), in the order in which the model defines its "
+        "parameters. A wrong backward pass shows there first; what lies before it is wrong in consequence."
+    )
+
+
+def _most_common_factor(quantities: Sequence[Quantity]) -> tuple[float, list[Quantity]]:
+    """The factor that most gradients differ by, 1 if no two share one, and those that do."""
+    groups = [
+        (one.scale, [q for q in quantities if q.scale is not None and abs(q.scale / one.scale - 1) <= q.allowed])
+        for one in quantities
+        if one.scale
+    ]
+    factor, alike = max(groups, key=lambda group: len(group[1]), default=(1.0, []))
+    return (factor, alike) if len(alike) > 1 or len(quantities) == 1 else (1.0, [])
+
+
+def _one_factor(different: Sequence[Quantity]) -> float | None:
+    """The factor by which all that differs differs, if it is the same."""
+    scales = [quantity.scale for quantity in different if quantity.scale is not None]
+    if len(scales) < len(different) or not scales:
+        return None
+    return scales[0] if max(scales) - min(scales) <= ALIKE * abs(scales[0]) else None
+
+
+def _mean(factor: float) -> str:
+    """What a factor of a whole number, or of one over it, comes from."""
+    n = next((round(x) for x in (factor, 1 / factor) if round(x) > 1 and abs(x - round(x)) < WHOLE * x), None)
+    return f"a mean over {n} micro-batches or ranks that one side takes and the other does not" if n else ""
+
+
+def _block(name: str) -> str:
+    """The layer that a parameter belongs to: its name up to the last number, or its module."""
+    parts = name.split(".")
+    last = max((place for place, part in enumerate(parts) if part.isdigit()), default=len(parts) - 2)
+    return ".".join(parts[: last + 1]) or name
+
+
+def _last_names(names: Sequence[str]) -> str:
+    return ", ".join(names[-HINTED:]) + (f" and {len(names) - HINTED} more" if len(names) > HINTED else "")
+
+
+def _history(pair: Pair, parted: Stage) -> Iterator[str]:
+    """How what differs most came to it over the steps before."""
+    worst = parted.different[0]
+    past = [q.observed for s in pair.stages if s.name == parted.name for q in s.quantities if q.what == worst.what]
+    if len(past) < 2 or worst.said:
+        return
+    told = ", ".join(f"{distance:.1e}" for distance in past[-5:])
+    if all(later <= GRADUAL * earlier for earlier, later in pairwise(past)):
+        yield f"{worst.what} moved apart gradually ({told}): rounding that training amplifies, or a small cause."
+    else:
+        yield f"{worst.what} moved apart at once ({told})."
+
+
+LISTED = 10  # quantities of the stage that differs
+
+
+def text(pair: Pair) -> str:
+    """Where and how they part, or how closely they agree."""
+    lines = [f"{run.name}: {_described(run)}" for run in (pair.a, pair.b)]
+    allowed = f"{pair.threshold:.1e} of gradients and updates, {pair.loss_threshold:.1e} of the loss"
+    lines += [f"Allowed: {allowed}, because {pair.because}.", ""]
+    if parted := pair.parted:
+        lines += [f"The records part at {_where(parted)}.", *_different(parted)]
+        lines += [f"Hint: {hint}" for hint in _hints(pair, parted)]
+    else:
+        lines.append("The records agree.")
+    lines += ["", "Largest differences before that:" if parted else "Largest differences:"]
+    return "\n".join([*lines, *(f"- {_line(stage, worst)}" for stage, worst in _largest(pair)), *notes(pair)])
+
+
+def values(pair: Pair) -> dict[str, Any]:
+    """The same as JSON values."""
+    parted = pair.parted
+    return {
+        "a": pair.a.name,
+        "b": pair.b.name,
+        "threshold": pair.threshold,
+        "loss_threshold": pair.loss_threshold,
+        "because": pair.because,
+        "parted": None
+        if parted is None
+        else {
+            "step": parted.step,
+            "stage": parted.name,
+            "quantities": [_values(quantity) for quantity in parted.different],
+            "hints": _hints(pair, parted),
+        },
+        "largest": [
+            {"stage": stage.name, "step": stage.step, **_values(quantity)} for stage, quantity in _largest(pair)
+        ],
+        "notes": list(notes(pair)),
+    }
+
+
+def _hints(pair: Pair, parted: Stage) -> list[str]:
+    """What is exact, where whole tensors were kept, and guesses."""
+    if "tensors" not in pair.a.loaded or "tensors" not in pair.b.loaded:
+        return list(hints(pair, parted))
+
+    return [*exact(pair, parted), *hints(pair, parted)]
+
+
+def _values(quantity: Quantity) -> dict[str, Any]:
+    found: dict[str, Any] = {"what": quantity.what, "observed": _json(quantity.observed), "allowed": quantity.allowed}
+    if quantity.norms:
+        found["norms"] = [_json(norm) for norm in quantity.norms]
+    return found | {name: value for name in ("scale", "rows", "said") if (value := getattr(quantity, name))}
+
+
+def _json(number: float) -> float | str:
+    return number if math.isfinite(number) else str(number)
+
+
+def _described(run: Run) -> str:
+    steps, ranks = len(run.steps), run.header["ranks"]
+    dtypes = sorted({parameter["dtype"] for parameter in run.parameters.values()})
+    computed = next((line["computed_in"] for line in run.steps if line["computed_in"]), None)
+    return (
+        f"{_count(steps, 'step')}, {_count(ranks, 'rank')}, {_count(len(run.parameters), 'parameter')} "
+        f"in {', '.join(dtypes)}"
+        f"{f', computed in {computed}' if computed else ''}{'' if run.complete else '; it did not come to its end'}"
+    )
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number} {word}" if number == 1 else f"{number} {word}s"
+
+
+def _where(stage: Stage) -> str:
+    return stage.name if stage.step is None else f"step {stage.step}, {stage.name}"
+
+
+def _different(stage: Stage) -> Iterator[str]:
+    """The quantities that differ, the worst first."""
+    different = stage.different
+    if len(stage.quantities) > 1:
+        yield f"{len(different)} of {len(stage.quantities)} differ, the worst first:"
+    yield from (f"- {_told(quantity)}" for quantity in different[:LISTED])
+    if len(different) > LISTED:
+        yield f"- and {len(different) - LISTED} more"
+
+
+def _told(quantity: Quantity) -> str:
+    if quantity.said:
+        return f"{quantity.what}: {quantity.said}"
+    parts = [f"{quantity.what}: {quantity.observed:.2e} apart, allowed {quantity.allowed:.1e}"]
+    if quantity.norms:
+        parts.append("A {:.6g}, B {:.6g}".format(*quantity.norms))
+    if quantity.scale is not None:
+        parts.append(f"times {quantity.scale:.6g}")
+    return "; ".join([*parts, *([quantity.rows] if quantity.rows else [])])
+
+
+def _line(stage: Stage, quantity: Quantity) -> str:
+    if not quantity.observed:
+        return f"{_where(stage)}: equal"
+    return f"{_where(stage)}: {quantity.observed:.1e} ({quantity.what}), allowed {quantity.allowed:.1e}"
+
+
+def _largest(pair: Pair) -> list[tuple[Stage, Quantity]]:
+    """Of every kind of stage that does not differ, the quantity that is nearest to its bound."""
+    found: dict[str, tuple[Stage, Quantity]] = {}
+    for stage in (stage for stage in pair.stages if not stage.different):
+        worst, known = stage.worst, found.get(stage.name)
+        if worst and (known is None or worst.observed * known[1].allowed > known[1].observed * worst.allowed):
+            found[stage.name] = stage, worst
+    return list(found.values())

@@ -1,0 +1,215 @@
+"""Badge of a run: ``badge.svg``, and ``badge.json``, which https://shields.io/badges/endpoint-badge draws.
+
+Both say the verdict in words, so that colour alone decides nothing; only a run that conforms is green (claim 9).
+
+CTRF JSON of a run (https://ctrf.io, specification 1.0.0), for dashboards and bots that read it: one test per cell.
+
+Serves claim 9: CTRF has no word for a test that could not be judged, so such a cell is ``failed``, and ``rawStatus`` is
+its own state. The rest is as in JUnit: unsupported cells and expected differences are skipped, and a run that is
+incomplete as a whole has one additional test. A cell that failed and passes when it is run again is flaky.
+
+JUnit XML of a run, for GitHub, GitLab and Jenkins: one test case per cell.
+
+Serves claim 9: a cell that could not be judged is an error, never a pass. A cell that differs is a failure with its
+findings in causal order. Unsupported cells and expected differences are skipped, with the reason. A partly observed
+cell passes and says so. A run that is incomplete although no cell is an error, or that judged less than was demanded,
+has one additional test case.
+"""
+
+import math
+import re
+import xml.etree.ElementTree as ET
+from collections import Counter
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from conformance.core.io import write_file
+from conformance.records.record_format import dumps
+from conformance.results.verdict import NO_ANSWER, PASSES, STATES, RunVerdict
+from reports.load import Cell, Report, read_report
+from reports.summary import incomplete_as_a_whole
+from reports.wording import WHOLE_RUN, details, explain, plural
+
+LABEL = "backend parity"
+COLOURS: dict[RunVerdict, tuple[str, str]] = {  # the name at shields.io, and the same as a number
+    "conforms": ("brightgreen", "#2f7d0b"),  # darker than theirs, so that white text can be read
+    "partly_observed": ("yellowgreen", "#6f7a10"),
+    "differs": ("red", "#b3261e"),
+    "incomplete": ("orange", "#a35200"),
+}
+HEIGHT, CHARACTER, PADDING = 20, 6.6, 12  # px; Verdana of 11 px is about this wide, and textLength makes it fit
+
+
+def write_badge(out: Path) -> Path:
+    """Write ``out/badge.svg`` and ``out/badge.json`` for the run in ``out``. Raises UsageError for a folder that cannot
+    be trusted, and Unwritable."""
+    report = read_report(out)
+    text, (name, colour) = _message(report), COLOURS[report.verdict]
+    endpoint = {"schemaVersion": 1, "label": LABEL, "message": text, "color": name}
+    write_file(out / "badge.json", dumps(endpoint | {"isError": report.verdict not in PASSES}))
+    file = out / "badge.svg"
+    write_file(file, ET.tostring(_picture(text, colour), encoding="utf-8"))
+    return file
+
+
+def _message(report: Report) -> str:
+    counts = report.counts
+    if report.verdict == "differs":
+        return f"{plural(counts['differs'], 'cell')} differ{'s' if counts['differs'] == 1 else ''}"
+    if report.verdict == "incomplete":
+        return "incomplete"
+    if report.verdict == "partly_observed":
+        return f"{plural(counts['partly_observed'], 'cell')} partly observed"
+    return f"{plural(counts['conforms'], 'cell')} conform{'s' if counts['conforms'] == 1 else ''}"
+
+
+def _picture(text: str, colour: str) -> ET.Element:
+    left, right = (round(CHARACTER * len(part) + PADDING) for part in (LABEL, text))
+    size = {"width": str(left + right), "height": str(HEIGHT)}
+    said = {"role": "img", "aria-label": f"{LABEL}: {text}"}
+    picture = ET.Element("svg", {"xmlns": "http://www.w3.org/2000/svg", **size, **said})
+    ET.SubElement(picture, "title").text = f"{LABEL}: {text}"
+    for part, start, width, fill in ((LABEL, 0, left, "#444"), (text, left, right, colour)):
+        ET.SubElement(picture, "rect", x=str(start), width=str(width), height=str(HEIGHT), fill=fill)
+        style = {"fill": "#fff", "font-family": "Verdana,DejaVu Sans,sans-serif", "font-size": "11"}
+        place = {"x": str(start + PADDING // 2), "y": "14", "textLength": str(width - PADDING)}
+        ET.SubElement(picture, "text", {**place, **style}).text = part
+    return picture
+
+
+SPECIFICATION = "1.0.0"
+STATUSES = ("passed", "failed", "skipped", "pending", "other")
+
+
+def write_ctrf(out: Path) -> Path:
+    """Write ``out/ctrf.json`` for the run in ``out``. Raises UsageError for a folder that cannot be trusted, and
+    Unwritable."""
+    report = read_report(out)
+    tests = [_test(cell) for cell in report.cells]
+    if why := incomplete_as_a_whole(report):
+        title, text = why
+        tests.append({"name": WHOLE_RUN, "status": "failed", "duration": 0, "message": title, "trace": text})
+    values = {
+        "reportFormat": "CTRF",
+        "specVersion": SPECIFICATION,
+        "generatedBy": "backend-parity",
+        "timestamp": report.run.finished or report.run.started,
+        "results": {
+            "tool": {"name": "backend-parity", "version": report.version},
+            "summary": _summary(report, tests),
+            "tests": tests,
+            "environment": {"extra": {"device": report.run.device, **report.run.environment}},
+            "extra": {"verdict": report.verdict, "command": report.run.command},
+        },
+    }
+    file = out / "ctrf.json"
+    write_file(file, dumps(values))
+    return file
+
+
+def _summary(report: Report, tests: list[dict[str, Any]]) -> dict[str, int]:
+    start = _milliseconds(_timestamp(report.run.started))
+    counts = Counter(test["status"] for test in tests)
+    return {
+        "tests": len(tests),
+        **{status: counts[status] for status in STATUSES},
+        "flaky": sum(bool(test.get("flaky")) for test in tests),
+        "start": start,
+        "stop": start + _milliseconds(report.run.seconds),
+    }
+
+
+def _test(cell: Cell) -> dict[str, Any]:
+    entry = cell.entry
+    test: dict[str, Any] = {
+        "name": cell.id,
+        "status": _status(cell),
+        "rawStatus": cell.state,
+        "duration": _milliseconds(entry.seconds),
+        "suite": ["parity", entry.backend, entry.scenario],
+        "message": explain(cell),
+        "parameters": {"model": entry.model, "layout": entry.layout, "variant": entry.variant},
+    }
+    if test["status"] == "failed":
+        test["trace"] = details(cell)
+    if entry.before:
+        test |= {"retries": len(entry.before), "flaky": test["status"] == "passed"}
+    return test
+
+
+def _status(cell: Cell) -> str:
+    if cell.state == "differs" or cell.state in NO_ANSWER:
+        return "failed"
+    return "passed" if cell.state in ("conforms", "partly_observed") else "skipped"
+
+
+def _timestamp(told: str) -> float:
+    """0 for what a summary that somebody has changed may hold instead of a time."""
+    try:
+        return datetime.fromisoformat(told).timestamp()
+    except (ValueError, OverflowError):
+        return 0.0
+
+
+def _milliseconds(seconds: float) -> int:
+    return round(1000 * seconds) if math.isfinite(1000 * seconds) else 0
+
+
+def write_junit(out: Path) -> Path:
+    """Write ``out/junit.xml`` for the run in ``out``. Raises UsageError for a folder that cannot be trusted, and
+    Unwritable."""
+    report = read_report(out)
+    cases = [_case(cell) for cell in report.cells]
+    if why := incomplete_as_a_whole(report):
+        cases.append(_whole_run(*why))
+    totals = {
+        "name": "backend-parity",
+        "tests": str(len(cases)),
+        "failures": str(sum(case.find("failure") is not None for case in cases)),
+        "errors": str(sum(case.find("error") is not None for case in cases)),
+        "skipped": str(sum(case.find("skipped") is not None for case in cases)),
+        "time": _seconds(report.run.seconds),
+    }
+    root = ET.Element("testsuites", totals)
+    suite = ET.SubElement(root, "testsuite", totals)
+    suite.set("timestamp", report.run.started[:19])
+    properties = ET.SubElement(suite, "properties")
+    facts = {"verdict": report.verdict, "device": report.run.device, **report.run.environment}
+    for key, value in facts.items():
+        ET.SubElement(properties, "property", name=_clean(key), value=_clean(value))
+    suite.extend(cases)
+    ET.indent(root)
+    file = out / "junit.xml"
+    write_file(file, ET.tostring(root, encoding="utf-8", xml_declaration=True))
+    return file
+
+
+def _case(cell: Cell) -> ET.Element:
+    group = f"parity.{cell.entry.backend}.{cell.entry.scenario}"
+    case = ET.Element("testcase", classname=_clean(group), name=_clean(cell.id), time=_seconds(cell.entry.seconds))
+    message = _clean(explain(cell))
+    if cell.state == "differs":
+        ET.SubElement(case, "failure", type="differs", message=message).text = _clean(details(cell))
+    elif cell.state in NO_ANSWER:
+        ET.SubElement(case, "error", type=cell.state, message=message).text = _clean(details(cell))
+    elif cell.state == "partly_observed":
+        ET.SubElement(case, "system-out").text = f"{STATES[cell.state].name}: {message}"
+    elif cell.state != "conforms":
+        ET.SubElement(case, "skipped", message=f"{STATES[cell.state].name}: {message}")
+    return case
+
+
+def _whole_run(title: str, text: str) -> ET.Element:
+    case = ET.Element("testcase", classname="parity", name=WHOLE_RUN, time="0.000")
+    ET.SubElement(case, "error", type="incomplete", message=_clean(title)).text = _clean(text)
+    return case
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3f}"
+
+
+def _clean(value: object) -> str:
+    """The text with U+FFFD in the place of characters that XML does not allow."""
+    return re.sub("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "\ufffd", str(value))

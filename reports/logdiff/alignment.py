@@ -1,0 +1,182 @@
+"""Alignment: the curves of several runs on common positions, by step or by tokens.
+
+A counter that begins at 0 in one log and at 1 in another is seen and put right. A log of every tenth step is compared
+at its own steps; where it logs means over the steps between (Hugging Face's Trainer, Megatron), the other run's steps
+are averaged alike. By tokens, curves are compared at the positions of the run with the fewest, between which the others
+are interpolated linearly.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from conformance.core.errors import UsageError
+from reports.logdiff.run import EVALUATION, EXACT, Curve, Floats, Run
+
+CLEARLY = 2.0  # times nearer: then a metric says whether a counter is shifted
+
+
+@dataclass(frozen=True, kw_only=True)
+class Aligned:
+    """One metric of all runs: positions [T] (steps or tokens, rising), and of each side its runs' values [R, T].
+
+    ``exact``: these are values of EXACT as they were logged; between the positions of a log they are interpolated.
+    """
+
+    metric: str
+    positions: Floats
+    sides: tuple[Floats, Floats]
+    exact: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alignment:
+    """All metrics that every run has, aligned; ``notes`` say what had to be done, ``missing`` who lacks what."""
+
+    by: str
+    metrics: tuple[Aligned, ...]
+    notes: tuple[str, ...]
+    missing: tuple[str, ...]
+
+
+def align(sides: tuple[Sequence[Run], Sequence[Run]], *, by: str, chosen: Sequence[str] = ()) -> Alignment:
+    """Two sides' runs on common positions. ``by``: ``step`` or ``tokens``; ``chosen``: only these metrics."""
+    runs = [*sides[0], *sides[1]]
+    if by == "tokens" and (without := [run.name for run in runs if run.tokens is None]):
+        raise UsageError(f"{', '.join(without)} counts no tokens; leave out --by tokens, or log them cumulatively")
+    names = list(chosen or dict.fromkeys(name for run in runs for name in run.curves))
+    missing, notes, metrics = [], [], []
+    shifts = []
+    for run in runs:
+        shift, said = (0.0, "") if by == "tokens" else _shift(runs[0], run)
+        shifts.append(shift)
+        notes += [said] if said else []
+        if by == "tokens" and run.tokens_added:
+            notes.append(f"{run.name} counts the tokens of each step, not those so far; they were added up")
+    for name in names:
+        lacking = [run.name for run in runs if name not in run.curves]
+        if lacking:
+            missing.append(f"{name}: not in {', '.join(lacking)}")
+            continue
+        curves = [
+            _by_tokens(run, name) if by == "tokens" else Curve(run.curves[name].steps + shift, run.curves[name].values)
+            for run, shift in zip(runs, shifts, strict=True)
+        ]
+        averaged = [name in run.averaged for run in runs]
+        positions, values, said = _common(curves, averaged, by=by)
+        if said:
+            notes.append(f"{name}: {said}")
+        if len(positions) == 0:
+            missing.append(f"{name}: no {by} in common")
+            continue
+        if not np.isfinite(values).any():
+            missing.append(f"{name}: no finite value in any of them")
+            continue
+        split = len(sides[0])
+        exact = name in EXACT and by == "step"
+        metrics.append(Aligned(metric=name, positions=positions, sides=(values[:split], values[split:]), exact=exact))
+    ends = [_last(run) + shift for run, shift in zip(runs, shifts, strict=True)]
+    if by == "step" and max(ends) > min(ends):
+        last, first = runs[ends.index(max(ends))].name, runs[ends.index(min(ends))].name
+        notes.append(
+            f"{first} ends at step {min(ends):.0f} and {last} at {max(ends):.0f}: what follows is not compared"
+        )
+    return Alignment(by=by, metrics=tuple(metrics), notes=tuple(notes), missing=tuple(missing))
+
+
+def _first(run: Run) -> float:
+    """The first step of training; an evaluation may come before it."""
+    trained = [curve.steps[0] for name, curve in run.curves.items() if not name.startswith(EVALUATION)]
+    return float(min(trained or [curve.steps[0] for curve in run.curves.values()]))
+
+
+def _last(run: Run) -> float:
+    """The last step of training."""
+    trained = [curve.steps[-1] for name, curve in run.curves.items() if not name.startswith(EVALUATION)]
+    return float(max(trained or [curve.steps[-1] for curve in run.curves.values()]))
+
+
+def _shift(reference: Run, run: Run) -> tuple[float, str]:
+    """What to add to a run's steps, and a sentence about it. 0 but where one counter begins at 0, the other at 1.
+
+    Then either both count the same steps, or one log lacks its first line. Each metric that is CLEARLY nearer to the
+    other run's with or without a shift has a vote. Where they are undecided (other seeds, constants), logs that also
+    end at the same step are taken to lack a line.
+    """
+    shift = _first(reference) - _first(run)
+    shared = [
+        (reference.curves[name], run.curves[name])
+        for name in reference.curves
+        if name in run.curves and not name.startswith(EVALUATION)
+    ]
+    alike = [(a, b) for a, b in shared if a.stride == b.stride]
+    if {_first(reference), _first(run)} != {0.0, 1.0} or not alike:
+        return 0.0, ""
+    votes = sum(_vote(_distance(a, b, shift), _distance(a, b, 0.0)) for a, b in alike)
+    decided = "" if votes else ", although the values do not tell whether it is that or a first line that is missing"
+    begins = f"{run.name} counts its steps from {_first(run):.0f} and {reference.name} from {_first(reference):.0f}"
+    if votes > 0 or (votes == 0 and _last(reference) != _last(run)):
+        done = f"{abs(shift):.0f} was {'added to' if shift > 0 else 'taken from'} the former's"
+        return shift, f"{begins}: {done}{decided}"
+    return 0.0, "" if votes else f"{begins}: both count the same steps{decided}"
+
+
+def _vote(shifted: float, unshifted: float) -> int:
+    """1 for a shift, by the distances of a metric with and without it, -1 against it; 0 if they are alike."""
+    return int(CLEARLY * shifted < unshifted) - int(CLEARLY * unshifted < shifted)
+
+
+def _distance(a: Curve, b: Curve, shift: float) -> float:
+    """The median distance of two curves at the steps that both have; infinite without any."""
+    _, mine, yours = np.intersect1d(a.steps, b.steps + shift, return_indices=True)
+    between = np.abs(a.values[mine] - b.values[yours])
+    between = between[np.isfinite(between)]
+    return float(np.median(between)) if len(between) else np.inf
+
+
+def _by_tokens(run: Run, name: str) -> Curve:
+    assert run.tokens is not None
+    curve = run.curves[name]
+    tokens = np.interp(curve.steps, run.tokens.steps, run.tokens.values)
+    kept = np.concatenate([[True], np.diff(tokens) > 0])
+    return Curve(tokens[kept], curve.values[kept])
+
+
+def _common(curves: list[Curve], averaged: list[bool], *, by: str) -> tuple[Floats, Floats, str]:
+    """Positions [T], the values [R, T] of each curve there, and a sentence if logs are unevenly dense."""
+    sparsest = max(range(len(curves)), key=lambda place: curves[place].stride)
+    sparse = curves[sparsest]
+    if by == "tokens":
+        low, high = max(curve.steps[0] for curve in curves), min(curve.steps[-1] for curve in curves)
+        positions = sparse.steps[(sparse.steps >= low) & (sparse.steps <= high)]
+        if all(len(curve.steps) == len(sparse.steps) and (curve.steps == sparse.steps).all() for curve in curves):
+            return positions, np.stack([curve.values for curve in curves]), ""
+        return positions, np.stack([np.interp(positions, curve.steps, curve.values) for curve in curves]), ""
+    said = ""
+    if any(curve.stride < sparse.stride for curve in curves):
+        said = (
+            f"logged every {min(curve.stride for curve in curves):.0f} and every {sparse.stride:.0f} steps; compared at"
+        )
+        said += " those that all have"
+        if averaged[sparsest]:
+            dense = [curve.stride < sparse.stride for curve in curves]
+            curves = [
+                _means(one, sparse.steps) if is_dense else one for one, is_dense in zip(curves, dense, strict=True)
+            ]
+            said += ", where the denser log is averaged over the steps between, as the other is"
+    positions = curves[0].steps
+    for curve in curves[1:]:
+        positions = np.intersect1d(positions, curve.steps)
+    return positions, np.stack([curve.values[np.isin(curve.steps, positions)] for curve in curves]), said
+
+
+def _means(curve: Curve, ends: Floats) -> Curve:
+    """The means over (the end before, this end], for the ends that the curve reaches; the first one over as much."""
+    starts = np.concatenate([[ends[0] - (ends[1] - ends[0] if len(ends) > 1 else ends[0])], ends[:-1]])
+    found = [
+        (end, float(curve.values[inside].mean()))
+        for start, end in zip(starts, ends, strict=True)
+        if (inside := (curve.steps > start) & (curve.steps <= end)).any() and end <= curve.steps[-1]
+    ]
+    return Curve(np.array([end for end, _ in found]), np.array([value for _, value in found]))

@@ -1,0 +1,174 @@
+"""Two sides compared: which metrics part, where first, and the hints at why."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from conformance.core.errors import UsageError
+from reports.logdiff.alignment import Aligned, Alignment, align
+from reports.logdiff.hints import Evidence, Hint, hints
+from reports.logdiff.run import METRICS, OF_ANY_SIZE, Floats, Run
+from reports.logdiff.tolerance_band import Judged, within_digits, within_spread, within_threshold
+
+COUNTED = re.compile(r"accum|micro|world|rank|parallel|dp|gpu|node")  # in the names of a header's counts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Side:
+    """What is compared with the other side: one run, or several of different seeds."""
+
+    name: str
+    runs: tuple[Run, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parting:
+    """Where a metric first leaves the band: at a position, or in the mean of ``span`` positions from it on, of which
+    ``difference`` and ``allowed`` then are."""
+
+    position: float
+    span: int
+    last: float
+    difference: float
+    allowed: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compared:
+    """One metric: its curves, the sides' means [T], what was judged of them, and where they first part (or None)."""
+
+    aligned: Aligned
+    means: tuple[Floats, Floats]
+    judged: Judged
+    first: Parting | None
+
+    @property
+    def name(self) -> str:
+        return self.aligned.metric
+
+    @property
+    def outside(self) -> int:
+        """The number of positions outside the band."""
+        return int(self.judged.outside.sum())
+
+    @property
+    def worst(self) -> tuple[float, float]:
+        """The position of the largest difference, and that difference, relative."""
+        size = np.where(np.isfinite(self.judged.difference), np.abs(self.judged.difference), -1.0)
+        place = int(size.argmax())
+        return float(self.aligned.positions[place]), float(self.judged.difference[place])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Two sides, metric by metric. ``threshold`` is None where the band is the spread of seeds; ``chosen`` are the
+    metrics that were asked for, all of them if there are none."""
+
+    sides: tuple[Side, Side]
+    alignment: Alignment
+    chosen: tuple[str, ...]
+    threshold: float | None
+    metrics: tuple[Compared, ...]
+    hints: tuple[Hint, ...]
+
+    @property
+    def differs(self) -> bool:
+        return any(one.first for one in self.metrics)
+
+    @property
+    def comparable(self) -> bool:
+        """Whether there is a metric, and each that was asked for."""
+        return bool(self.metrics) and not self.lacking
+
+    @property
+    def lacking(self) -> list[str]:
+        """What was asked for, and is not compared."""
+        return [name for name in self.chosen if name not in {one.name for one in self.metrics}]
+
+    @property
+    def first(self) -> Compared | None:
+        """The metric that parts first; of several at the same position the first in the order of the table."""
+        parted = [one for one in self.metrics if one.first]
+        return min(parted, key=lambda one: one.first.position if one.first else np.inf, default=None)
+
+
+def compare(a: Side, b: Side, *, by: str, threshold: float, chosen: Sequence[str] = ()) -> Comparison:
+    """Compare two sides: by the spread of seeds if one has several runs, else by the relative ``threshold``."""
+    unknown = [name for name in chosen if name not in METRICS]
+    if unknown:
+        raise UsageError(f"no metric is called {', '.join(unknown)}; there are {', '.join(METRICS)}")
+    alignment = align((a.runs, b.runs), by=by, chosen=chosen)
+    spread = len(a.runs) + len(b.runs) > 2
+    metrics = []
+    for one in alignment.metrics:
+        x, y = one.sides
+        any_size = one.metric in OF_ANY_SIZE
+        if spread:
+            judged = within_spread(x, y, metrics=len(alignment.metrics), any_size=any_size, exact=one.exact)
+        elif one.exact:
+            judged = within_digits(x[0], y[0])
+        else:
+            judged = within_threshold(x[0], y[0], threshold, any_size=any_size)
+        means = x.mean(axis=0), y.mean(axis=0)
+        metrics.append(Compared(aligned=one, means=means, judged=judged, first=_first(one, judged)))
+    found: tuple[Hint, ...] = ()
+    if any(one.first for one in metrics):
+        found = hints(_evidence(metrics, (*a.runs, *b.runs), by=by, seeds=spread))
+    return Comparison(
+        sides=(a, b),
+        alignment=alignment,
+        chosen=tuple(chosen),
+        threshold=None if spread else threshold,
+        metrics=tuple(metrics),
+        hints=found,
+    )
+
+
+def _first(aligned: Aligned, judged: Judged) -> Parting | None:
+    places = np.flatnonzero(judged.outside)
+    if len(places) == 0:
+        return None
+    place = int(places[0])
+    span = int(judged.spans[place])
+    end = min(place + span, len(aligned.positions)) - 1
+    return Parting(
+        position=float(aligned.positions[place]),
+        span=span,
+        last=float(aligned.positions[end]),
+        difference=float(judged.shown[place]),
+        allowed=float(judged.bound[place]),
+    )
+
+
+def _evidence(metrics: Sequence[Compared], runs: Sequence[Run], *, by: str, seeds: bool) -> Evidence:
+    """What hints are taken from: the means of both sides, where both are finite."""
+    curves: dict[str, tuple[Floats, Floats, Floats]] = {}
+    firsts: dict[str, int] = {}
+    for one in metrics:
+        kept = np.isfinite(one.means[0]) & np.isfinite(one.means[1])
+        curves[one.name] = one.aligned.positions[kept], one.means[0][kept], one.means[1][kept]
+        if one.first:
+            firsts[one.name] = int(np.searchsorted(curves[one.name][0], one.first.position))
+    return Evidence(curves=curves, firsts=firsts, numbers=_numbers(runs), resumed=_resumed(runs), by=by, seeds=seeds)
+
+
+def _resumed(runs: Sequence[Run]) -> dict[int, str]:
+    return {step: run.name for run in runs for step in run.resumed}
+
+
+def _numbers(runs: Sequence[Run]) -> dict[int, list[str]]:
+    """The counts of ranks and micro-batches in logs' headers, with their names: a factor may be one of them."""
+    found: dict[int, list[str]] = {}
+    for name, value in dict.fromkeys(leaf for run in runs for leaf in _leaves(run.facts)):
+        if isinstance(value, int) and value > 1 and COUNTED.search(name):
+            found.setdefault(value, []).append(name)
+    return found
+
+
+def _leaves(values: Mapping[str, object], prefix: str = "") -> list[tuple[str, object]]:
+    found: list[tuple[str, object]] = []
+    for name, value in values.items():
+        found += _leaves(value, f"{prefix}{name}.") if isinstance(value, Mapping) else [(f"{prefix}{name}", value)]
+    return [(name, value) for name, value in found if isinstance(value, int)]

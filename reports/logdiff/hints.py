@@ -1,0 +1,386 @@
+"""Constant factors between two curves, and the whole numbers whose ratio or root they are.
+
+Two curves of a learning rate, which are exact: a factor, a lag, another pace, or a schedule that begins again.
+
+Hints: what a difference between two runs looks like, in words, the most probable first.
+
+A hint is a guess from the shape of the curves (docs/comparing-runs.md says what each is taken from). It never decides
+whether the runs part; and if no shape fits, none is given.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from reports.logdiff.run import Floats
+from reports.wording import percent
+
+LEAST = 0.05  # of a logarithm: a smaller factor is a difference like any other
+LARGEST = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class Factor:
+    """exp(``log``), with the standard ``error`` of the logarithm."""
+
+    log: float
+    error: float
+
+    @property
+    def size(self) -> float:
+        """The factor or its inverse, whichever is above 1."""
+        return math.exp(abs(self.log))
+
+
+def constant_factor(d: Floats) -> Factor | None:
+    """The factor exp(d) of logarithms ``d`` [T] if it is the same from the first third to the last; else None.
+
+    Its median has to stand out of what varies about it, whose scale is the median absolute deviation.
+    """
+    if len(d) < 3:
+        return None
+    middle = float(np.median(d))
+    spread = 1.4826 * float(np.median(np.abs(d - middle)))
+    third = max(len(d) // 3, 1)
+    begin, end = float(np.median(d[:third])), float(np.median(d[-third:]))
+    error = 1.2533 * spread / math.sqrt(len(d))  # of a median of normally distributed numbers
+    steady = abs(begin - end) <= max(0.1 * abs(middle), 4 * 1.2533 * spread * math.sqrt(2 / third))
+    if abs(middle) < LEAST or spread > 0.5 * abs(middle) or not steady or begin * end <= 0:
+        return None
+    return Factor(log=middle, error=error)
+
+
+def integer_of(factor: Factor) -> tuple[int, bool] | None:
+    """The whole number n (from 2) that the factor or its inverse is, and whether as its square root; None if unclear.
+
+    Unclear is a factor whose error is not small beside the distance to the next number of that kind; but powers of two
+    are what ranks and micro-batches mostly are, and count as numbers of a kind of their own.
+    """
+    size, error = abs(factor.log), max(3 * factor.error, 0.005)
+    for root in (False, True):
+        exponent = 0.5 if root else 1.0
+        for candidates in (range(2, LARGEST + 1), [2**k for k in range(1, 11)]):
+            logs = exponent * np.log(np.array(candidates, dtype=np.float64))
+            near = np.flatnonzero(np.abs(logs - size) <= error)
+            if len(near) == 1 and not (root and math.isqrt(candidates[int(near[0])]) ** 2 == candidates[int(near[0])]):
+                return candidates[int(near[0])], root
+    return None
+
+
+EXACT = 1e-3  # relative to the largest rate; logs print three digits or more
+FEWEST = 4  # points that have to agree
+PACES = range(2, 65)
+
+
+def lr_hints(curves: tuple[Floats, Floats, Floats] | None) -> Iterator[tuple[str, str]]:
+    """(name, sentence) for positions [T] and the learning rates of both sides [T]; nothing if they are the same."""
+    if curves is None or len(curves[0]) < 2:
+        return
+    steps, a, b = curves
+    if _same(a, b, a):
+        return
+    yield _lag(steps, a, b) or _factor(a, b) or _restart(steps, a, b) or _pace(steps, a, b) or _other(steps, a, b)
+
+
+def _same(x: Floats, y: Floats, whole: Floats) -> bool:
+    return bool(np.abs(x - y).max(initial=0.0) <= EXACT * np.abs(whole).max())
+
+
+def _varies(x: Floats) -> bool:
+    return bool(np.ptp(x) > 10 * EXACT * np.abs(x).max())
+
+
+def _factor(a: Floats, b: Floats) -> tuple[str, str] | None:
+    kept = (a > EXACT * a.max()) & (b > EXACT * b.max())
+    found = constant_factor(np.log(b[kept] / a[kept])) if kept.sum() >= 3 else None
+    if found is None or not _same(a * np.exp(found.log), b, b):
+        return None
+    number = integer_of(Factor(log=found.log, error=EXACT))
+    exact = f", the square root of {number[0]}" if number and number[1] else ""
+    direction = "larger" if found.log > 0 else "smaller"
+    return (
+        "learning rate: factor",
+        f"the learning rate is {found.size:.4g} times {direction} on side B{exact}, at every step",
+    )
+
+
+def _lag(steps: Floats, a: Floats, b: Floats) -> tuple[str, str] | None:
+    stride = float(np.median(np.diff(steps)))
+    for k in range(1, len(a) // 2):
+        for late, early, who in ((b, a, "B"), (a, b, "A")):
+            if _varies(late[k:]) and len(late) - k >= FEWEST and _same(late[k:], early[:-k], a):
+                return (
+                    "learning rate: lag",
+                    f"the learning rate of side {who} is the other's {k * stride:.0f} steps later: the schedule is"
+                    " advanced before instead of after the update, counts its steps from another one, or skips some;"
+                    " or the log has the rate of the next step",
+                )
+    return None
+
+
+def _restart(steps: Floats, a: Floats, b: Floats) -> tuple[str, str] | None:
+    """The schedule of one side begins again where both were the same before."""
+    apart = np.flatnonzero(np.abs(a - b) > EXACT * np.abs(a).max())
+    s = int(apart[0])
+    for at in (s, s - 1):
+        count = len(a) - at
+        for new, old, who in ((b, a, "B"), (a, b, "A")):
+            if at > 1 and count >= FEWEST and _varies(old[:count]) and _same(new[at:], old[:count], a):
+                return (
+                    "learning rate: begins again",
+                    f"the learning rate of side {who} begins again at step {steps[at]:.0f}: a resume without the"
+                    " state of the schedule",
+                )
+    return None
+
+
+def _pace(steps: Floats, a: Floats, b: Floats) -> tuple[str, str] | None:
+    begin = steps[0] - (1 if steps[0] == 1 else 0)
+    for n in PACES:
+        for fast, slow, who in ((b, a, "B"), (a, b, "A")):
+            for offset in (0.0, 1.0):  # a schedule that was advanced n times before the first log, or not yet
+                there = (steps - begin - offset) * n + begin + offset
+                inside = (there >= steps[0]) & (there <= steps[-1])
+                expected = np.interp(there[inside], steps, slow)
+                if inside.sum() >= FEWEST and _varies(expected) and _same(fast[inside], expected, slow):
+                    return (
+                        "learning rate: pace",
+                        f"the schedule of side {who} runs {n} times as fast: it is advanced with every micro-batch or"
+                        " on every rank, or planned for fewer steps",
+                    )
+    return None
+
+
+def _other(steps: Floats, a: Floats, b: Floats) -> tuple[str, str]:
+    apart = int(np.flatnonzero(np.abs(a - b) > EXACT * np.abs(a).max())[0])
+    return (
+        "learning rate",
+        f"the learning rates differ from step {steps[apart]:.0f} on ({a[apart]:.4g} and {b[apart]:.4g}): another"
+        " schedule, warm-up or number of steps",
+    )
+
+
+SAME = 1e-3  # relative; two first losses that are closer were computed from the same weights and batch
+ROUNDING = 1e-5  # relative; differences of the first steps that are smaller are rounding
+TINY = 1e-9  # relative; where a difference that grows begins, at least
+JUMP = 10.0  # a jump is that much larger than any difference before it, within three steps
+SOON = 10  # steps from a jump to where it leaves the band, at most
+SETTLED = 10  # steps before a jump, at least
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hint:
+    """A guess at the cause: a short ``name``, the sentence, and how much speaks for it, from 0 to 1."""
+
+    name: str
+    text: str
+    weight: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """Of each metric the positions [T] and both sides' means [T]; ``firsts`` the index at which a metric parts.
+
+    ``numbers`` are counts of ranks and micro-batches in the logs' headers, ``resumed`` steps at which a log begins
+    again; ``seeds`` says that the curves are means of several seeds, each of which has an order of its own.
+    """
+
+    curves: Mapping[str, tuple[Floats, Floats, Floats]]
+    firsts: Mapping[str, int]
+    numbers: Mapping[int, list[str]]
+    resumed: Mapping[int, str]
+    by: str
+    seeds: bool
+
+    def ratio(self, metric: str) -> Floats | None:
+        """The logarithm of side B over side A [T]; None if the metric is missing or not positive everywhere."""
+        if metric not in self.curves:
+            return None
+        _, a, b = self.curves[metric]
+        return np.log(b / a) if len(a) and (a > 0).all() and (b > 0).all() else None
+
+    @property
+    def same_start(self) -> bool:
+        """Whether the first step's loss is the same on both sides: the same weights and the same batch."""
+        return any((d := self.ratio(name)) is not None and abs(d[0]) < SAME for name in LOSSES)
+
+
+LOSSES = ("loss", "policy_loss")
+
+
+def hints(evidence: Evidence) -> tuple[Hint, ...]:
+    """All hints that fit, the most probable first; empty if none does."""
+    found = [Hint(name=name, text=text, weight=0.95) for name, text in lr_hints(evidence.curves.get("lr"))]
+    for guess in GUESSES:
+        found += guess(evidence)
+    causes = [hint for hint in found if hint.name not in CONSEQUENCES]
+    return tuple(sorted(causes or found, key=lambda hint: -hint.weight))
+
+
+def _factors(evidence: Evidence) -> Iterator[Hint]:
+    """A constant factor of the loss, of the gradient norm, or of both."""
+    loss, norm = evidence.ratio("loss"), evidence.ratio("grad_norm")
+    of_loss, of_norm = (_steady(d, evidence) for d in (loss, norm))
+    if of_loss is None and loss is not None and norm is not None and abs(loss[0]) > 0.1 > 5 * abs(loss[0] - norm[0]):
+        of_loss = of_norm = Factor(
+            log=float(loss[0]), error=SAME
+        )  # the same weights and batch: later the runs go apart
+    if of_norm is None and norm is not None and evidence.same_start and abs(norm[0]) > 0.1:
+        of_norm = Factor(log=float(norm[0]), error=SAME)
+    if of_loss and of_norm and abs(of_loss.log - of_norm.log) < max(0.1 * abs(of_loss.log), 0.02):
+        yield Hint(
+            name="loss and gradient factor",
+            text=f"loss and gradient norm are both {_said(of_loss, evidence)}: a mean over micro-batches or tokens is"
+            " taken differently (under gradient accumulation, a sum instead of a mean, or the reverse)",
+            weight=0.9,
+        )
+        return
+    if of_loss:
+        yield Hint(
+            name="loss factor",
+            text=f"the loss is {_said(of_loss, evidence)}: it is logged as a sum instead of a mean over micro-batches,"
+            " ranks or tokens, or the reverse; the gradients show no such factor",
+            weight=0.85,
+        )
+    if of_norm:
+        yield Hint(
+            name="gradient factor",
+            text=f"the gradient norm is {_said(of_norm, evidence)}, and the loss is not: gradients are summed over the"
+            " data-parallel ranks or the micro-batches of an accumulation instead of averaged, or the reverse"
+            f"{_square_root(of_norm)}",
+            weight=0.85,
+        )
+
+
+def _steady(d: Floats | None, evidence: Evidence) -> Factor | None:
+    """The constant factor of a metric; one that a first step of the same weights and batch does not have is none."""
+    found = constant_factor(d) if d is not None else None
+    if d is None or found is None or (evidence.same_start and abs(d[0] - found.log) > 0.3 * abs(found.log)):
+        return None
+    return found
+
+
+def _said(factor: Factor, evidence: Evidence) -> str:
+    """The factor in words: its size, the whole number that it matches, and what in the logs' headers is that number."""
+    text = f"{factor.size:.4g} times {'larger' if factor.log > 0 else 'smaller'} on side B"
+    found = integer_of(factor)
+    if found:
+        number, root = found
+        if root or f"{factor.size:.4g}" != str(number):
+            text += f", {'the square root of ' if root else ''}{number} within its error"
+        if number in evidence.numbers and not root:
+            text += f" ({' and '.join(evidence.numbers[number])} in the logs' headers)"
+    return text
+
+
+def _square_root(factor: Factor) -> str:
+    found = integer_of(factor)
+    if not found or not found[1]:
+        return ""
+    return (
+        "; a square root is what a norm shows that counts replicas once per rank, or that sees the gradient of one of"
+        f" {found[0]} ranks or micro-batches where noise dominates"
+    )
+
+
+def _jump(evidence: Evidence) -> Iterator[Hint]:
+    """Agreement, then a sudden difference: a resume that did not restore something."""
+    for metric in (*LOSSES, "grad_norm"):
+        d = evidence.ratio(metric)
+        first = evidence.firsts.get(metric)
+        if d is None or first is None or first < SETTLED:
+            continue
+        steps, size = evidence.curves[metric][0], np.abs(d)
+        before = np.maximum(np.maximum.accumulate(size)[:-1], ROUNDING)
+        candidates = range(max(SETTLED, first - SOON), first + 1)
+        rise = {at: float(size[at : at + 3].max()) / float(before[at - 1]) for at in candidates}
+        at = next((at for at in candidates if size[at] > 0.1 * size[at : at + 3].max() and rise[at] >= JUMP), None)
+        if at is None:
+            continue
+        soon = d[at : first + SOON]
+        peak, tail = float(soon[np.abs(soon).argmax()]), size[first + SOON :]
+        fades = len(tail) > SOON and float(tail[-len(tail) // 4 :].mean()) < 0.25 * abs(peak)
+        course = ", and the difference fades, as moments fill again" if fades else ""
+        again = "".join(f"; the log of {name} begins again at step {step}" for step, name in evidence.resumed.items())
+        yield Hint(
+            name="jump",
+            text=f"both agree before {evidence.by} {steps[at]:.0f}, from which the {metric} differs"
+            f" by up to {percent(np.expm1(peak))}{course}: a resume without its state (optimizer moments, step count,"
+            f" schedule or data position){again}",
+            weight=0.8,
+        )
+        return
+
+
+def _data_order(evidence: Evidence) -> Iterator[Hint]:
+    """The same distribution of losses in another order, from the first step or from a later one on."""
+    for metric in LOSSES:
+        d = evidence.ratio(metric)
+        if d is None or len(d) < 20 or evidence.seeds:
+            continue
+        _, a, b = evidence.curves[metric]
+        x, y = _detrended(a), _detrended(b)
+        if min(x.std(), y.std()) < SAME * float(np.mean(np.abs(a))):
+            continue
+        correlation = float(np.corrcoef(x, y)[0, 1])
+        mean, noise = float(np.mean(d)), float(np.std(d)) / np.sqrt(len(d) / 4)
+        unlike = correlation < max(0.3, 2.6 / np.sqrt(len(d))) and float(np.median(np.abs(d[:5]))) > SAME
+        if unlike and abs(mean) < 4 * noise:
+            yield Hint(
+                name="data order",
+                text=f"the {metric} has the same mean on both sides ({percent(np.expm1(mean))}), but its ups and downs"
+                f" have nothing to do with each other (correlation {correlation:.2f}), from the first step on: another"
+                " order of the data, or another seed",
+                weight=0.75,
+            )
+            return
+
+
+def _growing(evidence: Evidence) -> Iterator[Hint]:
+    """The first step agrees, and the difference grows from there."""
+    for metric in (*LOSSES, "grad_norm"):
+        d = evidence.ratio(metric)
+        if d is None or len(d) < 12 or metric not in evidence.firsts:
+            continue
+        size = np.abs(d)
+        smooth = np.convolve(size, np.ones(5) / 5, mode="valid")
+        rising = np.array([part.mean() for part in np.array_split(smooth[: max(8, int(smooth.argmax()) + 1)], 8)])
+        rank = float(np.corrcoef(np.argsort(np.argsort(rising)), np.arange(8))[0, 1])
+        agrees = abs(d[0]) < (0.1 * float(smooth.max()) if evidence.seeds else SAME)
+        if not agrees or rank < 0.7 or not (_gradual(rising) or _gradual(np.log(np.maximum(rising, TINY)))):
+            continue
+        if float(size[1:4].max()) == 0:
+            continue
+        if float(size[1:4].max()) < ROUNDING:
+            yield Hint(
+                name="rounding",
+                text=f"the {metric} differs by {size[1:4].max():.1e} in the first steps and parts slowly: rounding"
+                " (another precision, kernel or order of sums) that training amplifies; not a bug by itself",
+                weight=0.55,
+            )
+        else:
+            yield Hint(
+                name="growing",
+                text=f"the {metric} agrees at the first step and drifts apart steadily from there: another learning"
+                " rate, weight decay or betas, or gradients that are scaled or clipped differently",
+                weight=0.5,
+            )
+        return
+
+
+def _gradual(values: Floats) -> bool:
+    """Whether no single step makes up most of a rise."""
+    return bool(np.diff(values).max() <= 0.8 * np.ptp(values))
+
+
+def _detrended(values: Floats) -> Floats:
+    """Less a running mean of a tenth of the run, at least 5 steps long."""
+    width = max(5, len(values) // 10) | 1
+    padded = np.pad(values, width // 2, mode="reflect", reflect_type="odd")  # goes on with the slope at the ends
+    return values - np.convolve(padded, np.ones(width) / width, mode="valid")
+
+
+GUESSES: tuple[Callable[[Evidence], Iterator[Hint]], ...] = (_factors, _jump, _data_order, _growing)
+CONSEQUENCES = ("growing", "rounding")  # of whatever else was found: they are told where nothing else was

@@ -1,0 +1,249 @@
+"""The words of a comparison, which terminal, Markdown and HTML share, and the terminal's page.
+
+Comparisons as JSON values, for programs.
+
+Markdown of comparisons, for a pull request or a job summary.
+
+One HTML file of comparisons that opens offline: the verdict, the hints, and every metric's curves and difference.
+"""
+
+import base64
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from markupsafe import Markup
+
+import conformance
+from conformance.records.record_format import dumps
+from reports.html import TEMPLATES, environment
+from reports.logdiff.comparison import Compared, Comparison, Side
+from reports.page_data import pack
+from reports.wording import percent, plain
+
+HEADS = ("metric", "compared at", "first outside", "difference", "allowed", "outside", "largest difference")
+NO_HINT = "no hint fits: the difference has none of the known shapes"
+
+
+def to_text(comparisons: Sequence[Comparison]) -> str:
+    """What ``parity diff`` prints."""
+    return "\n\n".join("\n".join(_lines(one)) for one in comparisons)
+
+
+def _lines(comparison: Comparison) -> list[str]:
+    lines = [headline(comparison), "", *sides(comparison), band(comparison), ""]
+    table = [HEADS, *rows(comparison)]
+    widths = [max(len(row[column]) for row in table) for column in range(len(HEADS))]
+    lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
+    if comparison.differs:
+        lines += ["", "Why, perhaps:"]
+        lines += [f"{place}. {hint}" for place, hint in enumerate(hint_texts(comparison), 1)]
+    said = notes(comparison)
+    if said:
+        lines += ["", "Notes:", *(f"- {note}" for note in said)]
+    return lines
+
+
+def headline(comparison: Comparison) -> str:
+    """The verdict in a sentence."""
+    names = f"{comparison.sides[0].name} and {comparison.sides[1].name}"
+    first = comparison.first
+    if first is None and not comparison.comparable:
+        what = " or ".join(comparison.lacking) or "metric"
+        return f"{names} cannot be compared: they have no {what} at a common {comparison.alignment.by}."
+    if first is None:
+        count = len(comparison.metrics)
+        return f"{names} agree within the band in {count} metric{'s' * (count != 1)}."
+    assert first.first
+    mean = f" in the mean of {first.first.span} positions" if first.first.span > 1 else ""
+    return (
+        f"{names} part at {comparison.alignment.by} {first.first.position:.0f}: {first.name}"
+        f" {percent(first.first.difference)}{mean} where ±{percent(first.first.allowed).lstrip('+')} is allowed."
+    )
+
+
+def title(comparisons: Sequence[Comparison]) -> str:
+    """The verdict of all comparisons in a few words."""
+    parted = sum(one.differs for one in comparisons)
+    if parted:
+        return "The runs part" if len(comparisons) == 1 else f"{parted} of {len(comparisons)} runs part from the first"
+    return "The runs agree" if all(one.comparable for one in comparisons) else "The runs cannot be compared"
+
+
+def sides(comparison: Comparison) -> list[str]:
+    """What each side is: its runs, their formats and steps."""
+    return [f"{letter}: {_side(side)}" for letter, side in zip("AB", comparison.sides, strict=True)]
+
+
+def _side(side: Side) -> str:
+    said = []
+    for run in side.runs:
+        steps = [step for curve in run.curves.values() for step in (curve.steps[0], curve.steps[-1])]
+        said.append(f"{run.name} ({run.format}, steps {min(steps):.0f} to {max(steps):.0f})")
+    return ", ".join(said)
+
+
+def band(comparison: Comparison) -> str:
+    """What the band is made of."""
+    if comparison.threshold is not None:
+        allowed = percent(comparison.threshold).lstrip("+")
+        exact = [one.name for one in comparison.metrics if one.aligned.exact]
+        but = f"; of {' and '.join(exact)}, only digits that are not printed" if exact else ""
+        return f"Allowed is a relative difference of ±{allowed} at every {comparison.alignment.by}{but}."
+    counts = " and ".join(str(len(side.runs)) for side in comparison.sides)
+    return (
+        f"Allowed is what the spread of the {counts} runs makes probable: in a hundred comparisons of honest sides, one"
+        " leaves it in any metric."
+    )
+
+
+def rows(comparison: Comparison) -> list[tuple[str, ...]]:
+    """A row of the table per metric, under HEADS."""
+    return [_row(one, comparison.alignment.by) for one in comparison.metrics]
+
+
+def _row(one: Compared, by: str) -> tuple[str, ...]:
+    count = len(one.aligned.positions)
+    where, worst = one.worst
+    largest = f"{percent(worst)} at {where:.0f}" if worst else "none"
+    compared = f"{count} {by if by == 'tokens' else 'steps'}"
+    if one.first is None:
+        return one.name, compared, "never", "", "", "0", largest
+    first = one.first
+    place = f"{first.position:.0f}" if first.span == 1 else f"{first.position:.0f} to {first.last:.0f} (mean)"
+    allowed = f"±{percent(first.allowed).lstrip('+')}"
+    return one.name, compared, place, percent(first.difference), allowed, f"{one.outside} of {count}", largest
+
+
+def hint_texts(comparison: Comparison) -> list[str]:
+    """The hints in words, the most probable first; a sentence that there are none; nothing where the runs agree."""
+    if not comparison.differs:
+        return []
+    return [hint.text for hint in comparison.hints] or [NO_HINT]
+
+
+def notes(comparison: Comparison) -> list[str]:
+    """What had to be put right or left out, and what is not finite."""
+    said = [f"{run.name}: {note}" for side in comparison.sides for run in side.runs for note in run.notes]
+    said += [*comparison.alignment.notes, *(f"not compared: {text}" for text in comparison.alignment.missing)]
+    for one in comparison.metrics:
+        for letter, values, side in zip("AB", one.aligned.sides, comparison.sides, strict=True):
+            for run, curve in zip(side.runs, values, strict=True):
+                wrong = [float(x) for x, y in zip(one.aligned.positions, curve, strict=True) if y - y != 0]
+                if wrong:
+                    said.append(
+                        f"{one.name} of {run.name} (side {letter}) is not finite at {len(wrong)} positions,"
+                        f" first at {wrong[0]:.0f}"
+                    )
+    return said
+
+
+def to_json(comparisons: Sequence[Comparison]) -> dict[str, Any]:
+    """``differs``, ``comparable``, and of each comparison sides, metrics, hints and notes."""
+    return {
+        "differs": any(one.differs for one in comparisons),
+        "comparable": all(one.comparable for one in comparisons),
+        "comparisons": [_comparison(one) for one in comparisons],
+    }
+
+
+def _comparison(comparison: Comparison) -> dict[str, Any]:
+    return {
+        "headline": headline(comparison),
+        "by": comparison.alignment.by,
+        "threshold": comparison.threshold,
+        "sides": [
+            {"name": side.name, "runs": [{"name": run.name, "format": run.format} for run in side.runs]}
+            for side in comparison.sides
+        ],
+        "metrics": [_metric(one) for one in comparison.metrics],
+        "hints": [vars(hint) for hint in comparison.hints],
+        "notes": notes(comparison),
+    }
+
+
+def _metric(one: Compared) -> dict[str, Any]:
+    where, worst = one.worst
+    return {
+        "name": one.name,
+        "positions": len(one.aligned.positions),
+        "outside": one.outside,
+        "first": vars(one.first) if one.first else None,
+        "largest": {"position": where, "difference": worst},
+    }
+
+
+def to_markdown(comparisons: Sequence[Comparison]) -> str:
+    return f"## {plain(title(comparisons))}\n\n" + "\n".join(map(_block, comparisons))
+
+
+def _block(comparison: Comparison) -> str:
+    symbol = "❌" if comparison.differs else "✅" if comparison.comparable else "⚠️"
+    lines = [f"{symbol} {plain(headline(comparison))}", ""]
+    lines += [f"- {plain(sentence)}" for sentence in (*sides(comparison), band(comparison))]
+    if comparison.metrics:
+        lines += ["", f"| {' | '.join(HEADS)} |", f"| :-- |{' --: |' * (len(HEADS) - 1)}"]
+        lines += [f"| {' | '.join(map(plain, row))} |" for row in rows(comparison)]
+    said = hint_texts(comparison)
+    if said:
+        lines += ["", "Why, perhaps:", "", *(f"{place}. {plain(hint)}" for place, hint in enumerate(said, 1))]
+    if noted := notes(comparison):
+        lines += ["", "Notes:", "", *(f"- {plain(note)}" for note in noted)]
+    return "\n".join(lines) + "\n"
+
+
+SCRIPTS = ("make", "data", "charts", "tip", "runs")  # in the order in which they run
+POINTS = 400  # of a curve that are drawn
+
+
+def to_html(comparisons: Sequence[Comparison]) -> str:
+    script = "\n".join((TEMPLATES / f"{name}.js").read_text(encoding="utf-8") for name in SCRIPTS)
+    template = environment().get_template("runs.html")
+    state = "differs" if any(one.differs for one in comparisons) else "conforms"
+    return template.render(
+        title=title(comparisons),
+        state=state if all(one.comparable for one in comparisons) or state == "differs" else "incomplete",
+        version=conformance.__version__,
+        heads=HEADS,
+        comparisons=[_said(one) for one in comparisons],
+        points=POINTS,
+        style=Markup((TEMPLATES / "style.css").read_text(encoding="utf-8")),
+        script=Markup(script),
+        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        curves=pack(dumps([[_drawn(metric, one) for metric in one.metrics] for one in comparisons])),
+    )
+
+
+def _said(comparison: Comparison) -> dict[str, Any]:
+    return {
+        "title": f"{comparison.sides[0].name} and {comparison.sides[1].name}",
+        "headline": headline(comparison),
+        "sides": sides(comparison),
+        "band": band(comparison),
+        "hints": hint_texts(comparison),
+        "rows": rows(comparison),
+        "notes": notes(comparison),
+    }
+
+
+def _drawn(metric: Compared, comparison: Comparison) -> dict[str, Any]:
+    """A metric's curves, thinned to POINTS positions of which the first one outside the band is one."""
+    count = len(metric.aligned.positions)
+    kept = np.unique(np.linspace(0, count - 1, min(count, POINTS)).round().astype(int))
+    if metric.first:
+        kept = np.union1d(kept, np.searchsorted(metric.aligned.positions, [metric.first.position]))
+    runs = [
+        {"side": number, "name": run.name, "values": values[kept].tolist()}
+        for number, (side, curves) in enumerate(zip(comparison.sides, metric.aligned.sides, strict=True))
+        for run, values in zip(side.runs, curves, strict=True)
+    ]
+    return {
+        "name": metric.name,
+        "unit": comparison.alignment.by,
+        "positions": metric.aligned.positions[kept].tolist(),
+        "runs": runs,
+        "difference": metric.judged.difference[kept].tolist(),
+        "allowed": metric.judged.allowed[kept].tolist(),
+        "first": metric.first.position if metric.first else None,
+    }

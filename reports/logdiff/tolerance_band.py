@@ -1,0 +1,252 @@
+"""The band: how far two sides may lie apart before they part. docs/comparing-runs.md explains and measures it.
+
+With one run a side, a relative threshold, but for learning rates, which are exact. With several, the spread of the
+seeds: the difference of the sides' means over its standard error is compared with a quantile of Student's t, at every
+step and for means of a twentieth of the run, corrected for their number (Bonferroni), so that one comparison in a
+hundred of honest sides is flagged at most.
+
+* Numbers that are positive everywhere are compared by their logarithm: a loss and a gradient norm vary by a part of
+  their size, and one spike moves a mean of logarithms little.
+* The variance within the sides is pooled over both, and over neighbouring positions, since two seeds alone say little;
+  where a position's own is larger, that one counts: some steps vary more than their neighbours, in every run.
+* Deviations of neighbouring positions resemble each other (a run that lags goes on lagging). The number of independent
+  ones among n with autocorrelation r is n (1 - r) / (1 + r) (Bayley and Hammersley, 1946), and the degrees of freedom
+  are that times the runs less two: where seeds wander slowly, few of them give a wide band.
+"""
+
+import math
+from dataclasses import dataclass
+from decimal import Decimal
+from statistics import NormalDist
+
+import numpy as np
+
+from reports.logdiff.run import Floats
+
+ERROR = 0.01  # the probability that honest runs are flagged in any metric, at most
+NEIGHBOURS = 5  # positions on each side that a variance is pooled over
+BLOCKS = 20  # of a run, whose means are compared
+LEAST = 1e-6  # relative, of a learning rate to the largest; below it is rounding in float32
+SAMPLED = 100  # values whose digits are counted
+SMALLEST = 1e-4  # size of a metric of order one; below it are what cancelled sums leave
+CANCELLED = 1e-2  # of its size; a difference of sums of either sign that is smaller is rounding
+QUARTILE = 0.75  # of a metric's values, whose size is its size: one spike among them says nothing about the others
+SHORT = 0.05  # relative; half a unit of a second digit: what is printed as 1e-05 is that, and not rounded from 1.4e-05
+SMALL = 1e-3  # of a metric's size: beside values that are smaller, differences are no ratios any more
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judged:
+    """A difference and what is allowed, at positions [T]: side B less side A, relative, and the band's half width.
+
+    ``outside`` [T] says where they part; ``spans`` [T] the number of positions whose mean shows it, 1 for the position
+    alone, 0 inside; ``shown`` and ``bound`` [T] the difference of that mean, and what is allowed of it. A value that is
+    not finite on one side only is outside.
+    """
+
+    difference: Floats
+    allowed: Floats
+    outside: np.ndarray
+    spans: np.ndarray
+    shown: Floats
+    bound: Floats
+
+
+def within_threshold(a: Floats, b: Floats, threshold: float, *, any_size: bool) -> Judged:
+    """One run a side, [T] each: b - a relative to a; digits that a log does not print are allowed.
+
+    A metric that changes its sign is measured by its size at least: next to a zero, a ratio says nothing. Unless it is
+    of ``any_size``, it is measured by SMALLEST at least: the policy loss of normalised advantages is 0 but for
+    rounding, and its ratios are noise.
+    """
+    known = _known(a, b)
+    size = _size(known, any_size=any_size)
+    signed = bool((known < 0).any() and (known > 0).any())
+    scale = np.maximum(np.abs(a), max(size if signed else SMALL * size, 0.0 if any_size else SMALLEST))
+    digits = unprinted(a, any_size=any_size) + unprinted(b, any_size=any_size)
+    return _judged(a, b, scale=scale, allowed=threshold * scale + digits)
+
+
+def within_digits(a: Floats, b: Floats) -> Judged:
+    """One run a side, [T] each, of a metric that is exact: b - a relative to a.
+
+    Allowed are the digits that a log does not print, and LEAST of the largest value: a schedule multiplies that one.
+    """
+    largest = float(np.abs(_known(a, b)).max(initial=0.0))
+    digits = unprinted(a, any_size=True, exact=True) + unprinted(b, any_size=True, exact=True)
+    return _judged(a, b, scale=np.maximum(np.abs(a), SMALL * largest), allowed=LEAST * largest + digits)
+
+
+def _known(a: Floats, b: Floats) -> Floats:
+    """The values of both sides where both are finite."""
+    finite = np.isfinite(a) & np.isfinite(b)
+    return np.concatenate([a[..., finite], b[..., finite]])
+
+
+def _judged(a: Floats, b: Floats, *, scale: Floats, allowed: Floats) -> Judged:
+    """What is outside of what is ``allowed`` [T], which is in the metric's unit, as is the ``scale`` [T]."""
+    with np.errstate(all="ignore"):
+        scale = np.where(scale > 0, scale, 1.0)
+        difference, allowed = np.where(a == b, 0.0, (b - a) / scale), allowed / scale
+        same = (a == b) | (np.isnan(a) & np.isnan(b))  # of values that are not finite
+        outside = np.where(np.isfinite(a) & np.isfinite(b), np.abs(difference) > allowed, ~same)
+    return Judged(
+        difference=difference,
+        allowed=allowed,
+        outside=outside,
+        spans=outside.astype(int),
+        shown=difference,
+        bound=allowed,
+    )
+
+
+def within_spread(a: Floats, b: Floats, *, metrics: int, any_size: bool, exact: bool = False) -> Judged:
+    """Several runs a side, [R, T] and [S, T], R + S > 2; ``metrics``: how many are judged, ``any_size`` as above.
+
+    ``exact``: of a metric whose values are as they were configured, or rounded by a log to the digits that it shows.
+    """
+    count = a.shape[1]
+    finite = np.isfinite(a).all(axis=0) & np.isfinite(b).all(axis=0)
+    # As many of a side's seeds have broken down as of the other's, or they part.
+    broken = ~finite & (np.isfinite(a).mean(axis=0) != np.isfinite(b).mean(axis=0))
+    known = np.concatenate([a[:, finite], b[:, finite]])
+    size = _size(known, any_size=any_size)
+    logarithmic = bool(known.size) and bool((known > 0).all()) and (any_size or size > SMALLEST)
+    spans = sorted({1, max(1, count // BLOCKS)})
+    tests = metrics * sum(math.ceil(count / span) for span in spans)
+    difference, allowed, shown, bound = np.full((4, count), np.nan)
+    found = np.zeros(count, dtype=int)
+    where = np.flatnonzero(finite)
+    if len(where):
+        with np.errstate(all="ignore"):
+            x, y = (np.log(side[:, finite]) if logarithmic else side[:, finite] / (size or 1.0) for side in (a, b))
+            units = size or 1.0
+            digits = [
+                unprinted(v, any_size=any_size, exact=exact) / (np.abs(v) if logarithmic else units) for v in (*a, *b)
+            ]
+        rounding = np.max(digits, axis=0)[finite]
+        for span in reversed(spans):
+            starts = np.arange(0, len(where), span)
+            gap, band = _blocks(x, y, starts, tests=tests)
+            sizes = np.diff([*starts, len(where)])
+            least = (LEAST if any_size or logarithmic else CANCELLED) + 2 * np.add.reduceat(rounding, starts) / sizes
+            band = np.maximum(band, least)
+            beyond = np.repeat(np.abs(gap) > band, sizes)
+            gap, band = (np.repeat(np.expm1(one) if logarithmic else one, sizes) for one in (gap, band))
+            found[where[beyond]], shown[where[beyond]], bound[where[beyond]] = span, gap[beyond], band[beyond]
+            if span == 1:
+                difference[finite], allowed[finite] = gap, band
+    outside = (found > 0) | broken
+    return Judged(
+        difference=difference,
+        allowed=allowed,
+        outside=outside,
+        spans=np.where(outside, np.maximum(found, 1), 0),
+        shown=shown,
+        bound=bound,
+    )
+
+
+def _size(known: Floats, *, any_size: bool) -> float:
+    """The root mean square of a metric's values, or the upper quartile of what they are without their signs if that is
+    less, as where there is a spike; zeros are no values here. Of a metric that is of order one SMALLEST at least."""
+    sizes = np.abs(known[known != 0])
+    size = float(known.size == 0)
+    if sizes.size:
+        size = min(float(np.sqrt(np.mean(known**2))), float(np.quantile(sizes, QUARTILE, method="lower")))
+    return size if any_size else max(size, SMALLEST)
+
+
+def _blocks(x: Floats, y: Floats, starts: np.ndarray, *, tests: int) -> tuple[Floats, Floats]:
+    """Of each block of positions the difference of the sides' means, and what is allowed of it. x [R, T], y [S, T]."""
+    sizes = np.diff([*starts, x.shape[1]])
+    x, y = (np.add.reduceat(side, starts, axis=1) / sizes for side in (x, y))
+    residuals = np.concatenate([x - x.mean(axis=0), y - y.mean(axis=0)])
+    freedom = len(residuals) - 2
+    own = (residuals**2).sum(axis=0) / freedom
+    kernel = np.ones(2 * NEIGHBOURS + 1)
+    neighbours = np.convolve(np.ones(len(own)), kernel, mode="full")[NEIGHBOURS : NEIGHBOURS + len(own)]
+    pooled = np.convolve(own, kernel, mode="full")[NEIGHBOURS : NEIGHBOURS + len(own)] / neighbours
+    independent = np.maximum(neighbours * _independent(residuals), 1.0)
+    factors = {n: student_t(1 - ERROR / (2 * tests), freedom * n) for n in set(independent.tolist())}
+    factor = np.array([factors[n] for n in independent.tolist()])
+    error = np.sqrt(np.maximum(own, pooled) * (1 / len(x) + 1 / len(y)))
+    return y.mean(axis=0) - x.mean(axis=0), factor * error
+
+
+def _independent(residuals: Floats) -> float:
+    """The part of neighbouring deviations that is independent: (1 - r) / (1 + r), of their autocorrelation at lag 1."""
+    if residuals.shape[1] < 3:
+        return 1.0
+    scale = np.sqrt((residuals**2).mean(axis=0))
+    unit = residuals / np.where(scale > 0, scale, 1.0)
+    total = float((unit**2).sum())
+    r = float((unit[:, 1:] * unit[:, :-1]).sum()) / total if total else 0.0
+    r = min(max(r, 0.0), 0.99)
+    return (1 - r) / (1 + r)
+
+
+def unprinted(values: Floats, *, any_size: bool, exact: bool = False) -> Floats:
+    """What a log may have rounded away of each of a run's values [T].
+
+    That is what ``printed`` says, and at most SHORT of the value, or, where the metric is not of ``any_size``, of the
+    size of the run's values: 1.0 against 0.0 is no matter of digits. Of an ``exact`` metric, one value throughout or
+    values of one digit are what was configured, and nothing is rounded away.
+    """
+    finite = values[np.isfinite(values)]
+    if exact and (len(np.unique(finite[finite != 0])) < 2 or _figures(values)[0] < 2):
+        return np.zeros(len(values))
+    size = np.abs(values) if any_size else _size(finite, any_size=True) if finite.size else 0.0
+    return np.minimum(printed(values), SHORT * size)
+
+
+def printed(values: Floats) -> Floats:
+    """Half a unit of the last digit that a log prints, for each of the values [T]; 0 for values that are not finite.
+
+    A log prints a number of digits or a number of decimals. Neither is known, so both are taken at the longest that
+    the values show, and the larger of the two units counts.
+    """
+    digits, decimals = _figures(values)
+    with np.errstate(all="ignore"):
+        exponents = np.floor(np.log10(np.abs(values)))
+        by_digits = np.where(np.isfinite(exponents), 0.5 * 10.0 ** (exponents - digits + 1), 0.0)
+    return np.where(np.isfinite(values), np.maximum(by_digits, 0.5 * 10.0 ** (-float(decimals))), 0.0)
+
+
+def _figures(values: Floats) -> tuple[int, int]:
+    """The most digits, and the most decimals, that SAMPLED of the values [T] have."""
+    digits = decimals = 0
+    known = values[np.isfinite(values) & (values != 0)]
+    for value in known[:: len(known) // SAMPLED + 1].tolist():
+        _, figures, exponent = Decimal(repr(value)).normalize().as_tuple()
+        digits, decimals = max(digits, len(figures)), max(decimals, -int(exponent))
+    return digits, decimals
+
+
+def student_t(probability: float, freedom: float) -> float:
+    """The quantile of Student's t above 1/2 (Hill, Algorithm 396, Communications of the ACM 13, 1970)."""
+    p = 2 * (1 - probability)
+    if freedom < 2:  # of 1, which is larger than that of any between
+        return 1 / math.tan(p * math.pi / 2)
+    if freedom == 2:
+        return math.sqrt(2 / (p * (2 - p)) - 2)
+    a = 1 / (freedom - 0.5)
+    b = 48 / a**2
+    c = ((20700 * a / b - 98) * a - 16) * a + 96.36
+    d = ((94.5 / (b + c) - 3) / b + 1) * math.sqrt(a * math.pi / 2) * freedom
+    y = (d * p) ** (2 / freedom)
+    if y > 0.05 + a:
+        x = NormalDist().inv_cdf(p / 2)
+        y = x * x
+        if freedom < 5:
+            c += 0.3 * (freedom - 4.5) * (x + 0.6)
+        c = (((0.05 * d * x - 5) * x - 7) * x - 2) * x + b + c
+        y = (((((0.4 * y + 6.3) * y + 36) * y + 94.5) / c - y - 3) / b + 1) * x
+        y = a * y * y
+        y = math.expm1(y)
+    else:
+        y = (
+            (1 / (((freedom + 6) / (freedom * y) - 0.089 * d - 0.822) * (freedom + 2) * 3) + 0.5 / (freedom + 4)) * y
+            - 1
+        ) * (freedom + 1) / (freedom + 2) + 1 / y
+    return math.sqrt(freedom * y)

@@ -1,0 +1,250 @@
+"""Mutation score: which planted faults the suite caught, at which stage, and what the usual gates would have caught.
+
+Serves claim 8. benchmarks/mutation_score.py runs the cells; this module counts and prints their rows. The usual gates
+compare the loss, or the loss and the gradient norm, of two runs. Every cell is also run without a fault, as a control:
+a gate that raises an alarm for this cell as well has not detected the fault.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, product
+from pathlib import Path
+
+from pydantic import TypeAdapter
+
+from conformance.core.io import read_file, write_file
+from conformance.records.record_format import LONGEST, dumps, parse_strict_json
+
+QUICK = "quick"  # instead of a tier: the fault was planted in cells of the quick profile
+BLANK = "blank"  # instead of a state: the fault changes nothing in this tier
+ANY = "any"
+ORDER = ("exact", "fp32", "bf16", "fp16", QUICK)
+JSON, MARKDOWN = "mutation-score.json", "mutation-score.md"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One fault in one cell, or one cell without a fault (``fault`` is empty).
+
+    predicted, stage: the stage at which the fault should be found first, and at which it was.
+    state: the state of the cell's verdict, or BLANK. A cell that differs has caught the fault only if the same cell
+        without it conforms (Score.caught). reason: the reason of the verdict in one line, or why the fault
+        changes nothing.
+    loss, norm: relative errors of the loss and of the gradient norm at the first and at the last step; the larger of
+        policy and critic. None if they were not recorded.
+    """
+
+    fault: str
+    predicted: str
+    backend: str
+    tier: str
+    cell: str
+    state: str
+    stage: str = ""
+    reason: str = ""
+    loss: tuple[float, float] | None = None
+    norm: tuple[float, float] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gate:
+    """A usual check: relative errors of the loss and, ``with_norm``, of the gradient norm are at most ``limit``."""
+
+    name: str
+    limit: float
+    with_norm: bool = False
+
+    def alarms(self, row: Row) -> bool:
+        errors = (*(row.loss or ()), *(row.norm or () if self.with_norm else ()))
+        return any(error > self.limit for error in errors)
+
+
+GATES = (
+    Gate(name="loss, 1 %", limit=0.01),
+    Gate(name="loss, 5 %", limit=0.05),
+    Gate(name="loss and norm, 1 %", limit=0.01, with_norm=True),
+)
+
+
+class Score:
+    """All rows of one mutation score, and what follows from them."""
+
+    def __init__(self, rows: Iterable[Row]) -> None:
+        every = sorted(rows, key=_sort_key)
+        self.planted = [row for row in every if row.fault and row.state != BLANK]
+        self.blank = [row for row in every if row.state == BLANK]
+        self.honest = {row.cell: row for row in every if not row.fault}
+
+    @property
+    def in_tiers(self) -> list[Row]:
+        """Rows of faults in the cells that were chosen for them, without those of the quick profile."""
+        return [row for row in self.planted if row.tier != QUICK]
+
+    @property
+    def never_caught(self) -> list[tuple[str, str]]:
+        """(fault, backend) pairs for which no tier catches the fault at the predicted stage."""
+        pairs = dict.fromkeys((row.fault, row.backend) for row in self.in_tiers)
+        caught = {(row.fault, row.backend) for row in self.in_tiers if self.as_predicted(row)}
+        return [pair for pair in pairs if pair not in caught]
+
+    @property
+    def false_alarms(self) -> list[Row]:
+        """Cells without a fault that do not conform."""
+        return [row for row in self.honest.values() if row.state != "conforms"]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every cell was run."""
+        return all(row.state != "not_run" for row in (*self.planted, *self.honest.values()))
+
+    @property
+    def holds(self) -> bool:
+        """Whether every fault is caught in some tier on every backend, and every cell without a fault conforms."""
+        return self.is_complete and not self.never_caught and not self.false_alarms
+
+    def caught(self, row: Row) -> bool:
+        """Whether the cell with the fault differs, and the same cell without it conforms."""
+        honest = self._honest(row)
+        return row.state == "differs" and honest is not None and honest.state == "conforms"
+
+    def as_predicted(self, row: Row) -> bool:
+        return self.caught(row) and row.stage == row.predicted
+
+    def _honest(self, row: Row) -> Row | None:
+        return self.honest.get(row.cell.removesuffix(f"/fault-{row.fault}"))
+
+    def sees(self, gate: Gate, row: Row) -> bool:
+        """Whether the gate raises an alarm for the cell with the fault, and none for the same cell without it."""
+        honest = self._honest(row)
+        return gate.alarms(row) and not (honest and gate.alarms(honest))
+
+
+def write_score(out: Path, rows: Sequence[Row], facts: dict[str, object]) -> Score:
+    """Write ``mutation-score.json`` and ``mutation-score.md`` into ``out``. ``facts``: the machine and versions."""
+    values = {"facts": facts, "rows": [vars(row) for row in rows]}
+    write_file(out / JSON, dumps(values, indent=1))
+    score = Score(rows)
+    write_file(out / MARKDOWN, to_markdown(score, facts))
+    return score
+
+
+def read_score(file: Path) -> tuple[Score, dict[str, object]]:
+    """Read the score and the facts that ``write_score`` wrote."""
+    values = parse_strict_json(read_file(file, limit=LONGEST))
+    return Score(TypeAdapter(list[Row]).validate_python(values["rows"])), values["facts"]
+
+
+def to_markdown(score: Score, facts: dict[str, object]) -> str:
+    """The score as Markdown: totals, faults that were missed, and every row."""
+    parts = (_head(score, facts), _totals(score), _quick(score), _missed(score), _blank(score), _every_fault(score))
+    return "\n".join([*chain.from_iterable(parts), ""])
+
+
+def _head(score: Score, facts: dict[str, object]) -> Iterator[str]:
+    faults = {row.fault for row in score.in_tiers}
+    pairs = {(row.fault, row.backend) for row in score.in_tiers}
+    caught = len(pairs) - len(score.never_caught)
+    yield "# Mutation score\n"
+    yield (
+        f"{len(faults)} faults, planted {len(score.in_tiers)} times. Of {len(pairs)} pairs of fault and backend, "
+        f"{caught} are caught at the predicted stage in at least one tier. Of {len(score.honest)} cells without a "
+        f"fault, {len(score.honest) - len(score.false_alarms)} conform.\n"
+    )
+    yield f"{', '.join(f'{key} {value}' for key, value in facts.items())}\n"
+
+
+def _totals(score: Score) -> Iterator[str]:
+    yield "## By backend and tier\n"
+    yield "A gate sees a fault if it raises its alarm at the cell and not at the same cell without the fault.\n"
+    yield _line("backend", "tier", "planted", "caught", "at the predicted stage", *(gate.name for gate in GATES))
+    yield "|" + " :-- |" * 2 + " --: |" * (3 + len(GATES))
+    backends = list(dict.fromkeys(row.backend for row in score.in_tiers))
+    tiers = list(dict.fromkeys(row.tier for row in score.in_tiers))
+    for backend, tier in product([*sorted(backends), "all"], [*tiers, ANY]):
+        rows = [row for row in score.in_tiers if backend in (row.backend, "all") and tier in (row.tier, ANY)]
+        if not rows:
+            continue
+        counts = [_pairs(rows), _pairs(filter(score.caught, rows)), _pairs(filter(score.as_predicted, rows))]
+        seen = [_pairs(row for row in rows if score.sees(gate, row)) for gate in GATES]
+        yield _line(backend, tier, *counts, *seen)
+    yield ""
+
+
+def _pairs(rows: Iterable[Row]) -> int:
+    """The number of different (fault, backend) pairs of the rows."""
+    return len({(row.fault, row.backend) for row in rows})
+
+
+def _quick(score: Score) -> Iterator[str]:
+    rows = [row for row in score.planted if row.tier == QUICK]
+    if not rows:
+        return
+    yield "## The quick profile\n"
+    for backend in sorted({row.backend for row in rows}):
+        own = [row for row in rows if row.backend == backend]
+        missed = [f"`{row.fault}`" for row in own if not score.caught(row)]
+        told = f"; missed: {', '.join(missed)}" if missed else ""
+        yield f"* {backend}: {len(own) - len(missed)} of {len(own)} faults are caught by one of its cells{told}"
+    yield ""
+
+
+def _missed(score: Score) -> Iterator[str]:
+    if all(map(score.as_predicted, score.in_tiers)) and not score.false_alarms:
+        return
+    yield "## Not as predicted\n"
+    for row in score.in_tiers:
+        if not score.as_predicted(row):
+            alone = row.state == "differs" and not score.caught(row)
+            too = ", and the same cell without the fault does not conform" if alone else ""
+            yield f"* `{row.cell}`: {row.state}, {row.stage or row.reason}; predicted: {row.predicted}{too}"
+    for row in score.false_alarms:
+        yield f"* `{row.cell}`, without a fault: {row.state}, {row.reason}"
+    yield ""
+
+
+def _blank(score: Score) -> Iterator[str]:
+    if not score.blank:
+        return
+    yield "## Where a fault changes nothing\n"
+    for reason in dict.fromkeys(row.reason for row in score.blank):
+        where: dict[str, list[str]] = {}
+        for row in score.blank:
+            if row.reason == reason and row.tier not in where.setdefault(row.fault, []):
+                where[row.fault].append(row.tier)
+        faults = [f"`{fault}` ({', '.join(tiers)})" for fault, tiers in where.items()]
+        yield f"* {reason}: {'; '.join(faults)}"
+    yield ""
+
+
+def _every_fault(score: Score) -> Iterator[str]:
+    yield "## Every fault\n"
+    yield "Errors are relative, at the first and at the last step. A dash: see above.\n"
+    errors = ("loss", "loss, last", "norm", "norm, last")
+    yield _line("fault", "backend", "tier", "caught", "first stage", "predicted", *errors, *(g.name for g in GATES))
+    yield "|" + " :-- |" * 6 + " --: |" * 4 + " :-- |" * len(GATES)
+    for row in sorted([*score.planted, *score.blank], key=_sort_key):
+        names = (f"`{row.fault}`", row.backend, row.tier)
+        if row.state == BLANK:
+            yield _line(*names, *"-" * (7 + len(GATES)))
+        elif row.tier == QUICK:
+            yield _line(*names, _yes(score.caught(row)), row.stage, row.predicted, *[""] * (4 + len(GATES)))
+        else:
+            told = (_yes(score.caught(row)), row.stage, row.predicted)
+            gates = [_yes(score.sees(gate, row)) for gate in GATES]
+            yield _line(*names, *told, *_errors(row.loss), *_errors(row.norm), *gates)
+
+
+def _sort_key(row: Row) -> tuple[str, str, int]:
+    return row.fault, row.backend, ORDER.index(row.tier)
+
+
+def _errors(pair: tuple[float, float] | None) -> tuple[str, ...]:
+    return tuple(f"{error:.1e}" for error in pair) if pair else ("", "")
+
+
+def _yes(answer: bool) -> str:
+    return "yes" if answer else "no"
+
+
+def _line(*cells: object) -> str:
+    return f"| {' | '.join(map(str, cells))} |"

@@ -1,0 +1,288 @@
+"""Heat map: the row (kind of parameter) and the column (layer) of a parameter's square in the page's heat maps.
+
+Serves claim 1: gradients are judged per parameter, so a missing bias of one projection shows as one square, and a wrong
+norm before a layer as a column. The columns are the embedding, the layers, and the head.
+
+Packing: the data of each cell for the page, as gzipped JSON in base64: one block per cell, and one shared block.
+
+A page with thousands of cells stays small and opens fast, because a cell is only unpacked and drawn when a reader opens
+it. Strings and columns that many cells have in common (tensor names, bounds, configurations) are stored once in the
+shared block; the blocks of cells refer to them by number.
+"""
+
+import base64
+import gzip
+import json
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from conformance.bisect.explain import told_as_stored
+from conformance.judge.tolerance import EXACT, NOISE_FACTOR
+from conformance.records.record_format import Line, Lines, dumps
+from conformance.results.verdict import STATES, Quantity, Verdict
+from reports.load import Cell
+from reports.wording import worst_first
+
+# In the order of a decoder layer. A kind that is not in this list comes last, under its own name.
+PARAMETER_KINDS = (
+    "embed",
+    "attn norm",
+    *("q", "q bias", "q norm", "k", "k bias", "k norm", "v", "v bias", "qkv", "qkv bias", "o", "o bias"),
+    "mlp norm",
+    *("router", "gate", "gate bias", "up", "up bias", "down", "down bias"),
+    *("expert gate", "expert up", "expert down"),
+    "final norm",
+    *("head", "head bias", "value head"),
+)
+_NAMES = {
+    "embed_tokens": "embed",
+    "wte": "embed",
+    "lm_head": "head",
+    "score": "value head",
+    "input_layernorm": "attn norm",
+    "post_attention_layernorm": "mlp norm",
+    "norm": "final norm",
+}
+SHADES = (0.01, 0.1, 0.5, 1.0, 10.0)
+"""Upper bounds of observed / allowed for the colour classes h1, h2, ... The hue changes at the tolerance, 1."""
+
+
+def shade(error: float, ratio: float) -> str:
+    """The colour class of an error: its number, ``n`` for NaN, ``i`` for an infinite error. ``ratio``: of the error to
+    its bound."""
+    if not math.isfinite(error):
+        return "n" if math.isnan(error) else "i"
+    if error == 0:
+        return "0"
+    return str(1 + next((number for number, top in enumerate(SHADES) if ratio <= top), len(SHADES)))
+
+
+def locate(name: str) -> tuple[str, str]:
+    """(column, kind) of a parameter by its Hugging Face name: ``("3", "q bias")``, ``("in", "embed")``.
+
+    A remark in brackets after the name, such as ``(missing)``, is ignored.
+    """
+    layer = re.search(r"\.(?:layers|h|blocks)\.(\d+)\.", name)
+    module, _, leaf = name.partition(" (")[0].rpartition(".")
+    last = module.rpartition(".")[2]
+    kind = "router" if module.endswith("mlp.gate") else _NAMES.get(last, last.removesuffix("_proj").replace("_", " "))
+    if ".experts." in name:
+        kind = f"expert {kind}"
+    if leaf == "bias":
+        kind += " bias"
+    column = layer[1] if layer else "in" if kind == "embed" else "out"
+    return column, kind
+
+
+FINDINGS = 10  # most findings that are shown of the first stage that differs
+NO_CONFIGURATION = ("type", "schema", "observables")  # keys of a record's header that are not shown
+
+
+def pack(text: str) -> str:
+    """Pack JSON text: gzip, then base64. The page's script unpacks it."""
+    return base64.b64encode(gzip.compress(text.encode(), compresslevel=9, mtime=0)).decode()
+
+
+class Shared:
+    """Strings and JSON values that cells have in common, each stored once and known by a number."""
+
+    def __init__(self) -> None:
+        self._strings: dict[str, int] = {}
+        self._values: dict[str, int] = {}
+        self._places: dict[int, tuple[str, str]] = {}
+
+    def string(self, text: str) -> int:
+        return self._strings.setdefault(text, len(self._strings))
+
+    @property
+    def strings(self) -> list[str]:
+        return list(self._strings)
+
+    def value(self, value: Any) -> int:
+        return self._values.setdefault(dumps(value), len(self._values))
+
+    def tensor(self, name: str) -> int:
+        """The number of a tensor's name. For a parameter, its position in the network is stored as well."""
+        number = self.string(name)
+        if "." in name and number not in self._places:
+            self._places[number] = locate(name)
+        return number
+
+    def to_json(self) -> str:
+        """Everything as JSON text, for the page's first block."""
+        states = {state: vars(info) for state, info in STATES.items()}
+        head = {
+            "strings": self.strings,
+            "places": self._places,
+            "kinds": PARAMETER_KINDS,
+            "shades": SHADES,
+            "states": states,
+            "rule": {"exact": EXACT, "factor": NOISE_FACTOR},
+        }
+        return f'{dumps(head)[:-1]}, "values": [{", ".join(self._values)}]}}'
+
+
+def cell_data(cell: Cell, shared: Shared) -> dict[str, Any]:
+    """Everything that the page shows of one cell when it is opened."""
+    entry = cell.entry
+    drawn = [o for o in entry.observables if o.drawn]
+    stages = [o.stage for o in drawn if not o.title]
+    titles = [o.title or (o.stage if stages.count(o.stage) == 1 else f"{o.stage}: {o.key}") for o in drawn]
+    charts = [[title, o.stage, o.key, o.judged_as, o.panel] for title, o in zip(titles, drawn, strict=True)]
+    tensors = list(dict.fromkeys(o.stage for o in entry.observables if o.kind == "tensors" and o.when != "handover"))
+    numbers = list(dict.fromkeys(o.key for o in entry.observables if o.kind in ("scalar", "setting")))
+    return {
+        **{"id": cell.id, "state": cell.state, "reason": cell.reason, "backend": entry.backend, "layout": entry.layout},
+        **{"ranks": entry.world_size, "seconds": round(entry.seconds, 1), "reproduce": entry.reproduce},
+        "problem": cell.problem if cell.state != "infrastructure" else "",
+        "stages": shared.value(entry.stages),
+        "charts": shared.value(charts),
+        "maps": shared.value(tensors),
+        "tables": _tables(entry.verdict.quantities, set(numbers), shared),
+        "strips": _strips(entry.verdict, shared),
+        "first": _first_difference(cell),
+        "bisection": vars(told_as_stored(cell.bisection)) if cell.bisection else None,
+        "series": _series(cell.steps, numbers),
+        "legs": [_leg(leg, shared) for leg in cell.legs],
+        "oracle": {
+            "series": shared.value(_series(cell.oracle.steps, numbers)),
+            "noise": shared.value([_series(lines.steps, numbers) for lines in cell.noise]),
+            "config": _config(cell.oracle.header, shared),
+        }
+        if cell.oracle
+        else None,
+        "logs": cell.logs,
+        "files": cell.files,
+        "precision": entry.variant.partition("/")[0],
+    }
+
+
+def _three_digits(seconds: object) -> float:
+    """0 for what a record that somebody has changed may hold instead of seconds."""
+    is_number = isinstance(seconds, (int, float)) and math.isfinite(seconds)
+    return float(f"{seconds:.3g}") if is_number else 0.0
+
+
+def _leg(lines: Lines, shared: Shared) -> dict[str, Any]:
+    """What the page shows of one leg: what it was told, what its ranks were given, and what was seen of them."""
+    footer = lines.footer
+    pieces = {shared.tensor(name): regions for name, regions in footer.get("pieces", {}).items()}
+    seconds = {line["step"]: _three_digits(line.get("seconds")) for line in lines.steps}
+    return {
+        "first": lines.header.get("first_step", 0),
+        "layout": str(lines.header.get("layout", "")),
+        "config": _config(lines.header, shared),
+        "evidence": shared.value(_seen(footer.get("evidence", ()))),
+        "batches": shared.value(footer.get("batches", ())),
+        "pieces": shared.value(pieces),
+        "memory": footer.get("memory", ()),
+        "seconds": seconds,
+    }
+
+
+def _seen(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The evidence of all ranks: collectives by kind, size of the group, dtype and pass, and matrix products by dtype
+    and pass, each with the number of ranks that made any, and the largest count of a rank."""
+    found: dict[str, dict[tuple[Any, ...], list[int]]] = {"collectives": {}, "products": {}}
+    for what, counts in found.items():
+        for rank in ranks:
+            for *key, count in rank.get(what, ()):
+                counts.setdefault(tuple(key), []).append(count)
+    return {what: [[*key, len(each), max(each)] for key, each in counts.items()] for what, counts in found.items()}
+
+
+def _tables(quantities: Sequence[Quantity], numbers: set[str], shared: Shared) -> list[list[Any]]:
+    """For each stage: its name, and columns with the tensors, the steps, the bounds and the observed errors.
+
+    ``numbers``: keys of scalars and settings, which have no position in the network. All columns but the last depend
+    only on the scenario and its precision, so they are shared between cells.
+    """
+    by_stage: dict[str, list[Quantity]] = {}
+    for quantity in quantities:
+        by_stage.setdefault(quantity.stage, []).append(quantity)
+    tables = []
+    for stage, found in by_stage.items():
+        names = shared.value([(shared.string if q.tensor in numbers else shared.tensor)(q.tensor) for q in found])
+        steps, allowed = shared.value([q.step for q in found]), shared.value([q.allowed for q in found])
+        tables.append([shared.string(stage), names, steps, allowed, [_rounded(q) for q in found]])
+    return tables
+
+
+def _strips(verdict: Verdict, shared: Shared) -> list[list[Any]]:
+    """For each strip: its names and bins (shared between cells), the colour classes of its bins, its largest absolute
+    difference, and the token of this difference.
+    """
+    judged = {(q.stage, q.tensor, q.step): q for q in verdict.quantities}
+    strips = []
+    for strip in verdict.strips:
+        q = judged[strip.stage, strip.tensor, strip.step]
+        names = shared.string(strip.stage), shared.string(strip.tensor)
+        at = shared.value([*names, strip.step, strip.tokens, strip.starts])
+        classes = [shade(error, replace(q, observed=error).ratio) for error in strip.errors]
+        strips.append([at, "".join(classes), float(f"{strip.max_abs:.2e}"), strip.where])
+    return strips
+
+
+def _rounded(quantity: Quantity) -> float:
+    """The observed error with four significant digits, or unrounded if rounding would move it across its bound."""
+    if not math.isfinite(quantity.observed) or not quantity.allowed > 0:
+        return quantity.observed
+    short = float(f"{quantity.observed:.3e}")
+    return short if (short / quantity.allowed <= 1) == (quantity.ratio <= 1) else quantity.observed
+
+
+def _first_difference(cell: Cell) -> dict[str, Any] | None:
+    """The first stage and step that differ: their worst findings, all their hints, and the stages that differ later.
+
+    None for a cell without findings.
+    """
+    findings = worst_first(cell)
+    if not findings:
+        return None
+    first = findings[0]
+    worst = [f for f in findings if (f.stage, f.step) == (first.stage, first.step)]
+    later = {f.stage for f in cell.findings} - {first.stage}
+    hints = {f.hint: f.tensor for f in reversed(worst) if f.hint}
+    return {
+        "stage": first.stage,
+        "step": first.step,
+        "findings": [[f.tensor, f.observed, f.allowed, f.max_abs, f.where] for f in worst[:FINDINGS]],
+        "more": len(worst[FINDINGS:]),
+        "hints": [[tensor, hint] for hint, tensor in reversed(hints.items())],
+        "later": [stage for stage in cell.entry.stages if stage in later],
+    }
+
+
+def _series(lines: Sequence[Line], keys: Sequence[str]) -> dict[str, Any]:
+    """The steps, and by key the value at each step; None if a step has no such value, or one that is not a number."""
+    values = [line.get("values") for line in lines]
+    tables = [value if isinstance(value, dict) else {} for value in values]
+    columns = {key: [_number(table.get(key)) for table in tables] for key in keys}
+    held = {key: column for key, column in columns.items() if any(value is not None for value in column)}
+    return {"steps": [line["step"] for line in lines], "values": held}
+
+
+def _number(value: Any) -> float | str | None:
+    return value if isinstance(value, int | float) or value in ("nan", "inf", "-inf") else None
+
+
+def _config(header: Line, shared: Shared) -> list[int]:
+    """A record's header as flat keys and values, divided into parts that cells share: environment, scenario, ..."""
+    shown = {key: value for key, value in header.items() if key not in NO_CONFIGURATION}
+    parts = [{key: value for key, value in shown.items() if not isinstance(value, dict)}]
+    parts += [{key: value} for key, value in shown.items() if isinstance(value, dict)]
+    flat = [_flat(part) for part in parts]
+    return [shared.value([[shared.string(key), shared.string(value)] for key, value in part.items()]) for part in flat]
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, str]:
+    flat: dict[str, str] = {}
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value if isinstance(value, str) else json.dumps(value)
+    return flat

@@ -1,0 +1,224 @@
+"""Finding backends: through entry points, lazily; what is missing is said with the command that brings it."""
+
+import ast
+import importlib.util
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+import conformance.core.packages
+from conformance.backends.protocol import BackendEntry, BrokenBackend, MissingExtra, find_backend, registered_backends
+from conformance.backends.registry import adapter_of
+from conformance.core.errors import UsageError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_built_in_backends_register_like_everybody_elses() -> None:
+    assert registered_backends()["fsdp2"].target == "impl.fsdp2.adapter:Fsdp2Backend"
+
+
+def test_an_unknown_backend_lists_the_registered_ones_and_how_to_add_one() -> None:
+    with pytest.raises(
+        ValueError,
+        match=r"'deepsped'; did you mean 'deepspeed'[?] registered: .*fsdp2.*entry-point group 'parity.backends'",
+    ):
+        find_backend("deepsped")
+
+
+def test_a_backend_that_is_not_installed_can_be_named_by_module_and_class() -> None:
+    entry = find_backend("impl.fsdp2.adapter:Fsdp2Backend")
+    assert entry.load().describe().name == "fsdp2"
+
+
+def register(folder: Path, monkeypatch: pytest.MonkeyPatch, code: str) -> BackendEntry:
+    """An adapter that an installed distribution announces as ``third-party``, with an extra of that name."""
+    (folder / "third_party_adapter.py").write_text(code)
+    info = folder / "third_party-1.0.dist-info"
+    info.mkdir()
+    declared = "Requires-Dist: plain_need\nRequires-Dist: Framework.Core (>=1) ; extra == 'third-party'\n"
+    (info / "METADATA").write_text(f"Name: third-party-dist\nVersion: 1.0\nProvides-Extra: third-party\n{declared}")
+    (info / "entry_points.txt").write_text("[parity.backends]\nthird-party = third_party_adapter:Adapter\n")
+    monkeypatch.syspath_prepend(str(folder))
+    monkeypatch.delitem(sys.modules, "third_party_adapter", raising=False)
+    return find_backend("third-party")
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import framework_core\n",
+        "import framework_core.engine\n",
+        "import framework\n",
+        "raise ModuleNotFoundError('not installed', name='framework-core')\n",
+    ],
+)
+def test_a_declared_package_that_is_missing_is_a_message_with_the_install_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str
+) -> None:
+    entry = register(tmp_path, monkeypatch, code)
+    with pytest.raises(
+        MissingExtra, match=r"^framework-core is not installed; run: pip install 'third-party-dist\[third-party\]'$"
+    ):
+        entry.load()
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("import a_package_that_is_not_there\n", r"ModuleNotFoundError at third_party_adapter.py:1: No module named"),
+        ("import plain_need\n", "No module named 'plain_need'"),  # no extra: the distribution itself is not installed
+        ("import frame\n", "No module named 'frame'"),
+        ("from json import nothing_of_it\n", "ImportError at third_party_adapter.py:1: cannot import name"),
+        (
+            "\nraise ZeroDivisionError('in the\\nadapter')\n",
+            "ZeroDivisionError at third_party_adapter.py:2: in the adap",
+        ),
+        ("import sys; sys.exit(3)\n", "SystemExit at third_party_adapter.py:1: 3"),
+        ("import json.no_such_part\n", "No module named 'json.no_such_part'"),
+    ],
+)
+def test_any_other_import_that_fails_is_a_failure_and_no_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, words: str
+) -> None:
+    entry = register(tmp_path, monkeypatch, code)
+    with pytest.raises(BrokenBackend, match=rf"^backend 'third-party' cannot be imported: .*{words}"):
+        entry.load()
+
+
+def test_a_module_that_an_installed_package_does_not_have_is_no_missing_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "framework_core-1.0.dist-info").mkdir()
+    (tmp_path / "framework_core-1.0.dist-info" / "METADATA").write_text("Name: framework-core\nVersion: 1.0\n")
+    with pytest.raises(BrokenBackend):
+        register(tmp_path, monkeypatch, "import framework_core.of_another_version\n").load()
+
+
+def test_a_backend_that_nobody_registered_has_declared_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    register(tmp_path, monkeypatch, "import framework_core\n")
+    with pytest.raises(BrokenBackend, match="No module named 'framework_core'"):
+        find_backend("third_party_adapter:Adapter").load()
+
+
+def test_a_module_beside_the_adapter_that_is_missing_is_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_package").mkdir()
+    (tmp_path / "own_package" / "adapter.py").write_text("import own_package.engine\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(BrokenBackend, match=r"own_package\.engine"):
+        BackendEntry(name="other", target="own_package.adapter:Backend").load()
+
+
+def without(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hide what pip has installed."""
+    monkeypatch.setattr(conformance.core.packages, "is_installed", lambda name: name != package)
+
+
+def test_without_deepspeed_its_cells_say_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = importlib.util.find_spec
+    without("deepspeed", monkeypatch)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "deepspeed" else found(name))
+    monkeypatch.delitem(sys.modules, "impl.deepspeed.adapter", raising=False)
+    with pytest.raises(
+        MissingExtra, match=r"deepspeed is not installed; run: pip install 'backend-parity\[deepspeed\]'"
+    ):
+        BackendEntry(name="deepspeed", target="impl.deepspeed.adapter:DeepspeedBackend").load()
+
+
+def test_without_megatron_core_its_cells_say_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = importlib.util.find_spec
+    without("megatron-core", monkeypatch)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if "megatron" in name else found(name))
+    monkeypatch.delitem(sys.modules, "impl.megatron.adapter", raising=False)
+    with pytest.raises(
+        MissingExtra, match=r"megatron-core is not installed; run: pip install 'backend-parity\[megatron\]'"
+    ):
+        BackendEntry(name="megatron", target="impl.megatron.adapter:MegatronBackend").load()
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [("no_such_module:X", "there is no module 'no_such_module'"), ("impl.fsdp2.adapter:Typo", "has no 'Typo'")],
+)
+def test_a_wrong_target_is_named(target: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        BackendEntry(name="other", target=target).load()
+
+
+def test_listing_backends_imports_none_of_them() -> None:
+    code = "import sys, conformance.backends.protocol as b; b.registered_backends(); sys.exit('impl' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_asking_backends_what_they_support_imports_none_of_their_libraries() -> None:
+    """A controller asks for every cell, and each of them takes seconds to import."""
+    code = """
+        import sys
+        from conformance.backends.registry import adapter_of
+        from conformance.backends.protocol import registered_backends
+        from conformance.spec.layout import Layout
+        from conformance.core.paths import FIXTURES
+        from conformance.spec.scenario import load_scenario
+        scenario = load_scenario(FIXTURES / "scenarios/sft-packed.toml", model="models/qwen3", precision="exact")
+        for entry in registered_backends().values():
+            adapter, layout = adapter_of(entry), Layout.parse("dp2")
+            supported = type(adapter.supports(scenario, layout)).__name__
+            print(entry.name, supported, adapter.host_bytes(scenario, layout) > 0)
+        print(*{"transformers", "torch._dynamo", "deepspeed", "megatron.core", "peft"} & sys.modules.keys())
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [
+        "deepspeed Supported True",
+        "fsdp2 Supported False",
+        "megatron Supported False",
+        "",
+    ]
+
+
+def imported(file: Path) -> set[str]:
+    """Top-level packages that a file imports."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.add(node.module.partition(".")[0])
+    return names
+
+
+@pytest.mark.parametrize(
+    ("package", "forbidden"),
+    [
+        ("conformance", {"impl", "parity", "reports"}),
+        ("reports", {"impl"}),
+        ("conformance/oracle", {"impl", "transformers", "deepspeed", "megatron"}),
+        ("impl", {"parity", "reports"}),
+        ("parity", {"impl", "reports", "deepspeed", "megatron"}),
+    ],
+)
+def test_arrows_run_one_way(package: str, forbidden: set[str]) -> None:
+    for file in (ROOT / package).rglob("*.py"):
+        # A second-class oracle is transformers' own implementation.
+        allowed = {"transformers"} if file.name == "transformers_decoder.py" else set[str]()
+        assert not imported(file) & forbidden - allowed, file
+
+
+def test_another_package_that_stands_in_the_way_of_a_backend_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "in_the_way").mkdir()
+    (tmp_path / "in_the_way" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(UsageError, match=r"no module 'in_the_way.adapter' \(the package .*in_the_way/__init__.py"):
+        BackendEntry(name="other", target="in_the_way.adapter:Backend").load()
+
+
+def test_a_method_that_an_adapter_has_set_to_none_is_one_that_it_lacks() -> None:
+    """As plain_backend.Plain does with ``traced``, which its base class has: its cells are not bisected."""
+    assert "traced" in adapter_of(find_backend("fsdp2")).traits.methods
+    assert "traced" not in adapter_of(find_backend("plain_backend:Plain")).traits.methods

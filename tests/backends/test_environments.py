@@ -1,0 +1,178 @@
+"""Ranks may live in another Python environment than oracle and judge, and only what a leg needs has to be there.
+
+The other environment is a venv of this test. It finds the suite and torch by a .pth file; it alone has the framework.
+"""
+
+import json
+import subprocess
+import sys
+import venv
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from plain_profile import write_profile
+
+from conformance.backends.protocol import BackendInfo, Unsupported
+from conformance.backends.registry import AskFailed, Here, adapter_of, find_backend, versions_of
+from conformance.cli import main as cli
+from conformance.core.errors import UsageError
+from conformance.core.paths import FIXTURES
+from conformance.spec.known_defects import RoundedMasters
+from conformance.spec.layout import Layout
+from conformance.spec.scenario import Scenario, load_scenario
+
+ROOT = Path(__file__).parents[2]
+ADAPTER = """
+import only_there
+from plain_backend import Plain
+from conformance.backends.protocol import BackendInfo
+from conformance.spec.known_defects import ExpectedDifference
+from conformance.backends.protocol import BackendInfo, Unsupported
+from conformance.spec.known_defects import RoundedMasters
+
+class Pinned(Plain):
+    fresh_ranks = True
+    expected = (ExpectedDifference(
+        reason="rounds",
+        link="docs",
+        defects=lambda scenario, layout: (RoundedMasters(precision="bf16"),),
+        precisions=("bf16",),
+    ),)
+
+    @classmethod
+    def describe(cls):
+        return BackendInfo(name="pinned", packages=("torch", "only-there"), default_zero=0)
+
+    @classmethod
+    def supports(cls, scenario, layout):
+        print("a framework that talks")
+        if layout.tp > 1:
+            raise KeyError("a defect")
+        return super().supports(scenario, layout)
+
+    @classmethod
+    def host_bytes(cls, scenario, layout):
+        return 1000 * layout.dp
+"""
+SCENARIO = load_scenario(FIXTURES / "scenarios" / "sft-sgd.toml", model="models/llama", precision="exact")
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The executable of the other environment."""
+    folder = tmp_path_factory.mktemp("other") / "venv"
+    venv.create(folder, with_pip=False)
+    (site,) = folder.glob("lib/python*/site-packages")
+    here = [path for path in sys.path if path.endswith("site-packages")]
+    (site / "paths.pth").write_text("\n".join([str(ROOT), str(ROOT / "tests"), *here]))
+    (site / "only_there.py").write_text("")
+    (site / "pinned_adapter.py").write_text(ADAPTER)
+    info = site / "only_there-9.9.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Name: only-there\nVersion: 9.9\n")
+    return str(folder / "bin" / "python")
+
+
+@pytest.mark.exhaustive
+def test_a_backend_runs_in_an_environment_of_its_own(
+    python: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ModuleNotFoundError):
+        __import__("only_there")
+    name = "pinned_adapter:Pinned"
+    chosen = ["--backend", name, "--python", f"{name}={python}", "--profile", write_profile(tmp_path)]
+    out = tmp_path / "out"
+    assert cli.main(["run", *chosen, "--backend", "plain_backend:Plain", "--out", str(out), "--json"]) == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert {cell["id"]: cell["state"] for cell in summary["cells"] if "/dp2/" in cell["id"]} == {
+        "tiny/llama/pinned/dp2/fp32": "conforms",
+        "tiny/llama/plain/dp2/fp32": "conforms",
+    }
+    assert summary["environment"]["only-there (pinned)"] == "9.9"
+    assert "only-there" not in summary["environment"]
+    (verdict,) = out.glob("cells/tiny_llama_pinned_dp2_fp32/verdict.json")
+    assert f"--python {name}={python}" in json.loads(verdict.read_text())["reproduce"]
+
+
+def test_an_adapter_says_the_same_from_another_environment(python: str) -> None:
+    entry = find_backend("pinned_adapter:Pinned", python)
+    assert (entry.name, entry.target, entry.python) == ("pinned", "pinned_adapter:Pinned", python)
+    asked = adapter_of(entry)
+    assert (asked.traits.fresh_ranks, asked.traits.default_zero) == (True, 0)
+    assert asked.traits.preload[0] == "plain_backend"
+    assert str(asked.supports(SCENARIO, Layout(dp=2))) == "Supported()"
+    assert "data parallel; use dp2" in str(asked.supports(SCENARIO, Layout(pp=2)))
+    with pytest.raises(AskFailed, match=r"KeyError at pinned_adapter.py:\d+: 'a defect'"):
+        asked.supports(SCENARIO, Layout(tp=2))
+    assert asked.host_bytes(SCENARIO, Layout(dp=2)) == 2000
+    half = load_scenario(FIXTURES / "scenarios" / "sft-sgd.toml", model="models/llama", precision="bf16")
+    (known,) = asked.known(half, Layout(dp=2))
+    assert known.defects == (RoundedMasters(precision="bf16"),)
+    assert asked.known(SCENARIO, Layout(dp=2)) == ()
+    assert versions_of([entry])["only-there (pinned)"] == "9.9"
+
+
+def test_an_environment_that_cannot_be_used_is_one_message(
+    python: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(UsageError, match="No such file or directory; give the executable of an environment"):
+        find_backend("a", str(tmp_path / "python"))
+    with pytest.raises(UsageError, match=r"it does not answer; the environment needs backend-parity .* torch, numpy"):
+        find_backend("a", "/bin/false")
+    with pytest.raises(UsageError, match="unknown backend 'nobody'"):
+        find_backend("nobody", python)
+    for option, words in (("fsdp2", "give each as BACKEND=EXECUTABLE"), ("a=/b", "add --backend a")):
+        assert cli.main(["list", "--backend", "fsdp2", "--python", option]) == 2
+        assert words in capsys.readouterr().err
+
+
+@pytest.mark.exhaustive
+def test_a_leg_needs_the_suite_torch_and_little_else() -> None:
+    imported = "conformance.worker.phase, conformance.backends.registry, conformance.runtime.worker_main"
+    code = f"import sys, {imported}; print(*sys.modules)"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=120)
+    imported = {module.partition(".")[0] for module in done.stdout.split()}
+    assert imported >= {"torch", "numpy", "pydantic", "safetensors"}
+    assert not {"transformers", "pandas", "rich", "shtab", "pytest", "tokenizers"} & imported
+
+
+def test_versions_of_what_an_adapter_names_are_in_the_environment_of_a_run() -> None:
+    assert versions_of([find_backend("deepspeed")]).keys() >= {"torch", "deepspeed"}
+    assert Here(find_backend("fsdp2").load()).traits.packages.keys() >= {"torch", "transformers"}
+
+
+class _Vague:
+    @classmethod
+    def describe(cls) -> BackendInfo:
+        return BackendInfo(name="vague", packages=())
+
+    @classmethod
+    def supports(cls, scenario: Scenario, layout: Layout) -> Any:
+        return {1: None, 2: Unsupported("")}.get(layout.dp, "yes")
+
+
+@pytest.mark.parametrize("layout", ["dp1", "dp2", "dp3"])
+def test_an_answer_that_is_none_is_a_defect_of_the_adapter_and_no_claim(layout: str) -> None:
+    with pytest.raises(AskFailed, match=r"supports\(\) gave .*it has to give Supported, or Unsupported with a reason"):
+        Here(_Vague).supports(SCENARIO, Layout.parse(layout))  # type: ignore[arg-type]
+
+
+def test_an_environment_that_does_not_answer_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    silent = tmp_path / "python"
+    silent.write_text("#!/bin/sh\nexec sleep 600\n")
+    silent.chmod(0o755)
+    monkeypatch.setattr("conformance.backends.registry.LIMIT_S", 0.2)
+    with pytest.raises(UsageError, match=r"--python fsdp2=.* does not answer"):
+        find_backend("fsdp2", str(silent))
+
+
+def test_an_objective_that_a_scenario_brings_is_known_though_the_adapter_was_asked_before() -> None:
+    class Adapter(_Vague):
+        objectives: ClassVar[dict[str, object]] = {"sft": None}
+
+    adapter = Here(Adapter)  # type: ignore[arg-type]
+    assert [*adapter.traits.objectives] == ["sft"]
+    Adapter.objectives["mine:Own"] = None
+    assert [*adapter.traits.objectives] == ["sft", "mine:Own"]

@@ -1,0 +1,84 @@
+"""Frozen parameters in users' checkpoints of DeepSpeed, which its own conversion leaves out or leaves cut."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from cells import cell_of, exhaustive
+from converted import assert_converted, train
+
+from conformance.core.errors import UsageError
+from conformance.core.paths import FIXTURES
+from conformance.runtime import Pool
+from conformance.spec.scenario import Precision
+from impl.convert.convert import convert
+from impl.convert.detect import open_checkpoint
+
+universal = pytest.importorskip("impl.deepspeed.universal_checkpoint")
+
+LLAMA = FIXTURES / "models" / "llama"
+Written = Callable[[str, Precision], Path]
+
+
+@pytest.fixture(scope="module")
+def written(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Written:
+    """Trains two steps with some parameters frozen, once in each layout, and gives the folder of what it wrote."""
+    folders: dict[tuple[str, Precision], Path] = {}
+
+    def once(layout: str, precision: Precision) -> Path:
+        if (layout, precision) not in folders:
+            folder = folders[layout, precision] = tmp_path_factory.mktemp(layout)
+            train(pool, folder, "deepspeed", cell_of("deepspeed", "sft-frozen", "llama", layout, precision))
+        return folders[layout, precision]
+
+    return once
+
+
+@pytest.mark.parametrize(
+    ("layout", "precision"),
+    [
+        ("tp2.zero1", "fp32"),
+        *(exhaustive(layout, "fp32") for layout in ("dp2.zero1", "dp2.zero2", "tp2.zero2", "dp2.zero3", "tp2.zero3")),
+        exhaustive("dp2.tp2.zero2", "exact"),
+        exhaustive("dp2.tp2.zero3", "exact"),
+    ],
+)
+def test_frozen_parameters_are_converted_though_the_library_leaves_them_out(
+    written: Written, tmp_path: Path, layout: str, precision: Precision
+) -> None:
+    folder = written(layout, precision)
+    frozen = {held.name for held in open_checkpoint(folder / "checkpoint").of_kind("weight")}
+    frozen -= {held.name for held in open_checkpoint(folder / "checkpoint").of_kind("exp_avg")}
+    # Cut along the rows and the columns, and on every rank.
+    of_a_layer = {"self_attn.q_proj", "self_attn.o_proj", "mlp.down_proj"}
+    assert {f"model.layers.0.{name}.weight" for name in of_a_layer} | {"model.embed_tokens.weight"} <= frozen
+    assert_converted(folder, LLAMA, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("layout", "message"),
+    [
+        ("tp2.zero1", "the part of the first tensor-parallel rank; give the checkpoint"),
+        exhaustive("dp2.zero3", "leaves out where it is frozen; give the checkpoint"),
+    ],
+)
+def test_universal_checkpoints_without_whole_frozen_parameters_are_refused_with_the_way_on(
+    written: Written, tmp_path: Path, layout: str, message: str
+) -> None:
+    folder = written(layout, "fp32")
+    universal.make_universal(folder / "checkpoint" / "state", tmp_path / "universal", all_trained=False)
+    with pytest.raises(UsageError, match=message):
+        convert(tmp_path / "universal", tmp_path / "new", to="state", model=None, told=lambda *_: None)
+
+
+def test_parts_of_parameters_that_nobody_says_how_to_put_together_are_refused(written: Written, tmp_path: Path) -> None:
+    folder = written("tp2.zero1", "fp32")
+    copy = shutil.copytree(folder / "checkpoint", tmp_path / "checkpoint")
+    for file in (copy / "state").glob("*_model_states.pt"):
+        model = torch.load(file, weights_only=False)
+        del model["universal_checkpoint_info"]
+        torch.save(model, file)
+    with pytest.raises(UsageError, match="of 2 tensor-parallel ranks and does not say how parameters are cut"):
+        convert(copy, tmp_path / "new", to="state", model=None, told=lambda *_: None)

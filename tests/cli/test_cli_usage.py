@@ -1,0 +1,262 @@
+"""What a user gets wrong is one message that says what was meant, and `parity list` says what `parity run` will say.
+
+Runs in this process, on the backend of plain_backend.py; no cell here comes so far that it needs ranks.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from plain_profile import PROFILE, SCENARIO
+
+from conformance.backends.protocol import find_backend
+from conformance.cli import main as cli
+from conformance.core.host_resources import Room
+
+PLAIN = ("--backend", "plain_backend:Plain")
+FAULT = ("--faults", "cleared-gradients")
+
+
+def profile(folder: Path, *, scenario: str = SCENARIO, file: str = "tiny.toml", **changes: str) -> str:
+    """A profile with one value in place of another, by key; returns its path."""
+    (folder / file).write_text(scenario)
+    text = PROFILE.format(scenario=folder / file)
+    for key, value in changes.items():
+        lines = [line for line in text.splitlines() if not line.startswith(f"{key} =")]
+        text = "\n".join([*lines, f"{key} = {value}"])
+    (folder / "mine.toml").write_text(text)
+    return str(folder / "mine.toml")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--backend", "fsdp"], "unknown backend 'fsdp'; did you mean 'fsdp2'?"),
+        (["--backend", "json:JSONDecoder"], "json:JSONDecoder is no backend, it has no describe and no supports"),
+        (["--profile", "ful"], "no profile 'ful'; did you mean 'full'?"),
+        (["--profile", "."], "profile '.' is a folder; give one of its .toml files"),
+        (["--faults", "inverted-clp"], "unknown fault 'inverted-clp'; did you mean 'inverted-clip' or"),
+        (["--cells", "sft-packd/*"], "no cell matches 'sft-packd/*'; did you mean 'sft-packed'"),
+        (["--model", "models/lama"], "did you mean 'models/llama'"),
+    ],
+)
+def test_a_name_that_is_nearly_right_is_told_the_right_one(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["list", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert words in error
+    assert len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"scenarios": '["sft-packd"]'}, "did you mean 'sft-packed'"),
+        ({"backends": '["fsdp3"]'}, "a table names the backend 'fsdp3'; did you mean 'fsdp2'?"),
+        ({"backends": '["fsdp2"]'}, "has no cell for plain; its tables are for fsdp2"),
+        ({"modls": "1"}, "cells.0.modls: there is no such key (got 1)"),
+        ({"models": '"llama"'}, "cells.0.models: has to be a list (got 'llama')"),
+        ({"precisions": '["fp99"]'}, "cells.0.precisions.0: Input should be 'exact', 'fp32', 'bf16' or 'fp16'"),
+    ],
+)
+def test_a_profile_that_names_what_is_not_there_is_refused_by_list_and_by_run(
+    changes: dict[str, str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chosen = [*PLAIN, "--profile", profile(tmp_path, **changes)]
+    for command in (["list"], ["run", "--out", str(tmp_path / "out")]):
+        assert cli.main([*command, *chosen]) == 2
+        error = capsys.readouterr().err
+        assert words in error
+        assert "should have" not in error  # what only follows from the first error
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_file_name_that_cannot_name_a_scenario_is_told_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["list", *PLAIN, "--profile", profile(tmp_path, file="my_own.toml")]) == 2
+    assert "my_own.toml: a scenario is called what its file is called" in capsys.readouterr().err
+    assert cli.main(["list", *PLAIN, "--profile", profile(tmp_path, scenario=f'name = "mine"{SCENARIO}')]) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--budget", "nan"], "--budget: 'nan' is no number of seconds above 0"),
+        (["--budget", "0"], "--budget: '0' is no number"),
+        (["--budget", "-1"], "--budget: '-1' is no number"),
+        (["--ring_head_stride", "0"], "--ring_head_stride: '0' is no whole number from 1"),
+        (["--seed", "-1"], "--seed: '-1' is no whole number from 0 to 4294967295"),
+        (["--seed", "99999999999999999999"], "--seed: '99999999999999999999' is no whole number from 0"),
+        (["--max_len", "0"], "--max_len: '0' is no whole number from 1 to 1048576"),
+        (["--max_samples", "many"], "--max_samples: 'many' is no whole number from 1"),
+        (["--min_judged", "-5"], "--min_judged: '-5' is no whole number from 1"),
+    ],
+)
+def test_numbers_that_mean_nothing_are_refused(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["run", *arguments])
+    assert ended.value.code == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["lst"], "there is no command 'lst'; did you mean 'list'"),
+        (["run", "--profil", "quick"], "there is no option --profil; did you mean '--profile'"),
+        (["run", "--prof", "quick"], "there is no option --prof; "),
+        (["list", "--max-len=5"], "there is no option --max-len; did you mean '--max_len'"),
+        (["run", "--too_long", "drops"], "--too_long: 'drops' is none of its values; did you mean 'drop'"),
+        (["train", "sfft"], "did you mean 'sft'"),
+        (["run", "--quite"], "there is no option --quite; did you mean '--quiet'"),
+    ],
+)
+def test_a_command_or_an_option_that_is_nearly_right_is_told_the_right_one(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments)
+    assert ended.value.code == 2
+    assert words in capsys.readouterr().err
+
+
+def test_the_help_says_first_what_the_program_does(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    usage, *told = capsys.readouterr().out.split("\n\n")
+    assert usage.startswith("usage: parity")
+    assert told[0] == (
+        "Runs the same training steps on several training backends and judges each of them by an independent reference."
+    )
+
+
+def test_a_column_that_is_not_there_names_the_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "d.jsonl").write_text('{"q": "a", "a": "b"}\n')
+    data = ["--data", str(tmp_path / "d.jsonl")]
+    assert cli.main(["run", *PLAIN, "--profile", profile(tmp_path), *data, "--out", str(tmp_path / "out")]) == 2
+    assert "name the columns with --input_key and --output_key" in capsys.readouterr().err
+
+
+def test_an_option_that_changes_no_cell_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["list", *PLAIN, "--profile", profile(tmp_path), "--ring_head_stride", "2"]) == 2
+    assert "--ring_head_stride 2 changes no cell" in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_made_is_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["run", *PLAIN, "--profile", profile(tmp_path), "--out", "/dev/null/x"]) == 2
+    assert "/dev/null/x cannot be made: Not a directory; give another --out" in capsys.readouterr().err
+
+
+def test_a_machine_without_gpus_runs_nothing_on_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    chosen = [*PLAIN, "--profile", profile(tmp_path), "--device", "cuda"]
+    assert cli.main(["run", *chosen, "--out", str(tmp_path / "out")]) == 2
+    assert "--device cuda: no GPU is visible" in capsys.readouterr().err
+    assert cli.main(["list", *chosen]) == 0
+    assert "dp2/fp32  [2 ranks] not here: needs 2 GPUs, 0 visible" in capsys.readouterr().out
+
+
+def test_a_machine_without_gpus_plans_for_one_that_has_some(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And says what it cannot know: that of its own memory, disk and GPUs nothing is said, and nothing refused."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr("conformance.cli.plan.room_of", lambda _: Room(memory=1.0, disk=1.0, cache=1.0))
+    chosen = [*PLAIN, "--profile", profile(tmp_path, layouts='["dp2", "pp2", "dp4"]')]
+    assert cli.main(["plan", *chosen, "--device", "cuda"]) == 0
+    _, two, four, _, cells, memory, disk, gpus = capsys.readouterr().out.splitlines()
+    assert [line.split()[0].split("/")[3] for line in (two, four)] == ["dp2", "dp4"]
+    assert cells.startswith("cells   2 of 3 are supported")  # pp2 is refused by the backend, on any machine
+    assert "free" not in memory + disk
+    assert gpus.startswith("gpus    none is visible here: whether there are enough")
+    assert cli.main(["plan", *chosen]) == 2, "on the CPU it would be this machine"
+    assert "cannot fit" in capsys.readouterr().out
+    assert cli.main(["plan", *PLAIN, "--profile", profile(tmp_path, layouts='["pp2"]'), "--device", "cuda"]) == 2
+    assert "none of the 1 selected cells is supported" in capsys.readouterr().err
+
+
+def test_ranks_that_share_a_gpu_need_fewer_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With one GPU: every refusal says how many ranks would have to share it. On the CPU there is nothing to share."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr("conformance.runner.environment._gpus", list)
+    chosen = [*PLAIN, "--profile", profile(tmp_path, layouts='["dp2", "dp4"]'), "--device", "cuda"]
+    shared = "a layout of at most {} ranks would run, and --ranks_per_gpu {} lets {} ranks share a GPU"
+
+    def told(*also: str) -> dict[str, str]:
+        assert cli.main(["list", *chosen, *also, "--json"]) == 0
+        return {cell["id"].split("/")[3]: cell["refused"] for cell in json.loads(capsys.readouterr().out)["cells"]}
+
+    assert told() == {
+        "dp2": "not here: needs 2 GPUs, 1 visible; " + shared.format(1, 2, 2),
+        "dp4": "not here: needs 4 GPUs, 1 visible; " + shared.format(1, 4, 4),
+    }
+    of_two = "not here: needs 4 GPUs, 1 visible for 2 ranks each; " + shared.format(2, 4, 4)
+    assert told("--ranks_per_gpu", "2") == {"dp2": "", "dp4": of_two}
+    assert told("--ranks_per_gpu", "4") == {"dp2": "", "dp4": ""}
+    for command in (["run", "--out", str(tmp_path / "out")], ["plan"]):
+        assert cli.main([*command, *chosen, "--device", "cpu", "--ranks_per_gpu", "2"]) == 2
+        assert "--ranks_per_gpu is about GPUs: add --device cuda" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("layout", "also", "state", "reason"),
+    [
+        ("dp300", (), "not_run", "this host cannot start 300 ranks: one host starts at most 248"),
+        ("pp2", (), "unsupported", "plain torch is data parallel; use dp2"),
+        ("dp3", (), "unsupported", "8 rows per step cannot be divided over dp=3"),
+        ("dp2", FAULT, "unsupported", "fault 'cleared-gradients' is not plantable: plain does not name the seam"),
+    ],
+)
+def test_list_and_run_refuse_a_cell_for_the_same_reason(
+    layout: str,
+    also: tuple[str, ...],
+    state: str,
+    reason: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    rows = SCENARIO.replace("data.rows = 8", "data.rows = 600") if layout == "dp300" else SCENARIO
+    chosen = [*PLAIN, "--profile", profile(tmp_path, scenario=rows, layouts=f'["{layout}"]'), *also, "--json"]
+    assert cli.main(["list", *chosen]) == 0
+    listed, *controls = json.loads(capsys.readouterr().out)["cells"]
+    assert len(controls) == (also == FAULT)
+    assert cli.main(["run", *chosen, "--out", str(tmp_path / "out")]) == 3
+    ran, *controls = json.loads(capsys.readouterr().out)["cells"]
+    assert (ran["state"], listed["id"]) == (state, ran["id"])
+    assert ran["reason"].startswith(reason)
+    assert listed["refused"] == f"{'not here' if state == 'not_run' else state}: {ran['reason']}"
+    assert [control["state"] for control in controls] == ["conforms"] * (also == FAULT)
+    assert len(list((tmp_path / "out").glob("cells/*/legs"))) == len(controls)
+
+
+# --- what an adapter is called ---------------------------------------------------------------------------------------
+
+NAMED = """
+from plain_backend import Plain
+
+class AnyClass(Plain):
+    @classmethod
+    def describe(cls):
+        return cls.info.__class__(name="{name}")
+"""
+
+
+def test_an_adapter_that_is_not_registered_is_called_what_it_calls_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for module, name in (("named_well", "my-framework"), ("named_badly", "my/framework")):
+        (tmp_path / f"{module}.py").write_text(NAMED.format(name=name))
+        sys.modules.pop(module, None)
+    assert find_backend("named_well:AnyClass").name == "my-framework"
+    with pytest.raises(ValueError, match="named_badly:AnyClass calls itself 'my/framework'; a name is letters"):
+        find_backend("named_badly:AnyClass")

@@ -1,0 +1,265 @@
+"""Claim 8: every planted fault is caught on every backend that has its seam, at the stage that was predicted.
+
+The usual check, the loss of the first step, misses most of them. Those of reinforcement learning are in
+tests/faults/test_faults_rl.py, those of handing over in tests/faults/test_faults_handover.py, and of
+merged adapters in tests/engine/test_lora.py.
+"""
+
+import contextlib
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from cells import BACKENDS, MICRO_BATCHES, cell_of, exhaustive, one_of_each_stage, small
+from side_sample import NAMES, SCENARIO, Change, scaled, write_oracle, write_record
+
+from conformance.backends.faults import Fault, catalogue, plant
+from conformance.backends.protocol import Backend
+from conformance.judge.expected_differences import judge_cell
+from conformance.results.verdict import Verdict
+from conformance.runner.session import Session
+from conformance.spec.layout import Layout
+from conformance.spec.objectives import all_observables
+from conformance.spec.scenario import Precision
+from impl.faults.catalogue import CATALOGUE, RL_FAULTS
+from impl.faults.expected_cells import PLACES
+from impl.faults.models import MERGE_FAULTS
+from impl.faults.optimizer import OVERFLOW_FAULTS
+from impl.faults.resume import HANDOVER_FAULTS
+
+WRONG = scaled(f"gradient/{NAMES[1]}", 1.01)
+ELSEWHERE = (*RL_FAULTS, *HANDOVER_FAULTS, *MERGE_FAULTS)  # in test files of their own
+# By backend and fault: scenario, model, layout.
+CELLS = {
+    backend: {
+        fault.name: (place.scenario, place.model, place.layouts[backend])
+        for fault in CATALOGUE
+        if fault not in ELSEWHERE and backend in (place := PLACES[fault.name]).layouts
+    }
+    for backend in BACKENDS
+}
+# Faults that the exact tier lifts, or that are to be caught below it too; others are planted in the exact tier.
+BELOW: dict[str, Precision] = {
+    "rotary-in-bf16": "fp32",
+    "unmarked-shards": "bf16",
+    "lost-loss-scale": "fp16",
+    **{fault.name: "fp16" for fault in OVERFLOW_FAULTS},
+    "step-at-setup": "bf16",
+    "no-weight-decay": "bf16",
+    "default-betas": "bf16",
+    "moments-in-bf16": "bf16",
+    "summed-in-bf16": "bf16",
+    "replay-of-another-pass": "fp32",
+}
+# Steps until a fault shows where one is not enough: at a schedule's second, at a step whose gradients are small.
+LATER = {
+    "schedule-per-micro-batch": 2,
+    "clip-always": 3,
+    "default-betas": 2,
+    "moments-in-bf16": 2,
+    "overflow-on-one-rank": 2,
+    "skip-counted-by-schedule": 3,
+    "skip-counted-by-optimizer": 3,
+    "scale-not-halved": 2,
+    "scale-never-grows": 4,
+    "overflow-stays": 3,
+    "replay-of-another-pass": 2,
+}
+PACKS_MORE = {*LATER, "z-loss-of-micro-batch"}  # need more documents to show, or to be packed
+THREE_MICRO_BATCHES = {"rolled-labels", "batched-p2p"}  # of which some show less in two
+CLIPS_TWICE = {"name": "adamw", "lr": 1e-3, "weight_decay": 0.1, "eps": 1e-3, "max_grad_norm": 2.5}  # of 2.6, 2.7, 2.3
+DRIFT = {"unreduced-replicas", "norms-not-summed", "broken-tie"}  # after which replicas differ, too
+
+
+def planted() -> list[tuple[str, str]]:
+    """(backend, fault)."""
+    return [(backend, name) for backend, cells in CELLS.items() for name in cells]
+
+
+FAST = one_of_each_stage(
+    [fault for fault in CATALOGUE if fault not in ELSEWHERE],
+    lambda name: [one for one in BACKENDS if name in CELLS[one]],
+)
+PLANTED = [one if one in FAST else exhaustive(*one) for one in planted()]
+
+
+@pytest.mark.parametrize("backend", CELLS)
+def test_every_fault_whose_seam_a_backend_has_has_a_place_there(backend: str) -> None:
+    seams = BACKENDS[backend].load().seams.keys()  # type: ignore[attr-defined]
+    assert {fault.seam for fault in catalogue().values()} >= seams
+    placed = {name for name, place in PLACES.items() if backend in place.layouts}
+    assert placed == {name for name, fault in catalogue().items() if fault.seam in seams}
+
+
+def test_a_fast_run_has_a_fault_of_every_stage() -> None:
+    assert {catalogue()[name].stage for _, name in FAST} == {catalogue()[name].stage for _, name in planted()}
+    assert {backend for backend, _ in FAST} == BACKENDS.keys()
+
+
+def assert_caught(session: Session, backend: str, name: str, precision: Precision) -> Verdict:
+    more: dict[str, Any] = {"steps": LATER.get(name, 1)}
+    if name == "clip-always":
+        more["optimizer"] = CLIPS_TWICE
+    if name == "clip-always" or (precision == "fp32" and name not in BELOW):
+        more["rows"] = 24  # of which norms are known, and noise is less
+    if precision == "exact" and name not in PACKS_MORE and Layout.parse(CELLS[backend][name][2]).data <= 2:
+        more["rows"] = 2 * MICRO_BATCHES  # a row or two for each micro-batch: no noise hides anything
+    if name in THREE_MICRO_BATCHES:
+        more |= {"rows": 6, "accumulation": 3}
+    if precision in ("bf16", "fp16") and name != "summed-in-bf16":  # it alone is near the noise
+        more |= small(CELLS[backend][name][0])
+    asked = cell_of(backend, *CELLS[backend][name], precision, name, **more)
+    verdict = session.run(asked).verdict
+    assert verdict.state == "differs", verdict.reason
+    assert verdict.first_stage == catalogue()[name].stage, verdict.reason
+    return verdict
+
+
+@pytest.mark.parametrize(("backend", "name"), PLANTED)
+def test_fault_is_caught_at_the_predicted_stage(session: Session, backend: str, name: str) -> None:
+    verdict = assert_caught(session, backend, name, BELOW.get(name, "exact"))
+    first_loss = next(q for q in verdict.quantities if (q.stage, q.tensor, q.step) == ("loss", "loss", 0))
+    assert (first_loss.ratio <= 1) == catalogue()[name].loss_blind
+    if name in DRIFT:
+        assert any(finding.stage == "weight replicas" for finding in verdict.findings)
+    if name == "dropped-last-token":  # what is counted is what was trained on, not what the batch holds
+        assert any(finding.tensor == "token_count" for finding in verdict.findings)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("backend", "name"),
+    [one for one in planted() if one[1] not in BELOW and not PLACES[one[1]].why_blank("fp32")],
+)
+def test_fault_is_caught_in_fp32_too(session: Session, backend: str, name: str) -> None:
+    assert_caught(session, backend, name, "fp32")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [("leaking-documents", "sp2"), ("leaking-documents", "sp2.zigzag"), ("local-token-mean", "dp2.sp2")],
+)
+def test_faults_of_other_layouts_are_caught_on_a_ring(session: Session, name: str, layout: str) -> None:
+    verdict = session.run(cell_of("fsdp2", "sft-packed", "llama", layout, "exact", name, steps=1)).verdict
+    assert verdict.first_stage == catalogue()[name].stage, verdict.reason
+
+
+@pytest.mark.parametrize("layout", [exhaustive("dp2.sp2.zero1"), "ulysses2.zero2", exhaustive("sp2.zero3")])
+def test_division_by_sequence_ranks_is_caught_with_its_factor(session: Session, layout: str) -> None:
+    asked = cell_of("deepspeed", "sft-sgd", "llama", layout, "exact", "divided-by-world", steps=1)
+    verdict = session.run(asked).verdict
+    assert verdict.first_stage == "gradients", verdict.reason
+    axis = layout.partition(".")[0][:-1] if "dp" not in layout else "sp"
+    assert f"0.5 times the reference, which is {'1/(dp) or ' if 'dp' in layout else ''}1/({axis})" in verdict.reason
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_clipping_that_never_happens_is_caught_at_all_zero_stages(session: Session, stage: int) -> None:
+    asked = cell_of("deepspeed", "sft-sgd", "llama", f"dp2.zero{stage}", "exact", "clip-never", steps=1)
+    verdict = session.run(asked).verdict
+    assert verdict.first_stage == "clipped update", verdict.reason
+
+
+def test_norms_of_heads_have_to_be_summed_without_sequence_parallelism_too(session: Session) -> None:
+    asked = cell_of("megatron", "sft-sgd", "qwen3", "tp2", "exact", "norms-not-summed", steps=1)
+    verdict = session.run(asked).verdict
+    assert verdict.first_stage == "gradients", verdict.reason
+    wrong = {f.tensor.rpartition("self_attn.")[2] for f in verdict.findings if (f.stage, f.step) == ("gradients", 0)}
+    assert {name.partition(" ")[0] for name in wrong} == {"q_norm.weight", "k_norm.weight"}
+
+
+def test_a_fault_that_is_never_called_is_no_pass(session: Session) -> None:
+    verdict = session.run(cell_of("fsdp2", "sft-packed", "llama", "dp2", "exact", "merged-in-bf16", steps=1)).verdict
+    assert verdict.state == "infrastructure"
+    assert "'merged-in-bf16' was never called in this cell" in verdict.reason
+    assert "it needs" in verdict.reason
+
+
+def test_a_fault_whose_seam_a_backend_lacks_is_not_plantable_there(session: Session) -> None:
+    refused = session.refusal(cell_of("deepspeed", "sft-packed", "llama", "dp2", "exact", "cleared-gradients", steps=1))
+    assert refused is not None
+    assert refused.state == "unsupported"
+    said = "fault 'cleared-gradients' is not plantable: deepspeed does not name the seam "
+    assert refused.reason.startswith(said)
+    assert not session.refusal(cell_of("fsdp2", "sft-packed", "llama", "dp2", "exact", "cleared-gradients", steps=1))
+
+
+@pytest.mark.parametrize(
+    ("change", "planted", "state"),
+    [
+        (None, "", "conforms"),
+        (None, "/fault-inverted-clip", "infrastructure"),
+        (WRONG, "/fault-inverted-clip", "differs"),
+    ],
+)
+def test_a_planted_fault_that_changes_nothing_is_no_pass(
+    tmp_path: Path, change: Change | None, planted: str, state: str
+) -> None:
+    cell = f"sft-tiny/pangu/fsdp2/dp2/exact{planted}"
+    write_oracle(tmp_path / "oracle" / "float64", SCENARIO)
+    header = {"cell": cell, "layout": "dp2", "backend": {"name": "fsdp2", "default_zero": None}}
+    write_record(tmp_path / "leg", SCENARIO, header, change or _unchanged, rounding=1e-15, seed=1)
+    observables = all_observables(SCENARIO.objective)
+    verdict = judge_cell(
+        cell, [tmp_path / "leg"], oracle=tmp_path / "oracle", known=(), defective=None, observables=observables
+    )
+    assert verdict.state == state
+    assert ("inverted-clip was planted and called, and nothing differs" in verdict.reason) == (
+        state == "infrastructure"
+    )
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("backend", "cell"), sorted({(backend, cell) for backend, cells in CELLS.items() for cell in cells.values()})
+)
+def test_the_same_cells_conform_without_a_fault(session: Session, backend: str, cell: tuple[str, str, str]) -> None:
+    verdict = session.run(cell_of(backend, *cell, "exact")).verdict
+    assert verdict.state == "conforms", verdict.reason
+
+
+@pytest.mark.parametrize("fault", catalogue().values(), ids=lambda fault: fault.name)
+def test_the_readme_says_of_each_fault_what_is_tested_here(fault: Fault) -> None:
+    file = "docs/faults.md" if fault in ELSEWHERE else "README.md"  # which has no room for them all
+    text = (Path(__file__).parents[2] / file).read_text(encoding="utf-8")
+    assert f"| `{fault.name}`: {fault.summary} | {fault.stage} | {'yes' if fault.loss_blind else 'no'} |" in text
+
+
+def _unchanged(*_: object) -> None:
+    """Leave the step as the oracle has it."""
+
+
+class _Seamless:
+    """A backend that names no seams."""
+
+
+class _Seamed:
+    seams: ClassVar[dict[str, str]] = {"clip_coefficient": f"{__name__}:halve"}
+
+
+def halve(norm: float, max_norm: float) -> float:
+    return 0.5
+
+
+def test_a_planted_fault_is_gone_afterwards_even_if_the_cell_raised() -> None:
+    seamed: type[Backend] = _Seamed  # type: ignore[assignment]
+    with contextlib.suppress(RuntimeError), plant(["inverted-clip"], seamed):
+        assert halve(2.0, 1.0) == 1.0
+        raise RuntimeError
+    assert halve(2.0, 1.0) == 0.5
+
+
+def test_a_fault_needs_its_seam() -> None:
+    seamless: type[Backend] = _Seamless  # type: ignore[assignment]
+    with (
+        pytest.raises(ValueError, match=r"needs the seam 'clip_coefficient'.*its seams: none"),
+        plant(["inverted-clip"], seamless),
+    ):
+        pass
+
+
+def test_an_unknown_fault_lists_the_known_ones() -> None:
+    seamed: type[Backend] = _Seamed  # type: ignore[assignment]
+    with pytest.raises(ValueError, match="unknown fault 'typo'; known: dropped-o-bias"), plant(["typo"], seamed):
+        pass

@@ -1,0 +1,115 @@
+"""Claim 8 for reinforcement learning: every planted fault is caught at the stage that was predicted.
+
+The usual checks are held beside it: the loss of the first step, and its loss and gradient norm within a percent.
+"""
+
+import re
+from pathlib import Path
+
+import pytest
+from cells import exhaustive, record_of
+from rl_fault_cells import (
+    LATER,
+    LOSS_AND_NORM_BLIND,
+    SCENARIOS,
+    cells,
+    fast_cells,
+    fast_layout,
+    layout_of,
+    rl_cell,
+)
+
+from conformance.backends.faults import catalogue
+from conformance.matrix.cell import Cell
+from conformance.records.step_tensors import read_record
+from conformance.results.run_results import VERDICT, read_entry
+from conformance.runner.session import Session
+from impl.faults.catalogue import RL_FAULTS
+from impl.faults.expected_cells import PLACES, RL_LAYOUTS, with_dropout
+
+pytestmark = pytest.mark.slow
+
+PERCENT = 0.01
+REPORTED = ("loss", "grad_norm", "critic.loss", "critic.grad_norm")
+FAST = [(*cell, fast_layout(*cell)) for cell in sorted(fast_cells())]
+PLANTED = [*FAST, *(exhaustive(*cell, layout_of(*cell)) for cell in cells() if (*cell, layout_of(*cell)) not in FAST)]
+
+
+def planted(backend: str, name: str, layout: str, models: Path) -> Cell:
+    cell = rl_cell(backend, SCENARIOS[name], layout, name, steps=LATER.get(name, 1))
+    return with_dropout(cell, models) if PLACES[name].dropout else cell
+
+
+def in_loss_and_norm(session: Session, cell: Cell) -> bool:
+    """Whether a loss or a gradient norm of the first step is more than a percent off."""
+    folder = session.config.out / "cells" / cell.slug
+    oracle = read_entry(folder / VERDICT).oracle
+    assert oracle
+    own, reference = record_of(session, cell).steps[0], read_record(folder / oracle / "float64").steps[0]
+    pairs = [(own.value(key), reference.value(key)) for key in REPORTED]
+    return any(abs(x - y) > PERCENT * abs(y) for x, y in pairs if x is not None and y is not None)
+
+
+@pytest.mark.parametrize(("backend", "name", "layout"), PLANTED)
+def test_fault_is_caught_at_the_predicted_stage(
+    session: Session, models: Path, backend: str, name: str, layout: str
+) -> None:
+    cell, fault = planted(backend, name, layout, models), catalogue()[name]
+    verdict = session.run(cell).verdict
+    assert verdict.state == "differs", verdict.reason
+    assert verdict.first_stage == fault.stage, verdict.reason
+    first_loss = next(q for q in verdict.quantities if (q.stage, q.tensor, q.step) == ("loss", "loss", 0))
+    assert (first_loss.ratio <= 1) == fault.loss_blind
+    assert in_loss_and_norm(session, cell) == (name not in LOSS_AND_NORM_BLIND)
+
+
+@pytest.mark.parametrize(
+    ("name", "scenario", "stage"),
+    [
+        ("local-token-mean", "grpo", "loss"),
+        exhaustive("copied-micro-batch", "grpo", "gradients"),
+        exhaustive("local-token-mean", "ppo", "loss"),
+    ],
+)
+@pytest.mark.parametrize(
+    "backend", [pytest.param(b, marks=() if b == "fsdp2" else pytest.mark.exhaustive) for b in RL_LAYOUTS]
+)
+def test_faults_of_sft_are_caught_in_reinforcement_learning(
+    session: Session, backend: str, name: str, scenario: str, stage: str
+) -> None:
+    verdict = session.run(rl_cell(backend, scenario, RL_LAYOUTS[backend], name, steps=1)).verdict
+    assert verdict.first_stage == stage, verdict.reason
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("scenario", sorted(set(SCENARIOS.values())))
+@pytest.mark.parametrize(
+    ("backend", "layout"), sorted({(b, layout) for b, name in cells() if (layout := layout_of(b, name))})
+)
+def test_the_same_cells_conform_without_a_fault(session: Session, backend: str, layout: str, scenario: str) -> None:
+    cell = rl_cell(backend, scenario, layout, steps=max(LATER.values()), seed=1)  # apart from cells of other files
+    verdict = session.run(cell).verdict
+    assert verdict.state == "conforms", verdict.reason
+
+
+def test_every_fault_of_reinforcement_learning_is_planted_here() -> None:
+    assert {name for _, name in cells()} == {fault.name for fault in RL_FAULTS}
+    assert {catalogue()[name].stage for _, name, _ in FAST} == {fault.stage for fault in RL_FAULTS}
+
+
+def test_the_table_of_faults_says_what_is_tested_here() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "faults.md").read_text(encoding="utf-8")
+    text = text.partition("## Faults of handing over")[0]
+    rows = re.findall(r"^\| `([a-z0-9-]+)`: (.*?) \| (.*?) \| (.*?) \| (.*?) \| (.*?) \|$", text, re.MULTILINE)
+    answer = {True: "yes", False: "no"}
+    assert rows == [
+        (f.name, f.summary, f.stage, answer[f.loss_blind], answer[f.name in LOSS_AND_NORM_BLIND], f.source)
+        for f in RL_FAULTS
+    ]
+
+
+def test_the_readme_counts_what_the_usual_checks_miss() -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    blind = sum(fault.loss_blind for fault in RL_FAULTS)
+    assert f"Of {len(RL_FAULTS)} faults of reinforcement learning ([table](docs/faults.md)) {blind} leave" in readme
+    assert f"and {len(LOSS_AND_NORM_BLIND)} move" in readme

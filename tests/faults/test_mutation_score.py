@@ -1,0 +1,176 @@
+"""The mutation score: how faults are counted, and that the command which plants them does so."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from conformance.backends.faults import catalogue
+from impl.faults.expected_cells import PLACES, TIERS
+from reports.mutation_score import BLANK, JSON, QUICK, Row, Score, read_score, to_markdown
+
+ROOT = Path(__file__).parents[2]
+FACTS: dict[str, object] = {"date": "2026-11-22", "torch": "2.13.0"}
+HONEST = Row(
+    fault="", predicted="", backend="fsdp2", tier="bf16", cell="s/m/fsdp2/dp2/bf16", state="conforms", norm=(0.0, 0.02)
+)
+CLIP = Row(
+    fault="clip-never",
+    predicted="clipped update",
+    backend="fsdp2",
+    tier="bf16",
+    cell="s/m/fsdp2/dp2/bf16/fault-clip-never",
+    state="differs",
+    stage="clipped update",
+    loss=(0.0, 0.03),
+    norm=(0.0, 0.02),
+)
+HONEST_MEAN = dataclasses.replace(HONEST, backend="megatron", cell="s/m/megatron/dp2/bf16", norm=(0.0, 0.0))
+MISSED = dataclasses.replace(
+    CLIP, tier="exact", cell="s/m/fsdp2/dp2/exact/fault-clip-never", state="conforms", stage="", reason="all agree"
+)
+LATE = dataclasses.replace(
+    CLIP,
+    fault="mean",
+    predicted="loss",
+    backend="megatron",
+    cell="s/m/megatron/dp2/bf16/fault-mean",
+    stage="gradients",
+    loss=(0.08, float("inf")),
+)
+BLANKED = dataclasses.replace(LATE, tier="exact", state=BLANK, reason="nothing is rounded", loss=None, norm=None)
+IN_QUICK = dataclasses.replace(CLIP, tier=QUICK, loss=None, norm=None)
+NOT_IN_QUICK = dataclasses.replace(LATE, tier=QUICK, state="conforms", stage="", loss=None, norm=None)
+ROWS = (HONEST, HONEST_MEAN, CLIP, MISSED, LATE, BLANKED, IN_QUICK, NOT_IN_QUICK)
+
+TABLE = """\
+# Mutation score
+
+2 faults, planted 3 times. Of 2 pairs of fault and backend, 1 are caught at the predicted stage in at least one tier. \
+Of 2 cells without a fault, 2 conform.
+
+date 2026-11-22, torch 2.13.0
+
+## By backend and tier
+
+A gate sees a fault if it raises its alarm at the cell and not at the same cell without the fault.
+
+| backend | tier | planted | caught | at the predicted stage | loss, 1 % | loss, 5 % | loss and norm, 1 % |
+| :-- | :-- | --: | --: | --: | --: | --: | --: |
+| fsdp2 | exact | 1 | 0 | 0 | 1 | 0 | 1 |
+| fsdp2 | bf16 | 1 | 1 | 1 | 1 | 0 | 0 |
+| fsdp2 | any | 1 | 1 | 1 | 1 | 0 | 1 |
+| megatron | bf16 | 1 | 1 | 0 | 1 | 1 | 1 |
+| megatron | any | 1 | 1 | 0 | 1 | 1 | 1 |
+| all | exact | 1 | 0 | 0 | 1 | 0 | 1 |
+| all | bf16 | 2 | 2 | 1 | 2 | 1 | 1 |
+| all | any | 2 | 2 | 1 | 2 | 1 | 2 |
+
+## The quick profile
+
+* fsdp2: 1 of 1 faults are caught by one of its cells
+* megatron: 0 of 1 faults are caught by one of its cells; missed: `mean`
+
+## Not as predicted
+
+* `s/m/fsdp2/dp2/exact/fault-clip-never`: conforms, all agree; predicted: clipped update
+* `s/m/megatron/dp2/bf16/fault-mean`: differs, gradients; predicted: loss
+
+## Where a fault changes nothing
+
+* nothing is rounded: `mean` (exact)
+
+## Every fault
+
+Errors are relative, at the first and at the last step. A dash: see above.
+
+| fault | backend | tier | caught | first stage | predicted | loss | loss, last | norm | norm, last \
+| loss, 1 % | loss, 5 % | loss and norm, 1 % |
+| :-- | :-- | :-- | :-- | :-- | :-- | --: | --: | --: | --: | :-- | :-- | :-- |
+| `clip-never` | fsdp2 | exact | no |  | clipped update | 0.0e+00 | 3.0e-02 | 0.0e+00 | 2.0e-02 | yes | no | yes |
+| `clip-never` | fsdp2 | bf16 | yes | clipped update | clipped update | 0.0e+00 | 3.0e-02 | 0.0e+00 | 2.0e-02 \
+| yes | no | no |
+| `clip-never` | fsdp2 | quick | yes | clipped update | clipped update |  |  |  |  |  |  |  |
+| `mean` | megatron | exact | - | - | - | - | - | - | - | - | - | - |
+| `mean` | megatron | bf16 | yes | gradients | loss | 8.0e-02 | inf | 0.0e+00 | 2.0e-02 | yes | yes | yes |
+| `mean` | megatron | quick | no |  | loss |  |  |  |  |  |  |  |
+"""
+
+
+def test_the_table_says_what_was_caught_where_and_what_a_gate_sees() -> None:
+    assert to_markdown(Score(ROWS), FACTS) == TABLE
+
+
+def test_every_fault_has_to_be_caught_at_its_stage_in_some_tier() -> None:
+    assert Score(ROWS).never_caught == [("mean", "megatron")]
+    assert not Score(ROWS).holds
+    assert Score([HONEST, CLIP, MISSED, NOT_IN_QUICK]).holds
+
+
+@pytest.mark.parametrize("state", ["differs", "infrastructure"])
+def test_a_cell_without_a_fault_has_to_conform(state: str) -> None:
+    assert not Score([dataclasses.replace(HONEST, state=state), CLIP]).holds
+
+
+@pytest.mark.parametrize("honest", [None, "differs", "expected_difference", "infrastructure"])
+def test_a_fault_in_a_cell_that_does_not_conform_without_it_is_not_caught(honest: str | None) -> None:
+    rows = [CLIP, IN_QUICK, *([dataclasses.replace(HONEST, state=honest)] if honest else [])]
+    score = Score(rows)
+    assert not score.caught(CLIP)
+    assert score.never_caught == [("clip-never", "fsdp2")]
+    told = to_markdown(score, FACTS)
+    assert "0 of 1 faults are caught by one of its cells; missed: `clip-never`" in told
+    assert "predicted: clipped update, and the same cell without the fault does not conform" in told
+    assert Score([CLIP, HONEST]).caught(CLIP)
+
+
+def test_what_was_not_run_is_no_score() -> None:
+    score = Score([HONEST, CLIP, dataclasses.replace(MISSED, state="not_run")])
+    assert not score.is_complete
+    assert not score.holds
+
+
+def test_every_fault_shows_in_some_tier() -> None:
+    assert PLACES.keys() == catalogue().keys()
+    assert f"plants all {len(PLACES)} faults" in (ROOT / "docs" / "faults.md").read_text(encoding="utf-8")
+    for name, place in PLACES.items():
+        assert not all(place.why_blank(tier) for tier in TIERS), name
+
+
+def score_of(out: Path, *options: str) -> tuple[int, Score]:
+    """Exit status of the command, and what it wrote."""
+    command = [sys.executable, str(ROOT / "benchmarks" / "mutation_score.py"), str(out), *options]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (out / JSON).exists(), done.stderr
+    return done.returncode, read_score(out / JSON)[0]
+
+
+@pytest.mark.exhaustive
+def test_every_fault_is_planned_on_every_backend_in_every_tier(tmp_path: Path) -> None:
+    status, score = score_of(tmp_path / "out", "--minutes", "0")
+    assert status == 3
+    assert {row.state for row in score.planted} == {"not_run"}
+    in_place = {(row.fault, row.backend, row.tier) for row in (*score.planted, *score.blank) if row.tier != QUICK}
+    assert in_place == {(f, b, t) for f, place in PLACES.items() for b, t in product(place.layouts, TIERS)}
+    assert {row.fault for row in score.planted if row.tier == QUICK} == PLACES.keys()
+    assert score.honest.keys() >= {row.cell.removesuffix(f"/fault-{row.fault}") for row in score.planted}
+
+
+@pytest.mark.exhaustive
+def test_the_command_plants_what_it_says_and_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
+    options = ("--backends", "fsdp2", "--faults", "inverted-clip", "schedule-per-micro-batch", "--tiers", "exact")
+    assert score_of(tmp_path / "out", *options, "--minutes", "0")[0] == 3
+    status, score = score_of(tmp_path / "out", *options)
+    assert status == 0
+    found = {(row.fault, row.tier, row.stage) for row in score.planted}
+    assert found == {(name, "exact", "clipped update") for name in ("inverted-clip", "schedule-per-micro-batch")}
+    (honest,) = score.honest.values()
+    assert honest.state == "conforms"
+    assert all(row.loss and row.loss[0] < 1e-12 < 0.01 < row.loss[1] for row in score.planted)
+    assert honest.loss
+    assert max(honest.loss) < 1e-12

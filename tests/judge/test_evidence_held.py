@@ -1,0 +1,42 @@
+"""What counts as weights that a rank holds when its gradients are ready (conformance.worker.evidence, claim 4)."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from conformance.worker.evidence import Watch
+
+SIZE, BYTES = 8, 8 * 8 * 4  # a square matrix of float32
+
+
+def held_after(keep: str) -> int:
+    """Bytes that are counted after a backward pass of ``x @ w`` in which this is kept alive beside the weight."""
+    weight = torch.randn(SIZE, SIZE)
+    kept: list[Tensor] = []
+
+    class Product(torch.autograd.Function):
+        """As ZeRO-3 does it: the weight of the backward pass is another tensor than that of the forward pass."""
+
+        @staticmethod
+        def forward(ctx: object, x: Tensor) -> Tensor:
+            return x @ weight
+
+        @staticmethod
+        def backward(ctx: object, gradient: Tensor) -> Tensor:
+            again = weight.clone()
+            bucket = torch.empty(2 * SIZE * SIZE).copy_(torch.cat([again.flatten(), again.flatten()]))
+            result = gradient @ again.t()
+            kept.extend({"gathered again": [again], "bucket": [bucket], "gradient": [result], "nothing": []}[keep])
+            return result
+
+    with Watch() as watch:
+        x = torch.randn(SIZE, SIZE, requires_grad=True)
+        Product.apply(2 * x).sum().backward()  # type: ignore[no-untyped-call]
+        del x
+        watch.count_live_storages()
+    return sum(size * count for size, count in watch.held_weights.items())
+
+
+@pytest.mark.parametrize(("keep", "more"), [("nothing", 0), ("gathered again", BYTES), ("bucket", 0), ("gradient", 0)])
+def test_what_is_used_as_a_weight_counts_in_either_pass_and_what_holds_gradients_does_not(keep: str, more: int) -> None:
+    assert held_after(keep) == BYTES + more

@@ -1,0 +1,281 @@
+"""What the judge works out from a cell's own record: rebuilt updates, single rows, digits of sums, leaks.
+
+None of it depends on how noisy a precision is, and no backend is asked about it.
+"""
+
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from judge_sample import OBSERVABLES, Change, Tensors, Values, evidence, scale, unchanged, verdict_of, write
+
+from conformance.judge.accumulation_precision import expert_summands, grains
+from conformance.judge.tolerance import OF_ROWS, Measurement, allowed_errors
+from conformance.judge.verdict import judge
+from conformance.records.record_format import RecordError
+from conformance.spec.batch import Batch, Document, Row, expert_column
+from conformance.spec.layout import Layout
+from conformance.spec.scenario import parse_scenario
+
+
+def test_a_step_that_nothing_is_read_at_is_between_two_that_are(tmp_path: Path) -> None:
+    def unread(step: int, values: Values, tensors: Tensors) -> None:
+        if step == 1:
+            for name in [name for name in tensors if not name.startswith("logprob/")]:
+                del tensors[name]
+
+    assert verdict_of(tmp_path / "1", unread).state == "conforms"
+    assert verdict_of(tmp_path / "2", scale("loss", 1.1, at=1)).first_stage == "loss"
+
+
+def test_an_update_follows_from_the_cells_own_gradients_whatever_the_noise_allows(tmp_path: Path) -> None:
+    def rounded(step: int, values: Values, tensors: Tensors) -> None:
+        for name in list(tensors):
+            tensors[name] = tensors[name].float().double()
+
+    def shrunk(step: int, values: Values, tensors: Tensors) -> None:
+        rounded(step, values, tensors)
+        if step >= 0:
+            tensors["weight/a"] += 1e-5  # a hundredth of the noise
+
+    def noisy(step: int, values: Values, tensors: Tensors) -> None:
+        for name in list(tensors):
+            if name.startswith("weight/") and step >= 0:
+                tensors[name] += 1e-3 * torch.sin(torch.arange(12.0, dtype=torch.float64)).reshape(4, 3)
+
+    oracle, noise = write(tmp_path / "oracle"), write(tmp_path / "noise", noisy, precision="fp16")
+    verdict = judge([write(tmp_path / "cell", shrunk, precision="fp16")], oracle=oracle, noise=[noise])
+    assert [f.tensor for f in verdict.findings if f.stage == "clipped update"] == ["a against rebuilt"]
+
+
+def test_a_row_that_is_lost_shows_though_the_tensor_hides_it(tmp_path: Path) -> None:
+    def large(step: int, values: Values, tensors: Tensors) -> None:
+        if step >= 0:
+            generator = torch.Generator().manual_seed(step)
+            tensors["gradient/a"] = torch.randn(2000, 3, generator=generator, dtype=torch.float64)
+            values["grad_norm"] = math.hypot(*(tensors[f"gradient/{name}"].norm().item() for name in "ab"))
+
+    def noisy(step: int, values: Values, tensors: Tensors) -> None:
+        large(step, values, tensors)
+        if step >= 0:
+            tensors["gradient/a"] *= 1 + 0.02 * torch.sin(torch.arange(6000.0, dtype=torch.float64)).reshape(2000, 3)
+
+    def lost(step: int, values: Values, tensors: Tensors) -> None:
+        noisy(step, values, tensors)
+        if step == 0:
+            tensors["gradient/a"][7] = 0
+
+    oracle, noise = write(tmp_path / "oracle", large), write(tmp_path / "noise", noisy, precision="fp16")
+    verdict = judge([write(tmp_path / "cell", lost, precision="fp16")], oracle=oracle, noise=[noise])
+    found = next(f for f in verdict.findings if f.stage == "gradients")
+    assert (found.tensor, found.where) == ("a (worst row)", "row 7")
+
+
+def test_a_float32_tensor_in_the_exact_tier_is_a_finding(tmp_path: Path) -> None:
+    oracle = write(tmp_path / "oracle")
+    leak = {"op": "aten.add.Tensor", "where": "model.py:7 in forward", "count": 3}
+    cell = write(tmp_path / "cell", leaks=[leak])
+    verdict = judge([cell], oracle=oracle, noise=())
+    assert verdict.state == "differs"
+    assert "aten.add.Tensor at model.py:7 in forward: a lower precision in the exact tier, 3 times" in verdict.reason
+
+
+@pytest.mark.parametrize(("precision", "digits"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_a_sum_in_half_precision_shows_in_its_digits(tmp_path: Path, precision: str, digits: torch.dtype) -> None:
+    def summed(in_float32: bool) -> Change:
+        def change(step: int, values: Values, tensors: Tensors) -> None:
+            for name in ("gradient/a", "gradient/b"):
+                if name in tensors:
+                    shares = torch.tensor([0.31, 0.23, 0.17, 0.13, 0.11, 0.05]).reshape(6, 1, 1)
+                    total = (tensors[name] * shares).to(digits).float().sum(dim=0)
+                    tensors[name] = total if in_float32 else total.to(digits).float()
+
+        return change
+
+    oracle, noise = write(tmp_path / "oracle"), write(tmp_path / "noise", summed(True), precision=precision)
+    wrong = judge([write(tmp_path / "wrong", summed(False), precision=precision)], oracle=oracle, noise=[noise])
+    honest = judge([write(tmp_path / "honest", summed(True), precision=precision)], oracle=oracle, noise=[noise])
+    name = f"gradient: elements that are {precision} numbers, so added up in it"
+    assert name in {finding.tensor for finding in wrong.findings}
+    assert name not in {finding.tensor for finding in honest.findings}
+    assert name in {quantity.tensor for quantity in honest.quantities}
+
+
+def test_each_expert_is_judged_by_the_micro_batches_that_it_was_chosen_in() -> None:
+    """Of six rows that are a micro-batch each, expert 0 has a token in all, and expert 1 in the first three. Half of
+    the elements of expert 1 are coarse: of three numbers an honest sum may have 0.4, of six 0.2."""
+
+    def batch_of(*chosen: float, targets: tuple[bool, ...] = (False, True)) -> Batch:
+        columns = [{expert_column(0, 0): (expert, 2.0), expert_column(0, 1): (0.0, 2.0)} for expert in chosen]
+        documents = [Document((5, 6), targets, column) for column in columns]
+        return Batch(0, 2, tuple(Row(index, (document,)) for index, document in enumerate(documents)))
+
+    batch = batch_of(1.0, 1.0, 1.0, 0.0, 0.0, 0.0)
+    asked: Any = {"key": "routing", "router": 0, "is_last": False, "accumulation": 3}
+    assert expert_summands(batch, layout=Layout.parse("dp2"), **asked) == {0: 6, 1: 3}
+    assert expert_summands(batch, layout=Layout.parse("ep2"), **asked) == {0: 3, 1: 3}  # one product for both ranks
+    assert not expert_summands(batch_of(1.0, 1.0, 1.0, targets=(False, False)), layout=Layout(), **asked)
+
+    optimizer = {"name": "sgd", "lr": 0.1}
+    told = {"name": "x", "model": "m", "precision": "bf16", "optimizer": optimizer, "accumulation": 3}
+    gradient = next(o for o in OBSERVABLES if o.key == "gradient")
+    fine, coarse = 1 + 2**-12, 1.5
+
+    def measured(name: str, *, elements: list[float], targets: int = 1, batches: Any = (batch,)) -> list[float]:
+        """``targets``: of the last micro-batch of the second rank."""
+        stacked = torch.tensor([elements, [coarse, coarse, fine, fine], [fine] * 4])
+        step = SimpleNamespace(step=0, tensors=lambda: {f"gradient/{name}": stacked})
+        loaded = SimpleNamespace(names=lambda: [f"weight/{name}"])
+        header, given = {"layout": "dp2", "first_step": 0}, {"step": 0, "targets": [[1, 1, 1], [1, 1, targets]]}
+        leg: Any = SimpleNamespace(header=header, steps=[step], loaded=loaded, footer={"batches": [given]})
+        return [measurement.error for measurement in grains([leg], parse_scenario(told), [gradient], batches)]
+
+    def found(name: str, *, elements: list[float], targets: int = 1) -> float:
+        (error,) = measured(name, elements=elements, targets=targets)
+        return error
+
+    experts = "model.layers.3.mlp.experts.down_proj"
+    assert found(experts, elements=[fine] * 4) == 0.5 * 3 / 2  # the median of 0 of 6 and a half of 3
+    assert found(experts, elements=[coarse] * 4) == (6 + 0.5 * 3) / 2  # above 1.2
+    assert measured(experts, elements=[coarse] * 4, batches=()) == []  # of a model whose routers nobody knows
+    unsaid = Batch(0, 2, tuple(Row(row.index, (Document((5, 6), (False, True)),)) for row in batch.rows))
+    with pytest.raises(RecordError, match="do not say which experts router 0 chooses"):
+        measured(experts, elements=[coarse] * 4, batches=(unsaid,))
+    assert found("model.layers.3.mlp.gate.weight", elements=[coarse] * 4) == 6 * 0.5  # a half of all elements
+    assert found("model.layers.3.mlp.gate.weight", elements=[coarse] * 4, targets=0) == 5 * 0.5
+
+
+def test_a_bound_that_would_be_too_blunt_for_a_lost_tensor_is_none(tmp_path: Path) -> None:
+    def noisy(step: int, values: Values, tensors: Tensors) -> None:
+        if step == 0:
+            tensors["weight/a"] += 0.02 * torch.sin(torch.arange(12.0, dtype=torch.float64)).reshape(4, 3)
+
+    oracle, noise = write(tmp_path / "oracle"), write(tmp_path / "noise", noisy, precision="fp32")
+    with pytest.raises(RecordError, match=r"off in a .clipped update, step 0., more than can be judged by"):
+        judge([write(tmp_path / "cell", precision="fp32")], oracle=oracle, noise=[noise])
+
+
+def test_a_noisy_worst_row_allows_no_more_than_a_half_and_too_noisy_a_one_nothing() -> None:
+    def bound(noise: float, *, drift: float = 1.0) -> float:
+        row = Measurement(stage="gradients", tensor=f"a {OF_ROWS}", step=0, error=noise, of_row=True)
+        bounds = allowed_errors(
+            [row], precision="bf16", noise=[row], gradients=frozenset({"gradients"}), amplified={}, drift={0: drift}
+        )
+        return bounds[row.key]
+
+    assert bound(0.1) == pytest.approx(0.3)
+    assert bound(0.2) == bound(0.25) == bound(0.2, drift=2.0) == bound(0.1, drift=2.0) == pytest.approx(0.5)
+    with pytest.raises(RecordError, match=r"more than can be judged by .2.5e-01.; run the cell in fp32"):
+        bound(0.26)
+
+
+@pytest.mark.parametrize(("linear", "honest"), [("float64", True), ("float32", False)])
+def test_a_precision_is_that_of_linear_layers_however_many_pieces_attention_is_cut_into(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, linear: str, honest: bool
+) -> None:
+    """Kernels on a CPU compute attention of half precision in float32, a product for each head and some documents."""
+    other = "float32" if honest else "float64"
+    seen = evidence("exact")
+    seen["linear"] = [[linear, 4]]
+    seen["products"] = [[linear, "forward", 4], [other, "forward", 40], ["float64", "backward", 88]]
+    monkeypatch.setattr("judge_sample.evidence", lambda _: seen)
+    verdict = verdict_of(tmp_path, unchanged)
+    assert [finding.tensor for finding in verdict.findings] == ([] if honest else ["dp2.tp2: products in float64"])
+
+
+@pytest.mark.parametrize("layout", ["dp2.tp2", "dp2.tp2.ckpt"])
+@pytest.mark.parametrize(
+    ("recomputed", "nested", "every"), [(0, 0, False), (3, 0, True), (1, 0, False), (0, 1, False), (0, 12, True)]
+)
+def test_a_graph_that_is_recorded_or_followed_in_a_backward_pass_is_a_recomputation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str, recomputed: int, nested: int, every: bool
+) -> None:
+    """``every``: enough of it for all layers."""
+    seen = evidence("exact") | {"nested": nested}
+    seen["products"] += [["float64", "recomputed", recomputed]] if recomputed else []
+    monkeypatch.setattr("judge_sample.evidence", lambda _: seen)
+    verdict = verdict_of(tmp_path, unchanged, layout=layout)
+    assert (verdict.state == "conforms") == (every if "ckpt" in layout else recomputed + nested == 0)
+    assert verdict.first_stage in ("", "configuration")
+
+
+@pytest.mark.parametrize(("again", "honest"), [(3, True), (2, False)])
+def test_layers_are_recomputed_where_their_linear_parts_are_whatever_attention_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: int, honest: bool
+) -> None:
+    """Of a ring, attention is recomputed inside of an autograd function, which records no graph; of eager attention, in
+    two products, which a part of the layers may have as well."""
+    seen = evidence("exact") | {"linear": [["float64", 4]], "again": again}
+    seen["products"] = [["float64", "forward", 12], ["float64", "backward", 28], ["float64", "recomputed", 8 - again]]
+    monkeypatch.setattr("judge_sample.evidence", lambda _: seen)
+    verdict = verdict_of(tmp_path, unchanged, layout="dp2.tp2.ckpt")
+    claim = "dp2.tp2.ckpt: activations of all layers are recomputed"
+    assert [finding.tensor for finding in verdict.findings] == ([] if honest else [claim])
+
+
+@pytest.mark.parametrize(
+    ("layout", "compiled", "claim"),
+    [
+        ("dp2.tp2.compile", 27, ""),  # all but the head, for each of three micro-batches
+        ("dp2.tp2.compile", 30, ""),
+        ("dp2.tp2.compile", 26, "layers are compiled"),
+        ("dp2.tp2.compile", 0, "layers are compiled"),
+        ("dp2.tp2", 0, ""),
+        ("dp2.tp2", 1, "layers run as they are written"),
+    ],
+)
+def test_all_layers_are_compiled_or_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str, compiled: int, claim: str
+) -> None:
+    seen = evidence("exact") | {"linear": [["float64", 30]], "compiled": compiled}
+    seen["products"] = [["float64", "forward", 30], ["float64", "backward", 60]]
+    monkeypatch.setattr("judge_sample.evidence", lambda _: seen)
+    verdict = verdict_of(tmp_path, unchanged, layout=layout)
+    assert [finding.tensor for finding in verdict.findings] == ([f"{layout}: {claim}"] if claim else [])
+
+
+@pytest.mark.parametrize("last", [4, 6])
+def test_reducing_after_the_last_micro_batch_only_adds_to_the_collectives_of_its_backward_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: int
+) -> None:
+    seen = evidence("exact")
+    scattered = [
+        ("forward", 4),
+        ("backward 0", 4),
+        ("backward 1", 4),
+        ("backward 2", last),
+    ]  # by seqpar, in groups of 2
+    seen["collectives"] += [["reduce_scatter", 2, "float64", where, count] for where, count in scattered]
+    monkeypatch.setattr("judge_sample.evidence", lambda _: seen)
+    verdict = verdict_of(tmp_path, unchanged, layout="dp2.tp2.seqpar.lastsync")
+    assert verdict.state == ("conforms" if last > 4 else "differs"), verdict.reason
+
+
+def test_a_norm_may_be_as_wrong_as_its_tensors_are_together_and_no_more(tmp_path: Path) -> None:
+    def turned(step: int, values: Values, tensors: Tensors) -> None:
+        """Gradients are off by a thousandth, each at a right angle to itself, so their norm is not."""
+        if step >= 0:
+            for name in "ab":
+                gradient = tensors[f"gradient/{name}"]
+                aside = torch.randn(4, 3, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+                aside -= gradient * (aside * gradient).sum() / gradient.square().sum()
+                tensors[f"gradient/{name}"] = gradient + aside * (1e-3 * gradient.norm() / aside.norm())
+
+    def longer(by: float) -> Change:
+        """Gradients are too long, and the norm follows them."""
+
+        def change(step: int, values: Values, tensors: Tensors) -> None:
+            if step >= 0:
+                for name in "ab":
+                    tensors[f"gradient/{name}"] *= 1 + by
+                values["grad_norm"] *= 1 + by
+
+        return change
+
+    oracle, noise = write(tmp_path / "oracle"), write(tmp_path / "noise", turned, precision="bf16")
+    for by, found in ((2.5e-3, False), (4e-3, True)):
+        verdict = judge([write(tmp_path / str(by), longer(by), precision="bf16")], oracle=oracle, noise=[noise])
+        assert ("grad_norm" in {finding.tensor for finding in verdict.findings}) == found, verdict.findings

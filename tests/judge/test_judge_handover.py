@@ -1,0 +1,88 @@
+"""The judge on handovers: what a leg has loaded is what the leg before had, to the bit, before any step is made."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from judge_sample import Change, Tensors, Values, write
+
+from conformance.judge.verdict import judge
+from conformance.results.verdict import Verdict
+
+MOMENTUM = torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(4, 3)
+LOADED = 1  # the first leg has one step
+
+
+def with_momentum(at: int, momentum: Tensors) -> Change:
+    """The optimizer's state as it is shown at a step, or as loaded before the next one."""
+
+    def change(step: int, values: Values, tensors: Tensors) -> None:
+        if step == at:
+            tensors.update({f"momentum_buffer/{name}": tensor.clone() for name, tensor in momentum.items()})
+
+    return change
+
+
+def verdict_of(tmp_path: Path, before: Change, after: Change) -> Verdict:
+    legs = [write(tmp_path / "0", before, until=LOADED), write(tmp_path / "1", after, first=LOADED)]
+    return judge(legs, oracle=write(tmp_path / "oracle"), noise=())
+
+
+BOTH = {"a": MOMENTUM, "b": MOMENTUM + 1}
+
+
+@pytest.mark.parametrize(
+    ("loaded", "first_finding"),
+    [
+        (BOTH, ""),
+        ({"a": MOMENTUM, "b": MOMENTUM}, "momentum_buffer of b"),
+        ({"a": MOMENTUM}, "momentum_buffer of b (missing)"),
+        ({}, "momentum_buffer of a (missing)"),
+        (BOTH | {"c": MOMENTUM}, "momentum_buffer of c (unexpected)"),
+        (BOTH | {"a": MOMENTUM * (1 + 2**-52)}, "momentum_buffer of a"),
+        (BOTH | {"a": MOMENTUM[:, :2]}, "momentum_buffer of a (shape (4, 2) instead of (4, 3))"),
+        (BOTH | {"a": MOMENTUM.float()}, "momentum_buffer of a (torch.float32 instead of torch.float64)"),
+    ],
+    ids=["same", "other", "one missing", "all missing", "one more", "a digit", "shape", "dtype"],
+)
+def test_training_state_is_compared_directly_after_loading(
+    tmp_path: Path, loaded: dict[str, torch.Tensor], first_finding: str
+) -> None:
+    verdict = verdict_of(tmp_path, with_momentum(LOADED - 1, BOTH), with_momentum(LOADED - 1, loaded))
+    found = [f.tensor for f in verdict.findings if f.stage == "training state"]
+    assert first_finding in found if first_finding else verdict.state == "conforms", verdict.reason
+    if first_finding:
+        assert (verdict.state, verdict.first_stage) == ("differs", "training state")
+        assert {f.step for f in verdict.findings} == {LOADED}
+
+
+def test_weights_are_handed_over_to_the_last_bit(tmp_path: Path) -> None:
+    def change(step: int, values: Values, tensors: Tensors) -> None:
+        if step == LOADED - 1:
+            tensors["weight/b"] *= 1 + 2**-52
+
+    verdict = verdict_of(tmp_path, lambda *_: None, change)
+    assert (verdict.state, verdict.first_stage) == ("differs", "weights")
+    assert [(f.tensor, f.step) for f in verdict.findings] == [("b", LOADED)]
+
+
+def test_state_that_is_not_shown_is_told_and_judged_by_what_follows(tmp_path: Path) -> None:
+    verdict = verdict_of(tmp_path, lambda *_: None, lambda *_: None)
+    assert verdict.state == "conforms"
+    assert "the training state as loaded is not shown, and judged by its effect at weights after N" in verdict.reason
+
+
+def test_every_rank_goes_on_with_its_own_generators(tmp_path: Path) -> None:
+    """The first rank's for all is the classical mistake: dropout is then the same everywhere."""
+
+    def of_the_first_rank(step: int, values: Values, tensors: Tensors) -> None:
+        values["generators"] = [{"torch": f"of rank {max(rank, 1)}"} for rank in range(4)]
+
+    def change(step: int, values: dict[str, Any], tensors: Tensors) -> None:
+        if step == LOADED - 1:
+            of_the_first_rank(step, values, tensors)
+
+    verdict = verdict_of(tmp_path, change, lambda *_: None)
+    assert (verdict.state, verdict.first_stage) == ("differs", "generators"), verdict.reason
+    assert [f.tensor for f in verdict.findings] == ["torch of rank 0"]

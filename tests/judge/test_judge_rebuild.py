@@ -1,0 +1,25 @@
+"""The norm by which a rebuilt update is clipped: the cell's own, where only the order of additions tells them apart."""
+
+import pytest
+
+from conformance.judge.optimizer_replay import _reported
+from conformance.spec.scenario import Precision
+
+
+def used(own: float | None, *, numbers: int, precision: Precision = "exact") -> float:
+    return _reported(own, 1.0, numbers, precision)
+
+
+def test_the_reported_norm_of_many_numbers_may_be_off_by_the_roundings_of_their_sum() -> None:
+    own = 1 + 1.3e-14  # torch's norm of 56 million numbers, measured
+    assert used(own, numbers=56_370_688) == own
+    assert used(own, numbers=5_000) == 1.0
+
+
+@pytest.mark.parametrize(("precision", "off"), [("exact", 1e-12), ("fp32", 3e-6), ("bf16", 3e-6)])
+def test_a_norm_that_is_wrong_does_not_excuse_an_update(precision: Precision, off: float) -> None:
+    assert used(1 + off, numbers=56_370_688, precision=precision) == 1.0
+
+
+def test_without_a_reported_norm_the_rebuilt_one_counts() -> None:
+    assert used(None, numbers=100) == 1.0

@@ -1,0 +1,212 @@
+"""No backend can talk its way past the judge: each lie with the stage at which it is caught."""
+
+from typing import Any
+
+import pytest
+from cells import BACKENDS, STEPS, assert_honest, exhaustive, small
+from conftest import make_cell
+
+from conformance.backends.protocol import BackendEntry
+from conformance.matrix.cell import Cell, Handover, Leg
+from conformance.runner.session import Session
+from conformance.spec.layout import Layout
+from conformance.spec.observables import AGAINST_REBUILT
+from conformance.spec.scenario import Precision
+
+
+def liar(name: str) -> BackendEntry:
+    return BackendEntry(name=name.lower(), target=f"liars:{name}")
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "stage"),
+    [
+        exhaustive("OtherRankLoss", "dp2", "loss"),
+        exhaustive("OtherRankCount", "dp2", "loss"),
+        exhaustive("OtherRankNorm", "dp2", "gradient norm"),
+        exhaustive("OtherRankRate", "dp2", "clipped update"),
+        ("OtherRankLogprobs", "tp2", "log-probs"),
+        exhaustive("OtherRankIsSilent", "dp2", "gradient norm"),
+        ("OtherRankDrifts", "dp2.rep2", "gradient replicas"),
+        ("KeepsAnOldVector", "dp2.zero3", "weight replicas"),
+    ],
+)
+def test_every_rank_is_heard(session: Session, name: str, layout: str, stage: str) -> None:
+    cell = make_cell("sft-padded", "llama", layout, "exact", backend=liar(name), steps=STEPS, **small("sft-padded"))
+    verdict = session.run(cell).verdict
+    assert (verdict.state, verdict.first_stage) == ("differs", stage), verdict.reason
+
+
+@pytest.mark.parametrize(
+    ("name", "layout", "claim"),
+    [
+        exhaustive("Fsdp2DropsItsOptions", "dp2.ckpt", "activations of all layers are recomputed"),
+        exhaustive("Fsdp2DropsItsOptions", "dp2.compile", "layers are compiled"),
+        exhaustive("Fsdp2DropsItsOptions", "tp2.seqpar", "activations are cut along the sequence"),
+        exhaustive("Fsdp2DropsItsOptions", "tp2.losspar", "no rank holds logits of the whole vocabulary"),
+        ("Fsdp2DropsItsOptions", "dp2.lastsync", "gradients are reduced after the last micro-batch only"),
+        exhaustive(
+            "Fsdp2DropsItsOptions", "dp2.tp2.seqpar.lastsync", "gradients are reduced after the last micro-batch"
+        ),
+        exhaustive("Fsdp2DropsItsOptions", "sp2.ring", "keys and values are passed around a ring"),
+        exhaustive("DeepspeedDropsItsOptions", "dp2.ckpt", "activations of all layers are recomputed"),
+        exhaustive("DeepspeedDropsItsOptions", "sp2.ring", "keys and values are passed around a ring"),
+        exhaustive("DeepspeedDropsItsOptions", "dp2.zero3.leaf", "weights of a layer are gathered together"),
+        exhaustive("DeepspeedRunsStage1", "dp2.zero3", "weights are gathered for the forward pass"),
+        exhaustive("DeepspeedRunsStage0", "dp2.zero2", "updated weights are gathered"),
+        exhaustive("DeepspeedRunsStage0", "dp2.zero1", "updated weights are gathered"),
+        ("DeepspeedRunsStage1", "dp2.zero2", "gradients of every micro-batch are reduced"),
+        exhaustive("DeepspeedRunsStage2", "dp2.zero3", "weights are gathered for the forward pass"),
+        exhaustive("Fsdp2ReplicatesItsWeights", "dp2", "weights are gathered for the forward pass"),
+        exhaustive("Fsdp2ReplicatesItsWeights", "dp2.tp2.seqpar", "no rank holds whole weights"),
+        exhaustive("DeepspeedRunsStage3", "dp2.zero1", "weights are whole in the forward pass"),
+        exhaustive("DeepspeedRunsStage1", "dp2.zero0", "all ranks update all weights"),
+        exhaustive("MegatronDropsItsOptions", "tp2.ckpt", "activations of all layers are recomputed"),
+        exhaustive("MegatronDropsItsOptions", "tp2.seqpar", "activations are cut along the sequence"),
+        exhaustive("MegatronDropsItsOptions", "dp2.zero1.overlap", "updated weights are gathered in the forward pass"),
+        ("MegatronRunsStage0", "dp2.zero1", "updated weights are gathered"),
+    ],
+)
+def test_what_ran_is_what_was_asked(session: Session, name: str, layout: str, claim: str) -> None:
+    cell = make_cell("sft-packed", "llama", layout, "exact", backend=liar(name), steps=1, **small("sft-packed"))
+    verdict = session.run(cell).verdict
+    assert (verdict.state, verdict.first_stage) == ("differs", "configuration"), verdict.reason
+    assert f"{layout}: {claim}" in verdict.findings[0].tensor
+    assert {finding.stage for finding in verdict.findings} == {"configuration"}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("layout", ["dp2.tp2", "dp2"])
+def test_buckets_of_gradients_are_no_weights(session: Session, layout: str) -> None:
+    """At real size DeepSpeed's bucket, of 500 million elements, is smaller than a model."""
+    backend = liar("DeepspeedHasSmallBuckets")
+    cell = make_cell("sft-packed", "llama", layout, "exact", backend=backend, steps=1, **small("sft-packed"))
+    verdict = session.run(cell).verdict
+    assert verdict.state == "conforms", verdict.reason
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("steps", [1, 2])
+def test_modules_that_are_gathered_each_by_itself_are_seen_after_a_roll_out(session: Session, steps: int) -> None:
+    """And the honest backend conforms: passes of a roll-out, and what is fetched ahead, count for neither."""
+    layout, honest = "dp2.zero3.leaf", BACKENDS["deepspeed"]
+    for backend, state in ((honest, "conforms"), (liar("DeepspeedDropsItsOptions"), "differs")):
+        verdict = session.run(make_cell("grpo", "llama", layout, "exact", backend=backend, steps=steps)).verdict
+        assert verdict.state == state, verdict.reason
+    assert {finding.tensor for finding in verdict.findings} == {f"{layout}: weights of a layer are gathered together"}
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "layout", "precision", "claim"),
+    [
+        ("Fsdp2RecomputesOneLayer", "llama", "dp2.ckpt", "exact", "activations of all layers are recomputed"),
+        exhaustive("Fsdp2RecomputesOneLayer", "qwen3-moe", "dp2.ckpt", "exact", "activations of all layers"),
+        exhaustive("CompilesOneLayer", "llama", "dp2.compile", "exact", "layers are compiled"),
+        exhaustive("CompilesUnasked", "llama", "dp2", "exact", "layers run as they are written"),
+        exhaustive(
+            "MegatronRecomputesOneLayer", "llama", "tp2.ckpt", "exact", "activations of all layers are recomputed"
+        ),
+        exhaustive("CutsOneLayer", "llama", "tp2.plan", "exact", "all layers are summed over tensor-parallel ranks"),
+        exhaustive(
+            "GathersOneLayer", "qwen2-moe", "dp2.zero3.leaf", "exact", "weights of a layer are gathered together"
+        ),
+        exhaustive("GathersOneLayer", "llama", "dp2.zero3.leaf", "bf16", "weights of a layer are gathered together"),
+        exhaustive(
+            "CutsExpertsOfOneLayer", "qwen3-moe", "ep2", "exact", "gradients of experts are not reduced over all data"
+        ),
+        ("ComputesAttentionInFloat32", "qwen2", "dp2", "bf16", "products in bfloat16"),
+    ],
+)
+def test_a_part_of_what_was_asked_is_not_enough(
+    session: Session, name: str, model: str, layout: str, precision: Precision, claim: str
+) -> None:
+    backend = BackendEntry(name="partial", target=f"partial_liars:{name}")
+    cell = make_cell("sft-packed", model, layout, precision, backend=backend, steps=1, **small("sft-packed"))
+    verdict = session.run(cell).verdict
+    assert (verdict.state, verdict.first_stage) == ("differs", "configuration"), verdict.reason
+    assert any(f"{layout}: {claim}" in finding.tensor for finding in verdict.findings), verdict.reason
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("save", ["checkpoint", "state"])
+def test_weights_that_nothing_trains_are_restored_as_well(session: Session, save: Handover) -> None:
+    backend = BackendEntry(name="partial", target="partial_liars:RestoresNoFrozenWeights")
+    scenario = make_cell("sft-lora", "llama", "dp2", "exact", steps=4, **small("sft-lora")).scenario
+    legs = [Leg(backend=backend, layout=Layout(dp=2), steps=2, save=kind) for kind in (save, None)]
+    verdict = session.run(Cell(scenario=scenario, legs=tuple(legs), program=f"by-{save}")).verdict
+    assert (verdict.state, verdict.first_stage) == ("differs", "weights"), verdict.reason
+    loaded = {finding.tensor for finding in verdict.findings if (finding.stage, finding.step) == ("weights", 2)}
+    assert loaded
+    assert not any("lora" in tensor for tensor in loaded)
+
+
+@pytest.mark.exhaustive
+def test_settings_of_an_exported_folder_are_the_models(session: Session) -> None:
+    backend = BackendEntry(name="partial", target="partial_liars:ExportsOtherSettings")
+    scenario = make_cell("sft-lora", "llama", "dp2", "exact", steps=4, **small("sft-lora")).scenario
+    legs = [Leg(backend=backend, layout=Layout(dp=2), steps=2, save=kind) for kind in ("export", None)]
+    verdict = session.run(Cell(scenario=scenario, legs=tuple(legs), program="by-export")).verdict
+    assert (verdict.state, verdict.first_stage) == ("differs", "configuration"), verdict.reason
+    assert {(finding.tensor, finding.step) for finding in verdict.findings} == {
+        ("exported policy/adapter/adapter_config.json: lora_alpha", 1),
+        ("exported policy/config.json: rms_norm_eps", 1),
+    }
+
+
+def of_two_legs(backend: BackendEntry, save: Handover) -> Cell:
+    scenario = make_cell("sft-padded", "llama", "dp2", "exact", steps=4, **small("sft-padded")).scenario
+    legs = (Leg(backend=backend, layout=Layout(dp=2), steps=2, save=save),)
+    return Cell(
+        scenario=scenario, legs=(*legs, Leg(backend=backend, layout=Layout(dp=2), steps=2)), program=f"by-{save}"
+    )
+
+
+@pytest.mark.exhaustive  # cells that resume and programs that hand over show it, too
+@pytest.mark.parametrize("save", ["checkpoint", "export"])
+def test_an_honest_backend_saves_what_it_has_trained(session: Session, save: Handover) -> None:
+    assert_honest(session, of_two_legs(BACKENDS["fsdp2"], save))
+
+
+@pytest.mark.parametrize(
+    ("name", "save", "stage"),
+    [
+        exhaustive("WritesNoCheckpoint", "checkpoint", "weights"),
+        ("ForgetsTheOptimizer", "checkpoint", "training state"),
+        exhaustive("SeedsItself", "checkpoint", "generators"),
+        exhaustive("ExportsOtherWeights", "export", "weights"),
+    ],
+)
+def test_what_was_not_saved_shows_at_the_first_step_after_loading(
+    session: Session, name: str, save: Handover, stage: str
+) -> None:
+    verdict = session.run(of_two_legs(liar(name), save)).verdict
+    assert (verdict.state, verdict.first_stage) == ("differs", stage), verdict.reason
+    assert verdict.findings[0].step == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "layout", "precision"),
+    [
+        exhaustive("DeepspeedDoublesTheRate", "llama", "dp2.zero1.shipped", "bf16"),  # rounded masters
+        exhaustive("DeepspeedDoublesTheRate", "llama", "dp2.zero0.shipped", "bf16"),  # and sums in half precision
+        exhaustive("DeepspeedDoublesTheRate", "llama", "dp2.zero0", "bf16"),
+        exhaustive("DeepspeedDoublesTheRate", "llama", "ulysses2.zero3.shipped", "exact"),  # divided gradients
+        ("MegatronDoublesTheRate", "llama", "dp1.shipped", "exact"),  # padding in the softmax, and trained
+        exhaustive("MegatronDoublesTheRate", "llama", "dp2.zero1.shipped", "fp16"),
+        exhaustive("Fsdp2DoublesTheRate", "qwen3", "dp2.tp2.lastsync.shipped", "exact"),  # head norms
+        exhaustive("Fsdp2DoublesTheRate", "gemma3", "sp2.zigzag.shipped", "bf16"),  # windows of rings
+        exhaustive("Fsdp2DoublesTheRate", "llama", "sp2.ring.shipped", "fp32"),  # gradients that no oracle can have
+    ],
+)
+def test_an_expected_difference_hides_no_lie(
+    session: Session, name: str, model: str, layout: str, precision: Precision
+) -> None:
+    # Below the exact tier, noise is measured over all rows.
+    size: dict[str, Any] = {"steps": STEPS, **small("sft-packed")} if precision == "exact" else {"steps": 3}
+    cell = make_cell("sft-packed", model, layout, precision, backend=liar(name), **size)
+    verdict = session.run(cell).verdict
+    assert verdict.state == "differs", verdict.reason
+    assert "but not like this: clipped update, step 0: " in verdict.reason
+    assert any(f.tensor.endswith(AGAINST_REBUILT) and f.step == 0 for f in verdict.findings)
+    # A second noise run was made before it was told.
+    assert precision == "exact" or (session._oracles.folder(cell) / f"{precision}-plain").exists()

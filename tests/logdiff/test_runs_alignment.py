@@ -1,0 +1,176 @@
+"""Runs are put on common positions, and whatever had to be put right is said."""
+
+import numpy as np
+import pytest
+
+from conformance.core.errors import UsageError
+from reports.logdiff.alignment import Alignment, align
+from reports.logdiff.run import Log, Row, Run, run_of
+
+LOSSES = {step: 3 * 0.9**step + 0.1 * np.sin(7.0 * step) for step in range(200)}
+
+
+def run(
+    values: dict[int, float], name: str, *, metric: str = "loss", averaged: bool = False, **more: dict[int, float]
+) -> Run:
+    columns = {metric: values, **more}
+    steps = list(dict.fromkeys(step for column in columns.values() for step in column))
+    rows = [Row(step, {key: column[step] for key, column in columns.items() if step in column}) for step in steps]
+    return run_of(Log(format="test", rows=rows, averaged=frozenset({"loss"} if averaged else ())), name=name)
+
+
+def aligned(a: Run, b: Run, by: str = "step") -> Alignment:
+    return align(([a], [b]), by=by)
+
+
+def test_a_learning_rate_between_the_positions_of_a_log_is_not_exact() -> None:
+    rates = dict.fromkeys(range(1, 5), 1e-3)
+    a, b = (run(rates, name, metric="lr", tokens={s: 64.0 * s for s in range(1, 5)}) for name in "ab")
+    assert aligned(a, b).metrics[0].exact
+    assert not aligned(a, b, by="tokens").metrics[0].exact
+
+
+def part(first: int, last: int, stride: int = 1, shift: int = 0) -> dict[int, float]:
+    return {step + shift: LOSSES[step] for step in range(first, last + 1, stride)}
+
+
+def test_runs_are_compared_at_the_steps_that_both_have() -> None:
+    found = aligned(run(part(1, 50), "a"), run(part(11, 80), "b"))
+    assert found.notes == ("a ends at step 50 and b at 80: what follows is not compared",)
+    (one,) = found.metrics
+    assert list(one.positions) == list(range(11, 51))
+    assert (one.sides[0] == one.sides[1]).all()
+
+
+@pytest.mark.parametrize("stride", [1, 10])
+def test_a_counter_that_begins_at_0_is_put_on_one_that_begins_at_1(stride: int) -> None:
+    zero, one = run(part(0, 90, stride), "zero"), run(part(0, 90, stride, shift=1), "one")
+    found = aligned(one, zero)
+    assert (found.metrics[0].sides[0] == found.metrics[0].sides[1]).all()
+    assert len(found.metrics[0].positions) == 90 // stride + 1
+    assert found.notes == ("zero counts its steps from 0 and one from 1: 1 was added to the former's",)
+    assert "1 was taken from" in aligned(zero, one).notes[0]
+
+
+def test_a_log_that_merely_lacks_its_first_line_is_not_shifted() -> None:
+    found = aligned(run(part(0, 90), "a"), run(part(1, 90), "b"))
+    assert found.notes == ()
+    assert (found.metrics[0].sides[0] == found.metrics[0].sides[1]).all()
+
+
+NORMS = {step: 2 + np.cos(3.0 * step) for step in range(200)}
+
+
+def two(first: int, last: int, *, factor: float = 1.0, shift: int = 0, name: str) -> Run:
+    """A run whose loss is multiplied by a factor; its gradient norm is that of every other run."""
+    steps = range(first, last + 1)
+    losses, norms = ({step + shift: values[step] for step in steps} for values in (LOSSES, NORMS))
+    return run({step: factor * loss for step, loss in losses.items()}, name, grad_norm=norms)
+
+
+def test_where_the_losses_differ_by_a_factor_the_gradient_norms_tell_a_shift_from_a_missing_line() -> None:
+    shifted = aligned(two(0, 90, name="a"), two(0, 90, factor=2, shift=1, name="b"))
+    assert shifted.notes == ("b counts its steps from 1 and a from 0: 1 was taken from the former's",)
+    lacking = aligned(two(0, 90, name="a"), two(1, 95, factor=2, name="b"))
+    assert lacking.notes == ("a ends at step 90 and b at 95: what follows is not compared",)
+
+
+def test_a_shift_that_no_metric_decides_is_told_and_follows_from_where_the_logs_end() -> None:
+    """Losses of other seeds, whose noise has nothing to do with each other."""
+    noise = np.random.default_rng(0).normal(size=(2, 100))
+    a, b = ({step: 2 + 0.1 * float(x) for step, x in enumerate(row)} for row in noise)
+    undecided = "although the values do not tell whether it is that or a first line that is missing"
+    later = {step + 1: loss for step, loss in b.items()}
+    assert aligned(run(a, "a"), run(later, "b")).notes == (
+        f"b counts its steps from 1 and a from 0: 1 was taken from the former's, {undecided}",
+    )
+    lacking = aligned(run(a, "a"), run({step: loss for step, loss in b.items() if step}, "b"))
+    assert lacking.notes == (f"b counts its steps from 1 and a from 0: both count the same steps, {undecided}",)
+    assert len(lacking.metrics[0].positions) == 99
+
+
+def test_a_metric_that_is_nowhere_finite_is_not_compared() -> None:
+    nothing = dict.fromkeys(range(1, 5), np.nan)
+    found = aligned(run(part(1, 4), "a", grad_norm=nothing), run(part(1, 4), "b", grad_norm=nothing))
+    assert [one.metric for one in found.metrics] == ["loss"]
+    assert found.missing == ("grad_norm: no finite value in any of them",)
+
+
+def test_an_evaluation_before_the_first_step_is_no_counter_that_begins_at_0() -> None:
+    found = aligned(run(part(1, 90), "a", eval_loss={0: 9.0, 90: 1.0}), run(part(1, 90), "b"))
+    assert found.notes == ()
+    assert found.missing == ("eval_loss: not in b",)
+
+
+def test_a_log_of_every_tenth_step_is_compared_there() -> None:
+    found = aligned(run(part(1, 100), "dense"), run(part(10, 100, 10), "sparse"))
+    assert list(found.metrics[0].positions) == list(range(10, 101, 10))
+    assert (found.metrics[0].sides[0] == found.metrics[0].sides[1]).all()
+    assert found.notes == ("loss: logged every 1 and every 10 steps; compared at those that all have",)
+
+
+def test_a_log_of_means_over_ten_steps_is_compared_with_the_others_means() -> None:
+    means = {end: float(np.mean([LOSSES[step] for step in range(end - 9, end + 1)])) for end in range(10, 101, 10)}
+    found = aligned(run(part(1, 95), "dense"), run(means, "sparse", averaged=True))
+    assert list(found.metrics[0].positions) == list(range(10, 91, 10))  # the last ten steps are not complete
+    assert found.metrics[0].sides[0] == pytest.approx(found.metrics[0].sides[1])
+    assert "averaged over the steps between" in found.notes[0]
+
+
+def test_by_tokens_other_batch_sizes_are_compared_after_the_same_data() -> None:
+    a = run({s: 5.0 - 0.064 * s for s in range(1, 33)}, "a", tokens={s: 64.0 * s for s in range(1, 33)})
+    b = run({s: 5.0 - 0.256 * s for s in range(1, 9)}, "b", tokens={s: 256.0 * s for s in range(1, 9)})
+    (one,) = aligned(a, b, by="tokens").metrics
+    assert list(one.positions) == [256.0 * s for s in range(1, 9)]
+    assert one.sides[0] == pytest.approx(one.sides[1])
+
+
+def test_tokens_of_each_step_are_added_up_and_that_is_told() -> None:
+    each = run(part(1, 4), "each", tokens={1: 60.0, 2: 70.0, 3: 80.0, 4: 90.0})
+    assert each.tokens
+    assert list(each.tokens.values) == [60, 130, 210, 300]
+    total = run(part(1, 4), "total", tokens={1: 60.0, 2: 130.0, 3: 210.0, 4: 300.0})
+    assert total.tokens
+    assert list(total.tokens.values) == [60, 130, 210, 300]
+    assert aligned(each, total, by="tokens").notes == (
+        "each counts the tokens of each step, not those so far; they were added up",
+    )
+
+
+def test_a_log_without_tokens_is_not_aligned_by_them() -> None:
+    with pytest.raises(UsageError, match="b counts no tokens; leave out --by tokens"):
+        aligned(run(part(1, 4), "a", tokens=part(1, 4)), run(part(1, 4), "b"), by="tokens")
+
+
+def test_runs_without_a_common_step_have_nothing_to_compare() -> None:
+    found = aligned(run(part(1, 10), "a"), run(part(50, 60), "b"))
+    assert found.metrics == ()
+    assert found.missing == ("loss: no step in common",)
+
+
+def rows(*steps: int) -> list[Row]:
+    return [Row(step, {"loss": float(place)}) for place, step in enumerate(steps)]
+
+
+def test_of_steps_that_are_logged_twice_the_later_lines_count() -> None:
+    found = run_of(Log(format="test", rows=rows(1, 2, 3, 4, 3, 4, 5, 2, 3, 4, 5, 6)), name="a")
+    assert found.resumed == (3, 2)
+    assert list(found.curves["loss"].values) == [0, 7, 8, 9, 10, 11]
+    assert found.notes == ("6 steps are logged twice, beginning at step 3, 2 (a resume); the later lines count",)
+
+
+def test_lines_out_of_order_are_sorted() -> None:
+    found = run_of(Log(format="test", rows=rows(1, 3, 2, 4)), name="a")
+    assert found.resumed == ()
+    assert list(found.curves["loss"].values) == [0, 2, 1, 3]
+    assert found.notes == ("1 lines are out of order; they were sorted by step",)
+
+
+def test_an_evaluation_on_a_line_of_its_own_is_no_second_step() -> None:
+    log = Log(format="test", rows=[Row(1, {"loss": 1.0, "epoch": 0.5}), Row(1, {"eval_loss": 2.0, "epoch": 0.5})])
+    assert run_of(log, name="a").notes == ()
+
+
+def test_of_two_names_of_one_metric_the_first_in_the_table_counts() -> None:
+    log = Log(format="test", rows=[Row(1, {"lm loss": 1.0, "loss": 2.0}), Row(2, {"loss": 3.0, "lm loss": 4.0})])
+    assert list(run_of(log, name="a").curves["loss"].values) == [2.0, 3.0]

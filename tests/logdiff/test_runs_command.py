@@ -1,0 +1,246 @@
+"""``parity diff``: what it prints and writes, what it refuses, and its exit code."""
+
+import argparse
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from chromium import Browser
+
+from conformance.core.errors import UsageError
+from reports.logdiff.command import DIFF
+
+STEPS = range(1, 81)
+
+
+def write(
+    folder: Path, name: str, *, factor: float = 1.0, from_step: int = 1, seed: float = 0.0, **changes: float
+) -> str:
+    """A log whose loss is multiplied by ``factor`` from a step on; ``changes`` replace losses by step, as s50=1.0."""
+    rows = []
+    for step in STEPS:
+        loss = 1 + math.exp(-step / 20) + 0.01 * math.sin(step * (1.0 + seed))
+        row = {
+            "step": step,
+            "tokens": 64 * step,
+            "loss": loss,
+            "lr": 1e-3,
+            "grad_norm": 1 + 0.1 * math.cos(step + seed),
+        }
+        row["loss"] = changes.get(f"s{step}", row["loss"] * (factor if step >= from_step else 1.0))
+        rows.append(json.dumps(row))
+    (folder / name).write_text("\n".join(rows) + "\n", encoding="utf-8")
+    return str(folder / name)
+
+
+def diff(*arguments: object) -> int:
+    parser = argparse.ArgumentParser()
+    DIFF.add_arguments(parser)
+    return DIFF.run(parser.parse_args(list(map(str, arguments))))
+
+
+def test_runs_that_agree_end_with_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert diff(write(tmp_path, "a.jsonl"), write(tmp_path, "b.jsonl", factor=1.04)) == 0
+    told = capsys.readouterr().out
+    assert told.startswith("a.jsonl and b.jsonl agree within the band in 3 metrics.")
+    assert "Why, perhaps" not in told
+
+
+def test_runs_that_part_end_with_1_and_say_where(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, b = write(tmp_path, "a.jsonl"), write(tmp_path, "b.jsonl", factor=1.04, from_step=40)
+    assert diff(a, b) == 0
+    assert diff(a, b, "--threshold", "0.03") == 1
+    told = capsys.readouterr().out.split("agree within the band")[1]
+    assert "part at step 40: loss +4% where ±3% is allowed." in told
+    assert "loss       80 steps     40             +4%         ±3%      41 of 80  +4% at " in told
+    assert "1. both agree before step 40" in told
+
+
+def test_the_threshold_is_a_twentieth_if_none_is_given(tmp_path: Path) -> None:
+    a = write(tmp_path, "a.jsonl")
+    assert diff(a, write(tmp_path, "b.jsonl", factor=1.049)) == 0
+    assert diff(a, write(tmp_path, "c.jsonl", factor=1.051)) == 1
+
+
+def test_every_log_is_held_against_the_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    logs = [write(tmp_path, f"{name}.jsonl", factor=factor) for name, factor in (("a", 1), ("b", 1.001), ("c", 2))]
+    assert diff(*logs, "--json") == 1
+    told = json.loads(capsys.readouterr().out)
+    assert [(one["sides"][0]["name"], one["sides"][1]["name"]) for one in told["comparisons"]] == [
+        ("a.jsonl", "b.jsonl"),
+        ("a.jsonl", "c.jsonl"),
+    ]
+    assert [bool(one["hints"]) for one in told["comparisons"]] == [False, True]
+    assert told["comparisons"][1]["hints"][0]["name"] == "loss factor"
+    assert told["comparisons"][1]["metrics"][0] == {
+        "name": "loss",
+        "positions": 80,
+        "outside": 80,
+        "first": {
+            "position": 1.0,
+            "span": 1,
+            "last": 1.0,
+            "difference": pytest.approx(1),
+            "allowed": pytest.approx(0.05),
+        },
+        "largest": {"position": pytest.approx(40, abs=40), "difference": pytest.approx(1)},
+    }
+
+
+def test_seeds_of_two_sides_make_the_band(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, b, c, d = (write(tmp_path, f"{seed}.jsonl", seed=seed / 10) for seed in range(4))
+    assert diff("--side", a, b, "--side", c, d) == 0
+    assert "Allowed is what the spread of the 2 and 2 runs makes probable" in capsys.readouterr().out
+    wrong = [write(tmp_path, f"wrong{seed}.jsonl", seed=seed / 10, factor=1.5) for seed in (2, 3)]
+    assert diff("--side", a, b, "--side", *wrong) == 1
+    assert "side A and side B part at step 1: loss" in capsys.readouterr().out
+
+
+def test_only_the_chosen_metrics_count(tmp_path: Path) -> None:
+    a, b = write(tmp_path, "a.jsonl"), write(tmp_path, "b.jsonl", factor=2)
+    assert diff(a, b, "--metric", "lr", "--metric", "grad_norm") == 0
+    assert diff(a, b, "--metric", "loss") == 1
+    with pytest.raises(UsageError, match="no metric is called los; there are loss, policy_loss"):
+        diff(a, b, "--metric", "los")
+
+
+def test_a_metric_that_was_chosen_and_is_missing_ends_with_3_unless_another_parts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a, b, c = (write(tmp_path, f"{name}.jsonl", factor=factor) for name, factor in (("a", 1), ("b", 1), ("c", 2)))
+    assert diff(a, b, "--metric", "loss") == 0
+    assert diff(a, b, "--metric", "loss", "--metric", "kl") == 3
+    told = capsys.readouterr().out.split("agree within the band")[1]
+    assert "a.jsonl and b.jsonl cannot be compared: they have no kl at a common step." in told
+    assert "- not compared: kl: not in a.jsonl, b.jsonl" in told
+    assert diff(a, c, "--metric", "loss", "--metric", "kl") == 1
+
+
+def test_a_value_that_is_not_finite_on_one_side_parts_the_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert diff(write(tmp_path, "a.jsonl"), write(tmp_path, "b.jsonl", s50=math.nan)) == 1
+    told = capsys.readouterr().out
+    assert "part at step 50: loss" in told
+    assert "loss of b.jsonl (side B) is not finite at 1 positions, first at 50" in told
+
+
+def test_logs_without_a_common_step_end_with_3(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "late.jsonl").write_text('{"step": 900, "loss": 1.5}\n{"step": 901, "loss": 1.5}\n', encoding="utf-8")
+    assert diff(write(tmp_path, "a.jsonl"), tmp_path / "late.jsonl") == 3
+    told = capsys.readouterr().out
+    assert "a.jsonl and late.jsonl cannot be compared" in told
+    assert "- not compared: loss: no step in common" in told
+    assert "- not compared: grad_norm: not in late.jsonl" in told
+
+
+def test_a_nan_that_is_written_as_null_parts_the_runs(tmp_path: Path) -> None:
+    """As programs in JavaScript and pandas write it: json.dumps of Python writes NaN."""
+    log = write(tmp_path, "a.jsonl")
+    other = Path(write(tmp_path, "b.jsonl", s50=math.nan))
+    other.write_text(other.read_text(encoding="utf-8").replace("NaN", "null"), encoding="utf-8")
+    assert diff(log, other) == 1
+    assert diff(other, log) == 1
+
+
+def test_a_learning_rate_is_held_to_its_digits_and_that_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log, other = write(tmp_path, "a.jsonl"), tmp_path / "b.jsonl"
+    other.write_text(Path(log).read_text(encoding="utf-8").replace("0.001", "0.00102"), encoding="utf-8")
+    assert diff(log, other) == 1
+    told = capsys.readouterr().out
+    assert "part at step 1: lr +2% where ±1.02e-4% is allowed." in told
+    assert "±5% at every step; of lr, only digits that are not printed." in told
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "needs two logs or more"),
+        (["a"], "needs two logs or more"),
+        (["--side", "a", "b"], "needs two logs or more"),
+        (["a", "--side", "b"], "either with --side or without it"),
+        (["a", "b", "--threshold", "0"], "--threshold 0 is no positive number"),
+        (["--side", "a", "b", "--side", "c", "--threshold", "0.1"], "their spread is the band: leave it out"),
+        (["a", "a"], "the same log is given twice"),
+    ],
+)
+def test_wrong_usage_is_told(arguments: list[str], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        diff(*arguments)
+
+
+def test_records_are_compared_with_records_alone(tmp_path: Path) -> None:
+    log = write(tmp_path, "a.jsonl")
+    (tmp_path / "record").mkdir()
+    (tmp_path / "record" / "record.jsonl").write_text("{}", encoding="utf-8")
+    with pytest.raises(UsageError, match="records are compared with records"):
+        diff(log, tmp_path / "record")
+    with pytest.raises(UsageError, match="are for logs"):
+        diff(tmp_path / "record", tmp_path / "record", "--by", "tokens")
+
+
+def test_the_command_imports_nothing_that_it_does_not_need(tmp_path: Path) -> None:
+    """The other commands load it too; and torch takes seconds."""
+    logs = [write(tmp_path, name) for name in ("a.jsonl", "b.jsonl")]
+    script = (
+        "import sys; from reports.logdiff.command import DIFF; assert 'numpy' not in sys.modules;"
+        "import argparse; p = argparse.ArgumentParser(); DIFF.add_arguments(p);"
+        f"assert DIFF.run(p.parse_args({logs!r})) == 0; assert not {{'torch', 'jinja2', 'pandas'}} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=Path(__file__).parents[2], capture_output=True)
+
+
+def test_a_page_without_jinja2_or_a_folder_is_refused_with_advice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logs = [write(tmp_path, name) for name in ("a.jsonl", "b.jsonl")]
+    with pytest.raises(UsageError, match=r"--out .*a.jsonl cannot be a folder: File exists"):
+        diff(*logs, "--out", logs[0])
+    for module in ("reports.html", "reports.logdiff.output"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    with pytest.raises(UsageError, match=r"--out needs jinja2; run: pip install 'backend-parity\[report\]'"):
+        diff(*logs, "--out", tmp_path / "out")
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("diff")
+    hostile = "<img src=x onerror=alert(1)>.jsonl"
+    a, b = write(folder, "a.jsonl"), write(folder, hostile, factor=1.2, from_step=40, s60=math.nan)
+    c = write(folder, "c.jsonl")
+    assert diff(a, b, c, "--out", folder / "out") == 1
+    return folder / "out"
+
+
+def test_the_markdown_says_what_the_terminal_says(written: Path) -> None:
+    text = (written / "diff.md").read_text(encoding="utf-8")
+    assert text.startswith("## 1 of 2 runs part from the first\n")
+    assert (
+        "❌ a.jsonl and &lt;img src=x onerror=alert(1)&gt;.jsonl part at step 40: loss +20% where ±5% is allowed."
+        in text
+    )
+    assert "✅ a.jsonl and c.jsonl agree within the band in 3 metrics." in text
+    assert "| loss | 80 steps | 40 | +20% | ±5% | 41 of 80 | +20% at " in text
+
+
+def test_the_page_draws_every_metric_and_its_difference(written: Path, browser: Browser) -> None:
+    browser.open((written / "diff.html").as_uri())
+    browser.wait("document.querySelectorAll('#curves-1 figure').length === 6")
+    captions = browser.run("[...document.querySelectorAll('#curves-0 figcaption')].map((c) => c.textContent)")
+    assert captions == [
+        f"{metric}{text}"
+        for metric in ("loss", "grad_norm", "lr")
+        for text in (" of every run", ": difference B less A, and the band")
+    ]
+    assert browser.run("document.querySelectorAll('#curves-0 polyline.b1').length") == 4  # the loss in two parts
+    assert browser.run("document.querySelectorAll('#curves-0 .mark.over').length") == 1
+    assert browser.run("document.querySelectorAll('#curves-0 path.nan').length") == 2
+    assert browser.run("document.querySelectorAll('img').length") == 0
+    assert browser.run("document.querySelector('h1').textContent") == "1 of 2 runs part from the first"
+    assert browser.problems == []

@@ -1,0 +1,169 @@
+"""Hints name what a difference looks like, and none is given where nothing fits."""
+
+import math
+
+import numpy as np
+import pytest
+
+from reports.logdiff.hints import Evidence, Factor, constant_factor, hints, integer_of, lr_hints
+from reports.logdiff.run import Floats
+
+STEPS = np.arange(1.0, 101.0)
+COSINE = np.where(STEPS <= 10, STEPS / 10, 0.55 + 0.45 * np.cos(np.pi * (STEPS - 10) / 90)) * 1e-3
+GENERATOR = np.random.default_rng(0)
+NOISE = 0.05 * GENERATOR.normal(size=(2, 100))
+LOSS = 2.0 + np.exp(-STEPS / 20)
+
+
+def lr_names(b: Floats, a: Floats = COSINE) -> list[str]:
+    return [name for name, _ in lr_hints((STEPS, a, b))]
+
+
+def lr_text(b: Floats, a: Floats = COSINE) -> str:
+    return " ".join(text for _, text in lr_hints((STEPS, a, b)))
+
+
+def schedule(steps: Floats) -> Floats:
+    return np.interp(steps, STEPS, COSINE)
+
+
+def test_the_same_schedule_gives_no_hint_also_when_it_is_printed_with_few_digits() -> None:
+    assert lr_names(COSINE) == []
+    assert lr_names(np.array([float(f"{rate:.4g}") for rate in COSINE])) == []
+    assert list(lr_hints(None)) == []
+
+
+@pytest.mark.parametrize("factor", [2.0, 0.5, 1.1, math.sqrt(8), 64.0])
+def test_a_factor_of_the_learning_rate(factor: float) -> None:
+    assert lr_names(factor * COSINE) == ["learning rate: factor"]
+    assert ("larger" if factor > 1 else "smaller") in lr_text(factor * COSINE)
+    if factor == math.sqrt(8):
+        assert "2.828 times larger on side B, the square root of 8" in lr_text(factor * COSINE)
+
+
+@pytest.mark.parametrize("lag", [1, 2, 10])
+def test_a_lag_of_the_schedule_is_told_with_its_side_and_steps(lag: int) -> None:
+    late = np.concatenate([np.zeros(lag), COSINE[:-lag]])
+    assert lr_names(late) == ["learning rate: lag"]
+    assert f"of side B is the other's {lag} steps later" in lr_text(late)
+    assert f"of side A is the other's {lag} steps later" in lr_text(COSINE, late)
+
+
+@pytest.mark.parametrize("pace", [2, 4, 8])
+def test_a_schedule_that_is_advanced_with_every_micro_batch(pace: int) -> None:
+    fast = schedule(np.minimum(STEPS * pace, 100))
+    assert lr_names(fast) == ["learning rate: pace"]
+    assert f"of side B runs {pace} times as fast" in lr_text(fast)
+
+
+def test_a_schedule_that_begins_again() -> None:
+    again = np.concatenate([COSINE[:60], COSINE[:40]])
+    assert lr_names(again) == ["learning rate: begins again"]
+    assert "of side B begins again at step 61" in lr_text(again)
+
+
+def test_another_schedule_is_told_with_its_first_step() -> None:
+    other = np.where(STEPS <= 10, COSINE, 1e-3)
+    assert lr_names(other) == ["learning rate"]
+    assert "differ from step 12 on" in lr_text(other)
+
+
+@pytest.mark.parametrize(
+    ("factor", "error", "expected"),
+    [
+        (4.0, 0.001, (4, False)),
+        (1 / 4, 0.001, (4, False)),
+        (4.05, 0.01, (4, False)),
+        (math.sqrt(8), 0.001, (8, True)),
+        (64.3, 0.003, (64, False)),
+        (64.3, 0.02, (64, False)),  # 63, 64 and 65 are as near, but 64 is a power of two
+        (2.5, 0.001, None),
+        (2.5, 0.01, (6, True)),
+        (45.5, 0.02, None),
+        (1.05, 0.001, None),
+    ],
+)
+def test_a_factor_is_a_whole_number_or_a_square_root_where_its_error_allows_to_say_so(
+    factor: float, error: float, expected: tuple[int, bool] | None
+) -> None:
+    assert integer_of(Factor(log=math.log(factor), error=error)) == expected
+
+
+def test_a_factor_is_constant_from_the_first_third_to_the_last() -> None:
+    found = constant_factor(math.log(4) + NOISE[0])
+    assert found
+    assert found.log == pytest.approx(math.log(4), abs=4 * found.error)
+    assert constant_factor(NOISE[0]) is None
+    assert constant_factor(math.log(4) * STEPS / 100) is None
+    assert constant_factor(math.log(4) * (0.6 + 0.8 * STEPS / 100)) is None  # it grows
+    assert constant_factor(0.18 + 6 * NOISE[0]) is None  # it does not stand out
+    assert constant_factor(np.where(STEPS < 50, math.log(4), -math.log(4))) is None
+
+
+def names(firsts: dict[str, int], *, seeds: bool = False, **curves: tuple[Floats, Floats]) -> list[str]:
+    evidence = Evidence(
+        curves={name: (STEPS, a, b) for name, (a, b) in curves.items()},
+        firsts=firsts,
+        numbers={},
+        resumed={},
+        by="step",
+        seeds=seeds,
+    )
+    return [hint.name for hint in hints(evidence)]
+
+
+def test_a_loss_that_is_logged_as_a_sum_is_no_gradient() -> None:
+    norm = (1 + NOISE[0], 1 + NOISE[0])
+    assert names({"loss": 0}, loss=(LOSS, 8 * LOSS), grad_norm=norm) == ["loss factor"]
+
+
+def test_a_gradient_norm_that_is_a_root_too_large() -> None:
+    norm = 1 + NOISE[0]
+    assert names({"grad_norm": 0}, loss=(LOSS, LOSS), grad_norm=(norm, math.sqrt(8) * norm)) == ["gradient factor"]
+
+
+def test_a_factor_that_the_first_step_has_is_named_although_the_runs_go_apart() -> None:
+    """Under SGD, gradients that are four times too large are a learning rate four times too high."""
+    apart = np.exp(-STEPS / 15)
+    norm = 1 + NOISE[0]
+    wrong = 4 * norm * np.exp(-STEPS / 25)
+    wrong[0] = 4 * norm[0]
+    loss = np.where(STEPS == 1, LOSS, LOSS * (0.6 + 0.4 * apart))
+    assert names({"loss": 3, "grad_norm": 0}, loss=(LOSS, loss), grad_norm=(norm, wrong))[0] == "gradient factor"
+
+
+def test_rounding_that_training_amplifies_is_told_apart_from_a_wrong_setting() -> None:
+    amplified = LOSS * (1 + np.minimum(1e-8 * np.exp(STEPS / 5), 0.1))
+    assert names({"loss": 78}, loss=(LOSS, amplified)) == ["rounding"]
+    drifting = LOSS * (1 - 0.2 * (1 - np.exp(-(STEPS - 1) / 60)))
+    assert names({"loss": 20}, loss=(LOSS, drifting)) == ["growing"]
+
+
+def test_a_jump_is_told_where_it_begins_and_not_where_it_leaves_the_band() -> None:
+    jumped = LOSS * np.where(STEPS < 60, 1 + 1e-6 * NOISE[0], 1 + np.minimum(0.02 * (STEPS - 59), 0.1))
+    evidence = Evidence(
+        curves={"loss": (STEPS, LOSS, jumped)},
+        firsts={"loss": 61},
+        numbers={},
+        resumed={50: "b"},
+        by="step",
+        seeds=False,
+    )
+    (hint,) = hints(evidence)
+    assert hint.name == "jump"
+    assert "before step 60, from which the loss differs by up to +10%" in hint.text
+    assert "the log of b begins again at step 50" in hint.text
+
+
+def test_another_order_of_the_data_has_the_same_mean_and_unrelated_noise() -> None:
+    a, b = LOSS * (1 + NOISE[0]), LOSS * (1 + NOISE[1])
+    assert names({"loss": 0}, loss=(a, b)) == ["data order"]
+    assert names({"loss": 0}, seeds=True, loss=(a, b)) == []  # each seed has an order of its own
+    assert names({"loss": 0}, loss=(a, 1.2 * a)) == ["loss factor"]  # the same noise
+    assert "data order" not in names({"loss": 0}, loss=(a, 1.2 * b))
+
+
+def test_where_nothing_fits_there_is_no_hint() -> None:
+    noisy = LOSS * (1 + NOISE[0])
+    assert names({"loss": 3}, loss=(noisy, noisy * (1 + 0.2 * np.sin(STEPS / 5)))) == []
+    assert names({"eval_loss": 0}, eval_loss=(LOSS[:1], 2 * LOSS[:1])) == []

@@ -1,0 +1,335 @@
+"""Profiles: quick covers each pair of factors, ids are stable and unique, and selections that fit nothing say so."""
+
+import dataclasses
+import itertools
+from functools import cache
+from pathlib import Path
+
+import pytest
+from cells import exhaustive
+
+from conformance.backends.protocol import Supported, find_backend
+from conformance.core.errors import UsageError
+from conformance.matrix.cell import Cell
+from conformance.matrix.options import Demands, Portion, Ranks, Selection
+from conformance.matrix.plan import make_plan
+from conformance.matrix.profile import Overrides, expand, load_profile, profile_names, select, select_cells
+from conformance.spec.layout import Layout
+
+BACKENDS = ("fsdp2", "deepspeed", "megatron")
+FAMILIES = ("pangu", "llama", "qwen3", "gemma3")
+
+
+@cache
+def cells_of(profile: str, *backends: str) -> list[Cell]:
+    return expand(load_profile(profile), [find_backend(name) for name in backends or BACKENDS], Overrides())
+
+
+def layouts_of(profile: str, backend: str) -> list[Layout]:
+    return [leg.layout for cell in cells_of(profile, backend) for leg in cell.legs]
+
+
+@cache
+def factors(cell: Cell) -> set[tuple[str, object]]:
+    """What a cell of one layout covers: family, axes, world size, precision, accumulation."""
+    layout, scenario = cell.legs[0].layout, cell.scenario
+    axes = {axis for axis in ("dp", "rep", "tp", "sp") if getattr(layout, axis) > 1}
+    return {
+        ("family", scenario.model_name),
+        ("world", layout.world_size),
+        ("precision", scenario.precision),
+        ("accumulation", scenario.accumulation),
+        *(("axis", axis) for axis in axes),
+    }
+
+
+LEVELS = {
+    "family": FAMILIES,
+    "axis": ("dp", "rep", "tp", "sp"),
+    "world": (2, 4, 8),
+    "precision": ("exact", "fp32"),
+    "accumulation": (1, 3),
+}
+PAIRS = [
+    ((a, x), (b, y)) for a, b in itertools.combinations(LEVELS, 2) for x, y in itertools.product(LEVELS[a], LEVELS[b])
+]
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: f"{pair[0][1]}-{pair[1][1]}")
+def test_quick_has_each_pair_of_factors_somewhere(pair: tuple[tuple[str, object], tuple[str, object]]) -> None:
+    assert any(set(pair) <= factors(cell) for cell in cells_of("quick", "fsdp2"))
+
+
+def test_quick_runs_every_zero_stage_autotp_a_ring_and_ulysses_on_deepspeed() -> None:
+    layouts = layouts_of("quick", "deepspeed")
+    assert {layout.zero for layout in layouts} == {None, 0, 1, 2}  # without a stage it is 3
+    assert all(any(getattr(layout, axis) > 1 for layout in layouts) for axis in ("dp", "tp", "sp", "ulysses"))
+
+
+def test_quick_runs_pipelines_sequence_parallelism_a_ring_and_the_distributed_optimizer_on_megatron() -> None:
+    layouts = layouts_of("quick", "megatron")
+    assert any(layout.zero == 1 for layout in layouts)
+    assert any("seqpar" in layout.options for layout in layouts)
+    assert all(any(getattr(layout, axis) > 1 for layout in layouts) for axis in ("dp", "tp", "sp", "pp", "vpp"))
+
+
+def test_quick_sets_all_three_backends_side_by_side() -> None:
+    groups = [
+        {(cell.layout, cell.variant, cell.scenario.name, cell.scenario.model) for cell in cells_of("quick", backend)}
+        for backend in BACKENDS
+    ]
+    assert set.intersection(*groups)
+
+
+LARGE = ("full", "nightly")
+PROFILES = [exhaustive(name) if name in LARGE else name for name in profile_names()]
+
+
+@cache
+def cells_of_named_tables(profile: str) -> list[Cell]:
+    """Cells of the tables that name their backends."""
+    whole = load_profile(profile)
+    named = tuple(table for table in whole.cells if table.backends)
+    return expand(dataclasses.replace(whole, cells=named), [find_backend(name) for name in BACKENDS], Overrides())
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_tables_that_name_a_backend_hold_cells_that_it_supports(
+    monkeypatch: pytest.MonkeyPatch, profile: str, backend: str
+) -> None:
+    """On a machine that has what the profile is for, such as TransformerEngine beside its GPUs."""
+    monkeypatch.setattr("impl.megatron.adapter.is_installed", lambda package: True)
+    mine = [cell for cell in cells_of_named_tables(profile) if backend in {leg.backend.name for leg in cell.legs}]
+    assert mine
+    adapter = find_backend(backend).load()
+    for cell in mine:
+        for layout in {leg.layout for leg in cell.legs if leg.backend.name == backend}:
+            assert isinstance(adapter.supports(cell.scenario, layout), Supported), str(cell)
+
+
+def test_quick_has_packed_and_padded_rows_sgd_and_adamw_clipping_on_and_off() -> None:
+    scenarios = [cell.scenario for cell in cells_of("quick", "fsdp2")]
+    assert {s.data.packed for s in scenarios} == {True, False}
+    assert {s.optimizer.name for s in scenarios} == {"sgd", "adamw"}
+    assert {s.optimizer.max_grad_norm is None for s in scenarios} == {True, False}
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+def test_ids_are_unique_sorted_and_the_same_every_time(profile: str) -> None:
+    cells = cells_of(profile)
+    ids = [str(cell) for cell in cells]
+    assert len(set(ids)) == len(ids) == len({cell.slug for cell in cells})
+    assert ids == [str(c) for c in sorted(cells, key=lambda c: (c.backend, c.world_size, str(c)))]
+    cells_of.cache_clear()
+    assert ids == [str(cell) for cell in cells_of(profile)]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_nightly_uses_one_two_four_and_eight_gpus_and_gpu_no_more_than_four(backend: str) -> None:
+    """So that packing has something to fill every gap with, and a machine with four GPUs runs all of its profile."""
+    adapter = find_backend(backend).load()
+    for profile, sizes in (("nightly", {1, 2, 4, 8}), ("gpu", {2, 4})):
+        cells = cells_of(profile, backend)
+        assert {cell.world_size for cell in cells} == sizes
+        for size in sizes:
+            legs = ((cell.scenario, cell.legs[0].layout) for cell in cells if cell.world_size == size)
+            assert any(isinstance(adapter.supports(scenario, layout), Supported) for scenario, layout in legs)
+        scenarios = {cell.scenario for cell in cells}
+        assert any(scenario.lora for scenario in scenarios)
+        assert {"qwen3-moe", "mixtral"} <= {scenario.model_name for scenario in scenarios}
+        assert {"sft", "grpo", "ppo"} <= {scenario.objective.kind for scenario in scenarios}
+        assert {"exact", "fp32", "bf16", "fp16"} <= {scenario.precision for scenario in scenarios}
+
+
+@pytest.mark.exhaustive
+def test_nightly_is_a_plan_of_cells_that_other_profiles_have() -> None:
+    """Which are run on CPUs: what differs at night is then about GPUs, or is seen in the morning on a laptop."""
+    plan = make_plan(Selection(profile="nightly", backend=BACKENDS), Demands(), Portion(), ranks=Ranks(device="cuda"))
+    others = {str(cell) for profile in ("full", "families", "gpu") for cell in cells_of(profile)}
+    assert not {str(cell) for cell in plan.cells} - others
+
+
+def test_quick_saves_and_goes_on_in_the_middle_of_a_warm_up_on_every_backend() -> None:
+    for backend in BACKENDS:
+        resumed = [cell for cell in cells_of("quick", backend) if cell.program == "resume"]
+        assert resumed
+        for cell in resumed:
+            first, second = cell.legs
+            assert first.save == "checkpoint"
+            assert 0 < first.steps <= cell.scenario.schedule.warmup_steps
+            assert second.steps >= 2
+
+
+def test_a_profile_may_run_the_first_steps_of_every_scenario(tmp_path: Path) -> None:
+    file = tmp_path / "short.toml"
+    file.write_text("""
+        description = "short"
+        steps = 2
+        [[cells]]
+        scenarios = ["sft-sgd"]
+        models = ["llama"]
+        layouts = ["dp2"]
+        precisions = ["exact"]
+    """)
+    (cell,) = expand(load_profile(str(file)), [find_backend("fsdp2")], Overrides())
+    assert [leg.steps for leg in cell.legs] == [cell.scenario.steps] == [2]
+    file.write_text(file.read_text() + "steps = 3\n")
+    (cell,) = expand(load_profile(str(file)), [find_backend("fsdp2")], Overrides())
+    assert cell.scenario.steps == 3, "of a table, in the place of the profile's"
+    file.write_text(file.read_text().removesuffix("steps = 3\n"))
+    file.write_text(file.read_text().replace("steps = 2\n", "steps = 99\n", 1))
+    (cell,) = expand(load_profile(str(file)), [find_backend("fsdp2")], Overrides())
+    assert cell.scenario.steps == 5
+
+
+def test_full_hands_over_checkpoints_between_layouts_and_weights_between_all_backends() -> None:
+    chains = [cell for cell in cells_of("full") if len({(leg.backend, leg.layout) for leg in cell.legs}) > 1]
+    handed = {(a.save, a.backend.name, b.backend.name) for c in chains for a, b in itertools.pairwise(c.legs)}
+    assert {("checkpoint", "fsdp2", "fsdp2"), ("checkpoint", "megatron", "megatron")} <= handed
+    exported = {(giver, taker) for save, giver, taker in handed if save == "export" and giver != taker}
+    assert {giver for giver, _ in exported} == {taker for _, taker in exported} == set(BACKENDS)
+
+
+def test_a_table_with_two_lists_of_layouts_goes_from_each_to_each(tmp_path: Path) -> None:
+    file = tmp_path / "ways.toml"
+    file.write_text("""
+        description = "ways"
+        [programs]
+        state = [{ steps = 2, save = "state" }, {}]
+        [[cells]]
+        scenarios = ["sft-sgd"]
+        models = ["llama"]
+        layouts = ["dp2", "tp2"]
+        to = ["dp2", "sp2"]
+        precisions = ["exact"]
+        program = "state"
+    """)
+    cells = expand(load_profile(str(file)), [find_backend("fsdp2")], Overrides())
+    assert {cell.layout for cell in cells} == {"dp2", "dp2-to-sp2", "tp2-to-dp2", "tp2-to-sp2"}
+    assert [str(leg.layout) for leg in cells[-1].legs] == ["tp2", "sp2"]
+
+
+def test_checkpoints_has_every_backend_hand_its_state_to_every_other() -> None:
+    cells = [cell for cell in cells_of("checkpoints") if cell.program == "state"]
+    assert {tuple(leg.backend.name for leg in cell.legs) for cell in cells} == {*itertools.product(BACKENDS, BACKENDS)}
+    for backend in BACKENDS:
+        own = [cell for cell in cells if cell.backend == backend and cell.scenario.name == "sft-warmup"]
+        ways = {tuple(str(leg.layout) for leg in cell.legs) for cell in own if cell.scenario.precision == "exact"}
+        assert len({one for one, _ in ways}) >= 6
+        assert len(ways) >= 36
+
+
+def test_an_id_names_scenario_model_backend_layout_and_precision() -> None:
+    assert "sft-padded/gemma3/fsdp2/dp2.tp2.sp2/exact" in [str(cell) for cell in cells_of("quick")]
+
+
+def test_the_users_model_and_data_replace_the_profiles_own() -> None:
+    overrides = Overrides(model="models/llama", seed=3, data=(("path", "my.jsonl"), ("input_key", "q")))
+    cells = expand(load_profile("quick"), [find_backend("fsdp2")], overrides)
+    assert {cell.scenario.model for cell in cells} == {"models/llama"}
+    assert {(c.scenario.data.path, c.scenario.data.input_key, c.scenario.seed) for c in cells} == {("my.jsonl", "q", 3)}
+    assert all(str(cell).endswith("/seed3") for cell in cells)
+
+
+def test_options_of_the_user_reach_every_cell() -> None:
+    for packed, stride in ((True, 2), (False, None)):
+        cells = select_cells(Selection(backend=("fsdp2",), packing_samples=packed, ring_head_stride=stride))
+        plain = {cell.scenario.name: cell.scenario.data.packed for cell in cells_of("quick", "fsdp2")}
+        assert all(cell.scenario.data.packed == (packed or plain[cell.scenario.name]) for cell in cells)
+        for layout in (leg.layout for cell in cells for leg in cell.legs):
+            assert layout.stride == ((stride or 1) if layout.gathers else 1)
+
+
+def test_a_pattern_need_not_name_seed_and_faults() -> None:
+    overrides = Overrides(seed=3)
+    cells = expand(load_profile("quick"), [find_backend("fsdp2")], overrides, faults=("cleared-gradients",))
+    assert [str(cell) for cell in select(cells, ["sft-packed/pangu/fsdp2/dp2/exact"])] == [
+        "sft-packed/pangu/fsdp2/dp2/exact/seed3/fault-cleared-gradients"
+    ]
+
+
+def test_a_pattern_that_matches_nothing_shows_what_ids_look_like() -> None:
+    with pytest.raises(UsageError, match=r"no cell matches '\*/gpt2/\*'; ids look like grpo"):
+        select(cells_of("quick"), ["*/gpt2/*"])
+
+
+def test_an_unknown_profile_lists_the_known_ones() -> None:
+    known = ", ".join(profile_names())
+    with pytest.raises(UsageError, match=rf"no profile 'slow'; known: {known}, or give a .toml file"):
+        load_profile("slow")
+    assert {"full", "gpu", "quick", "side-by-side"} <= set(profile_names())
+
+
+def test_a_broken_profile_is_named_with_its_field(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text('description = "x"\n[[cells]]\nscenarios = ["sft-sgd"]\nmodels = ["llama"]\nlayouts = ["dp2"]\n')
+    with pytest.raises(UsageError, match=r"mine.toml is not a valid profile:\n  cells.0.precisions: is missing"):
+        load_profile(str(file))
+
+
+TABLE = """
+description = "one table"
+[[cells]]
+scenarios = ["sft-sgd"]
+models = ["llama"]
+layouts = ["dp2"]
+precisions = ["exact"]
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('layouts = ["dp2"]', 'layouts = ["dp2", "dp02"]', r"cells.0.layouts.1: .*layout 'dp02': the size in 'dp02'"),
+        ('layouts = ["dp2"]', 'layouts = ["dp2-to-"]', r"cells.0.layouts.0: .*'' is neither an axis"),
+        ('layouts = ["dp2"]', 'layouts = ["dp999999999"]', r"cells.0.layouts.0: .*more than any machine has"),
+        ('layouts = ["dp2"]', "layouts = []", r"cells.0.layouts: the list is empty; give at least one"),
+        ('models = ["llama"]', "models = []", r"cells.0.models: the list is empty; give at least one"),
+        ('description = "one table"', 'description = "one"\nsteps = "2"', r"steps: Input should be a valid integer"),
+        (
+            'description = "one table"',
+            'description = "one"\nsteps = 0',
+            r"steps: Input should be greater than or equal",
+        ),
+        (
+            'description = "one table"',
+            'description = "one"\nprograms = {none = []}',
+            r"programs.none: the list is empty; give at least one",
+        ),
+        (
+            'description = "one table"',
+            'description = "one"\nprograms = {two = [{steps = true}]}',
+            r"programs.two.0.steps: Input should be a valid integer",
+        ),
+        ('scenarios = ["sft-sgd"]', 'scenarios = ["nothing"]', r"profile .*mine.toml: no scenario file .*nothing.toml"),
+        ('scenarios = ["sft-sgd"]', 'scenarios = ["\\u0000"]', r"profile .*mine.toml: .* cannot be read: .*null byte"),
+        ('layouts = ["dp2"]', 'layouts = ["dp2-to-dp4"]', r"profile .*mine.toml: 2 layouts for a program of 1 legs"),
+        (
+            'models = ["llama"]',
+            'models = ["llama"]\nprogram = "x"',
+            r"profile .*mine.toml: a table names the program 'x'",
+        ),
+    ],
+)
+def test_a_wrong_value_of_a_profile_is_named_with_the_file(old: str, new: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text(TABLE)
+    assert len(select_cells(Selection(profile=str(file), backend=("fsdp2",)))) == 1
+    file.write_text(TABLE.replace(old, new))
+    with pytest.raises(UsageError, match=message) as error:
+        select_cells(Selection(profile=str(file), backend=("fsdp2",)))
+    assert "mine.toml" in str(error.value)
+
+
+def test_a_stride_of_nothing_is_refused() -> None:
+    with pytest.raises(UsageError, match="stride=0: every axis of a layout needs at least one rank"):
+        select_cells(Selection(backend=("fsdp2",), ring_head_stride=0))
+
+
+def test_trust_in_code_reaches_every_cell_and_its_reproduce_command() -> None:
+    for trusted in (True, False):
+        selection = Selection(backend=("fsdp2",), trust_remote_code=trusted)
+        assert {cell.scenario.trust_remote_code for cell in select_cells(selection)} == {trusted}
+        assert ("--trust_remote_code" in selection.arguments()) == trusted

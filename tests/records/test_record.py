@@ -1,0 +1,205 @@
+"""Claim 9: a record that is not whole, or not what was written, is an error with a name and never a pass."""
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from conformance.records.record_format import (
+    DigestMismatch,
+    MissingFooter,
+    RecordError,
+    WrongSchema,
+    read_lines,
+    record_digest,
+)
+from conformance.records.step_tensors import RecordWriter, read_record
+from conformance.spec.objectives import Sft, all_observables
+
+OBSERVABLES = all_observables(Sft())
+
+
+@pytest.fixture
+def record(tmp_path: Path) -> Path:
+    header = {"cell": "x", "environment": {"backend-parity": "0.1.0"}}
+    writer = RecordWriter(tmp_path / "record", header, observables=OBSERVABLES)
+    writer.loaded({"weight/a": torch.zeros(2)})
+    for step in range(2):
+        weight = torch.full((2,), 1.0 / 3, dtype=torch.float64)
+        writer.step({"loss": 0.1 + step, "grad_norm": math.inf}, {"weight/a": weight}, seconds=0.1)
+    writer.finish({"seconds": 1.5})
+    return tmp_path / "record"
+
+
+def lines(record: Path) -> list[str]:
+    return (record / "record.jsonl").read_text().splitlines(keepends=True)
+
+
+def rewrite(record: Path, content: list[str]) -> None:
+    (record / "record.jsonl").write_text("".join(content))
+
+
+def test_what_is_written_is_read_to_the_last_digit(record: Path) -> None:
+    read = read_record(record)
+    assert [(s.step, s.value("loss"), s.value("lr")) for s in read.steps] == [(0, 0.1, None), (1, 1.1, None)]
+    assert read.steps[0].value("grad_norm") == math.inf
+    assert read.observables == OBSERVABLES
+    assert read.header["cell"] == "x"
+    assert read.footer["seconds"] == 1.5
+    weight = read.steps[1].tensors()["weight/a"]
+    assert weight.dtype == torch.float64
+    assert weight.tolist() == [1 / 3, 1 / 3]
+    assert read.loaded.tensors()["weight/a"].tolist() == [0, 0]
+
+
+def test_a_record_is_never_overwritten(record: Path) -> None:
+    with pytest.raises(FileExistsError):
+        RecordWriter(record, {}, observables=OBSERVABLES)
+
+
+def test_no_record(tmp_path: Path) -> None:
+    with pytest.raises(RecordError, match=r"holds no record\.jsonl"):
+        read_record(tmp_path)
+
+
+@pytest.mark.parametrize("kept", [1, 2, 3])
+def test_a_run_that_stopped_has_no_footer(record: Path, kept: int) -> None:
+    rewrite(record, lines(record)[:kept])
+    with pytest.raises(MissingFooter, match=r"has no footer: the cell stopped after step .*run it again"):
+        read_record(record)
+
+
+def test_a_line_cut_in_the_middle_is_a_missing_footer(record: Path) -> None:
+    content = "".join(lines(record))
+    rewrite(record, [content[: len(content) - 40]])
+    with pytest.raises(MissingFooter):
+        read_record(record)
+
+
+def test_an_edited_number_is_noticed(record: Path) -> None:
+    rewrite(record, [line.replace("1.1", "1.2") for line in lines(record)])
+    with pytest.raises(DigestMismatch, match="does not match its own digest: it was edited"):
+        read_record(record)
+
+
+def test_a_removed_step_is_noticed(record: Path) -> None:
+    content = lines(record)
+    rewrite(record, content[:2] + content[3:])
+    with pytest.raises(DigestMismatch):
+        read_record(record)
+
+
+def test_a_line_that_is_not_json_is_named_by_number(record: Path) -> None:
+    content = lines(record)
+    rewrite(record, [content[0], "not json\n", *content[2:]])
+    with pytest.raises(DigestMismatch, match=r"record.jsonl:2 is not JSON"):
+        read_record(record)
+
+
+def test_a_changed_tensor_file_is_noticed(record: Path) -> None:
+    file = record / "step-0001.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(bytes(content))
+    with pytest.raises(DigestMismatch, match=r"step-0001.safetensors was changed after the run"):
+        read_record(record)
+
+
+def test_a_missing_tensor_file_is_noticed(record: Path) -> None:
+    (record / "step-0000.safetensors").unlink()
+    with pytest.raises(DigestMismatch, match="is missing; copy the whole record folder"):
+        read_record(record)
+
+
+def test_another_schema_names_the_version_that_wrote_it(record: Path) -> None:
+    header, *rest = lines(record)
+    rewrite(record, [json.dumps({**json.loads(header), "schema": 99}) + "\n", *rest])
+    with pytest.raises(WrongSchema, match=r"has schema 99, this version reads 3.*backend-parity 0.1.0"):
+        read_record(record)
+
+
+@pytest.mark.parametrize("content", ["", "[]\n", "{}\n", '{"type": "step", "step": 0}\n'])
+def test_something_else_is_not_a_record(record: Path, content: str) -> None:
+    rewrite(record, [content])
+    with pytest.raises(RecordError, match="does not begin with a header line"):
+        read_record(record)
+
+
+def test_the_lines_are_json_that_every_reader_accepts(record: Path) -> None:
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    for line in lines(record):
+        json.loads(line, parse_constant=refuse)
+
+
+def test_of_a_damaged_record_the_lines_that_are_left_can_be_read(record: Path) -> None:
+    rewrite(record, lines(record)[:3])
+    with pytest.raises(MissingFooter) as caught:
+        read_lines(record)
+    assert caught.value.left is not None
+    assert [line["values"]["loss"] for line in caught.value.left.steps] == [0.1]
+
+
+def test_a_leg_that_goes_on_begins_with_the_step_that_comes_next(tmp_path: Path) -> None:
+    writer = RecordWriter(tmp_path / "leg", {}, observables=OBSERVABLES, first_step=3)
+    writer.loaded({"weight/a": torch.zeros(2)})
+    writer.step({}, {}, seconds=0.0)
+    writer.finish({})
+    read = read_record(tmp_path / "leg")
+    assert (read.loaded.step, [step.step for step in read.steps]) == (2, [3])
+
+
+def change_line(record: Path, number: int, **changes: Any) -> None:
+    """Change values of a line, and mend the digest."""
+    values = [json.loads(line) for line in lines(record)]
+    values[number] |= changes
+    body = "".join(json.dumps(value) + "\n" for value in values[:-1])
+    rewrite(record, [body, json.dumps(values[-1] | {"sha256": record_digest(body.encode(), values[-1])}) + "\n"])
+
+
+DIFFERING = {"name": "a", "region": "full", "ranks": [0, 1], "relative": "nan"}
+
+
+@pytest.mark.parametrize(
+    ("number", "changes", "words"),
+    [
+        (0, {"observables": None}, "observables: Input should be a valid tuple"),
+        (0, {"observables": [{"key": "a", "stage": "b", "kind": "scalar", "new": 1}]}, "unexpected keyword"),
+        (0, {"observables": [{"key": "a", "stage": "b", "kind": "guess"}]}, "observables.0.kind"),
+        (0, {"first_step": True}, "first_step: Input should be a valid integer"),
+        (0, {"scenario": []}, "scenario: Input should be a valid dictionary"),
+        (2, {"type": "footer"}, "a line of type 'footer' cannot stand there"),
+        (2, {"step": "0"}, "step: Input should be a valid integer"),
+        (2, {"values": {"loss": None}}, "values.loss: Input should be a valid number"),
+        (2, {"values": {"loss": 10**400}}, "values.loss: Input should be a valid number"),
+        (2, {"replicas": {"loss": {"offered": 1}}}, "replicas.loss.compared: Field required"),
+        (2, {"replicas": {"a": {"offered": 1, "compared": 1, "differing": [DIFFERING | {"ranks": 1}]}}}, "ranks"),
+        (2, {"tensors": {"file": "../x", "sha256": ""}}, "tensors.file: String should match pattern"),
+        (-1, {"steps": -1}, "steps: Input should be greater than or equal to 0"),
+        (-1, {"leaks": [{}]}, "leaks.0.op: Field required"),
+    ],
+)
+def test_a_line_of_another_type_is_an_error_although_its_digest_is_right(
+    record: Path, number: int, changes: dict[str, Any], words: str
+) -> None:
+    change_line(record, 2, replicas={"a": {"offered": 1, "compared": 1, "differing": [DIFFERING]}})
+    assert read_lines(record).steps[0]["replicas"]
+    change_line(record, number, **changes)
+    with pytest.raises(DigestMismatch, match=f"is not as the suite writes it .*{re.escape(words)}") as caught:
+        read_lines(record)
+    assert caught.value.left is not None
+    assert len(caught.value.left.steps) <= 2
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.int64, torch.bool, torch.float8_e4m3fn])
+def test_tensors_of_a_type_that_nothing_is_computed_in_are_refused(tmp_path: Path, dtype: torch.dtype) -> None:
+    writer = RecordWriter(tmp_path / "record", {}, observables=OBSERVABLES)
+    writer.loaded({"weight/a": torch.zeros(2).to(dtype)})
+    writer.finish({})
+    with pytest.raises(DigestMismatch, match=r"holds weight/a in .*, and no backend computes that"):
+        read_record(tmp_path / "record")

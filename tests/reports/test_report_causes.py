@@ -1,0 +1,139 @@
+"""What the reports say first: causes, errors as a person says them, planted faults, findings that are named."""
+
+import math
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from report_sample import CRASHED, DIFFERS, change, entries_of, entry_of, rewrite, sample_cell, write_sample
+
+from conformance.core.paths import CHECKOUT
+from conformance.results.verdict import Quantity, State, off
+from reports.html import linked, write_html
+from reports.load import MENTION, findings, read_report
+from reports.markdown import write_markdown
+from reports.summary import causes, headline
+from reports.tables import mutation_score
+
+LARGER = DIFFERS.replace("dp2.tp2", "dp4.tp2.seqpar")
+SMALLER = DIFFERS.replace("dp2.tp2", "tp2")
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    """The sample, with two more cells that differ as DIFFERS does."""
+    folder = write_sample(tmp_path / "out")
+    entries = entries_of(folder)
+    differing = entry_of(folder, DIFFERS)
+    for cell, ranks in ((LARGER, 8), (SMALLER, 2)):
+        layout = cell.split("/")[3]
+        changed = replace(differing, cell=cell, layout=layout, world_size=ranks, folder=f"cells/{layout}", records=())
+        entries.append(changed)
+    rewrite(folder, entries)
+    return folder
+
+
+def test_cells_whose_same_tensors_differ_first_are_one_cause_and_the_smallest_world_stands_for_them(out: Path) -> None:
+    report = read_report(out)
+    first, *others = causes(report)
+    assert [cell.id for cell in first.cells] == [SMALLER, DIFFERS, LARGER]
+    assert all(len(cause.cells) == 1 for cause in others)
+    title, text = headline(report)
+    assert title == "5 cells of 27 differ"
+    assert text.startswith(f"Start with {SMALLER}. First difference in gradients: model.layers.1.self_attn.o_proj.bias")
+    assert "2 more cells differ alike. 2 other causes below. 2 more cells gave no answer." in text
+
+
+def test_failures_that_say_the_same_but_for_numbers_are_one_cause(out: Path) -> None:
+    change(out, LARGER, verdict={"state": "infrastructure", "reason": "rank 0 of 2 died\nof this", "quantities": ()})
+    change(out, CRASHED, verdict={"reason": "rank 1 of 8 died\nof that"})
+    found = next(cause for cause in causes(read_report(out)) if cause.first.state == "infrastructure")
+    assert [cell.id for cell in found.cells] == [CRASHED, LARGER]
+
+
+def test_markdown_has_each_cause_once_with_its_worst_finding_first(out: Path) -> None:
+    entry = entry_of(out, SMALLER)
+    first = next(q for q in entry.verdict.quantities if q.ratio > 1)
+    mild = replace(first, tensor="lm_head.weight", observed=2 * first.allowed, hint="of the head")
+    change(out, SMALLER, verdict={"quantities": (mild, *entry.verdict.quantities)})
+    text = write_markdown(out).read_text(encoding="utf-8")
+    assert text.count("### ✗ `sft-packed/pangu/fsdp2") == 2  # lm_head.weight is another cause
+    change(out, SMALLER, verdict={"quantities": entry.verdict.quantities})
+    text = write_markdown(out).read_text(encoding="utf-8")
+    assert text.count("### ✗ `sft-packed/pangu/fsdp2") == 1
+    assert f"2 more cells alike: `{DIFFERS}`, `{LARGER}`" in text
+    assert "Hint: `model.layers.1.self_attn.o_proj.bias`, step 0: Only biases" in text
+
+
+@pytest.mark.parametrize(
+    ("observed", "allowed", "text"),
+    [
+        (0.88, 1e-11, "88 % off, allowed 1e-11"),
+        (2.5, 2.1e-2, "250 % off, allowed 0.021"),
+        (2.43e-4, 1e-11, "0.024 % off, allowed 1e-11"),
+        (1.23e-9, 1e-11, "1.23e-9 off, allowed 1e-11"),
+        (61234.0, 1e-11, "61,000 times its size off, allowed 1e-11"),
+        (math.inf, 0.0, "beyond any tolerance, allowed nothing"),
+        (math.nan, 1e-11, "not a number, allowed 1e-11"),
+    ],
+)
+def test_an_error_is_said_as_a_person_says_it(observed: float, allowed: float, text: str) -> None:
+    assert off(Quantity(stage="loss", tensor="loss", step=0, observed=observed, allowed=allowed)) == text
+
+
+def test_the_mutation_score_counts_each_fault_and_backend_once_and_looks_at_the_controls(tmp_path: Path) -> None:
+    out, rng = tmp_path / "out", random.Random(0)
+    lost = "fault-lost-bias"
+    wrong: tuple[State, bool] = ("differs", True)
+    told: dict[str, tuple[State, bool]] = {
+        f"fsdp2/dp2/fp32/{lost}": wrong,
+        "fsdp2/dp2/fp32": ("conforms", False),
+        f"fsdp2/tp2/fp32/{lost}": ("infrastructure", False),  # was called, and nothing differs
+        f"fsdp2/sp2/fp32/{lost}": ("unsupported", False),
+        f"deepspeed/dp2/fp32/{lost}": wrong,
+        "deepspeed/dp2/fp32": wrong,
+        f"megatron/dp2/fp32/{lost}": wrong,
+        f"megatron/dp2/exact/{lost}": wrong,
+        "megatron/dp2/exact": ("expected_difference", False),
+    }
+    entries = []
+    for number, (cell, (state, is_wrong)) in enumerate(told.items()):
+        entry = sample_cell(out, f"sft/pangu/{cell}", str(number), rng)
+        quantities = entry.verdict.quantities if state != "unsupported" else ()
+        if is_wrong:
+            quantities = tuple(replace(q, observed=2 * q.allowed or 1.0) for q in quantities)
+        verdict = replace(entry.verdict, state=state, quantities=quantities, strips=())
+        entries.append(replace(entry, verdict=verdict))
+    rewrite(out, entries)
+    score = mutation_score(read_report(out))
+    assert score
+    counted = {
+        row.backend: (len(row.caught), len(row.silent), len(row.unproven), len(row.unanswered)) for row in score.rows
+    }
+    assert counted == {"deepspeed": (0, 0, 1, 0), "megatron": (0, 0, 2, 0), "fsdp2": (1, 1, 0, 1)}
+    assert score.rows[-1].stages == (entries[0].stages[0],)
+    page = write_html(out).read_text(encoding="utf-8")
+    assert 'Planted faults: <a href="#score-title">1 of 3 caught</a>' in page
+    assert "### Planted faults: 1 of 3 pairs of fault and backend caught" in write_markdown(out).read_text()
+
+
+def test_without_planted_faults_there_is_no_score(out: Path) -> None:
+    assert mutation_score(read_report(out)) is None
+    assert "Planted faults" not in write_html(out).read_text(encoding="utf-8")
+
+
+def test_a_finding_that_is_named_is_a_link_to_its_text() -> None:
+    reason = "see docs/findings/ring-attention-window.md, <b> and docs/findings/no-such-finding.md"
+    found = findings([reason])
+    assert list(found) == ["ring-attention-window"]
+    assert found["ring-attention-window"].startswith("# ")
+    html = linked(reason)
+    assert '<a href="#finding-ring-attention-window">docs/findings/ring-attention-window.md</a>, &lt;b&gt;' in html
+
+
+def test_every_finding_that_a_backend_links_to_is_written_up() -> None:
+    texts = [file.read_text(encoding="utf-8") for file in (CHECKOUT / "impl").glob("*/expected.py")]
+    names = {name for text in texts for name in MENTION.findall(text)}
+    assert findings(texts).keys() == names
+    assert len(names) > 5

@@ -1,0 +1,51 @@
+"""A report of thousands of cells stays one file that opens at once: size and times, measured on a synthetic run.
+
+The full size runs under the marker ``exhaustive``: python -m pytest -m exhaustive tests/reports/test_report_size.py
+"""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+from chromium import Browser
+from report_large import write_large
+from report_sample import CELLS, write_sample
+
+from reports.html import write_html
+
+FULL, FULL_BYTES = 2000, 15_000_000
+QUICK, QUICK_BYTES = 28, 2_000_000
+OPEN_SECONDS = 2.0
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("cells", [100, FULL])
+def test_a_large_report_is_small_and_opens_at_once(browser: Browser, tmp_path: Path, cells: int) -> None:
+    out = write_large(tmp_path / "out", cells)
+    began = time.perf_counter()
+    file = write_html(out)
+    written, size = time.perf_counter() - began, file.stat().st_size
+    browser.open(file.as_uri())
+    interactive = browser.run("performance.getEntriesByType('navigation')[0].domInteractive") / 1000
+    began = time.perf_counter()
+    browser.run("filter.value = 'tp2 is:differs'; applyFilter()")
+    filtered = time.perf_counter() - began
+    cell = browser.run("boxes.at(-1).dataset.cell")
+    began = time.perf_counter()
+    browser.run("location.hash = boxes.at(-1).hash")
+    browser.wait(f"document.querySelector('.cell')?.dataset.cell === {json.dumps(cell)}")
+    opened = time.perf_counter() - began
+    print(
+        f"{cells} cells: {size / 1e6:.2f} MB, written in {written:.1f} s, interactive after {interactive:.2f} s, "
+        f"filtered in {filtered:.3f} s, a cell opened in {opened:.2f} s"
+    )
+    assert size < FULL_BYTES * cells / FULL
+    assert interactive < OPEN_SECONDS
+    assert filtered + opened < OPEN_SECONDS
+    assert browser.problems == []
+
+
+def test_the_report_of_a_quick_run_is_small(tmp_path: Path) -> None:
+    page = write_html(write_sample(tmp_path / "out"))
+    assert page.stat().st_size / len(CELLS) < QUICK_BYTES / QUICK

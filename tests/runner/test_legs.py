@@ -1,0 +1,218 @@
+"""Programs: cells of several legs are written down without gaps, hand over what the next leg can read, and have ids."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from conformance.backends.protocol import find_backend
+from conformance.core.errors import UsageError
+from conformance.core.paths import FIXTURES
+from conformance.matrix.cell import Cell, Handover, Leg
+from conformance.matrix.profile import Overrides, Profile, expand, load_profile
+from conformance.spec.layout import Layout
+from conformance.spec.scenario import load_scenario
+
+SCENARIO = load_scenario(FIXTURES / "scenarios" / "sft-warmup.toml", model="models/llama", precision="exact")  # 5 steps
+
+
+def leg(steps: int, save: Handover | None = None, *, backend: str = "fsdp2", layout: str = "dp2") -> Leg:
+    return Leg(backend=find_backend(backend), layout=Layout.parse(layout), steps=steps, save=save)
+
+
+def cell(*legs: Leg, program: str = "mine") -> Cell:
+    return Cell(scenario=SCENARIO, legs=legs, program=program)
+
+
+# --- cells -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("legs", "message"),
+    [
+        (
+            [leg(2, "checkpoint"), leg(2)],
+            "legs of program 'mine' have 4 steps and scenario sft-warmup has 5; change one of them, or leave out",
+        ),
+        ([leg(2, "checkpoint"), leg(4)], "have 6 steps and scenario sft-warmup has 5"),
+        (
+            [leg(5, "checkpoint")],
+            "the last leg of program 'mine' saves, but no leg follows; add a leg, or leave out its save",
+        ),
+        ([leg(2, "export"), leg(3, "export")], "the last leg of program 'mine' saves, but no leg follows"),
+        ([leg(2), leg(3)], 'saves nothing for the next; give it save = "checkpoint", "state" or "export"'),
+        (
+            [leg(2, "checkpoint"), leg(3, backend="megatron")],
+            'hands a checkpoint of fsdp2 to megatron, which cannot read it; use save = "state" or "export"',
+        ),
+        (
+            [leg(4, "checkpoint"), leg(1)],
+            "one step after a checkpoint, and lost optimizer state shows at the second; use two or more",
+        ),
+        ([leg(2, "export"), leg(2, "checkpoint"), leg(1)], "one step after a checkpoint"),
+        ([leg(4, "state"), leg(1, backend="megatron")], "one step after a state"),
+    ],
+)
+def test_legs_that_cannot_go_on_from_each_other_are_refused(legs: list[Leg], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        cell(*legs)
+
+
+@pytest.mark.parametrize(
+    "legs",
+    [
+        [leg(5)],
+        [leg(2, "checkpoint"), leg(3, layout="tp2")],
+        [leg(0, "checkpoint"), leg(5)],
+        [leg(4, "export"), leg(1)],
+        [leg(2, "export"), leg(1, "export", backend="megatron"), leg(2, backend="deepspeed")],
+        [leg(2, "checkpoint"), leg(0, "export"), leg(3)],
+        [leg(2, "state"), leg(3, backend="megatron")],
+    ],
+)
+def test_legs_that_can_are_not(legs: list[Leg]) -> None:
+    assert cell(*legs).legs == tuple(legs)
+
+
+@pytest.mark.parametrize(
+    ("legs", "expected"),
+    [
+        ([leg(2, "checkpoint"), leg(3)], "sft-warmup/llama/fsdp2/dp2/exact/mine"),
+        ([leg(2, "checkpoint"), leg(3, layout="tp2")], "sft-warmup/llama/fsdp2/dp2-to-tp2/exact/mine"),
+        ([leg(2, "export"), leg(3, backend="megatron")], "sft-warmup/llama/fsdp2-to-megatron/dp2/exact/mine"),
+        (
+            [leg(2, "export"), leg(2, "export", layout="tp2"), leg(1, layout="dp2.zero2")],
+            "sft-warmup/llama/fsdp2/dp2-to-tp2-to-dp2.zero2/exact/mine",
+        ),
+        (
+            [leg(1, "export"), leg(1, "export", layout="tp2"), leg(3)],
+            "sft-warmup/llama/fsdp2/dp2-to-tp2-to-dp2/exact/mine",
+        ),
+    ],
+)
+def test_an_id_names_backends_and_layouts_in_turn_and_once_if_they_are_the_same(legs: list[Leg], expected: str) -> None:
+    assert str(cell(*legs)) == expected
+    assert cell(*legs).slug == expected.replace("/", "_")
+
+
+def test_legs_count_on_where_the_one_before_ended_and_only_exports_begin_anew() -> None:
+    found = cell(leg(1, "export"), leg(2, "checkpoint"), leg(2, layout="dp2.tp2"))
+    assert found.first_steps == (0, 1, 3)
+    assert found.restarts == (1,)
+    assert found.world_size == 4
+    assert cell(leg(5)).restarts == ()
+
+
+# --- profiles --------------------------------------------------------------------------------------------------------
+
+
+def profile(tmp_path: Path, table: str, programs: str = "") -> Profile:
+    """A profile with one table; ``table`` are the lines that differ between tests."""
+    file = tmp_path / "mine.toml"
+    common = 'scenarios = ["sft-warmup"]\nmodels = ["llama"]\nprecisions = ["exact"]\n'
+    file.write_text(f'description = "x"\n[programs]\n{programs}\n[[cells]]\n{common}{table}\n')
+    return load_profile(str(file))
+
+
+def ids(profile: Profile, backends: Sequence[str] = ("fsdp2", "megatron", "deepspeed")) -> list[str]:
+    return [str(cell) for cell in expand(profile, [find_backend(name) for name in backends], Overrides())]
+
+
+RESUME = 'mine = [{ steps = 2, save = "checkpoint" }, { steps = 3 }]'
+EXPORT = 'mine = [{ steps = 2, save = "export" }, {}]'
+
+
+def test_the_last_leg_has_the_steps_that_are_left(tmp_path: Path) -> None:
+    (found,) = expand(
+        profile(tmp_path, 'layouts = ["dp2"]\nprogram = "mine"', EXPORT), [find_backend("fsdp2")], Overrides()
+    )
+    assert [leg.steps for leg in found.legs] == [2, 3]
+    assert found.program == "mine"
+
+
+@pytest.mark.parametrize(
+    ("table", "programs", "message"),
+    [
+        ('layouts = ["dp2"]\nprogram = "typo"', RESUME, r"names the program 'typo', .* does not have \(known: mine\)"),
+        ('layouts = ["dp2"]\nprogram = "mine"', "", r"names the program 'mine', .* does not have \(known: none\)"),
+        (
+            'layouts = ["dp2-to-dp4-to-dp8"]\nprogram = "mine"',
+            RESUME,
+            "3 layouts for a program of 2 legs; give one for all, or one for each",
+        ),
+        ('layouts = ["dp2-to-dp4"]', "", "2 layouts for a program of 1 legs"),
+        (
+            'layouts = ["dp2"]\nbackends = ["fsdp2-to-megatron-to-deepspeed"]\nprogram = "mine"',
+            EXPORT,
+            "3 backends for a program of 2 legs",
+        ),
+        (
+            'layouts = ["dp2"]\nbackends = ["fsdp2-to-megatron"]\nprogram = "mine"',
+            RESUME,
+            "hands a checkpoint of fsdp2",
+        ),
+        (
+            'layouts = ["dp2"]\nprogram = "mine"',
+            'mine = [{ save = "checkpoint" }, { steps = 3 }]',
+            "only the last leg of a program may leave out its steps",
+        ),
+        (
+            'layouts = ["dp2"]\nprogram = "mine"',
+            'mine = [{ steps = 2, save = "checkpoint" }, { steps = 2 }]',
+            "have 4 steps and scenario sft-warmup has 5",
+        ),
+        (
+            'layouts = ["dp2"]\nprogram = "mine"',
+            'mine = [{ steps = 6, save = "checkpoint" }, {}]',
+            "legs of program 'mine' before the last have 6 steps and scenario sft-warmup has 5; give them fewer",
+        ),
+    ],
+)
+def test_a_program_that_does_not_fit_its_table_is_refused(
+    tmp_path: Path, table: str, programs: str, message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        ids(profile(tmp_path, table, programs))
+
+
+@pytest.mark.parametrize(
+    ("programs", "message"),
+    [
+        (
+            'mine = [{ steps = 2, save = "pickle" }, {}]',
+            r"programs.mine.0.save: Input should be 'checkpoint', 'state', 'exp",
+        ),
+        ("mine = [{ steps = -1 }, {}]", "programs.mine.0.steps: Input should be greater than or equal to 0"),
+        ("mine = [{ step = 2 }, {}]", "programs.mine.0.step: there is no such key"),
+    ],
+)
+def test_a_wrong_value_of_a_program_is_named(tmp_path: Path, programs: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        profile(tmp_path, 'layouts = ["dp2"]\nprogram = "mine"', programs)
+
+
+def test_a_chain_is_left_out_unless_all_its_backends_are_asked_for(tmp_path: Path) -> None:
+    chain = 'layouts = ["dp2-to-tp2"]\nbackends = ["fsdp2", "fsdp2-to-megatron"]\nprogram = "mine"'
+    own = "sft-warmup/llama/fsdp2/dp2-to-tp2/exact/mine"
+    both = "sft-warmup/llama/fsdp2-to-megatron/dp2-to-tp2/exact/mine"
+    found = profile(tmp_path, chain, EXPORT)
+    assert ids(found, ["fsdp2"]) == [own]
+    assert ids(found, ["megatron"]) == []
+    assert ids(found, ["megatron", "fsdp2"]) == [own, both]
+
+
+def test_two_scenario_files_of_one_name_are_not_taken_for_one(tmp_path: Path) -> None:
+    text = (FIXTURES / "scenarios" / "sft-sgd.toml").read_text()
+    files = [tmp_path / folder / "tiny.toml" for folder in ("a", "b")]
+    for file, steps in zip(files, (5, 4), strict=True):
+        file.parent.mkdir()
+        file.write_text(text.replace("steps = 5", f"steps = {steps}"))
+    both = ", ".join(f'"{file}"' for file in files)
+    table = f'layouts = ["dp2"]\n[[cells]]\nscenarios = [{both}]\nmodels = ["llama"]\nprecisions = ["exact"]\n'
+    with pytest.raises(UsageError, match=r"two different cells have the id tiny/llama/fsdp2/dp2/exact; rename one"):
+        ids(profile(tmp_path, table + 'layouts = ["dp2"]'), ["fsdp2"])
+
+
+def test_a_cell_that_two_tables_name_is_run_once(tmp_path: Path) -> None:
+    again = '[[cells]]\nscenarios = ["sft-warmup"]\nmodels = ["llama"]\nprecisions = ["exact"]\nlayouts = ["dp2"]'
+    assert len(ids(profile(tmp_path, f'layouts = ["dp2"]\n{again}'), ["fsdp2"])) == 1

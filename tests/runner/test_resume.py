@@ -1,0 +1,160 @@
+"""Going on in the folder of an earlier run: what has a verdict is not run again, and what failed once is told."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from plain_backend import Plain
+from plain_profile import SCENARIO
+
+from conformance.backends.protocol import Support
+from conformance.cli import main as cli
+from conformance.results.run_results import read_run
+from conformance.results.verdict import NOT_STARTED
+from conformance.spec.layout import Layout
+from conformance.spec.scenario import Scenario
+from reports.markdown import write_markdown
+
+PROFILE = """
+description = "two cells"
+[[cells]]
+scenarios = ["{folder}/tiny.toml"]
+models = ["llama"]
+layouts = ["dp1", "dp2"]
+precisions = ["fp32"]
+"""
+FIRST, SECOND = "tiny/llama/flaky/dp1/fp32", "tiny/llama/flaky/dp2/fp32"
+
+
+class Flaky(Plain):
+    """Fails when it is asked about a layout of ``broken``."""
+
+    broken: ClassVar[set[str]] = set()
+
+    @classmethod
+    def supports(cls, scenario: Scenario, layout: Layout) -> Support:
+        if str(layout) in cls.broken:
+            raise ConnectionError("the machine is away")
+        return super().supports(scenario, layout)
+
+
+@pytest.fixture(autouse=True)
+def healthy() -> Iterator[None]:
+    yield
+    Flaky.broken.clear()
+
+
+@pytest.fixture(scope="module")
+def chosen(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder = tmp_path_factory.mktemp("profile")
+    (folder / "tiny.toml").write_text(SCENARIO)
+    (folder / "mine.toml").write_text(PROFILE.format(folder=folder))
+    return ["--backend", "test_resume:Flaky", "--profile", str(folder / "mine.toml")]
+
+
+@pytest.fixture(scope="module")
+def run(chosen: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run whose first cell failed."""
+    Flaky.broken.add("dp1")
+    out = tmp_path_factory.mktemp("run") / "out"
+    assert cli.main(["run", *chosen, "--out", str(out)]) == 3
+    Flaky.broken.clear()
+    return out
+
+
+@pytest.fixture
+def out(run: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(run, tmp_path / "out"))
+
+
+def edit(file: Path, **changes: Any) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def states(out: Path) -> dict[str, str]:
+    return {entry.cell: entry.verdict.state for entry in read_run(out)[1]}
+
+
+def test_only_cells_without_a_verdict_are_run(chosen: list[str], out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert states(out) == {FIRST: "infrastructure", SECOND: "conforms"}
+    earlier = read_run(out)[0]
+    before = next(out.glob("cells/*dp2*/verdict.json")).stat().st_mtime_ns
+    assert cli.main(["run", *chosen, "--resume", str(out)]) == 0
+    said = capsys.readouterr()
+    assert f"running 1 cells; results: {out}" in said.err
+    assert f"ok       {FIRST}" in said.err
+    assert said.out.startswith("conforms: 2 conforms\n")
+    assert next(out.glob("cells/*dp2*/verdict.json")).stat().st_mtime_ns == before
+    run, entries = read_run(out)
+    assert [entry.cell for entry in entries] == [FIRST, SECOND]
+    assert run.finished
+    assert run.started == earlier.started
+    assert run.seconds > earlier.seconds
+
+
+@pytest.mark.exhaustive
+def test_a_cell_that_failed_once_says_so_for_ever(
+    chosen: list[str], out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["run", *chosen, "--resume", str(out), "--rerun", "failed"]) == 0
+    assert [entry.before for entry in read_run(out)[1]] == [("infrastructure",), ()]
+    assert cli.main(["judge", str(out)]) == 0
+    assert [entry.before for entry in read_run(out)[1]] == [("infrastructure",), ()]
+    (line,) = [line for line in write_markdown(out).read_text().splitlines() if line.startswith(f"| `{FIRST}`")]
+    assert line.endswith("(run again; before: infrastructure failure) |")
+    assert cli.main(["run", *chosen, "--resume", str(out), "--rerun", "failed"]) == 2
+    assert f"no cell of {out} failed; parity report {out} shows all" in capsys.readouterr().err
+
+
+def test_a_run_that_was_killed_goes_on_from_the_verdicts_that_it_wrote(
+    chosen: list[str], out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """SIGKILL leaves a summary that knows less than the verdicts."""
+    edit(next(out.glob("cells/*dp1*/verdict.json")), state="not_run", reason=NOT_STARTED)
+    cells = [cell | {"state": "not_run"} for cell in json.loads((out / "summary.json").read_text())["cells"]]
+    edit(out / "summary.json", finished=None, cells=cells)
+    (unfinished,) = (file.parent / "legs" / "0" / "record" for file in out.glob("cells/*dp1*/verdict.json"))
+    unfinished.mkdir(parents=True)
+    (unfinished / "record.jsonl").write_text("{")
+    assert cli.main(["run", *chosen, "--resume", str(out)]) == 0
+    assert "running 1 cells" in capsys.readouterr().err
+    assert [entry.before for entry in read_run(out)[1]] == [(), ()]
+
+
+def test_a_verdict_whose_record_is_damaged_counts_as_failed(chosen: list[str], out: Path) -> None:
+    next(out.glob("cells/*dp2*/legs/0/record/record.jsonl")).unlink()
+    Flaky.broken.add("dp2")
+    assert cli.main(["run", *chosen, "--resume", str(out)]) == 3
+    assert states(out) == {FIRST: "conforms", SECOND: "infrastructure"}
+
+
+def test_the_first_failure_ends_a_run_that_is_asked_to(chosen: list[str], tmp_path: Path) -> None:
+    Flaky.broken.add("dp1")
+    assert cli.main(["run", *chosen, "--fail-fast", "--out", str(tmp_path / "out")]) == 3
+    assert states(tmp_path / "out") == {FIRST: "infrastructure", SECOND: "not_run"}
+    assert read_run(tmp_path / "out")[0].finished is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--rerun", "failed"], "--rerun is about the cells of an earlier run; add --resume OUT"),
+        (["--resume", "OUT", "--out", "new"], "--resume goes on in the folder of the earlier run; leave out --out"),
+        (["--resume", "nowhere"], "there is no nowhere/summary.json"),
+        (["--resume", "OUT", "--seed", "1"], "is of other options than this run: this one has --seed 1. "),
+        (["--resume", "OUT", "--max_len", "90", "--cells", "*"], "this one has --max_len 90 --cells *. "),
+        (["--resume", "OUT", "--min_judged", "1"], "do not belong together: demand min_judged 0 and 1"),
+        (["--resume", "OUT", "--shard", "1/2"], "do not belong together: number of shards '1' and '2'"),
+    ],
+)
+def test_a_folder_of_another_run_is_not_continued(
+    arguments: list[str], message: str, chosen: list[str], run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("verdict.json")}
+    given = [str(run) if argument == "OUT" else argument for argument in arguments]
+    assert cli.main(["run", *chosen, *given]) == 2
+    assert message in capsys.readouterr().err
+    assert {path: path.stat().st_mtime_ns for path in run.rglob("verdict.json")} == before

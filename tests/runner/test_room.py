@@ -1,0 +1,227 @@
+"""What cells will take: estimated from shapes, refused before anything is started, and told with what would fit."""
+
+import json
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cells import cell_of
+from plain_profile import write_profile
+
+from conformance.cli import main as cli
+from conformance.core.errors import UsageError
+from conformance.core.host_resources import Room
+from conformance.core.paths import FIXTURES
+from conformance.matrix.cell import Cell
+from conformance.models.families import read_architecture
+from conformance.oracle.decoder import parameter_shapes
+from conformance.runner.resource_check import DOUBT, advice, check_room, needs_of
+from conformance.runner.resource_estimate import Estimate, Size, estimate, on_slots, size_of, total
+from conformance.runtime.multihost.controller import AgentHere
+
+SIZE = Size(parameters=10**9, trained=10**9, recorded=10**9, vocabulary=32_000)
+PLENTY = Room(memory=1e15, disk=1e15, cache=None)
+
+
+def cell(backend: str = "fsdp2", layout: str = "dp2", precision: Any = "exact", **changes: Any) -> Cell:
+    return cell_of(backend, "sft-packed", "llama", layout, precision, **{"steps": 2, **changes})
+
+
+def sparse_model(folder: Path, *, layers: int, hidden: int, vocab: int) -> Path:
+    """A Llama of any size: its weights are a hole in the file, of which only the header is read."""
+    source = FIXTURES / "models" / "llama"
+    folder.mkdir()
+    for file in source.iterdir():
+        if file.suffix != ".safetensors":
+            (folder / file.name).write_bytes(file.read_bytes())
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"num_hidden_layers": layers, "hidden_size": hidden, "vocab_size": vocab, "intermediate_size": 4 * hidden}
+    config |= {"num_attention_heads": hidden // 64, "num_key_value_heads": hidden // 64, "head_dim": 64}
+    (folder / "config.json").write_text(json.dumps(config))
+    header, at = {}, 0
+    for name, shape in parameter_shapes(read_architecture(folder, disable_dropout=True)).items():
+        end = at + 2 * math.prod(shape)
+        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(header).encode()
+    with (folder / "model.safetensors").open("wb") as weights:
+        weights.write(len(text).to_bytes(8, "little") + text)
+        weights.truncate(8 + len(text) + at)
+    return folder
+
+
+def test_a_record_has_the_loaded_weights_and_two_tensors_of_each_parameter_for_every_observed_step() -> None:
+    two, five = (estimate(cell(steps=steps), SIZE) for steps in (2, 5))
+    assert two.record == (1 + 2 * 2) * 8e9
+    assert five.record == (1 + 2 * 4) * 8e9  # one step of three or more is not observed
+    assert estimate(cell(precision="fp32"), SIZE).record == (1 + 2 * 2) * 4e9
+    assert sorted(estimate(cell(precision="fp32"), SIZE).references.values()) == [5 * 4e9, 5 * 8e9]
+
+
+def test_of_adapters_the_base_is_recorded_and_gets_no_gradients() -> None:
+    adapted = cell_of("fsdp2", "sft-lora", "llama", "dp2", "exact", steps=2)
+    base, size = size_of(cell().scenario), size_of(adapted.scenario)
+    lora = adapted.scenario.lora
+    assert lora
+    shapes = parameter_shapes(read_architecture(FIXTURES / "models" / "llama"))
+    count = sum(lora.r * sum(shapes[f"{target}.weight"]) for target in lora.targets(shapes))
+    assert size.trained == count < base.trained / 5
+    assert size.parameters == size.recorded == base.parameters + count
+    made = estimate(adapted, size)
+    assert made.record == (size.parameters + 2 * (count + size.recorded)) * 8.0
+    assert made.rank < estimate(cell(), base).rank
+    grpo = size_of(cell_of("fsdp2", "grpo-lora", "llama", "dp2", "exact", steps=2).scenario)
+    assert grpo.parameters - grpo.recorded == base.parameters, "the frozen reference"
+
+
+def test_cutting_the_model_or_the_rows_makes_ranks_smaller() -> None:
+    whole = estimate(cell(layout="dp2"), SIZE)
+    for layout in ("dp2.tp2", "pp2", "dp4", "sp4"):
+        assert estimate(cell(layout=layout), SIZE).rank < estimate(cell(layout="dp1"), SIZE).rank
+    assert estimate(cell(layout="dp2.tp2"), SIZE).rank < whole.rank
+    assert estimate(cell(precision="fp32"), SIZE).rank < whole.rank
+
+
+def test_a_run_has_the_memory_of_its_worst_cell_and_the_disk_of_all() -> None:
+    cells = [cell(), cell(precision="fp32"), cell(layout="dp4.tp2")]
+    estimates = [(one, estimate(one, SIZE)) for one in cells]
+    of_all = total(estimates)
+    assert of_all.worst is cells[2]
+    assert of_all.host > max(one.host for _, one in estimates)  # ranks of the other world hold on to something
+    oracles = {name: size for _, one in estimates for name, size in one.references.items()}
+    assert len(oracles) == 2  # the exact cells have one oracle; its float64 run serves the other, too
+    assert of_all.disk == sum(one.record for _, one in estimates) + sum(oracles.values())
+
+
+def test_workers_run_their_largest_cells_at_once_and_share_disk() -> None:
+    """pytest -n: every worker has ranks, an oracle and a judge of its own, and keeps its worlds."""
+    cells = [(one, estimate(one, SIZE)) for one in (cell(precision="fp32"), cell(), cell(layout="dp4.tp2"))]
+    one, two, many = (total(cells, workers=workers) for workers in (1, 2, 99))
+    least, middle, most = sorted(of_cell.host for _, of_cell in cells)
+    assert most <= one.host < most + 2e9  # two ranks wait for cells of another world
+    assert middle <= two.host - one.host < middle + 2e9
+    assert least <= many.host - two.host < least + 2e9  # there are no further cells
+    assert {one.worst, two.worst, many.worst} == {one.worst}
+    assert one.disk == two.disk
+
+
+def test_as_many_workers_are_advised_as_fit() -> None:
+    cells = [cell(seed=seed) for seed in range(4)]
+    room = replace(PLENTY, memory=needs_of(cells, PLENTY, workers=2).total.host * 1.01)
+    needs = needs_of(cells, room, workers=4)
+    assert advice(needs, room) == "2 of the 4 workers would fit: -n 2"
+    assert "4 cells at once, the largest sft-packed/llama/fsdp2/dp2/exact" in needs.impossible[0]
+    assert "3 cells at once" in needs_of(cells, room, workers=3).doubtful[0]
+    assert not needs_of(cells, room, workers=2).doubtful
+    alone = replace(PLENTY, memory=needs_of(cells, PLENTY).total.host / 1.4)  # would not be refused, but does not fit
+    assert "would fit" not in advice(needs_of(cells, alone, workers=2), alone)
+
+
+def agent(host: str, slots: int, room: Room = PLENTY) -> AgentHere:
+    return AgentHere(name=f"{host} (process 1)", host=host, slots=slots, room=room)
+
+
+def test_each_host_has_the_ranks_of_its_slots_and_one_the_oracle_and_the_judge() -> None:
+    large, small = cell(layout="dp4"), cell(layout="dp2", precision="fp32")
+    found = [(one, estimate(one, SIZE)) for one in (small, large)]
+    of_large = found[1][1]
+    for slots in (1, 4):
+        held, worst = on_slots(found, slots)
+        assert worst is large
+        assert slots * of_large.rank < held < slots * of_large.rank + 2e9  # and ranks of the other world, which wait
+    both, _ = on_slots(found, 6)
+    assert 2 * found[0][1].rank < both - 4 * of_large.rank < 2 * found[0][1].rank + 1e9
+    assert of_large.oracle < of_large.controller < of_large.oracle + of_large.judge + 1e9
+    assert of_large.controller + 4 * of_large.rank > of_large.host
+
+
+def test_a_host_without_room_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Agents of one host share its memory, and where the controller is, oracle and judge take theirs of it."""
+    monkeypatch.setattr("socket.gethostname", lambda: "here")
+    monkeypatch.setattr("conformance.runner.resource_check.size_of", lambda _: SIZE)
+    cells = [cell(layout="dp4")]
+    of_cell = estimate(cells[0], SIZE)
+
+    def said(agents: list[AgentHere], own: Room = PLENTY) -> tuple[str, ...]:
+        return needs_of(cells, own, agents=agents).impossible
+
+    two = replace(PLENTY, memory=2.1 * of_cell.rank)
+    assert not said([agent("a", 2, two), agent("b", 2, two)])
+    (one,) = said([agent("a", 2, two), agent("b", 4, two)])
+    assert one.startswith(f"host b: the ranks of its 4 slots, the largest of {cells[0]}, need about ")
+    (one,) = said([agent("a", 2, two), agent("a", 2, two)])
+    assert one.startswith("host a: the ranks of its 4 slots")
+    (one,) = said([agent("a", 4)], replace(PLENTY, memory=of_cell.controller / 2))
+    assert one.startswith(f"host here, the controller's: the oracle and judge of {cells[0]} need")
+    room = replace(PLENTY, memory=1.1 * max(of_cell.controller, 2 * of_cell.rank) / DOUBT)
+    assert not said([agent("b", 2, room)], room)
+    (one,) = said([agent("here", 2, room)], room)
+    assert one.startswith(
+        f"host here: the ranks of its 2 slots, the largest of {cells[0]}, and the oracle and judge of"
+    )
+    (one,) = said([agent("a", 4), agent("b", 4, replace(PLENTY, disk=1e9))])
+    assert re.fullmatch(r"host b: the records need about [\d.]+ GB of disk, and 1.0 GB are free", one)
+    with pytest.raises(UsageError, match=r"^host b: .* or take hosts with more"):
+        check_room(cells, PLENTY, device="cpu", warn=print, agents=[agent("a", 2), agent("b", 4, two)])
+
+
+def test_only_what_would_not_fit_if_the_estimate_were_too_high_is_refused() -> None:
+    cells = [cell()]
+    needed = needs_of(cells, PLENTY).total.host
+    assert not needs_of(cells, PLENTY).doubtful
+    doubtful = needs_of(cells, replace(PLENTY, memory=needed / 1.4))
+    assert len(doubtful.doubtful) == 1
+    assert not doubtful.impossible
+    assert "GB of memory" in needs_of(cells, replace(PLENTY, memory=needed / 1.6)).impossible[0]
+    disk = needs_of(cells, PLENTY).total.disk
+    assert "GB of disk" in needs_of(cells, replace(PLENTY, disk=disk / 2)).impossible[0]
+    assert "PARITY_CACHE" in needs_of(cells, replace(PLENTY, cache=disk / 4)).impossible[0]
+
+
+def test_the_advice_names_a_cell_that_would_fit() -> None:
+    cells = [cell(), cell(layout="dp8.tp2")]
+    small, large = (one.host for _, one in needs_of(cells, PLENTY).cells)
+    assert small < large
+    room = replace(PLENTY, memory=small * 1.01)
+    assert advice(needs_of(cells, room), room) == f"1 of 2 cells would fit, such as --cells {cells[0]}"
+    waiting = replace(PLENTY, memory=large * 1.01)  # not enough where the ranks of one wait while the other runs
+    assert advice(needs_of(cells, waiting), waiting) == f"each cell would fit alone, such as --cells {cells[0]}"
+
+
+def test_a_model_that_does_not_fit_is_refused_before_anything_is_started(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = sparse_model(tmp_path / "huge", layers=20, hidden=4096, vocab=32_000)
+    assert size_of(replace(cell().scenario, model=str(model))).parameters > 5e9
+    chosen = ["--backend", "plain_backend:Plain", "--profile", write_profile(tmp_path), "--model", str(model)]
+    assert cli.main(["run", *chosen, "--out", str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "tiny/huge/plain/dp2/fp32 needs about " in said
+    assert "use a model with fewer layers" in said
+    assert not (tmp_path / "out").exists()
+    assert cli.main(["plan", *chosen]) == 2
+    assert "cannot fit: tiny/huge/plain/dp2/fp32 needs about" in capsys.readouterr().out
+
+
+def test_a_plan_tells_every_supported_cell_and_the_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "--backend", "plain_backend:Plain", "--profile", write_profile(tmp_path)]) == 0
+    head, line, _, cells, memory, disk = capsys.readouterr().out.splitlines()
+    assert head.split() == ["cell", "GB", "a", "rank", "oracle", "in", "all", "GB", "of", "disk", "time"]
+    assert line.startswith("tiny/llama/plain/dp2/fp32 ")
+    assert cells.startswith("cells   1 of 2 are supported")
+    assert memory.startswith("memory  ")
+    assert disk.startswith("disk    ")
+
+
+def test_time_grows_with_work_and_shrinks_with_processors() -> None:
+    rates: Any = dict.fromkeys(("exact", "fp32"), 1e10)
+
+    def seconds(one: Estimate, processors: int = 2) -> float:
+        return one.seconds(rates, "exact", processors=processors)
+
+    one, more = estimate(cell(), SIZE), estimate(cell(rows=48), SIZE)
+    assert seconds(one) < seconds(more)
+    assert seconds(one, processors=1) > seconds(one)

@@ -1,0 +1,182 @@
+"""Oracles on leased GPUs: how many of them an oracle has, when it waits, and what happens after a failure.
+
+Ranks are real and compute on the CPU; a GPU is a name that they hold a lease of, as in
+tests/runtime/test_leased_cells.py.
+"""
+
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import make_cell
+from test_leased_cells import GPUS, cell_of, on_shares, wait_for
+from world_helpers import results
+
+from conformance.data.prepare import prepare_inputs
+from conformance.models import synthetic
+from conformance.models.folders import elements_of
+from conformance.runner.oracle_jobs import Oracles
+from conformance.runner.session import Session, SessionConfig
+from conformance.runtime import Pool, WorldConfig
+from conformance.runtime.gpu_inventory import shares_of
+from conformance.runtime.gpu_leases import Ticket, holders, lease_folder
+from conformance.runtime.gpu_slots import Gpus
+from conformance.runtime.slots import Lease, NoLease
+
+
+@pytest.fixture(autouse=True)
+def _leases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PARITY_LEASES", str(tmp_path / "leases"))
+
+
+@pytest.mark.parametrize(
+    ("gibibytes", "gpus"),
+    [
+        (1, "GPU-a"),
+        (60, "GPU-a"),  # of the smallest
+        (61, "GPU-a,GPU-b"),
+        (120, "GPU-a,GPU-b"),
+        (121, "GPU-a,GPU-b,GPU-c,GPU-d"),
+        (241, "GPU-a,GPU-b,GPU-c,GPU-d,GPU-e"),
+        (999, "GPU-a,GPU-b,GPU-c,GPU-d,GPU-e"),
+    ],
+)
+def test_a_task_has_as_many_gpus_as_have_room_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gibibytes: int, gpus: str
+) -> None:
+    """An oracle of a large model, whose only rank spreads it over GPUs."""
+    sizes = {"GPU-a": 80, "GPU-b": 60, "GPU-c": 80, "GPU-d": 80, "GPU-e": 80, "GPU-of-others": 1}
+    told = {gpu: (2**30, size * 2**30) for gpu, size in sizes.items()}
+    monkeypatch.setattr("conformance.runtime.gpu_slots.memory_of_gpus", lambda: told)
+    with Pool(work_dir=tmp_path / "worlds", places=Gpus(tuple(sizes)[:5], work_dir=tmp_path / "worlds")) as pool:
+        found = [
+            pool.run(
+                key="oracle",
+                config=WorldConfig(size=1, device="cpu", preload=("world_tasks",), room=room),
+                task="world_tasks:visible",
+                kwargs={},
+                log_dir=tmp_path / "logs" / str(room),
+                budget_s=60,
+            )
+            for room in (gibibytes * 2**30, gibibytes * 2**30 - 1)
+        ]
+    assert [results(one) for one in found] == [[gpus], [gpus]]
+    assert [one.used for one in found] == [False, True]  # the world stays, for tasks of other sizes, too
+
+
+def test_ranks_have_a_gpu_each_however_little_room_they_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("conformance.runtime.gpu_slots.memory_of_gpus", lambda: dict.fromkeys(GPUS, (0, 2**30)))
+    gpus = Gpus(GPUS, work_dir=tmp_path)
+
+    def lease(ranks: int) -> Lease:
+        config = WorldConfig(size=ranks, device="cuda", preload=(), room=1)
+        return gpus.lease("ranks", config, prefer=(), limit_s=0.1, is_over=lambda: False)
+
+    gpus.give_back(two := lease(2))
+    assert two.block == GPUS
+    with pytest.raises(NoLease, match="3 ranks, and there are 2 GPUs"):
+        lease(3)
+
+
+@pytest.mark.parametrize("told", [{}, dict.fromkeys(GPUS, (0, 2**40))])
+def test_without_gpus_of_its_own_a_task_has_every_share_of_a_host_and_sees_every_gpu_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: dict[str, tuple[int, int]]
+) -> None:
+    """Also where nothing is known of the memory of GPUs."""
+    monkeypatch.setattr("conformance.runtime.gpu_slots.memory_of_gpus", lambda: told)
+    everything = WorldConfig(size=1, device="cpu", preload=("world_tasks",), room=1)
+    folder = tmp_path / "met"
+    with on_shares(shares_of(GPUS, 2), tmp_path) as pool, ThreadPoolExecutor(1) as threads:
+        oracle = threads.submit(
+            pool.run,
+            key="oracle",
+            config=everything,
+            task="world_tasks:meet",
+            kwargs={"of": 2, "folder": str(folder)},
+            log_dir=tmp_path / "logs",
+            budget_s=60,
+        )
+        wait_for(lambda: folder.is_dir() and any(folder.iterdir()))
+        for place in ("GPU-b", "GPU-a#1", "GPU-b#1"):
+            ticket = Ticket((place,), 1, folder=lease_folder())
+            assert ticket.serve() is None
+            ticket.withdraw()
+        (folder / "the test").touch()
+        assert results(oracle.result())[0][0] == "GPU-a,GPU-b"
+
+
+@pytest.mark.exhaustive
+def test_what_the_oracle_computes_on_a_gpu_takes_a_lease_like_any_cell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the pool of the cells, and on each GPU at the same time. These GPUs do not exist, so its rank ends; the leases
+    were there, and are given back."""
+    gpus = Gpus(GPUS, work_dir=tmp_path / "worlds")
+    monkeypatch.setenv("PARITY_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "none")
+    cells = [make_cell("sft-sgd", "llama", "dp1", "fp32", steps=1, rows=12, seed=seed) for seed in (0, 1)]
+    with (
+        Pool(work_dir=tmp_path / "worlds", places=gpus) as pool,
+        Oracles(root=tmp_path / "out", device="cuda", budget_s=60, leased=pool, gpus=len(GPUS)) as oracles,
+    ):
+        for cell in cells:
+            oracles.request(cell, prepare_inputs(cell.scenario, tmp_path / "out"))
+        for cell in cells:
+            assert "the oracle's fp32 run failed: rank 0 raised" in oracles.wait(cell)
+            assert "float64" not in oracles.wait(cell)  # which is computed on the CPU
+    assert all(gpus.busy.shares()[gpu] > 0 for gpu in GPUS)
+    assert holders(GPUS, lease_folder()) == ""
+
+
+def test_the_oracle_of_a_large_model_asks_for_room_and_after_a_failure_for_all_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another program may have filled those that it had. These GPUs do not exist, so every attempt fails."""
+    gpus = Gpus(GPUS, work_dir=tmp_path / "worlds")
+    monkeypatch.setenv("PARITY_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "none")
+    monkeypatch.setattr(synthetic, "LARGE_MODELS", 0)
+    asked: list[int | None] = []
+    lease = gpus.lease
+
+    def noted(who: str, config: WorldConfig, **rest: Any) -> Lease:
+        asked.append(config.room)
+        return lease(who, config, **rest)
+
+    monkeypatch.setattr(gpus, "lease", noted)
+    cell = make_cell("sft-sgd", "llama", "dp1", "exact", steps=1, rows=12)
+    inputs = prepare_inputs(cell.scenario, tmp_path / "out")
+    with (
+        Pool(work_dir=tmp_path / "worlds", places=gpus) as pool,
+        Oracles(root=tmp_path / "out", device="cuda", budget_s=60, leased=pool, gpus=len(GPUS)) as oracles,
+    ):
+        oracles.request(cell, inputs)
+        assert "the oracle's float64 run failed: rank 0 raised" in oracles.wait(cell)
+        again = make_cell("sft-sgd", "llama", "dp1", "exact", steps=1, rows=12, seed=1)
+        oracles.request(again, prepare_inputs(again.scenario, tmp_path / "out"))
+        assert "failed" in oracles.wait(again)
+    weights_and_gradients = 2 * 8 * elements_of(inputs.models)
+    assert asked == [round(weights_and_gradients / 0.7), *[sys.maxsize] * 3]  # devices_for leaves three tenths free
+
+
+def test_a_cell_queues_up_for_its_gpus_when_its_oracle_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else oracles that need one GPU would wait behind it for a GPU that idles until the cell has all of its own."""
+    wait, lease, order = Oracles.wait, Gpus.lease, list[str]()
+
+    def waiting(oracles: Oracles, *cell: Any) -> str:
+        missing = wait(oracles, *cell)
+        order.append("the oracle is done")
+        return missing
+
+    def leasing(gpus: Gpus, who: str, *args: Any, **options: Any) -> Any:
+        order.append(who)
+        return lease(gpus, who, *args, **options)
+
+    monkeypatch.setattr(Oracles, "wait", waiting)
+    monkeypatch.setattr(Gpus, "lease", leasing)
+    with Session(SessionConfig(out=tmp_path / "out", device="cuda", gpus=GPUS, budget_s=60)) as session:
+        monkeypatch.setattr("torch.cuda.device_count", lambda: len(GPUS))
+        assert session.run(cell_of("dp2", 0)).verdict.state == "infrastructure"  # these GPUs do not exist
+    assert order[:2] == ["the oracle is done", "plain"]

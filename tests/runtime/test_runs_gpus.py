@@ -1,0 +1,106 @@
+"""Whole runs on real GPUs: beside a program without leases, beside each other, and on fewer GPUs (claim 8)."""
+
+import os
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+
+from conformance.results.run_results import read_run
+from conformance.results.verdict import Verdict
+from conformance.runtime.gpu_inventory import gpus_of_host
+from conformance.runtime.gpu_leases import held, lease_folder
+
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a GPU")
+
+PROFILE = """
+description = "a rank, and two"
+[[cells]]
+scenarios = ["sft-packed"]
+models = ["pangu"]
+layouts = ["dp1", "dp2"]
+precisions = ["fp32"]
+"""
+# Leaves less of a GPU than a context of CUDA takes, says so, and keeps the rest until its input ends.
+FILLER = """
+import sys, torch
+left, kept = 100 << 20, [torch.empty(1, device="cuda")]
+while (free := torch.cuda.mem_get_info()[0]) > left + (2 << 20):
+    kept.append(torch.empty(free - left, dtype=torch.uint8, device="cuda"))
+print("filled", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture(autouse=True)
+def _leases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PARITY_LEASES", str(tmp_path / "leases"))
+
+
+def on(gpu: str) -> dict[str, str]:
+    return {**os.environ, "CUDA_VISIBLE_DEVICES": gpu}
+
+
+def begin(folder: Path, *, gpu: str) -> subprocess.Popen[str]:
+    """Begin a run of both cells, with results in ``folder``, where this GPU is all that CUDA_VISIBLE_DEVICES names."""
+    (profile := folder.with_suffix(".toml")).write_text(PROFILE)
+    command = [sys.executable, "-m", "conformance.cli.main", "run", "--device", "cuda", "--backend", "fsdp2"]
+    command += ["--profile", str(profile), "--out", str(folder)]
+    with folder.with_suffix(".log").open("w") as log:
+        return subprocess.Popen(command, env=on(gpu), stdout=log, stderr=log, text=True)
+
+
+def said_by(run: subprocess.Popen[str], folder: Path) -> str:
+    """All that a run has said, when it has ended."""
+    with run:
+        run.wait()
+    return folder.with_suffix(".log").read_text()
+
+
+def verdicts(folder: Path) -> dict[str, Verdict]:
+    return {entry.cell: entry.verdict for entry in read_run(folder)[1]}
+
+
+ONE, TWO = (f"sft-packed/pangu/fsdp2/{layout}/fp32" for layout in ("dp1", "dp2"))
+
+
+def test_a_gpu_that_another_program_has_filled_is_told_and_works_when_that_has_ended(tmp_path: Path) -> None:
+    gpu = gpus_of_host()[0]
+    filler = [sys.executable, "-c", FILLER]
+    with subprocess.Popen(filler, env=on(gpu), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as program:
+        assert program.stdout
+        assert program.stdout.readline() == "filled\n"
+        said = said_by(begin(tmp_path / "beside", gpu=gpu), tmp_path / "beside")
+        program.communicate()
+    assert "are taken without a lease" in said
+    assert f"GiB of {gpu}" in said
+    verdict = verdicts(tmp_path / "beside")[ONE]
+    assert verdict.state == "infrastructure", said
+    assert "ran out of memory" in verdict.reason
+    said = said_by(begin(tmp_path / "afterwards", gpu=gpu), tmp_path / "afterwards")
+    assert verdicts(tmp_path / "afterwards")[ONE].state == "conforms", said
+    assert "without a lease" not in said
+
+
+def test_runs_on_one_gpu_take_turns_and_a_cell_of_two_is_not_run(tmp_path: Path) -> None:
+    """The last GPU of the host, where CUDA_VISIBLE_DEVICES is shrunken to it."""
+    gpu = gpus_of_host()[-1]
+    seen = set[int]()
+    with ExitStack() as stack:
+        runs = [stack.enter_context(begin(tmp_path / name, gpu=gpu)) for name in ("first", "second")]
+        for one in runs:
+            stack.callback(one.kill)
+        while any(one.poll() is None for one in runs):
+            having = held(gpus_of_host(), lease_folder())
+            assert all(names == {gpu} for names in having.values())
+            seen |= having.keys()
+            time.sleep(0.02)
+    assert seen == {one.pid for one in runs}
+    for folder in ("first", "second"):
+        found = verdicts(tmp_path / folder)
+        assert found[ONE].state == "conforms", found[ONE].reason
+        assert (found[TWO].state, found[TWO].reason.partition(";")[0]) == ("not_run", "needs 2 GPUs, 1 visible")

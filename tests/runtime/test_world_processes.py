@@ -1,0 +1,313 @@
+"""Worlds: the processes around the ranks, which are zygotes and controllers, and ranks that are not forked."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from world_helpers import BUDGET_S, Runner, is_dead_soon, is_gone, results
+
+from conformance.core.process import process_state
+from conformance.runtime import Pool, WorldConfig, forkserver, forkserver_client, preload_server
+from conformance.runtime.forkserver_client import Zygotes
+from conformance.runtime.worker_groups import StartError
+
+
+def test_a_dead_zygote_takes_its_ranks_along_and_is_replaced_and_close_leaves_nothing(tmp_path: Path) -> None:
+    with Pool(work_dir=tmp_path / "before") as before:
+        Runner(before, tmp_path)("pids")  # from now on there is a nursery, which serves all pools
+    fds = set(Path("/proc/self/fd").iterdir())
+    work_dir = tmp_path / "work"
+    with Pool(work_dir=work_dir) as pool:
+        run = Runner(pool, tmp_path)
+        first = results(run("pids"))
+        outcome = run("kill_zygote")
+        assert (outcome.kind, outcome.rank) == ("killed", None)
+        assert "the process that ranks are forked from was killed by SIGKILL" in outcome.reason
+        assert outcome.seconds < 5
+        assert all(is_dead_soon(result["rank"]) for result in first)
+        second = results(run("pids"))
+        assert second[0]["zygote"] != first[0]["zygote"]
+    assert all(is_gone(pid) for result in second for pid in result.values())
+    assert set(Path("/proc/self/fd").iterdir()) == fds
+    assert list(work_dir.iterdir()) == []
+
+
+def test_the_zygotes_of_all_pools_are_forked_from_one_process(tmp_path: Path) -> None:
+    forkserver_client = []
+    for name in ("one", "other"):
+        with Pool(work_dir=tmp_path / name) as pool:
+            forkserver_client.append(results(Runner(pool, tmp_path)("pids"))[0]["zygote"])
+            assert forkserver_client[-1] in children_of(nursery_of(os.getpid()))
+    assert forkserver_client[0] != forkserver_client[1]
+
+
+@pytest.fixture
+def stopped_nursery(tmp_path: Path) -> Iterator[int]:
+    """The pid of this process's nursery, which receives nothing, as one that still imports torch from a slow disk."""
+    with Pool(work_dir=tmp_path / "before") as before:
+        Runner(before, tmp_path)("pids")
+    pid = nursery_of(os.getpid())
+    os.kill(pid, signal.SIGSTOP)
+    while process_state(pid) != "T":
+        time.sleep(0.01)
+    yield pid
+    os.kill(pid, signal.SIGCONT)
+
+
+WORLD = WorldConfig(size=1, device="cpu", preload=("json",))
+
+
+def test_all_places_of_a_host_ask_a_nursery_that_still_imports_for_zygotes(
+    stopped_nursery: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sixteen shares of GPUs ask for one each, and with them goes the environment, which is long on many hosts."""
+    monkeypatch.setenv("LONG", "x" * 20_000)
+    monkeypatch.setattr(preload_server, "START_LIMIT_S", 1.0)
+    places = [Zygotes(tmp_path) for _ in range(16)]
+    began = time.monotonic()
+    for each in places:
+        each.prepare(WORLD)
+    assert time.monotonic() - began < 2
+    os.kill(stopped_nursery, signal.SIGCONT)
+    for each in places:
+        each.of(WORLD).wait_until_ready()
+        each.close()
+
+
+def test_a_request_waits_for_room_until_the_nursery_reads(stopped_nursery: int, tmp_path: Path) -> None:
+    fill_socket()
+    timer = threading.Timer(0.5, os.kill, (stopped_nursery, signal.SIGCONT))
+    timer.start()
+    place = Zygotes(tmp_path)
+    place.of(WORLD).wait_until_ready()
+    place.close()
+    timer.join()
+
+
+@pytest.mark.usefixtures("stopped_nursery")
+def test_a_nursery_that_reads_nothing_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill_socket()
+    monkeypatch.setattr(preload_server, "START_LIMIT_S", 0.1)
+    monkeypatch.setattr(forkserver_client, "START_LIMIT_S", 0.2)  # of who does not get to know
+    with pytest.raises(StartError, match=r"has read nothing for 0\.1 s"):
+        Zygotes(tmp_path).start(WORLD)
+    Zygotes(tmp_path).prepare(WORLD)  # raises nothing: whoever wants the world is told
+
+
+def fill_socket() -> None:
+    """Send the stopped nursery signals for nobody, until its socket takes no more."""
+    assert preload_server._nursery is not None
+    while preload_server._nursery.wire.send({"do": "signal", "zygote": -1, "signal": 0}, limit_s=0.0):
+        pass
+
+
+def nursery_of(controller: int) -> int:
+    """The pid of a process's nursery."""
+    children = children_of(controller)
+    (found,) = [
+        pid for pid in children if b"conformance.runtime.preload_server" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
+    return found
+
+
+def children_of(parent: int) -> list[int]:
+    threads = Path(f"/proc/{parent}/task").iterdir()
+    return [int(pid) for thread in threads for pid in (thread / "children").read_text().split()]
+
+
+def test_a_module_that_cannot_be_preloaded_fails_the_task_with_its_traceback(tmp_path: Path) -> None:
+    broken = WorldConfig(size=2, device="cpu", preload=("no_such_adapter",))
+    with Pool(work_dir=tmp_path) as pool:
+        outcome = pool.run(key="x", config=broken, task="m:f", kwargs={}, log_dir=tmp_path, budget_s=BUDGET_S)
+    assert outcome.state == "failed"
+    assert "No module named 'no_such_adapter'" in outcome.reason
+
+
+SCRIPT = """
+import sys, pathlib
+from conformance.runtime import Pool, WorldConfig
+here = pathlib.Path(sys.argv[1])
+with Pool(work_dir=here) as pool:
+    config = WorldConfig(size=2, device="cpu", preload=("world_tasks",))
+    kwargs = {"pid_dir": str(here / "pids"), "new_session": True}
+    pool.run(key="x", config=config, task="world_tasks:hang_with_child", kwargs=kwargs, log_dir=here, budget_s=1000)
+"""
+
+
+def test_nothing_outlives_a_controller_that_is_killed(tmp_path: Path) -> None:
+    """Not even processes that a rank started in a session of their own; and a controller needs no stdin."""
+    pid_dir = tmp_path / "pids"
+    pid_dir.mkdir()
+    shared_memory = set(Path("/dev/shm").iterdir())
+    controller = subprocess.Popen(
+        ["sh", "-c", 'exec "$@" <&-', "sh", sys.executable, "-c", SCRIPT, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+    )
+    while len(started := [int(file.name) for file in pid_dir.iterdir()]) < 5 and controller.poll() is None:
+        time.sleep(0.05)
+    assert len(started) == 5
+    started.append(nursery_of(controller.pid))
+    controller.kill()
+    controller.wait()
+    assert [pid for pid in started if not is_dead_soon(pid)] == []
+    assert set(Path("/dev/shm").iterdir()) == shared_memory
+    logs = {"rank-0.log", "rank-1.log", "rank-0.stacks", "rank-1.stacks", f"zygote-{controller.pid}-1.log"}
+    assert {file.name for file in tmp_path.iterdir() if file.is_file()} == logs
+
+
+def test_a_zygote_that_is_still_importing_ends_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "slow.py").write_text("import time; time.sleep(60)")
+    monkeypatch.syspath_prepend(tmp_path)
+    began = time.monotonic()
+    with Pool(work_dir=tmp_path / "work") as pool:
+        pool.prepare(WorldConfig(size=2, device="cpu", preload=("slow",)))
+    assert time.monotonic() - began < 5
+    assert list((tmp_path / "work").iterdir()) == []
+
+
+def test_what_was_prepared_is_what_the_first_task_finds(tmp_path: Path) -> None:
+    config = WorldConfig(size=2, device="cpu", preload=("world_tasks",))
+    with Pool(work_dir=tmp_path) as pool:
+        pool.prepare(config)
+        pool.prepare(config)
+        logs = sorted(tmp_path.glob("zygote-*.log"))
+        assert len(logs) == 1
+        outcome = pool.run(
+            key="x", config=config, task="world_tasks:add", kwargs={"value": 1.0}, log_dir=tmp_path, budget_s=BUDGET_S
+        )
+        assert [result["sum"] for result in results(outcome)] == [3.0, 3.0]
+        assert sorted(tmp_path.glob("zygote-*.log")) == logs
+
+
+@pytest.mark.exhaustive
+def test_a_module_that_starts_a_thread_costs_time_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "threaded.py").write_text("import threading; threading.Thread(target=threading.Event().wait).start()")
+    monkeypatch.syspath_prepend(tmp_path)
+    threaded = WorldConfig(size=2, device="cpu", preload=("threaded", "world_tasks"))
+    with Pool(work_dir=tmp_path) as pool:
+        for value in (1.0, 2.0):
+            outcome = pool.run(
+                key="x", config=threaded, task="world_tasks:add", kwargs={"value": value}, log_dir=tmp_path, budget_s=30
+            )
+            assert [result["sum"] for result in results(outcome)] == [2 * value + 1] * 2
+            assert outcome.used == (value == 2.0)
+        [log] = tmp_path.glob(f"zygote-{os.getpid()}-*.log")
+        assert "importing threaded starts a thread" in log.read_text()
+        asked = pool.run(
+            key="x", config=threaded, task="world_tasks:pids", kwargs={}, log_dir=tmp_path, budget_s=BUDGET_S
+        )
+        pids = results(asked)
+    assert all(is_gone(pid) for of_rank in pids for pid in of_rank.values())
+
+
+def test_a_module_that_initialises_cuda_is_found_out_before_ranks_are_forked_from_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = tmp_path / "nvidia-uvm"  # the driver has this open from then on
+    device.touch()
+    (tmp_path / "harmless.py").touch()
+    (tmp_path / "initialising.py").write_text(f"opened = open({str(device)!r})")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(forkserver, "CUDA_DEVICE", device)
+    monkeypatch.setattr(forkserver, "thread_count", lambda: 1)  # this process may have more
+    assert forkserver._import(["harmless"]) == ""
+    assert forkserver._import(["harmless", "initialising"]) == "importing initialising initialises CUDA"
+
+
+ASKING = """
+import pynvml, torch
+
+found = torch.cuda.device_count(), torch.cuda.is_available()
+try:
+    pynvml.nvmlInit()
+    has_nvml = True
+except pynvml.NVMLError:
+    has_nvml = False
+"""
+
+
+@pytest.mark.parametrize(("visible", "found"), [(None, 2), ("GPU-a", 1), ("", 0)])
+def test_what_is_imported_is_told_of_gpus_without_their_driver(
+    visible: str | None, found: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where none is visible, torch is asked itself, which says 0 without initialising anything."""
+    for name in ("nvidia0", "nvidia1", "nvidiactl"):
+        (tmp_path / name).touch()
+    (tmp_path / "asking.py").write_text(ASKING)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "asking", raising=False)
+    monkeypatch.setattr(forkserver, "DEVICES", tmp_path)
+    monkeypatch.setattr(forkserver, "thread_count", lambda: 1)  # this process may have more
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    nvml = SimpleNamespace(nvmlInit=lambda: None, NVMLError=LookupError, NVML_ERROR_UNINITIALIZED=1)
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setattr(torch.cuda, "device_count", itself := lambda: 0)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert forkserver._import(["asking"]) == ""
+    assert sys.modules["asking"].found == (found, found > 0)
+    assert sys.modules["asking"].has_nvml == (found == 0)
+    assert torch.cuda.device_count is itself
+    nvml.nvmlInit()
+
+
+def test_a_module_that_cannot_do_without_nvml_has_it_in_ranks_that_are_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "nvidia0").touch()
+    (tmp_path / "insisting.py").write_text("import pynvml; pynvml.nvmlInit()")
+    (tmp_path / "broken.py").write_text("raise LookupError")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(forkserver, "DEVICES", tmp_path)
+    monkeypatch.setattr(forkserver, "thread_count", lambda: 1)  # this process may have more
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    nvml = SimpleNamespace(nvmlInit=lambda: None, NVMLError=LookupError, NVML_ERROR_UNINITIALIZED=1)
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert forkserver._import(["insisting"]) == "importing insisting needs NVML"
+    with pytest.raises(LookupError):
+        forkserver._import(["broken"])
+
+
+@pytest.mark.parametrize(
+    ("writes_none", "has_some", "is_kept"), [(True, False, True), (True, True, False), (False, False, False)]
+)
+def test_bytecode_that_is_kept_nowhere_else_is_kept_in_the_cache(
+    writes_none: bool, has_some: bool, is_kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in an image without bytecode whose Python writes none: ranks would compile all that they import."""
+    beside = tmp_path / "torch.pyc"
+    if has_some:
+        beside.touch()
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1" if writes_none else "")
+    monkeypatch.setenv("PARITY_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(sys, "dont_write_bytecode", writes_none)
+    monkeypatch.setattr(preload_server, "cache_from_source", lambda _: str(beside))
+    subprocess.run(
+        [sys.executable, "-c", "import conformance.spec.layout"], env=preload_server.environment(), check=True
+    )
+    assert any((tmp_path / "cache" / "bytecode").rglob("layout.*.pyc")) == is_kept
+
+
+def test_the_bytecode_of_environments_that_are_gone_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PARITY_CACHE", str(tmp_path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.setattr(preload_server, "cache_from_source", lambda _: str(tmp_path / "torch.pyc"))
+    own = Path(preload_server.environment()["PYTHONPYCACHEPREFIX"])
+    for number in range(5):
+        (others := own.parent / f"other-{number}").mkdir()
+        os.utime(others, (number, number))
+    os.utime(own, (0, 0))  # not used since all of them
+    assert Path(preload_server.environment()["PYTHONPYCACHEPREFIX"]) == own
+    assert {kept.name for kept in own.parent.iterdir()} == {own.name, "other-3", "other-4"}

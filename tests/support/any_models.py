@@ -1,0 +1,89 @@
+"""Models that no fixture has: transformers' own classes, random weights, other sizes, and the fixtures' tokenizer."""
+
+import shutil
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from cells import cell_of
+
+from conformance.core.paths import FIXTURES
+from conformance.matrix.cell import Cell
+from conformance.spec.layout import Layout
+from conformance.spec.scenario import Precision, Scenario
+from impl.fsdp2.adapter import Fsdp2Backend
+
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+SIZES = {
+    "vocab_size": 400,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 4096,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+# Nothing here is a family of the oracle. GPT-NeoX: parallel residuals, LayerNorm with biases, q, k and v in one matrix,
+# rotary positions on a quarter of a head, other names. StableLM: attention of its own, no tensor-parallel plan.
+# OLMoE: a mixture of experts. AFMoE (Trinity): another, with windows, whose code makes masks without positions.
+# GLM-4-MoE: routers with a bias that is a buffer. GPT-2: learned positions, a configuration with other names, tied.
+KINDS: dict[str, dict[str, Any]] = {
+    "GPTNeoX": {"hidden_size": 64, "intermediate_size": 96, "rotary_pct": 0.25},
+    "StableLm": {"hidden_size": 64, "num_key_value_heads": 2, "use_qkv_bias": True},
+    "Olmoe": {"num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32},
+    "Afmoe": {
+        **{"num_key_value_heads": 2, "head_dim": 12, "mup_enabled": True},
+        **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_shared_experts": 1},
+        **{"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 9},
+    },
+    "GPT2": {"hidden_size": 64, "n_inner": 96, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    "Glm4Moe": {
+        **{"num_key_value_heads": 2, "head_dim": 12, "n_routed_experts": 4, "num_experts_per_tok": 2},
+        **{"moe_intermediate_size": 32, "n_shared_experts": 1, "first_k_dense_replace": 1},
+    },
+}
+
+
+def make_model(kind: str, folder: Path, **changes: Any) -> Path:
+    """A tiny model of transformers' class ``kind``, whose norms and biases are not neutral."""
+    config = getattr(transformers, f"{kind}Config")(**{**SIZES, **KINDS[kind], **changes})
+    generator = torch.Generator().manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator) * 0.12
+            parameter.copy_(1 + noise if parameter.ndim == 1 and name.endswith("weight") else noise)
+    model.save_pretrained(folder)
+    for name in TOKENIZER:
+        shutil.copy(FIXTURES / "models" / "llama" / name, folder)
+    return folder
+
+
+def cell_with(
+    model: Path, *, backend: str, scenario: str, layout: str, precision: Precision, trusted: bool = False
+) -> Cell:
+    """A small cell of a model that lies somewhere; what it reads of roll-outs are Llama's, whose tokenizer it has."""
+    cell = cell_of(backend, scenario, "llama", layout, precision)
+    data = replace(cell.scenario.data, path=cell.scenario.data.path.replace("{model}", "llama"))
+    leg = cell.legs[0]
+    own = replace(cell.scenario, model=str(model), data=data, trust_remote_code=trusted)
+    return Cell.single(scenario=own, backend=leg.backend, layout=leg.layout)
+
+
+class WrongMlp(Fsdp2Backend):
+    """The MLP of the first layer gives a little too much, on every rank."""
+
+    def setup(self, scenario: Scenario, layout: Layout, weights: Mapping[str, Path], device: str) -> dict[str, Any]:
+        resolved = super().setup(scenario, layout, weights, device)
+        model = self.models["policy"].model  # type: ignore[attr-defined]
+        next(m for m in model.modules() if hasattr(m, "mlp")).mlp.register_forward_hook(_too_much)
+        return resolved
+
+
+def _too_much(module: torch.nn.Module, inputs: object, output: torch.Tensor) -> torch.Tensor:
+    return output * (1 + 1e-6)

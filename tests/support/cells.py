@@ -1,0 +1,97 @@
+"""What tests of cells share: small cells, verdicts, and what honest cells show.
+
+Two steps show every stage: the first update and a later one. Where a scenario accumulates, eight rows give each of two
+data ranks two micro-batches of two rows, one of which has no target at the second step; in half precision there are all
+rows and micro-batches of the scenario, because noise, and what looks like rounding, is measured over them. Where more
+is the point, a test asks for it.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import make_cell
+
+from conformance.backends.faults import Fault
+from conformance.backends.protocol import BackendEntry
+from conformance.core.io import read_toml
+from conformance.core.paths import FIXTURES
+from conformance.matrix.cell import Cell, Leg
+from conformance.records.step_tensors import Record, read_record
+from conformance.results.verdict import Verdict
+from conformance.runner.phases import world_config
+from conformance.runner.session import Session
+from conformance.runtime import WorldConfig
+from conformance.spec.layout import Layout
+from conformance.spec.scenario import Precision
+
+HONEST = 1e-12  # what the exact tier shows when nothing is wrong; the bound is ten times that
+STEPS, ROWS, MICRO_BATCHES = 2, 8, 2
+OWN_SIZE = {  # where the scenario is about them
+    "sft-long": {"steps": 2, "rows": 4},
+    "sft-uneven": {"steps": 2, "rows": 9, "accumulation": 3},
+    "sft-z-loss": {"steps": 2, "rows": 12, "accumulation": 3},
+    "sft-cosine-end": {"steps": 4, "rows": 6},
+    "sft-linear-end": {"steps": 5, "rows": 6},
+}
+BACKENDS = {
+    "fsdp2": BackendEntry(name="fsdp2", target="impl.fsdp2.adapter:Fsdp2Backend"),
+    "deepspeed": BackendEntry(name="deepspeed", target="impl.deepspeed.adapter:DeepspeedBackend"),
+    "megatron": BackendEntry(name="megatron", target="impl.megatron.adapter:MegatronBackend"),
+}
+exhaustive = functools.partial(pytest.param, marks=pytest.mark.exhaustive)
+
+
+def one_of_each_stage(faults: Sequence[Fault], having: Callable[[str], Sequence[str]]) -> set[tuple[str, str]]:
+    """What a fast run plants: (backend, fault), one for each stage at which faults show, on the backends in turn: the
+    first that the backend can have, or else the first of all. A nightly run plants all of them on all backends.
+
+    having(fault): the names of backends that the fault can be planted on, one or more.
+    """
+    found = set()
+    for turn, stage in enumerate(dict.fromkeys(fault.stage for fault in faults)):
+        able = [(backend, fault.name) for fault in faults if fault.stage == stage for backend in having(fault.name)]
+        found.add(next((one for one in able if one[0] == [*BACKENDS][turn % len(BACKENDS)]), able[0]))
+    return found
+
+
+def ranks_of(backend: str, size: int) -> WorldConfig:
+    """The world that cells of a backend run in, for tests of other tasks."""
+    return world_config(Leg(backend=BACKENDS[backend], layout=Layout(dp=size), steps=1), "cpu")
+
+
+def cell_of(
+    backend: str, scenario: str, model: str, layout: str, precision: Precision, *faults: str, **overrides: Any
+) -> Cell:
+    """A small cell. sft-warmup has two legs, so it has twice the steps."""
+    steps = 2 * STEPS if scenario == "sft-warmup" else STEPS
+    size = {"steps": steps} if precision in ("bf16", "fp16") else {"steps": steps, **small(scenario)}
+    overrides = size | OWN_SIZE.get(scenario, {}) | overrides
+    return make_cell(scenario, model, layout, precision, faults=faults, backend=BACKENDS[backend], **overrides)
+
+
+@functools.cache
+def small(scenario: str) -> dict[str, Any]:
+    """Few rows in few micro-batches, as overrides of make_cell."""
+    own = read_toml(FIXTURES / "scenarios" / f"{scenario}.toml").get("accumulation", 1)
+    return {"rows": ROWS, "accumulation": min(MICRO_BATCHES, own)}
+
+
+def assert_honest(session: Session, cell: Cell) -> Verdict:
+    """Run an exact cell: it conforms, to the digits of float64, and no float32 was left in it."""
+    verdict = session.run(cell).verdict
+    assert verdict.state == "conforms", verdict.reason
+    assert max(quantity.observed for quantity in verdict.quantities) < HONEST
+    for leg in range(len(cell.legs)):
+        assert record_of(session, cell, leg).footer["leaks"] == []
+    return verdict
+
+
+def record_of(session: Session, cell: Cell, leg: int = 0) -> Record:
+    return read_record(folder_of(session, cell) / "legs" / str(leg) / "record")
+
+
+def folder_of(session: Session, cell: Cell) -> Path:
+    return session.config.out / "cells" / cell.slug

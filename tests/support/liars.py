@@ -1,0 +1,286 @@
+"""Backends that lie: each trains with FSDP2, and says or does one thing that is not so."""
+
+import dataclasses
+import math
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+from unittest import mock
+
+import numpy
+import torch
+import torch.distributed as dist
+
+from conformance.backends.protocol import Shard, StepMetrics, TensorKind
+from conformance.spec.batch import Batch
+from conformance.spec.layout import Layout
+from conformance.spec.scenario import Scenario
+from impl.deepspeed import config
+from impl.deepspeed import model as deepspeed_model
+from impl.deepspeed.adapter import DeepspeedBackend
+from impl.fsdp2.adapter import Fsdp2Backend
+from impl.megatron.adapter import MegatronBackend
+
+
+class OtherRankLies(Fsdp2Backend):
+    """All ranks but the first report another number, or another row, than was computed."""
+
+    key: ClassVar[str]
+
+    def train_step(self, batch: Batch, on_gradients: Callable[[str], None]) -> StepMetrics:
+        metrics = super().train_step(batch, on_gradients)
+        if dist.get_rank() == 0:
+            return metrics
+        if self.key in metrics.rows:
+            rows = {row: torch.zeros_like(tensor) for row, tensor in metrics.rows[self.key].items()}
+            return dataclasses.replace(metrics, rows={**metrics.rows, self.key: rows})
+        return dataclasses.replace(metrics, values={**metrics.values, self.key: math.nan})
+
+
+class OtherRankLoss(OtherRankLies):
+    key = "loss"
+
+
+class OtherRankCount(OtherRankLies):
+    key = "token_count"
+
+
+class OtherRankNorm(OtherRankLies):
+    key = "grad_norm"
+
+
+class OtherRankRate(OtherRankLies):
+    key = "lr"
+
+
+class OtherRankLogprobs(OtherRankLies):
+    key = "logprob"
+
+
+class OtherRankIsSilent(Fsdp2Backend):
+    """Only the first rank reports a norm."""
+
+    def train_step(self, batch: Batch, on_gradients: Callable[[str], None]) -> StepMetrics:
+        metrics = super().train_step(batch, on_gradients)
+        if dist.get_rank() == 0:
+            return metrics
+        return dataclasses.replace(metrics, values={k: v for k, v in metrics.values.items() if k != "grad_norm"})
+
+
+class OtherRankDrifts(Fsdp2Backend):
+    """The last rank's copy of a weight is off by one part in a million after every step."""
+
+    def local_shards(self, kind: TensorKind, model: str) -> Iterator[Shard]:
+        last = dist.get_rank() == dist.get_world_size() - 1
+        for shard in super().local_shards(kind, model):
+            yield Shard(shard.name, shard.region, shard.tensor * (1 + 1e-6) if last else shard.tensor)
+
+
+class KeepsAnOldVector(DeepspeedBackend):
+    """After every step, the last rank's copy of a vector that ZeRO-3 leaves whole is off by one part in a million."""
+
+    def train_step(self, batch: Batch, on_gradients: Callable[[str], None]) -> StepMetrics:
+        metrics = super().train_step(batch, on_gradients)
+        if dist.get_rank() == dist.get_world_size() - 1:
+            policy: Any = self.models["policy"]
+            whole = next(p for p in policy.model.parameters() if p.ds_persist)
+            whole.data.mul_(1 + 1e-6)
+        return metrics
+
+
+class WritesNoCheckpoint(Fsdp2Backend):
+    """``save`` writes nothing; ``load`` goes on with what is still in the memory of the process, if it is."""
+
+    kept: ClassVar[dict[str, Any]] = {}
+
+    def save(self, path: Path) -> None:
+        self.kept["context"], self.kept["models"] = self.context, self.models
+
+    def load(self, path: Path) -> None:
+        self.context, self.models = self.kept.get("context", self.context), self.kept.get("models", self.models)
+
+    def teardown(self) -> None:
+        if self.models is not self.kept.get("models"):
+            super().teardown()
+
+
+class ForgetsTheOptimizer(Fsdp2Backend):
+    """``load`` restores weights and schedule, but no optimizer state."""
+
+    def load(self, path: Path) -> None:
+        super().load(path)
+        for model in self.models.values():
+            model.optimizer.state.clear()  # type: ignore[attr-defined]
+
+
+def seed_alike() -> None:
+    random.seed(42)
+    numpy.random.seed(42)
+    torch.manual_seed(42)
+
+
+class SeedsItself(Fsdp2Backend):
+    """Restores no random generators, but seeds them alike at every start, as many scripts do."""
+
+    def setup(self, *arguments: Any) -> dict[str, Any]:
+        resolved = super().setup(*arguments)
+        seed_alike()
+        return resolved
+
+    def load(self, path: Path) -> None:
+        super().load(path)
+        seed_alike()
+
+
+class ExportsOtherWeights(Fsdp2Backend):
+    """``export`` writes weights that are not those that were trained: all of them a little larger."""
+
+    def export(self, path: Path, model: str) -> None:
+        with torch.no_grad():
+            for parameter in self.models[model].model.parameters():  # type: ignore[attr-defined]
+                parameter.mul_(1 + 2.0**-9)
+        super().export(path, model)
+
+
+class DropsItsOptions:
+    """Runs the layout without its options, and with another ZeRO stage."""
+
+    stage: ClassVar[int | None] = None
+
+    def setup(self, scenario: Scenario, layout: Layout, *arguments: Any) -> dict[str, Any]:
+        zero = layout.zero if self.stage is None else self.stage
+        less: dict[str, Any] = super().setup(  # type: ignore[misc]
+            scenario, dataclasses.replace(layout, options=(), zero=zero), *arguments
+        )
+        return {**less, "options": list(layout.options)}
+
+
+class RunsWholeExperts:
+    """Its ranks of ``ep`` are data ranks like others: each has all experts, and all numbers are right."""
+
+    def setup(self, scenario: Scenario, layout: Layout, *arguments: Any) -> dict[str, Any]:
+        whole = dataclasses.replace(layout, dp=layout.data, ep=1)
+        resolved: dict[str, Any] = super().setup(scenario, whole, *arguments)  # type: ignore[misc]
+        return resolved
+
+
+class Fsdp2RunsWholeExperts(RunsWholeExperts, Fsdp2Backend):
+    pass
+
+
+class MegatronRunsWholeExperts(RunsWholeExperts, MegatronBackend):
+    pass
+
+
+class TakesOtherExperts(Fsdp2Backend):
+    """Below the exact tier, tokens go to the neighbours of the experts that the batch says."""
+
+    def setup(self, *arguments: Any) -> dict[str, Any]:
+        resolved = super().setup(*arguments)
+        routers = self.models["policy"].routers  # type: ignore[attr-defined]
+        begin = routers.begin
+
+        def begin_wrong(inputs: Any) -> None:
+            begin(inputs)
+            routers._replayed = [(chosen + 1) % 4 for chosen in routers._replayed]
+
+        routers.begin = begin_wrong
+        return resolved
+
+
+class MegatronTakesOtherExperts(MegatronBackend):
+    """The same, in megatron-core's replay of choices."""
+
+    def setup(self, *arguments: Any) -> dict[str, Any]:
+        resolved = super().setup(*arguments)
+        for chunk in self.models["policy"].tensors.chunks:  # type: ignore[attr-defined]
+            for router in (module for module in chunk.modules() if hasattr(module, "router_replay")):
+                router.router_replay.get_replay_topk = _next_experts(router.router_replay.get_replay_topk)
+        return resolved
+
+
+def _next_experts(replay: Callable[..., Any]) -> Callable[..., Any]:
+    def wrong(scores: Any, *arguments: Any) -> Any:
+        chosen = (replay(scores, *arguments)[1] + 1) % 4
+        return scores.gather(1, chosen), chosen
+
+    return wrong
+
+
+class Fsdp2DropsItsOptions(DropsItsOptions, Fsdp2Backend):
+    pass
+
+
+class DeepspeedDropsItsOptions(DropsItsOptions, DeepspeedBackend):
+    pass
+
+
+class MegatronDropsItsOptions(DropsItsOptions, MegatronBackend):
+    pass
+
+
+class DeepspeedRunsStage0(DeepspeedDropsItsOptions):
+    stage = 0
+
+
+class DeepspeedRunsStage1(DeepspeedDropsItsOptions):
+    stage = 1
+
+
+class DeepspeedRunsStage3(DeepspeedDropsItsOptions):
+    stage = 3
+
+
+class DeepspeedRunsStage2(DeepspeedDropsItsOptions):
+    stage = 2
+
+
+class Fsdp2ReplicatesItsWeights(Fsdp2Backend):
+    """Every data rank is a replica, so nothing is cut."""
+
+    def setup(self, scenario: Scenario, layout: Layout, *arguments: Any) -> dict[str, Any]:
+        return super().setup(scenario, dataclasses.replace(layout, rep=layout.dp), *arguments)
+
+
+class DeepspeedHasSmallBuckets(DeepspeedBackend):
+    """Honest. Its bucket for gradients is smaller than the weights, as DeepSpeed's is at real size."""
+
+    def setup(self, *arguments: Any) -> dict[str, Any]:
+        original = config.training_settings
+
+        def with_bucket(*arguments: Any, **options: Any) -> dict[str, Any]:
+            made = original(*arguments, **options)
+            made["zero_optimization"]["reduce_bucket_size"] = 80_000  # elements, of 97,600
+            return made
+
+        with mock.patch.object(deepspeed_model, "training_settings", with_bucket):
+            return super().setup(*arguments)
+
+
+class MegatronRunsStage0(MegatronDropsItsOptions):
+    stage = 0
+
+
+class DoublesTheRate:
+    """Trains with twice the learning rate that was asked for, and reports that one."""
+
+    def setup(self, scenario: Scenario, *arguments: Any) -> dict[str, Any]:
+        twice = dataclasses.replace(scenario.optimizer, lr=2 * scenario.optimizer.lr)
+        return super().setup(dataclasses.replace(scenario, optimizer=twice), *arguments)  # type: ignore[misc, no-any-return]
+
+    def train_step(self, batch: Batch, on_gradients: Callable[[str], None]) -> StepMetrics:
+        metrics: StepMetrics = super().train_step(batch, on_gradients)  # type: ignore[misc]
+        return dataclasses.replace(metrics, values={**metrics.values, "lr": metrics.values["lr"] / 2})
+
+
+class Fsdp2DoublesTheRate(DoublesTheRate, Fsdp2Backend):
+    pass
+
+
+class DeepspeedDoublesTheRate(DoublesTheRate, DeepspeedBackend):
+    pass
+
+
+class MegatronDoublesTheRate(DoublesTheRate, MegatronBackend):
+    pass

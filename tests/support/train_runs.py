@@ -1,0 +1,87 @@
+"""What the tests of training share: small configurations, and trainings in the ranks of a pool."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cells import ranks_of
+
+from conformance.core.paths import FIXTURES
+from conformance.runtime import Outcome, Pool
+from conformance.spec.layout import Layout
+from conformance.spec.scenario import parse_scenario
+from impl.train.config import ARITHMETIC, OutputConfig, RolloutConfig, TrainConfig, to_json
+from impl.train.logging import read_log
+
+ADAMW = {"name": "adamw", "lr": 3e-3, "eps": 1e-8, "max_grad_norm": 1.0}
+OF_TIME = {"seconds", "rollout_seconds", "tokens_per_second", "peak_memory_bytes"}
+
+
+def training(folder: Path, kind: str, *, backend: str = "fsdp2", layout: str = "dp2", **changes: Any) -> TrainConfig:
+    """A tiny training in float64, of three updates; ``changes`` of the scenario, its ``data`` and ``objective``."""
+    model = FIXTURES / "models" / changes.pop("model", "llama")
+    data = {"rows": 8, **({} if kind == "sft" else {"path": ARITHMETIC, "max_len": 32}), **changes.pop("data", {})}
+    values = {
+        "name": "training",
+        "model": str(model),
+        "precision": "exact",
+        "steps": 3,
+        "optimizer": ADAMW,
+        "objective": {"kind": kind, **changes.pop("objective", {})},
+        "data": data,
+        **changes,
+    }
+    scenario = parse_scenario(values)
+    return TrainConfig(
+        backend=backend,
+        layout=Layout.parse(layout),
+        device="cpu",
+        scenario=scenario,
+        models={role.name: model for role in scenario.objective.roles},
+        rollout=None if kind == "sft" else RolloutConfig(prompts=2, n_samples_per_prompt=4, max_new_tokens=4),
+        output=OutputConfig(log=folder / "log.jsonl"),
+    )
+
+
+@dataclass(frozen=True)
+class Trainings:
+    """Runs trainings on live ranks."""
+
+    pool: Pool
+    logs: Path
+
+    def __call__(self, config: TrainConfig, *, fresh: bool = False, **options: Any) -> list[dict[str, Any]]:
+        """The lines of the training's log, without what depends on the machine."""
+        outcome = self.outcome(config, fresh=fresh, **options)
+        assert outcome.state == "done", outcome.reason
+        return lines_of(config)
+
+    def outcome(self, config: TrainConfig, *, fresh: bool = False, **options: Any) -> Outcome:
+        return self.pool.run(
+            key=config.backend,
+            config=ranks_of(config.backend, config.layout.world_size),
+            task="train_tasks:run_training",
+            kwargs={"config": to_json(config), **options},
+            log_dir=self.logs,
+            budget_s=240.0,
+            fresh=fresh,
+        )
+
+
+def lines_of(config: TrainConfig) -> list[dict[str, Any]]:
+    _, lines = read_log(config.output.log)
+    return [{name: value for name, value in line.items() if name not in OF_TIME} for line in lines]
+
+
+def writing_to(config: TrainConfig, **output: Any) -> TrainConfig:
+    """The training with other outputs."""
+    return replace(config, output=replace(config.output, **output))
+
+
+def assert_same(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], bound: float) -> None:
+    """All numbers of all lines, relative to their size."""
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.keys() == other.keys()
+        known = {name: number for name, number in one.items() if number is not None}
+        assert known == pytest.approx({name: other[name] for name in known}, rel=bound, abs=bound)

@@ -1,0 +1,68 @@
+"""What the tests of worlds share: a way to run tasks of tests/support/world_tasks.py, and to ask whether a process is
+gone.
+"""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from conformance.core.process import process_state
+from conformance.runtime import Outcome, Pool, WorldConfig
+
+BUDGET_S = 20.0
+
+
+def world_config(*, size: int, memory_limit_bytes: int | None = None) -> WorldConfig:
+    return WorldConfig(size=size, device="cpu", preload=("world_tasks",), memory_limit_bytes=memory_limit_bytes)
+
+
+@dataclass(frozen=True)
+class Runner:
+    """Runs tasks of world_tasks in worlds of a pool; logs go to a folder."""
+
+    pool: Pool
+    logs: Path
+
+    def __call__(
+        self,
+        task: str,
+        *,
+        key: str = "test",
+        size: int = 2,
+        budget_s: float = BUDGET_S,
+        memory: int | None = None,
+        fresh: bool = False,
+        **kwargs: Any,
+    ) -> Outcome:
+        return self.pool.run(
+            key=key,
+            config=world_config(size=size, memory_limit_bytes=memory),
+            task=f"world_tasks:{task}",
+            kwargs=kwargs,
+            log_dir=self.logs,
+            budget_s=budget_s,
+            fresh=fresh,
+        )
+
+    def pids(self, **world: Any) -> list[int]:
+        """The ranks' process ids."""
+        return [result["rank"] for result in results(self("pids", **world))]
+
+
+def results(outcome: Outcome) -> list[Any]:
+    assert outcome.state == "done", outcome.reason
+    return outcome.results
+
+
+def is_gone(pid: int) -> bool:
+    """No such process, not even a zombie."""
+    return process_state(pid) == ""
+
+
+def is_dead_soon(pid: int) -> bool:
+    """For a process whose zygote is gone: whoever adopts it reaps it, sooner or later."""
+    deadline = time.monotonic() + 5
+    while process_state(pid) not in ("", "Z") and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return process_state(pid) in ("", "Z")

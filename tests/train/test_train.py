@@ -1,0 +1,191 @@
+"""Trainings in ranks: interrupted and resumed, the same in every layout and on every backend, and learning."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+from cells import exhaustive
+from train_runs import Trainings, assert_same, lines_of, training, writing_to
+
+from conformance.core.paths import FIXTURES
+from conformance.runtime import Pool
+from conformance.spec.layout import Layout
+from impl.train.config import TrainConfig, to_json
+
+WORDS = FIXTURES / "data" / "word_problems.jsonl"
+
+
+@pytest.fixture
+def trainings(pool: Pool, tmp_path: Path) -> Trainings:
+    return Trainings(pool, tmp_path / "logs")
+
+
+@pytest.mark.parametrize(
+    ("backend", "kind"),
+    [
+        exhaustive("fsdp2", "sft"),
+        exhaustive("fsdp2", "grpo"),
+        exhaustive("fsdp2", "ppo"),
+        *(exhaustive(backend, kind) for backend in ("deepspeed", "megatron") for kind in ("sft", "grpo", "ppo")),
+    ],
+)
+def test_a_training_that_a_signal_stops_goes_on_to_the_last_bit_as_if_it_never_had(
+    trainings: Trainings, tmp_path: Path, backend: str, kind: str
+) -> None:
+    of_kind = {"packed": True, "max_len": 160, "rows": 4} if kind == "sft" else {}
+    config = training(tmp_path, kind, backend=backend, steps=6, data=of_kind)
+    config = replace(config, eval_dataset=held_out(tmp_path), eval_steps=3)
+    whole = trainings(config)
+    where = {"log": tmp_path / "parted.jsonl", "ckpt_path": tmp_path / "checkpoints"}
+    parted = writing_to(config, **where, save_steps=1, async_save=kind == "sft")
+    stopped = trainings(parted, stop=[1, 2, "SIGTERM"])
+    assert 2 <= stopped[-1]["step"] < 6
+    assert (tmp_path / "checkpoints" / "latest").read_text() == f"step-{stopped[-1]['step']:06d}"
+    assert trainings(writing_to(parted, load_checkpoint=True), fresh=True) == whole
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", ["sft", "grpo"])
+def test_a_training_goes_on_with_another_number_of_ranks(trainings: Trainings, tmp_path: Path, kind: str) -> None:
+    config = training(tmp_path, kind, steps=4, data={"packed": kind == "sft", "max_len": 160})
+    config = replace(config, eval_dataset=held_out(tmp_path), eval_steps=2)
+    whole = trainings(config)
+    parted = writing_to(config, log=tmp_path / "parted.jsonl", ckpt_path=tmp_path / "checkpoints")
+    trainings(replace(parted, scenario=replace(parted.scenario, steps=2)))
+    alone = replace(parted, layout=Layout.parse("dp1"))
+    assert_same(whole, trainings(writing_to(alone, load_checkpoint=True), fresh=True), 1e-9)
+
+
+@pytest.mark.parametrize("kind", ["grpo", exhaustive("sft"), exhaustive("ppo")])
+def test_a_training_has_the_same_numbers_on_other_ranks(trainings: Trainings, tmp_path: Path, kind: str) -> None:
+    alone, cut = (trainings(training(tmp_path / layout, kind, layout=layout, steps=2)) for layout in ("dp1", "tp2"))
+    assert_same(alone, cut, 1e-9)
+
+
+@pytest.mark.exhaustive
+def test_engine_and_policy_agree_on_every_logprob(trainings: Trainings, tmp_path: Path) -> None:
+    lines = trainings(training(tmp_path, "grpo", layout="tp2", objective={"temperature": 0.7}))
+    for line in lines:  # of other weights each
+        assert line["logprob_gap_mean"] <= line["logprob_gap_max"] < 1e-12
+        assert line["logprob_gap_exp"] == pytest.approx(1, abs=1e-12)
+
+
+@pytest.mark.exhaustive
+def test_the_held_out_loss_is_that_of_a_step_on_the_same_documents(trainings: Trainings, tmp_path: Path) -> None:
+    path = held_out(tmp_path)
+    config = training(tmp_path, "sft", steps=1, data={"path": str(path), "rows": 4})
+    before, step = trainings(replace(config, eval_dataset=path))
+    assert before["eval_loss"] == pytest.approx(step["loss"], rel=1e-12)
+    assert step["eval_loss"] < before["eval_loss"]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("greedy", [True, False])
+@pytest.mark.parametrize("kind", ["grpo", "ppo"])
+def test_the_first_ten_iterations_of_all_backends_are_the_same(
+    trainings: Trainings, tmp_path: Path, kind: str, greedy: bool
+) -> None:
+    lines = {
+        backend: trainings(sampling(training(tmp_path / backend, kind, backend=backend, steps=10), greedy=greedy))
+        for backend in ("fsdp2", "deepspeed", "megatron")
+    }
+    assert fmean(line["grad_norm"] for line in lines["fsdp2"]) > 0.01
+    for backend in ("deepspeed", "megatron"):
+        assert_same(lines["fsdp2"], lines[backend], 1e-9)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("backend", ["fsdp2", "deepspeed", "megatron"])
+@pytest.mark.parametrize("kind", ["grpo", "ppo"])
+def test_thirty_iterations_raise_the_reward(trainings: Trainings, tmp_path: Path, backend: str, kind: str) -> None:
+    config = training(tmp_path, kind, backend=backend, steps=30, precision="fp32", data={"rows": 64})
+    assert config.rollout
+    lines = trainings(replace(config, rollout=replace(config.rollout, prompts=8, n_samples_per_prompt=8)))
+    rewards = [line["reward_mean"] for line in lines]
+    assert fmean(rewards[:3]) < 0.2
+    assert fmean(rewards[-5:]) > 0.35
+
+
+@pytest.mark.exhaustive
+def test_sft_lowers_the_held_out_loss(trainings: Trainings, tmp_path: Path) -> None:
+    config = training(tmp_path, "sft", steps=20, precision="fp32", data={"packed": True, "max_len": 160})
+    lines = trainings(replace(config, eval_dataset=WORDS))
+    losses = [line["eval_loss"] for line in lines if "eval_loss" in line]
+    assert len(losses) == 2
+    assert losses[-1] < losses[0] - 1
+
+
+ABORTS_AT_ITS_END = """
+import atexit, os, runpy, sys
+class Kept:
+    def __del__(self):
+        os.abort()  # as C++ does when Python is finalized under a thread of it
+sys.modules["kept"] = Kept()
+atexit.register(print, "registered for the end")
+runpy.run_module("impl.train.worker", run_name="__main__")
+"""
+
+
+@pytest.mark.exhaustive
+def test_a_rank_ends_with_its_exit_code_whatever_finalization_would_do(tmp_path: Path) -> None:
+    (file := tmp_path / "config.json").write_text("{}")
+    rank = [sys.executable, "-c", ABORTS_AT_ITS_END, str(file)]
+    told = subprocess.run(rank, capture_output=True, text=True, timeout=120)
+    assert told.returncode == 2, told
+    assert "error: " in told.stderr
+    assert told.stdout == "registered for the end\n"
+
+
+@pytest.mark.exhaustive
+def test_a_rank_is_a_process_that_torchrun_starts(tmp_path: Path) -> None:
+    file, config = tmp_path / "config.json", training(tmp_path, "sft", steps=2)
+    config = writing_to(config, save_path=tmp_path / "model")
+    file.write_text(json.dumps(to_json(config)), encoding="utf-8")
+    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "impl.train.worker"]
+    told = subprocess.run([sys.executable, *ranks, str(file)], capture_output=True, text=True, timeout=240, check=True)
+    assert [line["step"] for line in lines_of(config)] == [1, 2]
+    assert "step 2/2  loss" in told.stdout
+    assert (tmp_path / "model" / "model.safetensors").is_file()
+    again = subprocess.run([sys.executable, *ranks, str(file)], capture_output=True, text=True, timeout=240)
+    assert again.returncode != 0
+    assert f"error: {config.output.log} is the log of another training" in again.stderr
+
+
+@pytest.mark.exhaustive
+def test_a_training_does_not_begin_where_another_one_is(trainings: Trainings, tmp_path: Path) -> None:
+    config = writing_to(training(tmp_path, "sft", steps=1), ckpt_path=tmp_path / "checkpoints")
+    trainings(config)
+    assert "holds checkpoints of another training" in trainings.outcome(config).reason
+    elsewhere = writing_to(config, ckpt_path=tmp_path / "others")
+    assert "is the log of another training" in trainings.outcome(elsewhere).reason
+    assert len(lines_of(config)) == 1
+
+
+@pytest.mark.exhaustive
+def test_a_training_does_not_go_on_with_other_roll_outs(trainings: Trainings, tmp_path: Path) -> None:
+    config = writing_to(training(tmp_path, "grpo", steps=1, precision="fp32"), ckpt_path=tmp_path / "checkpoints")
+    trainings(config)
+    assert config.rollout
+    scenario = replace(config.scenario, steps=2, data=replace(config.scenario.data, rows=16))
+    other = replace(config, scenario=scenario, rollout=replace(config.rollout, prompts=4))
+    reason = trainings.outcome(writing_to(other, load_checkpoint=True)).reason
+    assert "the checkpoint has 1 updates on 2 prompts, and this training makes 1 of each roll-out of 4" in reason
+
+
+def held_out(folder: Path) -> Path:
+    """A data set of four questions, short ones for all kinds of trainings."""
+    path = folder / "held-out.jsonl"
+    samples = [{"question": f"{n}+{n}=", "answer": f"#### {2 * n}"} for n in (1, 2, 3, 4)]
+    path.write_text("".join(json.dumps(sample) + "\n" for sample in samples), encoding="utf-8")
+    return path
+
+
+def sampling(config: TrainConfig, **rollout: Any) -> TrainConfig:
+    """Eight prompts with a response each: greedy responses to one prompt are alike, and their advantages 0."""
+    assert config.rollout
+    return replace(config, rollout=replace(config.rollout, prompts=8, n_samples_per_prompt=1, **rollout))

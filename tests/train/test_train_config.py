@@ -1,0 +1,155 @@
+"""The configuration of a training as JSON, and what is made of it before ranks train."""
+
+import json
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from train_runs import training
+
+from conformance.core.errors import UsageError
+from conformance.core.paths import FIXTURES
+from conformance.spec.batch import Batch, Document, Row
+from impl.models.loading import load_model
+from impl.train.config import from_json, to_json
+from impl.train.loop import ModelSize, Speed, Stop, crosses, model_size, peak_of
+from impl.train.setup import check_save_path, is_value_model, write_critic
+
+MODELS = FIXTURES / "models"
+
+
+@pytest.mark.parametrize("kind", ["sft", "grpo", "ppo"])
+def test_a_configuration_survives_json(tmp_path: Path, kind: str) -> None:
+    config = replace(training(tmp_path, kind, layout="dp2.tp2.seqpar"), options={"lr": 1e-3}, eval_dataset=tmp_path)
+    assert from_json(json.loads(json.dumps(to_json(config)))) == config
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"layout": "dp3x"}, "layout: .*'dp3x'"),
+        ({"device": "tpu"}, "device: .*'cpu' or 'cuda'"),
+        ({"scenario": {"name": "x"}}, r"(?s)file\.json.*scenario.*model"),
+        ({"output": {}}, r"output\.log"),
+    ],
+)
+def test_a_wrong_configuration_is_refused_with_the_name_of_the_field(
+    tmp_path: Path, change: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(UsageError, match=said):
+        from_json({**to_json(training(tmp_path, "sft")), **change}, source="file.json")
+
+
+def test_a_model_that_could_not_be_written_at_the_end_is_refused_at_the_beginning(tmp_path: Path) -> None:
+    config = training(tmp_path, "sft")
+    for folder, said in ((tmp_path, "would replace the log"), (config.models["policy"], "was loaded from")):
+        with pytest.raises(UsageError, match=said):
+            check_save_path(replace(config, output=replace(config.output, save_path=folder)))
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_a_critic_is_made_of_a_language_models_layers_and_a_small_new_head(tmp_path: Path, name: str) -> None:
+    source, made = MODELS / name, tmp_path / "critic"
+    assert not is_value_model(source)
+    write_critic(made, source=source, seed=1)
+    assert is_value_model(made)
+    before, after = (load_file(folder / "model.safetensors") for folder in (source, made))
+    assert before.keys() - after.keys() == ({"lm_head.weight"} & before.keys())
+    assert all(torch.equal(after[key], before[key]) for key in before.keys() & after.keys())
+    assert after["score.weight"].shape == (1, 64)
+    assert 0 < after["score.weight"].std() < 2 / 65
+    model = load_model(made, dtype=torch.float32, attention="eager", head="value")
+    assert model(input_ids=torch.tensor([[1, 2, 3]])).logits.shape == (1, 3, 1)
+    write_critic(tmp_path / "again", source=source, seed=1)
+    assert torch.equal(load_file(tmp_path / "again" / "model.safetensors")["score.weight"], after["score.weight"])
+
+
+@pytest.mark.usefixtures("foreground")
+def test_the_first_signal_is_noted_and_the_second_does_what_it_always_does() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with Stop() as stop:
+        assert not stop.asked
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.asked
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    with Stop():
+        assert signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert signal.getsignal(signal.SIGINT) == before
+
+
+def test_a_signal_that_was_ignored_stays_ignored() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with Stop() as stop:
+            os.kill(os.getpid(), signal.SIGINT)
+            assert not stop.asked
+            assert signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_something_is_due_when_a_multiple_of_its_steps_has_passed() -> None:
+    assert [after for after in range(1, 10) if crosses(after - 1, after, 3)] == [3, 6, 9]
+    assert [after for after in range(4, 20, 4) if crosses(after - 4, after, 6)] == [8, 12]
+
+
+def test_the_operations_of_a_step_count_each_documents_attention_for_itself() -> None:
+    size = ModelSize(parameters=1000, attention=10)
+    assert size.flops([2, 3]) == 6 * 1000 * 5 + 12 * 10 * (4 + 9)
+    documents = tuple(Document((1,) * n, (False,) * n) for n in (2, 3))
+    speed = Speed(models={"policy": size}, peak=1e6).of(Batch(0, 8, (Row(0, documents),)), seconds=0.5)
+    assert speed == {
+        "tokens": 5,
+        "samples": 2,
+        "seconds": 0.5,
+        "tokens_per_second": 10.0,
+        "mfu": pytest.approx(31560 / 0.5 / 1e6),
+    }
+    assert Speed(models={"policy": size}, peak=None).of(Batch(0, 8, (Row(0, documents),)), 0.5)["mfu"] is None
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA H100 PCIe", None),
+        ("NVIDIA H100 NVL", None),
+        ("Tesla V100-PCIE-16GB", None),
+        ("Tesla V100-SXM2-16GB", 125e12),
+        ("NVIDIA A100-PCIE-40GB", 312e12),  # as fast as that without a slot, by the data sheet
+        ("NVIDIA A100 80GB PCIe", 312e12),
+        ("NVIDIA L40", None),
+        ("NVIDIA H20", None),
+    ],
+)
+def test_the_peak_of_a_device_is_known_by_a_whole_word_of_its_name(name: str, peak: float | None) -> None:
+    assert peak_of(name) == peak
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "pangu", "gemma3"])
+def test_the_size_of_a_model_leaves_out_an_embedding_that_is_no_head(name: str) -> None:
+    model = load_model(MODELS / name, dtype=torch.float32, attention="eager")
+    embedding = 0 if model.config.tie_word_embeddings else model.get_input_embeddings().weight.numel()
+    size = model_size(MODELS / name, "causal")
+    assert size.parameters == sum(p.numel() for p in model.parameters()) - embedding
+    attention = {layer.self_attn.q_proj.out_features for layer in model.get_decoder().layers}
+    assert size.attention == model.config.get_text_config().num_hidden_layers * attention.pop()
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_the_size_of_a_critic_has_neither_embedding_nor_language_head(tmp_path: Path, name: str) -> None:
+    """Of a value model, and of a language model that is made one: the folder of the tied one has no head of its own."""
+    write_critic(tmp_path / "critic", source=MODELS / name, seed=1)
+    model = load_model(tmp_path / "critic", dtype=torch.float32, attention="eager", head="value")
+    computing = sum(p.numel() for p in model.parameters()) - model.get_input_embeddings().weight.numel()
+    for folder in (tmp_path / "critic", MODELS / name):
+        assert model_size(folder, "value").parameters == computing

@@ -1,0 +1,223 @@
+"""Roll-outs: what a response follows from, what its log-probs are, and how responses become rows."""
+
+import dataclasses
+import sys
+from collections import Counter
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from train_runs import training
+
+from conformance.core.errors import UsageError
+from conformance.core.paths import FIXTURES
+from conformance.data.tokenizer import load_tokenizer
+from conformance.spec.batch import Document, Row
+from conformance.spec.scenario import Scenario
+from impl.checkpoints.training_state import DataPosition
+from impl.models.loading import load_model
+from impl.train.data import Prompt, exact_answer, load_prompts, near_answer, reward_of
+from impl.train.experience import check_goes_on, check_rollout, dealt, document_of, rollout_logprobs, told_of
+from impl.train.generation import Choose, HfEngine, Response, Sampling, make_engine, seed_of
+from impl.train.setup import end_tokens
+
+LLAMA = FIXTURES / "models" / "llama"
+PROMPTS = [(1, 4, 20, 30), (1, 4, 21, 31, 41), (1, 4, 22)]
+SEEDS = [[seed_of(0, 0, prompt, sample) for sample in range(3)] for prompt in range(3)]
+SAMPLING = Sampling(temperature=0.7, max_new_tokens=5, end=(2,))
+
+
+@pytest.fixture(scope="module")
+def scenario(tmp_path_factory: pytest.TempPathFactory) -> Scenario:
+    config = training(tmp_path_factory.mktemp("rollout"), "grpo", precision="fp32", data={"max_len": 64})
+    return config.scenario
+
+
+@pytest.fixture(scope="module")
+def engine(scenario: Scenario) -> HfEngine:
+    return HfEngine(LLAMA, scenario, SAMPLING, "cpu")
+
+
+def test_responses_follow_from_their_seeds_whatever_else_is_sampled(engine: HfEngine) -> None:
+    together = engine.generate(PROMPTS, SEEDS, greedy=False)
+    backwards = engine.generate(PROMPTS[::-1], SEEDS[::-1], greedy=False)
+    torch.manual_seed(1)
+    alone = [engine.generate([prompt], [seeds], greedy=False)[0] for prompt, seeds in zip(PROMPTS, SEEDS, strict=True)]
+    assert together == backwards[::-1] == alone
+    assert len({response.tokens for group in together for response in group}) == 9
+
+
+def test_responses_to_other_roll_outs_prompts_and_samples_are_others() -> None:
+    seeds = {seed_of(*numbers) for numbers in [(0, 0, 0, 0), (1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0), (0, 0, 0, 1)]}
+    assert len(seeds) == 5
+
+
+@pytest.mark.parametrize("greedy", [True, False])
+def test_the_engines_logprobs_are_those_of_a_forward_pass_over_the_whole_response(
+    engine: HfEngine, greedy: bool
+) -> None:
+    model = load_model(LLAMA, dtype=torch.float32, attention="eager").eval()
+    for prompt, group in zip(PROMPTS, engine.generate(PROMPTS, SEEDS, greedy=greedy), strict=True):
+        for response in group:
+            with torch.no_grad():
+                logits = model(torch.tensor([[*prompt, *response.tokens]])).logits[0, len(prompt) - 1 : -1]
+            every = (logits / SAMPLING.temperature).log_softmax(dim=-1)
+            wanted = every.gather(-1, torch.tensor(response.tokens)[:, None])[:, 0]
+            torch.testing.assert_close(torch.tensor(response.logprobs), wanted, rtol=0, atol=1e-5)
+            if greedy:
+                assert response.tokens == tuple(every.argmax(dim=-1).tolist())
+
+
+def test_scores_that_a_model_caps_are_capped_in_the_engine(scenario: Scenario) -> None:
+    gemma = FIXTURES / "models" / "gemma2"
+    model = load_model(gemma, dtype=torch.float32, attention="eager").eval()
+    engine = HfEngine(gemma, scenario, SAMPLING, "cpu")
+    tokens = torch.tensor([PROMPTS[0] * 4])
+    with torch.no_grad():
+        torch.testing.assert_close(engine.model(tokens).logits, model(tokens).logits)
+
+
+def test_tokens_are_drawn_as_often_as_they_are_likely() -> None:
+    scores = torch.tensor([[0.0, -torch.inf, 1.0, -2.0, 0.5]])
+    drawn = torch.rand(40_000, 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    chosen = Choose(drawn, temperature=0.5)(torch.empty(40_000, 0), scores.repeat(40_000, 1)).argmax(dim=-1)
+    counts = Counter(chosen.tolist())
+    for token, probability in enumerate((scores[0] / 0.5).softmax(dim=-1).tolist()):
+        assert counts[token] / 40_000 == pytest.approx(probability, abs=0.01)
+    assert counts[1] == 0
+
+
+@pytest.mark.parametrize(("number", "token"), [(0.0, 1), (1 - 2**-53, 2)])
+def test_no_number_that_can_be_drawn_gives_a_token_that_cannot_come(number: float, token: int) -> None:
+    scores = torch.tensor([[-torch.inf, 0.3, 0.1, -torch.inf]])
+    chosen = Choose(torch.tensor([[number]], dtype=torch.float64), 1.0)(torch.empty(1, 0), scores)
+    assert chosen.argmax().item() == token
+
+
+def test_a_response_ends_with_its_first_end_token_or_is_cut(engine: HfEngine, scenario: Scenario) -> None:
+    (whole,) = engine.generate(PROMPTS[:1], SEEDS[:1], greedy=False)
+    assert not any(response.ended for response in whole)
+    end = whole[0].tokens[1]  # the other two go on without it
+    ending = dataclasses.replace(SAMPLING, end=(2, end))
+    (cut,) = HfEngine(LLAMA, scenario, ending, "cpu").generate(PROMPTS[:1], SEEDS[:1], greedy=False)
+    length = whole[0].tokens.index(end) + 1
+    assert cut[0] == Response(whole[0].tokens[:length], whole[0].logprobs[:length], ended=True)
+    assert cut[1:] == whole[1:]
+    assert {len(response.tokens) for response in whole} == {SAMPLING.max_new_tokens}
+
+
+def test_an_engine_samples_with_the_weights_that_it_was_given(scenario: Scenario) -> None:
+    engine = HfEngine(LLAMA, scenario, SAMPLING, "cpu")
+    before = engine.generate(PROMPTS, SEEDS, greedy=True)
+    weights = [(name, -weight.clone()) for name, weight in engine.model.named_parameters()]
+    engine.load(iter(weights))
+    assert engine.generate(PROMPTS, SEEDS, greedy=True) != before
+    with pytest.raises(AssertionError, match=r"no weights model\.norm\.weight"):
+        engine.load(iter([pair for pair in weights if pair[0] != "model.norm.weight"]))
+
+
+def test_vllm_that_is_not_there_is_refused_with_the_name_of_the_extra(
+    scenario: Scenario, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(UsageError, match=r"backend-parity\[vllm\]"):
+        make_engine("vllm", LLAMA, scenario, SAMPLING, "cpu")
+
+
+def test_what_ends_a_response_is_said_by_tokenizer_and_generation_settings(tmp_path: Path) -> None:
+    assert end_tokens(LLAMA, 2) == (2,)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 5]}')
+    assert end_tokens(tmp_path, 2) == (2, 5, 7)
+    with pytest.raises(UsageError, match="no end-of-sequence token"):
+        end_tokens(LLAMA, None)
+
+
+def test_a_document_has_the_columns_of_a_frozen_roll_out() -> None:
+    document = document_of(Prompt((1, 2), Decimal(3)), Response((4, 5), (-0.5, -1.5), True), group=7, reward=0.25)
+    assert document.tokens == (1, 2, 4, 5)
+    assert document.targets == (False, False, True, True)
+    assert document.columns == {"group": 7.0, "reward": 0.25, "rollout_logprob": (0.0, 0.0, -0.5, -1.5)}
+
+
+def documents_of(*lengths: int) -> list[Document]:
+    return [Document((9,) * n, (False, *[True] * (n - 1)), {"rollout_logprob": (-0.5,) * n}) for n in lengths]
+
+
+def test_responses_are_dealt_into_rows_the_longest_first() -> None:
+    documents = documents_of(3, 9, 5, 7, 4)
+    assert dealt(documents, 5) == [(document,) for document in documents]
+    assert [[len(d.tokens) for d in row] for row in dealt(documents, 2)] == [[9, 5, 3], [7, 4]]
+
+
+def test_the_numbers_of_a_roll_out() -> None:
+    groups = [[Response((1, 2), (0.0, 0.0), True), Response((1, 2, 3, 4), (0.0,) * 4, False)]]
+    told = told_of(groups, [[1.0, 0.5]])
+    assert told == {"reward_mean": 0.75, "reward_std": 0.25, "response_length": 3.0, "response_cut": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("changes", "rollout", "said"),
+    [
+        ({"steps": 3, "objective": {"mini_batches": 2}}, {}, "no whole number of roll-outs"),
+        ({}, {"greedy": True}, "are all the same; use n_samples_per_prompt=1"),
+        ({}, {"prompts": 3}, "3 prompts x 4 samples = 12 responses do not fill 1 mini-batches of 8 rows = 8"),
+        ({"data": {"packed": True, "rows": 8}}, {"prompts": 1}, "or have more responses than rows"),
+        ({"data": {"packed": True, "rows": 2}}, {}, "a row of 4 prompts and responses has up to 4 x 9 tokens"),
+    ],
+)
+def test_a_roll_out_that_does_not_fill_its_rows_is_refused(
+    tmp_path: Path, changes: dict[str, Any], rollout: dict[str, Any], said: str
+) -> None:
+    config = training(tmp_path, "grpo", **changes)
+    assert config.rollout
+    with pytest.raises(UsageError, match=said):
+        check_rollout(
+            config.scenario, dataclasses.replace(config.rollout, **rollout), [Prompt((1, 2, 3, 4, 5), Decimal(0))]
+        )
+
+
+@pytest.mark.parametrize(
+    ("step", "consumed", "rollout", "objective"),
+    [
+        (2, 4, {"prompts": 4}, {}),  # roll-outs of twice as many prompts
+        (2, 4, {}, {"ppo_epochs": 2}),
+        (2, 2, {}, {}),
+        (6, 2, {}, {"ppo_epochs": 4}),  # it would end within a roll-out
+    ],
+)
+def test_a_training_does_not_go_on_with_other_roll_outs(
+    tmp_path: Path, step: int, consumed: int, rollout: dict[str, Any], objective: dict[str, Any]
+) -> None:
+    config = training(tmp_path, "grpo", steps=4, objective=objective)
+    assert config.rollout
+    own = dataclasses.replace(config.rollout, **rollout)
+    with pytest.raises(UsageError, match=f"{step} updates on {consumed} prompts.*begun with"):
+        check_goes_on(config.scenario, own, step=step, position=DataPosition(seed=0, documents=110, consumed=consumed))
+    before = DataPosition(seed=0, documents=110, consumed=2 * config.rollout.prompts)
+    check_goes_on(training(tmp_path, "grpo").scenario, config.rollout, step=2, position=before)
+
+
+def test_prompts_of_a_file_are_the_users_turn_with_the_number_of_the_reference(
+    tmp_path: Path, scenario: Scenario
+) -> None:
+    file = tmp_path / "gsm8k.jsonl"
+    file.write_text('{"question": "3+4", "answer": "3+4=<<3+4=7>>7\\n#### 7"}\n{"question": "1", "answer": "none"}\n')
+    tokenizer = load_tokenizer(LLAMA)
+    data = dataclasses.replace(scenario.data, path=str(file))
+    with pytest.raises(UsageError, match=r"sample 2 of .*has no number"):
+        load_prompts(data, tokenizer, vocabulary=400, max_new_tokens=4)
+    file.write_text(file.read_text().splitlines()[0])
+    (prompt,) = load_prompts(data, tokenizer, vocabulary=400, max_new_tokens=4)
+    assert tokenizer.decode(prompt.tokens) == "<bos><|user|>3+4<|assistant|>"
+    assert prompt.answer == 7
+    with pytest.raises(UsageError, match="has no room for a prompt of 6 tokens and max_new_tokens=60"):
+        load_prompts(data, tokenizer, vocabulary=400, max_new_tokens=60)
+    with pytest.raises(UsageError, match="the model's vocabulary has 100"):
+        load_prompts(data, tokenizer, vocabulary=100, max_new_tokens=4)
+    assert (reward_of(data), reward_of(scenario.data)) == (exact_answer, near_answer)
+
+
+def test_sampled_logprobs_of_a_row_are_those_of_its_targets() -> None:
+    assert rollout_logprobs(Row(0, tuple(documents_of(3, 2)))) == [-0.5] * 3
