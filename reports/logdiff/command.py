@@ -133,7 +133,7 @@ def _write(comparisons: "Sequence[Comparison]", out: Path) -> None:
     from reports.logdiff.output import to_markdown
 
     try:
-        from reports.logdiff.output import to_html
+        from reports.logdiff.page import to_html
     except ModuleNotFoundError as error:
         raise UsageError(f"--out needs {error.name}; run: pip install 'backend-parity[report]'") from None
     try:

@@ -201,7 +201,7 @@ def test_a_page_without_jinja2_or_a_folder_is_refused_with_advice(
     logs = [write(tmp_path, name) for name in ("a.jsonl", "b.jsonl")]
     with pytest.raises(UsageError, match=r"--out .*a.jsonl cannot be a folder: File exists"):
         diff(*logs, "--out", logs[0])
-    for module in ("reports.html", "reports.logdiff.output"):
+    for module in ("reports.html", "reports.logdiff.page"):
         monkeypatch.delitem(sys.modules, module, raising=False)
     monkeypatch.setitem(sys.modules, "jinja2", None)
     with pytest.raises(UsageError, match=r"--out needs jinja2; run: pip install 'backend-parity\[report\]'"):
