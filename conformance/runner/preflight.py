@@ -21,9 +21,10 @@ from conformance.matrix.options import Ranks
 from conformance.results.verdict import Verdict
 from conformance.runner.environment import model_sizes
 from conformance.runtime import Device
+from conformance.runtime.config import StartError
 from conformance.runtime.gpu_inventory import gpus_of_host, more_shares, shares_of
 from conformance.runtime.multihost.controller import Fleet
-from conformance.runtime.worker_groups import StartError, check_host
+from conformance.runtime.worker_groups import check_host
 from conformance.spec.known_defects import Known
 
 

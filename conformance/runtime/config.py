@@ -1,9 +1,14 @@
-"""Config: which world a task wants."""
+"""Declares which worker group a task wants, and the error of one that cannot be started."""
 
 from dataclasses import dataclass, field
 from typing import Literal
 
 Device = Literal["cpu", "cuda"]
+START_LIMIT_S = 120.0  # for importing torch and a backend on a loaded machine
+
+
+class StartError(Exception):
+    """A forkserver or a worker group could not be started. The message is for the user."""
 
 
 @dataclass(frozen=True, kw_only=True)

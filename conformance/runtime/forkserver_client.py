@@ -12,19 +12,11 @@ from types import MappingProxyType
 
 from conformance.core.host_resources import available_memory
 from conformance.core.process import process_state
-from conformance.runtime.config import WorldConfig
+from conformance.runtime.config import START_LIMIT_S, StartError, WorldConfig
 from conformance.runtime.messages import Message, wire_pair
 from conformance.runtime.preload_server import Forked, environment, fork_zygote
 from conformance.runtime.slots import Seat
-from conformance.runtime.worker_groups import (
-    START_LIMIT_S,
-    Child,
-    StartError,
-    World,
-    check_host,
-    start_child,
-    too_small,
-)
+from conformance.runtime.worker_groups import Child, World, check_host, start_child, too_small
 
 _ZYGOTE = "conformance.runtime.forkserver"
 _STARTED_LIMIT_S = 30.0  # a zygote only forks

@@ -32,9 +32,9 @@ from typing import IO, NoReturn
 
 from conformance.core.paths import cache_folder
 from conformance.runtime import forkserver
+from conformance.runtime.config import START_LIMIT_S, StartError
 from conformance.runtime.failure import ENTRIES
 from conformance.runtime.messages import Message, Wire, wire_pair
-from conformance.runtime.worker_groups import START_LIMIT_S, StartError
 
 # What cannot be imported is left to the zygotes that need it, which say why.
 COMMON = ("conformance.runtime.worker_main",)

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from conformance.runtime.config import WorldConfig
+from conformance.runtime.config import StartError, WorldConfig
 from conformance.runtime.failure import FailureKind
 from conformance.runtime.watchdog import TaskFailed, run_task
-from conformance.runtime.worker_groups import StartError, World
+from conformance.runtime.worker_groups import World
 
 logger = logging.getLogger(__name__)
 

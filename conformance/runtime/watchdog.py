@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from conformance.runtime import failure as flight
+from conformance.runtime.config import START_LIMIT_S
 from conformance.runtime.failure import (
     Failure,
     FailureKind,
@@ -33,7 +34,7 @@ from conformance.runtime.failure import (
 )
 from conformance.runtime.heartbeat import Beat
 from conformance.runtime.messages import Garbage, Message
-from conformance.runtime.worker_groups import START_LIMIT_S, World, readable
+from conformance.runtime.worker_groups import World, readable
 
 COMPUTING = 4  # times the budget: so long a task may go without a mark if its ranks compute
 SLOW = 12  # times the budget: so long a task may take in all, or it could go on for ever

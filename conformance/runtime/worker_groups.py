@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from conformance.core.process import process_state, processor_seconds, signal_process
+from conformance.runtime.config import StartError
 from conformance.runtime.failure import exit_words, tail
 from conformance.runtime.heartbeat import Heartbeats
 from conformance.runtime.messages import MOST_FDS, Message, Wire, wire_pair
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 
     from conformance.runtime.preload_server import Forked
 
-START_LIMIT_S = 120.0  # for importing torch and a backend on a loaded machine
 _ANSWER_LIMIT_S = 30.0  # a zygote only forks, signals and reaps
 MOST_RANKS = MOST_FDS - 2  # of a world: the descriptors of all its ranks travel in one packet, with two more
 RANK_BYTES = 40 * 2**20  # private memory of a forked rank with a tiny model; every rank needs at least this
@@ -38,10 +38,6 @@ class Pollable(Protocol):
     """An object with a file descriptor that can be polled."""
 
     def fileno(self) -> int: ...
-
-
-class StartError(Exception):
-    """A zygote or a world could not be started. The message is for the user."""
 
 
 def too_small(size: int, reason: str) -> StartError:

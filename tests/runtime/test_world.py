@@ -17,8 +17,9 @@ from world_helpers import Runner, is_dead_soon, is_gone, results
 
 from conformance.core.host_resources import available_memory
 from conformance.runtime import Pool, WorldConfig, beat
+from conformance.runtime.config import StartError
 from conformance.runtime.preload_server import COMMON, SHARED
-from conformance.runtime.worker_groups import RANK_BYTES, StartError, check_host
+from conformance.runtime.worker_groups import RANK_BYTES, check_host
 
 
 @pytest.fixture(scope="module")

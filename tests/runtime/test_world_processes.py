@@ -16,8 +16,8 @@ from world_helpers import BUDGET_S, Runner, is_dead_soon, is_gone, results
 
 from conformance.core.process import process_state
 from conformance.runtime import Pool, WorldConfig, forkserver, forkserver_client, preload_server
+from conformance.runtime.config import StartError
 from conformance.runtime.forkserver_client import Zygotes
-from conformance.runtime.worker_groups import StartError
 
 
 def test_a_dead_zygote_takes_its_ranks_along_and_is_replaced_and_close_leaves_nothing(tmp_path: Path) -> None:

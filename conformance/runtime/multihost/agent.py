@@ -23,6 +23,7 @@ from typing import Any
 from conformance.core.errors import UsageError
 from conformance.core.process import process_state, signal_process
 from conformance.runtime import WorldConfig
+from conformance.runtime.config import StartError
 from conformance.runtime.forkserver_client import Part, ZygoteHandle, Zygotes
 from conformance.runtime.gpu_inventory import gpus_of_host, more_shares, seats_of, shares_of, visible_to
 from conformance.runtime.gpu_leases import Ticket, lease_folder
@@ -39,7 +40,7 @@ from conformance.runtime.multihost.handshake import (
     secret_of_environment,
 )
 from conformance.runtime.slots import Lease, Seat
-from conformance.runtime.worker_groups import StartError, World, readable
+from conformance.runtime.worker_groups import World, readable
 
 COME_S = 300.0  # how long an agent tries to reach its controller
 _PULSE_S = 0.25  # of worlds that run a task: while one waits, its controller reads nothing

@@ -21,12 +21,13 @@ from conformance.core.errors import UsageError
 from conformance.core.host_resources import Room
 from conformance.matrix.options import Elsewhere, Ranks
 from conformance.runtime import WorldConfig
+from conformance.runtime.config import StartError
 from conformance.runtime.gpu_slots import LeasedPlaces
 from conformance.runtime.messages import Message, Wire, wire_pair
 from conformance.runtime.multihost.handshake import SECRET, address_of, secret_of_environment
 from conformance.runtime.preload_server import environment
 from conformance.runtime.slots import Block, NoLease
-from conformance.runtime.worker_groups import MOST_RANKS, Child, Handle, StartError, World, start_child, too_small
+from conformance.runtime.worker_groups import MOST_RANKS, Child, Handle, World, start_child, too_small
 
 _ANSWER_LIMIT_S = 180.0  # agents import before they start ranks
 _ENDED_LIMIT_S = 5.0
