@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import transformers
 
-from impl.checkpoints.sharded_safetensors import TensorWriter
+from impl.interface.sharded_safetensors import TensorWriter
 
 
 def main() -> None:

@@ -6,50 +6,10 @@ process group of their own: over that of the training, their messages would be t
 
 import threading
 from collections.abc import Callable
-from typing import Protocol
 
 import torch.distributed as dist
 
 from impl.interface.distributed import Group, together
-
-
-class Writing(Protocol):
-    """What a save hands its work to, in the same order on all ranks.
-
-    copies: whether what is written has to be a copy, because the training goes on. group: of all ranks, for the
-    collective calls that work makes; ask for it in the work itself, as there is none before.
-    """
-
-    copies: bool
-    group: Group
-
-    def add(self, work: Callable[[], object]) -> None:
-        """Have ``work`` done; what it writes is on the disk afterwards, or it raises."""
-        ...
-
-    def start(self) -> None:
-        """No more work will come; collective."""
-        ...
-
-    def wait(self) -> None:
-        """Return when all work is done; raises on all ranks what one of them failed with. Collective."""
-        ...
-
-
-class AtOnce:
-    """Work is done when it is added."""
-
-    copies = False
-    group: Group = None
-
-    def add(self, work: Callable[[], object]) -> None:
-        work()
-
-    def start(self) -> None:
-        pass
-
-    def wait(self) -> None:
-        pass
 
 
 class Behind:
@@ -87,6 +47,3 @@ class Behind:
                 together(self._doing, work, group=self.group)
         except BaseException as error:  # whatever it is, wait must not take the checkpoint for whole
             self._error = error
-
-
-AT_ONCE = AtOnce()

@@ -24,7 +24,7 @@ import conformance
 from conformance.core.errors import UsageError, shown
 from conformance.core.io import read_text
 from impl.checkpoints import manifest
-from impl.checkpoints.async_writer import AT_ONCE, Behind, Writing
+from impl.checkpoints.async_writer import Behind
 from impl.checkpoints.manifest import (
     PARTIAL,
     About,
@@ -39,6 +39,7 @@ from impl.checkpoints.manifest import (
     share,
 )
 from impl.interface.distributed import Group, agree, on_first, together
+from impl.interface.protocol import AT_ONCE, Writing
 
 
 @dataclass(frozen=True)

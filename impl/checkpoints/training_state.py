@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -28,8 +28,9 @@ from conformance.backends.protocol import NamedTensors, TensorKind
 from conformance.core.errors import STRICT, UsageError, shown
 from conformance.core.io import read_json
 from conformance.spec.observables import STATE_KINDS
-from impl.checkpoints.sharded_safetensors import FILE_SIZE, SliceReader, write_tensors
 from impl.interface.distributed import on_first
+from impl.interface.protocol import WrittenKind
+from impl.interface.sharded_safetensors import FILE_SIZE, SliceReader, write_tensors
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -65,7 +66,6 @@ def _order(seed: int, documents: int, epoch: int) -> tuple[int, ...]:
 
 
 FORMAT, VERSION, FILE = "backend-parity training state", 1, "training_state.json"
-WrittenKind = Literal["weight", "exp_avg", "exp_avg_sq", "momentum_buffer", "step"]
 WRITTEN: tuple[WrittenKind, ...] = ("weight", "exp_avg", "exp_avg_sq", "momentum_buffer", "step")
 assert set(WRITTEN) == {"weight", *STATE_KINDS} - {"progress"}
 

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -32,7 +33,8 @@ from impl.context_parallel.flash_attn_shim import HEAD_SIZES, kernel
 from impl.context_parallel.sequence_sharding import Placement
 from impl.interface.collate import MicroBatch
 from impl.interface.distributed import moved
-from impl.models.outputs import Outputs
+from impl.interface.outputs import Outputs
+from impl.interface.protocol import ContextConfig
 
 
 def with_sinks(
@@ -331,6 +333,14 @@ def register() -> None:
     """Register the attention function NAME with transformers, without a mask, because the ring separates documents."""
     AttentionInterface.register(NAME, _attend)
     ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, lambda *args, **kwargs: None)
+
+
+class MeshContext(Protocol):
+    """The part of a context that one model needs: its configuration, device mesh and ring."""
+
+    config: ContextConfig
+    mesh: DeviceMesh
+    ring: RingAttention | None
 
 
 class ModelOutputs(Protocol):

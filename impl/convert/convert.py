@@ -17,11 +17,11 @@ from conformance.core.io import read_json
 from conformance.models.folder_checks import CONFIG, check_model_folder
 from conformance.models.folders import EMBEDDING, HEAD, weight_shapes
 from impl.checkpoints import training_state
-from impl.checkpoints.sharded_safetensors import TensorWriter, whole_folder
 from impl.checkpoints.training_state import WRITTEN
 from impl.convert import deepspeed, megatron
 from impl.convert.contents import Checkpoint, Held
 from impl.convert.detect import DEEPSPEED, MEGATRON, MODEL, find_format, open_as
+from impl.interface.sharded_safetensors import TensorWriter, whole_folder
 from impl.models.export import write_folder
 
 Target = Literal["state", "hf"]

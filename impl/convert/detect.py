@@ -16,9 +16,9 @@ from conformance.models.folder_checks import CONFIG
 from conformance.models.folders import weight_files
 from impl.checkpoints import training_state
 from impl.checkpoints.safe_pickle import METADATA
-from impl.checkpoints.sharded_safetensors import SAFETENSORS_DTYPES
 from impl.convert import deepspeed, megatron, torch_distributed
 from impl.convert.contents import Checkpoint, Held
+from impl.interface.sharded_safetensors import SAFETENSORS_DTYPES
 
 
 def open_model(folder: Path) -> Checkpoint:

@@ -112,7 +112,7 @@ class DeepspeedBackend(StrategyBackend):
         "write_model": "impl.deepspeed.model:write_model",
         "forward_backward": "impl.deepspeed.model:DeepspeedTrainable.forward_backward",
         "outputs_of": "impl.deepspeed.model:outputs_of",
-        "read_slice": "impl.checkpoints.sharded_safetensors:SliceReader.slice",
+        "read_slice": "impl.interface.sharded_safetensors:SliceReader.slice",
         "load_model": "impl.deepspeed.model:DeepspeedTrainable.load_model",
         "hugging_face_model": "impl.deepspeed.model:empty_model",
         "load_adapter": "impl.deepspeed.model:load_adapter",

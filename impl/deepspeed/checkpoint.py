@@ -25,11 +25,11 @@ import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
 
 from conformance.core.errors import UsageError
-from impl.checkpoints.async_writer import Writing
 from impl.deepspeed.checkpoint_layout import Cut, check, fits, frozen_parts, how_cut
 from impl.deepspeed.partition import ReadRegion
 from impl.deepspeed.universal_checkpoint import add_parameter, make_universal
 from impl.interface.distributed import agree, on_first
+from impl.interface.protocol import Writing
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import deepspeed
 import torch
@@ -21,10 +21,7 @@ from deepspeed.utils.groups import get_tensor_model_parallel_group
 from conformance.backends.protocol import NamedTensors, Shard, TensorKind, Traced
 from conformance.spec.roles import Head
 from conformance.spec.scenario import OptimizerConfig, ScheduleConfig
-from impl.checkpoints.async_writer import AT_ONCE, Writing
-from impl.checkpoints.sharded_safetensors import SliceReader
-from impl.checkpoints.training_state import WrittenKind
-from impl.context_parallel.ring_attention import NAME, forward_over_ring
+from impl.context_parallel.ring_attention import NAME, MeshContext, forward_over_ring
 from impl.deepspeed import checkpoint, global_state
 from impl.deepspeed.checkpoint_layout import Cut, engine_cut, largest_group_last
 from impl.deepspeed.config import (
@@ -50,17 +47,17 @@ from impl.engine.optimizers import (
     trained_parameters,
 )
 from impl.interface.collate import MicroBatch
-from impl.interface.micro_batch_loop import Loss, one_after_another, set_mode
-from impl.models.export import Dtype, write_merged, write_model
+from impl.interface.micro_batch_loop import one_after_another, set_mode
+from impl.interface.outputs import Loss, Outputs, RouterTerms, Wanted
+from impl.interface.protocol import AT_ONCE, Dtype, Writing, WrittenKind
+from impl.interface.sharded_safetensors import SliceReader
+from impl.models.export import write_merged, write_model
 from impl.models.lazy_weights import UnreadWeights, give_memory, published_buffers, untouched_zeros
 from impl.models.loading import empty_model
 from impl.models.lora import load_adapter
-from impl.models.outputs import Outputs, Wanted, outputs_of
-from impl.models.router import Routers, RouterTerms, routers_of, with_router_terms
+from impl.models.outputs import outputs_of
+from impl.models.router import Routers, routers_of, with_router_terms
 from impl.models.tracing import hugging_face_modules, token_numbers
-
-if TYPE_CHECKING:
-    from impl.deepspeed.context import DeepspeedContext
 
 HALF_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -77,7 +74,7 @@ class DeepspeedTrainable:
     routers: Routers | None = None
     adapted: Any = None  # peft's PeftModel, of a model with an adapter
 
-    def __init__(self, context: "DeepspeedContext", head: Head) -> None:
+    def __init__(self, context: MeshContext, head: Head) -> None:
         self.context, self.head = context, head
         self.options = context.config.layout.options
         self.stage = zero_stage(context.config.layout)

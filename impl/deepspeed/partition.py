@@ -19,8 +19,8 @@ import torch.distributed as dist
 from deepspeed import DeepSpeedEngine
 from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
 
-from impl.checkpoints.sharded_safetensors import strips
 from impl.engine.optimizers import update_count
+from impl.interface.sharded_safetensors import strips
 
 # (name, start indices, shape) -> this region of the whole tensor with this name.
 ReadRegion = Callable[[str, Sequence[int], Sequence[int]], torch.Tensor]

@@ -20,8 +20,8 @@ from deepspeed.utils import (
 )
 
 from conformance.backends.protocol import NamedTensors, Shard, TensorKind
-from impl.checkpoints.training_state import WrittenKind
 from impl.deepspeed.partition import RankPlace, ReadRegion, SteppedTensors, cut_of
+from impl.interface.protocol import WrittenKind
 from impl.models.lora import named_parameters
 
 

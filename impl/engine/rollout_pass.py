@@ -11,8 +11,8 @@ from conformance.spec.batch import Batch, Row
 from conformance.spec.objectives import Objective
 from conformance.spec.observables import ROUTING, look_routing
 from impl.engine.trainer import step_inputs, target_rows
+from impl.interface.outputs import Wanted
 from impl.interface.protocol import Context, Trainable
-from impl.models.outputs import Wanted
 from impl.models.router import choices_for, routing_rows
 from impl.objectives.registry import functions_of
 

@@ -13,9 +13,8 @@ from conformance.spec.observables import ROUTER_LOSS, ROUTER_Z_LOSS, ROUTING, mo
 from conformance.spec.roles import Role
 from impl.interface.collate import MicroBatch, collate
 from impl.interface.distributed import Reading, moved
-from impl.interface.micro_batch_loop import Loss
-from impl.interface.protocol import Context, Evaluation, Trainable
-from impl.models.outputs import Outputs
+from impl.interface.outputs import Evaluation, Loss, Outputs
+from impl.interface.protocol import Context, Trainable
 from impl.models.router import balance_of, choices_for, router_terms, routing_rows, z_loss_of
 from impl.objectives.registry import ObjectiveFunctions, functions_of
 

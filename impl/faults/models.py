@@ -15,7 +15,7 @@ import torch
 
 from conformance.backends.faults import Fault, Function, not_called
 from conformance.spec.lora import CONFIG_FILE, is_adapter
-from impl.checkpoints.sharded_safetensors import SliceReader
+from impl.interface.sharded_safetensors import SliceReader
 from impl.models.lazy_weights import Origin
 from impl.models.lora import NAME, is_adapted
 

@@ -67,7 +67,7 @@ class Fsdp2Backend(StrategyBackend):
         **VOCABULARY_SEAMS,
         "forward_backward": "impl.fsdp2.model:Fsdp2Trainable.forward_backward",
         "outputs_of": "impl.fsdp2.model:outputs_of",
-        "read_slice": "impl.checkpoints.sharded_safetensors:SliceReader.slice",
+        "read_slice": "impl.interface.sharded_safetensors:SliceReader.slice",
         "load_model": "impl.fsdp2.model:Fsdp2Trainable.load_model",
         "hugging_face_model": "impl.fsdp2.model:empty_model",
         "load_adapter": "impl.fsdp2.model:load_adapter",

@@ -33,10 +33,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from impl.checkpoints.async_writer import Writing
-from impl.checkpoints.sharded_safetensors import Regions, fill
 from impl.engine.optimizers import sums_of_squares
 from impl.interface.distributed import Group
+from impl.interface.protocol import Writing
+from impl.interface.sharded_safetensors import Regions, fill
 
 
 def full_tensors(tensors: Sequence[DTensor]) -> list[torch.Tensor]:

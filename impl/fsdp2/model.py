@@ -7,7 +7,7 @@ these ranks, because the objective has divided by the whole step's totals alread
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -22,10 +22,7 @@ from torch.distributed.tensor import Shard as ShardAlong
 from conformance.backends.protocol import NamedTensors, Shard, TensorKind, Traced
 from conformance.spec.roles import Head
 from conformance.spec.scenario import OptimizerConfig, ScheduleConfig
-from impl.checkpoints.async_writer import AT_ONCE, Writing
-from impl.checkpoints.sharded_safetensors import SliceReader
-from impl.checkpoints.training_state import WrittenKind
-from impl.context_parallel.ring_attention import NAME, forward_over_ring
+from impl.context_parallel.ring_attention import NAME, MeshContext, forward_over_ring
 from impl.engine.compiling import compile_layers, forget_compiled, layers_of
 from impl.engine.optimizers import (
     freeze_others,
@@ -44,17 +41,17 @@ from impl.fsdp2.expert_parallel import cut_experts, experts_of, is_of_experts
 from impl.fsdp2.tensor_parallel import apply_explicit_plan, apply_model_plan, vocabulary_shard
 from impl.interface.collate import MicroBatch
 from impl.interface.distributed import Reading
-from impl.interface.micro_batch_loop import Loss, one_after_another, set_mode
-from impl.models.export import Dtype, write_merged, write_model
+from impl.interface.micro_batch_loop import one_after_another, set_mode
+from impl.interface.outputs import Loss, Outputs, RouterTerms, Wanted
+from impl.interface.protocol import AT_ONCE, Dtype, Writing, WrittenKind
+from impl.interface.sharded_safetensors import SliceReader
+from impl.models.export import write_merged, write_model
 from impl.models.lazy_weights import UnreadWeights, published_buffers
 from impl.models.loading import empty_model
 from impl.models.lora import load_adapter, named_parameters
-from impl.models.outputs import Outputs, Wanted, outputs_of
-from impl.models.router import Routers, RouterTerms, routers_of, with_router_terms
+from impl.models.outputs import outputs_of
+from impl.models.router import Routers, routers_of, with_router_terms
 from impl.models.tracing import hugging_face_modules, token_numbers
-
-if TYPE_CHECKING:
-    from impl.fsdp2.context import Fsdp2Context
 
 
 def _second(parameter: torch.nn.Parameter) -> ShardAlong:
@@ -79,7 +76,7 @@ class Fsdp2Trainable:
     routers: Routers | None = None
     adapted: Any = None  # peft's PeftModel, of a model with an adapter
 
-    def __init__(self, context: "Fsdp2Context", head: Head) -> None:
+    def __init__(self, context: MeshContext, head: Head) -> None:
         self.context, self.head = context, head
         self.options = context.config.layout.options
         # Loss scaling for fp16 only: its gradients underflow, bf16's have the range of fp32.

@@ -1,14 +1,12 @@
 """The loop over the micro-batches of a step, for libraries that leave it to the caller; pipeline schedules do not."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
 from impl.interface.collate import MicroBatch
-from impl.models.outputs import Outputs, Wanted
-
-Loss = Callable[[int, Outputs], torch.Tensor]  # (index of the micro-batch, its outputs) -> scalar
+from impl.interface.outputs import Loss, Outputs, Wanted
 
 
 class StepwiseTrainable(Protocol):

@@ -1,6 +1,4 @@
-"""The result of evaluating an objective on one micro-batch with the outputs of one model.
-
-The strategy interface: what a training backend has to offer so that one trainer can drive it.
+"""Declares the strategy interface: what a training backend has to offer so that one trainer can drive it.
 
 The interface has two parts, so that several models can share a process. A *context* holds what the models share:
 meshes, process groups, rings, and whatever a library keeps in globals; each cell sets up one. A *trainable* is one
@@ -11,11 +9,11 @@ that keeps their numbers equal is in ``forward_backward`` and ``optimizer_step``
 the whole step, and each trainable undoes whatever averaging its library does.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -25,34 +23,10 @@ from conformance.spec.batch import Batch, Row
 from conformance.spec.layout import Layout
 from conformance.spec.roles import Head
 from conformance.spec.scenario import LossScaleConfig, OptimizerConfig, Precision, ScheduleConfig
-from impl.checkpoints.async_writer import AT_ONCE, Writing
-from impl.checkpoints.sharded_safetensors import SliceReader
-from impl.checkpoints.training_state import WrittenKind
 from impl.interface.collate import MicroBatch
-from impl.interface.micro_batch_loop import Loss
-from impl.models.export import Dtype
-from impl.models.outputs import Outputs, Wanted
-
-
-@dataclass(frozen=True, kw_only=True)
-class Evaluation:
-    """The loss and the recorded numbers of one micro-batch and one model; dictionaries are keyed by observable.
-
-    loss: scalar, this micro-batch's share of the model's loss. The step's loss is the sum over data ranks and
-        micro-batches. None for a frozen model.
-    values: scalars that are summed over data ranks and micro-batches.
-    highest: scalars of which the largest over all ranks and micro-batches is reported.
-    rows: tensors (rows, length), of which the numbers at the targets are recorded.
-    """
-
-    loss: Tensor | None
-    values: dict[str, Tensor] = field(default_factory=dict)
-    highest: dict[str, Tensor] = field(default_factory=dict)
-    rows: dict[str, Tensor] = field(default_factory=dict)
-
-
-if TYPE_CHECKING:
-    from impl.models.router import RouterTerms
+from impl.interface.distributed import Group
+from impl.interface.outputs import Loss, Outputs, RouterTerms, Wanted
+from impl.interface.sharded_safetensors import SliceReader
 
 CONTEXTS = {
     "deepspeed": "impl.deepspeed.context:DeepspeedContext",
@@ -82,6 +56,50 @@ class ContextConfig:
     whole_experts: bool = False
 
 
+class Writing(Protocol):
+    """What a save hands its work to, in the same order on all ranks.
+
+    copies: whether what is written has to be a copy, because the training goes on. group: of all ranks, for the
+    collective calls that work makes; ask for it in the work itself, as there is none before.
+    """
+
+    copies: bool
+    group: Group
+
+    def add(self, work: Callable[[], object]) -> None:
+        """Have ``work`` done; what it writes is on the disk afterwards, or it raises."""
+        ...
+
+    def start(self) -> None:
+        """No more work will come; collective."""
+        ...
+
+    def wait(self) -> None:
+        """Return when all work is done; raises on all ranks what one of them failed with. Collective."""
+        ...
+
+
+class AtOnce:
+    """Work is done when it is added."""
+
+    copies = False
+    group: Group = None
+
+    def add(self, work: Callable[[], object]) -> None:
+        work()
+
+    def start(self) -> None:
+        pass
+
+    def wait(self) -> None:
+        pass
+
+
+AT_ONCE = AtOnce()
+WrittenKind = Literal["weight", "exp_avg", "exp_avg_sq", "momentum_buffer", "step"]
+Dtype = Literal["masters", "source"]  # see impl.models.export
+
+
 class Trainable(Protocol):
     """One model. All methods are collective: every rank calls them, in the same order."""
 
@@ -106,7 +124,7 @@ class Trainable(Protocol):
         want: Wanted,
         temperature: float = 1.0,
         loss: Loss | None,
-        terms: "RouterTerms | None" = None,
+        terms: RouterTerms | None = None,
     ) -> list[Outputs]:
         """Run all micro-batches of an optimizer step, in the library's order; without a loss, forward passes only.
 

@@ -107,7 +107,7 @@ class MegatronBackend(StrategyBackend):
         **ROUTER_SEAMS,
         "forward_backward": "impl.megatron.model:MegatronTrainable.forward_backward",
         "outputs_of": "impl.megatron.model:outputs_of",
-        "read_slice": "impl.checkpoints.sharded_safetensors:SliceReader.slice",
+        "read_slice": "impl.interface.sharded_safetensors:SliceReader.slice",
         "load_model": "impl.megatron.model:MegatronTrainable.load_model",
         "collate": "impl.engine.trainer:collate",
         "step_totals": "impl.engine.trainer:step_totals",

@@ -24,8 +24,8 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from conformance.core.errors import UsageError
-from impl.checkpoints.async_writer import Writing
 from impl.interface.distributed import Group, on_first, together
+from impl.interface.protocol import Writing
 from impl.megatron.device_placement import replaced
 from impl.megatron.model_config import ModelShape
 from impl.megatron.tensors import refuse_foreign

@@ -15,7 +15,7 @@ import torch
 from conformance.core.errors import UsageError
 from conformance.models.folders import weight_files, weight_shapes
 from conformance.spec.scenario import OptimizerConfig
-from impl.checkpoints.sharded_safetensors import SliceReader
+from impl.interface.sharded_safetensors import SliceReader
 from impl.megatron.model_config import VALUE_HEAD, Latent, ModelShape
 from impl.megatron.spans import Part, Rank, Span, stacked_shapes
 

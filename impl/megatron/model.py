@@ -5,10 +5,11 @@ because the objective has divided by the whole step's totals already.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,11 +25,12 @@ from conformance.core.errors import UsageError
 from conformance.models.folders import weight_files
 from conformance.spec.roles import Head
 from conformance.spec.scenario import OptimizerConfig, ScheduleConfig
-from impl.checkpoints.async_writer import AT_ONCE, Writing
-from impl.checkpoints.sharded_safetensors import SliceReader
-from impl.checkpoints.training_state import WrittenKind
+from impl.context_parallel.ring_attention import RingAttention
 from impl.interface.collate import MicroBatch
-from impl.interface.micro_batch_loop import Loss, set_mode
+from impl.interface.micro_batch_loop import set_mode
+from impl.interface.outputs import Loss, Outputs, RouterTerms, Wanted
+from impl.interface.protocol import AT_ONCE, ContextConfig, Dtype, Writing, WrittenKind
+from impl.interface.sharded_safetensors import SliceReader
 from impl.megatron import checkpoint
 from impl.megatron.config import (
     cuts_optimizer,
@@ -49,12 +51,17 @@ from impl.megatron.model_config import read_shape, stages
 from impl.megatron.router import StepLoss, gathered, release
 from impl.megatron.tensors import ModelTensors, held_by, parameter_names, read_weights, release_trained
 from impl.megatron.tracing import traced_chunks
-from impl.models.export import Dtype, write_model
-from impl.models.outputs import Outputs, Wanted, outputs_of
-from impl.models.router import RouterTerms
+from impl.models.export import write_model
+from impl.models.outputs import outputs_of
 
-if TYPE_CHECKING:
-    from impl.megatron.context import MegatronContext
+
+class ModelContext(Protocol):
+    """The part of impl.megatron.context.MegatronContext that a model needs."""
+
+    config: ContextConfig
+    ring: RingAttention
+
+    def placed(self) -> AbstractContextManager[None]: ...
 
 
 class MegatronTrainable:
@@ -69,7 +76,7 @@ class MegatronTrainable:
     scheduler: Any
     skipped: bool = False
 
-    def __init__(self, context: "MegatronContext", head: Head) -> None:
+    def __init__(self, context: ModelContext, head: Head) -> None:
         self.context, self.head = context, head
         self.options = context.config.layout.options
         self.half = context.config.precision in ("bf16", "fp16")

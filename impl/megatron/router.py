@@ -24,8 +24,9 @@ from torch import Tensor
 
 from conformance.spec.batch import expert_column
 from impl.interface.collate import MicroBatch
+from impl.interface.outputs import RouterTerms
 from impl.megatron.moe_config import Groups, Mixture
-from impl.models.router import Choice, RouterTerms, replayed_choice, router_probabilities, router_sigmoids
+from impl.models.router import Choice, replayed_choice, router_probabilities, router_sigmoids
 
 # Undefined without TransformerEngine, and asked for in every router (docs/findings/megatron-router-needs-te.md).
 vars(moe_utils).setdefault("te_general_gemm", None)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from impl.checkpoints.sharded_safetensors import SliceReader
+from impl.interface.sharded_safetensors import SliceReader
 
 
 class Span(NamedTuple):

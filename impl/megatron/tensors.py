@@ -20,9 +20,9 @@ from megatron.core import parallel_state
 from conformance.backends.protocol import NamedTensors, Shard, TensorKind
 from conformance.core.errors import UsageError
 from conformance.models.folders import weight_files
-from impl.checkpoints.sharded_safetensors import SliceReader
-from impl.checkpoints.training_state import WrittenKind
 from impl.engine.optimizers import update_count
+from impl.interface.protocol import WrittenKind
+from impl.interface.sharded_safetensors import SliceReader
 from impl.megatron.hf_mapping import (
     CORRECTION,
     EMBEDDING,

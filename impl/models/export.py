@@ -9,7 +9,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,18 +20,18 @@ from conformance.core.errors import UsageError
 from conformance.models.folder_checks import CONFIG, NOT_COPIED
 from conformance.models.folders import weight_files
 from conformance.spec.lora import ADAPTER, is_adapter
-from impl.checkpoints.sharded_safetensors import (
+from impl.interface.distributed import agree, on_first
+from impl.interface.protocol import Dtype
+from impl.interface.sharded_safetensors import (
     FILE_SIZE,
     SAFETENSORS_DTYPES,
     TensorWriter,
     run_through,
     whole_folder,
 )
-from impl.interface.distributed import agree, on_first
 from impl.models.lora import merge_adapter, write_adapter
 
 # The dtype of written tensors: that of the masters, or for each tensor the one that it has in the source folder.
-Dtype = Literal["masters", "source"]
 
 
 def write_model(
@@ -79,7 +79,7 @@ def write_folder(
     file_size: int = FILE_SIZE,
 ) -> None:
     """Write the folder, in one process, and replace an older one when it is complete
-    (``impl.checkpoints.sharded_safetensors.whole_folder``).
+    (``impl.interface.sharded_safetensors.whole_folder``).
 
     One file's tensors at a time are in memory, and those of an adapter. The dtype in its config.json is the one that
     most of its numbers have.

@@ -20,7 +20,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from impl.checkpoints.sharded_safetensors import SAFETENSORS_DTYPES, SliceReader, strips
+from impl.interface.sharded_safetensors import SAFETENSORS_DTYPES, SliceReader, strips
 
 
 def published_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -44,7 +44,7 @@ from conformance.core.errors import UsageError
 from conformance.models.folder_checks import SHIPPED_CODE, folder_code, runs_code
 from conformance.models.folders import weight_files
 from conformance.spec.roles import Head
-from impl.checkpoints.sharded_safetensors import fill
+from impl.interface.sharded_safetensors import fill
 from impl.models.family_quirks import beyond_kernels, needs_loop
 from impl.models.lazy_weights import UnreadWeights, give_memory, published_buffers, reading_headers, take_origins
 

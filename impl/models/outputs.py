@@ -10,9 +10,8 @@ import importlib.util
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,42 +20,9 @@ from torch.autograd.function import once_differentiable
 
 from conformance.spec.roles import Head
 from impl.interface.collate import MicroBatch
+from impl.interface.outputs import Outputs, Wanted
 
-OutputName = Literal["logprobs", "entropy", "values", "targets"]
-Wanted = frozenset[OutputName]
 WIDENED_AT_ONCE = 2**25  # logits, 128 MiB in float32
-
-
-@dataclass(frozen=True, kw_only=True)
-class Outputs:
-    """The requested outputs of a micro-batch, most of them (rows, length) in float32 or wider; None if not requested.
-
-    All ranks that share the micro-batch have the same numbers.
-
-    logprobs: log p of the label of each position, at the requested temperature; 0 where there is no target.
-    entropy: -sum p log p of the distribution at each position, in nats; temperature and zeros as for logprobs.
-    values: the value head's number at each position; 0 in padding.
-    targets: 1 at each label that is trained on, else 0. It is taken from the tokens that went through the model, after
-        padding and sharding, so its sum is the number of targets that the loss really covers.
-    routing, probabilities: (rows, length, routers, experts), of a model with a mixture of experts, whatever was
-        requested: the weight of each expert's output, 0 where it is not chosen, and the router's softmax.
-    squares: (rows, length, routers), of such a model: the square of the log of the sum of exp(logits) of each router.
-    """
-
-    logprobs: Tensor | None = None
-    entropy: Tensor | None = None
-    values: Tensor | None = None
-    targets: Tensor | None = None
-    routing: Tensor | None = None
-    probabilities: Tensor | None = None
-    squares: Tensor | None = None
-
-    def each(self, function: Callable[[Tensor], Tensor]) -> "Outputs":
-        """A copy with ``function`` applied to each output that is not None."""
-        return Outputs(**{name: None if tensor is None else function(tensor) for name, tensor in vars(self).items()})
-
-    def detach(self) -> "Outputs":
-        return self.each(Tensor.detach)
 
 
 def outputs_of(

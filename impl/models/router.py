@@ -19,9 +19,8 @@ from torch import Tensor
 from conformance.spec.batch import EXPERTS, expert_column
 from conformance.spec.observables import ROUTING
 from impl.interface.collate import MicroBatch
-from impl.interface.micro_batch_loop import Loss
+from impl.interface.outputs import Loss, Outputs, RouterTerms
 from impl.interface.protocol import Context, Trainable
-from impl.models.outputs import Outputs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -177,7 +176,7 @@ def probability_sums(inputs: MicroBatch, outputs: Outputs) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RouterTerms:
+class StepTerms:
     """What the routers of a model add to the loss of an optimizer step.
 
     factor, balance: of the load-balancing loss, with the counts of the step; None where there is none. z_factor: of the
@@ -218,7 +217,7 @@ def router_terms(context: Context, trainable: Trainable, inputs: Sequence[MicroB
     if factor:
         balance = balance_of(context, inputs, trainable.forward_backward(inputs, want=frozenset(), loss=None))
     tokens = tokens_of(context, inputs) if z_factor else 0.0
-    return RouterTerms(factor=factor, balance=balance, z_factor=z_factor, tokens=tokens)
+    return StepTerms(factor=factor, balance=balance, z_factor=z_factor, tokens=tokens)
 
 
 def with_router_terms(loss: Loss | None, terms: RouterTerms | None, inputs: Sequence[MicroBatch]) -> Loss | None:

@@ -16,8 +16,7 @@ from conformance.spec.batch import Batch, Document, Row
 from conformance.spec.objectives import Grpo, Ppo
 from conformance.spec.roles import CRITIC, POLICY, REFERENCE
 from impl.interface.collate import MicroBatch
-from impl.interface.protocol import Evaluation
-from impl.models.outputs import Outputs, Wanted
+from impl.interface.outputs import Evaluation, Outputs, Wanted
 from impl.objectives.advantages import Estimate, Response, estimate
 from impl.objectives.losses import importance_weights, kl_estimate, policy_losses, token_weights, value_losses
 

@@ -12,8 +12,7 @@ from torch import Tensor
 from conformance.spec.batch import Batch, Row
 from conformance.spec.objectives import Objective, known_kinds
 from impl.interface.collate import MicroBatch
-from impl.interface.protocol import Evaluation
-from impl.models.outputs import Outputs, Wanted
+from impl.interface.outputs import Evaluation, Outputs, Wanted
 from impl.objectives.policy_gradient import PolicyGradientFunctions
 
 

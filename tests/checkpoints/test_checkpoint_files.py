@@ -31,9 +31,9 @@ from conformance.oracle.decoder import forward
 from conformance.oracle.run import POLICIES
 from conformance.runtime import Pool
 from conformance.spec.scenario import Precision
-from impl.checkpoints.sharded_safetensors import whole_folder
 from impl.convert.convert import convert
 from impl.convert.detect import open_checkpoint
+from impl.interface.sharded_safetensors import whole_folder
 from impl.models.export import check_target, stored_dtypes, write_folder
 
 MODELS = FIXTURES / "models"

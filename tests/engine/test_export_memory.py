@@ -14,7 +14,7 @@ from resume_runs import Ranks
 from conformance.core.paths import FIXTURES
 from conformance.models.folders import weight_shapes
 from conformance.runtime import Pool
-from impl.checkpoints.sharded_safetensors import TensorWriter
+from impl.interface.sharded_safetensors import TensorWriter
 from impl.models.export import write_folder
 
 MIB = 2**20

@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from conformance.runtime import Pool
+from impl.interface.outputs import Outputs
 from impl.models import outputs
-from impl.models.outputs import Outputs, token_statistics
+from impl.models.outputs import token_statistics
 
 HONEST = 1e-15  # relative, in float64
 

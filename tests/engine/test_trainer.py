@@ -14,7 +14,7 @@ from impl.engine.trainer import of_all_ranks, summed_up
 from impl.fsdp2 import dtensors
 from impl.fsdp2.model import Fsdp2Trainable
 from impl.interface.distributed import Reading
-from impl.interface.protocol import Evaluation
+from impl.interface.outputs import Evaluation
 from impl.train.experience import largest
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from conformance.core.errors import UsageError
-from impl.checkpoints.sharded_safetensors import SliceReader
 from impl.checkpoints.training_state import FILE, FORMAT, VERSION, import_state
+from impl.interface.sharded_safetensors import SliceReader
 
 TOLD = {"format": FORMAT, "version": VERSION, "kinds": ["weight"], "progress": {"schedule": 2.0}}
 

@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from conformance.core.paths import FIXTURES
-from impl.checkpoints import sharded_safetensors
-from impl.checkpoints.sharded_safetensors import SliceReader, fill, strips
+from impl.interface import sharded_safetensors
+from impl.interface.sharded_safetensors import SliceReader, fill, strips
 from impl.models.lazy_weights import Computed, Unread, UnreadWeights, _Headers, _Whole
 from impl.models.loading import empty_model, load_model
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from conformance.core.errors import UsageError
 from conformance.core.paths import FIXTURES
-from impl.checkpoints.sharded_safetensors import SliceReader, TensorWriter
+from impl.interface.sharded_safetensors import SliceReader, TensorWriter
 from impl.megatron.hf_mapping import HEAD, all_parameters, check_weights, is_cut, parts
 from impl.megatron.model_config import Latent, ModelShape, read_shape, stages
 from impl.megatron.moe_config import Mixture
@@ -355,7 +355,7 @@ def test_a_folder_that_is_written_again_holds_nothing_of_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for size, fill in ((1000, 1.0), (10**9, 2.0)):  # several files and an index, then one file
-        monkeypatch.setattr("impl.checkpoints.sharded_safetensors.FILE_SIZE", size)
+        monkeypatch.setattr("impl.interface.sharded_safetensors.FILE_SIZE", size)
         with TensorWriter(tmp_path) as writer:
             for name in ("a", "b"):
                 writer.add(name, torch.full((300,), fill))

@@ -26,8 +26,9 @@ from conformance.spec.scenario import OptimizerConfig, Precision, ScheduleConfig
 from impl.engine.trainer import target_rows
 from impl.fsdp2.tensor_parallel import vocabulary_shard
 from impl.interface.collate import MicroBatch, collate
+from impl.interface.outputs import Outputs
 from impl.interface.protocol import ContextConfig, get_context
-from impl.models.outputs import Outputs, token_statistics
+from impl.models.outputs import token_statistics
 
 ROWS, ACCUMULATION = 4, 2
 TEMPERATURE = 0.7

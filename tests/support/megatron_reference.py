@@ -13,8 +13,8 @@ from conformance.spec.batch import Batch, Document, Row
 from conformance.spec.roles import Head
 from conformance.spec.scenario import OptimizerConfig, ScheduleConfig
 from impl.interface.collate import MicroBatch, collate
+from impl.interface.outputs import Outputs
 from impl.models.loading import load_model
-from impl.models.outputs import Outputs
 
 OPTIMIZERS = {
     "adamw": OptimizerConfig(name="adamw", lr=1e-3, eps=1e-3, weight_decay=0.1, max_grad_norm=0.5),

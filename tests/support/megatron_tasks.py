@@ -28,10 +28,10 @@ from conformance.spec.observables import StateKind
 from conformance.spec.roles import Head
 from conformance.spec.scenario import Precision
 from impl.interface.collate import MicroBatch, collate
+from impl.interface.outputs import OutputName, Outputs
 from impl.interface.protocol import Context, ContextConfig, Trainable, get_context
 from impl.megatron.context import MegatronContext
 from impl.megatron.model import MegatronTrainable
-from impl.models.outputs import OutputName, Outputs
 
 ACCUMULATION = 4
 WANTED: dict[str, frozenset[OutputName]] = {

@@ -33,15 +33,13 @@ from conformance.spec.batch import Batch, Row
 from conformance.spec.layout import Layout
 from conformance.spec.roles import Head
 from conformance.spec.scenario import OptimizerConfig, Scenario, ScheduleConfig
-from impl.checkpoints.async_writer import AT_ONCE, Writing
-from impl.checkpoints.sharded_safetensors import SliceReader
-from impl.checkpoints.training_state import WrittenKind
 from impl.engine.adapter import StrategyBackend
 from impl.interface.collate import MicroBatch
-from impl.interface.micro_batch_loop import Loss, one_after_another
-from impl.interface.protocol import CONTEXTS, ContextConfig
-from impl.models.export import Dtype, write_model
-from impl.models.outputs import Outputs, Wanted
+from impl.interface.micro_batch_loop import one_after_another
+from impl.interface.outputs import Loss, Outputs, Wanted
+from impl.interface.protocol import AT_ONCE, CONTEXTS, ContextConfig, Dtype, Writing, WrittenKind
+from impl.interface.sharded_safetensors import SliceReader
+from impl.models.export import write_model
 
 
 def clip_coefficient(norm: float, max_norm: float | None) -> float:

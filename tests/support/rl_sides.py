@@ -16,7 +16,7 @@ from conformance.spec.batch import Batch, Column, Document, Row
 from conformance.spec.objectives import Grpo, LossAggMode, PolicyGradient, Ppo
 from conformance.spec.roles import CRITIC, POLICY, REFERENCE
 from impl.interface.collate import MicroBatch, collate
-from impl.models.outputs import Outputs
+from impl.interface.outputs import Outputs
 from impl.objectives import advantages, losses
 from impl.objectives.policy_gradient import PolicyGradientFunctions
 

@@ -19,8 +19,7 @@ from conformance.spec.batch import Batch, Document, Row
 from conformance.spec.observables import LOGPROBS, LOSS, TOKEN_COUNT, Observable
 from conformance.spec.roles import CRITIC, POLICY, REFERENCE, Role
 from impl.interface.collate import MicroBatch
-from impl.interface.protocol import Evaluation
-from impl.models.outputs import Outputs, Wanted
+from impl.interface.outputs import Evaluation, Outputs, Wanted
 from impl.objectives import registry as impl
 
 
