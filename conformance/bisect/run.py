@@ -20,8 +20,8 @@ from conformance.bisect.explain import told
 from conformance.core.errors import UsageError, one_line
 from conformance.core.paths import resolve
 from conformance.matrix.cell import Cell
+from conformance.models.families import is_written
 from conformance.models.synthetic import is_sketched
-from conformance.oracle.role_model import is_written
 from conformance.records.record_format import read_lines
 from conformance.results.bisection import (
     OUTSIDE,

@@ -247,3 +247,16 @@ FAMILIES: dict[str, Callable[[Config], Architecture]] = {
     "gemma2": _gemma2,
     "gemma3_text": _gemma3,
 }
+
+
+def is_written(folder: Path) -> bool:
+    """Tell whether the oracle computes this model itself.
+
+    True also for a folder that names no model at all, which ``read_architecture`` refuses.
+    """
+    try:
+        values = read_json(folder / "config.json")
+    except FileNotFoundError:
+        return True
+    kind = values.get("model_type")
+    return not isinstance(kind, str) or kind in FAMILIES

@@ -75,23 +75,6 @@ def packed_attention(
     return torch.cat([run(*qkv, hidden=hidden_keys(len(qkv[0]), window)) for qkv in documents])
 
 
-def attention_shapes(a: Attention, hidden: int) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the parameters; a Linear's weight is (out, in)."""
-    q_size, kv_size = a.heads * a.head_dim, a.kv_heads * a.head_dim
-    rows = {"qkv": q_size + 2 * kv_size} if a.fused else {"q": q_size, "k": kv_size, "v": kv_size}
-    shapes: dict[str, tuple[int, ...]] = {}
-    for name, size in {**{name: (n, hidden) for name, n in rows.items()}, "o": (hidden, q_size)}.items():
-        shapes[f"self_attn.{name}_proj.weight"] = size
-        if name in a.biases:
-            shapes[f"self_attn.{name}_proj.bias"] = size[:1]
-    if a.sinks:
-        shapes["self_attn.sinks"] = (a.heads,)
-    if a.qk_norm:
-        widths = (a.head_dim, a.head_dim) if a.qk_norm == "head" else (q_size, kv_size)
-        shapes |= {f"self_attn.{x}_norm.weight": (width,) for x, width in zip("qk", widths, strict=True)}
-    return shapes
-
-
 def attention(
     x: Tensor, w: Weights, a: Attention, norm: Norm, *, table: Table, hidden: Tensor, policy: Policy, module: Module
 ) -> Tensor:
@@ -135,24 +118,6 @@ def _projected(
         q = rms_norm(q, w["self_attn.q_norm.weight"], norm, policy)
         k = rms_norm(k, w["self_attn.k_norm.weight"], norm, policy)
     return q, k, v
-
-
-def latent_shapes(a: LatentAttention, hidden: int) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the parameters; a Linear's weight is (out, in)."""
-    q_size, kv_size = a.heads * (a.plain_dim + a.rotary.dims), a.heads * (a.plain_dim + a.value_dim)
-    low_rank = {"kv_a_proj_with_mqa": (a.kv_rank + a.rotary.dims, hidden), "kv_b_proj": (kv_size, a.kv_rank)}
-    if a.q_rank is None:
-        matrices = {"q_proj": (q_size, hidden), **low_rank}
-    else:
-        matrices = {"q_a_proj": (a.q_rank, hidden), "q_b_proj": (q_size, a.q_rank), **low_rank}
-    matrices["o_proj"] = (hidden, a.heads * a.value_dim)
-    shapes: dict[str, tuple[int, ...]] = {}
-    for name, size in matrices.items():
-        shapes[f"self_attn.{name}.weight"] = size
-        if a.bias and name in ("q_a_proj", "kv_a_proj_with_mqa", "o_proj"):
-            shapes[f"self_attn.{name}.bias"] = size[:1]
-    shapes["self_attn.kv_a_layernorm.weight"] = (a.kv_rank,)
-    return shapes if a.q_rank is None else {**shapes, "self_attn.q_a_layernorm.weight": (a.q_rank,)}
 
 
 def latent_attention(

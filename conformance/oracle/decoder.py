@@ -33,12 +33,11 @@ from torch.nn import functional as F
 from conformance.core.errors import UsageError
 from conformance.models.components import Architecture, LatentAttention, Layer, Lora, Norm
 from conformance.models.folders import weight_files, weight_shapes
-from conformance.oracle.attention import attention, attention_shapes, hidden_keys, latent_attention, latent_shapes
+from conformance.models.parameter_shapes import CORRECTION, parameter_shapes
+from conformance.oracle.attention import attention, hidden_keys, latent_attention
 from conformance.oracle.feed_forward import (
-    CORRECTION,
     Routing,
     feed_forward,
-    feed_forward_shapes,
     stacked,
     stacked_shapes,
 )
@@ -56,16 +55,6 @@ from conformance.oracle.primitives import (
 from conformance.oracle.variant import HONEST, Variant, Weights
 from conformance.runtime.heartbeat import mark
 from conformance.spec.lora import ADAPTER, FILE_PREFIX, PARTS, WEIGHTS_FILE, LoraConfig
-
-
-def layer_shapes(layer: Layer, hidden: int) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a layer's parameters, in the model's order, without the prefix ``model.layers.N.``."""
-    a = layer.attention
-    return {
-        **(latent_shapes(a, hidden) if isinstance(a, LatentAttention) else attention_shapes(a, hidden)),
-        **feed_forward_shapes(layer.feed_forward, hidden),
-        **{f"{name}.weight": (hidden,) for name in layer.norms.names},
-    }
 
 
 def decoder_layer(
@@ -214,19 +203,6 @@ def check_shapes(found: Mapping[str, tuple[int, ...]], architecture: Architectur
 def is_buffer(name: str) -> bool:
     """Whether a tensor of a model's folder is no parameter: it is not trained, and is not rounded with the others."""
     return name.endswith(CORRECTION)
-
-
-def parameter_shapes(a: Architecture) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of all parameters and buffers, in the model's order; a Linear's weight is (out, in)."""
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (a.vocab_size, a.hidden_size)}
-    for i, layer in enumerate(a.layers):
-        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer_shapes(layer, a.hidden_size).items()}
-    shapes["model.norm.weight"] = (a.hidden_size,)
-    if a.value_head:
-        shapes["score.weight"] = (1, a.hidden_size)
-    elif not a.tied:
-        shapes["lm_head.weight"] = (a.vocab_size, a.hidden_size)
-    return shapes
 
 
 def forward(

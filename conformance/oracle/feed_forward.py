@@ -32,6 +32,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from conformance.models.components import ClampedMlp, GatedMlp, Grouped, MixtureOfExperts
+from conformance.models.parameter_shapes import CORRECTION, expert_shapes
 from conformance.oracle.primitives import Module, Policy, linear
 from conformance.oracle.variant import Weights
 from conformance.spec.batch import Document, expert_column
@@ -127,45 +128,6 @@ class Balance:
         return len(self.counts) * terms / self.choosers**2
 
 
-CORRECTION = "e_score_correction_bias"  # the one buffer of a model, which is loaded and not trained
-
-
-def feed_forward_shapes(part: GatedMlp | MixtureOfExperts, hidden: int) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the parameters; a Linear's weight is (out, in), and experts are stacked."""
-    if isinstance(part, GatedMlp):
-        return _gated_shapes(part, hidden, "mlp")
-    shapes: dict[str, tuple[int, ...]] = {f"mlp.{part.router}.weight": (part.experts, hidden)}
-    if part.corrected:
-        shapes[f"mlp.{part.router}.{CORRECTION}"] = (part.experts,)
-    if part.router_bias:
-        shapes[f"mlp.{part.router}.bias"] = (part.experts,)
-    shapes |= {f"mlp.experts.{name}": (part.experts, *size) for name, size in _expert_shapes(part.expert, hidden)}
-    if part.shared:
-        shapes |= _gated_shapes(part.shared, hidden, part.shared_name)
-        if part.shared_gate:
-            shapes["mlp.shared_expert_gate.weight"] = (1, hidden)
-    return shapes
-
-
-def _expert_shapes(expert: GatedMlp | ClampedMlp, hidden: int) -> list[tuple[str, tuple[int, ...]]]:
-    into, size = 2 * expert.size, expert.size
-    if isinstance(expert, GatedMlp):
-        return [("gate_up_proj", (into, hidden)), ("down_proj", (hidden, size))]
-    biases: list[tuple[str, tuple[int, ...]]] = [("gate_up_proj_bias", (into,)), ("down_proj_bias", (hidden,))]
-    return [("gate_up_proj", (hidden, into)), ("down_proj", (size, hidden)), *biases]
-
-
-def _gated_shapes(mlp: GatedMlp, hidden: int, name: str) -> dict[str, tuple[int, ...]]:
-    into = {"gate_up_proj": 2 * mlp.size} if mlp.fused else {"gate_proj": mlp.size, "up_proj": mlp.size}
-    sizes = {**{part: (rows, hidden) for part, rows in into.items()}, "down_proj": (hidden, mlp.size)}
-    shapes: dict[str, tuple[int, ...]] = {}
-    for part, size in sizes.items():
-        shapes[f"{name}.{part}.weight"] = size
-        if mlp.bias:
-            shapes[f"{name}.{part}.bias"] = size[:1]
-    return shapes
-
-
 def feed_forward(
     x: Tensor, w: Weights, part: GatedMlp | MixtureOfExperts, policy: Policy, module: Module, routing: Routing
 ) -> Tensor:
@@ -215,7 +177,7 @@ def mixture_of_experts(
     y = torch.zeros_like(x)
     for number in range(moe.experts):
         token, place = torch.where(chosen_TK == number)
-        own = {name: w[f"mlp.experts.{name}"][number] for name, _ in _expert_shapes(moe.expert, x.shape[1])}
+        own = {name: w[f"mlp.experts.{name}"][number] for name, _ in expert_shapes(moe.expert, x.shape[1])}
         y = y.index_add(0, token, _expert(x[token], own, moe.expert) * gates_TK[token, place, None])
     if moe.shared is None:
         return y

@@ -21,10 +21,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from conformance.core.io import read_json
 from conformance.models.components import Architecture, MixtureOfExperts
-from conformance.models.families import FAMILIES, read_architecture
+from conformance.models.families import is_written, read_architecture
 from conformance.models.folders import elements_of, weight_shapes
+from conformance.models.parameter_shapes import parameter_shapes
 from conformance.oracle.decoder import (
     adapter_shapes,
     check_shapes,
@@ -34,7 +34,6 @@ from conformance.oracle.decoder import (
     load_weights,
     lora_of,
     merged,
-    parameter_shapes,
 )
 from conformance.oracle.feed_forward import Routing, routing_of
 from conformance.oracle.primitives import NO_TAP, Policy, Tap
@@ -250,13 +249,3 @@ def read_decoder(folder: Path, *, disable_dropout: bool = False, trusted: bool =
 def is_routed(folder: Path) -> bool:
     """Whether the model has routers that are judged: those of a mixture of experts that the oracle computes."""
     return is_written(folder) and bool(read_architecture(folder, disable_dropout=True).routers)
-
-
-def is_written(folder: Path) -> bool:
-    """Whether the oracle computes this model itself; also for a folder that names no model at all, to be refused."""
-    try:
-        values: Mapping[str, Any] = read_json(folder / "config.json")
-    except FileNotFoundError:
-        return True
-    kind = values.get("model_type")
-    return not isinstance(kind, str) or kind in FAMILIES

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 import conformance
+from conformance.models.families import is_written
 from conformance.models.folders import elements_of
 from conformance.numerics.determinism import settings_of
 from conformance.numerics.float64_tier import exact_tier
@@ -28,7 +29,7 @@ from conformance.oracle.defects import variant_of
 from conformance.oracle.objectives import rollout_functions_of
 from conformance.oracle.optimizer import LossScale, clip_factor, global_norm, make_optimizer
 from conformance.oracle.primitives import Policy, Tap
-from conformance.oracle.role_model import Decoder, bytes_needed, devices_for, is_routed, is_written, read_decoder
+from conformance.oracle.role_model import Decoder, bytes_needed, devices_for, is_routed, read_decoder
 from conformance.oracle.rollout_pass import annotated, look_ahead, with_columns
 from conformance.oracle.router_replay import Choices
 from conformance.oracle.step import EMBEDDING, Model, Observed, observe

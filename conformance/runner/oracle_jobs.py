@@ -36,9 +36,10 @@ from conformance.core.io import complete_or_nothing, locked
 from conformance.core.paths import cache_folder
 from conformance.data.prepare import FrozenInputs, short_key
 from conformance.matrix.cell import Cell
+from conformance.models.families import is_written
 from conformance.models.synthetic import is_large
 from conformance.oracle.objectives import functions_of
-from conformance.oracle.role_model import SPARE, bytes_needed, is_routed, is_written
+from conformance.oracle.role_model import SPARE, bytes_needed, is_routed
 from conformance.oracle.run import POLICIES, PolicyName
 from conformance.records.header_checks import CHOICES, FLOAT64, noise_runs
 from conformance.records.record_format import RecordError

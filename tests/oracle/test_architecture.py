@@ -17,8 +17,9 @@ from conformance.data.tokenizer import load_tokenizer
 from conformance.models.families import read_architecture
 from conformance.models.folder_checks import runs_code
 from conformance.models.hf_config import LARGEST
+from conformance.models.parameter_shapes import parameter_shapes
 from conformance.numerics.float64_tier import exact_tier
-from conformance.oracle.decoder import check_shapes, forward, parameter_shapes
+from conformance.oracle.decoder import check_shapes, forward
 from conformance.oracle.run import POLICIES
 from conformance.spec.scenario import parse_scenario
 

@@ -16,8 +16,9 @@ from conformance.models.components import Attention, GatedMlp, Rotary
 from conformance.models.families import read_architecture
 from conformance.models.folders import prepare_model
 from conformance.models.hf_config import FULL, SLIDING
+from conformance.models.parameter_shapes import parameter_shapes
 from conformance.numerics.float64_tier import exact_tier
-from conformance.oracle.decoder import forward, load_weights, parameter_shapes
+from conformance.oracle.decoder import forward, load_weights
 from conformance.oracle.run import POLICIES
 from conformance.oracle.variant import Weights
 from conformance.spec.roles import Role

@@ -17,8 +17,9 @@ from torch import Tensor
 from conformance.core.paths import FIXTURES
 from conformance.models.families import read_architecture
 from conformance.models.folders import prepare_model
+from conformance.models.parameter_shapes import parameter_shapes
 from conformance.numerics.float64_tier import exact_tier
-from conformance.oracle.decoder import forward, load_weights, parameter_shapes
+from conformance.oracle.decoder import forward, load_weights
 from conformance.oracle.loss_terms import target_logprobs, target_positions
 from conformance.oracle.optimizer import global_norm
 from conformance.oracle.run import POLICIES, PolicyName, policy_of, run_oracle

@@ -24,8 +24,9 @@ from conformance.matrix.cell import Cell
 from conformance.models import synthetic
 from conformance.models.families import read_architecture
 from conformance.models.folders import INDEX
+from conformance.models.parameter_shapes import parameter_shapes
 from conformance.models.synthetic import RECIPE, draw_weights, is_large, is_sketched, shapes_of, with_skeleton
-from conformance.oracle.decoder import device_of, load_weights, parameter_shapes
+from conformance.oracle.decoder import device_of, load_weights
 from conformance.oracle.role_model import SPARE, bytes_needed, devices_for
 from conformance.oracle.run import POLICIES, run_oracle
 from conformance.records.step_tensors import Record, read_record

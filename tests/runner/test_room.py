@@ -17,7 +17,7 @@ from conformance.core.host_resources import Room
 from conformance.core.paths import FIXTURES
 from conformance.matrix.cell import Cell
 from conformance.models.families import read_architecture
-from conformance.oracle.decoder import parameter_shapes
+from conformance.models.parameter_shapes import parameter_shapes
 from conformance.runner.resource_check import DOUBT, advice, check_room, needs_of
 from conformance.runner.resource_estimate import Estimate, Size, estimate, on_slots, size_of, total
 from conformance.runtime.multihost.controller import AgentHere
