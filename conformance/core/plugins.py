@@ -1,13 +1,9 @@
-"""Reporters: functions that turn an output folder into files for readers, found by entry point as backends are.
+"""Finds reporters and commands that installed packages register as entry points; conformance imports none of them.
 
-conformance depends on none of them. A function in the entry-point group ``parity.reporters`` takes the output folder,
-writes a file and returns its path. A function in ``parity.comparisons`` takes the output folder and returns a text that
-compares the backends; it also takes the TwoRuns of two folders (conformance.results.output_folders), and compares
-these.
-
-Additional commands of the command line, which packages register as entry points; conformance knows none of them.
-
-Each entry point of the group ``parity.commands`` is a Command object, and its name is the name of the command.
+parity.reporters: each function takes the output folder, writes a file for readers, and returns its path.
+parity.comparisons: each function takes the output folder and returns a text that compares the backends. The function
+    also takes the TwoRuns of two folders (conformance.results.output_folders), and compares these.
+parity.commands: each is a Command object, whose entry point has the name of the command.
 """
 
 import argparse
@@ -18,7 +14,6 @@ from typing import Protocol
 
 from conformance.core.errors import UsageError, one_line
 from conformance.core.io import Unwritable
-from conformance.results.output_folders import TwoRuns
 
 REPORTERS, COMPARISONS = "parity.reporters", "parity.comparisons"
 
@@ -45,14 +40,16 @@ def write_reports(out: Path) -> list[str]:
     return lines or ["no report: no reporter is installed"]
 
 
-def compare(what: Path | TwoRuns) -> str:
-    """The text of the first installed comparison: of the backends in an output folder, or of two runs.
+def compare(runs: object) -> str:
+    """Return the text of the first installed comparison.
+
+    runs: the path of an output folder, to compare its backends; or the TwoRuns of two folders.
 
     Raises LookupError if none is installed.
     """
     for entry in entry_points(group=COMPARISONS):
-        to_text: Callable[[Path | TwoRuns], str] = entry.load()
-        return to_text(what)
+        to_text: Callable[[object], str] = entry.load()
+        return to_text(runs)
     raise LookupError(f"nothing is announced under the entry-point group {COMPARISONS!r}")
 
 

@@ -1,6 +1,7 @@
-"""Busy: for how much of a run each of its GPUs was leased, so that idle GPUs are seen.
+"""Leases GPUs between all runs and workers of a host, and measures for how much of a run each GPU was leased.
 
-Leases: GPUs that this process may use for a while and no other, between all runs and workers of a host.
+A process that holds the lease of a GPU may use this GPU, and no other process may. Nothing here asks CUDA: a GPU is a
+name, and what is leased is the name.
 
 Each GPU has a file, and whoever holds a lock on it (flock) has the GPU. The kernel gives the lock back when the last
 process that holds the descriptor has ended, however it ended. So ranks hold it, too, while they run a task: a
