@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from conformance.core.errors import UsageError, one_line
+from conformance.numerics.factors import whole_number
 from parity.quantities import CLASS, Pair, Quantity, Stage, common, setting
 from parity.record_files import Line, Run
 
@@ -129,7 +130,7 @@ def _first_names(names: Sequence[str]) -> str:
 
 
 ALIKE = 0.01  # relative spread of factors that are taken for one
-WHOLE = 1e-3  # how near to a whole number a factor is to be one
+WHOLE = 1e-3  # relative error within which a factor is taken for a whole number
 GRADUAL = 10.0  # a distance that grows less than so much in a step grows gradually
 HINTED = 4
 
@@ -201,8 +202,8 @@ def _one_factor(different: Sequence[Quantity]) -> float | None:
 
 def _mean(factor: float) -> str:
     """What a factor of a whole number, or of one over it, comes from."""
-    n = next((round(x) for x in (factor, 1 / factor) if round(x) > 1 and abs(x - round(x)) < WHOLE * x), None)
-    return f"a mean over {n} micro-batches or ranks that one side takes and the other does not" if n else ""
+    found = whole_number(math.log(factor), within=WHOLE) if factor > 0 else None
+    return f"a mean over {found[0]} micro-batches or ranks that one side takes and the other does not" if found else ""
 
 
 def _block(name: str) -> str:

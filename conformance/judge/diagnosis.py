@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from conformance.judge.tolerance import Measurement, gradient_stages
+from conformance.numerics.factors import likely_causes, powers_of
 from conformance.records.step_tensors import Record
 from conformance.results.verdict import Quantity
 from conformance.spec.layout import Layout
@@ -140,22 +141,12 @@ def _known_factors(m: Measurement, facts: Facts, allowed: float) -> list[str]:
         "tokens": tokens,
         "tokens / dp": tokens / layout.dp,
     }
-    factors = [
-        (text, factor)
-        for name, size in sizes.items()
-        for text, factor in (
-            (name, size),
-            (f"1/({name})", 1 / size),
-            (f"sqrt({name})", size**0.5),
-            (f"1/sqrt({name})", size**-0.5),
-        )
-        if size > 1
-    ]
+    factors = powers_of(sizes)
     if clip := facts.clip.get(m.stage):
         again = "clipped before it was read" if m.stage in facts.gradients else "clipped twice"
-        factors += [(f"the clip factor: {again}", clip), ("1/(the clip factor): it was not clipped", 1 / clip)]
-    near = ((text, factor) for text, factor in factors if abs(m.scale / factor - 1) < CLOSE)
-    known = [text for text, factor in near if m.left_without(factor) <= allowed]
+        factors |= {f"the clip factor: {again}": clip, "1/(the clip factor): it was not clipped": 1 / clip}
+    near = likely_causes(m.scale, factors, within=CLOSE)
+    known = [text for text in near if m.left_without(factors[text]) <= allowed]
     return known or _token_counts(m, facts, allowed)
 
 

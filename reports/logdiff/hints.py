@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from conformance.numerics.factors import whole_number
 from reports.logdiff.run import Floats
 from reports.wording import percent
 
 LEAST = 0.05  # of a logarithm: a smaller factor is a difference like any other
-LARGEST = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,20 +53,11 @@ def constant_factor(d: Floats) -> Factor | None:
 
 
 def integer_of(factor: Factor) -> tuple[int, bool] | None:
-    """The whole number n (from 2) that the factor or its inverse is, and whether as its square root; None if unclear.
+    """Find the whole number that a factor or its inverse is, and whether as a square root; None if that is unclear.
 
-    Unclear is a factor whose error is not small beside the distance to the next number of that kind; but powers of two
-    are what ranks and micro-batches mostly are, and count as numbers of a kind of their own.
+    Unclear is a factor whose error is not small beside the distance to the next number.
     """
-    size, error = abs(factor.log), max(3 * factor.error, 0.005)
-    for root in (False, True):
-        exponent = 0.5 if root else 1.0
-        for candidates in (range(2, LARGEST + 1), [2**k for k in range(1, 11)]):
-            logs = exponent * np.log(np.array(candidates, dtype=np.float64))
-            near = np.flatnonzero(np.abs(logs - size) <= error)
-            if len(near) == 1 and not (root and math.isqrt(candidates[int(near[0])]) ** 2 == candidates[int(near[0])]):
-                return candidates[int(near[0])], root
-    return None
+    return whole_number(factor.log, within=max(3 * factor.error, 0.005), roots=True)
 
 
 EXACT = 1e-3  # relative to the largest rate; logs print three digits or more

@@ -1,0 +1,53 @@
+"""Names likely causes of a constant factor between two results: counts of ranks, of micro-batches or of tokens.
+
+The judge, the comparison of recorded training loops and the comparison of training logs ask the same question, each
+with the counts that it knows. Nothing here imports torch.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+
+LARGEST = 1024  # count of ranks or micro-batches that a factor is taken for
+
+
+def powers_of(counts: Mapping[str, float]) -> dict[str, float]:
+    """Give the factors that a mean or a norm over each count may be off by: n, 1/n, sqrt(n) and 1/sqrt(n).
+
+    counts: by name. A count of 1 explains nothing and is left out.
+    """
+    return {
+        text: factor
+        for name, n in counts.items()
+        if n > 1
+        for text, factor in (
+            (name, n),
+            (f"1/({name})", 1 / n),
+            (f"sqrt({name})", n**0.5),
+            (f"1/sqrt({name})", n**-0.5),
+        )
+    }
+
+
+def likely_causes(scale: float, factors: Mapping[str, float], *, within: float) -> list[str]:
+    """Give the names of the ``factors`` that ``scale`` is, to a relative error of ``within``."""
+    return [name for name, factor in factors.items() if abs(scale / factor - 1) < within]
+
+
+def whole_number(log: float, *, within: float, roots: bool = False) -> tuple[int, bool] | None:
+    """Find the whole number n from 2 to LARGEST whose logarithm ``log`` is, whatever its sign.
+
+    within: the error of ``log``. roots: whether ``log`` may also be that of the square root of n.
+
+    Returns n, and whether it stands under a root. None if no number is near, or several of one kind are. Ranks and
+    micro-batches mostly come in powers of two, so these count as numbers of a kind of their own.
+    """
+    for root in (False, True)[: 1 + roots]:
+        for kind in (range(2, LARGEST + 1), [2**k for k in range(1, 11)]):
+            near = _near(abs(log) * (2 if root else 1), kind, within=within * (2 if root else 1))
+            if len(near) == 1 and not (root and math.isqrt(near[0]) ** 2 == near[0]):
+                return near[0], root
+    return None
+
+
+def _near(log: float, numbers: Iterable[int], *, within: float) -> list[int]:
+    return [number for number in numbers if abs(math.log(number) - log) <= within]
