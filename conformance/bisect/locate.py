@@ -1,11 +1,9 @@
-"""Values: each value that ranks have shown against the oracle's: where it is wrong, and what would make it right.
+"""Finds the first wrong module of a traced cell: forward in execution order, and backward in reverse.
 
-In the exact tier there is no noise, so what is beyond its bound is wrong, and what is within it is right.
+Each value that the ranks have recorded is compared with the oracle's. In the exact tier there is no noise, so a value
+beyond its bound is wrong, and a value within its bound is right.
 
-Find: the first wrong module, forward in execution order and backward in reverse.
-
-The comparison of a traced cell with the oracle, as a task of a world of one rank: it may take long, or too much
-memory, and then ends alone.
+The comparison is a task of a worker group of one rank. It may take long, or too much memory, and then ends alone.
 """
 
 import math
@@ -19,6 +17,7 @@ import torch
 from torch import Tensor
 
 from conformance.bisect.oracle_capture import Reference, references
+from conformance.judge.tensor_views import scale_of
 from conformance.judge.tolerance import EXACT
 from conformance.records.step_tensors import read_record
 from conformance.results.bisection import Bisected, Direction, First, Key, Side, Wrong, most_telling_first
@@ -120,10 +119,9 @@ def _by_factor(bad: Sequence[_Compared], bound: float) -> str:
     """The wrong pieces are the right ones times one factor for each rank."""
     factors: dict[int, float] = {}
     for one in bad:
-        norm = float((one.right * one.right).sum())
-        factor = float((one.found * one.right).sum()) / norm if norm else math.nan
+        factor, left = scale_of(one.found.double(), one.right.double())
         # The factor's own rounding is in proportion to it.
-        if not _rms(one.found - factor * one.right) <= bound * max(1.0, abs(factor)):
+        if factor is None or not left / math.sqrt(one.found.numel()) <= bound * max(1.0, abs(factor)):
             return ""
         known = factors.setdefault(one.piece.rank, factor)
         if not math.isclose(known, factor, rel_tol=1e-9):
@@ -228,8 +226,8 @@ def common_factor(found: Mapping[str, Tensor], reference: Reference) -> float | 
         return None
     ours = torch.cat([found[name].double().flatten() for name in reference.gradients])
     theirs = torch.cat([right.flatten() for right in reference.gradients.values()])
-    factor = float(ours @ theirs / (theirs @ theirs))
-    return factor if float((ours - factor * theirs).norm()) <= EXACT * abs(factor) * float(theirs.norm()) else None
+    factor, left = scale_of(ours, theirs)
+    return factor if factor is not None and left <= EXACT * abs(factor) * float(theirs.norm()) else None
 
 
 def bisect(model: str, pieces: Sequence[Piece], gradients: Mapping[str, Tensor], reference: Reference) -> Bisected:
