@@ -25,7 +25,7 @@ from conformance.oracle.decoder import is_buffer, load_weights
 from conformance.oracle.optimizer import AdamW, Sgd, clip, global_norm
 from conformance.oracle.primitives import Policy, frequencies
 from conformance.oracle.role_model import Written
-from conformance.oracle.run import POLICIES, PolicyName
+from conformance.oracle.run import POLICIES
 from conformance.oracle.step import Model, Observed, observe
 from conformance.oracle.variant import Weights
 from conformance.spec.batch import Batch, Document, Row
@@ -79,7 +79,7 @@ class Observation:
     balance: float | None = None
 
 
-def policy_model(family: str, *, precision: PolicyName = "float64") -> Model:
+def policy_model(family: str, *, precision: str = "float64") -> Model:
     architecture = read_architecture(folder(family))
     weights = load_weights(folder(family), architecture, POLICIES[precision].stable)
     trained = (name for name in weights if not is_buffer(name))
