@@ -44,9 +44,10 @@ from conformance.results.run_results import VERDICT, read_entry
 from conformance.runner.environment import environment
 from conformance.runner.session import Session, SessionConfig
 from conformance.spec.layout import Layout
-from conformance.spec.scenario import Precision, load_scenario
+from conformance.spec.precision import PRECISIONS, PrecisionName
+from conformance.spec.scenario import load_scenario
 from impl.faults.catalogue import CATALOGUE
-from impl.faults.expected_cells import PLACES, TIERS, Place, with_dropout, with_handover
+from impl.faults.expected_cells import PLACES, Place, with_dropout, with_handover
 from reports.mutation_score import BLANK, MARKDOWN, QUICK, Row, to_markdown, write_score
 
 LOSSES, NORMS = ("loss", "critic.loss"), ("grad_norm", "critic.grad_norm")
@@ -76,7 +77,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=math.inf, help="after which no job is begun (default: none)")
     parser.add_argument("--faults", nargs="+", default=list(PLACES), choices=list(PLACES), metavar="NAME")
     parser.add_argument("--backends", nargs="+", default=list(registered_backends()))
-    parser.add_argument("--tiers", nargs="+", default=[*TIERS, QUICK], choices=[*TIERS, QUICK])
+    parser.add_argument("--tiers", nargs="+", default=[*PRECISIONS, QUICK], choices=[*PRECISIONS, QUICK])
     parser.add_argument("--is_worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     jobs = plan(options.faults, options.backends, options.tiers, models=options.out.resolve() / "models")
@@ -111,7 +112,7 @@ def _planted(faults: Sequence[str], backends: Sequence[str], tiers: Sequence[str
         place = PLACES[fault.name]
         for backend in (name for name in backends if name in place.layouts):
             row = Row(fault=fault.name, predicted=fault.stage, backend=backend, tier="", cell="", state="")
-            for tier in (tier for tier in TIERS if tier in tiers):
+            for tier in (tier for tier in PRECISIONS if tier in tiers):
                 if why := place.why_blank(tier):
                     yield Job(row=dataclasses.replace(row, tier=tier, state=BLANK, reason=why))
                     continue
@@ -123,7 +124,7 @@ def _planted(faults: Sequence[str], backends: Sequence[str], tiers: Sequence[str
                 yield Job(row=dataclasses.replace(row, tier=QUICK, cell=str(cells[0])), cells=cells)
 
 
-def _cell(place: Place, backend: BackendEntry, tier: Precision, fault: str) -> Cell:
+def _cell(place: Place, backend: BackendEntry, tier: PrecisionName, fault: str) -> Cell:
     file = FIXTURES / "scenarios" / f"{place.scenario_in(tier)}.toml"
     return Cell.single(
         scenario=load_scenario(file, model=f"models/{place.model}", precision=tier),

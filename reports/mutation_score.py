@@ -14,11 +14,12 @@ from pydantic import TypeAdapter
 
 from conformance.core.io import read_file, write_file
 from conformance.records.record_format import LONGEST, dumps, parse_strict_json
+from conformance.spec.precision import PRECISIONS
 
 QUICK = "quick"  # instead of a tier: the fault was planted in cells of the quick profile
 BLANK = "blank"  # instead of a state: the fault changes nothing in this tier
 ANY = "any"
-ORDER = ("exact", "fp32", "bf16", "fp16", QUICK)
+ORDER = (*PRECISIONS, QUICK)
 JSON, MARKDOWN = "mutation-score.json", "mutation-score.md"
 
 

@@ -20,7 +20,8 @@ from conformance.matrix.cell import Cell, Leg
 from conformance.runner.session import Session, SessionConfig
 from conformance.runtime import Pool
 from conformance.spec.layout import Layout
-from conformance.spec.scenario import Precision, load_scenario
+from conformance.spec.precision import PrecisionName
+from conformance.spec.scenario import load_scenario
 
 # Files that take long come first: a worker runs a file whole, and none is to be left over at the end.
 LONG = (
@@ -142,7 +143,7 @@ def make_cell(
     scenario: str,
     model: str,
     layout: str,
-    precision: Precision,
+    precision: PrecisionName,
     *,
     faults: tuple[str, ...] = (),
     backend: BackendEntry | None = None,

@@ -239,7 +239,7 @@ def _group(cell: Cell) -> Group:
 def _chosen(differ: Sequence[Cell]) -> Iterator[Cell]:
     """The smallest cell of each group; backends take turns."""
     groups: dict[Group, list[Cell]] = defaultdict(list)
-    for cell in sorted(differ, key=lambda cell: (cell.scenario.precision != "exact", cell.world_size)):
+    for cell in sorted(differ, key=lambda cell: (not cell.scenario.tier.is_exact, cell.world_size)):
         groups[_group(cell)].append(cell)
     of_backends: dict[str, list[Cell]] = defaultdict(list)
     for first, *_ in groups.values():

@@ -15,12 +15,8 @@ from conformance.matrix.options import Ranks
 from conformance.runner.resource_check import GB, advice, needs_of
 from conformance.runner.resource_estimate import Estimate
 from conformance.runner.session import Session, SessionConfig
-from conformance.spec.scenario import Precision
+from conformance.spec.precision import PRECISIONS, FloatFormat, PrecisionName
 
-_MEASURED: dict[torch.dtype, tuple[Precision, ...]] = {
-    torch.float64: ("exact",),
-    torch.float32: ("fp32", "bf16", "fp16"),
-}
 _NOT_HERE = (
     "none is visible here: whether there are enough for each cell, and whether their machine has this memory and disk, "
     "is not known; times are those of this machine's processors"
@@ -77,18 +73,17 @@ def _time(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
 
 
-def _rates() -> dict[Precision, float]:
-    """Operations per second that one processor does now, in matrix products of each precision."""
-    found: dict[Precision, float] = {}
+def _rates() -> dict[PrecisionName, float]:
+    """Measures the operations per second of one processor now, in matrix products of each precision's master dtype."""
+    rates: dict[FloatFormat, float] = {}
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    for dtype, precisions in _MEASURED.items():
-        a = torch.ones(_SIDE, _SIDE, dtype=dtype)
+    for number_format in dict.fromkeys(tier.master for tier in PRECISIONS.values()):
+        a = torch.ones(_SIDE, _SIDE, dtype=number_format.dtype)
         torch.mm(a, a)
         began = time.perf_counter()
         for _ in range(_TIMES):
             torch.mm(a, a)
-        rate = _TIMES * 2 * _SIDE**3 / (time.perf_counter() - began)
-        found |= dict.fromkeys(precisions, rate)
+        rates[number_format] = _TIMES * 2 * _SIDE**3 / (time.perf_counter() - began)
     torch.set_num_threads(threads)
-    return found
+    return {name: rates[tier.master] for name, tier in PRECISIONS.items()}

@@ -23,9 +23,9 @@ from conformance.records.step_tensors import Record
 from conformance.spec.batch import Batch, Document, expert_column
 from conformance.spec.layout import Layout
 from conformance.spec.observables import ROUTING, Observable
-from conformance.spec.scenario import Precision, Scenario
+from conformance.spec.precision import FloatFormat
+from conformance.spec.scenario import Scenario
 
-SIGNIFICANT: Mapping[Precision, int] = {"bf16": 8, "fp16": 11}  # bits of a number, the implicit one included
 COARSE = 1.2  # what is allowed of the fraction of coarse elements, times the summands
 FEWEST = 3  # summands; a sum of two has too many coarse elements to tell
 STACKED = re.compile(r"\.(\d+)\.mlp\.experts\.")  # in the name of (experts, ...): the routed experts of one layer
@@ -42,14 +42,14 @@ def grains(
     expert of it is looked at. Nor is one in reinforcement learning, where a token may have a target and no gradient:
     an advantage of 0, a ratio that is clipped. Raises RecordError for batches without choices of a router.
     """
-    if scenario.precision not in SIGNIFICANT:
+    if not scenario.tier.is_half:
         return
     for leg in legs:
         layout = Layout.parse(leg.header["layout"])
         summands = summands_of_steps(leg, layout, scenario.accumulation)
         for o in gradients:
             dense = [
-                coarse_fraction(tensor, scenario.precision) * summands[step.step]
+                coarse_fraction(tensor, scenario.tier.compute) * summands[step.step]
                 for step in leg.steps
                 if summands[step.step] >= FEWEST
                 for name, tensor in elementwise(step.tensors(), o.key).items()
@@ -102,7 +102,7 @@ def _of_experts(
                     accumulation=scenario.accumulation,
                 )
                 fractions += [
-                    coarse_fraction(stacked[expert], scenario.precision) * count
+                    coarse_fraction(stacked[expert], scenario.tier.compute) * count
                     for expert, count in counts.items()
                     if count >= FEWEST and stacked[expert].any()
                 ]
@@ -148,8 +148,8 @@ def _chosen(document: Document, *, key: str, router: int, is_last: bool) -> Iter
         slot += 1
 
 
-def coarse_fraction(tensor: torch.Tensor, precision: Precision) -> float:
-    """Of the elements that are not zero, those with no more significant bits than the precision has."""
+def coarse_fraction(tensor: torch.Tensor, number_format: FloatFormat) -> float:
+    """Returns the fraction of nonzero elements with no more significant bits than the format has."""
     mantissa, _ = torch.frexp(tensor[tensor != 0])
-    scaled = mantissa * 2 ** SIGNIFICANT[precision]
+    scaled = mantissa * 2**number_format.significant_bits
     return float((scaled == scaled.round()).double().mean())

@@ -19,7 +19,6 @@ from conformance.spec.observables import Observable
 from conformance.spec.scenario import Scenario
 
 CLOSE = 1e-3  # relative, of a scale to the factor that explains it, however much noise there is
-WHOLE = {"exact": 1e-6, "fp32": 1e-3}  # how near a count of tokens is to a whole number; half precision knows none
 MOST_STEPS = 100_000  # of a schedule that are searched
 MOST = 10  # times the target tokens: how many places a step may have
 
@@ -152,7 +151,7 @@ def _known_factors(m: Measurement, facts: Facts, allowed: float) -> list[str]:
 
 def _token_counts(m: Measurement, facts: Facts, allowed: float) -> list[str]:
     """Of a loss that was divided by another number of tokens, that number."""
-    near = WHOLE.get(facts.scenario.precision)
+    near = facts.scenario.tier.count_error
     if near is None or not m.tensor.endswith("loss") or not m.scale:
         return []
     count = facts.tokens / m.scale

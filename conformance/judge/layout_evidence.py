@@ -28,9 +28,8 @@ from conformance.records.header_checks import second_class
 from conformance.records.step_tensors import Record
 from conformance.spec.layout import Layout
 from conformance.spec.observables import CONFIGURATION
-from conformance.spec.scenario import Precision, Scenario
+from conformance.spec.scenario import Scenario
 
-DTYPES: dict[Precision, str] = {"exact": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 # Matrix products in backward passes to those in forward passes: 2 (one for the input, one for the weight) and up to 2.4
 # with attention that is written out; recomputing a layer adds nearly 1. This tells what a library recomputes inside of
 # its own autograd functions, where no graph is recorded; not where forward passes count experts, or look at roll-outs,
@@ -45,7 +44,6 @@ AGAIN, AGAIN_ROUTED = 0.6, 0.4
 # compute in float32; with one expert per token and small models they are a seventh.
 IN_HALF, IN_HALF_ROUTED = 0.95, 0.8
 OF_A_LAYER = 4  # products of its linear layers, where q, k and v are one, and gate and up
-BYTES: dict[Precision, int] = {"exact": 8, "fp32": 4}  # of a number, where all are of one dtype
 # Modules with weights outside of layers: embeddings of tokens and positions, the last norm, and the head.
 AROUND = 4
 PADDING = 128  # Megatron pads the vocabulary to a multiple of this times tp
@@ -239,7 +237,7 @@ def _claims(
 ) -> Iterator[tuple[str, bool]]:
     forward = seen.products("forward")
     if forward:
-        dtype = DTYPES[scenario.precision]
+        dtype = scenario.tier.compute.name
         in_half = IN_HALF_ROUTED if sizes.experts else IN_HALF
         yield f"products in {dtype}", seen.linear(dtype) >= in_half * seen.linear()
         left_out = sizes.frozen * scenario.accumulation * layout.world_size // layout.pp  # products for their gradients
@@ -314,7 +312,7 @@ def _of_shares(
     """What of weights and gradients is held by each rank, and whether gradients could be added up whole."""
     shards = layout.data * layout.sp * layout.ulysses // layout.rep
     model = layout.tp * layout.pp
-    width = BYTES.get(scenario.precision)
+    width = None if scenario.tier.is_half else scenario.tier.master.bytes  # half precision has numbers of two widths
     if stage == 3 and shards > 1 and width and "offload" not in layout.options:
         # Ranks that cut their weights hold a share of them, and small things such as tables of positions; so the bound
         # is halfway to whole weights. Some of a model is whole on all tensor-parallel ranks, so there it is as much as

@@ -71,7 +71,7 @@ def _of_model(
     run: Sequence[StepRecord], oracle: Record, scenario: Scenario, key: str
 ) -> Iterator[tuple[int, dict[str, float], float]]:
     """After each step: the relative error of each tensor that is possible, and the drift that follows."""
-    config, exact = scenario.optimizer, scenario.precision == "exact"
+    config, exact = scenario.optimizer, scenario.tier.is_exact
     gradient, rate = (key.removesuffix("weight") + name for name in ("gradient", "lr"))
     start, steps = _float64(oracle.loaded, key), {step.step: step for step in run}
     second, moved = ({name: torch.zeros_like(weight) for name, weight in start.items()} for _ in range(2))

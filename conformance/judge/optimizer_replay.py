@@ -20,9 +20,9 @@ from conformance.numerics.sketch import sampled, whole_shapes
 from conformance.oracle.optimizer import clip_factor, make_optimizer
 from conformance.records.step_tensors import Record, StepRecord
 from conformance.spec.observables import AGAINST_REBUILT, SKIPPED, Observable
-from conformance.spec.scenario import Precision, Scenario
+from conformance.spec.precision import FloatFormat
+from conformance.spec.scenario import Scenario
 
-MASTER_ROUNDING = {"exact": 2.0**-53, "fp32": 2.0**-24, "bf16": 2.0**-24, "fp16": 2.0**-24}
 REBUILT_ROUNDINGS = 4  # of a weight; a multiplication for decay and a subtraction of the update round it twice
 UPDATE_ROUNDINGS = 64  # of an update: norm and clipping, two moments, a square root, divisions, and the rate
 
@@ -88,7 +88,7 @@ def _of_model(
                     step=step.step,
                     error=finite(off.max().item()),
                     where=_where(step, name, int(off.argmax()), after),
-                    fixed=REBUILT_ROUNDINGS * MASTER_ROUNDING[scenario.precision],
+                    fixed=REBUILT_ROUNDINGS * scenario.tier.master.rounding,
                 )
 
 
@@ -119,7 +119,7 @@ def _steps(
             if known and step.step not in skipped:
                 norm = math.hypot(norm_of(tensors, gradient), unnamed[step.step])
                 elements = _elements(step, gradient)
-                norm = _reported(step.value(f"{prefix}grad_norm"), norm, elements, scenario.precision)
+                norm = _reported(step.value(f"{prefix}grad_norm"), norm, elements, scenario.tier.master)
                 factor = clip_factor(norm, scenario.optimizer.max_grad_norm)
             yield _Step(
                 key=key,
@@ -143,7 +143,7 @@ def _elements(step: StepRecord, key: str) -> int:
     return sum(math.prod(shape) for name, shape in shapes.items() if name.startswith(f"{key}/"))
 
 
-def _reported(own: float | None, norm: float, elements: int, precision: Precision) -> float:
+def _reported(own: float | None, norm: float, elements: int, master: FloatFormat) -> float:
     """The norm that the cell clips by: the one that it reports, where it differs from the rebuilt one by no more than
     adding up in another order does, else the rebuilt one. The reported norm is judged by itself.
 
@@ -152,7 +152,7 @@ def _reported(own: float | None, norm: float, elements: int, precision: Precisio
     """
     if own is None:
         return norm
-    apart = min(math.sqrt(elements) * MASTER_ROUNDING[precision], NORM_ROUNDINGS * ROUNDING)
+    apart = min(math.sqrt(elements) * master.rounding, NORM_ROUNDINGS * ROUNDING)
     return own if abs(own - norm) <= apart * norm else norm
 
 

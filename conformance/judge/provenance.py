@@ -176,7 +176,7 @@ def _read_oracle(folder: Path, precision: str, scenario: Scenario, defects: tupl
 
 def read_choices(oracle: Record, scenario: Scenario) -> tuple[Batch, ...]:
     """The batches with the choices of the oracle's routers, where cells are given these."""
-    if scenario.precision == "exact" or not any(_is_routing(o) for o in oracle.observables):
+    if scenario.tier.is_exact or not any(_is_routing(o) for o in oracle.observables):
         return ()
     file = oracle.path / CHOICES
     try:

@@ -21,16 +21,15 @@ from dataclasses import dataclass, replace
 from conformance.records.record_format import RecordError
 from conformance.results.verdict import Strip
 from conformance.spec.observables import Observable
-from conformance.spec.scenario import Precision
+from conformance.spec.precision import PRECISIONS, PrecisionName
 
 EXACT = 1e-11  # relative, per tensor; honest errors are below 1e-12
 NOISE_FACTOR = 3.0  # times the single-process error; what honest cells show is in docs/tolerances.md
 ROUNDING = 2.0**-24  # of one float32 operation, relative
 SCALAR_ROUNDINGS = 4  # that a reported scalar went through at least, whatever one run happened to show
 NORM_ROUNDINGS = 32  # float32 roundings that a framework's own norm may differ from the one rebuilt in float64
-# Of a gradient; beyond it the single-process run itself is wrong.
-NOISE_LIMIT: dict[Precision, float] = {"fp32": 1e-4, "bf16": 1 / 6, "fp16": 0.1}
 # Of anything: a bound is below 1/2 then, so nothing that is lost, doubled, or of the wrong sign is within it.
+# Gradients have a limit by precision (Precision.noise_limit).
 NOISE_LIMIT_OF_ALL = 1 / 6
 # Of a worst row, an extreme of many: beyond NOISE_LIMIT_OF_ALL it is judged by 1/2, which is at least twice its noise.
 NOISE_LIMIT_OF_ROWS = 1 / 4
@@ -90,7 +89,7 @@ def gradient_stages(observables: Sequence[Observable]) -> frozenset[str]:
 
 
 def noisiest(
-    runs: Sequence[Sequence[Measurement]], *, precision: Precision, gradients: frozenset[str], amplified: Set[Key]
+    runs: Sequence[Sequence[Measurement]], *, precision: PrecisionName, gradients: frozenset[str], amplified: Set[Key]
 ) -> list[Measurement]:
     """Of every quantity the larger error of the single-process runs, and what their parts make of it at most.
 
@@ -108,18 +107,18 @@ def noisiest(
     return list(found.values())
 
 
-def _limit(q: Measurement, precision: Precision, gradients: frozenset[str]) -> float:
+def _limit(q: Measurement, precision: PrecisionName, gradients: frozenset[str]) -> float:
     """What the noise of a quantity may be to make a bound of it."""
-    return NOISE_LIMIT[precision] if q.stage in gradients and not q.of_row else NOISE_LIMIT_OF_ALL
+    return PRECISIONS[precision].noise_limit if q.stage in gradients and not q.of_row else NOISE_LIMIT_OF_ALL
 
 
-def _too_noisy(q: Measurement, precision: Precision, gradients: frozenset[str], amplified: Set[Key]) -> bool:
+def _too_noisy(q: Measurement, precision: PrecisionName, gradients: frozenset[str], amplified: Set[Key]) -> bool:
     """Whether a single-process run is too far off to judge by. An amplified update is judged by being rebuilt."""
     limit = NOISE_LIMIT_OF_ROWS if q.of_row else _limit(q, precision, gradients)
     return not q.error <= limit and not (q.key in amplified and math.isfinite(q.error))
 
 
-def may_be_judged_by(run: Sequence[Measurement], precision: Precision, gradients: frozenset[str]) -> bool:
+def may_be_judged_by(run: Sequence[Measurement], precision: PrecisionName, gradients: frozenset[str]) -> bool:
     """Whether no gradient of a single-process run is too far off."""
     return not any(_too_noisy(q, precision, gradients, frozenset()) for q in run if q.stage in gradients)
 
@@ -127,21 +126,23 @@ def may_be_judged_by(run: Sequence[Measurement], precision: Precision, gradients
 def allowed_errors(
     quantities: Sequence[Measurement],
     *,
-    precision: Precision,
+    precision: PrecisionName,
     noise: Sequence[Measurement],
     gradients: frozenset[str],
     amplified: Mapping[Key, float],
     drift: Mapping[int, float],
 ) -> dict[Key, float]:
-    """The bound of every measurement, by its key. ``noise`` are the same of the single-process run, ``gradients`` the
-    stages that NOISE_LIMIT is about. ``amplified`` and ``drift``: what an optimizer may make of noise, and how much
-    larger it makes the noise of later steps (judge/amplified.py). An amplified update has no limit, because it is
-    judged by being rebuilt; in the exact tier it is what the cell's own gradients, which are within their bound, make
-    of their rounding.
+    """Returns the bound of every measurement, by its key.
+
+    noise: the same quantities of the single-process run. gradients: the stages to which Precision.noise_limit applies.
+    amplified, drift: the noise that an optimizer may make of its gradients' noise, and the factor by which it may
+    enlarge the noise of later steps (conformance.judge.noise). An amplified update has no noise limit, because it is
+    judged by being rebuilt. In the exact tier its bound follows from the rounding of the cell's own gradients, which
+    are within their bound.
 
     Raises RecordError if the noise is not finite, or larger than its limit.
     """
-    if precision == "exact":
+    if PRECISIONS[precision].is_exact:
         return {
             q.key: max(EXACT, NOISE_FACTOR * amplified.get(q.key, 0.0)) if q.fixed is None else min(EXACT, q.fixed)
             for q in quantities
@@ -186,7 +187,7 @@ def _bounding(noise: Measurement, drift: float, limit: float) -> float:
 def is_too_exact(
     quantities: Sequence[Measurement],
     *,
-    precision: Precision,
+    precision: PrecisionName,
     noise: Sequence[Measurement],
     gradients: frozenset[str],
 ) -> bool:
@@ -195,7 +196,7 @@ def is_too_exact(
     def median(of: Sequence[Measurement]) -> float:
         return statistics.median([q.error for q in of if q.stage in gradients and not q.of_row] or [math.inf])
 
-    return precision != "exact" and median(quantities) < TOO_EXACT * median(noise)
+    return not PRECISIONS[precision].is_exact and median(quantities) < TOO_EXACT * median(noise)
 
 
 def _medians(noise: Sequence[Measurement]) -> dict[tuple[str, int], float]:

@@ -129,7 +129,7 @@ def judge(legs: Sequence[Record], *, oracle: Record, noise: Sequence[Record], ba
     runs = [measure([run], oracle) for run in noise]
     # What an optimizer makes of noise is that of runs whose gradients can all be judged by.
     usable = [run.steps for n, run in enumerate(noise) if not n or may_be_judged_by(runs[n], precision, gradients)]
-    steps = [[step for leg in legs for step in leg.steps]] if precision == "exact" else usable
+    steps = [[step for leg in legs for step in leg.steps]] if scenario.tier.is_exact else usable
     amplified = amplified_noise(steps, oracle, scenario)
     rounding = noisiest(runs, precision=precision, gradients=gradients, amplified=amplified.updates.keys())
     bounds_of = partial(

@@ -30,7 +30,8 @@ from conformance.matrix.options import Selection
 from conformance.models.synthetic import with_skeleton
 from conformance.results.requirements import TO
 from conformance.spec.layout import Layout
-from conformance.spec.scenario import Count, Precision, Scenario, Steps, load_scenario
+from conformance.spec.precision import PrecisionName
+from conformance.spec.scenario import Count, Scenario, Steps, load_scenario
 
 
 def _check_layouts(text: str) -> str:
@@ -64,7 +65,7 @@ class CellTable:
     scenarios: Annotated[tuple[str, ...], Field(min_length=1)]
     models: Annotated[tuple[str, ...], Field(min_length=1)]
     layouts: Annotated[tuple[Layouts, ...], Field(min_length=1)]
-    precisions: Annotated[tuple[Precision, ...], Field(min_length=1)]
+    precisions: Annotated[tuple[PrecisionName, ...], Field(min_length=1)]
     backends: tuple[str, ...] = ()
     program: str = ""
     to: tuple[Layouts, ...] = ()

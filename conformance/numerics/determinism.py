@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from conformance.spec.scenario import Precision
+from conformance.spec.precision import PRECISIONS, PrecisionName
 
 
 def seed_of(name: str) -> int:
@@ -60,13 +60,13 @@ WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"  # ranks begin with it (conformance.runtim
 
 
 @contextlib.contextmanager
-def settings_of(precision: Precision, device: str) -> Iterator[dict[str, str]]:
+def settings_of(precision: PrecisionName, device: str) -> Iterator[dict[str, str]]:
     """Set what the tier wants on a GPU, and yield what is in force, for the record. Restored on exit."""
     before = _deterministic()
     utils: Any = torch.utils.deterministic
     fills = utils.fill_uninitialized_memory
     matmul, cudnn = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    if device != "cpu" and precision in ("exact", "fp32"):
+    if device != "cpu" and not PRECISIONS[precision].is_half:
         utils.fill_uninitialized_memory = False  # it costs time and repairs what reads too early
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False

@@ -52,6 +52,7 @@ from conformance.spec.known_defects import (
     TrainedPaddingToken,
     WindowPerBlock,
 )
+from conformance.spec.precision import PRECISIONS
 
 
 class WithDividedGradients(Variant):
@@ -140,12 +141,9 @@ def _within(query: Tensor, key: Tensor, window: int) -> Tensor:
     return (back >= 0) & (back < window)
 
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
-
 class WithRoundedMasters(Variant):
     def __init__(self, defect: RoundedMasters) -> None:
-        self._dtype = DTYPES[defect.precision]
+        self._dtype = PRECISIONS[defect.precision].compute.dtype
 
     def loaded(self, weights: Weights, a: Architecture | None, *, trained: bool) -> Weights:
         return {name: w.to(self._dtype).to(w.dtype) if trained else w for name, w in weights.items()}

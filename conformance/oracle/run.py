@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,15 +34,16 @@ from conformance.oracle.rollout_pass import annotated, look_ahead, with_columns
 from conformance.oracle.router_replay import Choices
 from conformance.oracle.step import EMBEDDING, Model, Observed, observe
 from conformance.oracle.variant import HONEST, UNNAMED, UNNAMED_NORM, Variant, Weights
-from conformance.records.header_checks import CHOICES, FLOAT64
+from conformance.records.header_checks import CHOICES, FLOAT64, noise_runs, precision_of_run
 from conformance.records.step_tensors import RecordWriter, file_sha256
 from conformance.runtime.heartbeat import mark
 from conformance.spec.batch import Batch
 from conformance.spec.known_defects import Defect, defects_to_json
 from conformance.spec.objectives import all_observables
 from conformance.spec.observables import SHIFTED, SKIPPED, model_key
+from conformance.spec.precision import PRECISIONS
 from conformance.spec.roles import POLICY, Role
-from conformance.spec.scenario import Precision, Scenario, scenario_to_json
+from conformance.spec.scenario import Scenario, scenario_to_json
 
 
 def header(
@@ -80,17 +81,14 @@ def header(
     }
 
 
-PolicyName = Literal["float64", "exact", "fp32", "bf16", "fp16", "fp32-plain", "bf16-plain", "fp16-plain"]
-
-POLICIES: dict[PolicyName, Policy] = {
-    "float64": Policy(torch.float64, torch.float64),
-    "exact": Policy(torch.float64, torch.float64),
-    "fp32": Policy(torch.float32, torch.float32, fused=True),
-    "bf16": Policy(torch.bfloat16, torch.float32, fused=True),
-    "fp16": Policy(torch.float16, torch.float32, fused=True),
-    "fp32-plain": Policy(torch.float32, torch.float32),
-    "bf16-plain": Policy(torch.bfloat16, torch.float32),
-    "fp16-plain": Policy(torch.float16, torch.float32),
+# The reference, and the noise runs of each precision: with the fused attention kernel and by the plain formula.
+POLICIES: Mapping[str, Policy] = {
+    FLOAT64: Policy(torch.float64, torch.float64),
+    **{
+        run: Policy(tier.compute.dtype, tier.master.dtype, fused=run == tier.name)
+        for tier in PRECISIONS.values()
+        for run in noise_runs(tier.name)
+    },
 }
 
 
@@ -100,7 +98,7 @@ def run_oracle(
     models: Mapping[str, Path],
     batches: list[Batch],
     out: Path,
-    policy_name: PolicyName,
+    policy_name: str,
     restarts: Sequence[int] = (),
     merges: Sequence[int] = (),
     defects: tuple[Defect, ...] = (),
@@ -110,7 +108,7 @@ def run_oracle(
     """Train ``scenario.steps`` steps of ``batches`` from the folders in ``models``, one for each role of the objective;
     write a complete record at ``out``.
 
-    ``policy_name`` is "float64" (or its alias "exact") for the reference, or the precision whose error is wanted:
+    ``policy_name`` is "float64" for the reference, or the precision whose error is wanted:
     float32 master weights, gradients and optimizer, computed in float32, bfloat16 or float16, with torch's fused
     attention kernel or ("-plain") by the formula. A precision's error is that of the kernels of ``device``, so it is
     measured where the cell runs, with the settings of its tier (conformance.numerics.determinism). With a GPU, the
@@ -123,14 +121,13 @@ def run_oracle(
     tokens, and gradients that are not finite.
     """
     policy = policy_of(policy_name, scenario, batches, device)
-    tier = cast(Precision, "exact" if policy_name == FLOAT64 else policy_name.removesuffix("-plain"))
     probe = torch.zeros(1, dtype=policy.compute)
     assert probe.dtype == policy.compute, "inside exact_tier() a lower precision cannot be measured; run it outside"
     if len(batches) < scenario.steps:
         raise ValueError(f"scenario {scenario.name!r} has {scenario.steps} steps but only {len(batches)} batches")
     devices = devices_for(device, bytes_needed(scenario, models, policy))
     with contextlib.ExitStack() as stack:
-        settings = stack.enter_context(settings_of(tier, device))
+        settings = stack.enter_context(settings_of(precision_of_run(policy_name), device))
         if device != "cpu":
             stack.enter_context(torch.device(devices[0]))  # tokens have to be where the embedding is
         stack.enter_context(_tier(policy, models.values()))
@@ -161,13 +158,13 @@ def run_oracle(
         shifts = policy.compute == torch.float64 and not defects
         choices = _train(scenario, loaded, batches, writer, policy, variant, restarts, merges, above, shifts)
         told: dict[str, Any] = {"seconds": time.perf_counter() - started}
-        if policy_name == "float64" and choices.routers:
+        if policy_name == FLOAT64 and choices.routers:
             choices.write(out / CHOICES)
             told["choices"] = file_sha256(out / CHOICES)
         writer.finish(told)
 
 
-def policy_of(name: PolicyName, scenario: Scenario, batches: Sequence[Batch], device: str) -> Policy:
+def policy_of(name: str, scenario: Scenario, batches: Sequence[Batch], device: str) -> Policy:
     """Of a run of the oracle. On a GPU, the further noise run has products of as many tokens as a micro-batch of one of
     two data-parallel ranks: there, rounding depends on the size of a product (docs/tolerances.md)."""
     policy = POLICIES[name]
@@ -191,7 +188,7 @@ def observe_step(
     ``weights(step, role)``: those before a step, by name; None for those of the folder. Asked for this step, and for
     the one that its roll-out began at. ``taps`` see every module of the models of these roles in this step.
     """
-    policy, objective = POLICIES["float64"], scenario.objective
+    policy, objective = POLICIES[FLOAT64], scenario.objective
     loaded = [_load(role, models[role.name], scenario, policy, HONEST, ["cpu"], False) for role in objective.roles]
 
     def as_before(number: int) -> None:

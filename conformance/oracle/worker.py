@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from conformance.oracle.run import PolicyName, run_oracle
+from conformance.oracle.run import run_oracle
 from conformance.runtime import RankContext
 from conformance.spec.batch import read_batches
 from conformance.spec.known_defects import parse_defects
@@ -17,7 +17,7 @@ def run(
     models: dict[str, str],
     batches: str,
     out: str,
-    policy: PolicyName,
+    policy: str,
     restarts: list[int],
     merges: list[int],
     defects: list[dict[str, Any]],

@@ -10,6 +10,7 @@ from typing import Any
 from conformance.core.errors import shown
 from conformance.records.record_format import Line, RecordError
 from conformance.spec.known_defects import Defect, defects_to_json
+from conformance.spec.precision import PRECISIONS, PrecisionName
 
 ORACLE = "oracle"  # the name of both the cell and the backend in the headers of the oracle's records
 FLOAT64 = "float64"  # the precision of the oracle run that cells are compared with
@@ -22,7 +23,13 @@ def noise_runs(precision: str) -> tuple[str, ...]:
     The first has torch's fused attention kernel; the second, which is only made where a cell differs by the first, has
     the plain formula, but in passes before the first update of a roll-out. Backends have the one or the other.
     """
-    return () if precision == "exact" else (precision, f"{precision}-plain")
+    has_noise = {name for name, tier in PRECISIONS.items() if not tier.is_exact}
+    return (precision, f"{precision}-plain") if precision in has_noise else ()
+
+
+def precision_of_run(run: str) -> PrecisionName:
+    """Returns the precision in which the oracle computes this run."""
+    return next(name for name in PRECISIONS if run in (noise_runs(name) or (FLOAT64,)))
 
 
 def check_cell(folder: Path, header: Line, *, cell: str) -> None:

@@ -27,7 +27,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import cast
 
 import torch
 
@@ -39,8 +38,8 @@ from conformance.matrix.cell import Cell
 from conformance.models.families import is_written
 from conformance.models.synthetic import is_large
 from conformance.oracle.objectives import functions_of
-from conformance.oracle.role_model import SPARE, bytes_needed, is_routed
-from conformance.oracle.run import POLICIES, PolicyName
+from conformance.oracle.role_model import SPARE, bytes_needed, is_routed, is_written
+from conformance.oracle.run import POLICIES
 from conformance.records.header_checks import CHOICES, FLOAT64, noise_runs
 from conformance.records.record_format import RecordError
 from conformance.records.step_tensors import read_record
@@ -53,7 +52,7 @@ from conformance.spec.scenario import Scenario, scenario_to_json
 
 def is_replayed(scenario: Scenario, inputs: FrozenInputs) -> bool:
     """Whether a cell is given the oracle's choices."""
-    return scenario.precision != "exact" and is_routed(inputs.models[POLICY.name])
+    return not scenario.tier.is_exact and is_routed(inputs.models[POLICY.name])
 
 
 def with_choices(inputs: FrozenInputs, oracle: Path) -> FrozenInputs:
@@ -69,7 +68,7 @@ COMPUTED_WITH = (
     *("numerics/determinism.py", "numerics/float64_tier.py", "numerics/sketch.py"),
     *("records/header_checks.py", "records/record_format.py", "records/step_tensors.py"),
     *("spec/batch.py", "spec/known_defects.py", "spec/layout.py", "spec/lora.py", "spec/objectives.py"),
-    *("spec/observables.py", "spec/roles.py", "spec/scenario.py"),
+    *("spec/observables.py", "spec/precision.py", "spec/roles.py", "spec/scenario.py"),
 )
 CACHE_SIZE = 4 * 2**30  # bytes; the least recently used records are removed first
 
@@ -140,7 +139,7 @@ class Oracles:
             for policy in policies:
                 out = self.folder(cell, has) / policy
                 if out not in self._runs:
-                    run = partial(self._run, cell, inputs, out, cast(PolicyName, policy), has)
+                    run = partial(self._run, cell, inputs, out, policy, has)
                     is_here = self._leased is None or self._device_of(cell, policy) == "cpu"
                     self._runs[out] = (self._thread if is_here else self._threads_of_gpus).submit(run)
 
@@ -154,7 +153,7 @@ class Oracles:
         ]
         return "; ".join(filter(None, (run.result() for run in runs)))
 
-    def _run(self, cell: Cell, inputs: FrozenInputs, out: Path, policy: PolicyName, defects: Defects) -> str:
+    def _run(self, cell: Cell, inputs: FrozenInputs, out: Path, policy: str, defects: Defects) -> str:
         device = self._device_of(cell, policy)
         if policy != FLOAT64 and is_replayed(cell.scenario, inputs):
             reference = self.folder(cell) / FLOAT64
@@ -186,7 +185,7 @@ class Oracles:
         cell: Cell,
         inputs: FrozenInputs,
         out: Path,
-        policy: PolicyName,
+        policy: str,
         device: Device,
         defects: Defects,
         *,
@@ -260,7 +259,7 @@ def _is_whole(record: Path) -> bool:
     return False
 
 
-def _cache_key(cell: Cell, inputs: FrozenInputs, policy: PolicyName, device: Device, defects: Defects = ()) -> str:
+def _cache_key(cell: Cell, inputs: FrozenInputs, policy: str, device: Device, defects: Defects = ()) -> str:
     digest = hashlib.sha256()
     asked = cell.asked_of_oracle  # includes the paths of model and data, because the judge compares them
     kernels = "" if device == "cpu" else torch.cuda.get_device_name()

@@ -20,9 +20,9 @@ from conformance.oracle.role_model import Decoder, read_decoder
 from conformance.records.header_checks import FLOAT64, noise_runs
 from conformance.runtime import Device
 from conformance.spec.observables import unobserved_step
-from conformance.spec.scenario import Precision, Scenario
+from conformance.spec.precision import PrecisionName
+from conformance.spec.scenario import Scenario
 
-BYTES: dict[Precision, int] = {"exact": 8, "fp32": 4, "bf16": 4, "fp16": 4}  # of masters, moments and records
 FLOAT64_BYTES = 8  # of the oracle
 IMPORTED = 350e6  # bytes: torch and a backend, once for all ranks that are forked from one process
 RANK = 60e6  # bytes that a rank adds without a model
@@ -84,7 +84,7 @@ class Estimate:
         less, more = sorted((self.judge, self.oracle))
         return IMPORTED + more + AT_ONCE * less
 
-    def seconds(self, rates: Mapping[Precision, float], precision: Precision, *, processors: int) -> float:
+    def seconds(self, rates: Mapping[PrecisionName, float], precision: PrecisionName, *, processors: int) -> float:
         """Of training and oracle, one after another, at ``rates`` of operations per second of one processor."""
         work = self.steps * self.operations
         trained = work / rates[precision] / min(self.ranks, processors)
@@ -140,7 +140,7 @@ def estimate(
     a new one reads the versions of its packages. Raises UsageError for one that fails to answer."""
     adapters = {} if adapters is None else adapters
     scenario, data = cell.scenario, cell.scenario.data
-    own = BYTES[scenario.precision]
+    own = scenario.tier.master.bytes
     longest = data.max_len * size.vocabulary * FLOAT64_BYTES * LOGITS
     oracle = RANK + PIECES + ORACLE * size.trained * FLOAT64_BYTES + _frozen(size) * FLOAT64_BYTES + longest
     if device == "cuda":
@@ -216,7 +216,7 @@ def _others(cells: Iterable[tuple[Cell, Estimate]], worst: Cell) -> float:
 
 
 def _rank(leg: Leg, scenario: Scenario, size: Size) -> float:
-    layout, own = leg.layout, BYTES[scenario.precision]
+    layout, own = leg.layout, scenario.tier.master.bytes
     rows = -(-scenario.data.rows // (layout.data * scenario.accumulation))
     tokens = rows * -(-scenario.data.max_len // (layout.sp * layout.ulysses))
     states = STATES * size.trained / (layout.tp * layout.pp) + PASSING * size.recorded + _frozen(size)

@@ -17,17 +17,24 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import field
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, TypeAdapter
+from pydantic import AfterValidator, Field, TypeAdapter
 from pydantic.dataclasses import dataclass
 
 from conformance.core.errors import STRICT, UsageError
 from conformance.core.io import read_json
 from conformance.core.paths import resolve
 from conformance.spec.layout import AXES, OPTIONS, Layout
-from conformance.spec.scenario import Precision, Scenario
+from conformance.spec.precision import HALF_PRECISIONS, PRECISIONS, PrecisionName
+from conformance.spec.scenario import Scenario
 
 Several = Annotated[int, Field(strict=True, ge=2)]
 Number = Annotated[int, Field(strict=True, ge=1)]
+
+
+def _half(precision: PrecisionName) -> PrecisionName:
+    if precision not in HALF_PRECISIONS:
+        raise ValueError(f"must be one of {', '.join(HALF_PRECISIONS)}, got {precision!r}")
+    return precision
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -35,7 +42,7 @@ class RoundedMasters:
     """The float32 master weights of trained models are initialised with weights rounded to ``precision``."""
 
     kind: Literal["rounded-masters"] = "rounded-masters"
-    precision: Literal["bf16", "fp16"]
+    precision: Annotated[PrecisionName, AfterValidator(_half)]
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -180,7 +187,7 @@ class ExpectedDifference:
     options: tuple[str, ...] = ()
     at_least: Mapping[str, int] = field(default_factory=dict)
     at_most: Mapping[str, int] = field(default_factory=dict)
-    precisions: tuple[Precision, ...] = ()
+    precisions: tuple[PrecisionName, ...] = ()
     architectures: tuple[str, ...] = ()
     objectives: tuple[str, ...] = ()
     scenarios: tuple[str, ...] = ()
@@ -192,7 +199,7 @@ class ExpectedDifference:
         for given, known in (
             (self.options, tuple(OPTIONS)),
             ((*self.at_least, *self.at_most), SIZES),
-            (self.precisions, ("exact", "fp32", "bf16", "fp16")),
+            (self.precisions, tuple(PRECISIONS)),
         ):
             if unknown := set(given) - set(known):
                 raise UsageError(

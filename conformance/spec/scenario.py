@@ -36,10 +36,10 @@ from conformance.core.errors import STRICT, UsageError, did_you_mean, explain, s
 from conformance.core.io import read_toml
 from conformance.spec.lora import LoraConfig, is_adapter
 from conformance.spec.objectives import Objective, Sft, objective_to_json, parse_objective
+from conformance.spec.precision import PRECISIONS, Precision, PrecisionName
 from conformance.spec.roles import POLICY, Role
 
 NAME = "[a-z0-9][a-z0-9-]*"  # of a scenario
-Precision = Literal["exact", "fp32", "bf16", "fp16"]
 TooLong = Literal["truncate", "drop", "error"]
 # Strict: a text is no number and a number is no bool. The bounds are beyond what anybody trains with: past them, a run
 # only fills the memory or gives numbers that are not finite.
@@ -156,7 +156,7 @@ class Scenario:
 
     name: Annotated[str, Field(pattern=rf"^{NAME}$", max_length=100)]
     model: FilePath
-    precision: Precision
+    precision: PrecisionName
     optimizer: OptimizerConfig
     objective: Annotated[Objective, PlainValidator(parse_objective), PlainSerializer(objective_to_json)] = Field(
         default_factory=Sft
@@ -195,9 +195,14 @@ class Scenario:
         return Path(os.path.realpath(self.model)).name  # resolve() raises where a link leads to itself
 
     @property
+    def tier(self) -> Precision:
+        """The facts about this scenario's precision."""
+        return PRECISIONS[self.precision]
+
+    @property
     def judged_loss_scale(self) -> LossScaleConfig | None:
         """How the loss scale falls and grows; None if the precision has none, or the scenario does not say."""
-        return self.loss_scale if self.precision == "fp16" else None
+        return self.loss_scale if self.tier.is_loss_scaled else None
 
     @property
     def reference(self) -> "Scenario":

@@ -80,7 +80,7 @@ def run_leg(
         # them is detected.
         seed_generators(config.seed, rank.rank, first_step)
         calls = stack.enter_context(faults.plant(planted, adapter))
-        if config.precision == "exact":
+        if config.tier.is_exact:
             stack.enter_context(exact_tier())
         started, memory = time.perf_counter(), PeakMemory(rank.device)
         stack.callback(register_module_forward_pre_hook(_mark_module).remove)
@@ -195,7 +195,7 @@ class _Observer:
     ) -> None:
         self.above = above  # this many elements a matrix is sketched
         self.rank, self.header, self.path, self.first_step = rank, header, path, first_step
-        self.exact, self.seed = scenario.precision == "exact", scenario.seed
+        self.exact, self.seed = scenario.tier.is_exact, scenario.seed
         self.roles = scenario.objective.roles
         self.observables = all_observables(
             scenario.objective, scaled=scenario.judged_loss_scale is not None, routed=routed

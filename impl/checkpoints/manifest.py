@@ -23,7 +23,7 @@ from pydantic.dataclasses import dataclass
 
 from conformance.core.errors import STRICT, UsageError, explain, one_line, shown
 from conformance.core.io import MIB, parse_json, read_text
-from conformance.spec.scenario import Precision
+from conformance.spec.precision import PRECISIONS, PrecisionName
 from impl.checkpoints.safe_pickle import check_pickle
 from impl.checkpoints.training_state import DataPosition
 
@@ -44,7 +44,7 @@ class About:
     form: Form
     backend: str
     layout: str
-    precision: Precision
+    precision: PrecisionName
     objective: str
     optimizer: str
     step: NonNegativeInt
@@ -112,7 +112,7 @@ def check_fits(found: About, wanted: About, *, source: str) -> None:
             f"state, which every backend reads, or go on with the backend that wrote it"
         )
     # Files of a backend have the dtypes of its precision; of a training state, float64 would be rounded in silence.
-    rounded = found.precision == "exact" and wanted.precision != "exact"
+    rounded = PRECISIONS[found.precision].is_exact and not PRECISIONS[wanted.precision].is_exact
     if found.precision != wanted.precision and (wanted.form == "native" or rounded):
         raise UsageError(
             f"{source} is of precision {found.precision}, and this training is {wanted.precision}; go on in "

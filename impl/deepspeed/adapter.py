@@ -16,6 +16,7 @@ from conformance.spec.known_defects import (
     model_config,
 )
 from conformance.spec.layout import Layout
+from conformance.spec.precision import BF16, F16, HALF_PRECISIONS
 from conformance.spec.scenario import Scenario
 from impl.context_parallel.support import RING_DIFFERENCES, RING_MODULES, ring_support
 from impl.deepspeed.checkpoint_layout import Cut, check, engine_cut
@@ -46,16 +47,16 @@ EXPECTED = (
     ExpectedDifference(
         reason="DeepSpeed casts the model to half precision first and copies the float32 masters from that",
         link="docs/findings/deepspeed-rounded-masters.md",
-        defects=lambda scenario, _: (RoundedMasters(precision="fp16" if scenario.precision == "fp16" else "bf16"),),
+        defects=lambda scenario, _: (RoundedMasters(precision=scenario.precision),),
         options=("shipped",),
-        precisions=("bf16", "fp16"),
+        precisions=HALF_PRECISIONS,
     ),
     ExpectedDifference(
         reason="ZeRO-0 adds gradients up in half precision, whatever grad_accum_dtype says",
         link="docs/findings/deepspeed-zero0-half.md",
         unmodelled=_half_precision_sums,
         at_most={"zero": 0},
-        precisions=("bf16", "fp16"),
+        precisions=HALF_PRECISIONS,
     ),
     ExpectedDifference(
         reason="ZeRO-3 divides gradients by the ranks of Ulysses as well, ZeRO 0 to 2 do not",
@@ -153,7 +154,7 @@ class DeepspeedBackend(StrategyBackend):
             return Unsupported(f"{', '.join(foreign)} is not built into this backend; leave it out")
         if "offload" in layout.options and layout.zero == 0:
             return Unsupported("DeepSpeed offloads what ZeRO cuts, and zero0 cuts nothing; use zero1, zero2 or zero3")
-        if "ownopt" in layout.options and layout.zero == 0 and scenario.precision in ("bf16", "fp16"):
+        if "ownopt" in layout.options and layout.zero == 0 and scenario.tier.is_half:
             return Unsupported(
                 "around its own fused AdamW DeepSpeed puts another wrapper at zero0 in half precision, whose state is "
                 "not read here; use zero1, zero2 or zero3, or leave ownopt out"
@@ -165,12 +166,12 @@ class DeepspeedBackend(StrategyBackend):
             )
         if "leaf" in layout.options and zero_stage(layout) < 3:
             return Unsupported("only ZeRO-3 gathers weights for a layer; use zero3, or leave leaf out")
-        if scenario.lora and scenario.precision == "fp16":
+        if scenario.lora and scenario.tier.compute == F16:
             return Unsupported("the frozen base has no float32 master, so fp16 rounds it; use bf16, which does not")
         for lacking in (adapter_support(scenario), compile_support(scenario, layout)):
             if isinstance(lacking, Unsupported):
                 return lacking
-        if scenario.optimizer.frozen and not scenario.lora and scenario.precision in ("bf16", "fp16"):
+        if scenario.optimizer.frozen and not scenario.lora and scenario.tier.is_half:
             return Unsupported("a frozen parameter has no float32 master, so it is rounded; use fp32")
         if layout.tp > 1 and (kind := model_config(scenario).get("model_type")) in WHOLE_OUTPUTS:
             return Unsupported(
@@ -178,7 +179,7 @@ class DeepspeedBackend(StrategyBackend):
                 f"{kind} wants them whole; use tp1, or fsdp2, which gathers them"
             )
         by_mpu = layout.ulysses > 1 and layout.tp == 1
-        if by_mpu and layout.zero == 1 and scenario.precision == "bf16":
+        if by_mpu and layout.zero == 1 and scenario.tier.compute == BF16:
             return Unsupported(
                 "DeepSpeed's BF16_Optimizer raises on all but the first rank of Ulysses "
                 "(docs/findings/deepspeed-ulysses-scale.md); use zero0, zero2 or zero3, or fp16"

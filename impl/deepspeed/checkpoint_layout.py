@@ -20,7 +20,7 @@ import torch
 
 from conformance.core.errors import UsageError
 from conformance.spec.layout import Layout
-from conformance.spec.scenario import Precision
+from conformance.spec.precision import BF16, PRECISIONS, PrecisionName
 from impl.checkpoints.safe_pickle import read_torch_file
 from impl.deepspeed.config import zero_stage
 
@@ -53,10 +53,10 @@ def largest_group_last(stage: int) -> bool:
     return stage in (1, 2)
 
 
-def engine_cut(layout: Layout, precision: Precision, *, optimizer: str) -> Cut:
+def engine_cut(layout: Layout, precision: PrecisionName, *, optimizer: str) -> Cut:
     """How the checkpoints of an engine are partitioned. ``optimizer``: the class name of its base optimizer."""
     stage = zero_stage(layout)
-    one_class = stage in (1, 2) and precision != "bf16"  # in bf16, ZeRO-1 has a class of its own
+    one_class = stage in (1, 2) and PRECISIONS[precision].compute != BF16  # in bf16, ZeRO-1 has a class of its own
     return Cut(
         stage="zero1 or zero2" if one_class else f"zero{stage}",
         precision=precision,

@@ -20,6 +20,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from conformance.spec.layout import Layout
+from conformance.spec.precision import BF16, F16
 from conformance.spec.scenario import OptimizerConfig
 from impl.interface.protocol import ContextConfig
 from impl.models.lora import NAME
@@ -132,16 +133,16 @@ def training_settings(
         "zero_allow_untested_optimizer": True,  # for SGD; changes nothing else
         "zero_force_ds_cpu_optimizer": False,  # offload with torch's AdamW, which has no op to compile
     }
-    if config.precision == "bf16":
+    if config.tier.compute == BF16:
         settings["bf16"] = {"enabled": True}
-    if config.precision == "fp16":
+    if config.tier.compute == F16:
         settings["fp16"] = {
             "enabled": True,
             "initial_scale_power": config.loss_scale.initial_power,
             "loss_scale_window": config.loss_scale.growth_interval,
             "hysteresis": 1,  # by default the second overflow lowers the scale, at ZeRO-0 the first in any case
         }
-    if config.precision in ("bf16", "fp16"):
+    if config.tier.is_half:
         # Masters are float32 in any case. Gradients are reduced in float32, and accumulated in float32 by all stages
         # that offer it; stage 0 accumulates in the parameters' half precision.
         settings["communication_data_type"] = summing_dtype(config)
@@ -190,7 +191,7 @@ def _optimizer(config: ContextConfig, optimizer: OptimizerConfig) -> dict[str, A
     if optimizer.name == "sgd":
         return {"type": "SGD", "params": {"lr": optimizer.lr, "momentum": optimizer.momentum}}
     params = {"lr": optimizer.lr, "betas": list(optimizer.betas), "eps": optimizer.eps}
-    plain = config.device == "cpu" or config.precision == "exact"
+    plain = config.device == "cpu" or config.tier.is_exact
     return {"type": "AdamW", "params": params | ({"torch_adam": True} if plain else {})}
 
 

@@ -59,8 +59,6 @@ from impl.models.outputs import outputs_of
 from impl.models.router import Routers, routers_of, with_router_terms
 from impl.models.tracing import hugging_face_modules, token_numbers
 
-HALF_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
 
 class DeepspeedTrainable:
     """See impl.interface.protocol.Trainable for the contract of each method."""
@@ -82,9 +80,8 @@ class DeepspeedTrainable:
     def load_model(self, path: Path) -> transformers.PreTrainedModel:
         """The model without its numbers; ``prepare`` reads those that this rank holds."""
         self.source = path
-        exact = self.context.config.precision == "exact"
         attention = NAME if self.context.ring else None
-        dtype = torch.float64 if exact else torch.float32
+        dtype = self.context.config.tier.master.dtype
         trusted = self.context.config.trust_remote_code
         return empty_model(path, dtype=dtype, attention=attention, head=self.head, trusted=trusted)
 
@@ -96,7 +93,7 @@ class DeepspeedTrainable:
     ) -> None:
         self.routers = routers_of(model)
         # DeepSpeed casts the parameters to half precision, and leaves buffers in float32.
-        compute = HALF_DTYPES.get(self.context.config.precision)
+        compute = self.context.config.tier.half_dtype
         give_memory(model, lambda empty: untouched_zeros(empty.shape, compute or empty.dtype))
         if "compile" in self.options:
             compile_layers(model, alike=self.context.config.layout.tp > 1, shipped="shipped" in self.options)
@@ -117,7 +114,7 @@ class DeepspeedTrainable:
         freeze_others(model, optimizer)  # not earlier, because AutoTP registers gradient hooks
         self.tensors = EngineTensors(self.engine, self._place())
         self._read_weights(model, self.tensors)
-        if self.stage == 0 and self.context.config.precision in HALF_DTYPES:
+        if self.stage == 0 and self.context.config.tier.is_half:
             self.forget_steps()
 
     def _prepare_frozen(self, model: transformers.PreTrainedModel) -> None:
@@ -137,7 +134,7 @@ class DeepspeedTrainable:
             model.enable_input_require_grads()  # docs/findings/deepspeed-leaf-inputs.md
         with contextlib.ExitStack() as stack:
             stack.enter_context(global_state.equal_on_all_ranks())
-            if self.context.config.precision == "exact":
+            if self.context.config.tier.is_exact:
                 stack.enter_context(global_state.any_dtype())
             if self.adapted and layout.tp > 1:
                 stack.enter_context(global_state.adapted_layers_opened())
@@ -164,7 +161,7 @@ class DeepspeedTrainable:
 
         DeepSpeed would copy the masters from parameters in half precision. With ``shipped`` they are so rounded.
         """
-        compute = HALF_DTYPES.get(self.context.config.precision)
+        compute = self.context.config.tier.half_dtype
         unread: UnreadWeights = model.unread
         device = "cpu" if "offload" in self.options else self.context.config.device
         with unread.opened(device) as read, torch.no_grad():
@@ -226,7 +223,7 @@ class DeepspeedTrainable:
 
     def forgotten_scale(self) -> float:
         """The loss scale at ZeRO-0 in fp16, where DeepSpeed divides by it but never multiplies; 1 elsewhere."""
-        forgets = self.stage == 0 and self.context.config.precision == "fp16"
+        forgets = self.stage == 0 and self.context.config.tier.is_loss_scaled
         return float(self.engine.optimizer.loss_scale) if forgets else 1.0
 
     def gradient_scale(self) -> int:
@@ -250,7 +247,7 @@ class DeepspeedTrainable:
             assert isinstance(self.tensors, EngineTensors)
             self.tensors.mark_cut_gradients()
             scale = float(getattr(self.engine.optimizer, "loss_scale", 1.0))
-        with growth_afterwards(self._scaler()) if self.context.config.precision == "fp16" else contextlib.nullcontext():
+        with growth_afterwards(self._scaler()) if self.context.config.tier.is_loss_scaled else contextlib.nullcontext():
             self.engine.step()
         self.skipped = not self.engine.was_step_applied()
         if self.skipped and self.stage in (1, 2):
@@ -284,7 +281,7 @@ class DeepspeedTrainable:
 
     def _progress(self) -> dict[str, float]:
         found = {"schedule": float(self.engine.lr_scheduler.last_epoch)}
-        if self.context.config.precision == "fp16":
+        if self.context.config.tier.is_loss_scaled:
             scaler = self._scaler()
             good = good_steps(scaler) % scaler.scale_window
             found |= {"loss_scale": float(scaler.cur_scale), "good_steps": float(good)}
@@ -302,7 +299,7 @@ class DeepspeedTrainable:
 
     def set_progress(self, progress: Mapping[str, float]) -> None:
         set_schedule(self.engine.lr_scheduler, int(progress["schedule"]))
-        if self.context.config.precision == "fp16" and "loss_scale" in progress:
+        if self.context.config.tier.is_loss_scaled and "loss_scale" in progress:
             scaler = self._scaler()
             scaler.cur_scale = progress["loss_scale"]
             scaler.cur_iter, scaler.last_overflow_iter = int(progress.get("good_steps", 0)), -1

@@ -25,8 +25,9 @@ from conformance.core.paths import resolve
 from conformance.models.folders import EMBEDDING, HEAD
 from conformance.models.synthetic import random_model, shapes_of
 from conformance.spec.layout import Layout
+from conformance.spec.precision import BF16, PRECISIONS, Precision, PrecisionName
 from conformance.spec.roles import POLICY, Head, Role
-from conformance.spec.scenario import Precision, Scenario
+from conformance.spec.scenario import Scenario
 from impl.megatron.hf_mapping import all_parameters, parts
 from impl.megatron.model_config import VALUE_HEAD, VOCABULARY_MULTIPLE, ModelShape, read_shape, stages
 from impl.megatron.spans import Rank
@@ -114,8 +115,6 @@ def cut(shapes: Shapes, tp: int, *, vocabulary: tuple[str, ...] = (EMBEDDING, HE
     return found
 
 
-FULL = {"exact": 8, "fp32": 4, "bf16": 4, "fp16": 4}  # bytes of a number of masters and of the optimizer's state
-COMPUTE_BYTES = {"exact": 8, "fp32": 4, "bf16": 2, "fp16": 2}  # of what is computed with
 BUCKET = 500_000_000  # DeepSpeed's default ``reduce_bucket_size``, in numbers
 LIVE = 1_000_000_000  # its default ``stage3_max_live_parameters``
 
@@ -156,11 +155,10 @@ class States:
         return States(**{part: size + getattr(other, part) for part, size in vars(self).items()})
 
 
-def states_of(backend: str, layout: Layout, precision: Precision, shapes: Shapes, *, trained: bool) -> States:
+def states_of(backend: str, layout: Layout, precision: PrecisionName, shapes: Shapes, *, trained: bool) -> States:
     """Of a model with AdamW, or of a frozen one."""
-    return {"fsdp2": _fsdp2, "deepspeed": _deepspeed, "megatron": _megatron}[backend](
-        layout, FULL[precision], COMPUTE_BYTES[precision], precision, shapes, trained
-    )
+    tier = PRECISIONS[precision]
+    return {"fsdp2": _fsdp2, "deepspeed": _deepspeed, "megatron": _megatron}[backend](layout, tier, shapes, trained)
 
 
 def states_of_role(backend: str, scenario: Scenario, layout: Layout, role: Role, shapes: Shapes) -> States:
@@ -184,15 +182,15 @@ def host_bytes(backend: str, scenario: Scenario, layout: Layout) -> int:
     return sum(one.host for one in states) + max(one.loading for one in states)
 
 
-def _fsdp2(layout: Layout, full: int, compute: int, _: Precision, shapes: Shapes, trained: bool) -> States:
+def _fsdp2(layout: Layout, tier: Precision, shapes: Shapes, trained: bool) -> States:
     """Parameters are the masters, cut by rows over dp x sp; a block is gathered as a whole, the next one beside it, and
     what lies outside of blocks from the forward pass to the end of the backward pass."""
-    own = cut(shapes, layout.tp)
+    full, compute, own = tier.master.bytes, tier.compute.bytes, cut(shapes, layout.tp)
     shards = layout.dp // layout.rep * layout.sp
     held = elements({name: (-(-shape[0] // shards), *shape[1:]) for name, shape in own.items()})
     outside = elements({name: shape for name, shape in own.items() if layer_of(name) is None})
     block = _largest_layer(own)
-    passing = (outside + 2 * block) * compute * (1 if shards > 1 or compute != full else 0)
+    passing = (outside + 2 * block) * compute * (1 if shards > 1 or tier.is_half else 0)
     lasting = (held * full, held * full * trained, 2 * held * full * trained)
     if "offload" in layout.options:
         return States(weights=0, passing=passing, host=sum(lasting))
@@ -206,11 +204,11 @@ def _fsdp2(layout: Layout, full: int, compute: int, _: Precision, shapes: Shapes
     )
 
 
-def _deepspeed(layout: Layout, full: int, compute: int, precision: Precision, shapes: Shapes, trained: bool) -> States:
+def _deepspeed(layout: Layout, tier: Precision, shapes: Shapes, trained: bool) -> States:
     """ZeRO (arXiv 1910.02054) as DeepSpeed's four classes of optimizers have it; each keeps other gradients."""
-    own = cut(shapes, layout.tp, vocabulary=(HEAD,))
+    full, compute, own = tier.master.bytes, tier.compute.bytes, cut(shapes, layout.tp, vocabulary=(HEAD,))
     count, pieces = elements(own), layout.dp * layout.sp * layout.ulysses
-    stage, half = 3 if layout.zero is None else layout.zero, compute != full
+    stage, half = 3 if layout.zero is None else layout.zero, tier.is_half
     piece, offloads = -(-count // pieces), "offload" in layout.options
     if not trained and stage == 3:
         passing = min(count, LIVE) * compute
@@ -230,7 +228,7 @@ def _deepspeed(layout: Layout, full: int, compute: int, precision: Precision, sh
             update=update,
         )
     # ZeRO-1 in bf16 has a class of its own: whole gradients in float32, those of autograd beside them, and no bucket.
-    of_its_own = stage == 1 and precision == "bf16" and not offloads
+    of_its_own = stage == 1 and tier.compute == BF16 and not offloads
     gathered = min(count, LIVE) * compute if stage == 3 and pieces > 1 else 0
     bucket = 0 if of_its_own else BUCKET * (compute if stage == 2 else full)
     weights = (piece if stage == 3 else count) * compute
@@ -258,14 +256,15 @@ def _deepspeed(layout: Layout, full: int, compute: int, precision: Precision, sh
     )
 
 
-def _megatron(layout: Layout, full: int, compute: int, _: Precision, shapes: Shapes, trained: bool) -> States:
+def _megatron(layout: Layout, tier: Precision, shapes: Shapes, trained: bool) -> States:
     """The stage that holds most; a padded vocabulary; gradients in whole buffers of full precision; with the
     distributed optimizer, masters and moments cut over dp x sp."""
+    full, compute = tier.master.bytes, tier.compute.bytes
     held = max(elements(stage) for stage in _stages(layout, shapes))
     if not trained:
         return States(weights=held * compute)
     piece = -(-held // (layout.dp * layout.sp)) if layout.zero == 1 else held
-    masters = piece * full if compute != full else 0
+    masters = piece * full if tier.is_half else 0
     return States(
         weights=held * compute,
         gradients=held * full,

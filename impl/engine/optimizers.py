@@ -1,6 +1,4 @@
-"""The dtype that models compute in, by the precision of a scenario; masters have another one.
-
-Sums of squares for gradient norms, to the last digits on a CPU as well (docs/findings/torch-norm-on-cpus.md).
+"""Sums of squares for gradient norms, to the last digits on a CPU as well (docs/findings/torch-norm-on-cpus.md).
 
 Builds torch's optimizers and transformers' schedules from a scenario, for the backends that train with them.
 """
@@ -13,15 +11,9 @@ from torch.amp import GradScaler
 from torch.nn import Module, Parameter
 from torch.optim.lr_scheduler import LRScheduler
 
-from conformance.spec.scenario import OptimizerConfig, Precision, ScheduleConfig
+from conformance.spec.precision import PRECISIONS, PrecisionName
+from conformance.spec.scenario import OptimizerConfig, ScheduleConfig
 from impl.models.lora import named_parameters, trained_names
-
-COMPUTE_DTYPES: dict[Precision, torch.dtype] = {
-    "exact": torch.float64,
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-}
 
 
 def sums_of_squares(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -65,7 +57,7 @@ def freeze_others(model: Module, config: OptimizerConfig) -> None:
 
 
 def torch_optimizer(
-    groups: list[dict[str, Any]], config: OptimizerConfig, *, device: str, precision: Precision
+    groups: list[dict[str, Any]], config: OptimizerConfig, *, device: str, precision: PrecisionName
 ) -> torch.optim.Optimizer:
     """torch's SGD or AdamW over the groups of ``parameter_groups``; on GPUs AdamW in one kernel, which saves memory."""
     if config.name == "sgd":  # whose fused kernel takes no DTensor
@@ -74,13 +66,14 @@ def torch_optimizer(
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=fused)
 
 
-def updates_in_one_kernel(*, device: str, precision: Precision) -> bool:
+def updates_in_one_kernel(*, device: str, precision: PrecisionName) -> bool:
     """Whether torch's AdamW runs as its fused kernel: on GPUs, in fp32 and bf16.
 
     In fp16 the kernel would skip updates itself, by numbers that a loss scaler hands it. It reads the number of steps
     as float32, whatever dtype it has, and the exact tier makes that float64.
     """
-    return device != "cpu" and precision in ("fp32", "bf16")
+    tier = PRECISIONS[precision]
+    return device != "cpu" and not (tier.is_exact or tier.is_loss_scaled)
 
 
 def update_count(count: torch.Tensor, optimizer: torch.optim.Optimizer, updated: torch.Tensor) -> torch.Tensor:

@@ -8,17 +8,16 @@ whose clips are never reached; ``blank`` says in which precisions a fault change
 import contextlib
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from conformance.core.paths import resolve
 from conformance.matrix.cell import Cell, Handover
 from conformance.spec.layout import Layout
-from conformance.spec.scenario import Precision
+from conformance.spec.precision import HALF_PRECISIONS, PRECISIONS, Precision, PrecisionName
 
 DROPOUT = 0.1
-TIERS: tuple[Precision, ...] = ("exact", "fp32", "bf16", "fp16")
 
 LIFTED = "float64 stands for every dtype in the exact tier, so nothing is rounded"
 GIVEN = "below the exact tier backends are given the choices of experts"
@@ -42,28 +41,32 @@ class Place:
     layouts: Mapping[str, str]
     dropout: bool = False
     hands_over: Handover | None = None
-    blank: Mapping[Precision, str] = field(default_factory=dict)
+    blank: Mapping[PrecisionName, str] = field(default_factory=dict)
 
-    def scenario_in(self, precision: Precision) -> str:
+    def scenario_in(self, precision: PrecisionName) -> str:
         """The scenario of a cell in this precision."""
-        return IN_HALF.get(self.scenario, self.scenario) if precision in ("bf16", "fp16") else self.scenario
+        return IN_HALF.get(self.scenario, self.scenario) if precision in HALF_PRECISIONS else self.scenario
 
-    def why_blank(self, precision: Precision) -> str:
+    def why_blank(self, precision: PrecisionName) -> str:
         """Why the fault cannot be seen in this precision; empty if it can be."""
         if precision == "fp16" and "bf16" not in self.blank:
             return FP16_ELSEWHERE
         return self.blank.get(precision, "")
 
 
-def _sft(scenario: str, model: str, *, blank: Mapping[Precision, str] | None = None, **layouts: str) -> Place:
+def _sft(scenario: str, model: str, *, blank: Mapping[PrecisionName, str] | None = None, **layouts: str) -> Place:
     return Place(scenario=scenario, model=model, layouts=layouts, blank=blank or {})
 
 
-_ROUNDED: dict[Precision, str] = {"exact": LIFTED}
-_GIVEN: dict[Precision, str] = {"exact": NOT_GIVEN}
-_REPLAYED: dict[Precision, str] = {"fp32": GIVEN, "bf16": GIVEN}
-_HALF: dict[Precision, str] = {"exact": OF_HALF, "fp32": OF_HALF}
-_FP16: dict[Precision, str] = {"exact": OF_FP16, "fp32": OF_FP16, "bf16": OF_FP16}
+def _blank(reason: str, in_tier: Callable[[Precision], bool]) -> dict[PrecisionName, str]:
+    return {name: reason for name, tier in PRECISIONS.items() if in_tier(tier)}
+
+
+_ROUNDED = _blank(LIFTED, lambda tier: tier.is_exact)
+_GIVEN = _blank(NOT_GIVEN, lambda tier: tier.is_exact)
+_REPLAYED = _blank(GIVEN, lambda tier: not tier.is_exact and not tier.is_loss_scaled)
+_HALF = _blank(OF_HALF, lambda tier: not tier.is_half)
+_FP16 = _blank(OF_FP16, lambda tier: not tier.is_loss_scaled)
 _OVERFLOW = {"fsdp2": "dp2", "deepspeed": "dp2.zero2", "megatron": "dp2"}
 
 _SFT = {
@@ -144,7 +147,7 @@ CUT = {"fsdp2": "tp2.losspar", "megatron": "tp2"}  # logits are cut along the vo
 
 
 def _rl(scenario: str, layouts: Mapping[str, str] = RL_LAYOUTS, *, dropout: bool = False, half: bool = True) -> Place:
-    blank: dict[Precision, str] = {} if half else {"bf16": NO_SCENARIO, "fp16": NO_SCENARIO}
+    blank = {} if half else _blank(NO_SCENARIO, lambda tier: tier.is_half)
     return Place(scenario=scenario, model="llama", layouts=layouts, dropout=dropout, blank=blank)
 
 
@@ -198,7 +201,9 @@ HANDED_LAYOUTS = {"fsdp2": "tp2", "deepspeed": "dp2.zero2", "megatron": "pp2"}
 HANDED_TO = {"fsdp2": "dp2", "deepspeed": "dp2.zero3", "megatron": "tp2"}
 
 
-def _handed(what: Handover = "state", *, model: str = "llama", blank: Mapping[Precision, str] | None = None) -> Place:
+def _handed(
+    what: Handover = "state", *, model: str = "llama", blank: Mapping[PrecisionName, str] | None = None
+) -> Place:
     return Place(scenario="sft-warmup", model=model, layouts=HANDED_LAYOUTS, hands_over=what, blank=blank or {})
 
 
@@ -222,7 +227,7 @@ _HANDOVER = {
         model="llama",
         layouts={"fsdp2": "tp2", "deepspeed": "dp2.zero2"},
         hands_over="merge",
-        blank={"bf16": BASE_ROUNDED, "fp16": BASE_ROUNDED},
+        blank=_blank(BASE_ROUNDED, lambda tier: tier.is_half),
     ),
 }
 

@@ -60,7 +60,6 @@ def _second(parameter: torch.nn.Parameter) -> ShardAlong:
 
 
 GATHERED_AT_ONCE = 2**22  # elements
-_HALF_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Fsdp2Trainable:
@@ -84,15 +83,14 @@ class Fsdp2Trainable:
             torch.device(context.config.device).type,
             init_scale=2.0**context.config.loss_scale.initial_power,
             growth_interval=context.config.loss_scale.growth_interval,
-            enabled=context.config.precision == "fp16",
+            enabled=context.config.tier.is_loss_scaled,
         )
 
     def load_model(self, path: Path) -> transformers.PreTrainedModel:
         """The model without its numbers; ``prepare`` reads those that this rank holds."""
         self.source = path
-        exact = self.context.config.precision == "exact"
         attention = NAME if self.context.ring else None
-        dtype = torch.float64 if exact else torch.float32
+        dtype = self.context.config.tier.master.dtype
         trusted = self.context.config.trust_remote_code
         return empty_model(path, dtype=dtype, attention=attention, head=self.head, trusted=trusted)
 
@@ -128,7 +126,7 @@ class Fsdp2Trainable:
 
     def _shard(self, model: transformers.PreTrainedModel) -> None:
         mesh = self.reduction_mesh()
-        compute = _HALF_DTYPES.get(self.context.config.precision)
+        compute = self.context.config.tier.half_dtype
         # Parameters stay float32 (the masters); forward and backward run in ``compute``, reductions in float32.
         precision = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=self.summing_dtype() if compute else None)
         pinned = self.context.config.device != "cpu"
@@ -339,7 +337,7 @@ class Fsdp2Trainable:
     def resolved(self) -> dict[str, Any]:
         config, mesh, ring = self.context.config, self.context.mesh, self.context.ring
         master = next(self.model.parameters()).dtype
-        compute = _HALF_DTYPES.get(config.precision, master)
+        compute = config.tier.half_dtype or master
         return {
             "model_class": type(self.model).__name__,
             "attention": self.model.config._attn_implementation,

@@ -21,8 +21,9 @@ from conformance.backends.protocol import NamedTensors, Shard, TensorKind, Trace
 from conformance.core.errors import UsageError
 from conformance.spec.batch import Batch, Row
 from conformance.spec.layout import Layout
+from conformance.spec.precision import PRECISIONS, Precision, PrecisionName
 from conformance.spec.roles import Head
-from conformance.spec.scenario import LossScaleConfig, OptimizerConfig, Precision, ScheduleConfig
+from conformance.spec.scenario import LossScaleConfig, OptimizerConfig, ScheduleConfig
 from impl.interface.collate import MicroBatch
 from impl.interface.distributed import Group
 from impl.interface.outputs import Loss, Outputs, RouterTerms, Wanted
@@ -46,7 +47,7 @@ class ContextConfig:
     """
 
     layout: Layout
-    precision: Precision
+    precision: PrecisionName
     device: str
     accumulation: int
     packed: bool
@@ -54,6 +55,11 @@ class ContextConfig:
     trust_remote_code: bool = False
     router_z_loss: float = 0.0
     whole_experts: bool = False
+
+    @property
+    def tier(self) -> Precision:
+        """The facts about this precision."""
+        return PRECISIONS[self.precision]
 
 
 class Writing(Protocol):

@@ -19,6 +19,7 @@ from conformance.spec.known_defects import (
     model_config,
 )
 from conformance.spec.layout import Layout
+from conformance.spec.precision import HALF_PRECISIONS
 from conformance.spec.scenario import Scenario
 from impl.context_parallel.support import INSTALL, RING_MODULES, available, ring_support
 from impl.engine.adapter import HANDOVER_SEAMS, RL_SEAMS, ROUTER_SEAMS, VOCABULARY_SEAMS, StrategyBackend
@@ -42,9 +43,9 @@ EXPECTED = (
     ExpectedDifference(
         reason="megatron-core copies the float32 masters from the model, which is in half precision by then",
         link="docs/findings/megatron-rounded-masters.md",
-        defects=lambda scenario, _: (RoundedMasters(precision="fp16" if scenario.precision == "fp16" else "bf16"),),
+        defects=lambda scenario, _: (RoundedMasters(precision=scenario.precision),),
         options=("shipped",),
-        precisions=("bf16", "fp16"),
+        precisions=HALF_PRECISIONS,
     ),
     ExpectedDifference(
         reason="the padding of the vocabulary takes part in the softmax",
@@ -69,7 +70,7 @@ _OPTIONS = ("seqpar", "losspar", "ring", "zigzag", "torchcp", "ckpt", "te", "ove
 
 def _engine_support(scenario: Scenario, layout: Layout, shape: ModelShape) -> Support:
     """Whether TransformerEngine's layers can run a cell."""
-    if scenario.precision == "exact":
+    if scenario.tier.is_exact:
         return Unsupported("TransformerEngine has no float64; use fp32, bf16 or fp16, or leave te out")
     if shape.mixture or shape.latent or shape.sinks or any(shape.windows):
         return Unsupported(
@@ -149,7 +150,7 @@ class MegatronBackend(StrategyBackend):
             return Unsupported(str(error))
         if shape.attention_dropout and not scenario.objective.disable_dropout:
             return Unsupported("dropout in attention not built in for megatron; set attention_dropout to 0.0")
-        if scenario.optimizer.frozen and scenario.precision in ("bf16", "fp16"):
+        if scenario.optimizer.frozen and scenario.tier.is_half:
             return Unsupported("a frozen parameter has no float32 master, so it is rounded; use fp32")
         if scenario.lora:
             return Unsupported("megatron-core has no adapters, and peft knows none of its layers here; use fsdp2")

@@ -10,8 +10,9 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from conformance.spec.precision import BF16, F16
 from conformance.spec.scenario import OptimizerConfig, ScheduleConfig
-from impl.engine.optimizers import COMPUTE_DTYPES, updates_in_one_kernel
+from impl.engine.optimizers import updates_in_one_kernel
 from impl.interface.protocol import ContextConfig
 
 
@@ -37,7 +38,7 @@ def reduction_settings(config: ContextConfig, *, parameters: int) -> Distributed
     """
     overlap = "overlap" in config.layout.options
     return DistributedDataParallelConfig(
-        grad_reduce_in_fp32=config.precision in ("bf16", "fp16") and summing_dtype() == torch.float32,
+        grad_reduce_in_fp32=config.tier.is_half and summing_dtype() == torch.float32,
         use_distributed_optimizer=cuts_optimizer(config),
         bucket_size=parameters // 4 if overlap else None,
         overlap_grad_reduce=overlap,
@@ -61,9 +62,9 @@ def optimizer_settings(config: ContextConfig, optimizer: OptimizerConfig) -> Meg
         min_lr=0.0,
         weight_decay=optimizer.weight_decay,
         clip_grad=clip_threshold(optimizer.max_grad_norm),
-        params_dtype=COMPUTE_DTYPES[config.precision],
-        bf16=config.precision == "bf16",
-        fp16=config.precision == "fp16",
+        params_dtype=config.tier.compute.dtype,
+        bf16=config.tier.compute == BF16,
+        fp16=config.tier.compute == F16,
         initial_loss_scale=2.0**config.loss_scale.initial_power,
         loss_scale_window=config.loss_scale.growth_interval,
         hysteresis=1,  # by default the second overflow lowers the scale

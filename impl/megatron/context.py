@@ -41,7 +41,7 @@ class MegatronContext:
 
     def placed(self) -> AbstractContextManager[None]:
         """A context manager to enter around every call into megatron-core; see impl.megatron.device_placement."""
-        return placed(self.config.device, exact=self.config.precision == "exact")
+        return placed(self.config.device, exact=self.config.tier.is_exact)
 
     def setup_distributed(self) -> None:
         with self.placed():

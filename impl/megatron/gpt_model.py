@@ -18,8 +18,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from torch import Tensor
 
 from conformance.spec.layout import Layout
-from conformance.spec.scenario import Precision
-from impl.engine.optimizers import COMPUTE_DTYPES
+from conformance.spec.precision import BF16, F16, Precision
 from impl.megatron.attention import DocumentRotary, RingCoreAttention, latent_config, place_latent
 from impl.megatron.model_config import EPS, ModelShape, Stages
 from impl.megatron.moe_config import Mixture, expert_sizes
@@ -93,9 +92,9 @@ class ValueHead(torch.nn.Linear):
         return values, None
 
 
-def transformer_config(shape: ModelShape, layout: Layout, precision: Precision, stages: Stages) -> TransformerConfig:
+def transformer_config(shape: ModelShape, layout: Layout, tier: Precision, stages: Stages) -> TransformerConfig:
     """megatron-core's configuration of the model: its sizes, and every switch that influences its numbers."""
-    compute = COMPUTE_DTYPES[precision]
+    compute = tier.compute.dtype
     windows = {of_layer for of_layer in shape.windows if of_layer is not None}
     assert len(windows) <= 1, "megatron-core has one window for all layers that have any"
     window = next(iter(windows), None)
@@ -128,11 +127,11 @@ def transformer_config(shape: ModelShape, layout: Layout, precision: Precision, 
         output_layer_init_method=_left_as_it_is,
         params_dtype=compute,
         pipeline_dtype=compute,
-        bf16=precision == "bf16",
-        fp16=precision == "fp16",
+        bf16=tier.compute == BF16,
+        fp16=tier.compute == F16,
         transformer_impl="transformer_engine" if engine else "local",
         attention_backend=AttnBackend.auto if engine else AttnBackend.local,
-        attention_softmax_in_fp32=precision != "exact",
+        attention_softmax_in_fp32=not tier.is_exact,
         tensor_model_parallel_size=layout.tp,
         sequence_parallel="seqpar" in layout.options,
         context_parallel_size=layout.sp,
@@ -151,7 +150,7 @@ def transformer_config(shape: ModelShape, layout: Layout, precision: Precision, 
         bias_activation_fusion=False,
         persist_layer_norm=False,
         **(recompute if "ckpt" in layout.options else {}),
-        **({} if shape.mixture is None else _mixture(shape.mixture, layout, precision)),
+        **({} if shape.mixture is None else _mixture(shape.mixture, layout, tier)),
         **(latent_config(shape) if shape.latent else {}),
     )
     if shape.yarn:
@@ -159,7 +158,7 @@ def transformer_config(shape: ModelShape, layout: Layout, precision: Precision, 
     return config
 
 
-def _mixture(mixture: Mixture, layout: Layout, precision: Precision) -> dict[str, Any]:
+def _mixture(mixture: Mixture, layout: Layout, tier: Precision) -> dict[str, Any]:
     """The switches of a mixture of experts: no token is dropped, and an expert is cut as any MLP by tensor parallelism,
     unless it has biases.
 
@@ -171,7 +170,7 @@ def _mixture(mixture: Mixture, layout: Layout, precision: Precision) -> dict[str
         "moe_ffn_hidden_size": mixture.size,
         "moe_router_topk": mixture.chosen,
         "moe_router_pre_softmax": not mixture.normalised,  # without: a softmax over the chosen ones
-        "moe_router_dtype": None if precision == "exact" else "fp32",
+        "moe_router_dtype": None if tier.is_exact else "fp32",
         "moe_enable_routing_replay": True,
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,

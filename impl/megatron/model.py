@@ -79,7 +79,7 @@ class MegatronTrainable:
     def __init__(self, context: ModelContext, head: Head) -> None:
         self.context, self.head = context, head
         self.options = context.config.layout.options
-        self.half = context.config.precision in ("bf16", "fp16")
+        self.half = context.config.tier.is_half
 
     def load_model(self, path: Path) -> torch.nn.ModuleList:
         """This rank's chunks of the model without their numbers; ``prepare`` reads those that this rank holds.
@@ -94,7 +94,7 @@ class MegatronTrainable:
             )
         check_weights(path, self.shape)
         self.stages = stages(layers=self.shape.layers, pp=layout.pp, vpp=layout.vpp)
-        self.model_config = transformer_config(self.shape, layout, self.context.config.precision, self.stages)
+        self.model_config = transformer_config(self.shape, layout, self.context.config.tier, self.stages)
         with self.context.placed():
             chunks = [build_chunk(self.model_config, self.shape, self.stages, i) for i in range(layout.vpp)]
             if chunks[0].pre_process and self.shape.padding_token is not None and "shipped" not in self.options:
@@ -159,7 +159,7 @@ class MegatronTrainable:
         config = self.model_config
         if self.optimizer is not None:
             config.finalize_model_grads_func = finalize_model_grads
-            if self.context.config.precision == "fp16":
+            if self.context.config.tier.is_loss_scaled:
                 config.grad_scale_func = self.optimizer.scale_loss
             if "overlap" in self.options:
                 one = len(self.chunks) == 1

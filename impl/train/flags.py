@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 
 from conformance.core.errors import UsageError, one_line, shown
 from conformance.core.io import MIB, read_text, read_toml
+from conformance.spec.precision import PRECISIONS
 
 COMMANDS = {
     "sft": "supervised fine-tuning on inputs and outputs",
@@ -140,7 +141,7 @@ FLAGS = (
         name="param_dtype",
         kind=str,
         default="bf16",
-        choices=("bf16", "fp16", "fp32", "exact"),
+        choices=tuple(tier.name for tier in sorted(PRECISIONS.values(), key=lambda tier: tier.compute.bytes)),
         help="of the forward and backward pass; masters are float32. exact: all in float64, for comparisons",
     ),
     # Adapters

@@ -30,7 +30,6 @@ from torch import Tensor
 from conformance.backends.protocol import NamedTensors
 from conformance.core.errors import UsageError
 from conformance.spec.scenario import Scenario
-from impl.engine.optimizers import COMPUTE_DTYPES
 from impl.models.loading import load_model
 from impl.train.config import Engine
 
@@ -87,7 +86,7 @@ class HfEngine:
         self.sampling, self.device = sampling, device
         self.model: Any = load_model(
             model,
-            dtype=COMPUTE_DTYPES[scenario.precision],
+            dtype=scenario.tier.compute.dtype,
             attention=None,
             trusted=scenario.trust_remote_code,
         )
@@ -172,14 +171,14 @@ class VllmEngine:
             raise UsageError(
                 "the roll-out engine vllm needs vLLM; run: pip install 'backend-parity[vllm]', or use the engine hf"
             ) from None
-        if scenario.precision == "exact":
+        if scenario.tier.is_exact:
             raise UsageError("vLLM does not compute in float64; use the engine hf, or another precision than exact")
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # weights are given to it in this process
         self._vllm: Any = vllm
         self._sampling = sampling
         self._engine: Any = vllm.LLM(
             model=str(model),
-            dtype=str(COMPUTE_DTYPES[scenario.precision]).removeprefix("torch."),
+            dtype=scenario.tier.compute.name,
             distributed_executor_backend="external_launcher",
             tensor_parallel_size=1,
             gpu_memory_utilization=MEMORY,

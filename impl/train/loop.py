@@ -30,8 +30,8 @@ from conformance.core.process import heeded
 from conformance.models.folders import EMBEDDING, HEAD
 from conformance.numerics.float64_tier import exact_tier
 from conformance.spec.batch import Batch
+from conformance.spec.precision import PRECISIONS, PrecisionName
 from conformance.spec.roles import POLICY, Head
-from conformance.spec.scenario import Precision
 from conformance.worker.rank_state import seed_generators
 from impl.checkpoints import native
 from impl.checkpoints.folder import LATEST, TrainingFolder
@@ -117,9 +117,9 @@ def model_size(folder: Path, head: Head) -> ModelSize:
     return ModelSize(parameters=elements(shapes) - elements(looked_up), attention=sizes.layers * sizes.queries)
 
 
-def peak_flops(device: str, precision: Precision) -> float | None:
+def peak_flops(device: str, precision: PrecisionName) -> float | None:
     """Of one device a second, for the precisions whose products run at that of bfloat16; None where it is not known."""
-    if not device.startswith("cuda") or precision not in ("bf16", "fp16"):
+    if not device.startswith("cuda") or not PRECISIONS[precision].is_half:
         return None
     return peak_of(torch.cuda.get_device_name(device))
 
@@ -255,7 +255,7 @@ def train(config: TrainConfig) -> None:
     done = checkpoint[1] if checkpoint else 0
     folders = model_folders(config)
     with contextlib.ExitStack() as stack:
-        if scenario.precision == "exact":
+        if scenario.tier.is_exact:
             stack.enter_context(exact_tier())
         stop = stack.enter_context(Stop())
         seed_generators(scenario.seed, dist.get_rank(), done)

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from conformance.spec.layout import AXES, OPTIONS
 from conformance.spec.roles import POLICY, Role
 from impl.engine.memory_estimate import (
-    COMPUTE_BYTES,
     Activations,
     States,
     activations_of,
@@ -48,7 +47,7 @@ def memory_of(config: TrainConfig) -> list[ModelMemory]:
             config.backend,
             layout,
             read_sizes(folder),
-            compute=COMPUTE_BYTES[scenario.precision],
+            compute=scenario.tier.compute.bytes,
             tokens=rows * scenario.data.max_len // (layout.sp * layout.ulysses),
             micro_batches=scenario.accumulation,
             entropy=scenario.objective.kind != "sft",
@@ -74,7 +73,7 @@ class Sampler:
 def sampler_of(config: TrainConfig, policy: ModelMemory) -> Sampler:
     if config.rollout is None:
         return Sampler()
-    sizes, compute = read_sizes(config.models[policy.role.name]), COMPUTE_BYTES[config.scenario.precision]
+    sizes, compute = read_sizes(config.models[policy.role.name]), config.scenario.tier.compute.bytes
     tokens = config.rollout.n_samples_per_prompt * config.scenario.data.max_len
     return Sampler(weights=policy.parameters * compute, cache=tokens * sizes.layers * 2 * sizes.keys * compute)
 

@@ -11,10 +11,10 @@ from conformance.bisect.run import bisect_cell, bisect_step, not_bisected
 from conformance.cli import main as cli
 from conformance.results.bisection import OUTSIDE
 from conformance.runner.session import Session
-from conformance.spec.scenario import Precision
+from conformance.spec.precision import PrecisionName
 from impl.faults.expected_cells import PLACES
 
-CANNOT: dict[tuple[str, str, Precision], str] = {
+CANNOT: dict[tuple[str, str, PrecisionName], str] = {
     ("sft-packed", "dp2.ckpt", "exact"): "recomputation (ckpt) runs modules more than once",
     ("sft-warmup", "dp1", "exact"): "it has 2 legs",
 }
@@ -22,7 +22,7 @@ CANNOT: dict[tuple[str, str, Precision], str] = {
 
 @pytest.mark.parametrize(("scenario", "layout", "precision"), CANNOT)
 def test_cells_that_cannot_be_bisected_are_refused_with_a_reason(
-    scenario: str, layout: str, precision: Precision, session: Session
+    scenario: str, layout: str, precision: PrecisionName, session: Session
 ) -> None:
     cell = make_cell(scenario, "llama", layout, precision)
     assert CANNOT[scenario, layout, precision] in not_bisected(session, cell)

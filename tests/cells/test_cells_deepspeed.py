@@ -19,7 +19,7 @@ from conformance.matrix.cell import Cell
 from conformance.runner.environment import model_sizes
 from conformance.runner.session import Session
 from conformance.spec.layout import Layout
-from conformance.spec.scenario import Precision
+from conformance.spec.precision import PrecisionName
 
 pytest.importorskip("deepspeed")
 
@@ -165,7 +165,7 @@ def test_every_stage_with_and_without_accumulation_and_clipping(
 
 HALF_LAYOUTS = ("dp2.zero0", "dp2.zero1", "dp2.zero2", "dp2.zero3", "tp2.zero0", "tp2.zero1", "ulysses2.zero2")
 FAST = {("dp2.zero3", "bf16")}  # and .github/workflows/test.yml has ("dp2.zero1", "fp16")
-LOWER: tuple[Precision, ...] = ("bf16", "fp16", "fp32")
+LOWER: tuple[PrecisionName, ...] = ("bf16", "fp16", "fp32")
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,9 @@ LOWER: tuple[Precision, ...] = ("bf16", "fp16", "fp32")
         for precision in LOWER
     ],
 )
-def test_lower_precisions_are_as_good_as_a_single_process(session: Session, layout: str, precision: Precision) -> None:
+def test_lower_precisions_are_as_good_as_a_single_process(
+    session: Session, layout: str, precision: PrecisionName
+) -> None:
     asked = cell_of("deepspeed", "sft-packed", "qwen3", layout, precision)
     verdict = session.run(asked).verdict
     half = precision in ("bf16", "fp16")
@@ -244,7 +246,7 @@ def test_elsewhere_ulysses_is_right_as_shipped(session: Session, layout: str) ->
     ],
 )
 def test_what_is_not_claimed_says_what_would_work(
-    session: Session, layout: str, precision: Precision, advice: str
+    session: Session, layout: str, precision: PrecisionName, advice: str
 ) -> None:
     verdict = session.run(cell_of("deepspeed", "sft-packed", "llama", layout, precision)).verdict
     assert verdict.state == "unsupported"

@@ -14,7 +14,7 @@ from conformance.backends.protocol import Supported, Unsupported
 from conformance.runner.session import Session
 from conformance.spec.known_defects import LostEmbeddingGradient, defects_of
 from conformance.spec.layout import Layout
-from conformance.spec.scenario import Precision
+from conformance.spec.precision import PrecisionName
 from impl.fsdp2.adapter import EXPECTED, Fsdp2Backend
 
 
@@ -92,7 +92,9 @@ def test_exact_over_five_steps(session: Session) -> None:
         exhaustive("sp2.ring", "fp16"),
     ],
 )
-def test_mixed_precision_is_as_good_as_a_single_process(session: Session, layout: str, precision: Precision) -> None:
+def test_mixed_precision_is_as_good_as_a_single_process(
+    session: Session, layout: str, precision: PrecisionName
+) -> None:
     cell = cell_of("fsdp2", "sft-sgd", "qwen3", layout, precision)
     verdict = session.run(cell).verdict
     assert verdict.state == "conforms", verdict.reason
@@ -150,7 +152,7 @@ def test_an_expected_difference_hides_no_other_fault(session: Session) -> None:
     ],
 )
 def test_layers_are_compiled_where_that_is_what_it_says(
-    backend: str, model: str, layout: str, precision: Precision, reason: str
+    backend: str, model: str, layout: str, precision: PrecisionName, reason: str
 ) -> None:
     cell = cell_of(backend, "sft-packed", model, layout, precision)
     try:
@@ -189,7 +191,7 @@ def test_rings_of_eight_ranks(session: Session, model: str, layout: str) -> None
     ],
 )
 def test_rings_as_the_package_ships_them_are_an_expected_difference(
-    session: Session, model: str, layout: str, precision: Precision, stage: str
+    session: Session, model: str, layout: str, precision: PrecisionName, stage: str
 ) -> None:
     verdict = session.run(cell_of("fsdp2", "sft-packed", model, layout, precision)).verdict
     assert verdict.state == "expected_difference", verdict.reason

@@ -16,7 +16,8 @@ from conformance.core.paths import FIXTURES
 from conformance.matrix.cell import Cell
 from conformance.runner.session import Session
 from conformance.spec.layout import Layout
-from conformance.spec.scenario import Precision, load_scenario
+from conformance.spec.precision import PrecisionName
+from conformance.spec.scenario import load_scenario
 
 pytest.importorskip("megatron.core")
 
@@ -151,7 +152,7 @@ def test_with_and_without_accumulation_and_clipping(
     assert_honest(session, cell_of("megatron", scenario, "llama", "pp2", "exact", name=name, optimizer=options))
 
 
-LOWER: tuple[Precision, ...] = ("fp32", "bf16", "fp16")
+LOWER: tuple[PrecisionName, ...] = ("fp32", "bf16", "fp16")
 FAST = {("dp2.zero1", "bf16")}
 
 
@@ -163,7 +164,9 @@ FAST = {("dp2.zero1", "bf16")}
         for precision in LOWER
     ],
 )
-def test_lower_precisions_are_as_good_as_a_single_process(session: Session, layout: str, precision: Precision) -> None:
+def test_lower_precisions_are_as_good_as_a_single_process(
+    session: Session, layout: str, precision: PrecisionName
+) -> None:
     verdict = session.run(cell_of("megatron", "sft-packed", "qwen3", layout, precision)).verdict
     assert verdict.state == "conforms", verdict.reason
 
@@ -175,7 +178,9 @@ def test_rounded_masters_are_an_expected_difference(session: Session, layout: st
 
 
 @pytest.mark.parametrize(("layout", "precision"), [("dp1.shipped", "exact"), exhaustive("tp2.shipped", "fp32")])
-def test_padding_in_the_softmax_is_an_expected_difference(session: Session, layout: str, precision: Precision) -> None:
+def test_padding_in_the_softmax_is_an_expected_difference(
+    session: Session, layout: str, precision: PrecisionName
+) -> None:
     verdict = session.run(cell_of("megatron", "sft-padded", "llama", layout, precision)).verdict
     assert verdict.state == "expected_difference", verdict.reason
     assert verdict.first_stage == "log-probs"
@@ -215,7 +220,7 @@ def test_what_is_not_claimed_says_what_would_work(
     ],
 )
 def test_scenarios_that_megatron_computes_in_another_way_are_refused(
-    session: Session, scenario: str, precision: Precision, changes: dict[str, int], advice: str
+    session: Session, scenario: str, precision: PrecisionName, changes: dict[str, int], advice: str
 ) -> None:
     verdict = session.run(cell_of("megatron", scenario, "llama", "dp2", precision, **changes)).verdict
     assert verdict.state == "unsupported"

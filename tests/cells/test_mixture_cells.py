@@ -13,7 +13,7 @@ from conformance.runner.phases import world_config
 from conformance.runner.session import Session
 from conformance.spec.batch import expert_column, read_batches
 from conformance.spec.layout import Layout
-from conformance.spec.scenario import Precision
+from conformance.spec.precision import PrecisionName
 from impl.megatron.adapter import MegatronBackend
 
 EXPERTS = 8  # of each router of qwen3-moe
@@ -102,7 +102,7 @@ def test_an_expert_without_a_token_on_a_rank_neither_hangs_nor_differs(
     ],
 )
 def test_below_the_exact_tier_the_oracles_choices_are_taken(
-    session: Session, backend: str, model: str, layout: str, precision: Precision
+    session: Session, backend: str, model: str, layout: str, precision: PrecisionName
 ) -> None:
     cell = cell_of(backend, "sft-packed", model, layout, precision)
     verdict = session.run(cell).verdict
@@ -130,7 +130,7 @@ def test_below_the_exact_tier_the_oracles_choices_are_taken(
     ],
 )
 def test_below_the_exact_tier_each_pass_of_a_roll_out_takes_its_own(
-    session: Session, backend: str, scenario: str, layout: str, precision: Precision
+    session: Session, backend: str, scenario: str, layout: str, precision: PrecisionName
 ) -> None:
     cell = cell_of(backend, scenario, "qwen3-moe", layout, precision, steps=3)
     verdict = session.run(cell).verdict

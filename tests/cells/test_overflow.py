@@ -20,7 +20,8 @@ from conformance.records.step_tensors import Record, StepRecord, read_record
 from conformance.runner.session import Session
 from conformance.spec.batch import Batch, Document, Row
 from conformance.spec.objectives import Sft, all_observables
-from conformance.spec.scenario import LossScaleConfig, Precision, Scenario, load_scenario, parse_scenario
+from conformance.spec.precision import PrecisionName
+from conformance.spec.scenario import LossScaleConfig, Scenario, load_scenario, parse_scenario
 
 CONFIG = LossScaleConfig(initial_power=8, growth_interval=2)
 SMALL, LARGE = 1.0, 1e9
@@ -28,7 +29,7 @@ DEEPSPEED = ("dp2.zero0", "dp2.zero1.offload", "dp2.zero2.offload", "dp2.zero3.o
 MEGATRON = ("dp2.zero1.overlap", "tp2.seqpar", "pp2.vpp2")
 
 
-def scenario_in(precision: Precision) -> Scenario:
+def scenario_in(precision: PrecisionName) -> Scenario:
     return load_scenario(FIXTURES / "scenarios" / "sft-overflow.toml", model="models/llama", precision=precision)
 
 
@@ -198,7 +199,7 @@ def test_what_overflowed_is_not_recorded_and_not_compared_between_backends(recor
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("backend", ["fsdp2", "deepspeed", "megatron"])
 @pytest.mark.parametrize("precision", ["exact", "fp32", "bf16"])
-def test_other_precisions_have_no_overflow(session: Session, backend: str, precision: Precision) -> None:
+def test_other_precisions_have_no_overflow(session: Session, backend: str, precision: PrecisionName) -> None:
     verdict = session.run(cell_of(backend, "sft-overflow", "llama", "dp2", precision, steps=3)).verdict
     assert verdict.state == "conforms", verdict.reason
     assert "skipped" not in {q.tensor for q in verdict.quantities}

@@ -20,6 +20,7 @@ import pytest
 import torch
 from cells import cell_of, exhaustive
 from converted import assert_converted, train
+from impl.checkpoints.sharded_safetensors import whole_folder
 from safetensors.torch import load_file, save_file
 
 from conformance.cli import main as cli
@@ -30,7 +31,7 @@ from conformance.models.families import read_architecture
 from conformance.oracle.decoder import forward
 from conformance.oracle.run import POLICIES
 from conformance.runtime import Pool
-from conformance.spec.scenario import Precision
+from conformance.spec.precision import PrecisionName
 from impl.convert.convert import convert
 from impl.convert.detect import open_checkpoint
 from impl.interface.sharded_safetensors import whole_folder
@@ -66,7 +67,7 @@ def write(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Trains two steps with a backend, once for each choice, and gives the folder of what is wanted of it."""
     written: dict[tuple[str, ...], Path] = {}
 
-    def once(backend: str, layout: str, model: Path, precision: Precision) -> Path:
+    def once(backend: str, layout: str, model: Path, precision: PrecisionName) -> Path:
         key = (backend, layout, str(model), precision)
         if key not in written:
             folder = tmp_path_factory.mktemp(f"{backend}-{layout}")
@@ -165,7 +166,7 @@ CONVERTED = [
 
 @pytest.mark.parametrize(("backend", "layout", "precision"), CONVERTED)
 def test_a_converted_checkpoint_is_the_state_that_the_backend_exports(
-    write: Write, half: Callable[[str], Path], tmp_path: Path, backend: str, layout: str, precision: Precision
+    write: Write, half: Callable[[str], Path], tmp_path: Path, backend: str, layout: str, precision: PrecisionName
 ) -> None:
     pytest.importorskip(backend if backend == "deepspeed" else "torch")
     source = half("qwen3")

@@ -12,22 +12,22 @@ from converted import assert_converted, train
 from conformance.core.errors import UsageError
 from conformance.core.paths import FIXTURES
 from conformance.runtime import Pool
-from conformance.spec.scenario import Precision
+from conformance.spec.precision import PrecisionName
 from impl.convert.convert import convert
 from impl.convert.detect import open_checkpoint
 
 universal = pytest.importorskip("impl.deepspeed.universal_checkpoint")
 
 LLAMA = FIXTURES / "models" / "llama"
-Written = Callable[[str, Precision], Path]
+Written = Callable[[str, PrecisionName], Path]
 
 
 @pytest.fixture(scope="module")
 def written(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Written:
     """Trains two steps with some parameters frozen, once in each layout, and gives the folder of what it wrote."""
-    folders: dict[tuple[str, Precision], Path] = {}
+    folders: dict[tuple[str, PrecisionName], Path] = {}
 
-    def once(layout: str, precision: Precision) -> Path:
+    def once(layout: str, precision: PrecisionName) -> Path:
         if (layout, precision) not in folders:
             folder = folders[layout, precision] = tmp_path_factory.mktemp(layout)
             train(pool, folder, "deepspeed", cell_of("deepspeed", "sft-frozen", "llama", layout, precision))
@@ -46,7 +46,7 @@ def written(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Written:
     ],
 )
 def test_frozen_parameters_are_converted_though_the_library_leaves_them_out(
-    written: Written, tmp_path: Path, layout: str, precision: Precision
+    written: Written, tmp_path: Path, layout: str, precision: PrecisionName
 ) -> None:
     folder = written(layout, precision)
     frozen = {held.name for held in open_checkpoint(folder / "checkpoint").of_kind("weight")}

@@ -22,7 +22,7 @@ from conformance.matrix.options import Selection
 from conformance.matrix.profile import select_cells
 from conformance.runner.resource_check import needs_of
 from conformance.runner.session import Session
-from conformance.spec.scenario import Precision
+from conformance.spec.precision import PrecisionName
 
 pytestmark = pytest.mark.exhaustive
 ROOT = Path(__file__).parents[2]
@@ -83,7 +83,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("precision", ["exact", "fp32"])
 @pytest.mark.parametrize("backend", sorted(set(BACKENDS) & {"deepspeed", "fsdp2", "megatron"}))
 def test_a_model_of_56_million_parameters_conforms_in_the_room_that_was_estimated(
-    large: Path, tmp_path: Path, backend: str, precision: Precision
+    large: Path, tmp_path: Path, backend: str, precision: PrecisionName
 ) -> None:
     chosen = Selection(
         profile=str(large / "large.toml"),

@@ -19,7 +19,8 @@ from conformance.records.step_tensors import read_record
 from conformance.runner.phases import leg_arguments
 from conformance.runtime import Outcome, Pool
 from conformance.spec.layout import Layout
-from conformance.spec.scenario import Precision, scenario_to_json
+from conformance.spec.precision import PrecisionName
+from conformance.spec.scenario import scenario_to_json
 from conformance.worker.evidence import Watch
 from impl.interface.protocol import ContextConfig
 
@@ -33,7 +34,7 @@ def in_ranks(
     layout: str,
     *,
     world: str = "shared",
-    precision: Precision = "exact",
+    precision: PrecisionName = "exact",
     scenario: str = "sft-padded",
 ) -> list[Any]:
     """Results of a task of deepspeed_tasks, in the ranks of a world, with a scenario's frozen inputs."""
@@ -187,7 +188,7 @@ def test_the_one_row_of_a_value_head_stays_whole(pool: Pool, tmp_path: Path, fam
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("isa", ["AVX2", "AVX512_CORE"])
 def test_half_precision_needs_nothing_of_the_cpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, isa: str, precision: Precision
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, isa: str, precision: PrecisionName
 ) -> None:
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", isa)
     with Pool(work_dir=tmp_path / "pool") as pool:

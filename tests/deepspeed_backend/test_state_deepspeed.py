@@ -20,7 +20,7 @@ from conformance.results.verdict import Verdict
 from conformance.runner.session import Session
 from conformance.runtime import Pool
 from conformance.spec.layout import Layout
-from conformance.spec.scenario import Precision
+from conformance.spec.precision import PrecisionName
 from impl.deepspeed.checkpoint_layout import Cut, check, engine_cut
 
 pytest.importorskip("deepspeed")
@@ -43,7 +43,7 @@ CIRCLE = list(zip(EVERY_KIND, (*EVERY_KIND[1:], EVERY_KIND[0]), strict=True))
 
 
 def handed(
-    *layouts: str, save: Handover, scenario: str = "sft-warmup", precision: Precision = "exact", **overrides: Any
+    *layouts: str, save: Handover, scenario: str = "sft-warmup", precision: PrecisionName = "exact", **overrides: Any
 ) -> Cell:
     """A cell in which each layout hands over to the next after two steps. ``overrides`` are fields of the scenario."""
     rows = None if precision in ("bf16", "fp16") else 12
@@ -75,7 +75,7 @@ def test_every_layout_goes_on_from_the_state_of_another(session: Session, layout
 
 
 HALF_CIRCLE = ("dp2.zero1", "dp2.zero3", "tp2.zero1", "dp2.zero2.offload", "ulysses2.zero2", "dp2.zero1")
-LOWER: tuple[Precision, ...] = ("bf16", "fp16", "fp32")
+LOWER: tuple[PrecisionName, ...] = ("bf16", "fp16", "fp32")
 
 
 @pytest.mark.exhaustive
@@ -84,7 +84,7 @@ LOWER: tuple[Precision, ...] = ("bf16", "fp16", "fp32")
     [(precision, *pair) for precision, pair in product(LOWER, pairwise(HALF_CIRCLE))],
 )
 def test_masters_moments_and_loss_scale_are_handed_over_in_lower_precisions(
-    session: Session, precision: Precision, before: str, after: str
+    session: Session, precision: PrecisionName, before: str, after: str
 ) -> None:
     verdict = session.run(handed(before, after, save="state", precision=precision)).verdict
     assert verdict.state == "conforms", verdict.reason
@@ -105,7 +105,7 @@ def test_a_loss_scale_that_is_not_the_first_is_handed_over(pool: Pool, tmp_path:
 @pytest.mark.parametrize(
     ("precision", "before", "after"), [("bf16", "dp2.zero0", "tp2.zero3"), ("fp16", "dp2.zero3", "dp2.zero0")]
 )
-def test_masters_of_zero_0_are_handed_over(session: Session, precision: Precision, before: str, after: str) -> None:
+def test_masters_of_zero_0_are_handed_over(session: Session, precision: PrecisionName, before: str, after: str) -> None:
     """With a single micro-batch, so that there are no gradients to add up in half precision."""
     verdict = session.run(handed(before, after, save="state", precision=precision, accumulation=1)).verdict
     assert verdict.state == "conforms", verdict.reason
@@ -160,7 +160,7 @@ def test_a_critic_hands_over_beside_its_policy(session: Session) -> None:
     ],
 )
 def test_a_checkpoint_goes_on_in_another_layout(
-    session: Session, layouts: tuple[str, ...], precision: Precision
+    session: Session, layouts: tuple[str, ...], precision: PrecisionName
 ) -> None:
     cell = handed(*layouts, save="checkpoint", precision=precision)
     verdict = assert_honest(session, cell) if precision == "exact" else session.run(cell).verdict
@@ -214,13 +214,13 @@ ALLOWED = [
 ]
 
 
-def cut(layout: str, optimizer: str, precision: Precision) -> Any:
+def cut(layout: str, optimizer: str, precision: PrecisionName) -> Any:
     return engine_cut(Layout.parse(layout), precision, optimizer={"adamw": "AdamW", "sgd": "SGD"}[optimizer])
 
 
 @pytest.mark.parametrize(("before", "after", "optimizer", "precision", "message"), REFUSED)
 def test_a_checkpoint_that_deepspeed_cannot_read_is_refused_with_the_way_on(
-    before: str, after: str, optimizer: str, precision: Precision, message: str
+    before: str, after: str, optimizer: str, precision: PrecisionName, message: str
 ) -> None:
     with pytest.raises(UsageError, match=f"{message}.*hand over a state instead"):
         check(cut(before, optimizer, precision), cut(after, optimizer, precision))
@@ -237,7 +237,7 @@ def test_a_checkpoint_that_does_not_say_the_order_of_its_groups_has_that_of_befo
 
 @pytest.mark.parametrize(("before", "after", "optimizer", "precision"), ALLOWED)
 def test_a_checkpoint_that_deepspeed_can_read_is_not(
-    before: str, after: str, optimizer: str, precision: Precision
+    before: str, after: str, optimizer: str, precision: PrecisionName
 ) -> None:
     check(cut(before, optimizer, precision), cut(after, optimizer, precision))
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from cells import exhaustive
+from impl.checkpoints.sharded_safetensors import MAPPED, STRIP, TensorWriter
 from resume_runs import Ranks
 from test_export_memory import large_model
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -20,7 +21,7 @@ from conformance.core.paths import FIXTURES
 from conformance.models.folders import weight_shapes
 from conformance.runtime import Pool
 from conformance.spec.layout import Layout
-from conformance.spec.scenario import Precision
+from conformance.spec.precision import PrecisionName
 from impl.interface.sharded_safetensors import MAPPED, STRIP, TensorWriter
 
 MIB, FLOAT64 = 2**20, 8
@@ -63,7 +64,7 @@ def large_mixture(folder: Path) -> list[int]:
 # a quarter of all else.
 TP2 = 0.57  # AutoTP leaves the embedding whole on each rank
 EXPERTS = 0.863  # the experts' part of the mixture
-SHARE: dict[tuple[str, str, Precision], float] = {
+SHARE: dict[tuple[str, str, PrecisionName], float] = {
     ("fsdp2", "dp2", "exact"): 1 / 2,
     ("fsdp2", "tp2", "exact"): 1 / 2,
     ("fsdp2", "tp2.plan", "exact"): 1 / 2,
@@ -108,7 +109,7 @@ SHARE: dict[tuple[str, str, Precision], float] = {
 }
 
 
-def beside_its_share(backend: str, layout: str, precision: Precision, largest: int) -> float:
+def beside_its_share(backend: str, layout: str, precision: PrecisionName, largest: int) -> float:
     """What a rank may hold of the largest parameter, whose master has as many bytes. DeepSpeed: at ZeRO-3 the parameter
     itself, which is about to be cut; with an offloaded optimizer of ZeRO-1 or 2 two buffers in the dtype of the
     parameters, through which gradients get to the host. Megatron in bf16: the master, of which a rank then keeps its
@@ -125,7 +126,7 @@ def beside_its_share(backend: str, layout: str, precision: Precision, largest: i
     [case if case == ("fsdp2", "dp2", "exact") else exhaustive(*case) for case in SHARE],
 )
 def test_no_rank_holds_more_than_its_share_while_it_loads(
-    pool: Pool, tmp_path: Path, backend: str, layout: str, precision: Precision
+    pool: Pool, tmp_path: Path, backend: str, layout: str, precision: PrecisionName
 ) -> None:
     make = large_mixture if Layout.parse(layout).ep > 1 else large_model
     sizes = make(folder := tmp_path / "large")

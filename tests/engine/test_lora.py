@@ -31,8 +31,9 @@ from conformance.runner.session import Session
 from conformance.runtime import Pool
 from conformance.spec.layout import Layout
 from conformance.spec.lora import ADAPTER, CONFIG_FILE, WEIGHTS_FILE, LoraConfig, is_adapter
+from conformance.spec.precision import PrecisionName
 from conformance.spec.roles import POLICY
-from conformance.spec.scenario import Precision, Scenario, load_scenario, scenario_to_json
+from conformance.spec.scenario import Scenario, load_scenario, scenario_to_json
 from impl.faults.expected_cells import PLACES
 from impl.faults.models import MERGE_FAULTS
 from impl.models.lora import named_parameters
@@ -180,13 +181,13 @@ def _moved(tensor: torch.Tensor, before: torch.Tensor) -> bool:
     ],
 )
 def test_lower_precisions_are_as_good_as_a_single_process(
-    session: Session, backend: str, layout: str, precision: Precision
+    session: Session, backend: str, layout: str, precision: PrecisionName
 ) -> None:
     verdict = session.run(cell_of(backend, "sft-lora", "llama", layout, precision)).verdict
     assert verdict.state == "conforms", verdict.reason
 
 
-def program(backends: str, layouts: str, save: Handover, *faults: str, precision: Precision = "exact") -> Cell:
+def program(backends: str, layouts: str, save: Handover, *faults: str, precision: PrecisionName = "exact") -> Cell:
     """Two legs of two steps each; ``backends`` and ``layouts`` of both, with -to- between them."""
     chain, ways = backends.split("-to-"), layouts.split("-to-")
     asked = cell_of(chain[0], "sft-lora", "llama", ways[0], precision, steps=4)
@@ -230,7 +231,7 @@ def test_a_training_of_adapters_goes_on(session: Session, backends: str, layouts
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("precision", "backend"), [("exact", "fsdp2"), ("fp32", "fsdp2"), ("exact", "deepspeed")])
 def test_a_merge_without_its_scale_is_told_directly_after_loading(
-    session: Session, precision: Precision, backend: str
+    session: Session, precision: PrecisionName, backend: str
 ) -> None:
     (fault,) = MERGE_FAULTS
     before = PLACES[fault.name].layouts[backend]
@@ -353,7 +354,7 @@ def test_frozen_patterns_are_about_adapters(tmp_path: Path) -> None:
     ],
 )
 def test_what_a_backend_lacks_for_adapters_is_unsupported_with_advice(
-    backend: str, layout: str, precision: Precision, lora: dict[str, Any], advice: str
+    backend: str, layout: str, precision: PrecisionName, lora: dict[str, Any], advice: str
 ) -> None:
     chosen = {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj"], **lora}
     asked = cell_of(backend, "sft-lora", "llama", layout, precision, lora=chosen)

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 
-from conformance.spec.scenario import OptimizerConfig, Precision
+from conformance.spec.precision import PrecisionName
+from conformance.spec.scenario import OptimizerConfig
 from impl.engine.optimizers import parameter_groups, torch_optimizer, update_count
 
 
@@ -23,7 +24,7 @@ from impl.engine.optimizers import parameter_groups, torch_optimizer, update_cou
     ],
 )
 def test_the_fused_kernel_is_for_gpus_and_neither_for_loss_scales_nor_for_the_exact_tier(
-    device: str, precision: Precision, fused: bool
+    device: str, precision: PrecisionName, fused: bool
 ) -> None:
     config = OptimizerConfig(name="adamw", lr=0.1)
     groups = parameter_groups([torch.nn.Parameter(torch.ones(2, 2))], config)

@@ -20,7 +20,7 @@ from conformance.results.verdict import Verdict
 from conformance.runner.session import Session
 from conformance.spec.layout import Layout
 from conformance.spec.objectives import all_observables
-from conformance.spec.scenario import Precision
+from conformance.spec.precision import PrecisionName
 from impl.faults.catalogue import CATALOGUE, RL_FAULTS
 from impl.faults.expected_cells import PLACES
 from impl.faults.models import MERGE_FAULTS
@@ -39,7 +39,7 @@ CELLS = {
     for backend in BACKENDS
 }
 # Faults that the exact tier lifts, or that are to be caught below it too; others are planted in the exact tier.
-BELOW: dict[str, Precision] = {
+BELOW: dict[str, PrecisionName] = {
     "rotary-in-bf16": "fp32",
     "unmarked-shards": "bf16",
     "lost-loss-scale": "fp16",
@@ -96,7 +96,7 @@ def test_a_fast_run_has_a_fault_of_every_stage() -> None:
     assert {backend for backend, _ in FAST} == BACKENDS.keys()
 
 
-def assert_caught(session: Session, backend: str, name: str, precision: Precision) -> Verdict:
+def assert_caught(session: Session, backend: str, name: str, precision: PrecisionName) -> Verdict:
     more: dict[str, Any] = {"steps": LATER.get(name, 1)}
     if name == "clip-always":
         more["optimizer"] = CLIPS_TWICE

@@ -11,14 +11,14 @@ from cells import BACKENDS, cell_of, exhaustive, one_of_each_stage, small
 
 from conformance.matrix.cell import Cell
 from conformance.runner.session import Session
-from conformance.spec.scenario import Precision
+from conformance.spec.precision import PrecisionName
 from impl.faults.expected_cells import PLACES, with_handover
 from impl.faults.resume import HANDOVER_FAULTS
 
 pytestmark = pytest.mark.slow
 
 LOADED = 2  # the first step after loading
-BELOW: dict[str, Precision] = {"loss-scale-forgotten": "fp16", "masters-from-bf16": "fp32"}  # nothing elsewhere
+BELOW: dict[str, PrecisionName] = {"loss-scale-forgotten": "fp16", "masters-from-bf16": "fp32"}  # nothing elsewhere
 
 
 def cell(backend: str, name: str, *, planted: bool = True) -> Cell:

@@ -11,13 +11,13 @@ from conformance.matrix.cell import Cell, Leg
 from conformance.runner.preflight import Refusals
 from conformance.spec.known_defects import Defect, DividedGradients, ExpectedDifference, Unmodelled
 from conformance.spec.layout import Layout
-from conformance.spec.scenario import Precision
+from conformance.spec.precision import PrecisionName
 from impl.fsdp2.adapter import Fsdp2Backend
 
 DEFECT: tuple[Defect, ...] = (DividedGradients(by=2),)
 
 
-def about(layout: str, precision: Precision = "exact", *, model: str = "llama", **fields: Any) -> bool:
+def about(layout: str, precision: PrecisionName = "exact", *, model: str = "llama", **fields: Any) -> bool:
     """Of sft-packed, which has three micro-batches, on a backend whose ZeRO stage is 3."""
     scenario = make_cell("sft-packed", model, layout, precision).scenario
     expected = ExpectedDifference(reason="a bug", link="x", defects=lambda *_: DEFECT, **fields)

@@ -3,11 +3,11 @@
 import pytest
 
 from conformance.judge.optimizer_replay import _reported
-from conformance.spec.scenario import Precision
+from conformance.spec.precision import PRECISIONS, PrecisionName
 
 
-def used(own: float | None, *, numbers: int, precision: Precision = "exact") -> float:
-    return _reported(own, 1.0, numbers, precision)
+def used(own: float | None, *, numbers: int, precision: PrecisionName = "exact") -> float:
+    return _reported(own, 1.0, numbers, PRECISIONS[precision].master)
 
 
 def test_the_reported_norm_of_many_numbers_may_be_off_by_the_roundings_of_their_sum() -> None:
@@ -17,7 +17,7 @@ def test_the_reported_norm_of_many_numbers_may_be_off_by_the_roundings_of_their_
 
 
 @pytest.mark.parametrize(("precision", "off"), [("exact", 1e-12), ("fp32", 3e-6), ("bf16", 3e-6)])
-def test_a_norm_that_is_wrong_does_not_excuse_an_update(precision: Precision, off: float) -> None:
+def test_a_norm_that_is_wrong_does_not_excuse_an_update(precision: PrecisionName, off: float) -> None:
     assert used(1 + off, numbers=56_370_688, precision=precision) == 1.0
 
 

@@ -11,7 +11,7 @@ from conformance.matrix.cell import Cell, Handover, Leg
 from conformance.runner.session import Session
 from conformance.spec.layout import Layout
 from conformance.spec.observables import AGAINST_REBUILT
-from conformance.spec.scenario import Precision
+from conformance.spec.precision import PrecisionName
 
 
 def liar(name: str) -> BackendEntry:
@@ -118,7 +118,7 @@ def test_modules_that_are_gathered_each_by_itself_are_seen_after_a_roll_out(sess
     ],
 )
 def test_a_part_of_what_was_asked_is_not_enough(
-    session: Session, name: str, model: str, layout: str, precision: Precision, claim: str
+    session: Session, name: str, model: str, layout: str, precision: PrecisionName, claim: str
 ) -> None:
     backend = BackendEntry(name="partial", target=f"partial_liars:{name}")
     cell = make_cell("sft-packed", model, layout, precision, backend=backend, steps=1, **small("sft-packed"))
@@ -199,7 +199,7 @@ def test_what_was_not_saved_shows_at_the_first_step_after_loading(
     ],
 )
 def test_an_expected_difference_hides_no_lie(
-    session: Session, name: str, model: str, layout: str, precision: Precision
+    session: Session, name: str, model: str, layout: str, precision: PrecisionName
 ) -> None:
     # Below the exact tier, noise is measured over all rows.
     size: dict[str, Any] = {"steps": STEPS, **small("sft-packed")} if precision == "exact" else {"steps": 3}

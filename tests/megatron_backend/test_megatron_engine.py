@@ -26,7 +26,8 @@ from conformance.runner.session import Session, SessionConfig
 from conformance.runtime.gpu_inventory import gpus_of_host, shares_of
 from conformance.runtime.heartbeat import RankContext
 from conformance.spec.layout import Layout
-from conformance.spec.scenario import Precision, scenario_to_json
+from conformance.spec.precision import PrecisionName
+from conformance.spec.scenario import scenario_to_json
 from conformance.worker.evidence import ENGINE, Watch
 from conformance.worker.phase import run_leg
 from impl.interface.protocol import ContextConfig
@@ -55,7 +56,7 @@ GPUS = torch.cuda.device_count()
     ],
 )
 def test_what_transformer_engine_cannot_do_says_what_would_work(
-    model: str, layout: str, precision: Precision, advice: str
+    model: str, layout: str, precision: PrecisionName, advice: str
 ) -> None:
     cell = cell_of("megatron", "sft-packed", model, layout, precision)
     answer = adapter_of(BACKENDS["megatron"]).supports(cell.scenario, cell.legs[0].layout)

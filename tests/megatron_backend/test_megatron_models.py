@@ -21,8 +21,9 @@ from conformance.core.paths import FIXTURES
 from conformance.models.folders import prepare_model
 from conformance.runtime import Pool
 from conformance.spec.layout import Layout
+from conformance.spec.precision import PrecisionName
 from conformance.spec.roles import Role
-from conformance.spec.scenario import Precision, load_scenario
+from conformance.spec.scenario import load_scenario
 
 pytest.importorskip("megatron.core")
 
@@ -114,7 +115,7 @@ def test_a_policy_a_critic_and_a_frozen_reference_side_by_side_are_plain_models(
     ],
 )
 def test_a_frozen_model_holds_rounded_weights_and_gives_what_a_trained_one_gives(
-    run_ranks: Any, folders: Folders, layout: str, precision: Precision
+    run_ranks: Any, folders: Folders, layout: str, precision: PrecisionName
 ) -> None:
     for differences in run_ranks("frozen_and_trained", layout, folders=folders["llama"], precision=precision):
         assert differences == {"logprobs": 0.0, "entropy": 0.0, "values": 0.0}
@@ -198,7 +199,7 @@ def test_optimizer_state_has_canonical_names_and_is_whole(run_ranks: Any, folder
     ],
 )
 def test_what_another_layout_takes_over_is_the_same_to_the_bit(
-    run_ranks: Any, folders: Folders, tmp_path: Path, how: str, layout: str, other: str, precision: Precision,
+    run_ranks: Any, folders: Folders, tmp_path: Path, how: str, layout: str, other: str, precision: PrecisionName,
     optimizer: str, updates: int,
 ) -> None:  # fmt: skip
     options = {"how": how, "other": other, "precision": precision, "optimizer": optimizer, "updates": updates}

@@ -12,7 +12,7 @@ from conftest import make_cell
 from conformance.matrix.cell import Cell, Handover, Leg
 from conformance.runner.session import Session
 from conformance.spec.layout import Layout
-from conformance.spec.scenario import Precision
+from conformance.spec.precision import PrecisionName
 
 pytest.importorskip("megatron.core")
 
@@ -20,7 +20,7 @@ PLAIN = ("dp2", "tp2", "tp2.seqpar", "pp2", "pp2.vpp2", "sp2")
 DISTRIBUTED = ("dp2.zero1", "dp2.zero1.overlap", "tp2.zero1", "pp2.vpp2.zero1")
 
 
-def goes_on(scenario: str, model: str, before: str, after: str, precision: Precision, save: Handover) -> Cell:
+def goes_on(scenario: str, model: str, before: str, after: str, precision: PrecisionName, save: Handover) -> Cell:
     """Two steps in each of two layouts; of sft-frozen, which has three, one in the first."""
     first = 1 if scenario == "sft-frozen" else 2
     config = make_cell(scenario, model, "dp1", precision, steps=first + 2).scenario
@@ -62,7 +62,7 @@ def test_a_checkpoint_goes_to_any_layout_with_the_same_optimizer(session: Sessio
 
 
 SAVES: tuple[Handover, ...] = ("state", "checkpoint")
-LOWER: tuple[Precision, ...] = ("fp32", "bf16", "fp16")
+LOWER: tuple[PrecisionName, ...] = ("fp32", "bf16", "fp16")
 
 
 @pytest.mark.exhaustive
@@ -78,7 +78,7 @@ LOWER: tuple[Precision, ...] = ("fp32", "bf16", "fp16")
     ],
 )
 def test_other_precisions_and_optimizers(
-    session: Session, save: Handover, scenario: str, before: str, after: str, precision: Precision
+    session: Session, save: Handover, scenario: str, before: str, after: str, precision: PrecisionName
 ) -> None:
     verdict = session.run(goes_on(scenario, "llama", before, after, precision, save)).verdict
     assert verdict.state == "conforms", verdict.reason

@@ -26,7 +26,7 @@ from conformance.oracle.decoder import forward, load_weights
 from conformance.oracle.role_model import Written
 from conformance.runner.session import Session
 from conformance.spec.layout import Layout
-from conformance.spec.scenario import Precision
+from conformance.spec.precision import PrecisionName
 from impl.models.lazy_weights import published_buffers
 from impl.models.loading import load_model
 
@@ -100,7 +100,7 @@ def test_exact(session: Session, backend: str, scenario: str, model: str, layout
     ],
 )
 def test_lower_precisions_are_as_good_as_a_single_process(
-    session: Session, backend: str, layout: str, model: str, precision: Precision
+    session: Session, backend: str, layout: str, model: str, precision: PrecisionName
 ) -> None:
     verdict = session.run(cell_of(backend, "sft-packed", model, layout, precision)).verdict
     assert verdict.state == "conforms", verdict.reason
@@ -267,7 +267,9 @@ def test_experts_that_cannot_be_cut_into_equal_parts_are_refused(
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("precision", ["bf16", "exact"])
-def test_experts_of_odd_sizes_are_computed_one_by_one(session: Session, tmp_path: Path, precision: Precision) -> None:
+def test_experts_of_odd_sizes_are_computed_one_by_one(
+    session: Session, tmp_path: Path, precision: PrecisionName
+) -> None:
     """transformers' kernels for groups of experts want whole 16 bytes."""
     cell = cell_of("fsdp2", "sft-packed", "qwen3-moe", "dp2", precision)
     scenario = replace(cell.scenario, model=str(random_model(tmp_path, "qwen3-moe", {"moe_intermediate_size": 12})))

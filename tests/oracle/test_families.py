@@ -19,7 +19,8 @@ from conformance.matrix.cell import Cell
 from conformance.matrix.profile import Overrides, expand, load_profile
 from conformance.runner.session import Session
 from conformance.spec.layout import Layout
-from conformance.spec.scenario import Precision, load_scenario
+from conformance.spec.precision import PrecisionName
+from conformance.spec.scenario import load_scenario
 
 EVERYWHERE = ("qwen2", "llama3", "mistral")
 HUGGING_FACE = (*EVERYWHERE, "qwen2-yarn", "gemma2", "phi3", "olmo2")
@@ -74,7 +75,7 @@ LOWER = [("fsdp2", model) for model in HUGGING_FACE] + [("megatron", model) for 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(("backend", "model"), LOWER)
 def test_lower_precisions_are_as_good_as_a_single_process(
-    session: Session, backend: str, model: str, precision: Precision
+    session: Session, backend: str, model: str, precision: PrecisionName
 ) -> None:
     verdict = session.run(cell_of(backend, "sft-packed", model, "dp2", precision)).verdict
     assert verdict.state == "conforms", verdict.reason

@@ -25,10 +25,10 @@ from conformance.records.step_tensors import read_record
 from conformance.runner.oracle_jobs import COMPUTED_WITH, Oracles, _cache_key, prune
 from conformance.spec.batch import read_batches, write_batches
 from conformance.spec.known_defects import DividedGradients, RoundedMasters
-from conformance.spec.scenario import Precision
+from conformance.spec.precision import PrecisionName
 
 
-def cell(precision: Precision = "exact", layout: str = "dp1", **changes: Any) -> Cell:
+def cell(precision: PrecisionName = "exact", layout: str = "dp1", **changes: Any) -> Cell:
     small = {"steps": 1, "accumulation": 1, "rows": 2}
     return make_cell("sft-sgd", "llama", layout, precision, **(small | changes))
 

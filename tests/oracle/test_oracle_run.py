@@ -22,14 +22,15 @@ from conformance.numerics.float64_tier import exact_tier
 from conformance.oracle.decoder import forward, load_weights
 from conformance.oracle.loss_terms import target_logprobs, target_positions
 from conformance.oracle.optimizer import global_norm
-from conformance.oracle.run import POLICIES, PolicyName, policy_of, run_oracle
+from conformance.oracle.run import POLICIES, policy_of, run_oracle
 from conformance.oracle.variant import Weights
 from conformance.records.header_checks import noise_runs
 from conformance.records.step_tensors import Record, StepRecord, read_record
 from conformance.spec.batch import Batch, Document, Row
 from conformance.spec.known_defects import Defect, DividedGradients
 from conformance.spec.objectives import Objective, Sft
-from conformance.spec.scenario import OptimizerConfig, Precision, Scenario, ScheduleConfig, scenario_to_json
+from conformance.spec.precision import PrecisionName
+from conformance.spec.scenario import OptimizerConfig, Scenario, ScheduleConfig, scenario_to_json
 
 PANGU = FIXTURES / "models" / "pangu"
 FLOAT64 = POLICIES["float64"]
@@ -70,7 +71,7 @@ def run(
     *,
     models: dict[str, Path] | None = None,
     steps: list[Batch] | None = None,
-    policy: PolicyName = "float64",
+    policy: str = "float64",
     restarts: tuple[int, ...] = (),
 ) -> Record:
     chosen = BATCHES[: scenario.steps] if steps is None else steps
@@ -95,19 +96,19 @@ def tensors(step: StepRecord, key: str) -> Weights:
 
 @pytest.fixture(scope="module")
 def records(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Record]:
-    names: tuple[PolicyName, ...] = ("float64", "fp32", "bf16", "fp16", "fp32-plain", "bf16-plain", "fp16-plain")
+    names = ("float64", "fp32", "bf16", "fp16", "fp32-plain", "bf16-plain", "fp16-plain")
     return {name: run(tmp_path_factory.mktemp("oracle") / name, policy=name) for name in names}
 
 
 @pytest.mark.parametrize(("policy", "tier"), [("float64", "exact"), ("fp32-plain", "fp32"), ("bf16", "bf16")])
 def test_kernels_are_chosen_as_in_the_cells_of_the_tier(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: PolicyName, tier: Precision
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str, tier: PrecisionName
 ) -> None:
     """So that the noise that bounds a cell is not that of other kernels."""
     asked: list[tuple[str, str]] = []
 
     @contextlib.contextmanager
-    def settings(precision: Precision, device: str) -> Iterator[dict[str, str]]:
+    def settings(precision: PrecisionName, device: str) -> Iterator[dict[str, str]]:
         asked.append((precision, device))
         yield {"deterministic": "yes"}
 
@@ -176,7 +177,7 @@ def test_on_a_gpu_the_further_noise_run_has_products_as_large_as_a_backends() ->
     """Of one of two data-parallel ranks: four rows of 64 tokens, two micro-batches."""
     scenario = replace(SCENARIO, accumulation=2)
     of_four_rows = [replace(batch, rows=(*batch.rows, batch.rows[0])) for batch in BATCHES]
-    names: tuple[PolicyName, ...] = ("float64", "fp32", "fp32-plain", "bf16-plain")
+    names = ("float64", "fp32", "fp32-plain", "bf16-plain")
     sizes = {name: policy_of(name, scenario, of_four_rows, "cuda").tokens for name in names}
     assert sizes == {"float64": 0, "fp32": 0, "fp32-plain": 64, "bf16-plain": 64}
     assert policy_of("fp32-plain", scenario, of_four_rows, "cpu") == POLICIES["fp32-plain"]
@@ -268,7 +269,7 @@ def test_only_the_reference_says_how_far_rows_move(several: Several, tmp_path: P
     """Nobody asks a run in another precision, and gradients of one with a defect may be others than these are of."""
     models, steps, record = several
     assert tensors(record.steps[1], "critic.shifted").keys() == {"model.embed_tokens.weight"}
-    runs: list[tuple[PolicyName, tuple[Defect, ...]]] = [("fp32", ()), ("float64", (DividedGradients(by=2),))]
+    runs: list[tuple[str, tuple[Defect, ...]]] = [("fp32", ()), ("float64", (DividedGradients(by=2),))]
     for policy, defects in runs:
         out, scenario = tmp_path / policy, replace(SEVERAL, steps=1)
         run_oracle(scenario=scenario, models=models, batches=steps, out=out, policy_name=policy, defects=defects)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from conformance.numerics.determinism import WORKSPACE, settings_of
-from conformance.spec.scenario import Precision
+from conformance.spec.precision import PrecisionName
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +32,7 @@ def flags() -> tuple[Any, ...]:
     [("exact", "cuda:0", "yes"), ("fp32", "cuda:1", "yes"), ("bf16", "cuda:0", "no"), ("exact", "cpu", "no")],
 )
 def test_exact_and_fp32_are_deterministic_and_without_tf32_on_a_gpu(
-    monkeypatch: pytest.MonkeyPatch, precision: Precision, device: str, deterministic: str
+    monkeypatch: pytest.MonkeyPatch, precision: PrecisionName, device: str, deterministic: str
 ) -> None:
     """Half precision is judged as libraries run it. What is in force is told, and put back."""
     monkeypatch.setenv(WORKSPACE, ":16:8")

@@ -32,8 +32,8 @@ from conformance.runner.environment import model_sizes
 from conformance.runner.session import Session
 from conformance.spec.layout import Layout
 from conformance.spec.objectives import Sft
+from conformance.spec.precision import PrecisionName
 from conformance.spec.roles import POLICY
-from conformance.spec.scenario import Precision
 
 NAMED = "second-class oracle, transformers .*: errors that transformers itself makes are not seen"
 
@@ -240,7 +240,7 @@ def test_a_defect_of_the_model_on_the_ranks_alone_is_caught(session: Session, mo
     ],
 )
 def test_models_that_nobody_made_a_fixture_of_conform(
-    session: Session, models: Any, kind: str, backend: str, layout: str, precision: Precision
+    session: Session, models: Any, kind: str, backend: str, layout: str, precision: PrecisionName
 ) -> None:
     cell = cell_with(models(kind), backend=backend, scenario="sft-packed", layout=layout, precision=precision)
     if precision == "exact":

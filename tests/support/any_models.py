@@ -13,7 +13,8 @@ from cells import cell_of
 from conformance.core.paths import FIXTURES
 from conformance.matrix.cell import Cell
 from conformance.spec.layout import Layout
-from conformance.spec.scenario import Precision, Scenario
+from conformance.spec.precision import PrecisionName
+from conformance.spec.scenario import Scenario
 from impl.fsdp2.adapter import Fsdp2Backend
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -65,7 +66,7 @@ def make_model(kind: str, folder: Path, **changes: Any) -> Path:
 
 
 def cell_with(
-    model: Path, *, backend: str, scenario: str, layout: str, precision: Precision, trusted: bool = False
+    model: Path, *, backend: str, scenario: str, layout: str, precision: PrecisionName, trusted: bool = False
 ) -> Cell:
     """A small cell of a model that lies somewhere; what it reads of roll-outs are Llama's, whose tokenizer it has."""
     cell = cell_of(backend, scenario, "llama", layout, precision)

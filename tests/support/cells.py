@@ -25,7 +25,7 @@ from conformance.runner.phases import world_config
 from conformance.runner.session import Session
 from conformance.runtime import WorldConfig
 from conformance.spec.layout import Layout
-from conformance.spec.scenario import Precision
+from conformance.spec.precision import PrecisionName
 
 HONEST = 1e-12  # what the exact tier shows when nothing is wrong; the bound is ten times that
 STEPS, ROWS, MICRO_BATCHES = 2, 8, 2
@@ -63,7 +63,7 @@ def ranks_of(backend: str, size: int) -> WorldConfig:
 
 
 def cell_of(
-    backend: str, scenario: str, model: str, layout: str, precision: Precision, *faults: str, **overrides: Any
+    backend: str, scenario: str, model: str, layout: str, precision: PrecisionName, *faults: str, **overrides: Any
 ) -> Cell:
     """A small cell. sft-warmup has two legs, so it has twice the steps."""
     steps = 2 * STEPS if scenario == "sft-warmup" else STEPS

@@ -22,7 +22,8 @@ from conformance.numerics.float64_tier import exact_tier
 from conformance.runtime import RankContext
 from conformance.spec.batch import Batch, Document, Row
 from conformance.spec.layout import Layout
-from conformance.spec.scenario import OptimizerConfig, Precision, ScheduleConfig
+from conformance.spec.precision import PrecisionName
+from conformance.spec.scenario import OptimizerConfig, ScheduleConfig
 from impl.engine.trainer import target_rows
 from impl.fsdp2.tensor_parallel import vocabulary_shard
 from impl.interface.collate import MicroBatch, collate
@@ -140,7 +141,12 @@ def plain_reference(folder: Path, *, head: str, want: Sequence[str], step: Batch
 
 
 def open_context(
-    context: RankContext, layout: str, *, backend: str = "fsdp2", precision: Precision = "exact", packed: bool = True
+    context: RankContext,
+    layout: str,
+    *,
+    backend: str = "fsdp2",
+    precision: PrecisionName = "exact",
+    packed: bool = True,
 ) -> Any:
     config = ContextConfig(
         layout=Layout.parse(layout),
@@ -270,7 +276,7 @@ def _error(found: Mapping[int, Tensor], expected: Mapping[int, Tensor]) -> float
 
 
 def low_precision(
-    context: RankContext, *, layout: str, precision: Precision, models: dict[str, dict[str, Any]]
+    context: RankContext, *, layout: str, precision: PrecisionName, models: dict[str, dict[str, Any]]
 ) -> dict[str, dict[str, Any]]:
     """dtypes of outputs, and their errors relative to a plain model in float64."""
     step = batch(packed=True)
@@ -291,7 +297,7 @@ def low_precision(
 
 
 def resume(
-    context: RankContext, *, layout: str, precision: Precision, models: dict[str, dict[str, Any]], out: str
+    context: RankContext, *, layout: str, precision: PrecisionName, models: dict[str, dict[str, Any]], out: str
 ) -> dict[str, dict[str, Any]]:
     """Of each trained model: whether a second step is the same in one go and from a checkpoint in fresh objects."""
     step, scale = batch(packed=True), 2.0**9

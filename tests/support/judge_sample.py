@@ -13,6 +13,7 @@ from conformance.results.verdict import Verdict
 from conformance.spec.known_defects import Defect, defects_to_json
 from conformance.spec.layout import Layout
 from conformance.spec.objectives import Sft, all_observables
+from conformance.spec.precision import PRECISIONS
 from conformance.spec.scenario import parse_scenario, scenario_to_json
 
 Values = dict[str, Any]  # a step's values, and its replicas under "replicas"
@@ -92,7 +93,7 @@ def write(
 
 def evidence(precision: str) -> dict[str, Any]:
     """What is seen of a rank that does what the layouts here ask for."""
-    dtype = {"exact": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[precision]
+    dtype = next(tier.compute.name for name, tier in PRECISIONS.items() if name == precision)
     return {
         "collectives": [["all_reduce", 2, dtype, "forward", 4], ["all_reduce", 2, dtype, "later", 4]],
         "products": [[dtype, "backward", 8], [dtype, "forward", 4]],

@@ -17,7 +17,7 @@ from conformance.backends.protocol import TensorKind
 from conformance.core.errors import UsageError
 from conformance.runtime import RankContext
 from conformance.spec.observables import STATE_KINDS
-from conformance.spec.scenario import Precision
+from conformance.spec.precision import PrecisionName
 from impl.checkpoints.training_state import export_state, import_state
 from impl.megatron.checkpoint import FILE
 from impl.megatron.context import MegatronContext
@@ -77,7 +77,7 @@ def handed_over(
     layout: str,
     other: str,
     how: Handed,
-    precision: Precision,
+    precision: PrecisionName,
     optimizer: str,
     updates: int,
     folders: dict[str, str],

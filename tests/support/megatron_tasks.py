@@ -25,8 +25,8 @@ from conformance.numerics.float64_tier import exact_tier
 from conformance.runtime import RankContext
 from conformance.spec.layout import Layout
 from conformance.spec.observables import StateKind
+from conformance.spec.precision import PrecisionName
 from conformance.spec.roles import Head
-from conformance.spec.scenario import Precision
 from impl.interface.collate import MicroBatch, collate
 from impl.interface.outputs import OutputName, Outputs
 from impl.interface.protocol import Context, ContextConfig, Trainable, get_context
@@ -41,7 +41,7 @@ WANTED: dict[str, frozenset[OutputName]] = {
 }
 
 
-def context_config(rank: RankContext, layout: str, precision: Precision) -> ContextConfig:
+def context_config(rank: RankContext, layout: str, precision: PrecisionName) -> ContextConfig:
     """PyTorch's ring takes rows of one document only; all others get packed ones."""
     return ContextConfig(
         layout=Layout.parse(layout),
@@ -53,7 +53,7 @@ def context_config(rank: RankContext, layout: str, precision: Precision) -> Cont
 
 
 @contextlib.contextmanager
-def opened(rank: RankContext, layout: str, precision: Precision = "exact") -> Iterator[MegatronContext]:
+def opened(rank: RankContext, layout: str, precision: PrecisionName = "exact") -> Iterator[MegatronContext]:
     """A context that is set up, and torn down at the end."""
     with exact_tier() if precision == "exact" else contextlib.nullcontext():
         context = MegatronContext(context_config(rank, layout, precision))
@@ -215,7 +215,7 @@ def three_models(rank: RankContext, *, layout: str, folders: dict[str, str], opt
 
 
 def frozen_and_trained(
-    rank: RankContext, *, layout: str, folders: dict[str, str], precision: Precision
+    rank: RankContext, *, layout: str, folders: dict[str, str], precision: PrecisionName
 ) -> dict[str, float]:
     """Largest differences of outputs between a frozen model and one that is to be trained, of the same folder."""
     differences: dict[str, float] = {}

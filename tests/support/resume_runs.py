@@ -12,7 +12,8 @@ from cells import BACKENDS, cell_of
 from conformance.backends.protocol import BackendEntry
 from conformance.data.prepare import prepare_inputs
 from conformance.runtime import Outcome, Pool, WorldConfig
-from conformance.spec.scenario import Precision, scenario_to_json
+from conformance.spec.precision import PrecisionName
+from conformance.spec.scenario import scenario_to_json
 
 ENTRIES = {**BACKENDS, "plain": BackendEntry(name="plain", target="plain_backend:Plain")}
 STEPS, ROWS, DROPOUT = 3, 12, 0.1
@@ -26,7 +27,7 @@ class Ranks:
     folder: Path
     backend: str
     layout: str
-    precision: Precision = "fp32"
+    precision: PrecisionName = "fp32"
 
     def __call__(self, task: str, *, fresh: bool = False, dropout: bool = False, **arguments: Any) -> list[Any]:
         """The ranks' results. ``dropout``: the model's configuration has dropout in attention."""

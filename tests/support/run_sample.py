@@ -18,7 +18,7 @@ from conformance.results.run_results import Entry, cell_summary, write_summary
 from conformance.results.verdict import State, Verdict
 from conformance.spec.objectives import all_observables
 from conformance.spec.observables import unobserved_step
-from conformance.spec.scenario import Precision
+from conformance.spec.precision import PrecisionName
 
 EXACT = "sft-tiny/pangu/fsdp2/dp2/exact"
 OTHER = "sft-tiny/pangu/megatron/tp2/exact"
@@ -30,7 +30,7 @@ JUDGED = CELLS[:-1]
 FOLDERS = {cell: f"cells/{number:02d}" for number, cell in enumerate(CELLS)}
 FIRST_LEG = 2  # steps of the first leg of RESUMED
 ORACLE = "oracle/tiny"
-ROUNDING: dict[Precision, float] = {"exact": 1e-15, "fp32": 1e-7}
+ROUNDING: dict[PrecisionName, float] = {"exact": 1e-15, "fp32": 1e-7}
 
 
 def record_folders(cell: str) -> list[str]:

@@ -12,10 +12,10 @@ from conformance.core.paths import FIXTURES
 from conformance.models.folders import weight_shapes
 from conformance.runtime import Pool
 from conformance.spec.layout import Layout
+from conformance.spec.precision import PRECISIONS
 from conformance.spec.roles import CRITIC, POLICY
 from conformance.spec.scenario import load_scenario, scenario_to_json
 from impl.engine.memory_estimate import (
-    COMPUTE_BYTES,
     Activations,
     States,
     activations_of,
@@ -121,7 +121,7 @@ def test_what_is_offloaded_is_what_a_rank_holds_with_its_buffers(
     measured = held(pool, tmp_path, backend, scenario_to_json(scenario), layout, models)
     shapes = parameter_shapes(MODELS / "pangu", "causal")
     states = states_of(backend, Layout.parse(layout), precision, shapes, trained=True)
-    largest = max(map(math.prod, shapes.values())) * COMPUTE_BYTES[precision]  # on its way to the host
+    largest = max(map(math.prod, shapes.values())) * PRECISIONS[precision].compute.bytes  # on its way to the host
     on_device = largest if "zero1" in layout or "zero2" in layout else 0
     assert {"policy": states.ready + states.host + on_device} == pytest.approx(measured, rel=0.05)
 
@@ -246,4 +246,4 @@ def test_logits_are_counted_with_the_copies_of_the_loss() -> None:
     assert activations("dp1", entropy=True).logits == 4096 * padded * (2 + 4 + 4 + 2)
     assert activations("tp2").logits * 2 == 4096 * padded * (2 + 4 + 2)
     assert activations("dp1", compute=4).logits == 4096 * padded * (4 + 4)
-    assert COMPUTE_BYTES["bf16"] == 2
+    assert PRECISIONS["bf16"].compute.bytes == 2

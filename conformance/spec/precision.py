@@ -1,0 +1,93 @@
+"""Lists the precisions that a scenario can have, and every fact that other modules need about a precision.
+
+To add a precision, add a name to ``PrecisionName`` and a row to ``PRECISIONS``. No other module has a table of
+precisions. An adapter changes only if its library needs another setting for the precision.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    import torch
+
+PrecisionName = Literal["exact", "fp32", "bf16", "fp16"]  # as in files, cell ids and options
+
+
+@dataclass(frozen=True)
+class FloatFormat:
+    """Describes a floating-point format. ``name`` is the name of torch's dtype.
+
+    significant_bits: bits of the significand, including the implicit one.
+    """
+
+    name: str
+    bytes: int
+    significant_bits: int
+
+    @property
+    def dtype(self) -> "torch.dtype":
+        """torch's dtype of this format."""
+        import torch  # scenarios and layouts are read without torch
+
+        found: torch.dtype = getattr(torch, self.name)
+        return found
+
+    @property
+    def rounding(self) -> float:
+        """The largest relative error of one rounded operation."""
+        return 2.0**-self.significant_bits
+
+
+F64 = FloatFormat("float64", 8, 53)
+F32 = FloatFormat("float32", 4, 24)
+BF16 = FloatFormat("bfloat16", 2, 8)
+F16 = FloatFormat("float16", 2, 11)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """Describes one precision of a scenario.
+
+    compute: the format of activations and matrix products.
+    master: the format of master weights, optimizer state, summed gradients and records.
+    is_loss_scaled: the loss is multiplied by a dynamic scale, because gradients underflow in ``compute``.
+    noise_limit: the largest relative error of a gradient in a single-process run by which a cell can be judged. The
+        exact tier has no such runs.
+    count_error: how far a token count that is recovered from a loss may be from a whole number; None if the noise of
+        the precision hides counts.
+    """
+
+    name: PrecisionName
+    compute: FloatFormat
+    master: FloatFormat
+    is_loss_scaled: bool = False
+    noise_limit: float
+    count_error: float | None = None
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the whole cell computes in float64, as the reference does."""
+        return self.compute == F64
+
+    @property
+    def is_half(self) -> bool:
+        """Whether the cell computes in a format with fewer bits than its master weights."""
+        return self.compute != self.master
+
+    @property
+    def half_dtype(self) -> "torch.dtype | None":
+        """The dtype to which parameters are cast for computing; None if they stay in the master dtype."""
+        return self.compute.dtype if self.is_half else None
+
+
+PRECISIONS: Mapping[PrecisionName, Precision] = {
+    precision.name: precision
+    for precision in (
+        Precision(name="exact", compute=F64, master=F64, noise_limit=0.0, count_error=1e-6),
+        Precision(name="fp32", compute=F32, master=F32, noise_limit=1e-4, count_error=1e-3),
+        Precision(name="bf16", compute=BF16, master=F32, noise_limit=1 / 6),
+        Precision(name="fp16", compute=F16, master=F32, noise_limit=0.1, is_loss_scaled=True),
+    )
+}
+HALF_PRECISIONS = tuple(name for name, precision in PRECISIONS.items() if precision.is_half)

@@ -1,0 +1,79 @@
+"""Tests of the registry of precisions: every row against torch, and the values that verdicts depend on."""
+
+import subprocess
+import sys
+from typing import get_args
+
+import pytest
+import torch
+
+from conformance.oracle.primitives import Policy
+from conformance.oracle.run import POLICIES
+from conformance.records.header_checks import noise_runs, precision_of_run
+from conformance.spec.precision import HALF_PRECISIONS, PRECISIONS, FloatFormat, PrecisionName
+
+FORMATS = {number_format for tier in PRECISIONS.values() for number_format in (tier.compute, tier.master)}
+
+
+def test_every_name_of_the_literal_has_a_row() -> None:
+    assert tuple(PRECISIONS) == get_args(PrecisionName)
+    assert all(name == tier.name for name, tier in PRECISIONS.items())
+
+
+@pytest.mark.parametrize("number_format", sorted(FORMATS, key=str), ids=lambda one: one.name)
+def test_formats_agree_with_torch(number_format: FloatFormat) -> None:
+    limits = torch.finfo(number_format.dtype)
+    assert limits.bits == 8 * number_format.bytes
+    assert limits.eps == 2 * number_format.rounding
+
+
+def test_values_that_verdicts_depend_on() -> None:
+    assert HALF_PRECISIONS == ("bf16", "fp16")
+    assert [name for name, tier in PRECISIONS.items() if tier.is_exact] == ["exact"]
+    assert [name for name, tier in PRECISIONS.items() if tier.is_loss_scaled] == ["fp16"]
+    assert {name: tier.noise_limit for name, tier in PRECISIONS.items() if noise_runs(name)} == {
+        "fp32": 1e-4,
+        "bf16": 1 / 6,
+        "fp16": 0.1,
+    }
+    assert {name: tier.count_error for name, tier in PRECISIONS.items() if tier.count_error} == {
+        "exact": 1e-6,
+        "fp32": 1e-3,
+    }
+    assert {name: (tier.compute.significant_bits, tier.master.rounding) for name, tier in PRECISIONS.items()} == {
+        "exact": (53, 2.0**-53),
+        "fp32": (24, 2.0**-24),
+        "bf16": (8, 2.0**-24),
+        "fp16": (11, 2.0**-24),
+    }
+
+
+def test_policies_of_the_oracle() -> None:
+    assert {
+        "float64": Policy(torch.float64, torch.float64),
+        "fp32": Policy(torch.float32, torch.float32, fused=True),
+        "bf16": Policy(torch.bfloat16, torch.float32, fused=True),
+        "fp16": Policy(torch.float16, torch.float32, fused=True),
+        "fp32-plain": Policy(torch.float32, torch.float32),
+        "bf16-plain": Policy(torch.bfloat16, torch.float32),
+        "fp16-plain": Policy(torch.float16, torch.float32),
+    } == POLICIES
+
+
+@pytest.mark.parametrize(("run", "name"), [("float64", "exact"), ("fp16", "fp16"), ("bf16-plain", "bf16")])
+def test_precision_of_an_oracle_run(run: str, name: str) -> None:
+    assert precision_of_run(run) == name
+
+
+def test_unknown_precision_has_no_noise_runs() -> None:
+    assert noise_runs("int8") == ()
+
+
+def test_registry_imports_without_torch() -> None:
+    code = "import sys, conformance.spec.precision; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_half_dtype_is_the_compute_dtype_of_half_precision_only() -> None:
+    found = {name: tier.half_dtype for name, tier in PRECISIONS.items()}
+    assert found == {"exact": None, "fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
