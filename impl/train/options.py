@@ -309,6 +309,7 @@ def _policy_gradient(read: Values, command: str, batch: _Batch) -> dict[str, Any
         "ppo_epochs": read.whole("ppo_epochs"),
         "clip_ratio_low": read.number("eps_clip"),
         "clip_ratio_high": read.number("eps_clip"),
+        "loss_mode": read.text("loss_mode"),
         "kl_coef": read.number("kl_coef"),
         "kl_loss_coef": read.number("kl_loss_coef"),
         "gamma": read.number("gamma"),
