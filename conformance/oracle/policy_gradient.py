@@ -1,11 +1,12 @@
-"""GRPO and PPO of the oracle: a roll-out's advantages, and what one response adds to the losses, from the papers.
+"""Computes the advantages of a rollout and the loss terms of each response for GRPO and PPO, from the papers.
 
-Serves claims 1 and 6: written apart from impl/rl, document by document, with sums as the papers have them. Everything
-is in the dtype ``stable`` of the softmax and the losses; columns of documents are Python's floats, so nothing is lost.
+The oracle shares no code with impl/objectives (docs/principles.md): it goes response by response, with the sums that
+the papers have. Everything is in ``stable``, the dtype of the softmax and the losses. Columns of documents hold Python
+floats, so they lose nothing.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from conformance.oracle.loss_terms import Term, target_logprobs, target_positions
 from conformance.spec.batch import Batch, Document
-from conformance.spec.objectives import REFERENCE_KL, Grpo, PolicyGradient, Ppo, terms_of
+from conformance.spec.objectives import REFERENCE_KL, Grpo, LossMode, PolicyGradient, Ppo, terms_of
 from conformance.spec.roles import CRITIC, POLICY, REFERENCE
 
 Responses = list[list[Tensor]]  # by mini-batch and document: a number for each token of the response
@@ -136,7 +137,8 @@ class ResponseFunctions:
         """From log-probs and entropies of the response's tokens, (targets,) both."""
         o, stable = self.objective, logprobs.dtype
         old, advantage = (of_targets(document, name, stable) for name in ("old_logprob", "advantage"))
-        losses, ratio, clipped, lower = surrogate(logprobs, old, advantage, objective=o)
+        policy = LOSS_MODES[o.loss_mode](logprobs, old, advantage, o)
+        losses, ratio = policy.losses, policy.ratio
         if o.rollout_is_threshold is not None:
             losses = losses * of_targets(document, "importance", stable)
         weight, count = self.weight(len(losses), totals), totals["token_count"]
@@ -148,18 +150,16 @@ class ResponseFunctions:
             rows[REFERENCE_KL] = divergence(logprobs - reference, o.kl_loss_type)
             parts["kl_loss"] = weight * rows[REFERENCE_KL]
             parts["loss"] = parts["loss"] + o.kl_loss_coef * parts["kl_loss"]
-        apart = logprobs - old
-        approx_kl = -apart.clamp(-20, 20) if o.loss_mode == "vanilla" else -apart
         means = {
-            "ppo_kl": approx_kl,
-            "pg_clipfrac": clipped.to(stable),
-            "pg_clipfrac_lower": lower.to(stable),
+            "ppo_kl": policy.approx_kl,
+            "pg_clipfrac": policy.clipped.to(stable),
+            "pg_clipfrac_lower": policy.lower.to(stable),
             "ratio_mean": ratio,
         }
         values = {key: terms.sum().item() for key, terms in parts.items()}
         values |= {key: (numbers.sum() / count).item() for key, numbers in means.items()}
         rows |= {terms_of(key): terms for key, terms in parts.items()}
-        rows |= {"approx_kl": approx_kl, "old_logprob": old}
+        rows |= {"approx_kl": policy.approx_kl, "old_logprob": old}
         if not o.recompute_old_logprobs:
             del rows["old_logprob"]
         if o.has_reference:
@@ -265,28 +265,53 @@ class PpoFunctions(ResponseFunctions):
         return Term(loss=loss, values=numbers, rows=rows)
 
 
-def surrogate(
-    logprobs: Tensor, old: Tensor, advantage: Tensor, *, objective: PolicyGradient
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of each token of one response: its loss, its ratio, whether the clip took from it, and whether dual clip did.
+@dataclass(frozen=True, kw_only=True)
+class PolicyTerms:
+    """The policy loss of one response, before aggregation; every tensor is (targets,).
 
-    arXiv 1707.06347, equation 7, whose objective is a gain; dual clip: arXiv 1912.09729, equation 5.
+    losses: to be minimised. ratio: new to old policy, before it is clipped. approx_kl: the estimate log p_old - log p
+    of the KL to the old policy. clipped: whether the clip lowered the gain. lower: whether dual clip raised it.
     """
-    apart = logprobs - old
-    if objective.loss_mode == "gspo":
-        # The sequence's ratio, with the gradient of each token's own (arXiv 2507.18071, equation 14).
-        ratio = (apart.mean().detach() + logprobs - logprobs.detach()).clamp(max=10).exp()
-    else:
-        ratio = apart.clamp(-20, 20).exp()
-    free = ratio * advantage
-    bounded = ratio.clamp(1 - objective.clip_ratio_low, 1 + objective.clip_ratio_high) * advantage
-    gain = torch.minimum(free, bounded)
-    lower = torch.zeros_like(gain, dtype=torch.bool)
-    if objective.loss_mode == "vanilla" and objective.clip_ratio_c is not None:
+
+    losses: Tensor
+    ratio: Tensor
+    approx_kl: Tensor
+    clipped: Tensor
+    lower: Tensor
+
+
+def vanilla(logprobs: Tensor, old: Tensor, advantage: Tensor, objective: PolicyGradient) -> PolicyTerms:
+    """Clip the ratio of each token: arXiv 1707.06347, equation 7; dual clip: arXiv 1912.09729, equation 5."""
+    apart = (logprobs - old).clamp(-20, 20)
+    ratio = apart.exp()
+    gain, clipped = _clipped_gain(ratio, advantage, objective)
+    lower = torch.zeros_like(clipped)
+    if objective.clip_ratio_c is not None:
         least = objective.clip_ratio_c * advantage
         lower = (advantage < 0) & (gain < least)
         gain = torch.where(advantage < 0, torch.maximum(gain, least), gain)
-    return -gain, ratio, bounded < free, lower
+    return PolicyTerms(losses=-gain, ratio=ratio, approx_kl=-apart, clipped=clipped, lower=lower)
+
+
+def gspo(logprobs: Tensor, old: Tensor, advantage: Tensor, objective: PolicyGradient) -> PolicyTerms:
+    """Clip the ratio of the sequence, with the gradient of each token's own: arXiv 2507.18071, equation 14."""
+    apart = logprobs - old
+    ratio = (apart.mean().detach() + logprobs - logprobs.detach()).clamp(max=10).exp()
+    gain, clipped = _clipped_gain(ratio, advantage, objective)
+    return PolicyTerms(losses=-gain, ratio=ratio, approx_kl=-apart, clipped=clipped, lower=torch.zeros_like(clipped))
+
+
+def _clipped_gain(ratio: Tensor, advantage: Tensor, objective: PolicyGradient) -> tuple[Tensor, Tensor]:
+    """Return the smaller gain of the free and the clipped ratio, and whether it is the clipped one's."""
+    free = ratio * advantage
+    bounded = ratio.clamp(1 - objective.clip_ratio_low, 1 + objective.clip_ratio_high) * advantage
+    return torch.minimum(free, bounded), bounded < free
+
+
+LOSS_MODES: dict[LossMode, Callable[[Tensor, Tensor, Tensor, PolicyGradient], PolicyTerms]] = {
+    "vanilla": vanilla,
+    "gspo": gspo,
+}
 
 
 def value_losses(values: Tensor, old: Tensor, wanted: Tensor, *, cliprange: float) -> tuple[Tensor, Tensor]:

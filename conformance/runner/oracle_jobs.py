@@ -38,7 +38,7 @@ from conformance.matrix.cell import Cell
 from conformance.models.families import is_written
 from conformance.models.synthetic import is_large
 from conformance.oracle.objectives import functions_of
-from conformance.oracle.role_model import SPARE, bytes_needed, is_routed, is_written
+from conformance.oracle.role_model import SPARE, bytes_needed, is_routed
 from conformance.oracle.run import POLICIES
 from conformance.records.header_checks import CHOICES, FLOAT64, noise_runs
 from conformance.records.record_format import RecordError

@@ -47,6 +47,7 @@ from conformance.spec.observables import (
 from conformance.spec.roles import CRITIC, POLICY, REFERENCE, Role
 
 AdvantageEstimator = Literal["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
+LossMode = Literal["vanilla", "gspo"]  # each is a function in the oracle's and in impl's LOSS_MODES
 LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 KlEstimator = Literal["kl", "abs", "mse", "low_var_kl"]
 Coefficient = Annotated[float, Field(strict=True, ge=0, le=1000)]
@@ -122,7 +123,7 @@ class PolicyGradient:
     clip_ratio_low: Clip = 0.2
     clip_ratio_high: Clip = 0.2
     clip_ratio_c: Annotated[float, Field(strict=True, gt=1, le=1000)] | None = 3.0
-    loss_mode: Literal["vanilla", "gspo"] = "vanilla"
+    loss_mode: LossMode = "vanilla"
     loss_agg_mode: LossAggMode = "token-mean"
     loss_scale_factor: Positive | None = None
     entropy_coeff: Coefficient = 0.0

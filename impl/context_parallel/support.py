@@ -11,7 +11,7 @@ from conformance.core.paths import resolve
 from conformance.spec.known_defects import ExpectedDifference, Unmodelled, WindowPerBlock, model_config
 from conformance.spec.layout import Layout
 from conformance.spec.scenario import Scenario
-from impl.models.family_quirks import LATENT, SINKS, beyond_kernels
+from impl.models.family_quirks import SINKS, beyond_kernels, quirks_of
 
 
 def _raced(scenario: Scenario, _: Layout) -> Unmodelled:
@@ -76,7 +76,7 @@ def ring_support(scenario: Scenario, layout: Layout) -> Support:
         return Unsupported(f"{', '.join(others) or 'Ulysses'} has no {SINKS}; use the default ring (sp2)")
     if lacking and lacking != SINKS:
         return Unsupported(f"the kernels of rings and of Ulysses have no {lacking}; use sp1, with dp or tp")
-    if layout.ulysses > 1 and (kind := model_config(scenario).get("model_type")) in LATENT:
+    if layout.ulysses > 1 and quirks_of(kind := model_config(scenario).get("model_type")).latent_attention:
         return Unsupported(f"DeepSpeed's Ulysses wants heads of one size, and {kind} has several; use a ring (sp2)")
     if not available():
         return Unsupported(f"attention over sequence shards needs the package ring-flash-attn; run: {INSTALL}")

@@ -23,9 +23,8 @@ from impl.deepspeed.checkpoint_layout import Cut, check, engine_cut
 from impl.deepspeed.config import zero_stage
 from impl.engine.adapter import HANDOVER_SEAMS, RL_SEAMS, ROUTER_SEAMS, StrategyBackend
 from impl.engine.memory_estimate import host_bytes
-from impl.models.family_quirks import WHOLE_OUTPUTS
+from impl.models.family_quirks import quirks_of
 from impl.models.lora import adapter_support
-from impl.models.router import KINDS
 from impl.models.support import compile_support, model_support, plan_styles
 
 FEWEST = 3  # summands of which the judge looks at the digits (conformance/judge/accumulation_precision.py)
@@ -146,7 +145,9 @@ class DeepspeedBackend(StrategyBackend):
             return Unsupported("DeepSpeed's pipeline engine is not built in; use pp1")
         if layout.ep > 1:
             return Unsupported("DeepSpeed's experts are layers of its own, which no Hugging Face model has; use ep1")
-        if layout.tp > 1 and (kind := model_config(scenario).get("model_type")) in KINDS:
+        kind = model_config(scenario).get("model_type")
+        quirks = quirks_of(kind)
+        if layout.tp > 1 and quirks.has_routers:
             return Unsupported(f"AutoTP does not know how the plan of {kind} cuts experts; use tp1, or fsdp2")
         if layout.rep > 1:
             return Unsupported("hybrid sharding is not built in; use rep1, or zero0, where every rank is a replica")
@@ -173,9 +174,9 @@ class DeepspeedBackend(StrategyBackend):
                 return lacking
         if scenario.optimizer.frozen and not scenario.lora and scenario.tier.is_half:
             return Unsupported("a frozen parameter has no float32 master, so it is rounded; use fp32")
-        if layout.tp > 1 and (kind := model_config(scenario).get("model_type")) in WHOLE_OUTPUTS:
+        if layout.tp > 1 and quirks.whole_outputs:
             return Unsupported(
-                f"AutoTP leaves each rank its own part of {' and '.join(WHOLE_OUTPUTS[kind][0])}, and the code of "
+                f"AutoTP leaves each rank its own part of {' and '.join(quirks.whole_outputs)}, and the code of "
                 f"{kind} wants them whole; use tp1, or fsdp2, which gathers them"
             )
         by_mpu = layout.ulysses > 1 and layout.tp == 1
@@ -184,9 +185,7 @@ class DeepspeedBackend(StrategyBackend):
                 "DeepSpeed's BF16_Optimizer raises on all but the first rank of Ulysses "
                 "(docs/findings/deepspeed-ulysses-scale.md); use zero0, zero2 or zero3, or fp16"
             )
-        # AutoTP knows openPangu by the names of its modules, which are Llama's.
-        has_plan = model_config(scenario).get("model_type") == "PanguEmbedded"
-        if isinstance(lacking := model_support(scenario, layout, has_plan=has_plan), Unsupported):
+        if isinstance(lacking := model_support(scenario, layout, has_plan=quirks.autotp_by_name), Unsupported):
             return lacking
         if layout.tp > 1 and (unknown := plan_styles(scenario) - STYLES):
             return Unsupported(

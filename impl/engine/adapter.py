@@ -28,7 +28,7 @@ from impl.checkpoints.manifest import About, Form
 from impl.engine.rollout_pass import Rollouts
 from impl.engine.trainer import step_inputs, train_step
 from impl.interface.protocol import Adaptable, Context, ContextConfig, Trainable, get_context
-from impl.models.family_quirks import has_biased_experts
+from impl.models.family_quirks import quirks_in
 from impl.models.lora import adapter_shapes
 from impl.models.tracing import numbered
 from impl.objectives.registry import FUNCTIONS
@@ -128,7 +128,7 @@ class StrategyBackend:
             loss_scale=scenario.loss_scale or LossScaleConfig(),
             trust_remote_code=scenario.trust_remote_code,
             router_z_loss=scenario.router_z_loss,
-            whole_experts=any(map(has_biased_experts, weights.values())),
+            whole_experts=any(quirks_in(folder).biased_experts for folder in weights.values()),
         )
         self.objective, self.optimizer_kind, self.step = scenario.objective, scenario.optimizer.name, 0
         self.judges_loss_scale = scenario.judged_loss_scale is not None

@@ -14,9 +14,8 @@ from conformance.spec.scenario import Scenario
 from impl.context_parallel.support import RING_DIFFERENCES, RING_MODULES, ring_support
 from impl.engine.adapter import HANDOVER_SEAMS, RL_SEAMS, ROUTER_SEAMS, VOCABULARY_SEAMS, StrategyBackend
 from impl.engine.memory_estimate import host_bytes
-from impl.models.family_quirks import LAYER_NORMS
+from impl.models.family_quirks import ROUTED, quirks_of
 from impl.models.lora import adapter_support
-from impl.models.router import KINDS
 from impl.models.support import compile_support, model_support, torch_is_older
 
 EXPECTED = (
@@ -107,17 +106,18 @@ class Fsdp2Backend(StrategyBackend):
         if "ownopt" in layout.options:
             return Unsupported("ownopt is not built into this backend; leave it out")
         kind = model_config(scenario).get("model_type")
-        if layout.ep > 1 and kind not in KINDS:
-            return Unsupported(f"experts of {kind!r} are not cut here, only those of {', '.join(KINDS)}; use ep1")
-        if layout.tp > 1 and layout.ep == 1 and _is_packed(kind) and torch_is_older(2, 13):
+        quirks = quirks_of(kind)
+        if layout.ep > 1 and not quirks.has_routers:
+            return Unsupported(f"experts of {kind!r} are not cut here, only those of {', '.join(ROUTED)}; use ep1")
+        if layout.tp > 1 and layout.ep == 1 and quirks.tp_cuts_experts and torch_is_older(2, 13):
             return Unsupported(
                 f"FSDP2 of torch {torch.__version__} does not take stacked experts whose parts tp has cut; use torch "
                 f"2.13, or ep"
             )
-        if kind in KINDS and (uneven := _uneven_experts(model_config(scenario), layout)):
+        if quirks.has_routers and (uneven := _uneven_experts(model_config(scenario), layout)):
             return Unsupported(uneven)
         explicit = [option for option in ("plan", "seqpar", "losspar") if option in layout.options]
-        if explicit and kind not in LAYER_NORMS:
+        if explicit and not quirks.has_plan:
             told = f"{', '.join(explicit)} has no tensor-parallel plan for {kind!r}"
             return Unsupported(f"{told}; leave it out, and the model's own is taken")
         if scenario.lora and layout.tp > 1 and not explicit and scenario.lora.names_layers:
@@ -128,7 +128,7 @@ class Fsdp2Backend(StrategyBackend):
         for lacking in (adapter_support(scenario), compile_support(scenario, layout)):
             if isinstance(lacking, Unsupported):
                 return lacking
-        without = "use the layout option 'plan', or tp1" if kind in LAYER_NORMS else "use tp1"
+        without = "use the layout option 'plan', or tp1" if quirks.has_plan else "use tp1"
         lacking = model_support(scenario, layout, has_plan=bool(explicit), without=without)
         return lacking if isinstance(lacking, Unsupported) else ring_support(scenario, layout)
 
@@ -141,7 +141,7 @@ class Fsdp2Backend(StrategyBackend):
     def supports_checkpoint(cls, scenario: Scenario, before: Layout, after: Layout) -> Support:
         """Whether a checkpoint of one layout can be loaded in the other."""
         packed = any(layout.tp > 1 and layout.ep == 1 for layout in (before, after))
-        if packed and _is_packed(model_config(scenario).get("model_type")):
+        if packed and quirks_of(model_config(scenario).get("model_type")).tp_cuts_experts:
             return Unsupported(
                 "torch's checkpoints take parts of stacked experts under tp for one region "
                 "(docs/findings/packed-colwise-checkpoint.md); hand over a state, or use ep beside tp"
@@ -149,18 +149,14 @@ class Fsdp2Backend(StrategyBackend):
         return Supported()
 
 
-def _is_packed(kind: str | None) -> bool:
-    """Whether tensor parallelism cuts parts out of stacked experts of a model type. Those of gpt-oss stay whole."""
-    return kind in KINDS and kind not in LAYER_NORMS
-
-
 def _uneven_experts(config: dict[str, Any], layout: Layout) -> str:
     """Why experts cannot be cut into equal parts; empty if they can, or are not cut."""
+    quirks = quirks_of(config["model_type"])
     hidden, size = config["hidden_size"], config.get("moe_intermediate_size") or config["intermediate_size"]
-    if layout.tp > 1 and layout.ep == 1 and _is_packed(config["model_type"]) and size % layout.tp:
+    if layout.tp > 1 and layout.ep == 1 and quirks.tp_cuts_experts and size % layout.tp:
         return f"tp={layout.tp} does not divide the {size} features of an expert; use a tp that does, or ep"
     ranks = layout.dp * layout.sp // layout.rep  # that hold the same experts
-    cut = (hidden, 2 * size, size) if config["model_type"] == "gpt_oss" else (hidden, 2 * size)
+    cut = (hidden, 2 * size, size) if quirks.biased_experts else (hidden, 2 * size)
     if layout.ep > 1 and any(features % ranks for features in cut):
         return (
             f"FSDP2 cuts experts of {hidden} and {size} features over the {ranks} ranks that hold the same ones, which "

@@ -28,12 +28,9 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.parallel.style import ParallelStyle
 from transformers import PreTrainedModel
 
-from impl.models.family_quirks import LAYER_NORMS, WHOLE_OUTPUTS
+from impl.models.family_quirks import PLANNED, FamilyQuirks, quirks_of
 from impl.models.lora import NAME, is_adapted
-from impl.models.router import KINDS
 
-# Model types with norms over the head dimension (q_norm, k_norm) -> which dimension of their input counts the heads.
-HEAD_NORMS = {"qwen3": 2, "gemma3_text": 1}  # (rows, length, HEADS, head_dim), (rows, HEADS, length, head_dim)
 _HEAD_NORM_STYLE = "replicated_with_grad_allreduce"
 # The projections into heads and into the feed-forward, of layers that do not fuse them
 _HEADS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -74,16 +71,17 @@ def apply_model_plan(
 
 
 def apply_explicit_plan(model: PreTrainedModel, mesh: DeviceMesh, *, sequence: bool, loss: bool) -> None:
-    """Shard ``model`` in place by an explicit plan for the families of LAYER_NORMS.
+    """Shard ``model`` in place by an explicit plan for the families that have ``stream_norms``.
 
     ``sequence``: norms and residuals hold a slice of the sequence between blocks (arXiv 2205.05198, section 4.2.2).
     ``loss``: the head's output stays cut along the vocabulary (``vocabulary_shard``); a value model has no such head.
     Raises ValueError for another family.
     """
     kind = model.config.model_type
-    if kind not in LAYER_NORMS:
+    quirks = quirks_of(kind)
+    if not quirks.has_plan:
         raise ValueError(
-            f"no explicit tensor-parallel plan for {kind!r} (known: {', '.join(LAYER_NORMS)}; docs/adding-a-model.md "
+            f"no explicit tensor-parallel plan for {kind!r} (known: {', '.join(PLANNED)}; docs/adding-a-model.md "
             f"says how one is added)"
         )
     tied = _untie(model)
@@ -104,7 +102,7 @@ def apply_explicit_plan(model: PreTrainedModel, mesh: DeviceMesh, *, sequence: b
         )
     parallelize_module(model, mesh, outside)
     for layer in model.model.layers:
-        plan = _layer_plan(kind, stream=stream, sequence=sequence)
+        plan = _layer_plan(quirks, stream=stream, sequence=sequence)
         parallelize_module(layer, mesh, _with_adapters(layer, plan, sequence=sequence))
         if hasattr(layer.self_attn, "sinks"):
             _cut_sinks(layer.self_attn, mesh)
@@ -143,18 +141,17 @@ def vocabulary_shard(logits: Tensor) -> VocabularyShard:
     return VocabularyShard(logits=local, start=start, group=mesh.get_group())
 
 
-def _layer_plan(kind: str, *, stream: Placement, sequence: bool) -> dict[str, ParallelStyle]:
-    gathered, cut_again = WHOLE_OUTPUTS.get(kind, ((), ()))
-    is_routed, is_fused = kind in KINDS, "self_attn.qkv_proj" in gathered
+def _layer_plan(quirks: FamilyQuirks, *, stream: Placement, sequence: bool) -> dict[str, ParallelStyle]:
+    is_routed, is_fused = quirks.has_routers, "self_attn.qkv_proj" in quirks.whole_outputs
     columns = () if is_fused else _HEADS if is_routed else (*_HEADS, *_FEED_FORWARD)
     rows = ("self_attn.o_proj",) if is_routed else ("self_attn.o_proj", "mlp.down_proj")
     plan: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in columns}
     plan |= {name: RowwiseParallel(output_layouts=stream) for name in rows}
-    plan |= {name: ColwiseParallel(output_layouts=Replicate()) for name in gathered}
-    plan |= {name: RowwiseParallel(input_layouts=Replicate(), output_layouts=stream) for name in cut_again}
-    if kind in HEAD_NORMS:
+    plan |= {name: ColwiseParallel(output_layouts=Replicate()) for name in quirks.whole_outputs}
+    plan |= {name: RowwiseParallel(input_layouts=Replicate(), output_layouts=stream) for name in quirks.recut_inputs}
+    if quirks.head_dimension is not None:
         for name in ("self_attn.q_norm", "self_attn.k_norm"):
-            plan[name] = SequenceParallel(sequence_dim=HEAD_NORMS[kind], use_local_output=True)
+            plan[name] = SequenceParallel(sequence_dim=quirks.head_dimension, use_local_output=True)
     if sequence:
         whole = Replicate()
         plan["self_attn"] = PrepareModuleInput(
@@ -169,7 +166,7 @@ def _layer_plan(kind: str, *, stream: Placement, sequence: bool) -> dict[str, Pa
                 output_layouts=(whole, None),
                 desired_output_layouts=(stream, None),  # type: ignore[arg-type]  # torch takes None for no tensor
             )
-        plan |= {name: SequenceParallel(use_local_output=True) for name in LAYER_NORMS[kind]}
+        plan |= {name: SequenceParallel(use_local_output=True) for name in quirks.stream_norms}
     return plan
 
 

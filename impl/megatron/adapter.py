@@ -27,7 +27,7 @@ from impl.megatron.hf_mapping import all_parameters, is_trained
 from impl.megatron.model_config import VOCABULARY_MULTIPLE, ModelShape, read_shape
 from impl.megatron.moe_config import expert_sizes, mixture_support
 from impl.megatron.startup import begin
-from impl.models.family_quirks import has_biased_experts
+from impl.models.family_quirks import quirks_in
 
 
 def _padded(scenario: Scenario, layout: Layout) -> tuple[Defect, ...]:
@@ -190,7 +190,7 @@ class MegatronBackend(StrategyBackend):
             return Unsupported(
                 "megatron-core's checkpoints with the distributed optimizer are read with it only; hand over a state"
             )
-        whole = has_biased_experts(resolve(scenario.model))
+        whole = quirks_in(resolve(scenario.model)).biased_experts
         if (expert_sizes(before, whole=whole).ranks > 1) != (expert_sizes(after, whole=whole).ranks > 1):
             return Unsupported(
                 "where ranks share out experts, these have an optimizer of their own in megatron-core, with a place of "

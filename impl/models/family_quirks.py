@@ -1,66 +1,127 @@
-"""What the Hugging Face code of a family asks of whoever cuts its matrices or replaces its attention; without torch.
+"""Answers what a model family asks of code that cuts its matrices or replaces its attention; one row per family.
 
-The families that have a tensor-parallel plan of this project (tensor_parallel.py), for questions without torch.
+The table needs no torch. Families without a row have the defaults. megatron-core's layers have a table of their own
+(impl/megatron/model_config.py).
 """
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
-
-# Model types whose code wants a projection's whole output -> these projections, and those that take it cut again.
-# Phi-3 cuts fused outputs into q, k and v, and into gate and up; OLMo 2 normalises q and k over all heads together.
-WHOLE_OUTPUTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "phi3": (("self_attn.qkv_proj", "mlp.gate_up_proj"), ("self_attn.o_proj", "mlp.down_proj")),
-    "olmo2": (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("self_attn.o_proj",)),
-}
-
-
-# Model types whose attention is latent: values have heads of another size than queries and keys, and no plan cuts it.
-LATENT = ("deepseek_v2", "deepseek_v3")
-
+from typing import Any, Literal
 
 SINKS = "attention sinks"
+_LLAMA_NORMS = ("input_layernorm", "post_attention_layernorm")
+_GEMMA_NORMS = (*_LLAMA_NORMS, "pre_feedforward_layernorm", "post_feedforward_layernorm")
+_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
 
-def has_biased_experts(folder: Path) -> bool:
-    """Whether the experts of a model have biases, as those of gpt-oss do."""
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    return bool(config.get("model_type") == "gpt_oss")
+@dataclass(frozen=True, kw_only=True)
+class FamilyQuirks:
+    """What the Hugging Face code of one model type asks for; module names are those inside of a layer.
+
+    stream_norms: the norms on the residual stream. A family that has them here has an explicit tensor-parallel plan
+        (impl/fsdp2/tensor_parallel.py).
+    head_dimension: the dimension that counts the heads in the input of q_norm and k_norm; None without such norms.
+    whole_outputs: projections whose outputs the code wants whole, because it cuts or normalises all of them together.
+    recut_inputs: projections whose inputs tensor parallelism therefore has to cut again.
+    latent_attention: whether values have heads of another size than queries and keys, so that no plan cuts them.
+    soft_cap: the default of ``attn_logit_softcapping``; None for scores without a soft cap.
+    attention_sinks: whether attention has sinks.
+    router: the scores of the routers of a mixture of experts; None without routers that are known.
+    router_normalises: whether a router divides the weights of chosen experts by their sum, if its module does not say.
+    biased_experts: whether experts have biases, and matrices stacked as (experts, inputs, outputs).
+    autotp_by_name: whether DeepSpeed's AutoTP knows the modules by their names, so the class needs no plan.
+    """
+
+    stream_norms: tuple[str, ...] = ()
+    head_dimension: int | None = None
+    whole_outputs: tuple[str, ...] = ()
+    recut_inputs: tuple[str, ...] = ()
+    latent_attention: bool = False
+    soft_cap: float | None = None
+    attention_sinks: bool = False
+    router: Literal["softmax", "sigmoid"] | None = None
+    router_normalises: bool = True
+    biased_experts: bool = False
+    autotp_by_name: bool = False
+
+    @property
+    def has_plan(self) -> bool:
+        """Whether the family has an explicit tensor-parallel plan."""
+        return bool(self.stream_norms)
+
+    @property
+    def has_routers(self) -> bool:
+        return self.router is not None
+
+    @property
+    def tp_cuts_experts(self) -> bool:
+        """Whether tensor parallelism cuts parts out of stacked experts. An explicit plan leaves experts whole."""
+        return self.has_routers and not self.has_plan
+
+
+QUIRKS = {  # by ``model_type`` of the configuration
+    "llama": FamilyQuirks(stream_norms=_LLAMA_NORMS),
+    "PanguEmbedded": FamilyQuirks(stream_norms=_LLAMA_NORMS, autotp_by_name=True),
+    "mistral": FamilyQuirks(stream_norms=_LLAMA_NORMS),
+    "qwen2": FamilyQuirks(stream_norms=_LLAMA_NORMS),
+    "qwen3": FamilyQuirks(stream_norms=_LLAMA_NORMS, head_dimension=2),  # (rows, length, heads, head_dim)
+    "phi3": FamilyQuirks(  # q, k and v are one projection, and so are gate and up
+        stream_norms=_LLAMA_NORMS,
+        whole_outputs=("self_attn.qkv_proj", "mlp.gate_up_proj"),
+        recut_inputs=("self_attn.o_proj", "mlp.down_proj"),
+    ),
+    "olmo2": FamilyQuirks(  # q and k are normalised over all heads together
+        stream_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
+        whole_outputs=_QKV,
+        recut_inputs=("self_attn.o_proj",),
+    ),
+    "mixtral": FamilyQuirks(router="softmax"),
+    "qwen2_moe": FamilyQuirks(router="softmax"),
+    "qwen3_moe": FamilyQuirks(router="softmax"),
+    "deepseek_v2": FamilyQuirks(latent_attention=True, router="softmax", router_normalises=False),
+    "deepseek_v3": FamilyQuirks(latent_attention=True, router="sigmoid"),
+    "gpt_oss": FamilyQuirks(stream_norms=_LLAMA_NORMS, attention_sinks=True, router="softmax", biased_experts=True),
+    "gemma2": FamilyQuirks(stream_norms=_GEMMA_NORMS, soft_cap=50.0),
+    "gemma3_text": FamilyQuirks(stream_norms=_GEMMA_NORMS, head_dimension=1),  # (rows, heads, length, head_dim)
+}
+PLANNED = tuple(kind for kind, quirks in QUIRKS.items() if quirks.has_plan)
+ROUTED = tuple(kind for kind, quirks in QUIRKS.items() if quirks.has_routers)
+
+
+def quirks_of(model_type: str | None) -> FamilyQuirks:
+    """Return the row of a model type, with the defaults for a family that has none."""
+    return QUIRKS.get(model_type or "", FamilyQuirks())
+
+
+def quirks_in(folder: Path) -> FamilyQuirks:
+    """Return the row of the model in a Hugging Face folder."""
+    return quirks_of(_config(folder).get("model_type"))
 
 
 def needs_loop(folder: Path) -> bool:
-    """Whether transformers' kernels for groups of experts are not for a model: they sum gradients of biases token by
-    token (docs/findings/experts-bias-gradient.md), and in half precision they want rows of whole 16 bytes, under tp2,
-    too."""
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    """Return whether transformers' kernels for groups of experts do not fit a model.
+
+    The kernels sum gradients of biases token by token (docs/findings/experts-bias-gradient.md). In half precision they
+    want rows of whole 16 bytes, also under tp2.
+    """
+    config = _config(folder)
     size = config.get("moe_intermediate_size") or config.get("intermediate_size") or 0
-    return has_biased_experts(folder) or bool(size % 16 or config.get("hidden_size", 0) % 8)
+    return quirks_of(config.get("model_type")).biased_experts or bool(size % 16 or config.get("hidden_size", 0) % 8)
 
 
 def beyond_kernels(folder: Path) -> str:
-    """What a model's attention does that the kernels of torch and of flash-attn do not; empty for most.
+    """Name what a model's attention does that the kernels of torch and of flash-attn do not; empty for most models.
 
-    Gemma 2 soft-caps scores, and gpt-oss has sinks, which the default ring adds
-    (impl/context_parallel/ring_attention.py).
+    The default ring adds sinks itself (impl/context_parallel/ring_attention.py).
     """
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    kind = config.get("model_type")
-    if kind == "gemma2" and config.get("attn_logit_softcapping", 50.0):
+    config = _config(folder)
+    quirks = quirks_of(config.get("model_type"))
+    if quirks.soft_cap and config.get("attn_logit_softcapping", quirks.soft_cap):
         return "soft-capping of scores"
-    return SINKS if kind == "gpt_oss" else ""
+    return SINKS if quirks.attention_sinks else ""
 
 
-# Model types that have an explicit plan -> the norms on their residual stream.
-_LLAMA_NORMS = ("input_layernorm", "post_attention_layernorm")
-_GEMMA_NORMS = (*_LLAMA_NORMS, "pre_feedforward_layernorm", "post_feedforward_layernorm")
-LAYER_NORMS = {
-    "llama": _LLAMA_NORMS,
-    "PanguEmbedded": _LLAMA_NORMS,
-    "mistral": _LLAMA_NORMS,
-    "qwen2": _LLAMA_NORMS,
-    "qwen3": _LLAMA_NORMS,
-    "phi3": _LLAMA_NORMS,
-    "olmo2": ("post_attention_layernorm", "post_feedforward_layernorm"),
-    "gpt_oss": _LLAMA_NORMS,
-    "gemma2": _GEMMA_NORMS,
-    "gemma3_text": _GEMMA_NORMS,
-}
+def _config(folder: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return config

@@ -19,14 +19,12 @@ from torch import Tensor
 from conformance.spec.batch import EXPERTS, expert_column
 from conformance.spec.observables import ROUTING
 from impl.interface.collate import MicroBatch
-from impl.interface.outputs import Loss, Outputs, RouterTerms
+from impl.interface.outputs import Loss, RouterTerms
 from impl.interface.protocol import Context, Trainable
+from impl.models.family_quirks import quirks_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-# Model types whose routers are known
-KINDS = ("mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,15 +48,16 @@ class Routers:
         self._seen: dict[int, Choice] = {}
         self._is_looking = False  # not while a backward pass computes activations again
         gates = [module for module in model.modules() if type(module).__name__.lower().endswith("topkrouter")]
-        self._scores = router_sigmoids if config.model_type == "deepseek_v3" else router_probabilities
+        quirks = quirks_of(config.model_type)
+        self._scores = router_sigmoids if quirks.router == "sigmoid" else router_probabilities
+        self._normalises = quirks.router_normalises
         for number, gate in enumerate(gates):
             self._wrap(number, gate)
         self._slots = [int(gate.top_k) for gate in gates]
 
     def _wrap(self, number: int, gate: Any) -> None:
         inner = gate.forward
-        # Those of Mixtral and gpt-oss have no such switch and always divide by the sum; DeepSeek-V2's never does.
-        normalised = getattr(gate, "norm_topk_prob", "DeepseekV2" not in type(gate).__name__)
+        normalised = getattr(gate, "norm_topk_prob", self._normalises)
         factor = getattr(gate, "routed_scaling_factor", 1.0)
 
         def forward(hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -97,8 +96,8 @@ class Routers:
 
 
 def routers_of(model: "PreTrainedModel") -> Routers | None:
-    """None for a model without routers that are known."""
-    return Routers(model) if model.config.model_type in KINDS else None
+    """Wrap the routers of a model; None for a model without routers that are known."""
+    return Routers(model) if quirks_of(model.config.model_type).has_routers else None
 
 
 def router_probabilities(logits: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from conformance.models.folder_checks import Files, files_of
 from conformance.spec.known_defects import model_config
 from conformance.spec.layout import Layout
 from conformance.spec.scenario import Scenario
-from impl.models.router import KINDS
+from impl.models.family_quirks import quirks_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ def compile_support(scenario: Scenario, layout: Layout) -> Support:
         return Supported()
     if layout.sp * layout.ulysses > 1:
         return Unsupported("a ring and Ulysses talk to other ranks inside of a layer, which is not compiled; use sp1")
-    if (kind := model_config(scenario).get("model_type")) in KINDS:
+    if quirks_of(kind := model_config(scenario).get("model_type")).has_routers:
         return Unsupported(f"the experts of {kind} run one by one, as tokens choose; leave compile out")
     return Supported()
 

@@ -9,7 +9,7 @@ import torch
 from conformance.backends.protocol import Cut, TracedModule
 from conformance.spec.batch import Batch, Row
 from impl.interface.collate import MicroBatch
-from impl.models.family_quirks import LATENT, WHOLE_OUTPUTS
+from impl.models.family_quirks import quirks_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -63,9 +63,9 @@ def hugging_face_modules(
         TracedModule(name="model.embed_tokens", module=modules["model.embed_tokens"]),
         TracedModule(name="model.norm", module=modules["model.norm"], input=stream, output=stream),
     ]
-    gathered, cut_again = WHOLE_OUTPUTS.get(model.config.model_type, ((), ()))
-    whole = {*gathered, *cut_again}
-    if model.config.model_type in LATENT:  # whose attention no plan cuts
+    quirks = quirks_of(model.config.model_type)
+    whole = {*quirks.whole_outputs, *quirks.recut_inputs}
+    if quirks.latent_attention:
         whole |= {"self_attn.q_proj", "self_attn.o_proj"}
     head, cut = ("score", WHOLE) if "score" in modules else ("lm_head", Cut(first_feature=vocabulary_start))
     found.append(TracedModule(name=head, module=modules[head], input=stream, output=cut))

@@ -6,12 +6,13 @@ float64 in, float64 out. Names and conventions are verl's (conformance/spec/obje
 tests/third_party/test_third_opinion_losses.py holds them against verl, TRL and OpenRLHF.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from conformance.spec.objectives import KlEstimator, LossAggMode, PolicyGradient
+from conformance.spec.objectives import KlEstimator, LossAggMode, LossMode, PolicyGradient
 
 LOG_RATIO_BOUND = 20.0  # verl's, for ratios of tokens and for importance weights
 SEQUENCE_LOG_RATIO_BOUND = 10.0  # verl's, upwards only, for GSPO
@@ -19,15 +20,31 @@ LOW_VAR_KL_BOUNDS = (20.0, 10.0)  # verl's: of the log-ratio, and of the estimat
 
 
 @dataclass(frozen=True, kw_only=True)
-class PolicyTerms:
-    """The policy loss of each token; all (rows, length). Outside of the mask, losses are 0 and flags are False.
+class PolicyTokens:
+    """The tokens of which a loss mode computes losses; all (rows, length), with 0 for a log-prob outside of the mask.
 
-    losses: differentiable. ratio: the ratio of the loss before it is clipped. clipped: bool, whether the clipped ratio
-    gave the larger loss. clipped_lower: bool, whether the dual clip lowered the loss to -A c.
+    log_ratio: log p - log p of the old policy, differentiable like ``logprobs``.
+    """
+
+    logprobs: Tensor
+    log_ratio: Tensor
+    advantages: Tensor
+    mask: Tensor
+    documents: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyTerms:
+    """The policy loss of each token; all (rows, length).
+
+    losses: differentiable. ratio: the ratio of the loss before it is clipped. approx_kl: the estimate of the KL to the
+    old policy. clipped: bool, whether the clipped ratio gave the larger loss. clipped_lower: bool, whether the dual
+    clip lowered the loss to -A c.
     """
 
     losses: Tensor
     ratio: Tensor
+    approx_kl: Tensor
     clipped: Tensor
     clipped_lower: Tensor
 
@@ -41,35 +58,67 @@ def policy_losses(
     documents: Tensor,
     objective: PolicyGradient,
 ) -> PolicyTerms:
-    """max(-A r, -A clip(r, 1 - low, 1 + high)), and for A < 0 at most -A c (dual clip). Gradients reach ``logprobs``.
+    """Compute the losses of the objective's loss mode: 0 outside of the mask, where flags are False.
 
-    vanilla: r = exp(log p - old log p), the exponent within +-20 (Schulman et al., arXiv 1707.06347, equation 7; dual
-    clip: Ye et al., arXiv 1912.09729, equation 5). gspo: r is that of the sequence with the gradient of the token,
-    exp(log p - sg[log p] + sg[mean of log p - old log p over the document]), the exponent at most 10, and no dual clip
-    (Zheng et al., arXiv 2507.18071, section 4.3).
+    Gradients reach ``logprobs``, and nothing outside of the mask reaches losses or gradients.
     """
-    difference = (logprobs - old_logprobs).where(mask, 0)
-    dual = objective.clip_ratio_c
-    if objective.loss_mode == "gspo":
-        of_sequence = sequence_mean(difference.detach(), mask=mask, documents=documents)
-        exponent = (difference - difference.detach() + of_sequence).clamp(max=SEQUENCE_LOG_RATIO_BOUND)
-        dual = None
-    else:
-        exponent = difference.clamp(min=-LOG_RATIO_BOUND, max=LOG_RATIO_BOUND)
+    tokens = PolicyTokens(
+        logprobs=logprobs.where(mask, 0),
+        log_ratio=(logprobs - old_logprobs).where(mask, 0),
+        advantages=advantages,
+        mask=mask,
+        documents=documents,
+    )
+    terms = LOSS_MODES[objective.loss_mode](tokens, objective)
+    return replace(
+        terms,
+        losses=terms.losses.where(mask, 0),
+        clipped=terms.clipped & mask,
+        clipped_lower=terms.clipped_lower & mask,
+    )
+
+
+def vanilla(tokens: PolicyTokens, objective: PolicyGradient) -> PolicyTerms:
+    """max(-A r, -A clip(r, 1 - low, 1 + high)) with the ratio r of each token, and for A < 0 at most -A c (dual clip).
+
+    r = exp(log p - old log p), the exponent within +-20. Schulman et al., arXiv 1707.06347, equation 7; dual clip: Ye
+    et al., arXiv 1912.09729, equation 5.
+    """
+    exponent = tokens.log_ratio.clamp(min=-LOG_RATIO_BOUND, max=LOG_RATIO_BOUND)
+    terms = _clipped(exponent, tokens.advantages, objective)
+    if objective.clip_ratio_c is not None:
+        losses = dual_clipped(terms.losses, tokens.advantages, bound=objective.clip_ratio_c)
+        terms = replace(terms, losses=losses, clipped_lower=losses < terms.losses)
+    return terms
+
+
+def gspo(tokens: PolicyTokens, objective: PolicyGradient) -> PolicyTerms:
+    """max(-A r, -A clip(r, 1 - low, 1 + high)) with the ratio r of the sequence, and the gradient of each token.
+
+    r = exp(log p - sg[log p] + sg[mean of log p - old log p over the document]), the exponent at most 10. Zheng et
+    al., arXiv 2507.18071, section 4.3.
+    """
+    difference = tokens.log_ratio
+    of_sequence = sequence_mean(difference.detach(), mask=tokens.mask, documents=tokens.documents)
+    exponent = (difference - difference.detach() + of_sequence).clamp(max=SEQUENCE_LOG_RATIO_BOUND)
+    return replace(_clipped(exponent, tokens.advantages, objective), approx_kl=-difference.detach())
+
+
+def _clipped(exponent: Tensor, advantages: Tensor, objective: PolicyGradient) -> PolicyTerms:
+    """Return the larger loss of the ratio exp(exponent) and of the clipped ratio, without dual clip."""
     ratio = exponent.exp()
     free = -advantages * ratio
     bounded = -advantages * ratio.clamp(min=1 - objective.clip_ratio_low, max=1 + objective.clip_ratio_high)
-    losses = torch.maximum(free, bounded)
-    clipped_lower = torch.zeros_like(mask)
-    if dual is not None:
-        pessimistic, losses = losses, dual_clipped(losses, advantages, bound=dual)
-        clipped_lower = losses < pessimistic
     return PolicyTerms(
-        losses=losses.where(mask, 0),
+        losses=torch.maximum(free, bounded),
         ratio=ratio.detach(),
-        clipped=(bounded > free) & mask,
-        clipped_lower=clipped_lower & mask,
+        approx_kl=-exponent.detach(),
+        clipped=bounded > free,
+        clipped_lower=torch.zeros_like(free, dtype=torch.bool),
     )
+
+
+LOSS_MODES: dict[LossMode, Callable[[PolicyTokens, PolicyGradient], PolicyTerms]] = {"vanilla": vanilla, "gspo": gspo}
 
 
 def dual_clipped(losses: Tensor, advantages: Tensor, *, bound: float) -> Tensor:

@@ -1,7 +1,7 @@
-"""GRPO and PPO of the reference backends: columns that are computed before an update, and losses of micro-batches.
+"""Computes the columns of a rollout before its first update, and the GRPO and PPO losses of micro-batches.
 
-The work is split as in verl: a controller, which is here every rank, computes the columns of a roll-out (advantages,
-returns) from the log-probs and values of all ranks; losses see one micro-batch. The oracle's functions were written
+The work is split as in verl. A controller, which here is every rank, computes the columns of a rollout (advantages,
+returns) from the log-probs and values of all ranks. Losses see one micro-batch. The oracle's functions were written
 independently (conformance/oracle/policy_gradient.py).
 """
 
@@ -123,7 +123,13 @@ class PolicyGradientFunctions:
         )
         losses = terms.losses if o.rollout_is_threshold is None else terms.losses * columns["importance"]
         values = {"pg_loss": (weights * losses).sum(), "entropy_loss": (weights * entropy).sum()}
-        rows = {"logprob": logprobs, "entropy": entropy, "ratio": terms.ratio, "advantage": columns["advantage"]}
+        rows = {
+            "logprob": logprobs,
+            "entropy": entropy,
+            "ratio": terms.ratio,
+            "approx_kl": terms.approx_kl,
+            "advantage": columns["advantage"],
+        }
         if o.recompute_old_logprobs:
             rows["old_logprob"] = columns["old_logprob"]
         if o.has_reference:
@@ -132,10 +138,8 @@ class PolicyGradientFunctions:
             rows["reference_kl"] = kl_estimate(logprobs, columns["reference_logprob"], o.kl_loss_type)
             values["kl_loss"] = (weights * rows["reference_kl"]).sum()
         loss = actor_loss(o, **values)
-        log_ratio = columns["old_logprob"] - logprobs.detach()
-        rows["approx_kl"] = log_ratio.clamp(-20, 20) if o.loss_mode == "vanilla" else log_ratio  # as verl has it
         means = {
-            "ppo_kl": rows["approx_kl"],
+            "ppo_kl": terms.approx_kl,
             "pg_clipfrac": terms.clipped,
             "pg_clipfrac_lower": terms.clipped_lower,
             "ratio_mean": terms.ratio,

@@ -12,10 +12,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args
 
 from conformance.core.errors import UsageError, one_line, shown
 from conformance.core.io import MIB, read_text, read_toml
+from conformance.spec.objectives import LossMode
 from conformance.spec.precision import PRECISIONS
 
 COMMANDS = {
@@ -238,6 +239,14 @@ FLAGS = (
     Flag(name="ppo_epochs", kind=int, least=1, default=1, commands=ROLLOUT, help="passes over a roll-out"),
     Flag(
         name="eps_clip", kind=float, above=0, default=0.2, commands=ROLLOUT, help="the ratio is clipped to 1 -/+ this"
+    ),
+    Flag(
+        name="loss_mode",
+        kind=str,
+        default="vanilla",
+        choices=get_args(LossMode),
+        commands=ROLLOUT,
+        help="loss of the policy (docs/objectives.md)",
     ),
     Flag(
         name="kl_coef", kind=float, least=0, default=0.0, commands=ROLLOUT, help="KL to the reference, off the reward"

@@ -25,7 +25,7 @@ from conformance.spec.layout import Layout
 from conformance.spec.lora import ALL_LINEAR, LoraConfig
 from conformance.spec.scenario import Scenario, parse_scenario
 from impl.engine.memory_estimate import parameter_shapes
-from impl.models.family_quirks import LAYER_NORMS
+from impl.models.family_quirks import PLANNED
 from impl.train.config import ARITHMETIC, OutputConfig, RolloutConfig, TrainConfig, Values
 from impl.train.flags import Value
 
@@ -309,6 +309,7 @@ def _policy_gradient(read: Values, command: str, batch: _Batch) -> dict[str, Any
         "ppo_epochs": read.whole("ppo_epochs"),
         "clip_ratio_low": read.number("eps_clip"),
         "clip_ratio_high": read.number("eps_clip"),
+        "loss_mode": read.text("loss_mode"),
         "kl_coef": read.number("kl_coef"),
         "kl_loss_coef": read.number("kl_loss_coef"),
         "gamma": read.number("gamma"),
@@ -391,10 +392,10 @@ def _ask(backend: str, scenario: Scenario, layout: Layout) -> None:
         raise UsageError(f"--backend {backend} does not train this in the layout {layout}: {answer.reason}")
     if "plan" in layout.options or (backend == "fsdp2" and "seqpar" in layout.options):
         kind = _model_type(Path(scenario.model))
-        if kind not in LAYER_NORMS:
+        if kind not in PLANNED:
             raise UsageError(
                 f"there is no explicit tensor-parallel plan for models of type {kind!r} (there is for "
-                f"{', '.join(LAYER_NORMS)}); give --use_hf_tp_plan, without --sequence_parallel"
+                f"{', '.join(PLANNED)}); give --use_hf_tp_plan, without --sequence_parallel"
             )
 
 

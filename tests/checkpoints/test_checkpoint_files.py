@@ -20,7 +20,6 @@ import pytest
 import torch
 from cells import cell_of, exhaustive
 from converted import assert_converted, train
-from impl.checkpoints.sharded_safetensors import whole_folder
 from safetensors.torch import load_file, save_file
 
 from conformance.cli import main as cli
@@ -34,7 +33,6 @@ from conformance.runtime import Pool
 from conformance.spec.precision import PrecisionName
 from impl.convert.convert import convert
 from impl.convert.detect import open_checkpoint
-from impl.interface.sharded_safetensors import whole_folder
 from impl.models.export import check_target, stored_dtypes, write_folder
 
 MODELS = FIXTURES / "models"

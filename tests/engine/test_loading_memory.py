@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 from cells import exhaustive
-from impl.checkpoints.sharded_safetensors import MAPPED, STRIP, TensorWriter
 from resume_runs import Ranks
 from test_export_memory import large_model
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -22,7 +21,6 @@ from conformance.models.folders import weight_shapes
 from conformance.runtime import Pool
 from conformance.spec.layout import Layout
 from conformance.spec.precision import PrecisionName
-from impl.interface.sharded_safetensors import MAPPED, STRIP, TensorWriter
 
 MIB, FLOAT64 = 2**20, 8
 # Mapped pages, strips in two dtypes and what is made of them, and 24 MiB of all else that setting up a model does.

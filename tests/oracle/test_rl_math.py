@@ -10,12 +10,14 @@ from rl_sides import IMPL, ORACLE, each_document
 from torch import Tensor
 
 from conformance.core.errors import UsageError
-from conformance.spec.objectives import Grpo, LossAggMode, PolicyGradient, Ppo
+from conformance.oracle import policy_gradient as oracle
+from conformance.spec.objectives import Grpo, LossAggMode, LossMode, PolicyGradient, Ppo
+from impl.objectives import losses as impl_losses
 from impl.objectives.advantages import Response, estimate
 from impl.objectives.losses import importance_weights, policy_losses, sequence_mean, token_weights
 
 NAN = float("nan")
-GSPO = PolicyGradient(loss_mode="gspo")
+OF_EACH_LOSS_MODE = [PolicyGradient(loss_mode=mode) for mode in get_args(LossMode)]
 
 
 def response(length: int, *, group: int = 0, reward: float = 1.0, dtype: torch.dtype = torch.float64) -> Response:
@@ -23,7 +25,11 @@ def response(length: int, *, group: int = 0, reward: float = 1.0, dtype: torch.d
     return Response(group=group, reward=reward, old_logprobs=-numbers, reference_logprobs=-numbers / 2, values=numbers)
 
 
-@pytest.mark.parametrize("objective", [PolicyGradient(), GSPO], ids=["vanilla", "gspo"])
+def test_both_sides_implement_every_loss_mode() -> None:
+    assert set(impl_losses.LOSS_MODES) == set(oracle.LOSS_MODES) == set(get_args(LossMode))
+
+
+@pytest.mark.parametrize("objective", OF_EACH_LOSS_MODE, ids=get_args(LossMode))
 def test_what_stands_outside_of_the_mask_reaches_neither_losses_nor_gradients(objective: PolicyGradient) -> None:
     mask = torch.tensor([[False, True, True, False]])
     documents = torch.zeros(1, 4, dtype=torch.int64)
@@ -45,7 +51,7 @@ def alone(new: Tensor, old: Tensor, advantages: Tensor, *, objective: PolicyGrad
     return terms.losses[0], terms.clipped[0], terms.clipped_lower[0]
 
 
-@cases(300, case=rollouts(), objective=st.sampled_from([PolicyGradient(), GSPO]))
+@cases(300, case=rollouts(), objective=st.sampled_from(OF_EACH_LOSS_MODE))
 def test_packed_rows_have_the_losses_and_gradients_of_rows_of_their_own(
     case: Rollout, objective: PolicyGradient
 ) -> None:
@@ -58,7 +64,7 @@ def test_packed_rows_have_the_losses_and_gradients_of_rows_of_their_own(
     assert all(gap(packed, single) < 1e-13 for packed, single in zip(*found, strict=True))
 
 
-@cases(300, case=rollouts(), objective=st.sampled_from([PolicyGradient(), GSPO]))
+@cases(300, case=rollouts(), objective=st.sampled_from(OF_EACH_LOSS_MODE))
 def test_both_sides_have_the_same_metrics(case: Rollout, objective: PolicyGradient) -> None:
     """Those that no library prints, too."""
     found = [side.policy(case, case.new, case.old, objective, case.old)[1] for side in (IMPL, ORACLE)]

@@ -13,24 +13,31 @@ from rl_cases import Documents, Rollout, gap, gradients, total
 from rl_sides import Side, weights_of
 from torch import Tensor
 
-from conformance.spec.objectives import KlEstimator, LossAggMode, PolicyGradient
+from conformance.spec.objectives import KlEstimator, LossAggMode, LossMode, PolicyGradient
 
 TOLERANCE = 1e-12
 KINDS: tuple[KlEstimator, ...] = get_args(KlEstimator)
 MODES: tuple[LossAggMode, ...] = get_args(LossAggMode)
+LOSS_MODES: tuple[LossMode, ...] = get_args(LossMode)
 discounts = st.sampled_from([0.0, 0.9, 1.0])
 coefficients = st.sampled_from([0.0, 0.05, 1.0])
 
 
 @st.composite
-def objectives(draw: st.DrawFn, /, modes: tuple[LossAggMode, ...] = MODES, **fixed: Any) -> PolicyGradient:
+def objectives(
+    draw: st.DrawFn,
+    /,
+    modes: tuple[LossAggMode, ...] = MODES,
+    loss_modes: tuple[LossMode, ...] = LOSS_MODES,
+    **fixed: Any,
+) -> PolicyGradient:
     """Clips on both sides, unequal; dual clip beyond them, within them or none."""
     mode = draw(st.sampled_from(modes))
     chosen: dict[str, Any] = {
         "clip_ratio_low": draw(st.sampled_from([0.05, 0.2, 0.7])),
         "clip_ratio_high": draw(st.sampled_from([0.05, 0.28, 0.9])),
         "clip_ratio_c": draw(st.sampled_from([None, 1.5, 2.0, 3.0])),
-        "loss_mode": draw(st.sampled_from(["vanilla", "gspo"])),
+        "loss_mode": draw(st.sampled_from(loss_modes)),
         "loss_agg_mode": mode,
         "loss_scale_factor": 11.0 if mode == "seq-mean-token-sum-norm" else None,
     }

@@ -261,11 +261,11 @@ def _oracle_rewards(response: advantages.Response, **penalty: Any) -> Tensor:
     )
 
 
-def _surrogate(
+def _oracle_losses(
     new: Tensor, old: Tensor, advantage: Tensor, *, objective: PolicyGradient
 ) -> tuple[Tensor, Tensor, Tensor]:
-    loss, _, clipped, lower = oracle.surrogate(new, old, advantage, objective=objective)
-    return loss, clipped, lower
+    terms = oracle.LOSS_MODES[objective.loss_mode](new, old, advantage, objective)
+    return terms.losses, terms.clipped, terms.lower
 
 
 def _oracle_weights(
@@ -320,7 +320,7 @@ ORACLE = Side(
     name="oracle",
     estimate=_oracle_estimate,
     token_rewards=_oracle_rewards,
-    policy_losses=each_document(_surrogate),
+    policy_losses=each_document(_oracle_losses),
     token_weights=_oracle_weights,
     importance_weights=lambda old, sampled, *, threshold: oracle.importance(old, sampled, threshold),
     kl_estimate=lambda new, reference, kind: oracle.divergence(new - reference, kind),

@@ -35,7 +35,7 @@ from rl_libraries import NoFloat32, openrlhf, trl, verl
 from rl_sides import SIDES, Side, weights_of
 from torch import Tensor
 
-from conformance.spec.objectives import KlEstimator, LossAggMode, PolicyGradient, Ppo
+from conformance.spec.objectives import KlEstimator, LossAggMode, LossMode, PolicyGradient, Ppo
 
 pytestmark = pytest.mark.parametrize("side", SIDES, ids=lambda side: side.name)
 
@@ -217,6 +217,7 @@ def test_importance_weights_of_trl(side: Side, case: Rollout, threshold: float) 
     agree(mine, theirs)
 
 
+LOSS_MODES_OF_TRL: tuple[LossMode, ...] = ("vanilla", "gspo")
 LOSS_TYPES: dict[str, LossAggMode] = {
     "dapo": "token-mean",
     "bnpo": "token-mean",
@@ -227,7 +228,12 @@ LOSS_TYPES: dict[str, LossAggMode] = {
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
-@cases(200, case=rollouts(one_advantage=True, empty=False), objective=objectives(), corrected=st.booleans())
+@cases(
+    200,
+    case=rollouts(one_advantage=True, empty=False),
+    objective=objectives(loss_modes=LOSS_MODES_OF_TRL),
+    corrected=st.booleans(),
+)
 def test_policy_losses_of_trl(
     side: Side, loss_type: str, case: Rollout, objective: PolicyGradient, corrected: bool
 ) -> None:
@@ -256,7 +262,11 @@ def test_policy_losses_of_trl(
     same_loss(mine, theirs, new)
 
 
-@cases(150, case=rollouts(one_advantage=True, empty=False), objective=objectives(("token-mean",), entropy_coeff=0.03))
+@cases(
+    150,
+    case=rollouts(one_advantage=True, empty=False),
+    objective=objectives(("token-mean",), LOSS_MODES_OF_TRL, entropy_coeff=0.03),
+)
 def test_entropy_of_trl(side: Side, case: Rollout, objective: PolicyGradient) -> None:
     """The mean over tokens, whatever the aggregation of the loss."""
     case, objective = within(case, 10.0), beyond(objective)

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from conformance.core.errors import UsageError
-from conformance.spec.objectives import Grpo, Ppo
+from conformance.spec.objectives import Grpo, PolicyGradient, Ppo
 from impl.checkpoints.folder import TrainingFolder
+from impl.objectives.losses import LOSS_MODES
 from impl.train.command import TRAIN
 from impl.train.config import TrainConfig, from_json, to_json
 from impl.train.flags import COMMANDS, FLAGS, given_values, read_recipe, resolve_values, said_values
@@ -162,6 +163,14 @@ def test_a_roll_out_that_does_not_fit_is_refused_with_what_would(said: str, advi
 def test_the_embedded_task_asks_for_a_number_of_steps() -> None:
     with pytest.raises(UsageError, match="give --max_steps"):
         config_of("grpo", "fsdp2", "--pretrain", "models/pangu", "--device", "cpu")
+
+
+@pytest.mark.parametrize("command", ["grpo", "ppo"])
+@pytest.mark.parametrize("mode", LOSS_MODES)
+def test_every_loss_mode_can_be_trained_with(command: str, mode: str) -> None:
+    objective = config_of(command, "fsdp2", *TINY, "--loss_mode", mode).scenario.objective
+    assert isinstance(objective, PolicyGradient)
+    assert objective.loss_mode == mode
 
 
 def test_ppo_begins_its_critic_as_the_policy_or_as_another_model() -> None:
