@@ -48,7 +48,6 @@ from conformance.results.verdict import BINS, Strip
 from conformance.spec.layout import Layout
 from conformance.spec.lora import is_adapter
 from conformance.spec.observables import AGAINST_REBUILT, Observable, unobserved_step
-from conformance.spec.scenario import parse_scenario
 
 # Of float32 in W + scale B A, relative to W: a product is summed up over the rank, scaled, added and rounded once more.
 MERGE_ROUNDINGS = 4
@@ -61,7 +60,7 @@ def end_of(before: Record, after: Record, key: str, last: Tensors, start: Tensor
     """
     if not _is_merged(after, key) or not last:
         return dict(last)
-    lora = parse_scenario(before.header["scenario"]).lora
+    lora = before.scenario.lora
     assert lora, "a leg merges adapters only where there are some"
     exact = {name: tensor.double() for name, tensor in last.items()}
     shapes = {name: tuple(tensor.shape) for name, tensor in exact.items() if not is_adapter(name)}
@@ -158,7 +157,7 @@ def measure(legs: Sequence[Record], oracle: Record, *, leeway: Mapping[Key, Leew
             break
         step, leg = steps[reference.step]
         shown = [o for o in observables if o.kind != "tensors" or step.step not in unobserved]
-        found += _step(step, reference, shown, start, Layout.parse(leg.header["layout"]), leeway=leeway)
+        found += _step(step, reference, shown, start, leg.layout, leeway=leeway)
     lost = {(o, step.step) for step in oracle.steps for o in observables if is_lost(o, step)}
     found += _gaps(list(steps.values()), observables, unobserved, lost)
     return found
