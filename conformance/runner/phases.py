@@ -6,10 +6,12 @@ another cell may be the cause.
 
 import shutil
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from conformance.backends.faults import find_fault
+from conformance.backends.protocol import BackendEntry
 from conformance.backends.registry import adapter_of
 from conformance.data.prepare import FrozenInputs
 from conformance.matrix.cell import Cell, Leg
@@ -138,6 +140,18 @@ def find_in_traced(
     if outcome.state == "failed":
         raise TraceFailed(f"what was traced of {cell} could not be compared: {outcome.reason}")
     return bisected_from_json(outcome.results[0])
+
+
+def import_ahead(pool: Pool, waiting: Iterable[Cell], device: Device) -> None:
+    """Start to import the backends of the first waiting cell, and of the next cell that has other backends."""
+    backends: set[BackendEntry] = set()
+    for cell in waiting:
+        new = {leg.backend: leg for leg in cell.legs if leg.backend not in backends}
+        for leg in new.values():
+            pool.prepare(world_config(leg, device))
+        if backends and new:
+            return
+        backends |= new.keys()
 
 
 def world_config(leg: Leg, device: Device) -> WorldConfig:

@@ -22,7 +22,8 @@ from conformance.backends.registry import adapter_of
 from conformance.core.errors import UsageError
 from conformance.core.packages import is_installed
 from conformance.runner.phases import world_config
-from conformance.runner.session import Session, SessionConfig
+from conformance.runner.session import Session
+from conformance.runner.session_config import SessionConfig
 from conformance.runtime.gpu_inventory import gpus_of_host, shares_of
 from conformance.runtime.heartbeat import RankContext
 from conformance.spec.layout import Layout
