@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from conformance.judge.tensor_views import elementwise
+from conformance.judge.tensor_views import StepViews
 from conformance.judge.tolerance import Measurement
 from conformance.records.record_format import AGAIN, RecordError
 from conformance.records.step_tensors import Record
@@ -51,7 +51,7 @@ def grains(
                 coarse_fraction(tensor, scenario.precision) * summands[step.step]
                 for step in leg.steps
                 if summands[step.step] >= FEWEST
-                for name, tensor in elementwise(step.tensors(), o.key).items()
+                for name, tensor in StepViews(step.tensors())[o.key].elements.items()
                 if tensor.any() and not STACKED.search(name)
             ]
             is_known = batches and scenario.objective.kind == "sft"
@@ -86,7 +86,7 @@ def _of_experts(leg: Record, gradient: Observable, scenario: Scenario, batches: 
     layers = sorted({int(found[1]) for name in leg.loaded.names() if (found := STACKED.search(name))})
     fractions = []
     for step in leg.steps:
-        for name, stacked in elementwise(step.tensors(), gradient.key).items():
+        for name, stacked in StepViews(step.tensors())[gradient.key].elements.items():
             if (found := STACKED.search(name)) and len(stacked) > 1:
                 batch = next(b for b in batches if b.step == step.step)
                 router = layers.index(int(found[1]))

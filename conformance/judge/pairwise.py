@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from conformance.judge.tensor_views import Tensors, floor_of, movement, named
+from conformance.judge.tensor_views import StepViews, Tensors, floor_of
 from conformance.records.record_format import Line, number
 from conformance.records.step_tensors import Record, StepRecord
 from conformance.spec.observables import AGAINST_REBUILT, Observable, unobserved_step
@@ -99,26 +99,24 @@ def compare_tensors(
     """
     shown = [o for o in oracle.observables if o.column and o.kind == "tensors"]
     found = {o.column: _Worst(len(members)) for o in shown}
-    start_ref = oracle.loaded.tensors()
+    start = StepViews(oracle.loaded.tensors())
     steps = [{step.step: step for leg in legs for step in leg.steps} for legs in members]
     unobserved = {unobserved_step(leg.header["first_step"], len(leg.steps)) for legs in members for leg in legs}
     with _open_files(legs[0].loaded for legs in members) as starts:
         for reference in oracle.steps:
             if reference.step in unobserved:
                 continue
-            reference_tensors, at = reference.tensors(), reference.step
+            expected, at = StepViews(reference.tensors()), reference.step
             with _open_files(own.get(at) for own in steps) as files:
                 for o in shown:
                     if not o.applies(at):
                         continue
-                    ref = named(reference_tensors, o.key)
-                    if o.change:
-                        ref = movement(ref, named(start_ref, o.key))
-                    for name, unit in _units(ref, files, f"{o.key}/"):
+                    view = expected[o.key].since(start[o.key]) if o.change else expected[o.key]
+                    for name, unit in _units(view.tensors, files, f"{o.key}/"):
                         path = f"{o.key}/{name}"
                         tensors = [
-                            _movement(file, start, path) if o.change else file.get(path)
-                            for file, start in zip(files, starts, strict=True)
+                            _movement(file, loaded, path) if o.change else file.get(path)
+                            for file, loaded in zip(files, starts, strict=True)
                         ]
                         allowed = 2 * bounds.get((o.stage, name, at), 0.0)
                         distances = _pairwise_distances(tensors, unit=unit)
