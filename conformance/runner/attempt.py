@@ -65,21 +65,18 @@ class Expectation:
 
 
 class Expectations:
-    """Makes the expectation of each cell once, and reads the configuration of each model once."""
+    """Makes the expectation of each cell once."""
 
     def __init__(self, refusals: Refusals) -> None:
         self._refusals = refusals
-        self._routed: dict[Path, bool] = {}
         self._of_cells: dict[Cell, Expectation] = {}
 
     def of(self, cell: Cell) -> Expectation:
         if cell not in self._of_cells:
-            scenario, model = cell.scenario, resolve(cell.scenario.model)
-            if model not in self._routed:
-                self._routed[model] = is_routed(model)
-            scaled = scenario.judged_loss_scale is not None
+            scenario, scaled = cell.scenario, cell.scenario.judged_loss_scale is not None
+            routed = is_routed(resolve(scenario.model))
             self._of_cells[cell] = Expectation(
-                observables=all_observables(scenario.objective, scaled=scaled, routed=self._routed[model]),
+                observables=all_observables(scenario.objective, scaled=scaled, routed=routed),
                 known=self._refusals.known(cell),
             )
         return self._of_cells[cell]
