@@ -31,9 +31,9 @@ from conformance.runtime.gpu_inventory import gpus_of
 from conformance.runtime.pool import _Threaded
 from conformance.runtime.preload_server import environment as environment_of_ranks
 from conformance.runtime.slots import Block, Lane, Places, Starter, failed
+from conformance.worker.phase_spec import TASK
 
 BY_TORCHRUN = "--by-torchrun"
-TASK = "conformance.worker.phase:run_leg"
 
 
 def main() -> int:

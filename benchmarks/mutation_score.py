@@ -42,7 +42,8 @@ from conformance.records.record_format import dumps
 from conformance.records.step_tensors import read_record
 from conformance.results.run_results import VERDICT, read_entry
 from conformance.runner.environment import environment
-from conformance.runner.session import Session, SessionConfig
+from conformance.runner.session import Session
+from conformance.runner.session_config import SessionConfig
 from conformance.spec.layout import Layout
 from conformance.spec.precision import PRECISIONS, PrecisionName
 from conformance.spec.scenario import load_scenario

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from conformance.runtime import RankContext
-from conformance.worker.phase import run_leg
+from conformance.worker.phase import run_phase
 
 
 def main() -> None:
@@ -22,7 +22,7 @@ def main() -> None:
     dist.init_process_group("gloo" if device == "cpu" else "nccl")
     rank, size = dist.get_rank(), dist.get_world_size()
     context = RankContext(rank=rank, world_size=size, device=device, beat=lambda phase: None)
-    run_leg(context, **json.loads(Path(kwargs).read_text()))
+    run_phase(context, **json.loads(Path(kwargs).read_text()))
     dist.destroy_process_group()
 
 

@@ -24,10 +24,11 @@ from conformance.core.paths import FIXTURES
 from conformance.data.prepare import prepare_inputs
 from conformance.matrix.cell import Cell
 from conformance.records.step_tensors import read_record
-from conformance.runner.phases import leg_arguments, world_config
+from conformance.runner.phases import phase_spec, world_config
 from conformance.runtime import Device, Pool
 from conformance.spec.layout import Layout
 from conformance.spec.scenario import load_scenario
+from conformance.worker.phase_spec import TASK
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,8 +85,8 @@ def measure(size: int, out: Path, device: Device, *, warm: int, torchruns: int) 
             outcome = pool.run(
                 key="benchmark",
                 config=world_config(cell.legs[0], device),
-                task="conformance.worker.phase:run_leg",
-                kwargs=leg_arguments(cell, 0, inputs, folder, None),
+                task=TASK,
+                kwargs=phase_spec(cell, 0, inputs, folder, None).kwargs,
                 log_dir=out / f"logs-{i}",
                 budget_s=300,
             )
@@ -93,7 +94,7 @@ def measure(size: int, out: Path, device: Device, *, warm: int, torchruns: int) 
             assert outcome.state == "done", outcome.reason
             steps.append(sum(step.line["seconds"] for step in read_record(folder / "record").steps))
             if i < torchruns:
-                kwargs = leg_arguments(cell, 0, inputs, out / f"torchrun-{i}", None)
+                kwargs = phase_spec(cell, 0, inputs, out / f"torchrun-{i}", None).kwargs
                 started.append(_torchrun(size, kwargs, out, device))
     pool_warm, torchrun = statistics.median(pooled[1:]), statistics.median(started)
     not_training = statistics.median(total - training for total, training in zip(pooled[1:], steps[1:], strict=True))

@@ -34,8 +34,9 @@ from conformance.results.bisection import (
 )
 from conformance.results.run_results import SUMMARY, VERDICT, read_entry, read_output_json
 from conformance.results.verdict import Quantity, Verdict
+from conformance.runner.attempt import TRACED
 from conformance.runner.phases import TraceFailed
-from conformance.runner.session import TRACED, Session
+from conformance.runner.session import Session
 from conformance.spec.layout import Layout
 from conformance.worker.activation_capture import read_issued
 

@@ -12,7 +12,8 @@ from conformance.matrix.options import Ranks
 from conformance.records.record_format import dumps
 from conformance.runner.phases import TraceFailed
 from conformance.runner.preflight import leased_gpus
-from conformance.runner.session import Session, SessionConfig
+from conformance.runner.session import Session
+from conformance.runner.session_config import SessionConfig
 
 
 def run(cell: Cell, *, ranks: Ranks, as_json: bool) -> str:

@@ -53,7 +53,8 @@ from conformance.results.output_folders import compare_runs, merge, slim
 from conformance.results.run_results import SIDE_BY_SIDE, read_output_json, read_run
 from conformance.results.verdict import STATES, State
 from conformance.runner.preflight import check_device, check_shared
-from conformance.runner.session import Session, SessionConfig
+from conformance.runner.session import Session
+from conformance.runner.session_config import SessionConfig
 
 NOT_HERE: dict[State, str] = {"not_run": "not here"}  # of a cell that another machine could run
 

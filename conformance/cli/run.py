@@ -25,9 +25,11 @@ from conformance.results.output_folders import slim, sum_up
 from conformance.results.requirements import summary_lines
 from conformance.results.run_results import SUMMARY, cell_summary, read_output_json, summary_of
 from conformance.results.trust import read_cells
+from conformance.runner.attempt import JudgedCell
 from conformance.runner.preflight import check_device, leased_gpus
 from conformance.runner.resume import cells_left, read_earlier
-from conformance.runner.session import JudgedCell, Session, SessionConfig
+from conformance.runner.session import Session
+from conformance.runner.session_config import SessionConfig
 from conformance.runtime.multihost.controller import hosts_of
 
 EXIT = {"conforms": 0, "partly_observed": 0, "differs": 1, "usage": 2, "incomplete": 3}

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from conformance.judge.tensor_views import elementwise
+from conformance.judge.tensor_views import StepViews
 from conformance.judge.tolerance import Measurement
 from conformance.records.record_format import AGAIN, RecordError
 from conformance.records.step_tensors import Record
@@ -45,18 +45,17 @@ def grains(
     if not scenario.tier.is_half:
         return
     for leg in legs:
-        layout = Layout.parse(leg.header["layout"])
-        summands = summands_of_steps(leg, layout, scenario.accumulation)
+        summands = summands_of_steps(leg, scenario.accumulation)
         for o in gradients:
             dense = [
                 coarse_fraction(tensor, scenario.tier.compute) * summands[step.step]
                 for step in leg.steps
                 if summands[step.step] >= FEWEST
-                for name, tensor in elementwise(step.tensors(), o.key).items()
+                for name, tensor in StepViews(step.tensors())[o.key].elements.items()
                 if tensor.any() and not STACKED.search(name)
             ]
             is_known = batches and scenario.objective.kind == "sft"
-            routed = _of_experts(leg, o, layout, scenario, batches) if is_known else []
+            routed = _of_experts(leg, o, scenario, batches) if is_known else []
             for found, whose in ((dense, ""), (routed, "experts' ")):
                 if found:
                     yield Measurement(
@@ -68,12 +67,12 @@ def grains(
                     )
 
 
-def summands_of_steps(leg: Record, layout: Layout, accumulation: int) -> Mapping[int, int]:
+def summands_of_steps(leg: Record, accumulation: int) -> Mapping[int, int]:
     """How many numbers a gradient is the sum of, by step: one for each micro-batch with targets of each data-parallel
     rank, times the ranks that share its rows. Older records do not say which micro-batches have targets."""
     told = {given["step"]: sum(bool(count) for rank in given["targets"] for count in rank) for given in _given(leg)}
-    ranks = layout.sp * layout.ulysses
-    return {step.step: ranks * told.get(step.step, accumulation * layout.data) for step in leg.steps}
+    ranks = leg.layout.sp * leg.layout.ulysses
+    return {step.step: ranks * told.get(step.step, accumulation * leg.layout.data) for step in leg.steps}
 
 
 def _given(leg: Record) -> Sequence[Mapping[str, Any]]:
@@ -81,15 +80,13 @@ def _given(leg: Record) -> Sequence[Mapping[str, Any]]:
     return given
 
 
-def _of_experts(
-    leg: Record, gradient: Observable, layout: Layout, scenario: Scenario, batches: Sequence[Batch]
-) -> list[float]:
+def _of_experts(leg: Record, gradient: Observable, scenario: Scenario, batches: Sequence[Batch]) -> list[float]:
     """Of each expert with FEWEST summands, at each step: its fraction of coarse elements, times its summands. Sketches
     tell nothing, because their sample is of all experts."""
     layers = sorted({int(found[1]) for name in leg.loaded.names() if (found := STACKED.search(name))})
     fractions = []
     for step in leg.steps:
-        for name, stacked in elementwise(step.tensors(), gradient.key).items():
+        for name, stacked in StepViews(step.tensors())[gradient.key].elements.items():
             if (found := STACKED.search(name)) and len(stacked) > 1:
                 batch = next(b for b in batches if b.step == step.step)
                 router = layers.index(int(found[1]))
@@ -98,7 +95,7 @@ def _of_experts(
                     key=gradient.key.replace("gradient", ROUTING),
                     router=router,
                     is_last=router == len(layers) - 1,
-                    layout=layout,
+                    layout=leg.layout,
                     accumulation=scenario.accumulation,
                 )
                 fractions += [

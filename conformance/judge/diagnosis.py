@@ -53,8 +53,7 @@ def facts_of_steps(
     legs: Sequence[Record], oracle: Record, scenario: Scenario, observables: Sequence[Observable]
 ) -> dict[int, Facts]:
     """By step; of -1, the weights as loaded, what is known of the first leg."""
-    layouts = {step.step: Layout.parse(leg.header["layout"]) for leg in legs for step in leg.steps}
-    first = Layout.parse(legs[0].header["layout"])
+    layouts = {step.step: leg.layout for leg in legs for step in leg.steps}
     parameters = [o for o in observables if o.kind == "tensors"]
     known = {}
     for step in (None, *oracle.steps):
@@ -63,7 +62,7 @@ def facts_of_steps(
         clip = {o.stage: _clip(norms.get(_gradient_of(o.key)), scenario.optimizer.max_grad_norm) for o in parameters}
         known[number] = Facts(
             scenario=scenario,
-            layout=layouts.get(number, first),
+            layout=layouts.get(number, legs[0].layout),
             tokens=(step.value("token_count") if step else None) or 1,
             clip={stage: factor for stage, factor in clip.items() if factor},
             gradients=gradient_stages(observables),

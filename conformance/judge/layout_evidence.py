@@ -124,7 +124,7 @@ def configurations(legs: Sequence[Record], scenario: Scenario, sizes: Sizes) -> 
         ranks = leg.footer.get("evidence", [])
         if not ranks:
             continue
-        layout, seen = Layout.parse(leg.header["layout"]), _Seen(ranks)
+        layout, seen = leg.layout, _Seen(ranks)
         stage = leg.header["backend"]["default_zero"] if layout.zero is None else layout.zero
         for claim, holds in _claims(layout, seen, scenario, sizes, stage=stage):
             yield Measurement(

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from conformance.judge.tensor_views import Leeway, Tensors, elementwise, floor_of, movement, norm_of
+from conformance.judge.tensor_views import Leeway, StepViews, Tensors, floor_of, movement
 from conformance.judge.tolerance import EXACT, NOISE_FACTOR, OF_ROWS, Key
 from conformance.oracle.optimizer import clip_factor
 from conformance.records.record_format import AGAIN, RecordError
@@ -73,16 +73,16 @@ def _of_model(
     """After each step: the relative error of each tensor that is possible, and the drift that follows."""
     config, exact = scenario.optimizer, scenario.tier.is_exact
     gradient, rate = (key.removesuffix("weight") + name for name in ("gradient", "lr"))
-    start, steps = _float64(oracle.loaded, key), {step.step: step for step in run}
+    start, steps = _float64(StepViews(oracle.loaded.tensors()), key), {step.step: step for step in run}
     second, moved = ({name: torch.zeros_like(weight) for name, weight in start.items()} for _ in range(2))
     noise: dict[str, torch.Tensor] = {}  # of a step without gradients it is that of the step before
     count = 0  # of updates
     for reference in (step for step in oracle.steps if step.step in steps):
-        own, lr, weights = steps[reference.step], reference.value(rate) or 0.0, _float64(reference, key)
-        gradients, seen = _float64(reference, gradient), _float64(own, gradient)
-        factor = clip_factor(norm_of(reference.tensors(), gradient), config.max_grad_norm)
+        own, expected = StepViews(steps[reference.step].tensors()), StepViews(reference.tensors())
+        lr, weights, gradients = reference.value(rate) or 0.0, _float64(expected, key), _float64(expected, gradient)
+        factor = clip_factor(expected[gradient].norm, config.max_grad_norm)
         count += bool(gradients)  # there are none of an update that is skipped
-        noise |= _noise(seen, gradients, most=EXACT if exact else math.inf)
+        noise |= _noise(_float64(own, gradient), gradients, most=EXACT if exact else math.inf)
         for name, g in gradients.items():
             error = noise.get(name, torch.zeros_like(g))
             relative = error.norm() / g.norm().clamp(min=torch.finfo(g.dtype).tiny)
@@ -113,8 +113,8 @@ def _norm(tensors: Iterable[torch.Tensor]) -> float:
     return math.sqrt(sum(tensor.square().sum().item() for tensor in tensors))
 
 
-def _float64(step: StepRecord, key: str) -> dict[str, torch.Tensor]:
-    return {name: tensor.double() for name, tensor in elementwise(step.tensors(), key).items()}
+def _float64(views: StepViews, key: str) -> dict[str, torch.Tensor]:
+    return {name: tensor.double() for name, tensor in views[key].elements.items()}
 
 
 def leeway_of_rows(

@@ -29,16 +29,12 @@ import torch
 from conformance.judge.tensor_views import (
     NO_LEEWAY,
     Leeway,
+    StepViews,
     Tensors,
-    elementwise,
     finite,
     infinite,
-    named,
-    norm_of,
     number_off,
-    seen,
     tensor_off,
-    tensors_apart,
 )
 from conformance.judge.tolerance import NOISE_FACTOR, NORM_ROUNDINGS, ROUNDING, Key, Measurement
 from conformance.oracle.decoder import lora_of, merged
@@ -48,7 +44,6 @@ from conformance.results.verdict import BINS, Strip
 from conformance.spec.layout import Layout
 from conformance.spec.lora import is_adapter
 from conformance.spec.observables import AGAINST_REBUILT, Observable, unobserved_step
-from conformance.spec.scenario import parse_scenario
 
 # Of float32 in W + scale B A, relative to W: a product is summed up over the rank, scaled, added and rounded once more.
 MERGE_ROUNDINGS = 4
@@ -61,7 +56,7 @@ def end_of(before: Record, after: Record, key: str, last: Tensors, start: Tensor
     """
     if not _is_merged(after, key) or not last:
         return dict(last)
-    lora = parse_scenario(before.header["scenario"]).lora
+    lora = before.scenario.lora
     assert lora, "a leg merges adapters only where there are some"
     exact = {name: tensor.double() for name, tensor in last.items()}
     shapes = {name: tuple(tensor.shape) for name, tensor in exact.items() if not is_adapter(name)}
@@ -129,24 +124,19 @@ def _rounded(value: float, most: float) -> float:
 class _Start:
     """The weights as loaded before the first step, of the cell and of the oracle."""
 
-    own: Tensors
-    reference: Tensors
+    own: StepViews
+    reference: StepViews
 
 
 def measure(legs: Sequence[Record], oracle: Record, *, leeway: Mapping[Key, Leeway] = NO_LEEWAY) -> list[Measurement]:
     """All measurements of what both observed, by step. ``legs``: records with consecutive steps. ``leeway``: see
-    conformance.judge.tensor_views.tensors_apart.
+    conformance.judge.tensor_views.TensorView.errors.
 
     What only one of them has gives a measurement of infinite error.
     """
     observables = oracle.observables
-    start = _Start(own=legs[0].loaded.tensors(), reference=oracle.loaded.tensors())
-    found = [
-        m
-        for o in observables
-        if o.applies(-1)
-        for m in tensors_apart(o, -1, seen(start.own, o.key), seen(start.reference, o.key))
-    ]
+    start = _Start(own=StepViews(legs[0].loaded.tensors()), reference=StepViews(oracle.loaded.tensors()))
+    found = [m for o in observables if o.applies(-1) for m in start.own[o.key].errors(start.reference[o.key], o, -1)]
     for before, after in pairwise(legs):
         found += _handed_over(before, after, observables, start)
     steps = {step.step: (step, leg) for leg in legs for step in leg.steps}
@@ -158,7 +148,7 @@ def measure(legs: Sequence[Record], oracle: Record, *, leeway: Mapping[Key, Leew
             break
         step, leg = steps[reference.step]
         shown = [o for o in observables if o.kind != "tensors" or step.step not in unobserved]
-        found += _step(step, reference, shown, start, Layout.parse(leg.header["layout"]), leeway=leeway)
+        found += _step(step, reference, shown, start, leg.layout, leeway=leeway)
     lost = {(o, step.step) for step in oracle.steps for o in observables if is_lost(o, step)}
     found += _gaps(list(steps.values()), observables, unobserved, lost)
     return found
@@ -173,19 +163,19 @@ def _handed_over(
     is frozen may be held rounded by one backend and not by another; all else is the same to the bit.
     """
     end, number = before.steps[-1] if before.steps else before.loaded, after.loaded.step + 1
-    last, first = end.tensors(), after.loaded.tensors()
+    last, first = StepViews(end.tensors()), StepViews(after.loaded.tensors())
     goes_on = after.header["optimizer"] == "loaded"
     for o in observables:
         if o.when == "loaded":
             # A model that is not trained is recorded as loaded only.
-            then = seen(last if named(last, o.key) else before.loaded.tensors(), o.key)
-            then = replace(then, tensors=end_of(before, after, o.key, then.tensors, named(start.own, o.key)))
-            for found in tensors_apart(o, number, seen(first, o.key), then):
+            then = last[o.key] if last[o.key].tensors else StepViews(before.loaded.tensors())[o.key]
+            then = replace(then, tensors=end_of(before, after, o.key, then.tensors, start.own[o.key].tensors))
+            for found in first[o.key].errors(then, o, number):
                 yield found if o.rounded else replace(found, fixed=bound_of(after, o.key, found.tensor))
         elif o.when == "handover" and o.kind == "tensors" and goes_on:
-            for found in tensors_apart(o, number, seen(first, o.key), seen(last, o.key)):
+            for found in first[o.key].errors(last[o.key], o, number):
                 yield replace(found, tensor=f"{o.key.rpartition('.')[2]} of {found.tensor}")
-            own, reference = elementwise(first, o.key), elementwise(last, o.key)
+            own, reference = first[o.key].elements, last[o.key].elements
             for name in own.keys() & reference.keys():
                 if own[name].dtype != reference[name].dtype:
                     dtypes = f"{own[name].dtype} instead of {reference[name].dtype}"
@@ -238,30 +228,28 @@ def _step(
     *,
     leeway: Mapping[Key, Leeway] = NO_LEEWAY,
 ) -> Iterator[Measurement]:
-    tensors, reference = step.tensors(), oracle.tensors()
+    views, references = StepViews(step.tensors()), StepViews(oracle.tensors())
     for o in observables:
         if not o.applies(step.step) or is_lost(o, oracle):
             continue
-        own, ref = named(tensors, o.key), named(reference, o.key)
+        own, reference = views[o.key], references[o.key]
         if o.is_of_rows:
-            yield _of_rows(o, step, tensors)
+            yield _of_rows(o, step, views)
         elif o.kind in ("scalar", "setting"):
-            parts = named(tensors, o.norm_of or o.made_of) if o.norm_of or o.made_of else {}
-            typical = _of_parts(
-                parts, named(reference, o.norm_of or o.made_of), independent=not (o.norm_of or o.one_direction)
-            )
+            parts, independent = o.norm_of or o.made_of, not (o.norm_of or o.one_direction)
+            typical = _of_parts(views[parts].tensors, references[parts].tensors, independent=independent)
             if o.sum_of:
                 unit = oracle.value(o.scale or o.key)
-                typical = _of_terms(named(tensors, o.sum_of), named(reference, o.sum_of), unit=unit)
-            for found in _scalar(o, step, oracle, tensors):
+                typical = _of_terms(views[o.sum_of].tensors, references[o.sum_of].tensors, unit=unit)
+            for found in _scalar(o, step, oracle, views):
                 yield replace(found, typical=found.typical or typical)
         elif o.kind == "rows":
-            yield from _rows(o, step.step, own, ref, named(reference, o.scale) if o.scale else ref)
+            yield from _rows(o, step.step, own.tensors, reference.tensors, references[o.scale or o.key].tensors)
         elif o.change:
-            moved = seen(tensors, o.key).since(seen(start.own, o.key))
-            yield from tensors_apart(o, step.step, moved, seen(reference, o.key).since(seen(start.reference, o.key)))
+            moved, expected = own.since(start.own[o.key]), reference.since(start.reference[o.key])
+            yield from moved.errors(expected, o, step.step)
         else:
-            yield from tensors_apart(o, step.step, seen(tensors, o.key), seen(reference, o.key), leeway=leeway)
+            yield from own.errors(reference, o, step.step, leeway=leeway)
         yield from _replicas(o, step, layout)
 
 
@@ -312,8 +300,8 @@ def _rows(
     yield replace(found, error=error, scalar=True, residual=left, size=size, where=strip.where, strip=strip)
 
 
-def _scalar(o: Observable, step: StepRecord, oracle: StepRecord, tensors: Tensors) -> Iterator[Measurement]:
-    """``tensors``: of the cell's step."""
+def _scalar(o: Observable, step: StepRecord, oracle: StepRecord, views: StepViews) -> Iterator[Measurement]:
+    """``views``: of the cell's step."""
     own, reference = step.value(o.key), oracle.value(o.key)
     assert reference is not None, f"the oracle did not record {o.key}"
     if own is None:
@@ -323,9 +311,9 @@ def _scalar(o: Observable, step: StepRecord, oracle: StepRecord, tensors: Tensor
     unit = oracle.value(o.scale) if o.scale else reference
     assert unit is not None, f"the oracle did not record {o.scale}"
     yield number_off(o.stage, o.key, step.step, own, reference, unit=unit, fixed=o.exact_bound)
-    if o.norm_of and named(tensors, o.norm_of):
+    if o.norm_of and views[o.norm_of].tensors:
         unnamed = unnamed_norm(oracle, o.key.removesuffix("grad_norm"))
-        rebuilt = math.hypot(unnamed, norm_of(tensors, o.norm_of))
+        rebuilt = math.hypot(unnamed, views[o.norm_of].norm)
         name, bound = o.key + AGAINST_REBUILT, NORM_ROUNDINGS * ROUNDING
         found = number_off(o.stage, name, step.step, own, rebuilt, unit=rebuilt, fixed=None if unnamed else bound)
         # What is unnamed is the oracle's number, which the cell has with the noise of its precision.
@@ -361,13 +349,13 @@ def _of_terms(terms: Tensors, reference: Tensors, *, unit: float | None) -> floa
     return finite(math.sqrt(squares) / abs(unit or 1.0))
 
 
-def _of_rows(o: Observable, step: StepRecord, tensors: Tensors) -> Measurement:
+def _of_rows(o: Observable, step: StepRecord, views: StepViews) -> Measurement:
     """A number that follows from rows against that of the cell's own rows.
 
     An error of a mean is relative to the mean size of the numbers; of an explained variance, which is 1 less the ratio
     of two, to that ratio. The denominator is verl's.
     """
-    own, rows = step.value(o.key), _in_order(tensors, o.mean_of or o.max_of or o.explains)
+    own, rows = step.value(o.key), _in_order(views[o.mean_of or o.max_of or o.explains].tensors)
     if own is None or rows is None:
         return infinite(o.stage, f"{o.key} (missing)", step.step)
     if o.mean_of:
@@ -375,7 +363,7 @@ def _of_rows(o: Observable, step: StepRecord, tensors: Tensors) -> Measurement:
     elif o.max_of:
         rebuilt = unit = rows.max()
     else:
-        explaining = _in_order(tensors, o.made_of)
+        explaining = _in_order(views[o.made_of].tensors)
         if explaining is None or explaining.shape != rows.shape:
             return infinite(o.stage, f"{o.key} (rows of {o.made_of} are missing or of another length)", step.step)
         unit = (rows - explaining).var() / (rows.var() + 1e-5)
@@ -384,7 +372,6 @@ def _of_rows(o: Observable, step: StepRecord, tensors: Tensors) -> Measurement:
     return number_off(o.stage, o.judged_as, step.step, own, rebuilt.item(), unit=unit.item(), fixed=bound)
 
 
-def _in_order(tensors: Tensors, key: str) -> torch.Tensor | None:
+def _in_order(rows: Tensors) -> torch.Tensor | None:
     """The numbers of all rows, one after another; None if there are none."""
-    rows = named(tensors, key)
     return torch.cat([rows[name].double().flatten() for name in sorted(rows)]) if rows else None

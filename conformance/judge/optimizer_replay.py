@@ -8,17 +8,17 @@ sketched tensor the elements of its sample are, among them one of each row and o
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 
 import torch
 
 from conformance.judge.observable_errors import unnamed_norm
-from conformance.judge.tensor_views import Tensors, changed, elementwise, finite, norm_of, place
+from conformance.judge.tensor_views import StepViews, TensorView, finite, place
 from conformance.judge.tolerance import NORM_ROUNDINGS, ROUNDING, Measurement
-from conformance.numerics.sketch import sampled, whole_shapes
+from conformance.numerics.sketch import sampled
 from conformance.oracle.optimizer import clip_factor, make_optimizer
-from conformance.records.step_tensors import Record, StepRecord
+from conformance.records.step_tensors import Record
 from conformance.spec.observables import AGAINST_REBUILT, SKIPPED, Observable
 from conformance.spec.precision import FloatFormat
 from conformance.spec.scenario import Scenario
@@ -44,21 +44,16 @@ def rebuilt_updates(legs: Sequence[Record], oracle: Record, scenario: Scenario) 
 
 @dataclass(frozen=True, kw_only=True)
 class _Step:
-    """What is needed to rebuild a step. key: of the weights. first: of a leg that begins with a new optimizer. before,
-    gradients, after: element by element, of sketched tensors their samples; no gradients of a step that is skipped.
-    kept: all that records keep, before and after. shapes: of the weights, of sketched ones as matrices. factor: by
-    which it is clipped; None where it cannot be rebuilt."""
+    """What is needed to rebuild a step. first: of a leg that begins with a new optimizer. before, after: the weights.
+    factor: by which gradients are clipped; None where the step cannot be rebuilt."""
 
-    key: str
     step: int
     stage: str
     first: bool
     skipped: bool
-    before: Tensors
-    gradients: Tensors
-    after: Tensors
-    kept: tuple[Tensors, Tensors]
-    shapes: Mapping[str, tuple[int, ...]]
+    before: TensorView
+    gradients: TensorView
+    after: TensorView
     lr: float
     factor: float | None
 
@@ -68,16 +63,16 @@ def _of_model(
 ) -> Iterator[Measurement]:
     """One parameter at a time, step by step, so that one optimizer state is held at a time."""
     steps = list(_steps(legs, oracle, scenario, weights))
-    for name in dict.fromkeys(name for step in steps for name in step.after):
+    for name in dict.fromkeys(name for step in steps for name in step.after.tensors):
         for step in steps:
             if step.first:
                 optimizer, sizes = make_optimizer(scenario.optimizer), make_optimizer(scenario.optimizer)
             if step.skipped:
-                if name in step.before and name in step.after:
+                if name in step.before.tensors and name in step.after.tensors:
                     yield _unchanged(step, name)
-            elif step.factor is not None and name in step.gradients:
-                before, gradient = step.before[name].double(), step.factor * step.gradients[name].double()
-                after, lr = step.after[name].double(), step.lr
+            elif step.factor is not None and name in step.gradients.tensors:
+                before, after = step.before.elements[name].double(), step.after.elements[name].double()
+                gradient, lr = step.factor * step.gradients.elements[name].double(), step.lr
                 rebuilt = optimizer.step({name: before}, {name: gradient}, lr)[name]
                 moved = sizes.step({name: torch.zeros_like(before)}, {name: gradient.abs()}, lr)[name]
                 unit = before.abs() + UPDATE_ROUNDINGS / REBUILT_ROUNDINGS * moved.abs()
@@ -104,12 +99,12 @@ def _steps(
     known = False
     trained: Set[str] = frozenset()
     for leg in legs:
-        held = leg.loaded.tensors()
+        held = StepViews(leg.loaded.tensors())
         first = leg.header["optimizer"] == "new"
         known = known or first
         for step in leg.steps:
-            tensors, lr = step.tensors(), rates.get(step.step)
-            before, gradients, after = elementwise(held, key), elementwise(tensors, gradient), elementwise(tensors, key)
+            views, lr = StepViews(step.tensors()), rates.get(step.step)
+            before, gradients, after = held[key].elements, views[gradient].elements, views[key].elements
             factor = None
             if step.step not in skipped:
                 trained = trained or gradients.keys()  # other weights are frozen: the oracle's do not move either
@@ -117,30 +112,26 @@ def _steps(
                 known = known and gradients.keys() <= after.keys() & before.keys()
                 known = known and all(g.shape == after[n].shape == before[n].shape for n, g in gradients.items())
             if known and step.step not in skipped:
-                norm = math.hypot(norm_of(tensors, gradient), unnamed[step.step])
-                elements = _elements(step, gradient)
+                norm = math.hypot(views[gradient].norm, unnamed[step.step])
+                elements = _elements(views[gradient])
                 norm = _reported(step.value(f"{prefix}grad_norm"), norm, elements, scenario.tier.master)
                 factor = clip_factor(norm, scenario.optimizer.max_grad_norm)
             yield _Step(
-                key=key,
                 step=step.step,
                 stage=next(o.stage for o in weights if o.applies(step.step)),
                 first=first,
                 skipped=step.step in skipped,
-                before=before,
-                gradients=gradients,
-                after=after,
-                kept=(held, tensors),
-                shapes=whole_shapes(step.shapes()),
+                before=held[key],
+                gradients=views[gradient],
+                after=views[key],
                 lr=lr or 0.0,
                 factor=factor,
             )
-            held, first = tensors, False
+            held, first = views, False
 
 
-def _elements(step: StepRecord, key: str) -> int:
-    shapes = whole_shapes(step.shapes())
-    return sum(math.prod(shape) for name, shape in shapes.items() if name.startswith(f"{key}/"))
+def _elements(view: TensorView) -> int:
+    return sum(math.prod(view.shape_of(name, tensor)) for name, tensor in view.tensors.items())
 
 
 def _reported(own: float | None, norm: float, elements: int, master: FloatFormat) -> float:
@@ -158,18 +149,17 @@ def _reported(own: float | None, norm: float, elements: int, master: FloatFormat
 
 def _unchanged(step: _Step, name: str) -> Measurement:
     """The largest relative change of a weight; none is allowed. Of a sketched one that of its sample, or of a row."""
-    before, after = step.before[name].double(), step.after[name].double()
+    before, after = step.before.elements[name].double(), step.after.elements[name].double()
     change = (after - before).abs() / before.abs().clamp(min=torch.finfo(torch.float64).tiny)
     where, error = _where(step, name, int(change.argmax()), change), finite(change.max().item())
     if not error:
-        earlier, now = step.kept
-        error, where = changed(now, earlier, step.key, name)
+        error, where = step.after.changed_row(step.before, name)
     return Measurement(stage=step.stage, tensor=name + UNCHANGED, step=step.step, error=error, where=where, fixed=0.0)
 
 
 def _where(step: _Step, name: str, at: int, compared: torch.Tensor) -> str:
     """The place in its weight of an element with the number ``at`` of what is compared, which may be a sample."""
-    shape = step.shapes[f"{step.key}/{name}"]
+    shape = step.after.shape_of(name, step.after.tensors[name])
     if compared.shape == shape:
         return place(at, compared)
     height, width = shape

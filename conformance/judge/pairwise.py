@@ -1,6 +1,6 @@
-"""Measures the distance between every two of several records of the same scenario: the backends of one run.
+"""Pairs: the distance between every two of several records of the same scenario.
 
-Compared are losses, unclipped gradients, norms and updates. Every distance is relative to the
+Serves claim 1 across backends, for losses, unclipped gradients, norms and updates. Every distance is relative to the
 norm of the oracle's tensor; the oracle is not used otherwise, so two records that are wrong in the same way agree. With
 one unit for all pairs, the distance is symmetric and obeys the triangle inequality: two records are never further apart
 than the sum of their errors against the oracle. So the bound of a pair is twice the bound of a cell
@@ -12,10 +12,11 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from typing import Any
 
 import torch
 
-from conformance.judge.tensor_views import Lazy, Tensors, floor_of, movement, named
+from conformance.judge.tensor_views import StepViews, Tensors, floor_of
 from conformance.records.record_format import Line, number
 from conformance.records.step_tensors import Record, StepRecord
 from conformance.spec.observables import AGAINST_REBUILT, Observable, unobserved_step
@@ -98,41 +99,59 @@ def compare_tensors(
     """
     shown = [o for o in oracle.observables if o.column and o.kind == "tensors"]
     found = {o.column: _Worst(len(members)) for o in shown}
-    start_ref = oracle.loaded.tensors()
+    start = StepViews(oracle.loaded.tensors())
     steps = [{step.step: step for leg in legs for step in leg.steps} for legs in members]
     unobserved = {unobserved_step(leg.header["first_step"], len(leg.steps)) for legs in members for leg in legs}
     with _open_files(legs[0].loaded for legs in members) as starts:
         for reference in oracle.steps:
             if reference.step in unobserved:
                 continue
-            reference_tensors, at = reference.tensors(), reference.step
+            expected, at = StepViews(reference.tensors()), reference.step
             with _open_files(own.get(at) for own in steps) as files:
                 for o in shown:
                     if not o.applies(at):
                         continue
-                    ref, *own = (named(tensors, o.key) for tensors in (reference_tensors, *files))
-                    if o.change:
-                        befores = [named(tensors, o.key) for tensors in (start_ref, *starts)]
-                        ref, *own = map(movement, (ref, *own), befores)
-                    for name, unit in _units(ref, own):
+                    view = expected[o.key].since(start[o.key]) if o.change else expected[o.key]
+                    for name, unit in _units(view.tensors, files, f"{o.key}/"):
+                        path = f"{o.key}/{name}"
+                        tensors = [
+                            _movement(file, loaded, path) if o.change else file.get(path)
+                            for file, loaded in zip(files, starts, strict=True)
+                        ]
                         allowed = 2 * bounds.get((o.stage, name, at), 0.0)
-                        distances = _pairwise_distances([tensors.get(name) for tensors in own], unit=unit)
+                        distances = _pairwise_distances(tensors, unit=unit)
                         found[o.column].update(distances, allowed=allowed, tensor=name, step=at)
     return _by_pair(found)
 
 
+class _File:
+    """The tensors of one step, read on demand. A step that was not recorded has no tensors."""
+
+    def __init__(self, handle: Any) -> None:
+        self._handle = handle
+        self.names = set(handle.keys()) if handle else set()
+
+    def get(self, name: str) -> torch.Tensor | None:
+        return self._handle.get_tensor(name) if name in self.names else None
+
+
 @contextlib.contextmanager
-def _open_files(steps: Iterable[StepRecord | None]) -> Iterator[list[Tensors]]:
-    """Open the tensors of one step of each member, to be read on demand. A step that was not recorded has none."""
+def _open_files(steps: Iterable[StepRecord | None]) -> Iterator[list[_File]]:
     with contextlib.ExitStack() as stack:
-        files = [stack.enter_context(step.open()) if step else None for step in steps]
-        yield [Lazy(sorted(file.keys()), file.get_tensor) if file else {} for file in files]
+        yield [_File(stack.enter_context(step.open()) if step else None) for step in steps]
 
 
-def _units(reference: Tensors, members: Sequence[Tensors]) -> list[tuple[str, float]]:
-    """Give the name, and the norm that errors are relative to, of each tensor that the oracle or a member has."""
+def _movement(file: _File, start: _File, name: str) -> torch.Tensor | None:
+    weight, at_start = file.get(name), start.get(name)
+    return None if weight is None or at_start is None else weight.double() - at_start.double()
+
+
+def _units(reference: Tensors, files: Sequence[_File], prefix: str) -> list[tuple[str, float]]:
+    """(name, norm that the error is relative to) for all tensors that the oracle or a member has."""
     floor = floor_of(reference)
-    names = {name: None for tensors in members for name in tensors}
+    names = {
+        name.removeprefix(prefix): None for file in files for name in sorted(file.names) if name.startswith(prefix)
+    }
     norms = {name: tensor.double().norm().item() for name, tensor in reference.items()}
     return [(name, max(norms.get(name, 0.0), floor)) for name in {**norms, **names}]
 

@@ -24,10 +24,9 @@ from conformance.records.step_tensors import Record, StepRecord, file_sha256, re
 from conformance.results.requirements import TO
 from conformance.spec.batch import Batch, read_batches
 from conformance.spec.known_defects import Defect
-from conformance.spec.layout import Layout
 from conformance.spec.objectives import all_observables
 from conformance.spec.observables import ROUTING, Observable
-from conformance.spec.scenario import Scenario, parse_scenario
+from conformance.spec.scenario import Scenario
 
 LAYOUT = "dp1"  # of the oracle, which is one process
 MASTERS = (torch.float32, torch.float64)  # of weights that are trained, in every precision
@@ -81,7 +80,7 @@ def read_records(cell: str, legs: Sequence[Path], oracle: Path, *, defects: tupl
 def _scenario(record: Record) -> Scenario:
     """The scenario in the header; the record has to be of all that it declares, and of nothing else."""
     try:
-        scenario = parse_scenario(record.header["scenario"])
+        scenario = record.scenario
         # Which model it was is in no header, but read_records holds the cell's observables against the oracle's.
         routed = any(map(_is_routing, record.observables))
         declared = all_observables(scenario.objective, scaled=scenario.judged_loss_scale is not None, routed=routed)
@@ -98,7 +97,7 @@ def _scenario(record: Record) -> Scenario:
 
 def _check_leg(record: Record, *, is_first: bool) -> None:
     """What only a cell's record says: how its optimizer began, what each rank did, and in which precision."""
-    ranks, layout = record.footer.get("evidence", ()), Layout.parse(record.header["layout"])
+    ranks, layout = record.footer.get("evidence", ()), record.layout
     if len(ranks) != layout.world_size:
         raise RecordError(
             f"{record.path} has the evidence of {len(ranks)} ranks, and {layout} has another number; {AGAIN}"
@@ -142,7 +141,7 @@ def _check_id(cell: str, records: Sequence[Record], scenario: Scenario) -> None:
         if (found := record.header.get("layout")) != (layout := asked[place % len(asked)]):
             raise RecordError(f"{record.path} is of layout {found}, and this leg of {cell} of {layout}; {AGAIN}")
         try:
-            Layout.parse(layout)
+            record.layout  # noqa: B018 - raises for a text that is no layout
         except ValueError as error:
             raise RecordError(f"{record.path}: {error}") from None
 

@@ -1,9 +1,8 @@
-"""Twice: what is said of a cell that was run in ranks that had run others, and once more in fresh ones (claim 9).
+"""Judges the records of an earlier run again, and combines the verdicts of a cell that ran twice.
 
-What an earlier cell has left in a process may be what differs. A cell that is wrong only then is wrong all the same:
-whoever trains twice in one process meets it.
-
-Judging the records of an earlier run again: needs no GPU, no backend and no ranks.
+A cell runs in workers that have run other cells, and again in fresh workers where that may be the cause of a
+difference. A cell that is wrong only in reused workers is wrong: whoever trains twice in one process meets the same
+defect. Judging needs no GPU, no backend and no workers.
 """
 
 from dataclasses import replace
@@ -17,7 +16,7 @@ from conformance.results.verdict import ANSWERED, NO_FAULT, STATES, Verdict
 
 
 def in_both(used: Verdict, fresh: Verdict) -> Verdict:
-    """One verdict that tells both; ``used``: of the ranks that had run other cells."""
+    """One verdict that states both. ``used``: of the workers that had run other cells; ``fresh``: of fresh workers."""
     both = ((used, "after other cells"), (fresh, "in fresh ranks"))
     wrong = [one for state in ("differs", "infrastructure") for one in both if one[0].state == state]
     if not wrong:
@@ -37,9 +36,15 @@ def in_both(used: Verdict, fresh: Verdict) -> Verdict:
     return replace(told, state=worst.state, reason=reason)
 
 
-def told_of(used: Attempt, fresh: Attempt) -> tuple[Attempt, Attempt]:
-    """The attempt whose records a verdict of both rests on, and the other one."""
-    return (fresh, used) if fresh.completed and not used.completed else (used, fresh)
+def combine(used: Attempt, fresh: Attempt, *, leased: bool) -> tuple[Attempt, Attempt, Verdict]:
+    """The attempt whose records are the cell's own, the other attempt, and the verdict of both.
+
+    ``leased``: on leased slots drivers and links fail at times, so an attempt that failed there says nothing.
+    """
+    if leased and not used.completed:
+        return fresh, used, fresh.verdict
+    own, other = (fresh, used) if fresh.completed and not used.completed else (used, fresh)
+    return own, other, in_both(used.verdict, fresh.verdict)
 
 
 GONE = Verdict(state="infrastructure", reason="the cell was judged, but its record is gone; run it again")
@@ -53,23 +58,24 @@ def rejudge(out: Path) -> int:
     UsageError for a folder that is not a run's output, and Unwritable.
     """
     run, old = read_run(out)
-    entries = [_judged(out, entry) for entry in old]
+    entries = [_judged(out, entry, leased=bool(run.leased)) for entry in old]
     for entry in entries:
         write_entry(out, entry)
     write_summary(out, run, [cell_summary(entry) for entry in entries])
     return sum(new is entry for new, entry in zip(entries, old, strict=True))
 
 
-def _judged(out: Path, entry: Entry) -> Entry:
+def _judged(out: Path, entry: Entry, *, leased: bool) -> Entry:
     if entry.slim and entry.verdict.state in NO_FAULT and not _has_all_tensors(out, entry):
         return entry
-    own = Attempt(fresh=False, verdict=entry.verdict, completed=entry.completed, records=entry.records)
-    verdict = _judge(out, entry, own)
-    if entry.other is None or verdict is GONE:
-        return replace(entry, verdict=verdict)
+    is_fresh = entry.other is not None and not entry.other.fresh
+    own = Attempt(fresh=is_fresh, verdict=entry.verdict, completed=entry.completed, records=entry.records)
+    own = replace(own, verdict=_judge(out, entry, own))
+    if entry.other is None or own.verdict is GONE:
+        return replace(entry, verdict=own.verdict)
     other = replace(entry.other, verdict=_judge(out, entry, entry.other))
-    used, fresh = (verdict, other.verdict) if other.fresh else (other.verdict, verdict)
-    return replace(entry, verdict=in_both(used, fresh), other=other)
+    *_, verdict = combine(*((other, own) if is_fresh else (own, other)), leased=leased)
+    return replace(entry, verdict=verdict, other=other)
 
 
 def _has_all_tensors(out: Path, entry: Entry) -> bool:

@@ -1,18 +1,18 @@
-"""Distance: a tensor, its worst row, or a number, from the one that it should be, as a measurement.
+"""Views the tensors of one observable at a step, whole or by their sketches, and measures them against a reference.
 
-What is left of a difference when a factor is undone is measured with it, so that no factor is named that does not fit.
+A measurement of a tensor, of its worst row or of a number also has what is left of the difference without a common
+factor, so that no factor is named as a cause that does not fit.
 
-Seen: the tensors of one observable in a record, whole or by their sketches, and how far they are from a reference's.
-
-A record may keep sketches of large matrices (conformance.numerics.sketch). What is kept of their rows takes their place
-here: its norms and differences are estimates of theirs. Only where in a tensor the largest difference is, is found
-otherwise. Nothing that is as large as a model is held: tensors are read, and differences computed, when they are asked
-for.
+A record may keep sketches of large matrices (conformance.numerics.sketch). The projected rows of a sketch take the
+place of the matrix: their norms and differences are estimates of those of the matrix. Only the place of the largest
+difference is found in another way. Differences are computed when they are asked for, and not kept.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from types import MappingProxyType
 
 import numpy as np
@@ -196,99 +196,106 @@ class Lazy(Mapping[str, torch.Tensor]):
         return len(self._names)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Seen:
-    """The tensors of one observable by name: ``tensors``, of which sketched ones are what is kept of their rows. Of
-    these, ``columns``: what is kept of columns. ``norms``: the norms of rows, where they are known and no estimates."""
-
-    tensors: Tensors
-    columns: Tensors
-    norms: Tensors
-
-    def shape_of(self, name: str, tensor: torch.Tensor) -> tuple[int, ...]:
-        """The shape of one of ``tensors``; of a sketched one, which has a column for each vector, as a matrix."""
-        shape = tuple(tensor.shape)
-        return (shape[0], len(self.columns[name])) if name in self.columns else shape
-
-    def since(self, start: "Seen") -> "Seen":
-        """The distance of each tensor from where it started."""
-        tensors, columns = movement(self.tensors, start.tensors), movement(self.columns, start.columns)
-        return Seen(tensors=tensors, columns=columns, norms={})
-
-
-def named(tensors: Tensors, key: str) -> Tensors:
-    """The tensors of one observable, by name without its key."""
-    prefix = f"{key}/"
-    return Lazy(
-        (name.removeprefix(prefix) for name in tensors if name.startswith(prefix)), lambda n: tensors[prefix + n]
-    )
-
-
-def seen(tensors: Tensors, key: str) -> Seen:
-    """The same with what is kept beside."""
-    beside = {"columns": named(tensors, key + COLUMNS), "norms": named(tensors, key + NORMS)}
-    return Seen(tensors=named(tensors, key), **beside)
-
-
-def elementwise(tensors: Tensors, key: str) -> Tensors:
-    """The same with the sample of the elements of a sketched tensor in its place: (1, elements)."""
-    found, samples = named(tensors, key), named(tensors, key + SAMPLE)
-    return Lazy(found, lambda name: samples[name] if name in samples else found[name])
-
-
-def changed(own: Tensors, before: Tensors, key: str, name: str) -> tuple[float, str]:
-    """The largest change of a row of a sketched tensor by its norm, with the row; (0, "") where none has changed, and
-    of a whole tensor. What is less than the rounding of what is kept is no change."""
-    rows, norms = f"{key}/{name}", f"{key}{NORMS}/{name}"
-    if norms not in own or norms not in before:
-        return 0.0, ""
-    lengths = before[norms].clamp(min=torch.finfo(torch.float64).tiny)
-    moved = torch.maximum((own[rows] - before[rows]).norm(dim=1), (own[norms] - before[norms]).abs()) / lengths
-    row = int(moved.argmax())
-    most = finite(moved[row].item())
-    return (most, f"row {row}{BY_SKETCH}") if most > KEPT_ROUNDING else (0.0, "")
-
-
-def norm_of(tensors: Tensors, key: str) -> float:
-    """2-norm of all tensors of one observable together; of sketched ones, too, it is no estimate."""
-    found, norms = named(tensors, key), named(tensors, key + NORMS)
-    return math.hypot(*((norms[n] if n in norms else found[n]).double().norm().item() for n in found))
-
-
 def movement(weights: Tensors, start: Tensors) -> Tensors:
     """Distance of each weight from where it started: an update is judged by its own size, not the weight's."""
     names = (name for name in weights if name in start)
     return Lazy(names, lambda name: weights[name].double() - start[name].double())
 
 
-def tensors_apart(
-    observable: Observable, step: int, own: Seen, reference: Seen, *, leeway: Mapping[Key, Leeway] = NO_LEEWAY
-) -> Iterator[Measurement]:
-    """The distance of every tensor of the reference, and of its worst row; infinite of what only one of them has.
-    ``leeway``: of rows, by the key of the measurement of the worst one."""
-    stage, floor = observable.stage, floor_of(reference.tensors)
-    for name in reference.tensors:
-        if name not in own.tensors:
-            yield infinite(stage, f"{name} (missing)", step)
-            continue
-        x, ref = own.tensors[name], reference.tensors[name]
-        shape, expected = own.shape_of(name, x), reference.shape_of(name, ref)
-        if shape != expected:
-            yield infinite(stage, f"{name} (shape {shape} instead of {expected})", step)
-        elif x.shape != ref.shape:
-            yield infinite(stage, f"{name} (one record keeps it whole, the other a sketch)", step)
-        else:
-            sketched = name in reference.columns
-            found = tensor_off(stage, name, step, x, ref, floor=floor)
-            if sketched:
-                found = _located(found, x, ref, own.columns[name], reference.columns[name])
-            yield replace(found, fixed=observable.exact_bound)
-            if observable.rowwise:
-                norms = reference.norms.get(name) if sketched else None
-                its_own = leeway.get((stage, f"{name} {OF_ROWS}", step))
-                yield worst_row(stage, name, step, x, ref, floor=floor, norms=norms, leeway=its_own)
-    for name in own.tensors.keys() - reference.tensors.keys():
-        yield infinite(stage, f"{name} (unexpected)", step)
+@dataclass(frozen=True, kw_only=True)
+class TensorView:
+    """The tensors of one observable at one step of a record, by the name of their parameter or row.
+
+    tensors: whole tensors, and the projected rows of sketched ones. columns: the projected columns of sketched tensors.
+    norms: the norms of their rows, which are no estimates. samples: some of their elements.
+    """
+
+    tensors: Tensors
+    columns: Tensors = field(default_factory=dict)
+    norms: Tensors = field(default_factory=dict)
+    samples: Tensors = field(default_factory=dict)
+
+    @cached_property
+    def elements(self) -> Tensors:
+        """The whole tensors, and the sample (1, elements) of each sketched tensor."""
+        samples, tensors = self.samples, self.tensors
+        return Lazy(tensors, lambda name: samples[name] if name in samples else tensors[name])
+
+    @property
+    def norm(self) -> float:
+        """The 2-norm of all tensors together; exact for sketched tensors, too."""
+        parts = (self.norms[name] if name in self.norms else self.tensors[name] for name in self.tensors)
+        return math.hypot(*(part.double().norm().item() for part in parts))
+
+    def shape_of(self, name: str, tensor: torch.Tensor) -> tuple[int, ...]:
+        """The shape of one of ``tensors``; of a sketched one, which has a column for each vector, as a matrix."""
+        shape = tuple(tensor.shape)
+        return (shape[0], len(self.columns[name])) if name in self.columns else shape
+
+    def since(self, start: "TensorView") -> "TensorView":
+        """The distance of each tensor from where it started."""
+        return TensorView(tensors=movement(self.tensors, start.tensors), columns=movement(self.columns, start.columns))
+
+    def changed_row(self, before: "TensorView", name: str) -> tuple[float, str]:
+        """The largest relative change of a row of a sketched tensor, and the row; (0, "") where no row has changed, and
+        for a whole tensor. A change below the rounding of what is kept does not count."""
+        if name not in self.norms or name not in before.norms:
+            return 0.0, ""
+        own, earlier = self.norms[name], before.norms[name]
+        lengths = earlier.clamp(min=torch.finfo(torch.float64).tiny)
+        moved = torch.maximum((self.tensors[name] - before.tensors[name]).norm(dim=1), (own - earlier).abs()) / lengths
+        row = int(moved.argmax())
+        most = finite(moved[row].item())
+        return (most, f"row {row}{BY_SKETCH}") if most > KEPT_ROUNDING else (0.0, "")
+
+    def errors(
+        self, reference: "TensorView", observable: Observable, step: int, *, leeway: Mapping[Key, Leeway] = NO_LEEWAY
+    ) -> Iterator[Measurement]:
+        """The error of every tensor of the reference, and of its worst row; infinite for a tensor that only one of the
+        two has. ``leeway``: of rows, by the key of the measurement of the worst row."""
+        stage, floor = observable.stage, floor_of(reference.tensors)
+        for name in reference.tensors:
+            if name not in self.tensors:
+                yield infinite(stage, f"{name} (missing)", step)
+                continue
+            x, ref = self.tensors[name], reference.tensors[name]
+            shape, expected = self.shape_of(name, x), reference.shape_of(name, ref)
+            if shape != expected:
+                yield infinite(stage, f"{name} (shape {shape} instead of {expected})", step)
+            elif x.shape != ref.shape:
+                yield infinite(stage, f"{name} (one record keeps it whole, the other a sketch)", step)
+            else:
+                sketched = name in reference.columns
+                found = tensor_off(stage, name, step, x, ref, floor=floor)
+                if sketched:
+                    found = _located(found, x, ref, self.columns[name], reference.columns[name])
+                yield replace(found, fixed=observable.exact_bound)
+                if observable.rowwise:
+                    norms = reference.norms.get(name) if sketched else None
+                    its_own = leeway.get((stage, f"{name} {OF_ROWS}", step))
+                    yield worst_row(stage, name, step, x, ref, floor=floor, norms=norms, leeway=its_own)
+        for name in self.tensors.keys() - reference.tensors.keys():
+            yield infinite(stage, f"{name} (unexpected)", step)
+
+
+class StepViews:
+    """The views of all observables at one step of a record, by key. Each is made once, from tensors that were read."""
+
+    def __init__(self, tensors: Tensors) -> None:
+        self._parts: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
+        for path, tensor in tensors.items():
+            key, _, name = path.partition("/")
+            self._parts[key][name] = tensor
+        self._views: dict[str, TensorView] = {}
+
+    def __getitem__(self, key: str) -> TensorView:
+        """The view of an observable; an empty one where the step has no tensor of it."""
+        if key not in self._views:
+            tensors, columns, norms, samples = (
+                self._parts.get(key + part, {}) for part in ("", COLUMNS, NORMS, SAMPLE)
+            )
+            self._views[key] = TensorView(tensors=tensors, columns=columns, norms=norms, samples=samples)
+        return self._views[key]
 
 
 def _located(

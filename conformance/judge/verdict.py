@@ -39,9 +39,7 @@ from conformance.records.step_tensors import Record
 from conformance.results.verdict import NOT_SEEN, Quantity, State, Verdict
 from conformance.spec.batch import Batch
 from conformance.spec.known_defects import Defect
-from conformance.spec.layout import Layout
 from conformance.spec.observables import Observable, stages, unobserved_step
-from conformance.spec.scenario import parse_scenario
 
 
 def unobserved(
@@ -83,7 +81,7 @@ def _not_handed_over(observables: Sequence[Observable], stages: Set[str]) -> Ite
 
 def _are_apart(leg: Record, key: str) -> bool:
     """Whether no two ranks of a leg can hold the same: there is one only, or each names pieces of its own."""
-    return Layout.parse(leg.header["layout"]).world_size == 1 or all(offered > 0 for offered in _offered(leg, key))
+    return leg.layout.world_size == 1 or all(offered > 0 for offered in _offered(leg, key))
 
 
 def _offered(leg: Record, key: str) -> Iterator[int]:
@@ -123,7 +121,7 @@ def judge(legs: Sequence[Record], *, oracle: Record, noise: Sequence[Record], ba
     ``noise``: the single-process runs in the cell's precision, none in the exact tier. ``batches``: with the choices of
     routers, below it. Raises RecordError if the noise is none that this precision can have.
     """
-    scenario = parse_scenario(legs[0].header["scenario"])
+    scenario = legs[0].scenario
     observables, precision = oracle.observables, scenario.precision
     gradients = gradient_stages(observables)
     runs = [measure([run], oracle) for run in noise]

@@ -15,6 +15,7 @@ optimizers, clipping and advantages are the oracle's own in both cases.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -247,5 +248,15 @@ def read_decoder(folder: Path, *, disable_dropout: bool = False, trusted: bool =
 
 
 def is_routed(folder: Path) -> bool:
-    """Whether the model has routers that are judged: those of a mixture of experts that the oracle computes."""
+    """Whether the model has routers that are judged: those of a mixture of experts that the oracle computes.
+
+    Reads the model's configuration once, and again only when the file has changed.
+    """
+    file = folder / "config.json"
+    stat = file.stat() if file.exists() else None
+    return _is_routed(folder, stat and (stat.st_mtime_ns, stat.st_size, stat.st_ino))
+
+
+@lru_cache(maxsize=64)
+def _is_routed(folder: Path, version: object) -> bool:
     return is_written(folder) and bool(read_architecture(folder, disable_dropout=True).routers)

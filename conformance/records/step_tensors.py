@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,9 @@ from conformance.records.record_format import (
     read_lines,
     record_digest,
 )
+from conformance.spec.layout import Layout
 from conformance.spec.observables import Observable, observables_to_json
+from conformance.spec.scenario import Scenario, parse_scenario
 
 DTYPES = ("F64", "F32", "BF16", "F16")  # the dtypes that tensors of a record may have
 
@@ -90,6 +93,16 @@ class Record:
     @property
     def observables(self) -> tuple[Observable, ...]:
         return self.lines.observables
+
+    @cached_property
+    def scenario(self) -> Scenario:
+        """The scenario of the header."""
+        return parse_scenario(self.header["scenario"])
+
+    @cached_property
+    def layout(self) -> Layout:
+        """The layout of the header."""
+        return Layout.parse(self.header["layout"])
 
 
 class RecordWriter:

@@ -6,11 +6,12 @@ another cell may be the cause.
 
 import shutil
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from conformance.backends.faults import find_fault
+from conformance.backends.protocol import BackendEntry
 from conformance.backends.registry import adapter_of
 from conformance.data.prepare import FrozenInputs
 from conformance.matrix.cell import Cell, Leg
@@ -19,6 +20,7 @@ from conformance.results.bisection import Bisected, bisected_from_json
 from conformance.runtime import Device, Outcome, Pool, WorldConfig
 from conformance.runtime.failure import FailureKind
 from conformance.spec.scenario import scenario_to_json
+from conformance.worker.phase_spec import TASK, PhaseSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,8 +85,8 @@ def _run_leg(
     return pool.run(
         key=leg.backend.name,
         config=world_config(leg, device),
-        task="conformance.worker.phase:run_leg",
-        kwargs=leg_arguments(cell, number, inputs, folder / str(number), saved_before),
+        task=TASK,
+        kwargs=phase_spec(cell, number, inputs, folder / str(number), saved_before).kwargs,
         log_dir=folder / str(number) / "logs",
         budget_s=budget_s,
         fresh=fresh or number > 0 or adapter_of(leg.backend).traits.fresh_ranks,
@@ -101,13 +103,13 @@ def run_traced(
     """Run the first leg up to ``step``: its record is ``folder/record``, the activations of ``step`` are in
     ``folder/trace``. Raises TraceFailed."""
     leg = cell.legs[0]
-    arguments = leg_arguments(cell, 0, inputs, folder, None)
+    spec = phase_spec(cell, 0, inputs, folder, None).traced(step, folder / "trace")
     shutil.rmtree(folder, ignore_errors=True)
     outcome = pool.run(
         key=leg.backend.name,
         config=world_config(leg, device),
-        task="conformance.worker.phase:run_leg",
-        kwargs=arguments | {"steps": step + 1, "save": None, "trace": [step, str(folder / "trace")]},
+        task=TASK,
+        kwargs=spec.kwargs,
         log_dir=folder / "logs",
         budget_s=budget_s,
         fresh=adapter_of(leg.backend).traits.fresh_ranks,
@@ -140,6 +142,18 @@ def find_in_traced(
     return bisected_from_json(outcome.results[0])
 
 
+def import_ahead(pool: Pool, waiting: Iterable[Cell], device: Device) -> None:
+    """Start to import the backends of the first waiting cell, and of the next cell that has other backends."""
+    backends: set[BackendEntry] = set()
+    for cell in waiting:
+        new = {leg.backend: leg for leg in cell.legs if leg.backend not in backends}
+        for leg in new.values():
+            pool.prepare(world_config(leg, device))
+        if backends and new:
+            return
+        backends |= new.keys()
+
+
 def world_config(leg: Leg, device: Device) -> WorldConfig:
     """The configuration of the world for a leg."""
     return WorldConfig(
@@ -150,32 +164,28 @@ def world_config(leg: Leg, device: Device) -> WorldConfig:
     )
 
 
-def leg_arguments(
-    cell: Cell, number: int, inputs: FrozenInputs, folder: Path, saved_before: Path | None
-) -> dict[str, Any]:
-    """The arguments of conformance.worker.phase.run_leg, as JSON values.
+def phase_spec(cell: Cell, number: int, inputs: FrozenInputs, folder: Path, saved_before: Path | None) -> PhaseSpec:
+    """What the ranks of phase ``number`` are told.
 
-    folder: the leg's folder. saved_before: the folder that the leg before has saved; None for the first leg.
+    folder: the phase's folder. saved_before: the folder that the previous phase has saved; None for the first phase.
     """
-    leg = cell.legs[number]
-    models = {role: str(path) for role, path in inputs.models.items()}
+    leg, models = cell.legs[number], inputs.models
     loads = cell.legs[number - 1].save if number else None
-    merged = loads == "merge"
-    if loads in ("export", "merge"):
-        models = {role: str(saved_before / role) for role in models} if saved_before else models
-        loads = None
-    return {
-        "cell": str(cell),
-        "target": leg.backend.target,
-        "scenario": scenario_to_json(cell.scenario),
-        "layout": str(leg.layout),
-        "models": models,
-        "batches": str(inputs.batches),
-        "first_step": cell.first_steps[number],
-        "steps": leg.steps,
-        "load": [loads, str(saved_before)] if loads else None,
-        "merged": merged,
-        "save": [leg.save, str(folder / "saved")] if leg.save else None,
-        "record": str(folder / "record"),
-        "planted": list(cell.faults),
-    }
+    exported = loads in ("export", "merge")
+    if exported and saved_before:
+        models = {role: saved_before / role for role in models}
+    return PhaseSpec(
+        cell=str(cell),
+        target=leg.backend.target,
+        scenario=cell.scenario,
+        layout=leg.layout,
+        models=models,
+        batches=inputs.batches,
+        first_step=cell.first_steps[number],
+        steps=leg.steps,
+        load=(loads, saved_before) if saved_before and loads in ("checkpoint", "state") else None,
+        merged=loads == "merge",
+        save=(leg.save, folder / "saved") if leg.save else None,
+        record=folder / "record",
+        planted=cell.faults,
+    )

@@ -18,7 +18,8 @@ from conformance.matrix.cell import Cell
 from conformance.matrix.plan import Plan, make_plan
 from conformance.runner.preflight import Refusals, check_device, leased_gpus
 from conformance.runner.resource_check import check_room
-from conformance.runner.session import Session, SessionConfig
+from conformance.runner.session import Session
+from conformance.runner.session_config import SessionConfig
 from conformance.runtime.gpu_leases import filled
 from conformance.runtime.multihost.controller import hosts_of
 from conformance.suite.plugin import (

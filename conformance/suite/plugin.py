@@ -166,7 +166,8 @@ def bisect(config: pytest.Config, out: Path) -> None:
         return
     from conformance.matrix.plan import make_plan
     from conformance.runner.preflight import leased_gpus
-    from conformance.runner.session import Session, SessionConfig
+    from conformance.runner.session import Session
+    from conformance.runner.session_config import SessionConfig
 
     where, lines = ranks(config), config.stash.setdefault(BISECTED, [])
     plan = make_plan(selection(config), demands(config), portion(config), ranks=where)

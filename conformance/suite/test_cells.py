@@ -12,7 +12,8 @@ from conformance.core.errors import UsageError
 from conformance.matrix.cell import Cell
 from conformance.results.run_results import VERDICT, read_entry
 from conformance.results.verdict import NO_ANSWER
-from conformance.runner.session import JudgedCell, Session
+from conformance.runner.attempt import JudgedCell
+from conformance.runner.session import Session
 
 SHOWN = 12  # findings in a message; verdict.json has them all
 

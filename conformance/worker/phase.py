@@ -1,7 +1,7 @@
-"""Task: runs one leg of a cell in every rank of a world, and writes its record.
+"""Runs one phase of a cell in every rank of a worker group, and writes its record.
 
-The task only observes; it judges nothing. It reads gradients while they exist (claim 1), compares the numbers that
-several ranks hold (claim 3), and in the exact tier prevents the libraries' silent downcasts.
+The task only observes and judges nothing. It reads gradients while they exist, compares the values that several ranks
+hold, and in the exact tier prevents the libraries' silent downcasts.
 """
 
 import contextlib
@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,102 +30,86 @@ from conformance.oracle.role_model import is_routed
 from conformance.records.step_tensors import RecordWriter
 from conformance.runtime import RankContext, mark
 from conformance.spec.batch import Batch, read_batches
-from conformance.spec.layout import Layout
 from conformance.spec.lora import ADAPTER
 from conformance.spec.objectives import all_observables
 from conformance.spec.observables import STATE_KINDS, Observable, model_key, unobserved_step
 from conformance.spec.roles import POLICY, Role
-from conformance.spec.scenario import Scenario, parse_scenario, scenario_to_json
+from conformance.spec.scenario import Scenario, scenario_to_json
 from conformance.worker.evidence import Watch
+from conformance.worker.phase_spec import PhaseSpec
 from conformance.worker.rank_state import PeakMemory, changed_settings, generator_digests, seed_generators
 from conformance.worker.replicas import Replicas, Source, compare, pieces
 
 
-def run_leg(
-    rank: RankContext,
-    *,
-    cell: str,
-    target: str,
-    scenario: dict[str, Any],
-    layout: str,
-    models: dict[str, str],
-    batches: str,
-    first_step: int,
-    steps: int,
-    load: tuple[Literal["checkpoint", "state"], str] | None,
-    merged: bool,
-    save: tuple[Handover, str] | None,
-    record: str,
-    planted: list[str],
-    trace: tuple[int, str] | None = None,
-) -> dict[str, int]:
-    """Run one leg and write its record at ``record``. Called in every rank; all arguments are plain JSON values.
+def run_phase(rank: RankContext, *, spec: dict[str, Any]) -> dict[str, int]:
+    """Run one phase and write its record. Called in every rank with the values of ``PhaseSpec.to_json``.
 
-    models: the Hugging Face folder of each role. load, save: the kind of handover, and its folder. merged: the leg
-    before has merged its adapter into the weights that this one begins with.
-    planted: names of the faults to plant. trace: a step whose activations are captured, and the folder that gets them.
     Returns how often each planted fault was called in this rank.
     """
-    config = parse_scenario(scenario)
+    phase = PhaseSpec.from_json(spec)
+    scenario, layout, models, save = phase.scenario, phase.layout, phase.models, phase.save
     with contextlib.ExitStack() as stack:
-        adapter: Any = BackendEntry(name="", target=target).load()
+        adapter: Any = BackendEntry(name="", target=phase.target).load()
         if hasattr(adapter, "begin"):
-            adapter.begin(Layout.parse(layout))
-        begins = header(cell, adapter, config, layout, loads="merge" if merged else load[0] if load else "")
-        begins["environment"] |= stack.enter_context(settings_of(config.precision, rank.device))
-        folders = {role: Path(folder) for role, folder in models.items()}
-        above, routed = sketched_above(config.sketch, elements_of(folders)), is_routed(next(iter(folders.values())))
-        observer = _Observer(rank, config, begins, Path(record), first_step, above=above, routed=routed)
-        # A leg begins and ends with different states of the generators, so that a checkpoint that does not restore
+            adapter.begin(layout)
+        begins = header(phase, adapter)
+        begins["environment"] |= stack.enter_context(settings_of(scenario.precision, rank.device))
+        above, routed = sketched_above(scenario.sketch, elements_of(models)), is_routed(next(iter(models.values())))
+        observer = _Observer(rank, scenario, begins, phase.record, phase.first_step, above=above, routed=routed)
+        # A phase begins and ends with different states of the generators, so that a checkpoint that does not restore
         # them is detected.
-        seed_generators(config.seed, rank.rank, first_step)
-        calls = stack.enter_context(faults.plant(planted, adapter))
-        if config.tier.is_exact:
+        seed_generators(scenario.seed, rank.rank, phase.first_step)
+        calls = stack.enter_context(faults.plant(phase.planted, adapter))
+        if scenario.tier.is_exact:
             stack.enter_context(exact_tier())
         started, memory = time.perf_counter(), PeakMemory(rank.device)
         stack.callback(register_module_forward_pre_hook(_mark_module).remove)
         rank.beat("setup")
         backend = adapter()
-        resolved = backend.setup(config, Layout.parse(layout), folders, rank.device)
-        if load:
+        resolved = backend.setup(scenario, layout, models, rank.device)
+        if phase.load:
             rank.beat("load")
-            what, folder = load
-            (backend.load if what == "checkpoint" else backend.import_state)(Path(folder))
-        observer.start(backend, resolved, handed=bool(load) or bool(save and not steps))
-        trained_on = read_batches(Path(batches))[first_step : first_step + steps]
-        # Evidence is taken at a step that begins no roll-out, whose extra forward passes would hide the training pass.
-        watched = next((batch for batch in trained_on if not batch.rollout), trained_on[0])
-        for batch in trained_on:
+            what, folder = phase.load
+            (backend.load if what == "checkpoint" else backend.import_state)(folder)
+        observer.start(backend, resolved, handed=bool(phase.load) or bool(save and not phase.steps))
+        batches = read_batches(phase.batches)[phase.first_step : phase.first_step + phase.steps]
+        # Evidence is taken at a step that begins no rollout, whose extra forward passes would hide the training pass.
+        watched = min(batches, key=lambda batch: bool(batch.rollout), default=None)
+        for batch in batches:
             rank.beat(f"step {batch.step}")
-            read = batch.step != unobserved_step(first_step, steps)
-            handed = bool(save) and batch is trained_on[-1]
+            read = batch.step != unobserved_step(phase.first_step, phase.steps)
             with contextlib.ExitStack() as captured:
-                if trace and trace[0] == batch.step:
-                    from conformance.worker.activation_capture import capturing  # loads DTensor, which takes a second
-
-                    for role in (role for role in config.objective.roles if role.trained):
-                        seen = Path(trace[1]) / role.name
-                        captured.enter_context(capturing(backend, role.name, batch, rank=rank.rank, folder=seen))
+                if phase.trace and phase.trace[0] == batch.step:
+                    _capture(captured, backend, scenario, batch, rank=rank.rank, folder=phase.trace[1])
+                handed = bool(save) and batch is batches[-1]
                 observer.step(backend, batch, read=read, watched=batch is watched, handed=handed)
         changed: list[str] = []
         if save:
             rank.beat("save")
-            changed = _save(rank, backend, config, folders, *save)
+            changed = _save(rank, backend, scenario, models, *save)
         rank.beat("teardown")
         backend.teardown()
-        dp, parts = Layout.parse(layout).data, config.accumulation
-        told = [given(batch, dp_size=dp, accumulation=parts) for batch in trained_on]
+        told = [given(batch, dp_size=layout.data, accumulation=scenario.accumulation) for batch in batches]
         seconds = time.perf_counter() - started
         observer.finish({"seconds": seconds, "batches": told, "changed_settings": changed}, memory=memory)
         return dict(calls)
 
 
+def _capture(
+    captured: contextlib.ExitStack, backend: Backend, scenario: Scenario, batch: Batch, *, rank: int, folder: Path
+) -> None:
+    """Capture the activations of every trained model until ``captured`` ends."""
+    from conformance.worker.activation_capture import capturing  # loads DTensor, which takes a second
+
+    for role in (role for role in scenario.objective.roles if role.trained):
+        captured.enter_context(capturing(backend, role.name, batch, rank=rank, folder=folder / role.name))
+
+
 def _save(
-    rank: RankContext, backend: Backend, scenario: Scenario, models: Mapping[str, Path], what: Handover, folder: str
+    rank: RankContext, backend: Backend, scenario: Scenario, models: Mapping[str, Path], what: Handover, path: Path
 ) -> list[str]:
     """Save what the next leg begins with. Returns, on rank 0, the settings of exported folders that are not those of
     the models, each as ``ROLE/FILE: KEY``."""
-    path = Path(folder)
     changed: list[str] = []
     if rank.rank == 0:
         path.mkdir()
@@ -152,24 +136,16 @@ def _mark_module(*_: Any) -> None:
         mark()
 
 
-def header(
-    cell: str,
-    adapter: type[Backend],
-    scenario: Scenario,
-    layout: str,
-    *,
-    loads: Literal["", "checkpoint", "state", "merge"],
-) -> dict[str, Any]:
-    """The header of the leg's record: cell, backend, scenario, layout, environment, and ``loads``, the kind of training
-    state that the leg continues from, or a merge of the adapter into its weights (empty: neither)."""
+def header(phase: PhaseSpec, adapter: type[Backend]) -> dict[str, Any]:
+    """The header of the phase's record: cell, backend, scenario, layout, environment, and what the phase loads."""
     info = adapter.describe()
     return {
-        "cell": cell,
+        "cell": phase.cell,
         "backend": {"name": info.name, "url": info.url, "default_zero": info.default_zero},
-        "scenario": scenario_to_json(scenario),
-        "layout": layout,
-        "optimizer": "loaded" if loads in ("checkpoint", "state") else "new",
-        "loads": loads,
+        "scenario": scenario_to_json(phase.scenario),
+        "layout": str(phase.layout),
+        "optimizer": "loaded" if phase.load else "new",
+        "loads": phase.loads,
         "environment": {
             "backend-parity": conformance.__version__,
             "python": platform.python_version(),

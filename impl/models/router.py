@@ -19,7 +19,7 @@ from torch import Tensor
 from conformance.spec.batch import EXPERTS, expert_column
 from conformance.spec.observables import ROUTING
 from impl.interface.collate import MicroBatch
-from impl.interface.outputs import Loss, RouterTerms
+from impl.interface.outputs import Loss, Outputs, RouterTerms
 from impl.interface.protocol import Context, Trainable
 from impl.models.family_quirks import quirks_of
 

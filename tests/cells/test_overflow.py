@@ -21,7 +21,6 @@ from conformance.runner.session import Session
 from conformance.spec.batch import Batch, Document, Row
 from conformance.spec.objectives import Sft, all_observables
 from conformance.spec.precision import PrecisionName
-from conformance.spec.scenario import LossScaleConfig, Scenario, load_scenario, parse_scenario
 
 CONFIG = LossScaleConfig(initial_power=8, growth_interval=2)
 SMALL, LARGE = 1.0, 1e9
@@ -151,7 +150,7 @@ def test_a_weight_that_changes_in_the_least_where_the_update_is_skipped_is_found
     tensors[weight][3] = torch.nextafter(tensors[weight][3], torch.tensor(9.0))
     save_file(tensors, tmp_path / "changed.safetensors")
     record = replace(record, steps=(first, replace(skipped, path=tmp_path / "changed.safetensors"), *others))
-    scenario = parse_scenario(record.header["scenario"])
+    scenario = record.scenario
     found = [m for m in rebuilt_updates([record], oracle, scenario) if m.error > (m.fixed or 0.0)]
     assert (found[0].tensor, found[0].step, found[0].where) == ("model.norm.weight" + UNCHANGED, 1, "[3]")
     assert 0 < found[0].error < 2.0**-22
@@ -179,7 +178,7 @@ def test_a_change_of_a_sketched_weight_is_found_also_outside_of_its_sample(
     row, column = divmod(at, width)
     steps = [sketched(step, row if step.step == 1 else None, column) for step in record.steps[:2]]
     record = replace(record, steps=tuple(steps))
-    found = [m for m in rebuilt_updates([record], oracle, parse_scenario(record.header["scenario"])) if m.step == 1]
+    found = [m for m in rebuilt_updates([record], oracle, record.scenario) if m.step == 1]
     (wrong,) = [m for m in found if m.error > 0]
     assert wrong.tensor == name + UNCHANGED
     assert wrong.where == (f"[{row}, {column}]" if sampled_too else f"row {row} by sketch")

@@ -15,7 +15,8 @@ from plain_profile import write_profile
 import conformance
 from conformance.cli import main as cli
 from conformance.matrix.cell import Cell
-from conformance.runner.session import JudgedCell, Session
+from conformance.runner.attempt import JudgedCell
+from conformance.runner.session import Session
 
 Happens = Callable[[Path], None]
 

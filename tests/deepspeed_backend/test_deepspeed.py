@@ -16,12 +16,13 @@ from torch.utils.checkpoint import checkpoint
 from conformance.data.prepare import prepare_inputs
 from conformance.matrix.cell import Cell
 from conformance.records.step_tensors import read_record
-from conformance.runner.phases import leg_arguments
+from conformance.runner.phases import phase_spec
 from conformance.runtime import Outcome, Pool
 from conformance.spec.layout import Layout
 from conformance.spec.precision import PrecisionName
 from conformance.spec.scenario import scenario_to_json
 from conformance.worker.evidence import Watch
+from conformance.worker.phase_spec import TASK
 from impl.interface.protocol import ContextConfig
 
 pytest.importorskip("deepspeed")
@@ -231,8 +232,8 @@ def train(pool: Pool, asked: Cell, folder: Path, *, world: str) -> Outcome:
     return pool.run(
         key=world,
         config=ranks_of("deepspeed", asked.world_size),
-        task="conformance.worker.phase:run_leg",
-        kwargs=leg_arguments(asked, 0, inputs, folder, None),
+        task=TASK,
+        kwargs=phase_spec(asked, 0, inputs, folder, None).kwargs,
         log_dir=folder / "logs",
         budget_s=120.0,
     )

@@ -13,6 +13,7 @@ from conftest import make_cell
 
 from conformance.data.prepare import prepare_inputs
 from conformance.judge.observable_errors import _of_terms, _Start, _step
+from conformance.judge.tensor_views import StepViews
 from conformance.oracle.policy_gradient import GrpoFunctions
 from conformance.oracle.run import run_oracle
 from conformance.records.header_checks import noise_runs
@@ -72,7 +73,11 @@ def test_a_metric_is_held_against_the_cells_own_rows_and_not_against_the_oracles
 
     def error(told: float) -> float:
         (measurement,) = _step(
-            step(told, 1.5, 1.5), step(1.0, 1.0, 1.0), [metric], _Start(own={}, reference={}), Layout()
+            step(told, 1.5, 1.5),
+            step(1.0, 1.0, 1.0),
+            [metric],
+            _Start(own=StepViews({}), reference=StepViews({})),
+            Layout(),
         )
         assert measurement.fixed is not None
         return measurement.error / measurement.fixed

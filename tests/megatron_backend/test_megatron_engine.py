@@ -22,14 +22,15 @@ from conformance.backends.registry import adapter_of
 from conformance.core.errors import UsageError
 from conformance.core.packages import is_installed
 from conformance.runner.phases import world_config
-from conformance.runner.session import Session, SessionConfig
+from conformance.runner.session import Session
+from conformance.runner.session_config import SessionConfig
 from conformance.runtime.gpu_inventory import gpus_of_host, shares_of
 from conformance.runtime.heartbeat import RankContext
 from conformance.spec.layout import Layout
 from conformance.spec.precision import PrecisionName
-from conformance.spec.scenario import scenario_to_json
 from conformance.worker.evidence import ENGINE, Watch
-from conformance.worker.phase import run_leg
+from conformance.worker.phase import run_phase
+from conformance.worker.phase_spec import PhaseSpec
 from impl.interface.protocol import ContextConfig
 from impl.megatron import startup
 from impl.megatron.adapter import MegatronBackend
@@ -153,23 +154,20 @@ class BeginsFirst(MegatronBackend):
 def test_a_backend_begins_with_its_layout_before_faults_are_planted(tmp_path: Path) -> None:
     """Planting imports what faults are planted in, so megatron-core, too."""
     rank = RankContext(rank=0, world_size=1, device="cpu", beat=lambda place: None)
-    asked: dict[str, Any] = {
-        "cell": "any",
-        "target": f"{__name__}:BeginsFirst",
-        "scenario": scenario_to_json(cell_of("megatron", "sft-packed", "llama", "dp2", "bf16").scenario),
-        "layout": "tp2.te",
-        "models": {},
-        "batches": "",
-        "first_step": 0,
-        "steps": 1,
-        "load": None,
-        "merged": False,
-        "save": None,
-        "record": str(tmp_path / "record"),
-        "planted": ["dropped-o-bias"],
-    }
+    spec = PhaseSpec(
+        cell="any",
+        target=f"{__name__}:BeginsFirst",
+        scenario=cell_of("megatron", "sft-packed", "llama", "dp2", "bf16").scenario,
+        layout=Layout.parse("tp2.te"),
+        models={},
+        batches=Path(),
+        first_step=0,
+        steps=1,
+        record=tmp_path / "record",
+        planted=("dropped-o-bias",),
+    )
     with pytest.raises(ValueError, match="that is enough"):
-        run_leg(rank, **asked)
+        run_phase(rank, spec=spec.to_json())
     assert BeginsFirst.asked == ["begin tp2.te", "describe"]
 
 

@@ -31,7 +31,8 @@ from conformance.oracle.role_model import SPARE, bytes_needed, devices_for
 from conformance.oracle.run import POLICIES, run_oracle
 from conformance.records.step_tensors import Record, read_record
 from conformance.results.run_results import read_run
-from conformance.runner.session import Session, SessionConfig
+from conformance.runner.session import Session
+from conformance.runner.session_config import SessionConfig
 from conformance.runtime.gpu_inventory import gpus_of_host
 from conformance.spec.batch import read_batches
 from conformance.spec.layout import Layout

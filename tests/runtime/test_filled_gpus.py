@@ -9,7 +9,8 @@ import pytest
 from conftest import make_cell
 
 from conformance.matrix.options import Elsewhere, Ranks
-from conformance.runner.session import Session, SessionConfig
+from conformance.runner.session import Session
+from conformance.runner.session_config import SessionConfig
 from conformance.runtime import Device, gpu_inventory
 from conformance.runtime.gpu_leases import Ticket, filled, lease_folder
 from conformance.suite import conftest as suite

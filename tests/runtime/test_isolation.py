@@ -10,11 +10,12 @@ import pytest
 from conftest import make_cell
 
 from conformance.backends.protocol import BackendEntry
-from conformance.judge.rejudge import in_both, rejudge, told_of
+from conformance.judge.rejudge import combine, in_both, rejudge
 from conformance.matrix.cell import Cell, Leg
 from conformance.results.run_results import Attempt
 from conformance.results.verdict import Quantity, Verdict
-from conformance.runner.session import Session, SessionConfig
+from conformance.runner.session import Session
+from conformance.runner.session_config import SessionConfig
 from conformance.spec.layout import Layout
 from reports.load import read_report
 
@@ -111,7 +112,7 @@ def test_a_cell_with_a_planted_fault_is_not_run_twice(session: Session) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.usefixtures("leftover", "breaks")
 def test_old_records_of_both_are_judged_again_and_shown(session: Session, tmp_path: Path) -> None:
-    session.write_summary(finished=True)
+    session.results.write_summary(finished=True)
     out = Path(shutil.copytree(session.config.out, tmp_path / "out"))
     before = {file: json.loads(file.read_text()) for file in out.glob("cells/*/verdict.json")}
     rejudge(out)
@@ -168,4 +169,12 @@ def test_a_verdict_rests_on_the_first_attempt_that_came_to_its_end(
 ) -> None:
     used = Attempt(fresh=False, verdict=PASS, completed=used_ended)
     fresh = Attempt(fresh=True, verdict=PASS, completed=fresh_ended)
-    assert told_of(used, fresh) == ((fresh, used) if fresh_is_told else (used, fresh))
+    own, other, _ = combine(used, fresh, leased=False)
+    assert (own, other) == ((fresh, used) if fresh_is_told else (used, fresh))
+
+
+@pytest.mark.parametrize(("leased", "state"), [(True, "conforms"), (False, "infrastructure")])
+def test_failed_attempt_on_leased_slots_says_nothing(leased: bool, state: str) -> None:
+    used = Attempt(fresh=False, verdict=DEAD, completed=False)
+    fresh = Attempt(fresh=True, verdict=PASS, completed=True)
+    assert combine(used, fresh, leased=leased)[2].state == state

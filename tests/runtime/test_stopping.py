@@ -50,7 +50,7 @@ class Waits(Plain):
 """
 LOSES = """
 import os, signal
-import conformance.runner.session
+import conformance.runner.attempt
 from plain_backend import Plain as Waits
 from conformance.results.verdict import Verdict
 
@@ -60,7 +60,7 @@ def judge_cell(*_, **__):
     except KeyboardInterrupt:
         return Verdict(state="infrastructure", reason="a library made this of what the signal raised")
 
-conformance.runner.session.judge_cell = judge_cell
+conformance.runner.attempt.judge_cell = judge_cell
 """
 LOSES_WHILE_BISECTING = """
 import os, signal

@@ -14,7 +14,8 @@ from conformance.backends.protocol import BackendEntry, BackendInfo, Supported
 from conformance.cli import main as cli
 from conformance.core.errors import STRICT, UsageError
 from conformance.core.paths import FIXTURES
-from conformance.runner.session import Session, SessionConfig
+from conformance.runner.session import Session
+from conformance.runner.session_config import SessionConfig
 from conformance.spec.batch import Batch
 from conformance.spec.objectives import BUILT_IN, Objective, Sft, all_observables, objective_to_json, parse_objective
 from conformance.spec.observables import LOGPROBS, LOSS, Observable, stages

@@ -1,0 +1,106 @@
+"""Writes the results of a session: an entry with the verdict of each cell, and the summary of the run.
+
+The output folder (docs/architecture.md) has ``summary.json``, ``cells/SLUG/{verdict.json,legs/}``, ``oracle/`` and
+``inputs/``. The summary is written before the first cell, repeatedly between cells, and at the end, so that an
+interrupted session shows what was not run.
+"""
+
+import os
+import shlex
+import time
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from conformance.matrix.cell import Cell
+from conformance.records.record_format import peak_memory
+from conformance.results.run_results import CellSummary, Entry, Run, cell_summary, write_entry, write_summary
+from conformance.runner.attempt import Expectations, JudgedCell
+from conformance.runner.oracle_jobs import Oracles
+from conformance.runner.resume import before
+from conformance.runner.session_config import SessionConfig
+
+
+class ResultWriter:
+    """Writes entries and summaries. The cells of an earlier run keep their verdicts until they have new ones."""
+
+    def __init__(
+        self,
+        config: SessionConfig,
+        *,
+        environment: Mapping[str, Any],
+        leased: Callable[[], Mapping[str, float]],
+        oracles: Oracles,
+        expectations: Expectations,
+    ) -> None:
+        """``leased``: see conformance.results.run_results.Run."""
+        self._config, self._leased, self._oracles, self._expectations = config, leased, oracles, expectations
+        self.environment = dict(environment)
+        earlier = config.earlier.entries if config.earlier else ()
+        self.earlier: Mapping[str, Entry] = {entry.cell: entry for entry in earlier}
+        self._summaries: dict[str, CellSummary] = {entry.cell: cell_summary(entry) for entry in earlier}
+        self._started, self._clock = datetime.now(UTC), time.monotonic()
+        self._summary_due = 0.0
+
+    def store(self, judged: JudgedCell) -> None:
+        """Write the entry of a cell, with its verdict."""
+        cell, expected = judged.cell, self._expectations.of(judged.cell)
+        folder = self._config.folder(cell)
+        memory, host_memory = peak_memory(folder / record for record in judged.records)
+        entry = Entry(
+            cell=str(cell),
+            scenario=cell.scenario.name,
+            model=cell.scenario.model_name,
+            backend=cell.backend,
+            layout=cell.layout,
+            variant=cell.variant,
+            world_size=cell.world_size,
+            seconds=judged.seconds,
+            folder=f"cells/{cell.slug}",
+            completed=judged.completed,
+            records=judged.records,
+            oracle=os.path.relpath(self._oracles.folder(cell), folder) if judged.records else None,
+            expected=expected.known,
+            defective=self._defective(cell, folder) if judged.records else None,
+            reproduce=shlex.join(["parity", "run", *self._config.arguments, "--cells", str(cell)]),
+            observables=expected.observables,
+            verdict=judged.verdict,
+            other=judged.other,
+            memory=memory,
+            host_memory=host_memory,
+            before=(*before(self.earlier.get(str(cell))), *(("infrastructure",) if judged.failed_before else ())),
+        )
+        self._summaries[str(cell)] = cell_summary(entry)
+        write_entry(self._config.out, entry)
+
+    def _defective(self, cell: Cell, folder: Path) -> str | None:
+        """The oracle's records with the cell's expected defects, relative to its folder; None without such defects."""
+        defects = self._expectations.of(cell).defects
+        return os.path.relpath(self._oracles.folder(cell, defects), folder) if defects else None
+
+    def write_summary_if_due(self) -> None:
+        """Write the summary, but spend at most a twentieth of the time on it: its length grows with the cells."""
+        began = time.monotonic()
+        if began >= self._summary_due:
+            self.write_summary(finished=False)
+            now = time.monotonic()
+            self._summary_due = now + 20 * (now - began)
+
+    def write_summary(self, *, finished: bool) -> None:
+        """Write ``summary.json`` with what is known so far."""
+        config, earlier = self._config, self._config.earlier
+        run = Run(
+            started=earlier.run.started if earlier else self._started.isoformat(timespec="seconds"),
+            finished=datetime.now(UTC).isoformat(timespec="seconds") if finished else None,
+            seconds=round(time.monotonic() - self._clock + (earlier.run.seconds if earlier else 0), 2),
+            profile=config.profile,
+            device=config.device,
+            command=config.command or shlex.join(["parity", "run", *config.arguments]),
+            environment=self.environment,
+            leased=self._leased(),
+            floor=config.floor,
+            selected=config.selected,
+            selection=config.selection,
+        )
+        write_summary(config.out, run, list(self._summaries.values()))
