@@ -14,6 +14,8 @@ from conformance.matrix.cell import Cell
 from conformance.matrix.options import Ranks
 from conformance.runner.resource_check import GB, advice, needs_of
 from conformance.runner.resource_estimate import Estimate
+from conformance.runner.session import Session
+from conformance.runner.session_config import SessionConfig
 from conformance.spec.precision import PRECISIONS, FloatFormat, PrecisionName
 
 _NOT_HERE = (

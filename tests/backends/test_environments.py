@@ -129,8 +129,8 @@ def test_an_environment_that_cannot_be_used_is_one_message(
 
 @pytest.mark.exhaustive
 def test_a_leg_needs_the_suite_torch_and_little_else() -> None:
-    imported = "conformance.worker.phase, conformance.backends.registry, conformance.runtime.worker_main"
-    code = f"import sys, {imported}; print(*sys.modules)"
+    modules = "conformance.worker.phase, conformance.backends.registry, conformance.runtime.worker_main"
+    code = f"import sys, {modules}; print(*sys.modules)"
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=120)
     imported = {module.partition(".")[0] for module in done.stdout.split()}

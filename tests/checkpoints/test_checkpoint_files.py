@@ -33,6 +33,7 @@ from conformance.runtime import Pool
 from conformance.spec.precision import PrecisionName
 from impl.convert.convert import convert
 from impl.convert.detect import open_checkpoint
+from impl.interface.sharded_safetensors import whole_folder
 from impl.models.export import check_target, stored_dtypes, write_folder
 
 MODELS = FIXTURES / "models"

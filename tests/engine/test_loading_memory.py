@@ -21,6 +21,7 @@ from conformance.models.folders import weight_shapes
 from conformance.runtime import Pool
 from conformance.spec.layout import Layout
 from conformance.spec.precision import PrecisionName
+from impl.interface.sharded_safetensors import MAPPED, STRIP, TensorWriter
 
 MIB, FLOAT64 = 2**20, 8
 # Mapped pages, strips in two dtypes and what is made of them, and 24 MiB of all else that setting up a model does.
