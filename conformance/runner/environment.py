@@ -14,6 +14,7 @@ import conformance
 from conformance.core.errors import UsageError
 from conformance.core.packages import is_installed, package_version
 from conformance.results.baseline import CHANGED, COMMIT, RANKS_PER_GPU
+from conformance.runtime.gpu_inventory import installed_gpus
 
 PACKAGE = Path(conformance.__file__).parent
 # How configurations call the numbers of these: first as most do, then GPT-2, GPT-Neo, MPT and others.
@@ -57,11 +58,10 @@ def commit(checkout: Path) -> str | None:
 
 
 def _gpus() -> list[str]:
-    """The name and driver of each GPU of the host, from nvidia-smi, so that this process creates no CUDA context."""
+    """Return the name and driver of each GPU of the host, without creating a CUDA context in this process."""
     if not torch.cuda.device_count():
         return []
-    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    return subprocess.run(query, capture_output=True, text=True, check=False).stdout.splitlines()
+    return [f"{gpu.name}, {gpu.driver}" for gpu in installed_gpus()]
 
 
 def model_sizes(model: Path) -> dict[str, int]:

@@ -1,131 +1,184 @@
-"""Memory: how much the GPUs of this host have, and how much of it is taken, as nvidia-smi tells (claim 8).
+"""Lists the GPUs that this process may use, by UUID, and places several ranks on one GPU.
 
-Inventory: the GPUs that this process may use, by UUID, in the order in which CUDA would number them.
+A number of a GPU means nothing to other processes: GPU 0 of a job with ``CUDA_VISIBLE_DEVICES=2,3`` is GPU 2 of another
+job. So GPUs are leased by UUID, and ranks get UUIDs. A number in the variable counts the GPUs in NVML's order, which is
+the order of nvidia-smi, as torch assumes.
 
-Numbers mean nothing between processes: GPU 0 of a job that got ``CUDA_VISIBLE_DEVICES=2,3`` is another job's GPU 2. So
-GPUs are leased by UUID, and ranks are told UUIDs. A number is taken for nvidia-smi's, as torch does.
-
-Shares: places of several ranks on one GPU, and what the ranks of a block of places are told.
-
-A share is a name, ``GPU-0aa1#0``, so it is leased as a GPU is. With N ranks per GPU, every GPU has N of them. They are
-ordered round by round (the first of every GPU, then the second ones), so that the ranks of a world share a GPU only
-where there are more of them than GPUs, and the rank N of a whole block has the GPU N modulo their number, which is what
-libraries guess (DTensor's generators, the first barrier of a process group).
+A share is a place of one rank on a GPU that several ranks use. It has a name, ``GPU-0aa1#0``, so it is leased like a
+GPU. With N ranks per GPU, every GPU has N shares. They are ordered round by round (the first share of every GPU, then
+the second ones), so that ranks of a worker group share a GPU only if the group has more ranks than there are GPUs, and
+rank N of a whole block has GPU N modulo the number of GPUs, which libraries assume (DTensor's random generators, the
+first barrier of a process group).
 
 NCCL refuses two ranks of a communicator on one GPU of a host ("Duplicate GPU detected" in src/init.cc of NVIDIA/nccl).
-It takes ``NCCL_HOSTID`` for the host's name (getHostHash in src/misc/utils.cc), so ranks that share have a host each:
-the share's own name, which no other rank of any host has. Between such ranks it sends everything over its network.
+It takes ``NCCL_HOSTID`` as the name of the host (getHostHash in src/misc/utils.cc), so each rank that shares a GPU gets
+a host of its own: the name of its share, which no other rank has. NCCL then sends everything between such ranks over
+its network.
 """
 
+import contextlib
 import os
-import re
-import subprocess
+import queue
+import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from conformance.core.errors import UsageError, shown
 from conformance.runtime.slots import Block, Seat
 
-MIB = 2**20  # bytes, in which nvidia-smi counts
-LIMIT_S = 10.0  # for nvidia-smi, which hangs where a driver does
-_QUERY = ["nvidia-smi", "--query-gpu=uuid,memory.used,memory.total", "--format=csv,noheader,nounits"]
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+LIMIT_S = 10.0  # for NVML, which hangs where a driver does
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """A whole GPU: its name, the version of its driver, the UUIDs of its parts (MIG), and its bytes of memory; None
+    where NVML does not report them."""
+
+    uuid: str
+    name: str = ""
+    driver: str = ""
+    parts: tuple[str, ...] = ()
+    memory: tuple[int, int] | None = None  # used, total
+
+
+def installed_gpus() -> list[Gpu]:
+    """Return all GPUs of this host in NVML's order; none without a driver, or if it does not answer in LIMIT_S."""
+    answers = queue.SimpleQueue[list[Gpu]]()
+    threading.Thread(target=lambda: answers.put(_ask_nvml()), daemon=True).start()
+    try:
+        return answers.get(timeout=LIMIT_S)
+    except queue.Empty:
+        return []
+
+
+def _ask_nvml() -> list[Gpu]:
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return []
+    try:
+        driver = pynvml.nvmlSystemGetDriverVersion()
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(number) for number in range(pynvml.nvmlDeviceGetCount())]
+        return [
+            Gpu(
+                uuid=pynvml.nvmlDeviceGetUUID(handle),
+                name=pynvml.nvmlDeviceGetName(handle),
+                driver=driver,
+                parts=_parts(handle),
+                memory=_memory(handle),
+            )
+            for handle in handles
+        ]
+    except pynvml.NVMLError:  # a GPU that fell off the bus
+        return []
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _parts(handle: object) -> tuple[str, ...]:
+    import pynvml
+
+    found = []
+    with contextlib.suppress(pynvml.NVMLError):  # a GPU that cannot be divided
+        for number in range(pynvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
+            with contextlib.suppress(pynvml.NVMLError):  # no part has this number
+                found.append(pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, number)))
+    return tuple(found)
+
+
+def _memory(handle: object) -> tuple[int, int] | None:
+    import pynvml
+
+    try:
+        # The second version of the structure leaves out what the driver reserves, as nvidia-smi does.
+        memory = pynvml.nvmlDeviceGetMemoryInfo(handle, pynvml.nvmlMemory_v2)
+    except pynvml.NVMLError:
+        return None
+    return int(memory.used), int(memory.total)
 
 
 def memory_of_gpus() -> dict[str, tuple[int, int]]:
-    """Bytes that are taken, and all, of each whole GPU that nvidia-smi tells of, by UUID; of none if it does not
-    answer."""
-    try:
-        listed = subprocess.run(_QUERY, capture_output=True, timeout=LIMIT_S, check=False).stdout
-    except (OSError, subprocess.TimeoutExpired):  # whoever asks for the GPUs of this host is told of the first
-        return {}
-    rows = (line.split(", ") for line in listed.decode(errors="replace").splitlines())
-    return {
-        row[0]: (int(row[1]) * MIB, int(row[2]) * MIB)
-        for row in rows
-        if len(row) == 3 and row[1].isdecimal() and row[2].isdecimal()
-    }
-
-
-_GPU = re.compile(r"^\s*GPU \d+: .*\(UUID: (GPU-[0-9A-Za-z-]+)\)", re.MULTILINE)
-_PART = re.compile(r"^\s*MIG .*\(UUID: (MIG-[0-9A-Za-z/-]+)\)", re.MULTILINE)
-VISIBLE = "CUDA_VISIBLE_DEVICES"
+    """Map the UUID of each whole GPU to its used and total bytes, where NVML reports them."""
+    return {gpu.uuid: gpu.memory for gpu in installed_gpus() if gpu.memory is not None}
 
 
 def gpus_of_host() -> tuple[str, ...]:
-    """The UUIDs of the GPUs that ``CUDA_VISIBLE_DEVICES`` leaves. Raises UsageError if that names one that is not
-    there: CUDA would hide it and all after it without a word."""
-    try:
-        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False).stdout
-    except OSError as error:
-        raise UsageError(f"--device cuda: nvidia-smi cannot be run ({error.strerror}); it tells GPUs apart") from None
-    return visible_gpus(listed, os.environ.get(VISIBLE))
+    """Return the UUIDs of the GPUs that ``CUDA_VISIBLE_DEVICES`` leaves.
+
+    Raises UsageError if the variable names a GPU that is not there: CUDA would silently hide this GPU and all after it.
+    """
+    return visible_gpus(installed_gpus(), os.environ.get(VISIBLE))
 
 
-def visible_gpus(listed: str, visible: str | None) -> tuple[str, ...]:
-    """Of the GPUs that ``nvidia-smi -L`` has ``listed``, those that the value of ``CUDA_VISIBLE_DEVICES`` names."""
-    whole, parts = _GPU.findall(listed), _PART.findall(listed)
+def visible_gpus(installed: Sequence[Gpu], visible: str | None) -> tuple[str, ...]:
+    """Select those of the ``installed`` GPUs that the value of ``CUDA_VISIBLE_DEVICES`` names."""
     if visible is None:
-        return tuple(whole)
-    chosen = [_named(entry.strip(), whole, parts) for entry in visible.split(",") if entry.strip()]
+        return tuple(gpu.uuid for gpu in installed)
+    chosen = [_named(entry.strip(), installed) for entry in visible.split(",") if entry.strip()]
     if len(set(chosen)) < len(chosen):
         raise UsageError(f"{VISIBLE}={shown(visible)} names a GPU twice; name each once")
     return tuple(chosen)
 
 
-def _named(entry: str, whole: Sequence[str], parts: Sequence[str]) -> str:
-    """The UUID of an entry: a number, a UUID, or the beginning of one."""
+def _named(entry: str, installed: Sequence[Gpu]) -> str:
+    """Return the UUID of an entry: a number, a UUID, or the beginning of one."""
     if entry.isdecimal():
-        found = list(whole[int(entry) : int(entry) + 1])
+        found = [gpu.uuid for gpu in installed[int(entry) : int(entry) + 1]]
     else:
-        found = [uuid for uuid in (*whole, *parts) if uuid.startswith(entry)]
+        uuids = (uuid for gpu in installed for uuid in (gpu.uuid, *gpu.parts))
+        found = [uuid for uuid in uuids if uuid.startswith(entry)]
     if len(found) != 1:
-        count = f"{len(whole)} GPU{'s' * (len(whole) != 1)}"
-        what = f"{len(found)} GPUs" if found else f"no GPU that nvidia-smi lists, which has {count}"
+        count = f"{len(installed)} GPU{'s' * (len(installed) != 1)}"
+        what = f"{len(found)} GPUs" if found else f"not a GPU of this host, which has {count}"
         raise UsageError(f"{VISIBLE}: {shown(entry)} is {what}; name GPUs by number or UUID (nvidia-smi -L)")
     return found[0]
 
 
-# An adapter or a cloud's plugin for NCCL need not reach back to its own host.
+# A network adapter, or a cloud's plugin for NCCL, may not reach the host that it is in.
 _NETWORK = {"NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "=lo"}
 
 
 def shares_of(gpus: Sequence[str], ranks_per_gpu: int) -> Block:
-    """The places of so many ranks on each GPU: the GPUs themselves if it is one."""
+    """Return the places of ``ranks_per_gpu`` ranks on each GPU: the GPUs themselves for one rank."""
     if ranks_per_gpu == 1:
         return tuple(gpus)
     return tuple(f"{gpu}#{number}" for number in range(ranks_per_gpu) for gpu in gpus)
 
 
 def gpu_of(place: str) -> str:
-    """The GPU of a share; any other place is its own."""
+    """Return the GPU of a share, and any other place unchanged."""
     gpu, _, number = place.rpartition("#")
     return gpu if gpu and number.isdecimal() else place
 
 
 def gpus_of(block: Block) -> Block:
-    """The GPUs of a block, each once."""
+    """Return the GPUs of a block, each once."""
     return tuple(dict.fromkeys(map(gpu_of, block)))
 
 
 def more_shares(ranks: int, gpus: int) -> str:
-    """How so many ranks would have places on so many GPUs, for the user."""
+    """Advise the user how ``ranks`` ranks fit on ``gpus`` GPUs."""
     each = -(-ranks // gpus)
     return f"--ranks_per_gpu {each} lets {each} ranks share a GPU"
 
 
 def visible_to(block: Block) -> dict[str, str]:
-    """The environment variables of ranks on these places; without any, they see what this process sees."""
+    """Return the environment variables that show ranks only the GPUs of their places; none for an empty block."""
     return {VISIBLE: ",".join(gpus_of(block))} if block else {}
 
 
 def network_of(block: Block) -> dict[str, str]:
-    """The environment variables of ranks that share GPUs of this host and speak with no other host: how NCCL reaches
-    the others, where the user has not said so."""
+    """Return the environment variables of ranks that share GPUs and are all on this host: NCCL's network, unless the
+    user has set it."""
     is_shared = len(gpus_of(block)) < len(block)
     return {name: value for name, value in _NETWORK.items() if is_shared and name not in os.environ}
 
 
 def seats_of(block: Block) -> tuple[Seat, ...]:
-    """Of each rank on these places, its GPU among those of ``visible_to``, and the host that it says it is on."""
+    """Return for each rank the index of its GPU among those of ``visible_to``, and the host name that NCCL gets."""
     gpus = gpus_of(block)
     is_shared = len(gpus) < len(block)
     return tuple(Seat(gpu=gpus.index(gpu_of(place)), host=place if is_shared else "") for place in block)

@@ -266,9 +266,9 @@ GIB = 2**30
 
 
 def filled(places: Block) -> list[str]:
-    """A sentence about each GPU of these places of whose memory more than MOST is taken while no run has leased it.
+    """Write a sentence about each GPU of these places that no run has leased although more than MOST of it is taken.
 
-    Nothing is said where nvidia-smi does not answer, nor of parts of GPUs (MIG), of which it tells nothing here.
+    GPUs whose memory NVML does not report, and parts of GPUs (MIG), are left out.
     """
     found = []
     for gpu, (used, whole) in memory_of_gpus().items():

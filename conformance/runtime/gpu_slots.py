@@ -62,7 +62,7 @@ class LeasedPlaces:
         """
         began, is_told = time.monotonic(), False
         look_at = began + _TELL_S
-        names, size = self._wanted(config)  # before the others have to wait: it may ask nvidia-smi
+        names, size = self._wanted(config)  # before the others have to wait: it may ask NVML
         with self._given_back:
             ticket = Ticket(names, size, folder=self._folder)
             try:

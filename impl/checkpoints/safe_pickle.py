@@ -1,9 +1,11 @@
-"""Pickles in checkpoints: checked by an allow list, because whatever else a pickle names is called when it is read.
+"""Checks and reads the pickles of a checkpoint, without running the code that a pickle may name.
 
-Libraries read three kinds with everything allowed: ``.pt`` files (DeepSpeed, megatron-core), the ``.metadata`` of
-torch.distributed.checkpoint, and in its ``.distcp`` files every value that is no tensor. All are checked before a
-library opens them, without running them. The lists are what honest checkpoints hold and no more;
-tests/checkpoints/test_checkpoint_pickles.py plants code in each and sees it refused.
+Libraries read three kinds of pickles with ``weights_only=False``: ``.pt`` files (DeepSpeed, megatron-core), the
+``.metadata`` of torch.distributed.checkpoint, and in its ``.distcp`` files every value that is not a tensor. All are
+checked by an allow list before a library opens them. What this project reads itself, torch.load reads with
+``weights_only=True``; only ``.metadata`` is not a file of torch.save and has an unpickler of its own. The lists hold
+what honest checkpoints need and no more; tests/checkpoints/test_checkpoint_pickles.py plants code in each kind and
+shows that it is refused.
 """
 
 import io
@@ -31,7 +33,7 @@ ALLOWED_IN_METADATA = {
     ("torch.serialization", "_get_layout"),  # a layout by its name
     *(("torch", dtype) for dtype in ("float64", "float32", "bfloat16", "float16")),
 }
-# Beside what torch itself allows where only weights are read.
+# In addition to what torch allows with weights_only=True.
 ALLOWED_IN_TORCH_FILES = {
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
     "deepspeed.runtime.fp16.loss_scaler.LossScaler",
@@ -41,7 +43,7 @@ ALLOWED_IN_TORCH_FILES = {
 
 
 def check_pickle(path: Path) -> None:
-    """Raises UsageError where a library would read a pickle from this file, and it holds what no honest one does."""
+    """Raise UsageError if a library would read a pickle from this file that names anything outside the allow lists."""
     if path.suffix == ".pt":
         with path.open("rb") as file:
             _check_saved_by_torch(file, str(path))
@@ -50,13 +52,13 @@ def check_pickle(path: Path) -> None:
 
 
 def read_metadata(path: Path) -> Any:
-    """What a ``.metadata`` file of torch.distributed.checkpoint holds. Raises UsageError; runs no code of the file."""
+    """Read a ``.metadata`` file of torch.distributed.checkpoint. Raises UsageError; runs no code of the file."""
     try:
         with path.open("rb") as file:
             return _Metadata(file).load()
     except pickle.UnpicklingError as error:
         raise UsageError(f"{path} is refused: {one_line(error)}") from None
-    except Exception as error:  # pickle raises what it likes at a broken file
+    except Exception as error:  # a broken file makes pickle raise any exception
         raise UsageError(f"{path} is no metadata of a checkpoint: {one_line(error)}; give another one") from None
 
 
@@ -68,14 +70,14 @@ class _Metadata(pickle.Unpickler):
 
 
 def _check_values(folder: Path, metadata: Any) -> None:
-    """Check the values that are no tensors, of which each lies in a file as torch saves it."""
+    """Check the values that are not tensors; each is a part of a file, written by torch.save."""
     source = str(folder / METADATA)
     try:
         kinds = {name: type(entry).__name__ for name, entry in metadata.state_dict_metadata.items()}
         places = [
             (index.fqn, folder / place.relative_path, place.offset, place.length)
             for index, place in metadata.storage_data.items()
-            if kinds.get(index.fqn) != "TensorStorageMetadata"  # of tensors, torch reads nothing but weights
+            if kinds.get(index.fqn) != "TensorStorageMetadata"  # torch reads tensors with weights_only=True
         ]
         for name, path, offset, length in places:
             if path.parent != folder or not path.is_file():
@@ -85,12 +87,12 @@ def _check_values(folder: Path, metadata: Any) -> None:
                 _check_saved_by_torch(io.BytesIO(file.read(length)), f"{path}, {shown(name)},")
     except UsageError:
         raise
-    except Exception as error:  # the classes are those of metadata, and what they hold may be anything
+    except Exception as error:  # the classes are allowed, but their attributes may be anything
         raise UsageError(f"{source} is no metadata of a checkpoint: {one_line(error)}; give another one") from None
 
 
 def _check_saved_by_torch(file: BinaryIO, source: str) -> None:
-    """torch disassembles the pickle without running it, and raises at opcodes that could hide a name."""
+    """Let torch disassemble the pickle without running it; torch raises at opcodes that could hide a name."""
     try:
         named = set(torch.serialization.get_unsafe_globals_in_checkpoint(file))
     except Exception as error:  # ValueError, RuntimeError, UnpicklingError, EOFError and more
@@ -100,30 +102,32 @@ def _check_saved_by_torch(file: BinaryIO, source: str) -> None:
 
 
 class Opaque:
-    """Stands for an object of a library: its attributes as they are in the file, none of its code."""
+    """Stands in for an object of a library: holds its attributes as in the file, and none of its code."""
 
     def __init__(self, *values: Any) -> None:
         self.values = values
 
 
 def read_torch_file(path: Path) -> Any:
-    """What torch.save wrote, with tensors that are read from the file when they are used, and Opaque for objects of
-    DeepSpeed. Raises UsageError; runs no code of the file."""
+    """Read a file of torch.save, with tensors mapped from the file and an Opaque for each object of DeepSpeed.
+
+    Raises UsageError; runs no code of the file.
+    """
     with path.open("rb") as file:
         _check_saved_by_torch(file, str(path))
     return _load(path, source=path, mmap=True)
 
 
 def read_torch_bytes(data: bytes, *, source: Path) -> Any:
-    """The same for a part of the file ``source``, as torch.distributed.checkpoint has one for each small value."""
+    """Read a part of the file ``source`` likewise: torch.distributed.checkpoint has one for each value that is small."""
     return _load(io.BytesIO(data), source=source)
 
 
 def _load(data: Path | io.BytesIO, *, source: Path, **options: Any) -> Any:
-    # torch wants another type for each name.
+    # torch needs a distinct type for each name.
     stand_ins: list[Any] = [(type("Opaque", (Opaque,), {}), name) for name in sorted(ALLOWED_IN_TORCH_FILES)]
     try:
         with torch.serialization.safe_globals(stand_ins):
             return torch.load(data, map_location="cpu", weights_only=True, **options)
     except Exception as error:  # UnpicklingError, RuntimeError, EOFError and more
-        raise UsageError(f"{source} is no file of torch that can be read: {one_line(error)}") from None
+        raise UsageError(f"{source} is not a file of torch that can be read: {one_line(error)}") from None

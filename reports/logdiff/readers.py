@@ -1,23 +1,24 @@
-"""CSV: a header with a counter of steps and metrics; also what wandb exports of a panel.
+"""Reads training logs: CSV, JSON, TensorBoard's event files, and consoles. The content tells the format.
 
-wandb names a column ``RUN - METRIC`` and adds ``__MIN`` and ``__MAX`` of the interval that a point stands for, which
-are no metrics here (docs.wandb.ai, "Export data from a panel"). A panel of several runs is read one run at a time:
-``panel.csv#RUN``.
+CSV has a header with a counter of steps. wandb exports a panel in this format: it names a column ``RUN - METRIC`` and
+adds ``__MIN`` and ``__MAX`` of the interval that a point stands for, which are not metrics here (docs.wandb.ai, "Export
+data from a panel"). A panel of several runs is read one run at a time: ``panel.csv#RUN``.
 
-JSON: lines of objects (ours, wandb's history, verl's file logger, anybody's), and Hugging Face's trainer_state.json.
+JSON is lines of objects (this project's log, wandb's history, verl's file logger), or Hugging Face's
+trainer_state.json. An object with a counter of steps is a row. The first object without one is the header, which holds
+the options of the run. Nested objects are flattened with ``/``; verl's ``{"step": 1, "data": {...}}``
+(verl/utils/tracking.py, FileLogger) is flattened without it. ``trainer_state.json`` holds its rows under
+``log_history`` (transformers/trainer_callback.py, TrainerState), and the Trainer logs the mean loss since the last line
+(transformers/trainer.py, ``_maybe_log_save_evaluate``).
 
-An object with a counter of steps is a row; the first one without is the header: what was asked of the run. Objects in
-objects are flattened with ``/``; verl's ``{"step": 1, "data": {...}}`` (verl/utils/tracking.py, FileLogger) without.
-``trainer_state.json`` holds its rows under ``log_history`` (transformers/trainer_callback.py, TrainerState), and the
-Trainer logs the mean loss since the last line (transformers/trainer.py, ``_maybe_log_save_evaluate``).
-
-Which format a file has, seen in its content, never in its name alone.
+Event files are read by the ``tensorboard`` package, record by record: its EventAccumulator ends silently at a damaged
+record, and drops the rows that a resumed run has logged again.
 """
 
 import csv
 import io
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,6 @@ from conformance.core.errors import UsageError, shown
 from conformance.core.io import Unreadable, read_file
 from reports.logdiff.console import CONSOLES, lines_of
 from reports.logdiff.run import STEP, Log, Row
-from reports.logdiff.tensorboard import PATTERN, is_event_file, read_events
 
 BETWEEN = " - "
 
@@ -158,6 +158,81 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, fl
             yield f"{prefix}{name}", float(value)
 
 
+EVENT_FILES = "*tfevents*"
+
+
+def is_event_file(start: bytes) -> bool:
+    """Tell by the version record, with which every writer of event files begins."""
+    return b"brain.Event:" in start[:64]
+
+
+def read_events(files: Sequence[Path]) -> Log:
+    """Read the scalars of one run's event files, in the given order.
+
+    Raises UsageError for a damaged file, and if tensorboard is not installed.
+    """
+    try:
+        import tensorboard  # noqa: F401
+    except ImportError:
+        raise UsageError(
+            "TensorBoard's event files are read by the package tensorboard: pip install 'backend-parity[tensorboard]'"
+        ) from None
+    rows: list[Row] = []
+    notes = []
+    for file in files:
+        try:
+            rows.extend(_event_rows(file))
+        except _CutOff:
+            notes.append(f"{file.name} ends within a record (the run goes on, or was killed)")
+    return Log(format="TensorBoard", rows=rows, notes=tuple(notes))
+
+
+class _CutOff(Exception):
+    """Raised where an event file ends within a record."""
+
+
+def _event_rows(file: Path) -> Iterator[Row]:
+    from google.protobuf.message import DecodeError
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.tensorflow_stub import errors
+    from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import PyRecordReader_New
+
+    reader, position = PyRecordReader_New(str(file)), 0
+    while True:
+        try:
+            reader.GetNext()
+            record = reader.record()
+            event = Event.FromString(record)
+        except errors.OutOfRangeError:
+            return
+        except errors.DataLossError as error:
+            if "truncated" in str(error):
+                raise _CutOff from None
+            raise UsageError(f"{file.name} is damaged at byte {position}: a record has another checksum") from None
+        except DecodeError:
+            raise UsageError(f"{file.name} has a record that is not an event of TensorBoard") from None
+        scalars = ((value.tag, _scalar(value)) for value in event.summary.value)
+        if values := {tag: scalar for tag, scalar in scalars if scalar is not None}:
+            yield Row(event.step, values)
+        position += len(record) + 16  # the length of a record, its checksum, and the checksum of the data
+
+
+def _scalar(value: Any) -> float | None:
+    """Return the number of a summary's value, which TensorFlow 2 writes as a tensor; None for any other value."""
+    from tensorboard.compat.proto import types_pb2
+    from tensorboard.util.tensor_util import make_ndarray
+
+    if value.HasField("simple_value"):
+        return float(value.simple_value)
+    if not value.HasField("tensor") or value.tensor.dtype not in (types_pb2.DT_FLOAT, types_pb2.DT_DOUBLE):
+        return None
+    try:
+        array = make_ndarray(value.tensor)
+    except ValueError:
+        return None
+    return float(array.item()) if array.size == 1 else None
+
+
 LONGEST = 2**30  # bytes of a log
 LOOKED_FOR = (
     "JSON lines with a `step`, trainer_state.json, CSV with a header that has a `step`, TensorBoard event files, and"
@@ -175,10 +250,13 @@ def read_log(name: str) -> Log:
         before, _, chosen = name.rpartition("#")
         path = Path(before)
     if path.is_dir():
-        return read_events({file.name: _read(file) for file in _event_files(path)})
+        files = _event_files(path)
+        for file in files:
+            _read(file)  # refuses links and files that are too large
+        return read_events(files)
     data = _read(path)
-    if is_event_file(data[:12]):
-        return read_events({path.name: data})
+    if is_event_file(data):
+        return read_events([path])
     text = data.decode(errors="replace")
     found = read_json(text) or read_table(text, name=str(path), chosen=chosen)
     if found is None:
@@ -205,10 +283,10 @@ def _read(path: Path) -> bytes:
 
 def _event_files(folder: Path) -> list[Path]:
     """In the order of their names, which hold the time of their making."""
-    files = sorted(folder.glob(PATTERN))
+    files = sorted(folder.glob(EVENT_FILES))
     if files:
         return files
-    below = sorted({file.parent for file in folder.rglob(PATTERN)})
+    below = sorted({file.parent for file in folder.rglob(EVENT_FILES)})
     if below:
         raise UsageError(f"{folder} holds several runs of TensorBoard; name one: " + " or ".join(map(str, below)))
     raise UsageError(f"{folder} holds neither TensorBoard's event files nor a record (record.jsonl); name a log")

@@ -1,6 +1,9 @@
 """GPUs of which somebody without a lease has taken memory: told before cells run there and find none."""
 
-import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,26 +19,69 @@ from conformance.runtime.gpu_leases import Ticket, filled, lease_folder
 from conformance.suite import conftest as suite
 
 GPUS = ("GPU-a", "GPU-b", "GPU-c")
-LISTED = """\
-GPU-a, 60000, 81559
-GPU-b, 2000, 81559
-GPU-c, [N/A], [N/A]
-GPU-z, 80000, 81559
-"""
+MIB = 2**20
+MEMORY = {"GPU-a": (60000, 81559), "GPU-b": (2000, 81559), "GPU-c": None, "GPU-z": (80000, 81559)}  # MiB, as below
+
+
+@dataclass(kw_only=True)
+class Nvml:
+    """Stands for pynvml. A device's handle is its UUID; ``failing`` names the functions that raise."""
+
+    memory: dict[str, tuple[int, int] | None] = field(default_factory=lambda: dict(MEMORY))
+    parts: dict[str, list[str | None]] = field(default_factory=dict)
+    failing: set[str] = field(default_factory=set)
+    takes_s: float = 0.0
+    NVMLError = LookupError
+    nvmlMemory_v2 = 2  # noqa: N815
+
+    def _call(self, name: str, result: Any = None) -> Any:
+        if name in self.failing:
+            raise LookupError(name)
+        return result
+
+    def nvmlInit(self) -> None:  # noqa: N802
+        time.sleep(self.takes_s)
+        self._call("nvmlInit")
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        answers: dict[str, Callable[..., Any]] = {
+            "nvmlShutdown": lambda: None,
+            "nvmlSystemGetDriverVersion": lambda: "580.1",
+            "nvmlDeviceGetCount": lambda: len(self.memory),
+            "nvmlDeviceGetHandleByIndex": lambda number: list(self.memory)[number],
+            "nvmlDeviceGetUUID": lambda handle: handle,
+            "nvmlDeviceGetName": lambda handle: "H200",
+            "nvmlDeviceGetMaxMigDeviceCount": lambda handle: len(self.parts.get(handle, ())),
+            "nvmlDeviceGetMigDeviceHandleByIndex": self._part,
+            "nvmlDeviceGetMemoryInfo": self._memory,
+        }
+        return lambda *arguments: self._call(name, answers[name](*arguments))
+
+    def _part(self, handle: str, number: int) -> str:
+        if (part := self.parts[handle][number]) is None:
+            raise LookupError(number)
+        return part
+
+    def _memory(self, handle: str, version: int) -> SimpleNamespace:
+        if (memory := self.memory[handle]) is None:
+            raise LookupError(handle)
+        return SimpleNamespace(used=memory[0] * MIB, total=memory[1] * MIB)
 
 
 @pytest.fixture(autouse=True)
-def _host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A host whose nvidia-smi says that GPU-a is filled, and GPU-z, which is not ours."""
-    nvidia_smi(tmp_path, LISTED)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+def nvml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Nvml:
+    """A host where GPU-a is filled, and GPU-z, which is not ours."""
+    monkeypatch.setitem(sys.modules, "pynvml", fake := Nvml())
     monkeypatch.setenv("PARITY_LEASES", str(tmp_path / "leases"))
+    return fake
 
 
-def nvidia_smi(folder: Path, listed: str, also: str = "") -> None:
-    (folder / "listed").write_bytes(listed.encode("utf-8", "surrogateescape"))
-    (program := folder / "nvidia-smi").write_text(f"#!/bin/sh\ncat {folder}/listed\n{also}\n")
-    program.chmod(0o755)
+def test_nvml_lists_gpus_with_their_parts_and_memory(nvml: Nvml) -> None:
+    nvml.parts["GPU-c"] = ["MIG-1", None, "MIG-2"]
+    first, *_, third, _ = gpu_inventory.installed_gpus()
+    expected = gpu_inventory.Gpu(uuid="GPU-a", name="H200", driver="580.1", memory=(60000 * MIB, 81559 * MIB))
+    assert first == expected
+    assert (third.parts, third.memory) == (("MIG-1", "MIG-2"), None)
 
 
 def test_a_gpu_is_told_of_that_holds_much_which_no_run_has_leased() -> None:
@@ -54,25 +100,22 @@ def test_what_the_ranks_of_another_run_hold_is_not_told() -> None:
     assert len(filled(GPUS)) == 1
 
 
-@pytest.mark.parametrize(
-    ("listed", "told"),
-    [
-        ("", 0),
-        ("No devices were found\n", 0),
-        ("GPU-a\nGPU-a, 60000\nGPU-a, 60000, 81559, 3\nGPU-a, \udcff, 81559\n", 0),
-        (f"Failed to initialize NVML: \udcff\n{LISTED}", 1),
-    ],
-)
-def test_what_else_nvidia_smi_says_stops_no_run(tmp_path: Path, listed: str, told: int) -> None:
-    nvidia_smi(tmp_path, listed)
-    assert len(filled(GPUS)) == told
-
-
-def test_an_nvidia_smi_that_hangs_or_is_not_there_stops_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    nvidia_smi(tmp_path, LISTED, also="exec sleep 60")
-    monkeypatch.setattr(gpu_inventory, "LIMIT_S", 0.2)
+@pytest.mark.parametrize("function", ["nvmlInit", "nvmlDeviceGetCount", "nvmlDeviceGetUUID"])
+def test_without_a_driver_there_are_no_gpus(function: str, nvml: Nvml, monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml.failing.add(function)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert filled(GPUS) == []
-    monkeypatch.setenv("PATH", "")
+    assert gpu_inventory.gpus_of_host() == ()
+
+
+def test_gpus_that_cannot_be_divided_are_listed(nvml: Nvml) -> None:
+    nvml.failing.add("nvmlDeviceGetMaxMigDeviceCount")
+    assert len(filled(GPUS)) == 1
+
+
+def test_a_driver_that_hangs_stops_no_run(nvml: Nvml, monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml.takes_s = 1.0
+    monkeypatch.setattr(gpu_inventory, "LIMIT_S", 0.1)
     assert filled(GPUS) == []
 
 

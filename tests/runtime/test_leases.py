@@ -13,18 +13,13 @@ import pytest
 from world_helpers import is_dead_soon
 
 from conformance.core.errors import UsageError
-from conformance.runtime.gpu_inventory import gpu_of, network_of, seats_of, shares_of, visible_gpus, visible_to
+from conformance.runtime.gpu_inventory import Gpu, gpu_of, network_of, seats_of, shares_of, visible_gpus, visible_to
 from conformance.runtime.gpu_leases import Busy, Ticket, blocks, holders, lease_folder
 from conformance.runtime.slots import Lease, Seat
 
 GPUS = tuple(f"GPU-{letter}" for letter in "abcdefgh")
-# What nvidia-smi -L prints, on a host whose last GPU is cut into parts.
-LISTED = """\
-GPU 0: NVIDIA H200 (UUID: GPU-0aa1)
-GPU 1: NVIDIA H200 (UUID: GPU-0bb2)
-GPU 2: NVIDIA H200 (UUID: GPU-1cc3)
-  MIG 1g.18gb     Device  0: (UUID: MIG-5d5d)
-"""
+# The last GPU is divided into parts.
+INSTALLED = [Gpu(uuid="GPU-0aa1"), Gpu(uuid="GPU-0bb2"), Gpu(uuid="GPU-1cc3", parts=("MIG-5d5d",))]
 # Leases GPUs, says which, and keeps them until its input ends.
 HOLDER = """\
 import json, sys, time
@@ -55,22 +50,22 @@ sys.stdin.read()
     ],
 )
 def test_the_variable_says_which_gpus_are_ours_and_in_which_order(visible: str | None, found: tuple[str, ...]) -> None:
-    assert visible_gpus(LISTED, visible) == found
+    assert visible_gpus(INSTALLED, visible) == found
 
 
 @pytest.mark.parametrize(
     ("visible", "message"),
     [
-        ("0,3", "'3' is no GPU that nvidia-smi lists, which has 3 GPUs"),  # CUDA would say nothing and use GPU 0
+        ("0,3", "'3' is not a GPU of this host, which has 3 GPUs"),  # CUDA would say nothing and use GPU 0
         ("GPU-0", "'GPU-0' is 2 GPUs"),
-        ("GPU-dead", "'GPU-dead' is no GPU"),
-        ("-1", "'-1' is no GPU"),
+        ("GPU-dead", "'GPU-dead' is not a GPU"),
+        ("-1", "'-1' is not a GPU"),
         ("1,GPU-0b", "names a GPU twice"),
     ],
 )
 def test_a_variable_that_cuda_would_cut_short_is_refused(visible: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        visible_gpus(LISTED, visible)
+        visible_gpus(INSTALLED, visible)
 
 
 def test_blocks_of_two_four_and_eight_leave_no_gpu_between_them() -> None:
