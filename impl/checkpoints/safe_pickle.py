@@ -119,7 +119,9 @@ def read_torch_file(path: Path) -> Any:
 
 
 def read_torch_bytes(data: bytes, *, source: Path) -> Any:
-    """Read a part of the file ``source`` likewise: torch.distributed.checkpoint has one for each value that is small."""
+    """Read a part of the file ``source`` likewise: torch.distributed.checkpoint has one for each value that is
+    small.
+    """
     return _load(io.BytesIO(data), source=source)
 
 

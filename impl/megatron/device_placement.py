@@ -1,8 +1,8 @@
 """Runs megatron-core on the rank's own device; the library asks for CUDA by name in a hundred places.
 
 On a CPU rank, ``device="cuda"`` and its like mean the CPU while ``placed`` is entered. Everything is restored on exit,
-and no computed number changes (tests/megatron_backend/test_megatron_placement.py) but the gradient norm. Without Apex and
-TransformerEngine, the library takes it with torch's norm, which loses digits on a CPU, and reads the norm of every
+and no computed number changes (tests/megatron_backend/test_megatron_placement.py) but the gradient norm. Without Apex
+and TransformerEngine, the library takes it with torch's norm, which loses digits on a CPU, and reads the norm of every
 gradient by itself, for each of which the host waits for a GPU; so its norm is replaced on CPUs and on GPUs. Streams and
 events, which order the work on a GPU, do nothing on the CPU, where an op is done when it returns. The exact tier needs
 one more replacement, on GPUs as well: the library recognises dtypes by names such as ``torch.cuda.FloatTensor``, so

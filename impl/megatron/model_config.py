@@ -195,8 +195,8 @@ FAMILIES = {
     "DeepseekV2": Family(("attention_bias", False), mixture=DEEPSEEK_V2, latent=True),
     "DeepseekV3": Family(("attention_bias", False), mixture=DEEPSEEK_V3, latent=True),
 }
-# Families with parts that megatron-core 0.16.1 does not have (source read, and tests/megatron_backend/test_megatron_lacks.py
-# looks).
+# Families with parts that megatron-core 0.16.1 does not have (source read, and
+# tests/megatron_backend/test_megatron_lacks.py looks).
 _AFTER = "norms of what attention and MLP give, before it is added"
 _SCALED = "embeddings times the root of their width"
 LACKING = {

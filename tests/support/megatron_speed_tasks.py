@@ -1,4 +1,6 @@
-"""Tasks that tests/megatron_backend/test_megatron_speed.py runs in ranks: the ways to save time on GPUs, taken on the CPU."""
+"""Tasks that tests/megatron_backend/test_megatron_speed.py runs in ranks: the ways to save time on GPUs, taken on the
+CPU.
+"""
 
 from typing import Any, cast
 from unittest import mock

@@ -1,5 +1,5 @@
-"""Tasks that tests/megatron_backend/test_megatron_models.py runs in ranks: training states and checkpoints, of a policy and a
-critic.
+"""Tasks that tests/megatron_backend/test_megatron_models.py runs in ranks: training states and checkpoints, of a
+policy and a critic.
 """
 
 import shutil
