@@ -1,17 +1,16 @@
-"""Hashing: random numbers that follow from a name and a place alone, to the bit the same on every device and version.
+"""Makes numbers repeatable: hashed random numbers, computation outside of torch's modes, and deterministic kernels.
 
-Sketches of tensors (conformance.numerics.sketch, parity.sketch) are made of them in several processes, and subtracted.
+Random numbers follow from a name and a position alone. Every device and version computes the same bits, because
+several processes compute sketches of tensors (conformance.numerics.sketch, parity.sketch) that are then subtracted.
 
-Modes: what the suite itself computes of a backend's tensors, past the modes that watch and lift the backend.
+The suite computes sketches and digests of a backend's tensors outside of the modes that watch and lift the backend
+(conformance.numerics.float64_tier, conformance.worker.evidence). An operator inside of a mode costs as much as a small
+kernel, and a model of a billion parameters needs thousands of operators per step.
 
-Every operator that goes through torch's modes costs as much as a small kernel (conformance.numerics.float64_tier,
-conformance.worker.evidence); sketches and digests of a model of a billion parameters take thousands of them in a step.
-
-Settings: what torch may choose among kernels on a GPU, by tier, and what it was left at (claims 4 and 6).
-
-In the exact tier and in fp32 a cell should come out the same twice: kernels are deterministic where there are such (a
-warning goes to the rank's log where there are none), and TF32, which is not what a layout names fp32, is off. Half
-precision is judged as libraries run it, so nothing is changed there. The record's environment says what was in force.
+On a GPU, a cell in the exact tier or in fp32 should give the same numbers twice. So kernels are deterministic where
+torch has deterministic ones (otherwise torch writes a warning to the rank's log), and TF32 is off, because fp32 does
+not mean TF32. Half precision is judged as libraries run it, so no setting changes there. The record's environment
+holds the settings that were in force.
 """
 
 import contextlib
@@ -28,13 +27,16 @@ from conformance.spec.precision import PRECISIONS, PrecisionName
 
 
 def seed_of(name: str) -> int:
-    """The seed of a parameter's hash, a signed 64-bit number that its name alone decides."""
+    """Derives a signed 64-bit seed from the name of a parameter."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little", signed=True)
 
 
-def splitmix64(places: Tensor, *, seed: int) -> Tensor:
-    """splitmix64 (Steele, Lea, Flood, OOPSLA 2014) of int64; shifts of int64 carry the sign, hence the masks."""
-    x = places.mul(-7046029254386353131).add_(seed)
+def splitmix64(positions: Tensor, *, seed: int) -> Tensor:
+    """Hashes int64 positions by splitmix64 (Steele, Lea, Flood, OOPSLA 2014).
+
+    The masks are needed because shifts of int64 carry the sign.
+    """
+    x = positions.mul(-7046029254386353131).add_(seed)
     x.bitwise_xor_((x >> 30).bitwise_and_((1 << 34) - 1)).mul_(-4658895280553007687)
     x.bitwise_xor_((x >> 27).bitwise_and_((1 << 37) - 1)).mul_(-7723592293110705685)
     return x.bitwise_xor_((x >> 31).bitwise_and_((1 << 33) - 1))
@@ -42,11 +44,11 @@ def splitmix64(places: Tensor, *, seed: int) -> Tensor:
 
 @contextmanager
 def without_modes(tensor: Tensor) -> Iterator[Tensor]:
-    """Give ``tensor`` without its history of gradients. No mode sees or changes what this block computes of it.
+    """Yields ``tensor`` detached, and disables all modes inside of the block.
 
-    What modes do see is that it is detached. A watch for leaks thus learns its dtype, which no operator of the backend
-    may have shown. Of a subclass, such as DTensor, modes see everything, because they and the subclass get operators by
-    one mechanism.
+    Modes see the detaching itself. So a LeakWatch learns the dtype of the tensor, even if no operator of the backend
+    has returned it. For a subclass such as DTensor, modes stay enabled, because torch dispatches modes and subclasses
+    by the same mechanism.
     """
     tensor = tensor.detach()
     if type(tensor) is Tensor:
@@ -61,7 +63,7 @@ WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"  # ranks begin with it (conformance.runtim
 
 @contextlib.contextmanager
 def settings_of(precision: PrecisionName, device: str) -> Iterator[dict[str, str]]:
-    """Set what the tier wants on a GPU, and yield what is in force, for the record. Restored on exit."""
+    """Applies the settings of the precision on a GPU and yields the settings in force. Restores them on exit."""
     before = _deterministic()
     utils: Any = torch.utils.deterministic
     fills = utils.fill_uninitialized_memory
@@ -84,5 +86,5 @@ def settings_of(precision: PrecisionName, device: str) -> Iterator[dict[str, str
 
 
 def _deterministic() -> tuple[bool, bool]:
-    """Whether torch takes deterministic kernels, and whether it only warns where there are none."""
+    """Returns whether torch uses deterministic kernels, and whether it only warns if a kernel has none."""
     return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()

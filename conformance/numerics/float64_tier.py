@@ -1,12 +1,13 @@
-"""The exact tier: keeps float64 computations in float64, and detects operators that leave float64.
+"""Keeps float64 computations in float64 (the exact tier), and detects operators that leave float64.
 
-Serves claim 6 (no tolerance hides a bug). Libraries compute parts of a model in float32: norms, rotary tables, softmax,
-losses, gradient norms. For a float64 model these are *down*casts, which cause errors of 1e-6 in its gradients.
+No tolerance may hide a bug (docs/principles.md). But libraries compute parts of a model in float32: norms, rotary
+tables, softmax, losses, gradient norms. For a float64 model these are *down*casts, which cause errors of 1e-6 in its
+gradients.
 ``exact_tier()`` replaces a requested lower dtype by float64, and changes nothing else.
 
 What is replaced, for arguments that are float64, integer or bool, and for factories without a tensor argument:
 
-* below autograd (a TorchDispatchMode): any op that is asked for a lower dtype, above all ``aten._to_copy``, in which
+* below autograd (a TorchDispatchMode): any op that requests a lower dtype, above all ``aten._to_copy``, in which
   ``.float()``, ``.half()``, ``.to(...)``, ``.type(...)``, ``.type_as(...)`` and ``softmax(dtype=)`` all end;
 * in Python (a TorchFunctionMode): ``dtype`` arguments of all torch functions, before numbers are rounded on their way
   in (``torch.tensor([...], dtype=)``, ``new_tensor``), and the casts ``.float()``, ``.half()`` and ``.bfloat16()``. All
@@ -57,7 +58,7 @@ Kwargs = dict[str, Any]
 
 @contextmanager
 def exact_tier() -> Iterator[None]:
-    """Enter both modes and make float64 the default dtype; everything is restored on exit, also after an exception.
+    """Enters both modes and makes float64 the default dtype. Everything is restored on exit, also after an exception.
 
     Enter it around building the model and around every step, in the thread that runs them. The default dtype and the
     old constructors belong to the whole process, so no other thread may compute in a lower precision meanwhile. May be
@@ -99,14 +100,15 @@ def _lifting_in_python(run_backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class EagerMode(TorchDispatchMode):
-    """A dispatch mode that torch.compile leaves alone, and that leaves torch.compile alone.
+    """Base of dispatch modes that do not change what torch.compile compiles, and that are not compiled themselves.
 
-    What is compiled outside of the mode is compiled inside of it, too, so that a step that is watched runs the same
-    code as any other. Of compiled code the mode gets the operators that are left, such as matrix products; what
-    inductor has fused into kernels of its own it does not get. Operators of higher order, such as the one that has
-    compiled code draw the same random numbers again, go through ``__torch_dispatch__``, but not what they call.
+    Code that is compiled outside of the mode is also compiled inside of it, so that a watched step runs the same code
+    as any other step. In compiled code the mode gets the operators that inductor calls, such as matrix products. It
+    does not get operators that inductor has fused into its own kernels. Higher-order operators, such as the one that
+    makes compiled code draw the same random numbers again, go through ``__torch_dispatch__``; the operators that they
+    call do not.
 
-    Nothing of ``__torch_dispatch__`` is compiled. By default, torch wraps every call of a mode for this purpose. The
+    ``__torch_dispatch__`` is never compiled. By default, torch wraps every call of a mode for this purpose. The
     wrapper costs as much time as the mode itself, and imports torch._dynamo, which takes a second. Here the code object
     is marked to be skipped instead, including everything that it calls.
     """
@@ -137,7 +139,7 @@ class _LiftBelowAutograd(EagerMode):
 
 
 def _lifted(func: Any, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:
-    """The arguments with float64 in the place of lower dtypes; None if there is nothing to change."""
+    """Returns the arguments with lower dtypes replaced by float64; None if nothing changes."""
     # Every op of a step calls this function, and nearly all return here: this is the main cost of the tier.
     # Not by arg.__class__, which torch 2.11 and 2.12 compile wrongly (docs/findings/compiled-class-of-constants.md).
     for arg in args:
@@ -157,7 +159,7 @@ def _lifted(func: Any, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None
 
 @dataclass(frozen=True)
 class Leak:
-    """An op that returned a float32, bfloat16 or float16 tensor ``count`` times.
+    """Describes an op that returned a float32, bfloat16 or float16 tensor ``count`` times.
 
     ``where``: the innermost Python line outside torch, as ``file:line in function``. In a backward pass this is a line
     of a custom autograd function, or otherwise the call of ``backward()``.
@@ -192,8 +194,11 @@ class LeakWatch(EagerMode):
         return result
 
     def see(self, func: Any, result: Any) -> None:
-        """Look at what an op has returned. Another mode that sees every op may call this instead of entering the watch:
-        a mode costs each op as much as a small kernel."""
+        """Counts the result of an op if its dtype is low.
+
+        Another mode that gets every op may call this method instead of entering the watch, because each mode costs an
+        op as much as a small kernel.
+        """
         for tensor in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(tensor, Tensor) and tensor.dtype in LOW:
                 key = (str(func), _caller())

@@ -1,16 +1,16 @@
-"""Sketch: what a record keeps of a matrix that is too large for it; judged as the matrix itself would be.
+"""Sketches matrices that are too large for a record. A sketch is compared as the matrix itself would be.
 
-Rows are multiplied by PROJECTIONS random vectors. That is linear and keeps norms: the norm of a row of the result
-estimates the norm of the row, without bias, and the difference of two results is the result of the difference. So what
-is kept of rows, (rows, PROJECTIONS), goes through the same comparison as a tensor does. Beside it are kept
+Each row is multiplied by PROJECTIONS random vectors. The projection is linear and keeps norms: the norm of a projected
+row is an unbiased estimate of the norm of the row, and the difference of two projections is the projection of the
+difference. So the projected rows, (rows, PROJECTIONS), go through the same comparison as a tensor. A sketch also holds
 
-* the same of columns, (columns, PROJECTIONS): where in a row the difference is,
-* the norm of each row, as it is: norms of gradients follow from them to the last digit,
-* a sample of elements, (1, SAMPLED + rows + columns) in the tensor's own dtype, one of each row and of each column
-  among them: updates and digits are judged element by element.
+* projected columns, (columns, PROJECTIONS), which locate a difference within a row,
+* the exact norm of each row, from which norms of gradients follow to the last digit,
+* a sample of elements, (1, SAMPLED + rows + columns) in the tensor's own dtype, with at least one of each row and of
+  each column, by which updates and digits are judged element by element.
 
-The random numbers are uniform, of mean 0 and variance 1, and follow from the parameter's name. docs/tolerances.md
-proves what a sketch can and cannot see. Vectors, such as biases and the weights of norms, are always kept whole.
+The random numbers are uniform, have mean 0 and variance 1, and follow from the parameter's name. docs/tolerances.md
+proves which errors a sketch detects. Vectors, such as biases and the weights of norms, are never sketched.
 """
 
 import math
@@ -22,40 +22,43 @@ from torch import Tensor
 from conformance.numerics.determinism import seed_of, splitmix64, without_modes
 
 PROJECTIONS = 16
-SAMPLED = 4096  # elements of a tensor, beside one of each row and one of each column
-COLUMNS, NORMS, SAMPLE = PARTS = ".columns", ".norms", ".sample"  # follow the key in the names of what is kept
-LARGE_MODELS = 500_000_000  # elements of all models of a cell, from which on its large matrices are sketched
+SAMPLED = 4096  # sampled elements of a tensor, in addition to one of each row and one of each column
+COLUMNS, NORMS, SAMPLE = PARTS = ".columns", ".norms", ".sample"  # suffixes of the key in the names of a sketch's parts
+LARGE_MODELS = 500_000_000  # elements of all models of a cell; above, large matrices are sketched
 LARGE_MATRIX = 2**16  # elements
 
 _BLOCK = 2**24  # elements of a matrix that are read at a time
-_CHUNK = 512  # elements of a row that are added up at a time: the rounding of a sum grows with the root of its length
-_FRACTION = 2.0**-52  # of a signed number of 53 bits, to [-1, 1)
+_CHUNK = 512  # elements of a row that are summed at a time: rounding grows with the square root of the length
+_FRACTION = 2.0**-52  # maps a signed number of 53 bits to [-1, 1)
 
 
-def sketched_above(asked: int | None, elements: int) -> float:
-    """Matrices with more elements than this are sketched. ``asked``: by the user. ``elements``: of all models."""
-    if asked is not None:
-        return asked
+def sketched_above(requested: int | None, elements: int) -> float:
+    """Returns the number of elements above which matrices are sketched.
+
+    requested: the user's threshold, if any. elements: of all models together.
+    """
+    if requested is not None:
+        return requested
     return LARGE_MATRIX if elements > LARGE_MODELS else math.inf
 
 
 def kept(name: str, tensor: Tensor, *, above: float) -> dict[str, Tensor]:
-    """What a record keeps of a tensor ``KEY/NAME``, on the CPU: a copy, or the parts of a sketch, by name."""
+    """Returns what a record keeps of the tensor ``KEY/NAME``, on the CPU: a copy, or the parts of a sketch."""
     with without_modes(tensor) as tensor:
         if tensor.ndim < 2 or tensor.numel() <= above:
             return {name: tensor.to("cpu", copy=True)}
         key, _, parameter = name.partition("/")
         rows, columns, norms, sample = _sketch(tensor, parameter)
         parts = {key: rows, key + COLUMNS: columns, key + NORMS: norms, key + SAMPLE: sample}
-        return {f"{part}/{parameter}": found.cpu() for part, found in parts.items()}
+        return {f"{part}/{parameter}": values.cpu() for part, values in parts.items()}
 
 
 @torch.no_grad()
 def _sketch(tensor: Tensor, parameter: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(rows, columns, norms, sample) of a tensor whose dimensions after the first are one; read block by block."""
+    """Returns (rows, columns, norms, sample). Dimensions after the first are flattened; the matrix is read in blocks."""
     matrix = tensor.reshape(len(tensor), -1)
     height, width = matrix.shape
-    of_columns = projections(f"{parameter} columns", width, device=matrix.device)  # what rows are multiplied by
+    of_columns = projections(f"{parameter} columns", width, device=matrix.device)  # rows are multiplied by these
     of_rows = projections(f"{parameter} rows", height, device=matrix.device)
     rows, norms = torch.zeros_like(of_rows), torch.zeros_like(of_rows[:, 0])
     columns = torch.zeros_like(of_columns)
@@ -72,15 +75,18 @@ def _sketch(tensor: Tensor, parameter: str) -> tuple[Tensor, Tensor, Tensor, Ten
 
 
 def projections(name: str, length: int, *, device: torch.device) -> Tensor:
-    """The random vectors, float64 (length, PROJECTIONS): uniform numbers of variance 1 / PROJECTIONS."""
-    places = torch.arange(length * PROJECTIONS, device=device)
-    signed = splitmix64(places, seed=seed_of(name)) >> 11
+    """Draws random vectors, float64 (length, PROJECTIONS): uniform numbers of variance 1 / PROJECTIONS."""
+    positions = torch.arange(length * PROJECTIONS, device=device)
+    signed = splitmix64(positions, seed=seed_of(name)) >> 11
     return (signed.double() * (_FRACTION * math.sqrt(3 / PROJECTIONS))).view(length, PROJECTIONS)
 
 
 def sampled(parameter: str, height: int, width: int, *, device: torch.device) -> Tensor:
-    """The places (SAMPLED + height + width,) of the sampled elements in the flattened matrix: some anywhere, one in
-    each row, and one in each column. All elements are equally likely, and one may be there twice."""
+    """Draws the positions (SAMPLED + height + width,) of the sampled elements in the flattened matrix.
+
+    SAMPLED positions are anywhere, one is in each row, and one in each column. All elements are equally likely, and an
+    element may be drawn twice.
+    """
     numbers = torch.arange(SAMPLED + height + width, device=device)
     hashed = splitmix64(numbers, seed=seed_of(f"{parameter} sample")).bitwise_and_(2**63 - 1)
     anywhere, of_rows, of_columns = hashed.split([SAMPLED, height, width])
@@ -90,7 +96,7 @@ def sampled(parameter: str, height: int, width: int, *, device: torch.device) ->
 
 
 def numbers_kept(shape: tuple[int, ...], *, above: float) -> int:
-    """How many numbers a record keeps of a tensor of this shape."""
+    """Counts the numbers that a record keeps of a tensor of this shape."""
     whole = math.prod(shape)
     if len(shape) < 2 or whole <= above:
         return whole
@@ -99,28 +105,28 @@ def numbers_kept(shape: tuple[int, ...], *, above: float) -> int:
 
 
 def is_part(name: str) -> bool:
-    """Whether a tensor of a record is no tensor by itself, but a part of a sketch beside that of its rows."""
+    """Returns whether a tensor of a record is a further part of a sketch, beside the projected rows."""
     return name.partition("/")[0].endswith(PARTS)
 
 
 def is_projected(name: str, names: Container[str]) -> bool:
-    """Whether a tensor of a record with these ``names`` is part of a sketch, and not the sample of its elements."""
+    """Returns whether a tensor of a record with these ``names`` belongs to a sketch and is not its sample."""
     key, _, parameter = name.partition("/")
     return not key.endswith(SAMPLE) and f"{key_of(name)}{SAMPLE}/{parameter}" in names
 
 
 def key_of(name: str) -> str:
-    """The key of the observable that a tensor of a record belongs to."""
+    """Returns the key of the observable to which a tensor of a record belongs."""
     key = name.partition("/")[0]
     return next((key.removesuffix(part) for part in PARTS if key.endswith(part)), key)
 
 
 def whole_shapes(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """The shapes of tensors by name, from those of what is kept of them; of a sketched one as a matrix."""
-    found = {}
+    """Returns the shapes of the original tensors by name. A sketched tensor has the shape of its flattened matrix."""
+    originals = {}
     for name, shape in shapes.items():
         if not is_part(name):
             key, _, parameter = name.partition("/")
             columns = shapes.get(f"{key}{COLUMNS}/{parameter}")
-            found[name] = (shape[0], columns[0]) if columns else shape
-    return found
+            originals[name] = (shape[0], columns[0]) if columns else shape
+    return originals

@@ -1,10 +1,8 @@
-"""Header: what a record of the oracle says of itself in its first line.
+"""Trains a scenario with the oracle, document by document, and writes its record.
 
-Train a scenario with the oracle, document by document, and write its record.
-
-Serves claim 6: the float64 record is what every cell is compared with; the same run in a cell's precision shows the
-error that this precision costs when nothing is wrong. Rows are never packed or padded here, so a packed row of a
-backend is held against documents that cannot see each other.
+Every cell is compared with the float64 record. The same run in a cell's precision measures the error that this
+precision causes when nothing is wrong. The oracle never packs or pads rows, so a packed row of a backend is compared
+with documents that cannot attend to each other.
 """
 
 import contextlib
@@ -56,8 +54,11 @@ def header(
     loss_scale: float,
     defects: tuple[Defect, ...],
 ) -> dict[str, Any]:
-    """JSON values for a RecordWriter. ``settings``: what is in force for kernels on GPUs. ``decoders``: by role, those
-    of models that are trained last; ``loss_scale`` is that of these at the first step."""
+    """Returns the header of the record, as JSON values for a RecordWriter.
+
+    settings: the settings in force for kernels on GPUs. decoders: by role, with trained models last. loss_scale: of the
+    trained models at the first step.
+    """
     return {
         "cell": "oracle",
         "backend": {"name": "oracle", "precision": precision, "defects": defects_to_json(defects)},

@@ -1,7 +1,7 @@
-"""Identity: checks from its header to which cell or oracle run a record belongs; without torch.
+"""Checks by the header of a record to which cell or oracle run the record belongs; without torch.
 
 Folders can be copied, swapped and renamed. So a record counts as a cell's only if its header names this cell, and as
-the oracle's only if its header names the oracle with the wanted precision and defects (claim 9).
+the oracle's only if its header names the oracle with the requested precision and defects (docs/principles.md).
 """
 
 from pathlib import Path
@@ -18,10 +18,10 @@ CHOICES = "choices.safetensors"  # in the folder of that run: the frozen batches
 
 
 def noise_runs(precision: str) -> tuple[str, ...]:
-    """The oracle's runs whose distance to float64 bounds a cell of this precision; none in the exact tier.
+    """Names the oracle runs whose distance to float64 bounds a cell of this precision; none in the exact tier.
 
-    The first has torch's fused attention kernel; the second, which is only made where a cell differs by the first, has
-    the plain formula, but in passes before the first update of a roll-out. Backends have the one or the other.
+    The first run uses torch's fused attention kernel. The second run uses the plain formula, except in passes before
+    the first update of a rollout; it is only made if a cell differs by the first run. A backend uses one of the two.
     """
     has_noise = {name for name, tier in PRECISIONS.items() if not tier.is_exact}
     return (precision, f"{precision}-plain") if precision in has_noise else ()

@@ -156,7 +156,7 @@ class States:
 
 
 def states_of(backend: str, layout: Layout, precision: PrecisionName, shapes: Shapes, *, trained: bool) -> States:
-    """Of a model with AdamW, or of a frozen one."""
+    """Estimates a model with AdamW, or a frozen model."""
     tier = PRECISIONS[precision]
     return {"fsdp2": _fsdp2, "deepspeed": _deepspeed, "megatron": _megatron}[backend](layout, tier, shapes, trained)
 
@@ -183,8 +183,11 @@ def host_bytes(backend: str, scenario: Scenario, layout: Layout) -> int:
 
 
 def _fsdp2(layout: Layout, tier: Precision, shapes: Shapes, trained: bool) -> States:
-    """Parameters are the masters, cut by rows over dp x sp; a block is gathered as a whole, the next one beside it, and
-    what lies outside of blocks from the forward pass to the end of the backward pass."""
+    """Estimates FSDP2: parameters are the masters, sharded by rows over dp x sp.
+
+    A block is gathered whole, and the next block beside it. Parameters outside of blocks stay gathered from the forward
+    pass to the end of the backward pass.
+    """
     full, compute, own = tier.master.bytes, tier.compute.bytes, cut(shapes, layout.tp)
     shards = layout.dp // layout.rep * layout.sp
     held = elements({name: (-(-shape[0] // shards), *shape[1:]) for name, shape in own.items()})
@@ -205,7 +208,7 @@ def _fsdp2(layout: Layout, tier: Precision, shapes: Shapes, trained: bool) -> St
 
 
 def _deepspeed(layout: Layout, tier: Precision, shapes: Shapes, trained: bool) -> States:
-    """ZeRO (arXiv 1910.02054) as DeepSpeed's four classes of optimizers have it; each keeps other gradients."""
+    """Estimates ZeRO (arXiv 1910.02054) by DeepSpeed's four classes of optimizers, which keep different gradients."""
     full, compute, own = tier.master.bytes, tier.compute.bytes, cut(shapes, layout.tp, vocabulary=(HEAD,))
     count, pieces = elements(own), layout.dp * layout.sp * layout.ulysses
     stage, half = 3 if layout.zero is None else layout.zero, tier.is_half
@@ -257,8 +260,10 @@ def _deepspeed(layout: Layout, tier: Precision, shapes: Shapes, trained: bool) -
 
 
 def _megatron(layout: Layout, tier: Precision, shapes: Shapes, trained: bool) -> States:
-    """The stage that holds most; a padded vocabulary; gradients in whole buffers of full precision; with the
-    distributed optimizer, masters and moments cut over dp x sp."""
+    """Estimates the Megatron stage that holds most, with a padded vocabulary.
+
+    Gradients are in whole buffers of full precision. The distributed optimizer shards masters and moments over dp x sp.
+    """
     full, compute = tier.master.bytes, tier.compute.bytes
     held = max(elements(stage) for stage in _stages(layout, shapes))
     if not trained:

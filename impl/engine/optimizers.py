@@ -1,6 +1,6 @@
-"""Sums of squares for gradient norms, to the last digits on a CPU as well (docs/findings/torch-norm-on-cpus.md).
+"""Builds torch's optimizers and transformers' schedules from a scenario, for the backends that train with them.
 
-Builds torch's optimizers and transformers' schedules from a scenario, for the backends that train with them.
+Also sums squares for gradient norms, to the last digits on a CPU as well (docs/findings/torch-norm-on-cpus.md).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -17,7 +17,7 @@ from impl.models.lora import named_parameters, trained_names
 
 
 def sums_of_squares(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The sum of squares of each tensor, a float64 scalar."""
+    """Returns the sum of squares of each tensor, a float64 scalar."""
     if tensors[0].dtype == torch.float64:
         # torch's norm adds up one number after another on a CPU, and is 5e-15 off for a million; its sum adds up pairs.
         return [tensor.square().sum() for tensor in tensors]
@@ -27,7 +27,8 @@ def sums_of_squares(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 def parameter_groups(
     parameters: Iterable[Parameter], config: OptimizerConfig, *, dims: Callable[[Parameter], int] = Parameter.dim
 ) -> list[dict[str, Any]]:
-    """Parameter groups for an optimizer: AdamW decays parameters with two or more dimensions, and SGD decays none.
+    """Groups parameters for an optimizer: AdamW decays parameters with two or more dimensions, and SGD decays none.
+
     No group is empty.
 
     ``parameters``: the trained parameters. ``dims``: gives a parameter's number of dimensions; libraries that flatten
@@ -44,13 +45,13 @@ def parameter_groups(
 
 
 def trained_parameters(model: Module, config: OptimizerConfig) -> list[Parameter]:
-    """The parameters of ``model`` that are trained; ``model`` has Hugging Face's parameter names, or peft's."""
+    """Returns the trained parameters of ``model``, whose parameter names are Hugging Face's or peft's."""
     trained = trained_names(model, config)
     return [parameter for name, parameter in named_parameters(model) if name in trained]
 
 
 def freeze_others(model: Module, config: OptimizerConfig) -> None:
-    """Let the parameters that are trained require gradients, and no others."""
+    """Makes exactly the trained parameters require gradients."""
     trained = trained_names(model, config)
     for name, parameter in named_parameters(model):
         parameter.requires_grad_(name in trained)
@@ -59,7 +60,7 @@ def freeze_others(model: Module, config: OptimizerConfig) -> None:
 def torch_optimizer(
     groups: list[dict[str, Any]], config: OptimizerConfig, *, device: str, precision: PrecisionName
 ) -> torch.optim.Optimizer:
-    """torch's SGD or AdamW over the groups of ``parameter_groups``; on GPUs AdamW in one kernel, which saves memory."""
+    """Builds torch's SGD or AdamW over the groups of ``parameter_groups``; AdamW is fused on GPUs to save memory."""
     if config.name == "sgd":  # whose fused kernel takes no DTensor
         return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum)
     fused = updates_in_one_kernel(device=device, precision=precision)
@@ -67,10 +68,10 @@ def torch_optimizer(
 
 
 def updates_in_one_kernel(*, device: str, precision: PrecisionName) -> bool:
-    """Whether torch's AdamW runs as its fused kernel: on GPUs, in fp32 and bf16.
+    """Returns whether torch's AdamW runs as its fused kernel: on GPUs, in fp32 and bf16.
 
-    In fp16 the kernel would skip updates itself, by numbers that a loss scaler hands it. It reads the number of steps
-    as float32, whatever dtype it has, and the exact tier makes that float64.
+    With loss scaling the fused kernel would skip updates itself, by numbers that a loss scaler passes to it. The fused
+    kernel also reads the number of steps as float32, whatever its dtype, and the exact tier makes that dtype float64.
     """
     tier = PRECISIONS[precision]
     return device != "cpu" and not (tier.is_exact or tier.is_loss_scaled)
