@@ -1,8 +1,8 @@
-"""Mutation score: which planted faults the suite caught, at which stage, and what the usual gates would have caught.
+"""Counts which planted faults the suite caught, at which stage, and which faults the usual gates would have caught.
 
-Serves claim 8. benchmarks/mutation_score.py runs the cells; this module counts and prints their rows. The usual gates
-compare the loss, or the loss and the gradient norm, of two runs. Every cell is also run without a fault, as a control:
-a gate that raises an alarm for this cell as well has not detected the fault.
+benchmarks/mutation_score.py runs the cells; this module counts and prints their rows. The usual gates compare the loss,
+or the loss and the gradient norm, of two runs. Every cell is also run without a fault, as a control: a gate that also
+raises an alarm for the control has not detected the fault.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,11 +1,11 @@
-"""Detects gradients that were accumulated in half precision instead of float32.
+"""Grain: whether gradients were added up in the half precision that they were computed in.
 
-Accumulating micro-batches and ranks in bf16 costs a gradient 1e-3, which disappears in the noise of bf16 itself. But it
-leaves a trace in every element: a sum that is rounded to bf16 is a bf16 number. A float32 sum of several bf16 numbers
-mostly is not a bf16 number; measured over three backends, about 0.8 / n of the sums of n numbers are.
+Serves claim 4. Adding up micro-batches and ranks in bf16 costs a gradient 1e-3, which disappears in the noise of bf16
+itself. But it leaves a trace in every element: a sum that is rounded to bf16 is a number that bf16 has. A float32 sum
+of several bf16 numbers mostly is none; measured over three backends, of n numbers about 0.8 / n of the elements are.
 
-A micro-batch without targets adds nothing. Experts are judged separately, because each expert has its own number of
-summands: a micro-batch that sends no token to an expert adds nothing to its gradient.
+A micro-batch without targets adds nothing. Experts are judged by themselves, because each has summands of its own: a
+micro-batch that sends it no token adds none to it.
 """
 
 import re
@@ -26,7 +26,7 @@ from conformance.spec.observables import ROUTING, Observable
 from conformance.spec.precision import FloatFormat
 from conformance.spec.scenario import Scenario
 
-COARSE = 1.2  # the largest allowed product of the fraction of coarse elements and the number of summands
+COARSE = 1.2  # what is allowed of the fraction of coarse elements, times the summands
 FEWEST = 3  # summands; a sum of two has too many coarse elements to tell
 STACKED = re.compile(r"\.(\d+)\.mlp\.experts\.")  # in the name of (experts, ...): the routed experts of one layer
 
@@ -34,15 +34,13 @@ STACKED = re.compile(r"\.(\d+)\.mlp\.experts\.")  # in the name of (experts, ...
 def grains(
     legs: Sequence[Record], scenario: Scenario, gradients: Sequence[Observable], batches: Sequence[Batch]
 ) -> Iterator[Measurement]:
-    """Measures, for each phase and model, the fraction of elements that are half-precision numbers, times the summands.
+    """For each leg and model: the fraction of elements that the half precision has, times the summands of a gradient;
+    the median over tensors and steps, and that over routed experts by itself.
 
-    Yields the median over tensors and steps, and separately the median over routed experts. Gradients with fewer than
-    FEWEST summands are left out.
-
-    ``batches`` hold the choices of the routers (conformance.oracle.router_replay). They are empty for a model whose
-    routers the oracle does not know; then experts are not measured. Experts are not measured in reinforcement learning
-    either, where a token may have a target and no gradient (an advantage of 0, or a clipped ratio). Raises RecordError
-    for batches without the choices of a router.
+    Only where there are FEWEST summands. ``batches`` have the choices of the routers
+    (conformance.oracle.router_replay); there are none of a model whose routers the oracle does not know, and no
+    expert of it is looked at. Nor is one in reinforcement learning, where a token may have a target and no gradient:
+    an advantage of 0, a ratio that is clipped. Raises RecordError for batches without choices of a router.
     """
     if not scenario.tier.is_half:
         return
@@ -70,14 +68,11 @@ def grains(
 
 
 def summands_of_steps(leg: Record, accumulation: int) -> Mapping[int, int]:
-    """Counts, for each step, the numbers that a gradient is the sum of.
-
-    There is one for each micro-batch with targets of each data-parallel rank, times the ranks that share its rows.
-    Older records do not hold the target counts of micro-batches; for them every micro-batch counts.
-    """
-    recorded = {given["step"]: sum(bool(count) for rank in given["targets"] for count in rank) for given in _given(leg)}
+    """How many numbers a gradient is the sum of, by step: one for each micro-batch with targets of each data-parallel
+    rank, times the ranks that share its rows. Older records do not say which micro-batches have targets."""
+    told = {given["step"]: sum(bool(count) for rank in given["targets"] for count in rank) for given in _given(leg)}
     ranks = leg.layout.sp * leg.layout.ulysses
-    return {step.step: ranks * recorded.get(step.step, accumulation * leg.layout.data) for step in leg.steps}
+    return {step.step: ranks * told.get(step.step, accumulation * leg.layout.data) for step in leg.steps}
 
 
 def _given(leg: Record) -> Sequence[Mapping[str, Any]]:
@@ -86,10 +81,8 @@ def _given(leg: Record) -> Sequence[Mapping[str, Any]]:
 
 
 def _of_experts(leg: Record, gradient: Observable, scenario: Scenario, batches: Sequence[Batch]) -> list[float]:
-    """Measures each expert with at least FEWEST summands at each step: its fraction of coarse elements times summands.
-
-    Sketched gradients are left out, because their sample mixes all experts.
-    """
+    """Of each expert with FEWEST summands, at each step: its fraction of coarse elements, times its summands. Sketches
+    tell nothing, because their sample is of all experts."""
     layers = sorted({int(found[1]) for name in leg.loaded.names() if (found := STACKED.search(name))})
     fractions = []
     for step in leg.steps:
@@ -116,12 +109,12 @@ def _of_experts(leg: Record, gradient: Observable, scenario: Scenario, batches: 
 def expert_summands(
     batch: Batch, *, key: str, router: int, is_last: bool, layout: Layout, accumulation: int
 ) -> Counter[int]:
-    """Counts for each expert of a router the numbers that its gradient is at least the sum of.
+    """How many numbers the gradient of each expert of a router is at least the sum of, by the expert's number.
 
-    There is one for each micro-batch of each data-parallel rank in which a token that the loss depends on goes to the
-    expert. With ``ep``, one product may contain the tokens of all ranks. Context parallelism cuts micro-batches
-    further, which only adds summands. key: of the observed routing. is_last: the loss depends on a token of this router
-    only through the token's own prediction.
+    One for each micro-batch of each data-parallel rank in which a token that the loss depends on goes to the expert;
+    with ``ep``, one product may have the tokens of all ranks. Rings cut these further, which only adds summands.
+    ``key``: of the routing, as it is observed. ``is_last``: the loss depends on no token of this router but through
+    its own prediction.
     """
     summands: Counter[int] = Counter()
     parts = [

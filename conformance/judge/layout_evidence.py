@@ -1,18 +1,18 @@
-"""Configuration: what a layout and a precision imply for a training step, held against what was seen of it.
+"""Checks that a training step ran in the requested layout and precision, by the evidence of its first step.
 
-Serves claim 4. The numbers of a cell do not change when an option does nothing or another ZeRO stage runs, so they
-cannot show it. The evidence of the first step can (conformance.worker.evidence): collectives by kind, size of the group
-and pass, matrix products by dtype, how wide activations were, and how many bytes that were used as weights are alive
-when gradients are ready. Each claim below is one sentence, true or not.
+The numbers of a cell do not change if an option has no effect or if another ZeRO stage runs, so numbers cannot detect
+it. The evidence can (conformance.worker.evidence): collectives by kind, group size and pass, matrix products by dtype,
+the width of activations, and the bytes of weights that are alive when gradients are ready. Each claim below is one
+sentence, true or false.
 
-In float64, ranks of ZeRO-1 and ZeRO-2 hold as much as each other then: measured on DeepSpeed with two ranks, weights
-and half of the gradients, 1.53 times the weights (ZeRO-0: 2.03, ZeRO-3 and FSDP2: 1.03). What tells them apart in every
-precision is that ZeRO-2, which never holds whole gradients, has to reduce those of every micro-batch; ZeRO-1 reduces
-once.
+In float64, ranks of ZeRO-1 and ZeRO-2 hold equally many bytes when gradients are ready: measured on DeepSpeed with two
+ranks, weights and half of the gradients, 1.53 times the weights (ZeRO-0: 2.03, ZeRO-3 and FSDP2: 1.03). One difference
+shows in every precision: ZeRO-2 never holds whole gradients, so it has to reduce the gradients of every micro-batch,
+and ZeRO-1 reduces once.
 
-What leaves no trace in these is not proven, and taken from the backend's word: ``plan``, ``ownopt``, ``stride``,
-``torchcp``, ``offload``, ``overlap`` without ZeRO-1, ``leaf`` beside other parallelism, ZeRO-2 without
-accumulation, and of ``te`` all but the products of linear layers.
+Some options leave no trace in the evidence. They are not checked, and the backend's report is believed: ``plan``,
+``ownopt``, ``stride``, ``torchcp``, ``offload``, ``overlap`` without ZeRO-1, ``leaf`` beside other parallelism, ZeRO-2
+without accumulation, and of ``te`` everything but the products of linear layers.
 """
 
 import math

@@ -1,10 +1,10 @@
-"""Recomputes the weights after a step from the gradients and weights that the cell itself recorded.
+"""Rebuild: the weights after a step, from what the cell itself recorded before: its gradients, and its weights.
 
-The gradients of a cell carry the noise of its precision. Compared with the oracle, an update can only be judged as
-loosely as its gradients: in bf16 a lost weight decay disappears in that noise. Given the cell's own gradients, the only
-noise of an update is the rounding of the optimizer's arithmetic, which is float32 in every precision below the exact
-tier. So the update is replayed in float64 and compared element by element: clipping, moments, decay, bias correction
-and learning rate. For a sketched tensor the sampled elements are compared, at least one of each row and column.
+Serves claim 2. A cell's own gradients carry the noise of its precision, so against the oracle an update can only be
+judged as loosely as they are: in bf16 a lost weight decay disappears in it. Given the gradients, an update has no noise
+but the rounding of the optimizer's own arithmetic, which is float32 in every precision below the exact tier. So it is
+computed again in float64 and compared element by element: clipping, moments, decay, bias correction and rate. Of a
+sketched tensor the elements of its sample are, among them one of each row and one of each column.
 """
 
 import math
@@ -135,18 +135,16 @@ def _elements(view: TensorView) -> int:
 
 
 def _reported(own: float | None, norm: float, elements: int, master: FloatFormat) -> float:
-    """Returns the norm by which the cell clips.
-
-    This is the reported norm if it differs from the rebuilt norm by no more than another order of summation explains,
-    and otherwise the rebuilt norm. The reported norm itself is judged as an observable of its own.
+    """The norm that the cell clips by: the one that it reports, where it differs from the rebuilt one by no more than
+    adding up in another order does, else the rebuilt one. The reported norm is judged by itself.
 
     Errors of n additions grow as the square root of n (Higham, Accuracy and Stability of Numerical Algorithms, section
     2.8). At 56 million parameters torch's norm is 1.3e-14 off in float64, twice what a whole update may be.
     """
     if own is None:
         return norm
-    tolerance = min(math.sqrt(elements) * master.rounding, NORM_ROUNDINGS * ROUNDING)
-    return own if abs(own - norm) <= tolerance * norm else norm
+    apart = min(math.sqrt(elements) * master.rounding, NORM_ROUNDINGS * ROUNDING)
+    return own if abs(own - norm) <= apart * norm else norm
 
 
 def _unchanged(step: _Step, name: str) -> Measurement:

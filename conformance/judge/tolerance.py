@@ -1,4 +1,4 @@
-"""Tolerance: how far a cell may be from the oracle, by rule and never by hand (claim 6).
+"""Computes how far a cell may be from the oracle, by a rule and never by hand (docs/principles.md).
 
 * Exact tier: one fixed bound, whatever the model, layout or step. Honest float64 errors are below 1e-12, the smallest
   silent bug on record is 3.5e-5 (docs/tolerances.md), so nothing needs tuning.

@@ -1,15 +1,10 @@
-"""Defect: something that a library is known to compute differently, as configuration.
+"""Describes known defects of libraries, and declares which cells of a backend are expected to have them.
 
-Serves claim 8: a known defect hides nothing else. A cell with a known defect is judged, in all stages and with the
-usual bounds, against an oracle that has the same defect. conformance.spec.known_defects decides which cells have which
-defects. This module only describes them; the oracle implements each in its own file (conformance/oracle/defects.py
-lists these files).
+A known defect may hide nothing else (docs/principles.md). So a cell with a known defect is judged, in all stages and
+with the usual bounds, against an oracle that has the same defect (conformance.judge.expected_differences).
 
-Expectation: differences that a backend declares as expected, the cells that have them, and the defect behind them.
-
-Serves claim 8. The author of an adapter writes a tuple of ExpectedDifference. A cell has the defects of all expected
-differences that match it, and is judged against an oracle with all these defects
-(conformance.judge.expected_differences).
+The author of an adapter writes a tuple of ExpectedDifference. A cell has the defects of all expected differences that
+match the cell. This module only describes defects; conformance.oracle.defects implements them.
 """
 
 import dataclasses

@@ -1,9 +1,8 @@
-"""Lists for each fault of the catalogue one cell per backend in which the fault changes a result.
+"""Where each fault of the catalogue changes something: one cell for each backend that has the seam.
 
-Tests plant faults in these cells with fewer steps and rows; benchmarks/mutation_score.py plants them with all. A place
-names a scenario and a model of the fixtures, and a layout for each backend that has the patch point. Half precision has
-its own scenarios for rollouts, whose clips are never reached. ``blank`` holds the reason for each precision in which a
-fault changes nothing that can be observed.
+Tests plant faults there, with fewer steps and rows, and benchmarks/mutation_score.py with all of them. A place names a
+scenario and a model of the fixtures, and by backend a layout. Half precision has scenarios of its own for roll-outs,
+whose clips are never reached; ``blank`` says in which precisions a fault changes nothing that could be seen, and why.
 """
 
 import contextlib
@@ -34,11 +33,8 @@ IN_HALF = {"grpo": "grpo-half", "grpo-off-policy": "grpo-half", "ppo": "ppo-half
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Describes the cheapest cell in which a fault changes anything.
-
-    layouts: by backend. dropout: the model's configuration has dropout. hands_over: the cell has two phases, and the
-    first phase hands this over after two steps.
-    """
+    """The cheapest cell in which a fault changes anything. ``layouts``: by backend. ``dropout``: the model's
+    configuration has it. ``hands_over``: it has two legs, of which the first hands this over after two steps."""
 
     scenario: str
     model: str
@@ -52,8 +48,8 @@ class Place:
         return IN_HALF.get(self.scenario, self.scenario) if precision in HALF_PRECISIONS else self.scenario
 
     def why_blank(self, precision: PrecisionName) -> str:
-        """Returns why the fault cannot be observed in this precision; empty if it can be."""
-        if PRECISIONS[precision].is_loss_scaled and "bf16" not in self.blank:
+        """Why the fault cannot be seen in this precision; empty if it can be."""
+        if precision == "fp16" and "bf16" not in self.blank:
             return FP16_ELSEWHERE
         return self.blank.get(precision, "")
 
