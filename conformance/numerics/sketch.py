@@ -55,7 +55,7 @@ def kept(name: str, tensor: Tensor, *, above: float) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _sketch(tensor: Tensor, parameter: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns (rows, columns, norms, sample). Dimensions after the first are flattened; the matrix is read in blocks."""
+    """Returns (rows, columns, norms, sample); dimensions after the first are flattened, and blocks are read in turn."""
     matrix = tensor.reshape(len(tensor), -1)
     height, width = matrix.shape
     of_columns = projections(f"{parameter} columns", width, device=matrix.device)  # rows are multiplied by these
