@@ -3,7 +3,7 @@
 python benchmarks/mutation_score.py [OUT] [--workers N] [--minutes M] [--faults NAME ...] [--backends NAME ...]
                                     [--tiers TIER ...]
 
-A fault is planted in its place (impl/faults/expected_cells.py), with all steps and rows of the scenario. For the tier
+A fault is planted in its own cells (Fault.cells), with all steps and rows of the scenario. For the tier
 ``quick``, it is planted in the cells of the quick profile until one of them catches it. Each cell is also run without
 a fault: one that does not conform then has caught nothing. Workers are processes, each with its own session, which
 take one job after another.
@@ -33,6 +33,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
+from conformance.backends.faults import Fault, catalogue
 from conformance.backends.protocol import BackendEntry, registered_backends
 from conformance.core.paths import FIXTURES
 from conformance.matrix.cell import Cell
@@ -47,8 +48,7 @@ from conformance.runner.session_config import SessionConfig
 from conformance.spec.layout import Layout
 from conformance.spec.precision import PRECISIONS, PrecisionName
 from conformance.spec.scenario import load_scenario
-from impl.faults.catalogue import CATALOGUE
-from impl.faults.expected_cells import PLACES, Place, with_dropout, with_handover
+from impl.faults.cells import with_program
 from reports.mutation_score import BLANK, MARKDOWN, QUICK, Row, to_markdown, write_score
 
 LOSSES, NORMS = ("loss", "critic.loss"), ("grad_norm", "critic.grad_norm")
@@ -76,7 +76,7 @@ def main() -> int:
     parser.add_argument("out", type=Path, nargs="?", default=default)
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--minutes", type=float, default=math.inf, help="after which no job is begun (default: none)")
-    parser.add_argument("--faults", nargs="+", default=list(PLACES), choices=list(PLACES), metavar="NAME")
+    parser.add_argument("--faults", nargs="+", default=list(catalogue()), choices=list(catalogue()), metavar="NAME")
     parser.add_argument("--backends", nargs="+", default=list(registered_backends()))
     parser.add_argument("--tiers", nargs="+", default=[*PRECISIONS, QUICK], choices=[*PRECISIONS, QUICK])
     parser.add_argument("--is_worker", action="store_true", help=argparse.SUPPRESS)
@@ -109,39 +109,37 @@ def plan(faults: Sequence[str], backends: Sequence[str], tiers: Sequence[str], *
 def _planted(faults: Sequence[str], backends: Sequence[str], tiers: Sequence[str], models: Path) -> Iterator[Job]:
     quick = select_cells(Selection()) if QUICK in tiers else []
     entries = registered_backends()
-    for fault in (fault for fault in CATALOGUE if fault.name in faults):
-        place = PLACES[fault.name]
-        for backend in (name for name in backends if name in place.layouts):
+    for fault in (catalogue()[name] for name in faults):
+        for backend in (name for name in backends if name in fault.cells.layouts):
             row = Row(fault=fault.name, predicted=fault.stage, backend=backend, tier="", cell="", state="")
             for tier in (tier for tier in PRECISIONS if tier in tiers):
-                if why := place.why_blank(tier):
+                if why := fault.cells.unobservable.get(tier):
                     yield Job(row=dataclasses.replace(row, tier=tier, state=BLANK, reason=why))
                     continue
-                cell = _cell(place, entries[backend], tier, fault.name)
-                cell = with_dropout(cell, models) if place.dropout else cell
-                cell = with_handover(cell, place.hands_over) if place.hands_over else cell
+                cell = with_program(_cell(fault, entries[backend], tier), fault, models)
                 yield Job(row=dataclasses.replace(row, tier=tier, cell=str(cell)), cells=(cell,))
-            if cells := tuple(_of_quick(quick, place, entries[backend], fault.name)):
+            if cells := tuple(_of_quick(quick, fault, entries[backend])):
                 yield Job(row=dataclasses.replace(row, tier=QUICK, cell=str(cells[0])), cells=cells)
 
 
-def _cell(place: Place, backend: BackendEntry, tier: PrecisionName, fault: str) -> Cell:
+def _cell(fault: Fault, backend: BackendEntry, tier: PrecisionName) -> Cell:
+    place = fault.cells
     file = FIXTURES / "scenarios" / f"{place.scenario_in(tier)}.toml"
     return Cell.single(
         scenario=load_scenario(file, model=f"models/{place.model}", precision=tier),
         backend=backend,
         layout=Layout.parse(place.layouts[backend.name]),
-        faults=(fault,),
+        faults=(fault.name,),
     )
 
 
-def _of_quick(quick: Sequence[Cell], place: Place, backend: BackendEntry, fault: str) -> Iterator[Cell]:
+def _of_quick(quick: Sequence[Cell], fault: Fault, backend: BackendEntry) -> Iterator[Cell]:
     """The cells of the backend in the quick profile; first those of the fault's own scenario, and small ones first."""
-    reads = _cell(place, backend, "exact", fault).scenario.objective.reads
+    reads = _cell(fault, backend, "exact").scenario.objective.reads
     own = [cell for cell in quick if cell.backend == backend.name]
-    for cell in sorted(own, key=lambda cell: (cell.scenario.name != place.scenario, cell.world_size)):
+    for cell in sorted(own, key=lambda cell: (cell.scenario.name != fault.cells.scenario, cell.world_size)):
         if reads in ("samples", cell.scenario.objective.reads):  # a fault of roll-outs needs a cell with roll-outs
-            yield dataclasses.replace(cell, faults=(fault,))
+            yield dataclasses.replace(cell, faults=(fault.name,))
 
 
 def run_workers(jobs: Sequence[Job], options: argparse.Namespace) -> None:

@@ -1,21 +1,46 @@
-"""What a planted fault is.
-
-Planting a fault: wrap a seam while a cell runs, and restore it afterwards.
-"""
+"""Defines planted faults, finds them by name, and plants them: wraps a seam while a cell runs, and restores it."""
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
-from typing import Any
+from typing import Any, Literal
 
 from conformance.backends.protocol import Backend
 from conformance.core.errors import UsageError, did_you_mean
+from conformance.spec.precision import HALF_PRECISIONS, PrecisionName
 
 Function = Callable[..., Any]
+Resumes = Literal["checkpoint", "state", "export", "merge"]
+# A check in common use, against the reference at the first step: the loss to the last digit, or loss and gradient norm
+# of policy and critic within 1 %. The second one is measured only for faults of reinforcement learning.
+Gate = Literal["loss", "loss and norm"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FaultCells:
+    """One cell for each backend in which a fault changes something; a backend without the fault's seam has none.
+
+    scenario, model: names in the fixtures. half_scenario: the scenario in half precision, if it is another one.
+    layouts: the layout of the cell by backend. dropout: whether the model's configuration has dropout in attention.
+    saves: what a second phase resumes from; None for a cell of one phase.
+    unobservable: why the fault changes nothing that could be observed, by precision.
+    """
+
+    scenario: str
+    model: str
+    layouts: Mapping[str, str]
+    half_scenario: str = ""
+    dropout: bool = False
+    saves: Resumes | None = None
+    unobservable: Mapping[PrecisionName, str] = field(default_factory=dict)
+
+    def scenario_in(self, precision: PrecisionName) -> str:
+        """Returns the scenario of the cell in this precision."""
+        return self.half_scenario if self.half_scenario and precision in HALF_PRECISIONS else self.scenario
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,9 +48,9 @@ class Fault:
     """A bug that can be planted.
 
     summary: what the bug does. source: a public report of such a bug. seam: the name of the function that it wraps.
-    stage: the stage at which it is expected to be found first. loss_blind: whether the loss of step 0 is still exact.
-    needs: in words, the conditions under which the fault changes anything at all.
-    wrap: returns the faulty function, from the original one.
+    stage: the stage at which the suite has to find it first. cells: where it changes something, by backend.
+    blind: the gates that pass in its cell although the fault is planted. needs: in words, the conditions under which
+    the fault changes anything at all. wrap: returns the faulty function, from the original one.
     """
 
     name: str
@@ -33,13 +58,14 @@ class Fault:
     source: str
     seam: str
     stage: str
-    loss_blind: bool
+    cells: FaultCells
+    blind: tuple[Gate, ...] = ()
     needs: str
     wrap: Callable[[Function], Function]
 
 
 def not_called(function: Function) -> Function:
-    """A ``wrap`` for functions without a result: the faulty function does nothing."""
+    """Replaces a function without a result by one that does nothing."""
 
     def faulty(*args: Any, **kwargs: Any) -> None:
         return None

@@ -1,104 +1,110 @@
-"""The catalogue: each fault with its public source, the seam it wraps, and the stage at which the suite must see it.
-
-``loss_blind`` says whether the loss of step 0 (of a fault of handing over, the first one after loading) is exactly
-right in spite of the fault: the checks in common use cannot see such a fault, however tight. Seams and what a function
-there means:
-
-==================  ===================================================================================
-load_model          (trainable, path) -> model of a Hugging Face folder; its weights are read afterwards
-hugging_face_model  (path, ...) -> the model of transformers, before anything is cut or read
-read_slice          (reader, name, spans) -> a slice of a tensor in a file of weights or of a training state
-load_adapter        (model, folder) -> the model with the adapter of a folder in peft's format
-trained_names       (model, optimizer's configuration) -> names of the parameters that are trained
-merge_adapter       (model, folder) -> weights by name, with the adapter of the folder added to them
-switch_off_dropout  (model): leaves no dropout in it, in whatever mode it runs
-collate             (rows, multiple_of=1) -> inputs with ``tokens``, ``labels``, ``positions`` (rows, length)
-step_totals         (context, functions, micro_batches) -> the objective's sums over the whole optimizer step, by name
-start_micro_batch   (trainable, index, count): before each micro-batch; clears gradients before the first
-backward            (trainable, loss): once per micro-batch; adds its gradient, summed over the data ranks in the end,
-                    or returns what the framework is to take the gradient of
-finish_gradients    (trainable): after a model's last backward pass; then its gradients are whole
-reduce_replicas     (...): averages gradients over ranks that hold the same parameters, in place
-norm_axes           (gradient) -> mesh axes over which its squares are added up for the global norm
-clip_coefficient    (norm, max_norm) -> factor for the gradients
-clip_threshold      (max_norm or None) -> what a library that clips by itself is told; None is for no clipping
-create_optimizer    (trainable, model, config) -> optimizer of torch, or of the library around one of torch
-summing_dtype       (...) -> dtype, or its name in DeepSpeed's words, in which half-precision gradients are added up
-advance_schedule    (trainable): after each optimizer step
-optimizer_step      (trainable) -> norm: clips, updates, advances schedule and loss scale
-find_overflow       (...) -> by device, whether this rank knows of an overflow
-forget_overflow     (optimizer of DeepSpeed): clears what an overflow leaves in its buffers
-gradient_scale      (trainable) -> number of ranks that the framework averages gradients over
-reduction_mesh      (trainable) -> mesh of the ranks that see different tokens: gradients are reduced over it
-mark_cut_gradients  (...): says of gradients that they are shards, which a library's norm asks
-forgotten_scale     (strategy) -> loss scale, where the library divides by it and does not multiply
-forget_steps        (strategy): undoes the count of a step that was made to allocate the optimizer's state
-shard_inputs        (inputs, source) -> the part of a micro-batch that this rank of a ring holds
-merge_blocks        (out, lse, block_out, block_lse, slice_=None) -> out, lse of ring attention so far
-pipeline_config     (...) -> configuration of a pipeline's exchanges, with the switches that megatron-core names
-qkv_spans           (...) -> for q, k, v: named tuples (theirs: row of it, own: row in the fused parameter, length)
-project_output      (module, x) -> output summed over tensor-parallel ranks, and the bias to add
-layer_numbers       (part of a model) -> numbers of its layers in the whole model, from 0
-reduce_norms        (...): sums gradients of replicated parameters that see a part of the work, in place
-reduce_tie          (...): sums gradients of a tied pair that lies on two pipeline stages, in place
-gather_shared_key   (own part, group=...) -> latent attention's key of all tokens, that heads on all ranks share
-counts_in_norm      (parameter, group) -> whether this rank is the one that counts it in the global norm
-look_ahead          (context, models, objective, mini-batches) -> mini-batches with the columns of a whole roll-out
-look                (context, trainable, mini-batch, want, temperature) -> what this rank finds of its rows, by index
-annotated           (roll-outs, batch) -> the batch of a step with its columns
-token_rewards       (response, *, kl_coef, kl_penalty) -> the reward of each token
-kl_in_reward        (logprobs, reference, kind) -> estimates, for the penalty in the reward
-kl_in_loss          the same, for the loss
-of_groups           (scores, groups, function) -> what the function makes of the scores of each group
-group_advantages    (scores, groups, *, by_std) -> advantages of responses
-group_deviation     (scores of a group) -> its standard deviation
-rloo                (scores, groups) -> advantages of responses
-of_responses        (rewards, values, *, gamma, lam) -> advantages and returns of each response
-next_values         (values) -> the value after each token
-whiten              (lists of numbers) -> the same, whitened over all of them
-importance_weights  (old log-probs, sampled ones, *, threshold) -> weights of tokens
-evaluate            (functions, model, outputs, inputs, *, totals, others) -> what an objective says of a micro-batch
-loss_weights        (inputs, objective, totals) -> weights of losses, 0 outside of the mask
-token_weights       (lengths, mode, *, tokens, sequences, scale_factor) -> the same without the mask
-policy_losses       (logprobs, old, advantages, *, mask, documents, objective) -> losses and ratios of tokens
-dual_clipped        (losses, advantages, *, bound) -> losses that are bounded where the advantage is negative
-sequence_mean       (numbers, *, mask, documents) -> at each token, the mean over its response
-actor_loss          (objective, *, pg_loss, entropy_loss, kl_loss=None) -> what the policy minimises
-value_losses        (values, old, returns, *, cliprange) -> losses of tokens, and which were clipped
-of_all_ranks        (context, sums, highest) -> numbers of the whole step
-forward_backward    (trainable, inputs, *, want, temperature, loss, terms) -> outputs of all micro-batches
-outputs_of          (result, inputs, ...) -> log-probs, entropy or values from what a model gave
-through_softmax     (shifted logits, total, mean, gradients) -> the logits' gradient by way of the softmax
-load_kind           (model, kind, folder): sets one kind of its training state from files
-read_generators     (folder, rank) -> states of a rank's random generators, out of a checkpoint
-load_progress       (model, progress): sets schedule and loss scale
-write_model         (folder, *, source, weights, ...): writes a Hugging Face folder, from a model's weights by name
-routers_of          (model, ...) -> its routers, or None; called before the first step
-router_loss         (factor, balance of the step, weights and probabilities of experts) -> a share of the routers' loss
-z_loss              (factor, tokens of the step, squares of real tokens and routers) -> a share of the z-loss of routers
-choices_for         (inputs, key of a forward pass) -> the inputs with the choices of experts that are given for it
-sorted_by_expert    (chosen experts) -> places in the order of their experts, and the token of each
-permute_tokens      (tokens, ...) -> tokens in the order of their experts, and what is needed to put them back
-reduce_gradients    (trainable): wraps a model in what reduces its gradients
-expert_divisor      (group of ranks with other experts) -> what gradients of experts are divided by
-through_label       (gradient, of_logprob, *, index, held): adds the gradient of each label's own logit
-==================  ===================================================================================
-"""
+"""Lists every planted fault by group, and describes the seams that the faults wrap."""
 
 import dataclasses
+from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 import torch
 
 from conformance.backends.faults import Fault, Function
+from impl.faults.cells import ROUNDING, sft
 from impl.faults.experts import EXPERT_FAULTS
 from impl.faults.loss_normalization import MEANS_FAULTS
 from impl.faults.models import ADAPTER_FAULTS, ARCHITECTURE_FAULTS, MERGE_FAULTS, MODELS_FAULTS, read_as_zeros
 from impl.faults.optimizer import ENGINE_FAULTS, OPTIMIZER_FAULTS, OVERFLOW_FAULTS
 from impl.faults.parallelism import MODEL_PARALLEL_FAULTS, RING_FAULTS
 from impl.faults.policy import POLICY_FAULTS
-from impl.faults.resume import HANDOVER_FAULTS
+from impl.faults.resume import RESUME_FAULTS
 from impl.faults.rollout import ROLLOUT_FAULTS
+
+SEAMS: Mapping[str, str] = {
+    # Models and what is loaded into them
+    "load_model": "(trainable, path) -> model of a Hugging Face folder, before its weights are read",
+    "hugging_face_model": "(path, ...) -> the transformers model, before it is sharded or its weights are read",
+    "read_slice": "(reader, name, spans) -> a slice of a tensor from a file of weights or of training state",
+    "load_adapter": "(model, folder) -> the model with the adapter of a folder in peft's format",
+    "trained_names": "(model, optimizer configuration) -> names of the parameters that are trained",
+    "merge_adapter": "(model, folder) -> weights by name, with the adapter of the folder added",
+    "switch_off_dropout": "(model): disables dropout in training mode and in evaluation mode",
+    "layer_numbers": "(part of a model) -> numbers of its layers in the whole model, from 0",
+    "qkv_spans": "(...) -> for q, k, v: named tuples (theirs: its row, own: row in the fused parameter, length)",
+    "outputs_of": "(result, inputs, ...) -> log-probs, entropy or values from the output of a model",
+    # Micro-batches and the backward pass
+    "collate": "(rows, multiple_of=1) -> inputs with ``tokens``, ``labels``, ``positions`` (rows, length)",
+    "step_totals": "(context, functions, micro_batches) -> the objective's sums over the optimizer step, by name",
+    "start_micro_batch": "(trainable, index, count): runs before each micro-batch; clears gradients before the first",
+    "forward_backward": "(trainable, inputs, *, want, temperature, loss, terms) -> outputs of all micro-batches",
+    "backward": "(trainable, loss): adds the gradient of a micro-batch, or returns the loss for the framework to do so",
+    "through_softmax": "(shifted logits, total, mean, gradients) -> the logits' gradient through the softmax",
+    "through_label": "(gradient, of_logprob, *, index, held): adds the gradient of each label's own logit",
+    "finish_gradients": "(trainable): runs after the last backward pass of a model and completes its gradients",
+    # Parallelism
+    "shard_inputs": "(inputs, source) -> the part of a micro-batch that this context-parallel rank holds",
+    "merge_blocks": "(out, lse, block_out, block_lse, slice_=None) -> accumulated out and lse of ring attention",
+    "pipeline_config": "(...) -> configuration of pipeline communication, with megatron-core's options",
+    "project_output": "(module, x) -> output summed over tensor-parallel ranks, and the bias to add",
+    "gather_shared_key": "(own part, group=...) -> latent attention's key of all tokens, shared by heads on all ranks",
+    # Reduction of gradients
+    "reduce_gradients": "(trainable): wraps a model in the library that reduces its gradients",
+    "reduce_replicas": "(...): averages gradients in place over ranks that hold the same parameters",
+    "reduce_norms": "(...): sums in place gradients of replicated parameters that process a part of the work",
+    "reduce_tie": "(...): sums in place gradients of tied parameters that lie on two pipeline stages",
+    "reduction_mesh": "(trainable) -> mesh of the ranks with different tokens, over which gradients are reduced",
+    "gradient_scale": "(trainable) -> number of ranks over which the framework averages gradients",
+    "expert_divisor": "(group of ranks with other experts) -> divisor for gradients of experts",
+    "summing_dtype": "(...) -> dtype, or its name in DeepSpeed, in which half-precision gradients are added up",
+    # Gradient norm, clipping, optimizer and schedule
+    "norm_axes": "(gradient) -> mesh axes over which its squares are summed for the global norm",
+    "counts_in_norm": "(parameter, group) -> whether this rank counts it in the global norm",
+    "mark_cut_gradients": "(...): marks gradients as shards, for a library's gradient norm",
+    "clip_coefficient": "(norm, max_norm) -> factor for the gradients",
+    "clip_threshold": "(max_norm or None) -> max_norm for a library that clips by itself; None disables clipping",
+    "create_optimizer": "(trainable, model, config) -> optimizer of torch, or of the library around one of torch",
+    "optimizer_step": "(trainable) -> norm: clips, updates, advances schedule and loss scale",
+    "advance_schedule": "(trainable): runs after each optimizer step",
+    "forget_steps": "(strategy): undoes the count of a step that only allocated the optimizer's state",
+    "forgotten_scale": "(strategy) -> loss scale, where the library divides by it and does not multiply",
+    "find_overflow": "(...) -> by device, whether this rank found an overflow",
+    "forget_overflow": "(DeepSpeed optimizer): clears buffers that still hold the values of an overflow",
+    # The rollout pass: columns of a rollout that are computed before its first update
+    "look_ahead": "(context, models, objective, mini-batches) -> mini-batches with the columns of the whole rollout",
+    "look": "(context, trainable, mini-batch, want, temperature) -> outputs for this rank's rows, by index",
+    "annotated": "(rollouts, batch) -> the batch of a step with its columns",
+    "token_rewards": "(response, *, kl_coef, kl_penalty) -> the reward of each token",
+    "kl_in_reward": "(logprobs, reference, kind) -> KL estimates for the penalty in the reward",
+    "of_groups": "(scores, groups, function) -> the function's results for the scores of each group",
+    "group_advantages": "(scores, groups, *, by_std) -> advantages of responses",
+    "group_deviation": "(scores of a group) -> its standard deviation",
+    "rloo": "(scores, groups) -> advantages of responses",
+    "of_responses": "(rewards, values, *, gamma, lam) -> advantages and returns of each response",
+    "next_values": "(values) -> the value after each token",
+    "whiten": "(lists of numbers) -> the same numbers, whitened over all of them",
+    # The losses of policy and critic
+    "evaluate": "(functions, model, outputs, inputs, *, totals, others) -> losses and metrics of a micro-batch",
+    "loss_weights": "(inputs, objective, totals) -> weights of token losses, 0 outside of the mask",
+    "token_weights": "(lengths, mode, *, tokens, sequences, scale_factor) -> the same without the mask",
+    "importance_weights": "(old log-probs, sampled ones, *, threshold) -> weights of tokens",
+    "policy_losses": "(logprobs, old, advantages, *, mask, documents, objective) -> losses and ratios of tokens",
+    "dual_clipped": "(losses, advantages, *, bound) -> losses, bounded where the advantage is negative",
+    "sequence_mean": "(numbers, *, mask, documents) -> at each token, the mean over its response",
+    "kl_in_loss": "(logprobs, reference, kind) -> KL estimates for the loss",
+    "actor_loss": "(objective, *, pg_loss, entropy_loss, kl_loss=None) -> the loss that the policy minimizes",
+    "value_losses": "(values, old, returns, *, cliprange) -> losses of tokens, and whether each was clipped",
+    "of_all_ranks": "(context, sums, highest) -> metrics of the whole step, over all ranks",
+    # Mixtures of experts
+    "routers_of": "(model, ...) -> its routers, or None; called before the first step",
+    "router_loss": "(factor, balance of the step, weights, probabilities of experts) -> a share of the balancing loss",
+    "z_loss": "(factor, tokens of the step, squares of real tokens and routers) -> a share of the routers' z-loss",
+    "choices_for": "(inputs, key of a forward pass) -> the inputs with the choices of experts to replay in it",
+    "sorted_by_expert": "(chosen experts) -> positions in the order of their experts, and the token of each",
+    "permute_tokens": "(tokens, ...) -> tokens in the order of their experts, and the data to undo the permutation",
+    # Checkpoints and exports
+    "load_kind": "(model, kind, folder): sets one kind of the model's training state from files",
+    "load_progress": "(model, progress): sets schedule and loss scale",
+    "read_generators": "(folder, rank) -> states of a rank's random generators, from a checkpoint",
+    "write_model": "(folder, *, source, weights, ...): writes a Hugging Face folder from weights by name",
+}
 
 
 def _rotary_in_bf16(load_model: Function) -> Function:
@@ -136,7 +142,7 @@ def _leaking_documents(collate: Function) -> Function:
 
 def _local_token_mean(step_totals: Function) -> Function:
     def faulty(context: Any, functions: Any, micro_batches: Any) -> dict[str, torch.Tensor]:
-        # The mean over a rank's own tokens, then averaged over ranks by the data-parallel reduction.
+        # The mean over the rank's own tokens, which the data-parallel reduction averages over ranks.
         own = functions.totals([row for rows in micro_batches for row in rows])
         every = step_totals(context, functions, micro_batches)
         return {key: torch.full_like(every[key], max(1, value) * context.data_size) for key, value in own.items()}
@@ -192,21 +198,21 @@ _FAULTS = (
     Fault(
         name="dropped-o-bias",
         summary="the bias of o_proj is not loaded",
-        source="converters that know no attention bias: verl's sets add_bias_linear=False, Megatron-Bridge's maps none",
+        source="converters without attention biases: verl sets add_bias_linear=False, Megatron-Bridge maps none",
         seam="read_slice",
         stage="weights",
-        loss_blind=False,
+        cells=sft("sft-padded", "pangu", fsdp2="dp2", deepspeed="dp2.zero1", megatron="dp2"),
         needs="a model with a bias on o_proj",
         wrap=read_as_zeros("o_proj.bias"),
     ),
     Fault(
         name="rotary-in-bf16",
-        summary="positions and frequencies are rounded to bf16 before the angles of rotary tables are computed of them",
+        summary="positions and frequencies are rounded to bf16 before rotary angles are computed",
         source="https://github.com/huggingface/transformers/pull/29285",
         seam="load_model",
         stage="log-probs",
-        loss_blind=False,
-        needs="positions above 256, which bf16 cannot tell from their neighbours",
+        cells=sft("sft-long", "pangu", fsdp2="dp2", deepspeed="dp2.zero2", megatron="dp2", only=ROUNDING),
+        needs="positions above 256, which bf16 cannot distinguish from their neighbors",
         wrap=_rotary_in_bf16,
     ),
     Fault(
@@ -215,7 +221,7 @@ _FAULTS = (
         source="https://github.com/axolotl-ai-cloud/axolotl/issues/3608",
         seam="collate",
         stage="log-probs",
-        loss_blind=False,
+        cells=sft("sft-packed", "llama", fsdp2="dp2", deepspeed="dp2.zero2", megatron="tp2"),
         needs="packed rows",
         wrap=_leaking_documents,
     ),
@@ -225,7 +231,7 @@ _FAULTS = (
         source="https://github.com/pytorch/torchtitan/pull/2206",
         seam="step_totals",
         stage="loss",
-        loss_blind=False,
+        cells=sft("sft-padded", "pangu", fsdp2="dp2", deepspeed="dp2.zero3", megatron="dp2.zero1"),
         needs="dp of 2 or more and ranks with different token counts",
         wrap=_local_token_mean,
     ),
@@ -235,7 +241,8 @@ _FAULTS = (
         source="https://github.com/pytorch/torchtitan/pull/3575",
         seam="start_micro_batch",
         stage="gradients",
-        loss_blind=True,
+        cells=sft("sft-packed", "llama", fsdp2="dp2"),
+        blind=("loss",),
         needs="accumulation of 2 or more",
         wrap=_cleared_gradients,
     ),
@@ -245,8 +252,9 @@ _FAULTS = (
         source="https://github.com/ROCm/TransformerEngine/pull/715",
         seam="norm_axes",
         stage="gradient norm",
-        loss_blind=True,
-        needs="a parameter that is replicated over an axis of its mesh, such as norms under seqpar",
+        cells=sft("sft-sgd", "llama", fsdp2="tp2.seqpar"),
+        blind=("loss",),
+        needs="a parameter that is replicated over an axis of its mesh, such as a norm with seqpar",
         wrap=_replicas_counted,
     ),
     Fault(
@@ -255,7 +263,8 @@ _FAULTS = (
         source="https://github.com/deepspeedai/DeepSpeed/pull/5150",
         seam="clip_coefficient",
         stage="clipped update",
-        loss_blind=True,
+        cells=sft("sft-sgd", "llama", fsdp2="dp2"),
+        blind=("loss",),
         needs="max_grad_norm other than the norm itself",
         wrap=_inverted_clip,
     ),
@@ -265,7 +274,8 @@ _FAULTS = (
         source="the other half of https://github.com/deepspeedai/DeepSpeed/pull/5150",
         seam="clip_coefficient",
         stage="weights after N steps",
-        loss_blind=True,
+        cells=sft("sft-packed", "llama", fsdp2="dp2"),
+        blind=("loss",),
         needs="a step whose gradient norm is below max_grad_norm",
         wrap=_clip_always,
     ),
@@ -275,7 +285,8 @@ _FAULTS = (
         source="https://github.com/deepspeedai/DeepSpeed/issues/1801",
         seam="clip_coefficient",
         stage="weight replicas",
-        loss_blind=True,
+        cells=sft("sft-sgd", "llama", fsdp2="dp2.rep2"),
+        blind=("loss",),
         needs="replicas (rep of 2 or more) and active clipping",
         wrap=_clip_on_one_replica,
     ),
@@ -285,24 +296,26 @@ _FAULTS = (
         source="https://github.com/huggingface/accelerate/issues/963",
         seam="advance_schedule",
         stage="clipped update",
-        loss_blind=True,
+        cells=sft("sft-sgd", "llama", fsdp2="dp2", megatron="dp2"),
+        blind=("loss",),
         needs="accumulation of 2 or more and a schedule that is not constant",
         wrap=_schedule_per_micro_batch,
     ),
 )
 
 RL_FAULTS = (*ROLLOUT_FAULTS, *MEANS_FAULTS, *POLICY_FAULTS, *MODELS_FAULTS)
-CATALOGUE = (
-    *_FAULTS,
-    *ENGINE_FAULTS,
-    *OPTIMIZER_FAULTS,
-    *OVERFLOW_FAULTS,
-    *RING_FAULTS,
-    *ARCHITECTURE_FAULTS,
-    *ADAPTER_FAULTS,
-    *EXPERT_FAULTS,
-    *MODEL_PARALLEL_FAULTS,
-    *RL_FAULTS,
-    *HANDOVER_FAULTS,
-    *MERGE_FAULTS,
-)
+GROUPS: Mapping[str, tuple[Fault, ...]] = {
+    "Any training step": _FAULTS,
+    "Engines that accumulate, reduce and clip by themselves": ENGINE_FAULTS,
+    "Optimizer and accumulation precision": OPTIMIZER_FAULTS,
+    "Overflow in fp16": OVERFLOW_FAULTS,
+    "Context parallelism": RING_FAULTS,
+    "Model families": ARCHITECTURE_FAULTS,
+    "LoRA adapters": ADAPTER_FAULTS,
+    "Mixtures of experts": EXPERT_FAULTS,
+    "Tensor and pipeline parallelism": MODEL_PARALLEL_FAULTS,
+    "Rollouts, GRPO and PPO": RL_FAULTS,
+    "Resuming from a checkpoint, a training state or an export": RESUME_FAULTS,
+    "Merging adapters": MERGE_FAULTS,
+}
+CATALOGUE = tuple(chain.from_iterable(GROUPS.values()))

@@ -1,4 +1,4 @@
-"""Faults of mixtures of experts: routers, their loss, and the exchange of tokens between ranks."""
+"""Plants faults in mixtures of experts: in routers, in their losses, and in the exchange of tokens between ranks."""
 
 from copy import copy
 from typing import Any
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from conformance.backends.faults import Fault, Function
 from conformance.spec.observables import OLD_ROUTING, ROUTING
+from impl.faults.cells import OWN_CHOICES, REPLAY, rl, sft
 from impl.faults.models import read_as_zeros
 
 
@@ -24,7 +25,7 @@ def _gradient_of_first_rank(routers_of: Function) -> Function:
 
 
 def _without_gradient(module: Any) -> None:
-    """FSDP2 may replace the parameter that autograd sees between steps, so the hook is set in forward passes."""
+    """Zeroes the gradient of a weight. Forward passes set the hook, because FSDP2 may replace the parameter."""
     hooked: list[Any] = []
 
     def attach(module: Any, _: object) -> None:
@@ -41,7 +42,7 @@ def _normalisation_inverted(routers_of: Function) -> Function:
         for module in model.modules():
             if hasattr(module, "norm_topk_prob"):
                 module.norm_topk_prob = not module.norm_topk_prob
-            elif hasattr(module, "router_replay"):  # Megatron's configuration says whether the softmax comes first
+            elif hasattr(module, "router_replay"):  # Megatron configures whether the softmax comes first
                 module.config = copy(module.config)
                 module.config.moe_router_pre_softmax = not module.config.moe_router_pre_softmax
         return routers_of(model, *more)
@@ -52,7 +53,7 @@ def _normalisation_inverted(routers_of: Function) -> Function:
 def _shared_twice(routers_of: Function) -> Function:
     def faulty(model: Any, *more: Any) -> Any:
         for name, module in model.named_modules():
-            if name.endswith(("shared_expert", "shared_experts")):  # Hugging Face's name, and Megatron's
+            if name.endswith(("shared_expert", "shared_experts")):  # the names of Hugging Face and Megatron
                 module.register_forward_hook(lambda module, inputs, output: 2 * output)
         return routers_of(model, *more)
 
@@ -71,7 +72,9 @@ def _router_loss_of_micro_batch(router_loss: Function) -> Function:
     def faulty(factor: float, balance: Any, weights: Tensor, probabilities: Tensor) -> Tensor:
         counts = (weights > 0).sum(dim=0).to(probabilities.dtype)
         own = counts.shape[0] * (counts @ probabilities.sum(dim=0)) / len(weights) ** 2
-        share: Tensor = factor * own * len(weights) / balance.choosers  # the mean over micro-batches, by their tokens
+        share: Tensor = (
+            factor * own * len(weights) / balance.choosers
+        )  # the mean over micro-batches, weighted by tokens
         return share
 
     return faulty
@@ -122,7 +125,7 @@ def _groups_not_limited(routers_of: Function) -> Function:
         for module in model.modules():
             if hasattr(module, "topk_group"):
                 module.topk_group = module.num_group
-            elif getattr(module, "groups", None):  # Megatron's
+            elif getattr(module, "groups", None):  # Megatron
                 module.groups = module.groups._replace(chosen=module.groups.many)
         return found
 
@@ -152,141 +155,149 @@ def _averaged_over_their_ranks(reduce_gradients: Function) -> Function:
 EXPERT_FAULTS = (
     Fault(
         name="router-not-reduced",
-        summary="the gradient of a router's weight is that of the first rank's tokens, and of no other rank's",
+        summary="the gradient of a router's weight comes from the tokens of the first rank only",
         source="https://github.com/pytorch/torchtitan/issues/2387",
         seam="routers_of",
         stage="gradients",
-        loss_blind=True,
+        cells=sft("sft-packed", "qwen3-moe", fsdp2="dp2", deepspeed="dp2.zero2", megatron="dp2"),
+        blind=("loss",),
         needs="dp of 2 or more and a model with routers",
         wrap=_gradient_of_first_rank,
     ),
     Fault(
         name="experts-normalised-otherwise",
-        summary="weights of the chosen experts are divided by their sum where the model does not, or the other way",
+        summary="weights of the chosen experts are divided by their sum where the model does not, or the reverse",
         source="https://github.com/databricks/megablocks/pull/87",
         seam="routers_of",
         stage="routing",
-        loss_blind=False,
+        cells=sft("sft-packed", "qwen3-moe", fsdp2="dp2", deepspeed="dp2.zero1", megatron="ep2"),
         needs="a model whose configuration has norm_topk_prob",
         wrap=_normalisation_inverted,
     ),
     Fault(
         name="shared-expert-twice",
-        summary="the shared expert's output is added twice, because ranks that all have it are summed",
+        summary="the output of the shared expert is added twice, because it is summed over ranks that all hold it",
         source="https://github.com/sgl-project/sglang/pull/26845",
         seam="routers_of",
         stage="log-probs",
-        loss_blind=False,
+        cells=sft("sft-packed", "qwen2-moe", fsdp2="tp2", deepspeed="dp2.zero2", megatron="ep2"),
         needs="a model with a shared expert",
         wrap=_shared_twice,
     ),
     Fault(
         name="router-loss-dropped",
-        summary="the load-balancing loss is computed and told, and not added to what is minimised",
+        summary="the load-balancing loss is computed and reported, but not added to the loss that is minimized",
         source="https://github.com/jingyaogong/minimind/issues/140",
         seam="router_loss",
         stage="gradients",
-        loss_blind=True,
+        cells=sft("sft-packed", "mixtral", fsdp2="dp2", deepspeed="dp2.zero2", megatron="pp2"),
+        blind=("loss",),
         needs="a model whose configuration adds its routers' loss",
         wrap=_router_loss_dropped,
     ),
     Fault(
         name="router-loss-of-micro-batch",
-        summary="the load-balancing loss is the mean of those of micro-batches, each with its own counts of experts",
+        summary="the load-balancing loss is a mean over micro-batches, each with its own counts of experts",
         source="https://github.com/IBM/ModuleFormer/issues/5",
         seam="router_loss",
         stage="gradients",
-        loss_blind=True,
+        cells=sft("sft-packed", "qwen3-moe", fsdp2="dp2", deepspeed="dp2.zero3", megatron="pp2"),
+        blind=("loss",),
         needs="a model whose configuration adds its routers' loss, and several micro-batches",
         wrap=_router_loss_of_micro_batch,
     ),
     Fault(
         name="z-loss-of-micro-batch",
-        summary="the z-loss of routers is the mean over a micro-batch and not over the step, so each adds a whole one",
+        summary="the z-loss of routers is a mean over a micro-batch instead of the step, so it is added several times",
         source="https://github.com/NVIDIA-NeMo/Automodel/pull/3359",
         seam="z_loss",
         stage="gradients",
-        loss_blind=True,
+        cells=sft("sft-z-loss", "qwen2-moe", fsdp2="dp2", deepspeed="dp2.zero2", megatron="pp2"),
+        blind=("loss",),
         needs="a scenario with router_z_loss, and several micro-batches",
         wrap=_z_loss_of_micro_batch,
     ),
     Fault(
         name="replay-of-another-pass",
-        summary="an update is given the experts that were recorded for the old log-probs, under other weights",
-        source="https://github.com/areal-project/AReaL/pull/1166, whose queue may give a pass another one's",
+        summary="an update replays the experts that were recorded for the old log-probs, with other weights",
+        source="https://github.com/areal-project/AReaL/pull/1166, whose queue may return the choices of another pass",
         seam="choices_for",
         stage="routing",
-        loss_blind=True,
-        needs="roll-outs of a model with routers, below the exact tier, and a second update",
+        cells=rl("grpo", model="qwen3-moe", fsdp2="dp2", deepspeed="dp2.zero2", megatron="ep2", only=REPLAY),
+        blind=("loss",),
+        needs="rollouts of a model with routers, below the exact tier, and a second update",
         wrap=_replay_of_another_pass,
     ),
     Fault(
         name="tokens-off-by-one",
-        summary="tokens are sent to the experts of their neighbours, because they are sorted by another order",
+        summary="tokens are sent to the experts of their neighbors, because they are sorted in another order",
         source="https://github.com/pytorch/torchtitan/pull/2842, where a rank of the wrong group cut the tokens",
         seam="sorted_by_expert",
         stage="routing",
-        loss_blind=False,
+        cells=sft("sft-packed", "qwen3-moe", fsdp2="ep2"),
         needs="ep of 2 or more",
         wrap=_tokens_off_by_one,
     ),
     Fault(
         name="experts-not-divided",
-        summary="gradients of experts are averaged over the ranks that hold them, and not over all that sent tokens",
+        summary="gradients of experts are averaged over the ranks that hold them instead of over all that sent tokens",
         source="https://github.com/NVIDIA/Megatron-LM/pull/5956",
         seam="expert_divisor",
         stage="gradients",
-        loss_blind=True,
+        cells=sft("sft-packed", "qwen2-moe", fsdp2="ep2"),
+        blind=("loss",),
         needs="ep of 2 or more",
         wrap=_not_divided,
     ),
     Fault(
         name="permutation-off-by-one",
-        summary="tokens lie one place further in front of the experts than the order by which outputs are put back",
+        summary="tokens reach the experts shifted by one against the order in which outputs are put back",
         source="https://github.com/pytorch/torchtitan/pull/1340",
         seam="permute_tokens",
         stage="routing",
-        loss_blind=False,
+        cells=sft("sft-packed", "qwen3-moe", megatron="ep2"),
         needs="a model with routers in several layers",
         wrap=_permutation_off_by_one,
     ),
     Fault(
         name="experts-averaged-over-their-ranks",
-        summary="gradients of experts are divided by the number of ranks that hold them, not by that of all data ranks",
+        summary="gradients of experts are divided by the number of ranks that hold them instead of all data ranks",
         source="https://github.com/databricks/megablocks/pull/20",
         seam="reduce_gradients",
         stage="gradients",
-        loss_blind=True,
+        cells=sft("sft-packed", "qwen2-moe", megatron="ep2"),
+        blind=("loss",),
         needs="ep of 2 or more",
         wrap=_averaged_over_their_ranks,
     ),
     Fault(
         name="groups-not-limited",
-        summary="experts are chosen in all groups, and not in those alone that are best for the token",
+        summary="experts are chosen from all groups instead of from the best groups for the token",
         source="https://github.com/vllm-project/vllm/pull/13474",
         seam="routers_of",
         stage="routing",
-        loss_blind=False,
+        cells=sft("sft-packed", "deepseek-v3", fsdp2="dp2", deepspeed="dp2.zero2", megatron="ep2", only=OWN_CHOICES),
         needs="a model that chooses groups of experts, in the exact tier",
         wrap=_groups_not_limited,
     ),
     Fault(
         name="correction-bias-not-loaded",
-        summary="the bias by which experts are chosen, a buffer, is not loaded, so it is zero",
+        summary="the bias for the choice of experts, a buffer, is not loaded, so it is zero",
         source="https://github.com/alibaba/Pai-Megatron-Patch/pull/497, before which it was not converted",
         seam="read_slice",
         stage="weights",
-        loss_blind=False,
+        cells=sft("sft-packed", "deepseek-v3", fsdp2="dp2", deepspeed="dp2.zero1", megatron="dp2"),
         needs="a model whose experts are chosen by scores with a bias",
         wrap=read_as_zeros("e_score_correction_bias"),
     ),
     Fault(
         name="correction-bias-moved",
-        summary="the bias by which experts are chosen moves by the library's default rate at each step",
+        summary="the bias for the choice of experts moves by the default rate of the library at each step",
         source="https://github.com/alibaba/Pai-Megatron-Patch/issues/467, which asks for a fixed one",
         seam="pipeline_config",
         stage="clipped update",
-        loss_blind=True,
+        cells=sft("sft-packed", "deepseek-v3", megatron="dp2"),
+        blind=("loss",),
         needs="a model whose experts are chosen by scores with a bias",
         wrap=_correction_bias_moved,
     ),

@@ -1,4 +1,4 @@
-"""Faults of what a loss is divided by, of masks, and of numbers that are reported of all ranks."""
+"""Plants faults in the denominators of losses, in masks, and in metrics that are reduced over ranks."""
 
 import dataclasses
 from typing import Any
@@ -7,6 +7,7 @@ import torch
 
 from conformance.backends.faults import Fault, Function
 from conformance.spec.objectives import METRICS
+from impl.faults.cells import FULL, rl
 
 NO_TARGET = -100
 
@@ -23,7 +24,7 @@ def _aggregated_as(wrong: str) -> Any:
 
 def _mean_of_micro_batch(evaluate: Function) -> Function:
     def faulty(functions: Any, model: str, outputs: Any, inputs: Any, *, totals: Any, others: Any) -> Any:
-        # The mean over a micro-batch's own tokens, times its share of the sequences.
+        # The mean over the micro-batch's own tokens, times its share of the sequences.
         targets = inputs.targets
         begins = targets & ~torch.nn.functional.pad(targets, (1, 0))[:, :-1]
         tokens, sequences = targets.sum().item(), begins.sum().item()
@@ -60,7 +61,7 @@ def _mask_lost(loss_weights: Function) -> Function:
 def _prompt_trained(collate: Function) -> Function:
     def faulty(rows: Any, **options: Any) -> Any:
         inputs = collate(rows, **options)
-        if "advantage" not in inputs.columns:  # nothing is trained on before advantages are known
+        if "advantage" not in inputs.columns:  # before advantages are known, no token is trained on
             return inputs
         labels, columns = inputs.labels.clone(), {name: numbers.clone() for name, numbers in inputs.columns.items()}
         for r, row in enumerate(rows):
@@ -78,7 +79,7 @@ def _prompt_trained(collate: Function) -> Function:
 
 def _mask_off_by_one(collate: Function) -> Function:
     def faulty(rows: Any, **options: Any) -> Any:
-        # The last token of the prompt is a target, and the last one of the response is none.
+        # The last token of the prompt becomes a target, and the last token of the response is no longer one.
         moved = [dataclasses.replace(row, documents=tuple(map(_one_earlier, row.documents))) for row in rows]
         return collate(moved, **options)
 
@@ -87,16 +88,16 @@ def _mask_off_by_one(collate: Function) -> Function:
 
 def _one_earlier(document: Any) -> Any:
     targets = document.targets
-    # A prompt of one token has nothing before it.
+    # A prompt of one token has no earlier token.
     return document if len(targets) > 1 and targets[1] else dataclasses.replace(document, targets=(*targets[1:], False))
 
 
 def _metrics_of_one_rank(of_all_ranks: Function) -> Function:
     def faulty(context: Any, sums: Any, highest: Any) -> dict[str, torch.Tensor]:
         first = context.all_gather({o.key: sums[o.key].item() for o in METRICS if o.key in sums})[0]
-        together: dict[str, torch.Tensor] = of_all_ranks(context, sums, highest)
-        own = {key: torch.full_like(together[key], value * context.data_size) for key, value in first.items()}
-        return together | own
+        reduced: dict[str, torch.Tensor] = of_all_ranks(context, sums, highest)
+        own = {key: torch.full_like(reduced[key], value * context.data_size) for key, value in first.items()}
+        return reduced | own
 
     return faulty
 
@@ -108,7 +109,7 @@ MEANS_FAULTS = (
         source="arXiv 2503.14476, section 3.3, on what a mean over sequences does to long responses",
         seam="token_weights",
         stage="loss",
-        loss_blind=False,
+        cells=rl("grpo"),
         needs="token-mean and responses of different lengths",
         wrap=_aggregated_as("seq-mean-token-mean"),
     ),
@@ -118,7 +119,7 @@ MEANS_FAULTS = (
         source="https://github.com/huggingface/trl/issues/3187",
         seam="token_weights",
         stage="loss",
-        loss_blind=False,
+        cells=rl("gspo", only=FULL),
         needs="seq-mean-token-mean and responses of different lengths",
         wrap=_aggregated_as("token-mean"),
     ),
@@ -128,37 +129,38 @@ MEANS_FAULTS = (
         source="https://github.com/verl-project/verl/issues/5625",
         seam="evaluate",
         stage="loss",
-        loss_blind=False,
+        cells=rl("grpo"),
         needs="token-mean, several micro-batches and responses of different lengths",
         wrap=_mean_of_micro_batch,
     ),
     Fault(
         name="divided-by-mini-batches",
-        summary="the loss of a mini-batch has the denominator of the whole roll-out",
+        summary="the loss of a mini-batch has the denominator of the whole rollout",
         source="arXiv 1707.06347, algorithm 1: an update for each minibatch, of the surrogate's mean over it",
         seam="loss_weights",
         stage="loss",
-        loss_blind=False,
+        cells=rl("grpo-off-policy"),
         needs="mini_batches of 2 or more",
         wrap=_divided_by_mini_batches,
     ),
     Fault(
         name="padding-in-mean",
-        summary="the mean over response tokens is divided by all places of the micro-batches, masked ones among them",
+        summary="the sum over response tokens is divided by all tokens of the micro-batches, including masked ones",
         source="https://github.com/huggingface/trl/pull/6439",
         seam="step_totals",
         stage="loss",
-        loss_blind=False,
+        cells=rl("grpo"),
         needs="token-mean",
         wrap=_padding_in_mean,
     ),
     Fault(
         name="mask-lost",
-        summary="the weights of losses do not know the mask, so the critic learns from prompts",
+        summary="the weights of losses ignore the mask, so the critic learns from prompts",
         source="https://github.com/TIGER-AI-Lab/verl-tool/issues/116",
         seam="loss_weights",
         stage="critic loss",
-        loss_blind=True,
+        cells=rl("ppo"),
+        blind=("loss",),
         needs="a critic; a policy loss is masked again",
         wrap=_mask_lost,
     ),
@@ -168,8 +170,8 @@ MEANS_FAULTS = (
         source="https://github.com/TIGER-AI-Lab/verl-tool/issues/116",
         seam="collate",
         stage="old log-probs",
-        loss_blind=False,
-        needs="roll-outs",
+        cells=rl("grpo"),
+        needs="rollouts",
         wrap=_prompt_trained,
     ),
     Fault(
@@ -178,7 +180,7 @@ MEANS_FAULTS = (
         source="https://github.com/lucidrains/PaLM-rlhf-pytorch/issues/31",
         seam="collate",
         stage="old log-probs",
-        loss_blind=False,
+        cells=rl("grpo"),
         needs="prompts",
         wrap=_mask_off_by_one,
     ),
@@ -188,8 +190,9 @@ MEANS_FAULTS = (
         source="https://github.com/RLinf/RLinf/issues/603",
         seam="of_all_ranks",
         stage="policy metrics",
-        loss_blind=True,
-        needs="dp of 2 or more, and a metric that is not the same on all ranks: a second update of a roll-out",
+        cells=rl("grpo"),
+        blind=("loss", "loss and norm"),
+        needs="dp of 2 or more, and a metric that is not the same on all ranks: a second update of a rollout",
         wrap=_metrics_of_one_rank,
     ),
 )

@@ -1,8 +1,6 @@
-"""Faults of adapters (LoRA): their scale, what they are added to, and what is trained beside them or left out.
+"""Plants faults in models: in LoRA adapters, in parts of an architecture, in dropout, and between policy and critic.
 
-Faults of architectures: a part of what a model's configuration says that whoever loads the model does not know.
-
-Faults of the models that a cell of reinforcement learning runs: dropout in them, and gradients of one in another.
+A fault of an architecture ignores a part of the model's configuration when the model is loaded.
 """
 
 import json
@@ -15,6 +13,7 @@ import torch
 
 from conformance.backends.faults import Fault, Function, not_called
 from conformance.spec.lora import CONFIG_FILE, is_adapter
+from impl.faults.cells import merge, rl, sft
 from impl.interface.sharded_safetensors import SliceReader
 from impl.models.lazy_weights import Origin
 from impl.models.lora import NAME, is_adapted
@@ -24,7 +23,7 @@ FIRST = "model.layers.0."
 
 
 def _of_adapted(change: Callable[[Any], None]) -> Callable[[Function], Function]:
-    """A fault that changes every layer with an adapter, as it is loaded."""
+    """Applies ``change`` to every layer that has an adapter, after the adapter was loaded."""
 
     def wrap(load_adapter: Function) -> Function:
         def faulty(model: torch.nn.Module, folder: Path) -> Any:
@@ -45,7 +44,7 @@ def _scaled_twice(layer: Any) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class _Merged:
-    """A matrix with its adapter added to it: base + scale B A."""
+    """Reads a matrix with its adapter merged: base + scale B A."""
 
     base: Origin
     a: Origin
@@ -83,7 +82,7 @@ def _first_layer_frozen(trained_names: Function) -> Function:
 
 def _base_trained(trained_names: Function) -> Function:
     def faulty(model: torch.nn.Module, config: Any) -> frozenset[str]:
-        model.get_parameter(BASE).requires_grad_()  # before a library has built its engine
+        model.get_parameter(BASE).requires_grad_()  # before a library builds its engine
         return frozenset({*trained_names(model, config), BASE})
 
     return faulty
@@ -92,8 +91,8 @@ def _base_trained(trained_names: Function) -> Function:
 def _unscaled(merge_adapter: Function) -> Function:
     def faulty(model: Any, folder: Path) -> Any:
         file = folder / CONFIG_FILE
-        told = json.loads(file.read_text(encoding="utf-8"))
-        file.write_text(json.dumps(told | {"lora_alpha": told["r"], "use_rslora": False}), encoding="utf-8")
+        config = json.loads(file.read_text(encoding="utf-8"))
+        file.write_text(json.dumps(config | {"lora_alpha": config["r"], "use_rslora": False}), encoding="utf-8")
         return merge_adapter(model, folder)
 
     return faulty
@@ -102,11 +101,11 @@ def _unscaled(merge_adapter: Function) -> Function:
 ADAPTER_FAULTS = (
     Fault(
         name="adapter-scaled-twice",
-        summary="what an adapter adds is multiplied by its scale twice",
+        summary="the output of an adapter is multiplied by its scale twice",
         source="https://github.com/Blaizzy/mlx-vlm/issues/841",
         seam="load_adapter",
         stage="log-probs",
-        loss_blind=False,
+        cells=sft("sft-lora", "llama", fsdp2="tp2", deepspeed="dp2.zero2"),
         needs="adapters (lora) with a scale that is not 1, and B that is not 0",
         wrap=_of_adapted(_scaled_twice),
     ),
@@ -116,7 +115,7 @@ ADAPTER_FAULTS = (
         source="https://github.com/radixark/miles/pull/1087",
         seam="load_adapter",
         stage="weights",
-        loss_blind=False,
+        cells=sft("sft-lora", "llama", fsdp2="dp2", deepspeed="dp2.zero1"),
         needs="adapters (lora), and B that is not 0",
         wrap=_added_to_base,
     ),
@@ -126,7 +125,8 @@ ADAPTER_FAULTS = (
         source="https://github.com/meta-pytorch/torchforge/issues/592",
         seam="trained_names",
         stage="gradients",
-        loss_blind=True,
+        cells=sft("sft-lora", "llama", fsdp2="dp2", deepspeed="dp2.zero3"),
+        blind=("loss",),
         needs="adapters (lora) in the first layer",
         wrap=_first_layer_frozen,
     ),
@@ -136,7 +136,8 @@ ADAPTER_FAULTS = (
         source="https://github.com/NVIDIA-NeMo/Automodel/issues/547",
         seam="trained_names",
         stage="gradients",
-        loss_blind=True,
+        cells=sft("sft-lora", "llama", fsdp2="dp2", deepspeed="dp2.zero2"),
+        blind=("loss",),
         needs="adapters (lora)",
         wrap=_base_trained,
     ),
@@ -148,15 +149,15 @@ MERGE_FAULTS = (
         source="https://github.com/hao-ai-lab/FastVideo/pull/870",
         seam="merge_adapter",
         stage="weights",
-        loss_blind=False,
-        needs="a leg that merges adapters (lora) whose scale is not 1",
+        cells=merge(),
+        needs="a phase that merges adapters (lora) whose scale is not 1",
         wrap=_unscaled,
     ),
 )
 
 
 def _of_loaded(change: Callable[[Any, Path], None]) -> Callable[[Function], Function]:
-    """A fault that changes a model as it is loaded, by a function that is given its folder."""
+    """Applies ``change`` to a model and its folder, after the model was loaded."""
 
     def wrap(load: Function) -> Function:
         def faulty(*arguments: Any, **options: Any) -> Any:
@@ -179,22 +180,24 @@ def _unscaled_positions(model: Any, path: Path) -> None:
 
 
 def _one_key_more(model: Any, path: Path) -> None:
-    if hasattr(model, "config") and getattr(model.config, "sliding_window", None):  # Hugging Face: for the masks
+    if hasattr(model, "config") and getattr(
+        model.config, "sliding_window", None
+    ):  # Hugging Face computes masks from it
         model.config.sliding_window += 1
     for module in model.modules():
         if isinstance(window := getattr(module, "sliding_window", None), int):
             module.sliding_window = window + 1
-        if isinstance(window := getattr(module, "window", None), tuple) and window[0] >= 0:  # here on megatron-core
+        if isinstance(window := getattr(module, "window", None), tuple) and window[0] >= 0:  # the Megatron backend
             module.window = (window[0] + 1, window[1])
 
 
 def read_as_zeros(*endings: str) -> Callable[[Function], Function]:
-    """A fault that leaves tensors with such names unread."""
+    """Reads tensors whose names have one of these endings as zeros."""
 
     def wrap(read_slice: Function) -> Function:
         def faulty(reader: Any, name: str, spans: Any) -> torch.Tensor:
-            found: torch.Tensor = read_slice(reader, name, spans)
-            return torch.zeros_like(found) if name.endswith(endings) else found
+            tensor: torch.Tensor = read_slice(reader, name, spans)
+            return torch.zeros_like(tensor) if name.endswith(endings) else tensor
 
         return faulty
 
@@ -208,22 +211,21 @@ def _uncapped_scores(model: Any, path: Path) -> None:
 
 
 def _without_sinks(model: Any, path: Path) -> None:
-    """By transformers' interface to torch's kernel, which is given the sinks and does nothing with them; or here on
-    megatron-core.
+    """Drops attention sinks: selects a kernel of transformers that ignores them, or patches the Megatron backend.
 
-    Their gradients are 0, because a parameter without one would show by itself.
+    The gradients of the sinks are 0. Missing gradients would be found for another reason.
     """
     if hasattr(model, "config"):
         model.config._attn_implementation = "sdpa"
     for module in model.modules():
         if hasattr(module, "sinks"):
-            module.register_forward_hook(lambda own, _, found: (found[0] + 0 * _local(own.sinks).sum(), *found[1:]))
+            module.register_forward_hook(lambda own, _, output: (output[0] + 0 * _local(own.sinks).sum(), *output[1:]))
         if hasattr(module, "softmax_offset"):
             _forget_sinks(module)
 
 
 def _local(parameter: Any) -> torch.Tensor:
-    """A parameter, or this rank's part of it, if that is a DTensor: whose module imports too much for a controller."""
+    """Returns the local part of a DTensor, or the parameter itself. The controller does not import torch's DTensor."""
     part: torch.Tensor = parameter.to_local() if hasattr(parameter, "to_local") else parameter
     return part
 
@@ -233,9 +235,9 @@ def _forget_sinks(attention: Any) -> None:
 
     def without(*arguments: Any, **options: Any) -> torch.Tensor:
         attention.softmax_offset = None
-        found = forward(*arguments, **options)
+        output = forward(*arguments, **options)
         attention.softmax_offset = sinks
-        with_gradient: torch.Tensor = found + 0 * sinks.sum()
+        with_gradient: torch.Tensor = output + 0 * sinks.sum()
         return with_gradient
 
     attention.forward = without
@@ -248,7 +250,7 @@ ARCHITECTURE_FAULTS = (
         source="https://github.com/unslothai/unsloth/pull/6197",
         seam="load_model",
         stage="log-probs",
-        loss_blind=False,
+        cells=sft("sft-packed", "llama3", fsdp2="tp2", deepspeed="dp2.zero2", megatron="pp2"),
         needs="a model with scaled rotary positions",
         wrap=_of_loaded(_unscaled_positions),
     ),
@@ -258,7 +260,7 @@ ARCHITECTURE_FAULTS = (
         source="https://github.com/huggingface/transformers/issues/39408",
         seam="load_model",
         stage="log-probs",
-        loss_blind=False,
+        cells=sft("sft-packed", "mistral", fsdp2="sp2", deepspeed="dp2.zero1", megatron="sp2"),
         needs="a model with a sliding window, and documents that are longer",
         wrap=_of_loaded(_one_key_more),
     ),
@@ -268,7 +270,7 @@ ARCHITECTURE_FAULTS = (
         source="https://github.com/ServiceNow/Fast-LLM/pull/398",
         seam="read_slice",
         stage="weights",
-        loss_blind=False,
+        cells=sft("sft-packed", "qwen2", fsdp2="dp2", deepspeed="dp2.zero1", megatron="dp2"),
         needs="a model with biases on q, k and v",
         wrap=read_as_zeros("q_proj.bias", "k_proj.bias", "v_proj.bias"),
     ),
@@ -278,7 +280,7 @@ ARCHITECTURE_FAULTS = (
         source="https://github.com/vllm-project/vllm-metal/issues/665",
         seam="hugging_face_model",
         stage="log-probs",
-        loss_blind=False,
+        cells=sft("sft-packed", "gemma2", fsdp2="dp2", deepspeed="dp2.zero2"),
         needs="a model that soft-caps scores",
         wrap=_of_loaded(_uncapped_scores),
     ),
@@ -288,7 +290,7 @@ ARCHITECTURE_FAULTS = (
         source="https://github.com/vllm-project/vllm-metal/pull/550",
         seam="load_model",
         stage="routing",
-        loss_blind=False,
+        cells=sft("sft-packed", "gpt-oss", fsdp2="sp2", deepspeed="dp2.zero2", megatron="tp2.seqpar"),
         needs="a model with attention sinks",
         wrap=_of_loaded(_without_sinks),
     ),
@@ -306,7 +308,7 @@ def _always_training(switch_off_dropout: Function) -> Function:
 def _library_default(transformer_config: Function) -> Function:
     def faulty(*arguments: Any) -> Any:
         config = transformer_config(*arguments)
-        config.hidden_dropout = type(config).hidden_dropout  # a dataclass's default
+        config.hidden_dropout = type(config).hidden_dropout  # the default of the dataclass
         return config
 
     return faulty
@@ -328,7 +330,7 @@ def _critic_leaks(finish_gradients: Function) -> Function:
 
 
 def _gradients(trainable: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """What an update is about to read, where the parameters have it; of what ZeRO 1 to 3 cut they have none."""
+    """Yields the gradients that the update reads, by name. Parameters have none where ZeRO 1 to 3 shard gradients."""
     modules = [chunk.module for chunk in trainable.chunks] if hasattr(trainable, "chunks") else [trainable.model]
     for module in modules:
         for name, parameter in module.named_parameters():
@@ -342,7 +344,7 @@ MODELS_FAULTS = (
         source="https://github.com/verl-project/verl/pull/4708",
         seam="switch_off_dropout",
         stage="old log-probs",
-        loss_blind=False,
+        cells=rl("grpo", fsdp2="dp2", deepspeed="dp2.zero2", dropout=True),
         needs="dropout in the model's configuration, and in the attention that a backend uses",
         wrap=_always_training,
     ),
@@ -352,7 +354,7 @@ MODELS_FAULTS = (
         source="https://github.com/huggingface/trl/pull/3234",
         seam="switch_off_dropout",
         stage="log-probs",
-        loss_blind=False,
+        cells=rl("grpo", fsdp2="dp2", deepspeed="dp2.zero2", dropout=True),
         needs="dropout in the model's configuration, and in the attention that a backend uses",
         wrap=not_called,
     ),
@@ -362,7 +364,7 @@ MODELS_FAULTS = (
         source="https://github.com/Human-Agent-Society/reef/pull/536",
         seam="pipeline_config",
         stage="log-probs",
-        loss_blind=False,
+        cells=rl("grpo", megatron="dp2"),
         needs="megatron-core",
         wrap=_library_default,
     ),
@@ -372,7 +374,8 @@ MODELS_FAULTS = (
         source="https://github.com/huggingface/trl/issues/1108",
         seam="finish_gradients",
         stage="gradients",
-        loss_blind=True,
+        cells=rl("ppo", fsdp2="dp2", deepspeed="dp2.zero0", megatron="dp2"),
+        blind=("loss", "loss and norm"),
         needs="a critic, and a second update: the critic's gradients come after the policy's",
         wrap=_critic_leaks,
     ),

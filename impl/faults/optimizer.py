@@ -1,10 +1,7 @@
-"""Faults of training engines that accumulate, reduce and clip by themselves: what these got wrong in public.
+"""Plants faults in accumulation, reduction, clipping, the optimizer, and the handling of overflows in fp16.
 
-Faults of the optimizer and of what gradients are added up in: the loss sees none, and bf16's noise hides them all.
-
-They are caught because the update is rebuilt from the gradients, and because a sum in bf16 shows in its digits.
-
-Faults of updates that overflow in fp16: the loss sees none of them, and most runs never come to an overflow.
+The loss of the first step shows none of them, and the noise of bf16 hides faults of the optimizer. The suite finds them
+because it rebuilds the update from the gradients, and because a sum in bf16 shows in the digits of its result.
 """
 
 import itertools
@@ -14,13 +11,14 @@ from typing import Any
 import torch
 
 from conformance.backends.faults import Fault, Function, not_called
+from impl.faults.cells import FP16, HALF, ROUNDING, sft
 
 
 def _copied_micro_batch(backward: Function) -> Function:
     calls = itertools.count()
 
     def faulty(trainable: Any, loss: torch.Tensor) -> Any:
-        # What the second micro-batch overwrites might as well have been zero.
+        # The second micro-batch overwrites this gradient, which is the same as if it had been zero.
         count = trainable.context.config.accumulation
         overwritten = count > 1 and next(calls) % count == 0
         return backward(trainable, loss * 0 if overwritten else loss)
@@ -49,7 +47,8 @@ ENGINE_FAULTS = (
         source="https://github.com/deepspeedai/DeepSpeed/pull/6550",
         seam="backward",
         stage="gradients",
-        loss_blind=True,
+        cells=sft("sft-packed", "llama", fsdp2="dp2", deepspeed="dp2.zero2", megatron="pp2"),
+        blind=("loss",),
         needs="accumulation of 2 or more",
         wrap=_copied_micro_batch,
     ),
@@ -59,27 +58,30 @@ ENGINE_FAULTS = (
         source="https://github.com/pytorch/pytorch/issues/154888",
         seam="reduce_replicas",
         stage="gradients",
-        loss_blind=True,
+        cells=sft("sft-sgd", "llama", deepspeed="dp2.zero0", megatron="dp2"),
+        blind=("loss",),
         needs="replicas: zero0, or rep of 2 or more",
         wrap=not_called,
     ),
     Fault(
         name="clip-never",
-        summary="large gradients stay large, as where a library that clips by itself takes the max of factor and 1",
+        summary="large gradients are never clipped, as by a library that takes the maximum of the factor and 1",
         source="https://github.com/deepspeedai/DeepSpeed/pull/5150",
         seam="clip_threshold",
         stage="clipped update",
-        loss_blind=True,
+        cells=sft("sft-sgd", "llama", deepspeed="dp2.zero3", megatron="dp2"),
+        blind=("loss",),
         needs="a step whose gradient norm is above max_grad_norm",
         wrap=_clip_never,
     ),
     Fault(
         name="unmarked-shards",
-        summary="the norm that a library clips by leaves out shards beyond the first tensor-parallel rank's",
+        summary="the gradient norm of a library that clips leaves out shards beyond the first tensor-parallel rank",
         source="docs/findings/deepspeed-zero0-norm.md",
         seam="mark_cut_gradients",
         stage="gradient norm",
-        loss_blind=True,
+        cells=sft("sft-padded", "llama", deepspeed="tp2.zero0", only=HALF),
+        blind=("loss",),
         needs="zero0 with tp of 2 or more, in bf16 or fp16",
         wrap=not_called,
     ),
@@ -89,17 +91,19 @@ ENGINE_FAULTS = (
         source="https://github.com/deepspeedai/DeepSpeed/pull/8393",
         seam="forgotten_scale",
         stage="gradients",
-        loss_blind=True,
+        cells=sft("sft-packed", "llama", deepspeed="dp2.zero0", only=FP16),
+        blind=("loss",),
         needs="zero0 in fp16",
         wrap=_lost_loss_scale,
     ),
     Fault(
         name="step-at-setup",
-        summary="AdamW has counted a step before the first, so all its updates are scaled wrongly",
+        summary="AdamW counts one step before the first one, so all its updates are scaled wrongly",
         source="docs/findings/deepspeed-zero0-half.md",
         seam="forget_steps",
         stage="clipped update",
-        loss_blind=True,
+        cells=sft("sft-padded", "llama", deepspeed="dp2.zero0", only=HALF),
+        blind=("loss",),
         needs="AdamW at zero0, in bf16 or fp16",
         wrap=not_called,
     ),
@@ -134,16 +138,16 @@ def _moments_in_bf16(create_optimizer: Function) -> Function:
                 state[name].copy_(state[name].to(torch.bfloat16))
 
     def faulty(trainable: Any, model: Any, config: Any) -> Any:
-        made = create_optimizer(trainable, model, config)
-        for optimizer in of_torch(made):
+        created = create_optimizer(trainable, model, config)
+        for optimizer in of_torch(created):
             optimizer.register_step_post_hook(round_moments)
-        return made
+        return created
 
     return faulty
 
 
 def of_torch(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
-    """torch's optimizers inside of a library's."""
+    """Yields the torch optimizers inside an optimizer of a library."""
     if isinstance(optimizer, torch.optim.Optimizer):
         yield optimizer
     else:
@@ -165,27 +169,30 @@ OPTIMIZER_FAULTS = (
         source="https://github.com/ISEEKYAN/Megatron-LM/issues/149",
         seam="summing_dtype",
         stage="gradients",
-        loss_blind=True,
-        needs="bf16 and three summands or more: micro-batches times ranks with different tokens",
+        cells=sft("sft-packed", "llama", fsdp2="dp2", deepspeed="dp2.zero2", megatron="dp2", only=HALF),
+        blind=("loss",),
+        needs="bf16 and at least three summands: micro-batches times ranks with different tokens",
         wrap=_summed_in_bf16,
     ),
     Fault(
         name="no-weight-decay",
-        summary="the groups of parameters are made anew without their weight decay",
+        summary="parameter groups are recreated without their weight decay",
         source="https://github.com/pytorch/pytorch/issues/101343",
         seam="create_optimizer",
         stage="clipped update",
-        loss_blind=True,
+        cells=sft("sft-packed", "llama", fsdp2="dp2", deepspeed="dp2.zero2", megatron="dp2"),
+        blind=("loss",),
         needs="AdamW with weight decay",
         wrap=_changed_groups(_no_decay),
     ),
     Fault(
         name="default-betas",
-        summary="the optimizer has the betas of its library, not those of the configuration",
+        summary="the optimizer has the default betas of its library instead of the configured ones",
         source="https://github.com/EleutherAI/gpt-neox/pull/228",
         seam="create_optimizer",
         stage="weights after N steps",
-        loss_blind=True,
+        cells=sft("sft-packed", "llama", fsdp2="dp2", deepspeed="dp2.zero2", megatron="dp2"),
+        blind=("loss",),
         needs="AdamW and two steps",
         wrap=_changed_groups(_default_betas),
     ),
@@ -195,7 +202,8 @@ OPTIMIZER_FAULTS = (
         source="https://github.com/areal-project/AReaL/issues/1292",
         seam="create_optimizer",
         stage="weights after N steps",
-        loss_blind=True,
+        cells=sft("sft-packed", "llama", fsdp2="dp2", deepspeed="dp2.zero2", megatron="dp2", only=ROUNDING),
+        blind=("loss",),
         needs="AdamW, two steps and a precision below the exact tier, where the rounding is not lifted",
         wrap=_moments_in_bf16,
     ),
@@ -206,7 +214,7 @@ Progress = dict[str, float]
 
 
 def _with_progress(change: Callable[[Any, Progress, Progress], Progress]) -> Callable[[Function], Function]:
-    """``change(trainable, before, after)`` gives the progress of schedule and loss scale that an update leaves."""
+    """Replaces the progress of schedule and loss scale after an update by ``change(trainable, before, after)``."""
 
     def wrap(optimizer_step: Function) -> Function:
         def faulty(trainable: Any) -> Any:
@@ -244,7 +252,7 @@ def _counted_by_optimizer(optimizer_step: Function) -> Function:
         for optimizer in of_torch(trainable.optimizer) if trainable.skipped else ():
             first, second = optimizer.param_groups[0]["betas"]
             for state in optimizer.state.values():
-                state["exp_avg"].mul_(first)  # as a gradient of zeros does
+                state["exp_avg"].mul_(first)  # as an update with zero gradients does
                 state["exp_avg_sq"].mul_(second)
                 state["step"] += 1
         return norm
@@ -266,11 +274,12 @@ def _of_first_rank(find_overflow: Function) -> Function:
 OVERFLOW_FAULTS = (
     Fault(
         name="overflow-on-one-rank",
-        summary="an overflow is known to the first rank only, and the others make the update",
+        summary="only the first rank finds an overflow, and the other ranks make the update",
         source="https://github.com/pytorch/pytorch/pull/115710",
         seam="find_overflow",
         stage="loss scale",
-        loss_blind=True,
+        cells=sft("sft-overflow", "llama", fsdp2="dp2", only=FP16),
+        blind=("loss",),
         needs="fp16, two ranks and an overflow",
         wrap=_of_first_rank,
     ),
@@ -280,7 +289,8 @@ OVERFLOW_FAULTS = (
         source="https://github.com/Lightning-AI/pytorch-lightning/issues/18828",
         seam="optimizer_step",
         stage="clipped update",
-        loss_blind=True,
+        cells=sft("sft-overflow", "llama", fsdp2="dp2", deepspeed="dp2.zero2", megatron="dp2", only=FP16),
+        blind=("loss",),
         needs="fp16, an overflow and a schedule that is not constant",
         wrap=_with_progress(_counted_by_schedule),
     ),
@@ -290,7 +300,8 @@ OVERFLOW_FAULTS = (
         source="https://github.com/allenai/OLMo-core/pull/309, where it never counts",
         seam="optimizer_step",
         stage="weights after N steps",
-        loss_blind=True,
+        cells=sft("sft-overflow", "llama", fsdp2="dp2", deepspeed="dp2.zero2", megatron="dp2", only=FP16),
+        blind=("loss",),
         needs="fp16, AdamW, an overflow and an update after it",
         wrap=_counted_by_optimizer,
     ),
@@ -300,7 +311,8 @@ OVERFLOW_FAULTS = (
         source="https://github.com/deepspeedai/DeepSpeed/issues/1599, point 2",
         seam="optimizer_step",
         stage="loss scale",
-        loss_blind=True,
+        cells=sft("sft-overflow", "llama", fsdp2="dp2", deepspeed="dp2.zero2", megatron="dp2", only=FP16),
+        blind=("loss",),
         needs="fp16 and an overflow",
         wrap=_with_progress(_never_lower),
     ),
@@ -310,17 +322,19 @@ OVERFLOW_FAULTS = (
         source="arXiv 1710.03740, section 3.3: it is increased when there was no overflow for N iterations",
         seam="optimizer_step",
         stage="loss scale",
-        loss_blind=True,
+        cells=sft("sft-overflow", "llama", fsdp2="dp2", deepspeed="dp2.zero2", megatron="dp2", only=FP16),
+        blind=("loss",),
         needs="fp16 and as many updates as the scale grows after",
         wrap=_with_progress(_never_higher),
     ),
     Fault(
         name="overflow-stays",
-        summary="what overflowed stays in a buffer that the next gradients are added to, so every update is skipped",
+        summary="an overflow stays in the buffer to which the next gradients are added, so every update is skipped",
         source="docs/findings/deepspeed-offload-overflow.md",
         seam="forget_overflow",
         stage="loss scale",
-        loss_blind=True,
+        cells=sft("sft-overflow", "llama", deepspeed="dp2.zero1.offload", only=FP16),
+        blind=("loss",),
         needs="fp16, an overflow, an optimizer that is offloaded at ZeRO-1 or 2, and gradients added up in float32",
         wrap=not_called,
     ),

@@ -1,7 +1,4 @@
-"""Faults of tensor and pipeline parallelism, and of converters between Hugging Face and Megatron.
-
-Faults of training over a ring: what sequence shards, ring attention and gradient reduction get wrong in public.
-"""
+"""Plants faults in tensor, pipeline and context parallelism, and in converters of Hugging Face weights to Megatron."""
 
 import dataclasses
 from typing import Any
@@ -9,11 +6,12 @@ from typing import Any
 import torch
 
 from conformance.backends.faults import Fault, Function, not_called
+from impl.faults.cells import sft
 
 
 def _concatenated_qkv(qkv_spans: Function) -> Function:
     def faulty(*arguments: Any) -> Any:
-        # All of q, then all of k, then all of v; consistently so, and a round trip gives back what it got.
+        # All of q, then all of k, then all of v, in both directions, so a round trip restores the original.
         own, concatenated = 0, []
         for spans in qkv_spans(*arguments):
             moved = []
@@ -37,7 +35,7 @@ def _bias_per_rank(project_output: Function) -> Function:
 def _batched_p2p(pipeline_config: Function) -> Function:
     def faulty(*arguments: Any) -> Any:
         config = pipeline_config(*arguments)
-        config.batch_p2p_comm, config.overlap_p2p_comm = True, False  # the library's defaults
+        config.batch_p2p_comm, config.overlap_p2p_comm = True, False  # the defaults of the library
         return config
 
     return faulty
@@ -78,7 +76,7 @@ MODEL_PARALLEL_FAULTS = (
         source="https://github.com/NVIDIA-NeMo/RL/pull/2802",
         seam="qkv_spans",
         stage="log-probs",
-        loss_blind=False,
+        cells=sft("sft-padded", "llama", megatron="dp1"),
         needs="fewer key-value heads than heads, or several of them",
         wrap=_concatenated_qkv,
     ),
@@ -88,7 +86,7 @@ MODEL_PARALLEL_FAULTS = (
         source="https://github.com/huggingface/text-generation-inference/issues/1036",
         seam="project_output",
         stage="log-probs",
-        loss_blind=False,
+        cells=sft("sft-padded", "pangu", megatron="tp2"),
         needs="tp of 2 or more and a model with a bias on o_proj",
         wrap=_bias_per_rank,
     ),
@@ -98,7 +96,7 @@ MODEL_PARALLEL_FAULTS = (
         source="https://github.com/NVIDIA/Megatron-LM/issues/750",
         seam="pipeline_config",
         stage="log-probs",
-        loss_blind=False,
+        cells=sft("sft-packed", "llama", megatron="pp2.vpp2"),
         needs="pp of 2 and vpp of 2 or more",
         wrap=_batched_p2p,
     ),
@@ -108,17 +106,18 @@ MODEL_PARALLEL_FAULTS = (
         source="https://github.com/NVIDIA/Megatron-LM/issues/7452, finding 12",
         seam="layer_numbers",
         stage="weights",
-        loss_blind=False,
+        cells=sft("sft-padded", "llama", megatron="pp2"),
         needs="pp of 2 or more",
         wrap=_stage_local_layers,
     ),
     Fault(
         name="norms-not-summed",
-        summary="norm weights that see a slice of the sequence, or a rank's own heads, keep that part's gradient",
+        summary="gradients of norm weights are not summed over ranks with other parts of the sequence or other heads",
         source="https://github.com/NVIDIA/Megatron-LM/issues/7452, finding 11",
         seam="reduce_norms",
         stage="gradients",
-        loss_blind=True,
+        cells=sft("sft-sgd", "llama", megatron="tp2.seqpar"),
+        blind=("loss",),
         needs="seqpar, or tp of 2 or more and norms on q and k",
         wrap=not_called,
     ),
@@ -128,37 +127,41 @@ MODEL_PARALLEL_FAULTS = (
         source="https://github.com/NVIDIA/Megatron-LM/issues/656",
         seam="reduce_tie",
         stage="gradients",
-        loss_blind=True,
+        cells=sft("sft-sgd", "qwen3", megatron="pp2"),
+        blind=("loss",),
         needs="pp of 2 or more and a tied model",
         wrap=not_called,
     ),
     Fault(
         name="duplicates-counted",
-        summary="the gradient norm counts what all tensor-parallel ranks hold once per rank",
+        summary="the gradient norm counts parameters that all tensor-parallel ranks hold once per rank",
         source="https://github.com/NVIDIA-NeMo/RL/issues/3788",
         seam="counts_in_norm",
         stage="gradient norm",
-        loss_blind=True,
+        cells=sft("sft-sgd", "llama", megatron="tp2"),
+        blind=("loss",),
         needs="tp of 2 or more",
         wrap=_duplicates_counted,
     ),
     Fault(
         name="shared-key-not-summed",
-        summary="the key that heads of latent attention share has the gradient of a tensor-parallel rank's own heads",
+        summary="the gradient of the key that heads of latent attention share is not summed over tensor-parallel ranks",
         source="https://github.com/NVIDIA/Megatron-LM/issues/1699",
         seam="gather_shared_key",
         stage="gradients",
-        loss_blind=True,
+        cells=sft("sft-packed", "deepseek-v2", megatron="tp2.seqpar"),
+        blind=("loss",),
         needs="tp of 2 or more and a model with latent attention",
         wrap=_of_own_heads,
     ),
     Fault(
         name="ring-not-counted",
-        summary="the loss lacks the factor for the ring's ranks, which the framework averages gradients over as well",
+        summary="the loss lacks the factor for context-parallel ranks, over which the framework averages gradients",
         source="https://github.com/NovaSky-AI/SkyRL/pull/1420",
         seam="gradient_scale",
         stage="gradients",
-        loss_blind=True,
+        cells=sft("sft-sgd", "llama", fsdp2="sp2", deepspeed="sp2.zero1", megatron="sp2"),
+        blind=("loss",),
         needs="sp of 2 or more",
         wrap=_ring_not_counted,
     ),
@@ -171,8 +174,8 @@ NO_TARGET = -100
 def _local_positions(shard_inputs: Function) -> Function:
     def faulty(inputs: Any, source: Any) -> Any:
         own = shard_inputs(inputs, source)
-        here = torch.arange(own.positions.shape[1], device=own.positions.device)
-        return dataclasses.replace(own, positions=here.expand_as(own.positions))
+        local = torch.arange(own.positions.shape[1], device=own.positions.device)
+        return dataclasses.replace(own, positions=local.expand_as(own.positions))
 
     return faulty
 
@@ -180,7 +183,7 @@ def _local_positions(shard_inputs: Function) -> Function:
 def _rolled_labels(shard_inputs: Function) -> Function:
     def faulty(inputs: Any, source: Any) -> Any:
         own = shard_inputs(inputs, source)
-        # Each rank shifts its own tokens: its last one is to predict its first.
+        # Each rank shifts its own tokens, so its last token is to predict its first one.
         next_tokens = own.tokens.roll(-1, dims=1)
         return dataclasses.replace(own, labels=next_tokens.where(own.labels != NO_TARGET, NO_TARGET))
 
@@ -193,7 +196,7 @@ def _dropped_last_token(shard_inputs: Function) -> Function:
         for row, positions in enumerate(inputs.positions.tolist()):
             ends = [i for i, following in enumerate([*positions[1:], 0]) if following == 0]
             for end in ends:
-                if positions[end] % 2 == 0 and end > 0:  # an odd length; its last token goes, and with it a target
+                if positions[end] % 2 == 0 and end > 0:  # an odd length: the last token and its target are dropped
                     labels[row, end - 1] = NO_TARGET
         return shard_inputs(dataclasses.replace(inputs, labels=labels), source)
 
@@ -223,7 +226,7 @@ def _merged_in_bf16(merge_blocks: Function) -> Function:
 
 
 def _bf16_digits(x: torch.Tensor) -> torch.Tensor:
-    """Rounded to bfloat16's eight significant bits by arithmetic, which the exact tier does not lift."""
+    """Rounds to the eight significant bits of bfloat16 by arithmetic, which the exact tier does not lift."""
     mantissa, exponent = torch.frexp(x)
     return torch.ldexp((mantissa * 2**8).round() / 2**8, exponent)
 
@@ -231,11 +234,11 @@ def _bf16_digits(x: torch.Tensor) -> torch.Tensor:
 RING_FAULTS = (
     Fault(
         name="local-positions",
-        summary="each rank of the ring counts positions from 0 instead of from the start of the document",
+        summary="each context-parallel rank counts positions from 0 instead of from the start of the document",
         source="https://github.com/NVIDIA/Megatron-LM/pull/4977",
         seam="shard_inputs",
         stage="log-probs",
-        loss_blind=False,
+        cells=sft("sft-packed", "llama", fsdp2="sp2", deepspeed="sp2.zero1", megatron="sp2"),
         needs="a document that crosses the edge of a shard",
         wrap=_local_positions,
     ),
@@ -245,27 +248,27 @@ RING_FAULTS = (
         source="https://github.com/verl-project/verl/pull/3724",
         seam="shard_inputs",
         stage="log-probs",
-        loss_blind=False,
-        needs="a target just behind the edge of a shard",
+        cells=sft("sft-packed", "llama", fsdp2="sp2", deepspeed="ulysses2.zero2", megatron="sp2"),
+        needs="a target directly behind the edge of a shard",
         wrap=_rolled_labels,
     ),
     Fault(
         name="dropped-last-token",
-        summary="an odd length is rounded down to what the ring divides, so the last token is no target",
+        summary="an odd length is rounded down to a multiple of the context-parallel ranks, so the last target is lost",
         source="https://github.com/NVIDIA/TransformerEngine/issues/1930",
         seam="shard_inputs",
         stage="log-probs",
-        loss_blind=False,
+        cells=sft("sft-packed", "llama", fsdp2="sp2", deepspeed="sp2.zero1", megatron="sp2"),
         needs="documents of odd length",
         wrap=_dropped_last_token,
     ),
     Fault(
         name="merged-in-bf16",
-        summary="outputs and log-sum-exps of ring steps are merged in bf16",
+        summary="outputs and log-sum-exps of the steps of ring attention are merged in bf16",
         source="https://github.com/zhuzilin/ring-flash-attention/issues/42",
         seam="merge_blocks",
         stage="log-probs",
-        loss_blind=False,
+        cells=sft("sft-packed", "llama", fsdp2="sp2.ring", deepspeed="sp2.ring.zero1", megatron="sp2.ring"),
         needs="a ring that merges blocks (option ring, packed rows)",
         wrap=_merged_in_bf16,
     ),
@@ -275,17 +278,19 @@ RING_FAULTS = (
         source="https://github.com/deepspeedai/DeepSpeed/pull/5555",
         seam="gradient_scale",
         stage="gradients",
-        loss_blind=True,
+        cells=sft("sft-sgd", "llama", fsdp2="sp2", deepspeed="tp2.zero1", megatron="tp2"),
+        blind=("loss",),
         needs="a world larger than dp",
         wrap=_divided_by_world,
     ),
     Fault(
         name="ring-not-reduced",
-        summary="the ranks of the ring shard nothing among them and reduce no gradients: dp alone does",
-        source="https://github.com/verl-project/verl/issues/7493, where replicas are not reduced over",
+        summary="context-parallel ranks neither shard parameters among them nor reduce gradients; only dp ranks do",
+        source="https://github.com/verl-project/verl/issues/7493, where gradients of replicas are not reduced",
         seam="reduction_mesh",
         stage="configuration",
-        loss_blind=True,
+        cells=sft("sft-sgd", "llama", fsdp2="sp2"),
+        blind=("loss",),
         needs="sp of 2 or more",
         wrap=_ring_not_reduced,
     ),

@@ -1,6 +1,7 @@
-"""Faults of a policy's update: ratios, clips, divergences, entropy and what their gradient goes through.
+"""Plants faults in a policy's update: in ratios, clips, KL, entropy, value losses and their gradients.
 
-At the first update of a roll-out the ratio is 1 and a policy loss says nothing, so most of these leave it as it is.
+At the first update of a rollout the ratio is 1 and the policy loss carries no information, so most of these faults do
+not change that loss.
 """
 
 import dataclasses
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 
 from conformance.backends.faults import Fault, Function
+from impl.faults.cells import FULL, rl
 
 
 def _temperature_not_in_training(forward_backward: Function) -> Function:
@@ -81,7 +83,7 @@ def _k1_for_k3(kl_estimate: Function) -> Function:
 
 
 def _changed_part(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Function], Function]:
-    """One of the parts of the actor's loss goes into it changed; it is reported as it is."""
+    """Changes one part of the actor's loss before it is added; the reported part stays as it is."""
 
     def wrap(actor_loss: Function) -> Function:
         def faulty(objective: Any, **parts: torch.Tensor) -> Any:
@@ -125,18 +127,19 @@ POLICY_FAULTS = (
         source="https://github.com/verl-project/verl/pull/3133",
         seam="forward_backward",
         stage="log-probs",
-        loss_blind=False,
+        cells=rl("grpo-off-policy"),
         needs="a temperature other than 1",
         wrap=_temperature_not_in_training,
     ),
     Fault(
         name="ratio-inverted",
-        summary="the ratio is old over new, so what was rewarded becomes less likely",
+        summary="the ratio is old over new, so rewarded tokens become less likely",
         source="arXiv 1707.06347, equation 6, where it is new over old",
         seam="policy_losses",
         stage="gradients",
-        loss_blind=True,
-        needs="old log-probs that are recomputed, or else the loss shows it as well",
+        cells=rl("grpo"),
+        blind=("loss", "loss and norm"),
+        needs="old log-probs that are recomputed; otherwise the loss shows the fault as well",
         wrap=_ratio_inverted,
     ),
     Fault(
@@ -145,8 +148,9 @@ POLICY_FAULTS = (
         source="arXiv 2503.14476, equation 10: clip(r, 1 - low, 1 + high)",
         seam="policy_losses",
         stage="loss",
-        loss_blind=True,
-        needs="two bounds, and ratios beyond one of them: a second update of a roll-out",
+        cells=rl("grpo", only=FULL),
+        blind=("loss", "loss and norm"),
+        needs="two bounds, and ratios beyond one of them: a second update of a rollout",
         wrap=_clip_sides_exchanged,
     ),
     Fault(
@@ -155,7 +159,7 @@ POLICY_FAULTS = (
         source="https://github.com/thu-ml/tianshou/issues/433",
         seam="dual_clipped",
         stage="loss",
-        loss_blind=False,
+        cells=rl("grpo-off-policy"),
         needs="dual clip and a positive advantage",
         wrap=_dual_clip_of_positive,
     ),
@@ -165,8 +169,9 @@ POLICY_FAULTS = (
         source="arXiv 2507.18071, equation 7: the exponent is 1 over the length",
         seam="sequence_mean",
         stage="ratios",
-        loss_blind=True,
-        needs="gspo and a second update of a roll-out",
+        cells=rl("gspo", only=FULL),
+        blind=("loss", "loss and norm"),
+        needs="gspo and a second update of a rollout",
         wrap=_gspo_without_length,
     ),
     Fault(
@@ -175,7 +180,7 @@ POLICY_FAULTS = (
         source="https://github.com/thinking-machines-lab/tinker-feedback/issues/24",
         seam="importance_weights",
         stage="loss",
-        loss_blind=False,
+        cells=rl("gspo", only=FULL),
         needs="rollout_is_threshold and a weight above it",
         wrap=_importance_not_truncated,
     ),
@@ -185,27 +190,28 @@ POLICY_FAULTS = (
         source="https://fengyao.notion.site/off-policy-rl, where they are the trainer's over the sampler's",
         seam="importance_weights",
         stage="loss",
-        loss_blind=False,
+        cells=rl("gspo", only=FULL),
         needs="rollout_is_threshold",
         wrap=_importance_inverted,
     ),
     Fault(
         name="kl-sign",
-        summary="the log-ratio of the KL loss is that of the reference to the policy",
-        source="http://joschu.net/blog/kl-approx.html, where log r is reference less policy for samples of the policy",
+        summary="the log-ratio of the KL loss has the wrong sign: policy and reference are exchanged",
+        source="http://joschu.net/blog/kl-approx.html, where log r is reference minus policy for samples of the policy",
         seam="kl_in_loss",
         stage="loss",
-        loss_blind=False,
-        needs="kl_loss_coef and an estimate that is not symmetric",
+        cells=rl("grpo"),
+        blind=("loss and norm",),
+        needs="kl_loss_coef and a KL estimate that is not symmetric",
         wrap=_kl_sign,
     ),
     Fault(
         name="k1-for-k3",
-        summary="the KL loss takes k1, whose gradient does not know the reference",
+        summary="the KL loss uses k1, whose gradient does not depend on the reference",
         source="https://github.com/allenai/open-instruct/pull/535",
         seam="kl_in_loss",
         stage="loss",
-        loss_blind=False,
+        cells=rl("grpo"),
         needs="kl_loss_coef and k3",
         wrap=_k1_for_k3,
     ),
@@ -215,7 +221,7 @@ POLICY_FAULTS = (
         source="https://github.com/verl-project/verl/pull/179",
         seam="actor_loss",
         stage="loss",
-        loss_blind=False,
+        cells=rl("grpo-off-policy"),
         needs="kl_loss_coef and a reference that is not the policy",
         wrap=_changed_part("kl_loss", torch.neg),
     ),
@@ -225,7 +231,8 @@ POLICY_FAULTS = (
         source="https://github.com/allenai/open-instruct/issues/530",
         seam="actor_loss",
         stage="gradients",
-        loss_blind=True,
+        cells=rl("grpo-off-policy"),
+        blind=("loss", "loss and norm"),
         needs="kl_loss_coef",
         wrap=_changed_part("kl_loss", torch.detach),
     ),
@@ -235,7 +242,7 @@ POLICY_FAULTS = (
         source="https://github.com/nebuly-ai/optimate/pull/250",
         seam="actor_loss",
         stage="loss",
-        loss_blind=False,
+        cells=rl("grpo"),
         needs="entropy_coeff",
         wrap=_changed_part("entropy_loss", torch.neg),
     ),
@@ -245,17 +252,19 @@ POLICY_FAULTS = (
         source="https://github.com/huggingface/trl/pull/6625",
         seam="actor_loss",
         stage="gradients",
-        loss_blind=True,
+        cells=rl("grpo"),
+        blind=("loss", "loss and norm"),
         needs="entropy_coeff",
         wrap=_changed_part("entropy_loss", torch.detach),
     ),
     Fault(
         name="local-softmax-gradient",
-        summary="the gradient of log-probs takes each shard of the vocabulary for the whole of the softmax",
+        summary="the gradient of log-probs treats each shard of the vocabulary as the whole softmax",
         source="https://github.com/NVIDIA/Megatron-LM/issues/7452, finding 2, where the loss is wrong as well",
         seam="through_softmax",
         stage="gradients",
-        loss_blind=True,
+        cells=rl("grpo-off-policy", fsdp2="tp2.losspar", megatron="tp2"),
+        blind=("loss",),
         needs="logits that are cut along the vocabulary: losspar, or Megatron's tp",
         wrap=_local_softmax,
     ),
@@ -265,18 +274,20 @@ POLICY_FAULTS = (
         source="https://github.com/modelscope/ms-swift/pull/9947",
         seam="through_label",
         stage="gradients",
-        loss_blind=True,
+        cells=rl("grpo-off-policy", fsdp2="tp2.losspar", megatron="tp2"),
+        blind=("loss",),
         needs="logits that are cut along the vocabulary: losspar, or Megatron's tp",
         wrap=_label_holders_only,
     ),
     Fault(
         name="optimistic-value-clip",
-        summary="the value loss takes the smaller of the free and the clipped one",
+        summary="the value loss is the smaller of the unclipped and the clipped loss",
         source="https://github.com/ray-project/ray/issues/2233",
         seam="value_losses",
         stage="critic loss",
-        loss_blind=True,
-        needs="a critic and a second update of a roll-out",
+        cells=rl("ppo", only=FULL),
+        blind=("loss", "loss and norm"),
+        needs="a critic and a second update of a rollout",
         wrap=_optimistic_value_clip,
     ),
 )

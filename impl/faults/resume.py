@@ -1,6 +1,6 @@
-"""Faults of handing over: what one leg saved is not what the next one goes on from.
+"""Plants faults in saving and resuming: the next phase does not continue from the state that was saved.
 
-The first loss after loading is right in most of them, which is what tests of resuming look at.
+Tests of resuming usually check the first loss after loading, which most of these faults do not change.
 """
 
 import json
@@ -14,6 +14,7 @@ from safetensors import safe_open
 
 from conformance.backends.faults import Fault, Function
 from conformance.models.folders import weight_files
+from impl.faults.cells import FP16, ROUNDING, resume
 
 Named = Iterable[tuple[str, torch.Tensor]]
 
@@ -39,7 +40,7 @@ def _moments_exchanged(load_kind: Function) -> Function:
 
 
 class _Renamed:
-    """A reader that gives other tensors than those that it is asked for."""
+    """Reads another tensor than the requested one."""
 
     def __init__(self, read: Any, rename: Callable[[str], str]) -> None:
         self._read, self._rename = read, rename
@@ -69,7 +70,7 @@ class _Zeros(_Renamed):
 
 
 class _Rounded(_Renamed):
-    """A reader of a file in bf16."""
+    """Reads tensors rounded to bf16."""
 
     def __call__(self, name: str, *place: Any) -> torch.Tensor:
         return super().__call__(name, *place).to(torch.bfloat16)
@@ -82,7 +83,7 @@ class _Rounded(_Renamed):
 
 
 class _Transposed(_Renamed):
-    """A reader that gives the transposes of square matrices; their shapes tell nobody."""
+    """Reads the transposes of square matrices, whose shapes do not reveal it."""
 
     def __call__(self, name: str, dim: int, start: int, stop: int) -> torch.Tensor:
         return self.whole(name).narrow(dim, start, stop - start)
@@ -96,7 +97,7 @@ class _Transposed(_Renamed):
 
 
 def _read_by(reader: Callable[[Any], Any], *kinds: str) -> Callable[[Function], Function]:
-    """What a model's ``write_state`` reads some kinds by is another reader, made of the right one."""
+    """Replaces the reader that a model's ``write_state`` gets for some kinds of state."""
 
     def wrap(load_kind: Function) -> Function:
         def faulty(model: Any, kind: str, folder: Path) -> None:
@@ -120,7 +121,7 @@ def _same(name: str) -> str:
 
 
 def _first_layer(name: str) -> str:
-    """As the second of two pipeline stages names its layer where it counts from 0 again."""
+    """Renames the layer of the second of two pipeline stages as if the stage counted its layers from 0."""
     return name.replace("layers.1.", "layers.0.")
 
 
@@ -133,8 +134,8 @@ def _gate_for_up(name: str) -> str:
 def _less_progress(*names: str) -> Callable[[Function], Function]:
     def wrap(load_progress: Function) -> Function:
         def faulty(model: Any, progress: Mapping[str, float]) -> None:
-            begun = {name: value for name, value in progress.items() if name not in names}
-            load_progress(model, begun if "schedule" in begun else {**begun, "schedule": 0.0})
+            restored = {name: value for name, value in progress.items() if name not in names}
+            load_progress(model, restored if "schedule" in restored else {**restored, "schedule": 0.0})
 
         return faulty
 
@@ -153,9 +154,9 @@ def _one_count_for_all(load_kind: Function) -> Function:
 
 
 def _optimizer_state(model: Any) -> Mapping[Any, dict[str, Any]]:
-    """The state of torch's optimizer inside of a backend's trainable."""
+    """Returns the state of the torch optimizer inside a backend's trainable."""
     optimizer = model.engine.basic_optimizer if hasattr(model, "engine") else model.optimizer
-    chained = getattr(optimizer, "chained_optimizers", None)  # of megatron-core: one, around torch's
+    chained = getattr(optimizer, "chained_optimizers", None)  # megatron-core has one, around torch's optimizer
     state: Mapping[Any, dict[str, Any]] = chained[0].optimizer.state if chained else optimizer.state
     return state
 
@@ -183,8 +184,8 @@ def _stored(folder: Path, name: str) -> torch.Tensor:
     for file in weight_files(folder):
         with safe_open(file, framework="pt") as tensors:
             if name in tensors.keys():  # noqa: SIM118
-                found: torch.Tensor = tensors.get_tensor(name)
-                return found
+                tensor: torch.Tensor = tensors.get_tensor(name)
+                return tensor
     raise KeyError(name)
 
 
@@ -208,145 +209,155 @@ def _with_a_head(weights: Named) -> Iterator[tuple[str, torch.Tensor]]:
 
 _MEGATRON_LAYERS = "https://github.com/NVIDIA/Megatron-LM/issues/7452"
 
-HANDOVER_FAULTS = (
+RESUME_FAULTS = (
     Fault(
         name="moments-not-loaded",
-        summary="a checkpoint's optimizer state is not loaded, and the optimizer begins anew",
+        summary="the optimizer state of a checkpoint is not loaded, and the optimizer starts from scratch",
         source="https://github.com/databricks/flashoptim/issues/3",
         seam="load_kind",
         stage="training state",
-        loss_blind=True,
-        needs="a handover of training state to another leg",
+        cells=resume(),
+        blind=("loss",),
+        needs="a phase that resumes from training state",
         wrap=_without("exp_avg", "exp_avg_sq", "momentum_buffer", "step"),
     ),
     Fault(
         name="steps-not-loaded",
-        summary="moments are loaded, but AdamW counts its steps from 0 again, so they are corrected once more",
+        summary="moments are loaded, but AdamW counts its steps from 0 again and repeats the bias correction",
         source="https://github.com/TrenTorch/TrenTorch/pull/187",
         seam="load_kind",
         stage="training state",
-        loss_blind=True,
-        needs="a handover of training state of AdamW to another leg",
+        cells=resume(),
+        blind=("loss",),
+        needs="a phase that resumes from training state of AdamW",
         wrap=_read_by(lambda read: _Zeros(read, _same), "step"),
     ),
     Fault(
         name="moments-exchanged",
-        summary="each moment is loaded in the place of the other",
+        summary="the two moments of AdamW are exchanged while loading",
         source="a mistake of conversion scripts, which name them m and v, or exp_avg and exp_avg_sq",
         seam="load_kind",
         stage="training state",
-        loss_blind=True,
-        needs="a handover of training state of AdamW to another leg",
+        cells=resume(),
+        blind=("loss",),
+        needs="a phase that resumes from training state of AdamW",
         wrap=_moments_exchanged,
     ),
     Fault(
         name="moments-transposed",
-        summary="moments of square matrices are loaded transposed, which no shape tells",
-        source="a mistake of conversion scripts, where a format has kernels as (inputs, outputs)",
+        summary="moments of square matrices are loaded transposed, which their shapes do not reveal",
+        source="a mistake of conversion scripts for formats that store kernels as (inputs, outputs)",
         seam="load_kind",
         stage="training state",
-        loss_blind=True,
-        needs="a handover of training state of a model with square matrices to another leg",
+        cells=resume(),
+        blind=("loss",),
+        needs="a phase that resumes from training state of a model with square matrices",
         wrap=_read_by(lambda read: _Transposed(read, _same), "exp_avg", "exp_avg_sq", "momentum_buffer"),
     ),
     Fault(
         name="moments-of-another-layer",
-        summary="optimizer state is read by the number of a layer in its pipeline stage, weights by that in the model",
+        summary="optimizer state is read by a layer's number in its pipeline stage, weights by its number in the model",
         source=_MEGATRON_LAYERS,
         seam="load_kind",
         stage="training state",
-        loss_blind=True,
-        needs="a handover of training state to another leg",
+        cells=resume(),
+        blind=("loss",),
+        needs="a phase that resumes from training state",
         wrap=_read_by(lambda read: _Renamed(read, _first_layer), "exp_avg", "exp_avg_sq", "momentum_buffer"),
     ),
     Fault(
         name="weights-of-another-layer",
-        summary="weights are read by the number of a layer in its pipeline stage; all shapes fit",
+        summary="weights are read by the layer's number in its pipeline stage; all shapes fit",
         source=_MEGATRON_LAYERS,
         seam="load_kind",
         stage="weights",
-        loss_blind=False,
-        needs="a handover of training state to another leg",
+        cells=resume(),
+        needs="a phase that resumes from training state",
         wrap=_read_by(lambda read: _Renamed(read, _first_layer), "weight"),
     ),
     Fault(
         name="gate-for-up",
         summary="the halves of a fused gate and up projection are split in the other order",
-        source="https://github.com/NVIDIA-NeMo/RL/pull/2802, of another fused tensor",
+        source="https://github.com/NVIDIA-NeMo/RL/pull/2802, for another fused tensor",
         seam="load_kind",
         stage="weights",
-        loss_blind=False,
-        needs="a handover of training state to another leg",
+        cells=resume(),
+        needs="a phase that resumes from training state",
         wrap=_read_by(lambda read: _Renamed(read, _gate_for_up), "weight"),
     ),
     Fault(
         name="masters-from-bf16",
-        summary="master weights are loaded from the bf16 copy that a checkpoint has for inference",
+        summary="master weights are loaded from the bf16 copy that a checkpoint keeps for inference",
         source="https://github.com/TensorAuto/OpenTau/issues/185",
         seam="load_kind",
         stage="weights",
-        loss_blind=False,
-        needs="a handover of training state to another leg",
+        cells=resume(only=ROUNDING),
+        needs="a phase that resumes from training state",
         wrap=_read_by(lambda read: _Rounded(read, _same), "weight"),
     ),
     Fault(
         name="schedule-restarted",
-        summary="the learning-rate schedule begins anew after loading",
+        summary="the learning-rate schedule restarts after loading",
         source="https://github.com/huggingface/accelerate/issues/2926",
         seam="load_progress",
         stage="training state",
-        loss_blind=True,
-        needs="a handover of training state to another leg",
+        cells=resume(),
+        blind=("loss",),
+        needs="a phase that resumes from training state",
         wrap=_less_progress("schedule"),
     ),
     Fault(
         name="loss-scale-forgotten",
-        summary="the loss scale is not loaded, and begins where it began first",
+        summary="the loss scale is not loaded and starts at its initial value",
         source="https://github.com/huggingface/transformers/pull/11663",
         seam="load_progress",
         stage="training state",
-        loss_blind=True,
-        needs="a handover of training state to another leg, in fp16",
+        cells=resume(only=FP16),
+        blind=("loss",),
+        needs="a phase that resumes from training state, in fp16",
         wrap=_less_progress("loss_scale", "good_steps"),
     ),
     Fault(
         name="one-count-for-all",
-        summary="all parameters share the tensor in which AdamW counts its steps, and each of them counts",
+        summary="all parameters share one step counter of AdamW, and each parameter increments it",
         source="docs/findings/megatron-shared-step.md",
         seam="load_kind",
         stage="weights after N steps",
-        loss_blind=True,
-        needs="a handover of training state of AdamW to another leg",
+        cells=resume(),
+        blind=("loss",),
+        needs="a phase that resumes from training state of AdamW",
         wrap=_one_count_for_all,
     ),
     Fault(
         name="generators-of-first-rank",
-        summary="all ranks go on with the first one's random generators, so all drop out the same",
+        summary="all ranks continue with the random generators of the first rank, so dropout is the same on all",
         source="https://github.com/PaddlePaddle/PaddleFleetX/issues/1005",
         seam="read_generators",
         stage="generators",
-        loss_blind=True,
-        needs="a checkpoint that is loaded in the layout that saved it, of two ranks or more",
+        cells=resume("checkpoint"),
+        blind=("loss",),
+        needs="a checkpoint that is loaded in the layout that saved it, with at least two ranks",
         wrap=_of_the_first_rank,
     ),
     Fault(
         name="stale-shard",
-        summary="an export has weights of an earlier one among its own",
+        summary="an export contains some weights of an earlier export",
         source="https://github.com/huggingface/diffusers/issues/14769",
         seam="write_model",
         stage="weights",
-        loss_blind=False,
-        needs="an export to another leg",
+        cells=resume("export"),
+        needs="a phase that starts from an export",
         wrap=_stale_shard,
     ),
     Fault(
         name="untied-export",
-        summary="a tied head is exported as a parameter of its own, and trained apart from then on",
+        summary="a tied head is exported as a separate parameter, and trained separately from then on",
         source="https://github.com/NVIDIA/Megatron-LM/issues/6500",
         seam="write_model",
         stage="configuration",
-        loss_blind=True,
-        needs="an export of a model with a tied head to another leg",
+        cells=resume("export", model="qwen3"),
+        blind=("loss",),
+        needs="a phase that starts from an export of a model with a tied head",
         wrap=_untied,
     ),
 )

@@ -1,4 +1,4 @@
-"""Faults of what is computed of a roll-out before its first update: looks, rewards, groups, advantages and returns."""
+"""Plants faults in the rollout pass, before the first update: log-probs, rewards, groups, advantages and returns."""
 
 import dataclasses
 from collections import Counter
@@ -10,6 +10,7 @@ from conformance.backends.faults import Fault, Function
 from conformance.spec.batch import Batch
 from conformance.spec.roles import POLICY, REFERENCE
 from impl.engine.rollout_pass import look_ahead
+from impl.faults.cells import FULL, rl
 
 
 def _temperature_not_in_looks(look: Function) -> Function:
@@ -27,13 +28,13 @@ def _policy_as_reference(look_ahead: Function) -> Function:
 
 
 def _old_of_every_update(annotated: Function) -> Function:
-    begun: list[Batch] = []
+    rollout: list[Batch] = []
 
     def faulty(rollouts: Any, batch: Batch) -> Any:
         if batch.rollout:
-            begun[:] = batch.rollout
+            rollout[:] = batch.rollout
         else:
-            rollouts.known = look_ahead(rollouts.context, rollouts.models, rollouts.objective, begun)
+            rollouts.known = look_ahead(rollouts.context, rollouts.models, rollouts.objective, rollout)
         return annotated(rollouts, batch)
 
     return faulty
@@ -67,7 +68,7 @@ def _divided_by_deviation(divided: bool) -> Any:
 def _rloo_with_itself(rloo: Function) -> Function:
     def faulty(scores: torch.Tensor, groups: Any) -> torch.Tensor:
         sizes = Counter(groups)
-        # R - mean = (n - 1) / n of R - mean of the others
+        # The reward minus the mean over all n is (n - 1) / n times the reward minus the mean over the n - 1 others.
         shares = [(sizes[group] - 1) / sizes[group] if sizes[group] > 1 else 1.0 for group in groups]
         advantages: torch.Tensor = rloo(scores, groups)
         return advantages * torch.tensor(shares, dtype=scores.dtype)
@@ -95,8 +96,10 @@ def _penalty_added(kl_estimate: Function) -> Function:
 
 def _values_off_by_one(outputs_of: Function) -> Function:
     def faulty(result: torch.Tensor, inputs: Any, **options: Any) -> Any:
-        found = outputs_of(result, inputs, **options)
-        return found if found.values is None else dataclasses.replace(found, values=found.values.roll(1, dims=1))
+        outputs = outputs_of(result, inputs, **options)
+        return (
+            outputs if outputs.values is None else dataclasses.replace(outputs, values=outputs.values.roll(1, dims=1))
+        )
 
     return faulty
 
@@ -132,17 +135,18 @@ ROLLOUT_FAULTS = (
         source="https://github.com/OpenRLHF/OpenRLHF/pull/857",
         seam="look",
         stage="old log-probs",
-        loss_blind=False,
+        cells=rl("grpo"),
         needs="a temperature other than 1 and old log-probs that are recomputed",
         wrap=_temperature_not_in_looks,
     ),
     Fault(
         name="policy-as-reference",
-        summary="the policy stands in for the reference, so the divergence begins at 0",
+        summary="the policy is used as the reference, so the KL divergence starts at 0",
         source="https://github.com/pytorch/rl/issues/1920",
         seam="look_ahead",
         stage="reference log-probs",
-        loss_blind=False,
+        cells=rl("grpo"),
+        blind=("loss and norm",),
         needs="a reference that is not the policy",
         wrap=_policy_as_reference,
     ),
@@ -152,57 +156,58 @@ ROLLOUT_FAULTS = (
         source="https://github.com/tensorforce/tensorforce/issues/312",
         seam="annotated",
         stage="old log-probs",
-        loss_blind=True,
-        needs="old log-probs that are recomputed, and a second update of a roll-out",
+        cells=rl("grpo"),
+        blind=("loss", "loss and norm"),
+        needs="old log-probs that are recomputed, and a second update of a rollout",
         wrap=_old_of_every_update,
     ),
     Fault(
         name="groups-by-position",
-        summary="advantages are relative to responses that stand together, whatever their prompts",
+        summary="advantages are relative to neighboring responses instead of to responses to the same prompt",
         source="https://github.com/PrimeIntellect-ai/prime-rl/issues/600",
         seam="of_groups",
         stage="advantages",
-        loss_blind=False,
-        needs="groups, and rows that do not hold one after the other",
+        cells=rl("grpo-off-policy"),
+        needs="groups whose responses are not in consecutive rows",
         wrap=_groups_by_position,
     ),
     Fault(
         name="biased-deviation",
-        summary="a group's standard deviation is that of n, as numpy's is",
-        source="https://numpy.org/doc/stable/reference/generated/numpy.std.html; verl, TRL and OpenRLHF take n - 1",
+        summary="the standard deviation of a group divides by n, as in numpy",
+        source="https://numpy.org/doc/stable/reference/generated/numpy.std.html; verl, TRL, OpenRLHF divide by n - 1",
         seam="group_deviation",
         stage="advantages",
-        loss_blind=False,
+        cells=rl("grpo"),
         needs="grpo, divided by the standard deviation",
         wrap=_biased_deviation,
     ),
     Fault(
         name="deviation-left-out",
         summary="advantages of a group are not divided by its standard deviation",
-        source="arXiv 2402.03300, section 4.1.2: rewards less their mean, over their standard deviation",
+        source="arXiv 2402.03300, section 4.1.2: rewards minus their mean, over their standard deviation",
         seam="group_advantages",
         stage="advantages",
-        loss_blind=False,
+        cells=rl("grpo"),
         needs="grpo, divided by the standard deviation",
         wrap=_divided_by_deviation(False),
     ),
     Fault(
         name="deviation-in-dr-grpo",
-        summary="advantages of Dr. GRPO are divided by the group's standard deviation all the same",
-        source="arXiv 2503.20783, section 3.2, on what the division does to easy and to hard questions",
+        summary="advantages of Dr. GRPO are divided by the standard deviation of the group",
+        source="arXiv 2503.20783, section 3.2, on how the division weighs easy and hard questions",
         seam="group_advantages",
         stage="advantages",
-        loss_blind=False,
+        cells=rl("grpo-off-policy", only=FULL),
         needs="grpo, not divided by the standard deviation",
         wrap=_divided_by_deviation(True),
     ),
     Fault(
         name="rloo-with-itself",
-        summary="the baseline of leave-one-out has the response itself in it",
+        summary="the leave-one-out baseline includes the response itself",
         source="https://github.com/areal-project/AReaL/pull/354",
         seam="rloo",
         stage="advantages",
-        loss_blind=False,
+        cells=rl("gspo", only=FULL),
         needs="rloo",
         wrap=_rloo_with_itself,
     ),
@@ -212,8 +217,8 @@ ROLLOUT_FAULTS = (
         source="https://github.com/openai/spinningup/issues/50",
         seam="token_rewards",
         stage="returns",
-        loss_blind=False,
-        needs="a critic: estimators of groups take the sum",
+        cells=rl("ppo"),
+        needs="a critic; group estimators use the sum of a response's rewards",
         wrap=_reward_at_first_token,
     ),
     Fault(
@@ -222,47 +227,47 @@ ROLLOUT_FAULTS = (
         source="arXiv 1909.08593, section 2: R = r - beta log(policy / reference)",
         seam="kl_in_reward",
         stage="returns",
-        loss_blind=False,
+        cells=rl("ppo"),
         needs="kl_coef",
         wrap=_penalty_added,
     ),
     Fault(
         name="values-off-by-one",
-        summary="values are those of the position before the one that predicts the token",
+        summary="values are taken one position before the one that predicts the token",
         source="https://github.com/huggingface/trl/issues/44",
         seam="outputs_of",
         stage="old values",
-        loss_blind=False,
+        cells=rl("ppo"),
         needs="a critic",
         wrap=_values_off_by_one,
     ),
     Fault(
         name="gae-across-documents",
-        summary="the advantage of a response's last token goes on into the response that is packed behind it",
+        summary="the advantage of the last token of a response continues into the response that is packed behind it",
         source="https://github.com/RoboVerseOrg/RoboVerse/pull/814",
         seam="of_responses",
         stage="returns",
-        loss_blind=False,
+        cells=rl("ppo"),
         needs="a critic",
         wrap=_gae_across_documents,
     ),
     Fault(
         name="bootstrapped-end",
-        summary="the last token is worth its own value once more, as if the response went on",
+        summary="the last token is bootstrapped with its own value, as if the response continued",
         source="https://github.com/anthonytorlucci/rlevo/issues/342",
         seam="next_values",
         stage="returns",
-        loss_blind=False,
+        cells=rl("ppo"),
         needs="a critic",
         wrap=_bootstrapped_end,
     ),
     Fault(
         name="whitened-by-response",
-        summary="advantages are whitened over each response instead of over the roll-out",
-        source="https://github.com/radixark/miles/pull/3229, where it is over each slice of the batch",
+        summary="advantages are whitened over each response instead of over the rollout",
+        source="https://github.com/radixark/miles/pull/3229, where they are whitened over each slice of the batch",
         seam="whiten",
         stage="advantages",
-        loss_blind=False,
+        cells=rl("ppo"),
         needs="whitened advantages",
         wrap=_whitened_by_response,
     ),

@@ -5,6 +5,7 @@ from bisect_backends import FAMILIES, PLANTED, entry
 from cells import BACKENDS, cell_of, exhaustive
 from conftest import make_cell
 
+from conformance.backends.faults import catalogue
 from conformance.backends.protocol import BackendEntry
 from conformance.bisect.explain import told
 from conformance.bisect.run import bisect_cell, bisect_step, not_bisected
@@ -12,7 +13,6 @@ from conformance.cli import main as cli
 from conformance.results.bisection import OUTSIDE
 from conformance.runner.session import Session
 from conformance.spec.precision import PrecisionName
-from impl.faults.expected_cells import PLACES
 
 CANNOT: dict[tuple[str, str, PrecisionName], str] = {
     ("sft-packed", "dp2.ckpt", "exact"): "recomputation (ckpt) runs modules more than once",
@@ -183,7 +183,7 @@ FAULTS = {
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("backend", "fault"), FAULTS)
 def test_faults_of_the_catalogue_are_found_where_they_are(backend: str, fault: str, session: Session) -> None:
-    place = PLACES[fault]
+    place = catalogue()[fault].cells
     more = {"rows": 6, "accumulation": 3} if fault == "batched-p2p" else {}  # with two, none is overwritten
     cell = cell_of(backend, place.scenario, place.model, place.layouts[backend], "exact", fault, **more)
     verdict, traced = bisect_cell(session, cell)

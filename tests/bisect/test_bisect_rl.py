@@ -8,13 +8,13 @@ from cells import BACKENDS
 from conftest import make_cell
 from rl_fault_cells import ROWS, SCENARIOS, rl_cell
 
+from conformance.backends.faults import catalogue
 from conformance.backends.protocol import BackendEntry
 from conformance.bisect.explain import told
 from conformance.bisect.run import bisect_cell, bisect_step
 from conformance.matrix.cell import Cell
 from conformance.results.bisection import OUTSIDE, Bisected, Bisection, Direction, First, Wrong, most_telling_first
 from conformance.runner.session import Session
-from impl.faults.expected_cells import PLACES
 
 PLAIN = BackendEntry(name="traceable", target="plain_traced:Traceable")
 SGD = {"name": "sgd", "lr": 0.05, "max_grad_norm": 0.5}
@@ -78,7 +78,7 @@ OUTSIDES = {
     ("backend", "fault"), [(backend, fault) for backend in OUTSIDES for fault in OUTSIDES[backend]]
 )
 def test_what_is_wrong_around_the_models_is_told_with_its_stage(backend: str, fault: str, session: Session) -> None:
-    cell = rl_cell(backend, SCENARIOS[fault], PLACES[fault].layouts[backend], fault)
+    cell = rl_cell(backend, SCENARIOS[fault], catalogue()[fault].cells.layouts[backend], fault)
     verdict, found = bisect_cell(session, cell)
     assert found
     assert found.models[0].where == OUTSIDE

@@ -13,7 +13,7 @@ import pytest
 from cells import BACKENDS, MICRO_BATCHES, cell_of, exhaustive, one_of_each_stage, small
 from side_sample import NAMES, SCENARIO, Change, scaled, write_oracle, write_record
 
-from conformance.backends.faults import Fault, catalogue, plant
+from conformance.backends.faults import catalogue, plant
 from conformance.backends.protocol import Backend
 from conformance.judge.expected_differences import judge_cell
 from conformance.results.verdict import Verdict
@@ -22,19 +22,18 @@ from conformance.spec.layout import Layout
 from conformance.spec.objectives import all_observables
 from conformance.spec.precision import PrecisionName
 from impl.faults.catalogue import CATALOGUE, RL_FAULTS
-from impl.faults.expected_cells import PLACES
 from impl.faults.models import MERGE_FAULTS
 from impl.faults.optimizer import OVERFLOW_FAULTS
-from impl.faults.resume import HANDOVER_FAULTS
+from impl.faults.resume import RESUME_FAULTS
 
 WRONG = scaled(f"gradient/{NAMES[1]}", 1.01)
-ELSEWHERE = (*RL_FAULTS, *HANDOVER_FAULTS, *MERGE_FAULTS)  # in test files of their own
+ELSEWHERE = (*RL_FAULTS, *RESUME_FAULTS, *MERGE_FAULTS)  # in test files of their own
 # By backend and fault: scenario, model, layout.
 CELLS = {
     backend: {
         fault.name: (place.scenario, place.model, place.layouts[backend])
         for fault in CATALOGUE
-        if fault not in ELSEWHERE and backend in (place := PLACES[fault.name]).layouts
+        if fault not in ELSEWHERE and backend in (place := fault.cells).layouts
     }
     for backend in BACKENDS
 }
@@ -87,7 +86,7 @@ PLANTED = [one if one in FAST else exhaustive(*one) for one in planted()]
 def test_every_fault_whose_seam_a_backend_has_has_a_place_there(backend: str) -> None:
     seams = BACKENDS[backend].load().seams.keys()  # type: ignore[attr-defined]
     assert {fault.seam for fault in catalogue().values()} >= seams
-    placed = {name for name, place in PLACES.items() if backend in place.layouts}
+    placed = {name for name, fault in catalogue().items() if backend in fault.cells.layouts}
     assert placed == {name for name, fault in catalogue().items() if fault.seam in seams}
 
 
@@ -119,7 +118,7 @@ def assert_caught(session: Session, backend: str, name: str, precision: Precisio
 def test_fault_is_caught_at_the_predicted_stage(session: Session, backend: str, name: str) -> None:
     verdict = assert_caught(session, backend, name, BELOW.get(name, "exact"))
     first_loss = next(q for q in verdict.quantities if (q.stage, q.tensor, q.step) == ("loss", "loss", 0))
-    assert (first_loss.ratio <= 1) == catalogue()[name].loss_blind
+    assert (first_loss.ratio <= 1) == ("loss" in catalogue()[name].blind)
     if name in DRIFT:
         assert any(finding.stage == "weight replicas" for finding in verdict.findings)
     if name == "dropped-last-token":  # what is counted is what was trained on, not what the batch holds
@@ -129,7 +128,7 @@ def test_fault_is_caught_at_the_predicted_stage(session: Session, backend: str, 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("backend", "name"),
-    [one for one in planted() if one[1] not in BELOW and not PLACES[one[1]].why_blank("fp32")],
+    [one for one in planted() if one[1] not in BELOW and "fp32" not in catalogue()[one[1]].cells.unobservable],
 )
 def test_fault_is_caught_in_fp32_too(session: Session, backend: str, name: str) -> None:
     assert_caught(session, backend, name, "fp32")
@@ -217,13 +216,6 @@ def test_a_planted_fault_that_changes_nothing_is_no_pass(
 def test_the_same_cells_conform_without_a_fault(session: Session, backend: str, cell: tuple[str, str, str]) -> None:
     verdict = session.run(cell_of(backend, *cell, "exact")).verdict
     assert verdict.state == "conforms", verdict.reason
-
-
-@pytest.mark.parametrize("fault", catalogue().values(), ids=lambda fault: fault.name)
-def test_the_readme_says_of_each_fault_what_is_tested_here(fault: Fault) -> None:
-    file = "docs/faults.md" if fault in ELSEWHERE else "README.md"  # which has no room for them all
-    text = (Path(__file__).parents[2] / file).read_text(encoding="utf-8")
-    assert f"| `{fault.name}`: {fault.summary} | {fault.stage} | {'yes' if fault.loss_blind else 'no'} |" in text
 
 
 def _unchanged(*_: object) -> None:

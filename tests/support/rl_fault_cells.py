@@ -7,11 +7,12 @@ from typing import Any
 
 from cells import BACKENDS, cell_of, one_of_each_stage
 
+from conformance.backends.faults import catalogue
 from conformance.matrix.cell import Cell
 from impl.faults.catalogue import RL_FAULTS
-from impl.faults.expected_cells import PLACES, RL_LAYOUTS
+from impl.faults.cells import RL_LAYOUTS
 
-SCENARIOS = {fault.name: PLACES[fault.name].scenario for fault in RL_FAULTS}
+SCENARIOS = {fault.name: fault.cells.scenario for fault in RL_FAULTS}
 ROWS = 4
 # Steps until a fault shows where one is not enough: from the second update of a roll-out on.
 LATER = {
@@ -22,26 +23,12 @@ LATER = {
     "optimistic-value-clip": 2,
     "critic-leaks-into-policy": 2,
 }
-# Loss and gradient norm of the first step, of policy and critic, are within a percent of what they should be.
-LOSS_AND_NORM_BLIND = {
-    "policy-as-reference",
-    "old-of-every-update",
-    "metrics-of-one-rank",
-    "ratio-inverted",
-    "clip-sides-exchanged",
-    "gspo-without-length",
-    "kl-sign",
-    "kl-without-gradient",
-    "entropy-without-gradient",
-    "optimistic-value-clip",
-    "critic-leaks-into-policy",
-}
 ALONE = {"fsdp2": "dp1", "deepspeed": "dp1.zero2", "megatron": "dp1"}
 
 
 def layout_of(backend: str, name: str) -> str | None:
     """Where a fault is planted; None if the backend has nothing that it could change."""
-    return PLACES[name].layouts.get(backend)
+    return catalogue()[name].cells.layouts.get(backend)
 
 
 def cells() -> list[tuple[str, str]]:
@@ -61,7 +48,7 @@ def fast_cells() -> set[tuple[str, str]]:
 
 def fast_layout(backend: str, name: str) -> str | None:
     """Where a fast run plants a fault: in a single rank, which costs half as much, if it has what the fault changes."""
-    is_alone = PLACES[name].layouts.items() <= RL_LAYOUTS.items() and name != "metrics-of-one-rank"
+    is_alone = catalogue()[name].cells.layouts.items() <= RL_LAYOUTS.items() and name != "metrics-of-one-rank"
     return ALONE[backend] if is_alone else layout_of(backend, name)
 
 
