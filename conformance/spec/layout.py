@@ -1,57 +1,128 @@
-"""Layout: HOW ranks are arranged, and options that change communication but not the result.
+"""Describes how ranks are arranged, and options that change communication but not the result.
 
-A layout is written as a short id such as ``dp2.tp2`` or ``dp4.rep2.lastsync``, which is part of a cell's id. Errors of
-validation name the numbers that do not fit and suggest a layout that does.
+A layout is written as a short id such as ``dp2.tp2`` or ``dp4.rep2.lastsync``, which is part of a cell's id. Validation
+errors name the numbers that do not fit, and suggest a layout that fits.
 """
 
 import dataclasses
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from conformance.core.errors import UsageError, shown
 
-AXES = {
-    "dp": "data-parallel ranks (replicas x shards)",
-    "rep": "replicas among the data-parallel ranks; hybrid sharding where 1 < rep",
-    "ep": "expert-parallel ranks: each has rows of its own, and experts of its own in every layer",
-    "tp": "tensor-parallel ranks",
-    "sp": "ring (context) parallel ranks",
-    "ulysses": "ranks that exchange sequence slices for attention heads (DeepSpeed-Ulysses)",
-    "stride": "key-value heads that a ring gathers at a time (--ring_head_stride)",
-    "pp": "pipeline stages",
-    "vpp": "virtual pipeline stages of each rank (interleaved schedule)",
+
+@dataclass(frozen=True)
+class Term:
+    """Explains an axis or option in one line. ``elsewhere``: its names in other frameworks."""
+
+    meaning: str
+    elsewhere: str = ""
+
+
+AXES: Mapping[str, Term] = {
+    "dp": Term(
+        "data-parallel ranks (replicas x shards)",
+        "Megatron data_parallel_size; torchtitan data_parallel_shard_degree x data_parallel_replicate_degree",
+    ),
+    "rep": Term(
+        "replicas among the data-parallel ranks; 1 < rep < dp is hybrid sharding (HSDP)",
+        "torchtitan data_parallel_replicate_degree; DeepSpeed mics_shard_size",
+    ),
+    "ep": Term(
+        "expert-parallel ranks: each has its own rows, and its own experts in every layer",
+        "Megatron expert_model_parallel_size; torchtitan expert_parallel_degree; DeepSpeed ep_size",
+    ),
+    "tp": Term(
+        "tensor-parallel ranks",
+        "Megatron tensor_model_parallel_size; torchtitan tensor_parallel_degree; DeepSpeed autotp_size",
+    ),
+    "sp": Term(
+        "context-parallel ranks: each holds a part of every sequence, and attention is exact over all parts",
+        "cp; Megatron context_parallel_size; torchtitan context_parallel_degree; OpenRLHF ring_attn_size",
+    ),
+    "ulysses": Term(
+        "ranks that exchange sequence slices for attention heads (all-to-all)",
+        "DeepSpeed sequence_parallel_size; verl ulysses_sequence_parallel_size",
+    ),
+    "stride": Term(
+        "key-value heads that context-parallel ranks gather at a time (--ring_head_stride)",
+        "ring_flash_attn heads_k_stride; OpenRLHF ring_head_stride",
+    ),
+    "pp": Term("pipeline stages", "Megatron pipeline_model_parallel_size; torchtitan pipeline_parallel_degree"),
+    "vpp": Term(
+        "virtual pipeline stages of each rank (interleaved schedule)",
+        "Megatron virtual_pipeline_model_parallel_size",
+    ),
 }
-OPTIONS = {
-    "plan": "tensor parallelism by an explicit plan of the backend instead of the model's own",
-    "seqpar": "sequence-parallel norms and residuals between tensor-parallel blocks",
-    "losspar": "cross-entropy on vocabulary shards, logits never gathered",
-    "ring": "keys and values passed around the ring, each document in contiguous pieces (default: gathered, llama3)",
-    "zigzag": "as ring, each document cut so that causal attention is the same work on all ranks",
-    "torchcp": "PyTorch's own context parallel",
-    "lastsync": "gradients reduced at the last micro-batch only",
-    "ckpt": "activation checkpointing",
-    "compile": "layers compiled by torch.compile",
-    "te": "layers of TransformerEngine, in half precision with its attention, instead of the backend's own",
-    "offload": "parameters, gradients and optimizer state kept on the CPU",
-    "leaf": "weights that ZeRO-3 cuts gathered for a layer at a time, not for each module in it",
-    "overlap": "gradients reduced, and parameters gathered where they are cut, while ranks compute",
-    "ownopt": "the optimizer that the backend builds itself from its configuration, instead of torch's",
-    "shipped": "the library's own behaviour where the backend corrects it by default",
+ZERO_STAGES: Mapping[int, Term] = {
+    0: Term("nothing is sharded over data-parallel ranks", "DDP; FSDP NO_SHARD"),
+    1: Term("the optimizer state is sharded", "Megatron use_distributed_optimizer"),
+    2: Term("gradients are sharded as well", "FSDP SHARD_GRAD_OP"),
+    3: Term("parameters are sharded as well", "FSDP FULL_SHARD"),
+}
+OPTIONS: Mapping[str, Term] = {
+    "plan": Term("tensor parallelism by the backend's explicit plan instead of the model's own plan"),
+    "seqpar": Term(
+        "norms and residuals between tensor-parallel blocks are sharded along the sequence",
+        "Megatron sequence_parallel; torch SequenceParallel",
+    ),
+    "losspar": Term(
+        "cross-entropy on vocabulary shards; logits are never gathered",
+        "torch loss_parallel; Megatron vocab_parallel_cross_entropy",
+    ),
+    "ring": Term(
+        "context parallelism that passes keys and values around a ring, with each document in contiguous parts "
+        "(default: keys and values are gathered, as for Llama 3)",
+        "ring_flash_attn ring",
+    ),
+    "zigzag": Term(
+        "the same ring, with each document cut so that causal attention is equal work on all ranks",
+        "ring_flash_attn zigzag; Megatron cp_comm_type p2p",
+    ),
+    "torchcp": Term("PyTorch's own context parallelism", "torch context_parallel; torchtitan context_parallel_degree"),
+    "lastsync": Term(
+        "gradients are reduced at the last micro-batch only",
+        "FSDP no_sync, set_requires_gradient_sync; DDP no_sync",
+    ),
+    "ckpt": Term(
+        "activation recomputation: a layer's forward pass is repeated in the backward pass",
+        "activation checkpointing; Megatron recompute_granularity; transformers gradient_checkpointing",
+    ),
+    "compile": Term("layers are compiled by torch.compile", "torchtitan compile.enable"),
+    "te": Term(
+        "layers of TransformerEngine (in half precision with its attention) instead of the backend's own",
+        "Megatron transformer_impl transformer_engine",
+    ),
+    "offload": Term(
+        "parameters, gradients and optimizer state are kept on the CPU",
+        "FSDP CPUOffloadPolicy; DeepSpeed offload_optimizer, offload_param",
+    ),
+    "leaf": Term(
+        "ZeRO-3 gathers weights once for each layer instead of for each module", "DeepSpeed set_z3_leaf_modules"
+    ),
+    "overlap": Term(
+        "gradients are reduced, and sharded parameters are gathered, while ranks compute",
+        "Megatron overlap_grad_reduce, overlap_param_gather; DeepSpeed overlap_comm",
+    ),
+    "ownopt": Term(
+        "the backend builds the optimizer from its configuration, instead of using torch's", "DeepSpeed FusedAdam"
+    ),
+    "shipped": Term("the library's own behavior where the backend corrects a defect by default"),
 }
 _NEEDS_TP = ("plan", "seqpar", "losspar")
-_RINGS = ("ring", "zigzag", "torchcp")  # each replaces the default kind of ring, so a layout has at most one
-ZERO = "zero"  # prefix of the part of an id that names the ZeRO stage
+_RINGS = ("ring", "zigzag", "torchcp")  # each replaces the default context parallelism, so a layout has at most one
+ZERO = "zero"  # prefix of the ZeRO stage in an id
 MOST_RANKS = 2**16  # no machine has more ranks; a larger number is a typing error
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """Sizes of the mesh axes, a ZeRO stage, and a sorted tuple of OPTIONS. World size = dp x ep x tp x sp x
-    ulysses x pp.
+    """Holds sizes of the mesh axes, a ZeRO stage, and a sorted tuple of OPTIONS.
 
-    ``zero``: what is sharded over the data-parallel ranks (Rajbhandari et al., arXiv 1910.02054): 0 nothing, 1 the
-    optimizer's state, 2 also gradients, 3 also parameters. None: the backend's default.
+    The world size is dp x ep x tp x sp x ulysses x pp. ``zero``: the ZeRO stage (Rajbhandari et al., arXiv 1910.02054;
+    see ZERO_STAGES); None: the backend's default.
     Raises UsageError if an axis is not positive, if there are more ranks than MOST_RANKS, if ``rep`` does not divide
     ``dp``, for an unknown ZeRO stage, and for an option that is unknown, has no axis to act on, or contradicts another.
     """
@@ -81,7 +152,7 @@ class Layout:
                 f"rep={self.rep} does not divide dp={self.dp} (dp counts replicas x shards); "
                 f"use rep{_divisor(self.dp, self.rep)}"
             )
-        if self.zero not in (None, 0, 1, 2, 3):
+        if self.zero is not None and self.zero not in ZERO_STAGES:
             raise UsageError(f"there is no ZeRO stage {self.zero}; use zero0, zero1, zero2 or zero3, or leave it out")
         for option in self.options:
             if option not in OPTIONS:
@@ -131,7 +202,7 @@ class Layout:
 
     @classmethod
     def for_world(cls, world_size: int, *, rep: int = 1, tp: int = 1, sp: int = 1, pp: int = 1) -> "Layout":
-        """The layout of ``world_size`` ranks in which dp = world_size / (sp x tp x pp).
+        """Builds the layout of ``world_size`` ranks in which dp = world_size / (sp x tp x pp).
 
         Raises UsageError if ``world_size`` is not divisible by sp x tp x pp.
         """
@@ -150,7 +221,7 @@ class Layout:
 
     @property
     def gathers(self) -> bool:
-        """Whether a ring's ranks gather keys and values, ``stride`` heads at a time, instead of passing them around."""
+        """Whether context-parallel ranks gather keys and values, ``stride`` heads at a time, and use no ring."""
         return self.sp > 1 and not set(_RINGS) & set(self.options)
 
     @property
@@ -159,13 +230,13 @@ class Layout:
 
     @property
     def data(self) -> int:
-        """The ranks that have rows of their own."""
+        """The number of ranks that have different rows."""
         return self.dp * self.ep
 
     def validate(
         self, *, heads: int, kv_heads: int, layers: int, rows: int, accumulation: int, experts: int = 0
     ) -> None:
-        """Raises UsageError, which suggests a layout that works, if the layout does not fit a model and a scenario.
+        """Checks the layout against a model and a scenario. Raises UsageError, which suggests a layout that works.
 
         heads, kv_heads, layers, experts: of the model. rows: rows per optimizer step. accumulation: micro-batches per
         step.
@@ -226,5 +297,5 @@ class Layout:
 
 
 def _divisor(number: int, at_most: int) -> int:
-    """Largest divisor of ``number`` that is at most ``at_most``."""
+    """Returns the largest divisor of ``number`` that is at most ``at_most``."""
     return next(d for d in range(min(number, at_most), 0, -1) if number % d == 0)

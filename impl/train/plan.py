@@ -102,7 +102,7 @@ def plan(config: TrainConfig) -> str:
     lines = [
         f"training   {scenario.objective.kind} on {config.backend}, {scenario.precision}, {config.device}",
         f"ranks      {layout.world_size}{' = ' + ' x '.join(sizes) if sizes else ''}; layout {layout}",
-        *(f"           {option}: {OPTIONS[option]}" for option in layout.options),
+        *(f"           {option}: {OPTIONS[option].meaning}" for option in layout.options),
         f"a step     {data.rows} rows of at most {data.max_len} tokens{', packed' if data.packed else ''} = "
         f"{layout.dp} data-parallel ranks x {scenario.accumulation} micro-batches x {rows} rows",
     ]
