@@ -1,19 +1,9 @@
-"""Schema: the fields of a record's lines and their types; without torch.
+"""Reads and verifies the lines of a record, for the judge and the reports. Does not import torch.
 
-Every line is validated when it is read, so no reader has to check types again (claim 9). Other keys are allowed and
-ignored.
-
-Format: reads and verifies the lines of a record, without torch. The judge and the reports both use this reader.
-
-A record is a folder with ``record.jsonl`` and one safetensors file per step. The lines are a header (cell, backend,
-scenario, environment and observables), one line per optimizer step, and a footer with a digest. Serves claim 9: the
-record of a run that stopped half-way has no footer, and a changed record has a wrong digest. Each raises its own error,
-never a pass.
-
-A step's line holds ``step``; ``values``, the scalars and settings by the key of their observable; ``replicas``, the
-comparison of ranks that should hold the same numbers; ``seconds``; and ``tensors``, the name of the step's safetensors
-file with its SHA-256. The first of these lines (step -1, or the step before the first one of a later leg) holds the
-weights as loaded. Numbers that are not finite are strings: ``"nan"``, ``"inf"``, ``"-inf"``.
+A record is a folder with ``record.jsonl`` and one safetensors file per step. Every line is validated when it is read,
+so no reader has to check types again. Other keys are allowed and ignored. The record of a run that stopped half-way has
+no footer, and a changed record has a wrong digest. Each raises its own error, and neither passes.
+docs/reference/file-formats.md is generated from the classes here.
 """
 
 import contextlib
@@ -37,6 +27,13 @@ Pass = Annotated[str, Field(pattern=r"^(forward|backward [0-9]{1,9}|later)$")]  
 
 @dataclass(frozen=True, kw_only=True)
 class _Header:
+    """The first line of a record.
+
+    observables: everything that is recorded, in causal order. first_step: the first step of this phase. cell: the
+    cell's id. layout: the layout of this phase. scenario: the scenario as JSON. backend: name and versions of the
+    backend. environment: versions, drivers and the commit. resolved: the configuration that the framework really uses.
+    """
+
     observables: tuple[Observable, ...]
     first_step: Count
     cell: str = ""
@@ -49,6 +46,12 @@ class _Header:
 
 @dataclass(frozen=True, kw_only=True)
 class _Differing:
+    """A piece of a tensor that is not identical on all ranks that hold it.
+
+    name: the name of the tensor. ranks: the ranks that hold the piece. relative: the largest relative difference from
+    the piece of the first of these ranks.
+    """
+
     name: str
     ranks: tuple[StrictInt, ...]
     relative: float
@@ -56,6 +59,12 @@ class _Differing:
 
 @dataclass(frozen=True, kw_only=True)
 class _Replicas:
+    """The comparison of numbers that several ranks hold.
+
+    offered: number of pieces of all ranks together. compared: number of different pieces that at least two ranks hold.
+    differing: the pieces that are not identical on all ranks that hold them.
+    """
+
     offered: Count
     compared: Count
     differing: tuple[_Differing, ...]
@@ -63,7 +72,10 @@ class _Replicas:
 
 @dataclass(frozen=True, kw_only=True)
 class _TensorFile:
-    """``file`` is a name in the record's own folder."""
+    """The safetensors file of a step.
+
+    file: a name in the record's own folder. sha256: its digest.
+    """
 
     file: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
     sha256: str
@@ -71,16 +83,29 @@ class _TensorFile:
 
 @dataclass(frozen=True, kw_only=True)
 class _Step:
+    """One optimizer step.
+
+    step: the number of the step, from 0; -1 for the weights as loaded. values: scalars and settings by the key of their
+    observable. replicas: by observable, the comparison of ranks that have to hold the same numbers. seconds: the time
+    of the step. generators: for each rank, the digests of its random generators by name. tensors: the file with the
+    tensors, or null.
+    """
+
     step: StrictInt
     values: dict[str, float] = field(default_factory=dict)
     replicas: dict[str, _Replicas] = field(default_factory=dict)
     seconds: float = 0.0
-    generators: tuple[dict[str, str], ...] = ()  # by rank, a digest by the generator's name
+    generators: tuple[dict[str, str], ...] = ()
     tensors: _TensorFile | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Leak:
+    """An operation that computed in another dtype than float64 in the exact tier.
+
+    op: the operation. where: the line of code. count: the number of calls.
+    """
+
     op: str
     where: str
     count: Count
@@ -88,10 +113,20 @@ class _Leak:
 
 @dataclass(frozen=True, kw_only=True)
 class _Evidence:
+    """What a rank was observed to do in a training step, by which the judge checks that a layout is real.
+
+    collectives: operation, group size, dtype, pass and count. products: dtype, phase and count of matrix products.
+    widths, lengths: the last and the last but one dimension of 3-dimensional results, such as logits. linear: dtype and
+    count of matrix products of linear layers in forward passes. reduced: group size and number of elements that were
+    summed over the group. held_weights: size in bytes and count of the storages that held weights when the gradients
+    were complete. compiled: number of products of linear layers that code of torch.compile made. engine: number of
+    those that TransformerEngine made.
+    """
+
     collectives: tuple[tuple[str, StrictInt, str, Pass, Count], ...]
     products: tuple[tuple[str, Literal["forward", "backward", "recomputed"], Count], ...]
     widths: tuple[StrictInt, ...]
-    linear: tuple[tuple[str, Count], ...] = ()  # older records have neither this field nor the next five
+    linear: tuple[tuple[str, Count], ...] = ()  # older records lack this field and all that follow
     lengths: tuple[StrictInt, ...] = ()
     reduced: tuple[tuple[StrictInt, Count], ...] = ()
     held_weights: tuple[tuple[Count, Count], ...] = ()
@@ -101,22 +136,37 @@ class _Evidence:
 
 @dataclass(frozen=True, kw_only=True)
 class _Batch:
+    """The batch of a step, as the ranks received it.
+
+    step: the optimizer step. tokens: number of tokens. targets: number of targets of each micro-batch of each
+    data-parallel rank.
+    """
+
     step: StrictInt
     tokens: Count
-    targets: tuple[tuple[Count, ...], ...]  # of each micro-batch of each data-parallel rank
+    targets: tuple[tuple[Count, ...], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Footer:
+    """The last line of a record.
+
+    steps: number of optimizer steps. sha256: the digest of the whole record. leaks: operations outside of float64 in
+    the exact tier. evidence: what each rank was observed to do. batches: the batches as the ranks received them.
+    memory, host_memory: for each rank, the peak memory of its device and host in bytes; 0 if it is not known. pieces:
+    by parameter and region, the ranks that hold the piece. choices: for an oracle of a mixture of experts, the SHA-256
+    of the batches with the choices of its routers.
+    """
+
     steps: Count
     sha256: str
     leaks: tuple[_Leak, ...] = ()
     evidence: tuple[_Evidence, ...] = ()
-    batches: tuple[_Batch, ...] = ()  # older records have neither this field nor the next two
-    memory: tuple[Count, ...] = ()  # by rank, the peak of its device in bytes; 0 where it is not known
-    host_memory: tuple[Count, ...] = ()  # the same of its host; older records lack it
-    pieces: dict[str, dict[str, tuple[Count, ...]]] = field(default_factory=dict)  # by name and region, the ranks
-    choices: str = ""  # the oracle's of a mixture of experts: SHA-256 of the batches with its routers' choices
+    batches: tuple[_Batch, ...] = ()  # older records lack this field and all that follow
+    memory: tuple[Count, ...] = ()
+    host_memory: tuple[Count, ...] = ()
+    pieces: dict[str, dict[str, tuple[Count, ...]]] = field(default_factory=dict)
+    choices: str = ""
 
 
 _LINE_TYPES = {"header": _Header, "step": _Step, "footer": _Footer}

@@ -1,8 +1,8 @@
-"""Results: reads and writes the verdicts and the summary of a run; no other module does. Without torch.
+"""Reads and writes the verdicts and the summary of a run; no other module does. Does not import torch.
 
-docs/architecture.md has the fields of ``summary.json`` and ``verdict.json``. Everything that follows from quantities
-(findings, the worst of a stage, the verdict of a run) is computed on demand and never read from a file, so that a file
-cannot claim more than its quantities show.
+docs/reference/file-formats.md is generated from the docstrings here. Everything that follows from quantities (findings,
+the worst of a stage, the verdict of a run) is computed on demand and never read from a file, so that a file cannot
+claim more than its quantities show.
 """
 
 import os
@@ -35,10 +35,11 @@ CellSummary = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """One of the two attempts at a cell that was run twice. ``verdict.json`` does not keep its quantities.
+    """Holds one of the two attempts at a cell that was run twice. ``verdict.json`` does not keep its quantities.
 
-    fresh: whether the ranks had run no other cell before. verdict: of this attempt alone.
-    completed: whether all legs came to their end. records: paths of the legs' records, relative to the cell's folder.
+    fresh: whether the workers had run no other cell before. verdict: the verdict of this attempt alone.
+    completed: whether all phases ended normally. records: paths of the records of its phases, relative to the cell's
+    folder.
     """
 
     fresh: bool
@@ -49,21 +50,24 @@ class Attempt:
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """One cell of a run, as it is stored in the output folder.
+    """Holds one cell of a run, as it is stored in the output folder.
 
-    cell: the cell's id; its parts are scenario, model, backend, layout and variant (precision, program, seed, faults).
-    folder: the cell's folder, relative to the output folder.
-    records: paths of the records of the legs that were started, relative to the cell's folder.
-    completed: whether all legs came to their end.
-    oracle: the folder of the oracle's records, relative to the cell's folder; None if the cell was not run.
+    cell: the cell's id, made of the next five fields. scenario: the name of the scenario. model: the name of the model.
+    backend: the backend, or the backends of the phases. layout: the layout, or the layouts of the phases.
+    variant: precision, program, seed and faults. world_size: the largest number of ranks of a phase.
+    seconds: the time that the cell took. folder: the cell's folder, relative to the output folder.
+    records: paths of the records of the phases that were started, relative to the cell's folder.
+    completed: whether all phases ended normally.
+    oracle: the folder of the oracle's records, relative to the cell's folder; null if the cell was not run.
     expected: the differences that the backend declares as expected.
-    defective: the folder of the records of the oracle with the expected defects; None if there are no such defects.
-    reproduce: the command that runs this cell again.
-    other: if the cell was run again in fresh ranks, the attempt that ``records`` does not belong to.
-    slim: whether the tensors of its records were removed when all was compared (conformance.results.output_folders).
-    memory: the most bytes that a rank held at once, of its GPU if it had one; 0 where that is not known.
-    host_memory: the most bytes that a rank held at once of its host; 0 where that is not known.
-    before: the states in which it had ended before it was run again (``--resume``, or on GPUs), the earliest first.
+    defective: the folder of the records of the oracle with the expected defects; null if there are no such defects.
+    reproduce: the command that runs this cell again. observables: everything that the cell records, in causal order.
+    verdict: in the file, its fields are keys of the cell.
+    other: if the cell was run again in fresh workers, the attempt that ``records`` does not belong to.
+    before: the states in which the cell ended before it was run again (``--resume``, or on GPUs), the earliest first.
+    slim: whether the tensors of its records were removed after they were compared (``--keep``).
+    memory: the peak memory of a rank in bytes, of its GPU if it had one; 0 if it is not known.
+    host_memory: the peak memory of a rank in bytes, of its host; 0 if it is not known.
     """
 
     cell: str
@@ -91,7 +95,7 @@ class Entry:
 
     @property
     def stages(self) -> tuple[str, ...]:
-        """All stages in causal order. Stages of a handover are included only if they were observed."""
+        """Returns all stages in causal order. Stages of a resume are included only if they were observed."""
         seen = {quantity.stage for quantity in self.verdict.quantities}
         absent = {o.stage for o in self.observables if o.when == "handover"} - seen
         return tuple(stage for stage in stages(self.observables) if stage not in absent)
@@ -99,12 +103,15 @@ class Entry:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """The fields of ``summary.json`` about the run as a whole.
+    """Holds the fields of ``summary.json`` about the run as a whole.
 
-    started, finished: UTC times in ISO format; ``finished`` is None while the run goes on, or if it was interrupted.
-    seconds: of all processes and attempts together. leased: by GPU (UUID), or slot of an agent, the part of the time of
-    the last attempt for which cells and oracles had it; empty where nothing was leased, with pytest, and where several
-    jobs were merged. selected: equal for runs of the same cells (conformance.matrix.plan).
+    started, finished: UTC times in ISO format; ``finished`` is null while the run continues, or if it was interrupted.
+    seconds: the time of all processes and attempts together. profile: the name of the profile. device: cpu or cuda.
+    command: the command that started the run. environment: versions, drivers, variables and the commit.
+    leased: for each GPU (UUID), or slot of an agent, the share of the last attempt's time in which cells and oracles
+    used it; empty if nothing was leased, with pytest, and after a merge of several jobs.
+    floor: what the run has to judge at least in order to pass.
+    selected: a digest that is equal for runs of the same cells.
     selection: what the user selected, as text; equal for runs that a history compares with each other.
     """
 
@@ -121,8 +128,8 @@ class Run:
     selection: str = ""
 
     def since(self, outcomes: Mapping[str, Outcome]) -> Since | None:
-        """What has changed since the baseline, from how the cells ended, by id; None if the run has no baseline, or is
-        one part of several."""
+        """Compares how the cells ended, by id, with the baseline; None if the run has no baseline or is one part of
+        several."""
         if not self.floor.baseline or not self.floor.whole:
             return None
         return compare(self.floor.baseline, outcomes, started=self.started, versions=versions_of(self.environment))
@@ -180,7 +187,14 @@ def write_summary(out: Path, run: Run, cells: Sequence[CellSummary]) -> None:
 
 
 def cell_summary(entry: Entry) -> CellSummary:
-    """The cell's part of ``summary.json``: its verdict without the quantities."""
+    """Returns the cell's part of ``summary.json``: its verdict without the quantities.
+
+    id: the cell's id. state, reason: the verdict. second_class: see verdict. world_size: the largest number of ranks.
+    seconds: the time that the cell took. memory, host_memory: the peak memory of a rank in bytes; 0 if it is not known.
+    ratios: by stage, the largest error divided by its tolerance. errors: by stage, the largest relative error, except
+    for comparisons with rebuilt numbers. before: the states in which the cell ended before it was run again.
+    folder: the cell's folder, relative to the output folder.
+    """
     return {
         "id": entry.cell,
         "state": entry.verdict.state,
@@ -198,7 +212,13 @@ def cell_summary(entry: Entry) -> CellSummary:
 
 
 def summary_of(run: Run, cells: Sequence[CellSummary]) -> dict[str, Any]:
-    """The content of ``summary.json``, from the run and the summaries of its cells."""
+    """Returns the content of ``summary.json``, from the run and the summaries of its cells.
+
+    verdict: the verdict of the run. counts: the number of cells by state. unmet: one sentence for each demand of the
+    floor that is not met. since: the changes since the last run and the last green run of the baseline, or null.
+    claims: by backend, the cells that it claims, and those that it does not support with the reasons.
+    cells: one object for each cell.
+    """
     states: States = {cell["id"]: cell["state"] for cell in cells}
     counts = dict.fromkeys(STATES, 0) | Counter(states.values())
     kept = ("state", "seconds", "before", "second_class")

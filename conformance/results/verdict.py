@@ -147,12 +147,12 @@ NOT_SEEN = "errors that transformers itself makes are not seen"  # by a second-c
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Quantity:
-    """One judged number: its error against the reference, and the bound of this error.
+    """Holds one judged number: its error against the reference, and the tolerance.
 
-    stage, tensor: what was compared; ``tensor`` is the name of a tensor or of a number. step: -1 means as loaded.
-    observed: the relative error. allowed: its bound.
+    stage: the stage in causal order, such as gradients. tensor: the name of the tensor or number. step: the optimizer
+    step; -1 for the weights as loaded. observed: the relative error. allowed: the tolerance.
     max_abs, where: the largest absolute difference and its position in the tensor, if they are known.
-    hint: for a finding, a guess at the cause; may be empty.
+    hint: the likely cause of a finding; may be empty.
     """
 
     stage: str
@@ -180,12 +180,13 @@ class Quantity:
 
 @dataclass(frozen=True, kw_only=True)
 class Strip:
-    """The errors of a quantity with one number per token, over the tokens of a step, in bins (judge/strips.py).
+    """Holds the errors of a quantity with one number per token, over the tokens of a step, in bins.
 
-    tokens: number of tokens. starts: for each bin, the row and the target index of its first token.
+    stage, tensor, step: the quantity. tokens: number of tokens.
+    starts: for each bin, the row and the target index of its first token.
     errors: the largest error of each bin. The largest finite one equals the error of the quantity; NaN and infinity
         stand for numbers that are not finite.
-    max_abs, where: the largest absolute difference, and its token.
+    max_abs, where: the largest absolute difference and its token.
     """
 
     stage: str
@@ -206,11 +207,12 @@ class Strip:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """The result for one cell.
+    """Holds the result for one cell.
 
+    state: one of the states above. reason: a sentence for the user; for a cell that differs, the first finding.
     quantities: everything that was compared, sorted by step and then in causal order.
     strips: the errors by token of some of these quantities, in the same order; empty if an earlier version judged.
-    second_class: whose implementation was the reference, if the oracle's own does not know the model; else empty.
+    second_class: the implementation that was the reference, if the oracle itself does not know the model; else empty.
     """
 
     state: State

@@ -78,7 +78,7 @@ OPTIONS: Mapping[str, Term] = {
         "ring_flash_attn ring",
     ),
     "zigzag": Term(
-        "the same ring, with each document cut so that causal attention is equal work on all ranks",
+        "a ring with each document cut so that causal attention is equal work on all ranks",
         "ring_flash_attn zigzag; Megatron cp_comm_type p2p",
     ),
     "torchcp": Term("PyTorch's own context parallelism", "torch context_parallel; torchtitan context_parallel_degree"),

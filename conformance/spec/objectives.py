@@ -94,6 +94,7 @@ METRICS = (
 class PolicyGradient:
     """What GRPO and PPO have in common: how a policy is updated from advantages.
 
+    kind: the name of the objective.
     temperature: logits are divided by it for log-probs and entropy, in the policy and in the reference.
     mini_batches: number of updates into which one pass over a roll-out is divided.
     ppo_epochs: number of passes over each roll-out.
@@ -105,8 +106,8 @@ class PolicyGradient:
         for no such bound.
     loss_mode: ``vanilla`` takes the ratio of each token, ``gspo`` that of the sequence (Zheng et al., arXiv 2507.18071,
         the token variant of section 4.3), without dual clip.
-    loss_agg_mode: how the losses of tokens become one number: their mean over all tokens, or the mean over sequences
-        of their sum, their mean, or their sum divided by ``loss_scale_factor`` (Dr. GRPO, arXiv 2503.20783).
+    loss_agg_mode, loss_scale_factor: how the losses of tokens become one number: their mean over all tokens, or the
+        mean over sequences of their sum, their mean, or their sum divided by the factor (Dr. GRPO, arXiv 2503.20783).
     entropy_coeff: the mean entropy, aggregated like the loss, is subtracted with this coefficient.
     kl_loss_coef, kl_loss_type: a KL estimate against the reference is added to the loss (Schulman,
         http://joschu.net/blog/kl-approx.html: ``kl`` is k1, ``mse`` k2, ``low_var_kl`` k3).
@@ -281,9 +282,10 @@ class Objective(Protocol):
 class Sft:
     """Supervised fine-tuning: the mean of weight times -log p over all target tokens of the optimizer step.
 
+    kind: the name of the objective.
     document_weights: for each optimizer step, the weight of its first document that has targets. All other documents,
-    and those of further steps, have weight 1. A step with a weight that is far too large overflows in fp16. The
-    recorded loss is without weights, so that as many tokens make its rounding as at any other step.
+        and those of further steps, have weight 1. A step with a weight that is far too large overflows in fp16. The
+        recorded loss is without weights, so that as many tokens contribute to its rounding as at any other step.
     """
 
     kind: Literal["sft"] = "sft"

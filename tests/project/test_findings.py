@@ -1,10 +1,9 @@
-"""The findings in docs/findings: each script still shows what its page says, and each is written up and listed.
+"""Each script in docs/findings still shows the defect that its page describes.
 
-A script exits with 0 as long as this version of the library behaves as its page says. When one fails here after an
-upgrade, read its output: the library may have been fixed, and then page, index and our work-around can go.
+A script exits with 0 as long as this version of the library behaves as its page says. When one fails after an upgrade,
+read its output: the library may have been fixed, and then the page and the workaround can go.
 """
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,28 +27,21 @@ PLAIN = (
 )
 
 
-def page_of(script: Path) -> Path:
-    return script.with_name(script.stem.replace("_", "-") + ".md")
-
-
-def index_rows() -> list[str]:
-    return [line for line in (FINDINGS / "README.md").read_text().splitlines() if line.startswith("| [")]
-
-
-def test_there_are_findings() -> None:
+def test_each_script_has_a_page() -> None:
     assert SCRIPTS
+    assert not [script for script in SCRIPTS if not script.with_name(f"{script.stem.replace('_', '-')}.md").exists()]
 
 
 @pytest.fixture(scope="module")
 def plain() -> Iterator[Forker]:
-    """What all scripts import, whatever they are about."""
+    """A process that has imported what all scripts import."""
     with Forker.start(FINDINGS, PLAIN) as forker:
         yield forker
 
 
 @pytest.fixture(scope="module")
 def deepspeed(plain: Forker) -> Iterator[Forker]:
-    """DeepSpeed chooses its accelerator when it is imported, by a variable that each of its scripts sets before."""
+    """DeepSpeed chooses its accelerator at import, by a variable that each of its scripts sets first."""
     pytest.importorskip("deepspeed")
     modules = "deepspeed.ops", "deepspeed.runtime.engine", "torch._inductor.compile_fx"  # the first engine imports it
     with plain.branch(modules, environment={"DS_ACCELERATOR": "cpu"}) as forker:
@@ -74,15 +66,3 @@ def test_script_shows_the_defect(script: Path, request: pytest.FixtureRequest) -
     forker: Forker = request.getfixturevalue(family if family in ("deepspeed", "megatron") else "plain")
     done = forker.run(script, timeout=600 if script.name in ON_GPUS else 120)
     assert done.returncode == 0, f"{script.name}\n{done.stdout}\n{done.stderr}"
-
-
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
-def test_page_names_its_script_and_the_index_lists_it(script: Path) -> None:
-    page = page_of(script)
-    assert f"python docs/findings/{script.name}" in page.read_text()
-    assert sum(f"]({page.name})" in row for row in index_rows()) == 1
-
-
-def test_index_links_lead_to_pages_with_a_script() -> None:
-    linked = {link for row in index_rows() for link in re.findall(r"\]\(([\w-]+\.md)\)", row)}
-    assert linked == {page_of(script).name for script in SCRIPTS}
