@@ -47,7 +47,7 @@ from conformance.spec.observables import (
 from conformance.spec.roles import CRITIC, POLICY, REFERENCE, Role
 
 AdvantageEstimator = Literal["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
-LossMode = Literal["vanilla", "gspo"]  # each is a function in the oracle's and in impl's LOSS_MODES
+LossMode = Literal["vanilla", "gspo", "cispo"]  # each is a function in the oracle's and in impl's LOSS_MODES
 LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 KlEstimator = Literal["kl", "abs", "mse", "low_var_kl"]
 Coefficient = Annotated[float, Field(strict=True, ge=0, le=1000)]
@@ -104,7 +104,8 @@ class PolicyGradient:
     clip_ratio_c: dual clip (Ye et al., arXiv 1912.09729): with a negative advantage A the loss is at most -A c; None
         for no such bound.
     loss_mode: ``vanilla`` takes the ratio of each token, ``gspo`` that of the sequence (Zheng et al., arXiv 2507.18071,
-        the token variant of section 4.3), without dual clip.
+        the token variant of section 4.3), ``cispo`` clips the ratio of each token and takes it as a constant weight of
+        the log-prob (MiniMax, arXiv 2506.13585, equation 4). Only ``vanilla`` has dual clip.
     loss_agg_mode: how the losses of tokens become one number: their mean over all tokens, or the mean over sequences
         of their sum, their mean, or their sum divided by ``loss_scale_factor`` (Dr. GRPO, arXiv 2503.20783).
     entropy_coeff: the mean entropy, aggregated like the loss, is subtracted with this coefficient.
