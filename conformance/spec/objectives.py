@@ -6,7 +6,7 @@ twice, independently (impl/rl and conformance/oracle/policy_gradient.py), in the
 and values of the whole roll-out before its first update, rewards and advantages from these, then ``ppo_epochs``
 passes over the ``mini_batches`` of the roll-out, with one update per mini-batch.
 
-Conventions, where verl, TRL and OpenRLHF differ (docs/objectives.md has the table):
+Conventions, where verl, TRL and OpenRLHF differ (docs/explanations/objectives.md has the table):
 
 * Denominators count the whole mini-batch, over all ranks and micro-batches; there are no means of means.
 * A response without tokens counts in the statistics of its group, but in no mean over tokens or sequences.
