@@ -9,7 +9,7 @@ from pathlib import Path
 
 from conformance.core.errors import UsageError, shown
 from conformance.core.io import read_json
-from conformance.models.components import POST, Architecture, ClampedMlp, Norm
+from conformance.models.components import POST, Architecture, ClampedMlp, Norm, Projection
 from conformance.models.declarations import (
     EVERY,
     attention_of,
@@ -198,6 +198,20 @@ def _olmo2(config: Config) -> Architecture:
     return decoder_of(config, attention, mlp_of(config), norm=Norm(eps=eps_of(config), rounds_last=True), norms=POST)
 
 
+def _seed_oss(config: Config) -> Architecture:
+    """Seed-OSS, github.com/ByteDance-Seed/seed-oss: Llama with biases on q, k and v, and on o by a switch of its own.
+
+    transformers drops parts of the residual stream by a number that no objective switches off.
+    """
+    config.demand("num_key_value_heads", "head_dim", "pad_token_id", "attention_dropout", "residual_dropout")
+    config.must_be("residual_dropout", 0.0)
+    config.must_be("pretraining_tp", 1)
+    inputs: tuple[Projection, ...] = ("q", "k", "v") if config.flag("attention_bias", True) else ()
+    output: tuple[Projection, ...] = ("o",) if config.flag("attention_out_bias", False) else ()
+    attention = attention_of(config, biases=(*inputs, *output))
+    return decoder_of(config, attention, mlp_of(config, bias=config.flag("mlp_bias", False)))
+
+
 def _gemma2(config: Config) -> Architecture:
     """Gemma 2: arXiv 2408.00118 section 2: two kinds of layers, soft-capping, norms before and after each block."""
     every_second = [FULL if i % 2 else SLIDING for i in range(config.size("num_hidden_layers"))]
@@ -244,6 +258,7 @@ FAMILIES: dict[str, Callable[[Config], Architecture]] = {
     "deepseek_v3": _deepseek_v3,
     "phi3": _phi3,
     "olmo2": _olmo2,
+    "seed_oss": _seed_oss,
     "gemma2": _gemma2,
     "gemma3_text": _gemma3,
 }

@@ -270,7 +270,7 @@ class PolicyTerms:
     """The policy loss of one response, before aggregation; every tensor is (targets,).
 
     losses: to be minimised. ratio: new to old policy, before it is clipped. approx_kl: the estimate log p_old - log p
-    of the KL to the old policy. clipped: whether the clip lowered the gain. lower: whether dual clip raised it.
+    of the KL to the old policy. clipped: whether the clip changed the gain. lower: whether dual clip raised it.
     """
 
     losses: Tensor
@@ -301,6 +301,16 @@ def gspo(logprobs: Tensor, old: Tensor, advantage: Tensor, objective: PolicyGrad
     return PolicyTerms(losses=-gain, ratio=ratio, approx_kl=-apart, clipped=clipped, lower=torch.zeros_like(clipped))
 
 
+def cispo(logprobs: Tensor, old: Tensor, advantage: Tensor, objective: PolicyGradient) -> PolicyTerms:
+    """Weight the policy gradient of each token by its clipped ratio: arXiv 2506.13585, equations 4 and 5."""
+    apart = (logprobs - old).clamp(-20, 20)
+    ratio = apart.exp()
+    weight = ratio.clamp(1 - objective.clip_ratio_low, 1 + objective.clip_ratio_high)
+    gain = weight.detach() * advantage * logprobs
+    lower = torch.zeros_like(gain, dtype=torch.bool)
+    return PolicyTerms(losses=-gain, ratio=ratio, approx_kl=-apart, clipped=weight != ratio, lower=lower)
+
+
 def _clipped_gain(ratio: Tensor, advantage: Tensor, objective: PolicyGradient) -> tuple[Tensor, Tensor]:
     """Return the smaller gain of the free and the clipped ratio, and whether it is the clipped one's."""
     free = ratio * advantage
@@ -311,6 +321,7 @@ def _clipped_gain(ratio: Tensor, advantage: Tensor, objective: PolicyGradient) -
 LOSS_MODES: dict[LossMode, Callable[[Tensor, Tensor, Tensor, PolicyGradient], PolicyTerms]] = {
     "vanilla": vanilla,
     "gspo": gspo,
+    "cispo": cispo,
 }
 
 

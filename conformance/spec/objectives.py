@@ -6,7 +6,7 @@ twice, independently (impl/rl and conformance/oracle/policy_gradient.py), in the
 and values of the whole roll-out before its first update, rewards and advantages from these, then ``ppo_epochs``
 passes over the ``mini_batches`` of the roll-out, with one update per mini-batch.
 
-Conventions, where verl, TRL and OpenRLHF differ (docs/objectives.md has the table):
+Conventions, where verl, TRL and OpenRLHF differ (docs/explanations/objectives.md has the table):
 
 * Denominators count the whole mini-batch, over all ranks and micro-batches; there are no means of means.
 * A response without tokens counts in the statistics of its group, but in no mean over tokens or sequences.
@@ -47,7 +47,7 @@ from conformance.spec.observables import (
 from conformance.spec.roles import CRITIC, POLICY, REFERENCE, Role
 
 AdvantageEstimator = Literal["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
-LossMode = Literal["vanilla", "gspo"]  # each is a function in the oracle's and in impl's LOSS_MODES
+LossMode = Literal["vanilla", "gspo", "cispo"]  # each is a function in the oracle's and in impl's LOSS_MODES
 LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 KlEstimator = Literal["kl", "abs", "mse", "low_var_kl"]
 Coefficient = Annotated[float, Field(strict=True, ge=0, le=1000)]
@@ -105,9 +105,11 @@ class PolicyGradient:
     clip_ratio_c: dual clip (Ye et al., arXiv 1912.09729): with a negative advantage A the loss is at most -A c; None
         for no such bound.
     loss_mode: ``vanilla`` takes the ratio of each token, ``gspo`` that of the sequence (Zheng et al., arXiv 2507.18071,
-        the token variant of section 4.3), without dual clip.
+        the token variant of section 4.3), ``cispo`` clips the ratio of each token and takes it as a constant weight of
+        the log-prob (MiniMax, arXiv 2506.13585, equation 4). Only ``vanilla`` has dual clip.
     loss_agg_mode, loss_scale_factor: how the losses of tokens become one number: their mean over all tokens, or the
-        mean over sequences of their sum, their mean, or their sum divided by the factor (Dr. GRPO, arXiv 2503.20783).
+    mean over sequences
+        of their sum, their mean, or their sum divided by the factor (Dr. GRPO, arXiv 2503.20783).
     entropy_coeff: the mean entropy, aggregated like the loss, is subtracted with this coefficient.
     kl_loss_coef, kl_loss_type: a KL estimate against the reference is added to the loss (Schulman,
         http://joschu.net/blog/kl-approx.html: ``kl`` is k1, ``mse`` k2, ``low_var_kl`` k3).

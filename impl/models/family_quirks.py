@@ -76,6 +76,7 @@ QUIRKS = {  # by ``model_type`` of the configuration
         whole_outputs=_QKV,
         recut_inputs=("self_attn.o_proj",),
     ),
+    "seed_oss": FamilyQuirks(stream_norms=_LLAMA_NORMS),
     "mixtral": FamilyQuirks(router="softmax"),
     "qwen2_moe": FamilyQuirks(router="softmax"),
     "qwen3_moe": FamilyQuirks(router="softmax"),

@@ -38,8 +38,8 @@ class PolicyTerms:
     """The policy loss of each token; all (rows, length).
 
     losses: differentiable. ratio: the ratio of the loss before it is clipped. approx_kl: the estimate of the KL to the
-    old policy. clipped: bool, whether the clipped ratio gave the larger loss. clipped_lower: bool, whether the dual
-    clip lowered the loss to -A c.
+    old policy. clipped: bool, whether the loss is that of the clipped ratio. clipped_lower: bool, whether the dual clip
+    lowered the loss to -A c.
     """
 
     losses: Tensor
@@ -104,6 +104,24 @@ def gspo(tokens: PolicyTokens, objective: PolicyGradient) -> PolicyTerms:
     return replace(_clipped(exponent, tokens.advantages, objective), approx_kl=-difference.detach())
 
 
+def cispo(tokens: PolicyTokens, objective: PolicyGradient) -> PolicyTerms:
+    """-A sg[clip(r, 1 - low, 1 + high)] log p with the ratio r of each token: clipped tokens keep their gradient.
+
+    r is that of ``vanilla``, and there is no dual clip. MiniMax, arXiv 2506.13585, equation 4.
+    """
+    exponent = tokens.log_ratio.detach().clamp(min=-LOG_RATIO_BOUND, max=LOG_RATIO_BOUND)
+    ratio = exponent.exp()
+    bounded = torch.clamp(ratio, min=1 - objective.clip_ratio_low, max=1 + objective.clip_ratio_high)
+    clipped = bounded.ne(ratio)
+    return PolicyTerms(
+        losses=-(tokens.advantages * bounded) * tokens.logprobs,
+        ratio=ratio,
+        approx_kl=-exponent,
+        clipped=clipped,
+        clipped_lower=torch.zeros_like(clipped),
+    )
+
+
 def _clipped(exponent: Tensor, advantages: Tensor, objective: PolicyGradient) -> PolicyTerms:
     """Return the larger loss of the ratio exp(exponent) and of the clipped ratio, without dual clip."""
     ratio = exponent.exp()
@@ -118,7 +136,11 @@ def _clipped(exponent: Tensor, advantages: Tensor, objective: PolicyGradient) ->
     )
 
 
-LOSS_MODES: dict[LossMode, Callable[[PolicyTokens, PolicyGradient], PolicyTerms]] = {"vanilla": vanilla, "gspo": gspo}
+LOSS_MODES: dict[LossMode, Callable[[PolicyTokens, PolicyGradient], PolicyTerms]] = {
+    "vanilla": vanilla,
+    "gspo": gspo,
+    "cispo": cispo,
+}
 
 
 def dual_clipped(losses: Tensor, advantages: Tensor, *, bound: float) -> Tensor:

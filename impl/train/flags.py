@@ -246,7 +246,7 @@ FLAGS = (
         default="vanilla",
         choices=get_args(LossMode),
         commands=ROLLOUT,
-        help="loss of the policy (docs/objectives.md)",
+        help="loss of the policy (docs/explanations/objectives.md)",
     ),
     Flag(
         name="kl_coef", kind=float, least=0, default=0.0, commands=ROLLOUT, help="KL to the reference, off the reward"

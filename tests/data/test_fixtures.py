@@ -22,7 +22,7 @@ from impl.models.lazy_weights import published_buffers
 
 MODELS = FIXTURES / "models"
 FURTHER = [
-    *("qwen2", "qwen2-yarn", "llama3", "mistral", "gemma2", "phi3", "olmo2"),
+    *("qwen2", "qwen2-yarn", "llama3", "mistral", "gemma2", "phi3", "olmo2", "seed-oss"),
     *("qwen3-moe", "qwen2-moe", "mixtral", "gpt-oss", "deepseek-v3", "deepseek-v2"),
 ]
 TINY = ["pangu", "llama", "qwen3", "gemma3", *FURTHER]

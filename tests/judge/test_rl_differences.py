@@ -1,4 +1,4 @@
-"""The table of differences in docs/objectives.md: each line's numbers, measured on the libraries and on impl.
+"""The differences listed in docs/explanations/objectives.md: the numbers of each line, measured on libraries and impl.
 
 A measurement gives our number and theirs on the smallest case in which they differ. The table has both to nine digits.
 """
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from conformance.spec.objectives import Grpo, PolicyGradient, Ppo
 
-TABLE = Path(__file__).resolve().parents[2] / "docs" / "objectives.md"
+TABLE = Path(__file__).resolve().parents[2] / "docs" / "explanations" / "objectives.md"
 Measurement = Callable[[], tuple[float, float]]
 MEASUREMENTS: dict[str, Measurement] = {}
 

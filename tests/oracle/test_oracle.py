@@ -35,7 +35,7 @@ from conformance.spec.scenario import OptimizerConfig
 
 BASE = ("pangu", "llama", "qwen3", "gemma3")
 ROUTED = ("qwen3-moe", "qwen2-moe", "mixtral", "gpt-oss", "deepseek-v3", "deepseek-v2")
-FURTHER = ("qwen2", "qwen2-yarn", "llama3", "mistral", "gemma2", "phi3", "olmo2", *ROUTED)
+FURTHER = ("qwen2", "qwen2-yarn", "llama3", "mistral", "gemma2", "phi3", "olmo2", "seed-oss", *ROUTED)
 FAMILIES = (*BASE, *FURTHER)
 LONG_RUN = (*BASE, *(pytest.param(family, marks=pytest.mark.exhaustive) for family in FURTHER))
 FLOAT64 = POLICIES["float64"]

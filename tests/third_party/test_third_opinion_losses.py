@@ -2,7 +2,7 @@
 and OpenRLHF on random cases.
 
 Where a library has another formula of the same name, the test puts the difference in by hand and says so;
-docs/objectives.md lists them, tests/judge/test_rl_differences.py measures.
+docs/explanations/objectives.md lists them, tests/judge/test_rl_differences.py measures.
 """
 
 from dataclasses import replace
