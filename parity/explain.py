@@ -25,8 +25,9 @@ COMPARED_WHOLE = 4
 
 
 def exact(pair: Pair, stage: Stage) -> Iterator[str]:
-    """Sentences about the worst tensors of a stage; none if it has no tensors, or a side did not keep them."""
-    if stage.name not in ("weights", "gradients", "update"):
+    """Yield a sentence for each of the worst tensors of a stage, where both sides have kept whole tensors."""
+    kept = all("tensors" in run.loaded for run in (pair.a, pair.b))
+    if not kept or stage.name not in ("weights", "gradients", "update"):
         return
     for name in [quantity.what for quantity in stage.different if not quantity.said][:COMPARED_WHOLE]:
         x, y = (_whole_values(run, stage, name) for run in (pair.a, pair.b))
@@ -132,10 +133,10 @@ def _first_names(names: Sequence[str]) -> str:
 ALIKE = 0.01  # relative spread of factors that are taken for one
 WHOLE = 1e-3  # relative error within which a factor is taken for a whole number
 GRADUAL = 10.0  # a distance that grows less than so much in a step grows gradually
-HINTED = 4
+NAMED = 4
 
 
-def hints(pair: Pair, parted: Stage) -> Iterator[str]:
+def likely_causes(pair: Pair, parted: Stage) -> Iterator[str]:
     """Sentences, the most telling first."""
     different = parted.different
     if parted.name == "gradients":
@@ -214,7 +215,7 @@ def _block(name: str) -> str:
 
 
 def _last_names(names: Sequence[str]) -> str:
-    return ", ".join(names[-HINTED:]) + (f" and {len(names) - HINTED} more" if len(names) > HINTED else "")
+    return ", ".join(names[-NAMED:]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
 
 
 def _history(pair: Pair, parted: Stage) -> Iterator[str]:
@@ -240,7 +241,7 @@ def text(pair: Pair) -> str:
     lines += [f"Allowed: {allowed}, because {pair.because}.", ""]
     if parted := pair.parted:
         lines += [f"The records part at {_where(parted)}.", *_different(parted)]
-        lines += [f"Hint: {hint}" for hint in _hints(pair, parted)]
+        lines += [*exact(pair, parted), *(f"Likely cause: {cause}" for cause in likely_causes(pair, parted))]
     else:
         lines.append("The records agree.")
     lines += ["", "Largest differences before that:" if parted else "Largest differences:"]
@@ -262,21 +263,13 @@ def values(pair: Pair) -> dict[str, Any]:
             "step": parted.step,
             "stage": parted.name,
             "quantities": [_values(quantity) for quantity in parted.different],
-            "hints": _hints(pair, parted),
+            "hints": [*exact(pair, parted), *likely_causes(pair, parted)],
         },
         "largest": [
             {"stage": stage.name, "step": stage.step, **_values(quantity)} for stage, quantity in _largest(pair)
         ],
         "notes": list(notes(pair)),
     }
-
-
-def _hints(pair: Pair, parted: Stage) -> list[str]:
-    """What is exact, where whole tensors were kept, and guesses."""
-    if "tensors" not in pair.a.loaded or "tensors" not in pair.b.loaded:
-        return list(hints(pair, parted))
-
-    return [*exact(pair, parted), *hints(pair, parted)]
 
 
 def _values(quantity: Quantity) -> dict[str, Any]:

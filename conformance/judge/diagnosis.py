@@ -1,8 +1,7 @@
-"""Hints: guesses at the cause of a finding, from what its number has in common with layout, clipping and token counts.
+"""Names the likely cause of a finding, from what its number has in common with layout, clipping and token counts.
 
-They decide nothing: what is said here follows from quantities that were found wrong already. A hint that names a cause
-names one that would give this very number: with the cause undone, what is left has to be within the tolerance. What
-nothing explains gets no hint.
+A likely cause decides nothing: it is named for a quantity that was found wrong already. It is one that would give this
+very number: with the cause undone, what is left has to be within the tolerance. Where nothing fits, none is named.
 """
 
 import math
@@ -38,8 +37,11 @@ _IN_LAYER = (
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What a hint may refer to, of one step. tokens: targets of the optimizer step. clip: by stage of gradients and of
-    updates, the factor by which the oracle clipped, where it did."""
+    """The numbers of one step that a likely cause may refer to.
+
+    tokens: targets of the optimizer step. clip: the factor by which the oracle clipped, where it did, by stage of
+    gradients and of updates.
+    """
 
     scenario: Scenario
     layout: Layout
@@ -79,7 +81,7 @@ def _clip(norm: float | None, max_norm: float | None) -> float | None:
     return max_norm / (norm + 1e-6) if norm and max_norm and norm > max_norm else None
 
 
-def hint(m: Measurement, facts: Facts, *, allowed: float) -> str:
+def likely_cause(m: Measurement, facts: Facts, *, allowed: float) -> str:
     """What a measurement that was found wrong has in common with a known cause; empty if nothing explains it.
 
     ``allowed``: its bound, which what is left without the cause may not exceed.

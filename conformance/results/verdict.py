@@ -152,7 +152,7 @@ class Quantity:
     stage, tensor: what was compared; ``tensor`` is the name of a tensor or of a number. step: -1 means as loaded.
     observed: the relative error. allowed: its bound.
     max_abs, where: the largest absolute difference and its position in the tensor, if they are known.
-    hint: for a finding, a guess at the cause; may be empty.
+    hint: the likely cause of a finding; may be empty.
     """
 
     stage: str

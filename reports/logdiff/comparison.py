@@ -1,4 +1,4 @@
-"""Two sides compared: which metrics part, where first, and the hints at why."""
+"""Two sides compared: which metrics part, where first, and the likely causes."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -8,7 +8,7 @@ import numpy as np
 
 from conformance.core.errors import UsageError
 from reports.logdiff.alignment import Aligned, Alignment, align
-from reports.logdiff.hints import Evidence, Hint, hints
+from reports.logdiff.likely_causes import Evidence, LikelyCause, likely_causes
 from reports.logdiff.run import METRICS, OF_ANY_SIZE, Floats, Run
 from reports.logdiff.tolerance_band import Judged, within_digits, within_spread, within_threshold
 
@@ -71,7 +71,7 @@ class Comparison:
     chosen: tuple[str, ...]
     threshold: float | None
     metrics: tuple[Compared, ...]
-    hints: tuple[Hint, ...]
+    likely_causes: tuple[LikelyCause, ...]
 
     @property
     def differs(self) -> bool:
@@ -113,16 +113,16 @@ def compare(a: Side, b: Side, *, by: str, threshold: float, chosen: Sequence[str
             judged = within_threshold(x[0], y[0], threshold, any_size=any_size)
         means = x.mean(axis=0), y.mean(axis=0)
         metrics.append(Compared(aligned=one, means=means, judged=judged, first=_first(one, judged)))
-    found: tuple[Hint, ...] = ()
+    found: tuple[LikelyCause, ...] = ()
     if any(one.first for one in metrics):
-        found = hints(_evidence(metrics, (*a.runs, *b.runs), by=by, seeds=spread))
+        found = likely_causes(_evidence(metrics, (*a.runs, *b.runs), by=by, seeds=spread))
     return Comparison(
         sides=(a, b),
         alignment=alignment,
         chosen=tuple(chosen),
         threshold=None if spread else threshold,
         metrics=tuple(metrics),
-        hints=found,
+        likely_causes=found,
     )
 
 
@@ -143,7 +143,7 @@ def _first(aligned: Aligned, judged: Judged) -> Parting | None:
 
 
 def _evidence(metrics: Sequence[Compared], runs: Sequence[Run], *, by: str, seeds: bool) -> Evidence:
-    """What hints are taken from: the means of both sides, where both are finite."""
+    """The evidence for likely causes: the means of both sides, where both are finite."""
     curves: dict[str, tuple[Floats, Floats, Floats]] = {}
     firsts: dict[str, int] = {}
     for one in metrics:

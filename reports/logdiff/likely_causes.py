@@ -1,11 +1,8 @@
-"""Constant factors between two curves, and the whole numbers whose ratio or root they are.
+"""Names likely causes of a difference between two runs, from the shape of their curves.
 
-Two curves of a learning rate, which are exact: a factor, a lag, another pace, or a schedule that begins again.
-
-Hints: what a difference between two runs looks like, in words, the most probable first.
-
-A hint is a guess from the shape of the curves (docs/comparing-runs.md says what each is taken from). It never decides
-whether the runs part; and if no shape fits, none is given.
+Looked for are constant factors, learning rates that lag or begin again, jumps, another order of the data and steady
+growth (docs/comparing-runs.md). A likely cause is a guess: it never decides whether the runs differ. Where no shape
+fits, none is named.
 """
 
 import math
@@ -65,7 +62,7 @@ FEWEST = 4  # points that have to agree
 PACES = range(2, 65)
 
 
-def lr_hints(curves: tuple[Floats, Floats, Floats] | None) -> Iterator[tuple[str, str]]:
+def rate_causes(curves: tuple[Floats, Floats, Floats] | None) -> Iterator[tuple[str, str]]:
     """(name, sentence) for positions [T] and the learning rates of both sides [T]; nothing if they are the same."""
     if curves is None or len(curves[0]) < 2:
         return
@@ -162,7 +159,7 @@ SETTLED = 10  # steps before a jump, at least
 
 
 @dataclass(frozen=True, kw_only=True)
-class Hint:
+class LikelyCause:
     """A guess at the cause: a short ``name``, the sentence, and how much speaks for it, from 0 to 1."""
 
     name: str
@@ -201,16 +198,16 @@ class Evidence:
 LOSSES = ("loss", "policy_loss")
 
 
-def hints(evidence: Evidence) -> tuple[Hint, ...]:
-    """All hints that fit, the most probable first; empty if none does."""
-    found = [Hint(name=name, text=text, weight=0.95) for name, text in lr_hints(evidence.curves.get("lr"))]
+def likely_causes(evidence: Evidence) -> tuple[LikelyCause, ...]:
+    """Give all likely causes that fit, the most probable first."""
+    found = [LikelyCause(name=name, text=text, weight=0.95) for name, text in rate_causes(evidence.curves.get("lr"))]
     for guess in GUESSES:
         found += guess(evidence)
-    causes = [hint for hint in found if hint.name not in CONSEQUENCES]
-    return tuple(sorted(causes or found, key=lambda hint: -hint.weight))
+    causes = [cause for cause in found if cause.name not in CONSEQUENCES]
+    return tuple(sorted(causes or found, key=lambda cause: -cause.weight))
 
 
-def _factors(evidence: Evidence) -> Iterator[Hint]:
+def _factors(evidence: Evidence) -> Iterator[LikelyCause]:
     """A constant factor of the loss, of the gradient norm, or of both."""
     loss, norm = evidence.ratio("loss"), evidence.ratio("grad_norm")
     of_loss, of_norm = (_steady(d, evidence) for d in (loss, norm))
@@ -221,7 +218,7 @@ def _factors(evidence: Evidence) -> Iterator[Hint]:
     if of_norm is None and norm is not None and evidence.same_start and abs(norm[0]) > 0.1:
         of_norm = Factor(log=float(norm[0]), error=SAME)
     if of_loss and of_norm and abs(of_loss.log - of_norm.log) < max(0.1 * abs(of_loss.log), 0.02):
-        yield Hint(
+        yield LikelyCause(
             name="loss and gradient factor",
             text=f"loss and gradient norm are both {_said(of_loss, evidence)}: a mean over micro-batches or tokens is"
             " taken differently (under gradient accumulation, a sum instead of a mean, or the reverse)",
@@ -229,14 +226,14 @@ def _factors(evidence: Evidence) -> Iterator[Hint]:
         )
         return
     if of_loss:
-        yield Hint(
+        yield LikelyCause(
             name="loss factor",
             text=f"the loss is {_said(of_loss, evidence)}: it is logged as a sum instead of a mean over micro-batches,"
             " ranks or tokens, or the reverse; the gradients show no such factor",
             weight=0.85,
         )
     if of_norm:
-        yield Hint(
+        yield LikelyCause(
             name="gradient factor",
             text=f"the gradient norm is {_said(of_norm, evidence)}, and the loss is not: gradients are summed over the"
             " data-parallel ranks or the micro-batches of an accumulation instead of averaged, or the reverse"
@@ -276,7 +273,7 @@ def _square_root(factor: Factor) -> str:
     )
 
 
-def _jump(evidence: Evidence) -> Iterator[Hint]:
+def _jump(evidence: Evidence) -> Iterator[LikelyCause]:
     """Agreement, then a sudden difference: a resume that did not restore something."""
     for metric in (*LOSSES, "grad_norm"):
         d = evidence.ratio(metric)
@@ -295,7 +292,7 @@ def _jump(evidence: Evidence) -> Iterator[Hint]:
         fades = len(tail) > SOON and float(tail[-len(tail) // 4 :].mean()) < 0.25 * abs(peak)
         course = ", and the difference fades, as moments fill again" if fades else ""
         again = "".join(f"; the log of {name} begins again at step {step}" for step, name in evidence.resumed.items())
-        yield Hint(
+        yield LikelyCause(
             name="jump",
             text=f"both agree before {evidence.by} {steps[at]:.0f}, from which the {metric} differs"
             f" by up to {percent(np.expm1(peak))}{course}: a resume without its state (optimizer moments, step count,"
@@ -305,7 +302,7 @@ def _jump(evidence: Evidence) -> Iterator[Hint]:
         return
 
 
-def _data_order(evidence: Evidence) -> Iterator[Hint]:
+def _data_order(evidence: Evidence) -> Iterator[LikelyCause]:
     """The same distribution of losses in another order, from the first step or from a later one on."""
     for metric in LOSSES:
         d = evidence.ratio(metric)
@@ -319,7 +316,7 @@ def _data_order(evidence: Evidence) -> Iterator[Hint]:
         mean, noise = float(np.mean(d)), float(np.std(d)) / np.sqrt(len(d) / 4)
         unlike = correlation < max(0.3, 2.6 / np.sqrt(len(d))) and float(np.median(np.abs(d[:5]))) > SAME
         if unlike and abs(mean) < 4 * noise:
-            yield Hint(
+            yield LikelyCause(
                 name="data order",
                 text=f"the {metric} has the same mean on both sides ({percent(np.expm1(mean))}), but its ups and downs"
                 f" have nothing to do with each other (correlation {correlation:.2f}), from the first step on: another"
@@ -329,7 +326,7 @@ def _data_order(evidence: Evidence) -> Iterator[Hint]:
             return
 
 
-def _growing(evidence: Evidence) -> Iterator[Hint]:
+def _growing(evidence: Evidence) -> Iterator[LikelyCause]:
     """The first step agrees, and the difference grows from there."""
     for metric in (*LOSSES, "grad_norm"):
         d = evidence.ratio(metric)
@@ -345,14 +342,14 @@ def _growing(evidence: Evidence) -> Iterator[Hint]:
         if float(size[1:4].max()) == 0:
             continue
         if float(size[1:4].max()) < ROUNDING:
-            yield Hint(
+            yield LikelyCause(
                 name="rounding",
                 text=f"the {metric} differs by {size[1:4].max():.1e} in the first steps and parts slowly: rounding"
                 " (another precision, kernel or order of sums) that training amplifies; not a bug by itself",
                 weight=0.55,
             )
         else:
-            yield Hint(
+            yield LikelyCause(
                 name="growing",
                 text=f"the {metric} agrees at the first step and drifts apart steadily from there: another learning"
                 " rate, weight decay or betas, or gradients that are scaled or clipped differently",
@@ -373,5 +370,5 @@ def _detrended(values: Floats) -> Floats:
     return values - np.convolve(padded, np.ones(width) / width, mode="valid")
 
 
-GUESSES: tuple[Callable[[Evidence], Iterator[Hint]], ...] = (_factors, _jump, _data_order, _growing)
+GUESSES: tuple[Callable[[Evidence], Iterator[LikelyCause]], ...] = (_factors, _jump, _data_order, _growing)
 CONSEQUENCES = ("growing", "rounding")  # of whatever else was found: they are told where nothing else was
