@@ -35,7 +35,7 @@ def weight_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def layer_of(name: str) -> int | None:
-    """The number of the layer that a parameter is of; None of embedding, last norm and head."""
+    """Give the number of a parameter's layer; None for embedding, last norm and head."""
     match = _LAYER.search(name)
     return int(match[1]) if match else None
 
@@ -45,7 +45,7 @@ def elements(shapes: Shapes) -> int:
 
 
 def cut(shapes: Shapes, tp: int, *, vocabulary: tuple[str, ...] = (EMBEDDING, HEAD)) -> dict[str, tuple[int, ...]]:
-    """What the first tensor-parallel rank holds. ``vocabulary``: which of embedding and head are cut."""
+    """Give the shapes on the first tensor-parallel rank. ``vocabulary``: which of embedding and head are sharded."""
     found = {}
     for name, shape in shapes.items():
         out = any(f".{one}." in name for one in _CUT_OUT) or name.endswith(vocabulary)
@@ -59,12 +59,14 @@ def cut(shapes: Shapes, tp: int, *, vocabulary: tuple[str, ...] = (EMBEDDING, HE
 class States:
     """Bytes of one model on one rank.
 
-    weights: what is computed with, or cut masters from which that is gathered. gradients: when they are ready. freed:
-    how much of these the update lets go of, so that it is gone before another model has any. optimizer: masters beside
-    the weights, and both moments of AdamW. passing: what is gathered or filled for a while, layers and buckets. update:
-    what AdamW needs besides, for all parameters at once, a copy of a moment. host: what ``offload`` takes off the
-    device, with its buffers there. loading: a buffer in the host's memory that is filled for a while when the model is
-    put on a GPU.
+    weights: the weights that compute, or the sharded masters from which they are gathered.
+    gradients: when they are ready.
+    freed: the part of the gradients that the update frees, before another model has any.
+    optimizer: masters beside the weights, and both moments of AdamW.
+    passing: temporary layers and buckets.
+    update: the temporary copy of a moment that AdamW makes for all parameters at once.
+    host: the states that ``offload`` moves to the host, with their buffers there.
+    loading: a temporary buffer in the host's memory while the model is moved to a GPU.
     """
 
     weights: int
@@ -87,7 +89,7 @@ class States:
         return self.ready - self.freed
 
     def __add__(self, other: "States") -> "States":
-        """Of a frozen base and its adapters, which are held side by side."""
+        """Add the states of a frozen base and of its adapters."""
         return States(**{part: size + getattr(other, part) for part, size in vars(self).items()})
 
 

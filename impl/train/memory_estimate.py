@@ -87,8 +87,11 @@ def states_of(backend: str, layout: Layout, precision: PrecisionName, shapes: Sh
 
 @dataclass(frozen=True, kw_only=True)
 class Activations:
-    """Bytes. ``kept``: of all layers of a rank, at most. ``layer``: of the one that is computed again, else 0.
-    ``logits``: of the loss, all copies together that there are at a time."""
+    """Bytes of activations on a rank.
+
+    kept: of all layers, at most. layer: of the layer that is recomputed; 0 without recomputation. logits: of the loss,
+    all copies that exist at the same time.
+    """
 
     kept: int
     layer: int
@@ -98,7 +101,7 @@ class Activations:
 def activations_of(
     backend: str, layout: Layout, sizes: Sizes, *, compute: int, tokens: int, micro_batches: int, entropy: bool
 ) -> Activations:
-    """``tokens``: of a micro-batch and its rank of the ring. ``compute``: bytes of a number."""
+    """Estimate activations. ``tokens``: of a micro-batch on a rank of the ring. ``compute``: bytes of a number."""
     own = tokens // layout.tp if "seqpar" in layout.options else tokens
     # Outside of tensor parallelism: norms and what they give. Hugging Face's RMSNorm keeps its input in float32 and
     # what it has normalised, torch's its input.
@@ -118,8 +121,11 @@ def activations_of(
 
 
 def _logits(backend: str, layout: Layout, sizes: Sizes, *, compute: int, tokens: int, entropy: bool) -> int:
-    """In impl/models/outputs.py: the logits, the softmax in float32 or wider (twice with entropy), and the gradient,
-    which is the softmax's memory where it has the same dtype."""
+    """Estimate the bytes of the loss (impl/models/outputs.py).
+
+    They are the logits, the softmax in float32 or wider (twice with entropy), and the gradient, which shares the
+    softmax's memory if it has the same dtype.
+    """
     width = sizes.vocab
     if backend == "megatron":
         multiple = VOCABULARY_MULTIPLE * layout.tp

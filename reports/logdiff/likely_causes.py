@@ -20,7 +20,7 @@ LEAST = 0.05  # of a logarithm: a smaller factor is a difference like any other
 
 @dataclass(frozen=True, kw_only=True)
 class Factor:
-    """exp(``log``), with the standard ``error`` of the logarithm."""
+    """A factor exp(``log``), with the standard ``error`` of the logarithm."""
 
     log: float
     error: float
@@ -32,7 +32,7 @@ class Factor:
 
 
 def constant_factor(d: Floats) -> Factor | None:
-    """The factor exp(d) of logarithms ``d`` [T] if it is the same from the first third to the last; else None.
+    """Find the factor exp(d) of logarithms ``d`` [T] if it is the same from the first third to the last; else None.
 
     Its median has to stand out of what varies about it, whose scale is the median absolute deviation.
     """
@@ -63,7 +63,7 @@ PACES = range(2, 65)
 
 
 def rate_causes(curves: tuple[Floats, Floats, Floats] | None) -> Iterator[tuple[str, str]]:
-    """(name, sentence) for positions [T] and the learning rates of both sides [T]; nothing if they are the same."""
+    """Yield (name, sentence) for positions [T] and both sides' learning rates [T]; nothing if they are the same."""
     if curves is None or len(curves[0]) < 2:
         return
     steps, a, b = curves
@@ -109,7 +109,7 @@ def _lag(steps: Floats, a: Floats, b: Floats) -> tuple[str, str] | None:
 
 
 def _restart(steps: Floats, a: Floats, b: Floats) -> tuple[str, str] | None:
-    """The schedule of one side begins again where both were the same before."""
+    """Test whether the schedule of one side begins again after both were the same."""
     apart = np.flatnonzero(np.abs(a - b) > EXACT * np.abs(a).max())
     s = int(apart[0])
     for at in (s, s - 1):
@@ -160,7 +160,7 @@ SETTLED = 10  # steps before a jump, at least
 
 @dataclass(frozen=True, kw_only=True)
 class LikelyCause:
-    """A guess at the cause: a short ``name``, the sentence, and how much speaks for it, from 0 to 1."""
+    """A guess at the cause: a short ``name``, a sentence, and a ``weight`` of its evidence from 0 to 1."""
 
     name: str
     text: str
@@ -169,7 +169,7 @@ class LikelyCause:
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """Of each metric the positions [T] and both sides' means [T]; ``firsts`` the index at which a metric parts.
+    """The positions [T] and both sides' means [T] of each metric; ``firsts``: the index at which a metric differs.
 
     ``numbers`` are counts of ranks and micro-batches in the logs' headers, ``resumed`` steps at which a log begins
     again; ``seeds`` says that the curves are means of several seeds, each of which has an order of its own.
@@ -183,7 +183,7 @@ class Evidence:
     seeds: bool
 
     def ratio(self, metric: str) -> Floats | None:
-        """The logarithm of side B over side A [T]; None if the metric is missing or not positive everywhere."""
+        """Give the logarithm of B / A [T]; None if the metric is missing or not positive everywhere."""
         if metric not in self.curves:
             return None
         _, a, b = self.curves[metric]
@@ -208,7 +208,7 @@ def likely_causes(evidence: Evidence) -> tuple[LikelyCause, ...]:
 
 
 def _factors(evidence: Evidence) -> Iterator[LikelyCause]:
-    """A constant factor of the loss, of the gradient norm, or of both."""
+    """Look for a constant factor of the loss, of the gradient norm, or of both."""
     loss, norm = evidence.ratio("loss"), evidence.ratio("grad_norm")
     of_loss, of_norm = (_steady(d, evidence) for d in (loss, norm))
     if of_loss is None and loss is not None and norm is not None and abs(loss[0]) > 0.1 > 5 * abs(loss[0] - norm[0]):
@@ -243,7 +243,7 @@ def _factors(evidence: Evidence) -> Iterator[LikelyCause]:
 
 
 def _steady(d: Floats | None, evidence: Evidence) -> Factor | None:
-    """The constant factor of a metric; one that a first step of the same weights and batch does not have is none."""
+    """Find the constant factor of a metric; None if a first step of the same weights and batch does not have it."""
     found = constant_factor(d) if d is not None else None
     if d is None or found is None or (evidence.same_start and abs(d[0] - found.log) > 0.3 * abs(found.log)):
         return None
@@ -251,7 +251,7 @@ def _steady(d: Floats | None, evidence: Evidence) -> Factor | None:
 
 
 def _said(factor: Factor, evidence: Evidence) -> str:
-    """The factor in words: its size, the whole number that it matches, and what in the logs' headers is that number."""
+    """Describe a factor: its size, the whole number that it is, and the entries of logs' headers with this number."""
     text = f"{factor.size:.4g} times {'larger' if factor.log > 0 else 'smaller'} on side B"
     found = integer_of(factor)
     if found:
@@ -274,7 +274,7 @@ def _square_root(factor: Factor) -> str:
 
 
 def _jump(evidence: Evidence) -> Iterator[LikelyCause]:
-    """Agreement, then a sudden difference: a resume that did not restore something."""
+    """Look for agreement and then a sudden difference: a resume that did not restore something."""
     for metric in (*LOSSES, "grad_norm"):
         d = evidence.ratio(metric)
         first = evidence.firsts.get(metric)
@@ -303,7 +303,7 @@ def _jump(evidence: Evidence) -> Iterator[LikelyCause]:
 
 
 def _data_order(evidence: Evidence) -> Iterator[LikelyCause]:
-    """The same distribution of losses in another order, from the first step or from a later one on."""
+    """Look for the same distribution of losses in another order, from the first step or a later one on."""
     for metric in LOSSES:
         d = evidence.ratio(metric)
         if d is None or len(d) < 20 or evidence.seeds:
@@ -327,7 +327,7 @@ def _data_order(evidence: Evidence) -> Iterator[LikelyCause]:
 
 
 def _growing(evidence: Evidence) -> Iterator[LikelyCause]:
-    """The first step agrees, and the difference grows from there."""
+    """Look for a difference that grows from a first step that agrees."""
     for metric in (*LOSSES, "grad_norm"):
         d = evidence.ratio(metric)
         if d is None or len(d) < 12 or metric not in evidence.firsts:
@@ -359,12 +359,12 @@ def _growing(evidence: Evidence) -> Iterator[LikelyCause]:
 
 
 def _gradual(values: Floats) -> bool:
-    """Whether no single step makes up most of a rise."""
+    """Tell whether no single step makes up most of a rise."""
     return bool(np.diff(values).max() <= 0.8 * np.ptp(values))
 
 
 def _detrended(values: Floats) -> Floats:
-    """Less a running mean of a tenth of the run, at least 5 steps long."""
+    """Subtract a running mean of a tenth of the run, at least 5 steps long."""
     width = max(5, len(values) // 10) | 1
     padded = np.pad(values, width // 2, mode="reflect", reflect_type="odd")  # goes on with the slope at the ends
     return values - np.convolve(padded, np.ones(width) / width, mode="valid")
