@@ -1,6 +1,6 @@
-"""Compare: two records side by side, step by step in causal order, until they part. Serves ``parity diff RUN-A RUN-B``.
+"""Compares two records step by step in causal order, until they differ: ``parity diff RUN-A RUN-B``.
 
-Everything after the first stage that differs follows from it, so that stage and its parameters are what is told.
+Everything after the first stage that differs follows from it, so that stage and its parameters are reported.
 """
 
 import math
@@ -38,7 +38,7 @@ from parity.record_files import Line, Run, read_run
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Records against the first of them."""
+    """The comparisons of the first record with each of the others."""
 
     pairs: tuple[Pair, ...]
 
@@ -48,25 +48,26 @@ class Comparison:
 
     @property
     def comparable(self) -> bool:
-        """Whether gradients of a step were compared in every pair, or it parted before."""
+        """Whether every pair differs, or has gradients of at least one step to compare."""
         return all(pair.parted or any(stage.name == "gradients" for stage in pair.stages) for pair in self.pairs)
 
     def text(self) -> str:
-        """What a person reads: plain text, which is Markdown as well."""
+        """Describe all comparisons for a person, in plain text that is Markdown as well."""
         return "\n\n".join(explain.text(pair) for pair in self.pairs)
 
     def to_json(self) -> dict[str, Any]:
-        """The same as JSON values; numbers that are not finite are the strings "inf" and "nan"."""
+        """Give the comparisons as JSON values; numbers that are not finite are the strings "inf" and "nan"."""
         return {"differs": self.differs, "pairs": [explain.values(pair) for pair in self.pairs]}
 
 
 def compare_records(folders: Sequence[Path], *, threshold: float | None) -> Comparison:
     """Compare folders that ``parity.record`` wrote with the first of them.
 
-    threshold: the largest relative difference of losses, gradients and updates; None: half of the digits of the
-    coarsest dtype, a tenth of that for losses, and of updates what follows from it (docs/recording.md). Raises
-    UsageError for fewer than two, for what is no record or a damaged one, for a record that is given twice, and for a
-    threshold that is not between 0 and 1.
+    threshold: the largest relative difference allowed for losses, gradients and updates. None allows half of the
+        digits of the coarsest dtype, a tenth of that for losses, and for updates what follows (docs/recording.md).
+
+    Raises UsageError for fewer than two folders, for a folder without a record or with a damaged one, for a record that
+    is given twice, and for a threshold that is not between 0 and 1.
     """
     if len(folders) < 2:
         raise UsageError(f"{len(folders)} record: name two or more, the one to compare with first")
@@ -82,17 +83,17 @@ def _compare(a: Run, b: Run, threshold: float | None) -> Pair:
     rounding, because = coarsest(a, b)
     derived = math.sqrt(rounding)
     allowed, of_loss = (derived, derived / 10) if threshold is None else (threshold, threshold)
-    seen: list[Stage] = []
+    stages: list[Stage] = []
     for stage in _walk(a, b, allowed, of_loss, given=threshold is not None):
-        seen.append(stage)
+        stages.append(stage)
         if stage.different:
             break
     because = because if threshold is None else "the threshold was given"
-    return Pair(a=a, b=b, threshold=allowed, loss_threshold=of_loss, because=because, stages=tuple(seen))
+    return Pair(a=a, b=b, threshold=allowed, loss_threshold=of_loss, because=because, stages=tuple(stages))
 
 
 def _walk(a: Run, b: Run, threshold: float, of_loss: float, *, given: bool) -> Iterator[Stage]:
-    """All stages in causal order, each computed when it is asked for."""
+    """Yield all stages in causal order; each is computed when it is asked for."""
     yield Stage(name="parameters", step=None, quantities=tuple(parameters(a, b)))
     runs, every = (a, b), common(a, b, trained=False)
     x, y = (tensors(run.arrays(run.loaded), "weight", tuple(run.parameters), every) for run in runs)
@@ -146,7 +147,7 @@ def _dtype(run: Run, name: str) -> str:
 
 
 def _rounding(runs: tuple[Run, Run], name: str) -> float:
-    """That of a parameter in the coarser of its two dtypes."""
+    """Give the rounding of a parameter in the coarser of its two dtypes."""
     return max(epsilon(_dtype(run, name)) for run in runs)
 
 

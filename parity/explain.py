@@ -1,10 +1,7 @@
-"""Whole tensors of two records that were written with ``full=True``: exact distances, and where they are largest.
+"""Describes a comparison of two records: where they differ, likely causes, and what could not be compared.
 
-Notes: what two records were not compared in, and why; what was told of one side only.
-
-Hints: guesses at why two records part, from what differs together and how.
-
-Told: a comparison of two records in words, as text and as JSON values.
+The description is text for a person, or JSON values. Where both records hold whole tensors (``full=True``), it gives
+exact distances and the elements that differ most.
 """
 
 import math
@@ -25,8 +22,9 @@ COMPARED_WHOLE = 4
 
 
 def exact(pair: Pair, stage: Stage) -> Iterator[str]:
-    """Sentences about the worst tensors of a stage; none if it has no tensors, or a side did not keep them."""
-    if stage.name not in ("weights", "gradients", "update"):
+    """Yield a sentence for each of the worst tensors of a stage, where both sides have kept whole tensors."""
+    kept = all("tensors" in run.loaded for run in (pair.a, pair.b))
+    if not kept or stage.name not in ("weights", "gradients", "update"):
         return
     for name in [quantity.what for quantity in stage.different if not quantity.said][:COMPARED_WHOLE]:
         x, y = (_whole_values(run, stage, name) for run in (pair.a, pair.b))
@@ -43,7 +41,7 @@ def exact(pair: Pair, stage: Stage) -> Iterator[str]:
 
 
 def _whole_values(run: Run, stage: Stage, name: str) -> Tensor | None:
-    """What a stage is about, in float64."""
+    """Read a whole weight, gradient or update of a stage, in float64; None where the record does not hold it."""
     if stage.step is None:
         return _read(run, run.loaded, f"weight/{name}")
     line = run.steps[stage.step]
@@ -70,7 +68,7 @@ NOTED = 4
 
 
 def notes(pair: Pair) -> Iterator[str]:
-    """Sentences."""
+    """Yield sentences about what was not compared and why, and about what only one record observed."""
     a, b = pair.a, pair.b
     both = min(len(a.steps), len(b.steps))
     if len(a.steps) != len(b.steps):
@@ -96,7 +94,7 @@ def _some(count: int, every: int) -> str:
 
 
 def _optimizers(a: Run, b: Run) -> Iterator[str]:
-    """Optimizers of other classes, at the first step that both made; and what only one of these is set to."""
+    """Report optimizers of different classes at the first step that both made, and settings that only one has."""
     made = [
         (here, there) for here, there in zip(a.steps, b.steps, strict=False) if here["stepped"] and there["stepped"]
     ]
@@ -132,11 +130,11 @@ def _first_names(names: Sequence[str]) -> str:
 ALIKE = 0.01  # relative spread of factors that are taken for one
 WHOLE = 1e-3  # relative error within which a factor is taken for a whole number
 GRADUAL = 10.0  # a distance that grows less than so much in a step grows gradually
-HINTED = 4
+NAMED = 4
 
 
-def hints(pair: Pair, parted: Stage) -> Iterator[str]:
-    """Sentences, the most telling first."""
+def likely_causes(pair: Pair, parted: Stage) -> Iterator[str]:
+    """Yield a sentence for each likely cause of the difference, the most telling first."""
     different = parted.different
     if parted.name == "gradients":
         yield from _of_gradients(parted)
@@ -154,7 +152,7 @@ def hints(pair: Pair, parted: Stage) -> Iterator[str]:
 
 
 def _of_gradients(stage: Stage) -> Iterator[str]:
-    """What most gradients have in common is told apart from those that are wrong by themselves."""
+    """Separate the factor that most gradients share from the gradients that are wrong by themselves."""
     every = [quantity for quantity in stage.quantities if quantity.differs or any(quantity.norms or ())]
     factor, alike = _most_common_factor(every)
     wrong = [quantity for quantity in every if quantity not in alike]
@@ -182,7 +180,7 @@ def _of_gradients(stage: Stage) -> Iterator[str]:
 
 
 def _most_common_factor(quantities: Sequence[Quantity]) -> tuple[float, list[Quantity]]:
-    """The factor that most gradients differ by, 1 if no two share one, and those that do."""
+    """Give the factor that most gradients differ by, and these gradients; 1 if no two share a factor."""
     groups = [
         (one.scale, [q for q in quantities if q.scale is not None and abs(q.scale / one.scale - 1) <= q.allowed])
         for one in quantities
@@ -193,7 +191,7 @@ def _most_common_factor(quantities: Sequence[Quantity]) -> tuple[float, list[Qua
 
 
 def _one_factor(different: Sequence[Quantity]) -> float | None:
-    """The factor by which all that differs differs, if it is the same."""
+    """Give the one factor by which all different quantities differ; None if their factors are not the same."""
     scales = [quantity.scale for quantity in different if quantity.scale is not None]
     if len(scales) < len(different) or not scales:
         return None
@@ -201,24 +199,24 @@ def _one_factor(different: Sequence[Quantity]) -> float | None:
 
 
 def _mean(factor: float) -> str:
-    """What a factor of a whole number, or of one over it, comes from."""
+    """Name the likely cause of a factor n or 1/n; empty for any other factor."""
     found = whole_number(math.log(factor), within=WHOLE) if factor > 0 else None
     return f"a mean over {found[0]} micro-batches or ranks that one side takes and the other does not" if found else ""
 
 
 def _block(name: str) -> str:
-    """The layer that a parameter belongs to: its name up to the last number, or its module."""
+    """Give the layer of a parameter: its name up to the last number, or its module."""
     parts = name.split(".")
     last = max((place for place, part in enumerate(parts) if part.isdigit()), default=len(parts) - 2)
     return ".".join(parts[: last + 1]) or name
 
 
 def _last_names(names: Sequence[str]) -> str:
-    return ", ".join(names[-HINTED:]) + (f" and {len(names) - HINTED} more" if len(names) > HINTED else "")
+    return ", ".join(names[-NAMED:]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
 
 
 def _history(pair: Pair, parted: Stage) -> Iterator[str]:
-    """How what differs most came to it over the steps before."""
+    """Tell whether the worst quantity drifted apart gradually or at once over the steps before."""
     worst = parted.different[0]
     past = [q.observed for s in pair.stages if s.name == parted.name for q in s.quantities if q.what == worst.what]
     if len(past) < 2 or worst.said:
@@ -234,13 +232,13 @@ LISTED = 10  # quantities of the stage that differs
 
 
 def text(pair: Pair) -> str:
-    """Where and how they part, or how closely they agree."""
-    lines = [f"{run.name}: {_described(run)}" for run in (pair.a, pair.b)]
+    """Describe where and how two records differ, or how closely they agree."""
+    lines = [f"{run.name}: {_described_run(run)}" for run in (pair.a, pair.b)]
     allowed = f"{pair.threshold:.1e} of gradients and updates, {pair.loss_threshold:.1e} of the loss"
     lines += [f"Allowed: {allowed}, because {pair.because}.", ""]
     if parted := pair.parted:
         lines += [f"The records part at {_where(parted)}.", *_different(parted)]
-        lines += [f"Hint: {hint}" for hint in _hints(pair, parted)]
+        lines += [*exact(pair, parted), *(f"Likely cause: {cause}" for cause in likely_causes(pair, parted))]
     else:
         lines.append("The records agree.")
     lines += ["", "Largest differences before that:" if parted else "Largest differences:"]
@@ -248,7 +246,7 @@ def text(pair: Pair) -> str:
 
 
 def values(pair: Pair) -> dict[str, Any]:
-    """The same as JSON values."""
+    """Give the description of a comparison as JSON values."""
     parted = pair.parted
     return {
         "a": pair.a.name,
@@ -262,21 +260,13 @@ def values(pair: Pair) -> dict[str, Any]:
             "step": parted.step,
             "stage": parted.name,
             "quantities": [_values(quantity) for quantity in parted.different],
-            "hints": _hints(pair, parted),
+            "hints": [*exact(pair, parted), *likely_causes(pair, parted)],
         },
         "largest": [
             {"stage": stage.name, "step": stage.step, **_values(quantity)} for stage, quantity in _largest(pair)
         ],
         "notes": list(notes(pair)),
     }
-
-
-def _hints(pair: Pair, parted: Stage) -> list[str]:
-    """What is exact, where whole tensors were kept, and guesses."""
-    if "tensors" not in pair.a.loaded or "tensors" not in pair.b.loaded:
-        return list(hints(pair, parted))
-
-    return [*exact(pair, parted), *hints(pair, parted)]
 
 
 def _values(quantity: Quantity) -> dict[str, Any]:
@@ -290,7 +280,7 @@ def _json(number: float) -> float | str:
     return number if math.isfinite(number) else str(number)
 
 
-def _described(run: Run) -> str:
+def _described_run(run: Run) -> str:
     steps, ranks = len(run.steps), run.header["ranks"]
     dtypes = sorted({parameter["dtype"] for parameter in run.parameters.values()})
     computed = next((line["computed_in"] for line in run.steps if line["computed_in"]), None)
@@ -310,16 +300,16 @@ def _where(stage: Stage) -> str:
 
 
 def _different(stage: Stage) -> Iterator[str]:
-    """The quantities that differ, the worst first."""
+    """Yield a line for each of the quantities that differ, the worst first."""
     different = stage.different
     if len(stage.quantities) > 1:
         yield f"{len(different)} of {len(stage.quantities)} differ, the worst first:"
-    yield from (f"- {_told(quantity)}" for quantity in different[:LISTED])
+    yield from (f"- {_described_quantity(quantity)}" for quantity in different[:LISTED])
     if len(different) > LISTED:
         yield f"- and {len(different) - LISTED} more"
 
 
-def _told(quantity: Quantity) -> str:
+def _described_quantity(quantity: Quantity) -> str:
     if quantity.said:
         return f"{quantity.what}: {quantity.said}"
     parts = [f"{quantity.what}: {quantity.observed:.2e} apart, allowed {quantity.allowed:.1e}"]
@@ -337,7 +327,7 @@ def _line(stage: Stage, quantity: Quantity) -> str:
 
 
 def _largest(pair: Pair) -> list[tuple[Stage, Quantity]]:
-    """Of every kind of stage that does not differ, the quantity that is nearest to its bound."""
+    """Give, for every kind of stage that does not differ, the quantity that is nearest to its bound."""
     found: dict[str, tuple[Stage, Quantity]] = {}
     for stage in (stage for stage in pair.stages if not stage.different):
         worst, known = stage.worst, found.get(stage.name)

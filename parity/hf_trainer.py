@@ -1,8 +1,8 @@
-"""TrainerRecord: a record of transformers' Trainer, whose loop is not the user's: one callback.
+"""Records a training by transformers' Trainer, as a callback.
 
-The Trainer announces its steps and, where it logs every one of them (``logging_steps=1``), their losses; rows are
-fingerprinted where they enter the model. A loss that is not finite the Trainer logs as the mean of those before it
-(``logging_nan_inf_filter``, on by default); it is seen where it leaves the model, and recorded as not a number.
+The Trainer announces its steps. With ``logging_steps=1`` it logs the loss of every step. Rows are fingerprinted where
+they enter the model. The Trainer logs a loss that is not finite as the mean of the losses before it
+(``logging_nan_inf_filter``, on by default), so the loss is checked where it leaves the model and recorded as NaN.
 """
 
 import math
@@ -69,14 +69,14 @@ class TrainerRecord(TrainerCallback):  # type: ignore[misc]
             self._rows, self._finite, self._ended = [], [], False
 
     def _see_rows(self, model: nn.Module, args: tuple[Any, ...], inputs: dict[str, Any]) -> None:
-        """The rows of a micro-batch that is trained on; what is padding is left out."""
+        """Keep the rows of a training micro-batch, without padding."""
         ids, mask = inputs.get("input_ids"), inputs.get("attention_mask")
         if isinstance(ids, Tensor) and model.training and torch.is_grad_enabled():
             kept = mask.bool() if isinstance(mask, Tensor) and mask.shape == ids.shape else torch.ones_like(ids).bool()
             self._rows += [row[keep].cpu() for row, keep in zip(ids, kept, strict=True)]
 
     def _see_loss(self, model: nn.Module, args: tuple[Any, ...], outputs: Any) -> None:
-        """Whether the loss of a micro-batch is a number; not asked for here, which would wait for a GPU."""
+        """Keep whether the loss of a micro-batch is finite, as a tensor, because reading it would wait for the GPU."""
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else None
         if isinstance(loss, Tensor) and model.training and torch.is_grad_enabled():
             self._finite.append(loss.detach().isfinite().all())

@@ -1,13 +1,10 @@
-"""Names of parameters: what wrappers put in front of them or between is taken away, and what one side lacks is told.
+"""Measures how far apart two records are: stages in causal order, each with quantities and their bounds.
 
-Names are compared as Hugging Face writes them, because every framework either keeps these names or converts to them.
+Tensors are compared by their sketches: ``|x - y| / max(|x|, |y|, floor)``. The floor is 5 % of the root mean square of
+the stage's norms, below which a gradient is mostly rounding. docs/recording.md derives the bounds.
 
-Quantities: what a comparison of two records consists of.
-
-Stages: what two records are compared in, in causal order, and how far apart each quantity may be.
-
-Tensors are compared by their sketches: ``|x - y| / max(|x|, |y|, floor)``, the floor 5 % of the root mean square of the
-stage's norms, below which a gradient is mostly rounding. docs/recording.md derives what is allowed.
+Parameters are compared by their Hugging Face names, because every framework either keeps these names or converts to
+them. Prefixes and infixes of wrappers are removed.
 """
 
 import difflib
@@ -25,28 +22,28 @@ WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "
 PREFIX = re.compile(r"^(?:module\.|base_model\.model\.)+")  # torch's DDP, Megatron, DeepSpeed; PEFT
 
 Rows = Mapping[str, slice]
-"""What a fused parameter consists of: the rows of each part, under its canonical name."""
+"""The rows of each part of a fused parameter, under the canonical name of the part."""
 
 Names = Callable[[str], "str | Rows"]
 
 
 def canonical(name: str) -> str:
-    """The name of a parameter without the prefixes of wrappers (torch.compile, FSDP, DDP, checkpointing, PEFT)."""
+    """Remove the prefixes of wrappers (torch.compile, FSDP, DDP, checkpointing, PEFT) from a parameter's name."""
     kept = [part for part in name.split(".") if part not in WRAPPERS]
     return PREFIX.sub("", ".".join(kept))
 
 
 def nearest(name: str, others: Iterable[str]) -> str:
-    """The name among ``others`` that is most like ``name``; empty where none is."""
+    """Find the name among ``others`` that is most similar to ``name``; empty if none is similar."""
     return next(iter(difflib.get_close_matches(name, list(others), n=1, cutoff=0.75)), "")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Quantity:
-    """How far apart one thing is in two records A and B.
+    """The difference of one number or tensor between two records A and B.
 
-    observed, allowed: relative. norms: of A and of B. scale: B is so many times A, where it is that and nothing else.
-    rows: which rows of a parameter differ in norm, where these are few. said: the difference in words, if it is no
+    observed, allowed: relative. norms: of A and of B. scale: the factor B / A, if the two differ by a factor only.
+    rows: the rows of a parameter whose norms differ, if they are few. said: the difference in words, if it is not a
     number.
     """
 
@@ -67,7 +64,7 @@ class Quantity:
 class Stage:
     """The quantities of one stage, in the order of the model; ``step`` is None before the first.
 
-    undetermined: what is not among the quantities because rounding decides it.
+    undetermined: parameters that are not compared because rounding decides their updates.
     """
 
     name: str
@@ -77,7 +74,7 @@ class Stage:
 
     @property
     def different(self) -> tuple[Quantity, ...]:
-        """What differs, the worst first."""
+        """The quantities that differ, the worst first."""
         return tuple(sorted((q for q in self.quantities if q.differs), key=lambda q: -q.observed))
 
     @property
@@ -87,9 +84,9 @@ class Stage:
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """Two records, A the one that the other is held against; ``stages`` up to the first that differs.
+    """The comparison of record B with record A: the stages up to the first that differs.
 
-    because: where the thresholds are from.
+    because: the origin of the thresholds.
     """
 
     a: Run
@@ -101,7 +98,7 @@ class Pair:
 
     @property
     def parted(self) -> Stage | None:
-        """Where they part; None where they agree."""
+        """The first stage that differs; None if the records agree."""
         return next((stage for stage in self.stages if stage.different), None)
 
 
@@ -109,16 +106,16 @@ EPSILON = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloa
 COARSEST = 2.0**-3  # of any dtype that is not listed: eight bits
 EXACT = 1e-9  # where there is no arithmetic: weights as loaded, settings
 FLOOR = 0.05
-CLASS = "optimizer"  # among the settings of a group: what is told and not compared, for one algorithm has many classes
+CLASS = "optimizer"  # a setting that is reported and not compared, because one algorithm has many classes
 NEAR_ZERO = 4.0  # see ``allowed_update``
-MOST = 0.9  # that an update may differ by: one that is not made is 1 apart, one in another direction 1.4
+MOST = 0.9  # the largest bound of an update: a missing update differs by 1, one in another direction by 1.4
 
 Vector = NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tensors:
-    """Of one side the summaries of one kind, for the parameters that both sides have: [P], [P, 64] and [P, 64]."""
+    """The summaries of one kind from one record, for the parameters that both have: [P], [P, 64] and [P, 64]."""
 
     norms: Vector
     present: Vector
@@ -128,7 +125,7 @@ class Tensors:
 
 
 def tensors(arrays: Arrays, kind: str, names: Sequence[str], chosen: Sequence[str]) -> Tensors:
-    """Those of ``chosen`` out of a file of arrays whose rows are ``names``."""
+    """Select the rows of ``chosen`` from arrays whose rows are ``names``."""
     places = [names.index(name) for name in chosen]
     present, squares, not_finite = arrays[f"{kind}.sums"][places].T
     return Tensors(
@@ -141,12 +138,12 @@ def tensors(arrays: Arrays, kind: str, names: Sequence[str], chosen: Sequence[st
 
 
 def epsilon(dtype: str) -> float:
-    """The spacing of numbers of a dtype beside 1."""
+    """Give the spacing of the numbers of a dtype next to 1."""
     return EPSILON.get(dtype, COARSEST)
 
 
 def coarsest(a: Run, b: Run) -> tuple[float, str]:
-    """The rounding of the coarsest dtype in which either side keeps what it trains, or computes, and who does that."""
+    """Find the coarsest dtype in which either record keeps trained weights or computes: its rounding, and a reason."""
     found = [
         (epsilon(dtype), f"{run.name} {does} {dtype}")
         for run in (a, b)
@@ -160,7 +157,7 @@ def coarsest(a: Run, b: Run) -> tuple[float, str]:
 
 
 def parameters(a: Run, b: Run) -> Iterator[Quantity]:
-    """Are they the same, and trained alike? What one side lacks is told with the name that is nearest to it."""
+    """Compare names, shapes and training of parameters; a missing one is reported with the most similar name."""
     for one, other in ((a, b), (b, a)):
         for name in one.parameters:
             if name not in other.parameters:
@@ -189,14 +186,14 @@ def _fact(what: str, said: str) -> Quantity:
 
 
 def common(a: Run, b: Run, *, trained: bool) -> tuple[str, ...]:
-    """Names that both have, of the same shape, in A's order."""
+    """Give the parameters that both records have in the same shape, in the order of A."""
     theirs = b.trained if trained else tuple(b.parameters)
     names = a.trained if trained else tuple(a.parameters)
     return tuple(n for n in names if n in theirs and a.parameters[n]["shape"] == b.parameters[n]["shape"])
 
 
 def batch(a: Line, b: Line) -> Iterator[Quantity]:
-    """Rows and tokens, where both sides handed them."""
+    """Compare the fingerprint of the rows and the number of tokens, where both records have them."""
     if a["batch"] and b["batch"]:
         counts = f"{a['batch']['rows']} and {b['batch']['rows']} rows"
         yield _fact("rows", "" if a["batch"] == b["batch"] else f"not the same rows of tokens ({counts})")
@@ -205,7 +202,7 @@ def batch(a: Line, b: Line) -> Iterator[Quantity]:
 
 
 def number(what: str, a: float, b: float, allowed: float) -> Quantity:
-    """Two numbers; relative to the larger of the two."""
+    """Compare two numbers, relative to the larger of the two."""
     size = max(abs(a), abs(b))
     observed = abs(a - b) / size if size and math.isfinite(size) else 0.0 if a == b == 0 else math.inf
     return Quantity(what=what, observed=observed, allowed=allowed, norms=(a, b), scale=b / a if a and b else None)
@@ -214,7 +211,7 @@ def number(what: str, a: float, b: float, allowed: float) -> Quantity:
 def compared(
     names: Sequence[str], a: Tensors, b: Tensors, allowed: Sequence[float], *, runs: tuple[Run, Run]
 ) -> Iterator[Quantity]:
-    """Tensors of a stage, by their sketches; ``allowed`` for each of ``names``."""
+    """Compare the tensors of a stage by their sketches; ``allowed``: the bound of each of ``names``."""
     apart = np.linalg.norm(a.sketches - b.sketches, axis=1)  # [P]
     sizes = np.maximum(a.norms, b.norms)
     floor = FLOOR * float(np.sqrt(np.mean(sizes**2))) if len(names) else 0.0
@@ -240,7 +237,7 @@ def compared(
 
 
 def _scale(a: Vector, b: Vector, allowed: float) -> float | None:
-    """By which factor ``b`` is ``a``, where what is left is within the bound."""
+    """Give the factor of ``a`` that is nearest to ``b``; None if what is left without it exceeds the bound."""
     if not a.any() or not b.any():
         return None
     factor = float(a @ b / (a @ a))
@@ -248,7 +245,7 @@ def _scale(a: Vector, b: Vector, allowed: float) -> float | None:
 
 
 def _rows(a: Vector, b: Vector, allowed: float) -> str:
-    """The groups of rows whose norms differ, as ``3 of 64``, where they are the lesser part."""
+    """Name the groups of rows whose norms differ, as ``3 of 64``; empty if they are half of all or more."""
     size = np.maximum(a, b)
     used = int((size > 0).sum())
     places = np.flatnonzero(np.abs(a - b) > allowed * np.maximum(size, FLOOR * np.sqrt(np.mean(size**2))))
@@ -258,7 +255,7 @@ def _rows(a: Vector, b: Vector, allowed: float) -> str:
 
 
 def noise(a: Tensors, b: Tensors) -> Vector:
-    """How large a difference is beside what it is a difference of, by group of rows: [P, 64], 0 where there is nothing.
+    """Estimate the relative difference of each group of rows: [P, 64], 0 for a group of zeros.
 
     A sketch does not say which rows a difference is in; it is taken to be spread evenly over all that are not zero.
     """
@@ -270,7 +267,7 @@ def noise(a: Tensors, b: Tensors) -> Vector:
 
 
 def difference(before: Tensors, after: Tensors) -> Tensors:
-    """What has changed between two states of the same tensors; its norms are estimates."""
+    """Subtract two states of the same tensors; the norms of the difference are estimates."""
     sketches = after.sketches - before.sketches
     return Tensors(
         norms=np.linalg.norm(sketches, axis=1),
@@ -282,7 +279,7 @@ def difference(before: Tensors, after: Tensors) -> Tensors:
 
 
 def allowed_update(threshold: float, *, noise: Vector, stored: float, updates: tuple[float, float]) -> float | None:
-    """How far apart two updates of these norms may be: the threshold, what Adam makes of noise, and ``stored``.
+    """Bound the difference of two updates of these norms: the threshold, the noise that Adam amplifies, and ``stored``.
 
     noise: the relative error of the gradients by group of rows [64]; empty for an optimizer that moves with the
     gradient's size. Adam divides by that size, so an element that is nearer to zero than its error moves by the sign of
@@ -301,7 +298,7 @@ def allowed_update(threshold: float, *, noise: Vector, stored: float, updates: t
 
 
 def settings(a: Run, b: Run, here: Line, there: Line, names: Sequence[str]) -> Iterator[Quantity]:
-    """What the optimizers are set to, parameter by parameter, because frameworks make other groups of them."""
+    """Compare optimizer settings parameter by parameter, because frameworks group parameters differently."""
     if here["stepped"] != there["stepped"]:
         lacking = b.name if here["stepped"] else a.name
         yield _fact("step", f"no optimizer stepped in {lacking}, as where a loss scaler skips a step")
@@ -324,7 +321,7 @@ def settings(a: Run, b: Run, here: Line, there: Line, names: Sequence[str]) -> I
 
 
 def setting(run: Run, line: Line, name: str) -> Line:
-    """What the group is set to that has a parameter at a step; empty if none has it, or its optimizer did not step."""
+    """Give the settings of a parameter's group at a step; empty if no group has it, or its optimizer did not step."""
     found: Line = line["settings"].get(line["regrouped"].get(name, run.parameters[name]["group"]), {})
     return found
 
@@ -334,7 +331,7 @@ def _several(value: float | list[float]) -> list[float]:
 
 
 def replicas(a: Run, b: Run, here: Mapping[str, float], there: Mapping[str, float]) -> Iterator[Quantity]:
-    """What several ranks of a side hold, and should hold alike."""
+    """Report parameters that several ranks of one record hold and that differ between them."""
     for run, drift in ((a, here), (b, there)):
         for name, apart in drift.items():
             yield Quantity(what=name, observed=apart, allowed=EXACT, said=f"ranks of {run.name} hold different numbers")

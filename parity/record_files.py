@@ -1,11 +1,12 @@
-"""Lines of ``record.jsonl``: what each kind has to have, by which a record that may come from anybody is checked.
+"""Reads and writes the files of a record: ``record.jsonl``, and one file of summaries per step.
 
-Files of a record: ``record.jsonl`` and one file of summaries per step, written so that a crash leaves all before it.
+The lines are a header (what ran, and the parameters in the model's order), the loaded weights, one line per optimizer
+step, and an end, which an interrupted training lacks. A step's ``file`` holds, for each kind (``weight``,
+``gradient``), float64 arrays with a row per trained parameter: ``sums`` [P, 3], ``rows`` [P, 64] (squares) and
+``sketch`` [P, 64].
 
-The lines: a header (what ran, and the parameters in the model's order), the loaded weights, one per optimizer step,
-and an end, which a training that was interrupted lacks. A step's ``file`` holds by kind (``weight``, ``gradient``)
-float64 arrays with a row per trained parameter: ``sums`` [P, 3], ``rows`` [P, 64] (squares), ``sketch`` [P, 64].
-Read and written without torch. A record that is read may come from anybody: lines and arrays are checked.
+A crash leaves all lines before it intact. Nothing here imports torch. A record may come from anybody, so its lines and
+arrays are checked when it is read.
 """
 
 import contextlib
@@ -32,7 +33,7 @@ Kind = Literal["weight", "gradient"]
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Parameter:
-    """shards: how many pieces it was cut into. group: the optimizers' group that had it at first, by its place."""
+    """One parameter. shards: the number of its pieces. group: its first optimizer group, by the group's place."""
 
     shape: list[int]
     dtype: str
@@ -43,7 +44,7 @@ class Parameter:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Header:
-    """tied: further names of parameters. left_out: what ``names=`` leaves without a name, and how many rows of it."""
+    """The first line. tied: further names of parameters. left_out: rows that ``names=`` leaves without a name."""
 
     kind: Literal["header"]
     format: str
@@ -58,7 +59,10 @@ class Header:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Loaded:
-    """replicas: by kind and parameter, how far apart replicas are that are not the same. tensors: the whole ones."""
+    """The weights before the first step.
+
+    replicas: the distance of replicas that differ, by kind and parameter. tensors: the file of whole tensors.
+    """
 
     kind: Literal["loaded"]
     replicas: dict[Kind, dict[str, float]]
@@ -74,10 +78,10 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Step:
-    """A step; without ``file`` and ``replicas`` if no optimizer made one.
+    """One step of the training loop; without ``file`` and ``replicas`` if no optimizer stepped.
 
-    norm: of the gradients. settings: by group. regrouped: parameters that are in another group than at first. unseen:
-    how many parameters of the optimizers are none of the model's.
+    norm: of the gradients. settings: by group. regrouped: parameters that have moved to another group. unseen: the
+    number of optimizer parameters that are not the model's.
     """
 
     kind: Literal["step"]
@@ -98,7 +102,7 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class End:
-    """error: what the training ended with, empty where it came to its end."""
+    """The last line. error: the exception that ended the training; empty if it finished."""
 
     kind: Literal["end"]
     steps: int
@@ -114,7 +118,7 @@ _LINES: dict[str, TypeAdapter[Any]] = {
 
 
 def problem(text: str, *, kind: str) -> str:
-    """What is wrong with a line that should be of a kind; empty if nothing is."""
+    """Describe what is wrong with a line of this kind; empty if the line is valid."""
     try:
         line = _LINES[kind].validate_json(text, strict=True)
     except ValidationError as error:
@@ -136,7 +140,7 @@ Arrays = dict[str, NDArray[np.float64]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """A record as it was read. ``complete``: whether the training came to its end while it was recorded."""
+    """A record that was read. ``complete``: whether the training finished while it was recorded."""
 
     folder: Path
     header: Line
@@ -150,17 +154,17 @@ class Run:
 
     @property
     def parameters(self) -> dict[str, Line]:
-        """By name: shape, dtype, whether it is trained, and by which group of the optimizers at first."""
+        """Shape, dtype, training and first optimizer group of each parameter, by name."""
         found: dict[str, Line] = self.header["parameters"]
         return found
 
     @property
     def trained(self) -> tuple[str, ...]:
-        """Names of the rows of a step's arrays."""
+        """The names of the rows of a step's arrays."""
         return tuple(name for name, parameter in self.parameters.items() if parameter["trained"])
 
     def arrays(self, line: Line) -> Arrays:
-        """The summaries of a step, or of the loaded weights. Raises UsageError where they are damaged."""
+        """Read the summaries of a step, or of the loaded weights. Raises UsageError if they are damaged."""
         path, is_step = self._beside(line["file"]), line is not self.loaded
         try:
             found: Arrays = load(read_file(path, limit=LONGEST))
@@ -242,7 +246,7 @@ class Writer:
 
 
 def why_not(folder: Path) -> str:
-    """Why no record can be written to ``folder``, which is made if need be; empty if it can."""
+    """Create ``folder``, and tell why no record can be written to it; empty if one can."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -259,7 +263,7 @@ def _unwritable(path: Path, error: OSError) -> str:
 
 
 def read_run(folder: Path) -> Run:
-    """Raises UsageError where ``folder`` holds no record of ``parity.record``, or a damaged one."""
+    """Read and check a record. Raises UsageError if ``folder`` holds none, or a damaged one."""
     path = folder / FILE
     try:
         text = read_file(path, limit=LONGEST).decode("utf-8", errors="replace")

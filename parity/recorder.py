@@ -1,8 +1,8 @@
-"""Recorder: watches a training loop, changes nothing in it, and writes what each optimizer step saw and did.
+"""Records a training loop: what each optimizer step read and wrote. It changes nothing in the loop.
 
-Gradients are read where they are, when an optimizer's step begins, weights when it has ended (torch's hooks of
-optimizers), both as sketches (parity/sketch.py): no parameter is copied, no random number drawn, nothing written to.
-Ranks meet once per step, in one all_reduce of these sketches, and agree that none has failed; rank 0 writes.
+Gradients are read in place when an optimizer's step begins, and weights when it has ended, by torch's optimizer hooks.
+Both are kept as sketches (parity/sketch.py): no parameter is copied, no random number is drawn, nothing is written to.
+Ranks communicate once per step, in one all_reduce of these sketches, and agree that no rank has failed. Rank 0 writes.
 """
 
 import platform
@@ -64,16 +64,21 @@ def record(
     """Record a training loop: ``with parity.record(model, optimizer, out="run-a") as r: ... r.step(loss=loss)``.
 
     model, optimizer: as they train, after DDP, ``fully_shard`` or ``accelerator.prepare``; several optimizers as a
-    list. out: a folder that holds no record. names: from a parameter's name without wrappers to its Hugging Face
-    name, or, for a fused one, to the rows of each part (``{"q_proj.weight": slice(0, 64), ...}``). full: keep whole
-    tensors as well, for small models; exact distances and places, at the price of gathering every tensor. On every
-    rank, before the first step. Raises UsageError for what it cannot observe. What one rank raises, all raise.
+        list.
+    out: a folder that holds no record.
+    names: maps a parameter's name without wrappers to its Hugging Face name, or, for a fused parameter, to the rows of
+        each part (``{"q_proj.weight": slice(0, 64), ...}``).
+    full: whether to keep whole tensors as well, for exact distances and places. Every tensor is gathered, so this is
+        for small models.
+
+    Call it on every rank, before the first step. Raises UsageError for what it cannot observe. An error of one rank is
+    raised on all ranks.
     """
     return Recorder(model, optimizer, out=Path(out), names=names, full=full)
 
 
 class Recorder:
-    """What ``record`` gives; a context manager. ``step`` is called once after every optimizer step, on every rank."""
+    """A running record, as a context manager. Call ``step`` once after every optimizer step, on every rank."""
 
     def __init__(
         self,
@@ -99,7 +104,7 @@ class Recorder:
         self._begin_step()
 
     def _observed(self, optimizer: Optimizer | Sequence[Optimizer]) -> tuple[tuple[Optimizer, ...], tuple[Piece, ...]]:
-        """What is recorded. Raises UsageError for what cannot be, and where rank 0 cannot write."""
+        """Find the optimizers and parameters to record. Raises UsageError if they cannot be, or rank 0 cannot write."""
         optimizers = torch_optimizers(optimizer)
         if problem := refusal(self._model) or (why_not(self._writer.folder) if own_rank() == 0 else ""):
             raise UsageError(problem)
@@ -145,14 +150,17 @@ class Recorder:
     def step(
         self, *, loss: Tensor | float | None = None, tokens: Tensor | int | None = None, batch: Rows | None = None
     ) -> None:
-        """Write a step: on every rank, once after every optimizer step, with this rank's loss, tokens and rows.
+        """Record a step: call it on every rank, once after every optimizer step.
 
-        loss: the mean over this rank's tokens; recorded is the mean over the ranks, weighted by ``tokens`` if these are
-        given. tokens: how many targets this rank had. batch: the rows of token ids of all of this rank's micro-batches,
-        without padding; their fingerprint tells whether another run had the same. Ranks that share their rows (tensor
-        parallelism) hand them on one of them only. A step that no optimizer made, because a loss scaler skipped it, is
-        recorded as such. Raises UsageError for a batch that is not rows of whole numbers, for losses of which some have
-        tokens and some have none, and where the record cannot be written. What one rank raises, all raise.
+        loss: the mean over this rank's tokens. The record holds the mean over the ranks, weighted by ``tokens`` if
+            these are given.
+        tokens: the number of this rank's targets.
+        batch: the rows of token ids of all of this rank's micro-batches, without padding. Their fingerprint tells
+            whether another run had the same rows. Of ranks that share their rows (tensor parallelism), one passes them.
+
+        A step that a loss scaler skipped is recorded as such. Raises UsageError for a batch that is not rows of whole
+        numbers, for losses of which only some have tokens, and if the record cannot be written. An error of one rank
+        is raised on all ranks.
         """
         numbers = together(lambda: _numbers(loss, tokens, batch))
         names = [piece.name for piece in self._trained]
@@ -192,7 +200,7 @@ class Recorder:
         return line | (self._files(f"step-{self._steps:06d}", reduced, KINDS) if self._settings else {})
 
     def _files(self, stem: str, reduced: Reduced, kinds: Sequence[str]) -> Line:
-        """Write what was seen of tensors; the fields of the line about it."""
+        """Write the files of a line's tensors; returns the line's fields about them."""
         line: Line = {"replicas": dict(zip(kinds, reduced.drift, strict=True))}
         if self._full:
             line["tensors"] = self._writer.file(f"{stem}-tensors.safetensors", save(self._tensors))
@@ -200,7 +208,7 @@ class Recorder:
 
     @torch.no_grad()
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """An optimizer's step begins: the gradients, and what the optimizer is set to."""
+        """Read gradients and settings when an optimizer's step begins."""
         if getattr(optimizer, "grad_scale", None) is not None:
             raise UsageError(
                 "gradients still have the loss scale in them; call scaler.unscale_(optimizer) before its step"
@@ -219,12 +227,12 @@ class Recorder:
 
     @torch.no_grad()
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """An optimizer's step has ended: the weights."""
+        """Read the weights when an optimizer's step has ended."""
         for piece in self._stepped_by(optimizer):
             self._weights[piece.name] = self._summary(WEIGHT, piece, piece.parameter)
 
     def _stepped_by(self, optimizer: Optimizer) -> list[Piece]:
-        """The trained pieces of an optimizer; those of none go with the first."""
+        """Give the trained pieces of an optimizer. Pieces without an optimizer belong to the first."""
         own, every = grouped([optimizer]), grouped(self._optimizers)
         first = optimizer is self._optimizers[0]
         return [
@@ -269,7 +277,10 @@ class Recorder:
 
 
 def _numbers(loss: Tensor | float | None, tokens: Tensor | int | None, batch: Rows | None) -> list[float]:
-    """What adds up over ranks: the weighted loss and its weight, tokens, who counted them and who did not, the rows."""
+    """Give the numbers that are summed over ranks.
+
+    They are the weighted loss and its weight, tokens, ranks that counted tokens and ranks that did not, and rows.
+    """
     weight = 0.0 if loss is None else 1.0 if tokens is None else float(tokens)
     total = weight * float(loss) if loss is not None and weight else 0.0
     uncounted = loss is not None and tokens is None

@@ -1,16 +1,10 @@
-"""Together: what ranks do so that an error of one of them is raised on all.
+"""Finds the shards of each parameter that a rank holds, and sums their summaries over ranks.
 
-A rank that is given wrong rows, or cannot write its file, would else leave the others waiting in their next collective.
+A DTensor tells where its shard lies (the protocol of distributed checkpoints); a plain tensor is whole. Pieces that
+several ranks hold are counted once, on the first of these ranks, so that sums over ranks are sums over elements.
 
-Shards: what this rank holds of each parameter, under canonical names, and which ranks hold the same.
-
-A DTensor says itself where its shard lies (the protocol of distributed checkpoints), a plain tensor is whole. Pieces
-that several ranks hold are counted once, for the first rank that holds them, so that sums over ranks are sums over
-elements.
-
-Reduction: the one all_reduce of a step, which adds up what the ranks saw of their shards.
-
-What does not add up goes along in slots, one for each rank: a checksum of each piece, by which replicas are compared.
+All sums of a step are one all_reduce. Each rank has slots in it for a checksum of each of its pieces, by which replicas
+are compared. An error of one rank is raised on all ranks: the others would wait for it in their next collective.
 """
 
 from collections import defaultdict
@@ -43,7 +37,7 @@ def own_rank() -> int:
 
 
 def add_up(vector: Tensor) -> Tensor:
-    """The sum of a tensor over all ranks, in place unless its device cannot communicate; collective."""
+    """Sum a tensor over all ranks, in place unless its device cannot communicate; collective."""
     if world_size() > 1:
         if dist.get_backend() == "nccl" and not vector.is_cuda:
             vector = vector.cuda()
@@ -54,8 +48,8 @@ def add_up(vector: Tensor) -> Tensor:
 def together(action: Callable[[], T]) -> T:
     """Run ``action``, which may differ from rank to rank, and return this rank's result; collective.
 
-    Where it fails on a rank, all raise: that one its own error, the others a UsageError with the same message, or a
-    RuntimeError that says which rank failed if it was none of the user's. The action makes no collective calls.
+    If it fails on a rank, all ranks raise: this rank its own error, the others a UsageError with the same message, or a
+    RuntimeError that names the failed rank if the error is not a UsageError. The action makes no collective calls.
     """
     try:
         result = action()
@@ -67,7 +61,7 @@ def together(action: Callable[[], T]) -> T:
 
 
 def _agree(error: Exception | None) -> None:
-    """Raise on the ranks without an error where another one has one. A single number is exchanged where none has."""
+    """Raise the error of one rank on the others. If no rank has one, a single number is exchanged."""
     if world_size() == 1 or not add_up(torch.tensor(float(error is not None))):
         return
     own = None if error is None else (isinstance(error, UsageError), one_line(error))
@@ -81,7 +75,7 @@ def _agree(error: Exception | None) -> None:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Piece:
-    """What a rank holds of what has one canonical name: a parameter, or some rows of one that is fused."""
+    """The part of one canonical name that a rank holds: of a parameter, or of some rows of a fused one."""
 
     name: str
     parameter: nn.Parameter
@@ -91,7 +85,7 @@ class Piece:
     seed: int
 
     def local(self, tensor: Tensor) -> Tensor:
-        """This rank's part of a tensor that is cut as the parameter is: its weights, or its gradient."""
+        """Give this rank's part of the weight or gradient, which is sharded like the parameter."""
         if isinstance(tensor, DTensor):
             assert isinstance(self.parameter, DTensor)
             if tensor.placements != self.parameter.placements:  # a gradient that waits for its sum, of a copy here
@@ -100,7 +94,7 @@ class Piece:
         return _rows(tensor, self.rows)
 
     def gathered(self, tensor: Tensor) -> Tensor:
-        """The whole of such a tensor, from all ranks."""
+        """Gather the whole weight or gradient from all ranks."""
         return _rows(tensor.full_tensor() if isinstance(tensor, DTensor) else tensor, self.part)
 
 
@@ -109,7 +103,7 @@ def _rows(tensor: Tensor, rows: slice) -> Tensor:
 
 
 def pieces_of(model: nn.Module, names: Names | None) -> tuple[Piece, ...]:
-    """All parameters, tied ones once, in the order in which the model defines them."""
+    """List the pieces of all parameters, tied ones once, in the order in which the model defines them."""
     found: dict[str, Piece] = {}
     for raw, parameter in model.named_parameters():
         for piece in _named(canonical(raw), parameter, names):
@@ -122,7 +116,7 @@ def pieces_of(model: nn.Module, names: Names | None) -> tuple[Piece, ...]:
 
 
 def tied_names(model: nn.Module, pieces: Sequence[Piece], names: Names | None) -> dict[str, str]:
-    """Further names of tied parameters, and the name that each is recorded under."""
+    """Map further names of tied parameters to the name that each is recorded under."""
     own = {(id(piece.parameter), piece.part.start, piece.part.stop): piece.name for piece in pieces}
     first = {raw for raw, _ in model.named_parameters()}
     found: dict[str, str] = {}
@@ -134,7 +128,7 @@ def tied_names(model: nn.Module, pieces: Sequence[Piece], names: Names | None) -
 
 
 def left_out(model: nn.Module, names: Names | None) -> dict[str, str]:
-    """Which parameters ``names`` leaves without a name, and how many of their rows."""
+    """Map parameters that ``names`` leaves without a name, in whole or in part, to the number of these rows."""
     found = {}
     for raw, parameter in model.named_parameters() if names else ():
         rows = whole(tuple(parameter.shape)).shape[0]
@@ -145,7 +139,7 @@ def left_out(model: nn.Module, names: Names | None) -> dict[str, str]:
 
 
 def _parts(name: str, parameter: nn.Parameter, names: Names | None) -> dict[str, tuple[int, int]]:
-    """The rows of a parameter, from and to, that have each name. Raises UsageError for what are no parts of it."""
+    """Give the rows of a parameter, from and to, of each name. Raises UsageError for rows that it does not have."""
     count = whole(tuple(parameter.shape)).shape[0]
     said = names(name) if names else name
     parts = {said: slice(None)} if isinstance(said, str) else said
@@ -191,7 +185,7 @@ def _box(parameter: Tensor) -> Box:
 
 @dataclass(frozen=True, kw_only=True)
 class Holders:
-    """Who holds what: for every piece by name, the ranks that hold each box of it, the first of which counts."""
+    """The ranks that hold each box of a piece, by the piece's name. The first of them is counted."""
 
     ranks: dict[str, tuple[tuple[int, ...], ...]]
 
@@ -200,7 +194,7 @@ class Holders:
 
 
 def find_holders(pieces: Sequence[Piece]) -> Holders:
-    """Ask all ranks once what they hold. Raises UsageError on every rank if one has other names."""
+    """Gather the pieces of all ranks. Raises UsageError on every rank if one has other names."""
     own: dict[str, Any] = {p.name: (p.box.offsets, p.box.sizes) for p in pieces}
     everybody = [own] * world_size()
     if world_size() > 1:
@@ -223,10 +217,10 @@ SAME = 1e-9  # of the norm: replicas hold the same bits, and their float64 sums 
 
 @dataclass(frozen=True, kw_only=True)
 class Reduced:
-    """What all ranks saw together.
+    """The sums over all ranks.
 
-    summaries: float64 [K, P, WIDTH], of K kinds and P pieces; numbers: the sums of further numbers; drift: for each
-    kind, by the name of a piece whose replicas differ, their largest difference relative to the norm.
+    summaries: float64 [K, P, WIDTH], of K kinds and P pieces. numbers: the sums of further numbers. drift: for each
+    kind, the largest difference between replicas relative to the norm, by the name of a piece whose replicas differ.
     """
 
     summaries: NDArray[np.float64]
@@ -234,7 +228,7 @@ class Reduced:
     drift: tuple[dict[str, float], ...]
 
     def arrays(self, kinds: Sequence[str]) -> Arrays:
-        """The summaries as a record keeps them, by kind and name of the array."""
+        """Split the summaries into the arrays that a record holds, by kind and name of the array."""
         found: Arrays = {}
         for kind, summary in zip(kinds, self.summaries, strict=True):
             sums, rows, sketch = np.split(summary, [ROWS_AT, SKETCH_AT], axis=1)
@@ -246,7 +240,7 @@ class Reduced:
 def reduce_over_ranks(
     summaries: Tensor, numbers: Sequence[float], *, names: Sequence[str], holders: Holders
 ) -> Reduced:
-    """Add up over all ranks the summaries [K, P, WIDTH] of the pieces with ``names``, and ``numbers``.
+    """Sum the summaries [K, P, WIDTH] of the pieces with ``names``, and ``numbers``, over all ranks.
 
     A piece that several ranks hold is counted once. ``present`` becomes the part of all pieces that there are.
     """
@@ -267,7 +261,7 @@ def reduce_over_ranks(
 def _drift(
     total: NDArray[np.float64], checksums: NDArray[np.float64], *, names: Sequence[str], holders: Holders
 ) -> Iterator[tuple[str, float]]:
-    """Pieces whose replicas differ: ``total`` [P, WIDTH], ``checksums`` [ranks, P]."""
+    """Yield pieces whose replicas differ: ``total`` [P, WIDTH], ``checksums`` [ranks, P]."""
     for column, name in enumerate(names):
         apart = max(float(np.ptp(checksums[list(ranks), column])) for ranks in holders.ranks[name])
         norm = float(np.sqrt(total[column, SQUARES]))

@@ -1,16 +1,16 @@
-"""Sketch: what is kept of a tensor of any size, in 131 numbers that add up over its shards.
+"""Summarizes a tensor of any size in 131 numbers that add up over its shards.
 
-Sums (of squares, and of numbers that are not finite), the squares of at most 64 groups of rows,
+The numbers are sums (of squares, and of numbers that are not finite), the squares of at most 64 groups of rows,
 and a count sketch of 64 buckets: every element has a random sign and a random bucket, and a bucket is the signed sum
 of its elements (Charikar, Chen, Farach-Colton, "Finding frequent items in data streams", ICALP 2002; as an estimate
 of the second moment: Alon, Matias, Szegedy, "The space complexity of approximating the frequency moments", STOC 1996,
 and Thorup, Zhang, "Tabulation based 4-universal hashing with applications to second moment estimation", SODA 2004).
 
-A sketch is linear, so the sketch of a difference is the difference of the sketches, and its squared norm estimates
-the squared distance of two tensors without bias, with a relative standard deviation of at most sqrt(2 / 64) = 18 %,
-and so 9 % of the distance itself. A difference in a single element is exact. Sign and bucket are a hash of the
-parameter's name and the element's place in the whole parameter, so the sketches of shards, however it is cut, add up
-to the sketch of the whole.
+A sketch is linear: the sketch of a difference is the difference of the sketches. Its squared norm estimates the squared
+distance of two tensors without bias, with a relative standard deviation of at most sqrt(2 / 64) = 18 %, and so 9 % of
+the distance itself. A difference in a single element is exact. Sign and bucket are a hash of the parameter's name and
+the element's place in the whole parameter, so the sketches of shards add up to the sketch of the whole, whatever the
+sharding.
 """
 
 import math
@@ -35,7 +35,7 @@ CPU_BLOCK, GPU_BLOCK = 2**15, 2**22  # elements at a time; on a GPU 32 MiB for e
 
 @dataclass(frozen=True, kw_only=True)
 class Box:
-    """Which part of a whole tensor a piece is: where it begins and its sizes, in every dimension (at least one)."""
+    """The part of a whole tensor that a piece holds: offsets and sizes in every dimension (at least one)."""
 
     shape: tuple[int, ...]  # of the whole tensor
     offsets: tuple[int, ...]
@@ -43,14 +43,14 @@ class Box:
 
 
 def whole(shape: tuple[int, ...]) -> Box:
-    """The box of a tensor that is not cut."""
+    """Give the box of a tensor that is not sharded."""
     shape = shape or (1,)
     return Box(shape=shape, offsets=(0,) * len(shape), sizes=shape)
 
 
 @torch.no_grad()
 def summarize(values: Tensor, box: Box, *, seed: int) -> Tensor:
-    """A piece's share of the summary of a tensor: float64 [WIDTH], on the piece's device where that has float64.
+    """Compute a piece's share of the summary of a tensor: float64 [WIDTH], on the piece's device if that has float64.
 
     values: the piece, of ``box.sizes`` and any floating dtype. It is read block by block; only where it is not
     contiguous is a copy of it made.
@@ -83,7 +83,7 @@ def summarize(values: Tensor, box: Box, *, seed: int) -> Tensor:
 
 
 def _columns(box: Box, *, device: torch.device) -> Tensor:
-    """Places of a piece's elements within a row of the whole, in row-major order: int64 [elements of a row of it]."""
+    """Give the places of a piece's elements within a row of the whole tensor, row-major: int64 [elements per row]."""
     places = torch.zeros(1, dtype=torch.int64, device=device)
     for whole_size, offset, size in zip(box.shape[1:], box.offsets[1:], box.sizes[1:], strict=True):
         here = torch.arange(offset, offset + size, device=device)

@@ -1,13 +1,9 @@
-"""Batches: a fingerprint of the rows of a step, whatever their order, their ranks and their micro-batches.
-
-Groups: which group of the optimizers each parameter is in, and what the groups are set to.
+"""Looks into a training loop: fingerprints of batches, optimizer groups and settings, and the dtype of computation.
 
 A group is known by its place, ``0.1`` for the second group of the first optimizer, because ``load_state_dict`` puts a
-new one into the place of each and ``add_param_group`` appends one.
+new group into the place of each, and ``add_param_group`` appends one.
 
-Unwrapping: the torch optimizers inside of what a framework hands out, and which models cannot be observed.
-
-A training that keeps its gradients somewhere else is refused: a record of it would say that there were none.
+A model or optimizer that keeps its gradients outside of the parameters is refused: its record would have none.
 """
 
 import hashlib
@@ -30,7 +26,10 @@ Rows = Tensor | Iterable[Tensor | Sequence[int]]
 
 
 def fingerprint(batch: Rows | None) -> list[float]:
-    """How many rows, and the sums of the words of their hashes: 1 + WORDS numbers that add up over ranks."""
+    """Fingerprint rows whatever their order, rank and micro-batch.
+
+    Returns the number of rows and the sums of the words of their hashes: 1 + WORDS numbers to be summed over ranks.
+    """
     total = np.zeros(1 + WORDS)
     for row in () if batch is None else batch:
         ids = torch.as_tensor(row)
@@ -44,7 +43,7 @@ def fingerprint(batch: Rows | None) -> list[float]:
 
 
 def hexadecimal(words: Sequence[float]) -> str:
-    """The sums of WORDS words as they are written in a record."""
+    """Format the sums of WORDS words as a record holds them."""
     return "".join(f"{int(word) % 2**32:08x}" for word in words)
 
 
@@ -52,7 +51,7 @@ HOW = {"foreach", "fused", "capturable", "differentiable", "initial_lr"}  # how 
 
 
 def grouped(optimizers: Sequence[Optimizer]) -> dict[int, str]:
-    """The group of each parameter that the optimizers have now, by its id."""
+    """Give the current group of each parameter of the optimizers, by the parameter's id."""
     return {
         id(parameter): f"{number}.{place}"
         for number, optimizer in enumerate(optimizers)
@@ -62,7 +61,7 @@ def grouped(optimizers: Sequence[Optimizer]) -> dict[int, str]:
 
 
 def settings(optimizer: Optimizer, *, number: int) -> dict[str, Line]:
-    """By group of the optimizer with this number: its class, and the settings that are numbers, or several (betas)."""
+    """Give the optimizer's class and its numeric settings (a list for betas), by group."""
     return {
         f"{number}.{place}": {"optimizer": type(optimizer).__name__, **_numbers(group)}
         for place, group in enumerate(optimizer.param_groups)
@@ -89,7 +88,7 @@ DEEPSPEED = (
 
 
 def torch_optimizers(optimizer: Any) -> tuple[Optimizer, ...]:
-    """The torch optimizers in one optimizer or several, out of wrappers such as Accelerate's. Raises UsageError."""
+    """Take torch optimizers out of wrappers such as Accelerate's. Raises UsageError for any other object."""
     given = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
     return tuple(_inside(one) for one in given)
 
@@ -107,7 +106,7 @@ def _inside(optimizer: Any) -> Optimizer:
 
 
 def refusal(model: nn.Module) -> str:
-    """Why a model cannot be observed, with what to do; empty if it can."""
+    """Tell why a model cannot be recorded, with advice; empty if it can."""
     for module in model.modules():
         if _comes_from(type(module), "deepspeed.runtime"):
             return DEEPSPEED
@@ -123,7 +122,7 @@ def _comes_from(kind: type, package: str) -> bool:
 
 
 def watch_precision(model: nn.Module, seen: list[str]) -> RemovableHandle | None:
-    """Add to ``seen`` what the first forward pass computes in: autocast's dtype, or that of the weights at that moment.
+    """Add to ``seen`` the dtype of the first forward pass: autocast's dtype, or that of the weights at that moment.
 
     Nothing is watched in a compiled model, where a hook would be compiled too.
     """

@@ -126,7 +126,9 @@ def _failure(cause: Cause) -> str:
         if len(found) > FINDINGS:
             lines += ["", f"... and {len(found) - FINDINGS} more findings."]
         hints = {f.hint: f for f in reversed(found) if f.hint}
-        told_of = [f"Hint: {code(f.tensor)}, step {f.step}: {plain(hint)}\n" for hint, f in reversed(hints.items())]
+        told_of = [
+            f"Likely cause: {code(f.tensor)}, step {f.step}: {plain(hint)}\n" for hint, f in reversed(hints.items())
+        ]
         lines += ["", *told_of]
     if cell.bisection:
         bisected = told_as_stored(cell.bisection)

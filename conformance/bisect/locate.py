@@ -33,7 +33,7 @@ PLACES = 4  # of wrong tokens that are named one by one
 
 @dataclass(frozen=True, kw_only=True)
 class _Compared:
-    """A piece without tokens and features that are not to be compared, beside what it should be, (n, features)."""
+    """A piece without tokens and features that are not compared, and the reference, both (n, features)."""
 
     piece: Piece
     tokens: Tensor
@@ -53,7 +53,7 @@ def by_key(pieces: Sequence[Piece]) -> dict[Key, list[Piece]]:
 
 
 def compare(key: Key, pieces: Sequence[Piece], reference: Reference, *, shown: Sequence[Piece]) -> Wrong | None:
-    """What is wrong with a value of which the ranks have ``pieces``; None if nothing is.
+    """Compare a value that the ranks hold in ``pieces`` with the reference; None if it is right.
 
     ``shown``: the pieces themselves or, of a gradient, those of the tensor that it is the gradient of.
     """
@@ -102,7 +102,7 @@ def _beside(piece: Piece, right: Tensor, known: Tensor) -> _Compared:
 
 
 def _explained(compared: Sequence[_Compared], bad: Sequence[_Compared], right: Tensor, *, bound: float) -> str:
-    """What would make the wrong pieces right, the simplest first."""
+    """Name the likely cause of wrong pieces: the simplest change that would make them right."""
     if any(not one.found.isfinite().all() for one in bad):
         return "there are numbers that are not finite"
     if all(not one.found.any() for one in bad):
@@ -116,7 +116,7 @@ def _explained(compared: Sequence[_Compared], bad: Sequence[_Compared], right: T
 
 
 def _by_factor(bad: Sequence[_Compared], bound: float) -> str:
-    """The wrong pieces are the right ones times one factor for each rank."""
+    """Test whether the wrong pieces are the right ones times one factor for each rank."""
     factors: dict[int, float] = {}
     for one in bad:
         factor, left = scale_of(one.found.double(), one.right.double())
@@ -134,7 +134,7 @@ def _by_factor(bad: Sequence[_Compared], bound: float) -> str:
 
 
 def _by_reduction(compared: Sequence[_Compared], bad: Sequence[_Compared], bound: float) -> str:
-    """The sum or the mean over the ranks that hold the same tokens and features is right."""
+    """Test whether the sum or the mean over the ranks that hold the same tokens and features is right."""
     groups: dict[tuple[object, ...], list[_Compared]] = defaultdict(list)
     for one in compared:
         groups[one.piece.micro_batch, one.piece.first_feature, tuple(one.tokens.tolist())].append(one)
@@ -151,7 +151,7 @@ def _by_reduction(compared: Sequence[_Compared], bad: Sequence[_Compared], bound
 
 
 def _by_permutation(bad: Sequence[_Compared], right: Tensor, bound: float) -> str:
-    """The wrong tokens have what other tokens should have, or the wrong features what other features should have."""
+    """Test whether the wrong tokens or features have the values that other tokens or features should have."""
     moved: dict[int, int] = {}
     for one in bad:
         first, width = one.piece.first_feature, one.found.shape[1]
@@ -170,7 +170,7 @@ def _by_permutation(bad: Sequence[_Compared], right: Tensor, bound: float) -> st
 
 
 def _first_alike(token: int, right: Tensor, bound: float) -> int:
-    """The first token that should have the same values as this one."""
+    """Find the first token that should have the same values as this one."""
     return int((torch.cdist(right[token : token + 1], right, p=math.inf)[0] <= bound).nonzero()[0])
 
 
@@ -192,7 +192,7 @@ def _by_features(bad: Sequence[_Compared], right: Tensor, bound: float) -> str:
 
 
 def _by_vector(bad: Sequence[_Compared], bound: float) -> str:
-    """Every token is off by the same vector."""
+    """Test whether every token is off by the same vector."""
     for one in bad:
         apart = one.found - one.right
         if len(apart) < 2 or not _rms(apart - apart[:1]) <= bound:
@@ -209,7 +209,7 @@ def _rms(x: Tensor) -> float:
 
 
 def wrong_parameters(found: Mapping[str, Tensor], reference: Reference) -> dict[str, float]:
-    """Relative errors of the gradients of parameters that are not the oracle's, by name; a missing one is infinite."""
+    """Give the relative errors of wrong gradients of parameters, by name; infinite for a missing gradient."""
     errors: dict[str, float] = {}
     for name, right in reference.gradients.items():
         size = float(right.norm())
@@ -221,7 +221,7 @@ def wrong_parameters(found: Mapping[str, Tensor], reference: Reference) -> dict[
 
 
 def common_factor(found: Mapping[str, Tensor], reference: Reference) -> float | None:
-    """The one factor by which the gradients of all parameters are larger than the oracle's; None if there is none."""
+    """Give the one factor between the gradients of all parameters and the oracle's; None if there is none."""
     if not found.keys() >= reference.gradients.keys():
         return None
     ours = torch.cat([found[name].double().flatten() for name in reference.gradients])
@@ -231,7 +231,7 @@ def common_factor(found: Mapping[str, Tensor], reference: Reference) -> float | 
 
 
 def bisect(model: str, pieces: Sequence[Piece], gradients: Mapping[str, Tensor], reference: Reference) -> Bisected:
-    """Compare what all ranks have shown of a model, and the ``gradients`` of its parameters, with the oracle's."""
+    """Compare the values that all ranks have recorded, and the ``gradients`` of parameters, with the oracle's."""
     found = by_key(pieces)
     forward = [key for key in reference.order if key in found]
     back = [cast(Key, (name, f"gradient of the {side}")) for name, side in reversed(reference.order)]
@@ -276,7 +276,7 @@ def _first(
 
 
 def _around(name: str, found: Mapping[Key, Sequence[Piece]]) -> str:
-    """The smallest of the modules that were seen of which the module is a part; empty if there is none."""
+    """Find the smallest recorded module that contains the module; empty if there is none."""
     return max((other for other, _ in found if name.startswith(f"{other}.")), key=len, default="")
 
 
@@ -290,8 +290,10 @@ def find(
     traced: str,
     step: int,
 ) -> list[dict[str, Any]]:
-    """What was found of each trained model of a cell that was traced at ``step``, as JSON values, the most telling
-    first. ``oracle``: the oracle's record of the cell. ``traced``: the folder of what was traced."""
+    """Bisect each trained model of a cell that was traced at ``step``; returns JSON values, the most telling first.
+
+    oracle: the oracle's record of the cell. traced: the folder of the traced values.
+    """
     rank.beat(f"step {step}")
     found = bisect_traced(
         scenario=parse_scenario(scenario),
@@ -323,6 +325,6 @@ def bisect_traced(
 
 
 def _of_key(key: str, record: Path, step: int) -> dict[str, Tensor]:
-    """The tensors of an observable at a step of a record, by the parameter's name."""
+    """Read the tensors of an observable at a step of a record, by the parameter's name."""
     tensors = read_record(record).steps[step].tensors()
     return {name.removeprefix(f"{key}/"): tensor for name, tensor in tensors.items() if name.startswith(f"{key}/")}

@@ -1,8 +1,7 @@
-"""Hints: guesses at the cause of a finding, from what its number has in common with layout, clipping and token counts.
+"""Names the likely cause of a finding, from what its number has in common with layout, clipping and token counts.
 
-They decide nothing: what is said here follows from quantities that were found wrong already. A hint that names a cause
-names one that would give this very number: with the cause undone, what is left has to be within the tolerance. What
-nothing explains gets no hint.
+A likely cause decides nothing: it is named for a quantity that was found wrong already. It is one that would give this
+very number: with the cause undone, what is left has to be within the tolerance. Where nothing fits, none is named.
 """
 
 import math
@@ -38,8 +37,11 @@ _IN_LAYER = (
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What a hint may refer to, of one step. tokens: targets of the optimizer step. clip: by stage of gradients and of
-    updates, the factor by which the oracle clipped, where it did."""
+    """The numbers of one step that a likely cause may refer to.
+
+    tokens: targets of the optimizer step. clip: the factor by which the oracle clipped, where it did, by stage of
+    gradients and of updates.
+    """
 
     scenario: Scenario
     layout: Layout
@@ -52,7 +54,7 @@ class Facts:
 def facts_of_steps(
     legs: Sequence[Record], oracle: Record, scenario: Scenario, observables: Sequence[Observable]
 ) -> dict[int, Facts]:
-    """By step; of -1, the weights as loaded, what is known of the first leg."""
+    """Collect the facts of each step; those of step -1, the weights as loaded, are of the first phase."""
     layouts = {step.step: leg.layout for leg in legs for step in leg.steps}
     parameters = [o for o in observables if o.kind == "tensors"]
     known = {}
@@ -79,10 +81,10 @@ def _clip(norm: float | None, max_norm: float | None) -> float | None:
     return max_norm / (norm + 1e-6) if norm and max_norm and norm > max_norm else None
 
 
-def hint(m: Measurement, facts: Facts, *, allowed: float) -> str:
-    """What a measurement that was found wrong has in common with a known cause; empty if nothing explains it.
+def likely_cause(m: Measurement, facts: Facts, *, allowed: float) -> str:
+    """Name the likely cause of a measurement that was found wrong; empty if no known cause explains it.
 
-    ``allowed``: its bound, which what is left without the cause may not exceed.
+    allowed: the bound of the measurement. What is left without the cause may not exceed it.
     """
     if m.replica:
         return "ranks that should hold the same numbers do not"
@@ -105,7 +107,7 @@ def hint(m: Measurement, facts: Facts, *, allowed: float) -> str:
 
 
 def _another_step(m: Measurement, facts: Facts, allowed: float) -> str:
-    """The step whose learning rate it is, the nearest one if there are several."""
+    """Name the step whose learning rate was observed, the nearest one if there are several."""
     schedule, rate = facts.scenario.schedule, facts.scenario.optimizer.lr
     if m.value is None:
         return ""
@@ -149,7 +151,7 @@ def _known_factors(m: Measurement, facts: Facts, allowed: float) -> list[str]:
 
 
 def _token_counts(m: Measurement, facts: Facts, allowed: float) -> list[str]:
-    """Of a loss that was divided by another number of tokens, that number."""
+    """Name the number of tokens that a loss was divided by, if that is a whole number."""
     near = facts.scenario.tier.count_error
     if near is None or not m.tensor.endswith("loss") or not m.scale:
         return []
@@ -165,9 +167,11 @@ def _token_counts(m: Measurement, facts: Facts, allowed: float) -> list[str]:
 
 
 def backward_place(name: str) -> tuple[int, int]:
-    """Sorts parameters, by their Hugging Face names, in the order in which the backward pass comes to them: the head,
-    the last norm, layers from the last to the first, embeddings. Other names come first, what is said of all of them
-    last."""
+    """Sort parameters, by their Hugging Face names, in the order of the backward pass.
+
+    The order is the head, the last norm, layers from the last to the first, embeddings. Other names come first, and
+    quantities of all parameters together last.
+    """
     if _is_of_all(name):
         return 2, 0
     if name.startswith("model.embed_tokens"):
@@ -181,7 +185,7 @@ def backward_place(name: str) -> tuple[int, int]:
 def circumstances(
     quantities: Sequence[Quantity], legs: Sequence[Record], observables: Iterable[Observable]
 ) -> list[str]:
-    """What is to be known of the first finding beside itself, a sentence each; ``quantities`` are in causal order."""
+    """Describe the circumstances of the first finding, a sentence each; ``quantities`` are in causal order."""
     findings = [q for q in quantities if not q.ratio <= 1]
     first = findings[0]
     told = []
@@ -198,7 +202,7 @@ def circumstances(
 
 
 def _nearest_the_loss(first: Quantity, quantities: Sequence[Quantity]) -> list[str]:
-    """They are in the order of the backward pass; those before the first that is wrong are right."""
+    """Name the wrong parameter nearest the loss; the parameters before it in the backward pass are right."""
     here = [q.tensor for q in quantities if (q.stage, q.step) == (first.stage, first.step) and not _is_of_all(q.tensor)]
     names, nearest = list(dict.fromkeys(map(_parameter, here))), _parameter(first.tensor)
     if _is_of_all(first.tensor) or not any(name.startswith("model.") for name in names):
@@ -211,5 +215,5 @@ def _is_of_all(tensor: str) -> bool:
 
 
 def _parameter(tensor: str) -> str:
-    """Without what was said of it, such as that it is missing."""
+    """Remove the remark after a parameter's name, such as that it is missing."""
     return tensor.partition(" ")[0]

@@ -1,6 +1,6 @@
-"""Pairs: the distance between every two of several records of the same scenario.
+"""Measures the distance between every two of several records of the same scenario: the backends of one run.
 
-Serves claim 1 across backends, for losses, unclipped gradients, norms and updates. Every distance is relative to the
+Compared are losses, unclipped gradients, norms and updates. Every distance is relative to the
 norm of the oracle's tensor; the oracle is not used otherwise, so two records that are wrong in the same way agree. With
 one unit for all pairs, the distance is symmetric and obeys the triangle inequality: two records are never further apart
 than the sum of their errors against the oracle. So the bound of a pair is twice the bound of a cell
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from conformance.judge.tensor_views import StepViews, Tensors, floor_of
+from conformance.judge.tensor_views import Lazy, StepViews, Tensors, TensorView, floor_of
 from conformance.records.record_format import Line, number
 from conformance.records.step_tensors import Record, StepRecord
 from conformance.spec.observables import AGAINST_REBUILT, Observable, unobserved_step
@@ -111,47 +111,36 @@ def compare_tensors(
                 for o in shown:
                     if not o.applies(at):
                         continue
-                    view = expected[o.key].since(start[o.key]) if o.change else expected[o.key]
-                    for name, unit in _units(view.tensors, files, f"{o.key}/"):
-                        path = f"{o.key}/{name}"
-                        tensors = [
-                            _movement(file, loaded, path) if o.change else file.get(path)
-                            for file, loaded in zip(files, starts, strict=True)
-                        ]
+                    views = [expected[o.key], *(_view(file, o.key) for file in files)]
+                    if o.change:
+                        before = [start[o.key], *(_view(file, o.key) for file in starts)]
+                        views = list(map(TensorView.since, views, before))
+                    reference_tensors, *own = (view.tensors for view in views)
+                    for name, unit in _units(reference_tensors, own):
                         allowed = 2 * bounds.get((o.stage, name, at), 0.0)
-                        distances = _pairwise_distances(tensors, unit=unit)
+                        distances = _pairwise_distances([tensors.get(name) for tensors in own], unit=unit)
                         found[o.column].update(distances, allowed=allowed, tensor=name, step=at)
     return _by_pair(found)
 
 
-class _File:
-    """The tensors of one step, read on demand. A step that was not recorded has no tensors."""
-
-    def __init__(self, handle: Any) -> None:
-        self._handle = handle
-        self.names = set(handle.keys()) if handle else set()
-
-    def get(self, name: str) -> torch.Tensor | None:
-        return self._handle.get_tensor(name) if name in self.names else None
-
-
 @contextlib.contextmanager
-def _open_files(steps: Iterable[StepRecord | None]) -> Iterator[list[_File]]:
+def _open_files(steps: Iterable[StepRecord | None]) -> Iterator[list[Any]]:
+    """Open the file of one step of each member; None for a member that did not record this step."""
     with contextlib.ExitStack() as stack:
-        yield [_File(stack.enter_context(step.open()) if step else None) for step in steps]
+        yield [stack.enter_context(step.open()) if step else None for step in steps]
 
 
-def _movement(file: _File, start: _File, name: str) -> torch.Tensor | None:
-    weight, at_start = file.get(name), start.get(name)
-    return None if weight is None or at_start is None else weight.double() - at_start.double()
+def _view(file: Any, key: str) -> TensorView:
+    """View the tensors of an observable in an open file. They are read on demand."""
+    paths = file.keys() if file else ()
+    names = sorted(path.removeprefix(f"{key}/") for path in paths if path.startswith(f"{key}/"))
+    return TensorView(tensors=Lazy(names, lambda name: file.get_tensor(f"{key}/{name}")))
 
 
-def _units(reference: Tensors, files: Sequence[_File], prefix: str) -> list[tuple[str, float]]:
-    """(name, norm that the error is relative to) for all tensors that the oracle or a member has."""
+def _units(reference: Tensors, members: Sequence[Tensors]) -> list[tuple[str, float]]:
+    """Give the name, and the norm that errors are relative to, of each tensor that the oracle or a member has."""
     floor = floor_of(reference)
-    names = {
-        name.removeprefix(prefix): None for file in files for name in sorted(file.names) if name.startswith(prefix)
-    }
+    names = {name: None for tensors in members for name in tensors}
     norms = {name: tensor.double().norm().item() for name, tensor in reference.items()}
     return [(name, max(norms.get(name, 0.0), floor)) for name in {**norms, **names}]
 

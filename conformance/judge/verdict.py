@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 
 from conformance.judge.accumulation_precision import grains
-from conformance.judge.diagnosis import Facts, backward_place, circumstances, facts_of_steps, hint
+from conformance.judge.diagnosis import Facts, backward_place, circumstances, facts_of_steps, likely_cause
 from conformance.judge.layout_evidence import configurations, sizes_of
 from conformance.judge.noise import amplified_noise, leeway_of_rows
 from conformance.judge.observable_errors import measure
@@ -192,7 +192,7 @@ def _judged(m: Measurement, allowed: float, facts: Facts) -> Quantity:
     quantity = Quantity(stage=m.stage, tensor=m.tensor, step=m.step, observed=m.error, allowed=allowed)
     if m.error <= allowed:
         return quantity
-    return replace(quantity, max_abs=m.max_abs, where=m.where, hint=hint(m, facts, allowed=allowed))
+    return replace(quantity, max_abs=m.max_abs, where=m.where, hint=likely_cause(m, facts, allowed=allowed))
 
 
 def _difference(verdict: Verdict, more: Sequence[str]) -> str:

@@ -1,7 +1,7 @@
-"""When the files of a checkpoint are written: at once, or behind the training, in a thread of every rank.
+"""Writes the files of a checkpoint behind the training, in a thread of every rank.
 
-Behind the training, what is written are copies that were made when the save was called, and the threads talk over a
-process group of their own: over that of the training, their messages would be taken for its messages. Serves claim 5.
+The files hold copies that were made when the save was called. The threads communicate over a process group of their
+own, because messages over the training's group would be taken for the training's.
 """
 
 import threading

@@ -1,13 +1,12 @@
-"""Data position: which documents a training has consumed, so that it goes on with the next one on any number of ranks.
+"""Exports and imports a training state in one form, which all backends read and write in any layout.
 
-Every epoch has an order of its own, which follows from the seed. The position is a number of documents, counted over
-all ranks: it knows neither ranks nor micro-batches. It is written into the manifest of a checkpoint (claim 5).
+There is a folder per model: ``training_state.json``, and for each kind a folder of safetensors under Hugging Face
+names. The kinds are ``weight`` (the masters), ``exp_avg``, ``exp_avg_sq`` or ``momentum_buffer``, and ``step``, the
+number of updates that the optimizer counts, for each parameter. docs/checkpoints.md describes the files.
 
-Training state in one form for all backends: what one of them wrote in any layout, another reads in any other.
-
-A folder per model: ``training_state.json``, and by kind a folder of safetensors under Hugging Face names: ``weight``
-(the masters), ``exp_avg``, ``exp_avg_sq`` or ``momentum_buffer``, and ``step``, the number of updates that the
-optimizer counts, for each parameter. docs/checkpoints.md describes it. Serves claim 5.
+The data position says which documents a training has consumed, so that it resumes with the next document on any number
+of ranks. Every epoch has an order of its own, which follows from the seed. The position is a number of documents,
+counted over all ranks, in the manifest of a checkpoint.
 """
 
 import itertools

@@ -12,6 +12,7 @@ DeepSpeed's JSON configuration, built from the configurations of a context and a
 """
 
 import contextlib
+import math
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -19,9 +20,11 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
+from conformance.models.folders import HEAD
 from conformance.spec.layout import Layout
-from conformance.spec.precision import BF16, F16
+from conformance.spec.precision import BF16, F16, Precision
 from conformance.spec.scenario import OptimizerConfig
+from impl.engine.memory_estimate import Shapes, States, cut, elements
 from impl.interface.protocol import ContextConfig
 from impl.models.lora import NAME
 
@@ -97,6 +100,65 @@ LAYERS: dict[str, Any] = {
 
 def zero_stage(layout: Layout) -> int:
     return DEFAULT_STAGE if layout.zero is None else layout.zero
+
+
+BUCKET = 500_000_000  # DeepSpeed's default ``reduce_bucket_size``, in numbers
+LIVE = 1_000_000_000  # its default ``stage3_max_live_parameters``
+
+
+def states_of(layout: Layout, tier: Precision, shapes: Shapes, trained: bool) -> States:
+    """Estimate what a rank holds of a model with ZeRO (arXiv 1910.02054).
+
+    DeepSpeed has four classes of optimizers, and each keeps other gradients.
+    """
+    full, compute, own = tier.master.bytes, tier.compute.bytes, cut(shapes, layout.tp, vocabulary=(HEAD,))
+    count, pieces = elements(own), layout.dp * layout.sp * layout.ulysses
+    stage, half = zero_stage(layout), tier.is_half
+    piece, offloads = -(-count // pieces), "offload" in layout.options
+    if not trained and stage == 3:
+        passing = min(count, LIVE) * compute
+        if offloads:
+            return States(weights=0, passing=passing, host=piece * compute)
+        return States(weights=piece * compute, passing=passing)
+    if not trained:
+        return States(weights=count * compute)
+    if stage == 0:
+        masters = count * full if half else 0
+        update = count * full * (2 if half else 1)  # gradients in full precision, and AdamW's
+        return States(
+            weights=count * compute,
+            gradients=count * compute,
+            freed=count * compute,
+            optimizer=masters + 2 * count * full,
+            update=update,
+        )
+    # ZeRO-1 in bf16 has a class of its own: whole gradients in float32, those of autograd beside them, and no bucket.
+    of_its_own = stage == 1 and tier.compute == BF16 and not offloads
+    gathered = min(count, LIVE) * compute if stage == 3 and pieces > 1 else 0
+    bucket = 0 if of_its_own else BUCKET * (compute if stage == 2 else full)
+    weights = (piece if stage == 3 else count) * compute
+    gradients = count * (full + compute) if of_its_own else piece * full
+    # That class lets go of autograd's alone, ZeRO-3 of none; the class of ZeRO-1 and 2 makes them anew in each step.
+    freed = count * compute if of_its_own else 0 if stage == 3 else gradients
+    optimizer = 3 * piece * full  # there are masters beside the weights in every precision
+    if offloads and stage == 3:
+        # Gradients are summed in one buffer, and updated from another.
+        return States(weights=0, passing=gathered + bucket, host=weights + 2 * gradients + optimizer)
+    if offloads:
+        # Gradients are summed apart from those of the masters. Beside them are the rank's part of the parameters, which
+        # the update writes, and the largest gradient on its way; on the device is another one.
+        way = max(map(math.prod, own.values())) * compute
+        host = 2 * gradients + optimizer + piece * compute + way
+        return States(weights=weights, passing=gathered + bucket + way, host=host)
+    return States(
+        weights=weights,
+        gradients=gradients,
+        freed=freed,
+        optimizer=optimizer,
+        passing=gathered + bucket,
+        update=piece * full,
+        loading=weights if stage == 3 else 0,  # it puts the pieces of all parameters together on the host
+    )
 
 
 def clip_threshold(max_grad_norm: float | None) -> float:

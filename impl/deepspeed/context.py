@@ -1,4 +1,4 @@
-"""DeepSpeed's context: the mesh, the ring, and DeepSpeed's share of the process, for all models of a cell.
+"""Builds the device mesh and the ring of a layout, and enters DeepSpeed's global state, for all models of a cell.
 
 Mesh axes, outermost first: ``dp``, ``sp`` (the ring), ``ulysses``, ``tp``. ZeRO cuts over all but ``tp``.
 """

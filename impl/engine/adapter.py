@@ -1,9 +1,7 @@
-"""Switches dropout off, for objectives that compare the log-probs of two forward passes.
+"""Implements the suite's backend protocol on the strategy interface, for all built-in backends.
 
-With dropout, two passes of the same policy drop different activations, so their ratio would not be 1 at the first
-update of a roll-out. Serves claim 1 for models whose configuration has dropout.
-
-The adapter of all built-in backends: it implements the suite's backend protocol on the strategy interface.
+Dropout is switched off for objectives that compare the log-probs of two forward passes. With dropout, two passes of the
+same policy drop different activations, so their ratio would not be 1 at the first update of a rollout.
 """
 
 from collections.abc import Callable, Iterator, Mapping

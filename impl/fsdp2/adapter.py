@@ -10,10 +10,11 @@ import torch
 from conformance.backends.protocol import BackendInfo, Support, Supported, Unsupported
 from conformance.spec.known_defects import ExpectedDifference, LostEmbeddingGradient, ResummedHeadNorms, model_config
 from conformance.spec.layout import Layout
+from conformance.spec.precision import Precision
 from conformance.spec.scenario import Scenario
 from impl.context_parallel.support import RING_DIFFERENCES, RING_MODULES, ring_support
 from impl.engine.adapter import HANDOVER_SEAMS, RL_SEAMS, ROUTER_SEAMS, VOCABULARY_SEAMS, StrategyBackend
-from impl.engine.memory_estimate import host_bytes
+from impl.engine.memory_estimate import Shapes, States, cut, elements, host_bytes, largest_layer, layer_of
 from impl.models.family_quirks import ROUTED, quirks_of
 from impl.models.lora import adapter_support
 from impl.models.support import compile_support, model_support, torch_is_older
@@ -42,6 +43,31 @@ EXPECTED = (
     ),
     *RING_DIFFERENCES,
 )
+
+
+def states_of(layout: Layout, tier: Precision, shapes: Shapes, trained: bool) -> States:
+    """Estimate what a rank holds of a model.
+
+    Parameters are the masters, sharded by rows over dp x sp. A layer is gathered as a whole, beside the next one. What
+    lies outside of layers is gathered from the forward pass to the end of the backward pass.
+    """
+    full, compute, own = tier.master.bytes, tier.compute.bytes, cut(shapes, layout.tp)
+    shards = layout.dp // layout.rep * layout.sp
+    held = elements({name: (-(-shape[0] // shards), *shape[1:]) for name, shape in own.items()})
+    outside = elements({name: shape for name, shape in own.items() if layer_of(name) is None})
+    block = largest_layer(own)
+    passing = (outside + 2 * block) * compute * (1 if shards > 1 or tier.is_half else 0)
+    lasting = (held * full, held * full * trained, 2 * held * full * trained)
+    if "offload" in layout.options:
+        return States(weights=0, passing=passing, host=sum(lasting))
+    return States(
+        weights=lasting[0],
+        gradients=lasting[1],
+        freed=lasting[1],  # zero_grad() after each update
+        optimizer=lasting[2],
+        passing=passing + (outside + block) * compute * trained,  # gradients before they are reduced
+        update=held * full * trained,
+    )
 
 
 class Fsdp2Backend(StrategyBackend):
@@ -135,7 +161,7 @@ class Fsdp2Backend(StrategyBackend):
     @classmethod
     def host_bytes(cls, scenario: Scenario, layout: Layout) -> int:
         """Of the host, beside a GPU: what ``offload`` keeps there."""
-        return host_bytes("fsdp2", scenario, layout)
+        return host_bytes(states_of, scenario, layout)
 
     @classmethod
     def supports_checkpoint(cls, scenario: Scenario, before: Layout, after: Layout) -> Support:

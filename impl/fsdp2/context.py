@@ -1,4 +1,4 @@
-"""FSDP2 context: the mesh of a layout, the ring on it, and which data this rank gets.
+"""Builds the device mesh and the ring of a layout on FSDP2, and chooses the data of a rank.
 
 Mesh axes, outermost first: ``rep`` (replicas), ``ep`` (experts), ``dp``, ``sp`` (the ring), ``tp``. Parameters,
 gradients and optimizer state are sharded over ep x dp x sp, which is flattened into the axis ``shard``; those of

@@ -1,10 +1,7 @@
-"""What ranks do together, so that an error of one of them ends all of them.
+"""Runs collective actions in which an error of one rank ends all ranks, reduces and gathers values, and copies tensors.
 
-A rank that cannot write its file, or finds one damaged, would else leave the others waiting at the next collective.
-
-Collectives of Python values, for contexts.
-
-Moves tensors between the CPU and the device without making the host wait for the device.
+A rank that cannot write its file, or finds a damaged one, would otherwise leave the others waiting in their next
+collective. Copies between the CPU and the device do not make the host wait for the device.
 """
 
 from collections.abc import Callable, Iterable
@@ -29,10 +26,11 @@ class _Failure:
 def together(doing: str, action: Callable[[], T], *, group: Group = None) -> list[T]:
     """Run ``action`` on every rank and return the picklable results of all, by rank; collective.
 
-    Where it fails on a rank, all raise: that one its own error, the others one that says which rank failed and how.
-    ``doing`` says in a few words what is done, for the message. ``group``: of all ranks; the default one, or another
-    for a thread beside the training. The action itself makes no collective calls, or only such as cannot fail on one
-    rank alone.
+    If it fails on a rank, all ranks raise: this rank its own error, the others an error that names the rank and says
+    how it failed. The action makes no collective calls that can fail on one rank alone.
+
+    doing: the action in a few words, for the message. group: all ranks, in the default group or in another one for a
+    thread beside the training.
     """
     try:
         result = action()
@@ -42,7 +40,7 @@ def together(doing: str, action: Callable[[], T], *, group: Group = None) -> lis
 
 
 def agree(doing: str, error: Exception | None, result: Any = None, *, group: Group = None) -> list[Any]:
-    """The end of ``together``, for what cannot be put into a function."""
+    """Exchange the result or the error of an action that every rank has run; the second half of ``together``."""
     if isinstance(error, OSError):  # a full disk, a missing permission: no bug
         error = UsageError(f"{doing}: {one_line(error)}")
     told = _Failure(one_line(error), isinstance(error, UsageError)) if error else result
@@ -66,12 +64,12 @@ def on_first(doing: str, action: Callable[[], T], *, group: Group = None) -> T:
 
 
 def all_reduce_number(value: float, *, groups: Iterable[dist.ProcessGroup], device: str) -> float:
-    """The sum of ``value`` over the ranks of all ``groups``, which are the axes of a mesh, in float64."""
+    """Sum ``value`` over the ranks of all ``groups``, which are the axes of a mesh, in float64."""
     return all_reduce_over(torch.tensor(value, dtype=torch.float64, device=device), groups=groups).item()
 
 
 def all_reduce_over(tensor: torch.Tensor, *, groups: Iterable[dist.ProcessGroup]) -> torch.Tensor:
-    """The sum of ``tensor`` over the ranks of all ``groups``."""
+    """Sum ``tensor`` over the ranks of all ``groups``."""
     total = tensor.clone()
     for group in groups:
         dist.all_reduce(total, group=group)
@@ -79,14 +77,14 @@ def all_reduce_over(tensor: torch.Tensor, *, groups: Iterable[dist.ProcessGroup]
 
 
 def all_gather_value(value: Any) -> list[Any]:
-    """The values of all ranks of the world, in rank order; ``value`` has to be picklable."""
+    """Gather the values of all ranks, in rank order; ``value`` has to be picklable."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
 
 
 def moved(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """``tensor`` on ``device``; the same tensor if it is there.
+    """Move ``tensor`` to ``device``; returns the same tensor if it is there.
 
     A copy from the CPU to a GPU is made from pinned memory. From any other memory, the host would wait until everything
     that was asked of the GPU before is done. All other copies are made when this function returns.
@@ -98,7 +96,7 @@ def moved(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
 
 
 class Reading:
-    """Numbers of the device that the host will read later.
+    """A copy of numbers from the device that the host will read later.
 
     The host then waits for what the device was asked for before this object was made, and for nothing after that, so
     that it can ask for more in the meantime, as for an update.

@@ -63,30 +63,30 @@ class ContextConfig:
 
 
 class Writing(Protocol):
-    """What a save hands its work to, in the same order on all ranks.
+    """Runs the work of a save, in the same order on all ranks.
 
-    copies: whether what is written has to be a copy, because the training goes on. group: of all ranks, for the
-    collective calls that work makes; ask for it in the work itself, as there is none before.
+    copies: whether the written tensors have to be copies, because the training goes on. group: all ranks, for the
+    collective calls of the work. Read it inside of the work, because it does not exist before.
     """
 
     copies: bool
     group: Group
 
     def add(self, work: Callable[[], object]) -> None:
-        """Have ``work`` done; what it writes is on the disk afterwards, or it raises."""
+        """Schedule ``work``, which has its files on the disk when it returns, or raises."""
         ...
 
     def start(self) -> None:
-        """No more work will come; collective."""
+        """Run the scheduled work; no more work may be added. Collective."""
         ...
 
     def wait(self) -> None:
-        """Return when all work is done; raises on all ranks what one of them failed with. Collective."""
+        """Wait until all work is done; an error of one rank is raised on all ranks. Collective."""
         ...
 
 
 class AtOnce:
-    """Work is done when it is added."""
+    """Runs work when it is added."""
 
     copies = False
     group: Group = None
@@ -143,11 +143,11 @@ class Trainable(Protocol):
 
     @property
     def router_loss_factor(self) -> float:
-        """What the load-balancing loss of its routers is multiplied by; 0 where it has none."""
+        """The factor of the load-balancing loss of the model's routers; 0 without such a loss."""
         ...
 
     def traced(self, numbers: Sequence[MicroBatch]) -> Traced:
-        """Which modules this rank runs in an optimizer step, for `parity bisect`.
+        """List the modules that this rank runs in an optimizer step, for `parity bisect`.
 
         ``numbers`` are the step's micro-batches with numbers of tokens in the place of tokens
         (impl.models.tracing.numbered).
@@ -174,7 +174,7 @@ class Trainable(Protocol):
     def learning_rate(self) -> float: ...
 
     def named_tensors(self, kind: TensorKind) -> NamedTensors:
-        """Full weights, gradients or training state under Hugging Face names; see
+        """Yield full weights, gradients or training state under Hugging Face names; see
         conformance.backends.protocol.Backend.
 
         ``progress`` yields ``schedule``, the number of updates that the learning-rate schedule has counted, and with a
@@ -196,16 +196,15 @@ class Trainable(Protocol):
         ...
 
     def local_shards(self, kind: TensorKind) -> Iterator[Shard]:
-        """This rank's own pieces of weights or gradients; see conformance.backends.protocol.Backend."""
+        """Yield this rank's pieces of weights or gradients; see conformance.backends.protocol.Backend."""
         ...
 
     def resolved(self) -> dict[str, Any]:
-        """The configuration that is really in use (classes, dtypes, mesh, optimizer settings), as JSON values."""
+        """Give the observed configuration (classes, dtypes, mesh, optimizer settings) as JSON values."""
         ...
 
     def save_ckpt(self, path: Path, when: Writing = AT_ONCE) -> None:
-        """Training state of now: weights, optimizer, schedule; ``path`` holds it when the work is done that ``when``
-        is given."""
+        """Save weights, optimizer and schedule of now; ``path`` holds them when the work of ``when`` is done."""
         ...
 
     def load_ckpt(self, path: Path) -> None: ...
@@ -238,7 +237,7 @@ class Adaptable(Trainable, Protocol):
 
 
 class Context(Protocol):
-    """What the models of a cell share in a process. All methods are collective.
+    """The part of a process that all models of a cell share. All methods are collective.
 
     Several contexts may be open at a time; the tear-down of the last one restores the library's globals.
     """
@@ -263,27 +262,27 @@ class Context(Protocol):
         ...
 
     def setup_dataloader(self, batch: Batch) -> list[tuple[Row, ...]]:
-        """This rank's micro-batches of an optimizer step."""
+        """Give this rank's micro-batches of an optimizer step."""
         ...
 
     def all_reduce(self, value: float) -> float:
-        """Sum of a number over the data-parallel ranks."""
+        """Sum a number over the data-parallel ranks."""
         ...
 
     def all_reduce_tensor(self, tensor: Tensor) -> Tensor:
-        """Sum of a tensor over the data-parallel ranks."""
+        """Sum a tensor over the data-parallel ranks."""
         ...
 
     def all_gather(self, value: Any) -> list[Any]:
-        """The values of all ranks of the world, in rank order; ``value`` has to be picklable."""
+        """Gather the values of all ranks, in rank order; ``value`` has to be picklable."""
         ...
 
     def new_trainable(self, head: Head) -> Trainable:
-        """A trainable without a model yet, for a language model or for a value model (one number per token)."""
+        """Create a trainable without a model, for a language model or for a value model (one number per token)."""
         ...
 
     def library_generators(self) -> dict[str, Tensor]:
-        """The states of the random generators that the library keeps on this rank in addition to torch's, by name."""
+        """Give the states of the library's own random generators on this rank, by name."""
         ...
 
     def set_library_generators(self, states: Mapping[str, Tensor]) -> None: ...
@@ -294,7 +293,7 @@ class Context(Protocol):
 
 
 def get_context(backend: str, config: ContextConfig) -> Context:
-    """A new context of the backend called ``backend``. Raises UsageError, with the known names, for another name."""
+    """Create a context of the backend ``backend``. Raises UsageError, with the known names, for another name."""
     if backend not in CONTEXTS:
         raise UsageError(f"unknown backend {backend!r}; use one of {', '.join(CONTEXTS)}")
     module, _, name = CONTEXTS[backend].partition(":")

@@ -10,6 +10,7 @@ from conformance.backends.protocol import BackendInfo, Support, Supported, Unsup
 from conformance.core.errors import UsageError
 from conformance.core.packages import is_installed
 from conformance.core.paths import resolve
+from conformance.models.folders import EMBEDDING, HEAD
 from conformance.spec.known_defects import (
     Defect,
     ExpectedDifference,
@@ -19,12 +20,13 @@ from conformance.spec.known_defects import (
     model_config,
 )
 from conformance.spec.layout import Layout
-from conformance.spec.precision import HALF_PRECISIONS
+from conformance.spec.precision import HALF_PRECISIONS, Precision
 from conformance.spec.scenario import Scenario
 from impl.context_parallel.support import INSTALL, RING_MODULES, available, ring_support
 from impl.engine.adapter import HANDOVER_SEAMS, RL_SEAMS, ROUTER_SEAMS, VOCABULARY_SEAMS, StrategyBackend
+from impl.engine.memory_estimate import Shapes, States, cut, elements, layer_of
 from impl.megatron.hf_mapping import all_parameters, is_trained
-from impl.megatron.model_config import VOCABULARY_MULTIPLE, ModelShape, read_shape
+from impl.megatron.model_config import VALUE_HEAD, VOCABULARY_MULTIPLE, ModelShape, read_shape, stages
 from impl.megatron.moe_config import expert_sizes, mixture_support
 from impl.megatron.startup import begin
 from impl.models.family_quirks import quirks_in
@@ -85,6 +87,48 @@ def _engine_support(scenario: Scenario, layout: Layout, shape: ModelShape) -> Su
             "te needs TransformerEngine and a GPU; run: pip install --no-build-isolation 'transformer-engine[pytorch]'"
         )
     return Supported()
+
+
+def states_of(layout: Layout, tier: Precision, shapes: Shapes, trained: bool) -> States:
+    """Estimate what a rank of the largest pipeline stage holds of a model.
+
+    The vocabulary is padded, and gradients are in whole buffers of full precision. The distributed optimizer shards
+    masters and moments over dp x sp.
+    """
+    full, compute = tier.master.bytes, tier.compute.bytes
+    held = max(elements(stage) for stage in _stages(layout, shapes))
+    if not trained:
+        return States(weights=held * compute)
+    piece = -(-held // (layout.dp * layout.sp)) if layout.zero == 1 else held
+    masters = piece * full if tier.is_half else 0
+    return States(
+        weights=held * compute,
+        gradients=held * full,
+        optimizer=masters + 2 * piece * full,
+        update=piece * full,
+    )
+
+
+def _stages(layout: Layout, shapes: Shapes) -> list[dict[str, tuple[int, ...]]]:
+    """Give the shapes on a rank of each stage; the last has the head, and a copy of an embedding tied to it."""
+    multiple = VOCABULARY_MULTIPLE * layout.tp
+    padded = {
+        name: (-(-shape[0] // multiple) * multiple, *shape[1:]) if name.endswith((EMBEDDING, HEAD)) else shape
+        for name, shape in shapes.items()
+    }
+    own = cut(padded, layout.tp)
+    count = 1 + max(layer for name in own if (layer := layer_of(name)) is not None)
+    cuts = stages(layers=count, pp=layout.pp, vpp=layout.vpp)
+    found: list[dict[str, tuple[int, ...]]] = [{} for _ in range(layout.pp)]
+    tied = layout.pp > 1 and len(own) > 0 and not any(name.endswith((HEAD, VALUE_HEAD)) for name in own)
+    for name, shape in own.items():
+        layer = layer_of(name)
+        first = layer is None and name.endswith(EMBEDDING)
+        stage = 0 if first else layout.pp - 1 if layer is None else cuts.owner(layer)[0]
+        found[stage][name] = shape
+        if first and tied:
+            found[-1][name] = shape
+    return found
 
 
 class MegatronBackend(StrategyBackend):

@@ -1,4 +1,4 @@
-"""Megatron context: process groups, generators and the ring, for all models of a layout.
+"""Builds Megatron's process groups and the ring of a layout, for all models of a cell.
 
 The order of ranks, innermost first: tp, cp (the layout's ``sp``), dp, pp. megatron-core's data-parallel ranks are those
 of the layout's dp and ep; consecutive ones of dp x cp hold different experts.

@@ -1,9 +1,9 @@
-"""Routers of a Hugging Face model with a mixture of experts: what they choose, choices that are given, the loss.
+"""Records and replays the choices of a model's routers (mixture of experts), and computes what they add to the loss.
 
 A router's module takes tokens (N, D) and returns logits, the weights of the chosen experts and their numbers. Its
-forward function is wrapped, so hooks of FSDP2 and DeepSpeed stay around it. What the routers did in a forward pass
-travels with its outputs (``Outputs.routing``, ``Outputs.probabilities``), over rings as well, and is not kept: a model
-that holds tensors of its own graph is in a cycle that nobody frees, with its process groups.
+forward function is wrapped inside of the hooks of FSDP2 and DeepSpeed. The choices of a forward pass travel with its
+outputs (``Outputs.routing``, ``Outputs.probabilities``), also over rings, and are not kept: a model that holds tensors
+of its own graph is in a reference cycle, and its process groups are never freed.
 
 The load-balancing loss is that of the whole optimizer step (docs/mixture-of-experts.md): experts are counted in forward
 passes of their own before the first backward pass, because each micro-batch's gradient needs the counts of all.
@@ -29,8 +29,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """What one router did, for tokens (N,): the experts' weights (N, X), 0 where not chosen; with a gradient, their
-    probabilities (N, X), and the squares (N,) that the z-loss is the mean of; None from who does not tell them."""
+    """The choice of one router for N tokens.
+
+    weights: of the experts, (N, X), 0 where not chosen. probabilities: (N, X), with a gradient. squares: (N,), whose
+    mean is the z-loss, with a gradient; None from a backend without them.
+    """
 
     weights: Tensor
     probabilities: Tensor
@@ -76,14 +79,14 @@ class Routers:
         gate.forward = forward
 
     def begin(self, inputs: MicroBatch) -> None:
-        """Before a forward pass over ``inputs``: choices in its columns take the place of the routers' own."""
+        """Begin a forward pass over ``inputs``; choices in its columns replace the routers' own."""
         self._seen.clear()
         self._is_looking = True
         given = expert_column(0, 0) in inputs.columns
         self._replayed = [replayed_choice(inputs, n, count) for n, count in enumerate(self._slots)] if given else []
 
     def added(self, outputs: Outputs, inputs: MicroBatch) -> Outputs:
-        """The outputs of this forward pass, with what the routers did."""
+        """Add the choices of the routers to the outputs of this forward pass."""
         seen = [self._seen.pop(number) for number in range(len(self._slots))]
         self._is_looking = False
         shape = (*inputs.tokens.shape, len(seen), -1)
@@ -117,8 +120,10 @@ def weights_of(probabilities: Tensor, chosen: Tensor, *, normalised: bool) -> Te
 
 
 def choices_for(inputs: MicroBatch, key: str) -> MicroBatch:
-    """The micro-batch for the forward pass that is recorded under ``key``: of the choices in its columns, it has those
-    for this pass, under the names that ``Routers.begin`` reads, and no others."""
+    """Select the choices for the forward pass that is recorded under ``key``.
+
+    The micro-batch returned has these choices under the names that ``Routers.begin`` reads, and no others.
+    """
     own, read = f"{EXPERTS}{key}.", f"{EXPERTS}{ROUTING}."
     columns = {name: column for name, column in inputs.columns.items() if not name.startswith(EXPERTS)}
     given = {name.removeprefix(own): column for name, column in inputs.columns.items() if name.startswith(own)}
@@ -126,7 +131,7 @@ def choices_for(inputs: MicroBatch, key: str) -> MicroBatch:
 
 
 def replayed_choice(inputs: MicroBatch, router: int, slots: int) -> Tensor:
-    """The choices that are given for a router: int64 (N, K). In padding it is expert 0."""
+    """Read the given choices of a router: int64 (N, K), expert 0 in padding."""
     columns = [inputs.columns[expert_column(router, slot)].flatten() for slot in range(slots)]
     return torch.stack(columns, dim=1).long()
 
@@ -153,7 +158,7 @@ class Balance:
 
 
 def balance_of(context: Context, inputs: Sequence[MicroBatch], found: Sequence[Outputs]) -> Balance:
-    """From the outputs of all micro-batches of this rank; collective over data ranks."""
+    """Sum the choices in the outputs of all micro-batches; collective over data ranks."""
     sums = torch.stack([torch.cat(_sums(*one)) for one in zip(inputs, found, strict=True)]).sum(dim=0)
     total = context.all_reduce_tensor(sums)
     experts = (len(total) - 1) // 2
@@ -169,17 +174,17 @@ def _sums(inputs: MicroBatch, outputs: Outputs) -> tuple[Tensor, Tensor, Tensor]
 
 
 def probability_sums(inputs: MicroBatch, outputs: Outputs) -> Tensor:
-    """(X,), over all real tokens of a micro-batch and all routers."""
+    """Sum probabilities (X,) over all real tokens of a micro-batch and all routers."""
     assert outputs.probabilities is not None
     return outputs.probabilities[inputs.real].sum(dim=(0, 1))
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepTerms:
-    """What the routers of a model add to the loss of an optimizer step.
+    """The part of an optimizer step's loss that the routers of a model add.
 
-    factor, balance: of the load-balancing loss, with the counts of the step; None where there is none. z_factor: of the
-    z-loss, 0 where there is none. tokens: of the step, see ``tokens_of``.
+    factor, balance: of the load-balancing loss, with the counts of the step; None without this loss. z_factor: of the
+    z-loss; 0 without it. tokens: of the step, see ``tokens_of``.
     """
 
     factor: float = 0.0
@@ -188,15 +193,14 @@ class StepTerms:
     tokens: float = 0.0
 
     def of_micro_batch(self, inputs: MicroBatch, outputs: Outputs) -> Tensor:
-        """What the routers add for a whole micro-batch, with a gradient."""
+        """See impl.interface.outputs.RouterTerms."""
         assert outputs.routing is not None
         assert outputs.probabilities is not None
         weights, probabilities, squares = outputs.routing, outputs.probabilities, _told(outputs.squares)
         return self.share(weights[inputs.real], probabilities[inputs.real], squares[inputs.real])
 
     def share(self, weights: Tensor, probabilities: Tensor, squares: Tensor) -> Tensor:
-        """What some routers add for some real tokens: (N, routers, X), of which probabilities have a gradient, and
-        (N, routers), with a gradient."""
+        """See impl.interface.outputs.RouterTerms."""
         added = probabilities.new_zeros([])
         if self.balance is not None:
             choices = weights.flatten(0, 1), probabilities.flatten(0, 1)
@@ -205,9 +209,10 @@ class StepTerms:
 
 
 def router_terms(context: Context, trainable: Trainable, inputs: Sequence[MicroBatch]) -> RouterTerms | None:
-    """Of a step, before its first backward pass; None where the routers add nothing. Collective.
+    """Prepare the routers' part of a step's loss; None if they add nothing. Collective.
 
-    The load-balancing loss needs the counts of the step, which forward passes of their own give.
+    Call it before the first backward pass: the load-balancing loss needs the counts of the whole step, for which the
+    forward passes run once more.
     """
     factor, z_factor = trainable.router_loss_factor, context.config.router_z_loss
     if not factor and not z_factor:
@@ -220,20 +225,22 @@ def router_terms(context: Context, trainable: Trainable, inputs: Sequence[MicroB
 
 
 def with_router_terms(loss: Loss | None, terms: RouterTerms | None, inputs: Sequence[MicroBatch]) -> Loss | None:
-    """The loss of micro-batches, and what their routers add to the loss of the step."""
+    """Add the routers' part to the loss of each micro-batch."""
     if loss is None or terms is None:
         return loss
     return lambda index, outputs: loss(index, outputs) + terms.of_micro_batch(inputs[index], outputs)
 
 
 def router_loss(factor: float, balance: Balance, weights: Tensor, probabilities: Tensor) -> Tensor:
-    """What some choices of a micro-batch add to the loss of the step: (N, X), of real tokens, with a gradient of
-    ``probabilities``."""
+    """Compute the part of the load-balancing loss of some choices (N, X) of real tokens.
+
+    ``probabilities`` have a gradient.
+    """
     return factor * balance.share(probabilities.sum(dim=0))
 
 
 def square_sum(inputs: MicroBatch, outputs: Outputs) -> Tensor:
-    """What the z-loss is made of: over all real tokens of a micro-batch and all routers."""
+    """Sum the squares of the z-loss over all real tokens of a micro-batch and all routers."""
     return _told(outputs.squares)[inputs.real].sum()
 
 
@@ -243,12 +250,12 @@ def _told(squares: Tensor | None) -> Tensor:
 
 
 def tokens_of(context: Context, inputs: Sequence[MicroBatch]) -> float:
-    """Of all data ranks and micro-batches of a step, without padding; collective over data ranks."""
+    """Count the tokens of all data ranks and micro-batches of a step, without padding; collective over data ranks."""
     return context.all_reduce(float(sum(int((one.origin or one).real.sum()) for one in inputs)))
 
 
 def z_loss_of(context: Context, inputs: Sequence[MicroBatch], found: Sequence[Outputs]) -> float | None:
-    """The z-loss of a step without its factor; None from a backend that does not tell it. Collective."""
+    """Compute the z-loss of a step without its factor; None from a backend without squares. Collective."""
     if found[0].squares is None:
         return None
     own = torch.stack([square_sum(mine, outputs).double() for mine, outputs in zip(inputs, found, strict=True)]).sum()
@@ -256,8 +263,10 @@ def z_loss_of(context: Context, inputs: Sequence[MicroBatch], found: Sequence[Ou
 
 
 def z_loss(factor: float, tokens: float, squares: Tensor) -> Tensor:
-    """What some tokens of a micro-batch add to the loss of the step for the logits of routers (arXiv 2202.08906,
-    equation 5). ``tokens``: of the step, see ``tokens_of``. ``squares``: (N, routers), of real tokens."""
+    """Compute the part of the z-loss of some tokens (arXiv 2202.08906, equation 5).
+
+    tokens: of the step, see ``tokens_of``. squares: (N, routers), of real tokens.
+    """
     return factor * squares.sum() / tokens
 
 

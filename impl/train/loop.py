@@ -38,13 +38,14 @@ from impl.checkpoints.folder import LATEST, TrainingFolder
 from impl.checkpoints.manifest import read_manifest
 from impl.checkpoints.training_state import DataPosition
 from impl.engine.adapter import StrategyBackend
-from impl.engine.memory_estimate import elements, parameter_shapes, read_sizes
+from impl.engine.memory_estimate import elements
 from impl.interface.distributed import on_first
 from impl.interface.protocol import Adaptable
 from impl.train.config import OutputConfig, TrainConfig
 from impl.train.data import Source
 from impl.train.experience import check_goes_on, logprob_gap
 from impl.train.logging import Telling, telling
+from impl.train.memory_estimate import parameter_shapes, read_sizes
 from impl.train.setup import (
     Evaluate,
     adapter_folder,

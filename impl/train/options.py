@@ -24,10 +24,10 @@ from conformance.runner.environment import model_sizes
 from conformance.spec.layout import Layout
 from conformance.spec.lora import ALL_LINEAR, LoraConfig
 from conformance.spec.scenario import Scenario, parse_scenario
-from impl.engine.memory_estimate import parameter_shapes
 from impl.models.family_quirks import PLANNED
 from impl.train.config import ARITHMETIC, OutputConfig, RolloutConfig, TrainConfig, Values
 from impl.train.flags import Value
+from impl.train.memory_estimate import parameter_shapes
 
 Device = Literal["cpu", "cuda"]
 DATASETS = {"sft": "data/word_problems.jsonl", "grpo": ARITHMETIC, "ppo": ARITHMETIC}  # where none is given

@@ -4,16 +4,9 @@ from dataclasses import dataclass
 
 from conformance.spec.layout import AXES, OPTIONS
 from conformance.spec.roles import POLICY, Role
-from impl.engine.memory_estimate import (
-    Activations,
-    States,
-    activations_of,
-    elements,
-    parameter_shapes,
-    read_sizes,
-    states_of_role,
-)
+from impl.engine.memory_estimate import States, elements, states_of_role
 from impl.train.config import TrainConfig
+from impl.train.memory_estimate import STATES_OF, Activations, activations_of, parameter_shapes, read_sizes
 
 GIB = 2**30
 _AXES = {
@@ -56,7 +49,7 @@ def memory_of(config: TrainConfig) -> list[ModelMemory]:
             activations = Activations(kept=0, layer=activations.layer, logits=activations.logits)
         if role.head == "value":
             activations = Activations(kept=activations.kept, layer=activations.layer, logits=0)
-        states = states_of_role(config.backend, scenario, layout, role, shapes)
+        states = states_of_role(STATES_OF[config.backend], scenario, layout, role, shapes)
         found.append(ModelMemory(role=role, parameters=elements(shapes), states=states, activations=activations))
     return found
 

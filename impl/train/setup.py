@@ -38,7 +38,6 @@ from conformance.spec.roles import POLICY
 from conformance.spec.scenario import DataConfig
 from impl.checkpoints.training_state import DataPosition
 from impl.engine.adapter import StrategyBackend
-from impl.engine.memory_estimate import parameter_shapes
 from impl.engine.rollout_pass import look
 from impl.interface.distributed import on_first
 from impl.interface.protocol import Context, Trainable
@@ -50,6 +49,7 @@ from impl.train.config import RolloutConfig, TrainConfig
 from impl.train.data import DocumentSource, Prompt, Reward, Source, fits, load_prompts, reward_of
 from impl.train.experience import RolloutSource, check_rollout, sampled, text_of
 from impl.train.generation import Sampling, make_engine
+from impl.train.memory_estimate import parameter_shapes
 
 
 def is_value_model(folder: Path) -> bool:

@@ -1,7 +1,12 @@
-"""Training logs, ours and other frameworks', held against each other: ``parity diff``.
+"""Compares training logs of any framework: ``parity diff``.
 
-readers/ turn a file into rows; run.py makes curves of them under canonical names (metrics.py), with NaN where a blank
-is one (blanks.py); alignment.py puts the curves of several runs on common positions; band.py says what is allowed and
-comparison.py where they part; hints.py guesses why; text.py, markdown.py and html.py tell it. docs/comparing-runs.md
-gives the statistics and their sources.
+    readers.py, tensorboard.py   read a file into rows
+    run.py                       makes curves of the rows under canonical names, with NaN where a value is missing
+    alignment.py                 puts the curves of several runs on common positions
+    tolerance_band.py            says how far two runs may differ
+    comparison.py                finds where the runs first differ
+    likely_causes.py             names likely causes
+    output.py, page.py, console.py   write text, Markdown, JSON and HTML
+
+docs/comparing-runs.md gives the statistics and their sources.
 """

@@ -1,4 +1,4 @@
-"""Two sides compared: which metrics part, where first, and the hints at why."""
+"""Compares two sides of training logs: which metrics differ, from which position on, and the likely causes."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -8,7 +8,7 @@ import numpy as np
 
 from conformance.core.errors import UsageError
 from reports.logdiff.alignment import Aligned, Alignment, align
-from reports.logdiff.hints import Evidence, Hint, hints
+from reports.logdiff.likely_causes import Evidence, LikelyCause, likely_causes
 from reports.logdiff.run import METRICS, OF_ANY_SIZE, Floats, Run
 from reports.logdiff.tolerance_band import Judged, within_digits, within_spread, within_threshold
 
@@ -17,7 +17,7 @@ COUNTED = re.compile(r"accum|micro|world|rank|parallel|dp|gpu|node")  # in the n
 
 @dataclass(frozen=True, kw_only=True)
 class Side:
-    """What is compared with the other side: one run, or several of different seeds."""
+    """One side of a comparison: one run, or several runs with different seeds."""
 
     name: str
     runs: tuple[Run, ...]
@@ -25,8 +25,11 @@ class Side:
 
 @dataclass(frozen=True, kw_only=True)
 class Parting:
-    """Where a metric first leaves the band: at a position, or in the mean of ``span`` positions from it on, of which
-    ``difference`` and ``allowed`` then are."""
+    """The position at which a metric first leaves the band.
+
+    span: the number of positions whose mean leaves the band, from ``position`` to ``last``; ``difference`` and
+    ``allowed`` are those of this mean.
+    """
 
     position: float
     span: int
@@ -37,7 +40,7 @@ class Parting:
 
 @dataclass(frozen=True, kw_only=True)
 class Compared:
-    """One metric: its curves, the sides' means [T], what was judged of them, and where they first part (or None)."""
+    """One metric: its curves, the sides' means [T], how they were judged, and where they first differ (or None)."""
 
     aligned: Aligned
     means: tuple[Floats, Floats]
@@ -63,15 +66,17 @@ class Compared:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Two sides, metric by metric. ``threshold`` is None where the band is the spread of seeds; ``chosen`` are the
-    metrics that were asked for, all of them if there are none."""
+    """The comparison of two sides, metric by metric.
+
+    threshold: None where the band is the spread of seeds. chosen: the requested metrics; empty for all of them.
+    """
 
     sides: tuple[Side, Side]
     alignment: Alignment
     chosen: tuple[str, ...]
     threshold: float | None
     metrics: tuple[Compared, ...]
-    hints: tuple[Hint, ...]
+    likely_causes: tuple[LikelyCause, ...]
 
     @property
     def differs(self) -> bool:
@@ -79,17 +84,17 @@ class Comparison:
 
     @property
     def comparable(self) -> bool:
-        """Whether there is a metric, and each that was asked for."""
+        """Whether at least one metric, and each requested metric, was compared."""
         return bool(self.metrics) and not self.lacking
 
     @property
     def lacking(self) -> list[str]:
-        """What was asked for, and is not compared."""
+        """The requested metrics that were not compared."""
         return [name for name in self.chosen if name not in {one.name for one in self.metrics}]
 
     @property
     def first(self) -> Compared | None:
-        """The metric that parts first; of several at the same position the first in the order of the table."""
+        """The metric that differs first; of several at one position the first in the order of the table."""
         parted = [one for one in self.metrics if one.first]
         return min(parted, key=lambda one: one.first.position if one.first else np.inf, default=None)
 
@@ -113,16 +118,16 @@ def compare(a: Side, b: Side, *, by: str, threshold: float, chosen: Sequence[str
             judged = within_threshold(x[0], y[0], threshold, any_size=any_size)
         means = x.mean(axis=0), y.mean(axis=0)
         metrics.append(Compared(aligned=one, means=means, judged=judged, first=_first(one, judged)))
-    found: tuple[Hint, ...] = ()
+    found: tuple[LikelyCause, ...] = ()
     if any(one.first for one in metrics):
-        found = hints(_evidence(metrics, (*a.runs, *b.runs), by=by, seeds=spread))
+        found = likely_causes(_evidence(metrics, (*a.runs, *b.runs), by=by, seeds=spread))
     return Comparison(
         sides=(a, b),
         alignment=alignment,
         chosen=tuple(chosen),
         threshold=None if spread else threshold,
         metrics=tuple(metrics),
-        hints=found,
+        likely_causes=found,
     )
 
 
@@ -143,7 +148,7 @@ def _first(aligned: Aligned, judged: Judged) -> Parting | None:
 
 
 def _evidence(metrics: Sequence[Compared], runs: Sequence[Run], *, by: str, seeds: bool) -> Evidence:
-    """What hints are taken from: the means of both sides, where both are finite."""
+    """Collect the evidence for likely causes: the means of both sides, where both are finite."""
     curves: dict[str, tuple[Floats, Floats, Floats]] = {}
     firsts: dict[str, int] = {}
     for one in metrics:
@@ -159,7 +164,7 @@ def _resumed(runs: Sequence[Run]) -> dict[int, str]:
 
 
 def _numbers(runs: Sequence[Run]) -> dict[int, list[str]]:
-    """The counts of ranks and micro-batches in logs' headers, with their names: a factor may be one of them."""
+    """Find the counts of ranks and micro-batches in logs' headers, with their names: a factor may be one of them."""
     found: dict[int, list[str]] = {}
     for name, value in dict.fromkeys(leaf for run in runs for leaf in _leaves(run.facts)):
         if isinstance(value, int) and value > 1 and COUNTED.search(name):

@@ -7,7 +7,7 @@ from reports.logdiff.comparison import Compared, Comparison, Side
 from reports.wording import percent, plain
 
 HEADS = ("metric", "compared at", "first outside", "difference", "allowed", "outside", "largest difference")
-NO_HINT = "no hint fits: the difference has none of the known shapes"
+NO_CAUSE = "no likely cause: the difference has none of the known shapes"
 
 
 def to_text(comparisons: Sequence[Comparison]) -> str:
@@ -21,8 +21,8 @@ def _lines(comparison: Comparison) -> list[str]:
     widths = [max(len(row[column]) for row in table) for column in range(len(HEADS))]
     lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table]
     if comparison.differs:
-        lines += ["", "Why, perhaps:"]
-        lines += [f"{place}. {hint}" for place, hint in enumerate(hint_texts(comparison), 1)]
+        lines += ["", "Likely causes:"]
+        lines += [f"{place}. {cause}" for place, cause in enumerate(cause_texts(comparison), 1)]
     said = notes(comparison)
     if said:
         lines += ["", "Notes:", *(f"- {note}" for note in said)]
@@ -100,11 +100,11 @@ def _row(one: Compared, by: str) -> tuple[str, ...]:
     return one.name, compared, place, percent(first.difference), allowed, f"{one.outside} of {count}", largest
 
 
-def hint_texts(comparison: Comparison) -> list[str]:
-    """The hints in words, the most probable first; a sentence that there are none; nothing where the runs agree."""
+def cause_texts(comparison: Comparison) -> list[str]:
+    """Give the likely causes, the most probable first; one sentence where none fits; nothing where the runs agree."""
     if not comparison.differs:
         return []
-    return [hint.text for hint in comparison.hints] or [NO_HINT]
+    return [cause.text for cause in comparison.likely_causes] or [NO_CAUSE]
 
 
 def notes(comparison: Comparison) -> list[str]:
@@ -124,7 +124,7 @@ def notes(comparison: Comparison) -> list[str]:
 
 
 def to_json(comparisons: Sequence[Comparison]) -> dict[str, Any]:
-    """``differs``, ``comparable``, and of each comparison sides, metrics, hints and notes."""
+    """``differs``, ``comparable``, and of each comparison sides, metrics, likely causes (as "hints") and notes."""
     return {
         "differs": any(one.differs for one in comparisons),
         "comparable": all(one.comparable for one in comparisons),
@@ -142,7 +142,7 @@ def _comparison(comparison: Comparison) -> dict[str, Any]:
             for side in comparison.sides
         ],
         "metrics": [_metric(one) for one in comparison.metrics],
-        "hints": [vars(hint) for hint in comparison.hints],
+        "hints": [vars(cause) for cause in comparison.likely_causes],
         "notes": notes(comparison),
     }
 
@@ -169,9 +169,9 @@ def _block(comparison: Comparison) -> str:
     if comparison.metrics:
         lines += ["", f"| {' | '.join(HEADS)} |", f"| :-- |{' --: |' * (len(HEADS) - 1)}"]
         lines += [f"| {' | '.join(map(plain, row))} |" for row in rows(comparison)]
-    said = hint_texts(comparison)
+    said = cause_texts(comparison)
     if said:
-        lines += ["", "Why, perhaps:", "", *(f"{place}. {plain(hint)}" for place, hint in enumerate(said, 1))]
+        lines += ["", "Likely causes:", "", *(f"{place}. {plain(cause)}" for place, cause in enumerate(said, 1))]
     if noted := notes(comparison):
         lines += ["", "Notes:", "", *(f"- {plain(note)}" for note in noted)]
     return "\n".join(lines) + "\n"

@@ -1,4 +1,4 @@
-"""Writes comparisons of training logs as one HTML file that opens offline: verdict, hints, curves and differences."""
+"""Writes comparisons of training logs as one HTML file that opens offline: verdict, likely causes and curves."""
 
 import base64
 import hashlib
@@ -12,7 +12,7 @@ import conformance
 from conformance.records.record_format import dumps
 from reports.html import TEMPLATES, environment
 from reports.logdiff.comparison import Compared, Comparison
-from reports.logdiff.output import HEADS, band, headline, hint_texts, notes, rows, sides, title
+from reports.logdiff.output import HEADS, band, cause_texts, headline, notes, rows, sides, title
 from reports.page_data import pack
 
 SCRIPTS = ("make", "data", "charts", "tip", "runs")  # in the order in which they run
@@ -43,7 +43,7 @@ def _said(comparison: Comparison) -> dict[str, Any]:
         "headline": headline(comparison),
         "sides": sides(comparison),
         "band": band(comparison),
-        "hints": hint_texts(comparison),
+        "likely_causes": cause_texts(comparison),
         "rows": rows(comparison),
         "notes": notes(comparison),
     }

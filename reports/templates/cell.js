@@ -33,7 +33,7 @@ const chip = (state, id, words = state.name) =>
 const closing = () => make("a.close", { href: "#", title: "close (Esc)" }, "close ✕");
 const neighbour = (box, text) => box && make("a", { href: box.hash, title: box.dataset.cell }, text);
 const parts = (id) => id.split("/").flatMap((part, i) => (i ? [make("i", "/"), make("wbr"), part] : [part]));
-const advice = ([tensor, hint]) => make("p.advice", make("b", "Hint"), " ", make("code", tensor), ": ", linked(hint));
+const advice = ([tensor, hint]) => make("p.advice", make("b", "Likely cause"), " ", make("code", tensor), ": ", linked(hint));
 const folded = (open, title, ...body) =>
   make("section", make("details", { open }, make("summary", make("h3", title)), body));
 

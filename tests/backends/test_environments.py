@@ -133,9 +133,9 @@ def test_a_leg_needs_the_suite_torch_and_little_else() -> None:
     code = f"import sys, {modules}; print(*sys.modules)"
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=120)
-    imported = {module.partition(".")[0] for module in done.stdout.split()}
-    assert imported >= {"torch", "numpy", "pydantic", "safetensors"}
-    assert not {"transformers", "pandas", "rich", "shtab", "pytest", "tokenizers"} & imported
+    packages = {module.partition(".")[0] for module in done.stdout.split()}
+    assert packages >= {"torch", "numpy", "pydantic", "safetensors"}
+    assert not {"transformers", "pandas", "rich", "shtab", "pytest", "tokenizers"} & packages
 
 
 def test_versions_of_what_an_adapter_names_are_in_the_environment_of_a_run() -> None:

@@ -46,7 +46,7 @@ def test_runs_that_agree_end_with_0(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert diff(write(tmp_path, "a.jsonl"), write(tmp_path, "b.jsonl", factor=1.04)) == 0
     told = capsys.readouterr().out
     assert told.startswith("a.jsonl and b.jsonl agree within the band in 3 metrics.")
-    assert "Why, perhaps" not in told
+    assert "Likely causes" not in told
 
 
 def test_runs_that_part_end_with_1_and_say_where(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -36,7 +36,7 @@ def compared(a: Sequence[Run], b: Sequence[Run]) -> Comparison:
 
 
 def names(comparison: Comparison) -> list[str]:
-    return [hint.name for hint in comparison.hints]
+    return [cause.name for cause in comparison.likely_causes]
 
 
 @pytest.fixture(scope="module")
@@ -79,8 +79,8 @@ def test_a_loss_that_is_summed_over_micro_batches_is_named_with_their_number(bas
         assert found.first
         assert (found.first.name, found.first.first and found.first.first.position) == ("loss", 1)
         assert names(found)[0] == "loss and gradient factor"
-        assert "4 times larger" in found.hints[0].text or "4 within its error" in found.hints[0].text
-        assert "gradient_accumulation_steps in the logs' headers" in found.hints[0].text
+        assert "4 times larger" in found.likely_causes[0].text or "4 within its error" in found.likely_causes[0].text
+        assert "gradient_accumulation_steps in the logs' headers" in found.likely_causes[0].text
 
 
 def test_gradients_that_are_summed_over_ranks_are_named_with_their_number(base: list[Run]) -> None:
@@ -89,8 +89,8 @@ def test_gradients_that_are_summed_over_ranks_are_named_with_their_number(base: 
         found = compared(a, b)
         assert [one.name for one in found.metrics if one.first] == ["grad_norm"]
         assert names(found) == ["gradient factor"]
-        assert "is 8 times larger on side B" in found.hints[0].text
-        assert "data-parallel" in found.hints[0].text
+        assert "is 8 times larger on side B" in found.likely_causes[0].text
+        assert "data-parallel" in found.likely_causes[0].text
 
 
 @pytest.mark.parametrize("side", ["A", "B"])
@@ -98,7 +98,7 @@ def test_twice_the_learning_rate_is_named(side: str, base: list[Run]) -> None:
     wrong = runs_of(Recipe(steps=STEPS, lr=2 * BASE.lr), [0])
     found = compared(base[:1], wrong) if side == "B" else compared(wrong, base[:1])
     assert names(found) == ["learning rate: factor"]  # and not that the loss grows apart, which follows
-    assert f"2 times {'larger' if side == 'B' else 'smaller'} on side B" in found.hints[0].text
+    assert f"2 times {'larger' if side == 'B' else 'smaller'} on side B" in found.likely_causes[0].text
 
 
 @pytest.mark.exhaustive
@@ -120,11 +120,11 @@ def test_a_resume_without_the_optimizers_state_is_named_with_its_step() -> None:
 def test_a_resume_that_begins_the_schedule_again_is_named_with_its_step(base: list[Run]) -> None:
     found = compared(base[:1], runs_of(Recipe(steps=STEPS, restarted_at=60), [0]))
     assert names(found)[0] == "learning rate: begins again"
-    assert "begins again at step 61" in found.hints[0].text
+    assert "begins again at step 61" in found.likely_causes[0].text
 
 
 @pytest.mark.exhaustive
 def test_another_order_of_the_data_is_named(base: list[Run]) -> None:
     found = compared(base[:1], runs_of(Recipe(steps=STEPS, data_seed=500), [0]))
     assert names(found) == ["data order"]
-    assert "from the first step on" in found.hints[0].text
+    assert "from the first step on" in found.likely_causes[0].text

@@ -14,12 +14,12 @@ from conformance.core.paths import FIXTURES
 from conformance.oracle.feed_forward import stacked
 from conformance.spec.layout import Layout
 from impl.convert.megatron import named
-from impl.engine.memory_estimate import parameter_shapes
 from impl.interface.sharded_safetensors import SliceReader
 from impl.megatron.hf_mapping import all_parameters, check_weights, of_same_tensors, parts
 from impl.megatron.model_config import read_shape
 from impl.megatron.moe_config import mixture_support
 from impl.megatron.spans import Part, Rank, Span, reader
+from impl.train.memory_estimate import parameter_shapes
 
 FAMILIES = ("qwen3-moe", "qwen2-moe", "mixtral", "gpt-oss")
 DEEPSEEK = ("deepseek-v2", "deepseek-v3")

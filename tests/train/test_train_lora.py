@@ -22,9 +22,9 @@ from conformance.runtime import Pool
 from conformance.spec.layout import Layout
 from conformance.spec.lora import ADAPTER, CONFIG_FILE, WEIGHTS_FILE, LoraConfig
 from conformance.spec.scenario import Scenario, load_scenario, scenario_to_json
-from impl.engine.memory_estimate import parameter_shapes, states_of
 from impl.models.lora import adapter_shapes_of, write_start
 from impl.train.config import TrainConfig
+from impl.train.memory_estimate import parameter_shapes, states_of
 from impl.train.plan import memory_of
 
 LORA = LoraConfig(r=4, lora_alpha=6, target_modules=("q_proj", "v_proj", "down_proj"))

@@ -15,15 +15,8 @@ from conformance.spec.layout import Layout
 from conformance.spec.precision import PRECISIONS
 from conformance.spec.roles import CRITIC, POLICY
 from conformance.spec.scenario import load_scenario, scenario_to_json
-from impl.engine.memory_estimate import (
-    Activations,
-    States,
-    activations_of,
-    elements,
-    parameter_shapes,
-    read_sizes,
-    states_of,
-)
+from impl.engine.memory_estimate import States, elements
+from impl.train.memory_estimate import Activations, activations_of, parameter_shapes, read_sizes, states_of
 from impl.train.plan import ModelMemory, Sampler, peak_of
 
 MODELS = FIXTURES / "models"

@@ -1,11 +1,11 @@
-"""Hints name what a difference looks like, and none is given where nothing fits."""
+"""Likely causes name what a difference looks like; where nothing fits, none is named."""
 
 import math
 
 import numpy as np
 import pytest
 
-from reports.logdiff.hints import Evidence, Factor, constant_factor, hints, integer_of, lr_hints
+from reports.logdiff.likely_causes import Evidence, Factor, constant_factor, integer_of, likely_causes, rate_causes
 from reports.logdiff.run import Floats
 
 STEPS = np.arange(1.0, 101.0)
@@ -16,21 +16,21 @@ LOSS = 2.0 + np.exp(-STEPS / 20)
 
 
 def lr_names(b: Floats, a: Floats = COSINE) -> list[str]:
-    return [name for name, _ in lr_hints((STEPS, a, b))]
+    return [name for name, _ in rate_causes((STEPS, a, b))]
 
 
 def lr_text(b: Floats, a: Floats = COSINE) -> str:
-    return " ".join(text for _, text in lr_hints((STEPS, a, b)))
+    return " ".join(text for _, text in rate_causes((STEPS, a, b)))
 
 
 def schedule(steps: Floats) -> Floats:
     return np.interp(steps, STEPS, COSINE)
 
 
-def test_the_same_schedule_gives_no_hint_also_when_it_is_printed_with_few_digits() -> None:
+def test_the_same_schedule_has_no_cause_also_when_it_is_printed_with_few_digits() -> None:
     assert lr_names(COSINE) == []
     assert lr_names(np.array([float(f"{rate:.4g}") for rate in COSINE])) == []
-    assert list(lr_hints(None)) == []
+    assert list(rate_causes(None)) == []
 
 
 @pytest.mark.parametrize("factor", [2.0, 0.5, 1.1, math.sqrt(8), 64.0])
@@ -109,7 +109,7 @@ def names(firsts: dict[str, int], *, seeds: bool = False, **curves: tuple[Floats
         by="step",
         seeds=seeds,
     )
-    return [hint.name for hint in hints(evidence)]
+    return [cause.name for cause in likely_causes(evidence)]
 
 
 def test_a_loss_that_is_logged_as_a_sum_is_no_gradient() -> None:
@@ -149,10 +149,10 @@ def test_a_jump_is_told_where_it_begins_and_not_where_it_leaves_the_band() -> No
         by="step",
         seeds=False,
     )
-    (hint,) = hints(evidence)
-    assert hint.name == "jump"
-    assert "before step 60, from which the loss differs by up to +10%" in hint.text
-    assert "the log of b begins again at step 50" in hint.text
+    (cause,) = likely_causes(evidence)
+    assert cause.name == "jump"
+    assert "before step 60, from which the loss differs by up to +10%" in cause.text
+    assert "the log of b begins again at step 50" in cause.text
 
 
 def test_another_order_of_the_data_has_the_same_mean_and_unrelated_noise() -> None:
@@ -163,7 +163,7 @@ def test_another_order_of_the_data_has_the_same_mean_and_unrelated_noise() -> No
     assert "data order" not in names({"loss": 0}, loss=(a, 1.2 * b))
 
 
-def test_where_nothing_fits_there_is_no_hint() -> None:
+def test_where_nothing_fits_there_is_no_likely_cause() -> None:
     noisy = LOSS * (1 + NOISE[0])
     assert names({"loss": 3}, loss=(noisy, noisy * (1 + 0.2 * np.sin(STEPS / 5)))) == []
     assert names({"eval_loss": 0}, eval_loss=(LOSS[:1], 2 * LOSS[:1])) == []

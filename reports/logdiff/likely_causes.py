@@ -1,11 +1,8 @@
-"""Constant factors between two curves, and the whole numbers whose ratio or root they are.
+"""Names likely causes of a difference between two runs, from the shape of their curves.
 
-Two curves of a learning rate, which are exact: a factor, a lag, another pace, or a schedule that begins again.
-
-Hints: what a difference between two runs looks like, in words, the most probable first.
-
-A hint is a guess from the shape of the curves (docs/comparing-runs.md says what each is taken from). It never decides
-whether the runs part; and if no shape fits, none is given.
+Looked for are constant factors, learning rates that lag or begin again, jumps, another order of the data and steady
+growth (docs/comparing-runs.md). A likely cause is a guess: it never decides whether the runs differ. Where no shape
+fits, none is named.
 """
 
 import math
@@ -23,7 +20,7 @@ LEAST = 0.05  # of a logarithm: a smaller factor is a difference like any other
 
 @dataclass(frozen=True, kw_only=True)
 class Factor:
-    """exp(``log``), with the standard ``error`` of the logarithm."""
+    """A factor exp(``log``), with the standard ``error`` of the logarithm."""
 
     log: float
     error: float
@@ -35,7 +32,7 @@ class Factor:
 
 
 def constant_factor(d: Floats) -> Factor | None:
-    """The factor exp(d) of logarithms ``d`` [T] if it is the same from the first third to the last; else None.
+    """Find the factor exp(d) of logarithms ``d`` [T] if it is the same from the first third to the last; else None.
 
     Its median has to stand out of what varies about it, whose scale is the median absolute deviation.
     """
@@ -65,8 +62,8 @@ FEWEST = 4  # points that have to agree
 PACES = range(2, 65)
 
 
-def lr_hints(curves: tuple[Floats, Floats, Floats] | None) -> Iterator[tuple[str, str]]:
-    """(name, sentence) for positions [T] and the learning rates of both sides [T]; nothing if they are the same."""
+def rate_causes(curves: tuple[Floats, Floats, Floats] | None) -> Iterator[tuple[str, str]]:
+    """Yield (name, sentence) for positions [T] and both sides' learning rates [T]; nothing if they are the same."""
     if curves is None or len(curves[0]) < 2:
         return
     steps, a, b = curves
@@ -112,7 +109,7 @@ def _lag(steps: Floats, a: Floats, b: Floats) -> tuple[str, str] | None:
 
 
 def _restart(steps: Floats, a: Floats, b: Floats) -> tuple[str, str] | None:
-    """The schedule of one side begins again where both were the same before."""
+    """Test whether the schedule of one side begins again after both were the same."""
     apart = np.flatnonzero(np.abs(a - b) > EXACT * np.abs(a).max())
     s = int(apart[0])
     for at in (s, s - 1):
@@ -162,8 +159,8 @@ SETTLED = 10  # steps before a jump, at least
 
 
 @dataclass(frozen=True, kw_only=True)
-class Hint:
-    """A guess at the cause: a short ``name``, the sentence, and how much speaks for it, from 0 to 1."""
+class LikelyCause:
+    """A guess at the cause: a short ``name``, a sentence, and a ``weight`` of its evidence from 0 to 1."""
 
     name: str
     text: str
@@ -172,7 +169,7 @@ class Hint:
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """Of each metric the positions [T] and both sides' means [T]; ``firsts`` the index at which a metric parts.
+    """The positions [T] and both sides' means [T] of each metric; ``firsts``: the index at which a metric differs.
 
     ``numbers`` are counts of ranks and micro-batches in the logs' headers, ``resumed`` steps at which a log begins
     again; ``seeds`` says that the curves are means of several seeds, each of which has an order of its own.
@@ -186,7 +183,7 @@ class Evidence:
     seeds: bool
 
     def ratio(self, metric: str) -> Floats | None:
-        """The logarithm of side B over side A [T]; None if the metric is missing or not positive everywhere."""
+        """Give the logarithm of B / A [T]; None if the metric is missing or not positive everywhere."""
         if metric not in self.curves:
             return None
         _, a, b = self.curves[metric]
@@ -201,17 +198,17 @@ class Evidence:
 LOSSES = ("loss", "policy_loss")
 
 
-def hints(evidence: Evidence) -> tuple[Hint, ...]:
-    """All hints that fit, the most probable first; empty if none does."""
-    found = [Hint(name=name, text=text, weight=0.95) for name, text in lr_hints(evidence.curves.get("lr"))]
+def likely_causes(evidence: Evidence) -> tuple[LikelyCause, ...]:
+    """Give all likely causes that fit, the most probable first."""
+    found = [LikelyCause(name=name, text=text, weight=0.95) for name, text in rate_causes(evidence.curves.get("lr"))]
     for guess in GUESSES:
         found += guess(evidence)
-    causes = [hint for hint in found if hint.name not in CONSEQUENCES]
-    return tuple(sorted(causes or found, key=lambda hint: -hint.weight))
+    causes = [cause for cause in found if cause.name not in CONSEQUENCES]
+    return tuple(sorted(causes or found, key=lambda cause: -cause.weight))
 
 
-def _factors(evidence: Evidence) -> Iterator[Hint]:
-    """A constant factor of the loss, of the gradient norm, or of both."""
+def _factors(evidence: Evidence) -> Iterator[LikelyCause]:
+    """Look for a constant factor of the loss, of the gradient norm, or of both."""
     loss, norm = evidence.ratio("loss"), evidence.ratio("grad_norm")
     of_loss, of_norm = (_steady(d, evidence) for d in (loss, norm))
     if of_loss is None and loss is not None and norm is not None and abs(loss[0]) > 0.1 > 5 * abs(loss[0] - norm[0]):
@@ -221,7 +218,7 @@ def _factors(evidence: Evidence) -> Iterator[Hint]:
     if of_norm is None and norm is not None and evidence.same_start and abs(norm[0]) > 0.1:
         of_norm = Factor(log=float(norm[0]), error=SAME)
     if of_loss and of_norm and abs(of_loss.log - of_norm.log) < max(0.1 * abs(of_loss.log), 0.02):
-        yield Hint(
+        yield LikelyCause(
             name="loss and gradient factor",
             text=f"loss and gradient norm are both {_said(of_loss, evidence)}: a mean over micro-batches or tokens is"
             " taken differently (under gradient accumulation, a sum instead of a mean, or the reverse)",
@@ -229,14 +226,14 @@ def _factors(evidence: Evidence) -> Iterator[Hint]:
         )
         return
     if of_loss:
-        yield Hint(
+        yield LikelyCause(
             name="loss factor",
             text=f"the loss is {_said(of_loss, evidence)}: it is logged as a sum instead of a mean over micro-batches,"
             " ranks or tokens, or the reverse; the gradients show no such factor",
             weight=0.85,
         )
     if of_norm:
-        yield Hint(
+        yield LikelyCause(
             name="gradient factor",
             text=f"the gradient norm is {_said(of_norm, evidence)}, and the loss is not: gradients are summed over the"
             " data-parallel ranks or the micro-batches of an accumulation instead of averaged, or the reverse"
@@ -246,7 +243,7 @@ def _factors(evidence: Evidence) -> Iterator[Hint]:
 
 
 def _steady(d: Floats | None, evidence: Evidence) -> Factor | None:
-    """The constant factor of a metric; one that a first step of the same weights and batch does not have is none."""
+    """Find the constant factor of a metric; None if a first step of the same weights and batch does not have it."""
     found = constant_factor(d) if d is not None else None
     if d is None or found is None or (evidence.same_start and abs(d[0] - found.log) > 0.3 * abs(found.log)):
         return None
@@ -254,7 +251,7 @@ def _steady(d: Floats | None, evidence: Evidence) -> Factor | None:
 
 
 def _said(factor: Factor, evidence: Evidence) -> str:
-    """The factor in words: its size, the whole number that it matches, and what in the logs' headers is that number."""
+    """Describe a factor: its size, the whole number that it is, and the entries of logs' headers with this number."""
     text = f"{factor.size:.4g} times {'larger' if factor.log > 0 else 'smaller'} on side B"
     found = integer_of(factor)
     if found:
@@ -276,8 +273,8 @@ def _square_root(factor: Factor) -> str:
     )
 
 
-def _jump(evidence: Evidence) -> Iterator[Hint]:
-    """Agreement, then a sudden difference: a resume that did not restore something."""
+def _jump(evidence: Evidence) -> Iterator[LikelyCause]:
+    """Look for agreement and then a sudden difference: a resume that did not restore something."""
     for metric in (*LOSSES, "grad_norm"):
         d = evidence.ratio(metric)
         first = evidence.firsts.get(metric)
@@ -295,7 +292,7 @@ def _jump(evidence: Evidence) -> Iterator[Hint]:
         fades = len(tail) > SOON and float(tail[-len(tail) // 4 :].mean()) < 0.25 * abs(peak)
         course = ", and the difference fades, as moments fill again" if fades else ""
         again = "".join(f"; the log of {name} begins again at step {step}" for step, name in evidence.resumed.items())
-        yield Hint(
+        yield LikelyCause(
             name="jump",
             text=f"both agree before {evidence.by} {steps[at]:.0f}, from which the {metric} differs"
             f" by up to {percent(np.expm1(peak))}{course}: a resume without its state (optimizer moments, step count,"
@@ -305,8 +302,8 @@ def _jump(evidence: Evidence) -> Iterator[Hint]:
         return
 
 
-def _data_order(evidence: Evidence) -> Iterator[Hint]:
-    """The same distribution of losses in another order, from the first step or from a later one on."""
+def _data_order(evidence: Evidence) -> Iterator[LikelyCause]:
+    """Look for the same distribution of losses in another order, from the first step or a later one on."""
     for metric in LOSSES:
         d = evidence.ratio(metric)
         if d is None or len(d) < 20 or evidence.seeds:
@@ -319,7 +316,7 @@ def _data_order(evidence: Evidence) -> Iterator[Hint]:
         mean, noise = float(np.mean(d)), float(np.std(d)) / np.sqrt(len(d) / 4)
         unlike = correlation < max(0.3, 2.6 / np.sqrt(len(d))) and float(np.median(np.abs(d[:5]))) > SAME
         if unlike and abs(mean) < 4 * noise:
-            yield Hint(
+            yield LikelyCause(
                 name="data order",
                 text=f"the {metric} has the same mean on both sides ({percent(np.expm1(mean))}), but its ups and downs"
                 f" have nothing to do with each other (correlation {correlation:.2f}), from the first step on: another"
@@ -329,8 +326,8 @@ def _data_order(evidence: Evidence) -> Iterator[Hint]:
             return
 
 
-def _growing(evidence: Evidence) -> Iterator[Hint]:
-    """The first step agrees, and the difference grows from there."""
+def _growing(evidence: Evidence) -> Iterator[LikelyCause]:
+    """Look for a difference that grows from a first step that agrees."""
     for metric in (*LOSSES, "grad_norm"):
         d = evidence.ratio(metric)
         if d is None or len(d) < 12 or metric not in evidence.firsts:
@@ -345,14 +342,14 @@ def _growing(evidence: Evidence) -> Iterator[Hint]:
         if float(size[1:4].max()) == 0:
             continue
         if float(size[1:4].max()) < ROUNDING:
-            yield Hint(
+            yield LikelyCause(
                 name="rounding",
                 text=f"the {metric} differs by {size[1:4].max():.1e} in the first steps and parts slowly: rounding"
                 " (another precision, kernel or order of sums) that training amplifies; not a bug by itself",
                 weight=0.55,
             )
         else:
-            yield Hint(
+            yield LikelyCause(
                 name="growing",
                 text=f"the {metric} agrees at the first step and drifts apart steadily from there: another learning"
                 " rate, weight decay or betas, or gradients that are scaled or clipped differently",
@@ -362,16 +359,16 @@ def _growing(evidence: Evidence) -> Iterator[Hint]:
 
 
 def _gradual(values: Floats) -> bool:
-    """Whether no single step makes up most of a rise."""
+    """Tell whether no single step makes up most of a rise."""
     return bool(np.diff(values).max() <= 0.8 * np.ptp(values))
 
 
 def _detrended(values: Floats) -> Floats:
-    """Less a running mean of a tenth of the run, at least 5 steps long."""
+    """Subtract a running mean of a tenth of the run, at least 5 steps long."""
     width = max(5, len(values) // 10) | 1
     padded = np.pad(values, width // 2, mode="reflect", reflect_type="odd")  # goes on with the slope at the ends
     return values - np.convolve(padded, np.ones(width) / width, mode="valid")
 
 
-GUESSES: tuple[Callable[[Evidence], Iterator[Hint]], ...] = (_factors, _jump, _data_order, _growing)
+GUESSES: tuple[Callable[[Evidence], Iterator[LikelyCause]], ...] = (_factors, _jump, _data_order, _growing)
 CONSEQUENCES = ("growing", "rounding")  # of whatever else was found: they are told where nothing else was

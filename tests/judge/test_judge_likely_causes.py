@@ -1,4 +1,4 @@
-"""Hints: the cause of a difference is planted in a record made by hand, and the words that name it are there."""
+"""Plants the cause of a difference in a record made by hand; the finding names this cause."""
 
 import math
 import random
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from judge_sample import EQUAL, Change, Tensors, Values, scale, verdict_of, write
 
-from conformance.judge.diagnosis import Facts, backward_place, hint
+from conformance.judge.diagnosis import Facts, backward_place, likely_cause
 from conformance.judge.tensor_views import number_off
 from conformance.judge.verdict import judge
 from conformance.results.verdict import Quantity, Verdict
@@ -115,7 +115,7 @@ def test_a_loss_that_is_divided_by_another_count_of_tokens_tells_it(
 
 
 @pytest.mark.parametrize(("precision", "factor"), [("exact", 5 / 3.001), ("bf16", 5 / 3), ("exact", 5 / 51)])
-def test_a_loss_that_no_count_of_tokens_explains_has_no_such_hint(
+def test_a_loss_that_no_count_of_tokens_explains_has_no_likely_cause(
     tmp_path: Path, precision: str, factor: float
 ) -> None:
     oracle = write(tmp_path / "oracle")
@@ -126,7 +126,7 @@ def test_a_loss_that_no_count_of_tokens_explains_has_no_such_hint(
 
 
 @pytest.mark.parametrize("precision", ["exact", "fp32", "bf16"])
-def test_a_factor_that_leaves_more_than_noise_when_it_is_undone_is_no_hint(tmp_path: Path, precision: str) -> None:
+def test_a_factor_that_leaves_more_than_noise_when_it_is_undone_is_no_cause(tmp_path: Path, precision: str) -> None:
     """The scale is that of two ranks to the last digit, and half of the tensor is wrong beside it."""
 
     def change(step: int, values: Values, tensors: Tensors) -> None:
@@ -174,7 +174,7 @@ def test_what_is_at_a_right_angle_to_the_reference_is_not_zero(tmp_path: Path) -
     assert judge([cell], oracle=oracle, noise=()).findings[0].hint == ""
 
 
-def test_a_learning_rate_of_another_step_names_the_step_and_any_other_rate_has_no_hint() -> None:
+def test_a_learning_rate_of_another_step_names_the_step_and_any_other_rate_has_no_cause() -> None:
     schedule = ScheduleConfig(name="linear", warmup_steps=2, total_steps=10)
     optimizer = OptimizerConfig(name="sgd", lr=0.1)
     scenario = Scenario(name="x", model="m", precision="exact", optimizer=optimizer, schedule=schedule)
@@ -190,7 +190,7 @@ def test_a_learning_rate_of_another_step_names_the_step_and_any_other_rate_has_n
 
     def said(rate: float) -> str:
         m = number_off("learning rate", "lr", 4, rate, 0.1 * schedule.factor(4), unit=0.1, fixed=None)
-        return hint(m, facts, allowed=1e-11)
+        return likely_cause(m, facts, allowed=1e-11)
 
     assert said(0.1 * schedule.factor(5)) == "the learning-rate schedule is at step 5"
     assert said(0.0) == "the learning-rate schedule is at step 0"
