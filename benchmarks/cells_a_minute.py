@@ -6,7 +6,7 @@ Both runs plan, lease, compute oracles, judge and report with the same code, and
 in where the ranks of a leg come from: worlds that stay alive, or a torchrun that is started for this leg, as trainers
 are usually started. Prints and writes OUT/cells.json: of each run the seconds, the states of its cells, cells a minute
 from start to exit, and how long places were leased where there are any (GPUs). A torchrun gives each rank a GPU of its
-own and tells of no planted fault, so --ranks_per_gpu and --faults are refused. A leg that takes longer than its budget
+own and tells of no planted fault, so --ranks-per-gpu and --faults are refused. A leg that takes longer than its budget
 (--budget) has failed. Where Python keeps no bytecode (PYTHONDONTWRITEBYTECODE), each run compiles what its ranks
 import.
 """
@@ -44,7 +44,7 @@ def main() -> int:
     parser.add_argument("out", type=Path)
     parser.add_argument("--rounds", type=int, default=1, help="of both, one after the other")
     options, arguments = parser.parse_known_args()
-    if refused := {"--ranks_per_gpu", "--faults"} & {argument.partition("=")[0] for argument in arguments}:
+    if refused := {"--ranks-per-gpu", "--faults"} & {argument.partition("=")[0] for argument in arguments}:
         parser.error(f"{', '.join(refused)} cannot be had under torchrun; leave it out")
     options.out.mkdir(parents=True)
     runs: list[dict[str, Any]] = []

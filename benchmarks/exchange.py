@@ -1,6 +1,6 @@
 """Hands a training over from FSDP2 to Megatron to DeepSpeed by training states, and says what it takes.
 
-python benchmarks/exchange.py MODEL OUT [--device cuda] [--precision exact] [--steps 2] [--rows 4] [--max_len 512]
+python benchmarks/exchange.py MODEL OUT [--device cuda] [--precision exact] [--steps 2] [--rows 4] [--max-len 512]
 
 Two ranks in fresh processes for each backend: FSDP2 dp2 trains and exports, and goes on to the end by itself; Megatron
 tp2 goes on from its state, and DeepSpeed dp2.zero2 from Megatron's. Each of them exports at once what it has imported,
@@ -49,7 +49,7 @@ def main() -> None:
     parser.add_argument("--precision", default="exact", choices=("exact", "fp32", "bf16"))
     parser.add_argument("--steps", type=int, default=2, help="optimizer steps of each backend")
     parser.add_argument("--rows", type=int, default=4)
-    parser.add_argument("--max_len", type=int, default=512)
+    parser.add_argument("--max-len", type=int, default=512)
     options = parser.parse_args()
     options.out.mkdir(parents=True)
     result = exchange(options)

@@ -79,7 +79,7 @@ def main() -> int:
     parser.add_argument("--faults", nargs="+", default=list(catalogue()), choices=list(catalogue()), metavar="NAME")
     parser.add_argument("--backends", nargs="+", default=list(registered_backends()))
     parser.add_argument("--tiers", nargs="+", default=[*PRECISIONS, QUICK], choices=[*PRECISIONS, QUICK])
-    parser.add_argument("--is_worker", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--is-worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     jobs = plan(options.faults, options.backends, options.tiers, models=options.out.resolve() / "models")
     if options.is_worker:
@@ -151,7 +151,7 @@ def run_workers(jobs: Sequence[Job], options: argparse.Namespace) -> None:
     done = written_rows(options.out).keys() & todo
     for key in done:
         (claims / key).touch()
-    command = [sys.executable, __file__, str(options.out), "--is_worker", "--minutes", str(options.minutes)]
+    command = [sys.executable, __file__, str(options.out), "--is-worker", "--minutes", str(options.minutes)]
     for name in ("faults", "backends", "tiers"):
         command += [f"--{name}", *getattr(options, name)]
     threads = {"OMP_NUM_THREADS": "1", **os.environ}

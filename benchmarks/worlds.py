@@ -1,6 +1,6 @@
 """Measures what a pool of live ranks saves: seconds per cell in the pool, cold and warm, and under torchrun.
 
-python benchmarks/worlds.py [--device cpu|cuda] [--json] [--world_sizes 2 4 8] [--warm 5] [--torchrun 2]
+python benchmarks/worlds.py [--device cpu|cuda] [--json] [--world-sizes 2 4 8] [--warm 5] [--torchrun 2]
 
 The cell trains a tiny model for two steps (fp32, data parallel over all ranks) and writes its record; judging is not
 part of it. Runs in the pool and under torchrun alternate, since the speed of a shared machine drifts. Times are those
@@ -47,7 +47,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--world_sizes", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--world-sizes", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--warm", type=int, default=5, help="warm runs in the pool")
     parser.add_argument("--torchrun", type=int, default=2, help="runs under torchrun")
     options = parser.parse_args()

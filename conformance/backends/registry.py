@@ -35,6 +35,7 @@ from conformance.backends.protocol import (
     Unsupported,
 )
 from conformance.backends.protocol import find_backend as find_here
+from conformance.core import own_packages
 from conformance.core.errors import UsageError, one_line
 from conformance.core.packages import package_version
 from conformance.core.process import signal_at_death_of
@@ -298,6 +299,7 @@ def versions_of(entries: Sequence[BackendEntry]) -> dict[str, str]:
 
 def main() -> None:
     """Answer the questions on standard input about the adapter that the first argument names."""
+    own_packages.prefer()
     signal_at_death_of(os.getppid(), signal.SIGTERM)
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what a framework prints is no answer

@@ -16,7 +16,7 @@ class _AgentCommand:
             "--slots",
             type=_slots,
             metavar="N",
-            help="ranks to offer (default: visible GPUs, times --ranks_per_gpu of the run, or processors on the CPU)",
+            help="ranks to offer (default: visible GPUs, times --ranks-per-gpu of the run, or processors on the CPU)",
         )
 
     def run(self, options: argparse.Namespace) -> int:

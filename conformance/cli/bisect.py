@@ -1,5 +1,6 @@
-"""The command `parity bisect CELL`."""
+"""Names the first wrong module of a cell, forward and backward (`parity bisect CELL`)."""
 
+import argparse
 import sys
 import tempfile
 from dataclasses import asdict
@@ -7,16 +8,30 @@ from pathlib import Path
 
 from conformance.bisect.explain import told
 from conformance.bisect.run import bisect_cell
+from conformance.cli import EXIT
+from conformance.core.errors import UsageError
 from conformance.matrix.cell import Cell
-from conformance.matrix.options import Ranks
+from conformance.matrix.options import Ranks, Selection
+from conformance.matrix.profile import select_cells
 from conformance.records.record_format import dumps
 from conformance.runner.phases import TraceFailed
-from conformance.runner.preflight import leased_gpus
+from conformance.runner.preflight import check_device, leased_gpus
 from conformance.runner.session import Session
 from conformance.runner.session_config import SessionConfig
 
 
-def run(cell: Cell, *, ranks: Ranks, as_json: bool) -> str:
+def run(options: argparse.Namespace) -> int:
+    options.cells = [options.cell]
+    selection, ranks = Selection.from_options(options), Ranks.from_options(options)
+    check_device(ranks)
+    cells = select_cells(selection)
+    if len(cells) != 1:
+        raise UsageError(f"{options.cell} is {len(cells)} cells; give the id of one, as parity list shows it")
+    state = _bisect(cells[0], ranks=ranks, as_json=options.json)
+    return EXIT[{"infrastructure": "incomplete", "differs": "differs"}.get(state, "conforms")]
+
+
+def _bisect(cell: Cell, *, ranks: Ranks, as_json: bool) -> str:
     """Print where the cell is wrong first; returns the cell's state.
 
     Raises UsageError for a cell that cannot be bisected.

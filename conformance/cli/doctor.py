@@ -1,5 +1,7 @@
-"""Doctor: checks whether this machine can run the suite, and what is missing for optional parts."""
+"""Checks whether this machine can run the suite, and what is missing for optional parts (`parity doctor`)."""
 
+import argparse
+import json
 import os
 import sys
 from dataclasses import dataclass
@@ -9,6 +11,7 @@ from typing import Literal
 import torch
 
 from conformance.backends.protocol import BrokenBackend, MissingExtra, registered_backends
+from conformance.cli import EXIT
 from conformance.core.errors import UsageError
 from conformance.core.host_resources import room_of
 from conformance.core.packages import package_version
@@ -24,6 +27,16 @@ class Check:
     name: str
     state: Literal["ok", "note", "problem"]
     message: str
+
+
+def run(options: argparse.Namespace) -> int:
+    checks = examine()
+    if options.json:
+        print(json.dumps([vars(check) for check in checks]))
+    else:
+        for check in checks:
+            print(f"{check.state:<8} {check.name}: {check.message}")
+    return EXIT["incomplete"] if any(check.state == "problem" for check in checks) else EXIT["conforms"]
 
 
 def examine() -> list[Check]:
@@ -64,7 +77,7 @@ def _gpus() -> Check:
     if not count:
         return Check(name="GPUs", state="note", message="none visible; cells run on the CPU (--device cpu)")
     names = ", ".join(sorted({torch.cuda.get_device_name(i) for i in range(count)}))
-    more = ", and --ranks_per_gpu 2 for cells of two ranks" if count == 1 else ""
+    more = ", and --ranks-per-gpu 2 for cells of two ranks" if count == 1 else ""
     return Check(name="GPUs", state="ok", message=f"{count} visible ({names}); use --device cuda{more}")
 
 

@@ -1,9 +1,8 @@
-"""parity history: keeps small summaries of runs in a folder, and shows how each backend has fared from run to run."""
+"""Keeps small summaries of runs in a folder, and shows how each backend fared from run to run (`parity history`)."""
 
 import argparse
 import json
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 from conformance.core.errors import UsageError
@@ -12,39 +11,22 @@ from conformance.results.changes import version_changes
 from conformance.results.history import RUNS, Summary, open_history, summarise
 
 
-class HistoryCommand:
-    """``parity history DIR [--add OUT] [--keep N] [--last N] [--json]``"""
-
-    help = "keep summaries of runs in a folder, and show the trend of each backend"
-
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("folder", type=Path, metavar="DIR", help="where history.sqlite is, or is to be")
-        parser.add_argument("--add", type=Path, action="append", default=[], metavar="OUT", help="may be repeated")
-        parser.add_argument(
-            "--keep", type=int, metavar="N", help="remove older runs than the last N, not the last green one"
-        )
-        parser.add_argument("--last", type=int, default=RUNS, metavar="N", help=f"how many to show (default: {RUNS})")
-        parser.add_argument("--json", action="store_true", help="machine-readable output")
-
-    def run(self, options: argparse.Namespace) -> int:
-        for name in ("keep", "last"):
-            if (number := getattr(options, name)) is not None and number < 1:
-                raise UsageError(f"--{name} {number}; give a number of runs, 1 or more")
-        added = [summarise(out) for out in options.add]  # before anything changes
-        with open_history(options.folder, change=bool(added or options.keep)) as history:
-            for summary in added:
-                history.add(summary)
-            if options.keep:
-                history.prune(options.keep)
-            shown = {selection: history.runs(selection, last=options.last) for selection in history.selections()}
-        if options.json:
-            print(json.dumps({selection: [_values(run) for run in runs] for selection, runs in shown.items()}))
-        else:
-            print("\n".join(line for selection, runs in shown.items() for line in _lines(selection, runs)))
-        return 0
-
-
-HISTORY_COMMAND = HistoryCommand()
+def run(options: argparse.Namespace) -> int:
+    for name in ("keep", "last"):
+        if (number := getattr(options, name)) is not None and number < 1:
+            raise UsageError(f"--{name} {number}; give a number of runs, 1 or more")
+    added = [summarise(out) for out in options.add]  # before anything changes
+    with open_history(options.folder, change=bool(added or options.keep)) as history:
+        for summary in added:
+            history.add(summary)
+        if options.keep:
+            history.prune(options.keep)
+        shown = {selection: history.runs(selection, last=options.last or RUNS) for selection in history.selections()}
+    if options.json:
+        print(json.dumps({selection: [_values(run) for run in runs] for selection, runs in shown.items()}))
+    else:
+        print("\n".join(line for selection, runs in shown.items() for line in _lines(selection, runs)))
+    return 0
 
 
 def _lines(selection: str, runs: list[Summary]) -> list[str]:

@@ -1,5 +1,6 @@
-"""The command `parity plan`: what the selected cells will take, before anything is run."""
+"""Estimates the memory, disk and time of the selected cells before anything is run (`parity plan`)."""
 
+import argparse
 import os
 import tempfile
 import time
@@ -8,10 +9,13 @@ from pathlib import Path
 
 import torch
 
+from conformance.cli import EXIT
 from conformance.core.errors import UsageError
 from conformance.core.host_resources import room_of
 from conformance.matrix.cell import Cell
-from conformance.matrix.options import Ranks
+from conformance.matrix.options import Demands, Portion, Ranks, Selection
+from conformance.matrix.plan import make_plan
+from conformance.runner.preflight import check_shared
 from conformance.runner.resource_check import GB, advice, needs_of
 from conformance.runner.resource_estimate import Estimate
 from conformance.runner.session import Session
@@ -25,7 +29,17 @@ _NOT_HERE = (
 _SIDE, _TIMES = 384, 5  # of the matrices that are multiplied to measure a processor
 
 
-def run(cells: Sequence[Cell], out: Path, *, ranks: Ranks) -> tuple[list[str], bool]:
+def run(options: argparse.Namespace) -> int:
+    ranks = Ranks.without_budget(options)
+    check_shared(ranks)
+    portion = Portion.from_options(options)
+    cells = make_plan(Selection.from_options(options), Demands(), portion, ranks=ranks).cells
+    lines, fits = _plan(cells, options.out, ranks=ranks)
+    print("\n".join(lines))
+    return EXIT["conforms" if fits else "usage"]
+
+
+def _plan(cells: Sequence[Cell], out: Path, *, ranks: Ranks) -> tuple[list[str], bool]:
     """The lines to print, and whether the cells can fit. Where no GPU is visible, cells on GPUs are planned for another
     machine, of which nothing is known: they are held against nothing.
 

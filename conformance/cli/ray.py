@@ -27,7 +27,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m conformance.cli.ray", description=__doc__)
     parser.add_argument("--nodes", type=int, required=True, help="how many nodes of the cluster take part")
     parser.add_argument("--slots", type=int, required=True, help="how many ranks each of them starts")
-    parser.add_argument("--ranks_per_gpu", type=int, default=1, help="of parity run")
+    parser.add_argument("--ranks-per-gpu", type=int, default=1, help="of parity run")
     parser.add_argument("command", choices=["run"], help="and the options of parity run")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="of parity run")
     options, rest = parser.parse_known_args(arguments)
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str]) -> int:
         address, secret = f"{host}:{free_port(host)}", secrets.token_hex(32)
         os.environ[SECRET] = secret
         gpus = -(-options.slots // max(1, options.ranks_per_gpu)) if options.device == "cuda" else 0
-        where = ["--device", options.device, "--ranks_per_gpu", str(options.ranks_per_gpu)]
+        where = ["--device", options.device, "--ranks-per-gpu", str(options.ranks_per_gpu)]
         with _agents(ray, address, secret, nodes=options.nodes, slots=options.slots, gpus=gpus):
             return parity(["run", *rest, *where, "--hosts", str(options.nodes), "--listen", address])
     except UsageError as error:

@@ -1,30 +1,28 @@
-"""`parity run`: runs cells, judges and bisects them, writes the reports; and how every command ends that does so."""
+"""Runs cells, judges and bisects them, and writes the reports (`parity run`)."""
 
 import argparse
 import shlex
 import shutil
 import signal
 import sys
+import threading
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
-from conformance.bisect.explain import told
 from conformance.bisect.run import any_differs, bisect_run
-from conformance.cli.terminal import Terminal, print_summary
+from conformance.cli import EXIT
+from conformance.cli.report import finish
+from conformance.cli.terminal import Terminal
 from conformance.core.errors import UsageError
 from conformance.core.io import Unwritable
-from conformance.core.plugins import write_reports
-from conformance.core.process import Stop, Stopped
+from conformance.core.process import Stop, stop_code
 from conformance.judge.cross_backend import write_side_by_side
 from conformance.matrix.cell import Cell
 from conformance.matrix.options import Again, Demands, Elsewhere, Kept, Portion, Ranks, Selection
 from conformance.matrix.plan import make_plan
-from conformance.records.record_format import dumps
 from conformance.results.output_folders import slim, sum_up
-from conformance.results.requirements import summary_lines
-from conformance.results.run_results import SUMMARY, cell_summary, read_output_json, summary_of
-from conformance.results.trust import read_cells
+from conformance.results.run_results import SUMMARY
 from conformance.runner.attempt import JudgedCell
 from conformance.runner.preflight import check_device, leased_gpus
 from conformance.runner.resume import cells_left, read_earlier
@@ -32,10 +30,13 @@ from conformance.runner.session import Session
 from conformance.runner.session_config import SessionConfig
 from conformance.runtime.multihost.controller import hosts_of
 
-EXIT = {"conforms": 0, "partly_observed": 0, "differs": 1, "usage": 2, "incomplete": 3}
+
+def run(options: argparse.Namespace) -> int:
+    return run_cells(*plan_run(options), options)
 
 
-def run_command(options: argparse.Namespace, arguments: list[str]) -> int:
+def plan_run(options: argparse.Namespace) -> tuple[list[Cell], SessionConfig]:
+    """The cells that are to be run, and how. Raises UsageError for options that cannot be used or do not fit."""
     selection, again = Selection.from_options(options), Again.from_options(options)
     ranks = Ranks.from_options(options)
     hosts = hosts_of(Elsewhere.from_options(options), ranks)
@@ -53,7 +54,7 @@ def run_command(options: argparse.Namespace, arguments: list[str]) -> int:
         out=out,
         device=ranks.device,
         profile=selection.profile,
-        command=shlex.join(["parity", "run", *arguments]),
+        command=shlex.join(["parity", "run", *options.arguments]),
         arguments=(*selection.arguments(without="cells"), *ranks.arguments()),
         gpus=() if hosts else leased_gpus(ranks),  # agents lease their own
         ranks_per_gpu=ranks.ranks_per_gpu,
@@ -65,8 +66,14 @@ def run_command(options: argparse.Namespace, arguments: list[str]) -> int:
         selection=text,
         earlier=earlier,
     )
-    print(f"running {len(cells)} cells; results: {out}", file=sys.stderr, flush=True)
-    with Stop(signal.SIGINT, signal.SIGTERM) as stop:
+    return cells, config
+
+
+def run_cells(cells: Sequence[Cell], config: SessionConfig, options: argparse.Namespace) -> int:
+    """Run cells that were planned; returns the exit code. Signals stop the run only in the main thread of a process."""
+    print(f"running {len(cells)} cells; results: {config.out}", file=sys.stderr, flush=True)
+    signals = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
+    with Stop(*signals) as stop:
         return _run_cells(cells, config, stop, options)
 
 
@@ -112,11 +119,6 @@ def _run_cells(cells: Sequence[Cell], config: SessionConfig, stop: Stop, options
         return _report_what_is_left(out, as_json=as_json, compare=not is_compared)
 
 
-def stop_code(by: KeyboardInterrupt) -> int:
-    """The exit code of a process that a signal stopped, as a shell tells it."""
-    return 128 + (by.number if isinstance(by, Stopped) else signal.SIGINT)
-
-
 def _report_what_is_left(out: Path, *, as_json: bool, compare: bool = False) -> int:
     """Report as far as files can still be read and written. The exit code is always ``incomplete``."""
     try:
@@ -126,19 +128,6 @@ def _report_what_is_left(out: Path, *, as_json: bool, compare: bool = False) -> 
     except (UsageError, Unwritable) as error:
         print(f"parity: no report: {error}", file=sys.stderr)
     return EXIT["incomplete"]
-
-
-def finish(out: Path, *, as_json: bool) -> int:
-    """Write the reports, print the summary of the cells that can be trusted, and return the exit code."""
-    lines = write_reports(out)
-    run, cells = read_cells(out)
-    summary = {**read_output_json(out / SUMMARY), **summary_of(run, [cell_summary(cell.entry) for cell in cells])}
-    if as_json:
-        print(dumps(summary))
-    else:
-        found = [f"bisect {cell.entry.cell}: {told(cell.bisection).answer}" for cell in cells if cell.bisection]
-        print_summary(summary["verdict"], [*summary_lines(summary), *found, *lines])
-    return EXIT[summary["verdict"]]
 
 
 def output_folder(out: Path | None) -> Path:

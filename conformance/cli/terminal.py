@@ -1,4 +1,4 @@
-"""Terminal: what `parity run` says while cells run: a line for each cell, and on a terminal what happens at the moment.
+"""Prints a line for each cell while `parity run` runs, and on a terminal what happens at the moment.
 
 Lines go to standard error. Below them, on a terminal, is a bar that says how many cells are done, which cell runs, in
 which phase its ranks are (their heartbeat), and about how long the rest will take. In a pipe, and where ``CI`` is set,
@@ -11,7 +11,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from typing import Literal, Self
+from typing import TYPE_CHECKING, Literal, Self
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -19,9 +19,11 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from conformance.matrix.cell import Cell
 from conformance.results.verdict import NO_FAULT, STATES, State, Verdict
-from conformance.runner.scheduler import Activity
+
+if TYPE_CHECKING:  # these import torch
+    from conformance.matrix.cell import Cell
+    from conformance.runner.scheduler import Activity
 
 Loudness = Literal["quiet", "normal", "verbose"]
 
@@ -36,7 +38,7 @@ _LEVELS = {"quiet": logging.ERROR, "normal": logging.INFO, "verbose": logging.DE
 class Terminal:
     """Use it in a ``with`` statement around a run of ``total`` cells. ``now`` is asked from another thread."""
 
-    def __init__(self, *, total: int, now: Callable[[], Activity | None], loudness: Loudness = "normal") -> None:
+    def __init__(self, *, total: int, now: "Callable[[], Activity | None]", loudness: Loudness = "normal") -> None:
         self._console = Console(stderr=True, highlight=False, markup=False, emoji=False)
         self._total, self._now, self._loudness = total, now, loudness
         self._took: list[tuple[Cell, float]] = []  # by the cells that were run
@@ -75,7 +77,7 @@ class Terminal:
         """How many cells are done."""
         return sum(self._counts.values())
 
-    def judged(self, cell: Cell, verdict: Verdict, seconds: float) -> None:
+    def judged(self, cell: "Cell", verdict: Verdict, seconds: float) -> None:
         """Print the line of a cell. If the user wants quiet, only that of one that needs attention."""
         self._counts[verdict.state] += 1
         if verdict.state != "unsupported":
@@ -116,7 +118,7 @@ class Terminal:
         line = Text.assemble((str(now.cell), "bold"), (phase, "cyan"), no_wrap=True, overflow="ellipsis")
         return Group(bar, line)
 
-    def _seconds_left(self, now: Activity | None) -> float | None:
+    def _seconds_left(self, now: "Activity | None") -> float | None:
         if now is None:
             return None
         left = seconds_left(self._took, (now.cell, *now.waiting))
@@ -132,7 +134,7 @@ class _Handler(logging.Handler):
         self._write(record.getMessage())
 
 
-def seconds_left(took: Iterable[tuple[Cell, float]], waiting: Iterable[Cell]) -> float | None:
+def seconds_left(took: "Iterable[tuple[Cell, float]]", waiting: "Iterable[Cell]") -> float | None:
     """How long the ``waiting`` cells take if each takes as long as those like it (same backend, as many ranks) did on
     average, or else as all. None as long as none was run."""
     alike: dict[tuple[str, int] | None, list[float]] = defaultdict(list)

@@ -2,11 +2,13 @@
 
 import difflib
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
-from pydantic import ConfigDict, ValidationError
-from pydantic_core import ErrorDetails
+if TYPE_CHECKING:  # the command line says what is wrong with its options without pydantic, whose import takes a while
+    from pydantic import ConfigDict, ValidationError
+    from pydantic_core import ErrorDetails
 
-STRICT = ConfigDict(extra="forbid")
+STRICT: "ConfigDict" = {"extra": "forbid"}
 """Configuration of every pydantic dataclass that is read from a file: an unknown key is an error, never ignored."""
 
 
@@ -14,7 +16,7 @@ class UsageError(ValueError):
     """The user asked for something that cannot be done. The message says what to change."""
 
 
-def explain(error: ValidationError, *, source: str, what: str) -> UsageError:
+def explain(error: "ValidationError", *, source: str, what: str) -> UsageError:
     """A UsageError that names every wrong field of ``source`` (a file or table), which should be a valid ``what``."""
     found = error.errors()
     lines = [f"  {'.'.join(map(str, e['loc'])) or '(whole)'}: {_said(e)}" for e in found if not _follows(e, found)]
@@ -31,14 +33,14 @@ _WORDS = {
 }
 
 
-def _said(error: ErrorDetails) -> str:
+def _said(error: "ErrorDetails") -> str:
     if error["type"] == "too_short":
         return "the list is empty; give at least one"
     words = _WORDS.get(error["type"], error["msg"].removeprefix("Value error, "))
     return words if words == "is missing" else f"{words} (got {shown(error['input'])})"
 
 
-def _follows(error: ErrorDetails, others: Sequence[ErrorDetails]) -> bool:
+def _follows(error: "ErrorDetails", others: "Sequence[ErrorDetails]") -> bool:
     """Whether a list is called too short only because its items are wrong, which other errors say."""
     loc = error["loc"]
     return error["type"] == "too_short" and any(e["loc"][: len(loc)] == loc != e["loc"] for e in others)

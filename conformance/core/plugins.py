@@ -8,14 +8,14 @@ parity.commands: each is a Command object, whose entry point has the name of the
 
 import argparse
 from collections.abc import Callable
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Protocol
 
 from conformance.core.errors import UsageError, one_line
 from conformance.core.io import Unwritable
 
-REPORTERS, COMPARISONS = "parity.reporters", "parity.comparisons"
+COMMANDS, REPORTERS, COMPARISONS = "parity.commands", "parity.reporters", "parity.comparisons"
 
 
 def write_reports(out: Path) -> list[str]:
@@ -53,9 +53,6 @@ def compare(runs: object) -> str:
     raise LookupError(f"nothing is announced under the entry-point group {COMPARISONS!r}")
 
 
-ENTRY_POINT_GROUP = "parity.commands"
-
-
 class Command(Protocol):
     help: str  # one line
 
@@ -66,15 +63,18 @@ class Command(Protocol):
         ...
 
 
-def announced_commands() -> dict[str, Command]:
-    """The commands of installed packages, by name. A command that cannot be imported says why when it is run."""
-    found: dict[str, Command] = {}
-    for entry in sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda entry: entry.name):
-        try:
-            found[entry.name] = entry.load()
-        except Exception as error:  # one broken plug-in must not stop the others
-            found[entry.name] = _Missing(f"{type(error).__name__}: {one_line(error)}")
-    return found
+def announced_commands() -> dict[str, EntryPoint]:
+    """The commands of installed packages, by name. None is imported."""
+    return {entry.name: entry for entry in sorted(entry_points(group=COMMANDS), key=lambda entry: entry.name)}
+
+
+def load_command(name: str) -> Command:
+    """Import an announced command. One that cannot be imported says why when it is run."""
+    try:
+        command: Command = announced_commands()[name].load()
+    except Exception as error:  # one broken plug-in must not stop the others
+        return _Missing(f"{type(error).__name__}: {one_line(error)}")
+    return command
 
 
 class _Missing:

@@ -112,6 +112,11 @@ class Stopped(KeyboardInterrupt):
         self.number = number
 
 
+def stop_code(by: KeyboardInterrupt) -> int:
+    """The exit code of a process that a signal stopped, as a shell reports it."""
+    return 128 + (by.number if isinstance(by, Stopped) else signal.SIGINT)
+
+
 def heeded(*signals: signal.Signals) -> tuple[signal.Signals, ...]:
     """Those that this process did not begin by ignoring. One that it was started to ignore, as SIGINT is in the
     background of a shell's script, stays ignored."""

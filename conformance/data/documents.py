@@ -78,7 +78,7 @@ def _check_variety(batches: Sequence[Batch], documents: Documents, model: Path) 
     variety, config = variety_of(batches), documents.config
     if variety.documents == 1:
         left_out = config.too_long == "drop" and documents.advice()
-        advice = left_out or "raise --max_samples (data.max_samples), or give data with more samples"
+        advice = left_out or "raise --max-samples (data.max_samples), or give data with more samples"
         raise UsageError(
             f"all rows are the same document of {config.path} with the tokenizer of {model}, so nothing would differ "
             f"if ranks exchanged their shares or left them out; {advice}"
@@ -86,7 +86,7 @@ def _check_variety(batches: Sequence[Batch], documents: Documents, model: Path) 
     if variety.lengths == 1:
         logger.warning(
             "%s: all %d documents that are trained on have the same length, so a mean of means is nearly right and "
-            "hardly told from the mean over tokens; raise --max_len, or give texts of several lengths",
+            "hardly told from the mean over tokens; raise --max-len, or give texts of several lengths",
             *(config.path, variety.documents),
         )
 

@@ -75,7 +75,7 @@ def read_groups(scenario: Scenario, *, vocabulary: int) -> list[Group]:
     """
     if scenario.data.too_long != "truncate" or scenario.data.max_samples is not None:
         raise UsageError(
-            f"--too_long and --max_samples are about pairs of texts, and the objective {scenario.objective.kind!r} "
+            f"--too-long and --max-samples are about pairs of texts, and the objective {scenario.objective.kind!r} "
             f"reads roll-outs, which are taken as they are; leave them out, or select cells with --cells 'sft*'"
         )
     drawn = random_model(resolve(scenario.model))
@@ -104,7 +104,7 @@ def _document(record: dict[str, Any], place: str, max_len: int, vocabulary: int)
         raise UsageError(f"{place}: 'prompt_ids' is empty; a response needs at least one token to follow")
     if len(prompt) + len(completion) > max_len:
         raise UsageError(
-            f"{place}: prompt and response have {len(prompt) + len(completion)} tokens, and --max_len (data.max_len) "
+            f"{place}: prompt and response have {len(prompt) + len(completion)} tokens, and --max-len (data.max_len) "
             f"is {max_len}; raise it, or leave the response out (a response that is cut would have another reward)"
         )
     logprobs = record.get("logprobs")
@@ -199,7 +199,7 @@ def _packed_rows(groups: Iterator[Group], rows: int, scenario: Scenario) -> list
         free[row] -= len(document.tokens)
     if min(free) < 0 or min(map(len, packed)) < 2:
         raise UsageError(
-            f"--max_len {max_len} (data.max_len) does not pack whole groups of {scenario.data.path} into {rows} rows "
+            f"--max-len {max_len} (data.max_len) does not pack whole groups of {scenario.data.path} into {rows} rows "
             f"with two responses or more in each; raise it, or use data.packed=false"
         )
     return [tuple(documents) for documents in packed]

@@ -62,7 +62,7 @@ def _text(record: dict[str, Any], key: str, place: Place) -> str:
             )
         raise UsageError(
             f"{place}: no column {key!r}; found {', '.join(map(repr, record)) or 'none'}; "
-            f"name the columns with --input_key and --output_key (data.input_key, data.output_key)"
+            f"name the columns with --input-key and --output-key (data.input_key, data.output_key)"
         )
     text = record[key]
     if not isinstance(text, str) or not text.strip():

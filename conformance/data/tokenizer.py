@@ -205,11 +205,11 @@ class Documents:
         alone = _alone(lengths, limit)
         if 2 * alone < len(lengths) or not lengths:
             return
-        what = f"--max_len {limit} (data.max_len) packs no second document beside {alone} of {len(lengths)} documents"
+        what = f"--max-len {limit} (data.max_len) packs no second document beside {alone} of {len(lengths)} documents"
         if self.config.too_long == "drop":
-            raise UsageError(f"{what}; {self.advice()}, or leave out --packing_samples (data.packed=false)")
+            raise UsageError(f"{what}; {self.advice()}, or leave out --packing-samples (data.packed=false)")
         raise UsageError(
-            f"{what}; use --max_len {self._sufficient()} or more, or leave out --packing_samples (data.packed=false)"
+            f"{what}; use --max-len {self._sufficient()} or more, or leave out --packing-samples (data.packed=false)"
         )
 
     def _likely_lengths(self) -> list[int]:
@@ -220,8 +220,8 @@ class Documents:
     def none_left(self) -> UsageError:
         """For data of which every document is left out."""
         return UsageError(
-            f"all {len(self)} documents of {self.config.path} have more than --max_len {self.config.max_len} tokens "
-            f"(data.max_len); {self.advice()}, or --too_long truncate"
+            f"all {len(self)} documents of {self.config.path} have more than --max-len {self.config.max_len} tokens "
+            f"(data.max_len); {self.advice()}, or --too-long truncate"
         )
 
     def advice(self) -> str:
@@ -231,8 +231,8 @@ class Documents:
         kept = {limit: sum(len(tokens) <= limit for tokens in every) for limit in {len(tokens) for tokens in every}}
         longest, needed = max(kept), self._smallest_that_serves(every)
         now, then = (sum(len(tokens) <= limit for tokens in every) for limit in (self.config.max_len, needed))
-        told = f"it keeps {now} of {len(every)}; use --max_len {needed}, which keeps {then}"
-        return told if then == len(every) else f"{told}, or --max_len {longest}, which keeps all"
+        told = f"it keeps {now} of {len(every)}; use --max-len {needed}, which keeps {then}"
+        return told if then == len(every) else f"{told}, or --max-len {longest}, which keeps all"
 
     def _smallest_that_serves(self, every: Sequence[tuple[int, ...]]) -> int:
         """The smallest ``max_len`` above the present one that keeps two documents that are not the same, and at which
@@ -278,8 +278,8 @@ class Documents:
         needed = self._sufficient()
         count = sum(map(is_wrong, self._encoded.values()))
         raise UsageError(
-            f"--max_len {self.config.max_len} (data.max_len) {what} {count} of {len(self)} documents of "
-            f"{self.config.path}; use --max_len {needed} or more, or --too_long {instead}"
+            f"--max-len {self.config.max_len} (data.max_len) {what} {count} of {len(self)} documents of "
+            f"{self.config.path}; use --max-len {needed} or more, or --too-long {instead}"
         )
 
     def _sufficient(self) -> int:

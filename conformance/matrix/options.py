@@ -1,4 +1,4 @@
-"""Selection: the options that select, share out, demand and run cells, for the command line and the pytest plugin.
+"""Declares the options that select, share out, demand and run cells, for the command line and the pytest plugin.
 
 This module imports nothing slow, because pytest loads the plugin in every run wherever the package is installed.
 """
@@ -10,6 +10,14 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path, PurePath
 from typing import Any, Literal, Self
 
+COMMON, INPUTS, WHERE, DEMANDS, JOBS, RECORDS = GROUPS = (
+    "common options",
+    "models and data",
+    "ranks",
+    "what a run has to show",
+    "parts of a run, and runs that go on",
+    "records and output",
+)  # the headings of --help, in this order
 NO_BISECT = "do not look for the first wrong module of cells that differ, which runs these once or twice more"
 
 
@@ -20,7 +28,7 @@ def _seconds(text: str) -> float:
     except ValueError:
         seconds = math.nan
     if not (math.isfinite(seconds) and seconds > 0):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds above 0")
+        raise argparse.ArgumentTypeError(f"must be a positive number of seconds, got {text!r}")
     return seconds
 
 
@@ -29,7 +37,7 @@ def _whole(least: int, most: int) -> Callable[[str], int]:
 
     def parse(text: str) -> int:
         if not (text.isascii() and text.isdigit() and len(text) < 20 and least <= int(text) <= most):
-            raise argparse.ArgumentTypeError(f"{text!r} is no whole number from {least} to {most}")
+            raise argparse.ArgumentTypeError(f"must be a whole number from {least} to {most}, got {text!r}")
         return int(text)
 
     return parse
@@ -41,22 +49,36 @@ _count, _seed = _whole(1, 2**20), _whole(0, 2**32 - 1)
 def _size(text: str) -> int:
     """The type of an option: a whole number from 0."""
     if not (text.isascii() and text.isdigit()):
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 0")
+        raise argparse.ArgumentTypeError(f"must be a whole number from 0, got {text!r}")
     return int(text)
 
 
-def _option(help_text: str, *, default: Any = None, **arguments: Any) -> Any:
-    return field(default=default, metadata={"help": help_text, **arguments})
+def _option(help_text: str, *, default: Any = None, group: str = COMMON, **arguments: Any) -> Any:
+    return field(default=default, metadata={"group": group, "about": {"help": help_text, **arguments}})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """One option. ``field``: the attribute that holds its value. ``about``: the arguments for argparse and pytest."""
+
+    field: str
+    group: str
+    about: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        """The option as it is written, without the dashes in front: ``max-len``."""
+        return self.field.replace("_", "-")
 
 
 class Options:
     """Base of dataclasses whose fields are options, with the same names on the command line and in the plugin."""
 
     @classmethod
-    def options(cls) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield the name and the argparse arguments of every option. An option that is not given is None or False."""
+    def options(cls) -> Iterator[Option]:
+        """Yield every option. The value of an option that is not given is None or False."""
         for option in fields(cls):  # type: ignore[arg-type]
-            yield option.name, dict(option.metadata)
+            yield Option(field=option.name, **option.metadata)
 
     @classmethod
     def from_options(cls, options: object, *, prefix: str = "") -> Self:
@@ -73,8 +95,9 @@ class Options:
             value = getattr(self, option.name)
             if option.name == without or value == option.default:
                 continue
+            flag = f"--{option.name.replace('_', '-')}"
             for single in value if isinstance(value, tuple) else (value,):
-                arguments += [f"--{option.name}"] if single is True else [f"--{option.name}", str(single)]
+                arguments += [flag] if single is True else [flag, str(single)]
         return tuple(arguments)
 
 
@@ -87,12 +110,16 @@ class Demands(Options):
         default=(),
         action="append",
         metavar="GLOB",
+        group=DEMANDS,
     )
-    min_judged: int = _option("how many cells have to be judged at least", default=0, type=_count, metavar="N")
+    min_judged: int = _option(
+        "how many cells have to be judged at least", default=0, type=_count, metavar="N", group=DEMANDS
+    )
     baseline: str | None = _option(
         "an earlier run (its --out folder or summary.json), or a folder of parity history: the report says what has "
         "changed since, and no coverage may be lost",
         metavar="OUT|DIR",
+        group=DEMANDS,
     )
 
 
@@ -101,7 +128,7 @@ class Portion(Options):
     """Which of the selected cells this run runs, if several jobs share them."""
 
     shard: str | None = _option(
-        "the K-th of N parts of the selected cells; parity merge puts the parts together", metavar="K/N"
+        "the K-th of N parts of the selected cells; parity merge puts the parts together", metavar="K/N", group=JOBS
     )
 
 
@@ -113,6 +140,7 @@ class Kept(Options):
         "tensors of the records: of cells that differ or fail (differing, the default), or of all of them",
         default="differing",
         choices=("differing", "all"),
+        group=RECORDS,
     )
 
 
@@ -121,11 +149,14 @@ class Again(Options):
     """Going on in the output folder of an earlier run of the same cells, with ``parity run`` only."""
 
     resume: str | None = _option(
-        "go on in the folder of an earlier run of the same cells, with those that have no verdict", metavar="OUT"
+        "go on in the folder of an earlier run of the same cells, with those that have no verdict",
+        metavar="OUT",
+        group=JOBS,
     )
     rerun: str | None = _option(
         "with --resume: run its cells that differ or ended in an infrastructure failure again, and no other",
         choices=("failed",),
+        group=JOBS,
     )
 
 
@@ -133,24 +164,39 @@ class Again(Options):
 class Ranks(Options):
     """Where and how long ranks run."""
 
-    device: Literal["cpu", "cuda"] = _option("default: cpu", default="cpu", choices=("cpu", "cuda"))
+    device: Literal["cpu", "cuda"] = _option(
+        "where ranks compute (default: cpu)", default="cpu", choices=("cpu", "cuda")
+    )
     ranks_per_gpu: int = _option(
         "with --device cuda: up to N ranks share a GPU, so that cells of more ranks than GPUs run, too (default: 1)",
         default=1,
         type=_whole(1, 64),
         metavar="N",
+        group=WHERE,
     )
     budget: float = _option(
-        "seconds that a cell may go without progress (default: 300)", default=300.0, type=_seconds, metavar="S"
+        "seconds that a cell may go without progress (default: 300)",
+        default=300.0,
+        type=_seconds,
+        metavar="S",
+        group=WHERE,
     )
+
+    @classmethod
+    def without_budget(cls, options: object) -> Self:
+        """Build from the options of a command that runs no cells, and so has no budget."""
+        given = {name: getattr(options, name) for name in ("device", "ranks_per_gpu")}
+        return cls(**{name: value for name, value in given.items() if value is not None})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Elsewhere(Options):
     """Ranks on several hosts."""
 
-    hosts: int | None = _option("wait for N agents (parity agent), which start all ranks", type=_count, metavar="N")
-    listen: str | None = _option("with --hosts: where agents find this run", metavar="HOST:PORT")
+    hosts: int | None = _option(
+        "wait for N agents (parity agent), which start all ranks", type=_count, metavar="N", group=WHERE
+    )
+    listen: str | None = _option("with --hosts: where agents find this run", metavar="HOST:PORT", group=WHERE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,6 +220,7 @@ class Selection(Options):
         default=(),
         action="append",
         metavar="BACKEND=EXECUTABLE",
+        group=WHERE,
     )
     cells: tuple[str, ...] = _option("cell ids; may be repeated", default=(), action="append", metavar="GLOB")
     faults: tuple[str, ...] = _option(
@@ -181,25 +228,38 @@ class Selection(Options):
     )
     model: str | None = _option("Hugging Face folder to use instead of the profile's models")
     data: str | None = _option("JSONL or Parquet file, or a Hugging Face dataset on disk")
-    input_key: str | None = _option("column of the prompt")
-    output_key: str | None = _option("column of the answer")
-    max_len: int | None = _option("longest row, in tokens", type=_count, metavar="N")
+    input_key: str | None = _option("column of the prompt", group=INPUTS)
+    output_key: str | None = _option("column of the answer", group=INPUTS)
+    max_len: int | None = _option("longest row, in tokens", type=_count, metavar="N", group=INPUTS)
     too_long: str | None = _option(
         "documents of more tokens: cut at the end (truncate, the default), left out (drop), or an error",
         choices=("truncate", "drop", "error"),
+        group=INPUTS,
     )
-    max_samples: int | None = _option("read only the first N samples of the data", type=_count, metavar="N")
-    packing_samples: bool = _option("several documents per row, in every scenario", default=False, action="store_true")
-    ring_head_stride: int | None = _option("key-value heads that a ring gathers at a time", type=_count, metavar="N")
-    seed: int | None = _option("another model and another order of the documents", type=_seed, metavar="N")
+    max_samples: int | None = _option(
+        "read only the first N samples of the data", type=_count, metavar="N", group=INPUTS
+    )
+    packing_samples: bool = _option(
+        "several documents per row, in every scenario", default=False, action="store_true", group=INPUTS
+    )
+    ring_head_stride: int | None = _option(
+        "key-value heads that a ring gathers at a time", type=_count, metavar="N", group=INPUTS
+    )
+    seed: int | None = _option(
+        "another model and another order of the documents", type=_seed, metavar="N", group=INPUTS
+    )
     sketch: int | None = _option(
         "keep sketches of matrices with more than N elements, not the matrices (default: 65536 where models have more "
         "than 500 million parameters, else none)",
         type=_size,
         metavar="N",
+        group=RECORDS,
     )
     trust_remote_code: bool = _option(
-        "run the Python code that a model's folder brings along (auto_map)", default=False, action="store_true"
+        "run the Python code that a model's folder brings along (auto_map)",
+        default=False,
+        action="store_true",
+        group=INPUTS,
     )
 
     def text(self, where: Ranks) -> str:

@@ -40,7 +40,7 @@ def floor_from_demands(
         raise UsageError("--baseline is about the cells of all shards together: give it to parity merge")
     if demands.min_judged > len(cells):
         raise UsageError(
-            f"--min_judged {demands.min_judged}, but only {len(cells)} cells are selected; lower it or select more"
+            f"--min-judged {demands.min_judged}, but only {len(cells)} cells are selected; lower it or select more"
         )
     return Floor(
         require=demands.require,

@@ -132,7 +132,7 @@ def select_cells(selection: Selection) -> list[Cell]:
         )
     if selection.ring_head_stride and not any(leg.layout.gathers for cell in cells for leg in cell.legs):
         raise UsageError(
-            f"--ring_head_stride {selection.ring_head_stride} changes no cell of profile {selection.profile}: none has "
+            f"--ring-head-stride {selection.ring_head_stride} changes no cell of profile {selection.profile}: none has "
             f"a ring that gathers (sp2); leave it out"
         )
     return select(cells, selection.cells)

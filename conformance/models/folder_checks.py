@@ -86,7 +86,7 @@ def runs_code(folder: Path, *, trusted: bool) -> bool:
         return True
     raise UsageError(
         f"{folder / next(iter(references))} names Python code of the folder (auto_map), and loading the model would "
-        f"run it; read the code, and add --trust_remote_code if you trust it"
+        f"run it; read the code, and add --trust-remote-code if you trust it"
     )
 
 

@@ -144,7 +144,7 @@ def _compare(one: Part, other: Part) -> Iterable[tuple[str, object, object]]:
     yield "suite version", one.version, other.version
     yield "device", one.run.device, other.run.device
     here, there = one.run.environment, other.run.environment
-    yield "--ranks_per_gpu", here.get(RANKS_PER_GPU, 1), there.get(RANKS_PER_GPU, 1)
+    yield "--ranks-per-gpu", here.get(RANKS_PER_GPU, 1), there.get(RANKS_PER_GPU, 1)
     for name in dict.fromkeys([*here, *there]):
         # What adapters name beside the usual packages is told by those jobs only that have these backends. A variable
         # that is not set, in contrast, has no value.

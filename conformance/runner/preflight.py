@@ -31,7 +31,7 @@ from conformance.spec.known_defects import Known
 def check_shared(ranks: Ranks) -> None:
     """Raises UsageError for ranks that share GPUs on the CPU."""
     if ranks.device == "cpu" and ranks.ranks_per_gpu > 1:
-        raise UsageError("--ranks_per_gpu is about GPUs: add --device cuda; on the CPU, ranks share all processors")
+        raise UsageError("--ranks-per-gpu is about GPUs: add --device cuda; on the CPU, ranks share all processors")
 
 
 def check_device(ranks: Ranks) -> None:

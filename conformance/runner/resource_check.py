@@ -100,7 +100,7 @@ def advice(needs: Needs, room: Room) -> str:
     if needs.total.host <= room.memory and several:
         return "select fewer cells (--cells), give --shard K/N and merge on another disk, or make room"
     return (
-        "use a model with fewer layers and the same architecture, fewer rows (data.rows), a shorter --max_len, fewer "
+        "use a model with fewer layers and the same architecture, fewer rows (data.rows), a shorter --max-len, fewer "
         "steps, fp32 instead of the exact tier, or a machine with more"
     )
 

@@ -21,6 +21,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
+from conformance.core import own_packages
 from conformance.core.process import (
     adopt_orphans,
     children,
@@ -247,6 +248,7 @@ def _set(changed: contextlib.ExitStack, module: Any, name: str, value: Any) -> N
 
 
 def main(arguments: Sequence[str]) -> None:
+    own_packages.prefer()
     control_fd, parent, ranks, *preload = arguments
     signal_at_death_of(int(parent), signal.SIGTERM)
     adopt_orphans()

@@ -162,7 +162,7 @@ def gpus_of(block: Block) -> Block:
 def more_shares(ranks: int, gpus: int) -> str:
     """Advise the user how ``ranks`` ranks fit on ``gpus`` GPUs."""
     each = -(-ranks // gpus)
-    return f"--ranks_per_gpu {each} lets {each} ranks share a GPU"
+    return f"--ranks-per-gpu {each} lets {each} ranks share a GPU"
 
 
 def visible_to(block: Block) -> dict[str, str]:

@@ -30,6 +30,7 @@ from importlib.util import cache_from_source, find_spec
 from pathlib import Path
 from typing import IO, NoReturn
 
+from conformance.core import own_packages
 from conformance.core.paths import cache_folder
 from conformance.runtime import forkserver
 from conformance.runtime.config import START_LIMIT_S, StartError
@@ -314,6 +315,7 @@ def _become_zygote(message: Message, parent: int, control_fd: int, log_fd: int) 
 
 
 def main() -> None:
+    own_packages.prefer()
     control = Wire(socket.socket(fileno=int(sys.argv[1])))
     os.set_inheritable(control.fileno(), False)
     _import(COMMON)

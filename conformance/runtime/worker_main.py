@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, Store, TCPStore
 
+from conformance.core import own_packages
 from conformance.runtime import heartbeat
 from conformance.runtime.cleanup import Cleaner, freeze
 from conformance.runtime.failure import FlightRecorder
@@ -213,6 +214,7 @@ def _limit_memory(limit: int | None) -> None:
 
 
 if __name__ == "__main__":
+    own_packages.prefer()
     values = json.loads(sys.argv[1])
     freeze()
     serve(RankSpec(**values))

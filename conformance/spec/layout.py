@@ -47,7 +47,7 @@ AXES: Mapping[str, Term] = {
         "DeepSpeed sequence_parallel_size; verl ulysses_sequence_parallel_size",
     ),
     "stride": Term(
-        "key-value heads that context-parallel ranks gather at a time (--ring_head_stride)",
+        "key-value heads that context-parallel ranks gather at a time (--ring-head-stride)",
         "ring_flash_attn heads_k_stride; OpenRLHF ring_head_stride",
     ),
     "pp": Term("pipeline stages", "Megatron pipeline_model_parallel_size; torchtitan pipeline_parallel_degree"),
@@ -111,6 +111,7 @@ OPTIONS: Mapping[str, Term] = {
     ),
     "shipped": Term("the library's own behavior where the backend corrects a defect by default"),
 }
+ALIASES = {"cp": "sp"}  # accepted in ids; an id is written with the axis itself
 _NEEDS_TP = ("plan", "seqpar", "losspar")
 _RINGS = ("ring", "zigzag", "torchcp")  # each replaces the default context parallelism, so a layout has at most one
 ZERO = "zero"  # prefix of the ZeRO stage in an id
@@ -174,7 +175,7 @@ class Layout:
 
     @classmethod
     def parse(cls, text: str) -> "Layout":
-        """Read an id such as ``dp2.tp2.seqpar``; the order of its parts does not matter.
+        """Read an id such as ``dp2.tp2.seqpar``; the order of its parts does not matter, and ``cp`` is accepted for ``sp``.
 
         Sizes are ASCII digits without leading zeros, so that a size has one spelling. Raises UsageError for other text.
         """
@@ -182,15 +183,16 @@ class Layout:
         options: list[str] = []
         for part in text.split("."):
             match = re.fullmatch(r"([a-z]+)(\d+)", part)
-            if match and match[1] in (*AXES, ZERO):
-                if match[1] in axes:
-                    raise UsageError(f"layout {shown(text)} names {match[1]} twice")
+            axis = ALIASES.get(match[1], match[1]) if match else ""
+            if match and axis in (*AXES, ZERO):
+                if axis in axes:
+                    raise UsageError(f"layout {shown(text)} names {axis} twice")
                 if not re.fullmatch(r"0|[1-9][0-9]{0,8}", match[2]):
                     raise UsageError(
                         f"layout {shown(text)}: the size in {shown(part)} has to be ASCII digits without leading "
                         f"zeros, and below a billion; e.g. {match[1]}2"
                     )
-                axes[match[1]] = int(match[2])
+                axes[axis] = int(match[2])
             elif part in OPTIONS:
                 options.append(part)
             else:

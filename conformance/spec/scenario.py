@@ -242,7 +242,7 @@ def load_scenario(path: Path, *, data_overrides: dict[str, Any] | None = None, *
     if not isinstance(values.get("data", {}), dict):
         raise UsageError(f"{path}: data has to be a table ([data]), not {shown(values['data'])}")
     if "trust_remote_code" in values:
-        raise UsageError(f"{path}: trust_remote_code cannot be said by a file; use the option --trust_remote_code")
+        raise UsageError(f"{path}: trust_remote_code cannot be said by a file; use the option --trust-remote-code")
     if "name" not in values and not re.fullmatch(NAME, path.stem):
         raise UsageError(
             f"{path}: a scenario is called what its file is called, in small letters, digits and dashes; rename the "

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from conformance.bisect.run import any_differs, bisect_run
+from conformance.core import own_packages
 from conformance.core.errors import UsageError
 from conformance.core.host_resources import Room, room_of
 from conformance.core.paths import resolve
@@ -37,6 +38,8 @@ from conformance.suite.plugin import (
     selection,
     stop_at_signals,
 )
+
+own_packages.prefer()
 
 PLAN_KEY = pytest.StashKey[Plan]()
 ON_HOSTS = pytest.StashKey[Session]()  # has begun to run the cells, where agents start their ranks

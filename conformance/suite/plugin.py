@@ -30,8 +30,8 @@ BISECTED = pytest.StashKey[list[str]]()  # a line about each cell that was bisec
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("parity", "conformance of LLM training backends (pytest --pyargs conformance.suite)")
     for kind in (Selection, Demands, Portion, Ranks, Elsewhere, Output, Kept):
-        for name, about in kind.options():
-            group.addoption(f"--parity-{name.replace('_', '-')}", dest=f"parity_{name}", **about)
+        for option in kind.options():
+            group.addoption(f"--parity-{option.name}", dest=f"parity_{option.field}", **option.about)
     group.addoption("--parity-no-bisect", action="store_true", help=NO_BISECT)
 
 

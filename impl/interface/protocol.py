@@ -41,8 +41,8 @@ class ContextConfig:
     """The configuration of a context. ``device`` is ``cpu`` or this rank's ``cuda:N``.
 
     accumulation: micro-batches per optimizer step and data rank. packed: rows may hold several documents
-    (``--packing_samples``). loss_scale: of fp16. trust_remote_code: Python code of model folders may be run
-    (``--trust_remote_code``). router_z_loss: what the z-loss of routers is multiplied by; 0 adds none.
+    (``--packing-samples``). loss_scale: of fp16. trust_remote_code: Python code of model folders may be run
+    (``--trust-remote-code``). router_z_loss: what the z-loss of routers is multiplied by; 0 adds none.
     whole_experts: those of the models have biases, which not every library can cut.
     """
 

@@ -33,7 +33,7 @@ class Train:
         for command, about in COMMANDS.items():
             one = commands.add_parser(command, help=about, description=about)
             one.add_argument("--config", type=Path, metavar="FILE", help="recipe: TOML or YAML, the options by name")
-            one.add_argument("--dry_run", action="store_true", help="print the plan and the memory it takes, and stop")
+            one.add_argument("--dry-run", action="store_true", help="print the plan and the memory it takes, and stop")
             add_flags(one, command)
 
     def run(self, options: argparse.Namespace) -> int:
@@ -70,7 +70,7 @@ class Train:
             from impl.train.setup import check_inputs
 
             check_inputs(config)
-            start = [sys.executable, "-m", RANK, str(file)]
+            start = [sys.executable, "-m", "conformance.core.own_packages", RANK, str(file)]
             return run_ranks(start, ranks=config.layout.world_size, device=config.device)
 
 
@@ -94,5 +94,5 @@ def _check_ranks_asked_for(asked: Value) -> None:
     there = os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])
     if asked is not None and str(asked) != there:
         raise UsageError(
-            f"--nproc_per_node {asked}: torchrun has started {there} ranks on this host; leave it out, or start as many"
+            f"--nproc-per-node {asked}: torchrun has started {there} ranks on this host; leave it out, or start as many"
         )

@@ -17,7 +17,7 @@ from pydantic import PlainSerializer, PlainValidator, TypeAdapter, ValidationErr
 from conformance.core.errors import UsageError, explain
 from conformance.spec.layout import Layout
 from conformance.spec.scenario import Scenario, parse_scenario, scenario_to_json
-from impl.train.flags import SAME_SIZE, Value
+from impl.train.flags import SAME_SIZE, Value, written
 
 
 class Values:
@@ -53,7 +53,8 @@ class Values:
         other = SAME_SIZE[name]
         if self.given(name) and self.given(other) and self.whole(name) != self.whole(other):
             raise UsageError(
-                f"--{name} {self.whole(name)} and --{other} {self.whole(other)} are two names of one size; give one"
+                f"{written(name)} {self.whole(name)} and {written(other)} {self.whole(other)} are two names of one size; "
+                f"give one"
             )
         return self.whole(name) if self.given(name) else self.whole(other) if self.given(other) else 1
 

@@ -9,11 +9,12 @@ import argparse
 import contextlib
 import difflib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn, get_args
+from typing import Any, get_args
 
+from conformance.core import parser
 from conformance.core.errors import UsageError, one_line, shown
 from conformance.core.io import MIB, read_text, read_toml
 from conformance.spec.objectives import LossMode
@@ -28,6 +29,11 @@ ROLLOUT = ("grpo", "ppo")
 SAME_SIZE = {"tensor_model_parallel_size": "fsdp_tensor_parallel_size", "ring_attn_size": "context_parallel_size"}
 ALTERNATIVES = (*SAME_SIZE.items(), ("max_steps", "max_epochs", "num_episodes"))  # of which one may be said
 Value = str | int | float | bool | None
+
+
+def written(name: str) -> str:
+    """An option as it is written on the command line; a recipe has its bare name."""
+    return f"--{name.replace('_', '-')}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,11 +83,11 @@ class Flag:
         }
         if broken := [words for words, kept in bounds.items() if not kept] or math.isnan(value):
             words = " and ".join(broken) if isinstance(broken, list) else "a number"
-            raise UsageError(f"--{self.name} has to be {words}, not {value}")
+            raise UsageError(f"{written(self.name)} has to be {words}, not {value}")
 
 
 _WORDS = {str: "a text", int: "a whole number", float: "a number", bool: "true or false"}
-_TP = "give --tensor_model_parallel_size, which every backend has"
+_TP = "give --tensor-model-parallel-size, which every backend has"
 
 FLAGS = (
     Flag(name="backend", kind=str, choices=("deepspeed", "fsdp2", "megatron"), help="who trains"),
@@ -111,7 +117,7 @@ FLAGS = (
     # Steps
     Flag(name="train_batch_size", kind=int, least=1, default=32, help="rows of an optimizer step, over all ranks"),
     Flag(name="micro_train_batch_size", kind=int, least=1, default=1, help="rows of a forward pass of one rank"),
-    Flag(name="max_steps", kind=int, least=1, help="optimizer steps (default: by --max_epochs or --num_episodes)"),
+    Flag(name="max_steps", kind=int, least=1, help="optimizer steps (default: by --max-epochs or --num-episodes)"),
     Flag(name="max_epochs", kind=int, least=1, commands=("sft",), help="passes over the data (default: 1)"),
     Flag(name="num_episodes", kind=int, least=1, commands=ROLLOUT, help="passes over the prompts (default: 1)"),
     Flag(
@@ -164,7 +170,7 @@ FLAGS = (
         name="lora_save",
         kind=str,
         choices=("adapter", "merged"),
-        help="--save_path gets the adapter beside the base, or added to it (default: adapter)",
+        help="--save-path gets the adapter beside the base, or added to it (default: adapter)",
     ),
     # Ranks
     Flag(
@@ -283,7 +289,7 @@ FLAGS = (
     # Output
     Flag(name="save_path", kind=str, help="Hugging Face folder that is written at the end (default: none)"),
     Flag(name="ckpt_path", kind=str, help="folder of checkpoints (default: none)"),
-    Flag(name="load_checkpoint", kind=bool, default=False, help="go on from the last checkpoint in --ckpt_path"),
+    Flag(name="load_checkpoint", kind=bool, default=False, help="go on from the last checkpoint in --ckpt-path"),
     Flag(name="save_steps", kind=int, least=1, default=100, help="updates between two checkpoints"),
     Flag(name="async_save", kind=bool, default=False, help="write checkpoints while the training goes on"),
     Flag(name="max_ckpt_num", kind=int, least=1, default=2, help="checkpoints that stay"),
@@ -291,31 +297,21 @@ FLAGS = (
     Flag(
         name="logging",
         kind=str,
-        help="file of JSON lines, one a step (default: log.jsonl in --ckpt_path, else in parity-train/DATE_TIME)",
+        help="file of JSON lines, one a step (default: log.jsonl in --ckpt-path, else in parity-train/DATE_TIME)",
     ),
     Flag(name="use_tensorboard", kind=bool, default=False, help="write the numbers for TensorBoard, too"),
     Flag(name="use_wandb", kind=bool, default=False, help="send the numbers to Weights & Biases, too"),
 )
 
 
-class Parser(argparse.ArgumentParser):
-    """Reports an unknown option itself, with those that look like it, and knows no abbreviations."""
+class Parser(parser.Parser):
+    """The parser of one of the commands: an unknown option may be one of another command."""
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**{**options, "allow_abbrev": False})
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        found, unknown = super().parse_known_args(args, namespace)
-        if unknown:
-            command = self.prog.rpartition(" ")[2]
-            self.error(_unknown(unknown[0].partition("=")[0], command, dashes="--"))
-        return found, unknown
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}\n")
+    def unknown(self, option: str) -> str:
+        return _unknown(option, self.prog.rpartition(" ")[2], written=written)
 
 
-def add_flags(parser: argparse.ArgumentParser, command: str) -> None:
+def add_flags(to: argparse.ArgumentParser, command: str) -> None:
     """Declare a command's options. What is not given is not in the namespace."""
     for flag in FLAGS:
         if command not in flag.commands:
@@ -323,10 +319,10 @@ def add_flags(parser: argparse.ArgumentParser, command: str) -> None:
         default = "" if flag.default is None or flag.kind is bool else f" (default: {flag.default})"
         about: dict[str, Any] = {"help": flag.help + default, "default": argparse.SUPPRESS}
         if flag.kind is bool:
-            parser.add_argument(f"--{flag.name}", action=argparse.BooleanOptionalAction, **about)
+            to.add_argument(written(flag.name), action=argparse.BooleanOptionalAction, **about)
         else:
             choices = {"choices": flag.choices} if flag.choices else {"metavar": _METAVARS[flag.kind]}
-            parser.add_argument(f"--{flag.name}", type=flag.kind, **choices, **about)
+            to.add_argument(written(flag.name), type=flag.kind, **choices, **about)
 
 
 _METAVARS = {str: "TEXT", int: "N", float: "X"}
@@ -348,7 +344,7 @@ def read_recipe(path: Path, command: str) -> dict[str, Value]:
         if flag is None or command not in flag.commands:
             raise UsageError(f"{path}: {_unknown(str(name), command)}")
         if not flag.in_recipe:
-            raise UsageError(f"{path}: {name} cannot be said by a file; use the option --{name}")
+            raise UsageError(f"{path}: {name} cannot be said by a file; use the option {written(name)}")
         found[name] = flag.typed(value, source=str(path))
     return found
 
@@ -369,12 +365,12 @@ def resolve_values(given: Mapping[str, Value], recipe: Mapping[str, Value], comm
     values = {flag.name: said.get(flag.name, flag.default) for flag in flags}
     for name in ("backend", "pretrain"):
         if values[name] is None:
-            raise UsageError(f"--{name} is missing; {_what_it_takes(by_name=name)}")
+            raise UsageError(f"{written(name)} is missing; {_what_it_takes(by_name=name)}")
     backend = str(values["backend"])
     for flag in flags:
         flag.check(values[flag.name])
         if said.get(flag.name) and backend in flag.refused:
-            raise UsageError(f"--{flag.name} is not for --backend {backend}: {flag.refused[backend]}")
+            raise UsageError(f"{written(flag.name)} is not for --backend {backend}: {flag.refused[backend]}")
     return values
 
 
@@ -383,15 +379,15 @@ def _what_it_takes(*, by_name: str) -> str:
     return f"give one of {', '.join(flag.choices)}" if flag.choices else f"give the {flag.help}"
 
 
-def _unknown(name: str, command: str, *, dashes: str = "") -> str:
-    """What to say of an option that a command does not have."""
+def _unknown(name: str, command: str, *, written: Callable[[str], str] = str) -> str:
+    """The message about an option that a command does not have. ``written``: how names of options are written."""
     bare = name.removeprefix("--").removeprefix("no-").replace("-", "_")
     others = next((flag.commands for flag in FLAGS if flag.name == bare), ())
     if others and command not in others:
-        return f"{dashes}{bare} is an option of {' and '.join(others)}, not of {command}; leave it out"
+        return f"{written(bare)} is an option of {' and '.join(others)}, not of {command}; leave it out"
     names = [flag.name for flag in FLAGS if command in flag.commands]
     close = difflib.get_close_matches(bare, names, n=3, cutoff=0.5)
-    hint = f"did you mean {' or '.join(dashes + one for one in close)}?" if close else "see --help for those there are"
+    hint = f"did you mean {' or '.join(map(written, close))}?" if close else "see --help for those there are"
     return f"there is no option {shown(name)}; {hint}"
 
 

@@ -26,7 +26,7 @@ from conformance.spec.lora import ALL_LINEAR, LoraConfig
 from conformance.spec.scenario import Scenario, parse_scenario
 from impl.models.family_quirks import PLANNED
 from impl.train.config import ARITHMETIC, OutputConfig, RolloutConfig, TrainConfig, Values
-from impl.train.flags import Value
+from impl.train.flags import Value, written
 from impl.train.memory_estimate import parameter_shapes
 
 Device = Literal["cpu", "cuda"]
@@ -98,7 +98,7 @@ def ranks_to_start(values: Mapping[str, Value], *, dry_run: bool) -> int:
     if values["nproc_per_node"] is not None:
         asked = read.whole("nproc_per_node")
         if on_gpus and asked > gpus and not dry_run:
-            raise UsageError(f"--nproc_per_node {asked}: {gpus} GPUs are visible, a rank each; use {gpus} or less")
+            raise UsageError(f"--nproc-per-node {asked}: {gpus} GPUs are visible, a rank each; use {gpus} or less")
         return asked
     return (
         gpus if on_gpus and gpus else read.cut("tensor_model_parallel_size") * read.cut("ring_attn_size") * read.stages
@@ -111,8 +111,8 @@ def _layout(read: Values, backend: str, ranks: int) -> Layout:
     sized = Layout.for_world(ranks, tp=tp, sp=sp, pp=read.stages)
     if read.flag("use_hf_tp_plan") and (tp == 1 or read.flag("sequence_parallel")):
         raise UsageError(
-            "--use_hf_tp_plan is for tensor parallelism without --sequence_parallel, which needs an explicit plan; "
-            + ("give --fsdp_tensor_parallel_size 2, or leave it out" if tp == 1 else "leave one of the two out")
+            "--use-hf-tp-plan is for tensor parallelism without --sequence-parallel, which needs an explicit plan; "
+            + ("give --fsdp-tensor-parallel-size 2, or leave it out" if tp == 1 else "leave one of the two out")
         )
     explicit = backend == "fsdp2" and tp > 1 and not read.flag("use_hf_tp_plan")
     zero = _stage(read, backend)
@@ -141,7 +141,7 @@ def _check_ranks(ranks: int, sizes: Mapping[str, int]) -> None:
         below, above = ranks // together * together, -(-ranks // together) * together
         raise UsageError(
             f"{ranks} ranks cannot be divided by {words}{f' = {together}' if ' x ' in words else ''}; use "
-            f"--nproc_per_node {f'{below} or ' if below else ''}{above}, or smaller sizes"
+            f"--nproc-per-node {f'{below} or ' if below else ''}{above}, or smaller sizes"
         )
 
 
@@ -170,7 +170,7 @@ class _Batch:
         if left or not accumulation:
             below, above = rows // at_once * at_once, -(-rows // at_once) * at_once
             raise UsageError(
-                f"--train_batch_size {rows} is no multiple of --micro_train_batch_size {micro} x {layout.dp} "
+                f"--train-batch-size {rows} is no multiple of --micro-train-batch-size {micro} x {layout.dp} "
                 f"data-parallel ranks = {at_once}; use {f'{below} or ' if below else ''}{above}"
             )
         if command == "sft":
@@ -180,17 +180,17 @@ class _Batch:
         if read.flag("packing_samples"):
             if responses < rows:
                 raise UsageError(
-                    f"--rollout_batch_size {prompts} x --n_samples_per_prompt {samples} = {responses} responses do not "
-                    f"fill --train_batch_size {rows} rows; use --rollout_batch_size {-(-rows // samples)} or more"
+                    f"--rollout-batch-size {prompts} x --n-samples-per-prompt {samples} = {responses} responses do not "
+                    f"fill --train-batch-size {rows} rows; use --rollout-batch-size {-(-rows // samples)} or more"
                 )
             return cls(rows=rows, accumulation=accumulation)
         if responses % rows:
             fitting = [n for n in range(1, responses + 1) if responses % n == n % at_once == 0]
-            advice = f"--train_batch_size {max(fitting)}, or " if fitting else ""
+            advice = f"--train-batch-size {max(fitting)}, or " if fitting else ""
             more = -(-responses // math.lcm(rows, samples)) * math.lcm(rows, samples) // samples
             raise UsageError(
-                f"--rollout_batch_size {prompts} x --n_samples_per_prompt {samples} = {responses} responses fill "
-                f"no whole steps of --train_batch_size {rows}; use {advice}--rollout_batch_size {more}"
+                f"--rollout-batch-size {prompts} x --n-samples-per-prompt {samples} = {responses} responses fill "
+                f"no whole steps of --train-batch-size {rows}; use {advice}--rollout-batch-size {more}"
             )
         return cls(rows=rows, accumulation=accumulation, mini_batches=responses // rows)
 
@@ -240,7 +240,9 @@ def _lora(read: Values, model: Path) -> dict[str, Any] | None:
     if not read.given("lora_rank"):
         for name in ("lora_alpha", "target_modules", "lora_save"):
             if read.given(name):
-                raise UsageError(f"--{name} is about adapters, and without --lora_rank there are none; give a rank")
+                raise UsageError(
+                    f"{written(name)} is about adapters, and without --lora-rank there are none; give a rank"
+                )
         return None
     said = read.text("target_modules") if read.given("target_modules") else ALL_LINEAR
     targets = said if said == ALL_LINEAR else tuple(name.strip() for name in said.split(","))
@@ -250,11 +252,11 @@ def _lora(read: Values, model: Path) -> dict[str, Any] | None:
         "target_modules": targets,
     }
     if read.given("lora_save") and read.text("lora_save") == "merged" and not read.given("save_path"):
-        raise UsageError("--lora_save merged: where to? give --save_path a folder")
+        raise UsageError("--lora-save merged: where to? give --save-path a folder")
     try:
         TypeAdapter(LoraConfig).validate_python(values).targets(parameter_shapes(model, "causal"))
     except ValidationError as error:
-        raise explain(error, source="--target_modules", what="adapter") from None
+        raise explain(error, source="--target-modules", what="adapter") from None
     return values
 
 
@@ -269,20 +271,20 @@ def _steps(read: Values, command: str, data: str, batch: _Batch) -> int:
     passes = "max_epochs" if command == "sft" else "num_episodes"
     if read.given("max_steps"):
         if read.given(passes):
-            raise UsageError(f"--max_steps and --{passes} both say how long to train; give one of them")
+            raise UsageError(f"--max-steps and {written(passes)} both say how long to train; give one of them")
         return _whole_rollouts(read.whole("max_steps"), read, command, batch)
     if read.flag("packing_samples") and command == "sft":
         raise UsageError(
-            "--packing_samples: how many rows a pass over the data has depends on its lengths; give --max_steps"
+            "--packing-samples: how many rows a pass over the data has depends on its lengths; give --max-steps"
         )
     if data == ARITHMETIC:
-        raise UsageError("the embedded arithmetic has no end; give --max_steps, or a --dataset")
+        raise UsageError("the embedded arithmetic has no end; give --max-steps, or a --dataset")
     count, epochs = len(read_dataset(Path(data))), read.whole(passes) if read.given(passes) else 1
     each, what = (batch.rows, "train") if command == "sft" else (read.whole("rollout_batch_size"), "rollout")
     if count * epochs < each:
         raise UsageError(
-            f"{data} has {count} samples, and --{what}_batch_size is {each}; use --{what}_batch_size {count} or less, "
-            f"or --{passes} {-(-each // count)}"
+            f"{data} has {count} samples, and --{what}-batch-size is {each}; use --{what}-batch-size {count} or less, "
+            f"or {written(passes)} {-(-each // count)}"
         )
     made = count * epochs // each
     return made if command == "sft" else made * batch.mini_batches * read.whole("ppo_epochs")
@@ -295,7 +297,7 @@ def _whole_rollouts(steps: int, read: Values, command: str, batch: _Batch) -> in
     if steps % each:
         below, above = steps // each * each, -(-steps // each) * each
         raise UsageError(
-            f"--max_steps {steps} ends within a roll-out, which has {batch.mini_batches} mini-batches x "
+            f"--max-steps {steps} ends within a roll-out, which has {batch.mini_batches} mini-batches x "
             f"{read.whole('ppo_epochs')} epochs = {each} steps; use {f'{below} or ' if below else ''}{above}"
         )
     return steps
@@ -319,12 +321,12 @@ def _policy_gradient(read: Values, command: str, batch: _Batch) -> dict[str, Any
     estimator, samples = read.text("advantage_estimator"), read.whole("n_samples_per_prompt")
     if samples == 1 and estimator != "reinforce_plus_plus":
         raise UsageError(
-            f"--advantage_estimator {estimator} compares the responses to one prompt, and --n_samples_per_prompt is 1; "
+            f"--advantage-estimator {estimator} compares the responses to one prompt, and --n-samples-per-prompt is 1; "
             f"use 2 or more, or reinforce_plus_plus"
         )
     if read.number("gamma") != 1 and estimator != "reinforce_plus_plus":
         raise UsageError(
-            f"--gamma {read.number('gamma'):g}: --advantage_estimator {estimator} gives all tokens of a response its "
+            f"--gamma {read.number('gamma'):g}: --advantage-estimator {estimator} gives all tokens of a response its "
             f"one reward and discounts nothing; leave it out, or use reinforce_plus_plus"
         )
     return common | {"adv_estimator": estimator}
@@ -334,14 +336,14 @@ def _rollout(read: Values) -> RolloutConfig:
     longest, room = read.whole("generate_max_len"), read.whole("max_len")
     if longest >= room:
         raise UsageError(
-            f"--generate_max_len {longest} leaves no room for a prompt in --max_len {room}; use --max_len "
-            f"{longest * 2} or --generate_max_len {max(1, room // 2)}"
+            f"--generate-max-len {longest} leaves no room for a prompt in --max-len {room}; use --max-len "
+            f"{longest * 2} or --generate-max-len {max(1, room // 2)}"
         )
     samples = read.whole("n_samples_per_prompt")
     if read.flag("greedy") and samples > 1:
         raise UsageError(
-            f"--greedy: all {samples} responses to a prompt would be the same; use --n_samples_per_prompt 1 (of grpo "
-            f"with --advantage_estimator reinforce_plus_plus), or leave it out"
+            f"--greedy: all {samples} responses to a prompt would be the same; use --n-samples-per-prompt 1 (of grpo "
+            f"with --advantage-estimator reinforce_plus_plus), or leave it out"
         )
     return RolloutConfig(
         prompts=read.whole("rollout_batch_size"),
@@ -354,10 +356,10 @@ def _rollout(read: Values) -> RolloutConfig:
 
 def _output(read: Values, *, under_torchrun: bool) -> OutputConfig:
     if read.flag("load_checkpoint") and not read.given("ckpt_path"):
-        raise UsageError("--load_checkpoint: from where? give --ckpt_path the folder of checkpoints")
+        raise UsageError("--load-checkpoint: from where? give --ckpt-path the folder of checkpoints")
     log, checkpoints = read.path("logging"), read.path("ckpt_path")
     if log is None and checkpoints is None and under_torchrun:
-        raise UsageError("under torchrun every rank has to name the same log; give --logging or --ckpt_path")
+        raise UsageError("under torchrun every rank has to name the same log; give --logging or --ckpt-path")
     if log is None:
         folder = checkpoints or Path("parity-train", datetime.now().strftime("%Y-%m-%d_%H-%M-%S")).absolute()
         log = folder / "log.jsonl"
@@ -395,7 +397,7 @@ def _ask(backend: str, scenario: Scenario, layout: Layout) -> None:
         if kind not in PLANNED:
             raise UsageError(
                 f"there is no explicit tensor-parallel plan for models of type {kind!r} (there is for "
-                f"{', '.join(PLANNED)}); give --use_hf_tp_plan, without --sequence_parallel"
+                f"{', '.join(PLANNED)}); give --use-hf-tp-plan, without --sequence-parallel"
             )
 
 

@@ -1,4 +1,4 @@
-"""The plan of a training, as ``--dry_run`` prints it: ranks, rows, models, and the memory that a rank will need."""
+"""The plan of a training, as ``--dry-run`` prints it: ranks, rows, models, and the memory that a rank will need."""
 
 from dataclasses import dataclass
 

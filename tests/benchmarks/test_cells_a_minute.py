@@ -23,7 +23,7 @@ def test_both_runs_judge_the_same_cell_and_only_one_starts_a_torchrun(tmp_path: 
     assert oracles[0] == oracles[1] != []  # neither finds those of the other
 
 
-@pytest.mark.parametrize("option", ["--ranks_per_gpu=2", "--faults"])
+@pytest.mark.parametrize("option", ["--ranks-per-gpu=2", "--faults"])
 def test_what_torchrun_cannot_do_is_refused(tmp_path: Path, option: str) -> None:
     ended = subprocess.run([*PROGRAM, str(tmp_path / "out"), option], capture_output=True, text=True, check=False)
     assert ended.returncode == 2

@@ -51,7 +51,7 @@ def test_a_folder_without_a_state_and_a_tensor_that_is_missing_are_no_agreement(
 @pytest.mark.exhaustive
 def test_a_training_goes_on_from_backend_to_backend_as_if_it_were_one(tmp_path: Path) -> None:
     model, out = FIXTURES / "models" / "pangu", tmp_path / "out"
-    command = [sys.executable, str(EXCHANGE), str(model), str(out), "--max_len", "32", "--steps", "1"]
+    command = [sys.executable, str(EXCHANGE), str(model), str(out), "--max-len", "32", "--steps", "1"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -304,9 +304,9 @@ def test_code_in_a_checkpoint_is_refused_and_not_run(
 def announced(monkeypatch: pytest.MonkeyPatch) -> None:
     """The commands that this tree announces, installed or not."""
     project = tomllib.loads((FIXTURES.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    own = project["entry-points"][plugins.ENTRY_POINT_GROUP].items()
-    entries = [EntryPoint(name, value, plugins.ENTRY_POINT_GROUP) for name, value in own]
-    entries.append(EntryPoint("broken", "no_such_module:X", plugins.ENTRY_POINT_GROUP))
+    own = project["entry-points"][plugins.COMMANDS].items()
+    entries = [EntryPoint(name, value, plugins.COMMANDS) for name, value in own]
+    entries.append(EntryPoint("broken", "no_such_module:X", plugins.COMMANDS))
     monkeypatch.setattr(plugins, "entry_points", lambda group: entries)
 
 

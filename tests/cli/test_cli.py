@@ -111,7 +111,7 @@ def test_a_model_and_data_set_of_the_users_own(profile: str, tmp_path: Path) -> 
     rows = [{"q": f"What is {i} plus {i}?", "a": f"It is {2 * i}."} for i in range(60)]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     model = shutil.copytree(FIXTURES / "models" / "pangu", tmp_path / "my-pangu")
-    arguments = ["--model", str(model), "--data", str(data), "--input_key", "q", "--output_key", "a"]
+    arguments = ["--model", str(model), "--data", str(data), "--input-key", "q", "--output-key", "a"]
     selection = [*PLAIN, "--profile", profile, "--cells", "tiny/my-pangu/plain/dp2/fp32"]
     assert cli.main(["run", *selection, *arguments, "--out", str(tmp_path / "out")]) == 0
 
@@ -262,7 +262,7 @@ def test_an_output_folder_is_never_overwritten(tmp_path: Path, capsys: pytest.Ca
     [
         (["--model", "no/such/folder"], "there is no 'no/such/folder'"),
         (["--data", "no/such/file.jsonl"], "there is no 'no/such/file.jsonl'"),
-        (["--input_key", "prompt"], "prompt"),
+        (["--input-key", "prompt"], "prompt"),
     ],
 )
 def test_inputs_that_cannot_be_used_are_one_message_and_leave_the_folder_free(
@@ -290,7 +290,7 @@ def test_code_of_a_model_is_not_run_without_the_option(
     error = message([command, *PLAIN, "--profile", profile, "--model", str(model), *out], capsys)
     (said,) = [line for line in error.splitlines() if line.startswith("parity: ")]
     assert f"{model}/config.json names Python code of the folder (auto_map)" in said
-    assert "add --trust_remote_code if you trust it" in said
+    assert "add --trust-remote-code if you trust it" in said
     assert "Traceback" not in error
     assert not mark.exists()
     assert not (tmp_path / "out").exists()
@@ -298,12 +298,12 @@ def test_code_of_a_model_is_not_run_without_the_option(
 
 def test_code_that_is_trusted_is_run_and_the_reproduce_command_trusts_it(tmp_path: Path, profile: str) -> None:
     model, mark = untrusted(tmp_path)
-    arguments = [*PLAIN, "--profile", profile, "--model", str(model), "--trust_remote_code"]
+    arguments = [*PLAIN, "--profile", profile, "--model", str(model), "--trust-remote-code"]
     cell = "tiny/mine/plain/dp2/fp32"
     assert cli.main(["run", *arguments, "--cells", cell, "--out", str(tmp_path / "out")]) == 0
     assert mark.exists()
     (file,) = (tmp_path / "out").glob("cells/*/verdict.json")
-    assert read(file)["reproduce"].endswith(f"--model {model} --trust_remote_code --cells {cell}")
+    assert read(file)["reproduce"].endswith(f"--model {model} --trust-remote-code --cells {cell}")
 
 
 def test_a_run_inside_the_model_folder_is_refused_and_copies_nothing(

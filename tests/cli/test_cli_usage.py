@@ -4,6 +4,7 @@ Runs in this process, on the backend of plain_backend.py; no cell here comes so 
 """
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -13,7 +14,10 @@ from plain_profile import PROFILE, SCENARIO
 
 from conformance.backends.protocol import find_backend
 from conformance.cli import main as cli
+from conformance.cli.commands import command_names
 from conformance.core.host_resources import Room
+from conformance.matrix.options import GROUPS
+from impl.train.flags import COMMANDS as TRAININGS
 
 PLAIN = ("--backend", "plain_backend:Plain")
 FAULT = ("--faults", "cleared-gradients")
@@ -83,15 +87,18 @@ def test_a_file_name_that_cannot_name_a_scenario_is_told_so(tmp_path: Path, caps
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--budget", "nan"], "--budget: 'nan' is no number of seconds above 0"),
-        (["--budget", "0"], "--budget: '0' is no number"),
-        (["--budget", "-1"], "--budget: '-1' is no number"),
-        (["--ring_head_stride", "0"], "--ring_head_stride: '0' is no whole number from 1"),
-        (["--seed", "-1"], "--seed: '-1' is no whole number from 0 to 4294967295"),
-        (["--seed", "99999999999999999999"], "--seed: '99999999999999999999' is no whole number from 0"),
-        (["--max_len", "0"], "--max_len: '0' is no whole number from 1 to 1048576"),
-        (["--max_samples", "many"], "--max_samples: 'many' is no whole number from 1"),
-        (["--min_judged", "-5"], "--min_judged: '-5' is no whole number from 1"),
+        (["--budget", "nan"], "--budget: must be a positive number of seconds, got 'nan'"),
+        (["--budget", "0"], "--budget: must be a positive number of seconds, got '0'"),
+        (["--budget", "-1"], "--budget: must be a positive number of seconds, got '-1'"),
+        (["--ring-head-stride", "0"], "--ring-head-stride: must be a whole number from 1 to 1048576, got '0'"),
+        (["--seed", "-1"], "--seed: must be a whole number from 0 to 4294967295, got '-1'"),
+        (
+            ["--seed", "99999999999999999999"],
+            "--seed: must be a whole number from 0 to 4294967295, got '99999999999999999999'",
+        ),
+        (["--max-len", "0"], "--max-len: must be a whole number from 1 to 1048576, got '0'"),
+        (["--max-samples", "many"], "--max-samples: must be a whole number from 1 to 1048576, got 'many'"),
+        (["--min-judged", "-5"], "--min-judged: must be a whole number from 1 to 1048576, got '-5'"),
     ],
 )
 def test_numbers_that_mean_nothing_are_refused(
@@ -109,8 +116,8 @@ def test_numbers_that_mean_nothing_are_refused(
         (["lst"], "there is no command 'lst'; did you mean 'list'"),
         (["run", "--profil", "quick"], "there is no option --profil; did you mean '--profile'"),
         (["run", "--prof", "quick"], "there is no option --prof; "),
-        (["list", "--max-len=5"], "there is no option --max-len; did you mean '--max_len'"),
-        (["run", "--too_long", "drops"], "--too_long: 'drops' is none of its values; did you mean 'drop'"),
+        (["list", "--max-lem=5"], "there is no option --max-lem; did you mean '--max-len'"),
+        (["run", "--too-long", "drops"], "--too-long: invalid choice 'drops'; did you mean 'drop'"),
         (["train", "sfft"], "did you mean 'sft'"),
         (["run", "--quite"], "there is no option --quite; did you mean '--quiet'"),
     ],
@@ -122,6 +129,29 @@ def test_a_command_or_an_option_that_is_nearly_right_is_told_the_right_one(
         cli.main(arguments)
     assert ended.value.code == 2
     assert words in capsys.readouterr().err
+
+
+def test_underscores_are_accepted_in_options() -> None:
+    for arguments in (
+        ["run", "--ranks-per-gpu", "2", "--max-len=8", "--no-bisect"],
+        ["run", "--ranks-per-gpu", "2", "--max-len=8", "--no-bisect"],
+    ):
+        options = cli._parser().parse_args([*arguments, "--input-key", "a_b", "--data", "x_y"])
+        assert (options.ranks_per_gpu, options.max_len, options.no_bisect) == (2, 8, True)
+        assert (options.input_key, options.data) == ("a_b", "x_y")
+
+
+@pytest.mark.parametrize("command", [[name] for name in command_names()] + [["train", name] for name in TRAININGS])
+def test_help_has_dashes_and_groups(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main([*command, "--help"])
+    text = capsys.readouterr().out
+    assert ended.value.code == 0
+    assert not re.findall(r"--\w+_\w+", text)
+    assert command != ["run"] or [line for line in text.splitlines() if re.fullmatch(r"\w.*:", line)] == [
+        "options:",
+        *(f"{group}:" for group in GROUPS),
+    ]
 
 
 def test_the_help_says_first_what_the_program_does(capsys: pytest.CaptureFixture[str]) -> None:
@@ -138,12 +168,12 @@ def test_a_column_that_is_not_there_names_the_option(tmp_path: Path, capsys: pyt
     (tmp_path / "d.jsonl").write_text('{"q": "a", "a": "b"}\n')
     data = ["--data", str(tmp_path / "d.jsonl")]
     assert cli.main(["run", *PLAIN, "--profile", profile(tmp_path), *data, "--out", str(tmp_path / "out")]) == 2
-    assert "name the columns with --input_key and --output_key" in capsys.readouterr().err
+    assert "name the columns with --input-key and --output-key" in capsys.readouterr().err
 
 
 def test_an_option_that_changes_no_cell_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["list", *PLAIN, "--profile", profile(tmp_path), "--ring_head_stride", "2"]) == 2
-    assert "--ring_head_stride 2 changes no cell" in capsys.readouterr().err
+    assert cli.main(["list", *PLAIN, "--profile", profile(tmp_path), "--ring-head-stride", "2"]) == 2
+    assert "--ring-head-stride 2 changes no cell" in capsys.readouterr().err
 
 
 def test_a_folder_that_cannot_be_made_is_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -188,7 +218,7 @@ def test_ranks_that_share_a_gpu_need_fewer_of_them(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr("conformance.runner.environment._gpus", list)
     chosen = [*PLAIN, "--profile", profile(tmp_path, layouts='["dp2", "dp4"]'), "--device", "cuda"]
-    shared = "a layout of at most {} ranks would run, and --ranks_per_gpu {} lets {} ranks share a GPU"
+    shared = "a layout of at most {} ranks would run, and --ranks-per-gpu {} lets {} ranks share a GPU"
 
     def told(*also: str) -> dict[str, str]:
         assert cli.main(["list", *chosen, *also, "--json"]) == 0
@@ -199,11 +229,11 @@ def test_ranks_that_share_a_gpu_need_fewer_of_them(
         "dp4": "not here: needs 4 GPUs, 1 visible; " + shared.format(1, 4, 4),
     }
     of_two = "not here: needs 4 GPUs, 1 visible for 2 ranks each; " + shared.format(2, 4, 4)
-    assert told("--ranks_per_gpu", "2") == {"dp2": "", "dp4": of_two}
-    assert told("--ranks_per_gpu", "4") == {"dp2": "", "dp4": ""}
+    assert told("--ranks-per-gpu", "2") == {"dp2": "", "dp4": of_two}
+    assert told("--ranks-per-gpu", "4") == {"dp2": "", "dp4": ""}
     for command in (["run", "--out", str(tmp_path / "out")], ["plan"]):
-        assert cli.main([*command, *chosen, "--device", "cpu", "--ranks_per_gpu", "2"]) == 2
-        assert "--ranks_per_gpu is about GPUs: add --device cuda" in capsys.readouterr().err
+        assert cli.main([*command, *chosen, "--device", "cpu", "--ranks-per-gpu", "2"]) == 2
+        assert "--ranks-per-gpu is about GPUs: add --device cuda" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

@@ -24,7 +24,7 @@ from impl.models.loading import load_model, read_config
 
 MODELS = FIXTURES / "models"
 FAMILIES = ("pangu", "llama", "qwen3", "gemma3")
-UNTRUSTED = r"/{file} names Python code of the folder \(auto_map\).* add --trust_remote_code if you trust it"
+UNTRUSTED = r"/{file} names Python code of the folder \(auto_map\).* add --trust-remote-code if you trust it"
 
 
 def scenario(model: Path, **changes: Any) -> Scenario:

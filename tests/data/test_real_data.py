@@ -54,7 +54,7 @@ def lengths(batches: list[Batch]) -> set[int]:
 
 
 def demanded(error: UsageError) -> int:
-    return int(str(error).partition("use --max_len ")[2].split()[0].rstrip(","))
+    return int(str(error).partition("use --max-len ")[2].split()[0].rstrip(","))
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -65,7 +65,7 @@ def test_the_first_refusal_names_a_length_that_serves(
 ) -> None:
     """Also where most documents are cut, so that their lengths as cut say little, and the longest prompt comes last."""
     texts = [("how many " * (5 + 3 * n), f"{n} of them" * 9) for n in range(30)] if ragged else ()
-    with pytest.raises(UsageError, match=r"use --max_len [0-9]+ or more") as refused:
+    with pytest.raises(UsageError, match=r"use --max-len [0-9]+ or more") as refused:
         build(texts, rows=24, packed=packed, max_len=20, too_long=too_long)
     needed = demanded(refused.value)
     assert build(texts, rows=24, packed=packed, max_len=needed, too_long=too_long)
@@ -92,7 +92,7 @@ def test_documents_that_are_too_long_are_left_out_or_cut_and_counted(
 @pytest.mark.parametrize("packed", [False, True])
 def test_data_of_which_nothing_is_left_is_refused(build: Build, packed: bool) -> None:
     with pytest.raises(
-        UsageError, match=r"all 40 documents of .* more than --max_len 4 tokens .* keeps 0 of 40"
+        UsageError, match=r"all 40 documents of .* more than --max-len 4 tokens .* keeps 0 of 40"
     ) as why:
         build(max_len=4, too_long="drop", packed=packed)
     assert build(max_len=demanded(why.value), too_long="drop", packed=packed)
@@ -104,10 +104,10 @@ def spread() -> list[tuple[str, str]]:
 
 
 def test_advice_to_leave_documents_out_names_what_is_kept_and_not_the_longest_prompt(build: Build) -> None:
-    with pytest.raises(UsageError, match=r"packs no second document .* keeps [0-9]+ of 21; use --max_len") as refused:
+    with pytest.raises(UsageError, match=r"packs no second document .* keeps [0-9]+ of 21; use --max-len") as refused:
         build(spread(), packed=True, max_len=26, too_long="drop")
     needed = demanded(refused.value)
-    kept, everything = re.findall(r"--max_len ([0-9]+), which keeps", str(refused.value))
+    kept, everything = re.findall(r"--max-len ([0-9]+), which keeps", str(refused.value))
     assert needed == int(kept) < 100
     assert int(everything) > 1000
     assert build(spread(), packed=True, max_len=needed, too_long="drop")
@@ -124,10 +124,10 @@ def test_documents_that_are_left_out_do_not_decide_how_the_others_are_packed(bui
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_single_document_is_no_data_to_judge_by(build: Build, packed: bool) -> None:
-    with pytest.raises(UsageError, match=r"all rows are the same document of .*; raise --max_samples"):
+    with pytest.raises(UsageError, match=r"all rows are the same document of .*; raise --max-samples"):
         build(max_samples=1, max_len=2000, packed=packed)
     texts = [("short?", "yes"), ("longer?", "no " * 60), ("long?", "no " * 90)]
-    with pytest.raises(UsageError, match=r"all rows are the same document .* keeps 1 of 3; use --max_len") as refused:
+    with pytest.raises(UsageError, match=r"all rows are the same document .* keeps 1 of 3; use --max-len") as refused:
         build(texts, max_len=60, packed=packed, too_long="drop")
     assert build(texts, max_len=demanded(refused.value), packed=packed, too_long="drop")
 
@@ -181,7 +181,7 @@ def test_only_the_first_samples_are_read_if_so_many_are_asked_for(tmp_path: Path
 def test_roll_outs_are_neither_cut_nor_sampled() -> None:
     selection = Selection(profile="full", backend=("fsdp2",), cells=("grpo/pangu/*/dp2/exact",), max_samples=5)
     (cell,) = select_cells(selection)
-    with pytest.raises(UsageError, match="--too_long and --max_samples are about pairs of texts"):
+    with pytest.raises(UsageError, match="--too-long and --max-samples are about pairs of texts"):
         build_rollouts(cell.scenario, FIXTURES / "models" / "pangu")
 
 
@@ -190,7 +190,7 @@ def test_the_options_reach_the_scenario() -> None:
     (cell,) = select_cells(selection)
     data = cell.scenario.data
     assert (data.too_long, data.max_samples, data.max_len) == ("drop", 7, 512)
-    assert "--too_long drop --max_samples 7" in " ".join(selection.arguments())
+    assert "--too-long drop --max-samples 7" in " ".join(selection.arguments())
 
 
 @pytest.mark.parametrize("character", ["\u2028", "\u2029", "\u0085", "\u000c", "\u001c"])

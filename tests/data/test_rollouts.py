@@ -173,7 +173,7 @@ def test_parquet_holds_the_same(tmp_path: Path) -> None:
         ({"completion_ids": [7, -1]}, "'completion_ids' holds -1, which is no token"),
         ({"completion_ids": [7, 1.0]}, r"'completion_ids' holds 1\.0, which is no token"),
         ({"prompt_ids": [True]}, "'prompt_ids' holds True, which is no token"),
-        ({"prompt_ids": [1] * 95}, r"have 97 tokens, and --max_len \(data\.max_len\) is 96; raise it"),
+        ({"prompt_ids": [1] * 95}, r"have 97 tokens, and --max-len \(data\.max_len\) is 96; raise it"),
         ({"logprobs": [-1.0]}, "'logprobs' has to be a list of 2 numbers from -1e4 to 0, one for each"),
         ({"logprobs": [-1.0, 0.5]}, "'logprobs' has to be a list of 2 numbers"),
         ({"logprobs": [-1.0, math.nan]}, "'logprobs' has to be a list of 2 numbers|not JSON"),
@@ -215,7 +215,7 @@ def test_a_line_that_cannot_be_used_is_named_by_its_number(
         (
             [line(group, 20) for group in range(12)],
             {"packed": True, "max_len": 22},
-            r"--max_len 22 \(data\.max_len\) does not pack whole groups of .*mine.jsonl into 4 rows with two responses",
+            r"--max-len 22 \(data\.max_len\) does not pack whole groups of .*mine.jsonl into 4 rows with two responses",
         ),
         ([line(0, 0)] * 4, {}, "mini-batch 1 of a roll-out of .*mine.jsonl has 0 tokens in its responses, and means"),
         ([line(0, 0)] * 3 + [line(0, 1)], {}, "mini-batch 1 of a roll-out of .*mine.jsonl has 1 tokens"),

@@ -69,7 +69,7 @@ def test_documents_of_a_row_do_not_see_each_other(folder: Path) -> None:
 
 
 def test_it_is_code_that_has_to_be_trusted(folder: Path) -> None:
-    with pytest.raises(UsageError, match="add --trust_remote_code if you trust it"):
+    with pytest.raises(UsageError, match="add --trust-remote-code if you trust it"):
         load_model(folder, dtype=torch.float32, attention="eager")
 
 

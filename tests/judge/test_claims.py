@@ -165,7 +165,7 @@ def test_too_few_gpus_are_no_answer_of_the_backend(run: Runner, monkeypatch: pyt
     ran = run("Picky", also=("--device", "cuda", "--cells", "*/dp2/*"))
     assert (ran.code, ran.states) == (3, {"picky/dp2": "not_run"})
     assert ran.reasons["picky/dp2"] == (
-        "needs 2 GPUs, 1 visible; a layout of at most 1 ranks would run, and --ranks_per_gpu 2 lets 2 ranks share a GPU"
+        "needs 2 GPUs, 1 visible; a layout of at most 1 ranks would run, and --ranks-per-gpu 2 lets 2 ranks share a GPU"
     )
     assert ran.summary["finished"]  # the run came to its end; it is incomplete all the same
     assert not list(ran.out.glob("cells/*/legs"))
@@ -176,7 +176,7 @@ def test_too_few_gpus_are_no_answer_of_the_backend(run: Runner, monkeypatch: pyt
 
 @pytest.mark.exhaustive
 def test_what_a_backend_does_not_show_is_in_the_state_of_its_cells_and_of_the_run(run: Runner) -> None:
-    demands = ("--require", "*/normless/*", "--require", "*/shy/dp1/*", "--min_judged", "6")
+    demands = ("--require", "*/normless/*", "--require", "*/shy/dp1/*", "--min-judged", "6")
     ran = run("Silent", "Shy", "Normless", also=demands)
     assert ran.states == {
         **{"silent/dp1": "partly_observed", "silent/dp2": "partly_observed"},  # no log-probs
@@ -189,7 +189,7 @@ def test_what_a_backend_does_not_show_is_in_the_state_of_its_cells_and_of_the_ru
     assert ran.said[0] == "partly_observed: 3 partly observed, 3 conforms"
     assert "3 cells of 6 do not show every stage" in (ran.out / "report.md").read_text()
     again = [json.loads(file.read_text())["reproduce"] for file in ran.out.glob("cells/*/verdict.json")]
-    assert not any("--require" in command or "--min_judged" in command for command in again)
+    assert not any("--require" in command or "--min-judged" in command for command in again)
 
 
 def test_what_is_named_twice_is_no_pass_because_only_one_of_the_two_would_be_judged(run: Runner) -> None:
@@ -222,7 +222,7 @@ def test_less_than_was_demanded_is_incomplete_and_says_what_is_missing(
 ) -> None:
     monkeypatch.setenv("REFUSED", "dp2")
     old = earlier(tmp_path / "old.json", dp1="conforms", dp2="conforms")
-    ran = run("Picky", also=("--require", "*", "--min_judged", "2", "--baseline", old))
+    ran = run("Picky", also=("--require", "*", "--min-judged", "2", "--baseline", old))
     assert (ran.code, ran.summary["verdict"]) == (3, "incomplete")
     assert ran.said[:4] == [
         "incomplete: 1 unsupported, 1 conforms",
@@ -259,7 +259,7 @@ def test_coverage_that_was_gained_is_told_and_changes_nothing(run: Runner, tmp_p
     ("demand", "words"),
     [
         (("--require", "typo*"), "no cell matches 'typo*'"),
-        (("--min_judged", "3"), "--min_judged 3, but only 2 cells are selected"),
+        (("--min-judged", "3"), "--min-judged 3, but only 2 cells are selected"),
         (("--baseline", "nowhere"), "there is no nowhere"),
     ],
 )
@@ -281,5 +281,5 @@ def test_an_earlier_run_with_states_that_are_unknown_is_one_message(
 
 
 def test_demands_survive_the_way_through_the_command_line() -> None:
-    parsed = cli._parser().parse_args(["run", "--require", "a", "--require", "b", "--min_judged", "3"])
+    parsed = cli._parser().parse_args(["run", "--require", "a", "--require", "b", "--min-judged", "3"])
     assert Demands.from_options(parsed) == Demands(require=("a", "b"), min_judged=3)

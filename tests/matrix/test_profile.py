@@ -332,4 +332,4 @@ def test_trust_in_code_reaches_every_cell_and_its_reproduce_command() -> None:
     for trusted in (True, False):
         selection = Selection(backend=("fsdp2",), trust_remote_code=trusted)
         assert {cell.scenario.trust_remote_code for cell in select_cells(selection)} == {trusted}
-        assert ("--trust_remote_code" in selection.arguments()) == trusted
+        assert ("--trust-remote-code" in selection.arguments()) == trusted

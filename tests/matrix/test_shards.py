@@ -30,7 +30,7 @@ models = ["llama"]
 layouts = ["dp1", "dp2"]
 precisions = ["fp32"]
 """
-BY_DP2 = ("--require", "*/dp2/*", "--min_judged", "4")
+BY_DP2 = ("--require", "*/dp2/*", "--min-judged", "4")
 
 
 def shards_of(cells: Sequence[Cell], total: int) -> list[list[Cell]]:
@@ -198,7 +198,7 @@ def refused(folders: Sequence[Path], out: Path, capsys: pytest.CaptureFixture[st
         ({"device": "cuda"}, "device 'cpu' and 'cuda'"),
         ({"suite_version": "0.0.1"}, "suite version "),
         ({"environment": {"torch": "1.0"}}, "version of torch "),
-        ({"environment": {"ranks_per_gpu": 2}}, "--ranks_per_gpu 1 and 2"),
+        ({"environment": {"ranks_per_gpu": 2}}, "--ranks-per-gpu 1 and 2"),
         ({"environment": {"NVIDIA_TF32_OVERRIDE": "1"}}, "version of OMP_NUM_THREADS "),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

@@ -290,5 +290,5 @@ def test_code_of_a_folder_is_the_reference_where_nobody_else_knows_the_model(ses
         file.write_text(file.read_text().replace("PanguEmbedded", "HomeMade"))
     cell = cell_with(mine, backend="fsdp2", scenario="sft-packed", layout="dp2", precision="exact", trusted=True)
     assert assert_honest(session, cell).second_class == "the folder's own HomeMadeForCausalLM"
-    with pytest.raises(UsageError, match="add --trust_remote_code if you trust it"):
+    with pytest.raises(UsageError, match="add --trust-remote-code if you trust it"):
         session.run(replace(cell, scenario=replace(cell.scenario, trust_remote_code=False)))

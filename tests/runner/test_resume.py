@@ -145,8 +145,8 @@ def test_the_first_failure_ends_a_run_that_is_asked_to(chosen: list[str], tmp_pa
         (["--resume", "OUT", "--out", "new"], "--resume goes on in the folder of the earlier run; leave out --out"),
         (["--resume", "nowhere"], "there is no nowhere/summary.json"),
         (["--resume", "OUT", "--seed", "1"], "is of other options than this run: this one has --seed 1. "),
-        (["--resume", "OUT", "--max_len", "90", "--cells", "*"], "this one has --max_len 90 --cells *. "),
-        (["--resume", "OUT", "--min_judged", "1"], "do not belong together: demand min_judged 0 and 1"),
+        (["--resume", "OUT", "--max-len", "90", "--cells", "*"], "this one has --max-len 90 --cells *. "),
+        (["--resume", "OUT", "--min-judged", "1"], "do not belong together: demand min_judged 0 and 1"),
         (["--resume", "OUT", "--shard", "1/2"], "do not belong together: number of shards '1' and '2'"),
     ],
 )

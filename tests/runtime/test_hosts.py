@@ -150,7 +150,7 @@ def test_the_ranks_of_an_agent_may_share_a_gpu(tmp_path: Path, monkeypatch: pyte
             assert refused.wait(timeout=START_S) == 2
             assert refused.stderr is not None
             said = refused.stderr.read()
-        assert "it has 1 GPUs for 2 ranks each, and was told to offer 3 (--slots); --ranks_per_gpu 3 lets 3" in said
+        assert "it has 1 GPUs for 2 ranks each, and was told to offer 3 (--slots); --ranks-per-gpu 3 lets 3" in said
         with agent(made.address, slots=2, code=code):
             made.wait(limit_s=START_S)
             assert [one.slots for one in made.agents] == [2]

@@ -231,7 +231,7 @@ def test_too_few_places_say_how_ranks_would_have_one(tmp_path: Path) -> None:
     for each, what in ((1, "2 GPUs"), (2, "4 shares of GPUs")):
         with on_shares(shares_of(GPUS, each), tmp_path) as pool:
             said = run(pool, "nothing", tmp_path, size=5).reason
-        assert said == f"5 ranks, and there are {what}; --ranks_per_gpu 3 lets 3 ranks share a GPU"
+        assert said == f"5 ranks, and there are {what}; --ranks-per-gpu 3 lets 3 ranks share a GPU"
 
 
 # --- cells ---

@@ -33,7 +33,7 @@ def test_a_run_whose_ranks_share_gpus_says_so(tmp_path: Path, monkeypatch: pytes
         session.run_all([cell], progress=lambda judged: None)
         entry = read_entry(session.folder(cell) / "verdict.json")
     assert entry.verdict.state == "conforms", entry.verdict.reason
-    assert entry.reproduce.startswith("parity run --device cuda --ranks_per_gpu 2 --cells ")
+    assert entry.reproduce.startswith("parity run --device cuda --ranks-per-gpu 2 --cells ")
     summary = read_output_json(out / "summary.json")
     assert summary["environment"]["ranks_per_gpu"] == 2
     said = "p to 2 ranks shared a GPU: times and free memory are not those of one GPU each"

@@ -32,6 +32,12 @@ def test_the_order_of_an_ids_parts_does_not_matter() -> None:
     assert str(Layout.parse("losspar.tp2.seqpar.dp2")) == "dp2.tp2.seqpar.losspar"
 
 
+def test_cp_is_accepted_for_sp_and_not_written() -> None:
+    assert str(Layout.parse("dp2.cp4.zigzag")) == "dp2.sp4.zigzag"
+    with pytest.raises(ValueError, match="names sp twice"):
+        Layout.parse("sp2.cp2")
+
+
 def test_world_size_is_the_product_of_the_axes_and_replicas_are_part_of_dp() -> None:
     assert Layout.parse("dp4.rep2.tp2").world_size == 8
     assert (Layout.parse("dp2.ep2.tp2").world_size, Layout.parse("dp2.ep2.tp2").data) == (8, 4)

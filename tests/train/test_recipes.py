@@ -24,10 +24,10 @@ PARITY_TRAIN = (
     "TRAIN.add_arguments(parser); sys.exit(TRAIN.run(parser.parse_args()))"
 )
 TINY = (
-    "--device cpu --param_dtype fp32 --max_steps 2 --train_batch_size 8 --micro_train_batch_size 1 --max_len 192 "
-    "--learning_rate 1e-3"
+    "--device cpu --param-dtype fp32 --max-steps 2 --train-batch-size 8 --micro-train-batch-size 1 --max-len 192 "
+    "--learning-rate 1e-3"
 )
-TINY_ROLLOUT = "--rollout_batch_size 4 --n_samples_per_prompt 2 --generate_max_len 8"
+TINY_ROLLOUT = "--rollout-batch-size 4 --n-samples-per-prompt 2 --generate-max-len 8"
 
 
 def command_of(recipe: Path) -> str:
@@ -74,7 +74,7 @@ def test_a_dry_run_prints_the_plan_and_trains_nothing(capsys: pytest.CaptureFixt
     parser = argparse.ArgumentParser(prog="parity train")
     TRAIN.add_arguments(parser)
     recipe = next(one for one in RECIPES if one.stem == "openpangu-7b-ppo-megatron")
-    said = f"ppo --config {recipe} --dry_run --logging {tmp_path / 'log'}"
+    said = f"ppo --config {recipe} --dry-run --logging {tmp_path / 'log'}"
     assert TRAIN.run(parser.parse_args(said.split())) == 0
     told = capsys.readouterr().out
     for words in (
@@ -91,7 +91,7 @@ def test_a_dry_run_prints_the_plan_and_trains_nothing(capsys: pytest.CaptureFixt
 
 @pytest.mark.exhaustive
 def test_the_command_trains_as_written(tmp_path: Path) -> None:
-    said = f"sft --backend fsdp2 --pretrain models/llama {TINY} --logging log.jsonl --save_path trained"
+    said = f"sft --backend fsdp2 --pretrain models/llama {TINY} --logging log.jsonl --save-path trained"
     done = parity_train(*said.split(), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
@@ -103,7 +103,7 @@ def test_the_command_trains_as_written(tmp_path: Path) -> None:
 @pytest.mark.exhaustive
 def test_what_ranks_refuse_is_wrong_usage_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "log.jsonl").touch()
-    said = f"sft --backend fsdp2 --pretrain models/llama {TINY} --logging log.jsonl --nproc_per_node 2"
+    said = f"sft --backend fsdp2 --pretrain models/llama {TINY} --logging log.jsonl --nproc-per-node 2"
     done = parity_train(*said.split(), cwd=tmp_path)
     assert done.returncode == 2
     assert "log of another training" in done.stderr
@@ -119,7 +119,7 @@ def test_a_recipe_trains_at_tiny_size(recipe: Path, tmp_path: Path) -> None:
     ranks = max(2, *(int(str(recipe_says.get(cut, 1))) for cut in cuts))
     ranks = 4 if recipe.stem.endswith("tp-ring") else ranks
     said = (
-        f"{command} --config {recipe} --pretrain {tiny_of(recipe)} --nproc_per_node {ranks} {TINY} --logging log.jsonl"
+        f"{command} --config {recipe} --pretrain {tiny_of(recipe)} --nproc-per-node {ranks} {TINY} --logging log.jsonl"
     )
     done = parity_train(*said.split(), *(() if command == "sft" else TINY_ROLLOUT.split()), cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -130,8 +130,8 @@ def test_a_recipe_trains_at_tiny_size(recipe: Path, tmp_path: Path) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.usefixtures("foreground")
 def test_ctrl_c_leaves_a_checkpoint_from_which_it_goes_on(tmp_path: Path) -> None:
-    said = f"sft --backend fsdp2 --pretrain models/llama {TINY} --ckpt_path ckpt --nproc_per_node 2"
-    command = [sys.executable, "-c", PARITY_TRAIN, *said.split(), "--max_steps", "2000"]
+    said = f"sft --backend fsdp2 --pretrain models/llama {TINY} --ckpt-path ckpt --nproc-per-node 2"
+    command = [sys.executable, "-c", PARITY_TRAIN, *said.split(), "--max-steps", "2000"]
     log = tmp_path / "ckpt" / "log.jsonl"
     with subprocess.Popen(command, cwd=tmp_path, env=environment(), stderr=subprocess.DEVNULL) as process:
         deadline = time.monotonic() + 120
@@ -141,7 +141,7 @@ def test_ctrl_c_leaves_a_checkpoint_from_which_it_goes_on(tmp_path: Path) -> Non
         process.send_signal(signal.SIGINT)
         assert process.wait(120) == 128 + signal.SIGINT
     stopped = int((tmp_path / "ckpt" / "latest").read_text().removeprefix("step-"))
-    more = f"--load_checkpoint --max_steps {stopped + 1}"
+    more = f"--load-checkpoint --max-steps {stopped + 1}"
     done = parity_train(*said.split(), *more.split(), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert json.loads(log.read_text().splitlines()[-1])["step"] == stopped + 1
@@ -151,8 +151,8 @@ def test_ctrl_c_leaves_a_checkpoint_from_which_it_goes_on(tmp_path: Path) -> Non
 def test_under_torchrun_the_command_is_a_rank(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(PARITY_TRAIN)
-    said = f"sft --backend megatron --pretrain models/llama {TINY} --logging log.jsonl --tensor_model_parallel_size 2"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
+    said = f"sft --backend megatron --pretrain models/llama {TINY} --logging log.jsonl --tensor-model-parallel-size 2"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
     done = subprocess.run(
         [*torchrun, *said.split()], cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=300
     )

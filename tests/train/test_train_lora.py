@@ -134,9 +134,9 @@ def test_a_training_of_adapters_goes_on_as_if_it_never_had_stopped(
 
 
 def test_options_become_adapters() -> None:
-    config = config_of("sft", "fsdp2", *TINY, "--lora_rank", "8", "--target_modules", "q_proj,v_proj")
+    config = config_of("sft", "fsdp2", *TINY, "--lora-rank", "8", "--target-modules", "q_proj,v_proj")
     assert config.scenario.lora == LoraConfig(r=8, lora_alpha=16, target_modules=("q_proj", "v_proj"))
-    said = ("--lora_rank", "2", "--lora_alpha", "3", "--lora_save", "merged", "--save_path", "out")
+    said = ("--lora-rank", "2", "--lora-alpha", "3", "--lora-save", "merged", "--save-path", "out")
     config = config_of("grpo", "deepspeed", *TINY, *said)
     assert config.scenario.lora == LoraConfig(r=2, lora_alpha=3, target_modules="all-linear")
     assert config.output.merged
@@ -146,14 +146,14 @@ def test_options_become_adapters() -> None:
 @pytest.mark.parametrize(
     ("backend", "said", "told"),
     [
-        ("fsdp2", "--lora_alpha 8", "without --lora_rank there are none; give a rank"),
-        ("fsdp2", "--target_modules q_proj", "without --lora_rank there are none"),
-        ("fsdp2", "--lora_rank 4 --target_modules w1", "names 'w1', and no linear layer"),
-        ("fsdp2", "--lora_rank 4 --target_modules q_proj,", "--target_modules"),
-        ("fsdp2", "--lora_rank 4 --lora_save merged", "give --save_path a folder"),
-        ("fsdp2", "--lora_rank 0", "--lora_rank has to be 1 or more"),
-        ("deepspeed", "--lora_rank 4 --param_dtype fp16", "fp16"),
-        ("megatron", "--lora_rank 4", "megatron-core has no adapters; use fsdp2 or deepspeed"),
+        ("fsdp2", "--lora-alpha 8", "without --lora-rank there are none; give a rank"),
+        ("fsdp2", "--target-modules q_proj", "without --lora-rank there are none"),
+        ("fsdp2", "--lora-rank 4 --target-modules w1", "names 'w1', and no linear layer"),
+        ("fsdp2", "--lora-rank 4 --target-modules q_proj,", "--target-modules"),
+        ("fsdp2", "--lora-rank 4 --lora-save merged", "give --save-path a folder"),
+        ("fsdp2", "--lora-rank 0", "--lora-rank has to be 1 or more"),
+        ("deepspeed", "--lora-rank 4 --param-dtype fp16", "fp16"),
+        ("megatron", "--lora-rank 4", "megatron-core has no adapters; use fsdp2 or deepspeed"),
     ],
 )
 def test_what_no_adapter_can_be_is_refused_with_advice(backend: str, said: str, told: str) -> None:
@@ -163,7 +163,7 @@ def test_what_no_adapter_can_be_is_refused_with_advice(backend: str, said: str, 
 
 
 def test_a_plan_counts_gradients_and_moments_of_adapters_alone() -> None:
-    whole, adapters = (config_of("sft", "fsdp2", *TINY, *said) for said in ((), ("--lora_rank", "4")))
+    whole, adapters = (config_of("sft", "fsdp2", *TINY, *said) for said in ((), ("--lora-rank", "4")))
     (before,), (after,) = memory_of(whole), memory_of(adapters)
     assert after.states.gradients < before.states.gradients / 5
     assert after.states.optimizer == 2 * after.states.gradients

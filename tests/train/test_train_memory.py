@@ -1,4 +1,4 @@
-"""What ``--dry_run`` calculates: states as ranks really hold them, parameters of the real models, the table."""
+"""What ``--dry-run`` calculates: states as ranks really hold them, parameters of the real models, the table."""
 
 import math
 from pathlib import Path

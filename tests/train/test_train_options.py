@@ -16,7 +16,7 @@ from impl.train.flags import COMMANDS, FLAGS, given_values, read_recipe, resolve
 from impl.train.loop import training_folder
 from impl.train.options import train_config
 
-TINY = ("--pretrain", "models/pangu", "--max_steps", "4", "--device", "cpu")
+TINY = ("--pretrain", "models/pangu", "--max-steps", "4", "--device", "cpu")
 
 
 def config_of(command: str, backend: str, *said: str, ranks: int | None = None) -> TrainConfig:
@@ -37,25 +37,25 @@ def layout_of(backend: str, *said: str) -> str:
 @pytest.mark.parametrize(
     ("backend", "said", "layout"),
     [
-        ("fsdp2", "--nproc_per_node 4", "dp4"),
-        ("fsdp2", "--nproc_per_node 2 --zero_stage 3", "dp2"),
-        ("fsdp2", "--nproc_per_node 4 --fsdp_tensor_parallel_size 2", "dp2.tp2.plan"),
-        ("fsdp2", "--nproc_per_node 4 --fsdp_tensor_parallel_size 2 --use_hf_tp_plan", "dp2.tp2"),
-        ("fsdp2", "--tensor_model_parallel_size 2 --sequence_parallel", "tp2.seqpar"),
-        ("fsdp2", "--nproc_per_node 4 --ring_attn_size 2 --ring_head_stride 2", "dp2.sp2.stride2"),
-        ("fsdp2", "--gradient_checkpointing --offload", "dp1.ckpt.offload"),
-        ("deepspeed", "--torch_compile --gradient_checkpointing --zero_stage 1", "dp1.zero1.ckpt.compile"),
-        ("deepspeed", "--nproc_per_node 2 --zero_stage 2 --offload", "dp2.zero2.offload"),
-        ("deepspeed", "--nproc_per_node 2 --zero_stage 3", "dp2.leaf"),
-        ("deepspeed", "--tensor_model_parallel_size 2 --torch_compile", "tp2.compile.leaf"),
+        ("fsdp2", "--nproc-per-node 4", "dp4"),
+        ("fsdp2", "--nproc-per-node 2 --zero-stage 3", "dp2"),
+        ("fsdp2", "--nproc-per-node 4 --fsdp-tensor-parallel-size 2", "dp2.tp2.plan"),
+        ("fsdp2", "--nproc-per-node 4 --fsdp-tensor-parallel-size 2 --use-hf-tp-plan", "dp2.tp2"),
+        ("fsdp2", "--tensor-model-parallel-size 2 --sequence-parallel", "tp2.seqpar"),
+        ("fsdp2", "--nproc-per-node 4 --ring-attn-size 2 --ring-head-stride 2", "dp2.sp2.stride2"),
+        ("fsdp2", "--gradient-checkpointing --offload", "dp1.ckpt.offload"),
+        ("deepspeed", "--torch-compile --gradient-checkpointing --zero-stage 1", "dp1.zero1.ckpt.compile"),
+        ("deepspeed", "--nproc-per-node 2 --zero-stage 2 --offload", "dp2.zero2.offload"),
+        ("deepspeed", "--nproc-per-node 2 --zero-stage 3", "dp2.leaf"),
+        ("deepspeed", "--tensor-model-parallel-size 2 --torch-compile", "tp2.compile.leaf"),
         (
             "megatron",
-            "--pipeline_model_parallel_size 2 --tensor_model_parallel_size 2 --nproc_per_node 8",
+            "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --nproc-per-node 8",
             "dp2.tp2.pp2",
         ),
-        ("megatron", "--nproc_per_node 2 --zero_stage 1", "dp2.zero1"),
-        ("megatron", "--nproc_per_node 2 --zero_stage 0", "dp2"),
-        ("megatron", "--context_parallel_size 2 --sequence_parallel --tensor_model_parallel_size 2", "tp2.sp2.seqpar"),
+        ("megatron", "--nproc-per-node 2 --zero-stage 1", "dp2.zero1"),
+        ("megatron", "--nproc-per-node 2 --zero-stage 0", "dp2"),
+        ("megatron", "--context-parallel-size 2 --sequence-parallel --tensor-model-parallel-size 2", "tp2.sp2.seqpar"),
     ],
 )
 def test_sizes_and_switches_become_a_layout(backend: str, said: str, layout: str) -> None:
@@ -65,31 +65,31 @@ def test_sizes_and_switches_become_a_layout(backend: str, said: str, layout: str
 @pytest.mark.parametrize(
     ("backend", "said", "advice"),
     [
-        ("fsdp2", "--nproc_per_node 3 --tensor_model_parallel_size 2", "--nproc_per_node 2 or 4"),
-        ("megatron", "--nproc_per_node 2 --pipeline_model_parallel_size 2 --ring_attn_size 2", "--nproc_per_node 4"),
-        ("fsdp2", "--train_batch_size 6 --micro_train_batch_size 4", "use 4 or 8"),
-        ("fsdp2", "--train_batch_size 2 --micro_train_batch_size 4", "use 4$"),
-        ("fsdp2", "--nproc_per_node 3 --train_batch_size 32", "use 30 or 33"),
-        ("fsdp2", "--tensor_model_parallel_size 8", "4 key-value heads .* tp4"),
-        ("megatron", "--pipeline_model_parallel_size 5", "2 layers.*pp4"),
-        ("fsdp2", "--ring_attn_size 2 --ring_head_stride 3", "stride=3 .*stride2"),
-        ("fsdp2", "--zero_stage 2", "cuts everything, as ZeRO-3"),
-        ("megatron", "--zero_stage 3", "use zero1"),
+        ("fsdp2", "--nproc-per-node 3 --tensor-model-parallel-size 2", "--nproc-per-node 2 or 4"),
+        ("megatron", "--nproc-per-node 2 --pipeline-model-parallel-size 2 --ring-attn-size 2", "--nproc-per-node 4"),
+        ("fsdp2", "--train-batch-size 6 --micro-train-batch-size 4", "use 4 or 8"),
+        ("fsdp2", "--train-batch-size 2 --micro-train-batch-size 4", "use 4$"),
+        ("fsdp2", "--nproc-per-node 3 --train-batch-size 32", "use 30 or 33"),
+        ("fsdp2", "--tensor-model-parallel-size 8", "4 key-value heads .* tp4"),
+        ("megatron", "--pipeline-model-parallel-size 5", "2 layers.*pp4"),
+        ("fsdp2", "--ring-attn-size 2 --ring-head-stride 3", "stride=3 .*stride2"),
+        ("fsdp2", "--zero-stage 2", "cuts everything, as ZeRO-3"),
+        ("megatron", "--zero-stage 3", "use zero1"),
         ("megatron", "--offload", "offload is not built"),
-        ("deepspeed", "--sequence_parallel --tensor_model_parallel_size 2", "seqpar is not built"),
-        ("deepspeed", "--pipeline_model_parallel_size 2", "pipeline engine"),
-        ("fsdp2", "--sequence_parallel", "needs tensor parallelism"),
-        ("fsdp2", "--use_hf_tp_plan", "--fsdp_tensor_parallel_size 2"),
-        ("fsdp2", "--use_hf_tp_plan --sequence_parallel --tensor_model_parallel_size 2", "leave one of the two"),
-        ("megatron", "--use_hf_tp_plan", "cut by their own classes"),
-        ("deepspeed", "--fsdp_tensor_parallel_size 2", "--tensor_model_parallel_size"),
-        ("fsdp2", "--ring_attn_size 2 --context_parallel_size 4", "two names of one size"),
-        ("fsdp2", "--learning_rate 0", "more than 0"),
-        ("fsdp2", "--lr_warmup_ratio 1.5", "1 or less"),
-        ("fsdp2", "--learning_rate nan", "learning_rate"),
-        ("fsdp2", "--micro_train_batch_size 0", "1 or more"),
-        ("fsdp2", "--max_epochs 2", "give one of them"),
-        ("fsdp2", "--load_checkpoint", "--ckpt_path"),
+        ("deepspeed", "--sequence-parallel --tensor-model-parallel-size 2", "seqpar is not built"),
+        ("deepspeed", "--pipeline-model-parallel-size 2", "pipeline engine"),
+        ("fsdp2", "--sequence-parallel", "needs tensor parallelism"),
+        ("fsdp2", "--use-hf-tp-plan", "--fsdp-tensor-parallel-size 2"),
+        ("fsdp2", "--use-hf-tp-plan --sequence-parallel --tensor-model-parallel-size 2", "leave one of the two"),
+        ("megatron", "--use-hf-tp-plan", "cut by their own classes"),
+        ("deepspeed", "--fsdp-tensor-parallel-size 2", "--tensor-model-parallel-size"),
+        ("fsdp2", "--ring-attn-size 2 --context-parallel-size 4", "two names of one size"),
+        ("fsdp2", "--learning-rate 0", "more than 0"),
+        ("fsdp2", "--lr-warmup-ratio 1.5", "1 or less"),
+        ("fsdp2", "--learning-rate nan", "learning_rate"),
+        ("fsdp2", "--micro-train-batch-size 0", "1 or more"),
+        ("fsdp2", "--max-epochs 2", "give one of them"),
+        ("fsdp2", "--load-checkpoint", "--ckpt-path"),
         ("fsdp2", "--dataset no/such.jsonl", "no/such.jsonl"),
     ],
 )
@@ -99,7 +99,7 @@ def test_what_does_not_fit_is_refused_with_what_would(backend: str, said: str, a
 
 
 def test_accumulation_is_what_is_left_of_the_batch() -> None:
-    said = "--nproc_per_node 2 --train_batch_size 24 --micro_train_batch_size 3"
+    said = "--nproc-per-node 2 --train-batch-size 24 --micro-train-batch-size 3"
     config = config_of("sft", "fsdp2", *TINY, *said.split())
     assert (config.scenario.data.rows, config.scenario.accumulation) == (24, 4)
 
@@ -107,17 +107,17 @@ def test_accumulation_is_what_is_left_of_the_batch() -> None:
 def test_epochs_count_whole_batches_of_the_data(tmp_path: Path) -> None:
     data = tmp_path / "data.jsonl"
     data.write_text('{"question": "1 + 1?", "answer": "2"}\n' * 10)
-    said = ("--pretrain", "models/llama", "--dataset", str(data), "--train_batch_size", "4", "--device", "cpu")
-    assert config_of("sft", "fsdp2", *said, "--max_epochs", "2").scenario.steps == 5
-    with pytest.raises(UsageError, match=r"10 samples.*--train_batch_size 10 or less, or --max_epochs 4"):
-        config_of("sft", "fsdp2", *said[:-4], "--train_batch_size", "32")
-    with pytest.raises(UsageError, match="give --max_steps"):
-        config_of("sft", "fsdp2", *said, "--packing_samples")
+    said = ("--pretrain", "models/llama", "--dataset", str(data), "--train-batch-size", "4", "--device", "cpu")
+    assert config_of("sft", "fsdp2", *said, "--max-epochs", "2").scenario.steps == 5
+    with pytest.raises(UsageError, match=r"10 samples.*--train-batch-size 10 or less, or --max-epochs 4"):
+        config_of("sft", "fsdp2", *said[:-4], "--train-batch-size", "32")
+    with pytest.raises(UsageError, match="give --max-steps"):
+        config_of("sft", "fsdp2", *said, "--packing-samples")
 
 
 def test_the_numbers_of_the_optimizer_arrive() -> None:
-    said = "--learning_rate 1e-4 --lr_scheduler linear --lr_warmup_ratio 0.3 --weight_decay 0.1 --max_norm 0 --seed 7"
-    scenario = config_of("sft", "fsdp2", *TINY, *said.split(), "--param_dtype", "fp32").scenario
+    said = "--learning-rate 1e-4 --lr-scheduler linear --lr-warmup-ratio 0.3 --weight-decay 0.1 --max-norm 0 --seed 7"
+    scenario = config_of("sft", "fsdp2", *TINY, *said.split(), "--param-dtype", "fp32").scenario
     assert (scenario.optimizer.lr, scenario.optimizer.weight_decay) == (1e-4, 0.1)
     assert scenario.optimizer.max_grad_norm is None
     assert (scenario.schedule.name, scenario.schedule.warmup_steps, scenario.schedule.total_steps) == ("linear", 2, 4)
@@ -125,8 +125,8 @@ def test_the_numbers_of_the_optimizer_arrive() -> None:
 
 
 def test_a_roll_out_is_cut_into_steps() -> None:
-    said = "--rollout_batch_size 6 --n_samples_per_prompt 4 --train_batch_size 12 --ppo_epochs 2 --generate_max_len 32"
-    more = "--temperature 0.7 --eps_clip 0.1 --kl_loss_coef 0.05 --advantage_estimator rloo"
+    said = "--rollout-batch-size 6 --n-samples-per-prompt 4 --train-batch-size 12 --ppo-epochs 2 --generate-max-len 32"
+    more = "--temperature 0.7 --eps-clip 0.1 --kl-loss-coef 0.05 --advantage-estimator rloo"
     config = config_of("grpo", "fsdp2", *TINY, *said.split(), *more.split())
     objective, rollout = config.scenario.objective, config.rollout
     assert isinstance(objective, Grpo)
@@ -136,7 +136,7 @@ def test_a_roll_out_is_cut_into_steps() -> None:
     assert objective.adv_estimator == "rloo"
     assert (rollout.prompts, rollout.n_samples_per_prompt, rollout.max_new_tokens, rollout.greedy) == (6, 4, 32, False)
     assert set(config.models) == {"reference", "policy"}
-    alone = "--greedy --n_samples_per_prompt 1 --rollout_batch_size 32 --advantage_estimator reinforce_plus_plus"
+    alone = "--greedy --n-samples-per-prompt 1 --rollout-batch-size 32 --advantage-estimator reinforce_plus_plus"
     greedy = config_of("grpo", "fsdp2", *TINY, *alone.split(), "--gamma", "0.9")
     assert greedy.rollout is not None
     assert greedy.rollout.greedy
@@ -147,12 +147,12 @@ def test_a_roll_out_is_cut_into_steps() -> None:
 @pytest.mark.parametrize(
     ("said", "advice"),
     [
-        ("--rollout_batch_size 5 --train_batch_size 8", "--train_batch_size 20, or --rollout_batch_size 6"),
-        ("--rollout_batch_size 8 --train_batch_size 8 --ppo_epochs 2 --max_steps 12", "4 mini-batches.*use 8 or 16"),
-        ("--generate_max_len 64 --max_len 64", "--max_len 128 or --generate_max_len 32"),
-        ("--n_samples_per_prompt 1 --rollout_batch_size 32", "use 2 or more, or reinforce_plus_plus"),
-        ("--greedy", "all 4 responses .* the same; use --n_samples_per_prompt 1"),
-        ("--gamma 0.9", "--advantage_estimator grpo .* discounts nothing; leave it out, or use reinforce_plus_plus"),
+        ("--rollout-batch-size 5 --train-batch-size 8", "--train-batch-size 20, or --rollout-batch-size 6"),
+        ("--rollout-batch-size 8 --train-batch-size 8 --ppo-epochs 2 --max-steps 12", "4 mini-batches.*use 8 or 16"),
+        ("--generate-max-len 64 --max-len 64", "--max-len 128 or --generate-max-len 32"),
+        ("--n-samples-per-prompt 1 --rollout-batch-size 32", "use 2 or more, or reinforce_plus_plus"),
+        ("--greedy", "all 4 responses .* the same; use --n-samples-per-prompt 1"),
+        ("--gamma 0.9", "--advantage-estimator grpo .* discounts nothing; leave it out, or use reinforce_plus_plus"),
     ],
 )
 def test_a_roll_out_that_does_not_fit_is_refused_with_what_would(said: str, advice: str) -> None:
@@ -161,41 +161,41 @@ def test_a_roll_out_that_does_not_fit_is_refused_with_what_would(said: str, advi
 
 
 def test_the_embedded_task_asks_for_a_number_of_steps() -> None:
-    with pytest.raises(UsageError, match="give --max_steps"):
+    with pytest.raises(UsageError, match="give --max-steps"):
         config_of("grpo", "fsdp2", "--pretrain", "models/pangu", "--device", "cpu")
 
 
 @pytest.mark.parametrize("command", ["grpo", "ppo"])
 @pytest.mark.parametrize("mode", LOSS_MODES)
 def test_every_loss_mode_can_be_trained_with(command: str, mode: str) -> None:
-    objective = config_of(command, "fsdp2", *TINY, "--loss_mode", mode).scenario.objective
+    objective = config_of(command, "fsdp2", *TINY, "--loss-mode", mode).scenario.objective
     assert isinstance(objective, PolicyGradient)
     assert objective.loss_mode == mode
 
 
 def test_ppo_begins_its_critic_as_the_policy_or_as_another_model() -> None:
-    said = "--lambd 0.95 --value_clip 0.2 --kl_coef 0.01"
+    said = "--lambd 0.95 --value-clip 0.2 --kl-coef 0.01"
     config = config_of("ppo", "fsdp2", *TINY, *said.split())
     assert isinstance(config.scenario.objective, Ppo)
     assert (config.scenario.objective.lam, config.scenario.objective.cliprange_value) == (0.95, 0.2)
     assert set(config.models) == {"reference", "policy", "critic"}
     assert len(set(config.models.values())) == 1
-    other = config_of("ppo", "fsdp2", *TINY, "--critic_pretrain", "models/llama")
+    other = config_of("ppo", "fsdp2", *TINY, "--critic-pretrain", "models/llama")
     assert {role: folder.name for role, folder in other.models.items()} == {"policy": "pangu", "critic": "llama"}
 
 
 def test_a_log_lies_with_the_checkpoints_so_that_a_training_that_goes_on_finds_it(tmp_path: Path) -> None:
-    ckpt = ("--ckpt_path", str(tmp_path))
+    ckpt = ("--ckpt-path", str(tmp_path))
     assert config_of("sft", "fsdp2", *TINY, *ckpt).output.log == tmp_path / "log.jsonl"
     assert config_of("sft", "fsdp2", *TINY, *ckpt, "--logging", "x.jsonl").output.log == Path("x.jsonl").absolute()
     assert config_of("sft", "fsdp2", *TINY).output.log.name == "log.jsonl"
-    with pytest.raises(UsageError, match="give --logging or --ckpt_path"):
+    with pytest.raises(UsageError, match="give --logging or --ckpt-path"):
         config_of("sft", "fsdp2", *TINY, ranks=1)
 
 
 def test_checkpoints_are_written_as_they_were_asked_for(tmp_path: Path) -> None:
-    said = ("--ckpt_path", str(tmp_path), "--max_ckpt_num", "3")
-    found = [training_folder(config_of("sft", "fsdp2", *TINY, *said, *more).output) for more in ((), ("--async_save",))]
+    said = ("--ckpt-path", str(tmp_path), "--max-ckpt-num", "3")
+    found = [training_folder(config_of("sft", "fsdp2", *TINY, *said, *more).output) for more in ((), ("--async-save",))]
     assert found == [TrainingFolder(root=tmp_path, keep=3, asynchronous=behind) for behind in (False, True)]
     assert training_folder(config_of("sft", "fsdp2", *TINY).output) is None
 
@@ -209,29 +209,29 @@ def run(*said: str) -> int:
 def test_the_number_of_ranks_is_torchruns_where_there_is_one(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said = ("sft", "--backend", "fsdp2", *TINY, "--logging", "log", "--dry_run", "--nproc_per_node", "2")
+    said = ("sft", "--backend", "fsdp2", *TINY, "--logging", "log", "--dry-run", "--nproc-per-node", "2")
     for name, value in {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}.items():  # on two hosts
         monkeypatch.setenv(name, value)
     assert run(*said) == 0
     assert "layout dp4" in capsys.readouterr().out
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    with pytest.raises(UsageError, match=r"--nproc_per_node 2: torchrun has started 4 ranks .* leave it out"):
+    with pytest.raises(UsageError, match=r"--nproc-per-node 2: torchrun has started 4 ranks .* leave it out"):
         run(*said)
 
 
 @pytest.mark.parametrize(
     ("command", "said", "told"),
     [
-        ("sft", "--eval_dataset other.jsonl", "no column 'question'"),
+        ("sft", "--eval-dataset other.jsonl", "no column 'question'"),
         ("sft", "--dataset other.jsonl", "no column 'question'"),
-        ("grpo", "--eval_dataset other.jsonl", "no column 'question'"),
+        ("grpo", "--eval-dataset other.jsonl", "no column 'question'"),
         (
             "grpo",
-            "--packing_samples --train_batch_size 1 --max_len 64 --generate_max_len 8",
+            "--packing-samples --train-batch-size 1 --max-len 64 --generate-max-len 8",
             "a row of 32 prompts and responses has up to 32 x",
         ),
-        ("grpo", "--generate_max_len 60 --max_len 64", "no room for a prompt of .* max_new_tokens=60"),
-        ("ppo", "--critic_pretrain .", "config.json"),
+        ("grpo", "--generate-max-len 60 --max-len 64", "no room for a prompt of .* max_new_tokens=60"),
+        ("ppo", "--critic-pretrain .", "config.json"),
     ],
 )
 def test_what_cannot_be_used_is_refused_before_a_rank_is_started(
@@ -245,15 +245,15 @@ def test_what_cannot_be_used_is_refused_before_a_rank_is_started(
 
     monkeypatch.setattr("impl.train.launch.run_ranks", started)
     with pytest.raises(UsageError, match=told):
-        run(command, "--backend", "fsdp2", *TINY, "--trust_remote_code", *said.split())
+        run(command, "--backend", "fsdp2", *TINY, "--trust-remote-code", *said.split())
 
 
 def test_packed_responses_share_rows() -> None:
-    said = "--packing_samples --rollout_batch_size 8 --n_samples_per_prompt 4 --train_batch_size 6"
+    said = "--packing-samples --rollout-batch-size 8 --n-samples-per-prompt 4 --train-batch-size 6"
     config = config_of("grpo", "fsdp2", *TINY, *said.split())
     assert isinstance(config.scenario.objective, Grpo)
     assert (config.scenario.data.rows, config.scenario.objective.mini_batches) == (6, 1)
-    with pytest.raises(UsageError, match="use --rollout_batch_size 10 or more"):
+    with pytest.raises(UsageError, match="use --rollout-batch-size 10 or more"):
         config_of("grpo", "fsdp2", *TINY, *said.replace("size 6", "size 40").split())
 
 
@@ -270,7 +270,7 @@ def test_a_recipe_has_the_names_of_the_options_and_the_command_line_comes_first(
     for recipe in (toml, yml):  # YAML 1.1 takes 1e-5 for a text
         config = config_of("sft", "fsdp2", "--config", str(recipe))
         assert (config.scenario.optimizer.lr, str(config.layout)) == (1e-5, "dp1.offload")
-        config = config_of("sft", "fsdp2", "--config", str(recipe), "--learning_rate", "0.5", "--no-offload")
+        config = config_of("sft", "fsdp2", "--config", str(recipe), "--learning-rate", "0.5", "--no-offload")
         assert (config.scenario.optimizer.lr, str(config.layout)) == (0.5, "dp1")
         assert config.options["max_steps"] == 4
 
@@ -282,12 +282,12 @@ def test_the_command_line_comes_first_also_under_another_name(tmp_path: Path) ->
     recipe.write_text(f'pretrain = "models/pangu"\nmax_steps = 4\ndevice = "cpu"\n{sizes}\n')
     said = ("--config", str(recipe), "--dataset", str(data))
     assert str(config_of("sft", "fsdp2", *said).layout) == "tp2.sp2.plan"
-    other = config_of("sft", "megatron", *said, "--tensor_model_parallel_size", "4", "--ring_attn_size", "1")
+    other = config_of("sft", "megatron", *said, "--tensor-model-parallel-size", "4", "--ring-attn-size", "1")
     assert (str(other.layout), other.scenario.steps) == ("tp4", 4)
     assert "fsdp_tensor_parallel_size" not in other.options
-    assert config_of("sft", "fsdp2", *said, "--max_epochs", "3").scenario.steps == 6
+    assert config_of("sft", "fsdp2", *said, "--max-epochs", "3").scenario.steps == 6
     recipe.write_text(recipe.read_text().replace("max_steps = 4", "max_epochs = 3"))
-    assert config_of("sft", "fsdp2", *said, "--max_steps", "5").scenario.steps == 5
+    assert config_of("sft", "fsdp2", *said, "--max-steps", "5").scenario.steps == 5
 
 
 @pytest.mark.parametrize(
@@ -301,7 +301,7 @@ def test_the_command_line_comes_first_also_under_another_name(tmp_path: Path) ->
         ("offload: 1", "true or false"),
         ("backend: fdsp2", "one of deepspeed, fsdp2, megatron"),
         ("pretrain: [a]", "a text"),
-        ("trust_remote_code: true", "use the option --trust_remote_code"),
+        ("trust_remote_code: true", "use the option --trust-remote-code"),
         ("- 1", "options"),
         ("a: [", "not valid YAML"),
         ("!!python/object/apply:os.system [true]", "not valid YAML"),
@@ -318,10 +318,10 @@ def test_a_recipe_that_is_wrong_is_refused_by_name(text: str, said: str, tmp_pat
 @pytest.mark.parametrize(
     ("said", "told"),
     [
-        ("--learnin_rate 1", "did you mean --learning_rate"),
-        ("--learning 1", "did you mean --learning_rate"),  # no abbreviations
-        ("--kl_coef 1", "of grpo and ppo, not of sft"),
-        ("--max_steps many", "invalid int value"),
+        ("--learnin-rate 1", "did you mean --learning-rate"),
+        ("--learning 1", "did you mean --learning-rate"),  # no abbreviations
+        ("--kl-coef 1", "of grpo and ppo, not of sft"),
+        ("--max-steps many", "invalid int value"),
     ],
 )
 def test_an_unknown_option_is_wrong_usage(said: str, told: str, capsys: Any) -> None:

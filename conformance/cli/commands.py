@@ -1,0 +1,158 @@
+"""Declares the commands of `parity`: their names, what they do, and their options.
+
+This module imports nothing slow. The module ``conformance.cli.NAME`` runs the command NAME and is imported then.
+"""
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+
+from conformance.core.plugins import Command, announced_commands, load_command
+from conformance.matrix.options import (
+    GROUPS,
+    JOBS,
+    NO_BISECT,
+    RECORDS,
+    Again,
+    Demands,
+    Elsewhere,
+    Kept,
+    Options,
+    Output,
+    Portion,
+    Ranks,
+    Selection,
+)
+
+_JSON = "machine-readable output"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Declared:
+    """A command of the suite itself."""
+
+    name: str
+    help: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+
+    def run(self, options: argparse.Namespace) -> int:
+        run: Callable[[argparse.Namespace], int] = import_module(f"conformance.cli.{self.name}").run
+        return run(options)
+
+
+def find_command(name: str) -> Declared | Command:
+    """A command of the suite, or of an installed package."""
+    return COMMANDS[name] if name in COMMANDS else load_command(name)
+
+
+def command_names() -> list[str]:
+    """The names of all commands. No command of another package is imported."""
+    return [*COMMANDS, *(name for name in announced_commands() if name not in COMMANDS)]
+
+
+def add_options(
+    parser: argparse.ArgumentParser, *kinds: type[Options], without: Sequence[str] = ()
+) -> dict[str, argparse._ArgumentGroup]:
+    """Add the options of ``kinds`` to the parser, in groups; returns the groups by their headings."""
+    options = [option for kind in kinds for option in kind.options() if option.field not in without]
+    used = {option.group for option in options}
+    groups = {heading: parser.add_argument_group(heading) for heading in GROUPS if heading in used}
+    for option in options:
+        groups[option.group].add_argument(f"--{option.name}", **option.about)
+    return groups
+
+
+def _selecting(parser: argparse.ArgumentParser) -> None:
+    add_options(parser, Selection, Ranks, Portion, without=("budget",))
+
+
+def _list(parser: argparse.ArgumentParser) -> None:
+    _selecting(parser)
+    parser.add_argument(
+        "--coverage", action="store_true", help="measure what the data covers: positions, vocabulary, shards, masks"
+    )
+    parser.add_argument("--json", action="store_true", help=_JSON)
+
+
+def _plan(parser: argparse.ArgumentParser) -> None:
+    _selecting(parser)
+    parser.add_argument("--out", type=Path, default=Path("parity-out"), help="where a run would write")
+
+
+def _run(parser: argparse.ArgumentParser) -> None:
+    groups = add_options(parser, Selection, Ranks, Output, Elsewhere, Demands, Portion, Again, Kept)
+    groups[JOBS].add_argument("--fail-fast", action="store_true", help="end after the first cell that differs or fails")
+    output = groups[RECORDS]
+    output.add_argument("--no-bisect", action="store_true", help=NO_BISECT)
+    loudness = output.add_mutually_exclusive_group()
+    loudness.set_defaults(loudness="normal")
+    for letter, name, text in (
+        ("-q", "quiet", "print a line only for cells that need attention"),
+        ("-v", "verbose", "also print which groups of workers are retired as planned"),
+    ):
+        loudness.add_argument(letter, f"--{name}", dest="loudness", action="store_const", const=name, help=text)
+    output.add_argument("--json", action="store_true", help=_JSON)
+
+
+def _merge(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("outs", type=Path, nargs="+", metavar="OUT")
+    add_options(parser, Output, Kept, Demands, without=("require", "min_judged"))
+    parser.add_argument("--json", action="store_true", help=_JSON)
+
+
+def _folder(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("out", type=Path, metavar="OUT", help="output folder of a run")
+    parser.add_argument("--json", action="store_true", help=_JSON)
+
+
+def _compare(parser: argparse.ArgumentParser) -> None:
+    _folder(parser)
+    parser.add_argument(
+        "other", type=Path, nargs="?", help="another run: compares states and worst ratios of both, cell by cell"
+    )
+
+
+def _bisect(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("cell", metavar="CELL", help="the id of a cell, as parity list and the report show it")
+    add_options(parser, Selection, Ranks, without=("cells",))
+    parser.add_argument("--json", action="store_true", help=_JSON)
+
+
+def _doctor(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help=_JSON)
+
+
+def _history(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", type=Path, metavar="DIR", help="folder of history.sqlite, which is made if missing")
+    parser.add_argument("--add", type=Path, action="append", default=[], metavar="OUT", help="may be repeated")
+    parser.add_argument(
+        "--keep", type=int, metavar="N", help="remove runs older than the last N; the last green one is kept"
+    )
+    parser.add_argument("--last", type=int, metavar="N", help="how many runs to show (default: two weeks of nights)")
+    parser.add_argument("--json", action="store_true", help=_JSON)
+
+
+def _agent(parser: argparse.ArgumentParser) -> None:
+    from conformance.cli.agent import AGENT_COMMAND
+
+    AGENT_COMMAND.add_arguments(parser)
+
+
+COMMANDS: Mapping[str, Declared] = {
+    name: Declared(name=name, help=text, add_arguments=add_arguments)
+    for name, text, add_arguments in (
+        ("list", "show backends, profiles, faults and the cells of a profile", _list),
+        ("plan", "estimate the memory, disk and time of the selected cells", _plan),
+        ("run", "run cells, judge them, write the report", _run),
+        ("merge", "put the folders of several shards, or jobs, of a run together", _merge),
+        ("judge", "judge the records of an earlier run again", _folder),
+        ("report", "write report.html, report.md and junit.xml of an earlier run", _folder),
+        ("compare", "print the backends of a run side by side, or two runs, as Markdown", _compare),
+        ("bisect", "name the first wrong module of a cell, forward and backward", _bisect),
+        ("doctor", "check this machine and what is installed", _doctor),
+        ("history", "keep summaries of runs in a folder, and show the trend of each backend", _history),
+        ("agent", "start the ranks of a run on another host (parity run --hosts)", _agent),
+    )
+}

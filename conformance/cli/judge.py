@@ -1,0 +1,25 @@
+"""Judges the records of an earlier run again (`parity judge`)."""
+
+import argparse
+import sys
+
+from conformance.cli.report import finish
+from conformance.judge.cross_backend import write_side_by_side
+from conformance.judge.rejudge import rejudge
+from conformance.results.run_results import read_run
+from conformance.results.verdict import STATES
+
+
+def run(options: argparse.Namespace) -> int:
+    if slim_cells := rejudge(options.out):
+        print(
+            f"parity: {slim_cells} cells keep their verdicts, because their tensors were not kept (parity run --keep "
+            f"all keeps them)",
+            file=sys.stderr,
+        )
+    write_side_by_side(options.out)
+    for entry in read_run(options.out)[1]:
+        if entry.verdict.state != "conforms":
+            word, reason = STATES[entry.verdict.state].word, entry.verdict.reason.partition("\n")[0]
+            print(f"{word:<8} {entry.cell}  {reason}", file=sys.stderr)
+    return finish(options.out, as_json=options.json)
