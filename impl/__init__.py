@@ -1,0 +1,1 @@
+"""The reference backends, ``parity train`` and ``parity convert``. Internal: users import ``parity``."""

@@ -1,22 +1,143 @@
-"""Records of anybody's training loop, per parameter and step, which ``parity diff`` compares across frameworks.
+"""Compares training backends with each other and with an independent reference. This is the whole public API.
 
-``parity.record`` for a loop of one's own, ``parity.TrainerRecord`` for transformers' Trainer. What a record holds and
-what it can show: docs/recording.md. Nothing but this file is imported before one of the two is used.
+Record any training loop, and compare two records or logs::
+
+    with parity.record(model, optimizer, out="run-a") as r:
+        ...
+        r.step(loss=loss)
+
+    print(parity.diff("run-a", "run-b").text())
+
+Run the conformance suite, and read its results as pandas tables::
+
+    result = parity.run(backend="my_package.adapter:MyBackend", profile="quick")
+    failed = parity.load(result.out).cells.query("state == 'differs'")
+
+Test a backend of your own: implement ``Backend`` (docs/adding-a-backend.md). ``Scenario``, ``Layout`` and ``Batch`` are
+what it is given; ``StepMetrics`` and ``Shard`` are what it returns. ``flatten``, ``target_logprobs``, ``by_row``,
+``whole``, ``whole_tensors``, ``shards`` and ``runs_code`` are helpers that most adapters need. Known defects of a
+library are declared with ``ExpectedDifference``.
+
+Importing this module imports nothing else; each name is imported when it is used first.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from conformance.backends.adapter_helpers import by_row, flatten, shards, target_logprobs, whole, whole_tensors
+    from conformance.backends.protocol import (
+        Backend,
+        BackendInfo,
+        Cut,
+        NamedTensors,
+        Shard,
+        StepMetrics,
+        Support,
+        Supported,
+        TensorKind,
+        Traced,
+        TracedModule,
+        Unsupported,
+    )
+    from conformance.core.errors import UsageError
+    from conformance.models.folder_checks import runs_code
+    from conformance.results.dataframes import Frames, load
+    from conformance.spec.batch import Batch, Document, Row
+    from conformance.spec.known_defects import (
+        DividedGradients,
+        ExpectedDifference,
+        LostEmbeddingGradient,
+        PaddedSoftmax,
+        ResummedHeadNorms,
+        RoundedMasters,
+        TrainedPaddingToken,
+        Unmodelled,
+        WindowPerBlock,
+    )
+    from conformance.spec.layout import Layout
+    from conformance.spec.scenario import Scenario
+    from parity.api import Comparison, RunResult, diff, run
     from parity.hf_trainer import TrainerRecord
-    from parity.recorder import record
+    from parity.recorder import Recorder, record
 
-__all__ = ["TrainerRecord", "record"]
+__all__ = [
+    "Backend",
+    "BackendInfo",
+    "Batch",
+    "Comparison",
+    "Cut",
+    "DividedGradients",
+    "Document",
+    "ExpectedDifference",
+    "Frames",
+    "Layout",
+    "LostEmbeddingGradient",
+    "NamedTensors",
+    "PaddedSoftmax",
+    "Recorder",
+    "ResummedHeadNorms",
+    "RoundedMasters",
+    "Row",
+    "RunResult",
+    "Scenario",
+    "Shard",
+    "StepMetrics",
+    "Support",
+    "Supported",
+    "TensorKind",
+    "Traced",
+    "TracedModule",
+    "TrainedPaddingToken",
+    "TrainerRecord",
+    "Unmodelled",
+    "Unsupported",
+    "UsageError",
+    "WindowPerBlock",
+    "by_row",
+    "diff",
+    "flatten",
+    "load",
+    "record",
+    "run",
+    "runs_code",
+    "shards",
+    "target_logprobs",
+    "whole",
+    "whole_tensors",
+]
 
-_MODULES = {"record": "parity.recorder", "TrainerRecord": "parity.hf_trainer"}
+_NAMES = {
+    "parity.recorder": ("record", "Recorder"),
+    "parity.hf_trainer": ("TrainerRecord",),
+    "parity.api": ("diff", "Comparison", "run", "RunResult"),
+    "conformance.results.dataframes": ("load", "Frames"),
+    "conformance.core.errors": ("UsageError",),
+    "conformance.backends.protocol": (
+        *("Backend", "BackendInfo", "Support", "Supported", "Unsupported", "StepMetrics", "Shard", "TensorKind"),
+        *("NamedTensors", "Traced", "TracedModule", "Cut"),
+    ),
+    "conformance.spec.scenario": ("Scenario",),
+    "conformance.spec.layout": ("Layout",),
+    "conformance.spec.batch": ("Batch", "Row", "Document"),
+    "conformance.backends.adapter_helpers": (
+        *("flatten", "target_logprobs", "by_row", "whole", "whole_tensors", "shards"),
+    ),
+    "conformance.models.folder_checks": ("runs_code",),
+    "conformance.spec.known_defects": (
+        *("ExpectedDifference", "Unmodelled", "DividedGradients", "LostEmbeddingGradient", "PaddedSoftmax"),
+        *("ResummedHeadNorms", "RoundedMasters", "TrainedPaddingToken", "WindowPerBlock"),
+    ),
+}
+_MODULES = {name: module for module, names in _NAMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module 'parity' has no attribute {name!r}")
-    return getattr(import_module(_MODULES[name]), name)
+    value = globals()[name] = getattr(import_module(_MODULES[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

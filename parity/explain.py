@@ -7,16 +7,18 @@ exact distances and the elements that differ most.
 import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from conformance.core.errors import UsageError, one_line
 from conformance.numerics.factors import whole_number
 from parity.quantities import CLASS, Pair, Quantity, Stage, common, setting
 from parity.record_files import Line, Run
+
+if TYPE_CHECKING:  # torch is imported where whole tensors of a record are read
+    from torch import Tensor
 
 COMPARED_WHOLE = 4
 
@@ -40,7 +42,7 @@ def exact(pair: Pair, stage: Stage) -> Iterator[str]:
         )
 
 
-def _whole_values(run: Run, stage: Stage, name: str) -> Tensor | None:
+def _whole_values(run: Run, stage: Stage, name: str) -> "Tensor | None":
     """Read a whole weight, gradient or update of a stage, in float64; None where the record does not hold it."""
     if stage.step is None:
         return _read(run, run.loaded, f"weight/{name}")
@@ -52,7 +54,7 @@ def _whole_values(run: Run, stage: Stage, name: str) -> Tensor | None:
     return None if before is None or after is None else after - before
 
 
-def _read(run: Run, line: Line, key: str) -> Tensor | None:
+def _read(run: Run, line: Line, key: str) -> "Tensor | None":
     path = run.tensors(line)
     if path is None:
         return None

@@ -1,4 +1,5 @@
-"""Reports: the output folder of a run as HTML, Markdown and JUnit. Reads files only: no ranks, no backend, no judge.
+"""Writes reports of output folders, and compares training logs. Internal: users import ``parity``.
 
-The suite finds them by their entry points (``parity.reporters`` and ``parity.comparisons`` in pyproject.toml).
+This package reads files only: no ranks, no backend, no judge. The suite finds its functions by the entry points
+``parity.reporters`` and ``parity.comparisons`` in pyproject.toml.
 """

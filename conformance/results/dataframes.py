@@ -1,4 +1,4 @@
-"""Frames: an output folder as pandas tables, for a notebook: ``conformance.load(OUT)``.
+"""Reads an output folder as pandas tables, for a notebook: ``parity.load(OUT)``.
 
 Cells are believed as the reports believe them, because both are read by conformance.results.trust: what rests on no
 complete record is an infrastructure failure here as there. The reports share that layer and not these tables: they pack
@@ -55,9 +55,14 @@ class Frames:
 
 
 def load(out: str | Path) -> Frames:
-    """The output folder ``out`` of ``parity run`` as tables. No tensor is read.
+    """Read the output folder of ``parity run`` as pandas tables. No tensor is read.
 
     Raises UsageError for a folder that is not a run's output, was cut short or edited, or contradicts itself.
+
+    Example::
+
+        cells = parity.load("parity-out/2026-11-22_03-12-00").cells
+        cells[cells.state == "differs"].sort_values("worst")
     """
     run, cells = read_cells(Path(out))
     told = _table((_cell(cell) for cell in cells), CELLS)

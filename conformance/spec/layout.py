@@ -175,7 +175,7 @@ class Layout:
 
     @classmethod
     def parse(cls, text: str) -> "Layout":
-        """Read an id such as ``dp2.tp2.seqpar``; the order of its parts does not matter, and ``cp`` is accepted for ``sp``.
+        """Read an id such as ``dp2.tp2.seqpar``; its parts may be in any order, and ``cp`` is accepted for ``sp``.
 
         Sizes are ASCII digits without leading zeros, so that a size has one spelling. Raises UsageError for other text.
         """

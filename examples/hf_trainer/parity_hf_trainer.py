@@ -10,12 +10,21 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, get_scheduler
 
-from conformance.backends.adapter_helpers import flatten, shards
-from conformance.backends.protocol import BackendInfo, Shard, StepMetrics, Support, Supported, TensorKind, Unsupported
-from conformance.models.folder_checks import runs_code
-from conformance.spec.batch import Batch
-from conformance.spec.layout import Layout
-from conformance.spec.scenario import Scenario
+from parity import (
+    BackendInfo,
+    Batch,
+    Layout,
+    Scenario,
+    Shard,
+    StepMetrics,
+    Support,
+    Supported,
+    TensorKind,
+    Unsupported,
+    flatten,
+    runs_code,
+    shards,
+)
 
 
 class ObservedTrainer(Trainer):  # type: ignore[misc]

@@ -52,10 +52,8 @@ class Values:
         """A size that has two names, of which one may be given."""
         other = SAME_SIZE[name]
         if self.given(name) and self.given(other) and self.whole(name) != self.whole(other):
-            raise UsageError(
-                f"{written(name)} {self.whole(name)} and {written(other)} {self.whole(other)} are two names of one size; "
-                f"give one"
-            )
+            names = f"{written(name)} {self.whole(name)} and {written(other)} {self.whole(other)}"
+            raise UsageError(f"{names} are two names of one size; give one")
         return self.whole(name) if self.given(name) else self.whole(other) if self.given(other) else 1
 
     @property

@@ -1,6 +1,6 @@
-"""The command ``parity diff``: training logs against each other; conformance/core/plugins.py finds it.
+"""Compares training logs, or records of ``parity.record``, with the first of them (``parity diff``, ``parity.diff``).
 
-What it does is imported when it is run: the other commands need none of it.
+conformance/core/plugins.py finds the command. What it does is imported when it is run: other commands need none of it.
 """
 
 import argparse
@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING
 from conformance.core.errors import UsageError
 
 if TYPE_CHECKING:
-    from reports.logdiff.comparison import Comparison, Side
+    from parity.compare import Comparison as RecordComparison
+    from reports.logdiff.comparison import Side
+    from reports.logdiff.output import Comparisons
 
 AGREE, PART, NOT_COMPARABLE = 0, 1, 3
 THRESHOLD = 0.05
@@ -41,40 +43,59 @@ class Diff:
         parser.add_argument("--json", action="store_true", help="machine-readable output")
 
     def run(self, options: argparse.Namespace) -> int:
-        sides = _sides(options)
-        records = [name for side in sides for name in side if (Path(name) / RECORD).exists()]
-        if records:
-            return _compare_records(options, sides, records)
+        if options.logs and options.side:
+            raise UsageError("give the logs either with --side or without it, not both")
+        sides: list[list[str]] = options.side or [[log] for log in options.logs]
+        if options.out and _records(sides):
+            raise UsageError("--out is for logs; a record is compared whole, step by step")
+        found = compare_sides(sides, by=options.by, threshold=options.threshold, metrics=options.metric)
+        if options.out:
+            _write(found, options.out)
+        if options.json:
+            from conformance.records.record_format import dumps
 
-        from reports.logdiff.comparison import compare
-
-        threshold = THRESHOLD if options.threshold is None else options.threshold
-        first, *others = _named(sides)
-        comparisons = [
-            compare(first, other, by=options.by, threshold=threshold, chosen=options.metric) for other in others
-        ]
-        _tell(comparisons, options)
-        if any(one.differs for one in comparisons):
+            print(dumps(found.to_json()))
+        else:
+            print(found.text())
+            if options.out:
+                print(f"\n{options.out / 'diff.html'}")
+        if found.differs:
             return PART
-        return AGREE if all(one.comparable for one in comparisons) else NOT_COMPARABLE
+        return AGREE if found.comparable else NOT_COMPARABLE
 
 
 DIFF = Diff()
 
 
-def _sides(options: argparse.Namespace) -> list[list[str]]:
-    """The logs of each side. Raises UsageError for what does not make two sides."""
-    if options.logs and options.side:
-        raise UsageError("give the logs either with --side or without it, not both")
-    sides: list[list[str]] = options.side or [[log] for log in options.logs]
+def compare_sides(
+    sides: Sequence[Sequence[str]], *, by: str = "step", threshold: float | None = None, metrics: Sequence[str] = ()
+) -> "Comparisons | RecordComparison":
+    """Compare the logs of each side, or records, with those of the first. Raises UsageError for unusable input."""
     if len(sides) < 2:
         raise UsageError("diff needs two logs or more, such as: parity diff A.jsonl B.jsonl")
-    if options.threshold is not None:
-        if not 0 < options.threshold < float("inf"):
-            raise UsageError(f"--threshold {options.threshold:g} is no positive number, such as 0.05")
-        if any(len(side) > 1 for side in sides):
-            raise UsageError("--threshold is for one run a side; with several, their spread is the band: leave it out")
-    return sides
+    if threshold is not None and not 0 < threshold < float("inf"):
+        raise UsageError(f"--threshold {threshold:g} must be a positive number, such as 0.05")
+    if threshold is not None and any(len(side) > 1 for side in sides):
+        raise UsageError("--threshold is for one run a side; with several, their spread is the band: leave it out")
+    if records := _records(sides):
+        if len(records) < sum(map(len, sides)) or any(len(side) > 1 for side in sides):
+            raise UsageError("records are compared with records, one a side: parity diff RECORD RECORD")
+        if metrics or by != "step":
+            raise UsageError("--metric and --by are for logs; a record is compared whole, step by step")
+        from parity.compare import compare_records
+
+        return compare_records([Path(name) for name in records], threshold=threshold)
+
+    from reports.logdiff.comparison import compare
+    from reports.logdiff.output import Comparisons
+
+    allowed = THRESHOLD if threshold is None else threshold
+    first, *others = _named(sides)
+    return Comparisons(pairs=tuple(compare(first, one, by=by, threshold=allowed, chosen=metrics) for one in others))
+
+
+def _records(sides: Sequence[Sequence[str]]) -> list[str]:
+    return [name for side in sides for name in side if (Path(name) / RECORD).exists()]
 
 
 def _named(sides: Sequence[Sequence[str]]) -> "list[Side]":
@@ -96,41 +117,11 @@ def _named(sides: Sequence[Sequence[str]]) -> "list[Side]":
     return [Side(name=letter, runs=runs) for letter, runs in zip(letters, read, strict=True)]
 
 
-def _compare_records(options: argparse.Namespace, sides: list[list[str]], records: list[str]) -> int:
-    """Folders of parity.record are compared parameter by parameter, by the package that wrote them."""
-    if len(records) < sum(map(len, sides)) or options.side:
-        raise UsageError("records are compared with records, one a side: parity diff RECORD RECORD")
-    if options.metric or options.out or options.by != "step":
-        raise UsageError("--metric, --out and --by are for logs; a record is compared whole, step by step")
-    from conformance.records.record_format import dumps
-    from parity.compare import compare_records
-
-    found = compare_records([Path(name) for name in records], threshold=options.threshold)
-    print(dumps(found.to_json()) if options.json else found.text())
-    if found.differs:
-        return PART
-    return AGREE if found.comparable else NOT_COMPARABLE
-
-
-def _tell(comparisons: "Sequence[Comparison]", options: argparse.Namespace) -> None:
-    from conformance.records.record_format import dumps
-    from reports.logdiff.output import to_text
-
-    if options.out:
-        _write(comparisons, options.out)
-    if options.json:
-        from reports.logdiff.output import to_json
-
-        print(dumps(to_json(comparisons)))
-    else:
-        print(to_text(comparisons))
-        if options.out:
-            print(f"\n{options.out / 'diff.html'}")
-
-
-def _write(comparisons: "Sequence[Comparison]", out: Path) -> None:
+def _write(found: "Comparisons | RecordComparison", out: Path) -> None:
     from conformance.core.io import write_file
-    from reports.logdiff.output import to_markdown
+    from reports.logdiff.output import Comparisons, to_markdown
+
+    assert isinstance(found, Comparisons)
 
     try:
         from reports.logdiff.page import to_html
@@ -140,5 +131,5 @@ def _write(comparisons: "Sequence[Comparison]", out: Path) -> None:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"--out {out} cannot be a folder: {error.strerror}") from None
-    write_file(out / "diff.html", to_html(comparisons))
-    write_file(out / "diff.md", to_markdown(comparisons))
+    write_file(out / "diff.html", to_html(found.pairs))
+    write_file(out / "diff.md", to_markdown(found.pairs))

@@ -1,6 +1,7 @@
 """Writes a comparison of training logs as text for the terminal, as JSON values and as Markdown."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from reports.logdiff.comparison import Compared, Comparison, Side
@@ -8,6 +9,33 @@ from reports.wording import percent, plain
 
 HEADS = ("metric", "compared at", "first outside", "difference", "allowed", "outside", "largest difference")
 NO_CAUSE = "no likely cause: the difference has none of the known shapes"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparisons:
+    """Every other side compared with the first."""
+
+    pairs: tuple[Comparison, ...]
+
+    @property
+    def differs(self) -> bool:
+        return any(one.differs for one in self.pairs)
+
+    @property
+    def comparable(self) -> bool:
+        return all(one.comparable for one in self.pairs)
+
+    def text(self) -> str:
+        """What ``parity diff`` prints."""
+        return to_text(self.pairs)
+
+    def to_json(self) -> dict[str, Any]:
+        """``differs``, ``comparable``, and of each comparison sides, metrics, likely causes (as "hints") and notes."""
+        return {
+            "differs": self.differs,
+            "comparable": self.comparable,
+            "comparisons": [_comparison(one) for one in self.pairs],
+        }
 
 
 def to_text(comparisons: Sequence[Comparison]) -> str:
@@ -121,15 +149,6 @@ def notes(comparison: Comparison) -> list[str]:
                         f" first at {wrong[0]:.0f}"
                     )
     return said
-
-
-def to_json(comparisons: Sequence[Comparison]) -> dict[str, Any]:
-    """``differs``, ``comparable``, and of each comparison sides, metrics, likely causes (as "hints") and notes."""
-    return {
-        "differs": any(one.differs for one in comparisons),
-        "comparable": all(one.comparable for one in comparisons),
-        "comparisons": [_comparison(one) for one in comparisons],
-    }
 
 
 def _comparison(comparison: Comparison) -> dict[str, Any]:

@@ -60,6 +60,11 @@ def test_fixtures_templates_and_suite_are_inside(installed: Installed) -> None:
         assert {f"{place}/{path.relative_to(CHECKOUT / source).as_posix()}" for path in files} <= names
 
 
+def test_every_package_is_typed(installed: Installed) -> None:
+    names = zipfile.ZipFile(installed.wheel).namelist()
+    assert {f"{package}/py.typed" for package in ("conformance", "impl", "parity", "reports")} <= {*names}
+
+
 def test_tests_and_caches_are_not(installed: Installed) -> None:
     names = zipfile.ZipFile(installed.wheel).namelist()
     tops = {name.partition("/")[0] for name in names}

@@ -1,9 +1,7 @@
-"""``conformance.load(OUT)``: a run as pandas tables, with the declared columns and dtypes. It trusts the same
+"""``parity.load(OUT)``: a run as pandas tables, with the declared columns and dtypes. It trusts the same
 cells as the reports.
 """
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pandas as pd
@@ -12,7 +10,7 @@ from nights import LENT, night
 from report_sample import CELLS as SAMPLE
 from report_sample import CONFORMS, DIFFERS, NOT_RUN, RESUMED, edit, entries_of, entry_of, folder_of, write_sample
 
-import conformance
+import parity
 from conformance.core.errors import UsageError
 from conformance.results.dataframes import CELLS, QUANTITIES, STEPS, Frames
 from conformance.results.verdict import STATES
@@ -26,7 +24,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def frames(out: Path) -> Frames:
-    return conformance.load(out)
+    return parity.load(out)
 
 
 def tables(frames: Frames) -> dict[str, tuple[pd.DataFrame, dict[str, str]]]:
@@ -60,7 +58,7 @@ def test_cells_say_what_the_report_says(out: Path, frames: Frames) -> None:
 
 
 def test_whose_the_oracle_was_is_a_column(tmp_path: Path) -> None:
-    rows = conformance.load(night(tmp_path / "out", 14, lent=[RESUMED])).cells.set_index("cell")
+    rows = parity.load(night(tmp_path / "out", 14, lent=[RESUMED])).cells.set_index("cell")
     assert rows.loc[RESUMED, "second_class"] == LENT
     assert rows.loc[CONFORMS, "second_class"] == ""
 
@@ -83,7 +81,7 @@ def test_steps_of_all_legs_are_beside_the_oracles(frames: Frames) -> None:
 def test_a_cell_that_cannot_be_believed_is_no_pass(tmp_path: Path) -> None:
     out = write_sample(tmp_path / "out")
     (folder_of(out, CONFORMS) / "legs/0/record/record.jsonl").unlink()
-    row = conformance.load(out).cells.set_index("cell").loc[CONFORMS]
+    row = parity.load(out).cells.set_index("cell").loc[CONFORMS]
     assert row["state"] == "infrastructure"
     assert "cannot be trusted" in row["reason"]
 
@@ -92,23 +90,12 @@ def test_a_folder_that_contradicts_itself_is_one_message(tmp_path: Path) -> None
     out = write_sample(tmp_path / "out")
     edit(folder_of(out, CONFORMS) / "verdict.json", state="differs")
     with pytest.raises(UsageError, match="the summary says conforms"):
-        conformance.load(out)
+        parity.load(out)
 
 
 def test_a_run_without_cells_that_ran_has_empty_tables(tmp_path: Path) -> None:
     out = write_sample(tmp_path / "out")
     edit(out / "summary.json", cells=[])
-    for table, columns in tables(conformance.load(out)).values():
+    for table, columns in tables(parity.load(out)).values():
         assert len(table) == 0
         assert list(table.columns) == list(columns)
-
-
-def test_importing_conformance_imports_neither_pandas_nor_torch() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", "import conformance, sys; assert not {'pandas', 'torch', 'pydantic'} & {*sys.modules}"],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    with pytest.raises(AttributeError, match="has no attribute 'lod'"):
-        conformance.lod  # noqa: B018

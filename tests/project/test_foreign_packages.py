@@ -1,0 +1,82 @@
+"""A folder ``impl/`` or ``reports/`` of the user comes first on the path, and changes nothing."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from plain_profile import write_profile
+
+ROOT, SUPPORT = Path(__file__).parents[2], Path(__file__).parents[1] / "support"
+FOREIGN = "raise RuntimeError('the package of the user was imported')\n"
+COMMAND = (sys.executable, "-P", "-m", "conformance.cli.main")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The user's project, with modules of these names that must not be imported."""
+    for name in ("impl", "reports"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(FOREIGN)
+    return tmp_path
+
+
+def run(folder: Path, *command: str, path: str = ".") -> str:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([path, str(ROOT), str(SUPPORT)])}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "of the user" not in done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("path", [".", str(Path())])
+def test_commands_find_the_packages_of_the_distribution(path: str, folder: Path) -> None:
+    said = run(folder, *COMMAND, "list", "--backend", "fsdp2", "--cells", "sft-sgd/llama/*", path=path)
+    assert "infrastructure" not in said
+    assert "grpo" in run(folder, *COMMAND, "train", "--help")
+    assert "backend fsdp2: " in run(folder, *COMMAND, "doctor")
+
+
+def test_a_run_finds_backend_ranks_and_reports(folder: Path) -> None:
+    cells = ("--backend", "fsdp2", "--cells", "sft-sgd/llama/fsdp2/dp2/fp32", "--profile", "full")
+    said = run(folder, *COMMAND, "run", *cells, "--out", "out")
+    assert said.startswith("conforms")
+    assert (folder / "out" / "report.html").is_file()
+    assert "report.html" in run(folder, *COMMAND, "report", "out")
+
+
+def test_a_backend_beside_the_suite_may_be_in_a_package_of_this_name(folder: Path) -> None:
+    (folder / "impl" / "mine.py").write_text("from plain_backend import Plain as Mine\n")
+    profile = write_profile(folder)
+    said = run(folder, *COMMAND, "run", "--profile", profile, "--backend", "impl.mine:Mine", "--cells", "*/dp2/*")
+    assert said.startswith("conforms")
+
+
+def test_functions_leave_the_modules_of_the_user_as_they_were(folder: Path) -> None:
+    (folder / "reports" / "__init__.py").write_text("mine = 1\n")
+    (folder / "reports" / "own.py").write_text("mine = 2\n")
+    for name, loss in (("a", 1.0), ("b", 2.0)):
+        (folder / f"{name}.jsonl").write_text(f'{{"step": 1, "loss": {loss}}}\n{{"step": 2, "loss": {loss}}}\n')
+    code = """
+import sys
+import reports
+import parity
+for _ in range(2):
+    found = parity.diff("a.jsonl", "b.jsonl")
+    assert "part at step 1" in found.text()
+    assert found.to_json()["differs"]
+    assert sys.modules["reports"] is reports and reports.mine == 1
+    import reports.own
+    assert reports.own.mine == 2
+    assert "reports.logdiff" not in sys.modules
+"""
+    run(folder, sys.executable, "-c", code)
+
+
+def test_a_training_finds_its_ranks(folder: Path) -> None:
+    model = ROOT / "fixtures" / "models" / "llama"
+    options = ("--backend", "fsdp2", "--pretrain", str(model), "--max-steps", "1", "--device", "cpu")
+    sizes = ("--max-len", "128", "--train-batch-size", "2", "--nproc-per-node", "1", "--logging", "log.jsonl")
+    run(folder, *COMMAND, "train", "sft", *options, *sizes)
+    assert (folder / "log.jsonl").is_file()
