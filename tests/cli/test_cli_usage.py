@@ -116,7 +116,7 @@ def test_numbers_that_mean_nothing_are_refused(
         (["lst"], "there is no command 'lst'; did you mean 'list'"),
         (["run", "--profil", "quick"], "there is no option --profil; did you mean '--profile'"),
         (["run", "--prof", "quick"], "there is no option --prof; "),
-        (["list", "--max-lem=5"], "there is no option --max-lem; did you mean '--max-len'"),
+        (["list", "--max_lem=5"], "there is no option --max_lem; did you mean '--max-len'"),
         (["run", "--too-long", "drops"], "--too-long: invalid choice 'drops'; did you mean 'drop'"),
         (["train", "sfft"], "did you mean 'sft'"),
         (["run", "--quite"], "there is no option --quite; did you mean '--quiet'"),
@@ -134,7 +134,7 @@ def test_a_command_or_an_option_that_is_nearly_right_is_told_the_right_one(
 def test_underscores_are_accepted_in_options() -> None:
     for arguments in (
         ["run", "--ranks-per-gpu", "2", "--max-len=8", "--no-bisect"],
-        ["run", "--ranks-per-gpu", "2", "--max-len=8", "--no-bisect"],
+        ["run", "--ranks_per_gpu", "2", "--max_len=8", "--no_bisect"],
     ):
         options = cli._parser().parse_args([*arguments, "--input-key", "a_b", "--data", "x_y"])
         assert (options.ranks_per_gpu, options.max_len, options.no_bisect) == (2, 8, True)
