@@ -164,7 +164,7 @@ def test_a_learning_rate_is_held_to_its_digits_and_that_is_told(
         (["a"], "needs two logs or more"),
         (["--side", "a", "b"], "needs two logs or more"),
         (["a", "--side", "b"], "either with --side or without it"),
-        (["a", "b", "--threshold", "0"], "--threshold 0 is no positive number"),
+        (["a", "b", "--threshold", "0"], "--threshold 0 must be a positive number"),
         (["--side", "a", "b", "--side", "c", "--threshold", "0.1"], "their spread is the band: leave it out"),
         (["a", "a"], "the same log is given twice"),
     ],
