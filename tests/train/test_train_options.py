@@ -86,7 +86,7 @@ def test_sizes_and_switches_become_a_layout(backend: str, said: str, layout: str
         ("fsdp2", "--ring-attn-size 2 --context-parallel-size 4", "two names of one size"),
         ("fsdp2", "--learning-rate 0", "more than 0"),
         ("fsdp2", "--lr-warmup-ratio 1.5", "1 or less"),
-        ("fsdp2", "--learning-rate nan", "learning_rate"),
+        ("fsdp2", "--learning-rate nan", "--learning-rate has to be more than 0"),
         ("fsdp2", "--micro-train-batch-size 0", "1 or more"),
         ("fsdp2", "--max-epochs 2", "give one of them"),
         ("fsdp2", "--load-checkpoint", "--ckpt-path"),
