@@ -1,6 +1,6 @@
-"""Process: Linux functions for processes that Python does not have, so that no process is left behind (claim 8).
+"""Calls Linux functions for processes that Python does not have, so that no process is left behind.
 
-Stopping: SIGINT and SIGTERM end a run where it is, so that what it judged is still reported (claim 9).
+Stopping: SIGINT and SIGTERM end a run where it is, so that what it judged is still reported.
 
 Supervisors ask before they kill, some of them more than once: GitHub's runner sends SIGINT, then SIGTERM, then SIGKILL.
 """

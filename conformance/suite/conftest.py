@@ -1,7 +1,7 @@
 """Shared by the tests of the suite: the selected cells, and one session per pytest worker.
 
 All workers collect the same cells in the same order. Before the first cell runs, one worker writes every cell to the
-output folder as not run (claim 8). Then each worker writes the verdicts of the cells that it runs.
+output folder as not run. Then each worker writes the verdicts of the cells that it runs.
 """
 
 import shutil

@@ -1,6 +1,6 @@
-"""Pytest plugin: the options of ``pytest --pyargs conformance.suite``, and one report for all pytest-xdist workers.
+"""Adds the options of ``pytest --pyargs conformance.suite``, and writes one report for all pytest-xdist workers.
 
-Serves claim 8: before the first cell runs, the output folder lists every cell as not run, and the report is made from
+Before the first cell runs, the output folder lists every cell as not run, and the report is made from
 the files in this folder. So if a worker crashes or the run is stopped, the summary is incomplete, never green.
 
 Pytest loads this module in every run wherever the package is installed. So it imports nothing slow, and does nothing
