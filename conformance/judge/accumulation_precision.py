@@ -1,11 +1,11 @@
-"""Grain: whether gradients were added up in the half precision that they were computed in.
+"""Detects gradients that were added up in the half precision in which they were computed.
 
-Serves claim 4. Adding up micro-batches and ranks in bf16 costs a gradient 1e-3, which disappears in the noise of bf16
-itself. But it leaves a trace in every element: a sum that is rounded to bf16 is a number that bf16 has. A float32 sum
-of several bf16 numbers mostly is none; measured over three backends, of n numbers about 0.8 / n of the elements are.
+Adding up micro-batches and ranks in bf16 costs a gradient 1e-3, which disappears in the noise of bf16 itself. But it
+leaves a trace in every element: a sum that is rounded to bf16 is a number that bf16 has. A float32 sum of several bf16
+numbers mostly is not; measured over three backends, about 0.8 / n of the elements are, for n numbers.
 
-A micro-batch without targets adds nothing. Experts are judged by themselves, because each has summands of its own: a
-micro-batch that sends it no token adds none to it.
+A micro-batch without targets adds nothing. Experts are judged by themselves, because each expert has summands of its
+own: a micro-batch that sends it no token adds none to it.
 """
 
 import re

@@ -1,22 +1,19 @@
-"""Amplified noise: what AdamW with a small eps makes of rounding, and how far two honest runs drift apart by it.
+"""Bounds what rounding can do where it is amplified: noisy elements in AdamW, and rows of a value model's embedding.
 
-Serves claim 6. AdamW divides by sqrt(v) + eps. An element whose gradients are nothing but rounding moves by up to twice
-the rate, in a random direction; with the usual eps of 1e-8 every model has such elements. A single-process run shows a
-few of them by chance, which is no measure of how many another honest run may show. So they are looked for: an element
-is one of them where d / (sqrt(v) + eps) is above NOISY times the relative noise of its tensor's gradient. Here d is the
-root mean square of the noise in the element's row.
+AdamW divides by sqrt(v) + eps. An element whose gradients are nothing but rounding moves by up to twice the rate, in a
+random direction; with the usual eps of 1e-8 every model has such elements. A single-process run shows a few of them by
+chance, which is no measure of how many another honest run may show. So they are looked for: an element is one of them
+where d / (sqrt(v) + eps) is above NOISY times the relative noise of its tensor's gradient. Here d is the root mean
+square of the noise in the element's row.
 
-The exact tier has no run that shows noise. There it is the error of the cell's own gradients, as far as it is within
-their bound: what is above it is no rounding, and nothing is allowed for it. All elements are counted, because what they
-may do is far below the bound of an update unless it is amplified. Of a sketched tensor they are looked for in its
-sample.
+The exact tier has no run that shows noise. Its noise is the error of the cell's own gradients, as far as the error is
+within their bound: a larger error is no rounding, and nothing is allowed for it. All elements are counted, because
+their effect is far below the bound of an update unless it is amplified. Of a sketched tensor, the sample is searched.
 
-Shifted rows: how far the rounding of values may take a row of a value model's embedding.
-
-Serves claim 6. What the values of a document add to a row may nearly cancel, where their errors, which are alike, do
-not (docs/tolerances.md). How large these are is told by single-process runs: the root mean square, over hundreds of
-values, of the errors of the gradients of the loss with respect to them, which is not small by luck. How far a row moves
-with them is told by the oracle (conformance.oracle.step).
+Contributions of a document's values to a row of the embedding may nearly cancel, while their errors, which are alike,
+do not (docs/explanations/tolerances.md). Single-process runs tell how large these errors are: the root mean square,
+over hundreds of values, of the errors of the gradients of the loss with respect to them, which is not small by luck.
+The oracle tells how far a row moves with them (conformance.oracle.step).
 """
 
 import math

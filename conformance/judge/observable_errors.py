@@ -1,20 +1,16 @@
-"""Handed: what a leg should have loaded, by what the leg before had at its end.
+"""Measures every declared observable of a cell's records against the oracle's, in causal order.
 
-Saving and loading compute nothing, so all of it is the same to the bit, except where an adapter was merged into the
-weights on the way: that is computed here as the oracle does it, from the weights that the cell itself had.
+The same measurement is applied to a cell and to the single-process run that gives the noise. Whether an error is small
+enough is decided in conformance.judge.tolerance, what it means in conformance.judge.verdict.
 
-Strips: where in the batch the tokens of a step are off, small enough to be kept with a verdict.
+After a resume, the expected weights are those at the end of the previous phase. Saving and loading compute nothing, so
+they are equal to the bit. Where an adapter was merged into the weights, the merge is computed here as the oracle does
+it, from the weights that the cell itself had.
 
-Rows are judged as one vector, and a report reads no tensors, so the judge keeps what a picture of them needs: the
-tokens in the order of the batch, in at most BINS bins, and the largest error of each bin.
-
-One token has no bound of its own. The worst one is given the error of the whole observable, and the others are in
-proportion to it: so a strip has a token outside of its tolerance if and only if the observable is outside of it.
-
-Compare: every declared observable of a cell's records against the oracle's, in causal order.
-
-The same measurement is applied to a cell and to the single-process run that gives the noise; whether an error is small
-enough is for conformance.judge.tolerance, what it means for conformance.judge.verdict.
+Rows are judged as one vector, and a report reads no tensors. So a verdict keeps the errors of the tokens in the order
+of the batch, in at most BINS bins, with the largest error of each bin. One token has no bound of its own: the worst
+token is given the error of the whole observable, and the others are in proportion to it. So a token is outside of its
+tolerance if and only if the observable is.
 """
 
 import math

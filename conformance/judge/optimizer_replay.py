@@ -1,10 +1,10 @@
-"""Rebuild: the weights after a step, from what the cell itself recorded before: its gradients, and its weights.
+"""Rebuilds the weights after a step from what the cell itself recorded before: its gradients and its weights.
 
-Serves claim 2. A cell's own gradients carry the noise of its precision, so against the oracle an update can only be
-judged as loosely as they are: in bf16 a lost weight decay disappears in it. Given the gradients, an update has no noise
-but the rounding of the optimizer's own arithmetic, which is float32 in every precision below the exact tier. So it is
-computed again in float64 and compared element by element: clipping, moments, decay, bias correction and rate. Of a
-sketched tensor the elements of its sample are, among them one of each row and one of each column.
+A cell's own gradients carry the noise of its precision, so against the oracle an update can only be judged as loosely
+as the gradients are: in bf16 a lost weight decay disappears in the noise. Given the gradients, an update has no noise
+but the rounding of the optimizer's own arithmetic, which is float32 in every precision below the exact tier. So the
+update is computed again in float64 and compared element by element: clipping, moments, decay, bias correction and rate.
+Of a sketched tensor, the elements of its sample are compared, among them one of each row and one of each column.
 """
 
 import math

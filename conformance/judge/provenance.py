@@ -1,9 +1,8 @@
-"""Belongs: the records that a cell is judged by are its own, of every leg in order, and those of its oracle.
+"""Checks that the records being compared belong together: all phases of a cell in order, and its oracle.
 
-A comparison of the wrong records proves nothing, however well they agree (claim 9): a record compared with itself
-conforms, and so does an exact one by the tolerance of fp32. So before anything is compared, the headers are held
-against the cell's id, the oracle's records against what an oracle writes, and both against what the comparison takes
-for granted.
+A comparison of the wrong records proves nothing, however well they agree: a record compared with itself conforms, and
+so does an exact record by the tolerance of fp32. So before anything is compared, the headers are checked against the
+cell's id, the oracle's records against what an oracle writes, and both against what the comparison takes for granted.
 """
 
 import math

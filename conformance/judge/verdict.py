@@ -1,14 +1,12 @@
-"""Unobserved: what a cell has not shown, and whether anything is lost by that (claim 1).
-
-A quantity that is left out cannot be wrong, so what is missing has to show in the state of the cell. Two things may be
-missing without a loss: what a declaration says is judged by its effect at another stage (``Observable.effect_at``), and
-replicas where no two ranks hold the same. The latter is believed of a backend that names the pieces of its ranks, all
-of them apart; of several ranks that name none, nobody knows.
-
-Judge: a cell's record and the oracle's give a verdict, with the first difference and a guess at its cause.
+"""Judges a cell's record by the oracle's: the first difference, its likely cause, and what was not observed.
 
 Needs no GPU, no backend and no ranks, so old records can be judged again. A comparison that cannot be made (a truncated
-record, a missing stage) is never a pass (claim 8).
+record, a missing stage) is never a pass.
+
+A quantity that is left out cannot be wrong, so a missing quantity shows in the state of the cell. Two kinds may be
+missing without a loss: a quantity whose declaration says that it is judged by its effect at another stage
+(``Observable.effect_at``), and replicas where no two ranks hold the same tensor. Replicas may be missing only where the
+backend names the pieces of its ranks, and no two of them are the same.
 """
 
 import math

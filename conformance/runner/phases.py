@@ -1,7 +1,6 @@
-"""Legs: runs the legs of a cell in live worlds; every leg after the first runs in new processes.
+"""Runs the phases of a cell in live worlds; every phase after the first runs in new processes.
 
-Serves claim 9: the result says what went wrong, and also whether the ranks had run other cells before, because then
-another cell may be the cause.
+The result says what went wrong, and whether the ranks had run other cells before: then another cell may be the cause.
 """
 
 import shutil

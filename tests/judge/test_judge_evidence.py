@@ -129,8 +129,9 @@ def test_each_expert_is_judged_by_the_micro_batches_that_it_was_chosen_in() -> N
         stacked = torch.tensor([elements, [coarse, coarse, fine, fine], [fine] * 4])
         step = SimpleNamespace(step=0, tensors=lambda: {f"gradient/{name}": stacked})
         loaded = SimpleNamespace(names=lambda: [f"weight/{name}"])
-        header, given = {"layout": "dp2", "first_step": 0}, {"step": 0, "targets": [[1, 1, 1], [1, 1, targets]]}
-        leg: Any = SimpleNamespace(header=header, steps=[step], loaded=loaded, footer={"batches": [given]})
+        layout, given = Layout.parse("dp2"), {"step": 0, "targets": [[1, 1, 1], [1, 1, targets]]}
+        footer, header = {"batches": [given]}, {"first_step": 0}
+        leg: Any = SimpleNamespace(header=header, layout=layout, steps=[step], loaded=loaded, footer=footer)
         return [measurement.error for measurement in grains([leg], parse_scenario(told), [gradient], batches)]
 
     def found(name: str, *, elements: list[float], targets: int = 1) -> float:
