@@ -23,7 +23,6 @@ import conformance
 from conformance.backends.faults import catalogue
 from conformance.backends.protocol import registered_backends
 from conformance.cli import doctor
-from conformance.cli.agent import AGENT_COMMAND
 from conformance.cli.history import HISTORY_COMMAND
 from conformance.cli.parser import Parser, PrintCompletion
 from conformance.cli.run import EXIT, finish, output_folder, run_command, stop_code
@@ -37,7 +36,6 @@ from conformance.matrix.options import (
     NO_BISECT,
     Again,
     Demands,
-    Elsewhere,
     Kept,
     Options,
     Output,
@@ -95,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     own = ("list", "plan", "run", "merge", "judge", "report", "compare", "bisect", "doctor")
     announced = {name: plan for name, plan in announced_commands().items() if name not in own}
-    announced = {"history": HISTORY_COMMAND, "agent": AGENT_COMMAND, **announced}
+    announced = {"history": HISTORY_COMMAND, **announced}
     commands = parser.add_subparsers(required=True, metavar="|".join((*own, *announced)))
 
     listing = commands.add_parser("list", help="show backends, profiles, faults and the cells of a profile")
@@ -136,7 +134,7 @@ def _parser() -> argparse.ArgumentParser:
         help="also say which worlds of ranks are retired as planned",
     )
     run.add_argument("--json", action="store_true", help="machine-readable output")
-    _add_options(run, Ranks, Elsewhere, Output)
+    _add_options(run, Ranks, Output)
     run.set_defaults(command=run_command)
 
     merging = commands.add_parser("merge", help="put the folders of several shards, or jobs, of a run together")

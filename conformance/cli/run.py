@@ -18,7 +18,7 @@ from conformance.core.plugins import write_reports
 from conformance.core.process import Stop, Stopped
 from conformance.judge.cross_backend import write_side_by_side
 from conformance.matrix.cell import Cell
-from conformance.matrix.options import Again, Demands, Elsewhere, Kept, Portion, Ranks, Selection
+from conformance.matrix.options import Again, Demands, Kept, Portion, Ranks, Selection
 from conformance.matrix.plan import make_plan
 from conformance.records.record_format import dumps
 from conformance.results.output_folders import slim, sum_up
@@ -30,7 +30,7 @@ from conformance.runner.preflight import check_device, leased_gpus
 from conformance.runner.resume import cells_left, read_earlier
 from conformance.runner.session import Session
 from conformance.runner.session_config import SessionConfig
-from conformance.runtime.multihost.controller import hosts_of
+from conformance.runtime.multihost.controller import hosts_of_engine
 
 EXIT = {"conforms": 0, "partly_observed": 0, "differs": 1, "usage": 2, "incomplete": 3}
 
@@ -38,7 +38,7 @@ EXIT = {"conforms": 0, "partly_observed": 0, "differs": 1, "usage": 2, "incomple
 def run_command(options: argparse.Namespace, arguments: list[str]) -> int:
     selection, again = Selection.from_options(options), Again.from_options(options)
     ranks = Ranks.from_options(options)
-    hosts = hosts_of(Elsewhere.from_options(options), ranks)
+    hosts = hosts_of_engine(ranks_per_gpu=ranks.ranks_per_gpu)
     check_device(ranks)
     plan = make_plan(selection, Demands.from_options(options), Portion.from_options(options), ranks=ranks)
     if again.rerun and not again.resume:
@@ -55,7 +55,7 @@ def run_command(options: argparse.Namespace, arguments: list[str]) -> int:
         profile=selection.profile,
         command=shlex.join(["parity", "run", *arguments]),
         arguments=(*selection.arguments(without="cells"), *ranks.arguments()),
-        gpus=() if hosts else leased_gpus(ranks),  # agents lease their own
+        gpus=() if hosts else leased_gpus(ranks),  # hosts lease their own
         ranks_per_gpu=ranks.ranks_per_gpu,
         hosts=hosts,
         budget_s=ranks.budget,

@@ -146,14 +146,6 @@ class Ranks(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Elsewhere(Options):
-    """Ranks on several hosts."""
-
-    hosts: int | None = _option("wait for N agents (parity agent), which start all ranks", type=_count, metavar="N")
-    listen: str | None = _option("with --hosts: where agents find this run", metavar="HOST:PORT")
-
-
-@dataclass(frozen=True, kw_only=True)
 class Output(Options):
     """Where results go."""
 
