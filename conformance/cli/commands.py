@@ -17,7 +17,6 @@ from conformance.matrix.options import (
     RECORDS,
     Again,
     Demands,
-    Elsewhere,
     Kept,
     Options,
     Output,
@@ -82,7 +81,7 @@ def _plan(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(parser: argparse.ArgumentParser) -> None:
-    groups = add_options(parser, Selection, Ranks, Output, Elsewhere, Demands, Portion, Again, Kept)
+    groups = add_options(parser, Selection, Ranks, Output, Demands, Portion, Again, Kept)
     groups[JOBS].add_argument("--fail-fast", action="store_true", help="end after the first cell that differs or fails")
     output = groups[RECORDS]
     output.add_argument("--no-bisect", action="store_true", help=NO_BISECT)
@@ -134,12 +133,6 @@ def _history(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help=_JSON)
 
 
-def _agent(parser: argparse.ArgumentParser) -> None:
-    from conformance.cli.agent import AGENT_COMMAND
-
-    AGENT_COMMAND.add_arguments(parser)
-
-
 COMMANDS: Mapping[str, Declared] = {
     name: Declared(name=name, help=text, add_arguments=add_arguments)
     for name, text, add_arguments in (
@@ -153,6 +146,5 @@ COMMANDS: Mapping[str, Declared] = {
         ("bisect", "name the first wrong module of a cell, forward and backward", _bisect),
         ("doctor", "check this machine and what is installed", _doctor),
         ("history", "keep summaries of runs in a folder, and show the trend of each backend", _history),
-        ("agent", "start the ranks of a run on another host (parity run --hosts)", _agent),
     )
 }

@@ -1,26 +1,32 @@
-"""Ray: a run on several nodes of a Ray cluster, one agent on each (``pip install backend-parity[ray]``).
+"""Starts a run on several nodes of a Ray cluster, with an actor on each (``pip install backend-parity[ray]``).
 
     python -m conformance.cli.ray --nodes 2 --slots 8 run --device cuda --profile full --out /shared/out
 
-A placement group (STRICT_SPREAD) reserves on each node as many GPUs, or processors, as the agent offers slots. The
-controller runs where this command is started, which has to be a machine of the cluster or one that it can reach.
+A placement group (STRICT_SPREAD) reserves on each node as many GPUs, or processors, as the node offers slots. The
+controller runs where this command is started: on a machine of the cluster, or on one that can reach it. Each actor
+starts the host process of its node, and its messages are arguments and results of the actor's methods. ``pytest`` and
+its arguments may stand in the place of ``run``.
 """
 
 import argparse
 import contextlib
 import os
-import secrets
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from conformance.cli.main import main as parity
-from conformance.core.errors import UsageError
-from conformance.runtime.multihost.agent import free_port
-from conformance.runtime.multihost.handshake import SECRET
+from conformance.cli.torchrun import COMMANDS, run_command
+from conformance.core.errors import UsageError, one_line
+from conformance.runtime.failure import exit_words
+from conformance.runtime.messages import Message, Wire
+from conformance.runtime.multihost.channel import Closed, closing, connect, take
+from conformance.runtime.multihost.controller import started_by_engine
+from conformance.runtime.multihost.host import start_host
+from conformance.runtime.preload_server import absolute_path
 
 _RESERVED_S = 300.0  # for the cluster to have the nodes free
+_END_S = 10.0  # for host processes to end by themselves
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -28,7 +34,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--nodes", type=int, required=True, help="how many nodes of the cluster take part")
     parser.add_argument("--slots", type=int, required=True, help="how many ranks each of them starts")
     parser.add_argument("--ranks-per-gpu", type=int, default=1, help="of parity run")
-    parser.add_argument("command", choices=["run"], help="and the options of parity run")
+    parser.add_argument("command", choices=COMMANDS, help="and its options")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="of parity run")
     options, rest = parser.parse_known_args(arguments)
     try:
@@ -36,19 +42,18 @@ def main(arguments: Sequence[str]) -> int:
     except ImportError:
         print("parity: ray is not installed; pip install 'backend-parity[ray]'", file=sys.stderr)
         return 2
+    paths = {"env_vars": {"PYTHONPATH": os.pathsep.join(absolute_path())}}
     try:
-        ray.init(address="auto", log_to_driver=True, configure_logging=False)
+        ray.init(address="auto", log_to_driver=True, configure_logging=False, runtime_env=paths)
     except ConnectionError as error:
         print(f"parity: no Ray cluster is running here ({error}); start one with ray start --head", file=sys.stderr)
         return 2
     try:
-        host = ray.util.get_node_ip_address()
-        address, secret = f"{host}:{free_port(host)}", secrets.token_hex(32)
-        os.environ[SECRET] = secret
         gpus = -(-options.slots // max(1, options.ranks_per_gpu)) if options.device == "cuda" else 0
-        where = ["--device", options.device, "--ranks-per-gpu", str(options.ranks_per_gpu)]
-        with _agents(ray, address, secret, nodes=options.nodes, slots=options.slots, gpus=gpus):
-            return parity(["run", *rest, *where, "--hosts", str(options.nodes), "--listen", address])
+        with _hosts(ray, nodes=options.nodes, slots=options.slots, gpus=gpus) as wires, started_by_engine(wires):
+            prefix = "parity-" if options.command == "pytest" else ""
+            where = [f"--{prefix}device", options.device, f"--{prefix}ranks-per-gpu", str(options.ranks_per_gpu)]
+            return run_command([options.command, *rest, *where])
     except UsageError as error:
         print(f"parity: {error}", file=sys.stderr)
         return 2
@@ -57,8 +62,8 @@ def main(arguments: Sequence[str]) -> int:
 
 
 @contextlib.contextmanager
-def _agents(ray: Any, address: str, secret: str, *, nodes: int, slots: int, gpus: int) -> Iterator[None]:
-    """Agents on ``nodes`` nodes, as tasks of Ray, in a placement group of their own. Raises UsageError."""
+def _hosts(ray: Any, *, nodes: int, slots: int, gpus: int) -> Iterator[list[Wire]]:
+    """Start an actor on each of ``nodes`` nodes, in a placement group; gives a wire to each. Raises UsageError."""
     from ray.util.placement_group import placement_group, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -72,26 +77,64 @@ def _agents(ray: Any, address: str, secret: str, *, nodes: int, slots: int, gpus
             f"the Ray cluster has no {nodes} nodes with {needs} free (waited {_RESERVED_S:g} s); ray status shows what "
             f"there is, and --slots and --nodes say what is wanted"
         ) from None
-    task = ray.remote(num_cpus=needs["CPU"], num_gpus=needs.get("GPU", 0), max_retries=0)(run_agent)
+    # Two methods run at a time: one receives while another sends.
+    kind = ray.remote(num_cpus=needs["CPU"], num_gpus=needs.get("GPU", 0), max_restarts=0, max_concurrency=2)(Node)
     places = [PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=n) for n in range(nodes)]
-    running = [task.options(scheduling_strategy=place).remote(address, secret, slots, sys.path) for place in places]
-    try:
-        yield
-    finally:
-        # The run has told the agents to end; one that never came is ended with the group.
-        ray.wait(running, num_returns=len(running), timeout=10)
-        remove_placement_group(group)
-
-
-def run_agent(address: str, secret: str, slots: int, path: list[str]) -> int:
-    """On a node of the cluster: an agent in a process of its own, because a worker of Ray has threads."""
-    environment = {**os.environ, SECRET: secret, "PYTHONPATH": os.pathsep.join(filter(None, path))}
-    command = [sys.executable, "-P", "-m", "conformance.cli.agent", address, "--slots", str(slots)]
-    with subprocess.Popen(command, env=environment) as agent:
+    actors = [kind.options(scheduling_strategy=place).remote(slots) for place in places]
+    with contextlib.ExitStack() as carriers:
+        wires = []
+        for actor in actors:
+            wire, carrier = connect(_ActorChannel(ray, actor))
+            wires.append(wire)
+            carriers.callback(carrier.close)
         try:
-            return agent.wait()
+            yield wires
         finally:
-            agent.terminate()
+            carriers.close()
+            ended = [actor.end.remote() for actor in actors]
+            ray.wait(ended, num_returns=len(ended), timeout=2 * _END_S)
+            remove_placement_group(group)
+
+
+class Node:
+    """An actor on a node of the cluster. The host process is its child, because a worker of Ray has threads."""
+
+    def __init__(self, slots: int) -> None:
+        import ray
+
+        self._wire, self._process = start_host(address=ray.util.get_node_ip_address(), slots=slots)
+
+    def send(self, messages: list[Message]) -> None:
+        for message in messages:
+            self._wire.send(message)
+
+    def receive(self, limit_s: float) -> list[Message]:
+        try:
+            return take(self._wire, limit_s=limit_s)
+        except Closed:
+            return [closing(f"its process {exit_words(self._process.wait())}")]
+
+    def end(self) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=_END_S)
+        self._process.terminate()
+
+
+class _ActorChannel:
+    def __init__(self, ray: Any, actor: Any) -> None:
+        self._ray, self._actor = ray, actor
+
+    def send(self, messages: list[Message]) -> None:
+        self._call(self._actor.send, messages)
+
+    def receive(self, *, limit_s: float) -> list[Message]:
+        return list(self._call(self._actor.receive, limit_s))
+
+    def _call(self, method: Any, argument: Any) -> Any:
+        try:
+            return self._ray.get(method.remote(argument))
+        except self._ray.exceptions.RayError as error:
+            raise Closed(f"Ray has lost its actor: {one_line(error)}") from None
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from conformance.core.io import Unwritable
 from conformance.core.process import Stop, stop_code
 from conformance.judge.cross_backend import write_side_by_side
 from conformance.matrix.cell import Cell
-from conformance.matrix.options import Again, Demands, Elsewhere, Kept, Portion, Ranks, Selection
+from conformance.matrix.options import Again, Demands, Kept, Portion, Ranks, Selection
 from conformance.matrix.plan import make_plan
 from conformance.results.output_folders import slim, sum_up
 from conformance.results.run_results import SUMMARY
@@ -28,7 +28,7 @@ from conformance.runner.preflight import check_device, leased_gpus
 from conformance.runner.resume import cells_left, read_earlier
 from conformance.runner.session import Session
 from conformance.runner.session_config import SessionConfig
-from conformance.runtime.multihost.controller import hosts_of
+from conformance.runtime.multihost.controller import hosts_of_engine
 
 
 def run(options: argparse.Namespace) -> int:
@@ -39,7 +39,7 @@ def plan_run(options: argparse.Namespace) -> tuple[list[Cell], SessionConfig]:
     """The cells that are to be run, and how. Raises UsageError for options that cannot be used or do not fit."""
     selection, again = Selection.from_options(options), Again.from_options(options)
     ranks = Ranks.from_options(options)
-    hosts = hosts_of(Elsewhere.from_options(options), ranks)
+    hosts = hosts_of_engine(ranks_per_gpu=ranks.ranks_per_gpu)
     check_device(ranks)
     plan = make_plan(selection, Demands.from_options(options), Portion.from_options(options), ranks=ranks)
     if again.rerun and not again.resume:
@@ -56,7 +56,7 @@ def plan_run(options: argparse.Namespace) -> tuple[list[Cell], SessionConfig]:
         profile=selection.profile,
         command=shlex.join(["parity", "run", *options.arguments]),
         arguments=(*selection.arguments(without="cells"), *ranks.arguments()),
-        gpus=() if hosts else leased_gpus(ranks),  # agents lease their own
+        gpus=() if hosts else leased_gpus(ranks),  # hosts lease their own
         ranks_per_gpu=ranks.ranks_per_gpu,
         hosts=hosts,
         budget_s=ranks.budget,

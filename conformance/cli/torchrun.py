@@ -1,17 +1,17 @@
-"""Torchrun: a run on several hosts as one job of torchrun, which starts the same command on each.
+"""Starts a run on several hosts as one job of torchrun, which starts the same command on each of them.
 
     torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint HOST:29400 \\
         -m conformance.cli.torchrun run --profile full --out /shared/out
 
-The process of the first node is the controller and starts the agent of its host; the others are agents. They find each
-other through the store of torchrun's rendezvous, which also hands out a secret, so the user gives neither. How the
-controller ended is said there, too: one that ends before it listens, because of a wrong option, ends all (claim 8).
+The process of the first node is the controller. The process of every node starts the host process of its machine, and
+carries its messages by keys of the store of torchrun's rendezvous. How the controller ended is a key, too, so a wrong
+option ends all nodes with its message. ``pytest`` and its arguments may stand in the place of ``run``.
 """
 
 import contextlib
 import json
 import os
-import secrets
+import socket
 import subprocess
 import sys
 import time
@@ -24,46 +24,98 @@ from torch.distributed import TCPStore
 
 from conformance.cli.main import main as parity
 from conformance.cli.run import EXIT
-from conformance.core.errors import UsageError
-from conformance.runtime.multihost.agent import free_port
-from conformance.runtime.multihost.handshake import SECRET
+from conformance.core.errors import UsageError, one_line
+from conformance.runtime.failure import exit_words
+from conformance.runtime.messages import Message, Wire
+from conformance.runtime.multihost.channel import Carrier, Closed, connect
+from conformance.runtime.multihost.controller import started_by_engine
+from conformance.runtime.multihost.host import start_host
 
-_WHERE, _ENDED, _HEARD = "backend-parity/controller", "backend-parity/ended", "backend-parity/heard"
-_COME = timedelta(minutes=10)  # for the first node to say where it listens
-_END_S = 20.0  # for agents to end by themselves, and for nodes to hear how the first one ended
+_COME = timedelta(minutes=10)  # for a node to reach the store
+_END_S = 20.0  # for host processes to end by themselves, and for nodes to read how the first one ended
 _TICK_S = 0.2
+_MAIL_S = 0.02  # between looks for messages
+COMMANDS = ("run", "pytest")
 
 
 def main(arguments: Sequence[str]) -> int:
     try:
         rank, size = _place(os.environ, arguments)
+        slots = _slots(os.environ.get("PARITY_SLOTS", ""))
     except UsageError as error:
         print(f"parity: {error}", file=sys.stderr)
         return 2
-    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=_COME)
+    job = f"backend-parity/{os.environ['TORCHELASTIC_RUN_ID']}/{os.environ['TORCHELASTIC_RESTART_COUNT']}"
+    wire, host = start_host(address=_own_address(), slots=slots)
     if rank == 0:
-        host = os.environ["MASTER_ADDR"]
-        address = f"{host}:{free_port(host)}"
-        os.environ[SECRET] = secrets.token_hex(32)
-        store.set(_WHERE, f"{address} {os.environ[SECRET]}")
-        with _agent(address) as agent:
-            code, said = _run(["run", *arguments[1:], "--hosts", str(size), "--listen", address])
-            store.set(_ENDED, json.dumps([code, said]))
-            _end(agent, code)
-        deadline = time.monotonic() + _END_S
-        while store.add(_HEARD, 0) < size - 1 and time.monotonic() < deadline:  # the store ends with this node
-            time.sleep(_TICK_S)
-        return code
-    address, os.environ[SECRET] = store.get(_WHERE).decode().split()
-    with _agent(address) as agent:
-        code = _wait(agent, store)
-    with contextlib.suppress(RuntimeError):  # the first node did not wait
-        store.add(_HEARD, 1)
+        return _control(job, size, wire, host, arguments)
+    store = _store()
+    carrier = Carrier(wire, Mailbox(f"{job}/from/{rank}", f"{job}/to/{rank}"), why_closed=lambda: _why_ended(host))
+    try:
+        return _wait(host, store, job)
+    finally:
+        carrier.close()
+        with contextlib.suppress(RuntimeError):  # the first node did not wait
+            store.add(f"{job}/heard", 1)
+
+
+def _control(job: str, size: int, own: Wire, host: "subprocess.Popen[bytes]", arguments: Sequence[str]) -> int:
+    """Run the command on the hosts of all nodes, in the process of the first node; returns the exit code."""
+    store, wires = _store(), [own]
+    with contextlib.ExitStack() as carriers:
+        for node in range(1, size):
+            wire, carrier = connect(Mailbox(f"{job}/to/{node}", f"{job}/from/{node}"))
+            wires.append(wire)
+            carriers.callback(carrier.close)
+        with started_by_engine(wires):
+            code, message = _run(arguments)
+        _end(host, code)
+    store.set(f"{job}/ended", json.dumps([code, message]))
+    deadline = time.monotonic() + _END_S
+    while store.add(f"{job}/heard", 0) < size - 1 and time.monotonic() < deadline:  # the store ends with this node
+        time.sleep(_TICK_S)
     return code
 
 
+class Mailbox:
+    """Sends messages as values of numbered keys of torchrun's store, and receives them likewise.
+
+    Each direction has a connection of its own, because two threads use them.
+    """
+
+    def __init__(self, outgoing: str, incoming: str) -> None:
+        self._outgoing, self._incoming = outgoing, incoming
+        self._sending, self._receiving = _store(), _store()
+        self._sent = self._received = 0
+
+    def send(self, messages: list[Message]) -> None:
+        try:
+            self._sending.set(f"{self._outgoing}/{self._sent}", json.dumps(messages))
+        except RuntimeError as error:
+            raise Closed(f"torchrun's store is gone: {one_line(error)}") from None
+        self._sent += 1
+
+    def receive(self, *, limit_s: float) -> list[Message]:
+        key, deadline = f"{self._incoming}/{self._received}", time.monotonic() + limit_s
+        try:
+            while not self._receiving.check([key]):  # TCPStore.wait logs a warning whenever nothing came in time
+                if time.monotonic() > deadline:
+                    return []
+                time.sleep(_MAIL_S)
+            messages: list[Message] = json.loads(self._receiving.get(key))
+            self._receiving.delete_key(key)
+        except RuntimeError as error:
+            raise Closed(f"torchrun's store is gone: {one_line(error)}") from None
+        self._received += 1
+        return messages
+
+
+def _store() -> TCPStore:
+    return TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=_COME)
+
+
 class _Heard:
-    """Standard error, whose last lines are kept."""
+    """Keeps the last lines of standard error."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream, self._lines = stream, deque([""], maxlen=20)
@@ -78,63 +130,96 @@ class _Heard:
         return getattr(self._stream, name)
 
     def message(self) -> str:
-        """The last message of parity; empty if there is none."""
+        """Return the last message of parity; empty if there is none."""
         lines = list(self._lines)
         last = max((at for at, line in enumerate(lines) if line.startswith("parity")), default=len(lines))
         return "\n".join(lines[last:]).strip()
 
 
 def _run(arguments: Sequence[str]) -> tuple[int, str]:
-    """`parity`: its exit code, and its last message."""
+    """Run the command; returns its exit code and its last message."""
     heard = _Heard(sys.stderr)
     with contextlib.redirect_stderr(heard):  # type: ignore[type-var]
         try:
-            return parity(arguments), heard.message()
+            return run_command(arguments), heard.message()
         except SystemExit as ended:  # an option that does not exist
             return int(ended.code or 0), heard.message()
 
 
-def _wait(agent: "subprocess.Popen[bytes]", store: TCPStore) -> int:
-    """Wait for the agent, or for the controller to have ended without it; returns the exit code of this node."""
-    while agent.poll() is None:
+def run_command(arguments: Sequence[str]) -> int:
+    """Run ``parity run``, or ``pytest``, in this process."""
+    if arguments[0] == "pytest":
+        import pytest
+
+        code = int(pytest.main(list(arguments[1:])))
+        return EXIT["usage"] if code == pytest.ExitCode.USAGE_ERROR else code
+    return parity(list(arguments))
+
+
+def _wait(host: "subprocess.Popen[bytes]", store: TCPStore, job: str) -> int:
+    """Wait until the host process or the controller has ended; returns the exit code of this node."""
+    while host.poll() is None:
         try:
-            if store.check([_ENDED]):
-                code, said = json.loads(store.get(_ENDED))
-                if (own := _end(agent, code)) >= 0:
+            if store.check([f"{job}/ended"]):
+                code, message = json.loads(store.get(f"{job}/ended"))
+                if (own := _end(host, code)) >= 0:
                     return own
-                print(f"parity: the first node ended with code {code}: {said}", file=sys.stderr)
+                print(
+                    f"parity: the first node ended with code {code}: {message or 'see what it printed'}",
+                    file=sys.stderr,
+                )
                 return int(code)
-        except RuntimeError as error:  # torch's DistStoreError
-            _end(agent, EXIT["incomplete"])
-            print(f"parity: the first node is gone: {error}", file=sys.stderr)
+        except RuntimeError as error:  # torch's DistNetworkError
+            _end(host, EXIT["incomplete"])
+            print(f"parity: the first node is gone: {one_line(error)}", file=sys.stderr)
             return EXIT["incomplete"]
         time.sleep(_TICK_S)
-    return int(agent.returncode)
+    return int(host.returncode)
 
 
-def _end(agent: "subprocess.Popen[bytes]", code: int) -> int:
-    """End the agent of a controller that ended with ``code``; returns its code. One that had a run ends by itself."""
+def _end(host: "subprocess.Popen[bytes]", code: int) -> int:
+    """End the host process after a controller that ended with ``code``; returns its own exit code.
+
+    A host process that had a run ends by itself.
+    """
     with contextlib.suppress(subprocess.TimeoutExpired):
-        agent.wait(timeout=0 if code == EXIT["usage"] else _END_S)
-    agent.terminate()
-    return agent.wait()
+        host.wait(timeout=0 if code == EXIT["usage"] else _END_S)
+    host.terminate()
+    return host.wait()
+
+
+def _why_ended(host: "subprocess.Popen[bytes]") -> str:
+    """Say why the host process has closed its wire, which it does when it ends."""
+    try:
+        return f"its process {exit_words(host.wait(timeout=_END_S))}"
+    except subprocess.TimeoutExpired:
+        return "it closed the connection"
 
 
 def _place(environment: "os._Environ[str]", arguments: Sequence[str]) -> tuple[int, int]:
-    """The number of this node and how many there are. Raises UsageError."""
+    """Return the number of this node and how many there are. Raises UsageError."""
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         raise UsageError("conformance.cli.torchrun is started by torchrun --rdzv-backend c10d (docs/hosts.md)")
     if int(environment["LOCAL_WORLD_SIZE"]) != 1:
-        raise UsageError("give torchrun --nproc-per-node 1: the agent of a host starts all of its ranks")
-    if list(arguments[:1]) != ["run"]:
-        raise UsageError("conformance.cli.torchrun wants the command run, and its options")
+        raise UsageError("give torchrun --nproc-per-node 1: the host process of a node starts all of its ranks")
+    if not arguments or arguments[0] not in COMMANDS:
+        raise UsageError(f"conformance.cli.torchrun needs a command, {' or '.join(COMMANDS)}, and its options")
     return int(environment["GROUP_RANK"]), int(environment["GROUP_WORLD_SIZE"])
 
 
-def _agent(address: str) -> "subprocess.Popen[bytes]":
-    slots = os.environ.get("PARITY_SLOTS")
-    more = ["--slots", slots] if slots else []
-    return subprocess.Popen([sys.executable, "-P", "-m", "conformance.cli.agent", address, *more])
+def _slots(text: str) -> int | None:
+    if text and (not text.isdecimal() or not int(text)):
+        raise UsageError(f"PARITY_SLOTS has to be a number of ranks, got {text!r}")
+    return int(text) if text else None
+
+
+def _own_address() -> str:
+    """Return the address from which this machine reaches the first node."""
+    where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    family, kind, protocol, _, address = socket.getaddrinfo(*where, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(address)  # sends nothing
+        return str(probe.getsockname()[0])
 
 
 if __name__ == "__main__":

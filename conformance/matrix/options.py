@@ -190,16 +190,6 @@ class Ranks(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Elsewhere(Options):
-    """Ranks on several hosts."""
-
-    hosts: int | None = _option(
-        "wait for N agents (parity agent), which start all ranks", type=_count, metavar="N", group=WHERE
-    )
-    listen: str | None = _option("with --hosts: where agents find this run", metavar="HOST:PORT", group=WHERE)
-
-
-@dataclass(frozen=True, kw_only=True)
 class Output(Options):
     """Where results go."""
 

@@ -108,7 +108,7 @@ class Run:
     started, finished: UTC times in ISO format; ``finished`` is null while the run continues, or if it was interrupted.
     seconds: the time of all processes and attempts together. profile: the name of the profile. device: cpu or cuda.
     command: the command that started the run. environment: versions, drivers, variables and the commit.
-    leased: for each GPU (UUID), or slot of an agent, the share of the last attempt's time in which cells and oracles
+    leased: for each GPU (UUID), or slot of a host, the share of the last attempt's time in which cells and oracles
     used it; empty if nothing was leased, with pytest, and after a merge of several jobs.
     floor: what the run has to judge at least in order to pass.
     selected: a digest that is equal for runs of the same cells.

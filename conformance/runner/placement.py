@@ -1,4 +1,4 @@
-"""Where: the ranks of a session are here, on leased GPUs of this host, or on the hosts of agents (claim 8)."""
+"""Decides where the ranks of a session run: here, on leased GPUs of this host, or on several hosts."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,14 +7,15 @@ from conformance.runner.scheduler import CELLS_PER_PLACE
 from conformance.runtime import Device, Pool
 from conformance.runtime.gpu_inventory import gpus_of
 from conformance.runtime.gpu_slots import Gpus, LeasedPlaces
-from conformance.runtime.multihost.controller import AgentHere, Fleet, Hosts, Slots
+from conformance.runtime.multihost.controller import Fleet, Hosts, Slots
+from conformance.runtime.multihost.relay import JoinedHost
 
 
 class Where:
-    """With ``pool``, of all worlds, and ``fleet``, of the agents; None if there are none to wait for."""
+    """Holds the ``pool`` of all worker groups, and the ``fleet`` of hosts; None if ranks run on this host alone."""
 
     def __init__(self, *, device: Device, gpus: tuple[str, ...], hosts: Hosts | None, work_dir: Path) -> None:
-        """``gpus``: those that are leased, or shares; empty: ranks are simply here. Raises UsageError as Fleet does."""
+        """``gpus``: those that are leased, or shares; empty: ranks are simply here."""
         self.fleet = Fleet(hosts, device=device, folder=work_dir) if hosts else None
         self._gpus, self._device = gpus, device
         self._places: LeasedPlaces | None = None
@@ -29,8 +30,8 @@ class Where:
         return self._places is not None
 
     @property
-    def agents(self) -> Sequence[AgentHere]:
-        return self.fleet.agents if self.fleet is not None else ()
+    def hosts(self) -> Sequence[JoinedHost]:
+        return self.fleet.joined if self.fleet is not None else ()
 
     @property
     def queues_oracles(self) -> bool:
@@ -44,12 +45,12 @@ class Where:
 
     @property
     def width(self) -> int:
-        """How many cells are run at once; of agents, of those that are here."""
+        """How many cells are run at once; on several hosts, on those that have joined."""
         return CELLS_PER_PLACE * (self.fleet.slots if self.fleet is not None else len(self._gpus))
 
     @property
     def leased(self) -> dict[str, float]:
-        """By GPU, or slot of an agent, the part of the session's time for which it was leased; see Busy.shares."""
+        """By GPU, or slot of a host, the part of the session's time for which it was leased; see Busy.shares."""
         return self._places.busy.shares() if self._places is not None else {}
 
     def close(self) -> None:

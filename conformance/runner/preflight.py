@@ -54,7 +54,7 @@ class Refusals:
     """Asks backends. Every adapter is imported only once, also if the import fails."""
 
     def __init__(self, device: Device, *, ranks_per_gpu: int = 1, fleet: Fleet | None = None) -> None:
-        """``fleet``: of the agents that start ranks; None if this machine does."""
+        """``fleet``: of the hosts that start ranks; None if this machine does."""
         self._device, self._ranks_per_gpu, self._fleet = device, ranks_per_gpu, fleet
         self._memory = available_memory()  # at the beginning, so that a cell is not listed and then refused
         self._adapters: dict[BackendEntry, Adapter | Verdict] = {}
@@ -132,7 +132,7 @@ class Refusals:
         if problem := fleet.problem():
             return Verdict(state="infrastructure", reason=problem)
         if (slots := fleet.slots) < ranks:
-            return Verdict(state="not_run", reason=f"needs {ranks} ranks, and the agents start {slots}; add agents")
+            return Verdict(state="not_run", reason=f"needs {ranks} ranks, and the hosts start {slots}; add hosts")
         return None
 
     def known(self, cell: Cell) -> tuple[Known, ...]:

@@ -1,7 +1,7 @@
 """Check: whether this machine has the room that cells need, before anything is started (claim 9).
 
 An estimate may be wrong by a factor of DOUBT. So a run is refused where even that much less would not fit, and the user
-is warned in between. Where agents start the ranks, each host is looked at, by what its agents told when they came.
+is warned in between. On several hosts, each of them is checked by what its process reported when it joined.
 """
 
 import socket
@@ -16,7 +16,7 @@ from conformance.core.host_resources import Room
 from conformance.matrix.cell import Cell
 from conformance.runner.resource_estimate import Estimate, Size, Total, estimate, on_slots, size_of, total
 from conformance.runtime import Device
-from conformance.runtime.multihost.controller import AgentHere
+from conformance.runtime.multihost.relay import JoinedHost
 from conformance.spec.roles import Role
 
 DOUBT = 1.5
@@ -40,10 +40,10 @@ def needs_of(
     *,
     device: Device = "cpu",
     workers: int = 1,
-    agents: Sequence[AgentHere] = (),
+    hosts: Sequence[JoinedHost] = (),
 ) -> Needs:
     """Raises UsageError for a model that cannot be used. ``cells``: one or more. ``workers``: processes that run
-    cells at the same time, each with ranks, an oracle and a judge of its own. ``agents``: those that start all ranks,
+    cells at the same time, each with ranks, an oracle and a judge of its own. ``hosts``: those that start all ranks,
     if this machine does not."""
     sizes: dict[tuple[str, tuple[Role, ...], int | None], Size] = {}
     adapters: dict[BackendEntry, Adapter] = {}
@@ -56,7 +56,7 @@ def needs_of(
     workers = min(workers, len(found))
     of_all = total(found, workers=workers)
     impossible, doubtful = [], []
-    against = _held_against_hosts(found, of_all, room, agents) if agents else _held_against(of_all, room, workers)
+    against = _held_against_hosts(found, of_all, room, hosts) if hosts else _held_against(of_all, room, workers)
     for needed, there, said in against:
         if needed > DOUBT * there:
             impossible.append(said)
@@ -72,16 +72,17 @@ def check_room(
     device: Device,
     warn: Callable[[str], None],
     workers: int = 1,
-    agents: Sequence[AgentHere] = (),
+    hosts: Sequence[JoinedHost] = (),
 ) -> None:
     """Raises UsageError, which says what would fit, if the cells cannot fit into ``room``; ``warn`` gets what may not
     fit."""
     if not cells:
         return
-    needs = needs_of(cells, room, device=device, workers=workers, agents=agents)
+    needs = needs_of(cells, room, device=device, workers=workers, hosts=hosts)
     if needs.impossible:
-        said = "select other cells (--cells), offer fewer slots (parity agent --slots), or take hosts with more"
-        what = said if agents else advice(needs, room)
+        fewer = "offer fewer slots (PARITY_SLOTS under torchrun, --slots on Ray)"
+        said = f"select other cells (--cells), {fewer}, or take hosts with more"
+        what = said if hosts else advice(needs, room)
         raise UsageError(f"{'; '.join(needs.impossible)}; {what} (parity plan shows the estimates)")
     for said in needs.doubtful:
         warn(f"{said}; it may not fit")
@@ -126,13 +127,13 @@ def _disks(of_all: Total, room: Room) -> list[tuple[float, float, str]]:
 
 
 def _held_against_hosts(
-    cells: Sequence[tuple[Cell, Estimate]], of_all: Total, room: Room, agents: Sequence[AgentHere]
+    cells: Sequence[tuple[Cell, Estimate]], of_all: Total, room: Room, hosts: Sequence[JoinedHost]
 ) -> list[tuple[float, float, str]]:
-    """Of each host with agents, and of this one, the controller's, whose ``room`` it is."""
+    """Of each host with slots, and of this one, the controller's, whose ``room`` it is."""
     slots, rooms = defaultdict[str, int](int), dict[str, Room]()
-    for agent in agents:
-        slots[agent.host] += agent.slots
-        rooms.setdefault(agent.host, agent.room)
+    for joined in hosts:
+        slots[joined.host] += joined.slots
+        rooms.setdefault(joined.host, joined.room)
     own, found = socket.gethostname(), []
     controller, oracle_of = max(((one.controller, cell) for cell, one in cells), key=lambda pair: pair[0])
     for host, count in slots.items():

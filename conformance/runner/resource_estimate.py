@@ -185,7 +185,7 @@ def total(cells: Sequence[tuple[Cell, Estimate]], *, workers: int = 1) -> Total:
 
 
 def on_slots(cells: Sequence[tuple[Cell, Estimate]], slots: int) -> tuple[float, Cell]:
-    """Bytes of an agent's host at the worst moment: the largest ranks of as many cells side by side as fill ``slots``,
+    """Bytes of a host at the worst moment: the largest ranks of as many cells side by side as fill ``slots``,
     and ranks of other worlds, which wait. Also the cell of the largest ranks."""
     left, held, at_work = slots, IMPORTED, set[tuple[str, int]]()
     largest = sorted(cells, key=lambda one: one[1].rank, reverse=True)

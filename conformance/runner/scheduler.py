@@ -1,6 +1,6 @@
 """At once: cells side by side in threads, or one after another in this one (claim 8).
 
-On leased places, GPUs or slots of agents, a cell waits for its lease, for its oracle and for its judge. Meanwhile other
+On leased places, GPUs or slots of hosts, a cell waits for its lease, for its oracle and for its judge. Meanwhile other
 cells use the places, so more cells are begun than there are places; the largest worlds first, because what is left at
 the end then fills the gaps.
 

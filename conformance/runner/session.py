@@ -109,13 +109,13 @@ class Session:
         self.results.write_summary(finished=True)
 
     def _prepare(self, cells: Sequence[Cell]) -> None:
-        """Wait for the agents, if there are any to wait for, check memory and disk, and ask for oracles."""
+        """Wait for the hosts, if there are several, check memory and disk, and ask for oracles."""
         if self._where.fleet is not None:
             self._where.fleet.wait(limit_s=self.config.budget_s)
             self._at_once = AtOnce(self._where.width)
         waiting = self._activities.waiting = tuple(cell for cell in cells if not self.refusal(cell))
         room, device = room_of(self.config.out), self.config.device
-        check_room(waiting, room, device=device, warn=logger.warning, agents=self._where.agents)
+        check_room(waiting, room, device=device, warn=logger.warning, hosts=self._where.hosts)
         for said in filled(self.config.gpus) if self._where.queues_oracles else ():
             logger.warning(said)
         for cell in self._at_once.ordered(waiting):

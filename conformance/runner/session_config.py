@@ -17,7 +17,7 @@ class SessionConfig:
     out: the output folder. profile, command: the profile and the user's command line, for the summary.
     arguments: the arguments that select cells; they become part of the command that reproduces a cell.
     gpus: the GPUs that cells lease, or shares of them, so that they run side by side; empty: one cell after another.
-    ranks_per_gpu: how many may share one. hosts: the agents that start ranks, on other hosts; None: ranks are here.
+    ranks_per_gpu: how many may share one. hosts: the hosts that start ranks; None: ranks are here.
     budget_s: seconds that a leg, or an oracle run, may go without progress. fail_fast: end after the first failure.
     floor, selected: see conformance.matrix.plan. selection: see conformance.results.run_results.Run.
     earlier: the run in ``out`` that this one goes on with.

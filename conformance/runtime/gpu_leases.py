@@ -11,7 +11,7 @@ Whoever waits has a ticket in a queue, a file with a number. The first in the qu
 free, or has the block reserved that is nearest to being free; those behind it get what is not reserved. So a task of
 eight GPUs waits for eight tasks of one GPU and not for ever, and small tasks use what no earlier ticket can use.
 
-A GPU is a name here; slots of agents on several hosts are leased in the same way
+A GPU is a name here; slots of several hosts are leased in the same way
 (conformance.runtime.multihost.controller).
 
 Whoever leases a share of a GPU (conformance.runtime.gpu_inventory) has the file of the share for itself, and shares

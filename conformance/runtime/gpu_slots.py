@@ -67,7 +67,7 @@ class LeasedPlaces:
             ticket = Ticket(names, size, folder=self._folder)
             try:
                 while not is_over():
-                    if (wanted := self._wanted(config)) != (names, size):  # an agent was lost, and another has come
+                    if (wanted := self._wanted(config)) != (names, size):  # a host was lost
                         old, (names, size) = ticket, wanted
                         ticket = Ticket(names, size, folder=self._folder)
                         old.withdraw()

@@ -67,8 +67,8 @@ class Wire:
         """Wait for a message and its file descriptors; the message is None if the other end closed. Raises Garbage."""
         try:
             data, fds, _, _ = socket.recv_fds(self._socket, _LONGEST_PACKET, MOST_FDS)
-        except ConnectionResetError:
-            return None, []
+        except ConnectionResetError:  # the other end closed with messages unread: reported once, before its last ones
+            return self.receive()
         for fd in fds:
             os.set_inheritable(fd, False)
         if data == _IN_FILE and fds:

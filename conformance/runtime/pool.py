@@ -1,7 +1,7 @@
 """Pool: runs tasks in live worlds, and keeps worlds whose tasks ended well. The interface for the rest of the suite.
 
-Without places, worlds are of this host and tasks run in the caller's thread. With places (GPUs, or slots of agents on
-several hosts: conformance.runtime.gpu_slots), a task of any thread waits for a lease of as many as its world has
+Without places, worlds are of this host and tasks run in the caller's thread. With places (GPUs, or slots of several
+hosts: conformance.runtime.gpu_slots), a task of any thread waits for a lease of as many as its world has
 ranks, runs in the world that is alive on these, or in a new one, and gives the lease back. Each block of places has a
 lane and a thread of its own; so a CUDA error that outlives its task harms that world and no other. Serves claim 8.
 """

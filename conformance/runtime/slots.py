@@ -46,7 +46,7 @@ class Outcome:
 
 
 class Starter(Protocol):
-    """Who starts the worlds of a lane (conformance.runtime.forkserver_client.Zygotes, or agents on other hosts)."""
+    """Who starts the worlds of a lane (conformance.runtime.forkserver_client.Zygotes, or several hosts)."""
 
     def start(self, config: WorldConfig) -> World:
         """Raises StartError."""

@@ -22,14 +22,14 @@ from conformance.runner.resource_check import check_room
 from conformance.runner.session import Session
 from conformance.runner.session_config import SessionConfig
 from conformance.runtime.gpu_leases import filled
-from conformance.runtime.multihost.controller import hosts_of
+from conformance.runtime.multihost.controller import hosts_of_engine
 from conformance.suite.plugin import (
     BISECTED,
     OUT,
     USAGE,
     check_of,
     demands,
-    elsewhere,
+    is_on_hosts,
     is_worker,
     may_bisect,
     merge,
@@ -42,13 +42,13 @@ from conformance.suite.plugin import (
 own_packages.prefer()
 
 PLAN_KEY = pytest.StashKey[Plan]()
-ON_HOSTS = pytest.StashKey[Session]()  # has begun to run the cells, where agents start their ranks
+ON_HOSTS = pytest.StashKey[Session]()  # has begun to run the cells on several hosts
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Warn of GPUs that somebody without a lease has filled; workers of pytest-xdist leave that to their controller."""
     config = session.config
-    if is_worker(config) or config.option.collectonly or elsewhere(config).hosts or ranks(config).device == "cpu":
+    if is_worker(config) or config.option.collectonly or is_on_hosts(config) or ranks(config).device == "cpu":
         return
     for said in filled(leased_gpus(ranks(config))):
         config.issue_config_time_warning(pytest.PytestWarning(said), stacklevel=2)
@@ -63,8 +63,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     try:
         config = metafunc.config
         where = ranks(config)
-        if hosts_of(elsewhere(config), where) and is_worker(config):
-            raise UsageError("agents work for one process, which runs cells side by side; leave out -n")
         check_device(where)
         plan = config.stash[PLAN_KEY] = make_plan(selection(config), demands(config), portion(config), ranks=where)
         cells = list(plan.cells)
@@ -84,7 +82,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     cells = [call.params["cell"] for call in calls if call and isinstance(call.params.get("cell"), Cell)]
     if not cells or config.option.collectonly:
         return
-    if elsewhere(config).hosts:
+    if is_on_hosts(config):
         _begin_on_hosts(config, cells)
         return
     try:
@@ -105,7 +103,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def _begin_on_hosts(config: pytest.Config, cells: Sequence[Cell]) -> None:
-    """Wait for the agents, and begin all cells. Each test waits for its own."""
+    """Wait for the hosts, and begin all cells. Each test waits for its own cell."""
     stop_at_signals(config)
     session = suite_session(config)
     try:
@@ -144,13 +142,13 @@ def _check_room(cells: Sequence[Cell], config: pytest.Config) -> None:
 def suite_session(config: pytest.Config) -> Session:
     """Of the same configuration as in ``parity run``, so that a cell's reproduce command runs it again."""
     chosen, where = selection(config), ranks(config)
-    hosts = hosts_of(elsewhere(config), where)
+    hosts = hosts_of_engine(ranks_per_gpu=where.ranks_per_gpu)
     config_of_all = SessionConfig(
         out=config.stash[OUT],
         device=where.device,
         profile=chosen.profile,
         arguments=(*chosen.arguments(without="cells"), *where.arguments()),
-        gpus=() if hosts else leased_gpus(where),  # agents lease their own
+        gpus=() if hosts else leased_gpus(where),  # hosts lease their own
         ranks_per_gpu=where.ranks_per_gpu,
         hosts=hosts,
         budget_s=where.budget,
@@ -168,7 +166,7 @@ def parity_session(pytestconfig: pytest.Config) -> Iterator[Session]:
         yield on_hosts
         out = on_hosts.config.out
         merge(out, compare=False)
-        if may_bisect(pytestconfig) and any_differs(out):  # while there are agents
+        if may_bisect(pytestconfig) and any_differs(out):  # while there are hosts
             lines = pytestconfig.stash.setdefault(BISECTED, [])
             bisect_run(on_hosts, pytestconfig.stash[PLAN_KEY].cells, say=lines.append)
         _end_on_hosts(pytestconfig)

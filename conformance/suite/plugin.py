@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from conformance.core.process import Stop, Stopped
-from conformance.matrix.options import NO_BISECT, Demands, Elsewhere, Kept, Output, Portion, Ranks, Selection
+from conformance.matrix.options import NO_BISECT, Demands, Kept, Output, Portion, Ranks, Selection
 
 OUT = pytest.StashKey[Path]()
 ROOM = pytest.StashKey[dict[str, float | None]]()  # a conformance.core.host_resources.Room, as workers are sent it
@@ -29,7 +29,7 @@ BISECTED = pytest.StashKey[list[str]]()  # a line about each cell that was bisec
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("parity", "conformance of LLM training backends (pytest --pyargs conformance.suite)")
-    for kind in (Selection, Demands, Portion, Ranks, Elsewhere, Output, Kept):
+    for kind in (Selection, Demands, Portion, Ranks, Output, Kept):
         for option in kind.options():
             group.addoption(f"--parity-{option.name}", dest=f"parity_{option.field}", **option.about)
     group.addoption("--parity-no-bisect", action="store_true", help=NO_BISECT)
@@ -41,6 +41,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if worker is not None:
         config.stash[OUT] = Path(worker["parity_out"])
         return
+    if getattr(config.option, "numprocesses", None) and is_on_hosts(config):
+        raise pytest.UsageError("hosts work for one process, which runs cells side by side; leave out -n")
     out: Path | None = config.option.parity_out
     if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise pytest.UsageError(
@@ -113,7 +115,7 @@ def write_results(session: pytest.Session) -> None:
     if not (out / "summary.json").is_file():
         return
     summary = merge(out, compare=not stopped_by)
-    if may_bisect(config) and not elsewhere(config).hosts:
+    if may_bisect(config) and not is_on_hosts(config):
         bisect(config, out)
     from conformance.core.errors import UsageError
     from conformance.core.io import Unwritable
@@ -231,8 +233,11 @@ def kept(config: pytest.Config) -> Kept:
     return Kept.from_options(config.option, prefix="parity_")
 
 
-def elsewhere(config: pytest.Config) -> Elsewhere:
-    return Elsewhere.from_options(config.option, prefix="parity_")
+def is_on_hosts(config: pytest.Config) -> bool:
+    """Tell whether an engine has started the hosts that run the ranks (conformance.cli.torchrun and ray)."""
+    from conformance.runtime.multihost.controller import hosts_of_engine
+
+    return hosts_of_engine(ranks_per_gpu=1) is not None
 
 
 def ranks(config: pytest.Config) -> Ranks:

@@ -20,7 +20,7 @@ from conformance.models.families import read_architecture
 from conformance.models.parameter_shapes import parameter_shapes
 from conformance.runner.resource_check import DOUBT, advice, check_room, needs_of
 from conformance.runner.resource_estimate import Estimate, Size, estimate, on_slots, size_of, total
-from conformance.runtime.multihost.controller import AgentHere
+from conformance.runtime.multihost.relay import JoinedHost
 
 SIZE = Size(parameters=10**9, trained=10**9, recorded=10**9, vocabulary=32_000)
 PLENTY = Room(memory=1e15, disk=1e15, cache=None)
@@ -120,8 +120,8 @@ def test_as_many_workers_are_advised_as_fit() -> None:
     assert "would fit" not in advice(needs_of(cells, alone, workers=2), alone)
 
 
-def agent(host: str, slots: int, room: Room = PLENTY) -> AgentHere:
-    return AgentHere(name=f"{host} (process 1)", host=host, slots=slots, room=room)
+def joined(host: str, slots: int, room: Room = PLENTY) -> JoinedHost:
+    return JoinedHost(name=f"{host} (process 1)", host=host, slots=slots, room=room)
 
 
 def test_each_host_has_the_ranks_of_its_slots_and_one_the_oracle_and_the_judge() -> None:
@@ -139,33 +139,33 @@ def test_each_host_has_the_ranks_of_its_slots_and_one_the_oracle_and_the_judge()
 
 
 def test_a_host_without_room_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Agents of one host share its memory, and where the controller is, oracle and judge take theirs of it."""
+    """Processes of one host share its memory, and where the controller is, oracle and judge take theirs of it."""
     monkeypatch.setattr("socket.gethostname", lambda: "here")
     monkeypatch.setattr("conformance.runner.resource_check.size_of", lambda _: SIZE)
     cells = [cell(layout="dp4")]
     of_cell = estimate(cells[0], SIZE)
 
-    def said(agents: list[AgentHere], own: Room = PLENTY) -> tuple[str, ...]:
-        return needs_of(cells, own, agents=agents).impossible
+    def said(hosts: list[JoinedHost], own: Room = PLENTY) -> tuple[str, ...]:
+        return needs_of(cells, own, hosts=hosts).impossible
 
     two = replace(PLENTY, memory=2.1 * of_cell.rank)
-    assert not said([agent("a", 2, two), agent("b", 2, two)])
-    (one,) = said([agent("a", 2, two), agent("b", 4, two)])
+    assert not said([joined("a", 2, two), joined("b", 2, two)])
+    (one,) = said([joined("a", 2, two), joined("b", 4, two)])
     assert one.startswith(f"host b: the ranks of its 4 slots, the largest of {cells[0]}, need about ")
-    (one,) = said([agent("a", 2, two), agent("a", 2, two)])
+    (one,) = said([joined("a", 2, two), joined("a", 2, two)])
     assert one.startswith("host a: the ranks of its 4 slots")
-    (one,) = said([agent("a", 4)], replace(PLENTY, memory=of_cell.controller / 2))
+    (one,) = said([joined("a", 4)], replace(PLENTY, memory=of_cell.controller / 2))
     assert one.startswith(f"host here, the controller's: the oracle and judge of {cells[0]} need")
     room = replace(PLENTY, memory=1.1 * max(of_cell.controller, 2 * of_cell.rank) / DOUBT)
-    assert not said([agent("b", 2, room)], room)
-    (one,) = said([agent("here", 2, room)], room)
+    assert not said([joined("b", 2, room)], room)
+    (one,) = said([joined("here", 2, room)], room)
     assert one.startswith(
         f"host here: the ranks of its 2 slots, the largest of {cells[0]}, and the oracle and judge of"
     )
-    (one,) = said([agent("a", 4), agent("b", 4, replace(PLENTY, disk=1e9))])
+    (one,) = said([joined("a", 4), joined("b", 4, replace(PLENTY, disk=1e9))])
     assert re.fullmatch(r"host b: the records need about [\d.]+ GB of disk, and 1.0 GB are free", one)
     with pytest.raises(UsageError, match=r"^host b: .* or take hosts with more"):
-        check_room(cells, PLENTY, device="cpu", warn=print, agents=[agent("a", 2), agent("b", 4, two)])
+        check_room(cells, PLENTY, device="cpu", warn=print, hosts=[joined("a", 2), joined("b", 4, two)])
 
 
 def test_only_what_would_not_fit_if_the_estimate_were_too_high_is_refused() -> None:

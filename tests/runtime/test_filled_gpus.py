@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from conftest import make_cell
 
-from conformance.matrix.options import Elsewhere, Ranks
+from conformance.matrix.options import Ranks
 from conformance.runner.session import Session
 from conformance.runner.session_config import SessionConfig
 from conformance.runtime import Device, gpu_inventory
@@ -137,7 +137,6 @@ def test_pytest_says_it_once_and_leaves_it_to_the_controller(monkeypatch: pytest
     said: list[str] = []
     workers: list[tuple[dict[str, Any], int]] = [({}, 1), ({"workerinput": {}}, 0)]
     monkeypatch.setattr(suite, "ranks", lambda _: Ranks(device="cuda"))
-    monkeypatch.setattr(suite, "elsewhere", lambda _: Elsewhere())
     monkeypatch.setattr(suite, "leased_gpus", lambda _: GPUS)
     for worker, count in workers:
         said.clear()

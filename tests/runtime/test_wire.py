@@ -107,3 +107,14 @@ def test_a_message_to_nobody_is_dropped(ends: tuple[Wire, Wire], length: int) ->
     receiver.close()
     sender.send({"text": "x" * length})
     assert sender.receive() == (None, [])
+
+
+def test_the_last_message_of_an_end_that_closed_with_others_unread_is_received() -> None:
+    wire, other = wire_pair()
+    far = Wire(other)
+    wire.send({"do": "live"})
+    far.send({"type": "refused"})
+    far.close()
+    assert wire.receive() == ({"type": "refused"}, [])
+    assert wire.receive() == (None, [])
+    wire.close()

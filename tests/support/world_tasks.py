@@ -376,8 +376,8 @@ def meet(context: RankContext, *, of: int, folder: str) -> tuple[str, int]:
     return os.environ.get("CUDA_VISIBLE_DEVICES", ""), os.getpid()
 
 
-def kill_agent(context: RankContext, *, rank: int) -> None:
-    """A rank kills the agent of its host, while all wait for each other: the grandparent of its zygote."""
+def kill_host_process(context: RankContext, *, rank: int) -> None:
+    """Let a rank kill the process of its host, the grandparent of its forkserver, while all ranks wait."""
     if context.rank == rank:
         nursery = _parent(os.getppid())
         os.kill(_parent(nursery), signal.SIGKILL)

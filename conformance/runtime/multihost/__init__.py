@@ -1,13 +1,10 @@
-"""Ranks of one world on several hosts: an agent on each host starts them and speaks for them.
+"""Runs the ranks of a worker group on several hosts, which an engine (torchrun or Ray) starts.
 
-    stream.py    messages over TCP, after both sides have shown that they know the secret
-    offer.py     what an agent offers, and why a controller may refuse it
-    agent.py     the process of a host: `parity agent`
-    relay.py     the controller's process that agents connect to; to the controller it is what a zygote is
-    fleet.py     the controller's handles of it: which agents have come, and worlds on them
-    slots.py     what cells lease of agents
-    torchrun.py  agents and controller as one job of torchrun
-    on_ray.py    the same on a Ray cluster
+    channel.py     carries messages between the controller and a host over what the engine has for it
+    host.py        the process of a host: it starts ranks there and speaks for them
+    relay.py       the controller's thread that speaks with all hosts
+    controller.py  which hosts have joined, worker groups on them, and the slots that cells lease
 
-Everything that ranks write goes to the output folder, which all hosts have to share.
+The engines are commands: conformance.cli.torchrun and conformance.cli.ray. Everything that ranks write goes to the
+output folder, which all hosts have to share.
 """

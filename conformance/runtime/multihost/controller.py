@@ -1,76 +1,66 @@
-"""Fleet: the controller's handles of its relay: which agents have come, and worlds whose ranks they start (claim 8).
+"""The controller's handles of the hosts of a run, and of the worker groups on them.
 
-Slots: what worlds of several hosts lease: one of an agent for each rank, so that cells run side by side (claim 8).
-
-An agent holds its GPUs while it lives, so its slots are leased within the run alone: the locks are in a folder of the
-controller. Blocks are those of all slots in the order in which agents came.
+Cells lease a slot of a host for each rank, so that cells run side by side. A host holds its GPUs while it lives, so its
+slots are leased within the run alone: the locks are in a folder of the controller. Blocks are those of all slots, in
+the order in which the engine named the hosts.
 """
 
+import contextlib
 import logging
-import os
-import subprocess
-import threading
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from conformance.core.errors import UsageError
-from conformance.core.host_resources import Room
-from conformance.matrix.options import Elsewhere, Ranks
 from conformance.runtime import WorldConfig
 from conformance.runtime.config import StartError
 from conformance.runtime.gpu_slots import LeasedPlaces
 from conformance.runtime.messages import Message, Wire, wire_pair
-from conformance.runtime.multihost.handshake import SECRET, address_of, secret_of_environment
-from conformance.runtime.preload_server import environment
+from conformance.runtime.multihost.host import Wanted
+from conformance.runtime.multihost.relay import JoinedHost, Relay
 from conformance.runtime.slots import Block, NoLease
-from conformance.runtime.worker_groups import MOST_RANKS, Child, Handle, World, start_child, too_small
+from conformance.runtime.worker_groups import MOST_RANKS, Handle, World, too_small
 
-_ANSWER_LIMIT_S = 180.0  # agents import before they start ranks
-_ENDED_LIMIT_S = 5.0
+_ANSWER_LIMIT_S = 180.0  # hosts import before they start ranks
+_STOP_LIMIT_S = 10.0
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hosts:
-    """How many agents a run waits for, where they find it (HOST:PORT), and how many ranks share a GPU of theirs."""
+    """The hosts that an engine has started: a wire to each of them, and how many ranks share a GPU of theirs."""
 
-    count: int
-    listen: str
+    wires: tuple[Wire, ...]
     ranks_per_gpu: int = 1
 
 
-def hosts_of(elsewhere: Elsewhere, ranks: Ranks) -> Hosts | None:
-    """What the user's options say. Raises UsageError."""
-    if bool(elsewhere.hosts) != bool(elsewhere.listen):
-        raise UsageError(
-            "--hosts and --listen belong together: how many agents there are, and where they find this run"
-        )
-    if not (elsewhere.hosts and elsewhere.listen):
-        return None
-    return Hosts(count=elsewhere.hosts, listen=elsewhere.listen, ranks_per_gpu=ranks.ranks_per_gpu)
+_started: tuple[Wire, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
-class AgentHere:
-    """An agent that has come: its name, its host's, how many ranks it starts, and what room there was when it came."""
+@contextlib.contextmanager
+def started_by_engine(wires: Sequence[Wire]) -> Iterator[None]:
+    """Make these hosts start the ranks of the run that this process begins."""
+    global _started
+    _started = tuple(wires)
+    try:
+        yield
+    finally:
+        _started = ()
 
-    name: str
-    host: str
-    slots: int
-    room: Room
+
+def hosts_of_engine(*, ranks_per_gpu: int) -> Hosts | None:
+    """Return the hosts that an engine has started for this process; None if ranks run on this host alone."""
+    return Hosts(wires=_started, ranks_per_gpu=ranks_per_gpu) if _started else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class FarWorld(World):
-    """A world of several hosts. What the kernel tells of ranks here, agents tell of theirs, a moment later."""
+    """A worker group on several hosts, which report the states of its ranks, a moment later than a kernel would."""
 
     states: dict[int, str] = field(default_factory=dict)
-    seconds: dict[str, float] = field(default_factory=dict)  # of a processor, by agent
+    seconds: dict[str, float] = field(default_factory=dict)  # of processors, by host
 
     def state(self, rank: int) -> str:
         return self.states.get(rank, "R")
@@ -83,110 +73,70 @@ class FarWorld(World):
         self.handle.signal(self, rank, number)
 
 
-class Fleet(Child):
-    """A running relay. Threads share it, and each starts worlds by a FarHandle of its own."""
-
-    what = "the process that agents connect to"
+class Fleet:
+    """The hosts of a run. Threads share it, and each starts worker groups by a FarHandle of its own."""
 
     def __init__(self, hosts: Hosts, *, device: str, folder: Path) -> None:
-        """Raises UsageError if the secret is missing, or nothing can listen at the address."""
-        host, port = address_of(hosts.listen)
-        secret = secret_of_environment().decode()
+        """``folder``: of the run; all hosts have to see it."""
         folder.mkdir(parents=True, exist_ok=True)
-        self._hosts = hosts
-        self._agents: tuple[AgentHere, ...] = ()
-        self._told: list[str] = []
+        self._count = len(hosts.wires)
         self._had_all = False
-        self._talking = threading.RLock()
-        self._folder = TemporaryDirectory(prefix="parity-fleet-")
+        self._folder = TemporaryDirectory(prefix="parity-hosts-")
         self.own_folder = Path(self._folder.name)  # on a disk of this host
-        log = folder / f"relay-{os.getpid()}.log"
-        control, theirs = wire_pair()
-        with theirs:
-            arguments = [host, str(port), device, str(hosts.ranks_per_gpu), str(folder.resolve())]
-            env = {**environment(), SECRET: secret}
-            process = start_child("conformance.runtime.multihost.relay", arguments, control=theirs, log=log, env=env)
-        super().__init__(control, process, log=log)
-        try:
-            ready = self._answer("ready", world=None, limit_s=_ANSWER_LIMIT_S)
-        except StartError as error:
-            raise UsageError(f"--listen {hosts.listen}: {error}") from None
-        if ready["error"]:
-            self.close()
-            raise UsageError(f"--listen {hosts.listen}: {ready['error']}")
-        self.address = f"{host}:{ready['port']}"
+        wanted = Wanted(device=device, ranks_per_gpu=hosts.ranks_per_gpu)
+        self._relay = Relay(hosts.wires, wanted=wanted, folder=folder)
+        self._relay.start()
 
     def wait(self, *, limit_s: float) -> None:
-        """Wait until all agents have come; after the limit, ``problem`` tells who has not."""
-        deadline = time.monotonic() + limit_s
-        logger.info("waiting for %d agents: parity agent %s", self._hosts.count, self.address)
-        while len(self._agents) < self._hosts.count and time.monotonic() < deadline and self.is_alive:
-            self._next_message(limit_s=min(1.0, deadline - time.monotonic()))
-        self._had_all = len(self._agents) >= self._hosts.count
+        """Wait until all hosts have joined, or one cannot; after the limit, ``problem`` names the missing ones."""
+        logger.info("waiting for %d hosts", self._count)
+        with self._relay.changed:
+            self._relay.changed.wait_for(lambda: self._relay.problems or self._is_complete(), timeout=limit_s)
+        self._had_all = self._is_complete()
+
+    def _is_complete(self) -> bool:
+        return len(self.joined) >= self._count
 
     @property
-    def agents(self) -> tuple[AgentHere, ...]:
-        """Those that are here."""
-        return self._agents
+    def joined(self) -> tuple[JoinedHost, ...]:
+        return self._relay.joined
 
     @property
     def slots(self) -> int:
-        """How many ranks the agents that are here start."""
-        return sum(agent.slots for agent in self._agents)
+        """Count the ranks that the joined hosts start."""
+        return sum(host.slots for host in self.joined)
 
     def problem(self) -> str:
-        """Why no world can be started, for the user; empty if nothing is in the way."""
-        with self._talking:
-            self.receive()
-        if not self.is_alive:
-            return "the process that agents connect to has ended"
-        agents = self._agents
-        if len(agents) >= self._hosts.count:
+        """Say why no worker group can be started, for the user; empty if nothing is in the way."""
+        if not self._relay.is_alive():
+            return "the connection to the hosts has ended"
+        joined = self.joined
+        if len(joined) >= self._count:
             return ""
-        here = ", ".join(agent.name for agent in agents) or "none"
-        told = f"; {'; '.join(self._told)}" if self._told else ""
-        verb = "are left" if self._had_all else "have come"
-        start = f"start parity agent {self.address} on the others"
-        return f"{len(agents)} of {self._hosts.count} agents {verb} ({here}){told}; {start}"
+        names = ", ".join(host.name for host in joined) or "none"
+        verb = "are left" if self._had_all else "have joined"
+        return "; ".join((f"{len(joined)} of {self._count} hosts {verb} ({names})", *self._relay.problems))
 
-    def close(self) -> int:
-        status = super().close()
+    def terminate(self) -> None:
+        """End all ranks on all hosts, from any thread."""
+        self._relay.stop()
+
+    def close(self) -> None:
+        self._relay.stop()
+        self._relay.join(timeout=_STOP_LIMIT_S)
         self._folder.cleanup()
-        return status
 
     def handle(self, parts: Sequence[tuple[str, Sequence[int]]]) -> "FarHandle":
-        """Of worlds of which each agent starts the ranks in these of its slots."""
+        """Return a handle of worker groups whose ranks are started by these hosts, in these of their slots."""
         control, theirs = wire_pair()
-        with theirs, self._talking:
-            self._control.send({"do": "speak"}, fds=[theirs.fileno()])
+        self._relay.speak(theirs)
         return FarHandle(control, self, parts)
-
-    def ended(self) -> int:
-        """The exit status of the relay, which is gone; 0 if it is not."""
-        with self._talking:
-            try:
-                return self._process.wait(timeout=_ENDED_LIMIT_S)
-            except subprocess.TimeoutExpired:
-                return 0
-
-    def _heard(self, message: Message) -> None:
-        if message["type"] == "agents":
-            self._agents = tuple(_agent(one) for one in message["agents"])
-            self._told += message["told"]
-            for told in message["told"]:
-                logger.warning("%s", told)
-
-
-def _agent(said: Mapping[str, object]) -> AgentHere:
-    room = said["room"]
-    assert isinstance(room, dict)
-    return AgentHere(name=str(said["name"]), host=str(said["host"]), slots=int(str(said["slots"])), room=Room(**room))
 
 
 class FarHandle(Handle):
-    """Starts worlds at fixed slots of agents. One thread uses it, but for ``terminate``."""
+    """Starts worker groups at fixed slots of hosts. One thread uses it, except for ``terminate``."""
 
-    what = Fleet.what
+    what = "the connection to the hosts"
     made = FarWorld
 
     def __init__(self, control: Wire, fleet: Fleet, parts: Sequence[tuple[str, Sequence[int]]]) -> None:
@@ -195,10 +145,10 @@ class FarHandle(Handle):
         self._is_over = False
 
     def prepare(self, config: WorldConfig) -> None:
-        """Nothing: agents import what their first worlds need."""
+        """Do nothing: a host imports what its first worker group needs."""
 
     def start(self, config: WorldConfig) -> World:
-        """Start the ranks of a world, the first ones at the first agent. Raises StartError."""
+        """Start the ranks of a worker group, the first ones on the first host. Raises StartError."""
         if problem := "the run was stopped" if self._is_over else self._fleet.problem():
             raise StartError(problem)
         if config.size > MOST_RANKS:
@@ -221,15 +171,15 @@ class FarHandle(Handle):
         self._control.send({"do": "signal", "world": world.number, "rank": rank, "signal": int(number)})
 
     def terminate(self) -> None:
-        """All of them end with the relay."""
+        """End the ranks of all handles, which the fleet ends together."""
         self._is_over = True
         self._fleet.terminate()
 
     def close(self) -> int:
-        """The relay lives on, and so do agents; they end what this handle has started."""
-        died, self.is_alive = not self.is_alive, False
+        """Close the connection; the hosts go on, and end what this handle has started."""
+        self.is_alive = False
         self._control.close()
-        return self._fleet.ended() if died else 0
+        return 0
 
     def _heard(self, message: Message) -> None:
         super()._heard(message)
@@ -239,7 +189,7 @@ class FarHandle(Handle):
                 world.lost.append(message["why"])
             elif message["type"] == "pulse":
                 world.states.update({int(rank): state for rank, state in message["states"].items()})
-                world.seconds[message["agent"]] = message["seconds"]
+                world.seconds[message["host"]] = message["seconds"]
 
 
 _SLOT = " slot "
@@ -247,25 +197,23 @@ _SLOT = " slot "
 
 class Slots(LeasedPlaces):
     def __init__(self, fleet: Fleet) -> None:
-        super().__init__(what="slots of agents", folder=fleet.own_folder)
+        super().__init__(what="slots of hosts", folder=fleet.own_folder)
         self._fleet = fleet
 
     def names(self) -> Block:
         if problem := self._fleet.problem():
             raise NoLease(problem)
-        return tuple(f"{agent.name}{_SLOT}{slot}" for agent in self._fleet.agents for slot in range(agent.slots))
+        return tuple(f"{host.name}{_SLOT}{slot}" for host in self._fleet.joined for slot in range(host.slots))
 
     def names_of_a_host(self) -> Block:
-        """The first agent's."""
+        """Return the slots of the first host."""
         names = self.names()
-        return next(tuple(slots) for _, slots in groupby(names, _agent_of))
+        return next(tuple(slots) for _, slots in groupby(names, _host_of))
 
     def starter(self, block: Block) -> FarHandle:
-        parts = [
-            (agent, [int(name.rpartition(_SLOT)[2]) for name in slots]) for agent, slots in groupby(block, _agent_of)
-        ]
+        parts = [(host, [int(name.rpartition(_SLOT)[2]) for name in slots]) for host, slots in groupby(block, _host_of)]
         return self._fleet.handle(parts)
 
 
-def _agent_of(name: str) -> str:
+def _host_of(name: str) -> str:
     return name.rpartition(_SLOT)[0]

@@ -1,177 +1,209 @@
-"""Relay: the process of a controller that agents connect to. To its controller it is what a zygote is.
+"""Speaks with all hosts of a run, in a thread of the controller. To its controller it is what a forkserver is.
 
-``python -m conformance.runtime.multihost.relay CONTROL_FD PARENT_PID HOST PORT DEVICE RANKS_PER_GPU FOLDER``. It
-passes messages on between the controller's sockets (one that says who is there, and one for each of the threads that
-have worlds) and the agents' connections, writes the heartbeats of all ranks into the controller's memory, and says
-which agents came, were refused and were lost. It runs no task and imports no torch.
-
-Serves claim 8: when the controller dies, it ends, and its agents end their ranks because their connections close.
+It passes messages on between the sockets of the controller (one for each of the threads that have worker groups) and
+the wires of the hosts, writes the heartbeats of all ranks into the controller's memory, and knows which hosts have
+joined, were refused and were lost. When the controller dies, the wires close, and the hosts end their ranks.
 """
 
 import contextlib
+import logging
 import os
 import queue
+import secrets
 import select
-import signal
 import socket
-import sys
 import threading
 import time
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from conformance.core.process import signal_at_death_of
+from conformance.core.host_resources import Room
 from conformance.runtime.heartbeat import Heartbeats
 from conformance.runtime.messages import Message, Wire
-from conformance.runtime.multihost.handshake import (
-    ALIVE_S,
-    LOST_S,
-    Closed,
-    Offered,
-    Refused,
-    Stream,
-    Wanted,
-    greet_agent,
-    secret_of_environment,
-)
+from conformance.runtime.multihost.channel import LIVE_S, LOST_S, Closed, take
+from conformance.runtime.multihost.host import Wanted, versions
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class JoinedHost:
+    """A host that has joined the run.
+
+    name: of its process. host: of the machine. slots: how many ranks it starts. room: the free memory and disk when it
+    joined.
+    """
+
+    name: str
+    host: str
+    slots: int
+    room: Room
 
 
 @dataclass(kw_only=True, eq=False)
-class _Agent:
-    offered: Offered
-    stream: Stream
+class _Connection:
+    """The relay's end of a host. sign: the file that the host has to see, while it is asked."""
+
+    wire: Wire
+    name: str = "a host"
+    sign: Path | None = None
+    joined: JoinedHost | None = None
     heard: float = field(default_factory=time.monotonic)
 
 
 @dataclass(kw_only=True, eq=False)
 class _World:
-    """control: of the handle that started it. parts: each agent and the rank that its first one is. wires: the relay's
-    ends of the controller's sockets."""
+    """control: of the handle that started it. parts: each host, its first rank and the number of its ranks. wires: the
+    relay's ends of the controller's sockets."""
 
     number: int
     control: Wire
     beats: Heartbeats
     wires: list[Wire]
-    parts: list[tuple[_Agent, int, int]]  # agent, first rank, number of ranks
+    parts: list[tuple[_Connection, int, int]]
     pids: dict[int, int] = field(default_factory=dict)
     left: list[int] = field(default_factory=list)
     buried: int = 0
 
-    def agent_of(self, rank: int) -> tuple[_Agent, int]:
-        return next((agent, rank - first) for agent, first, size in self.parts if first <= rank < first + size)
+    def host_of(self, rank: int) -> tuple[_Connection, int]:
+        return next((host, rank - first) for host, first, size in self.parts if first <= rank < first + size)
 
 
-class Relay:
-    def __init__(self, control: Wire, listener: socket.socket, *, secret: bytes, wanted: Wanted, folder: Path) -> None:
-        self._control, self._listener = control, listener
-        self._handles: list[Wire] = []  # of the controller's threads, each with worlds of its own
-        self._secret, self._wanted, self._folder = secret, wanted, folder
-        self._agents: list[_Agent] = []
+class Relay(threading.Thread):
+    """Other threads read ``joined`` and ``problems``, wait for ``changed``, and call ``speak`` and ``stop``."""
+
+    def __init__(self, wires: Sequence[Wire], *, wanted: Wanted, folder: Path) -> None:
+        """``wires``: one of each host. ``folder``: of the run, which all hosts have to see."""
+        super().__init__(daemon=True, name="relay")
+        self.joined: tuple[JoinedHost, ...] = ()
+        self.problems: tuple[str, ...] = ()  # why hosts were refused or lost
+        self.changed = threading.Condition()
+        self._hosts = [_Connection(wire=wire) for wire in wires]
+        self._handles: list[Wire] = []  # of the controller's threads
+        self._new: queue.SimpleQueue[Wire] = queue.SimpleQueue()
+        self._wanted, self._folder = wanted, folder
         self._worlds: dict[int, _World] = {}
-        self._starting: dict[int, Message] = {}  # worlds whose first part has not started yet
-        self._came: queue.SimpleQueue[tuple[Stream, Offered] | str] = queue.SimpleQueue()
+        self._starting: dict[int, Message] = {}  # worker groups whose first part has not started yet
+        self._is_over = False
         self._wakeup = socket.socketpair()
 
-    def serve(self) -> None:
-        """Serve until the controller closes its socket or dies; agents are told, and end their ranks."""
-        threading.Thread(target=self._accept, daemon=True).start()
-        said = 0.0
-        while True:
-            controls = {control.fileno(): control for control in (self._control, *self._handles)}
-            streams = {agent.stream.fileno(): agent for agent in self._agents}
-            ranks = {w.fileno(): (world, rank) for world in self._worlds.values() for rank, w in enumerate(world.wires)}
-            poll = select.poll()
-            for fd in (self._wakeup[0].fileno(), *controls, *streams, *ranks):
-                poll.register(fd, select.POLLIN)
-            for fd, _ in poll.poll(ALIVE_S * 1000):
-                if fd in streams:
-                    self._hear(streams[fd])
-                elif fd in ranks:
-                    self._pass_on(*ranks[fd])
-                elif fd not in controls:
-                    self._welcome()
-                elif controls[fd] is not self._control:
-                    self._obey(controls[fd])
-                elif not self._listen_to_controller():
-                    for agent in self._agents:
-                        with contextlib.suppress(Closed):
-                            agent.stream.send({"do": "end"})
-                    return
-            now = time.monotonic()
-            for agent in list(self._agents):
-                if now - agent.heard > LOST_S:
-                    self._lose(agent, f"it said nothing for {LOST_S:g} s")
-                elif now - said > ALIVE_S:
-                    self._tell(agent, {"do": "live"})
-            said = now if now - said > ALIVE_S else said
-
-    # --- agents that come ---
-
-    def _accept(self) -> None:
-        while True:
-            end, address = self._listener.accept()
-            threading.Thread(target=self._greet, args=(Stream(end), address[0]), daemon=True).start()
-
-    def _greet(self, stream: Stream, address: str) -> None:
-        """In a thread of its own, because whoever connects may say nothing."""
-        try:
-            offered = greet_agent(stream, secret=self._secret, wanted=self._wanted, folder=self._folder)
-            self._came.put((stream, offered))
-        except Refused as refused:
-            self._came.put(f"{refused} (from {address})")
-        except (Closed, KeyError, TypeError, ValueError) as error:
-            self._came.put(f"what connected from {address} was no agent: {error}")
+    def speak(self, end: socket.socket) -> None:
+        """Serve the handle at the other end of this socket."""
+        self._new.put(Wire(end))
         self._wakeup[1].send(b".")
 
-    def _welcome(self) -> None:
-        self._wakeup[0].recv(4096)
-        refused = []
-        while not self._came.empty():
-            came = self._came.get()
-            if isinstance(came, str):
-                refused.append(came)
-            else:
-                stream, offered = came
-                if alike := sum(agent.offered.name.startswith(offered.name) for agent in self._agents):  # containers
-                    offered = replace(offered, name=f"{offered.name} {alike + 1}")
-                self._agents.append(_Agent(stream=stream, offered=offered))
-                self._hear(self._agents[-1])  # what came together with its greeting
-        self._say_who_is_there(refused)
+    def stop(self) -> None:
+        """End the ranks on all hosts; the thread ends soon after."""
+        self._is_over = True
+        self._wakeup[1].send(b".")
 
-    def _say_who_is_there(self, told: list[str]) -> None:
-        there = [vars(agent.offered) for agent in self._agents]
-        self._control.send({"type": "agents", "agents": there, "told": told})
-
-    def _lose(self, agent: _Agent, why: str) -> None:
-        if agent not in self._agents:
-            return
-        self._agents.remove(agent)
-        agent.stream.close()
-        said = f"agent {agent.offered.name} was lost: {why}"
-        for world in list(self._worlds.values()):
-            if any(part[0] is agent for part in world.parts):
-                world.control.send({"type": "lost", "world": world.number, "why": said})
-                self._is_buried(world, agent, [])
-                if world.number in self._starting:
-                    self._say_started(world, error=said)
-        self._say_who_is_there([said])
-
-    def _tell(self, agent: _Agent, message: Message) -> None:
+    def run(self) -> None:
         try:
-            agent.stream.send(message)
-        except Closed as closed:
-            self._lose(agent, str(closed))
+            self._serve()
+        finally:
+            for host in self._hosts:
+                host.wire.send({"do": "end"})
+            for world in list(self._worlds.values()):
+                self._forget(world)
+            for wire in (*self._handles, *(host.wire for host in self._hosts)):
+                wire.close()
+
+    def _serve(self) -> None:
+        sent = 0.0
+        while not self._is_over:
+            controls = {control.fileno(): control for control in self._handles}
+            hosts = {host.wire.fileno(): host for host in self._hosts}
+            ranks = {w.fileno(): (world, rank) for world in self._worlds.values() for rank, w in enumerate(world.wires)}
+            poll = select.poll()
+            for fd in (self._wakeup[0].fileno(), *controls, *hosts, *ranks):
+                poll.register(fd, select.POLLIN)
+            for fd, _ in poll.poll(LIVE_S * 1000):
+                if fd in hosts:
+                    self._hear(hosts[fd])
+                elif fd in ranks:
+                    self._pass_on(*ranks[fd])
+                elif fd in controls:
+                    self._obey(controls[fd])
+                else:
+                    self._wakeup[0].recv(4096)
+                    while not self._new.empty():
+                        self._handles.append(self._new.get())
+            now = time.monotonic()
+            for host in list(self._hosts):
+                if host.joined is not None and now - host.heard > LOST_S:
+                    self._lose(host, f"it sent nothing for {LOST_S:g} s")
+                elif now - sent > LIVE_S:
+                    self._tell(host, {"do": "live"})
+            sent = now if now - sent > LIVE_S else sent
+
+    # --- hosts that join ---
+
+    def _greet(self, host: _Connection, message: Message) -> None:
+        """Find out whether a host fits to this run (conformance.runtime.multihost.host)."""
+        if message["type"] == "hello":
+            name = str(message["name"])
+            same = sum(other.name.startswith(name) for other in self._hosts)  # containers may share names
+            host.name = f"{name} {same + 1}" if same else name
+            if different := different_versions(message["versions"], versions()):
+                return self._refuse(host, f"it has {different}; install the same versions on all hosts")
+            host.sign = self._folder / f"host-{secrets.token_hex(8)}"
+            host.sign.write_text(host.sign.name, encoding="utf-8")
+            wanted = {"device": self._wanted.device, "ranks_per_gpu": self._wanted.ranks_per_gpu}
+            paths = {"cwd": str(Path.cwd()), "sign": str(host.sign.resolve())}
+            self._tell(host, {"do": "welcome", **wanted, **paths})
+        elif message["type"] == "refused":
+            self._remove(host, f"host {host.name} does not take part: {message['why']}")
+        elif message["type"] == "offer":
+            if host.sign is None or message["sign"] != host.sign.name:
+                missing = f"it does not see {self._folder.resolve()}"
+                return self._refuse(host, f"{missing}; --out has to be in a folder that all hosts share")
+            slots, room = max(1, int(message["slots"])), Room(**message["room"])
+            host.joined = JoinedHost(name=host.name, host=str(message["host"]), slots=slots, room=room)
+            self._tell(host, {"do": "accepted"})
+            host.sign.unlink()
+            self._publish()
+        return None
+
+    def _refuse(self, host: _Connection, why: str) -> None:
+        host.wire.send({"do": "refused", "why": why})
+        self._remove(host, f"host {host.name} was refused: {why}")
+
+    def _lose(self, host: _Connection, why: str) -> None:
+        if host not in self._hosts:
+            return
+        reason = f"host {host.name} was lost: {why}"
+        self._remove(host, reason)
+        for world in list(self._worlds.values()):
+            if any(part[0] is host for part in world.parts):
+                world.control.send({"type": "lost", "world": world.number, "why": reason})
+                self._is_buried(world, host, [])
+                if world.number in self._starting:
+                    self._say_started(world, error=reason)
+
+    def _remove(self, host: _Connection, problem: str) -> None:
+        self._hosts.remove(host)
+        host.wire.close()
+        if host.sign is not None:
+            host.sign.unlink(missing_ok=True)
+        logger.warning("%s", problem)
+        self._publish(problem)
+
+    def _publish(self, *problems: str) -> None:
+        with self.changed:
+            self.joined = tuple(host.joined for host in self._hosts if host.joined is not None)
+            self.problems += problems
+            self.changed.notify_all()
+
+    def _tell(self, host: _Connection, message: Message) -> None:
+        if not host.wire.send(message):
+            self._hear(host)  # its last messages may say why
+            self._lose(host, "it takes no messages")
 
     # --- what the controller wants ---
 
-    def _listen_to_controller(self) -> bool:
-        """A further handle of the controller's; False if the controller is gone."""
-        message, fds = self._control.receive()
-        self._handles += [Wire(socket.socket(fileno=fd)) for fd in fds]
-        return message is not None
-
     def _obey(self, control: Wire) -> None:
-        """Do what a handle says; if it is closed, end its worlds."""
+        """Do what a handle asks; if it is closed, end its worker groups."""
         message, fds = control.receive()
         if message is None:
             self._handles.remove(control)
@@ -186,28 +218,28 @@ class Relay:
                 control.send({"type": "buried", "world": message["world"], "left": []})
         elif message["do"] == "bury":
             world.buried = len(world.parts)
-            for agent, _, _ in list(world.parts):
-                if agent in self._agents:
-                    self._tell(agent, {"do": "bury", "world": world.number})
+            for host, _, _ in list(world.parts):
+                if host in self._hosts:
+                    self._tell(host, {"do": "bury", "world": world.number})
                 else:
-                    self._is_buried(world, agent, [])
+                    self._is_buried(world, host, [])
         else:
-            agent, local = world.agent_of(message["rank"])
-            if agent in self._agents:
-                self._tell(agent, {**message, "rank": local})
+            host, local = world.host_of(message["rank"])
+            if host in self._hosts:
+                self._tell(host, {**message, "rank": local})
 
     def _start(self, control: Wire, message: Message, fds: list[int]) -> None:
-        """Start the first part of a world; the others need to know where it meets."""
+        """Start the first part of a worker group; the other parts need the address at which its ranks meet."""
         beats_fd, *sockets = fds
         size, number = int(message["spec"]["size"]), int(message["world"])
-        here = {agent.offered.name: agent for agent in self._agents}
+        here = {host.name: host for host in self._hosts if host.joined}
         parts, first, missing = [], 0, ""
         for name, slots in message["parts"]:
             count = min(len(slots), size - first)  # one rank may have several GPUs
             if name in here:
                 parts.append((here[name], first, count))
             else:
-                missing = f"agent {name} was lost"
+                missing = f"host {name} was lost"
             first += count
         wires = [Wire(socket.socket(fileno=fd)) for fd in sockets]
         world = _World(number=number, control=control, beats=Heartbeats(beats_fd, size=size), wires=wires, parts=parts)
@@ -219,9 +251,9 @@ class Relay:
             self._start_part(world, message, 0, store=None)
 
     def _start_part(self, world: _World, message: Message, part: int, *, store: object) -> None:
-        agent, first, size = world.parts[part]
+        host, first, size = world.parts[part]
         of_part = {"first": first, "size": size, "slots": message["parts"][part][1], "store": store}
-        self._tell(agent, {"do": "start", "world": world.number, "spec": message["spec"], "part": of_part})
+        self._tell(host, {"do": "start", "world": world.number, "spec": message["spec"], "part": of_part})
 
     def _say_started(self, world: _World, *, error: str) -> None:
         self._starting.pop(world.number, None)
@@ -232,26 +264,26 @@ class Relay:
             self._forget(world)
 
     def _end_everywhere(self, world: _World) -> None:
-        for agent, _, _ in world.parts:
-            if agent in self._agents:
-                self._tell(agent, {"do": "bury", "world": world.number})
+        for host, _, _ in world.parts:
+            if host in self._hosts:
+                self._tell(host, {"do": "bury", "world": world.number})
 
     def _pass_on(self, world: _World, rank: int) -> None:
-        """A message of the controller to a rank."""
+        """Pass on a message of the controller to a rank."""
         if world.number not in self._worlds:  # it was lost a moment ago
             return
         message, held = world.wires[rank].receive()
         for fd in held:  # a lease of slots is the controller's alone
             os.close(fd)
-        agent, local = world.agent_of(rank)
+        host, local = world.host_of(rank)
         if message is None:  # the controller has closed it, and will bury the world
             world.wires[rank].close()
             self._forget(world)
-        elif agent in self._agents:
-            self._tell(agent, {"do": "tell", "world": world.number, "rank": local, "message": message})
+        elif host in self._hosts:
+            self._tell(host, {"do": "tell", "world": world.number, "rank": local, "message": message})
 
-    def _is_buried(self, world: _World, agent: _Agent, left: list[int]) -> None:
-        """An agent has ended its part of a world, or has itself ended."""
+    def _is_buried(self, world: _World, host: _Connection, left: list[int]) -> None:
+        """Note that a host has ended its part of a worker group, or was lost."""
         world.left += left
         if world.buried:
             world.buried -= 1
@@ -266,27 +298,32 @@ class Relay:
                     wire.close()
             world.beats.close()
 
-    # --- what agents say ---
+    # --- what hosts report ---
 
-    def _hear(self, agent: _Agent) -> None:
+    def _hear(self, host: _Connection) -> None:
         try:
-            for message in agent.stream.arrived():
-                agent.heard = time.monotonic()
+            for message in take(host.wire, limit_s=0.0):
+                host.heard = time.monotonic()
+                if message["type"] == "closed":
+                    raise Closed(message["why"])
+                if host.joined is None:
+                    self._greet(host, message)
+                    continue
                 world = self._worlds.get(message.get("world", -1))
-                part = next((part for part in world.parts if part[0] is agent), None) if world else None
+                part = next((part for part in world.parts if part[0] is host), None) if world else None
                 if world is not None and part is not None:
                     self._hear_of(world, part, message)
         except (Closed, KeyError, TypeError, ValueError) as error:
-            self._lose(agent, str(error))
+            self._lose(host, str(error))
 
-    def _hear_of(self, world: _World, part: tuple[_Agent, int, int], message: Message) -> None:
-        agent, first, _ = part
+    def _hear_of(self, world: _World, part: tuple[_Connection, int, int], message: Message) -> None:
+        host, first, _ = part
         kind = message["type"]
         if kind == "pulse":
             for local, beat in enumerate(message["beats"]):
                 world.beats.put(first + local, *beat)
             states = {str(first + local): state for local, state in enumerate(message["states"])}
-            pulse = {"agent": agent.offered.name, "states": states, "seconds": message["seconds"]}
+            pulse = {"host": host.name, "states": states, "seconds": message["seconds"]}
             world.control.send({"type": "pulse", "world": world.number, **pulse})
         elif kind == "said":
             self._said(world, first + message["rank"], message["message"])
@@ -295,9 +332,9 @@ class Relay:
         elif kind == "exited":
             world.control.send({**message, "rank": first + message["rank"]})
         elif kind == "buried":
-            self._is_buried(world, agent, message["left"])
+            self._is_buried(world, host, message["left"])
         elif kind == "lost":
-            why = f"agent {agent.offered.name}: {message['why']}"
+            why = f"host {host.name}: {message['why']}"
             world.control.send({"type": "lost", "world": world.number, "why": why})
 
     def _said(self, world: _World, rank: int, message: Message | None) -> None:
@@ -307,11 +344,11 @@ class Relay:
         else:
             world.wires[rank].send(message)
 
-    def _has_started(self, world: _World, part: tuple[_Agent, int, int], message: Message) -> None:
+    def _has_started(self, world: _World, part: tuple[_Connection, int, int], message: Message) -> None:
         if (start := self._starting.get(world.number)) is None:
             return
         if message["error"]:
-            return self._say_started(world, error=f"agent {part[0].offered.name}: {message['error']}")
+            return self._say_started(world, error=f"host {part[0].name}: {message['error']}")
         world.pids.update({part[1] + local: pid for local, pid in enumerate(message["pids"])})
         if part[1] == 0:
             for other in range(1, len(world.parts)):
@@ -321,21 +358,7 @@ class Relay:
         return None
 
 
-def main() -> None:
-    control_fd, parent, host, port, device, ranks_per_gpu, folder = sys.argv[1:]
-    signal_at_death_of(int(parent), signal.SIGTERM)
-    control = Wire(socket.socket(fileno=int(control_fd)))
-    os.set_inheritable(control.fileno(), False)
-    secret = secret_of_environment()
-    try:
-        listener = socket.create_server((host, int(port)), backlog=64)
-    except OSError as error:
-        control.send({"type": "ready", "error": f"nothing can listen at {host}:{port}: {error.strerror}", "port": 0})
-        return
-    control.send({"type": "ready", "error": "", "port": listener.getsockname()[1]})
-    wanted = Wanted(device=device, ranks_per_gpu=int(ranks_per_gpu))
-    Relay(control, listener, secret=secret, wanted=wanted, folder=Path(folder)).serve()
-
-
-if __name__ == "__main__":
-    main()
+def different_versions(of_host: dict[str, str], own: dict[str, str]) -> str:
+    """Say which versions a host has that its controller has not; empty if they are the same."""
+    names = [name for name in own if of_host.get(name) != own[name]]
+    return ", ".join(f"{name} {of_host.get(name, 'unknown')} and not {own[name]}" for name in names)
