@@ -1,7 +1,7 @@
 """Records of anybody's training loop, per parameter and step, which ``parity diff`` compares across frameworks.
 
 ``parity.record`` for a loop of one's own, ``parity.TrainerRecord`` for transformers' Trainer. What a record holds and
-what it can show: docs/recording.md. Nothing but this file is imported before one of the two is used.
+what it can show: docs/guides/recording.md. Nothing but this file is imported before one of the two is used.
 """
 
 from importlib import import_module

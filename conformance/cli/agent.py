@@ -1,4 +1,4 @@
-"""`parity agent`: offers this host to a run that waits for it with ``--hosts`` (docs/hosts.md)."""
+"""`parity agent`: offers this host to a run that waits for it with ``--hosts`` (docs/guides/hosts.md)."""
 
 import argparse
 import sys

@@ -123,7 +123,7 @@ def _end(agent: "subprocess.Popen[bytes]", code: int) -> int:
 def _place(environment: "os._Environ[str]", arguments: Sequence[str]) -> tuple[int, int]:
     """The number of this node and how many there are. Raises UsageError."""
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        raise UsageError("conformance.cli.torchrun is started by torchrun --rdzv-backend c10d (docs/hosts.md)")
+        raise UsageError("conformance.cli.torchrun is started by torchrun --rdzv-backend c10d (docs/guides/hosts.md)")
     if int(environment["LOCAL_WORLD_SIZE"]) != 1:
         raise UsageError("give torchrun --nproc-per-node 1: the agent of a host starts all of its ranks")
     if list(arguments[:1]) != ["run"]:

@@ -14,7 +14,8 @@ sample.
 Shifted rows: how far the rounding of values may take a row of a value model's embedding.
 
 Serves claim 6. What the values of a document add to a row may nearly cancel, where their errors, which are alike, do
-not (docs/tolerances.md). How large these are is told by single-process runs: the root mean square, over hundreds of
+not (docs/explanations/tolerances.md). How large these are is told by single-process runs: the root mean square, over
+hundreds of
 values, of the errors of the gradients of the loss with respect to them, which is not small by luck. How far a row moves
 with them is told by the oracle (conformance.oracle.step).
 """
