@@ -31,7 +31,7 @@ SUBSTITUTES = {
     "my-backend": "fsdp2",
 }
 PYTHON = f"fsdp2={sys.executable}"
-LOGS = "a b deepspeed fsdp2 megatron verl torchtitan ds-1 ds-2 fsdp-1 fsdp-2".split()
+LOGS = ["a", "b", "deepspeed", "fsdp2", "megatron", "verl", "torchtitan", "ds-1", "ds-2", "fsdp-1", "fsdp-2"]
 NEW_MODEL = "*/NAME/*"  # of a family that the reader adds
 CHEAP = (
     ("parity", "doctor"),
@@ -121,11 +121,12 @@ def check_parity(words: list[str]) -> None:
         assert (ROOT / config).is_file()
     if words[0] not in ("run", "list", "plan", "bisect") or NEW_MODEL in words:
         return
+    if words[0] == "bisect":
+        options.cells = [options.cell]
     selection = Selection.from_options(options)
     assert set(selection.faults) <= set(catalogue())
-    patterns = (options.cell,) if words[0] == "bisect" else selection.cells or ("*",)
     names = cells_of(selection.profile, selection.backend, selection.model)
-    for pattern in patterns:
+    for pattern in selection.cells or ("*",):
         assert fnmatch.filter(names, pattern), f"no cell of {selection.profile} is {pattern}"
 
 
