@@ -1,6 +1,7 @@
-"""Memory and time of parity at 7B, 32B, 70B and a 235B mixture on 8 to 512 GPUs, calculated: docs/scaling.md.
+"""Memory and time of parity at 7B, 32B, 70B and a 235B mixture on 8 to 512 GPUs, calculated:
+docs/measurements/scaling.md.
 
-    python benchmarks/scaling.py > docs/scaling.md
+    python benchmarks/scaling.py > docs/measurements/scaling.md
 
 Nothing is run. What a rank holds is the arithmetic of `parity train` (impl/engine/memory_estimate.py), which tests
 hold against the storages of ranks; what a cell adds is below. The text around the tables is in benchmarks/scaling.md.
@@ -196,7 +197,7 @@ def measured_rows() -> list[str]:
         model = shapes[one.model]
         peak = rank_bytes(model, one.backend, one.layout, moments=one.moments) / GIB
         optimizer = "AdamW, two steps" if one.moments else "SGD, one step"
-        run = f"[{one.run[:10]}](../reports/published/{one.run})"
+        run = f"`{one.run}`"
         row = f"| {one.model} | {one.backend} `{one.layout}` | {optimizer} | {run} | **{one.peak:.1f}** | {peak:.1f} | "
         if one.seconds is None:
             found.append(f"{row}| |")

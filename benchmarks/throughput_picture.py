@@ -3,8 +3,8 @@
 python benchmarks/throughput_picture.py OUT.json [OUT.json ...] > PICTURE.svg
 
 Bars are medians of rounds, and ticks on them are the rounds. The factors are medians of ratios, ours by plain: of the
-rounds, since a round runs both one after the other, or of the steps if both have run in turn. The README's picture is
-drawn from PUBLISHED.
+rounds, since a round runs both one after the other, or of the steps if both have run in turn. The picture of
+docs/measurements/speed.md is drawn from PUBLISHED.
 """
 
 import argparse

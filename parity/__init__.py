@@ -13,10 +13,10 @@ Run the conformance suite, and read its results as pandas tables::
     result = parity.run(backend="my_package.adapter:MyBackend", profile="quick")
     failed = parity.load(result.out).cells.query("state == 'differs'")
 
-Test a backend of your own: implement ``Backend`` (docs/adding-a-backend.md). ``Scenario``, ``Layout`` and ``Batch`` are
-what it is given; ``StepMetrics`` and ``Shard`` are what it returns. ``flatten``, ``target_logprobs``, ``by_row``,
-``whole``, ``whole_tensors``, ``shards`` and ``runs_code`` are helpers that most adapters need. Known defects of a
-library are declared with ``ExpectedDifference``.
+Test a backend of your own: implement ``Backend`` (docs/guides/adding-a-backend.md). ``Scenario``, ``Layout`` and
+``Batch`` are what it is given; ``StepMetrics`` and ``Shard`` are what it returns. ``flatten``, ``target_logprobs``,
+``by_row``, ``whole``, ``whole_tensors``, ``shards`` and ``runs_code`` are helpers that most adapters need. Known
+defects of a library are declared with ``ExpectedDifference``.
 
 Importing this module imports nothing else; each name is imported when it is used first.
 """

@@ -64,7 +64,8 @@ def compare_records(folders: Sequence[Path], *, threshold: float | None) -> Comp
     """Compare folders that ``parity.record`` wrote with the first of them.
 
     threshold: the largest relative difference allowed for losses, gradients and updates. None allows half of the
-        digits of the coarsest dtype, a tenth of that for losses, and for updates what follows (docs/recording.md).
+        digits of the coarsest dtype, a tenth of that for losses, and for updates what follows
+        (docs/guides/recording.md).
 
     Raises UsageError for fewer than two folders, for a folder without a record or with a damaged one, for a record that
     is given twice, and for a threshold that is not between 0 and 1.

@@ -1,7 +1,7 @@
 """Measures how far apart two records are: stages in causal order, each with quantities and their bounds.
 
 Tensors are compared by their sketches: ``|x - y| / max(|x|, |y|, floor)``. The floor is 5 % of the root mean square of
-the stage's norms, below which a gradient is mostly rounding. docs/recording.md derives the bounds.
+the stage's norms, below which a gradient is mostly rounding. docs/guides/recording.md derives the bounds.
 
 Parameters are compared by their Hugging Face names, because every framework either keeps these names or converts to
 them. Prefixes and infixes of wrappers are removed.

@@ -248,8 +248,8 @@ class Backend(Protocol):
 
     def export_state(self, path: Path) -> None:
         """Write the training state of each trained model into the folder ``path/MODEL``, in the format that every
-        backend reads (docs/checkpoints.md). ``path`` exists and is empty. An adapter without ``export_state`` or
-        ``import_state`` does not run programs with ``save = "state"``."""
+        backend reads (docs/explanations/checkpoints.md). ``path`` exists and is empty. An adapter without
+        ``export_state`` or ``import_state`` does not run programs with ``save = "state"``."""
         ...
 
     def import_state(self, path: Path) -> None:
@@ -306,7 +306,7 @@ class BackendEntry:
         if lacking := [name for name in ("describe", "supports") if not callable(getattr(adapter, name, None))]:
             raise UsageError(
                 f"backend {self.name!r}: {self.target} is no backend, it has no {' and no '.join(lacking)}; "
-                f"docs/adding-a-backend.md says what a backend is"
+                f"docs/guides/adding-a-backend.md says what a backend is"
             )
         return adapter
 

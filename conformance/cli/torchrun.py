@@ -199,7 +199,7 @@ def _why_ended(host: "subprocess.Popen[bytes]") -> str:
 def _place(environment: "os._Environ[str]", arguments: Sequence[str]) -> tuple[int, int]:
     """Return the number of this node and how many there are. Raises UsageError."""
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        raise UsageError("conformance.cli.torchrun is started by torchrun --rdzv-backend c10d (docs/hosts.md)")
+        raise UsageError("conformance.cli.torchrun is started by torchrun --rdzv-backend c10d (docs/guides/hosts.md)")
     if int(environment["LOCAL_WORLD_SIZE"]) != 1:
         raise UsageError("give torchrun --nproc-per-node 1: the host process of a node starts all of its ranks")
     if not arguments or arguments[0] not in COMMANDS:

@@ -37,7 +37,7 @@ def judge_cell(
     if verdict.state in NO_FAULT and (planted := planted_in(cell)):
         reason = (
             f"{' and '.join(planted)} was planted and called, and nothing differs: it changes nothing in this cell, or "
-            f"it is not seen; plant it in a cell that has what it needs (docs/faults.md)"
+            f"it is not seen; plant it in a cell that has what it needs (docs/reference/faults.md)"
         )
         return replace(verdict, state="infrastructure", reason=reason)
     if not known or verdict.state == "infrastructure":

@@ -4,7 +4,7 @@ Compared are losses, unclipped gradients, norms and updates. Every distance is r
 norm of the oracle's tensor; the oracle is not used otherwise, so two records that are wrong in the same way agree. With
 one unit for all pairs, the distance is symmetric and obeys the triangle inequality: two records are never further apart
 than the sum of their errors against the oracle. So the bound of a pair is twice the bound of a cell
-(docs/tolerances.md).
+(docs/explanations/tolerances.md).
 """
 
 import contextlib

@@ -1,7 +1,7 @@
 """Computes how far a cell may be from the oracle, by a rule and never by hand (docs/principles.md).
 
 * Exact tier: one fixed bound, whatever the model, layout or step. Honest float64 errors are below 1e-12, the smallest
-  silent bug on record is 3.5e-5 (docs/tolerances.md), so nothing needs tuning.
+  silent bug on record is 3.5e-5 (docs/explanations/tolerances.md), so nothing needs tuning.
 * fp32, bf16, fp16: single-process runs in the cell's precision are compared with the float64 oracle, quantity by
   quantity. A cell may be NOISE_FACTOR times as far away as the farther one. What rounding alone can do is thus measured
   in the same run, on the same data; what a library's precision policy adds shows.
@@ -24,7 +24,7 @@ from conformance.spec.observables import Observable
 from conformance.spec.precision import PRECISIONS, PrecisionName
 
 EXACT = 1e-11  # relative, per tensor; honest errors are below 1e-12
-NOISE_FACTOR = 3.0  # times the single-process error; what honest cells show is in docs/tolerances.md
+NOISE_FACTOR = 3.0  # times the single-process error; what honest cells show is in docs/explanations/tolerances.md
 ROUNDING = 2.0**-24  # of one float32 operation, relative
 SCALAR_ROUNDINGS = 4  # that a reported scalar went through at least, whatever one run happened to show
 NORM_ROUNDINGS = 32  # float32 roundings that a framework's own norm may differ from the one rebuilt in float64

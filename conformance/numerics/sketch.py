@@ -9,7 +9,8 @@ difference. So the projected rows, (rows, PROJECTIONS), go through the same comp
 * a sample of elements, (1, SAMPLED + rows + columns) in the tensor's own dtype, with at least one of each row and of
   each column, by which updates and digits are judged element by element.
 
-The random numbers are uniform, have mean 0 and variance 1, and follow from the parameter's name. docs/tolerances.md
+The random numbers are uniform, have mean 0 and variance 1, and follow from the parameter's name.
+docs/explanations/tolerances.md
 proves which errors a sketch detects. Vectors, such as biases and the weights of norms, are never sketched.
 """
 

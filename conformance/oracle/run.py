@@ -167,7 +167,7 @@ def run_oracle(
 
 def policy_of(name: str, scenario: Scenario, batches: Sequence[Batch], device: str) -> Policy:
     """Of a run of the oracle. On a GPU, the further noise run has products of as many tokens as a micro-batch of one of
-    two data-parallel ranks: there, rounding depends on the size of a product (docs/tolerances.md)."""
+    two data-parallel ranks: there, rounding depends on the size of a product (docs/explanations/tolerances.md)."""
     policy = POLICIES[name]
     if device == "cpu" or policy.fused or policy.compute == torch.float64:
         return policy

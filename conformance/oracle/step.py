@@ -2,7 +2,7 @@
 
 Serves claim 6. The loss of a value model pulls some values of a document up and others down, and what they add to a row
 may nearly cancel. Errors of values that follow from nearly equal hidden states are nearly equal, so they do not, and
-the norm of the row says nothing of them: another backward pass does (docs/tolerances.md).
+the norm of the row says nothing of them: another backward pass does (docs/explanations/tolerances.md).
 
 Step: forward and backward of one optimizer step, document by document, and what is recorded of it.
 

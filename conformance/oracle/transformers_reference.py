@@ -111,7 +111,7 @@ class TransformersDecoder:
     def adapted(self, lora: LoraConfig) -> NoReturn:
         raise UsageError(
             f"the oracle knows adapters of the architectures that it computes itself, and {self._class.__name__} is "
-            f"none of them; leave lora out, or use a model of docs/adding-a-model.md"
+            f"none of them; leave lora out, or use a model of docs/guides/adding-a-model.md"
         )
 
     def merged(self, weights: Weights) -> NoReturn:

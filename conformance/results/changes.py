@@ -1,7 +1,8 @@
 """Slower: which backends and cells take longer than in earlier runs, by a rule that a busy machine does not trip.
 
 A machine that is busy slows all backends alike, so a backend is measured by the others. A single cell may pay for the
-start of its ranks by chance, so it has to take much longer than it ever did. docs/ci.md has the rule. Without torch.
+start of its ranks by chance, so it has to take much longer than it ever did. docs/guides/ci.md has the rule. Without
+torch.
 
 Since: what has changed between earlier runs and this one: cells, versions, and how long cells take; without torch.
 
@@ -38,7 +39,7 @@ class Slower:
 
 
 def slower_than(baseline: Baseline, now: Mapping[str, Outcome]) -> tuple[Slower, ...]:
-    """Backends and cells that take longer, by the rule in docs/ci.md."""
+    """Backends and cells that take longer, by the rule in docs/guides/ci.md."""
     earlier: dict[str, list[float]] = {}
     for run in baseline.runs:
         for cell, found in baseline.outcomes(run).items():
@@ -275,7 +276,7 @@ def list_cells(changes: Sequence[Change | OracleChange]) -> str:
 
 
 def since_to_json(since: Since) -> dict[str, Any]:
-    """The values of ``since`` in ``summary.json``; docs/architecture.md has them."""
+    """The values of ``since`` in ``summary.json``; docs/reference/file-formats.md has them."""
 
     def beside(comparison: Comparison | None) -> dict[str, Any] | None:
         if comparison is None:

@@ -1,4 +1,5 @@
-"""Estimate: bytes and seconds of cells, from shapes alone. docs/real-data.md has the formulas and what was measured.
+"""Estimate: bytes and seconds of cells, from shapes alone. docs/guides/real-data.md has the formulas and what was
+measured.
 
 On the CPU a backend is not asked: the numbers are those of one that cuts nothing over its data-parallel ranks, and no
 better than a factor of 1.5. On GPUs they are of the host's memory, and the adapter tells what a rank holds there. P is

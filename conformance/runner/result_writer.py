@@ -1,6 +1,7 @@
 """Writes the results of a session: an entry with the verdict of each cell, and the summary of the run.
 
-The output folder (docs/architecture.md) has ``summary.json``, ``cells/SLUG/{verdict.json,legs/}``, ``oracle/`` and
+The output folder (docs/reference/file-formats.md) has ``summary.json``, ``cells/SLUG/{verdict.json,legs/}``,
+``oracle/`` and
 ``inputs/``. The summary is written before the first cell, repeatedly between cells, and at the end, so that an
 interrupted session shows what was not run.
 """

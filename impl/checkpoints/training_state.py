@@ -2,7 +2,7 @@
 
 There is a folder per model: ``training_state.json``, and for each kind a folder of safetensors under Hugging Face
 names. The kinds are ``weight`` (the masters), ``exp_avg``, ``exp_avg_sq`` or ``momentum_buffer``, and ``step``, the
-number of updates that the optimizer counts, for each parameter. docs/checkpoints.md describes the files.
+number of updates that the optimizer counts, for each parameter. docs/explanations/checkpoints.md describes the files.
 
 The data position says which documents a training has consumed, so that it resumes with the next document on any number
 of ranks. Every epoch has an order of its own, which follows from the seed. The position is a number of documents,

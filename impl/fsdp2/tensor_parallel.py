@@ -81,8 +81,8 @@ def apply_explicit_plan(model: PreTrainedModel, mesh: DeviceMesh, *, sequence: b
     quirks = quirks_of(kind)
     if not quirks.has_plan:
         raise ValueError(
-            f"no explicit tensor-parallel plan for {kind!r} (known: {', '.join(PLANNED)}; docs/adding-a-model.md "
-            f"says how one is added)"
+            f"no explicit tensor-parallel plan for {kind!r} (known: {', '.join(PLANNED)}; "
+            f"docs/guides/adding-a-model.md says how one is added)"
         )
     tied = _untie(model)
     stream = Shard(1) if sequence else Replicate()  # placement of the residual stream (rows, length, hidden)

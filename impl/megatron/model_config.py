@@ -270,7 +270,7 @@ def read_shape(folder: Path) -> ModelShape:
     if name not in ARCHITECTURES:
         raise UsageError(
             f"{name} is not among the architectures that are built here on megatron-core "
-            f"({', '.join(FAMILIES)}); use fsdp2 or deepspeed, or add it (docs/adding-a-model.md)"
+            f"({', '.join(FAMILIES)}); use fsdp2 or deepspeed, or add it (docs/guides/adding-a-model.md)"
         )
     family, head = ARCHITECTURES[name]
     several = head == "value" and config.get("num_labels", len(config.get("id2label") or ()) or 1) != 1

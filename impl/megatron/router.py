@@ -2,7 +2,7 @@
 
 The library's router computes and chooses; choices are given to it by its own ``RouterReplay``. Its load-balancing
 losses are of one layer, and of one micro-batch or of a mean over those so far. Here the loss is that of the whole step
-and of all routers (docs/mixture-of-experts.md), and is attached as the library attaches its own, by
+and of all routers (docs/explanations/mixture-of-experts.md), and is attached as the library attaches its own, by
 ``MoEAuxLossAutoScaler``: so it is there on every stage of a pipeline, and where layers are computed again.
 
 A router may run a micro-batch at any time of a pipeline's schedule, and again in its backward pass, so what it is given

@@ -5,7 +5,8 @@ forward function is wrapped inside of the hooks of FSDP2 and DeepSpeed. The choi
 outputs (``Outputs.routing``, ``Outputs.probabilities``), also over rings, and are not kept: a model that holds tensors
 of its own graph is in a reference cycle, and its process groups are never freed.
 
-The load-balancing loss is that of the whole optimizer step (docs/mixture-of-experts.md): experts are counted in forward
+The load-balancing loss is that of the whole optimizer step (docs/explanations/mixture-of-experts.md): experts are
+counted in forward
 passes of their own before the first backward pass, because each micro-batch's gradient needs the counts of all.
 """
 

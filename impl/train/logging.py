@@ -1,7 +1,7 @@
 """The log of a training: JSON lines. The first one says what was asked and with which versions, the others a step each.
 
-A step's line has ``step`` (updates that are done, from 1) and numbers by name; docs/training.md lists them. A training
-that goes on from a checkpoint takes away the lines of later steps, so that no step stands there twice.
+A step's line has ``step`` (updates that are done, from 1) and numbers by name; docs/guides/training.md lists them. A
+training that goes on from a checkpoint takes away the lines of later steps, so that no step stands there twice.
 
 Trackers: where the numbers of a training go besides its log. Optional packages, imported when they are asked for.
 

@@ -2,7 +2,7 @@
 
 How fast a training is, and how much memory it takes: what a line of the log says besides losses.
 
-Checkpoints of a training: where it is written, and where it goes on. The folder is docs/checkpoints.md's.
+Checkpoints of a training: where it is written, and where it goes on. The folder is docs/explanations/checkpoints.md's.
 
 The training loop of ``parity train``, the same for SFT, GRPO and PPO and for all backends.
 

@@ -121,8 +121,8 @@ def _layout(read: Values, backend: str, ranks: int) -> Layout:
         "seqpar": read.flag("sequence_parallel"),
         "ckpt": read.flag("gradient_checkpointing"),
         "compile": read.flag("torch_compile"),
-        # Weights of a layer are gathered together: the host does less, and layers can be compiled (docs/speed.md).
-        "leaf": backend == "deepspeed" and zero is None,
+        # Weights of a layer are gathered together: less work on the host, and layers compile
+        # (docs/measurements/speed.md). eaf": backend == "deepspeed" and zero is None,
         "offload": read.flag("offload"),
     }
     return dataclasses.replace(

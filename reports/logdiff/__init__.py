@@ -8,5 +8,5 @@
     likely_causes.py             names likely causes
     output.py, page.py, console.py   write text, Markdown, JSON and HTML
 
-docs/comparing-runs.md gives the statistics and their sources.
+docs/guides/comparing-runs.md gives the statistics and their sources.
 """

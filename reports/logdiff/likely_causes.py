@@ -1,8 +1,8 @@
 """Names likely causes of a difference between two runs, from the shape of their curves.
 
 Looked for are constant factors, learning rates that lag or begin again, jumps, another order of the data and steady
-growth (docs/comparing-runs.md). A likely cause is a guess: it never decides whether the runs differ. Where no shape
-fits, none is named.
+growth (docs/guides/comparing-runs.md). A likely cause is a guess: it never decides whether the runs differ. Where no
+shape fits, none is named.
 """
 
 import math

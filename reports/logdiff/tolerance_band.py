@@ -1,4 +1,4 @@
-"""The band: how far two sides may lie apart before they part. docs/comparing-runs.md explains and measures it.
+"""The band: how far two sides may lie apart before they part. docs/guides/comparing-runs.md explains and measures it.
 
 With one run a side, a relative threshold, but for learning rates, which are exact. With several, the spread of the
 seeds: the difference of the sides' means over its standard error is compared with a quantile of Student's t, at every

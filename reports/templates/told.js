@@ -60,7 +60,7 @@ function costs(cell) {
   return facts;
 }
 
-// By which rule the bounds of a cell came about; docs/tolerances.md has the reasons.
+// By which rule the bounds of a cell came about; docs/explanations/tolerances.md has the reasons.
 function provenance(cell) {
   const { exact, factor } = cell.legend.rule;
   if (cell.precision === "exact") return `Allowed, by rule: ${number(exact)} for all in the exact tier, or what the optimizer makes of it; less where nothing is computed.`;

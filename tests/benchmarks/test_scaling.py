@@ -1,4 +1,4 @@
-"""docs/scaling.md: that it is what benchmarks/scaling.py calculates, and how far that is from what was measured."""
+"""Compares docs/measurements/scaling.md with what benchmarks/scaling.py calculates, and that with what was measured."""
 
 import json
 import sys
@@ -16,7 +16,7 @@ FIXTURE = {"1.16 B": "1b", "8.03 B": "7b"}
 
 
 def test_the_page_is_what_is_calculated() -> None:
-    assert (ROOT / "docs" / "scaling.md").read_text(encoding="utf-8") == scaling.document()
+    assert (ROOT / "docs" / "measurements" / "scaling.md").read_text(encoding="utf-8") == scaling.document()
 
 
 def test_memory_is_calculated_to_a_third_of_what_was_measured() -> None:

@@ -62,7 +62,7 @@ def test_a_program_that_failed_has_no_ratio() -> None:
 
 
 def test_scaling_is_that_of_the_same_backend_and_layout_on_fewer_gpus() -> None:
-    """The published files of four and of two GPUs: the last columns of docs/speed.md."""
+    """The published files of four and of two GPUs: the last columns of docs/measurements/speed.md."""
     runs = BENCHMARKS.parent / "reports" / "published" / "2026-11-26-throughput"
     four, two = (json.loads((runs / f"4xh200-{of}-gpus.json").read_text(encoding="utf-8")) for of in ("four", "two"))
     throughput.comparable({**four, "in_turn": False}, two)

@@ -111,7 +111,7 @@ def test_lower_precisions_are_as_good_as_a_single_process(
     ("backend", "layout"), [("fsdp2", "dp2"), ("deepspeed", "dp2"), ("megatron", "ep2"), ("megatron", "tp2.seqpar")]
 )
 def test_grpo_on_deepseek_v3_in_bf16(session: Session, backend: str, layout: str) -> None:
-    """Its noisiest row of a gradient is still one that can be judged: docs/mixture-of-experts.md."""
+    """Its noisiest row of a gradient is still one that can be judged: docs/explanations/mixture-of-experts.md."""
     verdict = session.run(cell_of(backend, "grpo-half", "deepseek-v3", layout, "bf16")).verdict
     assert verdict.state == "conforms", verdict.reason
 

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 FILES = [*sorted((ROOT / ".github/workflows").glob("*.yml")), ROOT / "examples/workflows/parity.yml"]
 OWN = FILES[:-1]
 IN_SHELL = {"cat", "cp", "mkdir", "pip"}
-IN_VENV = {"parity", "ruff", "mypy", "lint-imports", "python"}
+IN_VENV = {"parity", "ruff", "mypy", "lint-imports", "python", "mkdocs"}
 # What GitHub knows at each level (https://docs.github.com/actions/reference/workflows-and-actions/workflow-syntax).
 WORKFLOW_KEYS = {"name", "on", "permissions", "concurrency", "env", "jobs"}
 JOB_KEYS = {"name", "needs", "if", "runs-on", "timeout-minutes", "env", "strategy", "steps"}

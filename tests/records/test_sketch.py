@@ -117,7 +117,7 @@ def drawn(length: int) -> Tensor:
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 def test_the_norm_of_any_row_is_estimated_as_well_as_is_proven(direction: str) -> None:
-    """docs/tolerances.md: mean 1, the variance of the square, and what the tail is at most."""
+    """docs/explanations/tolerances.md: mean 1, the variance of the square, and what the tail is at most."""
     row = DIRECTIONS[direction](40, torch.Generator().manual_seed(1))
     ratios = torch.einsum("n,rnk->rk", row, drawn(40)).square().sum(dim=1) / row.square().sum()
     variance = (2 - 1.2 * row.pow(4).sum() / row.square().sum() ** 2).item() / PROJECTIONS

@@ -33,7 +33,7 @@ WITH_PAGES = "sft-real-sgd/openpangu-embedded-7b/megatron/"
 def published(*names: str) -> list[tuple[str, float]]:
     """Each cell that was run, with the bytes of the host's memory of its largest rank."""
     found = [cell for name in names for cell in json.loads((PUBLISHED / name).read_text(encoding="utf-8"))["cells"]]
-    return [(cell["id"], cell["host_memory"]) for cell in found if cell["host_memory"]]
+    return [(cell["id"], cell["host_memory"]) for cell in found if cell.get("host_memory")]
 
 
 def on_gpu(cell: Cell) -> float:

@@ -5,7 +5,8 @@ with stand-ins in sys.modules for imports that the functions under test never ca
 of a trainer, that method is taken out of its file and called with a plain object for ``self``. Nothing that is tested
 is replaced or typed anew: stand-ins are names for annotations, classes of configurations, and what gathers over ranks.
 
-``scripts/third-opinion`` fetches the distributions; only VERSIONS are accepted, which docs/objectives.md speaks of.
+``scripts/third-opinion`` fetches the distributions; only VERSIONS are accepted, which docs/explanations/objectives.md
+speaks of.
 """
 
 import __future__

@@ -65,7 +65,7 @@ def test_numbers_that_are_not_finite_are_strings_and_unknown_ones_null(tmp_path:
 
 
 def test_every_name_of_the_log_is_explained() -> None:
-    table = (FIXTURES.parent / "docs" / "training.md").read_text(encoding="utf-8").split("## The log")[1]
+    table = (FIXTURES.parent / "docs" / "guides" / "training.md").read_text(encoding="utf-8").split("## The log")[1]
     explained = {name for row in table.split("\n## ")[0].splitlines() for name in re.findall("`(.+?)`", row[:200])}
     assert set(RENAMED.values()) <= explained
     assert Speed(models={}, peak=None).of(Batch(0, 8, (Row(0, (Document((1,), (False,)),)),)), 1.0).keys() <= explained
