@@ -1,6 +1,6 @@
 """Side by side: compares the cells of one scenario on several backends with the oracle and with each other.
 
-Reads the verdicts and records of a run and writes ``side_by_side.json`` (docs/reference/file-formats.md has its
+Reads the verdicts and records of a run and writes ``side_by_side.json`` (docs/explanations/architecture.md has its
 fields). Needs no
 GPU, no backend and no ranks. A cell without a complete record is listed with the reason, and is left out of the
 comparisons that need the missing part.
