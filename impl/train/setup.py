@@ -38,7 +38,8 @@ from conformance.spec.roles import POLICY
 from conformance.spec.scenario import DataConfig
 from impl.checkpoints.training_state import DataPosition
 from impl.engine.adapter import StrategyBackend
-from impl.engine.rollout_pass import look
+from impl.engine.memory_estimate import parameter_shapes
+from impl.engine.rollout_pass import output_rows
 from impl.interface.distributed import on_first
 from impl.interface.protocol import Context, Trainable
 from impl.megatron.model_config import VALUE_HEAD
@@ -191,7 +192,7 @@ def held_out_loss(context: Context, policy: Trainable, batches: Sequence[Batch])
     """The mean of -log p over all targets, by forward passes without dropout; collective."""
     total, count = 0.0, 0
     for batch in batches:
-        rows = look(context, policy, batch, frozenset({"logprobs"}), 1.0).rows
+        rows = output_rows(context, policy, batch, frozenset({"logprobs"}), 1.0).rows
         total -= sum(logprobs.sum().item() for logprobs in rows.values())
         count += batch.target_count
     return {"eval_loss": context.all_reduce(total) / count}
