@@ -20,7 +20,7 @@ from conformance.spec.precision import BF16, F16, HALF_PRECISIONS
 from conformance.spec.scenario import Scenario
 from impl.context_parallel.support import RING_DIFFERENCES, RING_MODULES, ring_support
 from impl.deepspeed.checkpoint_layout import Cut, check, engine_cut
-from impl.deepspeed.config import zero_stage
+from impl.deepspeed.config import states_of, zero_stage
 from impl.engine.adapter import CHECKPOINT_SEAMS, RL_SEAMS, ROUTER_SEAMS, StrategyBackend
 from impl.engine.memory_estimate import host_bytes
 from impl.models.family_quirks import quirks_of
@@ -197,7 +197,7 @@ class DeepspeedBackend(StrategyBackend):
     @classmethod
     def host_bytes(cls, scenario: Scenario, layout: Layout) -> int:
         """Returns the host memory needed beside a GPU: for pieces that ZeRO-3 collects, and for ``offload``."""
-        return host_bytes("deepspeed", scenario, layout)
+        return host_bytes(states_of, scenario, layout)
 
     @classmethod
     def supports_checkpoint(cls, scenario: Scenario, before: Layout, after: Layout) -> Support:

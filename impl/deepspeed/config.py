@@ -1,4 +1,4 @@
-"""Builds DeepSpeed's JSON configuration from a context and an optimizer, and corrects loss scaling and input checks.
+"""Builds DeepSpeed's JSON configuration, corrects its loss scaling and input checks, and estimates its memory.
 
 The dynamic loss scale must grow after an update, when that is due, and gradients that overflowed must be dropped.
 ``scaler`` is the object of an engine's optimizer that holds the loss scale of fp16; its class depends on the ZeRO
@@ -108,9 +108,9 @@ LIVE = 1_000_000_000  # its default ``stage3_max_live_parameters``
 
 
 def states_of(layout: Layout, tier: Precision, shapes: Shapes, trained: bool) -> States:
-    """Estimate what a rank holds of a model with ZeRO (arXiv 1910.02054).
+    """Estimates the bytes of a model with ZeRO (arXiv 1910.02054).
 
-    DeepSpeed has four classes of optimizers, and each keeps other gradients.
+    DeepSpeed has four optimizer classes, which keep different gradients.
     """
     full, compute, own = tier.master.bytes, tier.compute.bytes, cut(shapes, layout.tp, vocabulary=(HEAD,))
     count, pieces = elements(own), layout.dp * layout.sp * layout.ulysses
@@ -125,7 +125,7 @@ def states_of(layout: Layout, tier: Precision, shapes: Shapes, trained: bool) ->
         return States(weights=count * compute)
     if stage == 0:
         masters = count * full if half else 0
-        update = count * full * (2 if half else 1)  # gradients in full precision, and AdamW's
+        update = count * full * (2 if half else 1)  # gradients in full precision, and AdamW's copy
         return States(
             weights=count * compute,
             gradients=count * compute,
@@ -133,24 +133,24 @@ def states_of(layout: Layout, tier: Precision, shapes: Shapes, trained: bool) ->
             optimizer=masters + 2 * count * full,
             update=update,
         )
-    # ZeRO-1 in bf16 has a class of its own: whole gradients in float32, those of autograd beside them, and no bucket.
-    of_its_own = stage == 1 and tier.compute == BF16 and not offloads
+    # ZeRO-1 in bf16 has its own class: whole gradients in float32, those of autograd beside them, and no bucket.
+    has_own_class = stage == 1 and tier.compute == BF16 and not offloads
     gathered = min(count, LIVE) * compute if stage == 3 and pieces > 1 else 0
-    bucket = 0 if of_its_own else BUCKET * (compute if stage == 2 else full)
+    bucket = 0 if has_own_class else BUCKET * (compute if stage == 2 else full)
     weights = (piece if stage == 3 else count) * compute
-    gradients = count * (full + compute) if of_its_own else piece * full
-    # That class lets go of autograd's alone, ZeRO-3 of none; the class of ZeRO-1 and 2 makes them anew in each step.
-    freed = count * compute if of_its_own else 0 if stage == 3 else gradients
+    gradients = count * (full + compute) if has_own_class else piece * full
+    # That class frees autograd's gradients only, ZeRO-3 frees none; the class of ZeRO-1 and 2 allocates them per step.
+    freed = count * compute if has_own_class else 0 if stage == 3 else gradients
     optimizer = 3 * piece * full  # there are masters beside the weights in every precision
     if offloads and stage == 3:
         # Gradients are summed in one buffer, and updated from another.
         return States(weights=0, passing=gathered + bucket, host=weights + 2 * gradients + optimizer)
     if offloads:
-        # Gradients are summed apart from those of the masters. Beside them are the rank's part of the parameters, which
-        # the update writes, and the largest gradient on its way; on the device is another one.
-        way = max(map(math.prod, own.values())) * compute
-        host = 2 * gradients + optimizer + piece * compute + way
-        return States(weights=weights, passing=gathered + bucket + way, host=host)
+        # The host holds summed gradients and those of the masters, the rank's part of the parameters, which the update
+        # writes, and the largest gradient in transfer; the device holds another one.
+        transfer = max(map(math.prod, own.values())) * compute
+        host = 2 * gradients + optimizer + piece * compute + transfer
+        return States(weights=weights, passing=gathered + bucket + transfer, host=host)
     return States(
         weights=weights,
         gradients=gradients,
@@ -158,7 +158,7 @@ def states_of(layout: Layout, tier: Precision, shapes: Shapes, trained: bool) ->
         optimizer=optimizer,
         passing=gathered + bucket,
         update=piece * full,
-        loading=weights if stage == 3 else 0,  # it puts the pieces of all parameters together on the host
+        loading=weights if stage == 3 else 0,  # the pieces of all parameters are collected on the host
     )
 
 
@@ -173,10 +173,8 @@ def summing_dtype(config: ContextConfig) -> str:
 
 
 def plans_the_head_alone(model: torch.nn.Module) -> bool:
-    """Returns whether a Hugging Face model's tensor-parallel plan omits its layers, but LAYERS knows all their
-    matrices.
-
-    Some published code has such plans.
+    """Returns whether a model's own tensor-parallel plan, as in some published code, omits all layers that LAYERS
+    knows.
     """
     own = (getattr(model.config, "base_model_tp_plan", None), getattr(type(model), "_tp_plan", None))
     plan: dict[str, str] = {name: style for one in own for name, style in (one or {}).items()}

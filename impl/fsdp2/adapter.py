@@ -14,7 +14,7 @@ from conformance.spec.precision import Precision
 from conformance.spec.scenario import Scenario
 from impl.context_parallel.support import RING_DIFFERENCES, RING_MODULES, ring_support
 from impl.engine.adapter import CHECKPOINT_SEAMS, RL_SEAMS, ROUTER_SEAMS, VOCABULARY_SEAMS, StrategyBackend
-from impl.engine.memory_estimate import host_bytes
+from impl.engine.memory_estimate import Shapes, States, cut, elements, host_bytes, largest_layer, layer_of
 from impl.models.family_quirks import ROUTED, quirks_of
 from impl.models.lora import adapter_support
 from impl.models.support import compile_support, model_support, torch_is_older
@@ -46,10 +46,10 @@ EXPECTED = (
 
 
 def states_of(layout: Layout, tier: Precision, shapes: Shapes, trained: bool) -> States:
-    """Estimate what a rank holds of a model.
+    """Estimates the bytes of a model whose parameters are the masters, sharded by rows over dp x sp.
 
-    Parameters are the masters, sharded by rows over dp x sp. A layer is gathered as a whole, beside the next one. What
-    lies outside of layers is gathered from the forward pass to the end of the backward pass.
+    A layer is gathered whole, beside the next layer. Parameters outside of layers stay gathered from the forward pass
+    to the end of the backward pass.
     """
     full, compute, own = tier.master.bytes, tier.compute.bytes, cut(shapes, layout.tp)
     shards = layout.dp // layout.rep * layout.sp
@@ -161,7 +161,7 @@ class Fsdp2Backend(StrategyBackend):
     @classmethod
     def host_bytes(cls, scenario: Scenario, layout: Layout) -> int:
         """Returns the host memory that ``offload`` needs beside a GPU."""
-        return host_bytes("fsdp2", scenario, layout)
+        return host_bytes(states_of, scenario, layout)
 
     @classmethod
     def supports_checkpoint(cls, scenario: Scenario, before: Layout, after: Layout) -> Support:

@@ -38,7 +38,6 @@ from conformance.spec.roles import POLICY
 from conformance.spec.scenario import DataConfig
 from impl.checkpoints.training_state import DataPosition
 from impl.engine.adapter import StrategyBackend
-from impl.engine.memory_estimate import parameter_shapes
 from impl.engine.rollout_pass import output_rows
 from impl.interface.distributed import on_first
 from impl.interface.protocol import Context, Trainable
