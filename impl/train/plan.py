@@ -137,8 +137,6 @@ def _table(models: list[ModelMemory], sampler: Sampler) -> list[str]:
     body = [f"{name:<24}" + "".join(f"{size / GIB:>12.2f}" for size in sizes) for name, sizes in rows.items()]
     if sampler.weights:
         body.append(f"{'sampling':<24}{sampler.weights / GIB:>12.2f} replica, {sampler.cache / GIB:.2f} its cache")
-            f"{'sampling':<24}{sampler.weights / GIB:>12.2f} for a replica, {sampler.cache / GIB:.2f} for its cache"
-        )
     return [
         head,
         *body,
