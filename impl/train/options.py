@@ -122,7 +122,8 @@ def _layout(read: Values, backend: str, ranks: int) -> Layout:
         "ckpt": read.flag("gradient_checkpointing"),
         "compile": read.flag("torch_compile"),
         # Weights of a layer are gathered together: less work on the host, and layers compile
-        # (docs/measurements/speed.md). eaf": backend == "deepspeed" and zero is None,
+        # (docs/measurements/speed.md).
+        "leaf": backend == "deepspeed" and zero is None,
         "offload": read.flag("offload"),
     }
     return dataclasses.replace(
