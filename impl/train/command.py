@@ -18,9 +18,9 @@ from impl.train.flags import (
     Value,
     add_flags,
     given_values,
+    merge_values,
     read_recipe,
     resolve_values,
-    said_values,
 )
 
 RANK = "impl.train.worker"  # the module that runs a rank
@@ -52,8 +52,8 @@ class Train:
 
         from impl.train.options import train_config
 
-        said = said_values(given, recipe)
-        config = train_config(command, values, given=said, ranks=ranks, dry_run=options.dry_run)
+        explicit = merge_values(given, recipe)
+        config = train_config(command, values, given=explicit, ranks=ranks, dry_run=options.dry_run)
         if options.dry_run:
             from impl.train.plan import plan
 
