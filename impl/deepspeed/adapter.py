@@ -1,6 +1,6 @@
-"""Known defects of DeepSpeed, most of which cells of the layout option ``shipped`` leave as they are.
+"""Declares DeepSpeed as a backend of the suite: the supported cells, the patch points for faults, and known defects.
 
-DeepSpeed as a backend of the suite: what it claims to run, and where faults can be planted.
+Cells with the layout option ``shipped`` run with most of these defects (upstream behaviour).
 """
 
 from importlib.util import find_spec
@@ -21,17 +21,17 @@ from conformance.spec.scenario import Scenario
 from impl.context_parallel.support import RING_DIFFERENCES, RING_MODULES, ring_support
 from impl.deepspeed.checkpoint_layout import Cut, check, engine_cut
 from impl.deepspeed.config import states_of, zero_stage
-from impl.engine.adapter import HANDOVER_SEAMS, RL_SEAMS, ROUTER_SEAMS, StrategyBackend
+from impl.engine.adapter import CHECKPOINT_SEAMS, RL_SEAMS, ROUTER_SEAMS, StrategyBackend
 from impl.engine.memory_estimate import host_bytes
 from impl.models.family_quirks import quirks_of
 from impl.models.lora import adapter_support
 from impl.models.support import compile_support, model_support, plan_styles
 
-FEWEST = 3  # summands of which the judge looks at the digits (conformance/judge/accumulation_precision.py)
+FEWEST = 3  # summands for which the judge checks digits (conformance/judge/accumulation_precision.py)
 
 
 def _half_precision_sums(scenario: Scenario, layout: Layout) -> Unmodelled | None:
-    """What shows of gradients that are added up in half precision, where it can be told; else None.
+    """Declares the visible effect of gradients that are accumulated in half precision; None if it is not visible.
 
     The error is smaller than the noise of half precision, so no number is judged wrong. But all elements of such a sum
     are half-precision numbers.
@@ -44,7 +44,7 @@ def _half_precision_sums(scenario: Scenario, layout: Layout) -> Unmodelled | Non
 
 EXPECTED = (
     ExpectedDifference(
-        reason="DeepSpeed casts the model to half precision first and copies the float32 masters from that",
+        reason="DeepSpeed casts the model to half precision first and copies the float32 masters from the cast model",
         link="docs/findings/deepspeed-rounded-masters.md",
         defects=lambda scenario, _: (RoundedMasters(precision=scenario.precision),),
         options=("shipped",),
@@ -69,10 +69,10 @@ EXPECTED = (
 )
 
 
-if find_spec("deepspeed") is None:  # importing it would take seconds, for questions that need no DeepSpeed
+if find_spec("deepspeed") is None:  # an import would take seconds, and most callers do not need it
     raise ModuleNotFoundError("deepspeed is not installed", name="deepspeed")
 
-# Of a tensor-parallel plan, what AutoTP of deepspeed 0.19.8 can do; it rejects a plan that asks for anything else.
+# The styles of tensor-parallel plans that AutoTP of deepspeed 0.19.8 supports; it rejects a plan with another style.
 STYLES = frozenset(
     (
         "colwise",
@@ -87,7 +87,7 @@ _OPTIONS = ("ring", "zigzag", "torchcp", "ckpt", "compile", "leaf", "offload", "
 
 
 class DeepspeedBackend(StrategyBackend):
-    """DeepSpeed: ZeRO 0 to 3, with AutoTP, ring attention and Ulysses.
+    """Runs DeepSpeed: ZeRO 0 to 3, with AutoTP, ring attention and Ulysses.
 
     A layout without a ZeRO stage runs at stage 3, which shards the same tensors as FSDP2.
     """
@@ -101,14 +101,14 @@ class DeepspeedBackend(StrategyBackend):
     preload = (
         "impl.deepspeed.context",
         "deepspeed.runtime.engine",
-        "torch._inductor.compile_fx",  # the first engine imports it, and every rank of a fresh world makes one
+        "torch._inductor.compile_fx",  # the first engine of every fresh worker imports it
         *(f"transformers.models.{family}.modeling_{family}" for family in ("llama", "qwen3", "gemma3")),
         *RING_MODULES,
     )
     expected = EXPECTED
     seams: ClassVar[dict[str, str]] = {
         **RL_SEAMS,
-        **HANDOVER_SEAMS,
+        **CHECKPOINT_SEAMS,
         "write_model": "impl.deepspeed.model:write_model",
         "forward_backward": "impl.deepspeed.model:DeepspeedTrainable.forward_backward",
         "outputs_of": "impl.deepspeed.model:outputs_of",
@@ -144,31 +144,31 @@ class DeepspeedBackend(StrategyBackend):
         if layout.pp > 1:
             return Unsupported("DeepSpeed's pipeline engine is not built in; use pp1")
         if layout.ep > 1:
-            return Unsupported("DeepSpeed's experts are layers of its own, which no Hugging Face model has; use ep1")
+            return Unsupported("DeepSpeed's experts are its own layers, which no Hugging Face model has; use ep1")
         kind = model_config(scenario).get("model_type")
         quirks = quirks_of(kind)
         if layout.tp > 1 and quirks.has_routers:
-            return Unsupported(f"AutoTP does not know how the plan of {kind} cuts experts; use tp1, or fsdp2")
+            return Unsupported(f"AutoTP does not know how the plan of {kind} shards experts; use tp1, or fsdp2")
         if layout.rep > 1:
             return Unsupported("hybrid sharding is not built in; use rep1, or zero0, where every rank is a replica")
         if foreign := [option for option in layout.options if option not in _OPTIONS]:
             return Unsupported(f"{', '.join(foreign)} is not built into this backend; leave it out")
         if "offload" in layout.options and layout.zero == 0:
-            return Unsupported("DeepSpeed offloads what ZeRO cuts, and zero0 cuts nothing; use zero1, zero2 or zero3")
+            return Unsupported("DeepSpeed offloads shards of ZeRO, and zero0 has none; use zero1, zero2 or zero3")
         if "ownopt" in layout.options and layout.zero == 0 and scenario.tier.is_half:
             return Unsupported(
-                "around its own fused AdamW DeepSpeed puts another wrapper at zero0 in half precision, whose state is "
-                "not read here; use zero1, zero2 or zero3, or leave ownopt out"
+                "at zero0 in half precision, the state of DeepSpeed's wrapper around its fused AdamW cannot be read; "
+                "use zero1, zero2 or zero3, or leave ownopt out"
             )
         if "compile" in layout.options and zero_stage(layout) == 3 and "leaf" not in layout.options:
             return Unsupported(
-                "ZeRO-3 fetches weights in hooks inside of a layer, so that torch.compile takes it in pieces, and runs "
-                "some of them as they are written; add leaf, use zero0, zero1 or zero2, or fsdp2"
+                "ZeRO-3 fetches weights in hooks inside a layer, which breaks the graph of torch.compile, so parts run "
+                "uncompiled; add leaf, use zero0, zero1 or zero2, or fsdp2"
             )
         if "leaf" in layout.options and zero_stage(layout) < 3:
             return Unsupported("only ZeRO-3 gathers weights for a layer; use zero3, or leave leaf out")
         if scenario.lora and scenario.tier.compute == F16:
-            return Unsupported("the frozen base has no float32 master, so fp16 rounds it; use bf16, which does not")
+            return Unsupported("the frozen base has no float32 master, so fp16 rounds it; use bf16")
         for lacking in (adapter_support(scenario), compile_support(scenario, layout)):
             if isinstance(lacking, Unsupported):
                 return lacking
@@ -176,8 +176,8 @@ class DeepspeedBackend(StrategyBackend):
             return Unsupported("a frozen parameter has no float32 master, so it is rounded; use fp32")
         if layout.tp > 1 and quirks.whole_outputs:
             return Unsupported(
-                f"AutoTP leaves each rank its own part of {' and '.join(quirks.whole_outputs)}, and the code of "
-                f"{kind} wants them whole; use tp1, or fsdp2, which gathers them"
+                f"AutoTP leaves each rank its own part of {' and '.join(quirks.whole_outputs)}, but the code of "
+                f"{kind} needs whole outputs; use tp1, or fsdp2, which gathers them"
             )
         by_mpu = layout.ulysses > 1 and layout.tp == 1
         if by_mpu and layout.zero == 1 and scenario.tier.compute == BF16:
@@ -196,17 +196,17 @@ class DeepspeedBackend(StrategyBackend):
 
     @classmethod
     def host_bytes(cls, scenario: Scenario, layout: Layout) -> int:
-        """Of the host, beside a GPU: ZeRO-3 puts its pieces together there, and ``offload`` keeps them there."""
+        """Returns the host memory needed beside a GPU: for pieces that ZeRO-3 collects, and for ``offload``."""
         return host_bytes(states_of, scenario, layout)
 
     @classmethod
     def supports_checkpoint(cls, scenario: Scenario, before: Layout, after: Layout) -> Support:
-        """Whether a checkpoint of one layout can be loaded in the other."""
+        """Returns whether a checkpoint of one layout can be loaded in the other."""
 
         def cut(layout: Layout) -> Cut:
             own = "its own Adam" if scenario.optimizer.name == "adamw" else "its own SGD"
-            torchs = "AdamW" if scenario.optimizer.name == "adamw" else "SGD"
-            return engine_cut(layout, scenario.precision, optimizer=own if "ownopt" in layout.options else torchs)
+            builtin = "AdamW" if scenario.optimizer.name == "adamw" else "SGD"
+            return engine_cut(layout, scenario.precision, optimizer=own if "ownopt" in layout.options else builtin)
 
         try:
             check(cut(before), cut(after))

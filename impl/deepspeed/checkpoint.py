@@ -1,13 +1,11 @@
-"""Writing a checkpoint with DeepSpeed where a disk may be full on one rank, at once or behind the training.
-
-DeepSpeed ends a save with barriers, at which all ranks would wait for the one whose file could not be written. Its
-engines that write beside the training need libaio or the package datastates, and one of them waits for the files in the
-next step. So behind the training, the engine that is always there writes into memory, and a thread writes to the disk.
-
-Saves and loads DeepSpeed's own checkpoints; one of another layout is loaded by way of DeepSpeed's universal form.
+"""Saves and loads DeepSpeed's checkpoints, also through its universal form if the layout has changed.
 
 An additional file in the checkpoint, FILE, says how the checkpoint is partitioned
 (impl/deepspeed/checkpoint_layout.py).
+
+DeepSpeed ends a save with barriers, at which all ranks would wait for a rank whose disk is full. Its engines that write
+beside the training need libaio or the package datastates, and one of them waits for the files in the next step.
+Therefore DeepSpeed's default engine writes into memory here, and a thread writes to the disk.
 """
 
 import contextlib
@@ -34,8 +32,7 @@ from impl.interface.protocol import Writing
 
 @contextlib.contextmanager
 def files_written(engine: Any, when: Writing) -> Iterator[None]:
-    """What cannot be written is told after the ``with`` statement, or with the work of ``when``, on all ranks;
-    collective."""
+    """Raises a failed write on all ranks, after the ``with`` statement or in the work added to ``when``; collective."""
     failed: list[Exception] = []
     copies: list[tuple[Path, io.BytesIO]] = []
     library, write = engine.checkpoint_engine, engine.checkpoint_engine.save
@@ -68,20 +65,20 @@ TAG, FILE = "state", "cut.json"
 
 
 def save(engine: DeepSpeedEngine, path: Path, own: Cut, when: Writing) -> None:
-    """Write a checkpoint into the folder ``path``; collective."""
+    """Writes a checkpoint into the folder ``path``; collective."""
     with files_written(engine, when):
         engine.save_checkpoint(str(path), tag=TAG)
-    told = json.dumps(dataclasses.asdict(own))
-    on_first(f"writing {path / FILE}", lambda: (path / FILE).write_text(told, encoding="utf-8"))
+    partition = json.dumps(dataclasses.asdict(own))
+    on_first(f"writing {path / FILE}", lambda: (path / FILE).write_text(partition, encoding="utf-8"))
 
 
 def load(engine: DeepSpeedEngine, path: Path, own: Cut, *, write_frozen: Callable[[ReadRegion], None]) -> None:
-    """Load a checkpoint of ``save``; collective. ``write_frozen`` sets what the engine does not train.
+    """Loads a checkpoint of ``save``; collective. ``write_frozen`` sets the parameters that the engine does not train.
 
     Raises UsageError, before the engine is changed, if there is no checkpoint or DeepSpeed cannot load it.
     """
     if not (path / FILE).is_file():
-        raise UsageError(f"DeepSpeed found no checkpoint in {path}; give the folder that save_ckpt got")
+        raise UsageError(f"DeepSpeed found no checkpoint in {path}; give the folder that was passed to save_ckpt")
     saved = Cut(**json.loads((path / FILE).read_text(encoding="utf-8")))
     check(saved, own)
     if fits(saved, own):
@@ -89,13 +86,13 @@ def load(engine: DeepSpeedEngine, path: Path, own: Cut, *, write_frozen: Callabl
     else:
         with _universal(path, all_trained=all(p.requires_grad for p in engine.module.parameters())) as folder:
             _load_universal(engine, folder)
-            # docs/findings/deepspeed-universal-frozen.md: it leaves frozen parameters as they were.
+            # docs/findings/deepspeed-universal-frozen.md: DeepSpeed leaves frozen parameters as they were.
             write_frozen(_regions(folder / TAG))
 
 
 @contextlib.contextmanager
 def _universal(path: Path, *, all_trained: bool) -> Iterator[Path]:
-    """Convert the checkpoint ``path`` into the universal form, in a temporary folder that all ranks can read.
+    """Converts the checkpoint ``path`` into the universal form, in a temporary folder that all ranks can read.
 
     The folder is beside the checkpoint, because the checkpoint itself may only have files that its manifest lists.
     """
@@ -106,12 +103,12 @@ def _universal(path: Path, *, all_trained: bool) -> Iterator[Path]:
         else contextlib.nullcontext()
     )
     with made as folder:
-        told = [folder]
-        dist.broadcast_object_list(told)
-        assert told[0]
-        whole = Path(told[0])
-        on_first(f"converting {path}", lambda: _convert(path / TAG, whole / TAG, all_trained=all_trained))
-        yield whole
+        broadcast = [folder]
+        dist.broadcast_object_list(broadcast)
+        assert broadcast[0]
+        converted = Path(broadcast[0])
+        on_first(f"converting {path}", lambda: _convert(path / TAG, converted / TAG, all_trained=all_trained))
+        yield converted
         dist.barrier()
 
 
@@ -123,7 +120,7 @@ def _convert(tag: Path, out: Path, *, all_trained: bool) -> None:
 
 
 def _regions(tag: Path) -> ReadRegion:
-    """Regions of parameters in a universal checkpoint, by the engine's names; the last parameter is kept open."""
+    """Reads regions of parameters in a universal checkpoint by the engine's names; the last parameter stays open."""
 
     @lru_cache(maxsize=1)
     def whole(name: str) -> torch.Tensor:

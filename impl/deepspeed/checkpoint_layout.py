@@ -1,13 +1,12 @@
-"""How a DeepSpeed checkpoint is partitioned, and which checkpoints a layout can load.
+"""Describes how a DeepSpeed checkpoint is partitioned, and decides which checkpoints a layout can load.
 
 A checkpoint is partitioned like the state of DeepSpeed's optimizer, so only an optimizer of the same class can load it.
 For a checkpoint that it cannot load, DeepSpeed raises errors that do not name the cause, some of them after it has
-changed weights (docs/findings/deepspeed-checkpoint-changes.md); ``check`` refuses such a checkpoint first.
+changed weights (docs/findings/deepspeed-checkpoint-changes.md); ``check`` rejects such a checkpoint first.
 
-Frozen parameters of DeepSpeed's checkpoints, put together from the files of all ranks.
-
-DeepSpeed's universal conversion goes by the optimizer's state, which they have none of: at ZeRO-3 it leaves them out,
-and at ZeRO-1 and 2 it copies what the first tensor-parallel rank has of them, in float32. The files hold all of them.
+Frozen parameters are collected from the files of all ranks. DeepSpeed's universal conversion follows the optimizer's
+state, and they have none: at ZeRO-3 it omits them, and at ZeRO-1 and 2 it copies the part of the first tensor-parallel
+rank, in float32.
 """
 
 import re
@@ -24,19 +23,20 @@ from conformance.spec.precision import BF16, PRECISIONS, PrecisionName
 from impl.checkpoints.safe_pickle import read_torch_file
 from impl.deepspeed.config import zero_stage
 
-WAY_ON = (
-    'hand over a state instead, which every layout reads (export_state and import_state; save = "state" in a cell; '
-    "parity convert makes one of a checkpoint)"
+ADVICE = (
+    'transfer a training state instead, which every layout reads (export_state and import_state; save = "state" in a '
+    "cell; parity convert makes one from a checkpoint)"
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """How the files of a checkpoint are partitioned.
+    """Describes how the files of a checkpoint are partitioned.
 
-    stage: the ZeRO stage, or the two stages that share an optimizer class. ranks: the number of ranks that ZeRO
-    partitions over, which are those of data parallelism, ring and Ulysses together. optimizer: the class name of the
-    base optimizer. groups: the order of its parameter groups; checkpoints of before 2026-11-25 do not say it.
+    stage: the ZeRO stage, or the two stages that share an optimizer class.
+    ranks: the number of ranks that ZeRO partitions over: data, context-parallel and Ulysses ranks together.
+    optimizer: the class name of the base optimizer.
+    groups: the order of its parameter groups; checkpoints from before 2026-11-25 do not contain it.
     """
 
     stage: str
@@ -49,12 +49,12 @@ class Cut:
 
 
 def largest_group_last(stage: int) -> bool:
-    """Whether the engine gets the largest of its parameter groups last."""
+    """Returns whether the engine gets the largest of its parameter groups last."""
     return stage in (1, 2)
 
 
 def engine_cut(layout: Layout, precision: PrecisionName, *, optimizer: str) -> Cut:
-    """How the checkpoints of an engine are partitioned. ``optimizer``: the class name of its base optimizer."""
+    """Describes how an engine partitions checkpoints. ``optimizer``: the class name of its base optimizer."""
     stage = zero_stage(layout)
     one_class = stage in (1, 2) and PRECISIONS[precision].compute != BF16  # in bf16, ZeRO-1 has a class of its own
     return Cut(
@@ -69,16 +69,16 @@ def engine_cut(layout: Layout, precision: PrecisionName, *, optimizer: str) -> C
 
 
 def fits(saved: Cut, own: Cut) -> bool:
-    """Whether the files are partitioned like this layout, so that DeepSpeed loads them without its universal form."""
+    """Returns whether the files are partitioned as ``own``, so that DeepSpeed loads them without its universal form."""
     return saved.tp == own.tp and (saved.ranks == own.ranks or own.stage == "zero0")
 
 
 def check(saved: Cut, own: Cut) -> None:
-    """Raise UsageError if an engine partitioned as ``own`` cannot load a checkpoint partitioned as ``saved``."""
+    """Raises UsageError if an engine partitioned as ``own`` cannot load a checkpoint partitioned as ``saved``."""
     for name in ("stage", "precision", "optimizer", "groups"):
         before, now = getattr(saved, name), getattr(own, name)
         if before != now:
-            raise UsageError(f"DeepSpeed reads a checkpoint of {name} {before} into the same only, not {now}; {WAY_ON}")
+            raise UsageError(f"DeepSpeed loads a checkpoint of {name} {before} only into the same, not {now}; {ADVICE}")
     if fits(saved, own):
         return
     reason = ""
@@ -89,11 +89,11 @@ def check(saved: Cut, own: Cut) -> None:
     elif own.stage != "zero3" and any(cut.ulysses > 1 and cut.tp == 1 for cut in (saved, own)):
         reason = "Ulysses below zero3"  # its mpu lacks functions that DeepSpeed calls then
     elif own.stage == "zero3" and own.tp not in (1, saved.tp):
-        reason = "another tp at zero3"  # it would copy whole tensors into the space of tensor-parallel parts
+        reason = "another tp at zero3"  # DeepSpeed would copy whole tensors into the memory of tensor-parallel parts
     if reason:
         raise UsageError(
-            f"the checkpoint is cut over tp{saved.tp} and {saved.ranks} ranks of ZeRO, and this layout over tp{own.tp} "
-            f"and {own.ranks}; DeepSpeed's universal form, which goes between them, is not for {reason}; {WAY_ON}"
+            f"the checkpoint is partitioned over tp{saved.tp} and {saved.ranks} ranks of ZeRO, but this layout over "
+            f"tp{own.tp} and {own.ranks}; DeepSpeed's universal form does not support {reason}; {ADVICE}"
         )
 
 
@@ -104,18 +104,18 @@ HOW_CUT = "universal_checkpoint_info"
 
 
 def how_cut(tag: Path) -> Mapping[str, Any]:
-    """What the checkpoint says of how AutoTP cut its parameters; empty where nothing was cut."""
+    """Returns the checkpoint's description of how AutoTP sharded its parameters; empty if nothing was sharded."""
     return read_torch_file(min(tag.glob("*_model_states.pt"))).get(HOW_CUT) or {}
 
 
 def frozen_shapes(model: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of what a file of model states holds and the optimizer does not; of one tensor-parallel rank."""
-    told = model.get("frozen_param_shapes")
-    if told is None:  # ZeRO-1 does not tell them apart from the others
+    """Returns names and shapes of the frozen parameters in a file of model states of one tensor-parallel rank."""
+    shapes = model.get("frozen_param_shapes")
+    if shapes is None:  # ZeRO-1 does not list frozen parameters separately
         trained = {name for group in model.get("param_shapes") or () for name in group}
-        others = trained.union(model.get("buffer_names") or (), model.get("shared_params") or ())
-        told = {name: tensor.shape for name, tensor in (model["module"] or {}).items() if name not in others}
-    return {name: tuple(shape) for name, shape in told.items()}
+        not_frozen = trained.union(model.get("buffer_names") or (), model.get("shared_params") or ())
+        shapes = {name: tensor.shape for name, tensor in (model["module"] or {}).items() if name not in not_frozen}
+    return {name: tuple(shape) for name, shape in shapes.items()}
 
 
 def frozen_dtype(model: Mapping[str, Any], name: str) -> torch.dtype:
@@ -124,18 +124,18 @@ def frozen_dtype(model: Mapping[str, Any], name: str) -> torch.dtype:
 
 
 def frozen_parts(tag: Path) -> Iterator[tuple[str, list[torch.Tensor]]]:
-    """Each frozen parameter, as the part of every tensor-parallel rank. Raises UsageError where a file is missing."""
+    """Yields each frozen parameter as the parts of all tensor-parallel ranks. Raises UsageError for missing files."""
     files = {(int(m[2]), int(m[1] or 0)): file for file in tag.iterdir() if (m := _FILE.fullmatch(file.name))}
     ranks = [{at[i] for at in files} for i in (0, 1)]
     if len(files) != len(ranks[0]) * len(ranks[1]) or any(one != set(range(len(one))) for one in ranks):
-        raise UsageError(f"{tag} lacks files of model states of some ranks; give the folder with those of all ranks")
+        raise UsageError(f"{tag} lacks the model states of some ranks; give the folder with the files of all ranks")
     models = [[read_torch_file(files[tp, dp]) for dp in sorted(ranks[1])] for tp in sorted(ranks[0])]
     for name in frozen_shapes(models[0][0]):
         yield name, [_part(name, of_ranks, tag) for of_ranks in models]
 
 
 def _part(name: str, models: list[Mapping[str, Any]], tag: Path) -> torch.Tensor:
-    """What the ranks of a tensor-parallel part have of a parameter: at ZeRO-3 a piece each, the last one padded."""
+    """Assembles a parameter's tensor-parallel part from its ranks: at ZeRO-3 each has a piece, the last one padded."""
     shape = torch.Size(frozen_shapes(models[0])[name])
     if len(models) == 1 and (model := models[0]).get("module", {}).get(name, torch.empty(0)).shape == shape:
         whole: torch.Tensor = model["module"][name]

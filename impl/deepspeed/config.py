@@ -1,14 +1,12 @@
-"""DeepSpeed's dynamic loss scale: it grows when that is due, after an update, and what overflowed is forgotten.
+"""Builds DeepSpeed's JSON configuration, corrects its loss scaling and input checks, and estimates its memory.
 
+The dynamic loss scale must grow after an update, when that is due, and gradients that overflowed must be dropped.
 ``scaler`` is the object of an engine's optimizer that holds the loss scale of fp16; its class depends on the ZeRO
-stage, the attributes do not.
+stage, its attributes do not.
 
-First inputs: AutoTP's check that tensor-parallel ranks get the same ones, on copies in host memory.
-
-It sends the first rank's inputs to the others as pickled objects. Tensors of a GPU are unpickled on the same GPU, so
-every rank would open the first one's, for the rest of its life (docs/findings/deepspeed-autotp-context.md).
-
-DeepSpeed's JSON configuration, built from the configurations of a context and an optimizer.
+AutoTP checks at the first forward pass that tensor-parallel ranks get the same inputs. It sends the first rank's inputs
+as pickled objects. Tensors of a GPU are unpickled on the same GPU, so every rank would open the first rank's GPU until
+the process ends (docs/findings/deepspeed-autotp-context.md); copies in host memory prevent this.
 """
 
 import contextlib
@@ -32,15 +30,15 @@ NEVER_GROWS = 2**62  # updates
 
 
 def good_steps(scaler: Any) -> int:
-    """The updates since the last overflow. They are counted on when the scale grows, at multiples of the window."""
+    """Counts the updates since the last overflow, also across growths of the scale at multiples of the window."""
     return int(scaler.cur_iter - scaler.last_overflow_iter - 1)
 
 
 @contextlib.contextmanager
 def growth_afterwards(scaler: Any) -> Iterator[None]:
-    """Keep the loss scale from growing inside, and let it grow on exit if that is due.
+    """Keeps the loss scale from growing inside, and lets it grow on exit if that is due.
 
-    By itself it grows one update late, and before the gradients of that update are divided by it: they are halved
+    DeepSpeed's scale grows one update late, and before the gradients of that update are divided by it: they are halved
     (docs/findings/deepspeed-loss-scale-window.md).
     """
     window, scaler.scale_window = scaler.scale_window, NEVER_GROWS
@@ -53,20 +51,23 @@ def growth_afterwards(scaler: Any) -> Iterator[None]:
 
 
 def forget_overflow(optimizer: Any) -> None:
-    """Clear the buffers of ZeRO-1 or 2 after an update that was skipped. With an offloaded optimizer the library leaves
-    them, and adds the next gradients to what overflowed (docs/findings/deepspeed-offload-overflow.md)."""
+    """Clears the gradient buffers of ZeRO-1 or 2 after an update that was skipped.
+
+    With an offloaded optimizer, DeepSpeed adds the next gradients to those that overflowed
+    (docs/findings/deepspeed-offload-overflow.md).
+    """
     for gradients in (optimizer.averaged_gradients, optimizer.all_grad_tensors):
         gradients.update(dict.fromkeys(gradients))
 
 
 def compare_in_host_memory(engine: Any) -> None:
-    """Replace the check of an engine that has been initialised with tensor parallelism, before its first forward."""
+    """Replaces the input check of an engine with tensor parallelism, before its first forward pass."""
     own = engine.first_dataloader_check
     check = engine.module._forward_pre_hooks[own.id]
     own.remove()
 
     def of_copies(module: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        check(module, *tree_map(_copy, (args, kwargs)))  # it removes engine.first_dataloader_check at its end
+        check(module, *tree_map(_copy, (args, kwargs)))  # removes engine.first_dataloader_check at its end
 
     engine.first_dataloader_check = engine.module.register_forward_pre_hook(of_copies, prepend=True, with_kwargs=True)
 
@@ -77,11 +78,11 @@ def _copy(value: Any) -> Any:
 
 DEFAULT_STAGE = 3  # shards the same tensors as FSDP2
 NEVER = 10**9  # steps
-MOST_LEFT_WHOLE = 0.25  # of a model, by ZeRO-3 on every rank
+MOST_LEFT_WHOLE = 0.25  # the largest share of a model that ZeRO-3 may leave whole on every rank
 
 
-# How AutoTP cuts linear layers, and of each adapter the matrix on the side that is cut; the other one is whole on every
-# rank. Of itself, AutoTP would cut both, and no layer of a model whose own plan names the head alone
+# How AutoTP shards linear layers and, of each adapter, the matrix on the sharded side; the other matrix is whole on
+# every rank. By default AutoTP would shard both matrices, and no layer of a model whose own plan names only the head
 # (docs/findings/deepspeed-autotp-head-plan.md).
 LAYERS: dict[str, Any] = {
     "use_default_specs": False,
@@ -107,9 +108,9 @@ LIVE = 1_000_000_000  # its default ``stage3_max_live_parameters``
 
 
 def states_of(layout: Layout, tier: Precision, shapes: Shapes, trained: bool) -> States:
-    """Estimate what a rank holds of a model with ZeRO (arXiv 1910.02054).
+    """Estimates the bytes of a model with ZeRO (arXiv 1910.02054).
 
-    DeepSpeed has four classes of optimizers, and each keeps other gradients.
+    DeepSpeed has four optimizer classes, which keep different gradients.
     """
     full, compute, own = tier.master.bytes, tier.compute.bytes, cut(shapes, layout.tp, vocabulary=(HEAD,))
     count, pieces = elements(own), layout.dp * layout.sp * layout.ulysses
@@ -124,7 +125,7 @@ def states_of(layout: Layout, tier: Precision, shapes: Shapes, trained: bool) ->
         return States(weights=count * compute)
     if stage == 0:
         masters = count * full if half else 0
-        update = count * full * (2 if half else 1)  # gradients in full precision, and AdamW's
+        update = count * full * (2 if half else 1)  # gradients in full precision, and AdamW's copy
         return States(
             weights=count * compute,
             gradients=count * compute,
@@ -132,24 +133,24 @@ def states_of(layout: Layout, tier: Precision, shapes: Shapes, trained: bool) ->
             optimizer=masters + 2 * count * full,
             update=update,
         )
-    # ZeRO-1 in bf16 has a class of its own: whole gradients in float32, those of autograd beside them, and no bucket.
-    of_its_own = stage == 1 and tier.compute == BF16 and not offloads
+    # ZeRO-1 in bf16 has its own class: whole gradients in float32, those of autograd beside them, and no bucket.
+    has_own_class = stage == 1 and tier.compute == BF16 and not offloads
     gathered = min(count, LIVE) * compute if stage == 3 and pieces > 1 else 0
-    bucket = 0 if of_its_own else BUCKET * (compute if stage == 2 else full)
+    bucket = 0 if has_own_class else BUCKET * (compute if stage == 2 else full)
     weights = (piece if stage == 3 else count) * compute
-    gradients = count * (full + compute) if of_its_own else piece * full
-    # That class lets go of autograd's alone, ZeRO-3 of none; the class of ZeRO-1 and 2 makes them anew in each step.
-    freed = count * compute if of_its_own else 0 if stage == 3 else gradients
+    gradients = count * (full + compute) if has_own_class else piece * full
+    # That class frees autograd's gradients only, ZeRO-3 frees none; the class of ZeRO-1 and 2 allocates them per step.
+    freed = count * compute if has_own_class else 0 if stage == 3 else gradients
     optimizer = 3 * piece * full  # there are masters beside the weights in every precision
     if offloads and stage == 3:
         # Gradients are summed in one buffer, and updated from another.
         return States(weights=0, passing=gathered + bucket, host=weights + 2 * gradients + optimizer)
     if offloads:
-        # Gradients are summed apart from those of the masters. Beside them are the rank's part of the parameters, which
-        # the update writes, and the largest gradient on its way; on the device is another one.
-        way = max(map(math.prod, own.values())) * compute
-        host = 2 * gradients + optimizer + piece * compute + way
-        return States(weights=weights, passing=gathered + bucket + way, host=host)
+        # The host holds summed gradients and those of the masters, the rank's part of the parameters, which the update
+        # writes, and the largest gradient in transfer; the device holds another one.
+        transfer = max(map(math.prod, own.values())) * compute
+        host = 2 * gradients + optimizer + piece * compute + transfer
+        return States(weights=weights, passing=gathered + bucket + transfer, host=host)
     return States(
         weights=weights,
         gradients=gradients,
@@ -157,23 +158,24 @@ def states_of(layout: Layout, tier: Precision, shapes: Shapes, trained: bool) ->
         optimizer=optimizer,
         passing=gathered + bucket,
         update=piece * full,
-        loading=weights if stage == 3 else 0,  # it puts the pieces of all parameters together on the host
+        loading=weights if stage == 3 else 0,  # the pieces of all parameters are collected on the host
     )
 
 
 def clip_threshold(max_grad_norm: float | None) -> float:
-    """The value of DeepSpeed's ``gradient_clipping``, in which 0 means no clipping."""
+    """Returns the value of DeepSpeed's ``gradient_clipping``, in which 0 means no clipping."""
     return 0.0 if max_grad_norm is None else max_grad_norm
 
 
 def summing_dtype(config: ContextConfig) -> str:
-    """The dtype in which half-precision gradients are reduced and accumulated."""
+    """Returns the dtype in which half-precision gradients are reduced and accumulated."""
     return "fp32"
 
 
 def plans_the_head_alone(model: torch.nn.Module) -> bool:
-    """Whether the plan of a Hugging Face model for tensor parallelism has none of its layers, as in published code, and
-    LAYERS knows all of their matrices."""
+    """Returns whether a model's own tensor-parallel plan, as in some published code, omits all layers that LAYERS
+    knows.
+    """
     own = (getattr(model.config, "base_model_tp_plan", None), getattr(type(model), "_tp_plan", None))
     plan: dict[str, str] = {name: style for one in own for name, style in (one or {}).items()}
     linear = [
@@ -185,15 +187,15 @@ def plans_the_head_alone(model: torch.nn.Module) -> bool:
 
 
 def training_settings(
-    config: ContextConfig, optimizer: OptimizerConfig, model: torch.nn.Module, *, told: bool = False
+    config: ContextConfig, optimizer: OptimizerConfig, model: torch.nn.Module, *, explicit: bool = False
 ) -> dict[str, Any]:
-    """The configuration of an engine that trains. ``told``: AutoTP has to be told how it cuts layers."""
+    """Builds the configuration of an engine that trains. ``explicit``: AutoTP shards layers by LAYERS."""
     settings: dict[str, Any] = {
-        **cutting_settings(config, model, told=told),
+        **cutting_settings(config, model, explicit=explicit),
         "gradient_accumulation_steps": config.accumulation,
         "gradient_clipping": clip_threshold(optimizer.max_grad_norm),
         "zero_allow_untested_optimizer": True,  # for SGD; changes nothing else
-        "zero_force_ds_cpu_optimizer": False,  # offload with torch's AdamW, which has no op to compile
+        "zero_force_ds_cpu_optimizer": False,  # offload with torch's AdamW, which needs no compiled op
     }
     if config.tier.compute == BF16:
         settings["bf16"] = {"enabled": True}
@@ -215,37 +217,37 @@ def training_settings(
     return settings
 
 
-def frozen_settings(config: ContextConfig, model: torch.nn.Module, *, told: bool = False) -> dict[str, Any]:
-    """The configuration of an engine without an optimizer, for a model that is in its compute dtype already.
+def frozen_settings(config: ContextConfig, model: torch.nn.Module, *, explicit: bool = False) -> dict[str, Any]:
+    """Builds the configuration of an engine without an optimizer, for a model that is in its compute dtype already.
 
-    ZeRO-3 partitions the parameters of such a model too. The other stages would partition nothing of it and require an
-    optimizer, so stage 0 takes their place.
+    ZeRO-3 partitions the parameters of such a model too. The other stages would partition nothing and require an
+    optimizer, so stage 0 replaces them.
     """
-    settings = cutting_settings(config, model, told=told)
+    settings = cutting_settings(config, model, explicit=explicit)
     return settings if zero_stage(config.layout) == 3 else {**settings, "zero_optimization": {"stage": 0}}
 
 
-def cutting_settings(config: ContextConfig, model: torch.nn.Module, *, told: bool = False) -> dict[str, Any]:
-    """The settings that all engines share.
+def cutting_settings(config: ContextConfig, model: torch.nn.Module, *, explicit: bool = False) -> dict[str, Any]:
+    """Returns the settings that all engines share.
 
     The micro-batch size of 1 is a placeholder: DeepSpeed requires one, but does not check rows against it.
     """
     settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "steps_per_print": NEVER,
-        "timers": {"throughput": {"enabled": False}},  # it waits for the GPU at both ends of a step
+        "timers": {"throughput": {"enabled": False}},  # the timer waits for the GPU at both ends of a step
         "zero_optimization": _zero(config, model),
     }
     if config.layout.tp > 1:
         # Every rank has whole logits; by default, a tied head would be sharded along the vocabulary.
         settings["tensor_parallel"] = {"autotp_size": config.layout.tp, "vocab_parallel_lm_head": False}
-        if told:
+        if explicit:
             settings["tensor_parallel"]["partition_config"] = LAYERS
     return settings
 
 
 def _optimizer(config: ContextConfig, optimizer: OptimizerConfig) -> dict[str, Any]:
-    """The settings of the optimizer that DeepSpeed builds itself.
+    """Returns the settings of the optimizer that DeepSpeed builds itself.
 
     On GPUs it is DeepSpeed's fused AdamW, which is compiled at first use. It does not exist on the CPU and in float64;
     there, DeepSpeed's switch ``torch_adam`` selects torch's AdamW.
@@ -261,21 +263,20 @@ def _zero(config: ContextConfig, model: torch.nn.Module) -> dict[str, Any]:
     stage = zero_stage(config.layout)
     zero: dict[str, Any] = {"stage": stage}
     if stage == 3:
-        # Not above, because a controller, which asks what is supported, would import DeepSpeed for seconds.
+        # Imported here, because it takes seconds, and the controller only asks what is supported.
         from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-        # DeepSpeed leaves small parameters whole on every rank, and measures what tensor parallelism has left of them.
-        # Where that is much of a model, as of one with small matrices, only those are left that are no larger than the
-        # largest vector.
+        # DeepSpeed leaves small parameters whole on every rank, by their size after tensor parallelism. If that is a
+        # large share of the model, as with small matrices, only parameters up to the largest vector stay whole.
         threshold, tp = DeepSpeedZeroConfig().param_persistence_threshold, config.layout.tp
         vectors = [parameter.numel() for parameter in model.parameters() if parameter.ndim < 2]
         matrices = [parameter.numel() // tp for parameter in model.parameters() if parameter.ndim >= 2]
         left = sum(size for size in vectors + matrices if size <= threshold)
         if left > MOST_LEFT_WHOLE * sum(vectors + matrices):
             zero["stage3_param_persistence_threshold"] = min(threshold, max(vectors, default=0))
-        # On GPUs, torch's linear layers keep a view of each gathered weight for the backward pass, and so all of them
-        # at a time; DeepSpeed's own keep none. Compiled layers keep the parameter itself, and torch 2.11 loses their
-        # gradients behind DeepSpeed's own (docs/findings/deepspeed-compiled-biases.md).
+        # On GPUs, torch's linear layers keep a view of each gathered weight for the backward pass, so all weights stay
+        # gathered; DeepSpeed's own layers keep none. Compiled layers keep the parameter itself, and with DeepSpeed's
+        # own layers torch 2.11 loses their gradients (docs/findings/deepspeed-compiled-biases.md).
         zero["memory_efficient_linear"] = "compile" not in config.layout.options
     if "offload" in config.layout.options:
         device = {"device": "cpu", "pin_memory": config.device != "cpu"}

@@ -1,6 +1,6 @@
-"""Builds the device mesh and the ring of a layout, and enters DeepSpeed's global state, for all models of a cell.
+"""Builds the mesh, context parallelism and DeepSpeed's process state, for all models of a cell.
 
-Mesh axes, outermost first: ``dp``, ``sp`` (the ring), ``ulysses``, ``tp``. ZeRO cuts over all but ``tp``.
+Mesh axes, outermost first: ``dp``, ``sp`` (context parallel), ``ulysses``, ``tp``. ZeRO shards over all but ``tp``.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ from impl.interface.protocol import ContextConfig
 
 
 class DeepspeedContext:
-    """See impl.interface.protocol.Context for the contract of each method."""
+    """Implements impl.interface.protocol.Context, which has the contract of each method."""
 
     ring: RingAttention | None = None
 
@@ -47,7 +47,7 @@ class DeepspeedContext:
         layout = self.config.layout
         config = RingConfig(
             kind=ring_kind(layout),
-            packed=self.config.packed or layout.ulysses > 1,  # documents end to end: slices of one row are wanted
+            packed=self.config.packed or layout.ulysses > 1,  # Ulysses needs one row: documents are concatenated
             shipped="shipped" in layout.options,
             head_stride=layout.stride,
             multiple=layout.ulysses,
@@ -68,7 +68,7 @@ class DeepspeedContext:
 
     @property
     def _data_groups(self) -> list[dist.ProcessGroup]:
-        """The axes of ranks with different rows."""
+        """Returns the groups of ranks with different rows."""
         return [self.mesh.get_group("dp")]  # ranks that share rows have the same number
 
     def all_gather(self, value: Any) -> list[Any]:

@@ -1,8 +1,8 @@
-"""DeepSpeed's trainable: one model at ZeRO 0 to 3, driven through the engine as its users drive it.
+"""Runs one model at ZeRO 0 to 3, through DeepSpeed's engine as its users do.
 
 DeepSpeed averages gradients over some of the ranks that see different tokens. ``backward`` multiplies the loss by the
-number of these ranks, because the objective has divided by the whole step's totals already, and switches DeepSpeed's
-division by the number of micro-batches off. A frozen model has an engine without an optimizer, which shards it.
+number of these ranks, because the objective has divided by the whole step's totals already, and disables DeepSpeed's
+division by the number of micro-batches. A frozen model has an engine without an optimizer, which shards it.
 """
 
 import contextlib
@@ -61,7 +61,7 @@ from impl.models.tracing import hugging_face_modules, token_numbers
 
 
 class DeepspeedTrainable:
-    """See impl.interface.protocol.Trainable for the contract of each method."""
+    """Implements impl.interface.protocol.Trainable, which has the contract of each method."""
 
     source: Path
     model: transformers.PreTrainedModel
@@ -70,7 +70,7 @@ class DeepspeedTrainable:
     tensors: EngineTensors | FrozenTensors
     skipped: bool = False
     routers: Routers | None = None
-    adapted: Any = None  # peft's PeftModel, of a model with an adapter
+    adapted: Any = None  # peft's PeftModel, if the model has an adapter
 
     def __init__(self, context: MeshContext, head: Head) -> None:
         self.context, self.head = context, head
@@ -78,7 +78,7 @@ class DeepspeedTrainable:
         self.stage = zero_stage(context.config.layout)
 
     def load_model(self, path: Path) -> transformers.PreTrainedModel:
-        """The model without its numbers; ``prepare`` reads those that this rank holds."""
+        """Builds the model without its numbers; ``prepare`` reads those that this rank holds."""
         self.source = path
         attention = NAME if self.context.ring else None
         dtype = self.context.config.tier.master.dtype
@@ -96,31 +96,31 @@ class DeepspeedTrainable:
         compute = self.context.config.tier.half_dtype
         give_memory(model, lambda empty: untouched_zeros(empty.shape, compute or empty.dtype))
         if "compile" in self.options:
-            compile_layers(model, alike=self.context.config.layout.tp > 1, shipped="shipped" in self.options)
+            compile_layers(model, deterministic=self.context.config.layout.tp > 1, shipped="shipped" in self.options)
         if optimizer is None:
             self._prepare_frozen(model)
             return
         if "ckpt" in self.options:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         own = "ownopt" in self.options  # DeepSpeed builds the optimizer itself
-        told = self.adapted is not None or plans_the_head_alone(model)
-        self.settings = training_settings(self.context.config, optimizer, model, told=told)
+        explicit = self.adapted is not None or plans_the_head_alone(model)
+        self.settings = training_settings(self.context.config, optimizer, model, explicit=explicit)
         self._initialize(
             model,
             optimizer=None if own else self.create_optimizer(model, optimizer),
             model_parameters=self._parameter_groups(model, optimizer) if own else None,
             lr_scheduler=lambda made: learning_rates(made, schedule),
         )
-        freeze_others(model, optimizer)  # not earlier, because AutoTP registers gradient hooks
+        freeze_others(model, optimizer)  # after AutoTP, which registers gradient hooks
         self.tensors = EngineTensors(self.engine, self._place())
         self._read_weights(model, self.tensors)
         if self.stage == 0 and self.context.config.tier.is_half:
             self.forget_steps()
 
     def _prepare_frozen(self, model: transformers.PreTrainedModel) -> None:
-        self.settings = frozen_settings(self.context.config, model, told=plans_the_head_alone(model))
+        self.settings = frozen_settings(self.context.config, model, explicit=plans_the_head_alone(model))
         self._initialize(model.eval())
-        model.requires_grad_(False)  # not earlier, because AutoTP registers gradient hooks
+        model.requires_grad_(False)  # after AutoTP, which registers gradient hooks
         self.tensors = FrozenTensors(model, self._place())
         self._read_weights(model, self.tensors)
 
@@ -143,7 +143,7 @@ class DeepspeedTrainable:
                 model=model, config=self.settings, mpu=mpu, dist_init_required=False, **options
             )
         if layout.tp > 1:
-            if self.context.ring:  # AutoTP pickles the first inputs, and the ring's process group cannot be pickled
+            if self.context.ring:  # AutoTP pickles the first inputs, but a process group among them cannot be pickled
                 self.engine.first_dataloader_check.remove()
             else:
                 compare_in_host_memory(self.engine)
@@ -157,9 +157,10 @@ class DeepspeedTrainable:
         )
 
     def _read_weights(self, model: transformers.PreTrainedModel, tensors: EngineTensors | FrozenTensors) -> None:
-        """Read this rank's pieces of masters and parameters.
+        """Reads this rank's pieces of masters and parameters.
 
-        DeepSpeed would copy the masters from parameters in half precision. With ``shipped`` they are so rounded.
+        DeepSpeed would copy the masters from parameters in half precision. With ``shipped`` they are rounded in the
+        same way.
         """
         compute = self.context.config.tier.half_dtype
         unread: UnreadWeights = model.unread
@@ -172,7 +173,7 @@ class DeepspeedTrainable:
         del model.unread
 
     def forget_steps(self) -> None:
-        """Clear AdamW's state: at ZeRO-0 in half precision, DeepSpeed has made a step to allocate it."""
+        """Clears AdamW's state: at ZeRO-0 in half precision, DeepSpeed has made a step to allocate it."""
         self.engine.basic_optimizer.state.clear()
 
     def create_optimizer(self, model: transformers.PreTrainedModel, config: OptimizerConfig) -> torch.optim.Optimizer:
@@ -182,11 +183,11 @@ class DeepspeedTrainable:
 
     def _parameter_groups(self, model: transformers.PreTrainedModel, config: OptimizerConfig) -> list[dict[str, Any]]:
         def dims(parameter: torch.nn.Parameter) -> int:
-            return len(getattr(parameter, "ds_shape", parameter.shape))  # a cut one has lost its shape
+            return len(getattr(parameter, "ds_shape", parameter.shape))  # a sharded parameter has lost its shape
 
         groups = parameter_groups(trained_parameters(model, config), config, dims=dims)
-        # ZeRO-1 and 2 wait for the device before they update a group, and after the last update go through the
-        # parameters of all groups. So the large group comes last: the device is busy with it meanwhile.
+        # ZeRO-1 and 2 wait for the device before they update a group, and loop over the parameters of all groups after
+        # the last update. The large group comes last, so that its update runs during this loop.
         return groups[::-1] if largest_group_last(self.stage) else groups
 
     def forward_backward(
@@ -211,7 +212,7 @@ class DeepspeedTrainable:
         return forward_over_ring(self.context.ring, inputs, outputs)
 
     def _own_outputs(self, inputs: MicroBatch, *, want: Wanted, temperature: float, **options: Any) -> Outputs:
-        """The outputs of the tokens that this rank holds, in the shape of ``inputs``."""
+        """Returns the outputs of the tokens that this rank holds, in the shape of ``inputs``."""
         if self.routers:
             self.routers.begin(inputs)
         logits = self.engine(input_ids=inputs.tokens, position_ids=inputs.positions, use_cache=False, **options).logits
@@ -222,12 +223,12 @@ class DeepspeedTrainable:
         self.engine.backward(loss * self.gradient_scale() * self.forgotten_scale(), scale_wrt_gas=False)
 
     def forgotten_scale(self) -> float:
-        """The loss scale at ZeRO-0 in fp16, where DeepSpeed divides by it but never multiplies; 1 elsewhere."""
+        """Returns the loss scale at ZeRO-0 in fp16, where DeepSpeed divides by it but never multiplies; else 1."""
         forgets = self.stage == 0 and self.context.config.tier.is_loss_scaled
         return float(self.engine.optimizer.loss_scale) if forgets else 1.0
 
     def gradient_scale(self) -> int:
-        """The factor for the loss: the number of ranks that DeepSpeed averages gradients over."""
+        """Returns the factor for the loss: the number of ranks that DeepSpeed averages gradients over."""
         layout = self.context.config.layout
         data = layout.dp * layout.sp
         if layout.tp > 1:  # Ulysses without an mpu: its ranks are data ranks like others
@@ -240,8 +241,8 @@ class DeepspeedTrainable:
         assert self.engine.is_gradient_accumulation_boundary()
 
     def optimizer_step(self) -> float | None:
-        # docs/findings/deepspeed-zero0-norm.md: at ZeRO-0 in half precision, the norm leaves out parts that are not
-        # marked and contains the loss scale; in full precision, the library clips by a norm that it does not report.
+        # docs/findings/deepspeed-zero0-norm.md: at ZeRO-0 in half precision, the norm omits unmarked parts and contains
+        # the loss scale; in full precision, DeepSpeed clips by a norm that it does not report.
         scale = 1.0
         if self.stage == 0:
             assert isinstance(self.tensors, EngineTensors)
@@ -288,7 +289,7 @@ class DeepspeedTrainable:
         return found
 
     def _scaler(self) -> Any:
-        """The object with the loss scale in fp16; its class depends on the stage, its attributes do not."""
+        """Returns the object with the loss scale in fp16; its class depends on the stage, its attributes do not."""
         return self.engine.optimizer.loss_scale_config if self.stage == 0 else self.engine.optimizer.loss_scaler
 
     def write_state(self, kind: WrittenKind, read: SliceReader) -> None:

@@ -1,12 +1,11 @@
-"""Which elements of a parameter a rank holds: its tensor-parallel *part*, and of this part the *piece* that is ZeRO's.
+"""Maps a parameter to the elements that a rank holds, and to the tensors that DeepSpeed's optimizer updates.
 
-A parameter that tensor parallelism does not shard has one part, the whole.
+A rank holds a tensor-parallel *part* of a parameter, and of this part the *piece* that ZeRO assigns to it. A parameter
+that tensor parallelism does not shard has one part, the whole.
 
-The *stepped tensors* of DeepSpeed's optimizer, which it updates in place of a model's parameters, and their state.
-
-At ZeRO-0, the stepped tensor of a parameter is the parameter itself or, in half precision, its float32 master in the
-optimizer's wrapper. At ZeRO 1 to 3, it is a flat tensor with this rank's pieces of many parameters; the piece of a
-parameter may be empty.
+The optimizer updates *stepped tensors* instead of a model's parameters. At ZeRO-0, the stepped tensor of a parameter is
+the parameter itself or, in half precision, its float32 master in the optimizer's wrapper. At ZeRO 1 to 3, it is a flat
+tensor with this rank's pieces of many parameters; the piece of a parameter may be empty.
 """
 
 import math
@@ -20,15 +19,15 @@ from deepspeed import DeepSpeedEngine
 from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
 
 from impl.engine.optimizers import update_count
-from impl.interface.sharded_safetensors import strips
+from impl.interface.sharded_safetensors import chunks
 
-# (name, start indices, shape) -> this region of the whole tensor with this name.
+# (name, start indices, shape) -> this region of the whole tensor with this name
 ReadRegion = Callable[[str, Sequence[int], Sequence[int]], torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankPlace:
-    """The position of a rank: it is number ``zero_rank`` of the ``zero_size`` ranks that ZeRO partitions over.
+    """Describes the position of a rank: number ``zero_rank`` of the ``zero_size`` ranks that ZeRO partitions over.
 
     tensor_group: the process group of its tensor parallelism; None without it.
     """
@@ -38,11 +37,11 @@ class RankPlace:
     tensor_group: dist.ProcessGroup | None
 
     def start(self, parameter: Any) -> int:
-        """The index in the flattened part at which this rank's piece starts; 0 if ZeRO-3 does not partition it."""
+        """Returns the index in the flattened part where this rank's piece starts; 0 if ZeRO-3 does not partition it."""
         return self.zero_rank * int(parameter.ds_tensor.numel()) if hasattr(parameter, "ds_id") else 0
 
     def unpadded(self, parameter: Any, piece: torch.Tensor) -> torch.Tensor:
-        """This rank's ZeRO-3 piece of a parameter, flat and without padding.
+        """Returns this rank's ZeRO-3 piece of a parameter, flat and without padding.
 
         ZeRO-3 pads all pieces to the same length. It never writes the padding, which therefore differs between ranks
         that hold the same numbers.
@@ -51,17 +50,17 @@ class RankPlace:
         return flat[: max(0, parameter.ds_numel - self.start(parameter))]
 
     def part(self, parameter: torch.nn.Parameter) -> str:
-        """The name of this rank's tensor-parallel part, the prefix of a shard's region; empty for a whole parameter."""
+        """Returns the name of this rank's tensor-parallel part, the prefix of a shard's region; empty for the whole."""
         return f"tp{dist.get_rank(self.tensor_group)} " if cut_of(parameter) else ""
 
     def whole(self, parameter: torch.nn.Parameter, tensor: torch.Tensor) -> torch.Tensor:
-        """Concatenate the tensor-parallel parts of a parameter; collective over the tensor-parallel ranks."""
+        """Concatenates the tensor-parallel parts of a parameter; collective over the tensor-parallel ranks."""
         cut = cut_of(parameter)
         if not cut:
             return tensor
         dim, sizes = cut["partition_dim"], cut["partition_sizes"]
         shape = list(tensor.shape)
-        shape[dim] = max(sizes)  # gloo gathers no parts that differ in size
+        shape[dim] = max(sizes)  # gloo cannot gather parts of different sizes
         own = tensor.new_zeros(shape)
         own.narrow(dim, 0, tensor.shape[dim]).copy_(tensor)
         parts = [torch.empty_like(own) for _ in sizes]
@@ -69,9 +68,10 @@ class RankPlace:
         return torch.cat([part.narrow(dim, 0, size) for part, size in zip(parts, sizes, strict=True)], dim=dim)
 
     def fill(self, own: torch.Tensor, name: str, parameter: torch.nn.Parameter, start: int, read: ReadRegion) -> None:
-        """Set ``own``, flat, to the elements of this rank's part of a parameter that begin at the flat index ``start``.
+        """Sets ``own``, flat, to elements of this rank's part of a parameter, from the flat index ``start`` of the
+        part.
 
-        Only the rows of the whole tensor that contain these elements are read, a strip of them at a time.
+        Only the rows of the whole tensor that contain these elements are read, one chunk at a time.
         """
         if not own.numel():
             return
@@ -81,8 +81,8 @@ class RankPlace:
             origin[cut["partition_dim"]] = sum(cut["partition_sizes"][: dist.get_rank(self.tensor_group)])
         row, end = math.prod(shape[1:]), start + own.numel()
         first, last = start // row, -(-end // row)
-        at = first * row  # of a strip, in the flattened part
-        for begin, size in strips([origin[0] + first, *origin[1:]], [last - first, *shape[1:]]):
+        at = first * row  # start of a chunk in the flattened part
+        for begin, size in chunks([origin[0] + first, *origin[1:]], [last - first, *shape[1:]]):
             low, high = max(start, at), min(end, at + math.prod(size))
             if low < high:
                 own[low - start : high - start].copy_(read(name, begin, size).flatten()[low - at : high - at])
@@ -90,18 +90,18 @@ class RankPlace:
 
 
 def cut_of(parameter: torch.nn.Parameter) -> dict[str, Any] | None:
-    """AutoTP's note on a parameter that it has sharded; None if the parameter is whole on every rank."""
+    """Returns AutoTP's note on a parameter that it has sharded; None if the parameter is whole on every rank."""
     note: dict[str, Any] | None = getattr(parameter, DS_AUTOTP_UC_META, None)
     return None if note is None or note["replicated"] else note
 
 
 def cut_count(model: torch.nn.Module) -> int:
-    """The number of parameters that tensor parallelism has sharded."""
+    """Returns the number of parameters that tensor parallelism has sharded."""
     return sum(cut_of(parameter) is not None for parameter in model.parameters())
 
 
 class SteppedTensors:
-    """The stepped tensors of an engine, for every class of optimizer wrapper that DeepSpeed has."""
+    """Finds the stepped tensors of an engine, for every class of optimizer wrapper that DeepSpeed has."""
 
     def __init__(self, engine: DeepSpeedEngine, place: RankPlace) -> None:
         self._stage, self._place = engine.zero_optimization_stage(), place
@@ -116,7 +116,9 @@ class SteppedTensors:
                 self._stepped |= dict.fromkeys(group, flat)
 
     def _flat_groups(self) -> tuple[list[list[torch.nn.Parameter]], list[torch.Tensor]]:
-        """(groups of parameters, the stepped tensor of each group); three wrapper classes name these differently."""
+        """Returns (groups of parameters, the stepped tensor of each group); three wrapper classes name these
+        differently.
+        """
         wrapper = self._wrapper
         if self._stage == 3:
             return wrapper.fp16_groups, wrapper.fp32_partitioned_groups_flat
@@ -125,16 +127,16 @@ class SteppedTensors:
         return wrapper.bit16_groups, wrapper.single_partition_of_fp32_groups
 
     def tensor(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        """The stepped tensor of a parameter."""
+        """Returns the stepped tensor of a parameter."""
         return self._stepped.get(parameter, parameter)
 
     def state(self, parameter: torch.nn.Parameter) -> dict[str, Any]:
-        """The optimizer state of a parameter's stepped tensor; empty before the first step."""
+        """Returns the optimizer state of a parameter's stepped tensor; empty before the first step."""
         state: dict[str, Any] = self._optimizer.state.get(self.tensor(parameter), {})
         return state
 
     def new_state(self, parameter: torch.nn.Parameter, key: str) -> torch.Tensor:
-        """The state ``key`` of a parameter's stepped tensor; it is created, with zeros, if there is none yet."""
+        """Returns the state ``key`` of a parameter's stepped tensor; creates it with zeros if there is none yet."""
         stepped = self.tensor(parameter)
         state: dict[str, torch.Tensor] = self._optimizer.state[stepped]
         if key not in state:
@@ -142,15 +144,15 @@ class SteppedTensors:
         return state[key]
 
     def set_step(self, parameter: torch.nn.Parameter, count: float) -> None:
-        """Set the update count of a parameter's stepped tensor; the parameters of a flat tensor share one count."""
+        """Sets the update count of a parameter's stepped tensor; the parameters of a flat tensor share one count."""
         stepped = self.tensor(parameter)
-        # torch's AdamW counts in a tensor, in place, and DeepSpeed's own optimizers in a Python number.
+        # torch's AdamW counts in place in a tensor, DeepSpeed's own optimizers count in a Python number.
         counts_in_tensor = isinstance(self._optimizer, torch.optim.AdamW)
         step = update_count(torch.tensor(count), self._optimizer, stepped) if counts_in_tensor else int(count)
         self._optimizer.state[stepped]["step"] = step
 
     def piece(self, parameter: Any, stepped: torch.Tensor) -> tuple[torch.Tensor, int]:
-        """(this rank's piece of a parameter, flat and without padding; its start index in the flattened parameter).
+        """Returns (this rank's flat, unpadded piece of a parameter, its start index in the flattened parameter).
 
         ``stepped``: the stepped tensor of the parameter, or another tensor with its layout, such as a state.
         """
@@ -167,18 +169,20 @@ class SteppedTensors:
         return flat.narrow(0, at.start, at.numel), mapping.lp_fragment_address.start
 
     def link_state(self) -> None:
-        """Make DeepSpeed's access functions find the state of all parameter groups.
+        """Makes DeepSpeed's access functions find the state of all parameter groups.
 
-        ZeRO-1 and 2 link parameters to their state when only the first group has been stepped, so that the parameters
-        of the other groups are linked to no state (docs/findings/deepspeed-optimizer-state.md).
+        ZeRO-1 and 2 link parameters to their state when only the first group has been stepped, so the parameters of the
+        other groups are linked to no state (docs/findings/deepspeed-optimizer-state.md).
         """
         if self._stage in (1, 2):
             self._wrapper._hp_optimizer_states_linked = False
             self._wrapper._lazy_init_hp_params_optimizer_state()
 
     def update_parameters(self) -> None:
-        """Copy the masters into the parameters that the model computes with, where a rank has all of the masters or
-        parts of the same size (ZeRO-0 and 3); collective."""
+        """Copies the masters into the parameters that the model computes with, at ZeRO-0 and 3; collective.
+
+        There, a rank has all of the masters, or parts of the same size as the parameters' parts.
+        """
         if self._stage == 0:
             for parameter, master in self._stepped.items():
                 parameter.data.copy_(master.data)

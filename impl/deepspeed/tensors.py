@@ -1,4 +1,5 @@
-"""Weights, gradients and optimizer state by Hugging Face name, as full tensors and in pieces, at every ZeRO stage.
+"""Reads and writes weights, gradients and optimizer state by Hugging Face name, whole or in pieces, at every ZeRO
+stage.
 
 ``named`` is collective. Gradients can only be read after the last backward pass of a step and before its update; at any
 other time, the ranks that own a piece raise while the others wait for them.
@@ -37,7 +38,7 @@ class EngineTensors:
         self._stepped = SteppedTensors(engine, place)
 
     def named(self, kind: TensorKind) -> NamedTensors:
-        """Yield (Hugging Face name, full tensor), one parameter at a time; a step count has no dimensions."""
+        """Yields (Hugging Face name, full tensor), one parameter at a time; a step count has no dimensions."""
         if kind not in ("weight", "gradient"):
             self._stepped.link_state()
         for name, parameter in named_parameters(self._engine.module):
@@ -56,7 +57,7 @@ class EngineTensors:
 
     @torch.no_grad()
     def write(self, kind: WrittenKind, read: ReadRegion) -> None:
-        """Overwrite one state of the optimizer or, for ``weight``, masters and compute weights; collective."""
+        """Overwrites one state of the optimizer or, for ``weight``, masters and compute weights; collective."""
         for name, parameter in named_parameters(self._engine.module):
             if not parameter.requires_grad:
                 if kind == "weight":
@@ -68,20 +69,20 @@ class EngineTensors:
                 stepped = self._stepped.tensor(parameter) if weight else self._stepped.new_state(parameter, kind)
                 own, start = self._stepped.piece(parameter, stepped)
                 self._place.fill(own, name, parameter, start, read)
-                if weight and self._stage in (1, 2):  # whole parameters, which would else be gathered from all masters
+                if weight and self._stage in (1, 2):  # else whole parameters would be gathered from all masters
                     self._place.fill(parameter.view(-1), name, parameter, 0, read)
         if kind == "weight":
             self._stepped.update_parameters()
 
     @torch.no_grad()
     def write_frozen(self, read: ReadRegion) -> None:
-        """Overwrite what is not trained; ``read`` knows parameters by the engine's names."""
+        """Overwrites the frozen parameters; ``read`` knows parameters by the engine's names."""
         for parameter in self._engine.module.parameters():
             if not parameter.requires_grad:
                 _fill_computed_with(self._engine.param_names[parameter], parameter, self._place, read)
 
     def local(self, kind: TensorKind) -> Iterator[Shard]:
-        """This rank's own pieces, and its copies of what ZeRO-3 leaves whole, which the model computes with."""
+        """Yields this rank's own pieces, and its copies of parameters that ZeRO-3 leaves whole to compute with."""
         for name, parameter in named_parameters(self._engine.module):
             if kind == "weight" and _is_left_whole(parameter):
                 yield Shard(name, self._place.part(parameter) + "full", parameter.detach())
@@ -93,7 +94,7 @@ class EngineTensors:
                 yield Shard(name, self._place.part(parameter) + own[0], own[1].detach())
 
     def mark_cut_gradients(self) -> None:
-        """Mark the gradients of tensor-parallel parameters as parts.
+        """Marks the gradients of tensor-parallel parameters as parts.
 
         At ZeRO-0 in half precision, DeepSpeed's norm looks for this mark on the gradient and not on the parameter.
         """
@@ -113,9 +114,9 @@ class EngineTensors:
         return self._unscaled(gradient.detach())
 
     def _own_weight(self, parameter: torch.nn.Parameter) -> tuple[str, torch.Tensor]:
-        """(region, tensor) of this rank's copy of the compute weight.
+        """Returns (region, tensor) of this rank's copy of the compute weight.
 
-        At ZeRO-3, of its fp32 partition, since most full weights are freed between steps.
+        At ZeRO-3 it is a piece of the float32 master, since most full weights are freed between steps.
         """
         if self._stage == 3:
             own = self._place.unpadded(parameter, safe_get_local_fp32_param(parameter))
@@ -123,7 +124,7 @@ class EngineTensors:
         return "full", parameter
 
     def _own_gradient(self, parameter: torch.nn.Parameter) -> tuple[str, torch.Tensor] | None:
-        """(region, tensor) of the piece of the gradient that this rank owns; None where it owns nothing of it."""
+        """Returns (region, tensor) of the piece of the gradient that this rank owns; None if it owns nothing of it."""
         if self._stage == 0:
             return "full", self._gradient(parameter)
         if self._stage == 3:
@@ -134,12 +135,14 @@ class EngineTensors:
             return None
         piece, index = mapping.lp_fragment_address, getattr(parameter, "_index_in_param_group", None)
         gradient: torch.Tensor = mapping.get_lp_grad_fragment(index).flatten()
-        if gradient.numel() == parameter.numel():  # ZeRO-1 in bf16 adds up all of it on every rank
+        if gradient.numel() == parameter.numel():  # ZeRO-1 in bf16 sums the whole gradient on every rank
             gradient = gradient.narrow(0, piece.start, piece.numel)
         return f"{piece.start}:{piece.start + piece.numel}", self._unscaled(gradient)
 
     def _unscaled(self, gradient: torch.Tensor) -> torch.Tensor:
-        """The gradient in torch's default dtype (float64 in the exact tier, else float32), without a loss scale."""
+        """Returns the gradient in torch's default dtype (float64 in the exact tier, else float32), without a loss
+        scale.
+        """
         scale = getattr(self._engine.optimizer, "loss_scale", 1.0)
         return gradient.to(torch.get_default_dtype()) / scale
 
@@ -151,7 +154,7 @@ class FrozenTensors:
         self._model, self._place = model, place
 
     def named(self, kind: TensorKind) -> NamedTensors:
-        """Full weights in float32 (float64 in the exact tier), one at a time."""
+        """Yields full weights in float32 (float64 in the exact tier), one at a time."""
         assert kind == "weight", "a frozen model has no gradients"
         for name, parameter in named_parameters(self._model):
             yield name, self._place.whole(parameter, _computed_with(parameter))
@@ -163,7 +166,7 @@ class FrozenTensors:
             _fill_computed_with(name, parameter, self._place, read)
 
     def local(self, kind: TensorKind) -> Iterator[Shard]:
-        """This rank's own pieces."""
+        """Yields this rank's own pieces."""
         assert kind == "weight", "a frozen model has no gradients"
         for name, parameter in named_parameters(self._model):
             region, own = _own_computed_with(parameter, self._place)
@@ -171,26 +174,29 @@ class FrozenTensors:
 
 
 def _is_left_whole(parameter: Any) -> bool:
-    """Whether ZeRO-3 has this parameter whole between passes."""
+    """Returns whether ZeRO-3 keeps this parameter whole between passes."""
     return getattr(parameter, "ds_persist", False) and parameter.ds_status is ZeroParamStatus.AVAILABLE
 
 
 def _computed_with(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """The full compute weight (of this rank's tensor-parallel part), in torch's default dtype; collective at ZeRO-3."""
+    """Gathers the full compute weight (of this rank's tensor-parallel part), in torch's default dtype.
+
+    Collective at ZeRO-3.
+    """
     with GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
         return parameter.detach().to(torch.get_default_dtype(), copy=True)
 
 
 def _fill_computed_with(name: str, parameter: Any, place: RankPlace, read: ReadRegion) -> None:
-    """Set this rank's piece of the compute weight."""
+    """Sets this rank's piece of the compute weight."""
     if hasattr(parameter, "ds_id"):
-        parameter.partition()  # one that is whole, as small ones are after a pass, would keep its numbers
+        parameter.partition()  # a parameter left whole, as small ones are after a pass, would keep its numbers
     _, own = _own_computed_with(parameter, place)
     place.fill(own.view(-1), name, parameter, place.start(parameter), read)
 
 
 def _own_computed_with(parameter: Any, place: RankPlace) -> tuple[str, torch.Tensor]:
-    """(region, tensor) of this rank's piece of the compute weight."""
+    """Returns (region, tensor) of this rank's piece of the compute weight."""
     if not hasattr(parameter, "ds_id"):
         return "full", parameter
     return f"piece {place.zero_rank}", place.unpadded(parameter, parameter.ds_tensor)

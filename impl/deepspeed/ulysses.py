@@ -1,7 +1,7 @@
-"""Ulysses (Jacobs et al., arXiv 2309.14509): ranks hold slices of the sequence, and trade them for heads in attention.
+"""Sets up Ulysses (Jacobs et al., arXiv 2309.14509): ranks exchange slices of the sequence for heads in attention.
 
-DeepSpeed's own module does the exchange. Attention itself is computed by the ring layer, on a ring of one rank if the
-layout has none: unlike ``sdpa`` it needs no mask for documents and windows, and Ulysses drops masks
+DeepSpeed's own module does the exchange. The ring layer computes attention, on a ring of one rank if the layout has
+none: unlike ``sdpa`` it needs no mask for documents and windows, and Ulysses drops masks
 (docs/findings/deepspeed-ulysses-sdpa.md).
 """
 
@@ -17,12 +17,12 @@ from conformance.core.errors import UsageError
 from impl.context_parallel.ring_attention import NAME
 from impl.deepspeed import global_state
 
-ROWS = 1  # rows of a rank's part of a micro-batch, in which documents are laid end to end
+ROWS = 1  # rows of a rank's part of a micro-batch, in which documents are concatenated
 
 
 @dataclass(frozen=True, kw_only=True)
 class Heads:
-    """The shape that an exchange is built for: numbers of query and of key-value heads, and the size of a head."""
+    """Holds the shape of an exchange: numbers of query and of key-value heads, and the size of a head."""
 
     query: int
     key_value: int
@@ -34,7 +34,7 @@ _exchanging: tuple[Heads, Any] | None = None
 
 
 def exchange_heads(model: transformers.PreTrainedModel, *, size: int, tp: int, group: dist.ProcessGroup) -> Any:
-    """Put the exchange around the attention of ``model``; returns the ``mpu`` for ``deepspeed.initialize``.
+    """Wraps the attention of ``model`` in the exchange; returns the ``mpu`` for ``deepspeed.initialize``.
 
     With tensor parallelism the result is None, because AutoTP takes the place of the mpu; ZeRO then treats the Ulysses
     ranks as data ranks. Models with the same heads share the exchange until the last context leaves the process. Raises
@@ -42,7 +42,7 @@ def exchange_heads(model: transformers.PreTrainedModel, *, size: int, tp: int, g
     """
     global _exchanging
     config = model.config.get_text_config()
-    if getattr(config, "num_key_value_heads", None) is None:  # DeepSpeed reads it, and some models do not group heads
+    if getattr(config, "num_key_value_heads", None) is None:  # DeepSpeed reads it, but some models do not group heads
         config.num_key_value_heads = config.num_attention_heads
     heads = Heads(
         query=config.num_attention_heads,
@@ -60,8 +60,8 @@ def exchange_heads(model: transformers.PreTrainedModel, *, size: int, tp: int, g
     known, mpu = _exchanging
     if heads != known:
         raise UsageError(
-            f"Ulysses exchanges the heads of one shape of attention in a process: {known} are exchanged, and this "
-            f"model has {heads}; use models with the same heads, or a ring (sp2) in place of ulysses2"
+            f"Ulysses supports one shape of attention heads in a process: {known} is in use, but this model has "
+            f"{heads}; use models with the same heads, or context parallelism (sp2) instead of ulysses2"
         )
     return mpu
 
@@ -73,7 +73,7 @@ def _around_model(model: transformers.PreTrainedModel, size: int) -> Any:
 
 
 def _around_shards(heads: Heads, *, layers: int, tp: int, group: dist.ProcessGroup) -> None:
-    """The exchange for the heads that AutoTP leaves to a rank."""
+    """Sets up the exchange for the heads that AutoTP leaves to a rank."""
     ALL_ATTENTION_FUNCTIONS[NAME] = UlyssesSPAttentionHF(
         attn=ALL_ATTENTION_FUNCTIONS[NAME],
         batch_size=ROWS,
@@ -87,7 +87,7 @@ def _around_shards(heads: Heads, *, layers: int, tp: int, group: dist.ProcessGro
 
 
 def _withdraw() -> None:
-    """Remove the exchange, which restores transformers' attention function for NAME."""
+    """Removes the exchange, which restores transformers' attention function for NAME."""
     global _exchanging
     _exchanging = None
     del ALL_ATTENTION_FUNCTIONS[NAME]

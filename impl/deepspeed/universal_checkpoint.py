@@ -1,4 +1,4 @@
-"""DeepSpeed's conversion to universal checkpoints as functions: pieces of ZeRO 1 to 3 become files of tensors."""
+"""Converts checkpoints of ZeRO 1 to 3 to DeepSpeed's universal form in this process."""
 
 import argparse
 import tempfile
@@ -13,10 +13,10 @@ WEIGHT, *MOMENTS = "fp32", "exp_avg", "exp_avg_sq"
 
 
 def make_universal(checkpoint: Path, out: Path, *, all_trained: bool) -> None:
-    """Convert the folder of a tag into the new folder ``out``, in this process. Raises whatever DeepSpeed raises.
+    """Converts the folder of a tag into the new folder ``out``, in this process. Raises any error of DeepSpeed.
 
-    all_trained: whether the model has no frozen parameters. The checkpoint says of every parameter how AutoTP cut it,
-    and of a frozen one there is no state that this could be used for, which DeepSpeed's strict conversion refuses.
+    all_trained: whether the model has no frozen parameters. The checkpoint describes for every parameter how AutoTP
+        sharded it. A frozen parameter has no state to apply this to, which DeepSpeed's strict conversion rejects.
     """
     arguments = argparse.Namespace(
         input_folder=str(checkpoint),
@@ -31,16 +31,16 @@ def make_universal(checkpoint: Path, out: Path, *, all_trained: bool) -> None:
 
 
 def add_parameter(out: Path, name: str, parts: Sequence[torch.Tensor], info: Mapping[str, Any]) -> None:
-    """Write a parameter without a state into the universal checkpoint ``out``, in the place of what is there.
+    """Writes a parameter without a state into the universal checkpoint ``out``, replacing an existing one.
 
-    parts: of the tensor-parallel ranks; ``info`` says how AutoTP has cut them. They are put together by the library,
-    which knows how; it does that with moments only, so it is given the weight in their place.
+    parts: of the tensor-parallel ranks; ``info`` describes how AutoTP has sharded them. DeepSpeed's own function joins
+        them. It requires moments, so it gets the weight in their place.
     """
     with tempfile.TemporaryDirectory(dir=out) as pieces:
         for rank, part in enumerate(parts):
             own = Path(pieces) / name / str(rank)
             own.mkdir(parents=True)
-            torch.save(part.clone(), own / f"{WEIGHT}.00")  # a view would be saved with all that it is a view of
+            torch.save(part.clone(), own / f"{WEIGHT}.00")  # a view would be saved with its whole storage
             for moment in MOMENTS:
                 (own / f"{moment}.00").symlink_to(own / f"{WEIGHT}.00")
         shapes = [part.shape for part in parts]

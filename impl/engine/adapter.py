@@ -1,8 +1,4 @@
-"""Implements the suite's backend protocol on the strategy interface, for all built-in backends.
-
-Dropout is switched off for objectives that compare the log-probs of two forward passes. With dropout, two passes of the
-same policy drop different activations, so their ratio would not be 1 at the first update of a rollout.
-"""
+"""Implements the suite's backend protocol for all built-in backends, on impl.interface.protocol."""
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -33,9 +29,11 @@ from impl.objectives.registry import FUNCTIONS
 
 
 def switch_off_dropout(model: torch.nn.Module) -> None:
-    """Set all dropout probabilities in ``model`` to 0: those of Dropout modules and ``attention_dropout``.
+    """Sets all dropout probabilities in ``model`` to 0: those of Dropout modules and ``attention_dropout``.
 
-    Evaluation mode would not do, because transformers recomputes layers (gradient checkpointing) only in training mode.
+    Objectives that compare log-probs of two forward passes need this: with dropout, the ratio would not be 1 at the
+    first update of a rollout. Evaluation mode is no substitute, because transformers recomputes layers (gradient
+    checkpointing) only in training mode.
     """
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
@@ -44,10 +42,10 @@ def switch_off_dropout(model: torch.nn.Module) -> None:
             module.attention_dropout = 0.0  # type: ignore[assignment]
 
 
-# Seams (functions that a fault can replace) that are the same on all backends; impl/faults/catalogue.py describes them.
+# Patch points (functions that a fault can replace) that all backends share; impl/faults/catalogue.py describes them.
 RL_SEAMS = {
-    "look_ahead": "impl.engine.rollout_pass:look_ahead",
-    "look": "impl.engine.rollout_pass:look",
+    "rollout_columns": "impl.engine.rollout_pass:rollout_columns",
+    "output_rows": "impl.engine.rollout_pass:output_rows",
     "annotated": "impl.engine.rollout_pass:Rollouts.annotated",
     "token_rewards": "impl.objectives.advantages:token_rewards",
     "kl_in_reward": "impl.objectives.advantages:kl_estimate",
@@ -70,19 +68,19 @@ RL_SEAMS = {
     "value_losses": "impl.objectives.policy_gradient:value_losses",
     "of_all_ranks": "impl.engine.trainer:of_all_ranks",
 }
-# Seams of loading a training state; also the same on all backends.
-HANDOVER_SEAMS = {
+# Patch points in loading a training state; all backends share them.
+CHECKPOINT_SEAMS = {
     "load_kind": "impl.checkpoints.training_state:load_kind",
     "load_progress": "impl.checkpoints.training_state:load_progress",
     "read_generators": "impl.checkpoints.native:read_file",
 }
-# Seams of the backends that run models with routers.
+# Patch points of the backends that run models with routers.
 ROUTER_SEAMS = {
     "router_loss": "impl.models.router:router_loss",
     "z_loss": "impl.models.router:z_loss",
     "choices_for": "impl.engine.trainer:choices_for",
 }
-# Seams of the backends that can leave logits sharded along the vocabulary.
+# Patch points of the backends that can leave logits sharded along the vocabulary.
 VOCABULARY_SEAMS = {
     "through_softmax": "impl.models.outputs:through_softmax_",
     "through_label": "impl.models.outputs:through_label_",
@@ -93,7 +91,7 @@ CHECKPOINT = "checkpoint"  # the checkpoint's folder inside the folder that the 
 
 
 class StrategyBackend:
-    """Adapter over ``get_context(name)``. Subclasses give ``info``, ``supports``, ``preload`` and ``seams``."""
+    """Adapts ``get_context(name)`` to the suite; subclasses define ``info``, ``supports``, ``preload``, ``seams``."""
 
     info: ClassVar[BackendInfo]
     objectives = FUNCTIONS
@@ -103,9 +101,9 @@ class StrategyBackend:
     seams: ClassVar[dict[str, str]]
     context: Context
     models: dict[str, Trainable]
-    adapter: Path | None = None  # the folder of the policy's adapter, where it is not beside its weights
+    adapter: Path | None = None  # the folder of the policy's adapter, if it is not in the policy's weights folder
     step: int  # optimizer steps done so far, including those before a loaded checkpoint
-    with_rows = True  # whether a step's metrics have rows, which cost a copy of every token's number to the host
+    with_rows = True  # whether metrics have rows; rows cost a copy of a number per token to the host
 
     @classmethod
     def describe(cls) -> BackendInfo:
@@ -162,8 +160,8 @@ class StrategyBackend:
         self.step = batch.step + 1
         if self.judges_loss_scale:
             for role in (role for role in self.objective.roles if role.trained):
-                told = loss_scale_settings(self.models[role.name])
-                metrics.values.update({model_key(role.prefix, key): number for key, number in told.items()})
+                settings = loss_scale_settings(self.models[role.name])
+                metrics.values.update({model_key(role.prefix, key): number for key, number in settings.items()})
         return metrics
 
     def traced(self, model: str, batch: Batch) -> Traced:
@@ -196,7 +194,7 @@ class StrategyBackend:
         self.step = found.step
 
     def about(self, form: Form) -> About:
-        """The description of this training at its current step, for the manifest of a checkpoint."""
+        """Describes this training at its current step, for the manifest of a checkpoint."""
         return About(
             form=form,
             backend=self.info.name,
@@ -211,11 +209,11 @@ class StrategyBackend:
 
     @property
     def trained(self) -> dict[str, Trainable]:
-        """The models that are trained, by role."""
+        """Returns the trained models, by role."""
         return {role.name: self.models[role.name] for role in self.objective.roles if role.trained}
 
     def export(self, path: Path, model: str) -> None:
-        # In the masters' own dtype, because the weights that the next leg loads are compared with these bit by bit.
+        # In the dtype of the masters, because the weights that the next phase loads are compared bit by bit.
         self.models[model].save_model(path, dtype="masters")
 
     def export_merged(self, path: Path, model: str) -> None:
@@ -231,6 +229,6 @@ class StrategyBackend:
 
 
 def loss_scale_settings(trainable: Trainable) -> dict[str, float]:
-    """The settings of the loss scale after a step of a model in fp16 (conformance.spec.observables)."""
+    """Returns the settings of the loss scale after a step of a model in fp16 (conformance.spec.observables)."""
     progress = {name: float(number) for name, number in trainable.named_tensors("progress")}
     return {SKIPPED: float(trainable.skipped), **{key: progress[key] for key in PROGRESS_OF_SCALE}}

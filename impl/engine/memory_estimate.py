@@ -1,7 +1,7 @@
-"""Estimates the bytes that a rank holds of a model, from shapes, the layout and what each backend keeps.
+"""Estimates the bytes that a rank holds of a model, from shapes, the layout and the tensors that each backend keeps.
 
-Each backend has a formula of its own (``states_of``). What it gives is for the rank that holds most: when the model's
-gradients are ready, which is the peak, and while another model is trained. Tests compare it with the storages of ranks
+Each backend has its own formula (``states_of``). The result is for the rank that holds most: when the model's gradients
+are ready, which is the peak, and while another model is trained. Tests compare it with the storages of ranks
 (tests/train/test_train_memory.py).
 """
 
@@ -23,19 +23,19 @@ from impl.models.lora import adapter_shapes_of
 
 Shapes = Mapping[str, tuple[int, ...]]
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
-# By columns and by rows of Megatron's paper (Shoeybi et al., arXiv 1909.08053, section 3): dimensions of (out, in).
+# Column- and row-parallel matrices of Megatron (Shoeybi et al., arXiv 1909.08053, section 3): dimensions of (out, in).
 _CUT_OUT = ("q_proj", "k_proj", "v_proj", "qkv_proj", "gate_proj", "up_proj", "gate_up_proj")
 _CUT_IN = ("o_proj", "down_proj")
 
 
 def weight_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Give the shapes of a folder's weights, also of weights that are still to be drawn; a tied head is left out."""
+    """Returns the shapes of a folder's weights, including weights still to be drawn; a tied head is left out."""
     tied = read_json(folder / "config.json").get("tie_word_embeddings", False)
     return {n: s for n, s in shapes_of(folder).items() if not (n.endswith(HEAD) and tied)}
 
 
 def layer_of(name: str) -> int | None:
-    """Give the number of a parameter's layer; None for embedding, last norm and head."""
+    """Returns the number of a parameter's layer; None for embedding, last norm and head."""
     match = _LAYER.search(name)
     return int(match[1]) if match else None
 
@@ -45,7 +45,7 @@ def elements(shapes: Shapes) -> int:
 
 
 def cut(shapes: Shapes, tp: int, *, vocabulary: tuple[str, ...] = (EMBEDDING, HEAD)) -> dict[str, tuple[int, ...]]:
-    """Give the shapes on the first tensor-parallel rank. ``vocabulary``: which of embedding and head are sharded."""
+    """Returns the shapes on the first tensor-parallel rank. ``vocabulary``: which of embedding and head are sharded."""
     found = {}
     for name, shape in shapes.items():
         out = any(f".{one}." in name for one in _CUT_OUT) or name.endswith(vocabulary)
@@ -57,7 +57,7 @@ def cut(shapes: Shapes, tp: int, *, vocabulary: tuple[str, ...] = (EMBEDDING, HE
 
 @dataclass(frozen=True, kw_only=True)
 class States:
-    """Bytes of one model on one rank.
+    """Holds the bytes of one model on one rank.
 
     weights: the weights that compute, or the sharded masters from which they are gathered.
     gradients: when they are ready.
@@ -80,16 +80,16 @@ class States:
 
     @property
     def ready(self) -> int:
-        """Held when the gradients are ready."""
+        """Returns the bytes that are held when the gradients are ready."""
         return self.weights + self.gradients + self.optimizer
 
     @property
     def lasting(self) -> int:
-        """Held all the time, while other models are trained as well."""
+        """Returns the bytes that are held all the time, also while other models are trained."""
         return self.ready - self.freed
 
     def __add__(self, other: "States") -> "States":
-        """Add the states of a frozen base and of its adapters."""
+        """Adds the states of a frozen base and of its adapters."""
         return States(**{part: size + getattr(other, part) for part, size in vars(self).items()})
 
 
@@ -97,7 +97,7 @@ StatesOf = Callable[[Layout, Precision, Shapes, bool], States]  # of a model tha
 
 
 def states_of_role(states_of: StatesOf, scenario: Scenario, layout: Layout, role: Role, shapes: Shapes) -> States:
-    """Estimate the model of a role with these parameters; with ``lora``, a frozen policy and its adapters."""
+    """Estimates the model of a role with these parameters; with ``lora``, a frozen policy and its adapters."""
     adapted = scenario.lora if role == POLICY else None
     tier = PRECISIONS[scenario.precision]
     states = states_of(layout, tier, shapes, role.trained and adapted is None)
@@ -107,10 +107,10 @@ def states_of_role(states_of: StatesOf, scenario: Scenario, layout: Layout, role
 
 
 def host_bytes(states_of: StatesOf, scenario: Scenario, layout: Layout) -> int:
-    """Estimate the bytes of the host's memory that a rank holds for its models while it computes on a GPU.
+    """Estimates the bytes of host memory that a rank holds for its models while it computes on a GPU.
 
-    They are the offloaded states of all models, and the largest buffer with which one is loaded. Critics are counted
-    with the language head that they do not have. Raises UsageError for a folder that is no model.
+    They are the offloaded states of all models, and the largest buffer that loading one of them needs. Critics are
+    counted with the language head that they do not have. Raises UsageError for a folder without a model.
     """
     shapes = weight_shapes(resolve(scenario.model))
     states = [states_of_role(states_of, scenario, layout, role, shapes) for role in scenario.objective.roles]

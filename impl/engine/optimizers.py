@@ -1,6 +1,7 @@
 """Builds torch's optimizers and transformers' schedules from a scenario, for the backends that train with them.
 
-Also sums squares for gradient norms, to the last digits on a CPU as well (docs/findings/torch-norm-on-cpus.md).
+The sums of squares for gradient norms are exact to the last digits on a CPU as well
+(docs/findings/torch-norm-on-cpus.md).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -19,7 +20,7 @@ from impl.models.lora import named_parameters, trained_names
 def sums_of_squares(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """Returns the sum of squares of each tensor, a float64 scalar."""
     if tensors[0].dtype == torch.float64:
-        # torch's norm adds up one number after another on a CPU, and is 5e-15 off for a million; its sum adds up pairs.
+        # On a CPU, torch's norm sums sequentially and is 5e-15 off for a million numbers; torch's sum is pairwise.
         return [tensor.square().sum() for tensor in tensors]
     return [norm.square() for norm in torch._foreach_norm(tensors, dtype=torch.float64)]  # without copies in float64
 
@@ -27,12 +28,12 @@ def sums_of_squares(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 def parameter_groups(
     parameters: Iterable[Parameter], config: OptimizerConfig, *, dims: Callable[[Parameter], int] = Parameter.dim
 ) -> list[dict[str, Any]]:
-    """Groups parameters for an optimizer: AdamW decays parameters with two or more dimensions, and SGD decays none.
+    """Groups parameters for an optimizer: AdamW decays parameters with two or more dimensions, SGD decays none.
 
     No group is empty.
 
-    ``parameters``: the trained parameters. ``dims``: gives a parameter's number of dimensions; libraries that flatten
-    the parameters that they shard need their own function.
+    ``parameters``: the trained parameters. ``dims``: returns a parameter's number of dimensions; libraries that flatten
+        the parameters that they shard need their own function.
     """
     parameters = list(parameters)
     if config.name == "sgd":
@@ -70,27 +71,27 @@ def torch_optimizer(
 def updates_in_one_kernel(*, device: str, precision: PrecisionName) -> bool:
     """Returns whether torch's AdamW runs as its fused kernel: on GPUs, in fp32 and bf16.
 
-    With loss scaling the fused kernel would skip updates itself, by numbers that a loss scaler passes to it. The fused
-    kernel also reads the number of steps as float32, whatever its dtype, and the exact tier makes that dtype float64.
+    With loss scaling the fused kernel would skip updates itself, by numbers that a loss scaler passes to it. It also
+    reads the number of steps as float32, whatever its dtype, and the exact tier makes that dtype float64.
     """
     tier = PRECISIONS[precision]
     return device != "cpu" and not (tier.is_exact or tier.is_loss_scaled)
 
 
 def update_count(count: torch.Tensor, optimizer: torch.optim.Optimizer, updated: torch.Tensor) -> torch.Tensor:
-    """The number of updates of the tensor ``updated`` as the state of torch's AdamW holds it, in a tensor of its own.
+    """Returns the update count of the tensor ``updated``, as torch's AdamW holds it in its state: in a new tensor.
 
-    AdamW counts in place, and on the CPU; its fused kernel reads the number on the device.
+    AdamW counts in place, on the CPU; its fused kernel reads the count on the device.
     """
     device = updated.device if optimizer.param_groups[0]["fused"] else torch.device("cpu")
     return count.to(device, torch.get_default_dtype(), copy=True)
 
 
 def learning_rates(optimizer: torch.optim.Optimizer, config: ScheduleConfig) -> LRScheduler:
-    """transformers' learning-rate schedule for ``optimizer``."""
-    import transformers  # not earlier, because it takes seconds
+    """Builds transformers' learning-rate schedule for ``optimizer``."""
+    import transformers  # here, because the import takes seconds
 
-    # transformers' "constant" has no warm-up, whatever it is given.
+    # transformers' "constant" ignores its warm-up.
     name = {"constant": "constant_with_warmup", "cosine": "cosine_with_min_lr"}.get(config.name, config.name)
     scheduler: LRScheduler = transformers.get_scheduler(
         name,
@@ -103,9 +104,7 @@ def learning_rates(optimizer: torch.optim.Optimizer, config: ScheduleConfig) -> 
 
 
 def read_progress(scheduler: LRScheduler, scaler: GradScaler) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the progress of schedule and loss scale as
-    ``impl.interface.protocol.Trainable.named_tensors("progress")`` does.
-    """
+    """Yields the progress of schedule and loss scale as ``Trainable.named_tensors("progress")`` does."""
     found = {"schedule": float(scheduler.last_epoch)}
     if scaler.is_enabled():
         found |= {"loss_scale": scaler.get_scale(), "good_steps": float(scaler._get_growth_tracker())}
@@ -113,14 +112,14 @@ def read_progress(scheduler: LRScheduler, scaler: GradScaler) -> Iterator[tuple[
 
 
 def set_schedule(scheduler: LRScheduler, updates: int) -> None:
-    """Set the number of updates that a schedule has counted, and the optimizer's learning rates for the next one."""
+    """Sets the number of updates that a schedule has counted, and the learning rates for the next update."""
     if updates:
         scheduler.load_state_dict(scheduler.state_dict() | {"last_epoch": updates - 1, "_step_count": updates + 1})
         scheduler.step()
 
 
 def set_loss_scale(scaler: GradScaler, progress: Mapping[str, float]) -> None:
-    """Set the loss scale and the good steps of ``scaler``, if it is enabled and ``progress`` has a loss scale."""
+    """Sets the loss scale and the good steps of ``scaler``, if it is enabled and ``progress`` has a loss scale."""
     if scaler.is_enabled() and "loss_scale" in progress:
         found = {"scale": progress["loss_scale"], "_growth_tracker": int(progress.get("good_steps", 0))}
         scaler.load_state_dict(scaler.state_dict() | found)

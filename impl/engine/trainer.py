@@ -1,4 +1,4 @@
-"""One optimizer step, written once on the strategy interface, whatever the backend and the objective."""
+"""Runs one optimizer step, for any backend and objective."""
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -28,29 +28,29 @@ def train_step(
     on_gradients: Callable[[str], None],
     with_rows: bool = True,
 ) -> StepMetrics:
-    """Run every model of the objective on one batch, in the order of its roles, and update those that are trained.
+    """Runs every model of the objective on one batch, in the order of its roles, and updates the trained ones.
 
     ``on_gradients(model)`` is called when a model's gradients are complete and not clipped yet. Without ``with_rows``,
-    the metrics have no rows: they are numbers of every token, which somebody who observes nothing should not wait for.
+    the metrics have no rows: a training that is not observed should not wait for a number per token.
     """
     functions = functions_of(objective)
     micro_batches, inputs = step_inputs(context, batch)
     totals = step_totals(context, functions, micro_batches)
     values = dict(functions.summary(batch))
     found: list[Evaluation] = []
-    others: list[dict[str, Outputs]] = [{} for _ in inputs]
+    earlier: list[dict[str, Outputs]] = [{} for _ in inputs]
     rows: dict[str, dict[int, Tensor]] = defaultdict(dict)
     roles = [role for role in objective.roles if functions.wants(role.name)]
     for role in roles:
         trainable = models[role.name]
-        found += _run(context, trainable, functions, role, inputs, totals, others)
+        found += _run(context, trainable, functions, role, inputs, totals, earlier)
         if role is roles[-1]:  # the counts of ``evaluate`` replace the batch's own
-            told = totals | of_all_ranks(context, *summed_up(found))
-            # Copied to the host before the last update is asked for. Where this update is clipped, its norm is read
-            # later than that, so these numbers are there by then.
-            reading = Reading(torch.stack([*told.values()]))
+            reduced = totals | of_all_ranks(context, *sum_evaluations(found))
+            # The copy to the host is queued before the last update. If this update is clipped, its norm is read later,
+            # so these numbers have arrived by then.
+            reading = Reading(torch.stack([*reduced.values()]))
         if role.trained:
-            outputs = [known[role.name] for known in others]
+            outputs = [outputs_by_role[role.name] for outputs_by_role in earlier]
             values |= _routing(context, role, inputs, outputs)
             if with_rows:
                 rows |= _routing_rows(role, micro_batches, inputs, outputs)
@@ -59,11 +59,11 @@ def train_step(
         micro_batch = index % len(inputs)
         for key, numbers in evaluation.rows.items():
             rows[key] |= target_rows(micro_batches[micro_batch], inputs[micro_batch], numbers)
-    return StepMetrics(values=values | dict(zip(told, reading.numbers(), strict=True)), rows=dict(rows))
+    return StepMetrics(values=values | dict(zip(reduced, reading.numbers(), strict=True)), rows=dict(rows))
 
 
-def summed_up(found: Sequence[Evaluation]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Of all evaluations of this rank, the sums (float64) and the largest numbers: scalars, by observable."""
+def sum_evaluations(found: Sequence[Evaluation]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Returns the sums (float64) and the maxima over all evaluations of this rank: scalars, by observable."""
     sums: dict[str, Tensor] = {}
     highest = defaultdict[str, list[Tensor]](list)
     for evaluation in found:
@@ -75,10 +75,9 @@ def summed_up(found: Sequence[Evaluation]) -> tuple[dict[str, Tensor], dict[str,
 
 
 def of_all_ranks(context: Context, sums: Mapping[str, Tensor], highest: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The numbers of the whole step, from scalars of this rank (float64): ``sums`` added up over data ranks, and the
-    largest of ``highest`` on any of them, which is NaN if one of them is."""
+    """All-reduces float64 scalars over data-parallel ranks: SUM of ``sums``, MAX of ``highest``. NaN propagates."""
     numbers = torch.stack([*sums.values(), *highest.values()]).to(context.config.device)
-    table = numbers.new_zeros(context.data_size, len(numbers))  # a row each: a MAX of NCCL or gloo may lose a NaN
+    table = numbers.new_zeros(context.data_size, len(numbers))  # one row per rank: a MAX of NCCL or gloo may lose a NaN
     table[context.data_rank] = numbers
     every = context.all_reduce_tensor(table)
     summed, largest = every[:, : len(sums)].sum(dim=0), every[:, len(sums) :].amax(dim=0)
@@ -86,7 +85,7 @@ def of_all_ranks(context: Context, sums: Mapping[str, Tensor], highest: Mapping[
 
 
 def step_inputs(context: Context, batch: Batch) -> tuple[list[tuple[Row, ...]], list[MicroBatch]]:
-    """This rank's micro-batches of a step, as rows and as tensors."""
+    """Returns this rank's micro-batches of a step, as rows and as tensors."""
     micro_batches = context.setup_dataloader(batch)
     device, multiple = context.config.device, context.sequence_multiple
     return micro_batches, [collate(rows, multiple_of=multiple).to(device) for rows in micro_batches]
@@ -95,7 +94,7 @@ def step_inputs(context: Context, batch: Batch) -> tuple[list[tuple[Row, ...]], 
 def step_totals(
     context: Context, functions: ObjectiveFunctions, micro_batches: Sequence[Sequence[Row]]
 ) -> dict[str, Tensor]:
-    """The objective's sums over the whole optimizer step and all ranks; one of them is the denominator of its loss.
+    """Sums the objective's totals over the whole optimizer step and all ranks; one is the denominator of its loss.
 
     They are float64 scalars on the device, because reading them would make the host wait.
     """
@@ -105,7 +104,7 @@ def step_totals(
 
 
 def target_rows(rows: Sequence[Row], inputs: MicroBatch, numbers: Tensor) -> dict[int, Tensor]:
-    """The numbers (rows, length) at each row's targets, by the row's index in the optimizer step: (targets,), CPU.
+    """Returns the numbers (rows, length) at each row's targets, by the row's index in the step: (targets,), CPU.
 
     Rows without targets are left out.
     """
@@ -120,13 +119,13 @@ def _run(
     role: Role,
     inputs: Sequence[MicroBatch],
     totals: Mapping[str, Tensor],
-    others: Sequence[dict[str, Outputs]],
+    earlier: Sequence[dict[str, Outputs]],
 ) -> list[Evaluation]:
-    """Run one model on all micro-batches: forward, and backward if it is trained. Adds its outputs to ``others``."""
-    totals = {key: total.to(torch.get_default_dtype()) for key, total in totals.items()}  # that of the outputs
+    """Runs one model on all micro-batches, forward, and backward if it is trained. Adds its outputs to ``earlier``."""
+    totals = {key: total.to(torch.get_default_dtype()) for key, total in totals.items()}  # the dtype of the outputs
 
     def evaluate(index: int, outputs: Outputs) -> Evaluation:
-        return functions.evaluate(role.name, outputs, inputs[index], totals=totals, others=others[index])
+        return functions.evaluate(role.name, outputs, inputs[index], totals=totals, others=earlier[index])
 
     replayed = [choices_for(one, model_key(role.prefix, ROUTING)) for one in inputs]
     terms = router_terms(context, trainable, replayed) if role.trained else None
@@ -136,37 +135,37 @@ def _run(
         assert value is not None, f"the objective gives no loss for {role.name}, which is trained"
         return value
 
-    asked: Loss | None = loss if role.trained else None
+    loss_or_none: Loss | None = loss if role.trained else None
     found = trainable.forward_backward(
-        replayed, want=functions.wants(role.name), temperature=functions.temperature, loss=asked, terms=terms
+        replayed, want=functions.wants(role.name), temperature=functions.temperature, loss=loss_or_none, terms=terms
     )
-    # Again without autograd: most ranks of a pipeline have not computed the loss, but all ranks have the outputs now.
+    # Again without autograd: most ranks of a pipeline have not computed the loss, but now all ranks have the outputs.
     with torch.no_grad():
         evaluations = [evaluate(index, outputs) for index, outputs in enumerate(found)]
-    for known, outputs in zip(others, found, strict=True):
-        known[role.name] = outputs
+    for outputs_by_role, outputs in zip(earlier, found, strict=True):
+        outputs_by_role[role.name] = outputs
     return evaluations
 
 
 def _routing(context: Context, role: Role, inputs: Sequence[MicroBatch], found: Sequence[Outputs]) -> dict[str, float]:
-    """The numbers of a model's routers; none of a model without any."""
+    """Returns the router losses of a model; empty for a model without routers."""
     if found[0].routing is None:
         return {}
     values = {ROUTER_LOSS: balance_of(context, inputs, found).loss.item()}
-    if (of_logits := z_loss_of(context, inputs, found)) is not None:
-        values[ROUTER_Z_LOSS] = of_logits
+    if (z_loss := z_loss_of(context, inputs, found)) is not None:
+        values[ROUTER_Z_LOSS] = z_loss
     return {model_key(role.prefix, key): x for key, x in values.items()}
 
 
 def _routing_rows(
     role: Role, micro_batches: Sequence[Sequence[Row]], inputs: Sequence[MicroBatch], found: Sequence[Outputs]
 ) -> dict[str, dict[int, Tensor]]:
-    """What is recorded of a model's routers for each row; nothing of a model without any."""
+    """Returns the recorded routing of each row; empty for a model without routers."""
     if found[0].routing is None:
         return {}
     rows: dict[int, Tensor] = {}
-    for micro_batch, mine, outputs in zip(micro_batches, inputs, found, strict=True):
-        rows |= routing_rows(mine, outputs, [row.index for row in micro_batch])
+    for micro_batch, tensors, outputs in zip(micro_batches, inputs, found, strict=True):
+        rows |= routing_rows(tensors, outputs, [row.index for row in micro_batch])
     return {model_key(role.prefix, ROUTING): rows}
 
 

@@ -68,8 +68,8 @@ SEAMS: Mapping[str, str] = {
     "find_overflow": "(...) -> by device, whether this rank found an overflow",
     "forget_overflow": "(DeepSpeed optimizer): clears buffers that still hold the values of an overflow",
     # The rollout pass: columns of a rollout that are computed before its first update
-    "look_ahead": "(context, models, objective, mini-batches) -> mini-batches with the columns of the whole rollout",
-    "look": "(context, trainable, mini-batch, want, temperature) -> outputs for this rank's rows, by index",
+    "rollout_columns": "(context, models, objective, mini-batches) -> mini-batches with all columns of the rollout",
+    "output_rows": "(context, trainable, mini-batch, want, temperature) -> outputs for this rank's rows, by index",
     "annotated": "(rollouts, batch) -> the batch of a step with its columns",
     "token_rewards": "(response, *, kl_coef, kl_penalty) -> the reward of each token",
     "kl_in_reward": "(logprobs, reference, kind) -> KL estimates for the penalty in the reward",

@@ -9,20 +9,20 @@ import torch
 from conformance.backends.faults import Fault, Function
 from conformance.spec.batch import Batch
 from conformance.spec.roles import POLICY, REFERENCE
-from impl.engine.rollout_pass import look_ahead
+from impl.engine.rollout_pass import rollout_columns
 from impl.faults.cells import FULL, rl
 
 
-def _temperature_not_in_looks(look: Function) -> Function:
+def _temperature_not_in_looks(output_rows: Function) -> Function:
     def faulty(context: Any, trainable: Any, batch: Any, want: Any, temperature: float, *routing: Any) -> Any:
-        return look(context, trainable, batch, want, 1.0, *routing)
+        return output_rows(context, trainable, batch, want, 1.0, *routing)
 
     return faulty
 
 
-def _policy_as_reference(look_ahead: Function) -> Function:
+def _policy_as_reference(rollout_columns: Function) -> Function:
     def faulty(context: Any, models: Any, objective: Any, batches: Any) -> Any:
-        return look_ahead(context, {**models, REFERENCE.name: models[POLICY.name]}, objective, batches)
+        return rollout_columns(context, {**models, REFERENCE.name: models[POLICY.name]}, objective, batches)
 
     return faulty
 
@@ -34,7 +34,7 @@ def _old_of_every_update(annotated: Function) -> Function:
         if batch.rollout:
             rollout[:] = batch.rollout
         else:
-            rollouts.known = look_ahead(rollouts.context, rollouts.models, rollouts.objective, rollout)
+            rollouts.known = rollout_columns(rollouts.context, rollouts.models, rollouts.objective, rollout)
         return annotated(rollouts, batch)
 
     return faulty
@@ -133,7 +133,7 @@ ROLLOUT_FAULTS = (
         name="temperature-not-in-looks",
         summary="old log-probs are not at the temperature of sampling",
         source="https://github.com/OpenRLHF/OpenRLHF/pull/857",
-        seam="look",
+        seam="output_rows",
         stage="old log-probs",
         cells=rl("grpo"),
         needs="a temperature other than 1 and old log-probs that are recomputed",
@@ -143,7 +143,7 @@ ROLLOUT_FAULTS = (
         name="policy-as-reference",
         summary="the policy is used as the reference, so the KL divergence starts at 0",
         source="https://github.com/pytorch/rl/issues/1920",
-        seam="look_ahead",
+        seam="rollout_columns",
         stage="reference log-probs",
         cells=rl("grpo"),
         blind=("loss and norm",),

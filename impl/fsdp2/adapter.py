@@ -1,6 +1,6 @@
-"""Known defects below the FSDP2 backend, which cells of the layout option ``shipped`` leave as they are.
+"""Declares FSDP2 as a backend of the suite: the supported cells, the patch points for faults, and known defects.
 
-FSDP2 as a backend of the suite: what it claims to run, and where faults can be planted.
+Cells with the layout option ``shipped`` run with these defects (upstream behaviour).
 """
 
 from typing import Any, ClassVar
@@ -13,7 +13,7 @@ from conformance.spec.layout import Layout
 from conformance.spec.precision import Precision
 from conformance.spec.scenario import Scenario
 from impl.context_parallel.support import RING_DIFFERENCES, RING_MODULES, ring_support
-from impl.engine.adapter import HANDOVER_SEAMS, RL_SEAMS, ROUTER_SEAMS, VOCABULARY_SEAMS, StrategyBackend
+from impl.engine.adapter import CHECKPOINT_SEAMS, RL_SEAMS, ROUTER_SEAMS, VOCABULARY_SEAMS, StrategyBackend
 from impl.engine.memory_estimate import Shapes, States, cut, elements, host_bytes, largest_layer, layer_of
 from impl.models.family_quirks import ROUTED, quirks_of
 from impl.models.lora import adapter_support
@@ -31,7 +31,7 @@ EXPECTED = (
         architectures=("qwen3", "gemma3_text"),
     ),
     ExpectedDifference(
-        reason="torch.compile takes the waiting result of a collective out of the graph of its gradient",
+        reason="torch.compile detaches the pending result of a collective from the autograd graph",
         link="docs/findings/compiled-collective-inputs.md",
         defects=lambda scenario, layout: (
             ()
@@ -46,10 +46,10 @@ EXPECTED = (
 
 
 def states_of(layout: Layout, tier: Precision, shapes: Shapes, trained: bool) -> States:
-    """Estimate what a rank holds of a model.
+    """Estimates the bytes of a model whose parameters are the masters, sharded by rows over dp x sp.
 
-    Parameters are the masters, sharded by rows over dp x sp. A layer is gathered as a whole, beside the next one. What
-    lies outside of layers is gathered from the forward pass to the end of the backward pass.
+    A layer is gathered whole, beside the next layer. Parameters outside of layers stay gathered from the forward pass
+    to the end of the backward pass.
     """
     full, compute, own = tier.master.bytes, tier.compute.bytes, cut(shapes, layout.tp)
     shards = layout.dp // layout.rep * layout.sp
@@ -71,7 +71,7 @@ def states_of(layout: Layout, tier: Precision, shapes: Shapes, trained: bool) ->
 
 
 class Fsdp2Backend(StrategyBackend):
-    """PyTorch FSDP2 with tensor parallelism and ring attention, for any Hugging Face model that carries a plan."""
+    """Runs PyTorch FSDP2 with tensor parallelism and ring attention, for any Hugging Face model that carries a plan."""
 
     info = BackendInfo(
         name="fsdp2",
@@ -87,7 +87,7 @@ class Fsdp2Backend(StrategyBackend):
     expected = EXPECTED
     seams: ClassVar[dict[str, str]] = {
         **RL_SEAMS,
-        **HANDOVER_SEAMS,
+        **CHECKPOINT_SEAMS,
         "write_model": "impl.fsdp2.model:write_model",
         **VOCABULARY_SEAMS,
         "forward_backward": "impl.fsdp2.model:Fsdp2Trainable.forward_backward",
@@ -124,32 +124,32 @@ class Fsdp2Backend(StrategyBackend):
     @classmethod
     def supports(cls, scenario: Scenario, layout: Layout) -> Support:
         if layout.pp > 1:
-            return Unsupported("FSDP2 has no pipeline stages here; use pp1")
+            return Unsupported("pipeline stages are not built into this backend; use pp1")
         if layout.ulysses > 1:
-            return Unsupported("Ulysses is DeepSpeed's; use sp, the ring, instead")
+            return Unsupported("only DeepSpeed has Ulysses; use context parallelism (sp) instead")
         if layout.zero is not None:
-            return Unsupported("FSDP2 knows no ZeRO stages and cuts everything, as ZeRO-3 does; leave the stage out")
+            return Unsupported("FSDP2 has no ZeRO stages and shards everything, as ZeRO-3 does; leave the stage out")
         if "ownopt" in layout.options:
             return Unsupported("ownopt is not built into this backend; leave it out")
         kind = model_config(scenario).get("model_type")
         quirks = quirks_of(kind)
         if layout.ep > 1 and not quirks.has_routers:
-            return Unsupported(f"experts of {kind!r} are not cut here, only those of {', '.join(ROUTED)}; use ep1")
+            return Unsupported(f"experts of {kind!r} cannot be sharded, only those of {', '.join(ROUTED)}; use ep1")
         if layout.tp > 1 and layout.ep == 1 and quirks.tp_cuts_experts and torch_is_older(2, 13):
             return Unsupported(
-                f"FSDP2 of torch {torch.__version__} does not take stacked experts whose parts tp has cut; use torch "
+                f"FSDP2 of torch {torch.__version__} does not support stacked experts that tp has sharded; use torch "
                 f"2.13, or ep"
             )
         if quirks.has_routers and (uneven := _uneven_experts(model_config(scenario), layout)):
             return Unsupported(uneven)
         explicit = [option for option in ("plan", "seqpar", "losspar") if option in layout.options]
         if explicit and not quirks.has_plan:
-            told = f"{', '.join(explicit)} has no tensor-parallel plan for {kind!r}"
-            return Unsupported(f"{told}; leave it out, and the model's own is taken")
+            reason = f"{', '.join(explicit)} has no tensor-parallel plan for {kind!r}"
+            return Unsupported(f"{reason}; leave it out to use the model's own plan")
         if scenario.lora and layout.tp > 1 and not explicit and scenario.lora.names_layers:
             return Unsupported(
-                "the model's own tensor-parallel plan is one for all layers, and only some of them have adapters; add "
-                "the layout option 'plan'"
+                "the model's own tensor-parallel plan treats all layers alike, but only some have adapters; add the "
+                "layout option 'plan'"
             )
         for lacking in (adapter_support(scenario), compile_support(scenario, layout)):
             if isinstance(lacking, Unsupported):
@@ -160,23 +160,23 @@ class Fsdp2Backend(StrategyBackend):
 
     @classmethod
     def host_bytes(cls, scenario: Scenario, layout: Layout) -> int:
-        """Of the host, beside a GPU: what ``offload`` keeps there."""
+        """Returns the host memory that ``offload`` needs beside a GPU."""
         return host_bytes(states_of, scenario, layout)
 
     @classmethod
     def supports_checkpoint(cls, scenario: Scenario, before: Layout, after: Layout) -> Support:
-        """Whether a checkpoint of one layout can be loaded in the other."""
+        """Returns whether a checkpoint of one layout can be loaded in the other."""
         packed = any(layout.tp > 1 and layout.ep == 1 for layout in (before, after))
         if packed and quirks_of(model_config(scenario).get("model_type")).tp_cuts_experts:
             return Unsupported(
-                "torch's checkpoints take parts of stacked experts under tp for one region "
-                "(docs/findings/packed-colwise-checkpoint.md); hand over a state, or use ep beside tp"
+                "torch's checkpoints treat the shards of stacked experts under tp as one region "
+                "(docs/findings/packed-colwise-checkpoint.md); transfer a training state, or use ep beside tp"
             )
         return Supported()
 
 
 def _uneven_experts(config: dict[str, Any], layout: Layout) -> str:
-    """Why experts cannot be cut into equal parts; empty if they can, or are not cut."""
+    """Explains why experts cannot be sharded into equal parts; empty if they can, or are not sharded."""
     quirks = quirks_of(config["model_type"])
     hidden, size = config["hidden_size"], config.get("moe_intermediate_size") or config["intermediate_size"]
     if layout.tp > 1 and layout.ep == 1 and quirks.tp_cuts_experts and size % layout.tp:
@@ -185,7 +185,7 @@ def _uneven_experts(config: dict[str, Any], layout: Layout) -> str:
     cut = (hidden, 2 * size, size) if quirks.biased_experts else (hidden, 2 * size)
     if layout.ep > 1 and any(features % ranks for features in cut):
         return (
-            f"FSDP2 cuts experts of {hidden} and {size} features over the {ranks} ranks that hold the same ones, which "
-            f"have to divide both; use fewer ranks of dp and sp beside ep"
+            f"FSDP2 shards experts of {hidden} and {size} features over the {ranks} ranks that hold the same experts, "
+            f"but {ranks} does not divide both; use fewer ranks of dp and sp beside ep"
         )
     return ""

@@ -1,6 +1,6 @@
-"""Builds the device mesh and the ring of a layout on FSDP2, and chooses the data of a rank.
+"""Builds the device mesh and context parallelism of a layout for FSDP2, and selects the data of this rank.
 
-Mesh axes, outermost first: ``rep`` (replicas), ``ep`` (experts), ``dp``, ``sp`` (the ring), ``tp``. Parameters,
+Mesh axes, outermost first: ``rep`` (replicas), ``ep`` (experts), ``dp``, ``sp`` (context parallel), ``tp``. Parameters,
 gradients and optimizer state are sharded over ep x dp x sp, which is flattened into the axis ``shard``; those of
 experts over dp x sp, ``expert_shard``.
 """
@@ -25,7 +25,7 @@ MESH_DIM_NAMES = ("rep", "ep", "dp", "sp", "tp")
 
 
 class Fsdp2Context:
-    """See impl.interface.protocol.Context for the contract of each method."""
+    """Implements impl.interface.protocol.Context, which has the contract of each method."""
 
     ring: RingAttention | None = None
 
@@ -34,12 +34,12 @@ class Fsdp2Context:
 
     @property
     def sequence_multiple(self) -> int:
-        # With a ring, rows are padded when the ring shards them.
+        # With context parallelism, rows are padded when they are sharded.
         return 1 if self.config.layout.sp > 1 else self._shape_multiple
 
     @property
     def _shape_multiple(self) -> int:
-        # DTensor plans each op once per shape; few shapes keep that cheap. seqpar cuts rows into tp equal slices.
+        # DTensor plans each op once per shape; few shapes keep that cheap. seqpar shards rows into tp equal slices.
         return math.lcm(32, self.config.layout.tp)
 
     def setup_distributed(self) -> None:
@@ -78,7 +78,7 @@ class Fsdp2Context:
 
     @property
     def _data_groups(self) -> list[dist.ProcessGroup]:
-        """The axes of ranks with different rows; ranks of a ring have the same numbers already."""
+        """Returns the groups of ranks with different rows; context-parallel ranks have the same numbers already."""
         return [self.mesh.get_group(axis) for axis in ("rep", "ep", "dp")]
 
     def all_gather(self, value: Any) -> list[Any]:
@@ -94,6 +94,6 @@ class Fsdp2Context:
         assert not states, f"{type(self).__name__} has no generators {', '.join(states)}"
 
     def teardown(self) -> None:
-        # The mesh's process groups stay open: DTensor's caches hold on to them, also for a later mesh that is equal.
+        # The mesh's process groups stay open: DTensor's caches refer to them, and reuse them for an equal mesh later.
         for name in ("mesh", "ring"):
             self.__dict__.pop(name, None)

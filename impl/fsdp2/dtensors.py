@@ -1,19 +1,15 @@
-"""Gathers full tensors from many DTensors at a time, and fills DTensors from whole tensors in files.
+"""Gathers, fills, norms, clips and saves many DTensors at a time.
 
-``DTensor.full_tensor`` needs a collective for each tensor, and in a tiny cell most of the time is spent waiting for all
-ranks to join. Here, all tensors that are sharded along their first dimension over the same single mesh axis share one
+``DTensor.full_tensor`` needs a collective per tensor, and a tiny cell spends most of its time waiting for all ranks to
+join. Here, all tensors that are sharded along their first dimension over the same single mesh axis share one
 collective. Filling a DTensor from a file needs none.
 
-Gradient norm and clipping over parameters that live on different meshes.
+``torch.nn.utils.clip_grad_norm_`` rejects parameters on different meshes (a tensor-parallel weight is a 2-D DTensor, a
+norm weight a 1-D one). To count every element once, a local sum of squares is summed over the mesh axes that shard the
+tensor, and over no others.
 
-``torch.nn.utils.clip_grad_norm_`` refuses such a mixture (a tensor-parallel weight is a 2-D DTensor, a norm weight a
-1-D one). To count every element once, a local sum of squares is added up over the mesh axes that shard the tensor, and
-over no others.
-
-torch.distributed.checkpoint: saving at once or behind the training, and what it raises, as the error that it is.
-
-A rank that fails is told on all ranks, but as a BaseException, which nobody takes for an error, with its traceback as
-the message.
+torch.distributed.checkpoint raises the failure of a rank on all ranks, but as a BaseException, with its traceback as
+the message. Here, the original error is raised.
 """
 
 import contextlib
@@ -40,24 +36,24 @@ from impl.interface.sharded_safetensors import Regions, fill
 
 
 def full_tensors(tensors: Sequence[DTensor]) -> list[torch.Tensor]:
-    """The full tensor of each DTensor, in the same order, on every rank; collective."""
-    alike: dict[tuple[DeviceMesh, int, torch.dtype], list[int]] = defaultdict(list)
+    """Returns the full tensor of each DTensor, in the same order, on every rank; collective."""
+    batches: dict[tuple[DeviceMesh, int, torch.dtype], list[int]] = defaultdict(list)
     full: dict[int, torch.Tensor] = {}
     for i, tensor in enumerate(tensors):
         axes = [axis for axis, placement in enumerate(tensor.placements) if not placement.is_replicate()]
         if len(axes) == 1 and type(tensor.placements[axes[0]]) is Shard and tensor.placements[axes[0]].is_shard(0):
-            alike[tensor.device_mesh, axes[0], tensor.dtype].append(i)
+            batches[tensor.device_mesh, axes[0], tensor.dtype].append(i)
         else:
             full[i] = tensor.full_tensor()
-    for (mesh, axis, _), members in alike.items():
+    for (mesh, axis, _), members in batches.items():
         wholes = _gather([tensors[i] for i in members], mesh.get_group(axis), mesh.size(axis))
         full |= dict(zip(members, wholes, strict=True))
     return [full[i] for i in range(len(tensors))]
 
 
 def _gather(tensors: list[DTensor], group: dist.ProcessGroup, size: int) -> list[torch.Tensor]:
-    """Pieces are padded to the same number of rows, laid end to end, gathered at once, and taken apart again."""
-    shapes = [(-(-t.shape[0] // size), *t.shape[1:]) for t in tensors]  # of a padded piece
+    """Pads pieces to the same number of rows, concatenates and gathers them at once, and splits the result."""
+    shapes = [(-(-t.shape[0] // size), *t.shape[1:]) for t in tensors]  # shape of a padded piece
     lengths = [math.prod(shape) for shape in shapes]
     everyone = tensors[0].to_local().new_empty(size * sum(lengths))
     dist.all_gather_into_tensor(everyone, _end_to_end(tensors, lengths), group=group)
@@ -69,7 +65,7 @@ def _gather(tensors: list[DTensor], group: dist.ProcessGroup, size: int) -> list
 
 
 def _end_to_end(tensors: list[DTensor], lengths: list[int]) -> torch.Tensor:
-    """This rank's pieces, each padded to its length."""
+    """Concatenates this rank's pieces, each padded to its length."""
     own = tensors[0].to_local().new_zeros(sum(lengths))
     for tensor, piece in zip(tensors, own.split(lengths), strict=True):
         local = tensor.to_local().flatten()
@@ -78,13 +74,13 @@ def _end_to_end(tensors: list[DTensor], lengths: list[int]) -> torch.Tensor:
 
 
 def write_region(tensor: DTensor, name: str, read: Regions) -> None:
-    """Set this rank's part of ``tensor`` from the whole tensor ``name`` in a file."""
+    """Sets this rank's part of ``tensor`` from the whole tensor ``name`` in a file."""
     axis = _packed_axis(tensor)
     placements = [Replicate() if i == axis else p for i, p in enumerate(tensor.placements)]
     shape, start = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, placements)
     local = tensor.to_local()
     if axis is None:
-        assert local.shape == shape, f"{name}: this rank holds {tuple(local.shape)}, and its part is {tuple(shape)}"
+        assert local.shape == shape, f"{name}: this rank holds {tuple(local.shape)}, but its part is {tuple(shape)}"
         fill(local, name, start, read.region)
         return
     packed: Any = tensor.placements[axis]
@@ -97,11 +93,11 @@ def write_region(tensor: DTensor, name: str, read: Regions) -> None:
 
 
 def _packed_axis(tensor: DTensor) -> int | None:
-    """The mesh axis that cuts each of several matrices, which are one tensor, into equal parts: transformers' plan for
-    gate and up of stacked experts. None if there is none.
+    """Returns the mesh axis that splits each of several matrices packed in one tensor; None if there is none.
 
-    torch's own functions take the part of a rank for one region. A strided shard of another kind, of FSDP2 over tensor
-    parallelism, is followed by a shard of the same dimension, and is one.
+    transformers' plan does so for gate and up of stacked experts. torch's own functions treat the part of a rank as one
+    region. Another kind of strided shard, of FSDP2 over tensor parallelism, is followed by a shard of the same
+    dimension; its part is one region.
     """
     for axis, placement in enumerate(tensor.placements):
         later = tensor.placements[axis + 1 :]
@@ -111,12 +107,12 @@ def _packed_axis(tensor: DTensor) -> int | None:
 
 
 def axes_to_sum(gradient: DTensor) -> tuple[int, ...]:
-    """The mesh dimensions that shard ``gradient``; over the others it is replicated and must not be counted again."""
+    """Returns the mesh dimensions that shard ``gradient``; over the others it is replicated and must count once."""
     return tuple(i for i, placement in enumerate(gradient.placements) if not placement.is_replicate())
 
 
 def gradient_norm(gradients: Sequence[DTensor]) -> torch.Tensor:
-    """The global 2-norm of all gradients, a float64 scalar on the mesh's device; collective.
+    """Computes the global 2-norm of all gradients, a float64 scalar on the mesh's device; collective.
 
     Gradients on the same mesh and sharded over the same axes share one all-reduce per axis.
     """
@@ -136,35 +132,35 @@ def gradient_norm(gradients: Sequence[DTensor]) -> torch.Tensor:
 
 
 def clip_coefficient(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
-    """The factor, at most 1, that scales ``norm`` down to ``max_norm``, as in ``torch.nn.utils.clip_grad_norm_``."""
+    """Returns the factor, at most 1, that scales ``norm`` to ``max_norm``; see ``torch.nn.utils.clip_grad_norm_``."""
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
-# Copies into ordinary memory, made before the call returns.
+# The state is copied into pageable memory before the call returns.
 _COPIES = StagingOptions(
     use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False
 )
 
 
 def save(state: dict[str, Any], path: Path, when: Writing) -> None:
-    """Write a state into the folder ``path``; collective.
+    """Writes a state into the folder ``path``; collective.
 
-    Behind the training, these are the two halves of ``async_save``. It would start a thread for each model, which would
-    all talk over one group at a time.
+    A write beside the training uses the two halves of ``async_save``, which itself would start a thread for each model;
+    all threads would use one process group at a time.
     """
     if when.copies:
-        state = cast(dict[str, Any], DefaultStager(_COPIES).stage(state))  # no Future
+        state = cast(dict[str, Any], DefaultStager(_COPIES).stage(state))  # not a Future
     when.add(lambda: _write(state, path, when.group))
 
 
 def _write(state: dict[str, Any], path: Path, group: Group) -> None:
-    with told_alike():
+    with raising_first_failure():
         dcp.save(state, checkpoint_id=path, process_group=group)
 
 
 @contextlib.contextmanager
-def told_alike() -> Iterator[None]:
-    """Raise the error of the first rank that failed, on every rank."""
+def raising_first_failure() -> Iterator[None]:
+    """Raises the error of the first rank that failed, on every rank."""
     try:
         yield
     except CheckpointException as error:

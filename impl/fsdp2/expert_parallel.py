@@ -1,14 +1,14 @@
-"""Expert parallelism (GShard, arXiv 2006.16668, section 3): ranks of ``ep`` hold different experts of every layer.
+"""Shards experts over the ranks of ``ep`` (GShard, arXiv 2006.16668, section 3): each rank holds some of every layer.
 
-Each rank of ``ep`` has rows of its own. A router sends a token, once for each expert that it has chosen, to the rank
-that holds the expert, by an all-to-all; another brings the expert's output back, where it is weighted and added up. No
-expert is ever full, and no token is dropped. Experts are stacked along their first dimension, which is cut over ``ep``;
-FSDP2 cuts each expert further over the ranks that hold the same ones (dp x sp), along the second dimension.
+Each rank of ``ep`` has its own rows. For each chosen expert, a token is sent to the rank that holds the expert, by an
+all-to-all; another all-to-all returns the expert's output, which is weighted and summed. Experts have no capacity
+limit, and no token is dropped. Experts are stacked along their first dimension, which is sharded over ``ep``; FSDP2
+shards each expert further over the ranks that hold the same experts (dp x sp), along the second dimension.
 
-A rank's experts see the tokens of all ranks of ``ep``, so their gradients are already added up over them, and are
-reduced over dp x sp only. FSDP2 averages over those, and the loss was multiplied by the number of all data ranks, so
-they are divided by ``ep`` before. FSDP2's own setting for that divides twice (docs/findings/fsdp2-divide-factor.md).
-Beside tensor parallelism all its ranks hold whole experts and do the same work.
+A rank's experts see the tokens of all ranks of ``ep``. Their gradients are therefore already summed over ``ep`` and are
+reduced over dp x sp only. FSDP2 averages over dp x sp, and the loss was multiplied by the number of all data ranks, so
+the gradients are divided by ``ep`` before. FSDP2's own setting for that divides twice
+(docs/findings/fsdp2-divide-factor.md). All tensor-parallel ranks hold whole experts and do the same work.
 """
 
 from typing import Any
@@ -22,32 +22,32 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 
 def experts_of(model: transformers.PreTrainedModel) -> list[Any]:
-    """The modules that hold the experts of a layer each, in the order of the layers."""
+    """Returns the modules that each hold the experts of a layer, in the order of the layers."""
     return [module for module in model.modules() if type(module).__name__.endswith("Experts")]
 
 
 def cut_experts(model: transformers.PreTrainedModel, mesh: DeviceMesh) -> None:
-    """Leave each rank of ``mesh`` (``ep``) its experts, and let tokens be sent to them; collective.
+    """Leaves each rank of ``mesh`` (``ep``) its experts, and dispatches tokens to them; collective.
 
     The model has no numbers yet, or is the same on all ranks.
     """
     group = mesh.get_group()
     for experts in experts_of(model):
         for name, parameter in list(experts.named_parameters(recurse=False)):
-            # No rank lacks numbers of another one, so none are sent.
+            # Every rank has all numbers or none are read yet, so nothing is sent.
             cut = distribute_tensor(parameter.detach(), mesh, [Shard(0)], src_data_rank=None)
             experts.register_parameter(name, torch.nn.Parameter(cut))
         experts.forward = _over_ranks(experts, group)
 
 
 def is_of_experts(key: str) -> bool:
-    """Whether a key of a model's tensor-parallel plan is of its experts, which ``ep`` leaves whole."""
+    """Returns whether a key of a model's tensor-parallel plan belongs to experts, which stay whole with ``ep``."""
     return ".mlp.experts" in key
 
 
 def _over_ranks(experts: Any, group: dist.ProcessGroup) -> Any:
     def forward(hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """``hidden`` (N, D), ``chosen`` and ``weights`` (N, K) -> (N, D), as the module's own function."""
+        """Maps ``hidden`` (N, D), ``chosen`` and ``weights`` (N, K) to (N, D), as the module's own function."""
         order, token = sorted_by_expert(chosen)
         counts = torch.bincount(chosen.flatten(), minlength=experts.num_experts)
         plan = exchange_plan(counts, group)
@@ -60,13 +60,13 @@ def _over_ranks(experts: Any, group: dist.ProcessGroup) -> Any:
 
 
 def sorted_by_expert(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """The places in ``chosen`` (N, K), flattened, in the order of their experts, and the token of each."""
+    """Returns the positions in flattened ``chosen`` (N, K), sorted by expert, and the token of each."""
     order = chosen.flatten().argsort(stable=True)
     return order, order // chosen.shape[1]
 
 
 class Exchange:
-    """How many tokens go where: ``sent`` to and ``received`` from each rank; ``arriving``: by source and own expert."""
+    """Holds token counts: ``sent`` to and ``received`` from each rank; ``arriving``: by source and own expert."""
 
     def __init__(self, sent: list[int], arriving: Tensor) -> None:
         self.sent, self.arriving = sent, arriving
@@ -74,7 +74,7 @@ class Exchange:
 
 
 def exchange_plan(counts: Tensor, group: dist.ProcessGroup) -> Exchange:
-    """From how many tokens of this rank go to each expert (X,); collective."""
+    """Exchanges the numbers of tokens of this rank for each expert (X,); collective."""
     by_rank = counts.view(group.size(), -1).contiguous()
     arriving = torch.empty_like(by_rank)
     dist.all_to_all_single(arriving, by_rank, group=group)
@@ -82,11 +82,11 @@ def exchange_plan(counts: Tensor, group: dist.ProcessGroup) -> Exchange:
 
 
 def _apply(experts: Any, arrived: Tensor, plan: Exchange, divisor: float) -> Tensor:
-    """This rank's experts on the tokens (N, D) that have arrived: by source rank, and of each rank by expert.
+    """Applies this rank's experts to the tokens (N, D) that have arrived, sorted by source rank and then by expert.
 
-    An expert without a token takes part, so that all of them have gradients on every rank, divided by ``divisor``.
+    An expert without a token takes part, so that all experts have gradients on every rank, divided by ``divisor``.
     """
-    held: dict[str, Tensor] = {
+    weights: dict[str, Tensor] = {
         name: _Divided.apply(_local(weight), divisor)  # type: ignore[no-untyped-call]
         for name, weight in experts.named_parameters(recurse=False)
     }
@@ -94,16 +94,16 @@ def _apply(experts: Any, arrived: Tensor, plan: Exchange, divisor: float) -> Ten
     count = plan.arriving.shape[1]
     found: list[Tensor] = [arrived] * len(pieces)
     for number in range(count):
-        mine = pieces[number::count]
-        own = {name: weight[number] for name, weight in held.items()}
-        result = _expert(experts, torch.cat(mine), own)
-        found[number::count] = result.split([len(piece) for piece in mine])
+        inputs = pieces[number::count]
+        own = {name: weight[number] for name, weight in weights.items()}
+        result = _expert(experts, torch.cat(inputs), own)
+        found[number::count] = result.split([len(piece) for piece in inputs])
     return torch.cat(found)
 
 
 def _expert(experts: Any, tokens: Tensor, own: dict[str, Tensor]) -> Tensor:
-    """One expert, of which the parameters are ``own``, on tokens (N, D) -> (N, D), by the code of its family."""
-    if "gate_up_proj_bias" in own:  # gpt-oss: matrices are (in, out), and gate and up take turns
+    """Applies one expert with the parameters ``own`` to tokens (N, D) -> (N, D), by the code of its family."""
+    if "gate_up_proj_bias" in own:  # gpt-oss: matrices are (in, out), gate and up are interleaved
         gated: Tensor = experts._apply_gate(tokens @ own["gate_up_proj"] + own["gate_up_proj_bias"])
         return gated @ own["down_proj"] + own["down_proj_bias"]
     gate, up = torch.nn.functional.linear(tokens, own["gate_up_proj"]).chunk(2, dim=-1)
@@ -115,18 +115,18 @@ def _local(parameter: Tensor) -> Tensor:
 
 
 def exchange(tokens: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-    """Rows (N, D) in the order of the ranks they go to -> rows in the order of the ranks they come from."""
+    """Sends rows (N, D), sorted by destination rank; returns the received rows, sorted by source rank."""
     result: Tensor = _AllToAll.apply(tokens, sent, received, group)  # type: ignore[no-untyped-call]
     return result
 
 
 def expert_divisor(group: dist.ProcessGroup) -> float:
-    """What gradients of experts are divided by, because FSDP2 averages them over fewer ranks than others."""
+    """Returns the divisor of experts' gradients, which FSDP2 averages over fewer ranks than other gradients."""
     return group.size()
 
 
 class _Divided(torch.autograd.Function):
-    """The same tensor, whose gradient is divided."""
+    """Returns the same tensor, and divides its gradient."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, divisor: float) -> Tensor:

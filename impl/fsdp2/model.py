@@ -1,4 +1,4 @@
-"""FSDP2 trainable: one Hugging Face model on the mesh of a context, fully sharded, or sharded within each replica.
+"""Runs one Hugging Face model with FSDP2 on the mesh of a context, fully sharded, or sharded within each replica.
 
 FSDP2 averages gradients over the ranks that see different tokens; ``backward`` multiplies the loss by the number of
 these ranks, because the objective has divided by the whole step's totals already.
@@ -55,7 +55,7 @@ from impl.models.tracing import hugging_face_modules, token_numbers
 
 
 def _second(parameter: torch.nn.Parameter) -> ShardAlong:
-    """Stacked experts are cut over ``ep`` along the first dimension already."""
+    """Shards along the second dimension: stacked experts are sharded over ``ep`` along the first."""
     return ShardAlong(1)
 
 
@@ -63,7 +63,7 @@ GATHERED_AT_ONCE = 2**22  # elements
 
 
 class Fsdp2Trainable:
-    """See impl.interface.protocol.Trainable for the contract of each method."""
+    """Implements impl.interface.protocol.Trainable, which has the contract of each method."""
 
     source: Path
     model: transformers.PreTrainedModel
@@ -73,12 +73,12 @@ class Fsdp2Trainable:
     max_grad_norm: float | None
     skipped: bool = False
     routers: Routers | None = None
-    adapted: Any = None  # peft's PeftModel, of a model with an adapter
+    adapted: Any = None  # peft's PeftModel, if the model has an adapter
 
     def __init__(self, context: MeshContext, head: Head) -> None:
         self.context, self.head = context, head
         self.options = context.config.layout.options
-        # Loss scaling for fp16 only: its gradients underflow, bf16's have the range of fp32.
+        # Loss scaling is for fp16 only: its gradients underflow, those of bf16 have the range of fp32.
         self.scaler = torch.amp.GradScaler(
             torch.device(context.config.device).type,
             init_scale=2.0**context.config.loss_scale.initial_power,
@@ -87,7 +87,7 @@ class Fsdp2Trainable:
         )
 
     def load_model(self, path: Path) -> transformers.PreTrainedModel:
-        """The model without its numbers; ``prepare`` reads those that this rank holds."""
+        """Builds the model without its numbers; ``prepare`` reads those that this rank holds."""
         self.source = path
         attention = NAME if self.context.ring else None
         dtype = self.context.config.tier.master.dtype
@@ -113,7 +113,7 @@ class Fsdp2Trainable:
             else:
                 without = is_of_experts if self.context.config.layout.ep > 1 else lambda key: False
                 apply_model_plan(model, mesh, shipped="shipped" in self.options, without=without)
-        if optimizer is None:  # not earlier, because the plans make new parameters, which require gradients
+        if optimizer is None:  # after the plans, which make new parameters that require gradients
             model.eval().requires_grad_(False)
         else:
             freeze_others(model, optimizer)
@@ -136,45 +136,45 @@ class Fsdp2Trainable:
             for experts in experts_of(model):
                 fully_shard(experts, mesh=self.expert_mesh(), shard_placement_fn=_second, **options)
         if "compile" in self.options:
-            compile_layers(model, alike=self.context.config.layout.tp > 1, shipped="shipped" in self.options)
+            compile_layers(model, deterministic=self.context.config.layout.tp > 1, shipped="shipped" in self.options)
         for block in layers_of(model):
             fully_shard(block, mesh=mesh, mp_policy=precision, offload_policy=offload)
         fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=offload)
 
     def _read_weights(self, model: transformers.PreTrainedModel) -> None:
-        """Read this rank's parts of the parameters, which have no memory yet."""
+        """Reads this rank's parts of the parameters, which have no memory yet."""
         device = self.context.config.device
-        of_parts = "cpu" if "offload" in self.options else device
+        part_device = "cpu" if "offload" in self.options else device
 
         def placed(tensor: Tensor) -> Tensor:
             if tensor.is_meta:
-                return torch.empty_like(tensor, device=of_parts)
-            # A parameter that is tied to another comes twice, and has its place.
+                return torch.empty_like(tensor, device=part_device)
+            # A tied parameter comes twice; the second time it has memory already.
             return tensor if isinstance(tensor, torch.nn.Parameter) else tensor.to(device)
 
         unread: UnreadWeights = model.unread
         model._apply(placed)
-        with unread.opened(of_parts) as read, torch.no_grad():
+        with unread.opened(part_device) as read, torch.no_grad():
             for name, parameter in named_parameters(model):
                 write_region(cast(DTensor, parameter), name, read)
         del model.unread
 
     def expert_mesh(self) -> DeviceMesh:
-        """The mesh of the ranks that hold the same experts."""
+        """Returns the mesh of the ranks that hold the same experts."""
         mesh = self.context.mesh
         return mesh["rep", "expert_shard"] if self.context.config.layout.rep > 1 else mesh["expert_shard"]
 
     def summing_dtype(self) -> torch.dtype:
-        """The dtype in which half-precision gradients are reduced; they accumulate in the parameters' float32."""
+        """Returns the dtype in which half-precision gradients are reduced; they accumulate in float32."""
         return torch.float32
 
     def reduction_mesh(self) -> DeviceMesh:
-        """The mesh of the ranks that see different tokens: gradients are reduced and parameters sharded over it."""
+        """Returns the mesh of the ranks that see different tokens: it reduces gradients and shards parameters."""
         mesh = self.context.mesh
         return mesh["rep", "shard"] if self.context.config.layout.rep > 1 else mesh["shard"]
 
     def gradient_scale(self) -> float:
-        """The factor for the loss: the number of ranks that FSDP2 averages gradients over."""
+        """Returns the factor for the loss: the number of ranks that FSDP2 averages gradients over."""
         layout = self.context.config.layout
         return layout.data * layout.sp
 
@@ -196,7 +196,7 @@ class Fsdp2Trainable:
         loss = with_router_terms(loss, terms, inputs)
         outputs = one_after_another(self, inputs, want=want, temperature=temperature, loss=loss)
         if loss is None:
-            # FSDP2 leaves parameters outside of blocks unsharded for a backward pass, which does not come here.
+            # FSDP2 leaves parameters outside of blocks unsharded for a backward pass, but none follows.
             cast(FSDPModule, self.model).reshard()
         return outputs
 
@@ -209,21 +209,21 @@ class Fsdp2Trainable:
         return forward_over_ring(self.context.ring, inputs, outputs)
 
     def _own_outputs(self, inputs: MicroBatch, *, want: Wanted, temperature: float, **options: Any) -> Outputs:
-        """The outputs of the tokens that this rank holds, in the shape of ``inputs``."""
+        """Returns the outputs of the tokens that this rank holds, in the shape of ``inputs``."""
         if self.routers:
             self.routers.begin(inputs)
         logits: Tensor = self.model(
             input_ids=inputs.tokens, position_ids=inputs.positions, use_cache=False, **options
         ).logits
-        held = vocabulary_shard(logits)
+        shard = vocabulary_shard(logits)
         outputs = outputs_of(
-            held.logits,
+            shard.logits,
             inputs,
             head=self.head,
             want=want,
             temperature=temperature,
-            group=held.group,
-            vocab_start=held.start,
+            group=shard.group,
+            vocab_start=shard.start,
         )
         return self.routers.added(outputs, inputs) if self.routers else outputs
 
@@ -241,11 +241,11 @@ class Fsdp2Trainable:
             with torch.no_grad():
                 local = [g.to_local() for g in gradients]
             torch._foreach_mul_(local, torch.as_tensor(coefficient, dtype=local[0].dtype, device=local[0].device))
-        reading = Reading(total[None])  # begun before the update, which nobody has to wait for
+        reading = Reading(total[None])  # the copy begins before the update, so it does not wait for it
         scale = self.scaler.get_scale()
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        self.skipped = self.scaler.get_scale() < scale  # torch says in no other way whether it has skipped the update
+        self.skipped = self.scaler.get_scale() < scale  # torch's only sign of a skipped update
         if not self.skipped:
             self.advance_schedule()
         self.optimizer.zero_grad()
@@ -293,7 +293,7 @@ class Fsdp2Trainable:
             if batch and sum(t.numel() for t in batch.values()) + tensor.numel() > GATHERED_AT_ONCE:
                 yield from zip(batch, full_tensors(list(batch.values())), strict=True)
                 batch = {}
-            # Offloaded pieces lie where NCCL cannot reach.
+            # NCCL cannot gather offloaded pieces.
             batch[name] = cast(DTensor, tensor.to(self.context.config.device))
         yield from zip(batch, full_tensors(list(batch.values())), strict=True)
         yield from published_buffers(self.model).items() if kind == "weight" else ()
@@ -372,7 +372,7 @@ class Fsdp2Trainable:
 
     def load_ckpt(self, path: Path) -> None:
         state = self._state()
-        with dtensors.told_alike():
+        with dtensors.raising_first_failure():
             dcp.load(state, checkpoint_id=path)
         set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])

@@ -1,7 +1,7 @@
-"""Tensor parallelism: by the Hugging Face model's own plan, or by explicit plans of this project in PyTorch's styles.
+"""Applies tensor parallelism, by the Hugging Face model's own plan or by this project's plans in PyTorch's styles.
 
-Both avoid two defects of the libraries as shipped (docs/findings): tied weights stay tied, and a norm that sees only
-the heads of its rank has its gradient summed over the ranks once per micro-batch.
+Both avoid two upstream defects (docs/findings): tied weights stay tied, and the gradient of a norm that sees only the
+heads of its rank is not summed over the ranks again at each micro-batch.
 """
 
 import inspect
@@ -32,7 +32,7 @@ from impl.models.family_quirks import PLANNED, FamilyQuirks, quirks_of
 from impl.models.lora import NAME, is_adapted
 
 _HEAD_NORM_STYLE = "replicated_with_grad_allreduce"
-# The projections into heads and into the feed-forward, of layers that do not fuse them
+# The projections into heads and into the feed-forward network, for layers that do not fuse them
 _HEADS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 _FEED_FORWARD = ("mlp.gate_proj", "mlp.up_proj")
 
@@ -40,10 +40,10 @@ _FEED_FORWARD = ("mlp.gate_proj", "mlp.up_proj")
 def apply_model_plan(
     model: PreTrainedModel, mesh: DeviceMesh, *, shipped: bool, without: Callable[[str], bool] = lambda key: False
 ) -> None:
-    """Shard ``model`` in place by the plan that its Hugging Face class carries, ``without`` some of its keys.
+    """Shards ``model`` in place by the plan that its Hugging Face class carries, ``without`` some of its keys.
 
-    ``shipped`` leaves the library's own handling of head norms in place, which is wrong under gradient accumulation.
-    Raises ValueError for a model without a plan.
+    ``shipped`` keeps upstream behaviour for head norms, which is wrong under gradient accumulation. Raises ValueError
+    for a model without a plan.
     """
     from transformers.distributed import tensor_parallel as hf
 
@@ -52,7 +52,7 @@ def apply_model_plan(
             f"{type(model).__name__} carries no tensor-parallel plan; use tp1, or the layout option 'plan'"
         )
     tied = _untie(model)
-    # A vocabulary shard of the head needs the embedding cut the same way before the two can be tied again.
+    # The embedding must be sharded like the head along the vocabulary before the two can be tied again.
     own = {key: style for key, style in model.tp_plan.items() if not without(key)}
     plan = {**own, **({"model.embed_tokens": "embedding_rowwise"} if tied else {})}
     head_norms = [] if shipped else [key for key, style in plan.items() if style == _HEAD_NORM_STYLE]
@@ -71,22 +71,22 @@ def apply_model_plan(
 
 
 def apply_explicit_plan(model: PreTrainedModel, mesh: DeviceMesh, *, sequence: bool, loss: bool) -> None:
-    """Shard ``model`` in place by an explicit plan for the families that have ``stream_norms``.
+    """Shards ``model`` in place by an explicit plan, for the families that have ``stream_norms``.
 
     ``sequence``: norms and residuals hold a slice of the sequence between blocks (arXiv 2205.05198, section 4.2.2).
-    ``loss``: the head's output stays cut along the vocabulary (``vocabulary_shard``); a value model has no such head.
-    Raises ValueError for another family.
+        ``loss``: the head's output stays sharded along the vocabulary (``vocabulary_shard``); a value model has no such
+        head. Raises ValueError for another family.
     """
     kind = model.config.model_type
     quirks = quirks_of(kind)
     if not quirks.has_plan:
         raise ValueError(
-            f"no explicit tensor-parallel plan for {kind!r} (known: {', '.join(PLANNED)}; "
-            f"docs/guides/adding-a-model.md says how one is added)"
+            f"no explicit tensor-parallel plan for {kind!r} (known: {', '.join(PLANNED)}); to add one, see "
+            f"docs/guides/adding-a-model.md"
         )
     tied = _untie(model)
     stream = Shard(1) if sequence else Replicate()  # placement of the residual stream (rows, length, hidden)
-    # The embedding's output is the whole sequence, because the model takes the length of its masks from it.
+    # The embedding's output is the whole sequence, because the model reads the length of its masks from it.
     outside: dict[str, ParallelStyle] = {
         "model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
     }
@@ -115,10 +115,11 @@ def apply_explicit_plan(model: PreTrainedModel, mesh: DeviceMesh, *, sequence: b
 
 @dataclass(frozen=True, kw_only=True)
 class VocabularyShard:
-    """A rank's part of the logits.
+    """Holds a rank's part of the logits.
 
-    logits: (rows, length, V of this rank). start: the token of its first logit. group: the ranks that hold all shards,
-    or None if the logits are not sharded.
+    logits: (rows, length, V of this rank).
+    start: the token of the first logit.
+    group: the ranks that hold all shards, or None if the logits are not sharded.
     """
 
     logits: Tensor
@@ -127,9 +128,9 @@ class VocabularyShard:
 
 
 def vocabulary_shard(logits: Tensor) -> VocabularyShard:
-    """This rank's part of a model's logits: its shard if they are a DTensor sharded along the vocabulary, else all.
+    """Returns this rank's part of a model's logits: its shard if they are sharded along the vocabulary, else all.
 
-    DTensor shards as torch.chunk does: the first ranks have ceil(V / tp) tokens, and the last ones fewer or none.
+    DTensor shards as torch.chunk does: the first ranks have ceil(V / tp) tokens, and the last ranks fewer or none.
     """
     if not isinstance(logits, DTensor):
         return VocabularyShard(logits=logits)
@@ -158,7 +159,7 @@ def _layer_plan(quirks: FamilyQuirks, *, stream: Placement, sequence: bool) -> d
             input_kwarg_layouts={"hidden_states": stream}, desired_input_kwarg_layouts={"hidden_states": whole}
         )
         plan["mlp"] = PrepareModuleInput(input_layouts=(stream,), desired_input_layouts=(whole,))
-        if is_routed:  # all ranks do the work of whole experts, and each goes on with its slice; with routers' weights
+        if is_routed:  # all ranks run whole experts and keep their slice; the output includes routers' weights
             plan["mlp"] = PrepareModuleInputOutput(
                 input_layouts=(stream,),
                 desired_input_layouts=(whole,),
@@ -171,8 +172,8 @@ def _layer_plan(quirks: FamilyQuirks, *, stream: Placement, sequence: bool) -> d
 
 
 def _cut_sinks(attention: Any, mesh: DeviceMesh) -> None:
-    """Leave each rank the sinks of its heads, (H / tp,), which the model's code takes as a plain tensor."""
-    # The model has no numbers yet, so none are sent.
+    """Leaves each rank the sinks of its heads, (H / tp,), which the model's code takes as a plain tensor."""
+    # The model has no numbers yet, so nothing is sent.
     cut = distribute_tensor(attention.sinks.detach(), mesh, [Shard(0)], src_data_rank=None)
     attention.register_parameter("sinks", torch.nn.Parameter(cut))
     inner = attention.forward
@@ -191,10 +192,10 @@ def _cut_sinks(attention: Any, mesh: DeviceMesh) -> None:
 def _with_adapters(
     layer: torch.nn.Module, plan: dict[str, ParallelStyle], *, sequence: bool
 ) -> dict[str, ParallelStyle]:
-    """The plan of a layer in which linear layers may have adapters, which are cut as their layer is.
+    """Adds the adapters of linear layers to the plan of a layer; they are sharded as their layer is.
 
-    Of a layer that is cut along its outputs, B is cut so as well, and of one that is cut along its inputs A is. The
-    other matrix, which meets the rank's numbers in between, is whole on every rank.
+    If a layer is sharded along its outputs, so is B; if it is sharded along its inputs, so is A. The other matrix,
+    between the two, is whole on every rank.
     """
     found: dict[str, ParallelStyle] = {}
     for name, style in plan.items():
@@ -204,7 +205,7 @@ def _with_adapters(
         found[f"{name}.base_layer"] = style
         if isinstance(style, ColwiseParallel):
             found[f"{name}.lora_B.{NAME}"] = style
-            if sequence:  # attention and MLP hand on the whole sequence as a DTensor
+            if sequence:  # attention and MLP pass the whole sequence as a DTensor
                 found[f"{name}.lora_A.{NAME}"] = PrepareModuleInput(
                     input_layouts=(Replicate(),), desired_input_layouts=(Replicate(),), use_local_output=True
                 )
@@ -219,17 +220,17 @@ def _with_adapters(
 
 
 def _with_adapter(model: PreTrainedModel, key: str, style: str) -> list[tuple[str, str]]:
-    """The keys and styles of what a key of a model's plan names, where linear layers may have adapters."""
+    """Returns the keys and styles for a key of a model's plan if linear layers may have adapters."""
     named = _matching(model, key)
     if not any(map(is_adapted, named)):
         return [(key, style)]
-    assert all(map(is_adapted, named)), "a plan is one for all layers"
+    assert all(map(is_adapted, named)), "a plan treats all layers alike"
     part = "lora_B" if "colwise" in style else "lora_A"
     return [(f"{key}.base_layer", style), (f"{key}.{part}.{NAME}", style)]
 
 
 def _untie(model: PreTrainedModel) -> bool:
-    """Give a tied head its own weight, because plans replace the parameters of both modules separately.
+    """Gives a tied head its own weight, because plans replace the parameters of both modules separately.
 
     Returns whether the head was tied.
     """
@@ -241,22 +242,22 @@ def _untie(model: PreTrainedModel) -> bool:
 
 
 def _tie(model: PreTrainedModel) -> None:
-    """Tie the head to the embedding again, after both weights were sharded along the vocabulary."""
+    """Ties the head to the embedding again, after both weights were sharded along the vocabulary."""
     head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
     assert head.weight.placements == embedding.weight.placements
     head.weight = embedding.weight
 
 
 def _matching(model: torch.nn.Module, key: str) -> list[torch.nn.Module]:
-    """The modules that a plan's key names; ``*`` in the key stands for a layer's number."""
+    """Returns the modules that a plan's key names; ``*`` in the key stands for a layer's number."""
     pattern = re.compile(re.escape(key).replace(r"\*", r"\d+"))
     return [module for name, module in model.named_modules() if pattern.fullmatch(name)]
 
 
 def _sum_gradient_over(module: torch.nn.Module, group: dist.ProcessGroup) -> None:
-    """Sum the gradients of the module's parameters over ``group``, for each micro-batch before it is accumulated.
+    """Sums the gradients of the module's parameters over ``group``, for each micro-batch before it is accumulated.
 
-    The hook has to sit on the parameter that autograd sees, and FSDP2 may replace that between steps.
+    The hook must be on the parameter that autograd sees, and FSDP2 may replace that parameter between steps.
     """
     hooked: dict[str, torch.nn.Parameter] = {}
 

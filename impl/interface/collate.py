@@ -1,4 +1,4 @@
-"""Converts rows to tensors: padding, packing by position ids, and labels shifted inside each document."""
+"""Converts rows to tensors: pads them, packs documents by position ids, and shifts labels inside each document."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,18 +14,18 @@ NO_TARGET = -100  # the label that torch's cross-entropy ignores
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """One micro-batch. All tensors have the shape (rows, length).
+    """Holds the tensors of one micro-batch. All tensors have the shape (rows, length).
 
     tokens: int64, 0 in padding.
     labels: int64; ``labels[r, i]`` is the token that position i predicts, or NO_TARGET.
-    positions: int64; they restart at 0 in every document, which is how transformers tells packed documents apart if it
-        gets neither an attention mask nor a cache. The padding of a row counts as a document of its own.
+    positions: int64; they restart at 0 in every document. transformers tells packed documents apart by them if it gets
+        neither an attention mask nor a cache. The padding of a row counts as a document of its own.
     real: bool; False in padding.
     columns: floats by name, aligned with the labels: number i of a row belongs to the token that position i predicts,
-        or, if the name begins with OF_INPUTS, to the token at position i.
-        They are 0 in padding. A column with a single number for a document has that number at all its positions.
-    origin: what ``to`` has made this micro-batch from. Its ``positions`` and ``real`` have the same numbers, to be read
-        without waiting for the device; the rest may have been replaced since.
+        or, if the name begins with OF_INPUTS, to the token at position i. Columns are 0 in padding. A column with a
+        single number for a document has that number at all its positions.
+    origin: the micro-batch that ``to`` copied. Its ``positions`` and ``real`` have the same numbers and can be read
+        without waiting for the device; the other tensors may have been replaced since.
     """
 
     tokens: torch.Tensor
@@ -37,11 +37,11 @@ class MicroBatch:
 
     @property
     def targets(self) -> torch.Tensor:
-        """Bool (rows, length): True where a target is predicted."""
+        """Returns bool (rows, length): True where a target is predicted."""
         return self.labels != NO_TARGET
 
     def to(self, device: str) -> "MicroBatch":
-        """The micro-batch on ``device``; the host does not wait for what goes from the CPU to a GPU."""
+        """Copies the micro-batch to ``device``; the host does not wait for copies from the CPU to a GPU."""
         return MicroBatch(
             tokens=moved(self.tokens, device),
             labels=moved(self.labels, device),
@@ -53,7 +53,7 @@ class MicroBatch:
 
 
 def collate(rows: Sequence[Row], *, multiple_of: int = 1) -> MicroBatch:
-    """Build a micro-batch. Its length is that of the longest row, rounded up to a multiple of ``multiple_of``."""
+    """Builds a micro-batch as long as its longest row, rounded up to a multiple of ``multiple_of``."""
     longest = max(row.length for row in rows)
     length = -(-longest // multiple_of) * multiple_of
     tokens = torch.zeros(len(rows), length, dtype=torch.int64)
@@ -81,5 +81,5 @@ def collate(rows: Sequence[Row], *, multiple_of: int = 1) -> MicroBatch:
 
 
 def _tensor(values: Sequence[float] | float, dtype: type[np.generic]) -> torch.Tensor:
-    """The values, or the one value, as a tensor; by numpy, which reads a tuple eight times as fast as torch does."""
+    """Converts one value or several to a tensor. numpy reads a tuple eight times as fast as torch does."""
     return torch.from_numpy(np.array(values, dtype=dtype))

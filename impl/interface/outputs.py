@@ -1,4 +1,4 @@
-"""Declares what a forward pass returns and what an objective makes of it, for one micro-batch."""
+"""Declares the outputs of a forward pass and the evaluation of an objective, for one micro-batch."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,7 +14,8 @@ Wanted = frozenset[OutputName]
 
 @dataclass(frozen=True, kw_only=True)
 class Outputs:
-    """The requested outputs of a micro-batch, most of them (rows, length) in float32 or wider; None if not requested.
+    """Holds the requested outputs of a micro-batch, most of them (rows, length) in float32 or wider; None if not
+    requested.
 
     All ranks that share the micro-batch have the same numbers.
 
@@ -23,9 +24,9 @@ class Outputs:
     values: the value head's number at each position; 0 in padding.
     targets: 1 at each label that is trained on, else 0. It is taken from the tokens that went through the model, after
         padding and sharding, so its sum is the number of targets that the loss really covers.
-    routing, probabilities: (rows, length, routers, experts), of a model with a mixture of experts, whatever was
-        requested: the weight of each expert's output, 0 where it is not chosen, and the router's softmax.
-    squares: (rows, length, routers), of such a model: the square of the log of the sum of exp(logits) of each router.
+    routing, probabilities: (rows, length, routers, experts), for a mixture of experts, whatever was requested: the
+        weight of each expert's output, 0 where the expert is not chosen, and the router's softmax.
+    squares: (rows, length, routers), for a mixture of experts: log(sum exp(logits))^2 of each router.
     """
 
     logprobs: Tensor | None = None
@@ -37,7 +38,7 @@ class Outputs:
     squares: Tensor | None = None
 
     def each(self, function: Callable[[Tensor], Tensor]) -> "Outputs":
-        """A copy with ``function`` applied to each output that is not None."""
+        """Returns a copy with ``function`` applied to each output that is not None."""
         return Outputs(**{name: None if tensor is None else function(tensor) for name, tensor in vars(self).items()})
 
     def detach(self) -> "Outputs":
@@ -46,13 +47,13 @@ class Outputs:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """The loss and the recorded numbers of one micro-batch and one model; dictionaries are keyed by observable.
+    """Holds the loss and the recorded numbers of one micro-batch and one model; dictionaries are keyed by observable.
 
     loss: scalar, this micro-batch's share of the model's loss. The step's loss is the sum over data ranks and
         micro-batches. None for a frozen model.
     values: scalars that are summed over data ranks and micro-batches.
-    highest: scalars of which the largest over all ranks and micro-batches is reported.
-    rows: tensors (rows, length), of which the numbers at the targets are recorded.
+    highest: scalars that are reduced to their maximum over all ranks and micro-batches.
+    rows: tensors (rows, length); their numbers at the targets are recorded.
     """
 
     loss: Tensor | None
@@ -65,16 +66,16 @@ Loss = Callable[[int, Outputs], Tensor]  # (index of the micro-batch, its output
 
 
 class RouterTerms(Protocol):
-    """The part of an optimizer step's loss that the routers of a mixture of experts add."""
+    """Declares the terms that the routers of a mixture of experts add to the loss of an optimizer step."""
 
     def of_micro_batch(self, inputs: MicroBatch, outputs: Outputs) -> Tensor:
-        """Return what the routers add for a whole micro-batch, with a gradient."""
+        """Returns the routers' terms for a whole micro-batch, with a gradient."""
         ...
 
     def share(self, weights: Tensor, probabilities: Tensor, squares: Tensor) -> Tensor:
-        """Return what some routers add for N real tokens, with a gradient.
+        """Returns the terms of some routers for N real tokens, with a gradient.
 
-        weights, probabilities: (N, routers, X), of which probabilities have a gradient. squares: (N, routers), with a
-        gradient.
+        weights, probabilities: (N, routers, X); the probabilities have a gradient.
+        squares: (N, routers), with a gradient.
         """
         ...

@@ -32,12 +32,12 @@ SAFETENSORS_DTYPES = {
     "BOOL": torch.bool,
 }
 FILE_SIZE = 2**30  # the most bytes of tensors in one file; a single larger tensor has a file of its own
-STRIP = 2**20  # elements that are read at a time
-MAPPED = 2**25  # bytes of files that a reader keeps mapped into memory, at most, beside the strip that it reads
+CHUNK = 2**20  # elements that are read at a time
+MAPPED = 2**25  # bytes of files that a reader keeps mapped into memory, at most, beside the chunk that it reads
 
 
 class Regions(Protocol):
-    """Reads regions of named tensors."""
+    """Declares a reader of regions of named tensors."""
 
     def region(self, name: str, start: Sequence[int], shape: Sequence[int]) -> torch.Tensor: ...
 
@@ -45,11 +45,11 @@ class Regions(Protocol):
 class SliceReader:
     """Reads slices of named tensors from several safetensors files. Use it in a ``with`` statement.
 
-    device: where slices are put, in the dtype of the file. What is cast afterwards is cast there: a host takes seconds
-        to make float64 of a billion numbers, and numbers of bfloat16 are a quarter of the bytes on their way.
+    device: where slices are put, in the dtype of the file. Casts afterwards run there: a host takes seconds to cast a
+        billion numbers to float64, and bfloat16 is a quarter of the bytes to copy.
 
-    All methods give the dtype of the file, and raise UsageError for a tensor that is in none of the files. What they
-    give on the CPU may lie in the file's own pages, so it is to be copied and let go of.
+    All methods return the dtype of the file, and raise UsageError for a tensor that is in none of the files. A slice on
+    the CPU may lie in the file's own pages, so copy it and drop the reference.
     """
 
     def __init__(self, paths: Sequence[Path], *, device: str = "cpu") -> None:
@@ -67,7 +67,7 @@ class SliceReader:
         self._close()
 
     def __call__(self, name: str, dim: int, start: int, stop: int) -> torch.Tensor:
-        """The slice ``[start:stop]`` of a tensor along dimension ``dim``, 0 or 1."""
+        """Reads the slice ``[start:stop]`` of a tensor along dimension ``dim``, 0 or 1."""
         span = slice(start, stop)
         return self.slice(name, (span,) if dim == 0 else (slice(None), span))
 
@@ -78,20 +78,22 @@ class SliceReader:
         return tuple(self._file(self._where[name]).get_slice(name).get_shape())
 
     def of_stacked(self, name: str, number: int, dim: int, start: int, stop: int) -> torch.Tensor:
-        """The slice ``[start:stop]`` along dimension ``dim``, 0 or 1, of matrix ``number`` in a stack of matrices."""
-        of_one, span = slice(number, number + 1), slice(start, stop)
-        return self.slice(name, (of_one, span) if dim == 0 else (of_one, slice(None), span))[0]
+        """Reads the slice ``[start:stop]`` along dimension ``dim``, 0 or 1, of matrix ``number`` in a stack of
+        matrices.
+        """
+        matrix, span = slice(number, number + 1), slice(start, stop)
+        return self.slice(name, (matrix, span) if dim == 0 else (matrix, slice(None), span))[0]
 
     def region(self, name: str, start: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
-        """The region of a tensor that begins at the indices ``start`` and has this ``shape``."""
+        """Reads the region of a tensor that begins at the indices ``start`` and has this ``shape``."""
         return self.slice(name, tuple(slice(at, at + size) for at, size in zip(start, shape, strict=True)))
 
     def whole(self, name: str) -> torch.Tensor:
-        """The whole tensor."""
+        """Reads the whole tensor."""
         return self.slice(name, ())
 
     def slice(self, name: str, spans: tuple[slice, ...]) -> torch.Tensor:
-        """The slice of a tensor with a span of each of its first dimensions."""
+        """Reads the slice of a tensor with one span for each of its first dimensions."""
         if name not in self._where:
             files = ", ".join(map(str, self._paths))
             raise UsageError(f"no tensor {name!r} in {files or 'an empty folder'}; give the complete folder")
@@ -103,7 +105,7 @@ class SliceReader:
         return tensor.to(self.device)
 
     def on_host(self) -> "SliceReader":
-        """The same files, of which slices stay on the CPU."""
+        """Returns a reader of the same files whose slices stay on the CPU."""
         other = copy.copy(self)
         other.device = "cpu"
         return other
@@ -118,20 +120,20 @@ class SliceReader:
         self._mapped = 0
 
 
-def strips(start: Sequence[int], shape: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
-    """Cut the region with these first indices and this shape into such of at most STRIP elements, in their order."""
-    if math.prod(shape) <= STRIP or not shape:
+def chunks(start: Sequence[int], shape: Sequence[int]) -> Iterator[tuple[list[int], list[int]]]:
+    """Splits the region with these first indices and this shape into chunks of at most CHUNK elements, in order."""
+    if math.prod(shape) <= CHUNK or not shape:
         if math.prod(shape):
             yield [*start], [*shape]
         return
     row = math.prod(shape[1:])
-    rows = max(1, STRIP // row)
+    rows = max(1, CHUNK // row)
     for first in range(0, shape[0], rows):
         count = min(rows, shape[0] - first)
-        if count * row <= STRIP:
+        if count * row <= CHUNK:
             yield [start[0] + first, *start[1:]], [count, *shape[1:]]
             continue
-        for inside, size in strips(start[1:], shape[1:]):
+        for inside, size in chunks(start[1:], shape[1:]):
             yield [start[0] + first, *inside], [1, *size]
 
 
@@ -141,8 +143,8 @@ def fill(
     start: Sequence[int],
     region: Callable[[str, Sequence[int], Sequence[int]], torch.Tensor],
 ) -> None:
-    """Set ``tensor`` to the region of the tensor ``name`` that begins at ``start``, a strip of it at a time."""
-    for begin, shape in strips(start, tensor.shape):
+    """Sets ``tensor`` to the region of the tensor ``name`` that begins at ``start``, one chunk at a time."""
+    for begin, shape in chunks(start, tensor.shape):
         inside = tuple(slice(at - own, at - own + size) for at, own, size in zip(begin, start, shape, strict=True))
         tensor[inside].copy_(region(name, begin, shape))
 
@@ -193,19 +195,19 @@ class TensorWriter:
             name = f"model-{number:05d}-of-{count:05d}.safetensors"
             path.rename(self._folder / name)
             where |= dict.fromkeys(names, name)
-        told = {"metadata": {"total_size": self._size}, "weight_map": where}
-        (self._folder / INDEX).write_text(json.dumps(told, indent=2), encoding="utf-8")
+        index = {"metadata": {"total_size": self._size}, "weight_map": where}
+        (self._folder / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
 
 
 def write_tensors(folder: Path, tensors: NamedTensors, *, file_size: int) -> None:
-    """Write full tensors into a folder, from the first rank; collective. A full disk is told on every rank."""
+    """Writes full tensors into a folder, from the first rank; collective. A full disk is an error on every rank."""
     failed = None
     try:
         if dist.get_rank() == 0:
             with TensorWriter(folder, file_size=file_size) as writer:
                 for name, tensor in tensors:
                     writer.add(name, tensor)
-                    del tensor  # before the next one is put together
+                    del tensor  # before the next one is gathered
     except Exception as error:
         failed = error
     run_through(tensors)
@@ -213,30 +215,33 @@ def write_tensors(folder: Path, tensors: NamedTensors, *, file_size: int) -> Non
 
 
 def run_through(tensors: Iterator[object]) -> None:
-    """Put tensors together without holding any: on the first rank, what is left when it cannot write."""
+    """Gathers and drops the remaining tensors: other ranks, and a first rank that cannot write, still join the
+    collectives.
+    """
     deque(tensors, maxlen=0)
 
 
 @contextlib.contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
-    """Yield a new folder, which replaces ``folder`` when the ``with`` block ends without an error.
+    """Yields a new folder, which replaces ``folder`` when the ``with`` block ends without an error.
 
     If the process ends before that, an older ``folder`` stays as it was. The replacement takes two renames; between
-    them the older folder is called ``.NAME.replaced``, and the next call restores it if the process ended there.
+    them the older folder is called ``.NAME.replaced``. If the process ends there, the next call restores the older
+    folder.
     """
-    beside = folder.with_name(f".{folder.name}.unfinished")
+    draft = folder.with_name(f".{folder.name}.unfinished")
     replaced = folder.with_name(f".{folder.name}.replaced")
     if replaced.exists() and not folder.exists():  # a process ended between the two renames
         replaced.rename(folder)
-    for left in (beside, replaced):
+    for left in (draft, replaced):
         shutil.rmtree(left, ignore_errors=True)
-    beside.mkdir(parents=True)
+    draft.mkdir(parents=True)
     try:
-        yield beside
+        yield draft
     except BaseException:
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(draft, ignore_errors=True)
         raise
     if folder.exists():
         folder.rename(replaced)
-    beside.rename(folder)
+    draft.rename(folder)
     shutil.rmtree(replaced, ignore_errors=True)

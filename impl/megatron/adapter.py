@@ -23,7 +23,7 @@ from conformance.spec.layout import Layout
 from conformance.spec.precision import HALF_PRECISIONS, Precision
 from conformance.spec.scenario import Scenario
 from impl.context_parallel.support import INSTALL, RING_MODULES, available, ring_support
-from impl.engine.adapter import HANDOVER_SEAMS, RL_SEAMS, ROUTER_SEAMS, VOCABULARY_SEAMS, StrategyBackend
+from impl.engine.adapter import CHECKPOINT_SEAMS, RL_SEAMS, ROUTER_SEAMS, VOCABULARY_SEAMS, StrategyBackend
 from impl.engine.memory_estimate import Shapes, States, cut, elements, layer_of
 from impl.megatron.hf_mapping import all_parameters, is_trained
 from impl.megatron.model_config import VALUE_HEAD, VOCABULARY_MULTIPLE, ModelShape, read_shape, stages
@@ -146,7 +146,7 @@ class MegatronBackend(StrategyBackend):
     expected = EXPECTED
     seams: ClassVar[dict[str, str]] = {
         **RL_SEAMS,
-        **HANDOVER_SEAMS,
+        **CHECKPOINT_SEAMS,
         "write_model": "impl.megatron.model:write_model",
         **VOCABULARY_SEAMS,
         **ROUTER_SEAMS,

@@ -31,8 +31,6 @@ from impl.interface.sharded_safetensors import (
 )
 from impl.models.lora import merge_adapter, write_adapter
 
-# The dtype of written tensors: that of the masters, or for each tensor the one that it has in the source folder.
-
 
 def write_model(
     folder: Path,
@@ -43,10 +41,11 @@ def write_model(
     adapted: Any = None,
     file_size: int = FILE_SIZE,
 ) -> None:
-    """Write ``weights`` and the other files of the Hugging Face folder ``source`` into ``folder``; collective.
+    """Writes ``weights`` and the other files of the Hugging Face folder ``source`` into ``folder``; collective.
 
-    ``adapted``: peft's model, if some of the weights are those of an adapter, which is written into the folder ADAPTER
-    in the dtype of the masters.
+    dtype: ``masters`` keeps the dtype of ``weights``, ``source`` gives each tensor the dtype that it has in ``source``.
+    adapted: peft's model, if some of the weights are those of an adapter. The adapter is written into the folder
+        ADAPTER in the dtype of the masters.
 
     The first rank calls ``check_target`` and ``write_folder``; an error there is raised on all ranks.
     """
@@ -62,11 +61,11 @@ def write_model(
 
 
 def check_target(folder: Path, *, source: Path) -> None:
-    """Raise UsageError if ``folder`` must not be replaced: it is ``source``, or has files and is no model folder."""
+    """Raises UsageError if ``folder`` must not be replaced: it is ``source``, or non-empty without a model."""
     if folder.resolve() == source.resolve():
         raise UsageError(f"{folder} is the folder that the model was loaded from; give another one")
     if folder.exists() and (not folder.is_dir() or (any(folder.iterdir()) and not (folder / CONFIG).is_file())):
-        raise UsageError(f"{folder} exists and is no Hugging Face folder, so it is not replaced; give another one")
+        raise UsageError(f"{folder} exists and is not a Hugging Face folder, so it is not replaced; give another one")
 
 
 def write_folder(
@@ -78,58 +77,57 @@ def write_folder(
     adapted: Any = None,
     file_size: int = FILE_SIZE,
 ) -> None:
-    """Write the folder, in one process, and replace an older one when it is complete
-    (``impl.interface.sharded_safetensors.whole_folder``).
+    """Writes the folder in one process, and replaces an older folder when the new one is complete.
 
-    One file's tensors at a time are in memory, and those of an adapter. The dtype in its config.json is the one that
-    most of its numbers have.
+    At most one file's tensors and those of an adapter are in memory. The dtype in config.json is the most common dtype
+    of the written numbers.
     """
     stored = stored_dtypes(source) if dtype == "source" else {}
     usual = Counter(stored.values()).most_common(1)[0][0] if stored else None
     written: Counter[torch.dtype] = Counter()
-    of_adapter: dict[str, torch.Tensor] = {}
-    with whole_folder(folder) as beside:
-        left_out = shutil.ignore_patterns(*NOT_COPIED, "*.index.json")
-        shutil.copytree(source, beside, ignore=left_out, dirs_exist_ok=True)
-        with TensorWriter(beside, file_size=file_size) as writer:
+    adapter_weights: dict[str, torch.Tensor] = {}
+    with whole_folder(folder) as draft:
+        not_copied = shutil.ignore_patterns(*NOT_COPIED, "*.index.json")
+        shutil.copytree(source, draft, ignore=not_copied, dirs_exist_ok=True)
+        with TensorWriter(draft, file_size=file_size) as writer:
             for name, weight in weights:
                 if is_adapter(name):
-                    of_adapter[name] = weight.detach().to("cpu", copy=True)
+                    adapter_weights[name] = weight.detach().to("cpu", copy=True)
                     continue
-                kept = stored.get(name, usual) or weight.dtype
-                written[kept] += weight.numel()
-                writer.add(name, weight.detach().to(kept))
-                del weight  # before the next one is put together
-        if of_adapter:
-            write_adapter(beside / ADAPTER, adapted, of_adapter)
-        _say_dtype(beside / CONFIG, str(written.most_common(1)[0][0]).removeprefix("torch."))
+                dtype_to_write = stored.get(name, usual) or weight.dtype
+                written[dtype_to_write] += weight.numel()
+                writer.add(name, weight.detach().to(dtype_to_write))
+                del weight  # before the next one is gathered
+        if adapter_weights:
+            write_adapter(draft / ADAPTER, adapted, adapter_weights)
+        _set_dtype(draft / CONFIG, str(written.most_common(1)[0][0]).removeprefix("torch."))
 
 
 def write_merged(folder: Path, *, dtype: Dtype, write: Callable[..., None], trusted: bool) -> None:
-    """Write the folder of a model with an adapter, which is added to the weights; collective.
+    """Writes the folder of a model whose adapter is merged into the weights; collective.
 
-    ``write(path, dtype=...)`` writes the folder with the adapter beside the weights. peft adds it to them on the first
-    rank, which holds the whole model.
+    ``write(path, dtype=...)`` writes the folder with the adapter beside the weights. peft merges it on the first rank,
+    which holds the whole model.
     """
-    apart = folder.with_name(f".{folder.name}.adapted")
-    write(apart, dtype=dtype)
-    on_first(f"merging the adapter into {folder}", lambda: merge_folder(apart, folder, trusted=trusted))
+    adapted_folder = folder.with_name(f".{folder.name}.adapted")
+    write(adapted_folder, dtype=dtype)
+    on_first(f"merging the adapter into {folder}", lambda: merge_folder(adapted_folder, folder, trusted=trusted))
     dist.barrier()
 
 
-def merge_folder(apart: Path, folder: Path, *, trusted: bool) -> None:
-    """Move the model in ``apart`` to ``folder``, with its adapter added to the weights; in one process."""
+def merge_folder(adapted_folder: Path, folder: Path, *, trusted: bool) -> None:
+    """Moves the model in ``adapted_folder`` to ``folder``, with its adapter merged into the weights; in one process."""
     from impl.models.loading import load_model  # imports transformers, which takes seconds
 
-    dtype = max(stored_dtypes(apart).values(), key=lambda one: one.itemsize)
-    model = load_model(apart, dtype=dtype, attention="eager", trusted=trusted)
-    weights = merge_adapter(model, apart / ADAPTER)
-    write_folder(folder, source=apart, weights=weights.items(), dtype="source")
-    shutil.rmtree(apart)
+    dtype = max(stored_dtypes(adapted_folder).values(), key=lambda one: one.itemsize)
+    model = load_model(adapted_folder, dtype=dtype, attention="eager", trusted=trusted)
+    weights = merge_adapter(model, adapted_folder / ADAPTER)
+    write_folder(folder, source=adapted_folder, weights=weights.items(), dtype="source")
+    shutil.rmtree(adapted_folder)
 
 
 def stored_dtypes(source: Path) -> dict[str, torch.dtype]:
-    """The dtype of each tensor in a Hugging Face folder, by name; only the headers of the files are read."""
+    """Returns the dtype of each tensor in a Hugging Face folder, by name; only the headers of the files are read."""
     found = {}
     for file in weight_files(source):
         with safe_open(file, framework="pt") as tensors:
@@ -138,8 +136,8 @@ def stored_dtypes(source: Path) -> dict[str, torch.dtype]:
     return found
 
 
-def _say_dtype(file: Path, dtype: str) -> None:
-    """Set the dtype wherever a configuration file names one; a file that is right already is not written."""
+def _set_dtype(file: Path, dtype: str) -> None:
+    """Sets the dtype wherever a configuration file names one; a file that is right already is not written."""
     config = json.loads(file.read_text(encoding="utf-8"))
     if _replace_dtype(config, dtype):
         file.write_text(json.dumps(config, indent=2), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Answers what a model family asks of code that cuts its matrices or replaces its attention; one row per family.
+"""Lists special needs of model families when matrices are sharded or attention is replaced; one row per family.
 
 The table needs no torch. Families without a row have the defaults. megatron-core's layers have a table of their own
 (impl/megatron/model_config.py).
@@ -17,17 +17,17 @@ _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
 @dataclass(frozen=True, kw_only=True)
 class FamilyQuirks:
-    """What the Hugging Face code of one model type asks for; module names are those inside of a layer.
+    """Describes the special needs of the Hugging Face code of one model type; module names are relative to a layer.
 
-    stream_norms: the norms on the residual stream. A family that has them here has an explicit tensor-parallel plan
+    stream_norms: the norms on the residual stream. A family with this entry has an explicit tensor-parallel plan
         (impl/fsdp2/tensor_parallel.py).
     head_dimension: the dimension that counts the heads in the input of q_norm and k_norm; None without such norms.
-    whole_outputs: projections whose outputs the code wants whole, because it cuts or normalises all of them together.
-    recut_inputs: projections whose inputs tensor parallelism therefore has to cut again.
-    latent_attention: whether values have heads of another size than queries and keys, so that no plan cuts them.
+    whole_outputs: projections whose outputs must be whole, because the code splits or normalises all of them together.
+    recut_inputs: projections whose inputs tensor parallelism therefore has to shard again.
+    latent_attention: whether the head size of values differs from that of queries and keys, so no plan shards them.
     soft_cap: the default of ``attn_logit_softcapping``; None for scores without a soft cap.
     attention_sinks: whether attention has sinks.
-    router: the scores of the routers of a mixture of experts; None without routers that are known.
+    router: the scores of the routers of a mixture of experts; None without known routers.
     router_normalises: whether a router divides the weights of chosen experts by their sum, if its module does not say.
     biased_experts: whether experts have biases, and matrices stacked as (experts, inputs, outputs).
     autotp_by_name: whether DeepSpeed's AutoTP knows the modules by their names, so the class needs no plan.
@@ -47,7 +47,7 @@ class FamilyQuirks:
 
     @property
     def has_plan(self) -> bool:
-        """Whether the family has an explicit tensor-parallel plan."""
+        """Returns whether the family has an explicit tensor-parallel plan."""
         return bool(self.stream_norms)
 
     @property
@@ -56,7 +56,7 @@ class FamilyQuirks:
 
     @property
     def tp_cuts_experts(self) -> bool:
-        """Whether tensor parallelism cuts parts out of stacked experts. An explicit plan leaves experts whole."""
+        """Returns whether tensor parallelism shards stacked experts. An explicit plan leaves experts whole."""
         return self.has_routers and not self.has_plan
 
 
@@ -91,20 +91,20 @@ ROUTED = tuple(kind for kind, quirks in QUIRKS.items() if quirks.has_routers)
 
 
 def quirks_of(model_type: str | None) -> FamilyQuirks:
-    """Return the row of a model type, with the defaults for a family that has none."""
+    """Returns the row of a model type; a family without a row has the defaults."""
     return QUIRKS.get(model_type or "", FamilyQuirks())
 
 
 def quirks_in(folder: Path) -> FamilyQuirks:
-    """Return the row of the model in a Hugging Face folder."""
+    """Returns the row of the model in a Hugging Face folder."""
     return quirks_of(_config(folder).get("model_type"))
 
 
 def needs_loop(folder: Path) -> bool:
-    """Return whether transformers' kernels for groups of experts do not fit a model.
+    """Returns whether transformers' grouped kernels for experts do not suit a model, so that a loop runs the experts.
 
     The kernels sum gradients of biases token by token (docs/findings/experts-bias-gradient.md). In half precision they
-    want rows of whole 16 bytes, also under tp2.
+    need rows of a multiple of 16 bytes, also under tp2.
     """
     config = _config(folder)
     size = config.get("moe_intermediate_size") or config.get("intermediate_size") or 0
@@ -112,7 +112,7 @@ def needs_loop(folder: Path) -> bool:
 
 
 def beyond_kernels(folder: Path) -> str:
-    """Name what a model's attention does that the kernels of torch and of flash-attn do not; empty for most models.
+    """Names the feature of a model's attention that torch's and flash-attn's kernels lack; empty for most models.
 
     The default ring adds sinks itself (impl/context_parallel/ring_attention.py).
     """

@@ -1,10 +1,8 @@
-"""What a model's folder has beside parameters. Apart from models.py, because it needs no transformers.
+"""Builds models whose numbers stay in files until a rank reads those that it holds.
 
-Models whose numbers are still in files, so that a rank reads only those that it holds.
-
-transformers loads a model by renaming, casting and stacking the tensors of its files. It is given tensors here that
-have no numbers (on torch's meta device) and note what is done to them: their *origin*. So a model is built as
-transformers alone knows how, of any family and version, and every region of a parameter can be read by itself.
+transformers loads a model by renaming, casting and stacking the tensors of its files. Here it gets tensors without
+numbers (on torch's meta device), which record these operations: their *origin*. So transformers itself builds the
+model, of any family and version, and every region of a parameter can be read separately.
 """
 
 import contextlib
@@ -20,17 +18,17 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from impl.interface.sharded_safetensors import SAFETENSORS_DTYPES, SliceReader, strips
+from impl.interface.sharded_safetensors import SAFETENSORS_DTYPES, SliceReader, chunks
 
 
 def published_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """What a model's folder has beside parameters, by name: it is not trained, and is exported with them."""
-    kept = {
+    """Returns the buffers that a model's folder has beside parameters, by name. They are not trained, but exported."""
+    persistent = {
         f"{prefix}.{name}" if prefix else name
         for prefix, module in model.named_modules()
         for name in module._buffers.keys() - module._non_persistent_buffers_set
     }
-    return {name: buffer for name, buffer in model.named_buffers() if name in kept}
+    return {name: buffer for name, buffer in model.named_buffers() if name in persistent}
 
 
 if TYPE_CHECKING:
@@ -41,16 +39,16 @@ _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 
 
 class Origin(Protocol):
-    """Where the numbers of a tensor come from."""
+    """Declares where the numbers of a tensor come from."""
 
     def region(self, read: SliceReader, start: Indices, shape: Indices) -> Tensor:
-        """The region that begins at the indices ``start`` and has this ``shape``."""
+        """Reads the region that begins at the indices ``start`` and has this ``shape``."""
         ...
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor of a file."""
+    """Refers to a tensor of a file."""
 
     name: str
 
@@ -69,7 +67,7 @@ class Cast:
 
 @dataclass(frozen=True)
 class Stacked:
-    """Tensors of one shape along a new first dimension, such as the experts of a layer."""
+    """Stacks tensors of one shape along a new first dimension, such as the experts of a layer."""
 
     parts: tuple[Origin, ...]
 
@@ -80,7 +78,7 @@ class Stacked:
 
 @dataclass(frozen=True)
 class Joined:
-    """Tensors end to end along a dimension; ``lengths``: along this dimension."""
+    """Concatenates tensors along a dimension; ``lengths`` are their sizes along this dimension."""
 
     parts: tuple[Origin, ...]
     lengths: tuple[int, ...]
@@ -100,7 +98,7 @@ class Joined:
 
 @dataclass(frozen=True)
 class Computed:
-    """The result of any other function of torch, which needs all of its arguments; ``pick``: of several results."""
+    """Calls any other function of torch with whole arguments; ``pick`` selects one of several results."""
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
@@ -108,14 +106,14 @@ class Computed:
     pick: int | None
 
     def region(self, read: SliceReader, start: Indices, shape: Indices) -> Tensor:
-        # On the host, which need not copy a whole argument for each strip of the result.
+        # On the host: the device would need a copy of the whole arguments for each chunk of the result.
         found = self.function(*_read(self.arguments, read.on_host()), **_read(self.options, read.on_host()))
         whole: Tensor = found if self.pick is None else found[self.pick]
         return whole[tuple(slice(at, at + size) for at, size in zip(start, shape, strict=True))].to(read.device)
 
 
 class Unread(Tensor):
-    """A tensor on the meta device that knows its origin, and the origins of what is made of it."""
+    """Records the origins of a meta-device tensor and of the tensors that are computed from it."""
 
     origin: Origin
 
@@ -130,7 +128,7 @@ class Unread(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is Tensor.to:  # it stays without numbers, whatever the device
+        if func is Tensor.to:  # stays on the meta device, whatever the target
             dtypes = [value for value in (*args[1:], *kwargs.values()) if isinstance(value, torch.dtype)]
             args, kwargs = (args[0], *(dtypes or [args[0].dtype])), {}
         result = super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
@@ -145,7 +143,7 @@ _SAME = (Tensor.detach, Tensor.contiguous, Tensor.clone, Tensor.data.__get__)  #
 
 
 def _origin(function: Any, arguments: Any, options: Any, pick: int | None) -> Origin:
-    """Of what a function of torch has made of unread tensors."""
+    """Returns the origin of the result of a torch function on unread tensors."""
     first = arguments[0]
     if function in _SAME or (function is Tensor.__getitem__ and arguments[1] is Ellipsis):
         return _origin_of(first)
@@ -167,14 +165,14 @@ def _origin_of(tensor: Unread) -> Origin:
 
 @dataclass(frozen=True)
 class _Whole:
-    """An argument of a function: all of an unread tensor."""
+    """Stands for a whole unread tensor as the argument of a function."""
 
     origin: Origin
     shape: tuple[int, ...]
 
 
 def _origins(value: Any) -> Any:
-    """``value`` with the whole of its origin in the place of every unread tensor."""
+    """Replaces every unread tensor in ``value`` by the whole of its origin."""
     if isinstance(value, Unread):
         return _Whole(value.origin, tuple(value.shape))
     if isinstance(value, (tuple, list)):
@@ -183,7 +181,7 @@ def _origins(value: Any) -> Any:
 
 
 def _read(value: Any, read: SliceReader) -> Any:
-    """The other way: ``value`` with numbers."""
+    """Reverses ``_origins``: returns ``value`` with numbers."""
     if isinstance(value, _Whole):
         return value.origin.region(read, [0] * len(value.shape), value.shape)
     if isinstance(value, (tuple, list)):
@@ -193,14 +191,14 @@ def _read(value: Any, read: SliceReader) -> Any:
 
 @dataclass(kw_only=True)
 class UnreadWeights:
-    """The origins of a model's parameters by name, and the files that they lie in."""
+    """Holds the origins of a model's parameters by name, and the files that contain them."""
 
     files: list[Path]
     origins: dict[str, Origin] = field(default_factory=dict)
 
     @contextlib.contextmanager
     def opened(self, device: str) -> Iterator["WeightReader"]:
-        """Give regions on ``device``. Tensors are cast, stacked and joined there, too."""
+        """Opens the files for reading on ``device``. Tensors are also cast, stacked and joined there."""
         with SliceReader(self.files, device=device) as read:
             yield WeightReader(self.origins, read)
 
@@ -217,7 +215,7 @@ class WeightReader:
 
 
 class _Headers:
-    """In the place of safetensors' ``safe_open``: the tensors of a file, unread."""
+    """Replaces safetensors' ``safe_open``: returns the tensors of a file unread."""
 
     def __init__(self, path: str | Path, **_: Any) -> None:
         with safe_open(path, framework="pt") as file:
@@ -235,15 +233,17 @@ class _Headers:
 
 @contextlib.contextmanager
 def reading_headers() -> Iterator[None]:
-    """transformers reads no numbers of weights meanwhile, and builds models of unread tensors."""
+    """Makes transformers build models of unread tensors inside the ``with`` block; it reads no numbers of weights."""
     with mock.patch("transformers.modeling_utils.safe_open", _Headers):
         yield
 
 
 def take_origins(model: "PreTrainedModel", files: list[Path]) -> UnreadWeights:
-    """Put empty parameters (on the meta device) in the place of unread ones, and read the buffers; returns what there
-    is to read. What is tied stays tied, and so becomes what the configuration ties if both tensors are in the files and
-    are equal."""
+    """Replaces unread parameters by empty ones (on the meta device), and reads the buffers; returns the unread weights.
+
+    Tied parameters stay tied. Parameters that the configuration ties become tied if the files have both and they are
+    equal.
+    """
     with SliceReader(files) as read:
         _tie_equals(model, read)
         unread, empty = UnreadWeights(files=files), dict[int, torch.nn.Parameter]()
@@ -261,7 +261,7 @@ def take_origins(model: "PreTrainedModel", files: list[Path]) -> UnreadWeights:
 
 
 def give_memory(model: torch.nn.Module, make: Callable[[Tensor], Tensor]) -> None:
-    """Put parameters with memory, by ``make``, in the place of empty ones; what is tied stays tied."""
+    """Replaces empty parameters by parameters with memory from ``make``; tied parameters stay tied."""
     made = dict[int, torch.nn.Parameter]()
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -272,9 +272,9 @@ def give_memory(model: torch.nn.Module, make: Callable[[Tensor], Tensor]) -> Non
 
 
 def untouched_zeros(shape: Indices, dtype: torch.dtype) -> Tensor:
-    """Zeros on the host that take no memory until they are written to: the kernel has one page of zeros for all.
+    """Returns zero-filled full-size placeholders for libraries that need materialized parameters before sharding.
 
-    A library that wants whole parameters can so be given some, to make of them what it keeps.
+    They take no host memory until they are written to: the kernel maps one page of zeros for all.
     """
     count = math.prod(shape)
     if not count:
@@ -283,7 +283,7 @@ def untouched_zeros(shape: Indices, dtype: torch.dtype) -> Tensor:
 
 
 def _tie_equals(model: "PreTrainedModel", read: SliceReader) -> None:
-    """As transformers does where it has the numbers."""
+    """Ties equal weights as transformers does when it has the numbers."""
     tied: dict[str, str] = model.all_tied_weights_keys
     for name, other in list(tied.items()):
         own, source = model.get_parameter(name), model.get_parameter(other)
@@ -291,7 +291,7 @@ def _tie_equals(model: "PreTrainedModel", read: SliceReader) -> None:
             continue
         if own.shape == source.shape and all(
             torch.equal(*(one.origin.region(read, start, shape) for one in (own, source)))
-            for start, shape in strips([0] * own.dim(), own.shape)
+            for start, shape in chunks([0] * own.dim(), own.shape)
         ):
             module, _, last = name.rpartition(".")
             setattr(model.get_submodule(module), last, source)

@@ -1,22 +1,16 @@
-"""Masks that keep packed documents apart, for code in transformers that makes its masks without their positions.
+"""Builds the model of a Hugging Face folder as trainers do: by AutoConfig, ``auto_map`` and the declared architecture.
 
-``create_causal_mask`` tells documents apart by their positions, if it is given them. The code of gpt-oss, AFMoE, OPT,
-Falcon and others does not hand them on (docs/findings/gpt-oss-packed-positions.md).
+The model comes with its weights, or without them for ranks that read only their own. Two repairs are applied:
 
-Loads openPangu's published modeling file unchanged: stand-ins for what only Ascend or older transformers have.
+Masks separate packed documents. ``create_causal_mask`` does so if it gets positions, but the code of gpt-oss, AFMoE,
+OPT, Falcon and others does not pass them on (docs/findings/gpt-oss-packed-positions.md).
 
-The file imports ``torch_npu`` and asks it for the device, to choose a kernel for inference; it was written for a
-transformers with other names. While such a model is loaded, and no longer, there are
-
-* ``torch_npu`` and ``torch.npu``, if they are not installed: a machine without such a device;
-* ``LossKwargs``, which is ``TransformersKwargs`` now;
-* ``create_causal_mask`` with the arguments of old (``input_embeds``, ``cache_position``);
-* the default rotary frequencies in ``ROPE_INIT_FUNCTIONS`` (arXiv 2104.09864, section 3.2.2).
-
-What the file has bound on import stays bound in it, and in nothing else.
-
-Builds the model of a Hugging Face folder the way trainers do: by AutoConfig, ``auto_map`` and the declared
-architecture; with its weights, or without, for ranks that read only their own.
+openPangu's published modeling file loads unchanged. It imports ``torch_npu`` and asks it for the device, to choose a
+kernel for inference, and it was written for an older transformers. While such a model is loaded, stand-ins exist for
+``torch_npu`` and ``torch.npu`` (unless installed), ``LossKwargs`` (now ``TransformersKwargs``), the old arguments of
+``create_causal_mask`` (``input_embeds``, ``cache_position``), and the default rotary frequencies in
+``ROPE_INIT_FUNCTIONS`` (arXiv 2104.09864, section 3.2.2). Names that the file bound on import stay bound in it, and
+nowhere else.
 """
 
 import contextlib
@@ -49,14 +43,14 @@ from impl.models.family_quirks import beyond_kernels, needs_loop
 from impl.models.lazy_weights import UnreadWeights, give_memory, published_buffers, reading_headers, take_origins
 
 MAKERS = ("create_causal_mask", "create_sliding_window_causal_mask")
-_positions: ContextVar[torch.Tensor | None] = ContextVar("positions", default=None)  # of a forward pass that is on
+_positions: ContextVar[torch.Tensor | None] = ContextVar("positions", default=None)  # of the running forward pass
 
 
 def keep_documents_apart(model: transformers.PreTrainedModel) -> None:
-    """Let the masks that ``model`` makes be those of the ``position_ids`` that it is given.
+    """Makes the masks of ``model`` depend on the ``position_ids`` that the model is called with.
 
-    The functions that make masks are replaced where the model's code looks for them, for all models of this code; they
-    do as before where they are given positions, or where the model is given none.
+    The functions that make masks are replaced in the globals of the model's code, for all models of this code. They
+    behave as before if they get positions, or if the model gets none.
     """
     code = inspect.unwrap(type(model.base_model).forward).__globals__
     for name in MAKERS:
@@ -85,16 +79,16 @@ def _with_positions(make: Callable[..., Any]) -> Callable[..., Any]:
     return made
 
 
-NEEDS = ("torch_npu", "LossKwargs")  # a Python file of the folder has one of these words
+NEEDS = ("torch_npu", "LossKwargs")  # words in a Python file of the folder that show the need of stand-ins
 
 
 @contextlib.contextmanager
 def older_names(folder: Path, *, runs_code: bool) -> Iterator[bool]:
-    """Stand-ins around loading the model in ``folder``, if Python code of it is run and needs any; whether it does."""
+    """Provides stand-ins while the model in ``folder`` loads; yields whether its Python code runs and needs any."""
     if not runs_code or not _needs_stand_ins(folder):
         yield False
         return
-    import_utils.is_torch_npu_available()  # the answer is kept, and has to be that of the machine
+    import_utils.is_torch_npu_available()  # transformers caches the answer, which must be that of the machine
     with contextlib.ExitStack() as stack:
         if importlib.util.find_spec("torch_npu") is None:
             stack.enter_context(mock.patch.dict(sys.modules, _npu()))
@@ -113,8 +107,11 @@ def _needs_stand_ins(folder: Path) -> bool:
 
 
 def fill_rotary_tables(model: torch.nn.Module) -> None:
-    """Compute frequencies that transformers leaves as they lie in memory: it loads a model without any memory first,
-    and afterwards asks ``_init_weights`` for what is in no file, which older code has only for weights."""
+    """Computes frequencies that transformers leaves uninitialised.
+
+    transformers loads a model without memory first, and then asks ``_init_weights`` for what no file contains; in older
+    code this function only knows weights.
+    """
     for module in model.modules():
         if (make := getattr(module, "rope_init_fn", None)) is not None:
             rotary: Any = module
@@ -124,7 +121,7 @@ def fill_rotary_tables(model: torch.nn.Module) -> None:
 
 
 def default_frequencies(config: Any, device: Any = None, seq_len: int | None = None) -> tuple[Tensor, float]:
-    """theta^(-2i / E) for each pair of a head (E / 2,), and the factor 1 of cos and sin."""
+    """Returns theta^(-2i / E) for each pair of a head (E / 2,), and the factor 1 of cos and sin."""
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     parameters = getattr(config, "rope_parameters", None) or {}
     theta = parameters.get("rope_theta") or config.rope_theta
@@ -133,7 +130,7 @@ def default_frequencies(config: Any, device: Any = None, seq_len: int | None = N
 
 
 class _Device:
-    """``torch.npu`` of a machine that has none."""
+    """Stands in for ``torch.npu`` on a machine without such a device."""
 
     @staticmethod
     def get_device_name(device: Any = None) -> str:
@@ -151,7 +148,7 @@ def _npu() -> dict[str, ModuleType]:
     return modules
 
 
-_today = masking_utils.create_causal_mask
+_current_mask = masking_utils.create_causal_mask
 
 
 def _create_causal_mask(
@@ -159,22 +156,22 @@ def _create_causal_mask(
 ) -> Any:
     if input_embeds is not None:
         arguments["inputs_embeds"] = input_embeds
-    return _today(config=config, **arguments)
+    return _current_mask(config=config, **arguments)
 
 
 def empty_model(
     path: Path, *, dtype: torch.dtype, attention: str | None, head: Head = "causal", trusted: bool = False
 ) -> transformers.PreTrainedModel:
-    """Build the model in ``dtype``, in training mode, with buffers and without the numbers of its parameters.
+    """Builds the model in ``dtype``, in training mode, with buffers and without the numbers of its parameters.
 
-    These lie on the meta device; the model's attribute ``unread`` (impl.models.lazy_weights.UnreadWeights) says where
-    they are.
+    The parameters lie on the meta device; the model's attribute ``unread`` (impl.models.lazy_weights.UnreadWeights)
+    knows their numbers in files.
 
     With the head ``causal``, it is a causal language model if the folder declares one, else image-text-to-text, else
     the bare AutoModel; with the head ``value``, see ``value_class``. ``attention``: transformers' name of the attention
-    implementation; None is torch's kernel where the model can have it, and plain products elsewhere. ``trusted``: the
-    folder's Python code may be run. Raises UsageError if that code has to be run and is not trusted, and if the
-    folder's weights are not exactly the model's.
+    implementation; None selects torch's kernel if the model supports it, else plain products. ``trusted``: the folder's
+    Python code may be run. Raises UsageError if that code has to be run and is not trusted, and if the folder's weights
+    are not exactly the model's.
     """
     code, config = runs_code(path, trusted=trusted), read_config(path, trusted=trusted)
     with older_names(path, runs_code=code) as are_needed, reading_headers():
@@ -185,7 +182,7 @@ def empty_model(
             dtype=dtype,
             attn_implementation=attention or _own_attention(path, config, dtype),
             output_loading_info=True,
-            # transformers' default is a kernel for groups of experts, which knows no float64.
+            # transformers' default is a grouped kernel for experts, which does not support float64.
             **({"experts_implementation": "eager"} if dtype == torch.float64 or needs_loop(path) else {}),
             **({} if head == "value" else {"trust_remote_code": code}),
         )
@@ -195,7 +192,7 @@ def empty_model(
         if names := sorted(map(str, found[kind])):
             raise UsageError(
                 f"the weights in {path} do not fit {type(model).__name__}: {kind.replace('_', ' ')} {names[:8]}; a "
-                f"parameter must never be left at random, so give the complete folder of this model"
+                f"parameter must not keep random numbers, so give the complete folder of this model"
             )
     model.unread = take_origins(model, weight_files(path))
     model.config.use_cache = False
@@ -208,7 +205,7 @@ def empty_model(
 def load_model(
     path: Path, *, dtype: torch.dtype, attention: str | None, head: Head = "causal", trusted: bool = False
 ) -> transformers.PreTrainedModel:
-    """As ``empty_model``, with all of its numbers, in the memory of the host."""
+    """Builds the model as ``empty_model`` does, with all of its numbers in host memory."""
     model = empty_model(path, dtype=dtype, attention=attention, head=head, trusted=trusted)
     unread: UnreadWeights = model.unread
     give_memory(model, lambda empty: torch.empty_like(empty, device="cpu"))
@@ -220,7 +217,8 @@ def load_model(
 
 
 def value_class(causal: type[transformers.PreTrainedModel]) -> type[transformers.PreTrainedModel]:
-    """The class of a value model: the layers of the language model ``causal`` with one number per token as the output.
+    """Makes the class of a value model: the layers of the language model ``causal`` with one number per token as
+    output.
 
     The head ``score`` is a linear layer without bias, and ``logits`` of the output are (rows, length, 1). The parameter
     names are those of transformers' sequence classification with one label, and of OpenRLHF's critic.
@@ -248,31 +246,31 @@ def value_class(causal: type[transformers.PreTrainedModel]) -> type[transformers
 
 
 def read_config(path: Path, *, trusted: bool = False) -> transformers.PretrainedConfig:
-    """The configuration in a Hugging Face folder. Raises UsageError for untrusted code, as ``load_model``."""
+    """Reads the configuration in a Hugging Face folder. Raises UsageError for untrusted code, as ``load_model``."""
     code = runs_code(path, trusted=trusted)
     config: transformers.PretrainedConfig = transformers.AutoConfig.from_pretrained(path, trust_remote_code=code)
     return config
 
 
 def causal_class(config: transformers.PretrainedConfig, path: Path) -> type[transformers.PreTrainedModel]:
-    """The causal language model class of this configuration. Raises UsageError if transformers has none."""
+    """Returns the causal language model class of this configuration. Raises UsageError if transformers has none."""
     if reference := (getattr(config, "auto_map", None) or {}).get("AutoModelForCausalLM"):
         with older_names(path, runs_code=True):
             found: type[transformers.PreTrainedModel] = get_class_from_dynamic_module(reference, path)
         return found
     if not (known := _mapped_class(config)):
-        raise UsageError(f"{path} is no causal language model that transformers knows; use another model")
+        raise UsageError(f"transformers knows no causal language model for {path}; use another model")
     return known
 
 
 def _mapped_class(config: transformers.PretrainedConfig) -> type[transformers.PreTrainedModel] | None:
-    """transformers' own causal language model of this configuration; None if it has none."""
+    """Returns transformers' own causal language model class of this configuration; None if there is none."""
     found: type[transformers.PreTrainedModel] | None = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     return found
 
 
 def _auto_class(config: transformers.PretrainedConfig) -> Any:
-    """transformers' auto class for a model: remote code names it in ``auto_map``, others are known by configuration."""
+    """Returns transformers' auto class for a model, by ``auto_map`` for remote code, else by the configuration."""
     auto_map = getattr(config, "auto_map", None) or {}
     vision = next(
         (name for name in ("AutoModelForImageTextToText", "AutoModelForVision2Seq") if name in auto_map), None
@@ -287,7 +285,10 @@ def _auto_class(config: transformers.PretrainedConfig) -> Any:
 
 
 def _own_attention(path: Path, config: transformers.PretrainedConfig, dtype: torch.dtype) -> str:
-    """The attention of a model that has no ring: torch's kernel, but not in the exact tier, which wants plain products,
-    and not where the scores are soft-capped or the model has no use for the kernel."""
+    """Returns the attention of a model without context parallelism: torch's kernel, or "eager" where it does not fit.
+
+    It does not fit the exact tier, which needs plain products, soft-capped scores, and models that do not support the
+    kernel.
+    """
     has_no_kernel = not getattr(_mapped_class(config), "_supports_sdpa", True)
     return "eager" if dtype == torch.float64 or beyond_kernels(path) or has_no_kernel else "sdpa"

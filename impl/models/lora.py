@@ -1,13 +1,12 @@
-"""LoRA by the library peft: adapters in a Hugging Face model, the names of its parameters, and files.
+"""Handles LoRA adapters with peft: in a Hugging Face model, in the names of its parameters, and in files.
 
-A model's folder has its adapter in the folder ADAPTER, in peft's format. peft puts a module of its own in the place of
-each adapted linear layer, which changes names: ``q_proj.weight`` is ``q_proj.base_layer.weight`` then, and its adapter
-``q_proj.lora_A.default.weight``. All others here see the names that both have in files, without these two parts.
+A model's folder has its adapter in the folder ADAPTER, in peft's format. peft replaces each adapted linear layer by its
+own module, which changes names: ``q_proj.weight`` becomes ``q_proj.base_layer.weight``, and its adapter is
+``q_proj.lora_A.default.weight``. All other code uses the names in files, without these two parts.
 
-The adapter that a training begins with: a folder in peft's format beside the log, which every backend loads.
-
-A is drawn as peft draws it, uniform within 1 / sqrt(inputs), and B is 0 (Hu et al., arXiv 2106.09685, section 4.1), so
-the first policy is the base. What a tensor gets depends on the seed and on its name alone.
+A training begins with an adapter in a folder beside the log, which every backend loads. A is drawn as peft draws it,
+uniform within 1 / sqrt(inputs), and B is 0 (Hu et al., arXiv 2106.09685, section 4.1), so the first policy is the base.
+The numbers of a tensor depend on the seed and its name alone.
 """
 
 import hashlib
@@ -30,8 +29,8 @@ from conformance.spec.lora import CONFIG_FILE, FILE_PREFIX, PARTS, WEIGHTS_FILE,
 from conformance.spec.scenario import OptimizerConfig, Scenario
 from impl.models.lazy_weights import Cast, Stored, UnreadWeights, published_buffers
 
-_OF_TARGET = (".lora_A.weight", ".lora_B.weight", ".weight")  # the last one is how the others end, too
-NAME = "default"  # what peft calls the only adapter of a model
+_OF_TARGET = (".lora_A.weight", ".lora_B.weight", ".weight")  # the others end with the last one, so it is last
+NAME = "default"  # peft's name for the only adapter of a model
 INSTALL = "pip install 'backend-parity[lora]'"
 
 
@@ -40,24 +39,24 @@ def is_installed() -> bool:
 
 
 def adapter_support(scenario: Scenario) -> Support:
-    """Whether the adapters of a scenario can be had, as far as it does not depend on the backend."""
+    """Returns whether the adapters of a scenario are supported, as far as this does not depend on the backend."""
     if scenario.lora and not is_installed():
         return Unsupported(f"adapters need the package peft; run: {INSTALL}")
     return Supported()
 
 
 def load_adapter(model: torch.nn.Module, folder: Path) -> Any:
-    """Add the adapter in ``folder`` to ``model``, in place and in the model's dtype; returns peft's PeftModel of it.
+    """Adds the adapter in ``folder`` to ``model``, in place and in the model's dtype; returns peft's PeftModel of it.
 
-    Only the adapter requires gradients then. Of a model without numbers (impl.models.loading.empty_model), the
-    adapter's are unread, too. Raises UsageError without peft.
+    Only the adapter requires gradients then. If the model has no numbers yet (impl.models.loading.empty_model), neither
+    has the adapter. Raises UsageError without peft.
     """
     if not is_installed():
         raise UsageError(f"adapters need the package peft; run: {INSTALL}")
     import peft
 
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter.*")  # torch, of an empty model
+        warnings.filterwarnings("ignore", message=".*copying from a non-meta parameter.*")
         # By default, peft reads files onto the first GPU, on every rank.
         adapted = peft.PeftModel.from_pretrained(
             model, str(folder), adapter_name=NAME, is_trainable=True, autocast_adapter_dtype=False, torch_device="cpu"
@@ -72,12 +71,12 @@ def load_adapter(model: torch.nn.Module, folder: Path) -> Any:
 
 
 def is_adapted(module: torch.nn.Module) -> bool:
-    """Whether peft has put this module in the place of a linear layer."""
+    """Returns whether peft has put this module in the place of a linear layer."""
     return hasattr(module, "base_layer")
 
 
 def named_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Parameter]]:
-    """The parameters of a model, with or without an adapter, under the names that they have in files."""
+    """Yields the parameters of a model, with or without an adapter, under the names that they have in files."""
     for name, parameter in model.named_parameters():
         for part in PARTS:
             name = name.replace(f".{part}.{NAME}.", f".{part}.")
@@ -85,15 +84,14 @@ def named_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Par
 
 
 def trained_names(model: torch.nn.Module, config: OptimizerConfig) -> frozenset[str]:
-    """The names of the parameters that are trained: those that ``config`` does not freeze, of a model with an adapter
-    only those of the adapter."""
+    """Returns the names of the trained parameters: those of the adapter, if any, that ``config`` does not freeze."""
     names = [name for name, _ in named_parameters(model)]
     candidates = [name for name in names if is_adapter(name)] or names
     return frozenset(name for name in candidates if config.trains(name))
 
 
 def write_adapter(folder: Path, adapted: Any, weights: Mapping[str, torch.Tensor]) -> None:
-    """Write an adapter with these weights as peft does; in one process. ``adapted``: what ``load_adapter`` returned."""
+    """Writes an adapter with these weights in peft's format. ``adapted``: the result of ``load_adapter``."""
     live = {}
     for name, tensor in weights.items():
         module, part, _ = name.rsplit(".", 2)
@@ -102,14 +100,16 @@ def write_adapter(folder: Path, adapted: Any, weights: Mapping[str, torch.Tensor
 
 
 def merge_adapter(model: torch.nn.Module, folder: Path) -> dict[str, torch.Tensor]:
-    """The weights of ``model`` with the adapter in ``folder`` added to them; in one process, which needs all of it."""
+    """Returns the weights of the whole ``model`` with the adapter in ``folder`` merged; in one process."""
     merged = load_adapter(model, folder).merge_and_unload()
     return {name: p.detach() for name, p in merged.named_parameters()} | published_buffers(merged)
 
 
 def added_up(weights: NamedTensors, lora: LoraConfig, targets: Collection[str]) -> NamedTensors:
-    """The weights of a model with adapters on ``targets``, one after another, as those of a model without: of each
-    target W + scale B A, in the wider dtype, in the place of the three."""
+    """Yields the weights of a model with adapters on ``targets`` as those of a model without adapters.
+
+    The three tensors of each target are replaced by W + scale B A in the wider dtype. Tensors come one after another.
+    """
     scale = lora.lora_alpha / (lora.r**0.5 if lora.use_rslora else lora.r)
     waiting: dict[str, dict[str, torch.Tensor]] = {target: {} for target in targets}
     for name, tensor in weights:
@@ -118,7 +118,7 @@ def added_up(weights: NamedTensors, lora: LoraConfig, targets: Collection[str]) 
             yield name, tensor
             continue
         parts = waiting[module]
-        parts[name.removeprefix(module)] = tensor.clone()  # what is gathered may be gone at the next one
+        parts[name.removeprefix(module)] = tensor.clone()  # the next gather may overwrite it
         if len(parts) == len(_OF_TARGET):
             a, b, base = (parts[end] for end in _OF_TARGET)
             product = b @ a
@@ -128,7 +128,7 @@ def added_up(weights: NamedTensors, lora: LoraConfig, targets: Collection[str]) 
 
 
 def adapter_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """The shape of each tensor of the adapter in ``folder``, by name; only the header of its file is read."""
+    """Returns the shape of each tensor of the adapter in ``folder``, by name; only the header of its file is read."""
     with safe_open(folder / WEIGHTS_FILE, framework="pt") as tensors:
         return {
             name.removeprefix(FILE_PREFIX): tuple(tensors.get_slice(name).get_shape())
@@ -137,8 +137,10 @@ def adapter_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def adapter_shapes_of(lora: LoraConfig, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """A (r, in) and B (out, r) of each target of a model with these parameters. Raises UsageError for a target that it
-    does not have."""
+    """Returns the shapes of A (r, in) and B (out, r) for each target of a model with these parameters.
+
+    Raises UsageError for a target that the model does not have.
+    """
     found: dict[str, tuple[int, ...]] = {}
     for target in lora.targets(shapes):
         rows, columns = shapes[f"{target}.weight"]
@@ -147,7 +149,7 @@ def adapter_shapes_of(lora: LoraConfig, shapes: Mapping[str, tuple[int, ...]]) -
 
 
 def write_start(folder: Path, lora: LoraConfig, shapes: Mapping[str, tuple[int, ...]], *, seed: int) -> None:
-    """Write the adapter of a model with these parameters into ``folder``, which is made anew; in one process."""
+    """Writes the initial adapter of a model with these parameters into the new folder ``folder``; in one process."""
     tensors = {name: _drawn(name, shape, seed) for name, shape in adapter_shapes_of(lora, shapes).items()}
     shutil.rmtree(folder, ignore_errors=True)
     write_adapter_files(folder, lora, lora.targets(shapes), tensors)
@@ -163,11 +165,10 @@ def _drawn(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
 
 
 def check_same(folder: Path, lora: LoraConfig, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raises UsageError where a training goes on with an adapter of other settings, of which a checkpoint knows only
-    the sizes."""
-    began, asked = read_json(folder / CONFIG_FILE), adapter_config(lora, lora.targets(shapes))
-    if other := [name for name, value in asked.items() if began.get(name) != value]:
+    """Raises UsageError if a training resumes with an adapter of other settings; a checkpoint knows only its sizes."""
+    initial, requested = read_json(folder / CONFIG_FILE), adapter_config(lora, lora.targets(shapes))
+    if changed := [name for name, value in requested.items() if initial.get(name) != value]:
         raise UsageError(
-            f"the training began with {', '.join(f'{name}={began.get(name)}' for name in other)} ({folder}), and now "
-            f"{', '.join(f'{name}={asked[name]}' for name in other)} are asked for; go on with what it began with"
+            f"the training began with {', '.join(f'{name}={initial.get(name)}' for name in changed)} ({folder}), but "
+            f"{', '.join(f'{name}={requested[name]}' for name in changed)} is requested; resume with the initial values"
         )

@@ -1,8 +1,8 @@
-"""Outputs of a forward pass: log-prob, entropy and value of every token, from whole logits or vocabulary shards.
+"""Computes log-prob, entropy and value of every token, from whole logits or vocabulary shards.
 
 The same code serves both: without a process group, the only shard is the whole vocabulary. To save memory, the logits
-are the only tensor of their size that is kept for the backward pass, which computes the softmax again, and only a part
-of them is there in float32 at a time.
+are the only tensor of their size that is kept for the backward pass, which recomputes the softmax. Only a part of them
+exists in float32 at a time.
 """
 
 import functools
@@ -36,10 +36,10 @@ def outputs_of(
     vocab_start: int = 0,
     vocab_size: int | None = None,
 ) -> Outputs:
-    """The outputs that ``want`` names, from a model's ``result`` for the tokens of ``inputs``.
+    """Computes the outputs that ``want`` names, from a model's ``result`` for the tokens of ``inputs``.
 
     ``result``: a language model's logits (rows, length, V), or a vocabulary shard of them with or without padding, as
-    in ``token_statistics``; or a value model's values (rows, length, 1).
+        in ``token_statistics``; or a value model's values (rows, length, 1).
     """
     if head == "value":
         assert want <= {"values"}, "a value model has no vocabulary"
@@ -69,14 +69,14 @@ def token_statistics(
     vocab_size: int | None = None,
     entropy: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """(log p of the labels, entropy) of softmax(logits / temperature), each (...,), differentiable.
+    """Computes (log p of the labels, entropy) of softmax(logits / temperature), each (...,), differentiable.
 
     ``logits`` (..., V): the whole vocabulary; or with ``group`` this rank's shard of it, which begins at token
     ``vocab_start`` and may be empty. The ranks of the group hold all shards; they all get the same result and must all
-    compute the same loss from it. ``vocab_size``: the logits from this number on are padding, which takes no part; by
-    default there is none. ``labels`` (...,) int64: tokens of the whole vocabulary; a negative label gives 0
-    without a gradient. Logits may be -inf. The computation is in float32, or in float64 if the logits are. Without
-    ``entropy``, the second result is None.
+    compute the same loss from it. ``vocab_size``: logits from this index on are padding and are ignored; by default
+    there is no padding. ``labels`` (...,) int64: tokens of the whole vocabulary; a negative label gives 0 without a
+    gradient. Logits may be -inf. The computation is in float32, or in float64 if the logits are. Without ``entropy``,
+    the second result is None.
 
     With s = logits / temperature - their maximum and p = softmax(s): log p_y = s_y - log sum exp(s), with the gradient
     (1[j = y] - p_j) / temperature; entropy H = log sum exp(s) - sum p s, with -p_j (s_j - sum p s) / temperature.
@@ -144,7 +144,7 @@ class _TokenStatistics(torch.autograd.Function):
             return fused.view(logits.shape), *(None,) * 6
         gradient = torch.empty_like(logits, memory_format=torch.contiguous_format)
         gradient[..., ctx.size :] = 0
-        own = _tokens(gradient, ctx.size)  # a view, except of an empty shard, of which there is no gradient
+        own = _tokens(gradient, ctx.size)  # a view, except for an empty shard, which has no gradient
         for part in _parts(z):
             s = _shifted(z[part], highest[part], ctx.temperature)
             upstream = of_logprob[part], None if of_entropy is None else of_entropy[part]
@@ -155,7 +155,7 @@ class _TokenStatistics(torch.autograd.Function):
 
 
 def _kernels(z: Tensor) -> Any:
-    """impl.models.triton_kernels, for logits in half precision on a GPU with Triton; else None."""
+    """Returns impl.models.triton_kernels for logits in half precision on a GPU with Triton; else None."""
     half = z.dtype in (torch.bfloat16, torch.float16)
     if not (half and z.is_cuda and z.stride(-1) == 1 and _has_triton()):
         return None
@@ -166,13 +166,13 @@ def _kernels(z: Tensor) -> Any:
 
 @functools.cache
 def _has_triton() -> bool:
-    """Whether Triton is installed, and a C compiler where it looks for one."""
+    """Returns whether Triton is installed and finds a C compiler."""
     compiler = os.environ.get("CC") or shutil.which("clang") or shutil.which("gcc")
     return compiler is not None and importlib.util.find_spec("triton") is not None
 
 
 def _sums(z: Tensor, highest: Tensor, *, temperature: float, entropy: bool) -> Tensor:
-    """(sum exp(s), sum s exp(s)) over the vocabulary of s = z / temperature - highest, (2, tokens) or (1, tokens)."""
+    """Computes (sum exp(s), sum s exp(s)) over the vocabulary of s = z / temperature - highest, (2 or 1, tokens)."""
     sums = highest.new_empty(2 if entropy else 1, len(z))
     for part in _parts(z):
         s = _shifted(z[part], highest[part], temperature)
@@ -186,7 +186,8 @@ def _sums(z: Tensor, highest: Tensor, *, temperature: float, entropy: bool) -> T
 def through_softmax_(
     s: Tensor, total: Tensor, mean: Tensor | None, of_logprob: Tensor, of_entropy: Tensor | None
 ) -> Tensor:
-    """The part of the gradient of ``s`` that goes through the softmax over the whole vocabulary; overwrites ``s``.
+    """Computes the part of the gradient of ``s`` that goes through the softmax over the whole vocabulary; overwrites
+    ``s``.
 
     ``s`` (..., V): this rank's logits / temperature, minus their maximum over the whole vocabulary. ``total`` and
     ``mean`` (...,): sum exp(s) and sum p s over the whole vocabulary. ``of_logprob``, ``of_entropy`` (...,): the
@@ -201,7 +202,7 @@ def through_softmax_(
 
 
 def through_label_(gradient: Tensor, of_logprob: Tensor, *, index: Tensor, held: Tensor) -> None:
-    """Add the part of the gradient that reaches each label's own logit to ``gradient`` (..., V), in place.
+    """Adds the part of the gradient that reaches each label's own logit to ``gradient`` (..., V), in place.
 
     ``index`` (...,): index of the label in this rank's shard. ``held`` (...,) bool: whether the label is in the shard.
     """
@@ -209,37 +210,37 @@ def through_label_(gradient: Tensor, of_logprob: Tensor, *, index: Tensor, held:
 
 
 def _tokens(logits: Tensor, size: int) -> Tensor:
-    """Logits as (tokens, V) without padding: a view, or a single column of -inf for an empty shard."""
+    """Returns logits as (tokens, V) without padding: a view, or a single column of -inf for an empty shard."""
     if not size:
         return logits.new_full((math.prod(logits.shape[:-1]), 1), -torch.inf)
     return logits[..., :size].flatten(0, -2)
 
 
 def _parts(z: Tensor) -> Iterator[slice]:
-    """Slices of the tokens of ``z`` (tokens, V), each with at most WIDENED_AT_ONCE logits or one token."""
+    """Yields slices of the tokens of ``z`` (tokens, V), each with at most WIDENED_AT_ONCE logits or one token."""
     step = max(1, WIDENED_AT_ONCE // z.shape[1])
     return (slice(first, first + step) for first in range(0, len(z), step))
 
 
 def _shifted(z: Tensor, highest: Tensor, temperature: float) -> Tensor:
-    """z / temperature - highest (tokens,), as a new tensor in float32 or wider."""
+    """Returns z / temperature - highest (tokens,), as a new tensor in float32 or wider."""
     if temperature == 1:
         return z - highest[:, None]  # in the dtype of ``highest``, in one pass
     return _scaled(z, temperature).sub_(highest[:, None])
 
 
 def _scaled(z: Tensor, temperature: float) -> Tensor:
-    """z / temperature, as a new tensor in float32 or wider."""
+    """Returns z / temperature, as a new tensor in float32 or wider."""
     return z.to(torch.promote_types(z.dtype, torch.float32), copy=True).div_(temperature)
 
 
 def _finite_(s: Tensor) -> Tensor:
-    """Replace -inf by the lowest finite number, in place, so that its product with a probability of 0 is 0, not NaN."""
+    """Replaces -inf by the lowest finite number, in place, so that its product with a probability of 0 is not NaN."""
     return s.clamp_(min=torch.finfo(s.dtype).min)
 
 
 def _shard_index(labels: Tensor, start: int, size: int) -> tuple[Tensor, Tensor]:
-    """(index of each label in this rank's vocabulary shard, or 0; whether the label is in the shard)."""
+    """Returns (index of each label in this rank's vocabulary shard, or 0; whether the label is in the shard)."""
     index = labels - start
     held = (labels >= 0) & (index >= 0) & (index < size)
     return index.where(held, 0), held

@@ -1,13 +1,14 @@
-"""Records and replays the choices of a model's routers (mixture of experts), and computes what they add to the loss.
+"""Observes and replays the routers of a Hugging Face mixture of experts, and computes their losses.
 
 A router's module takes tokens (N, D) and returns logits, the weights of the chosen experts and their numbers. Its
-forward function is wrapped inside of the hooks of FSDP2 and DeepSpeed. The choices of a forward pass travel with its
-outputs (``Outputs.routing``, ``Outputs.probabilities``), also over rings, and are not kept: a model that holds tensors
-of its own graph is in a reference cycle, and its process groups are never freed.
+forward function is wrapped, so hooks of FSDP2 and DeepSpeed stay around it. The routers' choices in a forward pass
+travel with its outputs (``Outputs.routing``, ``Outputs.probabilities``), also under context parallelism. The model does
+not keep them: a model that holds tensors of its own graph is in a reference cycle that is never freed, with its process
+groups.
 
 The load-balancing loss is that of the whole optimizer step (docs/explanations/mixture-of-experts.md): experts are
-counted in forward
-passes of their own before the first backward pass, because each micro-batch's gradient needs the counts of all.
+counted in separate forward passes before the first backward pass, because each micro-batch's gradient needs the counts
+of all.
 """
 
 from collections.abc import Sequence
@@ -30,10 +31,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """The choice of one router for N tokens.
+    """Holds the choices of one router for tokens (N,).
 
-    weights: of the experts, (N, X), 0 where not chosen. probabilities: (N, X), with a gradient. squares: (N,), whose
-    mean is the z-loss, with a gradient; None from a backend without them.
+    weights: the experts' weights (N, X), 0 where not chosen.
+    probabilities: (N, X), with a gradient.
+    squares: (N,), with a gradient; their mean is the z-loss. None from a backend that does not report them.
     """
 
     weights: Tensor
@@ -42,15 +44,15 @@ class Choice:
 
 
 class Routers:
-    """The routers of a model, in the order of its layers. ``loss_factor``: 0 where they add nothing to the loss."""
+    """Wraps the routers of a model, in the order of its layers. ``loss_factor``: 0 if they add nothing to the loss."""
 
     def __init__(self, model: "PreTrainedModel") -> None:
         config = model.config
         balanced = getattr(config, "output_router_logits", False)
         self.loss_factor = float(config.router_aux_loss_coef) if balanced else 0.0
         self._replayed: list[Tensor] = []
-        self._seen: dict[int, Choice] = {}
-        self._is_looking = False  # not while a backward pass computes activations again
+        self._observed: dict[int, Choice] = {}
+        self._is_observing = False  # False while a backward pass recomputes activations
         gates = [module for module in model.modules() if type(module).__name__.lower().endswith("topkrouter")]
         quirks = quirks_of(config.model_type)
         self._scores = router_sigmoids if quirks.router == "sigmoid" else router_probabilities
@@ -72,58 +74,58 @@ class Routers:
                 weights = (factor * weights_of(probabilities, chosen, normalised=normalised)).to(weights.dtype)
             dense = torch.zeros_like(probabilities).scatter(-1, chosen, weights.detach().to(probabilities.dtype))
             squares = torch.logsumexp(logits.to(probabilities.dtype), dim=-1).square()
-            # Computed again or not: torch's checkpointing wants the same tensors saved, in the same order.
-            if self._is_looking:
-                self._seen[number] = Choice(weights=dense, probabilities=probabilities, squares=squares)
+            # Also when activations are recomputed: torch's checkpointing needs the same saved tensors in this order.
+            if self._is_observing:
+                self._observed[number] = Choice(weights=dense, probabilities=probabilities, squares=squares)
             return logits, weights, chosen
 
         gate.forward = forward
 
     def begin(self, inputs: MicroBatch) -> None:
-        """Begin a forward pass over ``inputs``; choices in its columns replace the routers' own."""
-        self._seen.clear()
-        self._is_looking = True
+        """Prepares a forward pass over ``inputs``: choices in its columns replace the routers' own."""
+        self._observed.clear()
+        self._is_observing = True
         given = expert_column(0, 0) in inputs.columns
         self._replayed = [replayed_choice(inputs, n, count) for n, count in enumerate(self._slots)] if given else []
 
     def added(self, outputs: Outputs, inputs: MicroBatch) -> Outputs:
-        """Add the choices of the routers to the outputs of this forward pass."""
-        seen = [self._seen.pop(number) for number in range(len(self._slots))]
-        self._is_looking = False
-        shape = (*inputs.tokens.shape, len(seen), -1)
+        """Returns the outputs of this forward pass with the routers' choices."""
+        choices = [self._observed.pop(number) for number in range(len(self._slots))]
+        self._is_observing = False
+        shape = (*inputs.tokens.shape, len(choices), -1)
         weights, probabilities = (
             torch.stack(parts, dim=1).view(shape)
-            for parts in ([choice.weights for choice in seen], [choice.probabilities for choice in seen])
+            for parts in ([choice.weights for choice in choices], [choice.probabilities for choice in choices])
         )
-        squares = torch.stack([_told(choice.squares) for choice in seen], dim=1).view(shape[:-1])
+        squares = torch.stack([_reported(choice.squares) for choice in choices], dim=1).view(shape[:-1])
         return replace(outputs, routing=weights, probabilities=probabilities, squares=squares)
 
 
 def routers_of(model: "PreTrainedModel") -> Routers | None:
-    """Wrap the routers of a model; None for a model without routers that are known."""
+    """Wraps the routers of a model; returns None for a model without known routers."""
     return Routers(model) if quirks_of(model.config.model_type).has_routers else None
 
 
 def router_probabilities(logits: Tensor) -> Tensor:
-    """softmax over all experts, in float32 or wider."""
+    """Returns the softmax over all experts, in float32 or wider."""
     return torch.softmax(logits, dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
 
 
 def router_sigmoids(logits: Tensor) -> Tensor:
-    """A sigmoid for each expert, in float32 or wider: DeepSeek-V3's."""
+    """Returns a sigmoid for each expert, in float32 or wider, as DeepSeek-V3 does."""
     return torch.sigmoid(logits.to(torch.promote_types(logits.dtype, torch.float32)))
 
 
 def weights_of(probabilities: Tensor, chosen: Tensor, *, normalised: bool) -> Tensor:
-    """The weights (N, K) of ``chosen`` experts, before a factor."""
+    """Returns the weights (N, K) of ``chosen`` experts, before a factor."""
     weights = probabilities.gather(-1, chosen)
     return weights / weights.sum(dim=-1, keepdim=True) if normalised else weights
 
 
 def choices_for(inputs: MicroBatch, key: str) -> MicroBatch:
-    """Select the choices for the forward pass that is recorded under ``key``.
+    """Selects the choices for the forward pass that is recorded under ``key`` from the columns of a micro-batch.
 
-    The micro-batch returned has these choices under the names that ``Routers.begin`` reads, and no others.
+    They get the names that ``Routers.begin`` reads; choices for other passes are dropped.
     """
     own, read = f"{EXPERTS}{key}.", f"{EXPERTS}{ROUTING}."
     columns = {name: column for name, column in inputs.columns.items() if not name.startswith(EXPERTS)}
@@ -132,16 +134,19 @@ def choices_for(inputs: MicroBatch, key: str) -> MicroBatch:
 
 
 def replayed_choice(inputs: MicroBatch, router: int, slots: int) -> Tensor:
-    """Read the given choices of a router: int64 (N, K), expert 0 in padding."""
+    """Returns the given choices of a router: int64 (N, K). In padding they are expert 0."""
     columns = [inputs.columns[expert_column(router, slot)].flatten() for slot in range(slots)]
     return torch.stack(columns, dim=1).long()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Balance:
-    """Sums over the tokens and routers of all data ranks and micro-batches of a step, in the dtype of probabilities.
+    """Holds sums over the tokens and routers of all data ranks and micro-batches of a step, in the probabilities'
+    dtype.
 
-    counts: (X,), how often each expert was chosen. probabilities: (X,). choosers: the number of choices.
+    counts: (X,), how often each expert was chosen.
+    probabilities: (X,).
+    choosers: the number of choices.
     """
 
     counts: Tensor
@@ -150,16 +155,16 @@ class Balance:
 
     @property
     def loss(self) -> Tensor:
-        """X sum_x f_x P_x (arXiv 2101.03961, equation 4), of the whole step."""
+        """Returns X sum_x f_x P_x (arXiv 2101.03961, equation 4) of the whole step."""
         return self.share(self.probabilities)
 
     def share(self, probabilities: Tensor) -> Tensor:
-        """The part of the loss that these sums of probabilities (X,) have; the parts add up to ``loss``."""
+        """Returns the part of the loss for these sums of probabilities (X,); the parts add up to ``loss``."""
         return len(self.counts) * (self.counts @ probabilities) / self.choosers**2
 
 
 def balance_of(context: Context, inputs: Sequence[MicroBatch], found: Sequence[Outputs]) -> Balance:
-    """Sum the choices in the outputs of all micro-batches; collective over data ranks."""
+    """Computes the balance from the outputs of all micro-batches of this rank; collective over data ranks."""
     sums = torch.stack([torch.cat(_sums(*one)) for one in zip(inputs, found, strict=True)]).sum(dim=0)
     total = context.all_reduce_tensor(sums)
     experts = (len(total) - 1) // 2
@@ -175,17 +180,18 @@ def _sums(inputs: MicroBatch, outputs: Outputs) -> tuple[Tensor, Tensor, Tensor]
 
 
 def probability_sums(inputs: MicroBatch, outputs: Outputs) -> Tensor:
-    """Sum probabilities (X,) over all real tokens of a micro-batch and all routers."""
+    """Sums the probabilities (X,) over all real tokens of a micro-batch and all routers."""
     assert outputs.probabilities is not None
     return outputs.probabilities[inputs.real].sum(dim=(0, 1))
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepTerms:
-    """The part of an optimizer step's loss that the routers of a model add.
+    """Holds the terms that the routers of a model add to the loss of an optimizer step.
 
-    factor, balance: of the load-balancing loss, with the counts of the step; None without this loss. z_factor: of the
-    z-loss; 0 without it. tokens: of the step, see ``tokens_of``.
+    factor, balance: of the load-balancing loss, with the counts of the step; None without this loss.
+    z_factor: of the z-loss, 0 without it.
+    tokens: the number of tokens of the step, see ``tokens_of``.
     """
 
     factor: float = 0.0
@@ -194,14 +200,18 @@ class StepTerms:
     tokens: float = 0.0
 
     def of_micro_batch(self, inputs: MicroBatch, outputs: Outputs) -> Tensor:
-        """See impl.interface.outputs.RouterTerms."""
+        """Returns the routers' terms for a whole micro-batch, with a gradient."""
         assert outputs.routing is not None
         assert outputs.probabilities is not None
-        weights, probabilities, squares = outputs.routing, outputs.probabilities, _told(outputs.squares)
+        weights, probabilities, squares = outputs.routing, outputs.probabilities, _reported(outputs.squares)
         return self.share(weights[inputs.real], probabilities[inputs.real], squares[inputs.real])
 
     def share(self, weights: Tensor, probabilities: Tensor, squares: Tensor) -> Tensor:
-        """See impl.interface.outputs.RouterTerms."""
+        """Returns the routers' terms for some real tokens, with a gradient.
+
+        weights, probabilities: (N, routers, X); the probabilities have a gradient.
+        squares: (N, routers), with a gradient.
+        """
         added = probabilities.new_zeros([])
         if self.balance is not None:
             choices = weights.flatten(0, 1), probabilities.flatten(0, 1)
@@ -210,10 +220,9 @@ class StepTerms:
 
 
 def router_terms(context: Context, trainable: Trainable, inputs: Sequence[MicroBatch]) -> RouterTerms | None:
-    """Prepare the routers' part of a step's loss; None if they add nothing. Collective.
+    """Returns the terms of a step, before its first backward pass; None if the routers add nothing. Collective.
 
-    Call it before the first backward pass: the load-balancing loss needs the counts of the whole step, for which the
-    forward passes run once more.
+    The load-balancing loss needs the counts of the step, which come from separate forward passes.
     """
     factor, z_factor = trainable.router_loss_factor, context.config.router_z_loss
     if not factor and not z_factor:
@@ -226,52 +235,53 @@ def router_terms(context: Context, trainable: Trainable, inputs: Sequence[MicroB
 
 
 def with_router_terms(loss: Loss | None, terms: RouterTerms | None, inputs: Sequence[MicroBatch]) -> Loss | None:
-    """Add the routers' part to the loss of each micro-batch."""
+    """Returns the loss of micro-batches plus the routers' terms."""
     if loss is None or terms is None:
         return loss
     return lambda index, outputs: loss(index, outputs) + terms.of_micro_batch(inputs[index], outputs)
 
 
 def router_loss(factor: float, balance: Balance, weights: Tensor, probabilities: Tensor) -> Tensor:
-    """Compute the part of the load-balancing loss of some choices (N, X) of real tokens.
+    """Returns the load-balancing term of some choices of a micro-batch: (N, X), of real tokens.
 
-    ``probabilities`` have a gradient.
+    The gradient goes through ``probabilities``.
     """
     return factor * balance.share(probabilities.sum(dim=0))
 
 
 def square_sum(inputs: MicroBatch, outputs: Outputs) -> Tensor:
-    """Sum the squares of the z-loss over all real tokens of a micro-batch and all routers."""
-    return _told(outputs.squares)[inputs.real].sum()
+    """Returns the sum that the z-loss averages, over all real tokens of a micro-batch and all routers."""
+    return _reported(outputs.squares)[inputs.real].sum()
 
 
-def _told(squares: Tensor | None) -> Tensor:
-    assert squares is not None, "a backend that does not tell the routers' squares supports no router_z_loss"
+def _reported(squares: Tensor | None) -> Tensor:
+    assert squares is not None, "a backend that does not report the routers' squares does not support router_z_loss"
     return squares
 
 
 def tokens_of(context: Context, inputs: Sequence[MicroBatch]) -> float:
-    """Count the tokens of all data ranks and micro-batches of a step, without padding; collective over data ranks."""
+    """Counts the real tokens of all data ranks and micro-batches of a step; collective over data ranks."""
     return context.all_reduce(float(sum(int((one.origin or one).real.sum()) for one in inputs)))
 
 
 def z_loss_of(context: Context, inputs: Sequence[MicroBatch], found: Sequence[Outputs]) -> float | None:
-    """Compute the z-loss of a step without its factor; None from a backend without squares. Collective."""
+    """Returns the z-loss of a step without its factor; None from a backend that does not report it. Collective."""
     if found[0].squares is None:
         return None
-    own = torch.stack([square_sum(mine, outputs).double() for mine, outputs in zip(inputs, found, strict=True)]).sum()
+    pairs = zip(inputs, found, strict=True)
+    own = torch.stack([square_sum(micro_batch, outputs).double() for micro_batch, outputs in pairs]).sum()
     return context.all_reduce(own.item()) / tokens_of(context, inputs)
 
 
 def z_loss(factor: float, tokens: float, squares: Tensor) -> Tensor:
-    """Compute the part of the z-loss of some tokens (arXiv 2202.08906, equation 5).
+    """Returns the z-loss term of some tokens of a micro-batch (arXiv 2202.08906, equation 5).
 
-    tokens: of the step, see ``tokens_of``. squares: (N, routers), of real tokens.
+    ``tokens``: of the step, see ``tokens_of``. ``squares``: (N, routers), of real tokens.
     """
     return factor * squares.sum() / tokens
 
 
 def routing_rows(inputs: MicroBatch, outputs: Outputs, indices: Sequence[int]) -> dict[int, Tensor]:
-    """The experts' weights of all tokens of each row, by the row's index: (tokens x routers x X,), CPU."""
+    """Returns the experts' weights of all tokens of each row, by the row's index: (tokens x routers x X,), CPU."""
     assert outputs.routing is not None
     return {index: outputs.routing[r][inputs.real[r]].flatten().cpu() for r, index in enumerate(indices)}

@@ -1,4 +1,4 @@
-"""What a Hugging Face model itself allows, for the adapters that run any of them; the answer needs no ranks."""
+"""Decides which layouts a Hugging Face model itself supports, whatever the backend; needs no ranks."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -17,8 +17,12 @@ from impl.models.family_quirks import quirks_of
 
 @dataclass(frozen=True, kw_only=True)
 class _Model:
-    """What transformers says of a model: the name of its class, the styles of the tensor-parallel plan that it carries,
-    none without one, and whether its attention can be replaced, as far as that is known."""
+    """Holds facts that transformers knows of a model.
+
+    name: the name of its class.
+    plan_styles: the styles of its tensor-parallel plan; empty without a plan.
+    takes_attention: whether its attention can be replaced, as far as that is known.
+    """
 
     name: str
     plan_styles: frozenset[str]
@@ -26,12 +30,12 @@ class _Model:
 
 
 def model_support(scenario: Scenario, layout: Layout, *, has_plan: bool = False, without: str = "use tp1") -> Support:
-    """Supported, or Unsupported with what the model lacks for this layout.
+    """Returns Supported, or Unsupported with the feature that the model lacks for this layout.
 
-    ``has_plan``: the backend takes a tensor-parallel plan of its own, so the model needs none; ``without``: what to do
-    about a model that has none. Code of the model's folder says nothing of its attention; a layer that no ring
-    reaches is found when it runs. Raises UsageError if that code has to be run and is not trusted, and for what is no
-    causal language model.
+    ``has_plan``: the backend has its own tensor-parallel plan, so the model needs none. ``without``: advice for a model
+        that has none. Whether code in the model's folder can replace attention is unknown here; a layer that the ring
+        does not reach is found when it runs. Raises UsageError if that code has to be run and is not trusted, and if
+        there is no causal language model.
     """
     shards_sequence = layout.sp * layout.ulysses > 1
     if layout.tp == 1 and not shards_sequence:
@@ -40,29 +44,31 @@ def model_support(scenario: Scenario, layout: Layout, *, has_plan: bool = False,
     if layout.tp > 1 and not has_plan and not model.plan_styles:
         return Unsupported(f"{model.name} carries no tensor-parallel plan; {without}")
     if shards_sequence and not model.takes_attention:
-        return Unsupported(f"{model.name} has attention of its own, in whose place no ring can stand; use sp1")
+        return Unsupported(f"the attention of {model.name} cannot be replaced by ring attention; use sp1")
     return Supported()
 
 
 def torch_is_older(*version: int) -> bool:
-    """Whether torch is older than this version, by its first numbers."""
+    """Returns whether torch is older than this version, by its first numbers."""
     return tuple(map(int, torch.__version__.split(".")[: len(version)])) < version
 
 
 def compile_support(scenario: Scenario, layout: Layout) -> Support:
-    """Supported, or Unsupported with what keeps torch.compile from the layers of this model in this layout."""
+    """Returns Supported, or Unsupported with the reason why torch.compile cannot compile the layers of this model."""
     if "compile" not in layout.options:
         return Supported()
     if layout.sp * layout.ulysses > 1:
-        return Unsupported("a ring and Ulysses talk to other ranks inside of a layer, which is not compiled; use sp1")
+        return Unsupported("ring attention and Ulysses communicate inside a layer, which is not compiled; use sp1")
     if quirks_of(kind := model_config(scenario).get("model_type")).has_routers:
-        return Unsupported(f"the experts of {kind} run one by one, as tokens choose; leave compile out")
+        return Unsupported(f"the experts of {kind} run one by one, depending on the tokens; leave compile out")
     return Supported()
 
 
 def plan_styles(scenario: Scenario) -> frozenset[str]:
-    """What the tensor-parallel plan that the model carries asks for; nothing without one. Raises UsageError as
-    ``model_support``."""
+    """Returns the styles in the model's own tensor-parallel plan; empty without a plan.
+
+    Raises UsageError as ``model_support`` does.
+    """
     return _model_of(scenario).plan_styles
 
 
@@ -73,7 +79,7 @@ def _model_of(scenario: Scenario) -> _Model:
 
 @lru_cache(maxsize=64)
 def _read(folder: Path, files: Files, *, trusted: bool) -> _Model:
-    """``files`` are there for the cache: many cells have the same model."""
+    """Reads the facts. ``files`` is part of the cache's key: many cells have the same model."""
     from impl.models.loading import causal_class, read_config  # imports transformers, which takes seconds
 
     config = read_config(folder, trusted=trusted)

@@ -1,4 +1,6 @@
-"""Which modules of a Hugging Face model a rank runs, and how their activations are cut, for `parity bisect`."""
+"""Lists the modules of a Hugging Face model that a rank runs, and how their activations are sharded, for `parity
+bisect`.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -15,9 +17,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 WHOLE = Cut()
-# What the oracle names, inside of a layer. Beside it: embed_tokens, norm and lm_head.
+# The oracle's names inside of a layer. Outside of layers there are embed_tokens, norm and lm_head.
 CUT_OUTPUTS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
-FUSED = ("self_attn.qkv_proj", "mlp.gate_up_proj")  # Phi-3, in the place of those
+FUSED = ("self_attn.qkv_proj", "mlp.gate_up_proj")  # Phi-3 has these instead
 CUT_INPUTS = ("self_attn.o_proj", "mlp.down_proj")
 BETWEEN = (  # on the residual stream
     "input_layernorm",
@@ -30,9 +32,9 @@ BETWEEN = (  # on the residual stream
 
 
 def numbered(batch: Batch, rows: Sequence[Row], inputs: MicroBatch) -> MicroBatch:
-    """A micro-batch of ``rows`` that has the numbers of its tokens in the step, from 1, in the place of tokens.
+    """Replaces the tokens of a micro-batch of ``rows`` by their numbers in the step, from 1.
 
-    It is to be cut as the tokens are; ``token_numbers`` reads what comes of it.
+    The result is to be sharded as the tokens are; ``token_numbers`` reads the shard.
     """
     starts = [0]
     for row in batch.rows:
@@ -44,18 +46,18 @@ def numbered(batch: Batch, rows: Sequence[Row], inputs: MicroBatch) -> MicroBatc
 
 
 def token_numbers(part: MicroBatch) -> torch.Tensor:
-    """The numbers of tokens from 0, -1 in padding: (rows, length), of a part of what ``numbered`` gave."""
+    """Returns the numbers of tokens from 0, -1 in padding: (rows, length), for a shard from ``numbered``."""
     return part.tokens.where(part.real, 0) - 1
 
 
 def hugging_face_modules(
     model: "PreTrainedModel", *, tp: int, tp_rank: int, sequence: bool = False, vocabulary_start: int = 0
 ) -> tuple[TracedModule, ...]:
-    """The modules of a Hugging Face model under its own names.
+    """Lists the modules of a Hugging Face model under its own names.
 
-    tp: the ranks that cut the features inside of attention and MLP, in equal and contiguous parts. sequence: the stream
-    between blocks is cut over them, along the length. vocabulary_start: the first token of this rank's logits; a value
-    model has none.
+    tp: the ranks that shard the features inside of attention and MLP, in equal and contiguous parts.
+    sequence: whether the stream between blocks is sharded over them, along the length.
+    vocabulary_start: the first token of this rank's logits; a value model has none.
     """
     modules: Mapping[str, torch.nn.Module] = dict(model.named_modules())
     stream = Cut(part=tp_rank, parts=tp) if sequence else WHOLE
@@ -90,7 +92,7 @@ def hugging_face_modules(
 
 
 def _features(model: "PreTrainedModel", name: str) -> int:
-    """How many features a projection gives, or takes, in the whole model."""
+    """Returns the number of a projection's output features (inputs for o_proj and down_proj) in the whole model."""
     config = model.config
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if name.startswith("mlp"):

@@ -1,8 +1,7 @@
-"""Triton kernels for impl/models/outputs.py: sums over the vocabulary and the gradient of logits, each in one pass.
+"""Sums over the vocabulary and computes the gradient of logits in one pass each, as Triton kernels for outputs.py.
 
-They are for logits in half precision on GPUs, where PyTorch's own operations need six passes in float32. Triton comes
-with PyTorch's CUDA wheels only, so nothing but ``impl.models.outputs`` imports this module, and only where there is
-Triton.
+They serve logits in half precision on GPUs, where PyTorch's own operations need six passes in float32. Triton comes
+only with PyTorch's CUDA wheels, so only ``impl.models.outputs`` imports this module, and only if Triton is installed.
 """
 
 import torch
@@ -14,7 +13,7 @@ BLOCK = 4096  # logits of a row that a program has in its registers
 
 
 def sums(z: Tensor, highest: Tensor, *, temperature: float, entropy: bool) -> Tensor:
-    """(sum exp(s), sum s exp(s)) of s = z / temperature - highest over the vocabulary, float32 (2, tokens).
+    """Computes (sum exp(s), sum s exp(s)) of s = z / temperature - highest over the vocabulary, float32 (2, tokens).
 
     ``z`` (tokens, V), ``highest`` float32 (tokens,). Without ``entropy``, there is no second row.
     """
@@ -39,11 +38,11 @@ def gradient(
     temperature: float,
     width: int,
 ) -> Tensor:
-    """The gradient of the logits in their dtype, (tokens, width): of z (tokens, V), and 0 beyond; see
-    impl/models/outputs.py.
+    """Computes the gradient of the logits in their dtype, (tokens, width); it is 0 beyond the V columns of z.
 
-    ``highest``, ``total``, ``mean``, ``of_logprob``, ``of_entropy``: float32 (tokens,). ``label`` int64 (tokens,): the
-    label's index in the shard, negative if it is not there.
+    See impl/models/outputs.py for the formula. ``z``: (tokens, V). ``highest``, ``total``, ``mean``, ``of_logprob``,
+    ``of_entropy``: float32 (tokens,). ``label`` int64 (tokens,): the label's index in the shard, negative if it is not
+    there.
     """
     result = torch.empty(len(z), width, dtype=z.dtype, device=z.device)
     blocks = -(-width // BLOCK)

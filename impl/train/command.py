@@ -1,6 +1,7 @@
-"""The command ``parity train``; conformance/core/plugins.py finds it.
+"""Runs the command ``parity train``, which conformance/core/plugins.py finds.
 
-Under torchrun it is a rank of the training; else it starts the ranks. What it does is imported when it is run.
+Under torchrun this process is a rank of the training; otherwise it starts the ranks. Slow imports happen when the
+command runs.
 """
 
 import argparse
@@ -17,12 +18,12 @@ from impl.train.flags import (
     Value,
     add_flags,
     given_values,
+    merge_values,
     read_recipe,
     resolve_values,
-    said_values,
 )
 
-RANK = "impl.train.worker"  # the module that is a rank
+RANK = "impl.train.worker"  # the module that runs a rank
 
 
 class Train:
@@ -37,19 +38,22 @@ class Train:
             add_flags(one, command)
 
     def run(self, options: argparse.Namespace) -> int:
-        """0: done. 1: a rank failed. 2: wrong usage. 128 + a signal: stopped by it, with a checkpoint."""
+        """Returns the exit code.
+
+        0: done. 1: a rank failed. 2: wrong usage. 128 + a signal: stopped by the signal, with a checkpoint.
+        """
         command: str = options.train
         given = given_values(options, command)
         recipe = read_recipe(options.config, command) if options.config else {}
         values = resolve_values(given, recipe, command)
-        ranks = _ranks_there_are()
+        ranks = _torchrun_ranks()
         if ranks is not None:
-            _check_ranks_asked_for(values["nproc_per_node"])
+            _check_requested_ranks(values["nproc_per_node"])
 
         from impl.train.options import train_config
 
-        said = said_values(given, recipe)
-        config = train_config(command, values, given=said, ranks=ranks, dry_run=options.dry_run)
+        explicit = merge_values(given, recipe)
+        config = train_config(command, values, given=explicit, ranks=ranks, dry_run=options.dry_run)
         if options.dry_run:
             from impl.train.plan import plan
 
@@ -77,22 +81,23 @@ class Train:
 TRAIN = Train()
 
 
-def _ranks_there_are() -> int | None:
-    """The world's size, under torchrun."""
+def _torchrun_ranks() -> int | None:
+    """Returns the number of ranks under torchrun; None without torchrun."""
     if "RANK" not in os.environ:
         return None
     try:
         return int(os.environ["WORLD_SIZE"])
     except (KeyError, ValueError):
         raise UsageError(
-            "RANK is set in the environment, but no WORLD_SIZE; start it by torchrun, or unset RANK"
+            "RANK is set in the environment, but WORLD_SIZE is not; start with torchrun, or unset RANK"
         ) from None
 
 
-def _check_ranks_asked_for(asked: Value) -> None:
-    """Raises UsageError where torchrun has started another number of ranks on this host."""
-    there = os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])
-    if asked is not None and str(asked) != there:
+def _check_requested_ranks(requested: Value) -> None:
+    """Raises UsageError if torchrun has started another number of ranks on this host."""
+    started = os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])
+    if requested is not None and str(requested) != started:
         raise UsageError(
-            f"--nproc-per-node {asked}: torchrun has started {there} ranks on this host; leave it out, or start as many"
+            f"--nproc-per-node {requested}: torchrun has started {started} ranks on this host; leave it out, or start "
+            f"as many"
         )

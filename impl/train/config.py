@@ -1,10 +1,8 @@
-"""Values: what the options of ``parity train`` are, read in their types.
+"""Reads the options of ``parity train`` in their types, and holds the configuration of a training.
 
-TrainConfig: a whole training, as ``parity train`` runs it.
-
-What decides a step (objective, optimizer, schedule, precision, micro-batches, seed) is a scenario, and how ranks are
-arranged is a layout, as in a cell of the suite: a training runs the code that cells judge. Here is what a cell does not
-have: where data comes from, how responses are sampled, what is evaluated, written and kept.
+Settings that decide a step (objective, optimizer, schedule, precision, micro-batches, seed) form a scenario, and the
+arrangement of ranks is a layout, as in a cell of the suite: a training runs the code that cells judge. TrainConfig adds
+settings that a cell does not have: data sources, sampling, evaluation, and output.
 """
 
 from collections.abc import Mapping
@@ -21,7 +19,7 @@ from impl.train.flags import SAME_SIZE, Value, written
 
 
 class Values:
-    """Reads values in their types, which resolve_values has checked."""
+    """Reads values that resolve_values has checked, in their types."""
 
     def __init__(self, values: Mapping[str, Value]) -> None:
         self._values = values
@@ -49,7 +47,7 @@ class Values:
         return self._values[name] is not None
 
     def cut(self, name: str) -> int:
-        """A size that has two names, of which one may be given."""
+        """Returns a size that has two names; only one may be given."""
         other = SAME_SIZE[name]
         if self.given(name) and self.given(other) and self.whole(name) != self.whole(other):
             names = f"{written(name)} {self.whole(name)} and {written(other)} {self.whole(other)}"
@@ -61,17 +59,20 @@ class Values:
         return self.whole("pipeline_model_parallel_size")
 
 
-ARITHMETIC = "arithmetic"  # as the path of a data set: the embedded questions of impl/train/data.py
+ARITHMETIC = "arithmetic"  # path of the embedded data set (impl/train/data.py)
 Engine = Literal["hf", "vllm"]
 Tracker = Literal["tensorboard", "wandb"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
-    """How responses are sampled, for ``grpo`` and ``ppo``. The temperature is the objective's.
+    """Configures the sampling of responses, for ``grpo`` and ``ppo``. The temperature is the objective's.
 
-    prompts: of one roll-out. n_samples_per_prompt: responses to each, which make a group. max_new_tokens: the longest
-    response. engine: who samples. greedy: always the likeliest token, instead of sampling.
+    prompts: the number of prompts in a rollout.
+    n_samples_per_prompt: responses to each prompt; they form a group.
+    max_new_tokens: the longest response.
+    engine: the sampling engine.
+    greedy: takes the likeliest token instead of sampling.
     """
 
     prompts: int
@@ -83,12 +84,16 @@ class RolloutConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OutputConfig:
-    """What a training leaves, and what it goes on from.
+    """Configures the output of a training and the checkpoint that it resumes from.
 
-    log: JSON lines, one for each step. trackers: where numbers go besides. save_path: the Hugging Face folder at the
-    end; merged: with the adapter added to its weights. ckpt_path: the folder of checkpoints
-    (impl/checkpoints/folder.py), one every ``save_steps`` updates, of which ``keep`` stay. async_save: they
-    are written while the training goes on. load_checkpoint: go on from the last one in ``ckpt_path``.
+    log: JSON lines, one for each step.
+    trackers: additional destinations of the numbers.
+    save_path: the Hugging Face folder at the end.
+    merged: writes this folder with the adapter merged into the weights.
+    ckpt_path: the folder of checkpoints (impl/checkpoints/folder.py), one every ``save_steps`` updates; ``keep`` of
+        them stay.
+    async_save: writes checkpoints while the training continues.
+    load_checkpoint: resumes from the last checkpoint in ``ckpt_path``.
     """
 
     log: Path
@@ -104,12 +109,14 @@ class OutputConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """``backend``: a name of impl.interface.protocol.CONTEXTS. ``models``: the Hugging Face folder of each role of
-    the objective.
+    """Configures a whole training, as ``parity train`` runs it.
 
-    ``scenario.steps`` counts optimizer steps; of ``grpo`` and ``ppo`` there are ``mini_batches * ppo_epochs`` for each
-    roll-out. ``scenario.data.path`` may be ARITHMETIC for these. ``eval_dataset``: held-out documents (of ``sft``) or
-    prompts, looked at before the first update, every ``eval_steps`` updates and after the last.
+    backend: a name of impl.interface.protocol.CONTEXTS.
+    models: the Hugging Face folder of each role of the objective.
+    scenario: ``steps`` counts optimizer steps; ``grpo`` and ``ppo`` make ``mini_batches * ppo_epochs`` for each
+        rollout, and their ``data.path`` may be ARITHMETIC.
+    eval_dataset: held-out documents (``sft``) or prompts, evaluated before the first update, every ``eval_steps``
+        updates and after the last.
     """
 
     backend: str
@@ -121,20 +128,20 @@ class TrainConfig:
     rollout: RolloutConfig | None = None
     eval_dataset: Path | None = None
     eval_steps: int = 100
-    options: Mapping[str, object] = field(default_factory=dict)  # as the user gave them, for the log's first line
+    options: Mapping[str, object] = field(default_factory=dict)  # as given by the user, for the log's first line
 
 
 _ADAPTER = TypeAdapter(TrainConfig)
 
 
 def to_json(config: TrainConfig) -> dict[str, Any]:
-    """Plain JSON values; ``from_json`` reads them back."""
+    """Converts the configuration to plain JSON values; ``from_json`` reads them back."""
     values: dict[str, Any] = _ADAPTER.dump_python(config, mode="json")
     return values
 
 
 def from_json(values: Any, *, source: str = "training") -> TrainConfig:
-    """Read what ``to_json`` gave. Raises UsageError that names ``source`` and every wrong field."""
+    """Reads the result of ``to_json``. Raises UsageError that names ``source`` and every wrong field."""
     try:
         return _ADAPTER.validate_python(values)
     except UsageError as error:

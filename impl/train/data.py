@@ -1,16 +1,12 @@
-"""Rewards that can be verified: the number that a response ends with, against the reference's.
+"""Selects the data of each step: documents in order, and prompts whose answers can be verified, with their rewards.
 
-The answer of a reference is what follows ``####``, as GSM8K writes it, or else its last number; that of a response is
-its last number. A sign belongs to a number unless a digit stands in front of it ("7-2" ends with 2, "-2" and "= -2"
-with -2), commas may part thousands, 3.0 is 3, and .5 is 0.5.
+The order of documents follows from the seed and the epoch (impl/checkpoints/training_state.py). The documents of a step
+follow from the position alone, not from ranks or checkpoints. A training that was interrupted therefore neither loses
+nor repeats any, also when it resumes with another number of ranks. Rollouts are in experience.py.
 
-Prompts: questions with an answer that can be verified, of a user's file or the embedded arithmetic.
-
-Source: what is trained on next, and where in the data that is. Here of documents; of roll-outs in experience.py.
-
-The order of documents follows from the seed and the epoch (impl/checkpoints/training_state.py), and which of them a
-step takes only from the position: it knows neither ranks nor checkpoints. So a training that was interrupted loses
-none and repeats none, also when it goes on with another number of ranks.
+A reward compares the last number of a response with the reference's answer: the text after ``####``, as GSM8K writes
+it, or else its last number. A sign belongs to a number unless a digit stands in front of it ("7-2" ends with 2, "-2"
+and "= -2" with -2), commas may separate thousands, 3.0 is 3, and .5 is 0.5.
 """
 
 import re
@@ -36,32 +32,32 @@ _NUMBER = re.compile(rf"(?:(?<![0-9])[-+\u2212])?(?:{_WHOLE}(?:{_PART})?|(?<![0-
 
 
 def last_number(text: str) -> Decimal | None:
-    """The number that stands last in a text; None where there is none."""
+    """Returns the last number in a text; None if there is none."""
     found = _NUMBER.findall(text)
     return Decimal(found[-1].replace(",", "").replace("\u2212", "-")) if found else None
 
 
 def reference_answer(reference: str, place: str) -> Decimal:
-    """The number that a right response ends with. Raises UsageError that names ``place`` for a reference without."""
+    """Returns the number that a right response ends with. Raises UsageError that names ``place`` if there is none."""
     answer = last_number(reference.rpartition(MARK)[2])
     if answer is None:
         raise UsageError(
-            f"{place}: the reference {shown(reference)} has no number{' behind ' + MARK if MARK in reference else ''}, "
-            f"and the reward compares numbers; give answers that end with one, or leave the sample out"
+            f"{place}: the reference {shown(reference)} has no number{' after ' + MARK if MARK in reference else ''}, "
+            f"but the reward compares numbers; give answers that end with a number, or leave the sample out"
         )
     return answer
 
 
 def exact_answer(response: str, answer: Decimal) -> float:
-    """1 where the response ends with the right number, else 0."""
+    """Returns 1 if the response ends with the right number, else 0."""
     return float(last_number(response) == answer)
 
 
 def near_answer(response: str, answer: Decimal) -> float:
-    """1 for the right number; for a wrong one 0.2, and up to 0.3 more the nearer it is, nothing more from 10 away on.
+    """Returns 1 for the right number; for a wrong number 0.2, plus up to 0.3 for its nearness within a distance of 10.
 
-    For the embedded arithmetic, which a tiny random model learns: it hardly ever gives the right number by chance, and
-    from rewards that are all 0 there is nothing to learn.
+    It serves the embedded arithmetic, which a tiny random model learns: this model hardly ever gives the right number
+    by chance, and it cannot learn from rewards that are all 0.
     """
     given = last_number(response)
     if given is None:
@@ -73,17 +69,17 @@ def near_answer(response: str, answer: Decimal) -> float:
 
 @dataclass(frozen=True)
 class Prompt:
-    """``tokens``: up to where the response begins. ``answer``: the number that a right one ends with."""
+    """Holds the ``tokens`` up to the response, and the ``answer``, the number that a right response ends with."""
 
     tokens: tuple[int, ...]
     answer: Decimal
 
 
 def load_prompts(data: DataConfig, tokenizer: Any, *, vocabulary: int, max_new_tokens: int) -> list[Prompt]:
-    """The prompts of a data set: the user's turn of the chat template, and the number in the reference.
+    """Loads the prompts of a data set: the user's turn of the chat template, and the number in the reference.
 
-    Raises UsageError for what cannot be used: a file, a template, a reference without a number, and a prompt that
-    leaves no room for ``max_new_tokens`` in ``data.max_len``.
+    Raises UsageError for an unusable file or template, a reference without a number, and a prompt that leaves fewer
+    than ``max_new_tokens`` tokens in ``data.max_len``.
     """
     prompts = []
     for number, (question, reference) in enumerate(_samples(data), start=1):
@@ -91,14 +87,12 @@ def load_prompts(data: DataConfig, tokenizer: Any, *, vocabulary: int, max_new_t
         try:
             with computing_at_most(SAMPLE_LIMIT_S):
                 tokens = encode_prompt(question, tokenizer)
-        except Exception as error:  # whatever somebody's template does
-            raise UsageError(
-                f"the tokenizer in {tokenizer.name_or_path} does not serve for {place}: {one_line(error)}"
-            ) from None
+        except Exception as error:  # a template may raise anything
+            raise UsageError(f"the tokenizer in {tokenizer.name_or_path} fails on {place}: {one_line(error)}") from None
         if max(tokens) >= vocabulary:
             raise UsageError(
-                f"the tokenizer in {tokenizer.name_or_path} gives token {max(tokens)}, and the model's vocabulary has "
-                f"{vocabulary}; give the folder the tokenizer of this model"
+                f"the tokenizer in {tokenizer.name_or_path} returns token {max(tokens)}, but the model's vocabulary "
+                f"has {vocabulary}; put the tokenizer of this model into the folder"
             )
         prompts.append(Prompt(tokens, reference_answer(reference, place)))
     longest = max(len(prompt.tokens) for prompt in prompts)
@@ -111,7 +105,7 @@ def load_prompts(data: DataConfig, tokenizer: Any, *, vocabulary: int, max_new_t
 
 
 def reward_of(data: DataConfig) -> Reward:
-    """How responses to the prompts of a data set are rewarded."""
+    """Returns the reward function for the prompts of a data set."""
     return near_answer if data.path == ARITHMETIC else exact_answer
 
 
@@ -120,7 +114,7 @@ def _samples(data: DataConfig) -> Sequence[tuple[str, str]]:
 
 
 def arithmetic() -> list[tuple[str, str]]:
-    """All 55 sums and 55 differences of two digits whose result is a digit, as questions and answers."""
+    """Returns all 55 sums and 55 differences of two digits whose result is a digit, as questions and answers."""
     sums = [(f"{a}+{b}=", str(a + b)) for a in range(10) for b in range(10 - a)]
     differences = [(f"{a}-{b}=", str(a - b)) for a in range(10) for b in range(a + 1)]
     return sums + differences
@@ -128,24 +122,27 @@ def arithmetic() -> list[tuple[str, str]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """``batches``: of the updates up to the next place where a training can be interrupted, one each. ``numbers``: what
-    is known of them beforehand, for the log."""
+    """Holds the updates up to the next point where a training can be interrupted.
+
+    batches: one batch per update.
+    numbers: numbers for the log that are known before the updates.
+    """
 
     batches: Sequence[Batch]
     numbers: dict[str, float] = field(default_factory=dict)
 
 
 class Source(Protocol):
-    position: DataPosition  # after the work that was given last
+    position: DataPosition  # after the last work
 
     def next(self, step: int) -> Work:
-        """The work that begins with optimizer step ``step`` (from 0); collective."""
+        """Returns the work that begins with optimizer step ``step`` (from 0); collective."""
         ...
 
 
 @dataclass
 class DocumentSource:
-    """Rows of documents, an optimizer step at a time."""
+    """Makes rows of documents, one optimizer step at a time."""
 
     documents: Sequence[Document]
     data: DataConfig
@@ -162,7 +159,7 @@ class DocumentSource:
 def next_row(
     documents: Sequence[Document], position: DataPosition, data: DataConfig
 ) -> tuple[tuple[Document, ...], DataPosition]:
-    """One document, or when packed the next ones in order for as long as they fit; and the position after them."""
+    """Returns one document, or if packed the next documents as long as they fit, and the position after them."""
     row: list[Document] = []
     while True:
         (number,), after = position.take(1)
@@ -173,5 +170,5 @@ def next_row(
 
 
 def fits(row: Sequence[Document], document: Document, data: DataConfig) -> bool:
-    """Whether a document goes into a row that has others."""
+    """Returns whether a document fits into a row that has others."""
     return data.packed and sum(len(one.tokens) for one in (*row, document)) <= data.max_len

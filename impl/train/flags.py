@@ -1,8 +1,8 @@
-"""The options of ``parity train``, declared once: the command line and recipes are both read by this table.
+"""Declares the options of ``parity train`` in one table, for the command line and for recipes.
 
-The names are those that people know from OpenRLHF, Megatron-LM and transformers. ``None`` as a default means that the
-value follows from others (impl/train/options.py). A recipe is a TOML or YAML file with the same names as its keys; what
-the command line says comes in place of what the recipe says, also under another name.
+The names are those of OpenRLHF, Megatron-LM and transformers. A default of ``None`` follows from other options
+(impl/train/options.py). A recipe is a TOML or YAML file with the same names as its keys; the command line overrides the
+recipe, also under an alternative name.
 """
 
 import argparse
@@ -22,26 +22,28 @@ from conformance.spec.precision import PRECISIONS
 
 COMMANDS = {
     "sft": "supervised fine-tuning on inputs and outputs",
-    "grpo": "group-relative policy optimisation: roll-outs of the policy, rewards, updates",
-    "ppo": "proximal policy optimisation with a critic: roll-outs of the policy, rewards, updates",
+    "grpo": "group-relative policy optimisation: rollouts of the policy, rewards, updates",
+    "ppo": "proximal policy optimisation with a critic: rollouts of the policy, rewards, updates",
 }
 ROLLOUT = ("grpo", "ppo")
 SAME_SIZE = {"tensor_model_parallel_size": "fsdp_tensor_parallel_size", "ring_attn_size": "context_parallel_size"}
-ALTERNATIVES = (*SAME_SIZE.items(), ("max_steps", "max_epochs", "num_episodes"))  # of which one may be said
+ALTERNATIVES = (*SAME_SIZE.items(), ("max_steps", "max_epochs", "num_episodes"))  # only one of each may be given
 Value = str | int | float | bool | None
 
 
 def written(name: str) -> str:
-    """An option as it is written on the command line; a recipe has its bare name."""
+    """Returns an option as it is written on the command line; a recipe has its bare name."""
     return f"--{name.replace('_', '-')}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Flag:
-    """One option. ``kind`` is its type; a ``bool`` is a switch, ``--name`` or ``--no-name``.
+    """Declares one option. ``kind`` is its type; a ``bool`` is a switch, ``--name`` or ``--no-name``.
 
-    least, above, most: what a number may be. commands: those that have it. refused: by backend, why it does not have
-    it. in_recipe: whether a recipe may say it.
+    least, above, most: the range of a number.
+    commands: the commands that have the option.
+    unsupported: by backend, the reason why it does not support the option.
+    in_recipe: whether a recipe may contain it.
     """
 
     name: str
@@ -53,21 +55,21 @@ class Flag:
     above: float | None = None
     most: float | None = None
     commands: tuple[str, ...] = tuple(COMMANDS)
-    refused: Mapping[str, str] = field(default_factory=dict)
+    unsupported: Mapping[str, str] = field(default_factory=dict)
     in_recipe: bool = True
 
     def typed(self, value: object, *, source: str) -> Value:
-        """A recipe's value in the option's type; a text is read as the command line reads it. Raises UsageError."""
+        """Converts a recipe's value to the option's type; a text is read as on the command line. Raises UsageError."""
         if self.kind is bool and isinstance(value, bool):
             return value
-        said = value
+        original = value
         if isinstance(value, str) and self.kind is not bool:
             with contextlib.suppress(ValueError):
                 value = self.kind(value)
         exact = isinstance(value, self.kind) or (self.kind is float and isinstance(value, int))
         if not exact or isinstance(value, bool) or (self.choices and value not in self.choices):
             wanted = f"one of {', '.join(self.choices)}" if self.choices else _WORDS[self.kind]
-            raise UsageError(f"{source}: {self.name} has to be {wanted}, not {shown(said)}")
+            raise UsageError(f"{source}: {self.name} must be {wanted}, got {shown(original)}")
         assert isinstance(value, str | int | float)
         return float(value) if self.kind is float else value
 
@@ -81,18 +83,18 @@ class Flag:
             f"more than {self.above}": self.above is None or value > self.above,
             f"{self.most} or less": self.most is None or value <= self.most,
         }
-        if broken := [words for words, kept in bounds.items() if not kept] or math.isnan(value):
+        if broken := [words for words, holds in bounds.items() if not holds] or math.isnan(value):
             words = " and ".join(broken) if isinstance(broken, list) else "a number"
-            raise UsageError(f"{written(self.name)} has to be {words}, not {value}")
+            raise UsageError(f"{written(self.name)} must be {words}, got {value}")
 
 
 _WORDS = {str: "a text", int: "a whole number", float: "a number", bool: "true or false"}
 _TP = "give --tensor-model-parallel-size, which every backend has"
 
 FLAGS = (
-    Flag(name="backend", kind=str, choices=("deepspeed", "fsdp2", "megatron"), help="who trains"),
+    Flag(name="backend", kind=str, choices=("deepspeed", "fsdp2", "megatron"), help="training backend"),
     # Models
-    Flag(name="pretrain", kind=str, help="Hugging Face folder of the policy, and of the reference where there is one"),
+    Flag(name="pretrain", kind=str, help="Hugging Face folder of the policy, and of the reference if there is one"),
     Flag(
         name="critic_pretrain",
         kind=str,
@@ -105,7 +107,7 @@ FLAGS = (
         kind=bool,
         default=False,
         in_recipe=False,
-        help="run Python code that model folders bring along",
+        help="run Python code of model folders",
     ),
     # Data
     Flag(name="dataset", kind=str, help="JSONL or Parquet file, or a saved Hugging Face dataset (default: embedded)"),
@@ -129,8 +131,8 @@ FLAGS = (
         help="order of the data, sampling of responses, a new value head",
     ),
     # Optimizer
-    Flag(name="learning_rate", kind=float, above=0, default=5e-6, help="of AdamW, at its highest"),
-    Flag(name="lr_scheduler", kind=str, default="cosine", choices=("constant", "linear", "cosine"), help="its course"),
+    Flag(name="learning_rate", kind=float, above=0, default=5e-6, help="peak of AdamW's learning rate"),
+    Flag(name="lr_scheduler", kind=str, default="cosine", choices=("constant", "linear", "cosine"), help="schedule"),
     Flag(
         name="lr_warmup_ratio",
         kind=float,
@@ -149,7 +151,7 @@ FLAGS = (
         kind=str,
         default="bf16",
         choices=tuple(tier.name for tier in sorted(PRECISIONS.values(), key=lambda tier: tier.compute.bytes)),
-        help="of the forward and backward pass; masters are float32. exact: all in float64, for comparisons",
+        help="dtype of forward and backward; masters are float32. exact: all in float64, for comparisons",
     ),
     # Adapters
     Flag(
@@ -157,8 +159,8 @@ FLAGS = (
         kind=int,
         least=1,
         most=2**16,
-        refused={"megatron": "megatron-core has no adapters; use fsdp2 or deepspeed"},
-        help="train adapters of this rank (LoRA) on the frozen policy (default: none, all of it is trained)",
+        unsupported={"megatron": "megatron-core has no adapters; use fsdp2 or deepspeed"},
+        help="train adapters of this rank (LoRA) on the frozen policy (default: none, the whole policy is trained)",
     ),
     Flag(name="lora_alpha", kind=int, least=1, most=2**16, help="adapters are scaled by this / rank (default: 16)"),
     Flag(
@@ -170,14 +172,14 @@ FLAGS = (
         name="lora_save",
         kind=str,
         choices=("adapter", "merged"),
-        help="--save-path gets the adapter beside the base, or added to it (default: adapter)",
+        help="--save-path gets the adapter beside the base, or merged into it (default: adapter)",
     ),
     # Ranks
     Flag(
         name="nproc_per_node",
         kind=int,
         least=1,
-        help="ranks to start (default: a GPU each; on the CPU, as few as can be)",
+        help="ranks to start (default: one per GPU; on the CPU, the fewest for the layout)",
     ),
     Flag(name="device", kind=str, choices=("cpu", "cuda"), help="where ranks compute (default: cuda if there is any)"),
     Flag(
@@ -185,7 +187,7 @@ FLAGS = (
         kind=int,
         least=0,
         most=3,
-        help="what data-parallel ranks cut: ZeRO 0 to 3 of deepspeed (default: 3), the distributed optimizer of "
+        help="what data-parallel ranks shard: ZeRO 0 to 3 of deepspeed (default: 3), the distributed optimizer of "
         "megatron (1; default: 0); fsdp2 is always 3",
     ),
     Flag(name="tensor_model_parallel_size", kind=int, least=1, help="tensor-parallel ranks (default: 1)"),
@@ -193,40 +195,51 @@ FLAGS = (
         name="fsdp_tensor_parallel_size",
         kind=int,
         least=1,
-        refused={"deepspeed": _TP, "megatron": _TP},
+        unsupported={"deepspeed": _TP, "megatron": _TP},
         help="the same, by its name in FSDP programs",
     ),
     Flag(
         name="use_hf_tp_plan",
         kind=bool,
         default=False,
-        refused={
-            "deepspeed": "AutoTP finds the cuts of a model itself; leave it out",
-            "megatron": "megatron-core's layers are cut by their own classes; leave it out",
+        unsupported={
+            "deepspeed": "AutoTP plans the sharding of a model itself; leave it out",
+            "megatron": "megatron-core's layers are sharded by their own classes; leave it out",
         },
-        help="tensor parallelism by the plan that the model's class carries, not by an explicit one",
+        help="tensor parallelism by the plan of the model's class instead of an explicit plan",
     ),
     Flag(
         name="sequence_parallel",
         kind=bool,
         default=False,
-        help="norms and residuals cut along the sequence between tensor-parallel blocks",
+        help="norms and residuals sharded along the sequence between tensor-parallel blocks",
     ),
-    Flag(name="ring_attn_size", kind=int, least=1, help="ranks of a ring that share the tokens of rows (default: 1)"),
+    Flag(
+        name="ring_attn_size",
+        kind=int,
+        least=1,
+        help="context-parallel ranks, which share rows (default: 1)",
+    ),
     Flag(name="context_parallel_size", kind=int, least=1, help="the same, by its name in Megatron-LM"),
-    Flag(name="ring_head_stride", kind=int, least=1, default=1, help="key-value heads that a ring gathers at a time"),
+    Flag(
+        name="ring_head_stride",
+        kind=int,
+        least=1,
+        default=1,
+        help="key-value heads that the ring gathers at a time",
+    ),
     Flag(name="pipeline_model_parallel_size", kind=int, least=1, default=1, help="pipeline stages"),
-    Flag(name="gradient_checkpointing", kind=bool, default=False, help="compute activations again in the backward"),
+    Flag(name="gradient_checkpointing", kind=bool, default=False, help="recompute activations in the backward pass"),
     Flag(
         name="torch_compile",
         kind=bool,
         default=False,
-        refused={"megatron": "megatron-core's layers are not compiled here; leave it out"},
+        unsupported={"megatron": "megatron-core's layers cannot be compiled; leave it out"},
         help="compile each layer by torch.compile",
     ),
     Flag(name="offload", kind=bool, default=False, help="parameters, gradients and optimizer state on the CPU"),
-    # Roll-outs
-    Flag(name="rollout_batch_size", kind=int, least=1, default=8, commands=ROLLOUT, help="prompts of a roll-out"),
+    # Rollouts
+    Flag(name="rollout_batch_size", kind=int, least=1, default=8, commands=ROLLOUT, help="prompts of a rollout"),
     Flag(name="n_samples_per_prompt", kind=int, least=1, default=4, commands=ROLLOUT, help="responses to each prompt"),
     Flag(
         name="generate_max_len", kind=int, least=1, default=1024, commands=ROLLOUT, help="tokens of a response at most"
@@ -238,11 +251,11 @@ FLAGS = (
         default="hf",
         choices=("hf", "vllm"),
         commands=ROLLOUT,
-        help="who samples responses",
+        help="engine that samples responses",
     ),
     Flag(name="greedy", kind=bool, default=False, commands=ROLLOUT, help="the likeliest token instead of sampling"),
     # Objective
-    Flag(name="ppo_epochs", kind=int, least=1, default=1, commands=ROLLOUT, help="passes over a roll-out"),
+    Flag(name="ppo_epochs", kind=int, least=1, default=1, commands=ROLLOUT, help="passes over a rollout"),
     Flag(
         name="eps_clip", kind=float, above=0, default=0.2, commands=ROLLOUT, help="the ratio is clipped to 1 -/+ this"
     ),
@@ -255,7 +268,12 @@ FLAGS = (
         help="loss of the policy (docs/explanations/objectives.md)",
     ),
     Flag(
-        name="kl_coef", kind=float, least=0, default=0.0, commands=ROLLOUT, help="KL to the reference, off the reward"
+        name="kl_coef",
+        kind=float,
+        least=0,
+        default=0.0,
+        commands=ROLLOUT,
+        help="KL to the reference, in the reward",
     ),
     Flag(
         name="kl_loss_coef", kind=float, least=0, default=0.0, commands=ROLLOUT, help="KL to the reference, in the loss"
@@ -289,10 +307,10 @@ FLAGS = (
     # Output
     Flag(name="save_path", kind=str, help="Hugging Face folder that is written at the end (default: none)"),
     Flag(name="ckpt_path", kind=str, help="folder of checkpoints (default: none)"),
-    Flag(name="load_checkpoint", kind=bool, default=False, help="go on from the last checkpoint in --ckpt-path"),
+    Flag(name="load_checkpoint", kind=bool, default=False, help="resume from the last checkpoint in --ckpt-path"),
     Flag(name="save_steps", kind=int, least=1, default=100, help="updates between two checkpoints"),
-    Flag(name="async_save", kind=bool, default=False, help="write checkpoints while the training goes on"),
-    Flag(name="max_ckpt_num", kind=int, least=1, default=2, help="checkpoints that stay"),
+    Flag(name="async_save", kind=bool, default=False, help="write checkpoints while the training continues"),
+    Flag(name="max_ckpt_num", kind=int, least=1, default=2, help="checkpoints to keep"),
     Flag(name="eval_steps", kind=int, least=1, default=100, help="updates between two evaluations"),
     Flag(
         name="logging",
@@ -305,14 +323,14 @@ FLAGS = (
 
 
 class Parser(parser.Parser):
-    """The parser of one of the commands: an unknown option may be one of another command."""
+    """Parses one of the commands: an unknown option may belong to another command."""
 
     def unknown(self, option: str) -> str:
         return _unknown(option, self.prog.rpartition(" ")[2], written=written)
 
 
 def add_flags(to: argparse.ArgumentParser, command: str) -> None:
-    """Declare a command's options. What is not given is not in the namespace."""
+    """Declares a command's options. Options that are not given are not in the namespace."""
     for flag in FLAGS:
         if command not in flag.commands:
             continue
@@ -329,9 +347,10 @@ _METAVARS = {str: "TEXT", int: "N", float: "X"}
 
 
 def read_recipe(path: Path, command: str) -> dict[str, Value]:
-    """The options in a TOML file, or in a YAML file if its name ends in .yaml or .yml.
+    """Reads the options in a TOML file, or in a YAML file if its name ends in .yaml or .yml.
 
-    Raises UsageError for a file that is none, an unknown option, one of another command, and a value of another type.
+    Raises UsageError for an unreadable file, an unknown option, an option of another command, and a value of another
+    type.
     """
     try:
         values = _read_yaml(path) if path.suffix in (".yaml", ".yml") else read_toml(path)
@@ -344,50 +363,50 @@ def read_recipe(path: Path, command: str) -> dict[str, Value]:
         if flag is None or command not in flag.commands:
             raise UsageError(f"{path}: {_unknown(str(name), command)}")
         if not flag.in_recipe:
-            raise UsageError(f"{path}: {name} cannot be said by a file; use the option {written(name)}")
+            raise UsageError(f"{path}: {name} is not allowed in a recipe; use the option {written(name)}")
         found[name] = flag.typed(value, source=str(path))
     return found
 
 
-def said_values(given: Mapping[str, Value], recipe: Mapping[str, Value]) -> dict[str, Value]:
-    """What the command line says, and what the recipe says of other things: a name stands for all its alternatives."""
+def merge_values(given: Mapping[str, Value], recipe: Mapping[str, Value]) -> dict[str, Value]:
+    """Merges the options of the command line and the recipe; an option overrides all of its alternatives."""
     replaced = {name for names in ALTERNATIVES if not given.keys().isdisjoint(names) for name in names}
     return {name: value for name, value in recipe.items() if name not in replaced} | dict(given)
 
 
 def resolve_values(given: Mapping[str, Value], recipe: Mapping[str, Value], command: str) -> dict[str, Value]:
-    """A value for every option of a command: the command line's, else the recipe's, else the default.
+    """Returns a value for every option of a command: the command line's, else the recipe's, else the default.
 
-    Raises UsageError for an option that the backend does not have, with the reason.
+    Raises UsageError for an option that the backend does not support, with the reason.
     """
     flags = [flag for flag in FLAGS if command in flag.commands]
-    said = said_values(given, recipe)
-    values = {flag.name: said.get(flag.name, flag.default) for flag in flags}
+    explicit = merge_values(given, recipe)
+    values = {flag.name: explicit.get(flag.name, flag.default) for flag in flags}
     for name in ("backend", "pretrain"):
         if values[name] is None:
-            raise UsageError(f"{written(name)} is missing; {_what_it_takes(by_name=name)}")
+            raise UsageError(f"{written(name)} is missing; {_advice(name)}")
     backend = str(values["backend"])
     for flag in flags:
         flag.check(values[flag.name])
-        if said.get(flag.name) and backend in flag.refused:
-            raise UsageError(f"{written(flag.name)} is not for --backend {backend}: {flag.refused[backend]}")
+        if explicit.get(flag.name) and backend in flag.unsupported:
+            raise UsageError(f"--backend {backend} does not support {written(flag.name)}: {flag.unsupported[backend]}")
     return values
 
 
-def _what_it_takes(*, by_name: str) -> str:
-    flag = next(flag for flag in FLAGS if flag.name == by_name)
+def _advice(name: str) -> str:
+    flag = next(flag for flag in FLAGS if flag.name == name)
     return f"give one of {', '.join(flag.choices)}" if flag.choices else f"give the {flag.help}"
 
 
 def _unknown(name: str, command: str, *, written: Callable[[str], str] = str) -> str:
-    """The message about an option that a command does not have. ``written``: how names of options are written."""
+    """Explains that a command does not have an option. ``written``: how names of options are written."""
     bare = name.removeprefix("--").removeprefix("no-").replace("-", "_")
-    others = next((flag.commands for flag in FLAGS if flag.name == bare), ())
-    if others and command not in others:
-        return f"{written(bare)} is an option of {' and '.join(others)}, not of {command}; leave it out"
+    commands = next((flag.commands for flag in FLAGS if flag.name == bare), ())
+    if commands and command not in commands:
+        return f"{written(bare)} is an option of {' and '.join(commands)}, not of {command}; leave it out"
     names = [flag.name for flag in FLAGS if command in flag.commands]
     close = difflib.get_close_matches(bare, names, n=3, cutoff=0.5)
-    hint = f"did you mean {' or '.join(map(written, close))}?" if close else "see --help for those there are"
+    hint = f"did you mean {' or '.join(map(written, close))}?" if close else "see --help for all options"
     return f"there is no option {shown(name)}; {hint}"
 
 
@@ -399,11 +418,11 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise UsageError(f"{path} is not valid YAML: {one_line(error)}") from None
     if not isinstance(values, dict):
-        raise UsageError(f"{path} holds {shown(values)} where options (name: value) are due")
+        raise UsageError(f"{path} must hold options (name: value), got {shown(values)}")
     return values
 
 
 def given_values(options: argparse.Namespace, command: str) -> dict[str, Value]:
-    """What the command line says."""
+    """Returns the options of the command line."""
     names: Sequence[str] = [flag.name for flag in FLAGS if command in flag.commands]
     return {name: value for name, value in vars(options).items() if name in names}

@@ -1,8 +1,8 @@
-"""Ranks of a training on this host, with what torchrun gives them in the environment.
+"""Starts the ranks of a training on this host, with torchrun's environment variables.
 
-torchrun itself ends its ranks 30 s after a signal, and a checkpoint may take longer; here a signal is passed on once
-and then waited for without limit. The first rank writes to the terminal, the others into files; of the one that fails
-first the last lines are told, because others mostly fail by it.
+torchrun itself ends its ranks 30 s after a signal, and a checkpoint may take longer; here a signal is forwarded once,
+and there is no time limit. The first rank writes to the terminal, the others into files. The last lines of the first
+rank that fails are printed, because the others mostly fail as a consequence.
 """
 
 import os
@@ -26,10 +26,10 @@ GRACE_S, _POLL_S = 5.0, 0.1
 
 
 def run_ranks(command: list[str], *, ranks: int, device: str) -> int:
-    """Run ``command`` in so many processes, and return an exit code.
+    """Runs ``command`` in ``ranks`` processes, and returns an exit code.
 
-    0: all ended well. 1: a rank failed, and the others were ended; 2: it said that it was used wrongly. 128 + the
-    signal: they ended after one.
+    0: all ranks succeeded. 1: a rank failed, and the others were ended. 2: a rank reported wrong usage. 128 + the
+        signal: they ended after a signal.
     """
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with ExitStack() as stack, tempfile.TemporaryDirectory(prefix="parity-train-") as folder:
@@ -44,16 +44,16 @@ def run_ranks(command: list[str], *, ranks: int, device: str) -> int:
                     env={**os.environ, **_environment(rank, ranks, port=store.port, device=device)},
                     stdout=log,
                     stderr=log,
-                    start_new_session=True,  # Ctrl-C of a terminal reaches this process alone, which passes it on
+                    start_new_session=True,  # Ctrl-C in a terminal reaches only this process, which forwards it
                     preexec_fn=partial(signal_at_death_of, os.getpid(), signal.SIGKILL),
                 )
                 started.append(process)
-                signals.pass_on()  # what came while it was being started, when it was not among those that get it
+                signals.pass_on()  # forwards a signal that arrived while the process was being started
             failed = _wait(started)
         finally:
             _end(started)
         if failed is not None and -started[failed].returncode not in signals.received:
-            _tell(failed, started[failed].returncode, _log(folder, failed))
+            _report(failed, started[failed].returncode, _log(folder, failed))
             return USAGE if started[failed].returncode == USAGE else 1
     return 128 + signals.received[0] if signals.received else 0
 
@@ -71,7 +71,7 @@ def _environment(rank: int, ranks: int, *, port: int, device: str) -> dict[str, 
         "LOCAL_WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        # As under torchrun, ranks find each other in the store of the process that started them.
+        # As under torchrun, ranks find each other by the store of the process that started them.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
         **threads,
@@ -80,14 +80,14 @@ def _environment(rank: int, ranks: int, *, port: int, device: str) -> dict[str, 
 
 @dataclass(kw_only=True)
 class _Signals:
-    """Passes the first signal on to all ranks, once to each, and ends them at the second.
+    """Forwards the first signal to all ranks, once to each, and kills them at the second.
 
-    A signal that was ignored before stays ignored, here and in the ranks, which inherit that.
+    A signal that was ignored before stays ignored, here and in the ranks, which inherit this.
     """
 
     started: list[subprocess.Popen[bytes]]
     received: list[int] = field(default_factory=list)
-    told: set[int] = field(default_factory=set)  # pids: a rank dies of the same signal again
+    signalled: set[int] = field(default_factory=set)  # pids; a second signal of the same kind would end a rank
 
     def listen(self) -> None:
         for number in heeded(signal.SIGINT, signal.SIGTERM):
@@ -96,20 +96,20 @@ class _Signals:
     def _handle(self, number: int, _: FrameType | None) -> None:
         self.received.append(signal.SIGKILL if self.received else number)
         if len(self.received) == 1:
-            print("parity: stopping after this step; a second signal ends it at once", file=sys.stderr, flush=True)
+            print("parity: stopping after this step; a second signal stops at once", file=sys.stderr, flush=True)
         else:
-            self.told.clear()
+            self.signalled.clear()
         self.pass_on()
 
     def pass_on(self) -> None:
         for process in self.started if self.received else ():
-            if process.pid not in self.told:
-                self.told.add(process.pid)
+            if process.pid not in self.signalled:
+                self.signalled.add(process.pid)
                 signal_process(process.pid, self.received[-1])
 
 
 def _wait(started: list[subprocess.Popen[bytes]]) -> int | None:
-    """The first rank that fails; None when all have ended well."""
+    """Returns the first rank that fails; None when all have succeeded."""
     while True:
         codes = [process.poll() for process in started]
         if failed := [rank for rank, code in enumerate(codes) if code]:
@@ -120,7 +120,7 @@ def _wait(started: list[subprocess.Popen[bytes]]) -> int | None:
 
 
 def _end(started: list[subprocess.Popen[bytes]]) -> None:
-    """End what still runs: ranks that wait for one that has failed. They get a moment to say what they have to say."""
+    """Ends ranks that still run, for example because they wait for a failed rank; they get time to print messages."""
     deadline = time.monotonic() + GRACE_S
     while any(process.poll() is None for process in started) and time.monotonic() < deadline:
         time.sleep(_POLL_S)
@@ -130,10 +130,10 @@ def _end(started: list[subprocess.Popen[bytes]]) -> None:
         process.wait()
 
 
-def _tell(rank: int, code: int, log: Path) -> None:
-    """Say which rank failed, and the end of what it wrote, unless that is on the terminal."""
-    if code == USAGE and not rank:  # it has said in a line what is wrong
+def _report(rank: int, code: int, log: Path) -> None:
+    """Prints which rank failed, and the end of its output unless that is on the terminal already."""
+    if code == USAGE and not rank:  # the first rank has printed the error itself
         return
-    how = f"exit code {code}" if code > 0 else signal.Signals(-code).name
+    status = f"exit code {code}" if code > 0 else signal.Signals(-code).name
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_LINES:] if log.is_file() else []
-    print("\n".join([f"parity: rank {rank} failed ({how})", *lines]), file=sys.stderr, flush=True)
+    print("\n".join([f"parity: rank {rank} failed ({status})", *lines]), file=sys.stderr, flush=True)

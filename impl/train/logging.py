@@ -1,13 +1,10 @@
-"""The log of a training: JSON lines. The first one says what was asked and with which versions, the others a step each.
+"""Reports the numbers of each step: in the log, to trackers, and on the terminal. Only the first rank reports.
 
-A step's line has ``step`` (updates that are done, from 1) and numbers by name; docs/guides/training.md lists them. A
-training that goes on from a checkpoint takes away the lines of later steps, so that no step stands there twice.
+The log has JSON lines. The first line has the options and versions, every other line a step. A step's line has ``step``
+(updates done, from 1) and numbers by name; docs/guides/training.md lists them. A training that resumes from a
+checkpoint removes the lines of later steps, so that no step is there twice.
 
-Trackers: where the numbers of a training go besides its log. Optional packages, imported when they are asked for.
-
-Progress: what a user sees while a training runs: a bar with the time that is left on a terminal, else lines.
-
-Telling: the log, the trackers and what a user sees. The first rank tells; on the others this is silent.
+Trackers come from optional packages, which are imported on request.
 """
 
 import contextlib
@@ -35,7 +32,7 @@ Numbers = Mapping[str, float | None]
 
 
 class RunLog:
-    """Lines of one training; the first rank has it. Numbers that are not finite are the strings "inf" and "nan"."""
+    """Writes the lines of one training, on the first rank. Infinite numbers and NaN become "inf" and "nan"."""
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
@@ -50,43 +47,43 @@ class RunLog:
 
 @contextlib.contextmanager
 def open_log(path: Path, header: Mapping[str, Any], *, done: int, resumes: bool) -> Iterator[RunLog]:
-    """Begin a log, or go on with one behind the update ``done``; its first line then stays. Where a training resumes
-    and there was no checkpoint yet, the log that is there is kept as ``LOG.before``.
+    """Begins a log, or continues one after the update ``done``; its first line then stays.
 
-    Raises UsageError where a training that does not resume finds a log there: nothing is overwritten.
+    If a training resumes but there was no checkpoint yet, the existing log is kept as ``LOG.before``. Raises UsageError
+    if a training that does not resume finds a log: nothing is overwritten.
     """
     if path.exists() and not resumes:
-        raise UsageError(f"{path} is the log of another training; give a new one, or go on with load_checkpoint")
+        raise UsageError(f"{path} is the log of another training; give a new path, or resume with load_checkpoint")
     path.parent.mkdir(parents=True, exist_ok=True)
-    kept = kept_lines(path, done) if done and path.exists() else []
+    lines = lines_until(path, done) if done and path.exists() else []
     if path.exists() and not done:
         path.replace(path.with_name(path.name + ".before"))
-    beside = path.with_name(path.name + ".partial")
-    beside.write_text("".join(kept or [json.dumps({"run": header}) + "\n"]), encoding="utf-8")
-    beside.replace(path)
+    draft = path.with_name(path.name + ".partial")
+    draft.write_text("".join(lines or [json.dumps({"run": header}) + "\n"]), encoding="utf-8")
+    draft.replace(path)
     with path.open("a", encoding="utf-8") as file:
         yield RunLog(file)
 
 
-def kept_lines(path: Path, step: int) -> list[str]:
-    """The lines of a log up to an update. What a crash has cut is left out, with all that follows."""
+def lines_until(path: Path, step: int) -> list[str]:
+    """Returns the lines of a log up to an update. An incomplete line of a crash is left out, with all that follow."""
     check_file(path)
-    kept = []
+    lines = []
     with path.open(encoding="utf-8", errors="replace") as file:
         for line in file:
             values = _values(line)
             if values is None or values.get("step", 0) > step:
                 break
-            kept.append(line)
-    return kept
+            lines.append(line)
+    return lines
 
 
 def read_log(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """What was asked, and the steps' lines. Raises UsageError for a file that is no log."""
+    """Returns the header and the steps' lines of a log. Raises UsageError for a file that is not a log."""
     check_file(path)
     lines = [_values(line) for line in path.read_text(encoding="utf-8").splitlines()]
     if not lines or lines[0] is None or "run" not in lines[0] or None in lines[1:]:
-        raise UsageError(f"{path} is no log of a training, or it is damaged")
+        raise UsageError(f"{path} is not the log of a training, or it is damaged")
     header: dict[str, Any] = lines[0]["run"]
     return header, [line for line in lines[1:] if line]
 
@@ -110,7 +107,7 @@ class Follower(Protocol):
 
 
 def follow(trackers: Sequence[Tracker], log: Path, header: Mapping[str, Any], *, step: int) -> list[Follower]:
-    """What was asked for, of a training whose next update is ``step`` + 1. Folders lie beside the log.
+    """Opens the requested trackers of a training whose next update is ``step`` + 1. Their folders lie beside the log.
 
     Raises UsageError that names the extra whose package is missing.
     """
@@ -122,7 +119,7 @@ def follow(trackers: Sequence[Tracker], log: Path, header: Mapping[str, Any], *,
 
 
 class TensorBoard:
-    """Event files in the folder LOG.tensorboard."""
+    """Writes event files into the folder LOG.tensorboard."""
 
     def __init__(self, log: Path, header: Mapping[str, Any], step: int) -> None:
         try:
@@ -141,7 +138,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run of wandb; where it goes to is decided by wandb's environment variables."""
+    """Writes a run of wandb, whose environment variables decide the destination."""
 
     def __init__(self, log: Path, header: Mapping[str, Any], step: int) -> None:
         try:
@@ -159,12 +156,12 @@ class WeightsAndBiases:
 
 def _missing(package: str, error: ImportError) -> UsageError:
     return UsageError(
-        f"the tracker {package} needs the package of this name ({error}); run: pip install "
+        f"the tracker {package} needs its package ({error}); run: pip install "
         f"'backend-parity[{package}]', or leave it out: the log has all numbers"
     )
 
 
-SHOWN = {  # of a line of the log, with the format of each
+SHOWN = {  # numbers of a log line that the terminal shows, with their formats
     "loss": ".4f",
     "reward_mean": ".3f",
     "grad_norm": ".3f",
@@ -177,19 +174,22 @@ SHOWN = {  # of a line of the log, with the format of each
 
 
 class Progress:
-    """``done`` of ``steps`` updates have been made before. Quiet on all ranks but the one that says so."""
+    """Shows a bar with the remaining time on a terminal, else lines; nothing on ranks without ``shown``.
+
+    ``done`` of ``steps`` updates have been made before.
+    """
 
     def __init__(self, *, steps: int, done: int, shown: bool) -> None:
         self._steps, self._shown = steps, shown
         self._bar = tqdm(total=steps, initial=done, unit="step") if shown and sys.stderr.isatty() else None
 
     def step(self, step: int, numbers: Numbers) -> None:
-        told = _told(numbers)
+        text = _to_text(numbers)
         if self._bar is not None:
-            self._bar.set_postfix_str(told, refresh=False)
+            self._bar.set_postfix_str(text, refresh=False)
             self._bar.update(step - self._bar.n)
         else:
-            self.say(f"step {step}/{self._steps}  {told}")
+            self.say(f"step {step}/{self._steps}  {text}")
 
     def say(self, text: str) -> None:
         if self._bar is not None:
@@ -202,14 +202,14 @@ class Progress:
             self._bar.close()
 
 
-def _told(numbers: Numbers) -> str:
-    held = {name: numbers.get(name) for name in SHOWN}
-    return "  ".join(f"{name} {format(value, SHOWN[name])}" for name, value in held.items() if value is not None)
+def _to_text(numbers: Numbers) -> str:
+    values = {name: numbers.get(name) for name in SHOWN}
+    return "  ".join(f"{name} {format(value, SHOWN[name])}" for name, value in values.items() if value is not None)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Telling:
-    """``log`` is None on the ranks that are silent."""
+class Reporter:
+    """Reports to the log, the trackers and the terminal. ``log`` is None on the ranks that are silent."""
 
     log: RunLog | None
     followers: Sequence[Follower]
@@ -227,10 +227,10 @@ class Telling:
 
 
 @contextlib.contextmanager
-def telling(config: TrainConfig, *, done: int) -> Iterator[Telling]:
-    """For a training of which ``done`` updates have been made before; collective.
+def open_reporter(config: TrainConfig, *, done: int) -> Iterator[Reporter]:
+    """Opens the reporter of a training after ``done`` updates; collective.
 
-    Raises UsageError, on all ranks, for a log that is in the way and a tracker whose package is missing.
+    Raises UsageError, on all ranks, for an existing log of another training and a tracker whose package is missing.
     """
     with contextlib.ExitStack() as stack:
         first, output, header = dist.get_rank() == 0, config.output, header_of(config)
@@ -240,22 +240,22 @@ def telling(config: TrainConfig, *, done: int) -> Iterator[Telling]:
         def begin() -> tuple[RunLog | None, list[Follower]]:
             if not first:
                 return None, []
-            # First the log: where that of another training is in the way, its trackers are not touched either.
+            # The log comes first: if another training's log is there, that training's trackers are not touched either.
             log = stack.enter_context(open_log(output.log, header, done=done, resumes=output.load_checkpoint))
             followers = follow(output.trackers, output.log, header, step=done)
             for follower in followers:
                 stack.callback(follower.close)
             return log, followers
 
-        kept: list[tuple[RunLog | None, list[Follower]]] = []
-        together(f"beginning the log {output.log}", lambda: kept.append(begin()))
-        log, followers = kept[0]
-        progress.say(f"{'going on' if done else 'beginning'} at update {done} of {config.scenario.steps}")
-        yield Telling(log=log, followers=followers, progress=progress)
+        opened: list[tuple[RunLog | None, list[Follower]]] = []
+        together(f"beginning the log {output.log}", lambda: opened.append(begin()))
+        log, followers = opened[0]
+        progress.say(f"{'resuming' if done else 'beginning'} at update {done} of {config.scenario.steps}")
+        yield Reporter(log=log, followers=followers, progress=progress)
 
 
 def header_of(config: TrainConfig) -> dict[str, Any]:
-    """What was asked, and the versions of what runs it."""
+    """Returns the options, the configuration and the versions for the log's first line."""
     packages = find_backend(config.backend).load().describe().packages
     return {
         "options": dict(config.options),

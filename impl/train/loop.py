@@ -1,13 +1,8 @@
-"""A clean stop: Ctrl-C and SIGTERM are noted, and the training ends itself where it can be resumed.
+"""Runs the training loop of ``parity train``, the same for SFT, GRPO and PPO and for all backends.
 
-How fast a training is, and how much memory it takes: what a line of the log says besides losses.
-
-Checkpoints of a training: where it is written, and where it goes on. The folder is docs/explanations/checkpoints.md's.
-
-The training loop of ``parity train``, the same for SFT, GRPO and PPO and for all backends.
-
-Work is an optimizer step of SFT, or a roll-out with all its updates; after it the ranks agree whether to stop, look at
-held-out data and write a checkpoint. What a step computes is impl/engine/trainer.py, which the suite's cells judge.
+A unit of work is an optimizer step of SFT, or a rollout with all its updates. After it the ranks agree whether to stop,
+to evaluate held-out data and to write a checkpoint (docs/explanations/checkpoints.md). Ctrl-C and SIGTERM stop a
+training where it can be resumed. impl/engine/trainer.py computes a step; the suite's cells judge it.
 """
 
 import contextlib
@@ -43,8 +38,8 @@ from impl.interface.distributed import on_first
 from impl.interface.protocol import Adaptable
 from impl.train.config import OutputConfig, TrainConfig
 from impl.train.data import Source
-from impl.train.experience import check_goes_on, logprob_gap
-from impl.train.logging import Telling, telling
+from impl.train.experience import check_resumes, logprob_gap
+from impl.train.logging import Reporter, open_reporter
 from impl.train.memory_estimate import parameter_shapes, read_sizes
 from impl.train.setup import (
     Evaluate,
@@ -61,11 +56,13 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Stop:
-    """Inside the ``with`` statement, the first of SIGNALS sets ``asked``, and another one does what it always does. One
-    that was ignored before stays ignored."""
+    """Sets ``requested`` at the first of SIGNALS inside the ``with`` statement; a second signal has its usual effect.
+
+    A signal that was ignored before stays ignored.
+    """
 
     def __init__(self) -> None:
-        self.asked = False
+        self.requested = False
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> "Stop":
@@ -73,7 +70,7 @@ class Stop:
         return self
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.asked = True
+        self.requested = True
         self._restore()
 
     def _restore(self) -> None:
@@ -84,34 +81,40 @@ class Stop:
         self._restore()
 
 
-# Floating-point operations a second of dense products in half precision, by a word of the device's name: NVIDIA's data
-# sheets, without sparsity. Cards for slots are slower, where they have the same name; of the A100 they are not.
+# Floating-point operations per second of dense products in half precision, by a word of the device's name: NVIDIA's
+# data sheets, without sparsity. PCIe cards of the same name are slower, except the A100.
 PEAKS = {"B200": 2250e12, "H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12, "V100": 125e12}
 _SLOTS, _AS_FAST = {"PCIE", "NVL"}, {"A100"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSize:
-    """parameters: of matrix products, and so without an input embedding. attention: layers x heads x head size.
-    frozen: those of ``parameters`` that get no gradient."""
+    """Holds the sizes that decide the floating-point operations of a model.
+
+    parameters: of matrix products, so without an input embedding.
+    attention: layers x heads x head size.
+    frozen: those of ``parameters`` that get no gradient.
+    """
 
     parameters: int
     attention: int
     frozen: int = 0
 
     def flops(self, lengths: Iterable[int]) -> float:
-        """Of forward and backward passes over documents of these lengths: 6 N T + 12 L H Q T^2 for one of T tokens, and
-        2 T less for each frozen parameter.
+        """Counts the operations of forward and backward passes over documents of these lengths.
 
-        Chowdhery et al., arXiv 2204.02311, appendix B; nothing is added for recomputation.
+        They are 6 N T + 12 L H Q T^2 for a document of T tokens, and 2 T less for each frozen parameter (Chowdhery et
+        al., arXiv 2204.02311, appendix B). Recomputation is not counted.
         """
         products = 6 * self.parameters - 2 * self.frozen
         return float(sum(products * t + 12 * self.attention * t * t for t in lengths))
 
 
 def model_size(folder: Path, head: Head) -> ModelSize:
-    """Of the model that a Hugging Face folder makes with a head. An embedding that is no head looks up and computes
-    nothing; a tied head is its embedding."""
+    """Returns the size of the model that a Hugging Face folder makes with a head.
+
+    An input embedding is a look-up and computes nothing; a tied head counts as a product.
+    """
     shapes, sizes = parameter_shapes(folder, head), read_sizes(folder)
     tied = head == "causal" and not any(name.endswith(HEAD) for name in shapes)
     looked_up = {name: shape for name, shape in shapes.items() if name.endswith(EMBEDDING) and not tied}
@@ -119,14 +122,14 @@ def model_size(folder: Path, head: Head) -> ModelSize:
 
 
 def peak_flops(device: str, precision: PrecisionName) -> float | None:
-    """Of one device a second, for the precisions whose products run at that of bfloat16; None where it is not known."""
+    """Returns the operations per second of one device, for precisions as fast as bfloat16; None if unknown."""
     if not device.startswith("cuda") or not PRECISIONS[precision].is_half:
         return None
     return peak_of(torch.cuda.get_device_name(device))
 
 
 def peak_of(name: str) -> float | None:
-    """Of the device of this name."""
+    """Returns the operations per second of the device of this name; None if unknown."""
     words = set(re.split("[ -]", name.upper()))
     known = next(iter(words & PEAKS.keys()), None)
     return None if known is None or (words & _SLOTS and known not in _AS_FAST) else PEAKS[known]
@@ -134,13 +137,13 @@ def peak_of(name: str) -> float | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """``models``: sizes of the trained ones. ``peak``: of all devices together; None where it is not known."""
+    """Measures speed. ``models``: sizes of the trained models. ``peak``: of all devices together; None if unknown."""
 
     models: Mapping[str, ModelSize]
     peak: float | None
 
     def of(self, batch: Batch, seconds: float) -> dict[str, float | None]:
-        """Tokens and samples of a step, and what that is a second. MFU is that of the step's updates."""
+        """Returns tokens and samples of a step, and tokens per second. MFU is for the step's updates."""
         lengths = [len(document.tokens) for document in batch.documents]
         flops = sum(size.flops(lengths) for size in self.models.values())
         return {
@@ -153,23 +156,23 @@ class Speed:
 
 
 def peak_memory(device: str) -> int:
-    """Bytes: the most that tensors took of a GPU so far, or that the process had of the machine's memory."""
+    """Returns the peak bytes of tensors on a GPU so far, or of the process in the machine's memory."""
     if device.startswith("cuda"):
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux counts in KiB
 
 
 def found_checkpoint(config: TrainConfig) -> tuple[Path, int] | None:
-    """The checkpoint that a training is to go on from, and the updates that it has; None to begin with the first.
+    """Returns the checkpoint that a training resumes from, and its updates; None to begin with the first update.
 
-    Collective. Raises UsageError where checkpoints are in the way of a training that begins, and where a training could
-    not go on with the roll-outs of the one before.
+    Collective. Raises UsageError if a training that begins finds checkpoints of another, and if a training cannot
+    resume with its own rollouts.
     """
     output = config.output
     root = output.ckpt_path
     if root is None:
         if output.load_checkpoint:
-            raise UsageError("load_checkpoint goes on from a checkpoint in ckpt_path; give it, too")
+            raise UsageError("load_checkpoint resumes from a checkpoint in ckpt_path; give ckpt_path, too")
         return None
 
     def first() -> tuple[Path, int] | None:
@@ -177,12 +180,12 @@ def found_checkpoint(config: TrainConfig) -> tuple[Path, int] | None:
             return None
         if not output.load_checkpoint:
             raise UsageError(
-                f"{root} holds checkpoints of another training; go on with load_checkpoint, or give a new ckpt_path"
+                f"{root} holds checkpoints of another training; resume with load_checkpoint, or give a new ckpt_path"
             )
         folder = TrainingFolder(root=root).latest()
         about = read_manifest(folder).about
         if config.rollout is not None and about.data is not None:
-            check_goes_on(config.scenario, config.rollout, step=about.step, position=about.data)
+            check_resumes(config.scenario, config.rollout, step=about.step, position=about.data)
         return folder, about.step
 
     return on_first(f"looking for checkpoints in {root}", first)
@@ -196,31 +199,31 @@ def training_folder(output: OutputConfig) -> TrainingFolder | None:
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """Those of one training; ``folder``: where they are written, if anywhere. All methods are collective."""
+    """Writes and loads the checkpoints of one training in ``folder``, if any. All methods are collective."""
 
     backend: StrategyBackend
     folder: TrainingFolder | None
 
     def save(self, position: DataPosition) -> None:
-        """Write a checkpoint of now; the data behind ``position`` has been trained on."""
+        """Writes a checkpoint of the current state; the data before ``position`` has been trained on."""
         assert self.folder
         about = replace(self.backend.about("native"), data=position)
         with self.folder.writing(about) as draft:
             native.write(draft, self.backend.context, self.backend.trained)
 
     def finish(self) -> None:
-        """Return when the last checkpoint is whole; raises what writing it failed with."""
+        """Returns when the last checkpoint is complete; raises the error of a failed write."""
         if self.folder:
             self.folder.finish()
 
     def load(self, folder: Path, start: DataPosition) -> DataPosition:
-        """Go on from a checkpoint; returns where it stands in the data. ``start``: where this training would begin.
+        """Loads a checkpoint and returns its position in the data. ``start``: the first position of this training.
 
-        Raises UsageError where this training cannot go on from it; nothing has changed then.
+        Raises UsageError if this training cannot resume from it; nothing has changed then.
         """
         before = on_first(f"reading {folder}", lambda: read_manifest(folder).about.data)
         if before is None:
-            raise UsageError(f"{folder} does not say where it stands in the data; give a checkpoint of a training")
+            raise UsageError(f"{folder} has no position in the data; give a checkpoint of a training")
         start.check_same_data(before)
         found = native.read(folder, self.backend.about("native"), self.backend.context, self.backend.trained)
         self.backend.step = found.step
@@ -243,10 +246,10 @@ RENAMED = {  # keys of observables -> names in the log
 
 
 def train(config: TrainConfig) -> None:
-    """Train as configured; called in every rank, with the default process group initialised and, on GPUs, the rank's
-    own as the current device.
+    """Trains as configured; called in every rank.
 
-    Raises UsageError for what cannot be trained, before any update.
+    The default process group is initialised and, on GPUs, the rank's own GPU is the current device. Raises UsageError
+    for a configuration that cannot be trained, before any update.
     """
     check(config)
     device = "cpu" if config.device == "cpu" else f"cuda:{torch.cuda.current_device()}"
@@ -260,7 +263,7 @@ def train(config: TrainConfig) -> None:
             stack.enter_context(exact_tier())
         stop = stack.enter_context(Stop())
         seed_generators(scenario.seed, dist.get_rank(), done)
-        adapter = adapter_folder(config, goes_on=checkpoint is not None)
+        adapter = adapter_folder(config, resumes=checkpoint is not None)
         backend = set_up(config, folders, device, adapter)
         source = source_of(config, backend, inputs, device)
         checkpoints = Checkpoints(backend, training_folder(output))
@@ -272,13 +275,13 @@ def train(config: TrainConfig) -> None:
             source=source,
             checkpoints=checkpoints,
             evaluate=evaluation_of(config, backend, source, inputs),
-            told=stack.enter_context(telling(config, done=done)),
+            reporter=stack.enter_context(open_reporter(config, done=done)),
             speed=speed_of(config, folders, device),
             stop=stop,
             device=device,
         )
         gc.collect()
-        gc.freeze()  # or each full collection would look at all that imports and set-up have made, for 0.2 s
+        gc.freeze()  # else each full collection would traverse all objects of imports and set-up, for 0.2 s
         training.run()
         if backend.step >= scenario.steps and output.save_path:
             policy = backend.models[POLICY.name]
@@ -287,29 +290,29 @@ def train(config: TrainConfig) -> None:
                 policy.save_merged(output.save_path)
             else:
                 policy.save_model(output.save_path)
-            training.told.say(f"wrote the model {output.save_path}")
-        backend.teardown()  # collective, and so not where a rank has failed
+            training.reporter.say(f"wrote the model {output.save_path}")
+        backend.teardown()  # collective, so it is skipped if a rank has failed
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """A training that has been set up. ``run`` is collective."""
+    """Runs a training that has been set up. ``run`` is collective."""
 
     config: TrainConfig
     backend: StrategyBackend
     source: Source
     checkpoints: Checkpoints
     evaluate: Evaluate | None
-    told: Telling
+    reporter: Reporter
     speed: Speed
     stop: Stop
     device: str
 
     def run(self) -> None:
-        """Train to the last update, or until a rank is asked to stop."""
+        """Trains to the last update, or until a rank receives a signal to stop."""
         steps, output = self.config.scenario.steps, self.config.output
         if self.evaluate and not self.backend.step:
-            self.told.step(0, self.evaluate())
+            self.reporter.step(0, self.evaluate())
         stopped = False
         while self.backend.step < steps and not stopped:
             before = self.backend.step
@@ -320,24 +323,24 @@ class Training:
                 self.checkpoints.save(self.source.position)
         self.checkpoints.finish()
         if stopped and self.backend.step < steps:
-            rest = "go on with load_checkpoint" if output.ckpt_path else "without ckpt_path there is no checkpoint"
-            self.told.say(f"stopped after update {self.backend.step} of {steps}; {rest}")
+            advice = "resume with load_checkpoint" if output.ckpt_path else "without ckpt_path there is no checkpoint"
+            self.reporter.say(f"stopped after update {self.backend.step} of {steps}; {advice}")
 
     def _work(self) -> bool:
-        """Work from one place where a training can be interrupted to the next; whether a rank was asked to stop."""
+        """Does one unit of work; returns whether a rank has received a signal to stop."""
         first, began = self.backend.step, time.perf_counter()
         work = self.source.next(first)
         known = {**work.numbers, "rollout_seconds": time.perf_counter() - began} if work.numbers else {}
         stopped = False
         for batch in work.batches:
             numbers = self._update(batch) | (known if batch is work.batches[0] else {})
-            of_ranks = self.backend.context.all_gather((self.stop.asked, peak_memory(self.device)))
-            stopped = any(asked for asked, _ in of_ranks)
+            all_ranks = self.backend.context.all_gather((self.stop.requested, peak_memory(self.device)))
+            stopped = any(requested for requested, _ in all_ranks)
             numbers["epoch"] = self.source.position.consumed / self.source.position.documents
-            numbers["peak_memory_bytes"] = max(memory for _, memory in of_ranks)
+            numbers["peak_memory_bytes"] = max(memory for _, memory in all_ranks)
             if batch is work.batches[-1] and self.evaluate and self._is_evaluated(first):
                 numbers |= self.evaluate()
-            self.told.step(self.backend.step, numbers)
+            self.reporter.step(self.backend.step, numbers)
         return stopped
 
     def _is_evaluated(self, before: int) -> bool:
@@ -345,7 +348,7 @@ class Training:
         return step >= self.config.scenario.steps or crosses(before, step, self.config.eval_steps)
 
     def _update(self, batch: Batch) -> dict[str, float | None]:
-        """One optimizer step, and its numbers."""
+        """Makes one optimizer step, and returns its numbers."""
         began = time.perf_counter()
         self.backend.with_rows = bool(batch.rollout)  # for the gap between sampler and training
         metrics = self.backend.train_step(batch, lambda model: None)
@@ -357,16 +360,16 @@ class Training:
 
 
 def crosses(before: int, after: int, every: int) -> bool:
-    """Whether a multiple of ``every`` lies behind ``before`` updates, and up to ``after``."""
+    """Returns whether a multiple of ``every`` lies after ``before`` updates, up to and including ``after``."""
     return before // every < after // every
 
 
 def speed_of(config: TrainConfig, folders: Mapping[str, Path], device: str) -> Speed:
-    """What a step's speed is measured by."""
+    """Returns the sizes and the peak by which a step's speed is measured."""
     peak = peak_flops(device, config.scenario.precision)
     roles = [role for role in config.scenario.objective.roles if role.trained]
     models = {role.name: model_size(folders[role.name], role.head) for role in roles}
-    if config.scenario.lora:  # what adapters compute themselves is left out
+    if config.scenario.lora:  # the adapters' own operations are not counted
         models[POLICY.name] = replace(models[POLICY.name], frozen=models[POLICY.name].parameters)
     return Speed(
         models=models,

@@ -1,10 +1,9 @@
-"""Estimates the memory of a rank of a training: shapes of models, what a backend holds of them, and activations.
+"""Estimates the memory of a rank of a training: shapes of models, their states on a backend, and activations.
 
-The bytes of activations that a rank keeps for the backward pass follow from formulas. The terms are those of
-Korthikanti et al., arXiv 2205.05198, section 4 (what each operator keeps of its inputs), for layers with RMSNorm,
-grouped queries and SwiGLU instead of theirs, without dropout, and with an attention kernel that keeps no scores.
-Sections 4.2.1 and 4.2.2 say what tensor and sequence parallelism shard, section 5 what is left when layers are computed
-again.
+Activations that are kept for the backward pass are estimated by the terms of Korthikanti et al., arXiv 2205.05198,
+section 4 (the inputs that each operator keeps), for layers with RMSNorm, grouped queries and SwiGLU instead of theirs,
+without dropout, and with an attention kernel that keeps no scores. Sections 4.2.1 and 4.2.2 describe what tensor and
+sequence parallelism shard, section 5 what remains with recomputation.
 """
 
 from dataclasses import dataclass, replace
@@ -30,7 +29,7 @@ STATES_OF: dict[str, StatesOf] = {"deepspeed": deepspeed_states, "fsdp2": fsdp2_
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """The sizes that activations depend on. ``queries``, ``keys``: the widths of all heads together."""
+    """Holds the sizes that activations depend on. ``queries``, ``keys``: the widths of all heads together."""
 
     layers: int
     hidden: int
@@ -58,9 +57,9 @@ def read_sizes(folder: Path) -> Sizes:
 
 
 def parameter_shapes(folder: Path, head: Head) -> dict[str, tuple[int, ...]]:
-    """Give the shapes of a folder's model with this head; a tied head is left out.
+    """Returns the shapes of a folder's model with this head; a tied head is left out.
 
-    They are those of its weights, also of weights that are still to be drawn. Without weights they follow from the
+    They are those of its weights, including weights still to be drawn. Without weights they follow from the
     configuration, if impl/megatron/model_config.py knows the architecture. Raises UsageError for a folder with neither.
     """
     if any(folder.glob("*.safetensors")) or random_model(folder):
@@ -75,22 +74,23 @@ def parameter_shapes(folder: Path, head: Head) -> dict[str, tuple[int, ...]]:
 
 def _of_configuration(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     if shape.mixture:
-        raise UsageError("the sizes of experts are read from weights only; give a folder that has some")
+        raise UsageError("the sizes of experts are read from weights only; give a folder with weights")
     alone = Rank(rank=0, size=1)
     return {part.name: part.shape for name in all_parameters(shape) for part in parts(name, shape, alone)}
 
 
 def states_of(backend: str, layout: Layout, precision: PrecisionName, shapes: Shapes, *, trained: bool) -> States:
-    """Estimate a model that is trained with AdamW, or frozen."""
+    """Estimates a model that is trained with AdamW, or a frozen model."""
     return STATES_OF[backend](layout, PRECISIONS[precision], shapes, trained)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Activations:
-    """Bytes of activations on a rank.
+    """Holds the bytes of activations on a rank.
 
-    kept: of all layers, at most. layer: of the layer that is recomputed; 0 without recomputation. logits: of the loss,
-    all copies that exist at the same time.
+    kept: an upper bound for all layers.
+    layer: the layer that is recomputed; 0 without recomputation.
+    logits: all copies of the logits that the loss holds at the same time.
     """
 
     kept: int
@@ -101,16 +101,18 @@ class Activations:
 def activations_of(
     backend: str, layout: Layout, sizes: Sizes, *, compute: int, tokens: int, micro_batches: int, entropy: bool
 ) -> Activations:
-    """Estimate activations. ``tokens``: of a micro-batch on a rank of the ring. ``compute``: bytes of a number."""
+    """Estimates activations. ``tokens``: of a micro-batch on a context-parallel rank. ``compute``: bytes of a
+    number.
+    """
     own = tokens // layout.tp if "seqpar" in layout.options else tokens
-    # Outside of tensor parallelism: norms and what they give. Hugging Face's RMSNorm keeps its input in float32 and
-    # what it has normalised, torch's its input.
+    # Outside of tensor parallelism: norms and their outputs. Hugging Face's RMSNorm keeps its input in float32 and the
+    # normalised values, torch's keeps its input.
     norm = max(4, compute) + compute if backend != "megatron" else compute
     outside = 2 * (norm + compute) * sizes.hidden
-    # Inside: queries, keys, values, what attention gives and a float32 of each head; of SwiGLU four times its width.
+    # Inside: queries, keys, values, attention's output and a float32 per head; four times SwiGLU's width.
     inside = compute * (2 * sizes.queries + 2 * sizes.keys + 4 * sizes.ffn) + 4 * sizes.heads
     layer = outside * own + inside * tokens // layout.tp
-    at_once = min(layout.pp, micro_batches)  # of the first stage: those that have gone in, but not come back
+    at_once = min(layout.pp, micro_batches)  # on the first stage: micro-batches in flight
     layers = -(-sizes.layers // layout.pp) * at_once
     again = "ckpt" in layout.options
     return Activations(
@@ -121,7 +123,7 @@ def activations_of(
 
 
 def _logits(backend: str, layout: Layout, sizes: Sizes, *, compute: int, tokens: int, entropy: bool) -> int:
-    """Estimate the bytes of the loss (impl/models/outputs.py).
+    """Estimates the bytes of the loss (impl/models/outputs.py).
 
     They are the logits, the softmax in float32 or wider (twice with entropy), and the gradient, which shares the
     softmax's memory if it has the same dtype.

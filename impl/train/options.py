@@ -1,7 +1,8 @@
-"""From the options of ``parity train`` to a TrainConfig: what follows from what, and what does not fit together.
+"""Turns the options of ``parity train`` into a TrainConfig: derives values, and rejects options that do not fit
+together.
 
-Every number that decides a step is in the scenario, and how ranks are arranged in the layout; the backend's adapter is
-asked whether it takes the two, as for a cell of the suite.
+Every number that decides a step is in the scenario, and the arrangement of ranks in the layout; the backend's adapter
+decides whether it supports both, as for a cell of the suite.
 """
 
 import dataclasses
@@ -30,17 +31,19 @@ from impl.train.flags import Value, written
 from impl.train.memory_estimate import parameter_shapes
 
 Device = Literal["cpu", "cuda"]
-DATASETS = {"sft": "data/word_problems.jsonl", "grpo": ARITHMETIC, "ppo": ARITHMETIC}  # where none is given
+DATASETS = {"sft": "data/word_problems.jsonl", "grpo": ARITHMETIC, "ppo": ARITHMETIC}  # defaults
 
 
 def train_config(
     command: str, values: Mapping[str, Value], *, given: Mapping[str, Value], ranks: int | None, dry_run: bool = False
 ) -> TrainConfig:
-    """The training that ``values`` ask for, which has one for every option of the command.
+    """Builds the training configuration from ``values``, which has one for every option of the command.
 
-    ``given``: what the user said, which the log repeats. ``ranks``: how many there are already, under torchrun.
-    ``dry_run``: whether it may be without weights, the model's code and GPUs.
-    Raises UsageError, with numbers that would work, for what does not fit together or what the backend does not take.
+    given: the user's options, which the log repeats.
+    ranks: the number of running ranks under torchrun; else None.
+    dry_run: weights, the model's code and GPUs may be missing.
+    Raises UsageError, with numbers that would work, for options that do not fit together or that the backend does not
+    support.
     """
     read = Values(values)
     backend, device = read.text("backend"), device_of(values, dry_run=dry_run)
@@ -49,7 +52,7 @@ def train_config(
     batch = _Batch.of(read, layout, command)
     scenario = _scenario(read, command, model=model, batch=batch)
     layout.validate(**model_sizes(model), rows=scenario.data.rows, accumulation=scenario.accumulation)
-    _ask(backend, scenario, layout)
+    _check_support(backend, scenario, layout)
     models = {role.name: model for role in scenario.objective.roles}
     if command == "ppo":
         models["critic"] = _model(read, "critic_pretrain", dry_run=dry_run) if read.given("critic_pretrain") else model
@@ -68,7 +71,7 @@ def train_config(
 
 
 def _model(read: Values, name: str, *, dry_run: bool) -> Path:
-    """A model's folder. Raises UsageError for one that cannot be loaded; for a plan it may be without weights."""
+    """Returns a model's folder. Raises UsageError if it cannot be loaded; a dry run needs no weights."""
     model = resolve(read.text(name))
     check_model_folder(model)
     if not dry_run:
@@ -81,25 +84,25 @@ def device_of(values: Mapping[str, Value], *, dry_run: bool) -> Device:
     import torch
 
     if values["device"] == "cuda" and not dry_run and not torch.cuda.is_available():
-        raise UsageError("--device cuda: no GPU is visible here; use --device cpu, or look at CUDA_VISIBLE_DEVICES")
-    asked = values["device"] or ("cuda" if torch.cuda.is_available() else "cpu")
-    return "cuda" if asked == "cuda" else "cpu"
+        raise UsageError("--device cuda: no GPU is visible; use --device cpu, or check CUDA_VISIBLE_DEVICES")
+    device = values["device"] or ("cuda" if torch.cuda.is_available() else "cpu")
+    return "cuda" if device == "cuda" else "cpu"
 
 
 def ranks_to_start(values: Mapping[str, Value], *, dry_run: bool) -> int:
-    """``nproc_per_node``, else a rank for each visible GPU, else as few as the layout can have.
+    """Returns ``nproc_per_node``, else the number of visible GPUs, else the smallest number for the layout.
 
-    Raises UsageError where there are fewer GPUs than ranks.
+    Raises UsageError if there are fewer GPUs than ranks.
     """
     import torch
 
     read, gpus = Values(values), torch.cuda.device_count()
     on_gpus = device_of(values, dry_run=dry_run) == "cuda"
     if values["nproc_per_node"] is not None:
-        asked = read.whole("nproc_per_node")
-        if on_gpus and asked > gpus and not dry_run:
-            raise UsageError(f"--nproc-per-node {asked}: {gpus} GPUs are visible, a rank each; use {gpus} or less")
-        return asked
+        requested = read.whole("nproc_per_node")
+        if on_gpus and requested > gpus and not dry_run:
+            raise UsageError(f"--nproc-per-node {requested}: only {gpus} GPUs are visible; use {gpus} or less")
+        return requested
     return (
         gpus if on_gpus and gpus else read.cut("tensor_model_parallel_size") * read.cut("ring_attn_size") * read.stages
     )
@@ -107,7 +110,7 @@ def ranks_to_start(values: Mapping[str, Value], *, dry_run: bool) -> int:
 
 def _layout(read: Values, backend: str, ranks: int) -> Layout:
     tp, sp = read.cut("tensor_model_parallel_size"), read.cut("ring_attn_size")
-    _check_ranks(ranks, {"tensor-parallel": tp, "ring": sp, "pipeline": read.stages})
+    _check_ranks(ranks, {"tensor-parallel": tp, "context-parallel": sp, "pipeline": read.stages})
     sized = Layout.for_world(ranks, tp=tp, sp=sp, pp=read.stages)
     if read.flag("use_hf_tp_plan") and (tp == 1 or read.flag("sequence_parallel")):
         raise UsageError(
@@ -121,42 +124,47 @@ def _layout(read: Values, backend: str, ranks: int) -> Layout:
         "seqpar": read.flag("sequence_parallel"),
         "ckpt": read.flag("gradient_checkpointing"),
         "compile": read.flag("torch_compile"),
-        # Weights of a layer are gathered together: less work on the host, and layers compile
-        # (docs/measurements/speed.md). eaf": backend == "deepspeed" and zero is None,
+        # Gathering the weights of a layer together costs the host less, and layers compile
+        # (docs/measurements/speed.md).
+        "leaf": backend == "deepspeed" and zero is None,
         "offload": read.flag("offload"),
     }
     return dataclasses.replace(
         sized,
         stride=read.whole("ring_head_stride"),
         zero=zero,
-        options=tuple(option for option, asked in options.items() if asked),
+        options=tuple(option for option, is_on in options.items() if is_on),
     )
 
 
 def _check_ranks(ranks: int, sizes: Mapping[str, int]) -> None:
-    """Raises UsageError where no whole number of data-parallel ranks comes out."""
-    together = math.prod(sizes.values())
-    if ranks % together:
+    """Raises UsageError if the number of data-parallel ranks is not whole."""
+    divisor = math.prod(sizes.values())
+    if ranks % divisor:
         words = " x ".join(f"{size} {name}" for name, size in sizes.items() if size > 1)
-        below, above = ranks // together * together, -(-ranks // together) * together
+        below, above = ranks // divisor * divisor, -(-ranks // divisor) * divisor
         raise UsageError(
-            f"{ranks} ranks cannot be divided by {words}{f' = {together}' if ' x ' in words else ''}; use "
+            f"{ranks} ranks cannot be divided by {words}{f' = {divisor}' if ' x ' in words else ''}; use "
             f"--nproc-per-node {f'{below} or ' if below else ''}{above}, or smaller sizes"
         )
 
 
 def _stage(read: Values, backend: str) -> int | None:
-    """The layout's ZeRO stage; none where the one that is asked for is what the backend does without being told."""
+    """Returns the layout's ZeRO stage; None if the backend uses the requested stage by default."""
     if not read.given("zero_stage"):
         return None
-    asked = read.whole("zero_stage")
-    return None if asked == _adapter(backend).describe().default_zero else asked
+    stage = read.whole("zero_stage")
+    return None if stage == _adapter(backend).describe().default_zero else stage
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Batch:
-    """rows: of an optimizer step. accumulation: micro-batches of a step and rank. mini_batches: steps of a pass over a
-    roll-out; 1 for SFT."""
+    """Holds the sizes of an optimizer step.
+
+    rows: of an optimizer step.
+    accumulation: micro-batches of a step and rank.
+    mini_batches: steps of a pass over a rollout; 1 for SFT.
+    """
 
     rows: int
     accumulation: int
@@ -170,7 +178,7 @@ class _Batch:
         if left or not accumulation:
             below, above = rows // at_once * at_once, -(-rows // at_once) * at_once
             raise UsageError(
-                f"--train-batch-size {rows} is no multiple of --micro-train-batch-size {micro} x {layout.dp} "
+                f"--train-batch-size {rows} is not a multiple of --micro-train-batch-size {micro} x {layout.dp} "
                 f"data-parallel ranks = {at_once}; use {f'{below} or ' if below else ''}{above}"
             )
         if command == "sft":
@@ -189,8 +197,8 @@ class _Batch:
             advice = f"--train-batch-size {max(fitting)}, or " if fitting else ""
             more = -(-responses // math.lcm(rows, samples)) * math.lcm(rows, samples) // samples
             raise UsageError(
-                f"--rollout-batch-size {prompts} x --n-samples-per-prompt {samples} = {responses} responses fill "
-                f"no whole steps of --train-batch-size {rows}; use {advice}--rollout-batch-size {more}"
+                f"--rollout-batch-size {prompts} x --n-samples-per-prompt {samples} = {responses} responses are not a "
+                f"multiple of --train-batch-size {rows}; use {advice}--rollout-batch-size {more}"
             )
         return cls(rows=rows, accumulation=accumulation, mini_batches=responses // rows)
 
@@ -236,23 +244,23 @@ def _scenario(read: Values, command: str, *, model: Path, batch: _Batch) -> Scen
 
 
 def _lora(read: Values, model: Path) -> dict[str, Any] | None:
-    """The scenario's adapters. Raises UsageError for targets that the model does not have."""
+    """Returns the scenario's adapters. Raises UsageError for targets that the model does not have."""
     if not read.given("lora_rank"):
         for name in ("lora_alpha", "target_modules", "lora_save"):
             if read.given(name):
                 raise UsageError(
-                    f"{written(name)} is about adapters, and without --lora-rank there are none; give a rank"
+                    f"{written(name)} configures adapters, but without --lora-rank there are none; give a rank"
                 )
         return None
-    said = read.text("target_modules") if read.given("target_modules") else ALL_LINEAR
-    targets = said if said == ALL_LINEAR else tuple(name.strip() for name in said.split(","))
+    modules = read.text("target_modules") if read.given("target_modules") else ALL_LINEAR
+    targets = modules if modules == ALL_LINEAR else tuple(name.strip() for name in modules.split(","))
     values = {
         "r": read.whole("lora_rank"),
         "lora_alpha": read.whole("lora_alpha") if read.given("lora_alpha") else 16,
         "target_modules": targets,
     }
     if read.given("lora_save") and read.text("lora_save") == "merged" and not read.given("save_path"):
-        raise UsageError("--lora-save merged: where to? give --save-path a folder")
+        raise UsageError("--lora-save merged needs a folder; give --save-path")
     try:
         TypeAdapter(LoraConfig).validate_python(values).targets(parameter_shapes(model, "causal"))
     except ValidationError as error:
@@ -261,21 +269,21 @@ def _lora(read: Values, model: Path) -> dict[str, Any] | None:
 
 
 def _dataset(read: Values, name: str, command: str) -> str:
-    """The path of a data set; what is embedded and no file has a name."""
-    said = read.text(name) if read.given(name) else DATASETS[command]
-    return said if said == ARITHMETIC == DATASETS[command] else str(resolve(said))
+    """Returns the path of a data set; embedded data has a name instead."""
+    path = read.text(name) if read.given(name) else DATASETS[command]
+    return path if path == ARITHMETIC == DATASETS[command] else str(resolve(path))
 
 
 def _steps(read: Values, command: str, data: str, batch: _Batch) -> int:
-    """Optimizer steps: as many as are asked for, or as whole batches of the data make in so many passes."""
+    """Returns the number of optimizer steps: the requested one, or the whole batches of the passes over the data."""
     passes = "max_epochs" if command == "sft" else "num_episodes"
     if read.given("max_steps"):
         if read.given(passes):
-            raise UsageError(f"--max-steps and {written(passes)} both say how long to train; give one of them")
+            raise UsageError(f"--max-steps and {written(passes)} both set the length of the training; give one of them")
         return _whole_rollouts(read.whole("max_steps"), read, command, batch)
     if read.flag("packing_samples") and command == "sft":
         raise UsageError(
-            "--packing-samples: how many rows a pass over the data has depends on its lengths; give --max-steps"
+            "--packing-samples: the number of rows in a pass over the data depends on its lengths; give --max-steps"
         )
     if data == ARITHMETIC:
         raise UsageError("the embedded arithmetic has no end; give --max-steps, or a --dataset")
@@ -283,7 +291,7 @@ def _steps(read: Values, command: str, data: str, batch: _Batch) -> int:
     each, what = (batch.rows, "train") if command == "sft" else (read.whole("rollout_batch_size"), "rollout")
     if count * epochs < each:
         raise UsageError(
-            f"{data} has {count} samples, and --{what}-batch-size is {each}; use --{what}-batch-size {count} or less, "
+            f"{data} has {count} samples, but --{what}-batch-size is {each}; use --{what}-batch-size {count} or less, "
             f"or {written(passes)} {-(-each // count)}"
         )
     made = count * epochs // each
@@ -297,7 +305,7 @@ def _whole_rollouts(steps: int, read: Values, command: str, batch: _Batch) -> in
     if steps % each:
         below, above = steps // each * each, -(-steps // each) * each
         raise UsageError(
-            f"--max-steps {steps} ends within a roll-out, which has {batch.mini_batches} mini-batches x "
+            f"--max-steps {steps} ends within a rollout, which has {batch.mini_batches} mini-batches x "
             f"{read.whole('ppo_epochs')} epochs = {each} steps; use {f'{below} or ' if below else ''}{above}"
         )
     return steps
@@ -321,28 +329,28 @@ def _policy_gradient(read: Values, command: str, batch: _Batch) -> dict[str, Any
     estimator, samples = read.text("advantage_estimator"), read.whole("n_samples_per_prompt")
     if samples == 1 and estimator != "reinforce_plus_plus":
         raise UsageError(
-            f"--advantage-estimator {estimator} compares the responses to one prompt, and --n-samples-per-prompt is 1; "
+            f"--advantage-estimator {estimator} compares the responses to one prompt, but --n-samples-per-prompt is 1; "
             f"use 2 or more, or reinforce_plus_plus"
         )
     if read.number("gamma") != 1 and estimator != "reinforce_plus_plus":
         raise UsageError(
-            f"--gamma {read.number('gamma'):g}: --advantage-estimator {estimator} gives all tokens of a response its "
-            f"one reward and discounts nothing; leave it out, or use reinforce_plus_plus"
+            f"--gamma {read.number('gamma'):g}: --advantage-estimator {estimator} gives all tokens of a response the "
+            f"same reward, without a discount; leave it out, or use reinforce_plus_plus"
         )
     return common | {"adv_estimator": estimator}
 
 
 def _rollout(read: Values) -> RolloutConfig:
-    longest, room = read.whole("generate_max_len"), read.whole("max_len")
-    if longest >= room:
+    longest, row = read.whole("generate_max_len"), read.whole("max_len")
+    if longest >= row:
         raise UsageError(
-            f"--generate-max-len {longest} leaves no room for a prompt in --max-len {room}; use --max-len "
-            f"{longest * 2} or --generate-max-len {max(1, room // 2)}"
+            f"--generate-max-len {longest} leaves no room for a prompt in --max-len {row}; use --max-len "
+            f"{longest * 2} or --generate-max-len {max(1, row // 2)}"
         )
     samples = read.whole("n_samples_per_prompt")
     if read.flag("greedy") and samples > 1:
         raise UsageError(
-            f"--greedy: all {samples} responses to a prompt would be the same; use --n-samples-per-prompt 1 (of grpo "
+            f"--greedy: all {samples} responses to a prompt would be the same; use --n-samples-per-prompt 1 (for grpo "
             f"with --advantage-estimator reinforce_plus_plus), or leave it out"
         )
     return RolloutConfig(
@@ -356,10 +364,10 @@ def _rollout(read: Values) -> RolloutConfig:
 
 def _output(read: Values, *, under_torchrun: bool) -> OutputConfig:
     if read.flag("load_checkpoint") and not read.given("ckpt_path"):
-        raise UsageError("--load-checkpoint: from where? give --ckpt-path the folder of checkpoints")
+        raise UsageError("--load-checkpoint needs the folder of checkpoints; give --ckpt-path")
     log, checkpoints = read.path("logging"), read.path("ckpt_path")
     if log is None and checkpoints is None and under_torchrun:
-        raise UsageError("under torchrun every rank has to name the same log; give --logging or --ckpt-path")
+        raise UsageError("under torchrun, all ranks need the same log; give --logging or --ckpt-path")
     if log is None:
         folder = checkpoints or Path("parity-train", datetime.now().strftime("%Y-%m-%d_%H-%M-%S")).absolute()
         log = folder / "log.jsonl"
@@ -380,18 +388,18 @@ def _output(read: Values, *, under_torchrun: bool) -> OutputConfig:
 
 
 def _adapter(backend: str) -> Any:
-    """The adapter's class; UsageError where the packages of a backend are not installed."""
+    """Returns the adapter's class. Raises UsageError if packages of the backend are not installed."""
     try:
         return find_backend(backend).load()
     except MissingExtra as error:
         raise UsageError(f"--backend {backend}: {error}") from None
 
 
-def _ask(backend: str, scenario: Scenario, layout: Layout) -> None:
-    """Raises UsageError where the backend does not take a scenario in a layout."""
+def _check_support(backend: str, scenario: Scenario, layout: Layout) -> None:
+    """Raises UsageError if the backend does not support a scenario in a layout."""
     answer = _adapter(backend).supports(scenario, layout)
     if isinstance(answer, Unsupported):
-        raise UsageError(f"--backend {backend} does not train this in the layout {layout}: {answer.reason}")
+        raise UsageError(f"--backend {backend} does not support this training in the layout {layout}: {answer.reason}")
     if "plan" in layout.options or (backend == "fsdp2" and "seqpar" in layout.options):
         kind = _model_type(Path(scenario.model))
         if kind not in PLANNED:

@@ -1,4 +1,4 @@
-"""The plan of a training, as ``--dry-run`` prints it: ranks, rows, models, and the memory that a rank will need."""
+"""Prints the plan of a training for ``--dry-run``: ranks, rows, models, and the memory that a rank needs."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ GIB = 2**30
 _AXES = {
     "dp": "data-parallel",
     "tp": "tensor-parallel",
-    "sp": "ring",
+    "sp": "context-parallel",
     "ulysses": "Ulysses",
     "pp": "pipeline",
 }
@@ -20,7 +20,7 @@ _AXES = {
 
 @dataclass(frozen=True, kw_only=True)
 class ModelMemory:
-    """Of one role; ``activations`` of a frozen one are those of its logits alone."""
+    """Holds the memory of one role; ``activations`` of a frozen model are those of its logits alone."""
 
     role: Role
     parameters: int
@@ -29,7 +29,7 @@ class ModelMemory:
 
 
 def memory_of(config: TrainConfig) -> list[ModelMemory]:
-    """The memory of each role's model on the rank that needs most."""
+    """Estimates the memory of each role's model on the rank that needs most."""
     scenario, layout = config.scenario, config.layout
     rows = scenario.data.rows // (layout.dp * scenario.accumulation)
     found = []
@@ -56,8 +56,11 @@ def memory_of(config: TrainConfig) -> list[ModelMemory]:
 
 @dataclass(frozen=True, kw_only=True)
 class Sampler:
-    """Bytes of the engine that samples responses in every rank: a whole replica of the policy, and, while it samples,
-    keys and values of the responses to one prompt."""
+    """Holds the bytes of the sampling engine in every rank.
+
+    weights: a whole replica of the policy.
+    cache: keys and values of the responses to one prompt, while it samples.
+    """
 
     weights: int = 0
     cache: int = 0
@@ -72,8 +75,10 @@ def sampler_of(config: TrainConfig, policy: ModelMemory) -> Sampler:
 
 
 def peak_of(models: list[ModelMemory], sampler: Sampler) -> int:
-    """Bytes at the worst moment: sampling, or of any model its loss, the backward pass of a layer or its update, beside
-    its gradients. What all of them hold all the time stands beside it."""
+    """Returns the peak bytes: sampling, or the loss, the backward pass of a layer or the update of one model.
+
+    The gradients of this model and the lasting bytes of all models are added.
+    """
     lasting = sampler.weights + sum(one.states.lasting for one in models)
     moments = [
         one.states.freed
@@ -87,7 +92,7 @@ def peak_of(models: list[ModelMemory], sampler: Sampler) -> int:
 
 
 def plan(config: TrainConfig) -> str:
-    """The plan in words and numbers; nothing is loaded."""
+    """Returns the plan as text; nothing is loaded."""
     scenario, layout, data = config.scenario, config.layout, config.scenario.data
     models = memory_of(config)
     sizes = [f"{getattr(layout, axis)} {_AXES[axis]}" for axis in AXES if axis in _AXES and getattr(layout, axis) > 1]
@@ -102,7 +107,7 @@ def plan(config: TrainConfig) -> str:
     if config.rollout is not None:
         each = data.rows * scenario.steps
         lines.append(
-            f"a roll-out {config.rollout.prompts} prompts x {config.rollout.n_samples_per_prompt} responses of at most "
+            f"rollout    {config.rollout.prompts} prompts x {config.rollout.n_samples_per_prompt} responses of at most "
             f"{config.rollout.max_new_tokens} tokens ({each} rows are trained on in all)"
         )
     lines.append(f"length     {scenario.steps} steps")
@@ -116,14 +121,14 @@ def plan(config: TrainConfig) -> str:
 
 
 def _table(models: list[ModelMemory], sampler: Sampler) -> list[str]:
-    """Lines of a table in GiB, a column for each model."""
+    """Returns the lines of a table in GiB, with a column for each model."""
     rows = {
         "weights": [one.states.weights for one in models],
         "gradients": [one.states.gradients for one in models],
         "optimizer": [one.states.optimizer for one in models],
         "gathered and buckets": [one.states.passing for one in models],
         "activations kept": [one.activations.kept for one in models],
-        "a layer again": [one.activations.layer for one in models],
+        "recomputed layer": [one.activations.layer for one in models],
         "logits and loss": [one.activations.logits for one in models],
         "update": [one.states.update for one in models],
         "on the host": [one.states.host for one in models],
@@ -131,10 +136,10 @@ def _table(models: list[ModelMemory], sampler: Sampler) -> list[str]:
     head = f"{'GiB of the fullest rank':<24}" + "".join(f"{one.role.name:>12}" for one in models)
     body = [f"{name:<24}" + "".join(f"{size / GIB:>12.2f}" for size in sizes) for name, sizes in rows.items()]
     if sampler.weights:
-        body.append(f"{'sampling':<24}{sampler.weights / GIB:>12.2f} a replica, {sampler.cache / GIB:.2f} its cache")
+        body.append(f"{'sampling':<24}{sampler.weights / GIB:>12.2f} replica, {sampler.cache / GIB:.2f} its cache")
     return [
         head,
         *body,
-        f"peak, estimated: {peak_of(models, sampler) / GIB:.1f} GiB a rank; the first three rows are what a rank "
-        f"really holds, the others are estimates",
+        f"peak, estimated: {peak_of(models, sampler) / GIB:.1f} GiB a rank; the first three rows are exact, the others "
+        f"are estimates",
     ]

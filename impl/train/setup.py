@@ -1,15 +1,10 @@
-"""The critic's folder, where the user gave a language model for it: its layers, and a new head of one number per token.
+"""Sets up a training from its configuration: models, backend, data, evaluation.
 
-Backends load every model from a folder, so that all of them begin with the same weights.
+Data is read before a model is loaded, and checked before ranks are started, so that unusable data ends a training
+early.
 
-Inputs: the data of a training: documents of SFT, or the prompts of roll-outs, and those that are held out.
-
-They are read before a model is loaded, and checked before ranks are started, so that data that cannot be used end a
-training before it costs anything.
-
-Evaluation on held-out data, without an update: the loss of documents, or the reward of the likeliest responses.
-
-What a training is put together from, by its configuration: models, backend, data, evaluation.
+If the user gives a language model for the critic, a folder with its layers and a new head of one number per token is
+written. Backends load every model from a folder, so all begin with the same weights.
 """
 
 import json
@@ -38,7 +33,7 @@ from conformance.spec.roles import POLICY
 from conformance.spec.scenario import DataConfig
 from impl.checkpoints.training_state import DataPosition
 from impl.engine.adapter import StrategyBackend
-from impl.engine.rollout_pass import look
+from impl.engine.rollout_pass import output_rows
 from impl.interface.distributed import on_first
 from impl.interface.protocol import Context, Trainable
 from impl.megatron.model_config import VALUE_HEAD
@@ -47,18 +42,18 @@ from impl.models.lora import check_same, write_start
 from impl.objectives.registry import functions_of
 from impl.train.config import RolloutConfig, TrainConfig
 from impl.train.data import DocumentSource, Prompt, Reward, Source, fits, load_prompts, reward_of
-from impl.train.experience import RolloutSource, check_rollout, sampled, text_of
+from impl.train.experience import RolloutSource, check_rollout, sample_responses, text_of
 from impl.train.generation import Sampling, make_engine
 from impl.train.memory_estimate import parameter_shapes
 
 
 def is_value_model(folder: Path) -> bool:
-    """Whether a Hugging Face folder has the head of a value model."""
+    """Returns whether a Hugging Face folder has the head of a value model."""
     return VALUE_HEAD in weight_shapes(folder)
 
 
 def write_critic(folder: Path, *, source: Path, seed: int) -> None:
-    """Write the value model ``folder`` with the layers of the language model ``source``; in one process.
+    """Writes the value model ``folder`` with the layers of the language model ``source``; in one process.
 
     The head (1, hidden) is normal with a deviation of 1 / (hidden + 1), as OpenRLHF begins, and follows from ``seed``.
     """
@@ -81,7 +76,7 @@ def _layers(source: Path) -> Iterator[tuple[str, torch.Tensor]]:
 
 @dataclass(frozen=True, kw_only=True)
 class DocumentInputs:
-    """``held_out`` is None without an ``eval_dataset``."""
+    """Holds documents. ``held_out`` is None without an ``eval_dataset``."""
 
     documents: Sequence[Document]
     held_out: Sequence[Document] | None
@@ -89,7 +84,7 @@ class DocumentInputs:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptInputs:
-    """``held_out`` as above. ``tokenizer`` reads responses; ``end``: the tokens that end one."""
+    """Holds prompts. ``held_out`` is None without an ``eval_dataset``. ``end``: the tokens that end a response."""
 
     prompts: Sequence[Prompt]
     held_out: Sequence[Prompt] | None
@@ -98,9 +93,9 @@ class PromptInputs:
 
 
 def check_inputs(config: TrainConfig) -> None:
-    """Raises UsageError for data that a training cannot use; for the process that starts the ranks.
+    """Raises UsageError for unusable data; for the process that starts the ranks.
 
-    Prompts are few and short, so they are read as ranks read them. Documents are tokenized by ranks alone.
+    Prompts are few and short, so they are read as ranks read them. Only ranks tokenize documents.
     """
     if config.rollout is not None:
         _prompts(config, config.rollout)
@@ -111,7 +106,7 @@ def check_inputs(config: TrainConfig) -> None:
 
 
 def read_inputs(config: TrainConfig) -> DocumentInputs | PromptInputs:
-    """All data of a training. Raises UsageError for data, a tokenizer or lengths that cannot be used."""
+    """Reads all data of a training. Raises UsageError for an unusable file, tokenizer or length."""
     if config.rollout is not None:
         return _prompts(config, config.rollout)
     held_out = held_out_data(config)
@@ -122,12 +117,12 @@ def read_inputs(config: TrainConfig) -> DocumentInputs | PromptInputs:
 
 
 def held_out_data(config: TrainConfig) -> DataConfig | None:
-    """The data that is looked at, and not trained on."""
+    """Returns the data for evaluation; None without it."""
     return None if config.eval_dataset is None else replace(config.scenario.data, path=str(config.eval_dataset))
 
 
 def _documents(config: TrainConfig, data: DataConfig) -> list[Document]:
-    """All samples of a data set, in its order, tokenized for the policy."""
+    """Returns all samples of a data set, in order, tokenized for the policy."""
     model, trusted = config.models[POLICY.name], config.scenario.trust_remote_code
     documents = load_documents(data, load_tokenizer(model, trusted=trusted))
     check_vocabulary(documents, model, _vocabulary_size(model, trusted=trusted))
@@ -152,28 +147,29 @@ def _prompts(config: TrainConfig, rollout: RolloutConfig) -> PromptInputs:
 
 
 def end_tokens(policy: Path, end: int | None) -> tuple[int, ...]:
-    """What ends a response: the tokenizer's end-of-sequence token, and those of the folder's generation settings.
+    """Returns the tokens that end a response: the tokenizer's end-of-sequence token and those of the generation
+    settings.
 
-    Raises UsageError where there is none.
+    Raises UsageError if there is none.
     """
     found = set() if end is None else {end}
     if (policy / transformers.utils.GENERATION_CONFIG_NAME).is_file():
-        told = transformers.GenerationConfig.from_pretrained(policy).eos_token_id
-        found |= {told} if isinstance(told, int) else set(told or ())
+        configured = transformers.GenerationConfig.from_pretrained(policy).eos_token_id
+        found |= {configured} if isinstance(configured, int) else set(configured or ())
     if not found:
-        raise UsageError(f"the tokenizer in {policy} has no end-of-sequence token, so no response would have an end")
+        raise UsageError(f"the tokenizer in {policy} has no end-of-sequence token, so no response would end; add one")
     return tuple(sorted(found))
 
 
 def _vocabulary_size(model: Path, *, trusted: bool) -> int:
-    """How many tokens a model knows, by its configuration."""
+    """Returns the size of a model's vocabulary, by its configuration."""
     config = transformers.AutoConfig.from_pretrained(model, trust_remote_code=runs_code(model, trusted=trusted))
     size: int = config.get_text_config().vocab_size
     return size
 
 
 def held_out_batches(documents: Sequence[Document], data: DataConfig) -> list[Batch]:
-    """Each document once and in order, in batches of ``data.rows`` rows; what fills up the last one has no targets."""
+    """Returns each document once and in order, in batches of ``data.rows`` rows; filler rows have no targets."""
     rows: list[list[Document]] = []
     for document in documents:
         if rows and fits(rows[-1], document, data):
@@ -188,19 +184,19 @@ def held_out_batches(documents: Sequence[Document], data: DataConfig) -> list[Ba
 
 
 def held_out_loss(context: Context, policy: Trainable, batches: Sequence[Batch]) -> dict[str, float]:
-    """The mean of -log p over all targets, by forward passes without dropout; collective."""
+    """Computes the mean of -log p over all targets, by forward passes without dropout; collective."""
     total, count = 0.0, 0
     for batch in batches:
-        rows = look(context, policy, batch, frozenset({"logprobs"}), 1.0).rows
+        rows = output_rows(context, policy, batch, frozenset({"logprobs"}), 1.0).rows
         total -= sum(logprobs.sum().item() for logprobs in rows.values())
         count += batch.target_count
     return {"eval_loss": context.all_reduce(total) / count}
 
 
 def held_out_reward(source: RolloutSource, prompts: Sequence[Prompt], reward: Reward) -> dict[str, float]:
-    """The mean ``reward`` of the likeliest response to each prompt; collective."""
+    """Computes the mean ``reward`` of the likeliest response to each prompt; collective."""
     source.load_engine()
-    groups = sampled(source.context, source.engine, prompts, [[0]] * len(prompts), greedy=True)
+    groups = sample_responses(source.context, source.engine, prompts, [[0]] * len(prompts), greedy=True)
     rewards = [
         reward(text_of(response, source.tokenizer), prompt.answer)
         for prompt, (response,) in zip(prompts, groups, strict=True)
@@ -212,28 +208,28 @@ Evaluate = Callable[[], dict[str, float]]  # collective; numbers for the log
 
 
 def check(config: TrainConfig) -> None:
-    """Raises UsageError for a configuration whose parts do not go together."""
+    """Raises UsageError for a configuration whose parts do not fit together."""
     scenario, layout = config.scenario, config.layout
     functions_of(scenario.objective)
     if (ranks := dist.get_world_size()) != layout.world_size:
-        raise UsageError(f"the layout {layout} is for {layout.world_size} ranks, and there are {ranks}; start as many")
+        raise UsageError(f"the layout {layout} needs {layout.world_size} ranks, but there are {ranks}; start as many")
     if scenario.data.rows % (layout.dp * scenario.accumulation):
         raise UsageError(
             f"data.rows={scenario.data.rows} cannot be divided over dp={layout.dp} x accumulation="
             f"{scenario.accumulation}; use a multiple of {layout.dp * scenario.accumulation}"
         )
     if missing := [role.name for role in scenario.objective.roles if role.name not in config.models]:
-        raise UsageError(f"{scenario.objective.kind} has a model {missing[0]!r}, too; give its Hugging Face folder")
+        raise UsageError(f"{scenario.objective.kind} also needs a model {missing[0]!r}; give its Hugging Face folder")
     if scenario.objective.reads == "rollouts" and config.rollout is None:
-        raise UsageError(f"{scenario.objective.kind} samples responses; say how many, to how many prompts")
+        raise UsageError(f"{scenario.objective.kind} samples responses; give the numbers of prompts and of responses")
     check_save_path(config)
     supported = backend_class(config.backend).supports(scenario, layout)
     if isinstance(supported, Unsupported):
-        raise UsageError(f"{config.backend} does not train {layout} in {scenario.precision}: {supported.reason}")
+        raise UsageError(f"{config.backend} does not support {layout} in {scenario.precision}: {supported.reason}")
 
 
 def check_save_path(config: TrainConfig) -> None:
-    """Raises UsageError for a folder that the model could not be written to after the last update."""
+    """Raises UsageError for a folder that the model cannot be written to after the last update."""
     output = config.output
     if output.save_path is None:
         return
@@ -244,15 +240,15 @@ def check_save_path(config: TrainConfig) -> None:
 
 
 def backend_class(name: str) -> type[StrategyBackend]:
-    """The backend of this name. Raises UsageError for one of somebody else's: training asks more than cells do."""
+    """Returns the backend of this name. Raises UsageError for a third-party backend, which cannot train."""
     found = find_backend(name).load()
     if not issubclass(found, StrategyBackend):
-        raise UsageError(f"the backend {name!r} is not one of impl; train with deepspeed, fsdp2 or megatron")
+        raise UsageError(f"the backend {name!r} is not built in; train with deepspeed, fsdp2 or megatron")
     return found
 
 
 def model_folders(config: TrainConfig) -> dict[str, Path]:
-    """The folder of each role; for a critic that was given a language model, a new one beside the log. Collective."""
+    """Returns the folder of each role; a critic given as a language model gets a new folder. Collective."""
     folders = dict(config.models)
     for role in config.scenario.objective.roles:
         given = config.models[role.name]
@@ -267,10 +263,10 @@ def model_folders(config: TrainConfig) -> dict[str, Path]:
     return folders
 
 
-def adapter_folder(config: TrainConfig, *, goes_on: bool) -> Path | None:
-    """The adapter that the policy begins with, in a folder beside the log; None without one. Collective.
+def adapter_folder(config: TrainConfig, *, resumes: bool) -> Path | None:
+    """Returns the folder of the policy's initial adapter, beside the log; None without an adapter. Collective.
 
-    ``goes_on``: from a checkpoint. Raises UsageError where the training began with an adapter of other settings.
+    Raises UsageError if a training that ``resumes`` began with an adapter of other settings.
     """
     scenario, lora = config.scenario, config.scenario.lora
     if lora is None:
@@ -279,7 +275,7 @@ def adapter_folder(config: TrainConfig, *, goes_on: bool) -> Path | None:
 
     def make() -> None:
         shapes = parameter_shapes(config.models[POLICY.name], POLICY.head)
-        if goes_on and folder.exists():
+        if resumes and folder.exists():
             check_same(folder, lora, shapes)
         else:
             write_start(folder, lora, shapes, seed=scenario.seed)
@@ -289,7 +285,7 @@ def adapter_folder(config: TrainConfig, *, goes_on: bool) -> Path | None:
 
 
 def set_up(config: TrainConfig, folders: Mapping[str, Path], device: str, adapter: Path | None) -> StrategyBackend:
-    """The backend with all models loaded; collective."""
+    """Returns the backend with all models loaded; collective."""
     backend = backend_class(config.backend)()
     backend.adapter = adapter
     backend.setup(config.scenario, config.layout, folders, device)
@@ -299,7 +295,7 @@ def set_up(config: TrainConfig, folders: Mapping[str, Path], device: str, adapte
 def source_of(
     config: TrainConfig, backend: StrategyBackend, inputs: DocumentInputs | PromptInputs, device: str
 ) -> Source:
-    """Where the training's work comes from: documents, or roll-outs of prompts."""
+    """Returns the source of the training's work: documents, or rollouts of prompts."""
     scenario, rollout, policy = config.scenario, config.rollout, config.models[POLICY.name]
     if isinstance(inputs, DocumentInputs):
         position = DataPosition(seed=scenario.seed, documents=len(inputs.documents))
@@ -327,7 +323,7 @@ def source_of(
 def evaluation_of(
     config: TrainConfig, backend: StrategyBackend, source: Source, inputs: DocumentInputs | PromptInputs
 ) -> Evaluate | None:
-    """What is looked at on held-out data, if there are any."""
+    """Returns the evaluation on held-out data; None without such data."""
     data = held_out_data(config)
     if data is None:
         return None

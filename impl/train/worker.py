@@ -1,6 +1,6 @@
-"""A rank of a training as a process of its own: ``torchrun -m impl.train.worker CONFIG.json``.
+"""Runs a rank of a training as a process: ``torchrun -m impl.train.worker CONFIG.json``.
 
-The file holds what impl.train.config.to_json gives.
+The file holds the result of impl.train.config.to_json.
 """
 
 import atexit
@@ -23,17 +23,17 @@ USAGE_ERROR = 2  # the exit code
 
 
 def main(path: str) -> int:
-    """Train as the file says, in the process group of torchrun's environment variables; returns the exit code."""
+    """Trains as the file says, in the process group of torchrun's environment variables; returns the exit code."""
     try:
         config = from_json(read_json(Path(path)), source=path)
         if config.device == "cuda":
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group("gloo" if config.device == "cpu" else "nccl")
-        transformers.utils.logging.disable_progress_bar()  # of loading weights, a bar for each rank
+        transformers.utils.logging.disable_progress_bar()  # each rank would show a bar for loading weights
         train(config)
         dist.destroy_process_group()
     except UsageError as error:
-        # Where the first rank fails alike, torchrun ends this one before it says the same again.
+        # If the first rank has the same error, torchrun ends this one before it repeats the message.
         time.sleep(0 if os.environ.get("RANK", "0") == "0" else 2)
         print(f"error: {error}", file=sys.stderr, flush=True)
         return USAGE_ERROR
@@ -41,11 +41,11 @@ def main(path: str) -> int:
 
 
 def leave(status: int) -> NoReturn:
-    """End this process with an exit code, after what was registered for its end, and without Python's finalization.
+    """Ends this process with an exit code, after its registered exit functions, without Python's finalization.
 
-    A thread of a library that asks for Python's lock while Python is finalized is unwound through C++ code that allows
-    no unwinding: a rank that had done all its work ended by SIGABRT then ("terminate called without an active
-    exception"; seen once, on a machine with a load of 20).
+    A thread of a library that requests Python's lock during finalization is unwound through C++ code that forbids
+    unwinding. A rank that had done all its work then ended by SIGABRT ("terminate called without an active exception";
+    observed once, on a machine with a load of 20).
     """
     atexit._run_exitfuncs()
     sys.stdout.flush()

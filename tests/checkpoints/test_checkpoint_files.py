@@ -257,7 +257,7 @@ def test_what_a_killed_process_left_is_cleared_and_what_it_had_moved_comes_back(
 def test_a_model_replaces_a_model_and_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes/diary.txt").write_text("x")
-    for target, message in ((tmp_path / "notes", "is no Hugging Face folder"), (tmp_path, "was loaded from")):
+    for target, message in ((tmp_path / "notes", "is not a Hugging Face folder"), (tmp_path, "was loaded from")):
         with pytest.raises(UsageError, match=message):
             check_target(target, source=tmp_path)
     check_target(MODELS / "llama", source=tmp_path)

@@ -22,22 +22,22 @@ class Model(torch.nn.Sequential):
 
 
 @pytest.mark.exhaustive  # compiles
-@pytest.mark.parametrize("alike", [True, False])
-def test_ranks_that_compute_alike_take_no_kernel_by_the_clock(alike: bool) -> None:
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_ranks_that_compute_alike_take_no_kernel_by_the_clock(deterministic: bool) -> None:
     """docs/findings/inductor-ranks-choose.md. The pass is called for the forward and for the backward pass."""
     asked: list[bool] = []
     model = Model(Layer(4, 4))
-    compile_layers(model, alike=alike, shipped=True)
+    compile_layers(model, deterministic=deterministic, shipped=True)
     try:
         with config.patch(post_grad_custom_post_pass=lambda _: asked.append(config.deterministic)):
             model(torch.ones(1, 4)).sum().backward()
     finally:
         forget_compiled()
-    assert asked == [alike, alike]
+    assert asked == [deterministic, deterministic]
 
 
 @pytest.mark.parametrize(
-    ("backend", "layout", "alike"),
+    ("backend", "layout", "deterministic"),
     [
         ("fsdp2", "dp2.compile", False),
         ("fsdp2", "tp2.compile", True),
@@ -46,7 +46,7 @@ def test_ranks_that_compute_alike_take_no_kernel_by_the_clock(alike: bool) -> No
     ],
 )
 def test_ranks_compute_alike_where_tensors_are_cut(
-    pool: Pool, tmp_path: Path, backend: str, layout: str, alike: bool
+    pool: Pool, tmp_path: Path, backend: str, layout: str, deterministic: bool
 ) -> None:
     scenario = cell_of(backend, "sft-padded", "llama", layout, "bf16").scenario
     models = {role: str(folder) for role, folder in prepare_inputs(scenario, tmp_path).models.items()}
@@ -59,4 +59,4 @@ def test_ranks_compute_alike_where_tensors_are_cut(
         log_dir=tmp_path / "logs",
         budget_s=120.0,
     )
-    assert outcome.results == [[alike], [alike]], outcome.reason
+    assert outcome.results == [[deterministic], [deterministic]], outcome.reason

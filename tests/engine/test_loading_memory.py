@@ -1,4 +1,4 @@
-"""No rank holds a whole model while it loads one: beside its own part, a rank has a few strips of a file in memory.
+"""No rank holds a whole model while it loads one: beside its own part, a rank has a few chunks of a file in memory.
 
 Ranks on a CPU have no other memory than the host's, so what is measured is all: the largest resident memory from before
 a model is built until it can be trained, with pages of files.
@@ -21,11 +21,11 @@ from conformance.models.folders import weight_shapes
 from conformance.runtime import Pool
 from conformance.spec.layout import Layout
 from conformance.spec.precision import PrecisionName
-from impl.interface.sharded_safetensors import MAPPED, STRIP, TensorWriter
+from impl.interface.sharded_safetensors import CHUNK, MAPPED, TensorWriter
 
 MIB, FLOAT64 = 2**20, 8
-# Mapped pages, strips in two dtypes and what is made of them, and 24 MiB of all else that setting up a model does.
-MARGIN = MAPPED + 4 * STRIP * FLOAT64 + 24 * MIB
+# Mapped pages, chunks in two dtypes and what is made of them, and 24 MiB of all else that setting up a model does.
+MARGIN = MAPPED + 4 * CHUNK * FLOAT64 + 24 * MIB
 MIXTURE = {
     **{"hidden_size": 512, "moe_intermediate_size": 512, "num_hidden_layers": 5, "num_experts": 16},
     **{"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 9000},

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from conformance.spec.objectives import Sft
 from impl.engine import trainer
-from impl.engine.trainer import of_all_ranks, summed_up
+from impl.engine.trainer import of_all_ranks, sum_evaluations
 from impl.fsdp2 import dtensors
 from impl.fsdp2.model import Fsdp2Trainable
 from impl.interface.distributed import Reading
@@ -52,7 +52,7 @@ def test_micro_batches_are_summed_up_in_float64(numbers: list[float], largest: f
         Evaluation(loss=None, values={"loss": torch.tensor(2.0**-30)}, highest={"ratio": torch.tensor(number)})
         for number in numbers
     ]
-    sums, highest = summed_up([*found, Evaluation(loss=None, values={"loss": torch.tensor(1.0)})])
+    sums, highest = sum_evaluations([*found, Evaluation(loss=None, values={"loss": torch.tensor(1.0)})])
     assert sums["loss"].item() == 1 + 2.0**-29
     assert highest["ratio"].item() == pytest.approx(largest, nan_ok=True)
 

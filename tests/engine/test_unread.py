@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from conformance.core.paths import FIXTURES
 from impl.interface import sharded_safetensors
-from impl.interface.sharded_safetensors import SliceReader, fill, strips
+from impl.interface.sharded_safetensors import SliceReader, chunks, fill
 from impl.models.lazy_weights import Computed, Unread, UnreadWeights, _Headers, _Whole
 from impl.models.loading import empty_model, load_model
 
@@ -20,7 +20,7 @@ MODELS = FIXTURES / "models"
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3", "qwen3-moe", "mixtral", "deepseek-v3", "gpt-oss"])
 def test_a_model_is_bit_by_bit_what_transformers_loads(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharded_safetensors, "STRIP", 1000)
+    monkeypatch.setattr(sharded_safetensors, "CHUNK", 1000)
     monkeypatch.setattr(sharded_safetensors, "MAPPED", 10_000)
     right = AutoModelForCausalLM.from_pretrained(MODELS / family, dtype=torch.float64)
     found = load_model(MODELS / family, dtype=torch.float64, attention="eager")
@@ -107,17 +107,17 @@ def test_regions_of_what_functions_of_torch_make_of_unread_tensors(tmp_path: Pat
 def test_strips_are_a_region_in_order_and_none_is_larger_than_the_limit(
     limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sharded_safetensors, "STRIP", limit)
+    monkeypatch.setattr(sharded_safetensors, "CHUNK", limit)
     whole = torch.arange(7 * 8 * 9).view(7, 8, 9)
     start, shape = [1, 2, 3], [5, 4, 6]
     region = whole[1:6, 2:6, 3:9]
     found = []
-    for begin, size in strips(start, shape):
+    for begin, size in chunks(start, shape):
         found.append(whole[tuple(slice(at, at + n) for at, n in zip(begin, size, strict=True))].flatten())
         assert found[-1].numel() <= max(limit, 6)
     assert torch.equal(torch.cat(found), region.flatten())
     filled = torch.zeros_like(region)
     fill(filled, "", start, lambda _, at, n: whole[tuple(slice(a, a + b) for a, b in zip(at, n, strict=True))])
     assert torch.equal(filled, region)
-    assert not list(strips([0], [0]))
-    assert [*strips([], [])] == [([], [])]
+    assert not list(chunks([0], [0]))
+    assert [*chunks([], [])] == [([], [])]

@@ -17,7 +17,7 @@ from conformance.records.record_format import RecordError
 from conformance.records.step_tensors import Record, read_record
 from conformance.spec.batch import EXPERTS, Batch, Document, Row, expert_column, read_batches, write_batches
 from conformance.spec.scenario import Scenario, load_scenario
-from impl.engine.rollout_pass import Looked, Rollouts
+from impl.engine.rollout_pass import RolloutColumns, Rollouts
 from impl.interface.collate import collate
 from impl.models.router import choices_for
 
@@ -147,7 +147,7 @@ def test_a_backend_gives_a_pass_its_own_choices(record: Record) -> None:
 def test_an_update_keeps_the_choices_of_its_own_step_in_a_later_epoch(record: Record) -> None:
     first, _, again = read_batches(record.path / CHOICES)
     known = [Batch(b.step, b.max_len, tuple(_with(row, "advantage", 2.0) for row in b.rows)) for b in first.rollout]
-    rollouts = Rollouts(None, {}, None, known=Looked(known))  # type: ignore[arg-type]
+    rollouts = Rollouts(None, {}, None, known=RolloutColumns(known))  # type: ignore[arg-type]
     found = rollouts.annotated(again)
     assert experts(found, "routing") == experts(again, "routing") != experts(known[0], "routing")
     assert all(document.columns["advantage"] == 2.0 for document in found.documents)

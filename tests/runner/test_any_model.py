@@ -168,8 +168,8 @@ def test_weights_of_another_model_are_refused(models: Any, tmp_path: Path) -> No
     [
         ("fsdp2", "tp2", "StableLmForCausalLM carries no tensor-parallel plan; use tp1"),
         ("deepspeed", "tp2", "StableLmForCausalLM carries no tensor-parallel plan; use tp1"),
-        ("fsdp2", "sp2", "StableLmForCausalLM has attention of its own"),
-        ("deepspeed", "ulysses2", "StableLmForCausalLM has attention of its own"),
+        ("fsdp2", "sp2", "the attention of StableLmForCausalLM cannot be replaced"),
+        ("deepspeed", "ulysses2", "the attention of StableLmForCausalLM cannot be replaced"),
         ("fsdp2", "tp2.seqpar", "seqpar has no tensor-parallel plan for 'stablelm'; leave it out"),
         ("megatron", "dp2", "StableLmForCausalLM is not among the architectures that are built here on megatron-core"),
     ],

@@ -18,7 +18,7 @@ def asked_for(
     """Whether a backend that is set up asks for layers that are compiled alike; nothing is compiled."""
     asked: list[bool] = []
     trainable = importlib.import_module(f"impl.{backend}.trainable")
-    with patch.object(trainable, "compile_layers", lambda _, *, alike, shipped: asked.append(alike)):
+    with patch.object(trainable, "compile_layers", lambda _, *, deterministic, shipped: asked.append(deterministic)):
         instance = BACKENDS[backend].load()()
         folders = {role: Path(folder) for role, folder in models.items()}
         instance.setup(parse_scenario(scenario), Layout.parse(layout), folders, context.device)

@@ -174,7 +174,7 @@ def test_a_training_does_not_go_on_with_other_roll_outs(trainings: Trainings, tm
     scenario = replace(config.scenario, steps=2, data=replace(config.scenario.data, rows=16))
     other = replace(config, scenario=scenario, rollout=replace(config.rollout, prompts=4))
     reason = trainings.outcome(writing_to(other, load_checkpoint=True)).reason
-    assert "the checkpoint has 1 updates on 2 prompts, and this training makes 1 of each roll-out of 4" in reason
+    assert "the checkpoint has 1 updates on 2 prompts, but this training makes 1 per rollout of 4" in reason
 
 
 def held_out(folder: Path) -> Path:

@@ -73,9 +73,9 @@ def test_a_critic_is_made_of_a_language_models_layers_and_a_small_new_head(tmp_p
 def test_the_first_signal_is_noted_and_the_second_does_what_it_always_does() -> None:
     before = signal.getsignal(signal.SIGINT)
     with Stop() as stop:
-        assert not stop.asked
+        assert not stop.requested
         os.kill(os.getpid(), signal.SIGINT)
-        assert stop.asked
+        assert stop.requested
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
     with Stop():
@@ -89,7 +89,7 @@ def test_a_signal_that_was_ignored_stays_ignored() -> None:
     try:
         with Stop() as stop:
             os.kill(os.getpid(), signal.SIGINT)
-            assert not stop.asked
+            assert not stop.requested
             assert signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
         assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
     finally:

@@ -74,7 +74,7 @@ def test_every_name_of_the_log_is_explained() -> None:
 @pytest.mark.parametrize("content", ["", "{}\n", '{"run": {}}\nnonsense\n{"step": 1}\n', "[1]\n"])
 def test_what_is_no_log_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "log.jsonl").write_text(content)
-    with pytest.raises(UsageError, match="is no log of a training"):
+    with pytest.raises(UsageError, match="is not the log of a training"):
         read_log(tmp_path / "log.jsonl")
 
 

@@ -12,7 +12,7 @@ from impl.checkpoints.folder import TrainingFolder
 from impl.objectives.losses import LOSS_MODES
 from impl.train.command import TRAIN
 from impl.train.config import TrainConfig, from_json, to_json
-from impl.train.flags import COMMANDS, FLAGS, given_values, read_recipe, resolve_values, said_values
+from impl.train.flags import COMMANDS, FLAGS, given_values, merge_values, read_recipe, resolve_values
 from impl.train.loop import training_folder
 from impl.train.options import train_config
 
@@ -27,7 +27,7 @@ def config_of(command: str, backend: str, *said: str, ranks: int | None = None) 
     given = given_values(options, command)
     recipe = read_recipe(options.config, command) if options.config else {}
     values = resolve_values(given, recipe, command)
-    return train_config(command, values, given=said_values(given, recipe), ranks=ranks)
+    return train_config(command, values, given=merge_values(given, recipe), ranks=ranks)
 
 
 def layout_of(backend: str, *said: str) -> str:
@@ -73,7 +73,7 @@ def test_sizes_and_switches_become_a_layout(backend: str, said: str, layout: str
         ("fsdp2", "--tensor-model-parallel-size 8", "4 key-value heads .* tp4"),
         ("megatron", "--pipeline-model-parallel-size 5", "2 layers.*pp4"),
         ("fsdp2", "--ring-attn-size 2 --ring-head-stride 3", "stride=3 .*stride2"),
-        ("fsdp2", "--zero-stage 2", "cuts everything, as ZeRO-3"),
+        ("fsdp2", "--zero-stage 2", "shards everything, as ZeRO-3"),
         ("megatron", "--zero-stage 3", "use zero1"),
         ("megatron", "--offload", "offload is not built"),
         ("deepspeed", "--sequence-parallel --tensor-model-parallel-size 2", "seqpar is not built"),
@@ -81,12 +81,12 @@ def test_sizes_and_switches_become_a_layout(backend: str, said: str, layout: str
         ("fsdp2", "--sequence-parallel", "needs tensor parallelism"),
         ("fsdp2", "--use-hf-tp-plan", "--fsdp-tensor-parallel-size 2"),
         ("fsdp2", "--use-hf-tp-plan --sequence-parallel --tensor-model-parallel-size 2", "leave one of the two"),
-        ("megatron", "--use-hf-tp-plan", "cut by their own classes"),
+        ("megatron", "--use-hf-tp-plan", "sharded by their own classes"),
         ("deepspeed", "--fsdp-tensor-parallel-size 2", "--tensor-model-parallel-size"),
         ("fsdp2", "--ring-attn-size 2 --context-parallel-size 4", "two names of one size"),
         ("fsdp2", "--learning-rate 0", "more than 0"),
         ("fsdp2", "--lr-warmup-ratio 1.5", "1 or less"),
-        ("fsdp2", "--learning-rate nan", "--learning-rate has to be more than 0"),
+        ("fsdp2", "--learning-rate nan", "--learning-rate must be more than 0"),
         ("fsdp2", "--micro-train-batch-size 0", "1 or more"),
         ("fsdp2", "--max-epochs 2", "give one of them"),
         ("fsdp2", "--load-checkpoint", "--ckpt-path"),
@@ -152,7 +152,7 @@ def test_a_roll_out_is_cut_into_steps() -> None:
         ("--generate-max-len 64 --max-len 64", "--max-len 128 or --generate-max-len 32"),
         ("--n-samples-per-prompt 1 --rollout-batch-size 32", "use 2 or more, or reinforce_plus_plus"),
         ("--greedy", "all 4 responses .* the same; use --n-samples-per-prompt 1"),
-        ("--gamma 0.9", "--advantage-estimator grpo .* discounts nothing; leave it out, or use reinforce_plus_plus"),
+        ("--gamma 0.9", "--advantage-estimator grpo .* without a discount; leave it out, or use reinforce_plus_plus"),
     ],
 )
 def test_a_roll_out_that_does_not_fit_is_refused_with_what_would(said: str, advice: str) -> None:
@@ -295,7 +295,7 @@ def test_the_command_line_comes_first_also_under_another_name(tmp_path: Path) ->
     [
         ("learnin_rate: 1", "did you mean learning_rate"),
         ("kl_coef: 0.1", "of grpo and ppo, not of sft"),
-        ("max_steps: many", "max_steps has to be a whole number, not 'many'"),
+        ("max_steps: many", "max_steps must be a whole number, got 'many'"),
         ("max_steps: 1.5", "a whole number"),
         ("max_steps: true", "a whole number"),
         ("offload: 1", "true or false"),

@@ -19,7 +19,7 @@ from conformance.spec.scenario import Scenario
 from impl.checkpoints.training_state import DataPosition
 from impl.models.loading import load_model
 from impl.train.data import Prompt, exact_answer, load_prompts, near_answer, reward_of
-from impl.train.experience import check_goes_on, check_rollout, dealt, document_of, rollout_logprobs, told_of
+from impl.train.experience import check_resumes, check_rollout, deal, document_of, rollout_logprobs, rollout_numbers
 from impl.train.generation import Choose, HfEngine, Response, Sampling, make_engine, seed_of
 from impl.train.setup import end_tokens
 
@@ -147,20 +147,20 @@ def documents_of(*lengths: int) -> list[Document]:
 
 def test_responses_are_dealt_into_rows_the_longest_first() -> None:
     documents = documents_of(3, 9, 5, 7, 4)
-    assert dealt(documents, 5) == [(document,) for document in documents]
-    assert [[len(d.tokens) for d in row] for row in dealt(documents, 2)] == [[9, 5, 3], [7, 4]]
+    assert deal(documents, 5) == [(document,) for document in documents]
+    assert [[len(d.tokens) for d in row] for row in deal(documents, 2)] == [[9, 5, 3], [7, 4]]
 
 
 def test_the_numbers_of_a_roll_out() -> None:
     groups = [[Response((1, 2), (0.0, 0.0), True), Response((1, 2, 3, 4), (0.0,) * 4, False)]]
-    told = told_of(groups, [[1.0, 0.5]])
+    told = rollout_numbers(groups, [[1.0, 0.5]])
     assert told == {"reward_mean": 0.75, "reward_std": 0.25, "response_length": 3.0, "response_cut": 0.5}
 
 
 @pytest.mark.parametrize(
     ("changes", "rollout", "said"),
     [
-        ({"steps": 3, "objective": {"mini_batches": 2}}, {}, "no whole number of roll-outs"),
+        ({"steps": 3, "objective": {"mini_batches": 2}}, {}, "not a whole number of rollouts"),
         ({}, {"greedy": True}, "are all the same; use n_samples_per_prompt=1"),
         ({}, {"prompts": 3}, "3 prompts x 4 samples = 12 responses do not fill 1 mini-batches of 8 rows = 8"),
         ({"data": {"packed": True, "rows": 8}}, {"prompts": 1}, "or have more responses than rows"),
@@ -193,10 +193,10 @@ def test_a_training_does_not_go_on_with_other_roll_outs(
     config = training(tmp_path, "grpo", steps=4, objective=objective)
     assert config.rollout
     own = dataclasses.replace(config.rollout, **rollout)
-    with pytest.raises(UsageError, match=f"{step} updates on {consumed} prompts.*begun with"):
-        check_goes_on(config.scenario, own, step=step, position=DataPosition(seed=0, documents=110, consumed=consumed))
+    with pytest.raises(UsageError, match=f"{step} updates on {consumed} prompts.*resume with the initial"):
+        check_resumes(config.scenario, own, step=step, position=DataPosition(seed=0, documents=110, consumed=consumed))
     before = DataPosition(seed=0, documents=110, consumed=2 * config.rollout.prompts)
-    check_goes_on(training(tmp_path, "grpo").scenario, config.rollout, step=2, position=before)
+    check_resumes(training(tmp_path, "grpo").scenario, config.rollout, step=2, position=before)
 
 
 def test_prompts_of_a_file_are_the_users_turn_with_the_number_of_the_reference(
