@@ -104,7 +104,7 @@ def import_state(folder: Path, model: HasTrainingState) -> None:
 
     Raises UsageError for a folder that is no training state of this version.
     """
-    told = read_told(folder)
+    told = read_contents(folder)
     if "schedule" not in told["progress"]:  # of a checkpoint of somebody else, converted
         raise UsageError(
             f"{folder / FILE} does not say how many updates the learning-rate schedule has counted; add it to "
@@ -132,7 +132,7 @@ def write_told(folder: Path, *, kinds: Sequence[WrittenKind], progress: Mapping[
     (folder / FILE).write_text(json.dumps(told, indent=1), encoding="utf-8")
 
 
-def read_told(folder: Path) -> dict[str, Any]:
+def read_contents(folder: Path) -> dict[str, Any]:
     """The values of ``training_state.json``. Raises UsageError where it is not there or not as it is written here."""
     file = folder / FILE
     if not file.is_file():

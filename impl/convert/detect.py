@@ -31,7 +31,7 @@ def open_model(folder: Path) -> Checkpoint:
 
 def open_state(folder: Path) -> Checkpoint:
     """A training state of impl.checkpoints.training_state."""
-    told = training_state.read_told(folder)
+    told = training_state.read_contents(folder)
     tensors = tuple(
         held for kind in told["kinds"] for held in _held(kind, sorted((folder / kind).glob("*.safetensors")))
     )
