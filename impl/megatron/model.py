@@ -33,13 +33,13 @@ from impl.interface.protocol import AT_ONCE, ContextConfig, Dtype, Writing, Writ
 from impl.interface.sharded_safetensors import SliceReader
 from impl.megatron import checkpoint
 from impl.megatron.config import (
-    shards_optimizer,
     optimizer_settings,
     read_progress,
     reduction_settings,
     resolved_optimizer,
     scheduler,
     set_progress,
+    shards_optimizer,
     share_scale,
     undecayed,
     update_in_one_kernel,
@@ -49,7 +49,7 @@ from impl.megatron.hf_mapping import all_parameters, check_weights, is_trained
 from impl.megatron.micro_batches import ShardedMicroBatch, sharded
 from impl.megatron.model_config import read_shape, stages
 from impl.megatron.router import StepLoss, gathered, release
-from impl.megatron.tensors import ModelTensors, weight_tensors, parameter_names, read_weights, release_trained
+from impl.megatron.tensors import ModelTensors, parameter_names, read_weights, release_trained, weight_tensors
 from impl.megatron.tracing import traced_chunks
 from impl.models.export import write_model
 from impl.models.outputs import outputs_of

@@ -28,10 +28,10 @@ from impl.megatron.hf_mapping import (
     FUSED,
     HEAD,
     all_parameters,
+    grouped_by_tensors,
     is_cut,
     is_of_experts,
     layer_parameters,
-    grouped_by_tensors,
     parts,
 )
 from impl.megatron.model_config import ModelShape, Stages

@@ -220,7 +220,7 @@ def test_a_checkpoint_of_another_training_is_refused_and_changes_nothing(
 ) -> None:
     told = {
         "critic": "is a checkpoint of another training: the model's head is 'causal' there and 'value' here",
-        "optimizer": "'AdamW in DistributedOptimizer' there and 'AdamW in FP32Optimizer' here; .* transfer a training state",
+        "optimizer": "'AdamW in DistributedOptimizer' there and 'AdamW in FP32Optimizer' here; .* a training state",
         "cut": "is not the list of a checkpoint of this version; save the checkpoint again",
         "list": "has no contents.json; give the folder that save_ckpt got",
     }
