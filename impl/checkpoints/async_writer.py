@@ -1,7 +1,7 @@
-"""Writes the files of a checkpoint behind the training, in a thread of every rank.
+"""Writes the files of a checkpoint in a thread of every rank, while the training continues.
 
-The files hold copies that were made when the save was called. The threads communicate over a process group of their
-own, because messages over the training's group would be taken for the training's.
+The threads write copies that were made when the save was called. They communicate over a separate process group; over
+the training's group, their messages could be confused with those of the training.
 """
 
 import threading
@@ -13,9 +13,9 @@ from impl.interface.distributed import Group, together
 
 
 class Behind:
-    """Work is done in a thread, which ``start`` starts. ``doing`` says in a few words what is done, for messages.
+    """Collects work, and does it in a thread from ``start`` on. ``doing``: description of the work for messages.
 
-    The process does not end before the thread does, so a training that has ended leaves a whole checkpoint.
+    The process does not end before the thread does, so a finished training leaves a complete checkpoint.
     """
 
     copies = True
@@ -31,7 +31,7 @@ class Behind:
         self._work.append(work)
 
     def start(self) -> None:
-        self.group = dist.new_group(backend="gloo")  # for what lies in the memory of the host
+        self.group = dist.new_group(backend="gloo")  # for tensors in the memory of the host
         self._thread.start()
 
     def wait(self) -> None:
@@ -43,7 +43,7 @@ class Behind:
     def _run(self) -> None:
         try:
             while self._work:
-                work = self._work.pop(0)  # what is written has to be given back
+                work = self._work.pop(0)  # frees the memory of the copies after they are written
                 together(self._doing, work, group=self.group)
-        except BaseException as error:  # whatever it is, wait must not take the checkpoint for whole
+        except BaseException as error:  # after any error, wait must not treat the checkpoint as complete
             self._error = error

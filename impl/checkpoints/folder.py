@@ -1,13 +1,10 @@
-"""The folder of a checkpoint: written under another name, and given its own when all of it is on the disk; collective.
+"""Writes, verifies and removes the folders of checkpoints; a crash never leaves a checkpoint that is incomplete.
 
-Whatever moment a crash takes, there is either no folder of this name or a whole one, and what was there before is
-untouched. The folder lies where all ranks see it. Serves claims 5 and 9.
+A folder is written under a temporary name, and renamed when all its files are on disk. All ranks share its file system.
 
-The checkpoints of one training: a folder for each, a file that names the last one, and no more than are kept.
-
-``ROOT/step-000012/`` is a checkpoint (impl/checkpoints/folder.py), ``ROOT/latest`` holds the name of the last one.
-It is replaced when the checkpoint has its name, and older ones go only after that: at every moment the one that
-``latest`` names is whole.
+A training has a checkpoint in each ``ROOT/step-000012/``, and the name of the last one in ``ROOT/latest``. ``latest``
+is replaced after the new checkpoint is renamed, and older checkpoints are removed after that. So the checkpoint that
+``latest`` names is complete at every moment.
 """
 
 import contextlib
@@ -44,8 +41,10 @@ from impl.interface.protocol import AT_ONCE, Writing
 
 @dataclass(frozen=True)
 class Draft:
-    """A checkpoint that is being written. ``path``: the empty folder that all ranks write into. ``when``: what takes
-    the work of writing."""
+    """Holds a checkpoint that is being written.
+
+    ``path``: the empty folder that all ranks write into. ``when``: collects the work of writing.
+    """
 
     path: Path
     when: Writing
@@ -53,9 +52,9 @@ class Draft:
 
 @contextlib.contextmanager
 def writing(folder: Path, about: About, *, when: Writing = AT_ONCE) -> Iterator[Draft]:
-    """Yields what is to be written; ``folder`` is the checkpoint when all work is done that ``when`` was given.
+    """Yields a draft; it becomes the checkpoint ``folder`` when all work in ``when`` is done. Collective.
 
-    Where anything fails on any rank, all ranks raise, and the checkpoint does not come to be.
+    If anything fails on any rank, all ranks raise, and there is no checkpoint.
     """
     partial = folder.with_name(folder.name + PARTIAL)
     doing = f"writing the checkpoint {folder}"
@@ -70,9 +69,9 @@ def writing(folder: Path, about: About, *, when: Writing = AT_ONCE) -> Iterator[
 
 
 def verified(folder: Path, wanted: About) -> Manifest:
-    """The manifest of a checkpoint from which ``wanted`` can go on, when all of its files are found to be whole.
+    """Verifies all files of a checkpoint, and that ``wanted`` can resume from it; returns the manifest. Collective.
 
-    Each file is read by one rank, for all. Raises UsageError; until then nothing of the checkpoint has been used.
+    Each file is read by one rank only. Raises UsageError before anything of the checkpoint is used.
     """
     doing = f"verifying the checkpoint {folder}"
 
@@ -96,14 +95,14 @@ def verified(folder: Path, wanted: About) -> Manifest:
 
 def _begin(folder: Path, partial: Path) -> None:
     if folder.exists():
-        raise UsageError(f"{folder} is there already, and no checkpoint is overwritten; give another folder")
-    if partial.exists():  # of a save that did not come to its end
+        raise UsageError(f"{folder} exists, and no checkpoint is overwritten; give another folder")
+    if partial.exists():  # from an interrupted save
         shutil.rmtree(partial)
     partial.mkdir(parents=True)
 
 
 def _complete(partial: Path, folder: Path, about: About, doing: str, group: Group) -> None:
-    """Make a checkpoint of the files that all ranks have written; collective."""
+    """Turns the files that all ranks have written into a checkpoint; collective."""
 
     def sizes() -> dict[str, int]:
         return {name: (partial / name).stat().st_size for name in file_names(partial)}
@@ -116,7 +115,7 @@ def _complete(partial: Path, folder: Path, about: About, doing: str, group: Grou
 
 
 def _flushed(path: Path) -> FileEntry:
-    """Have a file on the disk, and say what it is."""
+    """Flushes a file to disk, and returns its size and digest."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
     return FileEntry(size=path.stat().st_size, sha256=digest(path))
@@ -132,7 +131,7 @@ def _finish(partial: Path, folder: Path, about: About, files: dict[str, FileEntr
 
 
 def write_durably(path: Path, text: str) -> None:
-    """Write a file, and have it on the disk."""
+    """Writes a file, and flushes it to disk."""
     with path.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
@@ -140,7 +139,7 @@ def write_durably(path: Path, text: str) -> None:
 
 
 def flush_folder(folder: Path) -> None:
-    """Have the names in a folder on the disk."""
+    """Flushes the names in a folder to disk."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -154,11 +153,11 @@ _NAME = re.compile(r"step-(\d{6,})")
 
 @dataclass(kw_only=True)
 class TrainingFolder:
-    """``keep``: how many checkpoints stay. One training writes into ``root`` at a time.
+    """Manages the checkpoints of one training in ``root``; only one training may write there at a time.
 
-    ``asynchronous``: a save returns when the training state has been copied into the memory of the host, and what is
-    left of it is done while the training goes on: all of writing, until ``latest`` names it. The next save waits for
-    the one before; ``finish`` is for the end of the training.
+    ``keep``: number of checkpoints that stay. ``asynchronous``: a save returns when the training state has been copied
+    into the memory of the host; all writing happens while the training continues. The next save waits for the previous
+    one. Call ``finish`` at the end of the training.
     """
 
     root: Path
@@ -168,17 +167,17 @@ class TrainingFolder:
 
     def __post_init__(self) -> None:
         if self.keep < 1:
-            raise UsageError(f"keep={self.keep} leaves no checkpoint to go on from; keep 1 or more")
+            raise UsageError(f"keep={self.keep} leaves no checkpoint to resume from; keep 1 or more")
 
     @contextlib.contextmanager
     def writing(self, about: About) -> Iterator[Draft]:
-        """As impl.checkpoints.folder.writing, for the checkpoint of ``about.step``; collective.
+        """Yields a draft for the checkpoint of ``about.step``; collective.
 
-        Raises what an asynchronous save before failed with.
+        Raises the error of the previous asynchronous save.
         """
         self.finish()
         name = f"step-{about.step:06d}"
-        on_first(f"making room in {self.root}", lambda: self._make_room(name))
+        on_first(f"removing unfinished checkpoints in {self.root}", lambda: self._remove_unfinished(name))
         when = Behind(f"writing the checkpoint {self.root / name}") if self.asynchronous else AT_ONCE
         with writing(self.root / name, about, when=when) as draft:
             yield draft
@@ -188,31 +187,31 @@ class TrainingFolder:
         self._last = when
 
     def finish(self) -> None:
-        """Wait until the last save is done, and raise what it failed with, on all ranks; collective."""
+        """Waits for the last save, and raises its error on all ranks; collective."""
         last, self._last = self._last, AT_ONCE
         last.wait()
 
     def latest(self) -> Path:
-        """The last whole checkpoint. Raises UsageError that says what is there instead, if there is none."""
+        """Returns the last complete checkpoint. Raises UsageError that lists the folders found, if there is none."""
         file = self.root / LATEST
         try:
             regular_size(file)
             name = read_text(file, limit=1000).strip()
         except FileNotFoundError:
-            there = ", ".join(sorted(folder.name for folder in self.root.glob("step-*"))) or "nothing"
+            found = ", ".join(sorted(folder.name for folder in self.root.glob("step-*"))) or "none"
             raise UsageError(
-                f"{self.root} has no file {LATEST!r}, so no checkpoint was finished there; of checkpoints it holds "
-                f"{there} ({PARTIAL} is half-written)"
+                f"{self.root} has no file {LATEST!r}, so no checkpoint was finished there; folders of checkpoints: "
+                f"{found} ({PARTIAL} is half-written)"
             ) from None
         if not _NAME.fullmatch(name):
-            raise UsageError(f"{file} holds {shown(name)} where the name of a checkpoint is due; give a folder")
+            raise UsageError(f"{file} must contain the name of a checkpoint, got {shown(name)}; give a folder")
         return self.root / name
 
-    def _make_room(self, name: str) -> None:
-        """Take away what saves of earlier runs have left half-written or unnamed."""
+    def _remove_unfinished(self, name: str) -> None:
+        """Removes checkpoints that earlier runs have left half-written, or not yet named in ``latest``."""
         self.root.mkdir(parents=True, exist_ok=True)
         named = (self.root / LATEST).exists() and self.latest().name
-        if (self.root / name).exists() and name != named:  # a crash came between its name and ``latest``
+        if (self.root / name).exists() and name != named:  # a crash came between renaming it and writing ``latest``
             _remove(self.root / name)
         for unfinished in self.root.glob(f"step-*{PARTIAL}"):
             shutil.rmtree(unfinished)
@@ -222,7 +221,7 @@ class TrainingFolder:
         write_durably(unfinished, name)
         unfinished.replace(self.root / LATEST)
         flush_folder(self.root)
-        # Those of later steps are of a training that went on from an earlier one, and not for this one to remove.
+        # Checkpoints of later steps stay: this training may have resumed from an earlier one.
         steps = {int(match[1]): folder for folder in self.root.iterdir() if (match := _NAME.fullmatch(folder.name))}
         own = int(name.removeprefix("step-"))
         for step in sorted((step for step in steps if step < own), reverse=True)[self.keep - 1 :]:
@@ -230,7 +229,7 @@ class TrainingFolder:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a checkpoint; what a crash leaves of it is half-written by its name."""
+    """Removes a checkpoint; renames it first, so that after a crash it counts as half-written."""
     doomed = folder.with_name(folder.name + PARTIAL)
     folder.rename(doomed)
     shutil.rmtree(doomed)

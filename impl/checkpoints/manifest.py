@@ -1,13 +1,11 @@
-"""Manifest of a checkpoint: what it is of, and the size and digest of every file. Knows neither ranks nor folders.
+"""Describes a checkpoint in a manifest with the size and digest of every file, and verifies its folder by it.
 
-It is written last, and a checkpoint without it is half-written. It has a digest of itself, too: a number in it that is
-wrong is found as the byte of a tensor is. A digest finds damage, no forger; what a forger may do is in pickles.py.
+The manifest is written last; a checkpoint without it is half-written. It also has a digest of itself. Digests detect
+damage, but no forgery (see safe_pickle.py).
 
-Verification of a checkpoint's folder, before anything of it is read for good; needs no ranks.
-
-What is on disk is not believed: a crash may have cut it, a disk may have changed it, and somebody may have made it. So
-there may only be the regular files that the manifest lists, of their sizes and digests, and no pickle that names more
-than an honest one. All that is found is one UsageError that names the file.
+The folder is verified before it is used, without ranks: a crash may have truncated a file, a disk may have changed it,
+and anyone may have made it. It may contain only regular files that the manifest lists, with their sizes and digests,
+and no pickle with names that honest checkpoints do not need. Each problem is a UsageError that names the file.
 """
 
 import hashlib
@@ -34,11 +32,11 @@ Shapes = dict[str, tuple[NonNegativeInt, ...]]
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class About:
-    """What a checkpoint is of, or what is to go on from one.
+    """Describes the training of a checkpoint, or a training that resumes from one.
 
-    form: ``native``, in the backend's own files, or ``state``, which every backend reads. step: optimizer steps that
-    are done. models: of each trained model, the shapes of the tensors in its folder. optimizer: its kind. data: where
-    the training stands in its data, for a training that keeps count.
+    form: ``native``, in the backend's own files, or ``state``, which every backend reads. step: finished optimizer
+    steps. models: for each trained model, the shapes of the tensors in its folder. optimizer: its kind. data: position
+    in the data, if the training counts documents.
     """
 
     form: Form
@@ -61,7 +59,7 @@ class FileEntry:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Manifest:
-    """``files`` by their paths in the checkpoint's folder, with slashes, all but the manifest itself."""
+    """Lists all ``files`` but the manifest itself, by their paths in the checkpoint's folder, with slashes."""
 
     suite_version: str
     about: About
@@ -72,7 +70,7 @@ _ADAPTER = TypeAdapter(Manifest)
 
 
 def to_text(manifest: Manifest) -> str:
-    """What the file holds; ``from_text`` reads it."""
+    """Returns the text of the file; ``from_text`` reads it."""
     return _with_digest({"format": FORMAT, "version": VERSION, **_ADAPTER.dump_python(manifest, mode="json")})
 
 
@@ -82,18 +80,18 @@ def _with_digest(values: dict[str, Any]) -> str:
 
 
 def from_text(text: str, *, source: str) -> Manifest:
-    """Read what ``to_text`` gave. Raises UsageError that names ``source`` for anything else, down to a single byte."""
+    """Reads the result of ``to_text``. Raises UsageError that names ``source`` if a single byte differs."""
     values = parse_json(text, source)
     if not isinstance(values, dict) or values.get("format") != FORMAT:
-        raise UsageError(f"{source} is no manifest of a checkpoint, or it is damaged; give another checkpoint")
+        raise UsageError(f"{source} is not the manifest of a checkpoint, or it is damaged; give another checkpoint")
     if values.get("version") != VERSION:
         raise UsageError(
-            f"{source} is of version {shown(values.get('version'))} of the format, written by suite version "
+            f"{source} has format version {shown(values.get('version'))}, written by suite version "
             f"{shown(values.get('suite_version'))}; this version of the suite reads version {VERSION}"
         )
     values.pop("sha256", None)
     if _with_digest(values) != text:
-        raise UsageError(f"{source} is damaged: it does not have the digest that it states; give another checkpoint")
+        raise UsageError(f"{source} is damaged: its digest does not fit its content; give another checkpoint")
     del values["format"], values["version"]
     try:
         return _ADAPTER.validate_python(values)
@@ -102,25 +100,25 @@ def from_text(text: str, *, source: str) -> Manifest:
 
 
 def check_fits(found: About, wanted: About, *, source: str) -> None:
-    """Raises UsageError where what is ``wanted`` cannot go on from what was ``found`` in the checkpoint ``source``."""
+    """Raises UsageError if ``wanted`` cannot resume from the checkpoint ``source`` that ``found`` describes."""
     if found.form != wanted.form:
         forms = {"native": "a backend's own checkpoint", "state": "a training state for all backends"}
-        raise UsageError(f"{source} is {forms[found.form]}, and {forms[wanted.form]} is asked for; give one of these")
+        raise UsageError(f"{source} is {forms[found.form]}, but {forms[wanted.form]} is required; give one")
     if wanted.form == "native" and found.backend != wanted.backend:
         raise UsageError(
-            f"{source} is of backend {shown(found.backend)}, and {wanted.backend} cannot read it; save a training "
-            f"state, which every backend reads, or go on with the backend that wrote it"
+            f"{source} was written by backend {shown(found.backend)}, and {wanted.backend} cannot read it; save a "
+            f"training state, which every backend reads, or resume with the backend that wrote it"
         )
-    # Files of a backend have the dtypes of its precision; of a training state, float64 would be rounded in silence.
+    # Files of a backend have the dtypes of its precision. A training state in float64 would be rounded silently.
     rounded = PRECISIONS[found.precision].is_exact and not PRECISIONS[wanted.precision].is_exact
     if found.precision != wanted.precision and (wanted.form == "native" or rounded):
         raise UsageError(
-            f"{source} is of precision {found.precision}, and this training is {wanted.precision}; go on in "
+            f"{source} has precision {found.precision}, but this training has {wanted.precision}; resume in "
             f"{found.precision}" + ("" if rounded else ", or save a training state")
         )
     if found.optimizer != wanted.optimizer:
         raise UsageError(
-            f"{source} has the state of {shown(found.optimizer)}, and the optimizer is {wanted.optimizer}; use "
+            f"{source} has the state of {shown(found.optimizer)}, but the optimizer is {wanted.optimizer}; use "
             f"the same one"
         )
     _check_models(found.models, wanted.models, source)
@@ -129,16 +127,16 @@ def check_fits(found: About, wanted: About, *, source: str) -> None:
 def _check_models(found: dict[str, Shapes], wanted: dict[str, Shapes], source: str) -> None:
     if found.keys() != wanted.keys():
         trained = ", ".join(sorted(found)) or "nothing"
-        raise UsageError(f"{source} is of {trained}, and this training trains {', '.join(sorted(wanted))}")
+        raise UsageError(f"{source} has the models {trained}, but this training trains {', '.join(sorted(wanted))}")
     for model, shapes in wanted.items():
         names = sorted(shapes.keys() ^ found[model].keys())
         names = names or [name for name, shape in shapes.items() if found[model][name] != shape]
         if names:
-            name, more = names[0], f", and {len(names) - 1} others" if len(names) > 1 else ""
-            own, its = (_shape(of.get(name)) for of in (shapes, found[model]))
+            name, more = names[0], f", and {len(names) - 1} others differ" if len(names) > 1 else ""
+            own, saved = (_shape(of.get(name)) for of in (shapes, found[model]))
             raise UsageError(
-                f"{source} is of another model: {model}'s {name} is {its} there and {own} in the model that was "
-                f"given{more}; give the model that was trained"
+                f"{source} is of another model: {model}'s {name} is {saved} there and {own} in the given model{more}; "
+                f"give the model that was trained"
             )
 
 
@@ -146,12 +144,12 @@ def _shape(shape: tuple[int, ...] | None) -> str:
     return "missing" if shape is None else "x".join(map(str, shape)) or "a number"
 
 
-PARTIAL = ".partial"  # the end of a folder's name for as long as it is written, or removed
+PARTIAL = ".partial"  # suffix of a folder while it is being written or removed
 ADVICE = "give an earlier checkpoint"
 
 
 def verify(folder: Path, wanted: About) -> Manifest:
-    """All checks, in one process."""
+    """Runs all checks in one process; returns the manifest. Raises UsageError."""
     found = read_manifest(folder)
     check_fits(found.about, wanted, source=str(folder))
     check_names(folder, found)
@@ -161,10 +159,10 @@ def verify(folder: Path, wanted: About) -> Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint. Raises UsageError for what is missing, half-written, damaged or too new."""
+    """Reads the manifest of a checkpoint. Raises UsageError if it is missing, half-written, damaged or too new."""
     unfinished = folder.with_name(folder.name + PARTIAL)
     if folder.name.endswith(PARTIAL):
-        raise UsageError(f"{folder} is half-written: its save has not come to its end; {ADVICE}")
+        raise UsageError(f"{folder} is half-written: its save did not finish; {ADVICE}")
     if not folder.is_dir():
         if unfinished.is_dir():
             raise UsageError(f"there is no {folder}, and {unfinished} is half-written: {ADVICE}")
@@ -173,40 +171,40 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         regular_size(file)
     except FileNotFoundError:
-        raise UsageError(f"{folder} has no {FILE}: it is half-written or no checkpoint; {ADVICE}") from None
+        raise UsageError(f"{folder} has no {FILE}: it is half-written or not a checkpoint; {ADVICE}") from None
     return from_text(read_text(file, limit=64 * MIB), source=str(file))
 
 
 def check_names(folder: Path, found: Manifest) -> None:
-    """Raises UsageError where the folder has other files than the manifest, or of another size."""
+    """Raises UsageError if names or sizes of files in the folder differ from the manifest."""
     sizes = {name: regular_size(folder / name) for name in file_names(folder)}
     if missing := sorted(found.files.keys() - sizes.keys()):
         raise UsageError(f"{folder / missing[0]} is missing; {ADVICE}")
     if unknown := sorted(sizes.keys() - found.files.keys()):
         raise UsageError(
             f"{shown(str(folder / unknown[0]))} does not belong to the checkpoint: {FILE} does not list it; "
-            f"take it away, or {ADVICE}"
+            f"remove it, or {ADVICE}"
         )
     for name, entry in found.files.items():
         if sizes[name] != entry.size:
-            is_cut = "is truncated" if sizes[name] < entry.size else "is damaged"
-            raise UsageError(f"{folder / name} {is_cut}: it has {sizes[name]} bytes instead of {entry.size}; {ADVICE}")
+            problem = "is truncated" if sizes[name] < entry.size else "is damaged"
+            raise UsageError(f"{folder / name} {problem}: it has {sizes[name]} bytes instead of {entry.size}; {ADVICE}")
 
 
 def check_file(folder: Path, name: str, entry: FileEntry) -> None:
-    """Raises UsageError where the file is not what was written, or a pickle that is not to be read."""
+    """Raises UsageError if the bytes of the file have changed, or if it is a pickle that must not be read."""
     if digest(folder / name) != entry.sha256:
-        raise UsageError(f"{folder / name} is damaged: its bytes are not those that were written; {ADVICE}")
+        raise UsageError(f"{folder / name} is damaged: its bytes have changed since it was written; {ADVICE}")
     check_pickle(folder / name)
 
 
 def share(names: Iterable[str], files: dict[str, int], *, rank: int, size: int) -> list[str]:
-    """The files that a rank reads, so that each is read by one rank and all read about as much. ``files``: sizes."""
+    """Returns the files that a rank reads: one rank per file, similar work for all ranks. ``files``: sizes."""
     return sorted(names, key=lambda name: (-files[name], name))[rank::size]
 
 
 def file_names(folder: Path, *, below: str = "") -> Iterator[str]:
-    """Paths of all files but the manifest, with slashes. Links are none of a folder's own and are not followed."""
+    """Yields the paths of all files but the manifest, with slashes. Links are not followed."""
     try:
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
     except OSError as error:
@@ -219,16 +217,16 @@ def file_names(folder: Path, *, below: str = "") -> Iterator[str]:
 
 
 def regular_size(path: Path) -> int:
-    """Size of a file. Raises UsageError for a link, a pipe or the like, FileNotFoundError for nothing."""
+    """Returns the size of a file. Raises UsageError for links, pipes etc., FileNotFoundError if it is missing."""
     status = path.lstat()
     if stat.S_ISREG(status.st_mode):
         return status.st_size
-    what = "a link" if stat.S_ISLNK(status.st_mode) else "a folder, pipe, socket or device"
-    raise UsageError(f"{shown(str(path))} is {what}, where a checkpoint has a file; {ADVICE}")
+    kind = "a link" if stat.S_ISLNK(status.st_mode) else "a folder, pipe, socket or device"
+    raise UsageError(f"{shown(str(path))} is {kind}, but a checkpoint has a file there; {ADVICE}")
 
 
 def digest(path: Path) -> str:
-    """SHA-256 of a file's bytes."""
+    """Returns the SHA-256 of a file's bytes."""
     try:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,11 +1,8 @@
-"""Random generators of a rank, as JSON: with them, a resumed training drops out what an uninterrupted one would have.
+"""Writes and reads the content of a backend's own checkpoint: trained models, and random generators of every rank.
 
-Each rank has its own, and its own file. They mean something for the same ranks with the same work only, so they are
-restored where layout and number of ranks are those of the checkpoint.
-
-The content of a backend's own checkpoint: a folder for each trained model, and the random generators of every rank.
-
-Collective. The folder around it is impl.checkpoints.folder's, or one of a training (impl.checkpoints.folder).
+impl.checkpoints.folder writes the folder around this content. Each rank has a JSON file with the states of its
+generators, so a resumed training has the same dropout as an uninterrupted one. The states fit only the same ranks with
+the same work, so they are restored only for the same layout and number of ranks.
 """
 
 import base64
@@ -37,8 +34,10 @@ Bytes = Annotated[  # a state is a tensor of bytes
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class GeneratorStates:
-    """The states of one rank. cuda: of its GPU, if it has one. library: of generators that the backend's library has
-    beside torch's, by name."""
+    """Holds the states of one rank's generators.
+
+    cuda: state of its GPU's generator, if it has one. library: states of the backend library's own generators, by name.
+    """
 
     python: tuple[int, tuple[int, ...], float | None]
     numpy: tuple[str, tuple[int, ...], int, int, float]
@@ -51,9 +50,7 @@ _ADAPTER = TypeAdapter(GeneratorStates)
 
 
 def read_generators(library: Mapping[str, torch.Tensor]) -> GeneratorStates:
-    """The states of this process now. ``library``: those that impl.interface.protocol.Context.library_generators
-    gives.
-    """
+    """Returns the current states of this process. ``library``: the result of Context.library_generators."""
     kind, keys, position, has_gauss, gauss = numpy.random.get_state(legacy=True)
     return GeneratorStates(
         python=random.getstate(),
@@ -65,9 +62,9 @@ def read_generators(library: Mapping[str, torch.Tensor]) -> GeneratorStates:
 
 
 def set_generators(states: GeneratorStates) -> dict[str, torch.Tensor]:
-    """Set the generators of this process; returns what is for Context.set_library_generators.
+    """Sets the generators of this process; returns the states for Context.set_library_generators.
 
-    Raises UsageError for states that no generator has ever had.
+    Raises UsageError for invalid states.
     """
     try:
         random.setstate(states.python)
@@ -77,18 +74,18 @@ def set_generators(states: GeneratorStates) -> dict[str, torch.Tensor]:
         if states.cuda is not None and torch.cuda.is_available():
             torch.cuda.set_rng_state(_to_tensor(states.cuda))
     except (ValueError, TypeError, RuntimeError, OverflowError) as error:
-        raise UsageError(f"the random generators of the checkpoint are none: {one_line(error)}") from None
+        raise UsageError(f"the checkpoint has invalid states of random generators: {one_line(error)}") from None
     return {name: _to_tensor(state) for name, state in states.library.items()}
 
 
 def write_file(folder: Path, rank: int, states: GeneratorStates) -> None:
-    """Write the states of a rank into the folder of a checkpoint."""
+    """Writes the states of a rank into the folder of a checkpoint."""
     (folder / FOLDER).mkdir(exist_ok=True)
     _file(folder, rank).write_bytes(_ADAPTER.dump_json(states))
 
 
 def read_file(folder: Path, rank: int) -> GeneratorStates:
-    """The states that a rank had. Raises UsageError for a file that ``write_file`` did not write."""
+    """Reads the states of a rank. Raises UsageError for a file that ``write_file`` did not write."""
     file = _file(folder, rank)
     try:
         values: dict[str, Any] = read_json(file)
@@ -100,7 +97,7 @@ def read_file(folder: Path, rank: int) -> GeneratorStates:
 
 
 def read_together(folder: Path) -> GeneratorStates:
-    """The states of this rank; where a file is wrong, all ranks raise. Collective."""
+    """Reads the states of this rank; if a file is wrong, all ranks raise. Collective."""
     rank = dist.get_rank()
     return together(f"reading {folder / FOLDER}", lambda: read_file(folder, rank))[rank]
 
@@ -118,17 +115,17 @@ def _to_tensor(state: bytes) -> torch.Tensor:
 
 
 def write(draft: Draft, context: Context, models: Mapping[str, Trainable]) -> None:
-    """Write what ``writing`` gave: the training state of now, when the work is done."""
-    states = read_generators(context.library_generators())  # first: writing a model may draw numbers
+    """Adds the current training state to the draft of a checkpoint; collective."""
+    states = read_generators(context.library_generators())  # first: writing a model may draw random numbers
     for name, trainable in models.items():
         trainable.save_ckpt(draft.path / name, draft.when)
     write_file(draft.path, dist.get_rank(), states)
 
 
 def read(folder: Path, wanted: About, context: Context, models: Mapping[str, Trainable]) -> About:
-    """Restore the models, and in the same layout the generators; returns what the checkpoint is of.
+    """Restores the models, and in the same layout the generators; returns the checkpoint's description. Collective.
 
-    Raises UsageError where ``wanted`` cannot go on from it, or it is damaged; nothing has changed then.
+    Raises UsageError, before anything changes, if ``wanted`` cannot resume from the checkpoint or if it is damaged.
     """
     found = verified(folder, wanted).about
     same_ranks = (found.layout, found.world_size) == (wanted.layout, wanted.world_size)

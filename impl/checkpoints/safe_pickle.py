@@ -1,11 +1,10 @@
 """Checks and reads the pickles of a checkpoint, without running the code that a pickle may name.
 
 Libraries read three kinds of pickles with ``weights_only=False``: ``.pt`` files (DeepSpeed, megatron-core), the
-``.metadata`` of torch.distributed.checkpoint, and in its ``.distcp`` files every value that is not a tensor. All are
-checked by an allow list before a library opens them. What this project reads itself, torch.load reads with
-``weights_only=True``; only ``.metadata`` is not a file of torch.save and has an unpickler of its own. The lists hold
-what honest checkpoints need and no more; tests/checkpoints/test_checkpoint_pickles.py plants code in each kind and
-shows that it is refused.
+``.metadata`` of torch.distributed.checkpoint, and in its ``.distcp`` files every value that is not a tensor. An allow
+list checks all of them before a library opens them. This project itself reads with ``weights_only=True``; only
+``.metadata`` is not a file of torch.save and has a separate unpickler. The lists contain only names that honest
+checkpoints need. tests/checkpoints/test_checkpoint_pickles.py plants code in each kind and shows that it is rejected.
 """
 
 import io
@@ -26,11 +25,11 @@ _OF_METADATA = (
 ALLOWED_IN_METADATA = {
     *((f"{_DCP}.metadata", name) for name in _OF_METADATA),
     (f"{_DCP}.filesystem", "_StorageInfo"),
-    # megatron-core keeps the plan of its save
+    # megatron-core stores the plan of its save
     *((f"{_DCP}.planner", name) for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData")),
-    *((module, "PosixPath") for module in ("pathlib", "pathlib._local")),  # where it was saved; of Python 3.13
+    *((module, "PosixPath") for module in ("pathlib", "pathlib._local")),  # path of the save; _local is Python 3.13's
     ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),  # a layout by its name
+    ("torch.serialization", "_get_layout"),
     *(("torch", dtype) for dtype in ("float64", "float32", "bfloat16", "float16")),
 }
 # In addition to what torch allows with weights_only=True.
@@ -43,7 +42,7 @@ ALLOWED_IN_TORCH_FILES = {
 
 
 def check_pickle(path: Path) -> None:
-    """Raise UsageError if a library would read a pickle from this file that names anything outside the allow lists."""
+    """Raises UsageError if a library would read a pickle from this file that names anything outside the allow lists."""
     if path.suffix == ".pt":
         with path.open("rb") as file:
             _check_saved_by_torch(file, str(path))
@@ -52,14 +51,14 @@ def check_pickle(path: Path) -> None:
 
 
 def read_metadata(path: Path) -> Any:
-    """Read a ``.metadata`` file of torch.distributed.checkpoint. Raises UsageError; runs no code of the file."""
+    """Reads a ``.metadata`` file of torch.distributed.checkpoint. Raises UsageError; runs no code of the file."""
     try:
         with path.open("rb") as file:
             return _Metadata(file).load()
     except pickle.UnpicklingError as error:
-        raise UsageError(f"{path} is refused: {one_line(error)}") from None
+        raise UsageError(f"{path} is rejected: {one_line(error)}") from None
     except Exception as error:  # a broken file makes pickle raise any exception
-        raise UsageError(f"{path} is no metadata of a checkpoint: {one_line(error)}; give another one") from None
+        raise UsageError(f"{path} is not the metadata of a checkpoint: {one_line(error)}; give another one") from None
 
 
 class _Metadata(pickle.Unpickler):
@@ -70,7 +69,7 @@ class _Metadata(pickle.Unpickler):
 
 
 def _check_values(folder: Path, metadata: Any) -> None:
-    """Check the values that are not tensors; each is a part of a file, written by torch.save."""
+    """Checks the values that are not tensors; each is a part of a file, written by torch.save."""
     source = str(folder / METADATA)
     try:
         kinds = {name: type(entry).__name__ for name, entry in metadata.state_dict_metadata.items()}
@@ -81,35 +80,35 @@ def _check_values(folder: Path, metadata: Any) -> None:
         ]
         for name, path, offset, length in places:
             if path.parent != folder or not path.is_file():
-                raise UsageError(f"{source} is refused: it says that {shown(name)} lies in {shown(str(path))}")
+                raise UsageError(f"{source} is rejected: it says that {shown(name)} lies in {shown(str(path))}")
             with path.open("rb") as file:
                 file.seek(offset)
                 _check_saved_by_torch(io.BytesIO(file.read(length)), f"{path}, {shown(name)},")
     except UsageError:
         raise
     except Exception as error:  # the classes are allowed, but their attributes may be anything
-        raise UsageError(f"{source} is no metadata of a checkpoint: {one_line(error)}; give another one") from None
+        raise UsageError(f"{source} is not the metadata of a checkpoint: {one_line(error)}; give another one") from None
 
 
 def _check_saved_by_torch(file: BinaryIO, source: str) -> None:
-    """Let torch disassemble the pickle without running it; torch raises at opcodes that could hide a name."""
+    """Lets torch disassemble the pickle without running it; torch raises at opcodes that could hide a name."""
     try:
         named = set(torch.serialization.get_unsafe_globals_in_checkpoint(file))
     except Exception as error:  # ValueError, RuntimeError, UnpicklingError, EOFError and more
-        raise UsageError(f"{source} is refused: torch cannot tell what is in it: {one_line(error)}") from None
+        raise UsageError(f"{source} is rejected: torch cannot list its contents: {one_line(error)}") from None
     if foreign := sorted(named - ALLOWED_IN_TORCH_FILES):
-        raise UsageError(f"{source} is refused: it names {shown(', '.join(foreign))}, which no checkpoint needs")
+        raise UsageError(f"{source} is rejected: it names {shown(', '.join(foreign))}, which no checkpoint needs")
 
 
 class Opaque:
-    """Stands in for an object of a library: holds its attributes as in the file, and none of its code."""
+    """Replaces an object of a library: it has the attributes from the file, and no code of the library."""
 
     def __init__(self, *values: Any) -> None:
         self.values = values
 
 
 def read_torch_file(path: Path) -> Any:
-    """Read a file of torch.save, with tensors mapped from the file and an Opaque for each object of DeepSpeed.
+    """Reads a file of torch.save, with tensors mapped from the file and an Opaque for each object of DeepSpeed.
 
     Raises UsageError; runs no code of the file.
     """
@@ -119,9 +118,7 @@ def read_torch_file(path: Path) -> Any:
 
 
 def read_torch_bytes(data: bytes, *, source: Path) -> Any:
-    """Read a part of the file ``source`` likewise: torch.distributed.checkpoint has one for each value that is
-    small.
-    """
+    """Reads a part of the file ``source`` likewise; torch.distributed.checkpoint saves each small value in a part."""
     return _load(io.BytesIO(data), source=source)
 
 
@@ -132,4 +129,4 @@ def _load(data: Path | io.BytesIO, *, source: Path, **options: Any) -> Any:
         with torch.serialization.safe_globals(stand_ins):
             return torch.load(data, map_location="cpu", weights_only=True, **options)
     except Exception as error:  # UnpicklingError, RuntimeError, EOFError and more
-        raise UsageError(f"{source} is not a file of torch that can be read: {one_line(error)}") from None
+        raise UsageError(f"{source} is not a readable file of torch.save: {one_line(error)}") from None

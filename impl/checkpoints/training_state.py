@@ -1,12 +1,12 @@
-"""Exports and imports a training state in one form, which all backends read and write in any layout.
+"""Writes and reads the training state in one format that all backends share, in any layout.
 
-There is a folder per model: ``training_state.json``, and for each kind a folder of safetensors under Hugging Face
-names. The kinds are ``weight`` (the masters), ``exp_avg``, ``exp_avg_sq`` or ``momentum_buffer``, and ``step``, the
-number of updates that the optimizer counts, for each parameter. docs/explanations/checkpoints.md describes the files.
+There is one folder per model, with ``training_state.json`` and a folder of safetensors for each kind of tensors, under
+Hugging Face names: ``weight`` (the masters), ``exp_avg``, ``exp_avg_sq`` or ``momentum_buffer``, and ``step``, the
+number of updates that the optimizer counts for each parameter (docs/explanations/checkpoints.md).
 
-The data position says which documents a training has consumed, so that it resumes with the next document on any number
-of ranks. Every epoch has an order of its own, which follows from the seed. The position is a number of documents,
-counted over all ranks, in the manifest of a checkpoint.
+``DataPosition`` counts the documents that a training has consumed, over all ranks. So a training resumes with the next
+document on any number of ranks. The seed determines the order of each epoch. The manifest of a checkpoint contains the
+position.
 """
 
 import itertools
@@ -34,14 +34,14 @@ from impl.interface.sharded_safetensors import FILE_SIZE, SliceReader, write_ten
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class DataPosition:
-    """documents: how many the data set has. consumed: how many have been trained on, over all epochs."""
+    """Counts consumed documents. documents: size of the data set. consumed: documents trained on, over all epochs."""
 
     seed: NonNegativeInt
     documents: PositiveInt
     consumed: NonNegativeInt = 0
 
     def take(self, count: int) -> tuple[list[int], "DataPosition"]:
-        """The numbers of the next documents, and the position after them, in the next epochs if need be."""
+        """Returns the numbers of the next documents, across epochs if necessary, and the position after them."""
         taken: list[int] = []
         while len(taken) < count:
             epoch, at = divmod(self.consumed + len(taken), self.documents)
@@ -49,18 +49,18 @@ class DataPosition:
         return taken, replace(self, consumed=self.consumed + count)
 
     def check_same_data(self, before: "DataPosition") -> None:
-        """Raises UsageError where ``before``, of a checkpoint, is a position in other data or another order."""
+        """Raises UsageError if a checkpoint's position ``before`` is in different data or in a different order."""
         if (before.seed, before.documents) != (self.seed, self.documents):
             raise UsageError(
-                f"the checkpoint stands in {before.documents} documents shuffled by seed {before.seed}, and this "
-                f"training has {self.documents} by seed {self.seed}; give the same data and seed"
+                f"the checkpoint has a position in {before.documents} documents shuffled by seed {before.seed}, but "
+                f"this training has {self.documents} by seed {self.seed}; give the same data and seed"
             )
 
 
-@lru_cache(maxsize=2)  # whoever fills rows takes one document at a time
+@lru_cache(maxsize=2)  # rows are filled one document at a time
 def _order(seed: int, documents: int, epoch: int) -> tuple[int, ...]:
     order = list(range(documents))
-    random.Random(f"{seed} {epoch}").shuffle(order)  # apart from the process's own generator
+    random.Random(f"{seed} {epoch}").shuffle(order)  # leaves the process's own generator alone
     return tuple(order)
 
 
@@ -70,7 +70,7 @@ assert set(WRITTEN) == {"weight", *STATE_KINDS} - {"progress"}
 
 
 class HasTrainingState(Protocol):
-    """The part of impl.interface.protocol.Trainable that is needed here."""
+    """Lists the part of impl.interface.protocol.Trainable that a training state needs."""
 
     def named_tensors(self, kind: TensorKind) -> NamedTensors: ...
 
@@ -80,43 +80,43 @@ class HasTrainingState(Protocol):
 
 
 def export_state(folder: Path, model: HasTrainingState, *, file_size: int = FILE_SIZE) -> None:
-    """Write a model's training state into ``folder``; collective. Rank 0 holds one file of tensors at a time."""
+    """Writes a model's training state into ``folder``; collective. Rank 0 holds one file of tensors at a time."""
     kinds = []
     for kind in WRITTEN:
         tensors = model.named_tensors(kind)
         first = [*itertools.islice(tensors, 1)]  # the same on every rank
         if first:
             kinds.append(kind)
-            write_tensors(folder / kind, _beginning_with(first, tensors), file_size=file_size)
+            write_tensors(folder / kind, _prepended(first, tensors), file_size=file_size)
     progress = {name: float(value) for name, value in model.named_tensors("progress")}
-    on_first(f"writing {folder / FILE}", lambda: write_told(folder, kinds=kinds, progress=progress))
+    on_first(f"writing {folder / FILE}", lambda: write_contents(folder, kinds=kinds, progress=progress))
 
 
-def _beginning_with(first: list[tuple[str, torch.Tensor]], others: NamedTensors) -> NamedTensors:
-    """The tensor of the list, which is not held after that, and the others."""
+def _prepended(first: list[tuple[str, torch.Tensor]], rest: NamedTensors) -> NamedTensors:
+    """Yields the tensor of the list, which is popped to free its memory, and then the rest."""
     yield first.pop()
-    yield from others
+    yield from rest
 
 
 def import_state(folder: Path, model: HasTrainingState) -> None:
-    """Set a model's training state to what ``export_state`` wrote; each rank reads the slices that it holds.
+    """Sets a model's training state to the one that ``export_state`` wrote; each rank reads its own slices.
 
-    Raises UsageError for a folder that is no training state of this version.
+    Raises UsageError for a folder that is not a training state of this version.
     """
-    told = read_told(folder)
-    if "schedule" not in told["progress"]:  # of a checkpoint of somebody else, converted
+    contents = read_contents(folder)
+    if "schedule" not in contents["progress"]:  # a converted checkpoint of another trainer
         raise UsageError(
-            f"{folder / FILE} does not say how many updates the learning-rate schedule has counted; add it to "
+            f"{folder / FILE} lacks the number of updates that the learning-rate schedule has counted; add it to "
             f'progress, as "schedule": 100.0'
         )
-    for kind in told["kinds"]:
+    for kind in contents["kinds"]:
         load_kind(model, kind, folder / kind)
-    load_progress(model, told["progress"])
+    load_progress(model, contents["progress"])
     dist.barrier()
 
 
 def load_kind(model: HasTrainingState, kind: WrittenKind, folder: Path) -> None:
-    """Set one kind of a model's training state from the safetensors files of a folder."""
+    """Sets one kind of a model's training state from the safetensors files of a folder."""
     with SliceReader(sorted(folder.glob("*.safetensors"))) as read, torch.no_grad():
         model.write_state(kind, read)
 
@@ -125,28 +125,28 @@ def load_progress(model: HasTrainingState, progress: Mapping[str, float]) -> Non
     model.set_progress(progress)
 
 
-def write_told(folder: Path, *, kinds: Sequence[WrittenKind], progress: Mapping[str, float]) -> None:
-    """Write ``training_state.json``, when all else is there; in one process."""
-    told = {"format": FORMAT, "version": VERSION, "kinds": list(kinds), "progress": dict(progress)}
-    (folder / FILE).write_text(json.dumps(told, indent=1), encoding="utf-8")
+def write_contents(folder: Path, *, kinds: Sequence[WrittenKind], progress: Mapping[str, float]) -> None:
+    """Writes ``training_state.json``; call it in one process, after all other files are written."""
+    contents = {"format": FORMAT, "version": VERSION, "kinds": list(kinds), "progress": dict(progress)}
+    (folder / FILE).write_text(json.dumps(contents, indent=1), encoding="utf-8")
 
 
-def read_told(folder: Path) -> dict[str, Any]:
-    """The values of ``training_state.json``. Raises UsageError where it is not there or not as it is written here."""
+def read_contents(folder: Path) -> dict[str, Any]:
+    """Reads ``training_state.json``. Raises UsageError if the file is missing or has another format."""
     file = folder / FILE
     if not file.is_file():
-        raise UsageError(f"{folder} holds no {FILE}; give the folder of one model that export_state has written")
-    told = read_json(file)
-    if (told.get("format"), told.get("version")) != (FORMAT, VERSION):
+        raise UsageError(f"{folder} has no {FILE}; give the folder of one model that export_state has written")
+    contents = read_json(file)
+    if (contents.get("format"), contents.get("version")) != (FORMAT, VERSION):
         raise UsageError(
-            f"{file} is of format {told.get('format')!r}, version {told.get('version')!r}; this version "
+            f"{file} has format {contents.get('format')!r}, version {contents.get('version')!r}; this version "
             f"of the suite reads {FORMAT!r}, version {VERSION}"
         )
-    kinds, progress = told.get("kinds"), told.get("progress")
+    kinds, progress = contents.get("kinds"), contents.get("progress")
     if not isinstance(kinds, list) or "weight" not in kinds or not set(map(str, kinds)) <= set(WRITTEN):
         raise UsageError(
-            f"{file} names {shown(kinds)} as kinds of tensors; there are {', '.join(WRITTEN)}, and weight always"
+            f"{file} names {shown(kinds)} as kinds of tensors; use some of {', '.join(WRITTEN)}, and weight always"
         )
     if not isinstance(progress, dict) or not all(type(value) in (int, float) for value in progress.values()):
-        raise UsageError(f"{file} holds {shown(progress)} where numbers by name are due, such as schedule")
-    return told
+        raise UsageError(f"{file}: progress must map names such as schedule to numbers, got {shown(progress)}")
+    return contents

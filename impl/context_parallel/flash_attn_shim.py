@@ -1,7 +1,7 @@
-"""flash-attn's interface for ring_flash_attn on every device, and the import of that package without flash-attn.
+"""Provides flash-attn's interface to ring_flash_attn on every device, and imports that package without flash-attn.
 
-The package calls four private functions of flash-attn 2.8, whose parameter names it inspects. The functions of the same
-names in this module choose by dtype and device: flash-attn if it is installed, PyTorch's own copy of its kernels
+The package calls four private functions of flash-attn 2.8, and inspects their parameter names. The functions of the
+same names in this module choose by dtype and device: flash-attn if it is installed, PyTorch's own copy of its kernels
 (``aten::_flash_attention_forward/_backward``), or plain PyTorch (impl.context_parallel.reference_kernel).
 """
 
@@ -20,18 +20,18 @@ from torch import Tensor
 from impl.context_parallel import reference_kernel
 from impl.context_parallel.support import INSTALL, available
 
-HEAD_SIZES = 8  # the kernels of flash-attn and of PyTorch take heads whose size is a multiple of it
+HEAD_SIZES = 8  # the kernels of flash-attn and of PyTorch need a multiple of it as head size
 
 
 def kernel(device: torch.device, dtype: torch.dtype) -> str:
-    """What computes attention on this device in this dtype: ``flash-attn``, ``aten`` or ``plain``."""
+    """Names the implementation for this device and dtype: ``flash-attn``, ``aten`` or ``plain``."""
     if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
         return "plain"
     return "flash-attn" if _flash_attn() else "aten"
 
 
 def _flash_attn() -> Any:
-    """flash-attn's interface if it is installed, else None. It is not cached, because a look-up is cheap."""
+    """Returns flash-attn's interface if it is installed, else None."""
     if importlib.util.find_spec("flash_attn") is None:
         return None
     return importlib.import_module("flash_attn.flash_attn_interface")
@@ -50,7 +50,7 @@ def _flash_attn_forward(
     alibi_slopes: Tensor | None,
     return_softmax: bool,
 ) -> tuple[Tensor, Tensor, None, Tensor | None]:
-    """out (rows, Q, heads, E), log-sum-exp (rows, heads, Q), None, state of the dropout's random numbers."""
+    """Returns out (rows, Q, heads, E), log-sum-exp (rows, heads, Q), None, state of the dropout's random numbers."""
     arguments = dict(locals())
     _check(dropout_p, softcap, alibi_slopes)
     match kernel(q.device, q.dtype):
@@ -124,7 +124,7 @@ def _flash_attn_varlen_forward(
     alibi_slopes: Tensor | None = None,
     return_softmax: bool = False,
 ) -> tuple[Tensor, Tensor, None, Tensor | None]:
-    """out (Q, heads, E), log-sum-exp (heads, Q), None, state of the dropout's random numbers."""
+    """Returns out (Q, heads, E), log-sum-exp (heads, Q), None, state of the dropout's random numbers."""
     arguments = dict(locals())
     _check(dropout_p, softcap, alibi_slopes)
     match kernel(q.device, q.dtype):
@@ -192,17 +192,17 @@ def _flash_attn_varlen_backward(
 
 def _check(dropout: float, softcap: float, slopes: Tensor | None) -> None:
     if dropout or softcap or slopes is not None:
-        raise ValueError("ring attention has no dropout, softcap or ALiBi here; switch them off in the model's config")
+        raise ValueError("ring attention supports no dropout, softcap or ALiBi; switch them off in the model's config")
 
 
 def _no_dropout(q: Tensor) -> tuple[Tensor, Tensor]:
-    """A placeholder for the state of dropout's random numbers, which a kernel without dropout does not read."""
+    """Returns a placeholder for the state of dropout's random numbers, which a kernel without dropout does not read."""
     state = torch.zeros(2, dtype=torch.uint64, device=q.device)
     return state, state.new_empty(())
 
 
 def _write(buffers: tuple[Tensor, Tensor, Tensor], gradients: tuple[Tensor, Tensor, Tensor]) -> None:
-    # The package hands in slices of larger buffers and reads them afterwards; aten returns new tensors.
+    # The package passes slices of larger buffers and reads them afterwards; aten returns new tensors.
     for buffer, gradient in zip(buffers, gradients, strict=True):
         buffer.copy_(gradient)
 
@@ -212,17 +212,17 @@ _NAMES = ("_flash_attn_forward", "_flash_attn_backward", "_flash_attn_varlen_for
 
 @contextlib.contextmanager
 def _as_flash_attn() -> Iterator[None]:
-    """Let modules of ring_flash_attn import flash-attn from here, and a name that transformers has removed."""
+    """Lets modules of ring_flash_attn import flash-attn from here, and a name that transformers has removed."""
     interface = ModuleType("flash_attn.flash_attn_interface")
     for name in _NAMES:
         setattr(interface, name, globals()[name])
     stand_in = {"flash_attn": ModuleType("flash_attn"), "flash_attn.flash_attn_interface": interface}
     before = {name: sys.modules.get(name) for name in stand_in}
     sys.modules.update(stand_in)
-    utilities, given_up = transformers.modeling_flash_attention_utils, "is_flash_attn_greater_or_equal_2_10"
-    absent = not hasattr(utilities, given_up)
+    utilities, removed = transformers.modeling_flash_attention_utils, "is_flash_attn_greater_or_equal_2_10"
+    absent = not hasattr(utilities, removed)
     if absent:
-        setattr(utilities, given_up, True)
+        setattr(utilities, removed, True)
     try:
         yield
     finally:
@@ -232,11 +232,14 @@ def _as_flash_attn() -> Iterator[None]:
             else:
                 sys.modules[name] = module
         if absent:
-            delattr(utilities, given_up)
+            delattr(utilities, removed)
 
 
 def import_ring_flash_attn(name: str) -> ModuleType:
-    """A module of ring_flash_attn, with the kernels of this module. Raises ValueError if the package is missing."""
+    """Imports a module of ring_flash_attn with the kernels of this module.
+
+    Raises ValueError if the package is missing.
+    """
     if not available():
         raise ValueError(f"ring attention needs the package ring-flash-attn; run: {INSTALL}")
     with _as_flash_attn():

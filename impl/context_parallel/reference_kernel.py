@@ -1,8 +1,8 @@
-"""Attention in plain PyTorch for flash-attn's interface: log-sum-exp as a result, and an explicit backward function.
+"""Computes attention in plain PyTorch, with flash-attn's interface: it returns the log-sum-exp and has a backward.
 
-For devices and dtypes that flash-attn has no kernel for: the CPU, and float32 and float64 on CUDA. Formulas from
+It serves devices and dtypes without a flash-attn kernel: the CPU, and float32 and float64 on CUDA. Formulas from
 FlashAttention-2 (arXiv 2307.08691): forward section 3.1.1, backward algorithm 2. Half precision is computed in float32
-and rounded at the end. The scores of documents of about one length are in memory at once: (documents, heads, longest,
+and rounded at the end. The scores of documents of similar length are in memory at once: (documents, heads, longest,
 longest).
 """
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class Window:
-    """Which keys a query sees. ``left``, ``right``: how many before and after its own position; -1 is no limit.
+    """Limits the keys that a query sees. ``left``, ``right``: how many before and after its position; -1 is no limit.
 
     Positions are aligned at the ends of queries and keys (bottom right), as in flash-attn since 2.1.
     """
@@ -27,7 +27,7 @@ class Window:
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: Window) -> tuple[Tensor, Tensor]:
-    """Attention of ``q`` (N, Q, heads, E) over ``k``, ``v`` (N, K, kv_heads, E), all N of full length.
+    """Computes attention of ``q`` (N, Q, heads, E) over ``k``, ``v`` (N, K, kv_heads, E), all N of full length.
 
     Returns out (N, Q, heads, E) in the dtype of ``q``, and the log-sum-exp of scores (N, heads, Q), float32 or wider.
     A query that sees no key has out 0 and log-sum-exp +inf.
@@ -39,7 +39,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: Window) ->
 def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, scale: float, window: Window
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv of ``forward``; ``out`` and ``lse`` may be those of attention over more keys than ``k`` has."""
+    """Returns dq, dk, dv of ``forward``; ``out`` and ``lse`` may come from attention over more keys than ``k`` has."""
     visible = _visible(q.shape[1], k.shape[1], window, q.device)
     return _backward(dout, q, k, v, out, lse, scale=scale, visible=visible)
 
@@ -47,13 +47,13 @@ def backward(
 def forward_varlen(
     q: Tensor, k: Tensor, v: Tensor, starts_q: Tensor, starts_k: Tensor, *, scale: float, window: Window
 ) -> tuple[Tensor, Tensor]:
-    """As ``forward``, for documents laid end to end: ``q`` (Q, heads, E), ``k``, ``v`` (K, kv_heads, E).
+    """Computes ``forward`` for documents laid end to end: ``q`` (Q, heads, E), ``k``, ``v`` (K, kv_heads, E).
 
     ``starts_q``, ``starts_k``: int (documents + 1,), where documents begin, and the total length. Returns out
     (Q, heads, E) and log-sum-exp (heads, Q).
     """
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=_wide(q.dtype))  # lse: (Q, heads)
-    for at_q, at_k in _alike(starts_q, starts_k, queries=len(q), keys=len(k)):
+    for at_q, at_k in _by_length(starts_q, starts_k, queries=len(q), keys=len(k)):
         visible = _visible_varlen(at_q, at_k, window)
         some_out, some_lse = _forward(at_q.pad(q), at_k.pad(k), at_k.pad(v), scale=scale, visible=visible)
         at_q.put(some_out, out)
@@ -74,9 +74,9 @@ def backward_varlen(
     scale: float,
     window: Window,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As ``backward``, for documents laid end to end; shapes as in ``forward_varlen``."""
-    dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)  # a document may have keys alone
-    for at_q, at_k in _alike(starts_q, starts_k, queries=len(q), keys=len(k)):
+    """Computes ``backward`` for documents laid end to end; shapes as in ``forward_varlen``."""
+    dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)  # a document may have keys only
+    for at_q, at_k in _by_length(starts_q, starts_k, queries=len(q), keys=len(k)):
         visible = _visible_varlen(at_q, at_k, window)
         some_lse = at_q.pad(lse.T).transpose(1, 2)  # (documents, heads, longest)
         padded = (at_q.pad(dout), at_q.pad(q), at_k.pad(k), at_k.pad(v), at_q.pad(out), some_lse)
@@ -113,14 +113,14 @@ def _backward(
 
 
 def _scores(q: Tensor, k: Tensor, *, scale: float, visible: Tensor) -> Tensor:
-    """(N, heads, Q, K), -inf where a query must not see a key."""
+    """Returns the scores (N, heads, Q, K), -inf where a query must not see a key."""
     heads = q.shape[2]
     s = (_heads(q, heads) * scale) @ _heads(k, heads).transpose(-1, -2)
     return s.masked_fill_(~visible, -torch.inf)
 
 
 def _heads(x: Tensor, heads: int) -> Tensor:
-    """(N, length, kv_heads or heads, E) -> (N, heads, length, E), in float32 or wider; heads of a group are equal."""
+    """Repeats (N, length, kv_heads or heads, E) per group to (N, heads, length, E), in float32 or wider."""
     wide = x.to(_wide(x.dtype)).transpose(1, 2)
     return wide.repeat_interleave(heads // x.shape[2], dim=1)
 
@@ -130,19 +130,19 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _kv_heads(x: Tensor, kv_heads: int) -> Tensor:
-    """(N, heads, length, E) -> (N, length, kv_heads, E): the heads of a group are summed."""
+    """Sums the heads of each group: (N, heads, length, E) to (N, length, kv_heads, E)."""
     rows, _, length, width = x.shape
     return x.reshape(rows, kv_heads, -1, length, width).sum(2).transpose(1, 2)
 
 
 def _visible(queries: int, keys: int, window: Window, device: torch.device) -> Tensor:
-    """Which keys a query sees: bool (1, 1, Q, K)."""
+    """Returns the mask of the keys that a query sees: bool (1, 1, Q, K)."""
     at_query = torch.arange(queries, device=device)[:, None] + keys - queries
     return _within(torch.arange(keys, device=device) - at_query, window)[None, None]
 
 
 def _visible_varlen(at_q: "_Rows", at_k: "_Rows", window: Window) -> Tensor:
-    """Which keys a query sees, in each document: bool (documents, 1, Q, K)."""
+    """Returns the mask of the keys that a query sees in each document: bool (documents, 1, Q, K)."""
     at_query = at_q.position[None, :, None] + (at_k.lengths - at_q.lengths)[:, None, None]  # (documents, Q, 1)
     visible = _within(at_k.position[None, None, :] - at_query, window)
     return (visible & at_q.real[:, :, None] & at_k.real[:, None, :])[:, None]
@@ -159,9 +159,11 @@ def _within(distance: Tensor, window: Window) -> Tensor:
     return visible
 
 
-def _alike(starts_q: Tensor, starts_k: Tensor, *, queries: int, keys: int) -> Iterator[tuple["_Rows", "_Rows"]]:
-    """The queries and the keys of documents, those with queries, together where their numbers of keys have as many
-    binary digits: a row of keys is then never padded to twice its length or more."""
+def _by_length(starts_q: Tensor, starts_k: Tensor, *, queries: int, keys: int) -> Iterator[tuple["_Rows", "_Rows"]]:
+    """Groups the documents that have queries by the bit length of their numbers of keys.
+
+    So a row of keys is never padded to twice its length or more.
+    """
     of_q, of_k = starts_q.tolist(), starts_k.tolist()
     assert (of_q[-1], of_k[-1]) == (queries, keys), "every token belongs to a document"
     groups: dict[int, list[int]] = {}
@@ -173,7 +175,7 @@ def _alike(starts_q: Tensor, starts_k: Tensor, *, queries: int, keys: int) -> It
 
 
 class _Rows:
-    """Some of the documents that are laid end to end, (total, ...) <-> a row for each, (documents, longest, ...)."""
+    """Converts between documents laid end to end, (total, ...), and padded rows, (documents, longest, ...)."""
 
     def __init__(self, starts: list[int], documents: list[int], device: torch.device) -> None:
         begins = torch.tensor([starts[i] for i in documents], device=device)
@@ -188,5 +190,5 @@ class _Rows:
         return padded
 
     def put(self, rows: Tensor, x: Tensor) -> None:
-        """Put ``rows`` (documents, longest, ...) where they are from in ``x`` (total, ...)."""
+        """Writes ``rows`` (documents, longest, ...) to their places in ``x`` (total, ...)."""
         x[self._at] = rows[self.real]

@@ -1,17 +1,14 @@
-"""Attention with sinks over the default ring: a learned score per head, without a value, in each softmax.
-
-flash-attn's kernels have none. A sink s only adds exp(s) to the denominator, so attention without it, times
-sigmoid(log-sum-exp - s), is attention with it (arXiv 2508.10925 section 2.2). Backward the kernels get the output and
-the log-sum-exp with the sink, from which they make the probabilities of keys (FlashAttention-2, arXiv 2307.08691,
-algorithm 2), and the gradient of s is -p (dout . out), with p the probability of the sink.
-
-Ring attention for any Hugging Face model, through transformers' attention interface.
+"""Computes attention over context-parallel ranks for any Hugging Face model, through transformers' attention interface.
 
 A model loaded with ``attn_implementation=NAME`` calls ``_attend`` in every layer, and passes on the keyword argument
 ``ring``, the placement of the micro-batch. Sources: Ring Attention (arXiv 2310.01889), its zigzag form
 (github.com/zhuzilin/ring-flash-attention issue 2), all-gathered keys and values (arXiv 2407.21783 section 3.3.2).
 
-A forward pass over a ring, for the backends that run a Hugging Face model.
+A sink is a learned score per head, without a value, in each softmax. flash-attn's kernels do not support it. A sink s
+only adds exp(s) to the denominator, so attention without it, times sigmoid(log-sum-exp - s), is attention with it
+(arXiv 2508.10925 section 2.2). In the backward pass, the kernels get the output and the log-sum-exp with the sink, and
+compute the probabilities of keys from them (FlashAttention-2, arXiv 2307.08691, algorithm 2). The gradient of s is
+-p (dout . out), with p the probability of the sink.
 """
 
 import math
@@ -47,9 +44,10 @@ def with_sinks(
     scale: float,
     window: tuple[int, int],
 ) -> Tensor:
-    """Causal attention of ``q`` (Q, heads, E) over all ranks' ``k``, ``v`` (K, kv_heads, E), in the dtype of ``q``.
+    """Computes causal attention of ``q`` (Q, heads, E) over all ranks' ``k``, ``v`` (K, kv_heads, E) with sinks.
 
-    ``sinks``: (heads,). ``documents``: where they begin, as the package's function has it. ``window``: as in Ring.
+    The result has the dtype of ``q``. ``sinks``: (heads,). ``documents``: arguments of the package's function that
+    describe the documents. ``window``: as in Ring.
     """
     out: Tensor = _WithSinks.apply(q, k, v, sinks, documents, group, scale, window)  # type: ignore[no-untyped-call]
     return out
@@ -68,16 +66,16 @@ class _WithSinks(torch.autograd.Function):
         scale: float,
         window: tuple[int, int],
     ) -> Tensor:
-        from impl.context_parallel import ring_functions  # needs ring_flash_attn, which not everybody has
+        from impl.context_parallel import ring_functions  # needs ring_flash_attn, an optional dependency
 
         ctx.options = {"softmax_scale": scale, "causal": True, "window_size": window}
         ctx.documents, ctx.group = documents, group
-        alone, lse_HQ = ring_functions.llama3.llama3_flash_attn_varlen_forward(
+        without_sinks, lse_HQ = ring_functions.llama3.llama3_flash_attn_varlen_forward(
             group, q, k.contiguous(), v.contiguous(), *documents, **ctx.options
         )
         score_H1 = sinks[:, None].to(lse_HQ.dtype)
-        # Shares are not exp(lse - whole) and exp(score - whole): the rounding of whole would be one of both.
-        out: Tensor = (alone * torch.sigmoid(lse_HQ - score_H1).T[..., None]).to(q.dtype)
+        # exp(lse - whole) and exp(score - whole) would both inherit the rounding error of whole.
+        out: Tensor = (without_sinks * torch.sigmoid(lse_HQ - score_H1).T[..., None]).to(q.dtype)
         share_HQ = torch.sigmoid(score_H1 - lse_HQ)
         ctx.save_for_backward(q, k, v, out, torch.logaddexp(lse_HQ, score_H1), share_HQ)
         ctx.dtype = sinks.dtype
@@ -103,11 +101,11 @@ RingKind = Literal["llama3", "ring", "zigzag", "torchcp"]
 
 @dataclass(frozen=True, kw_only=True)
 class RingConfig:
-    """The configuration of a ring.
+    """Configures context-parallel attention.
 
     kind: ``llama3`` gathers keys and values, ``ring`` and ``zigzag`` pass them around, ``torchcp`` is PyTorch's own.
-    packed: rows hold several documents. shipped: ring and zigzag as the package ships them. head_stride: key-value
-    heads that llama3 gathers at a time. multiple: tokens per row and rank are a multiple of it.
+    packed: rows hold several documents. shipped: keeps the upstream behaviour of ring and zigzag. head_stride:
+    key-value heads that llama3 gathers at a time. multiple: tokens per row and rank are a multiple of it.
     """
 
     kind: RingKind
@@ -118,17 +116,17 @@ class RingConfig:
 
 
 def ring_kind(layout: Layout) -> RingKind:
-    """The kind of ring that a layout asks for."""
+    """Returns the kind of context parallelism of a layout."""
     kinds: tuple[RingKind, ...] = ("ring", "zigzag", "torchcp")
     return next((kind for kind in kinds if kind in layout.options), "llama3")
 
 
 class RingAttention:
-    """Splits micro-batches over the ranks of a ring, attends over all ranks, and puts the results together again.
+    """Splits micro-batches over context-parallel ranks, attends over all ranks, and gathers the results.
 
     ``slices``: process group of the Ulysses ranks that share this rank's position in the ring. Each holds an equal
-    slice of the position's tokens, and Ulysses itself puts the slices together for attention, so ``config.multiple``
-    has to be a multiple of the group's size.
+    slice of the position's tokens. Ulysses itself gathers the slices for attention, so ``config.multiple`` must be a
+    multiple of the group's size.
     """
 
     def __init__(
@@ -139,17 +137,17 @@ class RingAttention:
         self.function, self.varlen = _function(config)
 
     def resolved(self, device: str, compute: torch.dtype) -> dict[str, Any]:
-        """The configuration that is really in use, as JSON values."""
+        """Returns the configuration in use, as JSON values."""
         return {**vars(self.config), "kernel": kernel(torch.device(device), compute)}
 
     def shard(self, inputs: MicroBatch, *, multiple: int | None = None) -> tuple[MicroBatch, "Ring"]:
-        """This rank's part of a micro-batch, and the argument ``ring`` for the model.
+        """Returns this rank's part of a micro-batch, and the argument ``ring`` for the model.
 
-        ``multiple`` replaces the configured one; it serves to give several micro-batches the same length. Where the
-        tokens go is computed on the CPU, from the ``origin`` of ``inputs``, or from a copy if it has none.
+        ``multiple`` replaces the configured value, to give several micro-batches the same length. The placement is
+        computed on the CPU, from the ``origin`` of ``inputs``, or from a copy if it has none.
         """
         kind, packed = self.config.kind, self.config.packed
-        placed = sequence_sharding.place(
+        placement = sequence_sharding.place(
             inputs.origin or inputs.to("cpu"),
             split="slices" if kind == "llama3" else "documents" if packed else "rows",
             size=self.size,
@@ -157,17 +155,17 @@ class RingAttention:
             multiple=multiple or self.config.multiple,
         )
         device = inputs.tokens.device
-        source = placed.source[self.rank]
+        source = placement.source[self.rank]
         if self.slices:
             source = source.chunk(dist.get_world_size(self.slices), dim=1)[dist.get_rank(self.slices)]
-        return sequence_sharding.shard_inputs(inputs, moved(source, device)), Ring(self, placed, device)
+        return sequence_sharding.shard_inputs(inputs, moved(source, device)), Ring(self, placement, device)
 
     def restore(self, own: Tensor, ring: "Ring", *, rows: int, length: int) -> Tensor:
-        """Gather the outputs of all tokens, (rows, length) and 0 in padding, on all ranks, from each rank's ``own``.
+        """Gathers the outputs of all tokens, (rows, length) and 0 in padding, on all ranks, from each rank's ``own``.
 
         Differentiable. The backward pass returns the local slice of the gradient without a reduction: every rank
-        evaluates the same loss, so each token counts exactly once, and the gradients of parameters have to be *summed*
-        over the ring.
+        evaluates the same loss, so each token counts exactly once, and the gradients of parameters must be *summed*
+        over context-parallel ranks.
         """
         if self.slices:
             own = torch.cat(_gather(own, self.slices).unbind(), dim=1)
@@ -176,33 +174,35 @@ class RingAttention:
 
 
 class Ring:
-    """One micro-batch on the ring: what the attention of every layer needs."""
+    """Attends within one micro-batch that is placed on context-parallel ranks; every layer calls it."""
 
-    def __init__(self, attention: RingAttention, placed: Placement, device: torch.device) -> None:
-        self.source = moved(placed.source, device)
+    def __init__(self, attention: RingAttention, placement: Placement, device: torch.device) -> None:
+        self.source = moved(placement.source, device)
         self._attention = attention
         self._documents: tuple[Any, ...] = ()  # arguments of the functions for documents laid end to end
-        self._equal = 0  # on a ring of one rank, the number of documents if they are equally long
+        self._equal = 0  # on a single rank, the number of documents if they are equally long
         if attention.config.kind == "llama3":
             from impl.context_parallel import ring_functions
 
-            assert placed.starts is not None
+            assert placement.starts is not None
             # These starts are on the CPU: the package reads them one by one, and would wait for a GPU each time.
             starts_q, starts_k, *longest, own_keys = ring_functions.llama3.llama3_flash_attn_prepare_cu_seqlens(
-                placed.starts, causal=True, rank=attention.rank, world_size=attention.size
+                placement.starts, causal=True, rank=attention.rank, world_size=attention.size
             )
             starts = (moved(starts_q, device), moved(starts_k, device))
             self._documents = (*starts, *longest, attention.config.head_stride, own_keys)
-            lengths = placed.starts.diff()
+            lengths = placement.starts.diff()
             self._equal = len(lengths) if attention.size == 1 and bool((lengths == lengths[0]).all()) else 0
-        elif placed.starts is not None:
-            longest = int((placed.starts[1:] - placed.starts[:-1]).max())
-            self._documents = (moved(placed.starts, device), longest)
+        elif placement.starts is not None:
+            longest = int((placement.starts[1:] - placement.starts[:-1]).max())
+            self._documents = (moved(placement.starts, device), longest)
 
     @property
     def documents(self) -> tuple[Tensor, int]:
-        """Of a ring of one rank: where the documents start and the last one ends, laid end to end, int32
-        (documents + 1), and the length of the longest, in tokens."""
+        """Returns the starts of documents laid end to end, int32 (documents + 1,), and the longest length in tokens.
+
+        The last number is the end of the last document. Only for a single rank.
+        """
         assert self._attention.config.kind == "llama3"
         assert self._attention.size == 1
         starts, _, longest, *_ = self._documents
@@ -218,18 +218,18 @@ class Ring:
         window: tuple[int, int],
         sinks: Tensor | None = None,
     ) -> Tensor:
-        """Causal attention of ``q`` (rows, length, heads, E) over all ranks' keys and values.
+        """Computes causal attention of ``q`` (rows, length, heads, E) over all ranks' keys and values.
 
         ``k``: (rows, length, kv_heads, E). ``v``: (rows, length, kv_heads, V). ``window``: how many keys a query sees
-        before and after its own, -1 is no limit. ``sinks``: (heads,), of which llama3 alone knows. Returns
-        (rows, length, heads, V).
+        before and after its own, -1 is no limit. ``sinks``: (heads,), for llama3 only. Returns (rows, length, heads,
+        V).
         """
         size, largest = v.shape[-1], max(q.shape[-1], v.shape[-1])
         width = math.ceil(largest / HEAD_SIZES) * HEAD_SIZES
         if q.shape[-1] == size == width:
             return self._attend(q, k, v, scale=scale, window=window, sinks=sinks)
-        # Kernels want heads of one size, a multiple of some numbers; those of latent attention have values of another,
-        # and zeros add nothing.
+        # Kernels need one head size, a multiple of HEAD_SIZES. Values of latent attention have another size than
+        # queries; padding with zeros changes nothing.
         q, k, v = (torch.nn.functional.pad(x, (0, width - x.shape[-1])) for x in (q, k, v))
         return self._attend(q, k, v, scale=scale, window=window, sinks=sinks)[..., :size]
 
@@ -237,7 +237,7 @@ class Ring:
         self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: tuple[int, int], sinks: Tensor | None
     ) -> Tensor:
         if self._equal and window == (-1, -1) and sinks is None and kernel(q.device, q.dtype) != "plain":
-            # Nothing goes around, and PyTorch may choose a faster kernel than those for documents laid end to end.
+            # A single rank: PyTorch may choose a faster kernel than those for documents laid end to end.
             q_rows, k_rows, v_rows = (x.view(self._equal, -1, *x.shape[2:]).transpose(1, 2) for x in (q, k, v))
             rows = scaled_dot_product_attention(q_rows, k_rows, v_rows, is_causal=True, scale=scale, enable_gqa=True)
             return rows.transpose(1, 2).reshape(q.shape)
@@ -246,10 +246,12 @@ class Ring:
         if self._attention.varlen:
             documents = self._documents
             if self._attention.config.kind == "llama3" and self._attention.size == 1:
-                documents = (*documents[:4], k.shape[-2], documents[5])  # nothing to gather, so all heads at a time
+                documents = (*documents[:4], k.shape[-2], documents[5])  # no gathering, so all heads at a time
             if sinks is not None:
                 if self._attention.config.kind != "llama3":
-                    raise ValueError("only the default ring has attention sinks; leave ring, zigzag and torchcp out")
+                    raise ValueError(
+                        "only default context parallelism has attention sinks; leave ring, zigzag and torchcp out"
+                    )
                 return with_sinks(q[0], k[0], v[0], sinks, documents, self._attention.group, scale, window)[None]
             out: Tensor = apply(q[0], k[0], v[0], *documents, *options)  # type: ignore[no-untyped-call]
             return out[None]
@@ -258,8 +260,8 @@ class Ring:
 
 
 def _function(config: RingConfig) -> tuple[type[torch.autograd.Function], bool]:
-    """The autograd function, and whether it takes documents laid end to end."""
-    from impl.context_parallel import ring_functions  # needs ring_flash_attn, which not everybody has
+    """Returns the autograd function, and whether it takes documents laid end to end."""
+    from impl.context_parallel import ring_functions  # needs ring_flash_attn, an optional dependency
     from impl.context_parallel.torch_context_parallel import ContextParallelAttention
 
     match config.kind, config.packed:
@@ -279,7 +281,7 @@ def _function(config: RingConfig) -> tuple[type[torch.autograd.Function], bool]:
 
 
 def _gather(own: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All-gather (rows, length) to (size, rows, length); backward returns the gradient of the rank's own part only."""
+    """All-gathers (rows, length) to (size, rows, length); backward returns the gradient of the rank's own part only."""
     parts: Tensor = _Gather.apply(own, group, dist.get_rank(group))  # type: ignore[no-untyped-call]
     return parts
 
@@ -312,17 +314,19 @@ def _attend(
     ring: Ring | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function for transformers' interface; returns (rows, length, heads, E).
+    """Computes attention for transformers' interface; returns (rows, length, heads, E).
 
     Raises ValueError for a model that does not pass ``ring`` on, and for dropout and softcap.
     """
     if ring is None:
         raise ValueError(
-            f"{type(module).__name__} did not get the argument 'ring': this model does not hand keyword arguments on "
-            f"to its attention layers; use sp1"
+            f"{type(module).__name__} did not get the argument 'ring': this model does not pass keyword arguments to "
+            f"its attention layers; use sp1"
         )
     if dropout or softcap:
-        raise ValueError(f"{type(module).__name__} uses dropout or softcap, which no ring has; use sp1")
+        raise ValueError(
+            f"{type(module).__name__} uses dropout or softcap, which context parallelism does not support; use sp1"
+        )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     window = (-1, -1) if sliding_window is None else (sliding_window - 1, 0)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
@@ -330,13 +334,13 @@ def _attend(
 
 
 def register() -> None:
-    """Register the attention function NAME with transformers, without a mask, because the ring separates documents."""
+    """Registers the attention function NAME with transformers, without a mask, because Ring separates documents."""
     AttentionInterface.register(NAME, _attend)
     ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, lambda *args, **kwargs: None)
 
 
 class MeshContext(Protocol):
-    """The part of a context that one model needs: its configuration, device mesh and ring."""
+    """Lists the part of a context that one model needs: configuration, device mesh and context-parallel attention."""
 
     config: ContextConfig
     mesh: DeviceMesh
@@ -344,15 +348,15 @@ class MeshContext(Protocol):
 
 
 class ModelOutputs(Protocol):
-    """The outputs of the tokens in ``inputs``; ``options`` are keyword arguments for the model."""
+    """Returns the outputs of the tokens in ``inputs``; ``options`` are keyword arguments for the model."""
 
     def __call__(self, inputs: MicroBatch, **options: Ring) -> Outputs: ...
 
 
 def forward_over_ring(ring: RingAttention | None, inputs: MicroBatch, outputs: ModelOutputs) -> Outputs:
-    """The outputs of a whole micro-batch on all ranks of the ring; ``outputs`` is called with this rank's part."""
+    """Returns the outputs of a whole micro-batch on all context-parallel ranks; ``outputs`` gets this rank's part."""
     if ring is None:
         return outputs(inputs)
-    own, placed = ring.shard(inputs)
+    own, placement = ring.shard(inputs)
     rows, length = inputs.labels.shape
-    return outputs(own, ring=placed).each(lambda tensor: ring.restore(tensor, placed, rows=rows, length=length))
+    return outputs(own, ring=placement).each(lambda tensor: ring.restore(tensor, placement, rows=rows, length=length))

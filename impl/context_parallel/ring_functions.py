@@ -1,7 +1,7 @@
-"""ring_flash_attn's own autograd functions, and variants of them that are right in every dtype.
+"""Imports ring_flash_attn's autograd functions, and corrects them for float32 and float64.
 
-As shipped (0.1.8), the backward passes of ring and zigzag widen a block's gradients with ``x.to(torch.float32)`` and
-treat the result as a copy. In float32 it is the buffer itself, which the next block overwrites, also while it is being
+In version 0.1.8, the backward passes of ring and zigzag widen a block's gradients with ``x.to(torch.float32)`` and
+treat the result as a copy. In float32 it is the buffer itself, which the next block overwrites, even while it is being
 sent. Two of the functions also end with ``dq.to(torch.bfloat16)``, whatever the dtype of the inputs. See
 docs/findings/ring-attention-gradients.md. ``corrected`` changes these two conversions and nothing else.
 """
@@ -24,7 +24,7 @@ Function = type[torch.autograd.Function]
 
 
 class _Widening(TorchFunctionMode):
-    """``x.to(torch.float32)`` copies and never narrows; ``x.to(torch.bfloat16)`` gives the dtype of the inputs."""
+    """Makes ``x.to(torch.float32)`` copy and never narrow, and ``x.to(torch.bfloat16)`` give the inputs' dtype."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class _Widening(TorchFunctionMode):
 
 
 def corrected(function: Function) -> Function:
-    """A subclass of the package's function that is right in float32 and float64 and does not round dq to bfloat16."""
+    """Returns a subclass that is right in float32 and float64 and does not round dq to bfloat16."""
 
     class Corrected(function):  # type: ignore[valid-type, misc]
         @staticmethod
@@ -48,8 +48,8 @@ def corrected(function: Function) -> Function:
                 return function.forward(ctx, q, *arguments)
 
         @staticmethod
-        def backward(ctx: Any, dout: Tensor, *others: Any) -> Any:
+        def backward(ctx: Any, dout: Tensor, *arguments: Any) -> Any:
             with _Widening(dout.dtype):
-                return function.backward(ctx, dout, *others)
+                return function.backward(ctx, dout, *arguments)
 
     return Corrected

@@ -1,9 +1,9 @@
-"""Placement: which rank of the ring holds which token of a micro-batch, and back.
+"""Distributes the tokens of a micro-batch over context-parallel ranks, and restores their order.
 
 There are three ways to split the tokens. *Slices*: the documents of all rows are laid end to end, without padding, and
 split into equal slices; documents may cross their edges. *Documents*: each document is split into equal pieces, one for
-each rank in order, or zigzag (rank r holds pieces r and 2 * size - 1 - r, so that causal attention is the same work for
-all ranks). *Rows*: each row is split in the same way as a document. A length that does not divide is padded at its end;
+each rank in order, or zigzag (rank r holds pieces r and 2 * size - 1 - r, so causal attention is equal work for all
+ranks). *Rows*: each row is split in the same way as a document. A length that does not divide is padded at its end;
 padding is never a target.
 """
 
@@ -21,7 +21,7 @@ SplitMode = Literal["slices", "documents", "rows"]
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Which rank holds which tokens of a micro-batch.
+    """Assigns the tokens of a micro-batch to ranks.
 
     source: int64 (size, rows, length), by rank: the token's index in the flattened micro-batch, or -1 for padding.
     starts: int32 (documents + 1,), the indices at which documents begin, and the total length. For ``slices`` they
@@ -33,18 +33,18 @@ class Placement:
 
 
 def place(inputs: MicroBatch, *, split: SplitMode, size: int, zigzag: bool, multiple: int) -> Placement:
-    """Distribute the tokens of a micro-batch, which is on the CPU, over ``size`` ranks.
+    """Distributes the tokens of a micro-batch, which is on the CPU, over ``size`` ranks.
 
     The number of tokens per row and rank is a multiple of ``multiple``.
     """
     rows, length = inputs.positions.shape
-    pieces = 2 if zigzag else 1  # of each document or row, on each rank
+    pieces = 2 if zigzag else 1  # number of pieces of each document or row on each rank
     if split == "rows":
         tokens = torch.arange(rows * length).view(rows, length)
         whole = _padded(tokens, size * math.lcm(pieces, multiple))
         return Placement(source=_split(whole, size, zigzag), starts=None)
     tokens = torch.where(inputs.real.flatten())[0]
-    begins = torch.where(inputs.positions.flatten()[tokens] == 0)[0]  # where documents begin
+    begins = torch.where(inputs.positions.flatten()[tokens] == 0)[0]
     if split == "slices":
         whole = _padded(tokens, size * multiple)
         ends = [len(tokens)] if len(whole) == len(tokens) else [len(tokens), len(whole)]
@@ -53,21 +53,21 @@ def place(inputs: MicroBatch, *, split: SplitMode, size: int, zigzag: bool, mult
     documents = [
         _split(_padded(document, size * pieces), size, zigzag) for document in tokens.tensor_split(begins[1:])
     ]  # (size, part) each
-    held = torch.cat(documents, dim=1)
+    source = torch.cat(documents, dim=1)
     lengths = [document.shape[1] for document in documents]
-    if filler := -held.shape[1] % multiple:
-        held = torch.cat([held, held.new_full((size, filler), -1)], dim=1)
+    if filler := -source.shape[1] % multiple:
+        source = torch.cat([source, source.new_full((size, filler), -1)], dim=1)
         lengths.append(filler)
-    return Placement(source=held[:, None], starts=torch.tensor([0, *lengths]).cumsum(0).int())
+    return Placement(source=source[:, None], starts=torch.tensor([0, *lengths]).cumsum(0).int())
 
 
 def _padded(tokens: Tensor, multiple: int) -> Tensor:
-    """(..., length) -> (..., length rounded up), with -1."""
+    """Pads (..., length) with -1 to a multiple."""
     return torch.nn.functional.pad(tokens, (0, -tokens.shape[-1] % multiple), value=-1)
 
 
 def _split(whole: Tensor, size: int, zigzag: bool) -> Tensor:
-    """(..., length) -> (size, ..., length / size)"""
+    """Splits (..., length) into (size, ..., length / size)."""
     if not zigzag:
         return torch.stack(whole.chunk(size, dim=-1))
     pieces = whole.chunk(2 * size, dim=-1)
@@ -75,7 +75,7 @@ def _split(whole: Tensor, size: int, zigzag: bool) -> Tensor:
 
 
 def shard_inputs(inputs: MicroBatch, source: Tensor) -> MicroBatch:
-    """The part of a micro-batch that one rank holds; ``source`` (rows, length): the rank's part of Placement.source.
+    """Returns one rank's part of a micro-batch; ``source`` (rows, length): the rank's part of Placement.source.
 
     Labels and positions are those of the whole documents.
     """
@@ -91,11 +91,11 @@ def shard_inputs(inputs: MicroBatch, source: Tensor) -> MicroBatch:
 
 
 def restore(parts: Tensor, source: Tensor, *, rows: int, length: int) -> Tensor:
-    """Put the parts of all ranks back into the order of the micro-batch: (rows, length), 0 where no rank has a token.
+    """Puts the parts of all ranks back into the order of the micro-batch: (rows, length), 0 where no rank has a token.
 
     ``parts``, ``source``: (size, rows, length), by rank; ``parts`` and the result may have further dimensions.
     """
     tokens, further = rows * length, parts.shape[3:]
-    whole = parts.new_zeros(tokens + 1, *further)  # the last is for padding: to leave it out, the host would wait
+    whole = parts.new_zeros(tokens + 1, *further)  # the last element is for padding; a mask would wait for the GPU
     at = source.where(source >= 0, tokens)  # (size, rows, length)
     return whole.index_copy(0, at.flatten(), parts.flatten(0, 2))[:tokens].view(rows, length, *further)

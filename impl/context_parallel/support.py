@@ -1,6 +1,6 @@
-"""Known defects of ring_flash_attn's ring and zigzag, for the adapters of all backends that have them.
+"""Declares supported cells and known defects of context-parallel attention, for the adapters of all backends.
 
-What the ring layer supports, for the adapters of all backends; the answer needs no ranks and no import of it.
+It needs neither ranks nor an import of ring_flash_attn.
 """
 
 import json
@@ -14,11 +14,11 @@ from conformance.spec.scenario import Scenario
 from impl.models.family_quirks import SINKS, beyond_kernels, quirks_of
 
 
-def _raced(scenario: Scenario, _: Layout) -> Unmodelled:
-    """The gradients that no oracle can predict.
+def _unpredictable_gradients(scenario: Scenario, _: Layout) -> Unmodelled:
+    """Returns the gradients that no oracle can predict.
 
     In every layer and micro-batch, a race between ranks decides which of two gradients of keys and values arrives. At
-    the first step, only the gradients that do not pass through any attention on their way back have to be right.
+    the first step, only gradients that do not pass through any attention must be right.
     """
     last = model_config(scenario)["num_hidden_layers"] - 1
     below = ("model.embed_tokens.*", *(f"model.layers.{layer}.*" for layer in range(last)))
@@ -31,7 +31,7 @@ RING_DIFFERENCES = (
         ExpectedDifference(
             reason="ring_flash_attn overwrites the float32 gradients of queries, keys and values that it sums up",
             link="docs/findings/ring-attention-gradients.md",
-            unmodelled=_raced,
+            unmodelled=_unpredictable_gradients,
             options=(ring, "shipped"),
             precisions=("fp32",),
             objectives=("sft",),
@@ -48,13 +48,13 @@ RING_DIFFERENCES = (
             architectures=("gemma3_text",),
             packed=True,
         )
-        for ring, most in (("ring", {}), ("zigzag", {"sp": 2}))  # of more ranks, zigzag's output is NaN
+        for ring, most in (("ring", {}), ("zigzag", {"sp": 2}))  # with more ranks, zigzag's output is NaN
     ),
 )
 
 
 INSTALL = "pip install 'backend-parity[ring]'"
-_OTHERS = {"ring", "zigzag", "torchcp"}  # than the default ring
+_OPTIONS = {"ring", "zigzag", "torchcp"}  # kinds that replace the default
 
 
 def available() -> bool:
@@ -68,30 +68,30 @@ RING_MODULES = (
 
 
 def ring_support(scenario: Scenario, layout: Layout) -> Support:
-    """Supported, or Unsupported with what is wrong with this ring and what to use instead."""
+    """Returns Supported, or Unsupported with the reason and an alternative."""
     if layout.sp == layout.ulysses == 1:
         return Supported()
-    lacking, others = beyond_kernels(resolve(scenario.model)), _OTHERS & set(layout.options)
-    if lacking == SINKS and (others or layout.ulysses > 1):
-        return Unsupported(f"{', '.join(others) or 'Ulysses'} has no {SINKS}; use the default ring (sp2)")
+    lacking, options = beyond_kernels(resolve(scenario.model)), _OPTIONS & set(layout.options)
+    if lacking == SINKS and (options or layout.ulysses > 1):
+        return Unsupported(f"{', '.join(options) or 'Ulysses'} has no {SINKS}; use default context parallelism (sp2)")
     if lacking and lacking != SINKS:
-        return Unsupported(f"the kernels of rings and of Ulysses have no {lacking}; use sp1, with dp or tp")
+        return Unsupported(f"the kernels of sp and of Ulysses have no {lacking}; use sp1, with dp or tp")
     if layout.ulysses > 1 and quirks_of(kind := model_config(scenario).get("model_type")).latent_attention:
-        return Unsupported(f"DeepSpeed's Ulysses wants heads of one size, and {kind} has several; use a ring (sp2)")
+        return Unsupported(f"DeepSpeed's Ulysses needs heads of one size, and {kind} has several; use sp2")
     if not available():
         return Unsupported(f"attention over sequence shards needs the package ring-flash-attn; run: {INSTALL}")
     if "torchcp" in layout.options and scenario.data.packed:
-        return Unsupported("PyTorch's context parallel attends over whole rows; use another ring for packed documents")
+        return Unsupported("PyTorch's context parallel attends over whole rows; leave torchcp out for packed documents")
     if "torchcp" in layout.options and layout.ulysses > 1:
-        return Unsupported("PyTorch's context parallel attends over whole rows; use another ring with Ulysses")
+        return Unsupported("PyTorch's context parallel attends over whole rows; leave torchcp out with Ulysses")
     if "torchcp" in layout.options and _sliding_window(scenario.model):
-        return Unsupported("PyTorch's context parallel has no sliding window; leave torchcp out: the default ring has")
+        return Unsupported("PyTorch's context parallel has no sliding window; leave torchcp out: the default has one")
     windowed = next((option for option in ("ring", "zigzag") if option in layout.options), None)
-    # With ``shipped`` they run nevertheless, to show the defect.
+    # With ``shipped`` such a cell runs nevertheless, to show the defect.
     if windowed and "shipped" not in layout.options and _sliding_window(scenario.model):
         return Unsupported(
             f"{windowed} gets sliding windows wrong across ranks (docs/findings/ring-attention-window.md); leave "
-            f"{windowed} out: the default ring is right"
+            f"{windowed} out: the default is right"
         )
     return Supported()
 

@@ -1,10 +1,9 @@
-"""PyTorch's own ring (torch.distributed.tensor.experimental), as a second implementation of attention over a ring.
+"""Runs PyTorch's own ring attention (torch.distributed.tensor.experimental) on every device and in every dtype.
 
-``context_parallel()`` itself replaces scaled_dot_product_attention, which on the CPU fails: "aten.
-_scaled_dot_product_flash_attention_for_cpu.default does not have a sharding strategy registered" (torch 2.13), and
-float64 has no fused kernel anywhere. But its communication and merging accept any kernel, and here they use those of
-impl.context_parallel.flash_attn_shim: on every device, in every dtype, for whole rows without a window (its load
-balancing is zigzag).
+``context_parallel()`` itself replaces scaled_dot_product_attention. That fails on the CPU: "aten.
+_scaled_dot_product_flash_attention_for_cpu.default does not have a sharding strategy registered" (torch 2.13); float64
+has no fused kernel anywhere. But PyTorch's communication and merging accept any kernel. Here they use the kernels of
+impl.context_parallel.flash_attn_shim, for whole rows without a window (PyTorch's load balancing is zigzag).
 """
 
 from typing import Any
@@ -23,7 +22,7 @@ SEQUENCE = 2  # dimension of (rows, heads, length, E)
 
 
 class ContextParallelAttention(torch.autograd.Function):
-    """Takes the arguments of ring_flash_attn's functions for whole rows: q, k, v (rows, length, heads, E), zigzag."""
+    """Computes zigzag attention with the arguments of ring_flash_attn's functions: q, k, v (rows, length, heads, E)."""
 
     @staticmethod
     def forward(

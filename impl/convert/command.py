@@ -1,7 +1,6 @@
-"""The commands ``parity inspect`` and ``parity convert``, about users' checkpoints; conformance/core/plugins.py finds
-them.
+"""Defines the commands ``parity inspect`` and ``parity convert``; conformance/core/plugins.py finds them.
 
-What they do is imported when they are run: the other commands need none of it.
+Their implementation is imported when they run, because the other commands do not need it.
 """
 
 import argparse
@@ -15,10 +14,10 @@ if TYPE_CHECKING:
 
 
 class Inspect:
-    help = "say what a checkpoint holds, without loading it"
+    help = "list the contents of a checkpoint without loading it"
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        parser.add_argument("checkpoint", type=Path, help="its folder; of DeepSpeed, the one with `latest`")
+        parser.add_argument("checkpoint", type=Path, help="its folder; for DeepSpeed, the folder with `latest`")
         parser.add_argument("--json", action="store_true", help="machine-readable output")
 
     def run(self, options: argparse.Namespace) -> int:
@@ -36,12 +35,12 @@ class Convert:
         parser.add_argument("source", type=Path, metavar="FROM", help="folder of a checkpoint, as for inspect")
         parser.add_argument("target", type=Path, metavar="TO", help="new folder")
         parser.add_argument("--to", choices=("state", "hf"), required=True)
-        parser.add_argument("--model", type=Path, help="Hugging Face folder that the training began with")
+        parser.add_argument("--model", type=Path, help="Hugging Face folder that the training started from")
 
     def run(self, options: argparse.Namespace) -> int:
         from impl.convert.convert import convert
 
-        convert(options.source, options.target, to=options.to, model=options.model, told=_tell)
+        convert(options.source, options.target, to=options.to, model=options.model, report=_print_progress)
         print(options.target)
         return 0
 
@@ -49,7 +48,7 @@ class Convert:
 INSPECT, CONVERT = Inspect(), Convert()
 
 
-def _tell(kind: str, done: int, total: int) -> None:
+def _print_progress(kind: str, done: int, total: int) -> None:
     if sys.stderr.isatty():
         print(f"\r{kind}: {done} of {total} tensors", end="\n" if done == total else "", file=sys.stderr, flush=True)
 

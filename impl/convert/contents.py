@@ -1,4 +1,4 @@
-"""What a checkpoint holds, whatever its format: what ``parity inspect`` prints and ``parity convert`` reads."""
+"""Describes the content of a checkpoint of any format, for ``parity inspect`` and ``parity convert``."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -9,10 +9,10 @@ import torch
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """A tensor of a checkpoint, not loaded.
+    """Describes a tensor of a checkpoint without loading it.
 
-    kind: one of impl.checkpoints.training_state.WRITTEN, or ``other`` for what has no place in a training state.
-    name: of the parameter. ``place``: what ``Checkpoint.read`` finds it by.
+    kind: one of impl.checkpoints.training_state.WRITTEN, or ``other`` for tensors that a training state cannot contain.
+    name: of the parameter. ``place``: the location for ``Checkpoint.read``.
     """
 
     kind: str
@@ -31,11 +31,10 @@ class Held:
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """A checkpoint that has been opened.
+    """Holds a checkpoint that has been opened.
 
-    facts: what else is known, by name: steps that are done, the layout, versions. progress: as in a training state.
-    read: a tensor of it, into the memory of this process; None where it lies in pieces that only a library puts
-    together.
+    facts: further properties by name: finished steps, layout, versions. progress: as in a training state. read: reads a
+    tensor into the memory of this process; None if only a library can assemble the tensors from pieces.
     """
 
     format: str

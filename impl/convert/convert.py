@@ -1,6 +1,6 @@
-"""A user's checkpoint becomes a training state or a Hugging Face folder, in one process, one file of tensors at a time.
+"""Converts a checkpoint to a training state or a Hugging Face folder, in one process, one file of tensors at a time.
 
-Everything is checked by names and shapes before anything is written: the new folder is there when it is whole.
+Names and shapes are checked before anything is written. The new folder exists only when it is complete.
 """
 
 import contextlib
@@ -25,14 +25,14 @@ from impl.interface.sharded_safetensors import TensorWriter, whole_folder
 from impl.models.export import write_folder
 
 Target = Literal["state", "hf"]
-Told = Callable[[str, int, int], None]  # of a kind, how many tensors of how many have been written
+Progress = Callable[[str, int, int], None]  # (kind, tensors written, tensors in all)
 
 
-def convert(source: Path, target: Path, *, to: Target, model: Path | None, told: Told) -> None:
-    """Write the checkpoint ``source`` as the new folder ``target``.
+def convert(source: Path, target: Path, *, to: Target, model: Path | None, report: Progress) -> None:
+    """Writes the checkpoint ``source`` as the new folder ``target``.
 
-    model: the Hugging Face folder that the training began with; what a new one has beside the weights comes from it,
-    and the dtypes. Raises UsageError for what cannot be converted or does not fit, and for a target that exists.
+    model: the Hugging Face folder that the training started from; a new one gets its dtypes and all files but the
+    weights. Raises UsageError if the checkpoint cannot be converted or does not fit, and if the target exists.
     """
     if target.exists():
         raise UsageError(f"{target} exists, and nothing is overwritten; give a new folder")
@@ -40,28 +40,28 @@ def convert(source: Path, target: Path, *, to: Target, model: Path | None, told:
         raise UsageError("a Hugging Face folder needs configuration and tokenizer: add --model with the original one")
     if model is not None:
         check_model_folder(model)
-    with _opened(source, model, beside=target) as found:
-        checkpoint = _without_second_head(found)
+    with _opened(source, model, target=target) as found:
+        checkpoint = _without_tied_head(found)
         _check_state(checkpoint, source)
         if model is not None:
             _check_fits(checkpoint, source, model)
         if to == "hf":
             assert model is not None
             weights = checkpoint.of_kind("weight")
-            write_folder(target, source=model, weights=_read(checkpoint, weights, told), dtype="source")
+            write_folder(target, source=model, weights=_read(checkpoint, weights, report), dtype="source")
         else:
-            _write_state(target, checkpoint, told)
+            _write_state(target, checkpoint, report)
 
 
 @contextlib.contextmanager
-def _opened(source: Path, model: Path | None, *, beside: Path) -> Iterator[Checkpoint]:
-    """The checkpoint, with tensors that can be read; what has to be put together first lies beside the new folder."""
+def _opened(source: Path, model: Path | None, *, target: Path) -> Iterator[Checkpoint]:
+    """Opens the checkpoint with readable tensors; assembles DeepSpeed's pieces in a folder beside ``target`` first."""
     kind = find_format(source)
     if kind is MODEL:
-        raise UsageError(f"{source} is a Hugging Face folder, from which every training begins; there is no more in it")
+        raise UsageError(f"{source} is a Hugging Face folder, which every training reads; it needs no conversion")
     if kind is MEGATRON:
         if model is None:
-            raise UsageError(f"{source} is Megatron's, whose tensors are fused by heads and layers: add --model")
+            raise UsageError(f"{source} is a checkpoint of Megatron, which fuses tensors: add --model")
         yield megatron.named(source, model)
         return
     found = open_as(kind, source)
@@ -69,14 +69,13 @@ def _opened(source: Path, model: Path | None, *, beside: Path) -> Iterator[Check
         yield found
         return
     assert kind is DEEPSPEED
-    beside.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{beside.name}.", dir=beside.parent) as folder:
-        yield deepspeed.universal(source, Path(folder) / "universal")  # which writes beside it, too
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as folder:
+        yield deepspeed.universal(source, Path(folder) / "universal")  # it also writes beside this folder
 
 
-def _without_second_head(found: Checkpoint) -> Checkpoint:
-    """A tied head is written once, under the embedding's name; some formats store it again, though never moments of
-    it."""
+def _without_tied_head(found: Checkpoint) -> Checkpoint:
+    """Drops a tied head, which some formats store in addition to the embedding, but never with moments."""
     weights = found.of_kind("weight")
     heads = [held for held in weights if held.name.endswith(HEAD)]
     embeddings = [held for held in weights if held.name.endswith(EMBEDDING)]
@@ -90,20 +89,20 @@ def _without_second_head(found: Checkpoint) -> Checkpoint:
 
 
 def _check_state(found: Checkpoint, source: Path) -> None:
-    """Raises UsageError where a checkpoint is none of a training as it is written here."""
+    """Raises UsageError if a checkpoint cannot be a training state: weights, and state of the same shapes."""
     shapes = {held.name: held.shape for held in found.of_kind("weight")}
     if not shapes:
-        raise UsageError(f"{source} has no weights under names of a model; is it a checkpoint of something else?")
+        raise UsageError(f"{source} has no weights with names of a model; is it a checkpoint of something else?")
     if foreign := found.of_kind("other"):
         names = ", ".join(held.name for held in foreign[:3])
-        raise UsageError(f"{source} holds {len(foreign)} tensors that have no place in a training state: {names}")
+        raise UsageError(f"{source} has {len(foreign)} tensors that a training state cannot contain: {names}")
     for held in found.tensors:
         if held.kind not in ("weight", "step") and shapes.get(held.name) != held.shape:
-            raise UsageError(f"{source} has {held.kind} of {held.name} in another shape than the weight")
+            raise UsageError(f"{source}: {held.kind} of {held.name} has another shape than the weight")
 
 
 def _check_fits(found: Checkpoint, source: Path, model: Path) -> None:
-    """Raises UsageError where the model's folder has other weights; it may store a tied head, too."""
+    """Raises UsageError if the model's folder has other weights; it may also store a tied head."""
     own, due = {held.name: held.shape for held in found.of_kind("weight")}, weight_shapes(model)
     config = read_json(model / CONFIG)
     tied = config.get("tie_word_embeddings", (config.get("text_config") or {}).get("tie_word_embeddings"))
@@ -115,19 +114,19 @@ def _check_fits(found: Checkpoint, source: Path, model: Path) -> None:
         raise UsageError(f"{source} does not fit the model in {model}: {'; '.join(wrong[:8])}")
 
 
-def _read(found: Checkpoint, wanted: tuple[Held, ...], told: Told) -> Iterator[tuple[str, torch.Tensor]]:
+def _read(found: Checkpoint, wanted: tuple[Held, ...], report: Progress) -> Iterator[tuple[str, torch.Tensor]]:
     assert found.read is not None
     for number, held in enumerate(wanted, start=1):
         yield held.name, found.read(held)
-        told(held.kind, number, len(wanted))
+        report(held.kind, number, len(wanted))
 
 
-def _write_state(target: Path, found: Checkpoint, told: Told) -> None:
+def _write_state(target: Path, found: Checkpoint, report: Progress) -> None:
     kinds = [kind for kind in WRITTEN if found.of_kind(kind)]
-    with whole_folder(target) as beside:
+    with whole_folder(target) as folder:
         for kind in kinds:
-            with TensorWriter(beside / kind) as writer:
-                for name, tensor in _read(found, found.of_kind(kind), told):
-                    # As named_tensors gives it: a float64 without dimensions.
+            with TensorWriter(folder / kind) as writer:
+                for name, tensor in _read(found, found.of_kind(kind), report):
+                    # named_tensors yields steps as float64 scalars.
                     writer.add(name, tensor.double().reshape(()) if kind == "step" else tensor)
-        training_state.write_told(beside, kinds=kinds, progress=found.progress)
+        training_state.write_contents(folder, kinds=kinds, progress=found.progress)

@@ -1,8 +1,8 @@
-"""DeepSpeed's own checkpoints, and the universal ones that DeepSpeed makes of them.
+"""Reads DeepSpeed's own checkpoints, and the universal checkpoints that DeepSpeed converts them to.
 
-At ZeRO-0 a file holds whole tensors, without names for those of the optimizer. At ZeRO-1 to 3 each rank has pieces,
-which DeepSpeed's universal conversion puts together; it runs here in one process, and what it leaves out is added
-(impl/deepspeed/checkpoint_layout.py). It unpickles whatever it finds, so every file is checked before.
+At ZeRO-0 a file holds whole tensors; the optimizer's tensors have no names. At ZeRO-1 to 3 each rank has pieces.
+DeepSpeed's universal conversion assembles them; it runs here in one process, and this module adds the parameters that
+it omits (impl/deepspeed/checkpoint_layout.py). The conversion unpickles every file, so all files are checked before.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ MOMENTS = tuple(kind for kind in WRITTEN if kind not in ("weight", "step"))
 
 
 def tag_folder(folder: Path) -> Path | None:
-    """The folder of the files: this one, or that which ``latest`` names; None where there are none."""
+    """Returns the folder of the files: this one, or the one that ``latest`` names; None without files."""
     if any(folder.glob(MODEL_FILES)):
         return folder
     if not (folder / LATEST).is_file():
@@ -37,7 +37,7 @@ def tag_folder(folder: Path) -> Path | None:
 
 
 def open_native(folder: Path) -> Checkpoint:
-    """What an engine's save_checkpoint wrote. At ZeRO-1 to 3 its tensors are read by ``universal`` only."""
+    """Opens a checkpoint of an engine's save_checkpoint. At ZeRO-1 to 3 only ``universal`` can read its tensors."""
     tag = tag_folder(folder)
     assert tag is not None, f"{folder} is no checkpoint of DeepSpeed"
     model = _model_states(tag)
@@ -61,11 +61,11 @@ def open_native(folder: Path) -> Checkpoint:
 
 
 def _model_states(folder: Path) -> dict[str, Any]:
-    """What the first rank wrote of the model. Raises UsageError where it is not what DeepSpeed writes."""
+    """Reads the first rank's file of the model. Raises UsageError if DeepSpeed did not write it."""
     file = min(folder.glob(MODEL_FILES))
     found = read_torch_file(file)
     if not isinstance(found, dict) or not {"module", "ds_config", "global_steps"} <= found.keys():
-        raise UsageError(f"{file} is not what DeepSpeed's save_checkpoint writes; give the folder of a checkpoint")
+        raise UsageError(f"{file} was not written by DeepSpeed's save_checkpoint; give the folder of a checkpoint")
     return found
 
 
@@ -81,12 +81,12 @@ def _facts(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _scaler(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What the loss scaler of an optimizer keeps; that of bf16 at ZeRO-1 has none."""
+    """Returns the attributes of an optimizer's loss scaler; bf16 at ZeRO-1 has none."""
     return vars(state["loss_scaler"]) if "loss_scaler" in state else {}
 
 
 def _progress(model: Mapping[str, Any], scaler: Mapping[str, Any]) -> dict[str, float]:
-    """As impl.interface.protocol.Trainable.named_tensors says; the loss scale is there in fp16 only."""
+    """Returns the progress as Trainable.named_tensors defines it; the loss scale in fp16 only."""
     schedule = model.get("lr_scheduler") or {}
     found = {"schedule": float(schedule["last_epoch"])} if "last_epoch" in schedule else {}
     if model["ds_config"].get("fp16", {}).get("enabled") and "cur_iter" in scaler:
@@ -105,7 +105,7 @@ def _value(kind: str, name: str, tensor: torch.Tensor) -> Held:
 
 
 def _whole(model: Mapping[str, Any]) -> tuple[Held, ...]:
-    """Of ZeRO-0: weights or, in half precision, masters; and the optimizer's state, by the order of its groups."""
+    """Lists tensors of ZeRO-0: weights (in half precision: masters), and the optimizer's state in the groups' order."""
     weights = {name: t for name, t in model["module"].items() if name not in (model.get("buffer_names") or ())}
     weights = _without_second_names(weights)
     optimizer = model.get("optimizer") or {}
@@ -123,16 +123,16 @@ def _whole(model: Mapping[str, Any]) -> tuple[Held, ...]:
 
 
 def _without_second_names(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A tied parameter once, under its first name: its two entries are one piece of the file."""
+    """Keeps a tied parameter once, under its first name: both entries share one piece of the file."""
     first = {tensor.data_ptr(): name for name, tensor in reversed(list(weights.items())) if tensor.numel()}
     return {name: t for name, t in weights.items() if not t.numel() or first[t.data_ptr()] == name}
 
 
 def _order(weights: Mapping[str, torch.Tensor], optimizer: Mapping[str, Any]) -> list[str]:
-    """Names in the order in which torch's optimizer numbers parameters, which the file does not say.
+    """Returns names in the order in which torch's optimizer numbers parameters; the file does not contain it.
 
-    Parameters stand in a group as in the model. Two groups are those of two or more dimensions, which decay, and the
-    others, as impl.engine.optimizers and most trainers make them. Raises UsageError where sizes say that it is not so.
+    Parameters in a group have the order of the model. Two groups are assumed to be those with two or more dimensions,
+    which decay, and the others, as in impl.engine.optimizers and most trainers. Raises UsageError if sizes disagree.
     """
     groups = [len(group["params"]) for group in optimizer.get("param_groups", ())]
     names = sorted(weights, key=lambda name: weights[name].dim() < 2) if len(groups) == 2 else list(weights)
@@ -144,13 +144,13 @@ def _order(weights: Mapping[str, torch.Tensor], optimizer: Mapping[str, Any]) ->
     if groups and not fits:
         raise UsageError(
             "this checkpoint of ZeRO-0 numbers the optimizer's parameters without names, and not in the order of the "
-            "model; save at ZeRO-1 instead, or convert its weights only, with --to hf"
+            "model; save at ZeRO-1 instead, or convert only the weights, with --to hf"
         )
     return names
 
 
 def _pieces(model: Mapping[str, Any], optimizer: Mapping[str, Any]) -> tuple[Held, ...]:
-    """Of ZeRO-1 to 3: names and shapes; under tensor parallelism the shapes of the first rank's part."""
+    """Lists names and shapes of ZeRO-1 to 3; under tensor parallelism, the shapes of the first rank's part."""
     inner = optimizer.get("base_optimizer_state") or optimizer["optimizer_state_dict"]
     flat = optimizer.get("single_partition_of_fp32_groups") or optimizer["fp32_flat_groups"]
     state: Mapping[str, Any] = next(iter(inner["state"].values()), {})
@@ -161,18 +161,18 @@ def _pieces(model: Mapping[str, Any], optimizer: Mapping[str, Any]) -> tuple[Hel
     return (*held, *(Held(kind="weight", name=n, shape=s, dtype=frozen_dtype(model, n)) for n, s in frozen))
 
 
-def _shapes(told: Any) -> dict[str, tuple[int, ...]]:
-    groups = told if isinstance(told, list) else [told or {}]
+def _shapes(param_shapes: Any) -> dict[str, tuple[int, ...]]:
+    groups = param_shapes if isinstance(param_shapes, list) else [param_shapes or {}]
     return {name: tuple(shape) for group in groups for name, shape in group.items()}
 
 
 def open_universal(folder: Path) -> Checkpoint:
-    """A universal checkpoint: of each parameter a folder with its master and moments, whole."""
+    """Opens a universal checkpoint: for each parameter, a folder with its whole master and moments."""
     model = _model_states(folder)
     if (model.get("mp_world_size") or 1) > 1 and frozen_shapes(model):
         raise UsageError(
-            f"{folder} has of its frozen parameters what DeepSpeed's conversion keeps of them, the part of the first "
-            f"tensor-parallel rank; give the checkpoint that it was made of, which has all parts"
+            f"{folder} has only the first tensor-parallel rank's part of its frozen parameters, because DeepSpeed's "
+            f"conversion omits the others; give the original checkpoint, which has all parts"
         )
     return _universal(folder, model)
 
@@ -186,8 +186,8 @@ def _universal(folder: Path, model: Mapping[str, Any]) -> Checkpoint:
         own = folder / "zero" / name
         if not (own / "fp32.pt").is_file():
             raise UsageError(
-                f"{folder} lacks {name}, which DeepSpeed's conversion leaves out where it is frozen; give the "
-                f"checkpoint that it was made of"
+                f"{folder} lacks {name}, because DeepSpeed's conversion omits frozen parameters; give the original "
+                f"checkpoint"
             )
         for kind, file in (("weight", "fp32"), *((kind, kind) for kind in MOMENTS)):
             if (own / f"{file}.pt").is_file():
@@ -208,7 +208,7 @@ def _universal(folder: Path, model: Mapping[str, Any]) -> Checkpoint:
 
 
 def _steps_of_groups(model: Mapping[str, Any], common: Mapping[str, Any]) -> dict[str, Any]:
-    """At ZeRO-3 the conversion gives parameters no count of steps; groups of the optimizer have one."""
+    """Maps parameters to the step counts of their optimizer groups: at ZeRO-3 the conversion drops their own counts."""
     states = common.get("optimizer_state_dict", {}).get("state", {})
     shapes = model["param_shapes"]
     if not isinstance(shapes, list):
@@ -217,9 +217,9 @@ def _steps_of_groups(model: Mapping[str, Any], common: Mapping[str, Any]) -> dic
 
 
 def universal(folder: Path, out: Path) -> Checkpoint:
-    """Have DeepSpeed put a checkpoint of ZeRO-1 to 3 together in the new folder ``out``, and open that.
+    """Lets DeepSpeed assemble a checkpoint of ZeRO-1 to 3 in the new folder ``out``, and opens the result.
 
-    Raises UsageError for files that hold what no checkpoint needs, and where DeepSpeed cannot convert them.
+    Raises UsageError for pickles that name something suspicious, and if DeepSpeed cannot convert the files.
     """
     tag = tag_folder(folder)
     assert tag is not None, f"{folder} is no checkpoint of DeepSpeed"
@@ -227,14 +227,14 @@ def universal(folder: Path, out: Path) -> Checkpoint:
         check_pickle(file)
     _check_optimizer(tag)
     model = _model_states(tag)
-    if (tp := model.get("mp_world_size") or 1) > 1 and not model.get(HOW_CUT):  # it would put all of them end to end
+    if (tp := model.get("mp_world_size") or 1) > 1 and not model.get(HOW_CUT):  # DeepSpeed would concatenate all parts
         raise UsageError(
-            f"{tag} is of {tp} tensor-parallel ranks and does not say how parameters are cut, which DeepSpeed writes "
-            f"of AutoTP only; load it by the ranks that wrote it and save a Hugging Face folder"
+            f"{tag} has {tp} tensor-parallel ranks and does not say how parameters are sharded, which DeepSpeed writes "
+            f"for AutoTP only; load it with the ranks that wrote it and save a Hugging Face folder"
         )
     frozen = list(frozen_parts(tag))
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    # It prints its steps and two bars; what it raises says enough.
+    # The conversion prints its steps and two progress bars; its errors are informative enough.
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         from impl.deepspeed.universal_checkpoint import (
             add_parameter,
@@ -245,18 +245,18 @@ def universal(folder: Path, out: Path) -> Checkpoint:
             make_universal(tag, out, all_trained=not frozen)
             for name, parts in frozen:
                 add_parameter(out, name, parts, model.get(HOW_CUT) or {})
-        except Exception as error:  # assertions, KeyError and what else its parts raise
+        except Exception as error:  # assertions, KeyError and other errors of the conversion
             raise UsageError(f"DeepSpeed cannot make a universal checkpoint of {tag}: {one_line(error)}") from None
     return _universal(out, model)
 
 
 def _check_optimizer(tag: Path) -> None:
-    """The conversion knows Adam's moments only."""
+    """Raises UsageError for optimizers other than Adam, because the conversion supports only Adam's moments."""
     for file in tag.glob(OPTIMIZER_FILES):
         state = read_torch_file(file)["optimizer_state_dict"]
         inner = state.get("base_optimizer_state") or state["optimizer_state_dict"]
         if any(not {"exp_avg", "exp_avg_sq"} <= own.keys() for own in inner["state"].values()):
             raise UsageError(
-                f"{tag} is of an optimizer without Adam's moments, which DeepSpeed's universal conversion does not "
-                f"know; load it by ranks and export a training state"
+                f"{tag} has an optimizer without Adam's moments, which DeepSpeed's universal conversion does not "
+                f"support; load it with ranks and export a training state"
             )

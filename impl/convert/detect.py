@@ -1,6 +1,6 @@
-"""Folders of safetensors: a Hugging Face model, and the training state that all backends read.
+"""Detects the format of a checkpoint by the files in its folder, and opens it without loading tensors.
 
-Which format a folder's checkpoint has, by the files that lie there; nothing is loaded to tell.
+It also opens folders of safetensors: a Hugging Face model, and the training state that all backends read.
 """
 
 from collections.abc import Callable, Iterable
@@ -22,7 +22,7 @@ from impl.interface.sharded_safetensors import SAFETENSORS_DTYPES
 
 
 def open_model(folder: Path) -> Checkpoint:
-    """A Hugging Face folder."""
+    """Opens a Hugging Face folder."""
     config = read_json(folder / CONFIG)
     facts = {"architectures": config.get("architectures"), "tied": bool(config.get("tie_word_embeddings"))}
     tensors = tuple(_held("weight", weight_files(folder)))
@@ -30,17 +30,17 @@ def open_model(folder: Path) -> Checkpoint:
 
 
 def open_state(folder: Path) -> Checkpoint:
-    """A training state of impl.checkpoints.training_state."""
-    told = training_state.read_told(folder)
+    """Opens a training state of impl.checkpoints.training_state."""
+    contents = training_state.read_contents(folder)
     tensors = tuple(
-        held for kind in told["kinds"] for held in _held(kind, sorted((folder / kind).glob("*.safetensors")))
+        held for kind in contents["kinds"] for held in _held(kind, sorted((folder / kind).glob("*.safetensors")))
     )
     steps = {float(read(held)) for held in tensors if held.kind == "step"}
     return Checkpoint(
-        format=f"training state, version {told['version']}",
+        format=f"training state, version {contents['version']}",
         facts={"step": max(steps)} if steps else {},
         tensors=tensors,
-        progress={name: float(value) for name, value in told["progress"].items()},
+        progress={name: float(value) for name, value in contents["progress"].items()},
         read=read,
     )
 
@@ -52,7 +52,7 @@ def read(held: Held) -> torch.Tensor:
 
 
 def _held(kind: str, files: Iterable[Path]) -> Iterable[Held]:
-    """What the files hold; only their heads are read. Raises UsageError for what is no safetensors file."""
+    """Lists the tensors in the files, reading only the headers. Raises UsageError for other than safetensors files."""
     for path in files:
         try:
             with safe_open(path, framework="pt") as file:
@@ -60,10 +60,10 @@ def _held(kind: str, files: Iterable[Path]) -> Iterable[Held]:
                     part = file.get_slice(name)
                     dtype = SAFETENSORS_DTYPES.get(part.get_dtype())
                     if dtype is None:
-                        raise UsageError(f"{path} holds {name} as {part.get_dtype()}, which is not read here")
+                        raise UsageError(f"{path} has {name} in the dtype {part.get_dtype()}, which is not supported")
                     yield Held(kind=kind, name=name, shape=tuple(part.get_shape()), dtype=dtype, place=path)
         except (SafetensorError, OSError) as error:
-            raise UsageError(f"{path} is no safetensors file that can be read: {one_line(error)}") from None
+            raise UsageError(f"{path} is not a readable safetensors file: {one_line(error)}") from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,32 +84,32 @@ MEGATRON = Format(
 )
 FSDP2 = Format(is_in=lambda folder: (folder / METADATA).is_file(), open=torch_distributed.open_fsdp2)
 MODEL = Format(is_in=lambda folder: (folder / CONFIG).is_file(), open=open_model)
-FORMATS = (TRAINING_STATE, UNIVERSAL, DEEPSPEED, MEGATRON, FSDP2, MODEL)  # the first that is there is taken
+FORMATS = (TRAINING_STATE, UNIVERSAL, DEEPSPEED, MEGATRON, FSDP2, MODEL)  # the first match counts
 
 
 def find_format(folder: Path) -> Format:
-    """The format of a checkpoint. Raises UsageError for what is none of those that are known."""
+    """Returns the format of a checkpoint. Raises UsageError for unknown formats."""
     if not folder.is_dir():
-        raise UsageError(f"{folder} is no folder; give the folder of a checkpoint")
+        raise UsageError(f"{folder} is not a folder; give the folder of a checkpoint")
     for known in FORMATS:
         if known.is_in(folder):
             return known
     below = [path for path in sorted(folder.iterdir()) if path.is_dir() and any(f.is_in(path) for f in FORMATS)]
     if below:
-        raise UsageError(f"{folder} is no checkpoint of one model; give one of {', '.join(map(str, below))}")
+        raise UsageError(f"{folder} is not a checkpoint of one model; give one of {', '.join(map(str, below))}")
     raise UsageError(
-        f"{folder} is no checkpoint that is known here: no training state, Hugging Face folder, checkpoint of "
-        f"DeepSpeed, torch.distributed.checkpoint or megatron-core"
+        f"{folder} is not a checkpoint of a known format (training state, Hugging Face folder, checkpoint of "
+        f"DeepSpeed, torch.distributed.checkpoint or megatron-core); check the path"
     )
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
-    """Open a checkpoint of any known format without loading its tensors; runs no code of it. Raises UsageError."""
+    """Opens a checkpoint of any known format without loading its tensors; runs no code of it. Raises UsageError."""
     return open_as(find_format(folder), folder)
 
 
 def open_as(known: Format, folder: Path) -> Checkpoint:
-    """Open a checkpoint of a format. Raises UsageError, also where files have the right names and other content."""
+    """Opens a checkpoint of a format. Raises UsageError, also if files have the right names but other content."""
     try:
         return known.open(folder)
     except UsageError:

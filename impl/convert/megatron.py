@@ -1,7 +1,7 @@
-"""megatron-core's distributed checkpoints: whole tensors under Megatron's names, taken apart by those of Hugging Face.
+"""Reads megatron-core's distributed checkpoints: splits whole tensors under Megatron's names into Hugging Face's.
 
-Which rows of a fused tensor are whose follows from the model's configuration, so reading needs its folder. The tables
-are those by which ranks load and save (impl/megatron/hf_mapping.py), asked for a single rank, which holds all.
+The rows of a fused tensor follow from the model's configuration, so reading needs the model's folder. The mapping is
+the one that ranks use for loading and saving (impl/megatron/hf_mapping.py), for a single rank that holds everything.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -23,8 +23,8 @@ from impl.megatron.spans import Part, Rank, copy_to_full
 
 FILE, COMMON = "metadata.json", "common.pt"
 ALONE = Rank(rank=0, size=1)
-# Where tensors of a kind are, in front of a parameter's name; of several, the first is taken. Without a prefix it is
-# what ranks compute with, which is the master in float32 and of what is frozen.
+# Prefixes of a parameter's name for each kind; the first one found is used. Without a prefix, the tensor is the weight
+# that ranks compute with. It is the master in float32 and of frozen parameters.
 PREFIXES: dict[str, tuple[str, ...]] = {
     "weight": ("optimizer.state.param.", "optimizer.state.fp32_param.", ""),
     **{kind: (f"optimizer.state.{kind}.",) for kind in WRITTEN if kind not in ("weight", "step")},
@@ -33,15 +33,15 @@ PREFIXES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a tensor of Hugging Face lies: a part of what the tensors ``keys`` are together, row by row."""
+    """Locates a Hugging Face tensor: a part of the tensors ``keys``, concatenated row by row."""
 
     part: Part
     keys: tuple[str, ...]
 
 
 def open_megatron(folder: Path) -> Checkpoint:
-    """A checkpoint with the library's names, and with layers stacked where it stacks them; see ``named``."""
-    told = read_json(folder / FILE)
+    """Opens a checkpoint with the library's names and stacked layers; see ``named`` for Hugging Face's names."""
+    settings = read_json(folder / FILE)
     metadata = read_metadata(folder / METADATA)
     common = read_torch_file(folder / COMMON)
     step = _step(common)
@@ -57,7 +57,7 @@ def open_megatron(folder: Path) -> Checkpoint:
     return Checkpoint(
         format="megatron dist_checkpointing",
         facts={
-            "backend": told.get("sharded_backend"),
+            "backend": settings.get("sharded_backend"),
             "writers": writers(metadata),
             **({} if step is None else {"step": step}),
         },
@@ -67,15 +67,15 @@ def open_megatron(folder: Path) -> Checkpoint:
 
 
 def named(folder: Path, model: Path) -> Checkpoint:
-    """The same under the names of the model in the Hugging Face folder ``model``, with tensors that can be read.
+    """Opens a checkpoint with the names of the model in the Hugging Face folder ``model``, and readable tensors.
 
-    Raises UsageError where the checkpoint is not of this model, or is laid out in another way.
+    Raises UsageError if the checkpoint is of another model, or has another structure.
     """
     shape = read_shape(model)
     if shape.mixture:
         raise UsageError(
-            f"{model} has experts, which are not taken out of megatron-core's checkpoints here; load {folder} with the "
-            f"backend megatron, and let it export a training state or a Hugging Face folder"
+            f"{model} has experts, which cannot be converted from megatron-core's checkpoints; load {folder} with the "
+            f"backend megatron, and export a training state or a Hugging Face folder"
         )
     metadata = read_metadata(folder / METADATA)
     stored, whole = stored_tensors(metadata), tensor_reader(folder, metadata)
@@ -85,7 +85,7 @@ def named(folder: Path, model: Path) -> Checkpoint:
         for kind, prefixes in PREFIXES.items():
             keys = next((keys for prefix in prefixes if (keys := _keys(prefix + _stored_name(name), stored))), ())
             if not keys and kind == "weight":
-                raise UsageError(f"{folder} holds no {name}; give the --model of this checkpoint, with as many layers")
+                raise UsageError(f"{folder} lacks {name}; give the --model of this checkpoint, with as many layers")
             for part in parts(name, shape, ALONE) if keys else ():
                 dtype = stored[keys[0]].properties.dtype
                 held.append(
@@ -116,14 +116,14 @@ def _reading(whole: Callable[[str], torch.Tensor]) -> Callable[[Held], torch.Ten
 
 
 def _stored_name(name: str) -> str:
-    for ours, theirs in FUSED.items():
-        if name.endswith(f".{ours}"):
-            return name.removesuffix(ours) + theirs
+    for plain, fused in FUSED.items():
+        if name.endswith(f".{plain}"):
+            return name.removesuffix(plain) + fused
     return name
 
 
 def _keys(key: str, stored: Mapping[str, Any]) -> tuple[str, ...]:
-    """A tensor's keys: one, or those of gate and up, which the library keeps apart; nothing where it is not there."""
+    """Returns a tensor's keys: one, or two if the library stores gate and up separately; empty if it is missing."""
     for keys in ((key,), (f"{key}_w", f"{key}_v")):
         if all(one in stored for one in keys):
             return keys
@@ -131,15 +131,15 @@ def _keys(key: str, stored: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _check_rows(folder: Path, name: str, part: Part, rows: int) -> None:
-    """Raises UsageError where a fused tensor is too short for the model. A vocabulary may be padded."""
+    """Raises UsageError if a fused tensor is too short for the model. A vocabulary may be padded."""
     if part.dim == 0:
         due = max((span.own + span.length for span in part.spans), default=part.shape[0])
         if rows < due:
-            raise UsageError(f"{folder} has {rows} rows of {name}, and the model {due}; give its own --model")
+            raise UsageError(f"{folder} has {rows} rows of {name}, but the model has {due}; give its own --model")
 
 
 def _states(common: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """The dictionaries, one in the other, that are called ``optimizer``."""
+    """Yields the nested dictionaries with the key ``optimizer``, outermost first."""
     inner = common.get("optimizer")
     while isinstance(inner, dict):
         yield inner
@@ -147,7 +147,7 @@ def _states(common: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def _step(common: Mapping[str, Any]) -> float | None:
-    """Updates that the optimizer counts, one number for all; None of SGD."""
+    """Returns the optimizer's number of updates, which all parameters share; None for SGD."""
     for state in _states(common):
         if "common_step" in state.get("state", {}):
             return float(state["state"]["common_step"])
@@ -158,7 +158,7 @@ def _step(common: Mapping[str, Any]) -> float | None:
 
 
 def _progress(common: Mapping[str, Any]) -> dict[str, float]:
-    """As impl.interface.protocol.Trainable.named_tensors says."""
+    """Returns the progress as Trainable.named_tensors defines it."""
     schedule = common.get("scheduler") or common.get("opt_param_scheduler") or {}
     found = {"schedule": float(schedule["num_steps"])} if "num_steps" in schedule else {}
     scaler = next((state["grad_scaler"] for state in _states(common) if state.get("grad_scaler")), None)

@@ -1,6 +1,6 @@
-"""Checkpoints of torch.distributed.checkpoint: as FSDP2 here writes them, and what megatron-core's have in common.
+"""Reads checkpoints of torch.distributed.checkpoint that FSDP2 wrote, and their common parts with megatron-core's.
 
-Their ``.metadata`` is a pickle, which only impl.checkpoints.safe_pickle reads, also when the library loads a tensor.
+Their ``.metadata`` is a pickle. Only impl.checkpoints.safe_pickle reads it, even when the library loads a tensor.
 """
 
 import re
@@ -23,7 +23,7 @@ _STATE = re.compile(r"optimizer\.state\.(.+)\.([^.]+)")
 
 
 def open_fsdp2(folder: Path) -> Checkpoint:
-    """What ``save_ckpt`` of FSDP2 wrote: ``model.NAME``, ``optimizer.state.NAME.KIND``, schedule and loss scale."""
+    """Opens a checkpoint of FSDP2: ``model.NAME``, ``optimizer.state.NAME.KIND``, schedule and loss scale."""
     metadata = read_metadata(folder / METADATA)
     tensors = tuple(_held(key, entry) for key, entry in stored_tensors(metadata).items())
 
@@ -52,12 +52,12 @@ def open_fsdp2(folder: Path) -> Checkpoint:
 
 
 def tensor_reader(folder: Path, metadata: Metadata) -> Callable[[str], torch.Tensor]:
-    """Gives whole tensors by their keys, put together by the library from the pieces in its files."""
+    """Returns a function that reads whole tensors by key; the library assembles them from the pieces in its files."""
     stored, reader = stored_tensors(metadata), _Reader(folder, metadata)
 
     def read(key: str) -> torch.Tensor:
         tensor = torch.empty(tuple(stored[key].size), dtype=stored[key].properties.dtype)
-        with warnings.catch_warnings(action="ignore", category=UserWarning):  # that there is one process only
+        with warnings.catch_warnings(action="ignore", category=UserWarning):  # it warns of a single process
             dcp.load({key: tensor}, storage_reader=reader, no_dist=True)
         return tensor
 
@@ -80,14 +80,14 @@ def _held(key: str, entry: TensorStorageMetadata) -> Held:
 
 
 def writers(metadata: Metadata) -> int:
-    """How many ranks have written a file; the first number of a file's name is the rank."""
+    """Counts the ranks that have written a file; the first number of a file's name is the rank."""
     files = Counter(Path(stored.relative_path).name for stored in (metadata.storage_data or {}).values())
     return len({match[1] for name in files if (match := re.match(r"__(\d+)_", name))})
 
 
 def _value(folder: Path, metadata: Metadata, key: str) -> Any:
-    """A small value, which torch has saved for itself within one of the files."""
-    (stored,) = (where for index, where in (metadata.storage_data or {}).items() if index.fqn == key)
+    """Reads a small value, which torch has saved separately within one of the files."""
+    (stored,) = (entry for index, entry in (metadata.storage_data or {}).items() if index.fqn == key)
     path = _inside(folder, stored.relative_path)
     with path.open("rb") as file:
         file.seek(stored.offset)
@@ -101,7 +101,7 @@ def _inside(folder: Path, name: str) -> Path:
 
 
 class _Reader(dcp.FileSystemReader):
-    """The library's reader with metadata that has been read, so that it does not unpickle it."""
+    """Gives the library's reader metadata that has been read safely, so it does not unpickle the file."""
 
     def __init__(self, folder: Path, metadata: Metadata) -> None:
         super().__init__(folder)

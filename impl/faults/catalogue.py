@@ -28,7 +28,7 @@ SEAMS: Mapping[str, str] = {
     "merge_adapter": "(model, folder) -> weights by name, with the adapter of the folder added",
     "switch_off_dropout": "(model): disables dropout in training mode and in evaluation mode",
     "layer_numbers": "(part of a model) -> numbers of its layers in the whole model, from 0",
-    "qkv_spans": "(...) -> for q, k, v: named tuples (theirs: its row, own: row in the fused parameter, length)",
+    "qkv_spans": "(...) -> for q, k, v: named tuples (full: its row, own: row in the fused parameter, length)",
     "outputs_of": "(result, inputs, ...) -> log-probs, entropy or values from the output of a model",
     # Micro-batches and the backward pass
     "collate": "(rows, multiple_of=1) -> inputs with ``tokens``, ``labels``, ``positions`` (rows, length)",

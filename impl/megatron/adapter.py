@@ -1,6 +1,6 @@
-"""Known defects of megatron-core, which cells of the layout option ``shipped`` leave as they are.
+"""Declares Megatron as a backend of the suite: supported cells, known defects and patch points for faults.
 
-Megatron as a backend of the suite: what it claims to run, and where faults can be planted.
+Cells with the layout option ``shipped`` keep the known defects of megatron-core.
 """
 
 from importlib.util import find_spec
@@ -43,7 +43,7 @@ def _trained(scenario: Scenario, _: Layout) -> tuple[Defect, ...]:
 
 EXPECTED = (
     ExpectedDifference(
-        reason="megatron-core copies the float32 masters from the model, which is in half precision by then",
+        reason="megatron-core copies the float32 masters from the model after its conversion to half precision",
         link="docs/findings/megatron-rounded-masters.md",
         defects=lambda scenario, _: (RoundedMasters(precision=scenario.precision),),
         options=("shipped",),
@@ -81,7 +81,9 @@ def _engine_support(scenario: Scenario, layout: Layout, shape: ModelShape) -> Su
     if shape.attention_dropout:
         return Unsupported("dropout in attention not built in for te; set attention_dropout to 0.0")
     if layout.sp > 1:
-        return Unsupported("TransformerEngine's own ring is not built in; use sp without te, or te without sp")
+        return Unsupported(
+            "context parallelism by TransformerEngine is not built in; use sp without te, or te without sp"
+        )
     if not is_installed("transformer-engine"):  # it may be hidden in this process (impl.megatron.global_state)
         return Unsupported(
             "te needs TransformerEngine and a GPU; run: pip install --no-build-isolation 'transformer-engine[pytorch]'"
@@ -132,7 +134,7 @@ def _stages(layout: Layout, shapes: Shapes) -> list[dict[str, tuple[int, ...]]]:
 
 
 class MegatronBackend(StrategyBackend):
-    """megatron-core: tensor, sequence, pipeline and context parallelism, with and without the distributed optimizer."""
+    """Trains with tensor, sequence, pipeline and context parallelism, with and without the distributed optimizer."""
 
     info = BackendInfo(
         name="megatron",
@@ -141,7 +143,7 @@ class MegatronBackend(StrategyBackend):
         default_zero=0,
     )
     preload = ("transformers.modeling_utils", "impl.megatron.context", *RING_MODULES)
-    # TransformerEngine may ask for the GPU when it is imported, which a process that forks must not.
+    # TransformerEngine may initialise CUDA when it is imported; a process that forks must not.
     preload_apart: ClassVar = {"te": ("transformers.modeling_utils", *RING_MODULES)}
     expected = EXPECTED
     seams: ClassVar[dict[str, str]] = {
@@ -197,12 +199,12 @@ class MegatronBackend(StrategyBackend):
         if scenario.optimizer.frozen and scenario.tier.is_half:
             return Unsupported("a frozen parameter has no float32 master, so it is rounded; use fp32")
         if scenario.lora:
-            return Unsupported("megatron-core has no adapters, and peft knows none of its layers here; use fsdp2")
+            return Unsupported("megatron-core has no adapters, and peft does not support its layers; use fsdp2")
         schedule = scenario.schedule
         if schedule.name == "cosine" and scenario.steps > schedule.total_steps + 1:
             return Unsupported(
-                f"past the end of a cosine megatron-core keeps the lowest learning rate, where transformers' rises "
-                f"again; use at least total_steps={scenario.steps - 1}"
+                f"after the end of a cosine schedule megatron-core keeps the lowest learning rate, but transformers' "
+                f"rises again; use at least total_steps={scenario.steps - 1}"
             )
         if not available():
             return Unsupported(f"attention over packed documents needs the package ring-flash-attn; run: {INSTALL}")
@@ -211,11 +213,11 @@ class MegatronBackend(StrategyBackend):
         if layout.rep > 1:
             return Unsupported("hybrid sharding is not built in; use rep1, or zero0, where every rank is a replica")
         if layout.ulysses > 1:
-            return Unsupported("Ulysses is DeepSpeed's; use sp, the ring, instead")
+            return Unsupported("Ulysses needs DeepSpeed; use sp (ring attention) instead")
         if layout.zero in (2, 3):
             return Unsupported("Megatron's distributed optimizer is ZeRO-1; use zero1, or zero0 to leave it out")
         if layout.zero == 1 and scenario.optimizer.name != "adamw":
-            return Unsupported("Megatron's distributed optimizer takes AdamW only; use zero0, or an AdamW scenario")
+            return Unsupported("Megatron's distributed optimizer supports AdamW only; use zero0, or an AdamW scenario")
         if "te" in layout.options and isinstance(lacking := _engine_support(scenario, layout, shape), Unsupported):
             return lacking
         if foreign := [option for option in layout.options if option not in _OPTIONS]:
@@ -227,17 +229,18 @@ class MegatronBackend(StrategyBackend):
         """Whether a checkpoint of one layout can be loaded in the other."""
         if ("te" in before.options) != ("te" in after.options):
             return Unsupported(
-                "TransformerEngine's norms have entries of their own in checkpoints, which others lack; "
-                "hand over a state"
+                "TransformerEngine's norms have their own entries in checkpoints, which other layouts lack; "
+                "transfer a training state"
             )
         if (before.zero == 1) != (after.zero == 1):
             return Unsupported(
-                "megatron-core's checkpoints with the distributed optimizer are read with it only; hand over a state"
+                "megatron-core reads checkpoints of the distributed optimizer with that optimizer only; transfer a "
+                "training state"
             )
         whole = quirks_in(resolve(scenario.model)).biased_experts
         if (expert_sizes(before, whole=whole).ranks > 1) != (expert_sizes(after, whole=whole).ranks > 1):
             return Unsupported(
-                "where ranks share out experts, these have an optimizer of their own in megatron-core, with a place of "
-                "its own in checkpoints; hand over a state"
+                "megatron-core has a separate optimizer for experts that ranks share out, with separate entries in "
+                "checkpoints; transfer a training state"
             )
         return Supported()

@@ -1,14 +1,13 @@
-"""Modules for megatron-core's layers: attention and rotary positions for packed documents, over a ring.
+"""Computes attention and rotary positions of packed documents with context parallelism, in megatron-core's layers.
 
 megatron-core's own DotProductAttention supports neither packed documents nor context parallelism; both need
-TransformerEngine. Here impl.context_parallel computes attention, on a ring of one rank if the layout has none.
-megatron-core hands the description of the micro-batch to every layer as ``packed_seq_params``.
+TransformerEngine. Here impl.context_parallel computes attention, also for a single context-parallel rank. megatron-core
+passes the description of the micro-batch to every layer as ``packed_seq_params``.
 
-DeepSeek's latent attention by megatron-core's own module, with packed documents, biases, and whole projections.
-
-The library's local layer spec cuts the projections to latent vectors by columns, and then loses a part of the gradient
-of the key that all heads share (docs/findings/megatron-shared-key.md). Here every tensor-parallel rank has them whole,
-by another linear layer of the library, as with TransformerEngine.
+DeepSeek's latent attention uses megatron-core's own module. The library's local layer spec shards the projections to
+latent vectors by columns, and then loses a part of the gradient of the key that all heads share
+(docs/findings/megatron-shared-key.md). Here every tensor-parallel rank has whole projections, as with
+TransformerEngine.
 """
 
 from collections.abc import Mapping
@@ -39,11 +38,11 @@ from impl.megatron.router import Routed
 
 @dataclass
 class Documents(PackedSeqParams):  # type: ignore[misc]
-    """The documents of a micro-batch on this rank.
+    """Describes the documents of a micro-batch on this rank.
 
-    positions: int64 (rows, length), each counted in its whole document, and below ``bound``. ring: the placement on the
-    ring. routed: what the routers of a mixture of experts are given, None without any. qkv_format: tells megatron-core
-    that it is a batch of rows, because its packed format would undo the ring's placement.
+    positions: int64 (rows, length), counted in the whole document, below ``bound``. ring: placement on context-parallel
+    ranks. routed: inputs of routers, None without experts. qkv_format: a batch of rows, because megatron-core's packed
+    format would undo the placement.
     """
 
     qkv_format: str = "sbhd"
@@ -54,10 +53,10 @@ class Documents(PackedSeqParams):  # type: ignore[misc]
 
 
 class RingCoreAttention(torch.nn.Module):
-    """The ``core_attention`` module of a layer: causal attention within each document, in a window if it has one.
+    """Computes causal attention within each document as a layer's ``core_attention``, in a window if it has one.
 
-    softmax_offset: the sinks of this rank's heads, called as in megatron-core's own module, whose gradient norm leaves
-    out those of all ranks but one (docs/findings/megatron-unmarked-sinks.md); None without them.
+    softmax_offset: the sinks of this rank's heads, None without; the name is megatron-core's. It is marked as sharded,
+    because the gradient norm would count one rank's sinks only (docs/findings/megatron-unmarked-sinks.md).
     """
 
     softmax_offset: torch.nn.Parameter | None
@@ -90,7 +89,7 @@ class RingCoreAttention(torch.nn.Module):
         ring = packed_seq_params.ring
         assert ring is not None
         if self.training and self.attention_dropout:
-            raise ValueError("attention here has no dropout; set attention_dropout to 0.0 in the model's config.json")
+            raise ValueError("attention has no dropout; set attention_dropout to 0.0 in the model's config.json")
         q, k, v = (x.transpose(0, 1).contiguous() for x in (query, key, value))
         out = ring(q, k, v, scale=self.scale, window=self.window, sinks=self.softmax_offset)
         return out.transpose(0, 1).flatten(2)  # (length, rows, heads * V)
@@ -98,9 +97,9 @@ class RingCoreAttention(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """What the library's checkpoints are told of the sinks: that they are cut over tensor-parallel ranks."""
+        """Declares for the library's checkpoints that the sinks are sharded over tensor-parallel ranks."""
         assert metadata is not None
-        of_ranks: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+        sharded: dict[str, Any] = make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True),
             prefix,
             {"softmax_offset": 0},
@@ -108,22 +107,22 @@ class RingCoreAttention(torch.nn.Module):
             tp_group=parallel_state.get_tensor_model_parallel_group(),
             dp_cp_group=metadata["dp_cp_group"],
         )
-        return of_ranks
+        return sharded
 
 
 class DocumentRotary(RotaryEmbedding):  # type: ignore[misc]
-    """Rotary embedding by the positions of a micro-batch; megatron-core's own goes by the index in the sequence."""
+    """Computes rotary angles from positions in documents; megatron-core's own class uses the index in the sequence."""
 
     inv_freq: Tensor
 
     def scale(self, llama3: Mapping[str, float]) -> None:
-        """Scale the frequencies as Llama 3 does, by these numbers: megatron-core's constructor has fixed ones."""
+        """Scales the frequencies as Llama 3 does, by these numbers; megatron-core's constructor has fixed numbers."""
         self.inv_freq = self._apply_scaling(self.inv_freq, **llama3)
 
     def stretch(self, yarn: Mapping[str, float], *, base: float) -> None:
-        """Stretch positions by YaRN with these numbers, by megatron-core's own functions.
+        """Stretches positions by YaRN with these numbers, by megatron-core's own functions.
 
-        Its class for that takes no documents' positions and turns whole heads only.
+        Its YaRN class supports neither positions in documents nor a part of each head.
         """
         dims = 2 * len(self.inv_freq)
         turns = (yarn["beta_fast"], yarn["beta_slow"])
@@ -134,22 +133,22 @@ class DocumentRotary(RotaryEmbedding):  # type: ignore[misc]
         self.inv_freq = self.inv_freq / yarn["factor"] * slow + self.inv_freq * (1 - slow)
 
     def get_rotary_seq_len(self, context: Any, block: Any, hidden: Any, config: Any, documents: Documents) -> Documents:
-        """The micro-batch's documents; megatron-core calls ``forward`` with the result of this method."""
+        """Returns the micro-batch's documents; megatron-core calls ``forward`` with the result of this method."""
         return documents
 
     def forward(self, documents: Documents, **_: Any) -> Tensor:
-        """The rotary angles of each token's position, (length, rows, 1, turned numbers of a head)."""
+        """Returns the rotary angles of each token's position, (length, rows, 1, turned numbers of a head)."""
         assert documents.positions is not None
         table: Tensor = self.get_emb(documents.bound)  # (positions, 1, 1, turned)
         return table[documents.positions.T][:, :, 0]
 
 
-# It is sure of TransformerEngine without having any (docs/findings/megatron-latent-needs-te.md).
+# The module assumes TransformerEngine even where it is missing (docs/findings/megatron-latent-needs-te.md).
 vars(multi_latent_attention)["HAVE_TE"] = HAVE_TE
 
 
 class DocumentAngles(torch.nn.Module):
-    """The library's rotary angles, by the positions of a micro-batch; its own go by the index in the sequence."""
+    """Looks up the library's rotary angles by positions in documents instead of indices in the sequence."""
 
     def __init__(self, angles: Any, latent: Latent) -> None:
         super().__init__()
@@ -159,12 +158,12 @@ class DocumentAngles(torch.nn.Module):
             angles.correction_range_round_to_int = latent.yarn.truncate
 
     def get_rotary_seq_len(self, *_: Any) -> Documents:
-        """The micro-batch's documents; the library calls ``forward`` with the result of this method."""
+        """Returns the micro-batch's documents; the library calls ``forward`` with the result of this method."""
         assert self.documents is not None
         return self.documents
 
     def forward(self, documents: Documents, **_: Any) -> Any:
-        """The angles of each token's position, (length, rows, 1, turned), and with YaRN the size of sines."""
+        """Returns the angles of each token's position, (length, rows, 1, turned), and with YaRN the scale of sines."""
         assert documents.positions is not None
         table = self.angles.get_emb(documents.bound)
         if self._yarn is None:
@@ -173,7 +172,7 @@ class DocumentAngles(torch.nn.Module):
 
 
 class LatentAttention(MLASelfAttention):  # type: ignore[misc]
-    """The ``self_attention`` module of a layer. shape: of a model with latent attention."""
+    """Adds documents and biases to the library's ``self_attention`` module. shape: of a model with latent attention."""
 
     rotary_pos_emb: Any
 
@@ -198,16 +197,16 @@ class LatentAttention(MLASelfAttention):  # type: ignore[misc]
         packed_seq_params: Documents | None = None,
         **options: Any,
     ) -> Any:
-        """As the library's for rows that are not packed, which its own packed format would undo."""
+        """Calls the library's method without ``packed_seq_params``; its packed format would undo the placement."""
         self.rotary_pos_emb.documents = packed_seq_params
         try:
             return super().get_query_key_value_tensors(hidden_states, **options)
         finally:
-            self.rotary_pos_emb.documents = None  # whose ring would keep process groups open
+            self.rotary_pos_emb.documents = None  # its ring would keep process groups open
 
 
 def latent_config(shape: ModelShape) -> dict[str, Any]:
-    """What megatron-core's configuration has for latent attention."""
+    """Returns the fields of megatron-core's configuration for latent attention."""
     latent = shape.latent
     assert latent is not None
     sizes = {
@@ -227,12 +226,12 @@ def latent_config(shape: ModelShape) -> dict[str, Any]:
         "original_max_position_embeddings": yarn.original_positions,
         "beta_fast": yarn.beta_fast,
         "beta_slow": yarn.beta_slow,
-        "mscale_all_dim": yarn.all_dims,  # the scale of scores; that of sines is DocumentAngles'
+        "mscale_all_dim": yarn.all_dims,  # the scale of scores; DocumentAngles returns the scale of sines
     }
 
 
 def place_latent(spec: ModuleSpec, shape: ModelShape, norm: type) -> None:
-    """Put these modules into the spec of an attention; ``norm``: of latent vectors."""
+    """Puts these modules into the spec of an attention; ``norm``: the class of norms of latent vectors."""
     spec.module = LatentAttention
     spec.params = {**spec.params, "shape": shape}
     parts = spec.submodules

@@ -1,9 +1,9 @@
-"""megatron-core's own checkpoints (``torch_dist``): model, optimizer, schedule and loss scale, in any layout.
+"""Saves and loads megatron-core's own checkpoints (``torch_dist``): model, optimizer, schedule and loss scale.
 
-The library plans, writes and reads them. Ours is what it leaves out for torch's optimizers
-(docs/findings/megatron-checkpoint-torch-optimizers.md), when and over which group it writes, and a list of what the
-checkpoint is of, so that one that does not fit is refused before anything has changed. What is damaged shows in the
-manifest of the whole checkpoint (impl/checkpoints).
+The library plans, writes and reads the files, for any layout. This module adds the state of torch's optimizers
+(docs/findings/megatron-checkpoint-torch-optimizers.md), the time and the process group of writing, and a list of the
+training's properties. A checkpoint whose list does not fit is rejected before anything changes. The manifest of the
+whole checkpoint (impl/checkpoints) detects damaged files.
 """
 
 import contextlib
@@ -31,16 +31,16 @@ from impl.megatron.model_config import ModelShape
 from impl.megatron.tensors import refuse_foreign
 
 FORMAT, VERSION, FILE = "backend-parity megatron checkpoint", 1, "contents.json"
-OPTIMIZERS = ("optimizer", "experts")  # where in a checkpoint the state of each lies
+OPTIMIZERS = ("optimizer", "experts")  # keys of their states in a checkpoint
 _SET_STATES = DistributedOptimizer._set_main_param_and_optimizer_states
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """The training that is saved and restored.
+    """Holds the training that is saved and restored.
 
-    chunks: this rank's GPTModels. optimizers: those in megatron-core's chain, of which a second one has the experts of
-    expert parallelism. trained: the names of the trained parameters of the whole model.
+    chunks: this rank's GPTModels. optimizers: those in megatron-core's chain; under expert parallelism, a second one is
+    for the experts. trained: the names of the trained parameters of the whole model.
     """
 
     chunks: Sequence[Any]
@@ -49,8 +49,8 @@ class Training:
     shape: ModelShape
     trained: Sequence[str]
 
-    def told(self) -> dict[str, Any]:
-        """The properties that a checkpoint and this training must share, as JSON values; the layout is none of them."""
+    def properties(self) -> dict[str, Any]:
+        """Returns the properties that a checkpoint must share with this training, as JSON values; any layout fits."""
         kinds = [f"{type(one.optimizer).__name__} in {type(one).__name__}" for one in self.optimizers]
         own = {
             **{f"the model's {name}": value for name, value in asdict(self.shape).items()},
@@ -58,44 +58,44 @@ class Training:
             "the optimizer": " and ".join(kinds),
             "the dtype": str(next(self.chunks[0].parameters()).dtype),
         }
-        told: dict[str, Any] = json.loads(json.dumps(own))
-        return told
+        properties: dict[str, Any] = json.loads(json.dumps(own))
+        return properties
 
 
 def save(path: Path, training: Training, when: Writing) -> None:
-    """Write a checkpoint into the folder ``path``; collective."""
+    """Writes a checkpoint into the folder ``path``; collective."""
     _refuse_foreign(training)
     doing = f"writing {path}"
     on_first(doing, lambda: path.mkdir(parents=True, exist_ok=True))
-    updated = _anywhere(any(one.optimizer.state for one in training.optimizers))
+    updated = _on_any_rank(any(one.optimizer.state for one in training.optimizers))
     strategy = _Planned("torch_dist", 1)
     with _completed(training.optimizers, keep=updated), replaced(filesystem_async, {"_results_queue": queue.Queue()}):
         state = _state(training, is_loading=False) | {"scheduler": training.scheduler.state_dict()}
         dist_checkpointing.save(state, str(path), strategy, async_sharded_save=True)
-        files = strategy.taken(copies=when.copies)
-    told = {"format": FORMAT, "version": VERSION, "of": training.told(), "updated": updated}
+        files = strategy.take_files(copies=when.copies)
+    contents = {"format": FORMAT, "version": VERSION, "of": training.properties(), "updated": updated}
 
-    def tell() -> None:
+    def write_contents() -> None:
         save_config(CheckpointingConfig(strategy.backend, strategy.version), str(path))
-        (path / FILE).write_text(json.dumps(told, indent=1), encoding="utf-8")
+        (path / FILE).write_text(json.dumps(contents, indent=1), encoding="utf-8")
 
-    on_first(doing, tell)
+    on_first(doing, write_contents)
     when.add(lambda: strategy.write(files, doing, when.group))
 
 
 def load(path: Path, training: Training) -> None:
-    """Load a checkpoint that ``save`` wrote in any layout; collective.
+    """Loads a checkpoint that ``save`` wrote in any layout; collective.
 
     Raises UsageError, before anything is changed, for a checkpoint of another training.
     """
     _refuse_foreign(training)
-    answer = [_read_told(path, training.told()) if dist.get_rank() == 0 else None]
+    answer = [_read_contents(path, training.properties()) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(answer)
-    told = answer[0]
-    if isinstance(told, str):
-        raise UsageError(told)
-    assert told is not None
-    with _completed(training.optimizers, keep=told["updated"]):
+    contents = answer[0]
+    if isinstance(contents, str):
+        raise UsageError(contents)
+    assert contents is not None
+    with _completed(training.optimizers, keep=contents["updated"]):
         found = dist_checkpointing.load(_state(training, is_loading=True), str(path))
         for number, chunk in enumerate(training.chunks):
             chunk.load_state_dict(found[f"model{number}"])
@@ -105,16 +105,18 @@ def load(path: Path, training: Training) -> None:
 
 
 class _Planned(TorchDistSaveShardedStrategy):  # type: ignore[misc]
-    """The library's strategy, of which the plan is used and not the end: that is for a rank with a GPU, talks over the
-    training's group, and starts three more processes, one of them anew, which takes seconds."""
+    """Uses the library's strategy for planning only.
+
+    The library's writing needs a GPU, communicates over the training's group, and starts three more processes, one of
+    them with ``spawn``, which takes seconds.
+    """
 
     def _get_save_and_finalize_callbacks(self, writer: Any, save_state_dict_ret: Any) -> Any:
         self._writer, self._metadata, _ = save_state_dict_ret
         return super()._get_save_and_finalize_callbacks(writer, save_state_dict_ret)
 
-    def taken(self, *, copies: bool) -> list[Any]:
-        """The files of this rank, as the library's writer has them, with tensors on the host. ``copies``: all of them
-        are copies."""
+    def take_files(self, *, copies: bool) -> list[Any]:
+        """Takes this rank's files from the library's writer, with tensors on the host. ``copies``: always copy."""
         buckets, self._writer.write_buckets = self._writer.write_buckets, []
         return [
             (path, name, (values, [(item, tensor.to("cpu", copy=copies)) for item, tensor in tensors]))
@@ -122,13 +124,13 @@ class _Planned(TorchDistSaveShardedStrategy):  # type: ignore[misc]
         ]
 
     def write(self, files: list[Any], doing: str, group: Group) -> None:
-        """Write the files of all ranks, and the list of what is where; collective."""
+        """Writes the files of all ranks, and the metadata; collective."""
         written = together(doing, lambda: self._write(files), group=group)
         on_first(doing, lambda: self._writer.finish(self._metadata, written), group=group)
 
     def _write(self, files: list[Any]) -> list[Any]:
         done: queue.Queue[Any] = queue.Queue()
-        begun: queue.Queue[int] = queue.Queue()  # these are of its workers
+        begun: queue.Queue[int] = queue.Queue()  # the library's function takes a number from it for each file
         written = []
         for number, file in enumerate(files):
             begun.put(number)
@@ -141,24 +143,25 @@ class _Planned(TorchDistSaveShardedStrategy):  # type: ignore[misc]
 
 
 def _state(training: Training, *, is_loading: bool) -> dict[str, Any]:
-    """This rank's tensors and their places in the whole model and optimizer: megatron-core's sharded state dict."""
+    """Returns megatron-core's sharded state dict: this rank's tensors and their places in whole model and optimizer."""
     options = {
-        "distrib_optim_sharding_type": "fully_reshardable",  # others are for one layout, or fail
-        "singleton_local_shards": True,  # layers together are refused where only some of them are trained
+        "distrib_optim_sharding_type": "fully_reshardable",  # other types fit one layout, or fail
+        "singleton_local_shards": True,  # otherwise saving fails if only some layers are trained
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
     models = {
         f"model{number}": chunk.sharded_state_dict(metadata=options) for number, chunk in enumerate(training.chunks)
     }
     with contextlib.ExitStack() as stack:
-        for buffer in (b for one in training.optimizers for b in getattr(one, "buffers", ())):  # of the distributed one
-            stack.enter_context(replaced(buffer, {"param_index_map": _places_without_padding(buffer)}))
+        # Only the distributed optimizer has buffers.
+        for buffer in (b for one in training.optimizers for b in getattr(one, "buffers", ())):
+            stack.enter_context(replaced(buffer, {"param_index_map": _unpadded_index_map(buffer)}))
         states = [one.sharded_state_dict(models, is_loading, metadata=options) for one in training.optimizers]
         return {**models, **dict(zip(OPTIMIZERS, states, strict=False))}
 
 
-def _places_without_padding(buffer: Any) -> dict[Any, tuple[int, int, int]]:
-    """The buffer's ``param_index_map`` (parameter -> start, end, bucket) in indices that leave out bucket padding.
+def _unpadded_index_map(buffer: Any) -> dict[Any, tuple[int, int, int]]:
+    """Returns the buffer's ``param_index_map`` (parameter -> start, end, bucket) in indices without bucket padding.
 
     megatron-core concatenates the buckets' state without padding, but then looks parameters up by indices that count
     the padding (docs/findings/megatron-checkpoint-buckets.md).
@@ -172,7 +175,7 @@ def _places_without_padding(buffer: Any) -> dict[Any, tuple[int, int, int]]:
 
 @contextlib.contextmanager
 def _completed(optimizers: Sequence[Any], *, keep: bool) -> Iterator[None]:
-    """Give optimizers that have made no update yet the initial state that megatron-core expects.
+    """Gives optimizers that have made no update yet the initial state that megatron-core expects.
 
     On exit, each parameter gets its own ``step`` tensor. ``keep``: whether the state stays on exit; it must not if the
     checkpoint has no state.
@@ -200,7 +203,7 @@ def _refuse_foreign(training: Training) -> None:
 
 
 def _first_state(inner: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The state of a parameter in torch's AdamW or SGD before the first update."""
+    """Returns the state of a parameter in torch's AdamW or SGD before the first update."""
     if isinstance(inner, torch.optim.SGD):
         return {"momentum_buffer": torch.zeros_like(parameter)} if inner.defaults["momentum"] else {}
     moments = {kind: torch.zeros_like(parameter) for kind in ("exp_avg", "exp_avg_sq")}
@@ -208,35 +211,36 @@ def _first_state(inner: torch.optim.Optimizer, parameter: torch.Tensor) -> dict[
 
 
 def _set_states(self: Any, parameter: Any, tensors: dict[str, torch.Tensor]) -> None:
-    """Call the library's method with the ``step`` that it requires; it has set it before, and checkpoints lack it."""
+    """Calls the library's method with the ``step`` that it requires: checkpoints lack it, the optimizer has it."""
     group, position = self.model_param_group_index_map[parameter]
     main = self.optimizer.param_groups[group]["params"][position]
     _SET_STATES(self, parameter, {**tensors, "step": self.optimizer.state[main]["step"]})
 
 
-def _anywhere(here: bool) -> bool:
-    """Whether ``here`` is true on any rank; collective."""
-    of_all = [False] * dist.get_world_size()
-    dist.all_gather_object(of_all, here)
-    return any(of_all)
+def _on_any_rank(condition: bool) -> bool:
+    """Whether ``condition`` is true on any rank; collective."""
+    conditions = [False] * dist.get_world_size()
+    dist.all_gather_object(conditions, condition)
+    return any(conditions)
 
 
-def _read_told(path: Path, own: dict[str, Any]) -> dict[str, Any] | str:
-    """The contents of a checkpoint's FILE, or a message that says why the checkpoint is refused."""
+def _read_contents(path: Path, own: dict[str, Any]) -> dict[str, Any] | str:
+    """Returns the contents of a checkpoint's FILE, or a message that says why the checkpoint cannot be loaded."""
     file = path / FILE
     if not file.is_file():
-        return f"{path} holds no {FILE}; give the folder that save_ckpt got, or wait until it has been written whole"
+        return f"{path} has no {FILE}; give the folder that save_ckpt got, or wait until it is completely written"
     try:
-        told: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        known = (told["format"], told["version"]) == (FORMAT, VERSION) and {"of", "updated"} <= told.keys()
+        contents: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        known = (contents["format"], contents["version"]) == (FORMAT, VERSION) and {"of", "updated"} <= contents.keys()
     except (ValueError, KeyError, TypeError):
         known = False
     if not known:
         return f"{file} is not the list of a checkpoint of this version; save the checkpoint again"
-    if other := [name for name, value in own.items() if told["of"].get(name) != value]:
+    if different := [name for name, value in own.items() if contents["of"].get(name) != value]:
+        name = different[0]
         return (
-            f"{path} is a checkpoint of another training: {other[0]} is {told['of'].get(other[0])!r} there and "
-            f"{own[other[0]]!r} here; give the checkpoint of this model and optimizer, or hand over a state, which "
-            f"goes with and without the distributed optimizer"
+            f"{path} is a checkpoint of another training: {name} is {contents['of'].get(name)!r} there and "
+            f"{own[name]!r} here; give the checkpoint of this model and optimizer, or transfer a training state, which "
+            f"works with and without the distributed optimizer"
         )
-    return told
+    return contents

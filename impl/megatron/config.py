@@ -1,4 +1,4 @@
-"""megatron-core's settings of optimizer, schedule and gradient reduction; progress of schedule and loss scale."""
+"""Configures megatron-core's optimizer, schedule and gradient reduction; reads and sets schedule and loss scale."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -17,32 +17,32 @@ from impl.interface.protocol import ContextConfig
 
 
 def clip_threshold(max_grad_norm: float | None) -> float:
-    """The value of megatron-core's ``clip_grad``, in which 0 means no clipping."""
+    """Returns the value of megatron-core's ``clip_grad``, in which 0 means no clipping."""
     return 0.0 if max_grad_norm is None else max_grad_norm
 
 
-def cuts_optimizer(config: ContextConfig) -> bool:
+def shards_optimizer(config: ContextConfig) -> bool:
     """Whether the layout asks for the distributed optimizer (ZeRO-1)."""
     return config.layout.zero == 1
 
 
 def summing_dtype() -> torch.dtype:
-    """The dtype in which half-precision gradients are reduced and accumulated."""
+    """Returns the dtype in which half-precision gradients are reduced and accumulated."""
     return torch.float32
 
 
 def reduction_settings(config: ContextConfig, *, parameters: int) -> DistributedDataParallelConfig:
-    """The settings of the gradient reduction. ``parameters``: the number of this rank's parameters.
+    """Returns the settings of the gradient reduction. ``parameters``: the number of this rank's parameters.
 
     Overlap needs several buckets; with megatron-core's default size, a small model has only one.
     """
     overlap = "overlap" in config.layout.options
     return DistributedDataParallelConfig(
         grad_reduce_in_fp32=config.tier.is_half and summing_dtype() == torch.float32,
-        use_distributed_optimizer=cuts_optimizer(config),
+        use_distributed_optimizer=shards_optimizer(config),
         bucket_size=parameters // 4 if overlap else None,
         overlap_grad_reduce=overlap,
-        overlap_param_gather=overlap and cuts_optimizer(config),
+        overlap_param_gather=overlap and shards_optimizer(config),
     )
 
 
@@ -68,60 +68,60 @@ def optimizer_settings(config: ContextConfig, optimizer: OptimizerConfig) -> Meg
         initial_loss_scale=2.0**config.loss_scale.initial_power,
         loss_scale_window=config.loss_scale.growth_interval,
         hysteresis=1,  # by default the second overflow lowers the scale
-        use_distributed_optimizer=cuts_optimizer(config),
-        overlap_param_gather="overlap" in config.layout.options and cuts_optimizer(config),
+        use_distributed_optimizer=shards_optimizer(config),
+        overlap_param_gather="overlap" in config.layout.options and shards_optimizer(config),
         **kind,
     )
 
 
-def update_in_one_kernel(made: Any, config: ContextConfig) -> None:
-    """Let torch's AdamW run as its fused kernel where that is right; megatron-core makes it without.
+def update_in_one_kernel(chain: Any, config: ContextConfig) -> None:
+    """Switches torch's AdamW to its fused kernel where that kernel is right; megatron-core leaves it off.
 
-    ``made``: megatron-core's chain of optimizers, which have made no update yet.
+    ``chain``: megatron-core's chain of optimizers, before the first update.
     """
     if not updates_in_one_kernel(device=config.device, precision=config.precision):
         return
-    for one in made.chained_optimizers:
+    for one in chain.chained_optimizers:
         if isinstance(one.optimizer, torch.optim.AdamW):
             for group in one.optimizer.param_groups:
                 group["fused"] = True
 
 
 class SharedScale:
-    """The loss scale of all optimizers in a chain, each of which would have one of its own.
+    """Shares one loss scale among all optimizers in a chain (docs/findings/megatron-two-loss-scales.md).
 
-    Each tells it, once a step, whether its gradients overflow; the scale moves when all have, by what any has told
-    (docs/findings/megatron-two-loss-scales.md). ``scaler``: megatron-core's, of which all else is asked.
+    Each optimizer reports once a step whether its gradients overflow. After the last report the scale changes, as an
+    overflow if any optimizer reported one. All other attributes are those of ``scaler``, megatron-core's grad scaler.
     """
 
     def __init__(self, scaler: Any, *, sharers: int) -> None:
         self._scaler, self._sharers = scaler, sharers
-        self._told: list[bool] = []
+        self._overflows: list[bool] = []
 
     def update(self, found_inf: bool) -> None:
-        self._told.append(found_inf)
-        if len(self._told) == self._sharers:
-            self._scaler.update(any(self._told))
-            self._told.clear()
+        self._overflows.append(found_inf)
+        if len(self._overflows) == self._sharers:
+            self._scaler.update(any(self._overflows))
+            self._overflows.clear()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._scaler, name)
 
 
-def share_scale(made: Any) -> None:
-    """Let the optimizers in megatron-core's chain have one loss scale, where they have any and are several."""
-    first, *others = made.chained_optimizers
-    if others and getattr(first, "grad_scaler", None):
-        shared = SharedScale(first.grad_scaler, sharers=1 + len(others))
-        for one in made.chained_optimizers:
+def share_scale(chain: Any) -> None:
+    """Gives all optimizers in megatron-core's chain one loss scale, if they have any."""
+    first, *rest = chain.chained_optimizers
+    if rest and getattr(first, "grad_scaler", None):
+        shared = SharedScale(first.grad_scaler, sharers=1 + len(rest))
+        for one in chain.chained_optimizers:
             one.grad_scaler = shared
 
 
 def undecayed() -> dict[ParamKey, Any]:
-    """Which parameters have no weight decay, for a model whose experts have biases.
+    """Returns the weight-decay exemptions of a model whose experts have biases.
 
-    By its own rule megatron-core would decay none with one dimension. Hugging Face holds biases of experts stacked, and
-    by their dimensions there the scenario's convention has them decayed.
+    megatron-core exempts every parameter with one dimension. Hugging Face stacks the biases of experts into two
+    dimensions, so by the scenario's convention they have weight decay.
     """
     flat = ParamWithNamePredicate(
         name="flat_but_not_of_experts", fn=lambda weight, name: weight.ndim == 1 and ".local_experts." not in name
@@ -129,13 +129,15 @@ def undecayed() -> dict[ParamKey, Any]:
     return {ParamKey(with_name_predicate=flat): {"wd_mult": 0.0}}
 
 
-def scheduler(made: MegatronOptimizer, optimizer: OptimizerConfig, schedule: ScheduleConfig) -> OptimizerParamScheduler:
-    """The schedule of learning rate and weight decay; without a weight decay, exempt parameters would decay too."""
+def scheduler(
+    chain: MegatronOptimizer, optimizer: OptimizerConfig, schedule: ScheduleConfig
+) -> OptimizerParamScheduler:
+    """Creates the schedule of learning rate and weight decay; without the latter, exempt parameters would decay too."""
     lowest = optimizer.lr * schedule.min_factor
-    for group in made.param_groups:
+    for group in chain.param_groups:
         group["min_lr"] = lowest  # the group's own value counts, and the optimizer has set it to 0
     return OptimizerParamScheduler(
-        made,
+        chain,
         init_lr=0.0,
         max_lr=optimizer.lr,
         min_lr=lowest,
@@ -150,8 +152,7 @@ def scheduler(made: MegatronOptimizer, optimizer: OptimizerConfig, schedule: Sch
 
 
 def read_progress(scheduler: OptimizerParamScheduler, scaler: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the progress of schedule and loss scale as
-    ``impl.interface.protocol.Trainable.named_tensors("progress")`` does.
+    """Yields the progress of schedule and loss scale, as ``Trainable.named_tensors("progress")`` defines it.
 
     ``scaler``: megatron-core's grad scaler; None if there is no loss scale.
     """
@@ -162,10 +163,9 @@ def read_progress(scheduler: OptimizerParamScheduler, scaler: Any) -> Iterator[t
 
 
 def set_progress(scheduler: OptimizerParamScheduler, scaler: Any, progress: Mapping[str, float]) -> None:
-    """Set the numbers that ``read_progress`` yields; the loss scale only if ``scaler`` and ``progress`` have one.
+    """Sets the numbers that ``read_progress`` yields; the loss scale only if ``scaler`` and ``progress`` have one.
 
-    The number of overflows in a row that the library tolerates before it lowers the scale is in no state; its count
-    starts anew.
+    The count of consecutive overflows starts anew, because no state contains it.
     """
     scheduler.num_steps = 0
     scheduler.step(int(progress["schedule"]))
@@ -175,14 +175,14 @@ def set_progress(scheduler: OptimizerParamScheduler, scaler: Any, progress: Mapp
         scaler.load_state_dict(scaler.state_dict() | found)
 
 
-def resolved_optimizer(made: MegatronOptimizer, chunks: Sequence[Any]) -> dict[str, Any]:
-    """The settings of optimizer and gradient reduction that are really in use, as JSON values."""
-    group, reduction = made.param_groups[0], chunks[0].ddp_config
+def resolved_optimizer(optimizer: MegatronOptimizer, chunks: Sequence[Any]) -> dict[str, Any]:
+    """Returns the settings of optimizer and gradient reduction that are in use, as JSON values."""
+    group, reduction = optimizer.param_groups[0], chunks[0].ddp_config
     return {
-        "optimizer": type(made.optimizer).__name__,
-        "optimizer_wrapper": type(made).__name__,
+        "optimizer": type(optimizer.optimizer).__name__,
+        "optimizer_wrapper": type(optimizer).__name__,
         "optimizer_defaults": {k: v for k, v in group.items() if isinstance(v, (int, float, str, bool, tuple))},
-        "max_grad_norm": made.config.clip_grad or None,
+        "max_grad_norm": optimizer.config.clip_grad or None,
         "buckets": len(chunks[0].bucket_groups),
         "overlaps_reduction": reduction.overlap_grad_reduce,
         "overlaps_gathering": reduction.overlap_param_gather,

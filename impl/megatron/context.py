@@ -1,7 +1,7 @@
-"""Builds Megatron's process groups and the ring of a layout, for all models of a cell.
+"""Sets up process groups, generators and context parallelism for all models of a Megatron layout.
 
 The order of ranks, innermost first: tp, cp (the layout's ``sp``), dp, pp. megatron-core's data-parallel ranks are those
-of the layout's dp and ep; consecutive ones of dp x cp hold different experts.
+of the layout's dp and ep; consecutive ranks of dp x cp hold different experts.
 """
 
 from impl.megatron import global_state  # noqa: F401 (it has to be imported before megatron-core)
@@ -27,7 +27,7 @@ from impl.megatron.model import MegatronTrainable
 
 
 class MegatronContext:
-    """See impl.interface.protocol.Context for the contract of each method."""
+    """Implements impl.interface.protocol.Context, which documents each method."""
 
     ring: RingAttention
 
@@ -37,10 +37,10 @@ class MegatronContext:
 
     @property
     def sequence_multiple(self) -> int:
-        return 1  # the ring pads rows when it shards them
+        return 1  # RingAttention pads rows when it shards them
 
     def placed(self) -> AbstractContextManager[None]:
-        """A context manager to enter around every call into megatron-core; see impl.megatron.device_placement."""
+        """Returns the context manager for calls into megatron-core; see impl.megatron.device_placement."""
         return placed(self.config.device, exact=self.config.tier.is_exact)
 
     def setup_distributed(self) -> None:
@@ -53,7 +53,7 @@ class MegatronContext:
         layout = self.config.layout
         config = RingConfig(
             kind=ring_kind(layout),
-            packed=self.config.packed or layout.sp == 1,  # a ring of one: rows end to end, without padding
+            packed=self.config.packed or layout.sp == 1,  # a single rank: rows end to end, without padding
             shipped="shipped" in layout.options,
             head_stride=layout.stride,
             multiple=layout.tp if "seqpar" in layout.options else 1,
@@ -73,8 +73,8 @@ class MegatronContext:
 
     @property
     def _data_groups(self) -> list[dist.ProcessGroup]:
-        """The axes of ranks with different rows."""
-        return [parallel_state.get_data_parallel_group()]  # the other ranks have the same number
+        """Returns the groups of ranks with different rows."""
+        return [parallel_state.get_data_parallel_group()]  # ranks on the other axes hold the same numbers
 
     def all_gather(self, value: Any) -> list[Any]:
         return all_gather_value(value)

@@ -1,12 +1,11 @@
-"""Runs megatron-core on the rank's own device; the library asks for CUDA by name in a hundred places.
+"""Runs megatron-core on the rank's own device; the library requests CUDA by name in a hundred places.
 
-On a CPU rank, ``device="cuda"`` and its like mean the CPU while ``placed`` is entered. Everything is restored on exit,
-and no computed number changes (tests/megatron_backend/test_megatron_placement.py) but the gradient norm. Without Apex
-and TransformerEngine, the library takes it with torch's norm, which loses digits on a CPU, and reads the norm of every
-gradient by itself, for each of which the host waits for a GPU; so its norm is replaced on CPUs and on GPUs. Streams and
-events, which order the work on a GPU, do nothing on the CPU, where an op is done when it returns. The exact tier needs
-one more replacement, on GPUs as well: the library recognises dtypes by names such as ``torch.cuda.FloatTensor``, so
-double has to pass as float.
+On a CPU rank, ``device="cuda"`` and similar requests mean the CPU inside ``placed``. Everything is restored on exit.
+No computed number changes but the gradient norm (tests/megatron_backend/test_megatron_placement.py). Without Apex and
+TransformerEngine, the library computes it with torch's norm, which loses digits on a CPU. The library also reads the
+norm of every gradient separately, and the host waits for the GPU each time. So its norm is replaced on CPUs and GPUs.
+Streams and events do nothing on the CPU, where operations are synchronous. The exact tier needs one more replacement,
+on GPUs as well: the library checks dtypes by names such as ``torch.cuda.FloatTensor``, so double must pass as float.
 """
 
 import contextlib
@@ -28,7 +27,7 @@ _CPU = torch.device("cpu")
 
 @contextlib.contextmanager
 def placed(device: str, *, exact: bool) -> Iterator[None]:
-    """A context manager to enter around every call into megatron-core; it may be nested."""
+    """Redirects CUDA requests to ``device``; enter it around every call into megatron-core. It may be nested."""
     on_cpu = device == "cpu"
     with contextlib.ExitStack() as stack:
         if on_cpu:
@@ -43,7 +42,7 @@ def placed(device: str, *, exact: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replaced(owner: Any, replacements: dict[str, Any]) -> Iterator[None]:
-    """Replace some attributes of ``owner``, and restore them on exit."""
+    """Replaces attributes of ``owner``, and restores them on exit."""
     before = {name: vars(owner)[name] for name in replacements}
     for name, value in replacements.items():
         setattr(owner, name, value)
@@ -85,7 +84,7 @@ def _is_cuda(device: object) -> bool:
 
 
 class _Done:
-    """No-op replacement for torch.cuda.Stream and Event; CPU ops are synchronous."""
+    """Replaces torch.cuda.Stream and Event by no-ops, because CPU operations are synchronous."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
@@ -114,14 +113,16 @@ def _set_rng_state(state: torch.Tensor, *_: Any, **__: Any) -> None:
 def _l2_norm(
     _chunk: int, _flag: torch.Tensor, tensor_lists: list[list[torch.Tensor]], *_: Any
 ) -> tuple[torch.Tensor, None]:
-    """The 2-norm of all tensors together, (1,) in float32 on their device, and None: in the place of
-    ``local_multi_tensor_l2_norm`` (docs/findings/torch-norm-on-cpus.md)."""
+    """Returns the 2-norm of all tensors together, (1,) in float32 on their device, and None.
+
+    It replaces ``local_multi_tensor_l2_norm`` (docs/findings/torch-norm-on-cpus.md).
+    """
     squares = torch.stack([square for tensors in tensor_lists for square in sums_of_squares(tensors)])
     return squares.sum().sqrt().to(torch.float).view(1), None
 
 
 def _moved_to_cpu(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """The sizes of an exchange of tokens, as the library makes them on a GPU: only what it has moved is of numpy."""
+    """Returns the sizes of a token exchange as the library does on a GPU: tensors become numpy arrays on request."""
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
@@ -129,7 +130,7 @@ _GATHER, _REDUCE_SCATTER = mappings._gather_along_first_dim, mappings._reduce_sc
 
 
 def _gather(own: torch.Tensor, group: Any, sizes: Sequence[int] | None = None, use_global_buffer: bool = False) -> Any:
-    """The library's function for tensors that differ in length, which gloo refuses: padded to the longest."""
+    """Gathers as the library does; pads tensors of different lengths to the longest, because gloo needs equal ones."""
     if sizes is None or len(sizes) == 1:
         return _GATHER(own, group, sizes, use_global_buffer)
     pieces = _GATHER(_padded(own, max(sizes)), group).split(max(sizes))
@@ -139,7 +140,7 @@ def _gather(own: torch.Tensor, group: Any, sizes: Sequence[int] | None = None, u
 def _reduce_scatter(
     whole: torch.Tensor, group: Any, sizes: Sequence[int] | None = None, use_global_buffer: bool = False
 ) -> Any:
-    """The same for the sum of such tensors, of which each rank gets its part."""
+    """Reduces and scatters as the library does, with the same padding as ``_gather``."""
     if sizes is None or len(sizes) == 1:
         return _REDUCE_SCATTER(whole, group, sizes, use_global_buffer)
     pieces = [_padded(piece, max(sizes)) for piece in whole.split([*sizes])]

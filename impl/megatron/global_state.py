@@ -1,14 +1,12 @@
-"""Imports megatron-core alike everywhere: without torch's compiler, and without Apex and, mostly, TransformerEngine.
+"""Imports megatron-core in the same way everywhere, and creates and removes its process-wide state.
 
-megatron-core decorates functions by ``torch.compile``, which imports the compiler at once: two thirds of the time of
-the whole import, in every process, for functions that few models call. Here they are compiled when they are first
-called.
+Import this module before megatron-core. megatron-core decorates functions by ``torch.compile``, which imports the
+compiler at once. That takes two thirds of the import time, in every process, for functions that few models call. Here
+these functions are compiled at their first call.
 
-Where TransformerEngine or Apex are installed, megatron-core takes optimizers, norms and layers of theirs. These know no
-float64 and have state of another layout, so this process does as if they were not installed, unless
-impl.megatron.startup has admitted TransformerEngine before. Import this module before anything of megatron-core.
-
-megatron-core's global state in a process: created when the first context enters, removed when the last leaves.
+Where TransformerEngine or Apex are installed, megatron-core uses their optimizers, norms and layers. These do not
+support float64, and their states have another layout. So both are hidden in this process, unless impl.megatron.startup
+has admitted TransformerEngine before.
 """
 
 import functools
@@ -36,7 +34,7 @@ FOREIGN = (
 
 
 def at_first_call(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function``, compiled by ``torch.compile`` when it is first called."""
+    """Wraps ``function`` so that ``torch.compile`` compiles it at its first call."""
     compiled = functools.cache(lambda: torch.compile(function))
 
     @functools.wraps(function)
@@ -51,17 +49,17 @@ for _name in FOREIGN:
     _modules.setdefault(_name, None)  # with None, importing raises ModuleNotFoundError
 
 with mock.patch.object(torch, "compile", at_first_call):
-    import megatron.core.jit  # noqa: F401 (it takes the function by which all of megatron-core decorates)
+    import megatron.core.jit  # noqa: F401 (it keeps the decorator that all of megatron-core uses)
 
 
-# megatron-core chooses TransformerEngine's attention by these, and refuses another choice later in the same process.
+# megatron-core selects TransformerEngine's attention by these, and does not allow another choice in the same process.
 _ENVIRONMENT = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
 
 
 class ModelParallel:
-    """The process groups and generators of one layout at a time, from the first ``enter`` to the last ``leave``.
+    """Holds the process groups and generators of one layout at a time, from the first ``enter`` to the last ``leave``.
 
-    Both methods are collective and have to be called inside of ``placement.placed``.
+    Both methods are collective and must be called inside ``device_placement.placed``.
     """
 
     def __init__(self) -> None:
@@ -69,7 +67,7 @@ class ModelParallel:
         self._entered = 0
 
     def enter(self, layout: Layout, *, whole_experts: bool) -> None:
-        """Create the groups and generators, or share those of an equal layout. Raises UsageError for another layout."""
+        """Creates the groups and generators, or shares those of an equal layout. Raises UsageError for another one."""
         experts = expert_sizes(layout, whole=whole_experts)
         sizes: dict[str, int | None] = {
             "tensor_model_parallel_size": layout.tp,
@@ -80,11 +78,11 @@ class ModelParallel:
             "expert_tensor_parallel_size": experts.cuts,
         }
         if not self._entered:
-            self._make(sizes)
+            self._create(sizes)
         elif sizes != self._sizes:
             raise UsageError(
-                f"megatron-core knows one layout at a time, and this process has entered {self._sizes}; "
-                f"tear its contexts down before you set up {layout}"
+                f"megatron-core supports one layout at a time, and this process uses {self._sizes}; "
+                f"tear down its contexts before you set up {layout}"
             )
         self._entered += 1
 
@@ -92,21 +90,21 @@ class ModelParallel:
         assert self._entered
         self._entered -= 1
         if not self._entered:
-            self._unmake()
+            self._destroy()
 
-    def _make(self, sizes: dict[str, int | None]) -> None:
+    def _create(self, sizes: dict[str, int | None]) -> None:
         self._sizes = sizes
         self._groups = set(dist.distributed_c10d._world.pg_map)
         self._environment = {name: os.environ.pop(name, None) for name in _ENVIRONMENT}
         self._globals = [(module, _variables(module)) for module in (parallel_state, megatron_random)]
         generator = torch.cuda.get_rng_state()
         parallel_state.initialize_model_parallel(**sizes)
-        # No op here is random, but under sequence parallelism layers switch to this generator, so it has to exist.
+        # No operation is random here, but layers switch to this generator under sequence parallelism.
         model_parallel_cuda_manual_seed(1, force_reset_rng=True)
         torch.cuda.set_rng_state(generator)
 
-    def _unmake(self) -> None:
-        """Destroy the groups and restore the globals.
+    def _destroy(self) -> None:
+        """Destroys the groups and restores the globals.
 
         megatron-core's ``destroy_model_parallel`` is not enough: it leaves the groups, with their sockets and threads.
         """
@@ -123,7 +121,7 @@ class ModelParallel:
 
 
 def _variables(module: Any) -> dict[str, Any]:
-    """A module's private global variables, without its functions."""
+    """Returns a module's private global variables, without its functions."""
     return {name: v for name, v in vars(module).items() if name.startswith("_") and not callable(v)}
 
 

@@ -1,8 +1,8 @@
-"""openPangu, Llama, Mistral, Phi-3, Qwen2, Qwen3, gpt-oss, DeepSeek and mixtures on megatron-core's GPTModel.
+"""Builds openPangu, Llama, Mistral, Phi-3, Qwen2, Qwen3, gpt-oss, DeepSeek and mixtures on megatron-core's GPTModel.
 
-This module adds what megatron-core's local layer spec lacks: a bias on o_proj without biases in the MLP
+It adds modules that megatron-core's local layer spec lacks: a bias on o_proj without biases in the MLP
 (``add_bias_linear`` couples the two), an RMSNorm that supports sequence parallelism without TransformerEngine,
-attention and positions for packed documents and rings, and a head with one value per token.
+attention and positions for packed documents with context parallelism, and a head with one value per token.
 """
 
 from typing import Any
@@ -26,10 +26,9 @@ from impl.megatron.router import StepTopKRouter, number_routers
 
 
 class BiasedRowParallelLinear(RowParallelLinear):  # type: ignore[misc]
-    """o_proj with a bias.
+    """Gives o_proj a bias.
 
-    megatron-core has one flag, add_bias_linear, for o_proj and the MLP; it must stay False for the MLP, so the bias is
-    forced here.
+    megatron-core has one flag, add_bias_linear, for o_proj and the MLP. It must stay False for the MLP.
     """
 
     def __init__(self, *sizes: int, bias: bool, **options: Any) -> None:
@@ -37,10 +36,10 @@ class BiasedRowParallelLinear(RowParallelLinear):  # type: ignore[misc]
 
 
 class BiasedExpertLinear(RowParallelLinear):  # type: ignore[misc]
-    """The second matrix of an expert that has biases, which is whole on its rank.
+    """Corrects the second matrix of an expert with biases, which is whole on its rank.
 
-    megatron-core marks its bias as one that all tensor-parallel ranks share, though each may have other experts. Its
-    MLP adds the bias in place, which autograd refuses where ranks have the same experts.
+    megatron-core marks the bias as shared by all tensor-parallel ranks, but the ranks may have different experts. Its
+    MLP adds the bias in place; autograd raises an error for that where ranks have the same experts.
     """
 
     def __init__(self, *sizes: int, **options: Any) -> None:
@@ -54,10 +53,10 @@ class BiasedExpertLinear(RowParallelLinear):  # type: ignore[misc]
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm for sequence parallelism, which megatron-core's own wrapper of torch's norm refuses.
+    """Marks torch's RMSNorm for sequence parallelism, which megatron-core's own wrapper of the norm does not support.
 
-    It only needs a mark on the weight: megatron-core sums the gradients of marked weights over tensor-parallel ranks,
-    each of which sees a slice of the sequence.
+    megatron-core sums the gradients of marked weights over tensor-parallel ranks, each of which processes a slice of
+    the sequence.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, **_: Any) -> None:
@@ -67,14 +66,14 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class LatentNorm(RMSNorm):
-    """Of the latent vectors of DeepSeek's attention, with an epsilon of their own."""
+    """Normalises the latent vectors of DeepSeek's attention, which have a separate epsilon."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, **_: Any) -> None:
         super().__init__(config, hidden_size, EPS)
 
 
 class ValueHead(torch.nn.Linear):
-    """Takes the place of GPTModel's output layer: one value per token of the whole sequence, (length, rows, 1).
+    """Replaces GPTModel's output layer by a head with one value per token of the whole sequence, (length, rows, 1).
 
     Every tensor-parallel rank has the whole weight.
     """
@@ -93,10 +92,10 @@ class ValueHead(torch.nn.Linear):
 
 
 def transformer_config(shape: ModelShape, layout: Layout, tier: Precision, stages: Stages) -> TransformerConfig:
-    """megatron-core's configuration of the model: its sizes, and every switch that influences its numbers."""
+    """Returns megatron-core's configuration of the model: its sizes, and every switch that influences its numbers."""
     compute = tier.compute.dtype
-    windows = {of_layer for of_layer in shape.windows if of_layer is not None}
-    assert len(windows) <= 1, "megatron-core has one window for all layers that have any"
+    windows = {window for window in shape.windows if window is not None}
+    assert len(windows) <= 1, "megatron-core supports one window size per model"
     window = next(iter(windows), None)
     recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     clamped = shape.mixture is not None and bool(shape.mixture.clamped)
@@ -113,8 +112,8 @@ def transformer_config(shape: ModelShape, layout: Layout, tier: Precision, stage
         normalization="RMSNorm",
         qk_layernorm=shape.qk_norm,
         window_size=None if window is None else (window - 1, 0),
-        window_attn_skip_freq=[int(of_layer is not None) for of_layer in shape.windows],
-        add_bias_linear=clamped,  # also of experts and routers
+        window_attn_skip_freq=[int(window is not None) for window in shape.windows],
+        add_bias_linear=clamped,  # also sets biases of experts and routers
         add_qkv_bias=shape.qkv_bias,
         softmax_type="learnable" if shape.sinks else "vanilla",
         gated_linear_unit=True,
@@ -123,8 +122,8 @@ def transformer_config(shape: ModelShape, layout: Layout, tier: Precision, stage
         glu_linear_offset=1.0 if clamped else 0.0,
         hidden_dropout=0.0,
         attention_dropout=shape.attention_dropout,
-        init_method=_left_as_it_is,  # weights come from a file
-        output_layer_init_method=_left_as_it_is,
+        init_method=_no_initialisation,  # weights come from a file
+        output_layer_init_method=_no_initialisation,
         params_dtype=compute,
         pipeline_dtype=compute,
         bf16=tier.compute == BF16,
@@ -138,11 +137,11 @@ def transformer_config(shape: ModelShape, layout: Layout, tier: Precision, stage
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
         pipeline_model_parallel_layout=stages.layout if layout.pp > 1 else None,
-        # Silently wrong otherwise: docs/findings, megatron-batched-p2p and megatron-freed-sends.
+        # Other values give silently wrong results: docs/findings/megatron-batched-p2p.md, megatron-freed-sends.md.
         batch_p2p_comm=False,
         overlap_p2p_comm=layout.vpp > 1,
         deallocate_pipeline_outputs=False,
-        # Kernels that are fused or compiled need Apex or minutes, and change what is compared.
+        # Fused or compiled kernels need Apex or minutes to compile, and change the numbers that are compared.
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
         apply_rope_fusion=False,
@@ -154,22 +153,22 @@ def transformer_config(shape: ModelShape, layout: Layout, tier: Precision, stage
         **(latent_config(shape) if shape.latent else {}),
     )
     if shape.yarn:
-        config.yarn_rotary_scaling_factor = shape.yarn["factor"]  # from which attention has the size of cos and sin
+        config.yarn_rotary_scaling_factor = shape.yarn["factor"]  # attention computes the scale of cos and sin from it
     return config
 
 
 def _mixture(mixture: Mixture, layout: Layout, tier: Precision) -> dict[str, Any]:
-    """The switches of a mixture of experts: no token is dropped, and an expert is cut as any MLP by tensor parallelism,
-    unless it has biases.
+    """Returns the settings of a mixture of experts.
 
-    Its own load-balancing losses are switched off; impl.megatron.router adds that of the step.
+    No token is dropped. Tensor parallelism shards experts like any MLP, unless they have biases. The library's
+    load-balancing losses are off; impl.megatron.router adds the loss of the whole step.
     """
     sizes = expert_sizes(layout, whole=bool(mixture.clamped))
     return {
         "num_moe_experts": mixture.experts,
         "moe_ffn_hidden_size": mixture.size,
         "moe_router_topk": mixture.chosen,
-        "moe_router_pre_softmax": not mixture.normalised,  # without: a softmax over the chosen ones
+        "moe_router_pre_softmax": not mixture.normalised,  # False: a softmax over the chosen experts
         "moe_router_dtype": None if tier.is_exact else "fp32",
         "moe_enable_routing_replay": True,
         "moe_router_load_balancing_type": "none",
@@ -190,18 +189,16 @@ def _mixture(mixture: Mixture, layout: Layout, tier: Precision) -> dict[str, Any
 
 
 def _quick_gelu(x: Tensor) -> Tensor:
-    """That of gpt-oss, as megatron-core's own, which would be compiled."""
+    """Computes gpt-oss's GELU without compiling, unlike megatron-core's own function."""
     return x * torch.sigmoid(1.702 * x)
 
 
-def _left_as_it_is(weight: Tensor) -> None:
+def _no_initialisation(weight: Tensor) -> None:
     pass
 
 
 def build_chunk(config: TransformerConfig, shape: ModelShape, stages: Stages, chunk: int) -> GPTModel:
-    """Build this rank's chunk number ``chunk`` of the model (see impl.megatron.model_config), with uninitialised
-    weights.
-    """
+    """Builds this rank's chunk number ``chunk`` (see impl.megatron.model_config) with uninitialised weights."""
     pp_rank = parallel_state.get_pipeline_model_parallel_rank()
     index = chunk * stages.pp + pp_rank
     last = index == len(stages.chunks) - 1
@@ -217,7 +214,7 @@ def build_chunk(config: TransformerConfig, shape: ModelShape, stages: Stages, ch
         rotary_base=shape.rope_theta,
         vp_stage=chunk if stages.vpp > 1 else None,
     )
-    if not shape.latent:  # in which layers turn queries and keys themselves
+    if not shape.latent:  # layers with latent attention have their own rotary embedding
         model.rotary_pos_emb = DocumentRotary(
             kv_channels=shape.head_dim,
             rotary_percent=shape.rotary_share,
@@ -239,7 +236,7 @@ def build_chunk(config: TransformerConfig, shape: ModelShape, stages: Stages, ch
 
 def _layers(config: TransformerConfig, shape: ModelShape, layers: range) -> TransformerBlockSubmodules:
     if config.transformer_impl == "transformer_engine":
-        from impl.megatron.transformer_engine import FINAL_NORM, engine_spec  # which others need not have
+        from impl.megatron.transformer_engine import FINAL_NORM, engine_spec  # not installed everywhere
 
         specs = [engine_spec(shape, config.params_dtype) for _ in layers]
         return TransformerBlockSubmodules(layer_specs=specs, layer_norm=FINAL_NORM)
@@ -247,7 +244,7 @@ def _layers(config: TransformerConfig, shape: ModelShape, layers: range) -> Tran
 
 
 def layer_spec(shape: ModelShape, layer: int) -> ModuleSpec:
-    """megatron-core's local layer spec, with the norms, attention, o_proj and routers of this package."""
+    """Returns megatron-core's local layer spec with the norms, attention, o_proj and routers of this package."""
     mixture = shape.mixture if shape.mixture and layer in shape.mixture.layers else None
     experts = mixture.experts if mixture else None
     spec = get_gpt_layer_local_spec(
@@ -273,7 +270,7 @@ def layer_spec(shape: ModelShape, layer: int) -> ModuleSpec:
 
 
 def leave_padding_token(model: GPTModel, token: int) -> None:
-    """Give the embedding of the padding token no gradient where the token is an input, as in transformers.
+    """Stops the gradient of the padding token's embedding where the token is an input, as in transformers.
 
     megatron-core's embedding has no padding_idx (docs/findings/megatron-padding-token.md).
     """
@@ -290,7 +287,7 @@ def leave_padding_token(model: GPTModel, token: int) -> None:
 
 
 def begin_with_gradient(model: GPTModel) -> None:
-    """Make the output of the embedding require a gradient even if the embedding is frozen.
+    """Makes the output of the embedding require a gradient even if the embedding is frozen.
 
     megatron-core's recomputation is a reentrant checkpoint: if none of a layer's inputs requires a gradient, the
     layer's own parameters get none, without an error (docs/findings/megatron-frozen-embedding.md).

@@ -1,8 +1,8 @@
-"""Maps Hugging Face tensors to the parameters of any rank of any Megatron layout and back: arithmetic on row numbers.
+"""Maps Hugging Face tensors to the parameters of a rank in any Megatron layout and back, by arithmetic on row numbers.
 
 A parameter of a Megatron rank consists of *parts*, each with rows or columns of one Hugging Face tensor. A part is a
 list of *spans* of consecutive rows or columns. Loading, gathering and saving use the same spans, one parameter at a
-time, so that a rank reads from a file only what it holds.
+time, so a rank reads only its own rows and columns from a file.
 """
 
 import re
@@ -23,7 +23,7 @@ EMBEDDING = "embedding.word_embeddings.weight"
 FINAL_NORM = "decoder.final_layernorm.weight"
 HEAD = "output_layer.weight"
 _LAYER = "decoder.layers."
-CORRECTION = "mlp.router.expert_bias"  # a buffer, by which experts are chosen
+CORRECTION = "mlp.router.expert_bias"  # a buffer that is added to the scores when experts are chosen
 _EXPERT = re.compile(r"(.*mlp\.experts\.local_experts\.)(\d+)(\.linear_fc[12]\.(?:weight|bias))")
 # The norms in front of linear layers, as TransformerEngine's layers hold them, and megatron-core's checkpoints.
 FUSED = {
@@ -34,8 +34,10 @@ INPUT, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"  # Hugging Face's 
 
 
 def layer_parameters(shape: ModelShape, layer: int) -> tuple[str, ...]:
-    """Megatron's names of a layer's parameters, without the prefix ``decoder.layers.N.``; experts are counted over
-    all ranks."""
+    """Lists Megatron's names of a layer's parameters, without the prefix ``decoder.layers.N.``.
+
+    Experts have global numbers.
+    """
     return (
         "input_layernorm.weight",
         *(_latent_parameters(shape, shape.latent) if shape.latent else _grouped_parameters(shape)),
@@ -79,26 +81,25 @@ def _mlp_parameters(shape: ModelShape, layer: int) -> tuple[str, ...]:
 
 
 def all_parameters(shape: ModelShape) -> tuple[str, ...]:
-    """Megatron's names, with global numbers of layers and experts, of all parameters of the whole model, without a tied
-    head."""
+    """Lists Megatron's names, with global numbers of layers and experts, of all parameters but a tied head."""
     layers = [f"{_LAYER}{i}.{name}" for i in range(shape.layers) for name in layer_parameters(shape, i)]
     return (EMBEDDING, *layers, FINAL_NORM, *([] if shape.tied else [HEAD]))
 
 
-def of_same_tensors(names: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    """The parameters together that are parts of the same Hugging Face tensors: the experts of a layer."""
-    for _, together in groupby(names, lambda name: _EXPERT.sub(r"\1\3", name)):
-        yield tuple(together)
+def grouped_by_tensors(names: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    """Groups parameters that are parts of the same Hugging Face tensors: the experts of a layer."""
+    for _, group in groupby(names, lambda name: _EXPERT.sub(r"\1\3", name)):
+        yield tuple(group)
 
 
 def check_weights(folder: Path, shape: ModelShape) -> None:
-    """Raise UsageError if the tensors in a Hugging Face folder are not exactly those of the model.
+    """Raises UsageError if the tensors in a Hugging Face folder are not exactly those of the model.
 
-    Loading does not notice other tensors, because a rank reads only what it holds. The folder may contain a tied head
+    Loading would not notice extra tensors, because a rank reads only its own parts. The folder may contain a tied head
     if it is equal to the embedding.
     """
-    one = Rank(rank=0, size=1)
-    due = {part.name: part.shape for name in all_parameters(shape) for part in parts(name, shape, one)}
+    single = Rank(rank=0, size=1)
+    due = {part.name: part.shape for name in all_parameters(shape) for part in parts(name, shape, single)}
     found = stacked_shapes(weight_shapes(folder))
     if shape.tied and (head := found.pop(OUTPUT, None)):
         with SliceReader(weight_files(folder)) as read:
@@ -124,7 +125,10 @@ def is_of_experts(name: str) -> bool:
 
 
 def parts(name: str, shape: ModelShape, tp: Rank) -> tuple[Part, ...]:
-    """The parts of a parameter on one tensor-parallel rank. ``name``: Megatron's, with the global layer number."""
+    """Returns the parts of a parameter on one tensor-parallel rank.
+
+    ``name``: Megatron's, with the global layer number.
+    """
     if name == EMBEDDING or (name == HEAD and shape.tied):
         return (_vocabulary(INPUT, shape, tp),)
     if name == HEAD:
@@ -142,7 +146,7 @@ def parts(name: str, shape: ModelShape, tp: Rank) -> tuple[Part, ...]:
 
 
 def is_trained(name: str, shape: ModelShape, optimizer: OptimizerConfig) -> bool:
-    """Whether the parameter ``name`` is trained; the bias of a router's choices never is, which is a buffer.
+    """Whether the parameter ``name`` is trained; a router's correction bias never is, because it is a buffer.
 
     Raises UsageError if ``optimizer`` freezes only some of its parts.
     """
@@ -155,7 +159,7 @@ def is_trained(name: str, shape: ModelShape, optimizer: OptimizerConfig) -> bool
 
 
 def _vocabulary(name: str, shape: ModelShape, tp: Rank) -> Part:
-    """The rows of a vocabulary matrix on one rank: [rank * n, (rank + 1) * n), without the rows that are padding."""
+    """Returns one rank's rows of a vocabulary matrix: [rank * n, (rank + 1) * n) without padding rows."""
     each = shape.padded_vocab(tp.size) // tp.size
     start = min(tp.rank * each, shape.vocab)
     count = min((tp.rank + 1) * each, shape.vocab) - start
@@ -163,7 +167,7 @@ def _vocabulary(name: str, shape: ModelShape, tp: Rank) -> Part:
 
 
 def qkv_spans(shape: ModelShape, tp: Rank) -> tuple[tuple[Span, ...], ...]:
-    """The spans of q, of k and of v in the fused parameter.
+    """Returns the spans of q, of k and of v in the fused parameter.
 
     Its rows are ordered by key-value head: first the query heads that share it, then its key, then its value.
     """
@@ -177,13 +181,13 @@ def qkv_spans(shape: ModelShape, tp: Rank) -> tuple[tuple[Span, ...], ...]:
     return q, k, v
 
 
-# The functions that follow give the rows of _LAYER_PARTS.
+# The following functions build the entries of _LAYER_PARTS.
 
 
 def _qkv(kind: str) -> Callable[[str, ModelShape, Rank], tuple[Part, ...]]:
-    """Row of a fused parameter with three parts: the weight or the bias (``kind``) of q_proj, k_proj and v_proj.
+    """Builds the entry of a fused parameter: the weight or the bias (``kind``) of q_proj, k_proj and v_proj.
 
-    Or with one, where these are rows of one matrix at Hugging Face too: all of q, then of k, then of v.
+    It has one part if Hugging Face fuses them too (all of q, then of k, then of v), else three.
     """
 
     def qkv(prefix: str, shape: ModelShape, tp: Rank) -> tuple[Part, ...]:
@@ -191,7 +195,7 @@ def _qkv(kind: str) -> Callable[[str, ModelShape, Rank], tuple[Part, ...]]:
         rows = [heads * shape.head_dim for heads in (shape.heads, shape.kv_heads, shape.kv_heads)]
         spans = qkv_spans(shape, tp)
         if shape.fused:
-            shifted = _behind_each_other(spans, rows)
+            shifted = _concatenated(spans, rows)
             return (Part(name=f"{prefix}self_attn.qkv_proj.{kind}", shape=(sum(rows), *width), spans=shifted),)
         return tuple(
             Part(name=f"{prefix}self_attn.{x}_proj.{kind}", shape=(count, *width), spans=own)
@@ -202,7 +206,7 @@ def _qkv(kind: str) -> Callable[[str, ModelShape, Rank], tuple[Part, ...]]:
 
 
 def _of_latent(prefix: str, kind: str, shape: ModelShape, latent: Latent, tp: Rank) -> Part:
-    """A rank's share of a weight or bias in front of the scores of latent attention."""
+    """Returns a rank's share of a weight or bias of latent attention before the scores."""
     of, _, what = kind.removeprefix("self_attention.").partition(".")
     module = latent.modules(hidden=shape.hidden, heads=shape.heads)[of]
     each = module.size[0] // tp.size
@@ -214,9 +218,9 @@ def _of_latent(prefix: str, kind: str, shape: ModelShape, latent: Latent, tp: Ra
 
 
 def _gate_and_up(module: str, size: Callable[[ModelShape], int]) -> Callable[[str, ModelShape, Rank], tuple[Part, ...]]:
-    """Row of a fused parameter with two parts: a rank's rows of ``module``'s gate_proj, then its rows of up_proj.
+    """Builds the entry of a fused parameter: a rank's rows of ``module``'s gate_proj, then its rows of up_proj.
 
-    Or with one, where these are rows of one matrix at Hugging Face too.
+    It has one part if Hugging Face fuses them too, else two.
     """
 
     def gate_and_up(prefix: str, shape: ModelShape, tp: Rank) -> tuple[Part, ...]:
@@ -224,7 +228,7 @@ def _gate_and_up(module: str, size: Callable[[ModelShape], int]) -> Callable[[st
         spans = tuple((Span(tp.rank * each, at * each, each),) for at in range(2))
         if shape.fused:
             full = (sum(rows), shape.hidden)
-            shifted = _behind_each_other(spans, rows)
+            shifted = _concatenated(spans, rows)
             return (Part(name=f"{prefix}{module}.gate_up_proj.weight", shape=full, spans=shifted),)
         return tuple(
             Part(name=f"{prefix}{module}.{x}_proj.weight", shape=(count, shape.hidden), spans=own)
@@ -234,16 +238,16 @@ def _gate_and_up(module: str, size: Callable[[ModelShape], int]) -> Callable[[st
     return gate_and_up
 
 
-def _behind_each_other(spans: Sequence[tuple[Span, ...]], rows: Sequence[int]) -> tuple[Span, ...]:
-    """The spans of several tensors in the one that has all their rows, so many of each, in this order."""
+def _concatenated(spans: Sequence[tuple[Span, ...]], rows: Sequence[int]) -> tuple[Span, ...]:
+    """Shifts the spans of several tensors into their concatenation; ``rows``: the number of rows of each tensor."""
     starts = (sum(rows[:at]) for at in range(len(rows)))
     return tuple(
-        span._replace(theirs=start + span.theirs) for start, own in zip(starts, spans, strict=True) for span in own
+        span._replace(full=start + span.full) for start, shifted in zip(starts, spans, strict=True) for span in shifted
     )
 
 
 def _of_expert(prefix: str, number: int, kind: str, shape: ModelShape, tp: Rank) -> Part:
-    """A rank's share of one expert; the rows of a stacked gate_up_proj are those of the gate, then of up."""
+    """Returns a rank's share of one expert; a stacked gate_up_proj has first the rows of the gate, then of up."""
     assert shape.mixture is not None
     count, size = shape.mixture.experts, shape.mixture.size
     if shape.mixture.clamped:
@@ -258,8 +262,10 @@ def _of_expert(prefix: str, number: int, kind: str, shape: ModelShape, tp: Rank)
 
 
 def _of_clamped_expert(prefix: str, number: int, kind: str, *, count: int, size: int, hidden: int) -> Part:
-    """An expert of gpt-oss, which is not cut: its matrices are (in, out), and of the first one the even columns are
-    those of the gate, the odd ones those of up."""
+    """Returns one expert of gpt-oss, which is not sharded.
+
+    Its matrices are (in, out); even columns of the first one belong to the gate, odd ones to up.
+    """
     both = (Span(0, 0, size, step=2), Span(1, size, size, step=2))
     parts: dict[str, tuple[str, tuple[int, ...], int, tuple[Span, ...]]] = {
         ".linear_fc1.weight": ("gate_up_proj", (hidden, 2 * size), 0, both),
@@ -274,7 +280,7 @@ def _of_clamped_expert(prefix: str, number: int, kind: str, *, count: int, size:
 
 
 def _router(kind: str) -> Callable[[str, ModelShape, Rank], tuple[Part, ...]]:
-    """Row of the weight or the bias (``kind``) of a router, whole on every rank."""
+    """Builds the entry of the weight or the bias (``kind``) of a router, whole on every rank."""
 
     def router(prefix: str, shape: ModelShape, tp: Rank) -> tuple[Part, ...]:
         assert shape.mixture is not None
@@ -286,7 +292,7 @@ def _router(kind: str) -> Callable[[str, ModelShape, Rank], tuple[Part, ...]]:
 
 
 def _sinks(prefix: str, shape: ModelShape, tp: Rank) -> tuple[Part, ...]:
-    """Row of the sinks of a rank's heads."""
+    """Returns the sinks of a rank's heads."""
     each = shape.heads // tp.size
     return (Part(name=f"{prefix}self_attn.sinks", shape=(shape.heads,), spans=(Span(tp.rank * each, 0, each),)),)
 
@@ -313,7 +319,7 @@ def _experts(shape: ModelShape) -> int:
 
 
 def _columns(name: str, width: Callable[[ModelShape], int]) -> Callable[[str, ModelShape, Rank], tuple[Part, ...]]:
-    """Row of a parameter that is a rank's share of the columns of ``name``, a weight (hidden, width(shape))."""
+    """Builds the entry of a rank's share of the columns of ``name``, a weight (hidden, width(shape))."""
 
     def columns(prefix: str, shape: ModelShape, tp: Rank) -> tuple[Part, ...]:
         each = width(shape) // tp.size
@@ -324,12 +330,12 @@ def _columns(name: str, width: Callable[[ModelShape], int]) -> Callable[[str, Mo
 
 
 def _whole(name: str, *sizes: Callable[[ModelShape], int]) -> Callable[[str, ModelShape, Rank], tuple[Part, ...]]:
-    """Row of a parameter that is the tensor ``name`` of these sizes, whole on every rank."""
+    """Builds the entry of the tensor ``name`` of these sizes, whole on every rank."""
     return lambda prefix, shape, tp: (Part(name=prefix + name, shape=tuple(size(shape) for size in sizes)),)
 
 
-# Megatron's name of a layer's parameter -> a function that gives the parameter's parts, from the prefix of the layer's
-# names at Hugging Face, the model's shape and the tensor-parallel rank.
+# Megatron's name of a layer's parameter -> a function (prefix of the layer's Hugging Face names, shape of the model,
+# tensor-parallel rank) -> parts of the parameter.
 _LAYER_PARTS: dict[str, Callable[[str, ModelShape, Rank], tuple[Part, ...]]] = {
     "input_layernorm.weight": _whole("input_layernorm.weight", lambda shape: shape.hidden),
     "self_attention.linear_qkv.weight": _qkv("weight"),

@@ -1,4 +1,4 @@
-"""The micro-batches of a step as a rank runs them: its part of each, with the documents and what routers are given."""
+"""Shards the micro-batches of a step over context-parallel ranks, with documents and inputs of routers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,10 +13,10 @@ from impl.megatron.router import StepLoss, routed
 
 @dataclass(frozen=True, kw_only=True)
 class ShardedMicroBatch:
-    """A micro-batch as one rank runs it.
+    """Holds one rank's part of a micro-batch.
 
-    index: its number in the step. whole: the micro-batch with all tokens. own: the tokens that this rank of the ring
-    holds. documents: the placement of these tokens.
+    index: number in the step. whole: the micro-batch with all tokens. own: the tokens of this context-parallel rank.
+    documents: the placement of these tokens.
     """
 
     index: int
@@ -33,12 +33,15 @@ def sharded(
     mixture: Mixture | None = None,
     loss: StepLoss | None = None,
 ) -> list[ShardedMicroBatch]:
-    """This rank's part of each micro-batch; with a pipeline all have one length, as stages receive one size."""
+    """Returns this rank's part of each micro-batch.
+
+    With a pipeline all parts are padded to one length, because stages receive tensors of one size.
+    """
     parts = [ring.shard(whole) for whole in inputs]
     if config.layout.pp > 1:
         longest = max(own.tokens.shape[1] for own, _ in parts)
         parts = [ring.shard(whole, multiple=longest) for whole in inputs]
-    cut = "seqpar" in config.layout.options
+    sequence_parallel = "seqpar" in config.layout.options
     return [
         ShardedMicroBatch(
             index=index,
@@ -46,10 +49,12 @@ def sharded(
             own=own,
             documents=Documents(
                 positions=own.positions,
-                bound=max(whole.tokens.shape[1], ring.size * own.tokens.shape[1]),  # also of padding to one length
-                ring=placed,
-                routed=None if mixture is None else routed(own, mixture, sequence_parallel=cut, loss=loss),
+                bound=max(whole.tokens.shape[1], ring.size * own.tokens.shape[1]),  # with the padding to one length
+                ring=placement,
+                routed=None
+                if mixture is None
+                else routed(own, mixture, sequence_parallel=sequence_parallel, loss=loss),
             ),
         )
-        for index, (whole, (own, placed)) in enumerate(zip(inputs, parts, strict=True))
+        for index, (whole, (own, placement)) in enumerate(zip(inputs, parts, strict=True))
     ]

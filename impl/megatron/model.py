@@ -1,7 +1,7 @@
-"""Megatron trainable: megatron-core's layers, pipeline schedules, gradient buffers and optimizer, for one model.
+"""Trains one model with megatron-core's layers, pipeline schedules, gradient buffers and optimizer.
 
-megatron-core averages gradients over cp x dp ranks and over micro-batches; the loss is multiplied by both numbers,
-because the objective has divided by the whole step's totals already.
+megatron-core averages gradients over cp x dp ranks and over micro-batches. The objective has already divided by the
+totals of the whole step, so the loss is multiplied by both numbers.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,13 +33,13 @@ from impl.interface.protocol import AT_ONCE, ContextConfig, Dtype, Writing, Writ
 from impl.interface.sharded_safetensors import SliceReader
 from impl.megatron import checkpoint
 from impl.megatron.config import (
-    cuts_optimizer,
     optimizer_settings,
     read_progress,
     reduction_settings,
     resolved_optimizer,
     scheduler,
     set_progress,
+    shards_optimizer,
     share_scale,
     undecayed,
     update_in_one_kernel,
@@ -49,14 +49,14 @@ from impl.megatron.hf_mapping import all_parameters, check_weights, is_trained
 from impl.megatron.micro_batches import ShardedMicroBatch, sharded
 from impl.megatron.model_config import read_shape, stages
 from impl.megatron.router import StepLoss, gathered, release
-from impl.megatron.tensors import ModelTensors, held_by, parameter_names, read_weights, release_trained
+from impl.megatron.tensors import ModelTensors, parameter_names, read_weights, release_trained, weight_tensors
 from impl.megatron.tracing import traced_chunks
 from impl.models.export import write_model
 from impl.models.outputs import outputs_of
 
 
 class ModelContext(Protocol):
-    """The part of impl.megatron.context.MegatronContext that a model needs."""
+    """Lists the part of impl.megatron.context.MegatronContext that a model needs."""
 
     config: ContextConfig
     ring: RingAttention
@@ -65,7 +65,7 @@ class ModelContext(Protocol):
 
 
 class MegatronTrainable:
-    """See impl.interface.protocol.Trainable for the contract of each method.
+    """Implements impl.interface.protocol.Trainable, which documents each method.
 
     chunks: this rank's chunks of the model, wrapped in DistributedDataParallel if the model is trained. optimizer: None
     if the model is frozen.
@@ -82,15 +82,15 @@ class MegatronTrainable:
         self.half = context.config.tier.is_half
 
     def load_model(self, path: Path) -> torch.nn.ModuleList:
-        """This rank's chunks of the model without their numbers; ``prepare`` reads those that this rank holds.
+        """Builds this rank's chunks of the model with uninitialised weights; ``prepare`` reads the weights.
 
-        Raises UsageError for a folder with another head, or with weights that are not the model's.
+        Raises UsageError if the folder has another head, or weights that do not fit the model.
         """
         layout, self.source = self.context.config.layout, path
         self.shape = read_shape(path)
         if self.shape.head != self.head:
             raise UsageError(
-                f"{path} has a {self.shape.head} head where a {self.head} head is asked for; give another folder"
+                f"{path} has a {self.shape.head} head, but a {self.head} head is required; give another folder"
             )
         check_weights(path, self.shape)
         self.stages = stages(layers=self.shape.layers, pp=layout.pp, vpp=layout.vpp)
@@ -123,18 +123,18 @@ class MegatronTrainable:
         self._configure_schedule()
 
     def _freeze(self, model: torch.nn.ModuleList, optimizer: OptimizerConfig) -> list[str]:
-        """Freeze this rank's parameters as ``optimizer`` says; returns the trained parameters of the whole model."""
+        """Freezes this rank's parameters as ``optimizer`` says; returns the trained parameters of the whole model."""
         for chunk in model:
             names = parameter_names(chunk)
-            for name, parameter in held_by(chunk).items():
+            for name, parameter in weight_tensors(chunk).items():
                 parameter.requires_grad_(is_trained(names[name], self.shape, optimizer))
             if chunk.pre_process and "ckpt" in self.options:
                 begin_with_gradient(chunk)
         return [name for name in all_parameters(self.shape) if is_trained(name, self.shape, optimizer)]
 
     def reduce_gradients(self) -> None:
-        """Wrap the chunks, whose parameters have no numbers yet, in megatron-core's buffers."""
-        if cuts_optimizer(self.context.config):
+        """Wraps the chunks in megatron-core's gradient buffers, before the weights are read."""
+        if shards_optimizer(self.context.config):
             release_trained(self.chunks)
         parameters = sum(parameter.numel() for chunk in self.chunks for parameter in chunk.parameters())
         settings = reduction_settings(self.context.config, parameters=parameters)
@@ -145,31 +145,34 @@ class MegatronTrainable:
 
     def create_optimizer(self, model: torch.nn.ModuleList, config: OptimizerConfig) -> Any:
         overrides = undecayed() if self.context.config.whole_experts else None
-        made = get_megatron_optimizer(optimizer_settings(self.context.config, config), self.chunks, overrides)
-        share_scale(made)
-        update_in_one_kernel(made, self.context.config)
-        return made
+        optimizer = get_megatron_optimizer(optimizer_settings(self.context.config, config), self.chunks, overrides)
+        share_scale(optimizer)
+        update_in_one_kernel(optimizer, self.context.config)
+        return optimizer
 
     def _inner_optimizer(self) -> Any:
-        """The optimizer in the chain that has all but experts of expert parallelism; None if the model is frozen."""
+        """Returns the chain's optimizer of all parameters but expert-parallel ones; None if the model is frozen."""
         return None if self.optimizer is None else self.optimizer.chained_optimizers[0]
 
     def _configure_schedule(self) -> None:
-        """Set the functions that megatron-core's schedules call; they look for them in the model's configuration."""
+        """Sets the functions that megatron-core's schedules look up in the model's configuration."""
         config = self.model_config
         if self.optimizer is not None:
             config.finalize_model_grads_func = finalize_model_grads
             if self.context.config.tier.is_loss_scaled:
                 config.grad_scale_func = self.optimizer.scale_loss
             if "overlap" in self.options:
-                one = len(self.chunks) == 1
-                config.no_sync_func = self.chunks[0].no_sync if one else [chunk.no_sync for chunk in self.chunks]
+                single = len(self.chunks) == 1
+                config.no_sync_func = self.chunks[0].no_sync if single else [chunk.no_sync for chunk in self.chunks]
         if self.context.config.layout.vpp > 1:
             config.microbatch_group_size_per_vp_stage = self._micro_batch_group()
 
     def _micro_batch_group(self) -> int:
-        """Smallest group size g in [pp, accumulation] for which the last group (accumulation % g) is empty or has at
-        least pp micro-batches; megatron-core requires it of interleaved schedules."""
+        """Returns the micro-batch group size that megatron-core requires of interleaved schedules.
+
+        It is the smallest g in [pp, accumulation] whose last group (accumulation % g) is empty or has at least pp
+        micro-batches.
+        """
         count, pp = self.context.config.accumulation, self.context.config.layout.pp
         return next(size for size in range(pp, count + 1) if not 0 < count % size < pp)
 
@@ -186,7 +189,7 @@ class MegatronTrainable:
         for chunk in self.chunks:
             set_mode(chunk, training=loss is not None)
         found: dict[int, Outputs] = {}
-        # megatron-core would make float32 of half-precision logits, all at once.
+        # By default megatron-core casts all half-precision logits to float32 at once.
         options = {"fp32_output": False} if self.half else {}
 
         def run(iterator: Iterator[ShardedMicroBatch], chunk: Any) -> tuple[Tensor, partial[Any]]:
@@ -195,7 +198,7 @@ class MegatronTrainable:
             return result, partial(finish, part)
 
         def finish(part: ShardedMicroBatch, result: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-            """Called on the last stage; returns (scaled loss, number of tokens to divide it by, nothing to report)."""
+            """Returns (scaled loss, number of tokens to divide it by, nothing to report); runs on the last stage."""
             outputs = self._outputs(result, part, want=want, temperature=temperature)
             found[part.index] = outputs.detach()
             number = result.new_zeros([]) if loss is None else self.backward(loss(part.index, outputs))
@@ -204,28 +207,28 @@ class MegatronTrainable:
         if loss is not None:
             self.start_step()
         rows, length = micro_batches[0].own.tokens.shape
-        one = len(self.chunks) == 1
+        single = len(self.chunks) == 1
         with self.context.placed(), torch.set_grad_enabled(loss is not None):
             get_forward_backward_func()(
                 forward_step_func=run,
-                data_iterator=iter(micro_batches) if one else [iter(micro_batches) for _ in self.chunks],
-                model=self.chunks[0] if one else self.chunks,
+                data_iterator=iter(micro_batches) if single else [iter(micro_batches) for _ in self.chunks],
+                model=self.chunks[0] if single else self.chunks,
                 num_microbatches=len(micro_batches),
                 seq_length=length * self.context.config.layout.sp,
                 micro_batch_size=rows,
                 forward_only=loss is None,
             )
         outputs = [self._from_last_stage(found.get(part.index), part.whole, want) for part in micro_batches]
-        return [self._with_routing(*one) for one in zip(outputs, micro_batches, strict=True)]
+        return [self._with_routing(*pair) for pair in zip(outputs, micro_batches, strict=True)]
 
     def start_step(self) -> None:
-        """Clear the gradients of the previous step."""
+        """Clears the gradients of the previous step."""
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
     def _shard(self, inputs: Sequence[MicroBatch], terms: RouterTerms | None = None) -> list[ShardedMicroBatch]:
-        # Schedules divide the routers' loss by the number of micro-batches and multiply it by that of a ring's ranks.
+        # Schedules divide the routers' loss by the micro-batch count and multiply it by the context-parallel size.
         scale = self.gradient_scale() * self.context.config.accumulation / self.context.config.layout.sp
         loss = None if terms is None else StepLoss(terms=terms, scale=scale)
         return sharded(inputs, self.context.ring, self.context.config, mixture=self.shape.mixture, loss=loss)
@@ -235,14 +238,14 @@ class MegatronTrainable:
         return self.shape.mixture.loss_factor if self.shape.mixture else 0.0
 
     def _outputs(self, result: Tensor, part: ShardedMicroBatch, *, want: Wanted, temperature: float) -> Outputs:
-        """The outputs that ``want`` names, as whole rows.
+        """Computes the outputs that ``want`` names, as whole rows.
 
         ``result``: this rank's logits (rows, length, part of the vocabulary) or values (rows, length, 1).
         """
-        each = result.shape[-1]
-        start = parallel_state.get_tensor_model_parallel_rank() * each
+        width = result.shape[-1]
+        start = parallel_state.get_tensor_model_parallel_rank() * width
         # Padding would take part in the softmax (docs/findings/megatron-padded-vocabulary.md).
-        real = each if "shipped" in self.options else min(each, max(0, self.shape.vocab - start))
+        real = width if "shipped" in self.options else min(width, max(0, self.shape.vocab - start))
         found = outputs_of(
             result,
             part.own,
@@ -256,26 +259,26 @@ class MegatronTrainable:
         return found.each(lambda numbers: self._whole(numbers, part))
 
     def _whole(self, own: Tensor, part: ShardedMicroBatch) -> Tensor:
-        """The numbers of all tokens of a micro-batch, (rows, length, ...), from those of this rank of the ring."""
+        """Gathers the numbers of all tokens of a micro-batch, (rows, length, ...), over context-parallel ranks."""
         rows, length = part.whole.tokens.shape
         assert part.documents.ring is not None
         return self.context.ring.restore(own, part.documents.ring, rows=rows, length=length)
 
     def _with_routing(self, outputs: Outputs, part: ShardedMicroBatch) -> Outputs:
-        """The outputs, with what the routers of all stages did; collective."""
-        mixture, found = self.shape.mixture, part.documents.routed
-        if mixture is None or found is None:
+        """Adds the choices of the routers of all stages to ``outputs``; collective."""
+        mixture, routed = self.shape.mixture, part.documents.routed
+        if mixture is None or routed is None:
             return outputs
-        told = gathered(found, mixture, part.own, sequence_parallel=self.model_config.sequence_parallel)
-        weights, probabilities, squares = (self._whole(own, part) for own in told)
+        observed = gathered(routed, mixture, part.own, sequence_parallel=self.model_config.sequence_parallel)
+        weights, probabilities, squares = (self._whole(own, part) for own in observed)
         return replace(outputs, routing=weights, probabilities=probabilities, squares=squares)
 
     def backward(self, loss: Tensor) -> Tensor:
-        """The scaled loss, of which megatron-core's schedule takes the gradient."""
+        """Returns the scaled loss that megatron-core's schedule differentiates."""
         return loss * self.gradient_scale() * self.context.config.accumulation
 
     def gradient_scale(self) -> float:
-        """The number of ranks that megatron-core averages gradients over; the ranks of a ring count separately."""
+        """Returns the number of ranks that megatron-core averages gradients over: data x context-parallel ranks."""
         return self.context.config.layout.data * self.context.config.layout.sp
 
     def traced(self, numbers: Sequence[MicroBatch]) -> Traced:
@@ -283,7 +286,7 @@ class MegatronTrainable:
         return traced_chunks(self.tensors.chunks, self.shape, self.stages, parts, gradient_scale=self.gradient_scale())
 
     def _from_last_stage(self, outputs: Outputs | None, inputs: MicroBatch, want: Wanted) -> Outputs:
-        """The outputs that the last pipeline stage has computed, on all stages; collective."""
+        """Broadcasts the outputs of the last pipeline stage to all stages; collective."""
         if self.context.config.layout.pp == 1:
             assert outputs is not None
             return outputs
@@ -299,10 +302,13 @@ class MegatronTrainable:
         return Outputs(**dict(zip(names, numbers, strict=True)))
 
     def finish_gradients(self) -> None:
-        """Do nothing: schedules end with ``finalize_model_grads``, and readers of gradients remove the loss scale."""
+        """Does nothing: schedules end with ``finalize_model_grads``, and readers of gradients remove the loss scale."""
 
     def optimizer_step(self) -> float | None:
-        """See Trainable. NaN if fp16 gradients overflow: the library then makes no update and computes no norm."""
+        """Updates the parameters and returns the gradient norm.
+
+        Returns NaN if fp16 gradients overflow: the library then makes no update and computes no norm.
+        """
         with self.context.placed():
             updated, norm, _ = self.optimizer.step()
             self.skipped = not updated
@@ -325,7 +331,7 @@ class MegatronTrainable:
         return self.tensors.named(kind)
 
     def _scaler(self) -> Any:
-        """megatron-core's grad scaler, which holds the loss scale; None except in fp16."""
+        """Returns megatron-core's grad scaler, which holds the loss scale; None except in fp16."""
         return getattr(self._inner_optimizer(), "grad_scaler", None)
 
     def write_state(self, kind: WrittenKind, read: SliceReader) -> None:
@@ -344,13 +350,13 @@ class MegatronTrainable:
         return self.tensors.local(kind)
 
     def _complete_weights(self) -> None:
-        """Gather the weights that other ranks have updated; with overlap, only the next forward pass would do that."""
-        if self.optimizer is not None and "overlap" in self.options and cuts_optimizer(self.context.config):
+        """Gathers the weights that other ranks have updated; with overlap, only the next forward pass would do that."""
+        if self.optimizer is not None and "overlap" in self.options and shards_optimizer(self.context.config):
             with self.context.placed():
                 for chunk in self.chunks:
                     chunk.start_param_sync(force_sync=True)
                     for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
-                        # Before an update it would keep the next forward pass from gathering what the update made.
+                        # Otherwise the forward pass after the next update would not gather the updated weights.
                         group.param_gather_dispatched = False
 
     def resolved(self) -> dict[str, Any]:

@@ -1,12 +1,10 @@
-"""Which part of a model each pipeline stage holds: pure arithmetic, the same on every rank.
+"""Reads the shape of a model from its Hugging Face configuration, and distributes its layers over pipeline stages.
 
 A *chunk* is a part of the model that one rank runs without a send in between; each rank has ``vpp`` chunks. Chunk c of
 rank r is number ``c * pp + r`` of the model (interleaved schedule, arXiv 2104.04473 section 2.2). If the layers do not
 divide evenly, embedding and head count as a layer each, and may even have a chunk for themselves.
 
-What a Hugging Face configuration says about latent attention, DeepSeek's; imports no Megatron.
-
-What a Hugging Face configuration says about a model, as far as Megatron's layers need it; imports no Megatron.
+This module does not import Megatron.
 """
 
 import json
@@ -33,20 +31,23 @@ from impl.megatron.moe_config import (
 
 @dataclass(frozen=True, kw_only=True)
 class Stages:
-    """``chunks[i]``: the layers of the model's i-th chunk. The first also has the embedding, the last the head."""
+    """Assigns layers to chunks.
+
+    ``chunks[i]``: the layers of chunk i; the first chunk also has the embedding, the last the head.
+    """
 
     pp: int
     vpp: int
     chunks: tuple[range, ...]
 
     def owner(self, layer: int) -> tuple[int, int]:
-        """Pipeline rank and chunk number of a layer."""
+        """Returns pipeline rank and chunk number of a layer."""
         index = next(i for i, chunk in enumerate(self.chunks) if layer in chunk)
         return index % self.pp, index // self.pp
 
     @property
     def layout(self) -> list[list[str]]:
-        """The chunks as megatron-core's ``pipeline_model_parallel_layout``."""
+        """Returns the chunks as megatron-core's ``pipeline_model_parallel_layout``."""
         names = [["decoder"] * len(chunk) for chunk in self.chunks]
         names[0].insert(0, "embedding")
         names[-1].append("loss")
@@ -54,12 +55,12 @@ class Stages:
 
 
 def stages(*, layers: int, pp: int, vpp: int) -> Stages:
-    """Distribute layers over pp x vpp chunks: evenly if they divide; else embedding and head count as a layer each."""
+    """Distributes layers over pp x vpp chunks: evenly if they divide; else embedding and head count as a layer each."""
     count = pp * vpp
     if layers % count == 0:
         sizes = [layers // count] * count
     else:
-        assert layers + 2 >= count, "Layout.validate lets nothing else through"
+        assert layers + 2 >= count, "Layout.validate rejects more chunks"
         each, more = divmod(layers + 2, count)
         sizes = [each + (1 <= position <= more) for position in range(count)]  # remaining layers go to the middle
         sizes[0] -= 1
@@ -68,13 +69,16 @@ def stages(*, layers: int, pp: int, vpp: int) -> Stages:
     return Stages(pp=pp, vpp=vpp, chunks=tuple(range(s, s + n) for s, n in zip(starts, sizes, strict=True)))
 
 
-EPS = 1e-6  # of the norms of latent vectors: a number of transformers' own, whatever rms_norm_eps is
+EPS = 1e-6  # for the norms of latent vectors; transformers ignores rms_norm_eps there
 
 
 @dataclass(frozen=True, kw_only=True)
 class Yarn:
-    """Scaled positions (arXiv 2309.00071). size: of sines and cosines. all_dims: what scores are scaled by besides, in
-    the words of DeepSeek's files (mscale_all_dim). truncate: bounds of pairs are whole numbers."""
+    """Holds the numbers of YaRN's scaled positions (arXiv 2309.00071).
+
+    size: factor of sines and cosines. all_dims: DeepSeek's ``mscale_all_dim``, from which a factor of the scores
+    follows. truncate: whether the bounds of the ramp over frequencies are rounded to integers.
+    """
 
     factor: float
     size: float
@@ -86,8 +90,10 @@ class Yarn:
 
 
 class Module(NamedTuple):
-    """A module in front of the scores: its name at Hugging Face, the size of its weight, and whether tensor parallelism
-    cuts its rows."""
+    """Describes a module of latent attention before the scores.
+
+    name: in Hugging Face. size: shape of the weight. cut: whether tensor parallelism shards its rows.
+    """
 
     name: str
     size: tuple[int, ...]
@@ -96,10 +102,11 @@ class Module(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Latent:
-    """Latent attention (arXiv 2405.04434, section 2.1): ranks of queries (None: they have no latent vectors) and of
-    keys and values; by head the numbers of a query that positions leave (``plain``) and turn, and those of a value.
+    """Holds the sizes of latent attention (arXiv 2405.04434, section 2.1).
 
-    neighbours: positions turn pairs of numbers next to each other, not of the two halves. yarn: None without scaling.
+    q_rank, kv_rank: widths of the latent vectors; q_rank is None if queries have none. plain, turned: widths of a
+    query head without and with rotary positions. value: width of a value head. neighbours: rotary positions turn
+    adjacent pairs, not the two halves. yarn: None without scaling.
     """
 
     q_rank: int | None
@@ -111,7 +118,7 @@ class Latent:
     yarn: Yarn | None
 
     def modules(self, *, hidden: int, heads: int) -> dict[str, Module]:
-        """By megatron-core's names."""
+        """Maps megatron-core's names to the modules."""
         queries = heads * (self.plain + self.turned)
         if self.q_rank is None:
             found = {"linear_q_proj": Module("q_proj", (queries, hidden), cut=True)}
@@ -130,7 +137,7 @@ class Latent:
 
 
 def latent_of(config: dict[str, Any], rope: Mapping[str, Any], *, scaled: bool) -> Latent:
-    """``rope``: what the configuration says of rotary positions. Raises KeyError for a key that is missing."""
+    """Reads latent attention from a configuration. ``rope``: see ``_rope``. Raises KeyError for a missing key."""
     return Latent(
         q_rank=config["q_lora_rank"],
         kv_rank=config["kv_lora_rank"],
@@ -161,14 +168,13 @@ def _magnitude(factor: float, scale: float) -> float:
 
 
 class Family(NamedTuple):
-    """A family whose layers are built here: RMSNorm before attention and before a SwiGLU MLP, rotary positions, GQA.
+    """Describes a family of models with RMSNorm before attention and before a SwiGLU MLP, rotary positions and GQA.
 
     bias: the configuration's key for biases on q, k, v and o, and its default; or which projections have one (q, k and
-    v: unless ``qkv_bias`` is false). The MLP has none. qk_norm: whether q and k are normalised per head. windows: which
-    layers have a sliding window. sinks: attention has a learned score per head, without a value. fused: at Hugging Face
-    q, k and v are one matrix, and gate and up. partial: positions may be on a part of each head. mixture: how a
-    configuration spells its mixture of experts. latent: attention is DeepSeek's, with biases
-    in the place of those on q, k and v on the projections to latent vectors.
+    v: unless ``qkv_bias`` is false). The MLP has none. qk_norm: q and k are normalised per head. windows: which layers
+    have a sliding window. sinks: attention has a learned score per head, without a value. fused: Hugging Face fuses q,
+    k and v, and gate and up. partial: rotary positions may cover a part of each head. mixture: the configuration's keys
+    for experts. latent: attention is DeepSeek's; the projections to latent vectors have the biases of q, k and v.
     """
 
     bias: tuple[str, bool] | Literal["none", "qkv"]
@@ -195,8 +201,8 @@ FAMILIES = {
     "DeepseekV2": Family(("attention_bias", False), mixture=DEEPSEEK_V2, latent=True),
     "DeepseekV3": Family(("attention_bias", False), mixture=DEEPSEEK_V3, latent=True),
 }
-# Families with parts that megatron-core 0.16.1 does not have (source read, and
-# tests/megatron_backend/test_megatron_lacks.py looks).
+# Families with parts that megatron-core 0.16.1 lacks (source read; checked by
+# tests/megatron_backend/test_megatron_lacks.py).
 _AFTER = "norms of what attention and MLP give, before it is added"
 _SCALED = "embeddings times the root of their width"
 LACKING = {
@@ -207,22 +213,22 @@ LACKING = {
 HEADS: dict[str, Head] = {"ForCausalLM": "causal", "ForSequenceClassification": "value"}
 ARCHITECTURES = {family + suffix: (family, head) for family in FAMILIES for suffix, head in HEADS.items()}
 VOCABULARY_MULTIPLE = 128  # Megatron-LM's default: a rank's part of the vocabulary is a multiple of it
-_SIZES = ("attention_factor", "mscale", "mscale_all_dim")  # of cos and sin under yarn
+_SIZES = ("attention_factor", "mscale", "mscale_all_dim")  # keys that scale cos and sin under yarn
 _DROPOUTS = ("embd_pdrop", "resid_pdrop")
 VALUE_HEAD = "score.weight"  # (1, hidden), in place of the language head: transformers' name for a scalar head
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """The sizes and switches of a model.
+    """Holds the sizes and switches of a model.
 
-    qkv_bias, output_bias: on q, k and v, and on o. windows: of each layer, None without one. llama3: the scaling of
-    rotary frequencies, in the words of megatron-core's own function; None without it. yarn: another, as the
-    configuration spells it, with every number. head: logits over the vocabulary,
-    or one value per token. padding_token: its embedding gets no gradient where the token is an input. fused, sinks: see
-    Family. rotary_share: of a head's numbers, the part that positions turn, from the first one on.
-    attention_dropout: a probability; it is only run if it is switched off. mixture: of the layers that have experts.
-    latent: of latent attention, in which head_dim is that of queries and keys; None for grouped queries.
+    qkv_bias, output_bias: biases on q, k and v, and on o. windows: window per layer, None without. llama3: scaling of
+    rotary frequencies, as arguments of megatron-core's own function; None without. yarn: YaRN's scaling, with the
+    configuration's keys. head: logits over the vocabulary, or one value per token. padding_token: its embedding gets no
+    gradient where the token is an input. fused, sinks: see Family. rotary_share: share of a head's numbers, from the
+    first one on, that rotary positions turn. attention_dropout: probability; only 0 or switched-off dropout is
+    supported. mixture: experts, None without. latent: latent attention, in which head_dim is the width of queries and
+    keys; None for grouped queries.
     """
 
     layers: int
@@ -253,7 +259,7 @@ class ModelShape:
 
     @property
     def attended(self) -> int:
-        """The width of what attention gives to o_proj."""
+        """Returns the width of o_proj's input."""
         return self.heads * (self.latent.value if self.latent else self.head_dim)
 
     def padded_vocab(self, tp: int) -> int:
@@ -262,7 +268,7 @@ class ModelShape:
 
 
 def read_shape(folder: Path) -> ModelShape:
-    """The shape of the model in a Hugging Face folder. Raises UsageError if it needs something that is not built in."""
+    """Reads the shape of the model in a Hugging Face folder. Raises UsageError for unsupported models."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     name = next(iter(config.get("architectures") or ()), None)
     if parts := LACKING.get(str(name).partition("For")[0]):
@@ -275,7 +281,7 @@ def read_shape(folder: Path) -> ModelShape:
     family, head = ARCHITECTURES[name]
     several = head == "value" and config.get("num_labels", len(config.get("id2label") or ()) or 1) != 1
     known = ("default", "yarn") if FAMILIES[family].latent else ("default", "llama3", "yarn")
-    refused = {
+    unsupported = {
         f"rotary positions that are scaled otherwise than by {' or '.join(known[1:])}": _scaling(config) not in known,
         "quantized weights (save them with dequantize=True), which are": config.get("quantization_config"),
         "experts with biases beside attention without": name.startswith("GptOss")
@@ -285,16 +291,16 @@ def read_shape(folder: Path) -> ModelShape:
         "dropout of embeddings and of blocks (embd_pdrop, resid_pdrop)": any(map(config.get, _DROPOUTS)),
         "an activation other than SiLU": config.get("hidden_act", "silu") != "silu",
     }
-    if missing := [what for what, asked in refused.items() if asked]:
+    if missing := [feature for feature, is_needed in unsupported.items() if is_needed]:
         raise UsageError(f"{' and '.join(missing)} not built in for megatron; use fsdp2 or deepspeed")
     try:
         return _shape(config, FAMILIES[family], head=head)
-    except KeyError as lacking:
-        raise UsageError(f"{folder}/config.json does not say {lacking.args[0]}; add it") from None
+    except KeyError as error:
+        raise UsageError(f"{folder}/config.json lacks the key {error.args[0]}; add it") from None
 
 
 def _rope(config: dict[str, Any]) -> dict[str, Any]:
-    """What the configuration says of rotary positions, in its newer or its older spelling."""
+    """Returns the configuration's keys for rotary positions, in their newer or older spelling."""
     return {
         "rope_theta": config.get("rope_theta"),
         "partial_rotary_factor": config.get("partial_rotary_factor"),
@@ -308,9 +314,9 @@ def _scaling(config: dict[str, Any]) -> str:
 
 
 def _yarn(rope: dict[str, Any]) -> dict[str, float]:
-    """With transformers' numbers where the configuration is silent; cos and sin have the size that follows from them.
+    """Returns YaRN's numbers, with transformers' defaults for missing keys.
 
-    Raises UsageError where they have another.
+    Raises UsageError if a key sets another scale of cos and sin than the one that follows from the factor.
     """
     if own := [key for key in _SIZES if rope.get(key)]:
         raise UsageError(f"yarn with {', '.join(own)} is not built in for megatron; use fsdp2 or deepspeed")
@@ -362,7 +368,7 @@ def _shape(config: dict[str, Any], family: Family, *, head: Head) -> ModelShape:
         qkv_bias=bias or (family.bias == "qkv" and bool(config.get("qkv_bias", True))),
         output_bias=bias,
         qk_norm=family.qk_norm,
-        # A value head has nothing to be tied to.
+        # A value head cannot be tied to the embedding.
         tied=bool(config.get("tie_word_embeddings")) and head == "causal",
         max_positions=config["max_position_embeddings"],
         windows=_windows(config, family),

@@ -1,4 +1,4 @@
-"""What a Hugging Face configuration says about a mixture of experts; imports no Megatron."""
+"""Reads a mixture of experts from a Hugging Face configuration; does not import Megatron."""
 
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -9,11 +9,11 @@ from conformance.spec.layout import Layout
 
 
 class Keys(NamedTuple):
-    """How a family's configuration spells a mixture; None for a key that it does not have.
+    """Names the keys of a mixture in a family's configuration; None for a key that the family does not have.
 
-    normalised: the weights of the chosen experts are divided by their sum; without a key they always are. shared: the
-    size of an expert that sees every token, behind a gate of its own. clamped: see Mixture. best: of DeepSeek's, see
-    Groups.
+    normalised: whether the weights of the chosen experts are divided by their sum; without a key they always are.
+    shared: the size of an expert that processes every token, with a gate of its own. clamped: see Mixture. best: see
+    Groups; 0 for families other than DeepSeek.
     """
 
     experts: str
@@ -34,8 +34,7 @@ DEEPSEEK_V3 = DEEPSEEK_V2._replace(best=2)
 
 
 class Groups(NamedTuple):
-    """A router that chooses experts in ``chosen`` of so ``many`` groups, those with the largest sums of their ``best``
-    scores."""
+    """Limits a router to experts in ``chosen`` of ``many`` groups: those with the largest sums of ``best`` scores."""
 
     many: int
     chosen: int
@@ -44,14 +43,13 @@ class Groups(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Mixture:
-    """A mixture of experts, the same in all layers that have one.
+    """Describes a mixture of experts, the same in all layers that have one.
 
-    layers: their numbers. size, shared: widths of an expert, and of the shared one; None without it. normalised: see
-    Keys. loss_factor: of the load-balancing loss; 0 where the configuration does not switch it on. clamped: experts are
-    those of gpt-oss, with biases, as routers have them, and an activation of clamped numbers; None in other mixtures.
-    sigmoid: experts have a sigmoid each, in the place of a softmax, and are chosen by these with a bias that is not
-    trained. factor multiplies the weights of chosen experts. shared_gate: the shared expert's output is weighted by a
-    gate.
+    layers: numbers of these layers. size, shared: widths of an expert and of the shared one (None without). normalised:
+    see Keys. loss_factor: factor of the load-balancing loss; 0 if the configuration does not switch it on. clamped:
+    experts are those of gpt-oss, with biases on experts and routers and clamped activations; None in other mixtures.
+    sigmoid: the scores are sigmoids instead of a softmax, and an untrained bias is added when experts are chosen.
+    factor: multiplies the weights of chosen experts. shared_gate: a gate weights the shared expert's output.
     """
 
     layers: tuple[int, ...]
@@ -73,17 +71,17 @@ class Mixture:
 
 
 def mixture_of(config: dict[str, Any], keys: Keys) -> Mixture:
-    """Raises UsageError for what is random, and KeyError for a key that is missing."""
+    """Reads a mixture. Raises UsageError for an unsupported setting and KeyError for a missing key."""
     if config.get("router_jitter_noise"):
         raise UsageError("router_jitter_noise is random; set it to 0.0 in the model's config.json")
     experts, chosen = config[keys.experts], config["num_experts_per_tok"]
     normalised = True if keys.normalised is None else bool(config[keys.normalised])
     if keys.clamped and (config.get("swiglu_alpha", 1.702), config.get("swiglu_limit", 7.0)) != (1.702, 7.0):
-        raise UsageError("experts with another swiglu_alpha than 1.702 or swiglu_limit than 7.0 are not built in")
+        raise UsageError("experts need swiglu_alpha 1.702 and swiglu_limit 7.0; use fsdp2 or deepspeed for others")
     if chosen > experts:
         raise UsageError(f"the model chooses {chosen} of {experts} experts; lower num_experts_per_tok")
     if chosen == 1 and normalised:  # a softmax over one expert has no gradient
-        raise UsageError("megatron-core normalises no single expert; use fsdp2 or deepspeed, or two experts per token")
+        raise UsageError("megatron-core cannot normalise one expert's weight; use fsdp2 or deepspeed, or two experts")
     count: int = config["num_hidden_layers"]
     if keys.best:
         return _deepseek(config, keys, experts=experts, chosen=chosen, normalised=normalised)
@@ -103,15 +101,15 @@ def mixture_of(config: dict[str, Any], keys: Keys) -> Mixture:
 
 
 def _deepseek(config: dict[str, Any], keys: Keys, *, experts: int, chosen: int, normalised: bool) -> Mixture:
-    """As transformers reads the configurations of DeepSeek-V2 and V3."""
+    """Reads a configuration of DeepSeek-V2 or V3 as transformers does."""
     sigmoid = keys is DEEPSEEK_V3
     method = None if sigmoid else config["topk_method"]
     if method not in (None, "greedy", "group_limited_greedy"):
-        raise UsageError(f"topk_method {method!r} is not known; use greedy or group_limited_greedy")
-    if normalised != sigmoid:  # the library divides sigmoids always, and a softmax by taking it of the chosen logits
+        raise UsageError(f"topk_method {method!r} is unknown; use greedy or group_limited_greedy")
+    if normalised != sigmoid:  # the library always normalises sigmoids, and a softmax by taking it over chosen logits
         raise UsageError(
-            f"norm_topk_prob={normalised} not built in for megatron, whose routers have this choice for no "
-            f"{'sigmoids' if sigmoid else 'softmax in groups'}; use fsdp2 or deepspeed"
+            f"norm_topk_prob={normalised} not built in for megatron, whose routers do not support it with "
+            f"{'sigmoids' if sigmoid else 'a softmax in groups'}; use fsdp2 or deepspeed"
         )
     size: int = config[keys.size]
     return Mixture(
@@ -130,14 +128,14 @@ def _deepseek(config: dict[str, Any], keys: Keys, *, experts: int, chosen: int, 
 
 
 class ExpertSizes(NamedTuple):
-    """``ranks``: those that hold different experts. ``cuts``: those that cut each of them, by tensor parallelism."""
+    """Holds the number of ranks with different experts, and the number of tensor-parallel ``cuts`` of each expert."""
 
     ranks: int
     cuts: int
 
 
 def expert_sizes(layout: Layout, *, whole: bool) -> ExpertSizes:
-    """megatron-core cuts no expert with biases; where experts are ``whole``, the ranks of tp share them out."""
+    """Returns the expert-parallel sizes; if experts stay ``whole``, tp ranks hold different experts."""
     return ExpertSizes(layout.ep * layout.tp, 1) if whole else ExpertSizes(layout.ep, layout.tp)
 
 
@@ -146,14 +144,14 @@ def mixture_support(mixture: Mixture | None, layout: Layout) -> Support:
     if mixture is None:
         return Unsupported("the model has no experts; use ep1") if layout.ep > 1 else Supported()
     if layout.tp > 1 and "seqpar" not in layout.options:
-        return Unsupported("megatron-core trains experts beside tp with sequence parallelism only; add seqpar")
+        return Unsupported("megatron-core trains experts with tp only with sequence parallelism; add seqpar")
     sizes = expert_sizes(layout, whole=bool(mixture.clamped))
     for size in (mixture.size, mixture.shared):
         if size and size % sizes.cuts:
             return Unsupported(f"tp={layout.tp} does not divide experts of {size}; use tp1, or another divisor")
     if mixture.clamped and layout.tp > 1 and (layout.ep > 1 or mixture.experts % layout.tp):
         return Unsupported(
-            f"megatron-core cuts no expert with biases, so the ranks of tp share out all {mixture.experts} whole; use "
-            f"a tp that divides them, without ep"
+            f"megatron-core does not shard experts with biases, so tp ranks share out {mixture.experts} whole experts; "
+            f"use a tp that divides this number, without ep"
         )
     return Supported()

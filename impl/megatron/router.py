@@ -1,12 +1,12 @@
-"""Routers of megatron-core's mixtures of experts: choices that are given, what they did, and the load-balancing loss.
+"""Replays, records and balances the expert choices of megatron-core's routers.
 
-The library's router computes and chooses; choices are given to it by its own ``RouterReplay``. Its load-balancing
-losses are of one layer, and of one micro-batch or of a mean over those so far. Here the loss is that of the whole step
-and of all routers (docs/explanations/mixture-of-experts.md), and is attached as the library attaches its own, by
-``MoEAuxLossAutoScaler``: so it is there on every stage of a pipeline, and where layers are computed again.
+The library's router computes and chooses; its own ``RouterReplay`` replays given choices. The library's load-balancing
+loss covers one layer, and one micro-batch or a running mean. Here the loss covers the whole step and all routers
+(docs/explanations/mixture-of-experts.md). ``MoEAuxLossAutoScaler`` attaches it, as for the library's own loss, so it
+works on every pipeline stage and with recomputation.
 
-A router may run a micro-batch at any time of a pipeline's schedule, and again in its backward pass, so what it is given
-and where it writes travels with the micro-batch's ``Documents`` and is handed to it by a hook of its layer.
+A router may run a micro-batch at any time of a pipeline's schedule, and again in its backward pass. So its inputs and
+the place of its results travel with the micro-batch's ``Documents``; a hook of the layer passes them to the router.
 """
 
 from collections.abc import Sequence
@@ -28,13 +28,13 @@ from impl.interface.outputs import RouterTerms
 from impl.megatron.moe_config import Groups, Mixture
 from impl.models.router import Choice, replayed_choice, router_probabilities, router_sigmoids
 
-# Undefined without TransformerEngine, and asked for in every router (docs/findings/megatron-router-needs-te.md).
+# Every router reads it, but it is undefined without TransformerEngine (docs/findings/megatron-router-needs-te.md).
 vars(moe_utils).setdefault("te_general_gemm", None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepLoss:
-    """What routers add to the loss of a step. scale: what the library divides gradients by afterwards."""
+    """Holds the routers' part of the loss of a step. scale: the library divides gradients by it afterwards."""
 
     terms: RouterTerms
     scale: float
@@ -42,36 +42,36 @@ class StepLoss:
 
 @dataclass(frozen=True, kw_only=True)
 class Routed:
-    """One micro-batch in front of the routers of a rank: what they are given, and ``seen``, what they did.
+    """Holds inputs and recorded choices of a rank's routers for one micro-batch.
 
-    real: (N,), of the tokens that this rank's routers see, in megatron-core's order. replayed: by router the choices
-    (N, K), or none.
+    real: (N,), for the tokens of this rank's routers, in megatron-core's order. replayed: choices (N, K) per router,
+    or none. choices: recorded choices by router.
     """
 
     real: Tensor
     replayed: Sequence[Tensor] = ()
     loss: StepLoss | None = None
-    seen: dict[int, Choice] = field(default_factory=dict)
+    choices: dict[int, Choice] = field(default_factory=dict)
 
 
 def routed(own: MicroBatch, mixture: Mixture, *, sequence_parallel: bool, loss: StepLoss | None) -> Routed:
-    """``own``: the tokens that this rank of a ring holds."""
+    """Creates the routers' inputs. ``own``: the tokens of this context-parallel rank."""
     given = expert_column(0, 0) in own.columns
     choices = [replayed_choice(own, n, mixture.chosen) for n in range(len(mixture.layers))] if given else []
     rows, length = own.tokens.shape
 
-    def seen_here(numbers: Tensor) -> Tensor:
-        """(rows x length, ...) -> (length x rows, ...), and of that the part of this tensor-parallel rank."""
+    def local_part(numbers: Tensor) -> Tensor:
+        """Reorders (rows x length, ...) to (length x rows, ...) and takes this tensor-parallel rank's part."""
         ordered = numbers.view(rows, length, *numbers.shape[1:]).transpose(0, 1).flatten(0, 1)
         return ordered.chunk(_parts(sequence_parallel))[_part(sequence_parallel)]
 
-    return Routed(real=seen_here(own.real.flatten()), replayed=[seen_here(one) for one in choices], loss=loss)
+    return Routed(real=local_part(own.real.flatten()), replayed=[local_part(one) for one in choices], loss=loss)
 
 
 class StepTopKRouter(TopKRouter):  # type: ignore[misc]
-    """megatron-core's router, which takes choices that are given and adds its part of the step's loss.
+    """Extends megatron-core's router by replayed choices and its part of the step's loss.
 
-    number: among the model's routers. routed: the micro-batch of the next forward pass.
+    number: index among the model's routers. routed: the micro-batch of the next forward pass.
     """
 
     number: int
@@ -87,19 +87,22 @@ class StepTopKRouter(TopKRouter):  # type: ignore[misc]
         weights, chosen = super().routing(logits, padding_mask)
         logits = logits.view(-1, logits.shape[-1])
         squares = torch.logsumexp(logits.to(probabilities.dtype), dim=-1).square()
-        self.routed.seen[self.number] = Choice(
+        self.routed.choices[self.number] = Choice(
             weights=weights.detach(), probabilities=probabilities.detach(), squares=squares.detach()
         )
         loss = self.routed.loss
         if loss is not None and torch.is_grad_enabled():
-            told = (one[self.routed.real, None] for one in (weights.detach(), probabilities, squares))
-            share = loss.terms.share(*told)
+            observed = (numbers[self.routed.real, None] for numbers in (weights.detach(), probabilities, squares))
+            share = loss.terms.share(*observed)
             weights = MoEAuxLossAutoScaler.apply(weights, share * loss.scale)
         return weights, chosen
 
     def _given(self, probabilities: Tensor) -> Tensor | None:
-        """Choices (N, K) in the place of the library's, which adds up another number of scores of a group than
-        DeepSeek's models do (docs/findings/megatron-groups-of-experts.md). ``probabilities``: (N, X)."""
+        """Returns replayed choices (N, K), or choices in groups as in DeepSeek's models, or None for the library's.
+
+        The library sums a different number of scores per group (docs/findings/megatron-groups-of-experts.md).
+        ``probabilities``: (N, X).
+        """
         if self.routed.replayed:
             return self.routed.replayed[self.number]
         if self.groups is None or self.groups.best == self.topk // self.groups.chosen:
@@ -108,8 +111,10 @@ class StepTopKRouter(TopKRouter):  # type: ignore[misc]
         return chosen_in_groups(preferred, self.groups, self.topk)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Move the router, or change its dtype, of which the library has rounded the bias of choices by the time that
-        it keeps it in float32 (docs/findings/megatron-rounded-bias.md)."""
+        """Moves the router or changes its dtype, without rounding the correction bias.
+
+        The library rounds the bias before it casts it back to float32 (docs/findings/megatron-rounded-bias.md).
+        """
         before = self.expert_bias
         super()._apply(fn, recurse)
         if before is not None:
@@ -118,31 +123,31 @@ class StepTopKRouter(TopKRouter):  # type: ignore[misc]
 
 
 def chosen_in_groups(preferred: Tensor, groups: Groups, count: int) -> Tensor:
-    """The ``count`` experts of each token, (N, K), in its best groups. ``preferred``: (N, X)."""
+    """Chooses ``count`` experts per token, (N, K), in the token's best groups. ``preferred``: scores (N, X)."""
     best = preferred.unflatten(1, (groups.many, -1)).topk(groups.best, dim=2).values.sum(dim=2)
-    kept = torch.zeros_like(best, dtype=torch.bool).scatter(1, best.topk(groups.chosen, dim=1).indices, value=True)
-    inside = kept.repeat_interleave(preferred.shape[1] // groups.many, dim=1)
+    selected = torch.zeros_like(best, dtype=torch.bool).scatter(1, best.topk(groups.chosen, dim=1).indices, value=True)
+    inside = selected.repeat_interleave(preferred.shape[1] // groups.many, dim=1)
     return preferred.masked_fill(~inside, -torch.inf).topk(count, dim=1).indices
 
 
 def number_routers(chunk: Any, mixture: Mixture) -> None:
-    """Number the routers of a GPTModel, and let each layer hand its router the micro-batch."""
+    """Numbers the routers of a GPTModel, and lets each layer pass the micro-batch to its router."""
     for layer in chunk.decoder.layers:
         if (number := layer.layer_number - 1) in mixture.layers:
             layer.mlp.router.number = mixture.layers.index(number)
             layer.mlp.router.groups = mixture.groups
-            layer.register_forward_pre_hook(_hand_over, with_kwargs=True)
+            layer.register_forward_pre_hook(_pass_documents, with_kwargs=True)
 
 
-def _hand_over(layer: Any, _: Any, arguments: dict[str, Any]) -> None:
+def _pass_documents(layer: Any, _: Any, arguments: dict[str, Any]) -> None:
     layer.mlp.router.routed = arguments["packed_seq_params"].routed
 
 
 def release(chunk: Any) -> None:
-    """Let go of the last forward pass.
+    """Drops the tensors of the last forward pass.
 
-    A token dispatcher keeps its tensors with their graph, which leads back to it by way of hooks on gradients; Python
-    finds no such cycle, and process groups would stay open.
+    A token dispatcher keeps tensors whose autograd graph leads back to it through gradient hooks. Python's garbage
+    collector does not find such a cycle, so process groups would stay open.
     """
     for dispatcher in (m.token_dispatcher for m in chunk.modules() if hasattr(m, "token_dispatcher")):
         for name, value in list(vars(dispatcher).items()):
@@ -151,28 +156,29 @@ def release(chunk: Any) -> None:
 
 
 def forget() -> None:
-    """Clear what the library keeps of routers for the whole process."""
+    """Clears the library's process-wide state of routers."""
     RouterReplay.clear_global_router_replay_instances()
     MoEAuxLossAutoScaler.main_loss_backward_scale = None
 
 
-def gathered(found: Routed, mixture: Mixture, own: MicroBatch, *, sequence_parallel: bool) -> tuple[Tensor, ...]:
-    """What routers did with the tokens in ``own``: weights and probabilities of experts (rows, length, routers, X) and
-    squares (rows, length, routers), from all stages of a pipeline and all ranks that have cut the sequence; collective.
+def gathered(routed: Routed, mixture: Mixture, own: MicroBatch, *, sequence_parallel: bool) -> tuple[Tensor, ...]:
+    """Gathers the routers' outputs for the tokens in ``own`` from all pipeline and sequence-parallel ranks; collective.
+
+    Returns weights and probabilities of experts (rows, length, routers, X) and squares (rows, length, routers).
     """
-    size = (len(found.real), len(mixture.layers), 2 * mixture.experts + 1)
-    told = torch.zeros(size, device=own.tokens.device, dtype=torch.get_default_dtype())
-    for number, choice in found.seen.items():
+    size = (len(routed.real), len(mixture.layers), 2 * mixture.experts + 1)
+    observed = torch.zeros(size, device=own.tokens.device, dtype=torch.get_default_dtype())
+    for number, choice in routed.choices.items():
         assert choice.squares is not None
-        told[:, number] = torch.cat([choice.weights, choice.probabilities, choice.squares[:, None]], dim=-1)
+        observed[:, number] = torch.cat([choice.weights, choice.probabilities, choice.squares[:, None]], dim=-1)
     if parallel_state.get_pipeline_model_parallel_world_size() > 1:
-        dist.all_reduce(told, group=parallel_state.get_pipeline_model_parallel_group())
-    pieces = [torch.empty_like(told) for _ in range(_parts(sequence_parallel))]
+        dist.all_reduce(observed, group=parallel_state.get_pipeline_model_parallel_group())
+    pieces = [torch.empty_like(observed) for _ in range(_parts(sequence_parallel))]
     if len(pieces) > 1:
-        dist.all_gather(pieces, told, group=parallel_state.get_tensor_model_parallel_group())
-        told = torch.cat(pieces)
+        dist.all_gather(pieces, observed, group=parallel_state.get_tensor_model_parallel_group())
+        observed = torch.cat(pieces)
     rows, length = own.tokens.shape
-    parts = told.unflatten(0, (length, rows)).transpose(0, 1).split([mixture.experts, mixture.experts, 1], dim=-1)
+    parts = observed.unflatten(0, (length, rows)).transpose(0, 1).split([mixture.experts, mixture.experts, 1], dim=-1)
     return parts[0], parts[1], parts[2][..., 0]
 
 

@@ -1,8 +1,8 @@
-"""Begins with Megatron in a process: decides whether megatron-core finds TransformerEngine.
+"""Decides whether megatron-core finds TransformerEngine in this process.
 
-megatron-core looks for TransformerEngine once, when it is imported, and takes optimizers, norms and layers of it. The
-layout option ``te`` wants the layers and their attention, and other layouts none of it (impl.megatron.global_state).
-So a process is for one of the two.
+megatron-core looks for TransformerEngine once, when it is imported, and uses its optimizers, norms and layers. The
+layout option ``te`` needs the layers and their attention; other layouts need none of it (impl.megatron.global_state).
+So a process runs either layouts with ``te`` or layouts without.
 """
 
 import os
@@ -21,27 +21,26 @@ if TYPE_CHECKING:
 
 ENGINE = "transformer_engine.pytorch"
 _TF32 = "NVIDIA_TF32_OVERRIDE"
-_admitted = False  # whether this process is for layouts with ``te``
+_admitted = False  # whether this process runs layouts with ``te``
 
 
 def megatron_context(config: ContextConfig) -> "MegatronContext":
-    """A new context. Raises UsageError as ``begin`` does."""
+    """Creates a context. Raises UsageError as ``begin`` does."""
     begin(config.layout)
     return import_module("impl.megatron.context").MegatronContext(config)  # type: ignore[no-any-return]
 
 
 def begin(layout: Layout) -> None:
-    """Let megatron-core find TransformerEngine where the layout has ``te``, before anything of it is imported.
+    """Lets megatron-core find TransformerEngine if the layout has ``te``; call it before megatron-core is imported.
 
-    Raises UsageError if this process has begun with a layout of the other kind, and if TransformerEngine cannot run
-    here.
+    Raises UsageError if this process has begun with a layout of the other kind, or if TransformerEngine cannot run.
     """
     wanted = "te" in layout.options
     if "megatron.core" in sys.modules and wanted != _admitted:
-        had = "with" if _admitted else "without"
+        state, needed = ("with", "without") if _admitted else ("without", "with")
         raise UsageError(
-            f"this process has imported megatron-core {had} TransformerEngine, and {layout} needs the contrary; "
-            f"begin in a new process"
+            f"this process has imported megatron-core {state} TransformerEngine, but {layout} needs it {needed}; "
+            f"start a new process"
         )
     if wanted and not _admitted:
         _admit_engine()
@@ -51,7 +50,7 @@ def _admit_engine() -> None:
     global _admitted
     if not torch.cuda.is_available():
         raise UsageError("TransformerEngine's layers need a GPU (--device cuda); leave the layout's option te out")
-    # Its products in float32 would be in TF32, whatever torch is told (docs/findings/transformer-engine-tf32.md).
+    # TransformerEngine would use TF32 whatever torch's flags say (docs/findings/transformer-engine-tf32.md).
     os.environ.setdefault(_TF32, "0")
     try:
         import_module(ENGINE)
@@ -60,8 +59,8 @@ def _admit_engine() -> None:
             f"TransformerEngine cannot be imported: {error}; run: pip install --no-build-isolation "
             f"'transformer-engine[pytorch]', or leave the layout's option te out"
         ) from error
-    # Its optimizers have states that are neither written nor read here (impl.megatron.tensors), so megatron-core is to
-    # find torch's. What clips gradients and copies masters in one kernel stays.
+    # Without TransformerEngine's optimizers megatron-core uses torch's, whose states impl.megatron.tensors can read and
+    # write. TransformerEngine's kernels that clip gradients and copy masters stay.
     optimizers = import_module(f"{ENGINE}.optimizers")
     del optimizers.FusedAdam, optimizers.FusedSGD
     _admitted = True

@@ -3,8 +3,6 @@
 A rank holds some layers (pipeline) and a share of each parameter (tensor parallelism). With the distributed optimizer
 it owns only a flat *stretch* of each share's gradient, master and optimizer state. All functions handle one parameter
 at a time.
-
-Reads a model's weights from files to where they lie in training, once there is memory for them there.
 """
 
 import re
@@ -30,46 +28,45 @@ from impl.megatron.hf_mapping import (
     FUSED,
     HEAD,
     all_parameters,
+    grouped_by_tensors,
     is_cut,
     is_of_experts,
     layer_parameters,
-    of_same_tensors,
     parts,
 )
 from impl.megatron.model_config import ModelShape, Stages
 from impl.megatron.spans import Part, Rank, copy_to_full, load_part, reader
 
-_APART = {fused: name for name, fused in FUSED.items()}
+_UNFUSED = {fused: name for name, fused in FUSED.items()}
 _LOCAL_EXPERT = re.compile(r"(?<=mlp\.experts\.local_experts\.)\d+")
 
 
 def layer_numbers(chunk: Any) -> list[int]:
-    """The global numbers, from 0, of the layers in a chunk."""
+    """Returns the global numbers, from 0, of the layers in a chunk."""
     return [layer.layer_number - 1 for layer in chunk.decoder.layers]
 
 
-def held_by(chunk: Any) -> dict[str, Any]:
-    """The parameters of a chunk (a GPTModel), and the buffers that are weights of the model."""
+def weight_tensors(chunk: Any) -> dict[str, Any]:
+    """Returns the parameters of a chunk (a GPTModel), and the buffers that are weights of the model."""
     return {**dict(chunk.named_parameters()), **{n: b for n, b in chunk.named_buffers() if n.endswith(CORRECTION)}}
 
 
 def parameter_names(chunk: Any) -> dict[str, str]:
-    """The name of each tensor that ``held_by`` gives -> that of impl.megatron.hf_mapping, with global numbers of
-    layer and expert."""
+    """Maps names in ``weight_tensors`` to those of impl.megatron.hf_mapping, with global layer and expert numbers."""
     numbers = layer_numbers(chunk)
     names = {}
-    for name in held_by(chunk):
+    for name in weight_tensors(chunk):
         if name.startswith("decoder.layers."):
             local, _, kind = name.removeprefix("decoder.layers.").partition(".")
             kind = _LOCAL_EXPERT.sub(lambda found: str(first_expert(chunk) + int(found[0])), kind)
-            names[name] = f"decoder.layers.{numbers[int(local)]}.{_APART.get(kind, kind)}"
+            names[name] = f"decoder.layers.{numbers[int(local)]}.{_UNFUSED.get(kind, kind)}"
         else:
             names[name] = name
     return names
 
 
 def first_expert(chunk: Any) -> int:
-    """The number of the first expert that this rank holds of each layer."""
+    """Returns the number of the first expert of each layer that this rank holds."""
     ranks = parallel_state.get_expert_model_parallel_world_size()
     return int(parallel_state.get_expert_model_parallel_rank() * (chunk.config.num_moe_experts // ranks))
 
@@ -82,18 +79,18 @@ def tensor_rank() -> Rank:
 
 
 def refuse_foreign(optimizer: Any) -> None:
-    """Raise UsageError for optimizers of TransformerEngine and Apex, whose state has another layout."""
+    """Raises UsageError for optimizers of TransformerEngine and Apex, whose state has another layout."""
     kind = type(optimizer)
     if not issubclass(kind, (torch.optim.AdamW, torch.optim.SGD)):
         raise UsageError(
-            f"megatron-core has taken {kind.__module__}.{kind.__name__}, whose state cannot be written or read here, "
-            f"only that of torch's AdamW and SGD; call impl.megatron.startup.begin before transformer_engine and apex "
+            f"megatron-core uses {kind.__module__}.{kind.__name__}, whose state cannot be written or read here (only "
+            f"that of torch's AdamW and SGD can); call impl.megatron.startup.begin before transformer_engine and apex "
             f"are imported"
         )
 
 
 def load_parameter(own: torch.Tensor, name: str, shape: ModelShape, files: SliceReader) -> None:
-    """Set this rank's parameter ``own`` from slices of Hugging Face tensors; padding of the vocabulary becomes zero."""
+    """Sets this rank's parameter ``own`` from slices of Hugging Face tensors; vocabulary padding becomes zero."""
     own.zero_()
     for part in parts(name, shape, tensor_rank()):
         load_part(part, own, reader(files))
@@ -101,14 +98,14 @@ def load_parameter(own: torch.Tensor, name: str, shape: ModelShape, files: Slice
 
 @dataclass(frozen=True, kw_only=True)
 class OwnParameter:
-    """A parameter of this rank. ``name``: Megatron's, with global numbers of layer and expert."""
+    """Pairs a parameter of this rank with Megatron's ``name``, with global numbers of layer and expert."""
 
     name: str
     parameter: Any  # a torch.nn.Parameter with megatron-core's attributes
 
 
 class Piece(NamedTuple):
-    """What one rank holds of a parameter ``name``."""
+    """Holds one rank's share of the parameter ``name``."""
 
     name: str
     rank: Rank
@@ -116,11 +113,11 @@ class Piece(NamedTuple):
 
 
 class ModelTensors:
-    """The tensors of a model.
+    """Reads and writes the tensors of a model.
 
-    chunks: this rank's GPTModels. optimizers: megatron-core's of them, none if the model is frozen; under expert
-    parallelism experts have one of their own, the last. trained: Megatron's names of the trained parameters of the
-    whole model.
+    chunks: this rank's GPTModels. optimizers: their megatron-core optimizers, none if the model is frozen; under expert
+    parallelism, the last one is for the experts. trained: Megatron's names of the trained parameters of the whole
+    model.
     """
 
     def __init__(
@@ -128,19 +125,19 @@ class ModelTensors:
     ) -> None:
         self.chunks, self._optimizers, self._shape, self._stages = chunks, optimizers, shape, stages
         self.trained = trained
-        self._cut = any(hasattr(one, "model_param_gbuf_map") for one in optimizers)  # by the distributed optimizer
+        self._is_distributed = any(hasattr(one, "model_param_gbuf_map") for one in optimizers)
         self._tp = tensor_rank()
         self._pp_rank = parallel_state.get_pipeline_model_parallel_rank()
 
     def own_parameters(self) -> Iterator[OwnParameter]:
-        """This rank's parameters; a tied head is one of them if the embedding is on another stage."""
+        """Yields this rank's parameters, including a tied head if the embedding is on another stage."""
         for number, chunk in enumerate(self.chunks):
             layers = self._stages.chunks[number * self._stages.pp + self._pp_rank]
-            found = held_by(chunk)
+            found = weight_tensors(chunk)
             for name in (EMBEDDING, FINAL_NORM, HEAD):
                 if name in found:
                     yield OwnParameter(name=name, parameter=found[name])
-            names = {theirs: ours for ours, theirs in parameter_names(chunk).items()}
+            names = {name: local for local, name in parameter_names(chunk).items()}
             for layer in layers:
                 for kind in layer_parameters(self._shape, layer):
                     name = f"decoder.layers.{layer}.{kind}"
@@ -148,7 +145,7 @@ class ModelTensors:
                         yield OwnParameter(name=name, parameter=found[names[name]])
 
     def named(self, kind: TensorKind) -> NamedTensors:
-        """Full weights (masters), gradients or optimizer state, on every rank; collective."""
+        """Yields full weights (masters), gradients or optimizer state on every rank; collective."""
         if kind == "weight":
             return self._named(all_parameters(self._shape), self._master)
         if kind == "gradient":
@@ -157,12 +154,12 @@ class ModelTensors:
         return self._steps() if kind == "step" else self._moments(kind)
 
     def local(self, kind: TensorKind) -> Iterator[Shard]:
-        """This rank's own pieces: the weights that it computes with, and the gradients that it owns."""
+        """Yields this rank's own shards: the weights that it computes with, and the gradients that it owns."""
         for own in self.own_parameters():
             if kind == "gradient" and not own.parameter.requires_grad:
                 continue
             place = self._place(own.name)
-            if kind == "gradient" and self._cut:
+            if kind == "gradient" and self._is_distributed:
                 stretch = self._stretch(own.parameter)
                 if stretch:
                     start, end = stretch
@@ -174,7 +171,7 @@ class ModelTensors:
                 yield Shard(part.name, place, _piece(part, tensor.detach()))
 
     def write_masters(self, read: SliceReader) -> None:
-        """Set the masters and the model's parameters from whole tensors."""
+        """Sets the masters and the model's parameters from whole tensors."""
         for own in self.own_parameters():
             full = torch.empty_like(own.parameter, dtype=torch.get_default_dtype())
             load_parameter(full, own.name, self._shape, read)
@@ -184,7 +181,7 @@ class ModelTensors:
                 main.copy_(self._part_of(own.parameter, full))
 
     def write_optimizer_state(self, kind: WrittenKind, read: SliceReader) -> None:
-        """Set one state of the optimizer from whole tensors."""
+        """Sets one state of the optimizer from whole tensors."""
         self._refuse_foreign()
         for own in self.own_parameters():
             inner = self._inner(own.parameter) if own.parameter.requires_grad else None
@@ -200,21 +197,18 @@ class ModelTensors:
             optimizer.state[inner][kind] = state
 
     def _read_step(self, name: str, read: SliceReader) -> torch.Tensor:
-        """The number of updates of a parameter.
-
-        Raises UsageError if the numbers of its parts differ.
-        """
+        """Reads the number of updates of a parameter. Raises UsageError if the numbers of its parts differ."""
         names = [part.name for part in parts(name, self._shape, self._tp)]
-        first, *others = (read.whole(part) for part in names)
-        if any(other != first for other in others):
+        first, *rest = (read.whole(part) for part in names)
+        if any(step != first for step in rest):
             raise UsageError(
-                f"{', '.join(names)} are one parameter in Megatron, and their optimizer has counted other numbers of "
-                f"updates for each; go on with another backend"
+                f"{', '.join(names)} are one parameter in Megatron, but the optimizer state counts different "
+                f"numbers of updates for them; resume with another backend"
             )
         return first
 
     def _moments(self, key: str) -> NamedTensors:
-        """Yield the full tensors of one optimizer state; nothing if no rank has it. ``key``: its name in torch."""
+        """Yields the full tensors of one optimizer state; nothing if no rank has it. ``key``: its name in torch."""
         found: list[bool] = [False] * dist.get_world_size()  # a rank may own no optimizer state
         states = (state for one in self._optimizers for state in one.optimizer.state.values())
         dist.all_gather_object(found, any(key in state for state in states))
@@ -222,65 +216,67 @@ class ModelTensors:
             yield from self._named(self.trained, lambda own: self._whole(own, self._state(own).get(key)))
 
     def _steps(self) -> NamedTensors:
-        """Yield how many updates AdamW has counted for each parameter; NaN if the ranks do not agree."""
+        """Yields the number of updates that AdamW has counted for each parameter; NaN if the ranks do not agree."""
         states = ((own.name, self._state(own.parameter)) for own in self.own_parameters())
         counted = {name: float(state["step"]) for name, state in states if "step" in state}
         of_all: list[dict[str, float]] = [{}] * dist.get_world_size()
         dist.all_gather_object(of_all, counted)
-        for names in of_same_tensors(self.trained):
+        for names in grouped_by_tensors(self.trained):
             steps = {of_one[name] for name in names for of_one in of_all if name in of_one}
             if steps:
                 step = torch.tensor(steps.pop() if len(steps) == 1 else torch.nan, dtype=torch.float64)
                 yield from ((part.name, step) for part in parts(names[0], self._shape, self._tp))
 
     def _named(self, names: Sequence[str], of: Callable[[Any], torch.Tensor]) -> NamedTensors:
-        """Yield full tensors of the parameters ``names``; ``of(parameter)`` gives this rank's share. Collective."""
-        mine = {own.name: own.parameter for own in self.own_parameters()}
-        device = next(iter(mine.values())).device
-        for together in of_same_tensors(names):
-            stage = self._stage(together[0])
-            held = [of(mine[name]).detach() for name in together if name in mine] if stage == self._pp_rank else []
-            pieces = self._gather(together, held) if held else []
-            del held  # which a stack has replaced where there is one
-            for position, part in enumerate(of_one := parts(together[0], self._shape, self._tp)):
+        """Yields full tensors of the parameters ``names``; ``of(parameter)`` gives this rank's share. Collective."""
+        local = {own.name: own.parameter for own in self.own_parameters()}
+        device = next(iter(local.values())).device
+        for group in grouped_by_tensors(names):
+            stage = self._stage(group[0])
+            shares = [of(local[name]).detach() for name in group if name in local] if stage == self._pp_rank else []
+            pieces = self._gather(group, shares) if shares else []
+            del shares  # frees memory where _gather has stacked them
+            for position, part in enumerate(of_one := parts(group[0], self._shape, self._tp)):
                 full = self._filled(part, position, pieces, device)
                 if position == len(of_one) - 1:
-                    del pieces  # before the last one is written, and those of the next parameter
+                    del pieces  # frees memory before the caller writes the last tensor
                 yield part.name, self._from_stage(stage, full)
                 del full
 
     def _filled(self, part: Part, position: int, pieces: Sequence[Piece], device: torch.device) -> torch.Tensor:
-        """One of the tensors that a parameter has, from the ranks' parts of it; with any numbers without these."""
+        """Assembles one Hugging Face tensor of a parameter from the ranks' pieces; uninitialised without pieces."""
         full = torch.empty(part.shape, dtype=torch.get_default_dtype(), device=device)
         for piece in pieces:
             copy_to_full(parts(piece.name, self._shape, piece.rank)[position], piece.tensor, full)
         return full
 
     def _stage(self, name: str) -> int:
-        """The first pipeline rank that holds a parameter."""
+        """Returns the first pipeline rank that holds a parameter."""
         if name.startswith("decoder.layers."):
             return self._stages.owner(int(name.split(".")[2]))[0]
         return 0 if name == EMBEDDING else self._stages.pp - 1
 
-    def _gather(self, names: Sequence[str], held: Sequence[torch.Tensor]) -> list[Piece]:
-        """The shares of all tensor-parallel ranks, and of experts those of all ranks that hold any; only this rank's
-        own if the parameter is whole on every rank. ``held``: this rank's, of the parameters ``names``."""
+    def _gather(self, names: Sequence[str], shares: Sequence[torch.Tensor]) -> list[Piece]:
+        """Gathers the shares of all tensor-parallel ranks, for experts also of all expert-parallel ranks.
+
+        A parameter that is whole on every rank is not gathered. ``shares``: this rank's, of the parameters ``names``.
+        """
         if is_of_experts(names[0]):
             group = parallel_state.get_expert_tensor_and_model_parallel_group()
         elif is_cut(names[0], self._shape):
             group = parallel_state.get_tensor_model_parallel_group()
         else:
-            return [Piece(names[0], self._tp, held[0])]
-        own = torch.stack([*held])
+            return [Piece(names[0], self._tp, shares[0])]
+        own = torch.stack([*shares])
         stacks = [torch.empty_like(own) for _ in range(group.size())] if group.size() > 1 else [own]
         if group.size() > 1:
             dist.all_gather(stacks, own, group=group)
         found = []
-        # Ranks that cut the same are next to each other; of experts, these need not be all of tensor parallelism.
-        cuts = parallel_state.get_expert_tensor_parallel_world_size() if is_of_experts(names[0]) else self._tp.size
+        # Ranks that share a tensor are neighbours in the group; for experts, tensor parallelism may have another size.
+        size = parallel_state.get_expert_tensor_parallel_world_size() if is_of_experts(names[0]) else self._tp.size
         for rank, stack in enumerate(stacks):
-            first = rank // cuts * len(held)
-            tp = Rank(rank=rank % cuts, size=cuts)
+            first = rank // size * len(shares)
+            tp = Rank(rank=rank % size, size=size)
             found += [Piece(names[first + at], tp, tensor) for at, tensor in enumerate(stack)]
         return found
 
@@ -298,20 +294,20 @@ class ModelTensors:
 
     def _gradient(self, parameter: Any) -> torch.Tensor:
         gradient = parameter.main_grad
-        if self._cut:
+        if self._is_distributed:
             stretch = self._stretch(parameter)
             gradient = self._whole(parameter, gradient.flatten()[slice(*stretch)] if stretch else None)
         return self._unscaled(gradient)
 
     def _unscaled(self, gradient: torch.Tensor) -> torch.Tensor:
-        """The gradient in torch's default dtype (float64 in the exact tier, else float32), without a loss scale."""
+        """Returns the gradient without loss scale, in torch's default dtype (exact tier: float64, else float32)."""
         scaler = next((one.grad_scaler for one in self._optimizers if hasattr(one, "grad_scaler")), None)
         gradient = gradient.to(torch.get_default_dtype())
         return gradient / scaler.scale if scaler else gradient
 
     def _stretch(self, parameter: Any) -> tuple[int, int] | None:
-        """(start, end) of the flat stretch of a parameter that this rank owns; None if it owns nothing of it."""
-        if not self._cut:
+        """Returns (start, end) of the flat stretch of a parameter that this rank owns; None if it owns no part."""
+        if not self._is_distributed:
             return 0, parameter.numel()
         optimizer = self._optimizer(parameter)
         if parameter not in optimizer.model_param_gbuf_map:
@@ -320,25 +316,25 @@ class ModelTensors:
         return stretch.start, stretch.end
 
     def _part_of(self, parameter: Any, full: torch.Tensor) -> torch.Tensor:
-        """The stretch that this rank owns of ``full``, a tensor with the shape of ``parameter``."""
-        return full.flatten()[slice(*(self._stretch(parameter) or (0, 0)))] if self._cut else full
+        """Returns the stretch that this rank owns of ``full``, a tensor with the shape of ``parameter``."""
+        return full.flatten()[slice(*(self._stretch(parameter) or (0, 0)))] if self._is_distributed else full
 
     def _whole(self, parameter: Any, own: torch.Tensor | None) -> torch.Tensor:
-        """Put a tensor with the shape of ``parameter`` together from the stretches of all data ranks; collective."""
-        if not self._cut:
+        """Assembles a tensor with the shape of ``parameter`` from the stretches of all data ranks; collective."""
+        if not self._is_distributed:
             assert own is not None
             return own
         full = torch.zeros(parameter.numel(), dtype=torch.get_default_dtype(), device=parameter.device)
         if own is not None and (stretch := self._stretch(parameter)):
             full[slice(*stretch)] = own
-        # The bits are added up, because as numbers -0.0 + 0.0 would be 0.0.
+        # Integers with the same bits are added, because -0.0 + 0.0 would be 0.0.
         bits = full.view(torch.int64 if full.dtype == torch.float64 else torch.int32)
-        dist.all_reduce(bits, group=_holders(parameter))
+        dist.all_reduce(bits, group=_replica_group(parameter))
         return full.view_as(parameter)
 
     def _inner(self, parameter: Any) -> torch.Tensor | None:
-        """The tensor that torch's optimizer has for the parameter; None if this rank owns nothing of it."""
-        if not self._cut:
+        """Returns the tensor that torch's optimizer has for the parameter; None if this rank owns no part of it."""
+        if not self._is_distributed:
             inner: torch.Tensor = getattr(parameter, "main_param", parameter)
             return inner
         optimizer = self._optimizer(parameter)
@@ -349,53 +345,53 @@ class ModelTensors:
         return stretch
 
     def _state(self, parameter: Any) -> dict[str, Any]:
-        """The state that this rank's optimizer has for a parameter; empty if it has none."""
+        """Returns the state that this rank's optimizer has for a parameter; empty if it has none."""
         inner = self._inner(parameter) if parameter.requires_grad else None
         return {} if inner is None else self._optimizer(parameter).optimizer.state.get(inner, {})
 
     def _optimizer(self, parameter: Any) -> Any:
-        """The one of megatron-core's optimizers that has the parameter."""
-        return self._optimizers[-1 if _is_apart(parameter) else 0]
+        """Returns the megatron-core optimizer that updates the parameter."""
+        return self._optimizers[-1 if _is_expert_parallel(parameter) else 0]
 
     def _refuse_foreign(self) -> None:
         for one in self._optimizers:
             refuse_foreign(one.optimizer)
 
     def _place(self, name: str) -> str:
-        """Which part of the parameter this rank holds."""
+        """Names the part of the parameter that this rank holds, such as ``tp1`` or ``expert3.full``."""
         tp = f"tp{self._tp.rank}" if is_cut(name, self._shape) else "full"
         return f"expert{number[0]}.{tp}" if (number := _LOCAL_EXPERT.search(name)) else tp
 
     def _label(self, name: str) -> str:
-        """The Hugging Face name of a parameter; Megatron's name if it is fused, as a stretch may cross its parts."""
+        """Returns the Hugging Face name of a parameter, or Megatron's if it is fused: a stretch may cross its parts."""
         names = [part.name for part in parts(name, self._shape, self._tp)]
         return names[0] if len(names) == 1 else name
 
 
-def _is_apart(parameter: Any) -> bool:
-    """Whether its gradient is reduced over fewer ranks than that of others: experts under expert parallelism."""
+def _is_expert_parallel(parameter: Any) -> bool:
+    """Whether the parameter belongs to an expert under expert parallelism; its gradient is reduced over fewer ranks."""
     return not getattr(parameter, "allreduce", True)
 
 
-def _holders(parameter: Any) -> Any:
-    """The data-parallel ranks that hold the same parameter."""
-    if _is_apart(parameter):
+def _replica_group(parameter: Any) -> Any:
+    """Returns the group of data-parallel ranks that hold the same parameter."""
+    if _is_expert_parallel(parameter):
         return parallel_state.get_expert_data_parallel_group()
     return parallel_state.get_data_parallel_group(with_context_parallel=True)
 
 
 def _piece(part: Part, own: torch.Tensor) -> torch.Tensor:
-    """The rows or columns of one part in a rank's parameter ``own``."""
+    """Returns the rows or columns of one part in a rank's parameter ``own``."""
     if not part.spans:
         return own
     return torch.cat([own.narrow(part.dim, span.own, span.length) for span in part.spans], dim=part.dim)
 
 
 def release_trained(chunks: Iterable[torch.nn.Module]) -> None:
-    """Give back the memory of trained parameters, which have no numbers yet.
+    """Replaces trained parameters, which are uninitialised, by expanded scalars, which need no memory.
 
-    With the distributed optimizer, DistributedDataParallel allocates a buffer for parameters and copies each of them
-    there. There would be two copies of the model for a moment; of zeros, one number is enough to copy.
+    With the distributed optimizer, DistributedDataParallel allocates a buffer for the parameters and copies each of
+    them there. Without this function, two copies of the model would exist for a moment.
     """
     for chunk in chunks:
         for parameter in chunk.parameters():
@@ -404,9 +400,9 @@ def release_trained(chunks: Iterable[torch.nn.Module]) -> None:
 
 
 def read_weights(chunks: Iterable[torch.nn.Module], shape: ModelShape, folder: Path, *, device: str) -> None:
-    """Set what this rank holds of the model; it reads nothing else."""
+    """Reads this rank's part of the model, and nothing else, from the files in ``folder``."""
     with SliceReader(weight_files(folder), device=device) as read, torch.no_grad():
         for chunk in chunks:
             names = parameter_names(chunk)
-            for name, parameter in held_by(chunk).items():
+            for name, parameter in weight_tensors(chunk).items():
                 load_parameter(parameter, names[name], shape, read)

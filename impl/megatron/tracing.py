@@ -1,4 +1,4 @@
-"""Which modules of a rank's chunks are which ones of the Hugging Face model, for `parity bisect`.
+"""Maps modules of a rank's chunks to modules of the Hugging Face model, for `parity bisect`.
 
 Megatron-core's activations are (length, rows, hidden). Its projections to q, k and v, and to gate and up, are fused and
 have no name in Hugging Face.
@@ -25,8 +25,10 @@ def traced_chunks(
     *,
     gradient_scale: float,
 ) -> Traced:
-    """What this rank traces. ``parts``: what it holds of each micro-batch, with numbers of tokens in the place of
-    tokens."""
+    """Returns the modules that this rank traces.
+
+    ``parts``: this rank's part of each micro-batch, with token numbers in the place of token ids.
+    """
     pp_rank = parallel_state.get_pipeline_model_parallel_rank()
     found: list[TracedModule] = []
     for number, chunk in enumerate(chunks):
@@ -48,10 +50,11 @@ def _of_chunk(chunk: Any, layers: range, shape: ModelShape) -> Iterator[TracedMo
     if "embedding" in modules:
         yield TracedModule(name="model.embed_tokens", module=modules["embedding"], output=stream)
     for number, layer in enumerate(layers):
-        ours, theirs = f"decoder.layers.{number}.", f"model.layers.{layer}."
+        local, prefix = f"decoder.layers.{number}.", f"model.layers.{layer}."
         attention = cut(shape.attended)
-        fused = isinstance(modules[ours + "input_layernorm"], IdentityOp)  # with TransformerEngine: into linear layers
-        has_experts = shape.mixture is not None and layer in shape.mixture.layers  # which are as a whole one module
+        # TransformerEngine fuses norms into linear layers.
+        fused = isinstance(modules[local + "input_layernorm"], IdentityOp)
+        has_experts = shape.mixture is not None and layer in shape.mixture.layers  # they are traced as one module
         for name, of, inside in (
             ("input_layernorm", "input_layernorm", stream),
             ("self_attn", "self_attention", stream),
@@ -60,11 +63,11 @@ def _of_chunk(chunk: Any, layers: range, shape: ModelShape) -> Iterator[TracedMo
             ("mlp", "mlp", stream),
             *([] if has_experts else [("mlp.down_proj", "mlp.linear_fc2", cut(shape.ffn))]),
         ):
-            if fused and not name.endswith("_proj"):  # what goes in is not normed yet
+            if fused and not name.endswith("_proj"):  # the input is not normalised yet
                 continue
             leaves = name.startswith(("self_attn", "mlp"))
-            module = modules[ours + of]
-            yield TracedModule(name=theirs + name, module=module, input=inside, output=stream, leaves_bias=leaves)
+            module = modules[local + of]
+            yield TracedModule(name=prefix + name, module=module, input=inside, output=stream, leaves_bias=leaves)
     if "decoder.final_layernorm" in modules:
         yield TracedModule(name="model.norm", module=modules["decoder.final_layernorm"], input=stream, output=stream)
     if "output_layer" in modules:

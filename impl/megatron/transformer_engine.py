@@ -1,8 +1,8 @@
-"""Layers of TransformerEngine for megatron-core's GPTModel: the layout option ``te``.
+"""Builds megatron-core's GPTModel from TransformerEngine's layers, for the layout option ``te``.
 
-Import this module only in a process in which impl.megatron.startup has admitted TransformerEngine. Its linear layers
-hold the norms in front of them, and all of it needs a GPU. Its attention takes the documents of a micro-batch, laid
-end to end (``thd``), in half precision only; in float32, attention stays this package's. It knows no float64, so
+Import this module only in a process in which impl.megatron.startup has admitted TransformerEngine. TransformerEngine's
+linear layers contain the preceding norms, and all its layers need a GPU. Its attention supports documents laid end to
+end (``thd``) in half precision only; in float32, this package's attention is used. It does not support float64, so
 there is no exact tier.
 """
 
@@ -23,14 +23,14 @@ FINAL_NORM = TENorm
 
 
 class BiasedEngineLinear(TERowParallelLinear):  # type: ignore[misc]
-    """o_proj with a bias; see impl.megatron.gpt_model.BiasedRowParallelLinear."""
+    """Gives o_proj a bias; see impl.megatron.gpt_model.BiasedRowParallelLinear."""
 
     def __init__(self, *sizes: int, bias: bool, **options: Any) -> None:
         super().__init__(*sizes, bias=True, **options)
 
 
 class EngineAttention(TEDotProductAttention):  # type: ignore[misc]
-    """The ``core_attention`` module of a layer: TransformerEngine's, causal within each document of a micro-batch."""
+    """Computes causal attention within each document by TransformerEngine, as a layer's ``core_attention``."""
 
     def forward(
         self,
@@ -44,7 +44,7 @@ class EngineAttention(TEDotProductAttention):  # type: ignore[misc]
     ) -> Tensor:
         assert packed_seq_params.ring is not None
         starts, longest = packed_seq_params.ring.documents
-        told = PackedSeqParams(
+        packed = PackedSeqParams(
             qkv_format="thd",
             cu_seqlens_q=starts,
             cu_seqlens_kv=starts,
@@ -52,12 +52,12 @@ class EngineAttention(TEDotProductAttention):  # type: ignore[misc]
             max_seqlen_kv=longest,
         )
         q, k, v = (x.squeeze(1).contiguous() for x in (query, key, value))
-        out: Tensor = super().forward(q, k, v, None, attn_mask_type=AttnMaskType.causal, packed_seq_params=told)
+        out: Tensor = super().forward(q, k, v, None, attn_mask_type=AttnMaskType.causal, packed_seq_params=packed)
         return out.view(len(query), 1, -1)  # (length, 1, heads * E)
 
 
 def engine_spec(shape: ModelShape, compute: torch.dtype) -> ModuleSpec:
-    """megatron-core's layer spec for TransformerEngine, with documents and a bias on o_proj.
+    """Returns megatron-core's layer spec for TransformerEngine, with documents and a bias on o_proj.
 
     compute: the dtype of activations.
     """

@@ -216,7 +216,7 @@ def test_what_is_not_claimed_says_what_would_work(
     ("scenario", "precision", "changes", "advice"),
     [
         ("sft-frozen", "bf16", {}, "a frozen parameter has no float32 master"),
-        ("sft-cosine-end", "exact", {"steps": 5}, "past the end of a cosine .*; use at least total_steps=4"),
+        ("sft-cosine-end", "exact", {"steps": 5}, "after the end of a cosine schedule .*; use at least total_steps=4"),
     ],
 )
 def test_scenarios_that_megatron_computes_in_another_way_are_refused(

@@ -225,7 +225,7 @@ def test_megatrons_checkpoints_with_and_without_ep_are_not_each_others() -> None
     cell = cell_of("megatron", "sft-packed", "qwen3-moe", "ep2", "exact")
     answer = MegatronBackend.supports_checkpoint(cell.scenario, Layout.parse("ep2"), Layout.parse("dp2"))
     assert isinstance(answer, Unsupported)
-    assert "hand over a state" in answer.reason
+    assert "transfer a training state" in answer.reason
 
 
 @pytest.mark.parametrize(

@@ -189,17 +189,21 @@ OTHER_FORM = {"form": "state"}
 @pytest.mark.parametrize(
     ("found", "wanted", "message"),
     [
-        ({"backend": "deepspeed"}, {}, "is of backend 'deepspeed', and fsdp2 cannot read it; save a training state"),
-        ({"precision": "bf16"}, {}, "is of precision bf16, and this training is fp32; .* or save a training state"),
-        ({"precision": "exact"} | OTHER_FORM, OTHER_FORM, "is of precision exact, and this training is fp32; go on in"),
-        ({"optimizer": "sgd"}, {}, "has the state of 'sgd', and the optimizer is adamw"),
-        (OTHER_FORM, {}, "is a training state for all backends, and a backend's own checkpoint is asked for"),
-        ({"models": {"actor": {}}}, {}, "is of actor, and this training trains policy"),
-        ({"models": {"policy": {"a": (2, 3)}}}, {}, "is of another model: policy's b is missing there and 4 in the"),
+        ({"backend": "deepspeed"}, {}, "was written by backend 'deepspeed', and fsdp2 cannot read it; save a"),
+        ({"precision": "bf16"}, {}, "has precision bf16, but this training has fp32; .* or save a training state"),
+        ({"precision": "exact"} | OTHER_FORM, OTHER_FORM, "has precision exact, but this training has fp32; resume in"),
+        ({"optimizer": "sgd"}, {}, "has the state of 'sgd', but the optimizer is adamw"),
+        (OTHER_FORM, {}, "is a training state for all backends, but a backend's own checkpoint is required"),
+        ({"models": {"actor": {}}}, {}, "has the models actor, but this training trains policy"),
+        (
+            {"models": {"policy": {"a": (2, 3)}}},
+            {},
+            "is of another model: policy's b is missing there and 4 in the given",
+        ),
         (
             {"models": {"policy": {"a": (3, 3), "b": (5,)}}},
             {},
-            r"is of another model: policy's a is 3x3 there and 2x3 .* 1 others",
+            r"is of another model: policy's a is 3x3 there and 2x3 .* 1 others differ",
         ),
     ],
 )
@@ -218,12 +222,12 @@ def test_layout_step_and_ranks_may_differ_and_a_state_may_come_from_another_back
 @pytest.mark.parametrize(("old", "new"), [('"step": 3', '"step": 4'), ('"layout"', '"layout" '), ("dp2", "dp4")])
 def test_a_manifest_that_is_sound_in_itself_but_was_changed_is_damaged(old: str, new: str) -> None:
     text = manifest.to_text(Manifest(suite_version="", about=WANTED, files={}))
-    with pytest.raises(UsageError, match="FILE is damaged: it does not have the digest that it states"):
+    with pytest.raises(UsageError, match="FILE is damaged: its digest does not fit its content"):
         manifest.from_text(text.replace(old, new), source="FILE")
 
 
 def test_another_version_is_told() -> None:
     text = manifest.to_text(Manifest(suite_version="9.0", about=WANTED, files={}))
     assert manifest.from_text(text, source="").about == WANTED
-    with pytest.raises(UsageError, match=r"FILE is of version 2 of the format, written by suite version '9\.0'"):
+    with pytest.raises(UsageError, match=r"FILE has format version 2, written by suite version '9\.0'"):
         manifest.from_text(text.replace('"version": 1', '"version": 2'), source="FILE")

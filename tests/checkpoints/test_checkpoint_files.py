@@ -202,7 +202,7 @@ def test_what_does_not_fit_the_model_is_refused_before_anything_is_written(
 ) -> None:
     state = _state(tmp_path / "state", change)
     with pytest.raises(UsageError, match=f"does not fit the model in .*{message}"):
-        convert(state, tmp_path / "new", to="hf", model=MODELS / "llama", told=lambda *_: None)
+        convert(state, tmp_path / "new", to="hf", model=MODELS / "llama", report=lambda *_: None)
     assert {path.name for path in tmp_path.iterdir()} == {"state"}
 
 
@@ -210,11 +210,11 @@ def test_nothing_is_overwritten_and_a_model_needs_its_configuration(tmp_path: Pa
     state = _state(tmp_path / "state")
     (tmp_path / "new").mkdir()
     with pytest.raises(UsageError, match="new exists, and nothing is overwritten"):
-        convert(state, tmp_path / "new", to="state", model=None, told=lambda *_: None)
+        convert(state, tmp_path / "new", to="state", model=None, report=lambda *_: None)
     with pytest.raises(UsageError, match="add --model"):
-        convert(state, tmp_path / "other", to="hf", model=None, told=lambda *_: None)
-    with pytest.raises(UsageError, match="is a Hugging Face folder, from which every training begins"):
-        convert(MODELS / "llama", tmp_path / "other", to="state", model=None, told=lambda *_: None)
+        convert(state, tmp_path / "other", to="hf", model=None, report=lambda *_: None)
+    with pytest.raises(UsageError, match="is a Hugging Face folder, which every training reads"):
+        convert(MODELS / "llama", tmp_path / "other", to="state", model=None, report=lambda *_: None)
 
 
 def test_a_crash_leaves_the_folder_that_was_there(tmp_path: Path) -> None:
@@ -296,7 +296,7 @@ def test_code_in_a_checkpoint_is_refused_and_not_run(
     write_evil(tmp_path / "evil", Evil(tmp_path / "run"))
     assert cli.main(["inspect", str(tmp_path / "evil")]) == 2
     assert cli.main(["convert", str(tmp_path / "evil"), str(tmp_path / "new"), "--to", "state"]) == 2
-    assert capsys.readouterr().err.count("is refused: it names 'posix.mkdir', which no checkpoint needs") == 2
+    assert capsys.readouterr().err.count("is rejected: it names 'posix.mkdir', which no checkpoint needs") == 2
     assert {path.name for path in tmp_path.iterdir()} == {"evil"}
 
 
@@ -313,10 +313,10 @@ def announced(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda folder: None, "is no folder; give the folder of a checkpoint"),
-        (Path.mkdir, "is no checkpoint that is known here"),
-        (lambda folder: _state(folder / "policy"), "is no checkpoint of one model; give one of .*/policy"),
-        (lambda folder: _state(folder, kinds=["../x"]), "as kinds of tensors; there are weight, exp_avg"),
+        (lambda folder: None, "is not a folder; give the folder of a checkpoint"),
+        (Path.mkdir, "is not a checkpoint of a known format"),
+        (lambda folder: _state(folder / "policy"), "is not a checkpoint of one model; give one of .*/policy"),
+        (lambda folder: _state(folder, kinds=["../x"]), "as kinds of tensors; use some of weight, exp_avg"),
         (lambda folder: _deepspeed(folder, None, ds_config=[]), "cannot be read; it is damaged or of another version"),
     ],
 )

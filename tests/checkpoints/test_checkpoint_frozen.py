@@ -61,7 +61,7 @@ def test_frozen_parameters_are_converted_though_the_library_leaves_them_out(
     ("layout", "message"),
     [
         ("tp2.zero1", "the part of the first tensor-parallel rank; give the checkpoint"),
-        exhaustive("dp2.zero3", "leaves out where it is frozen; give the checkpoint"),
+        exhaustive("dp2.zero3", "omits frozen parameters; give the original checkpoint"),
     ],
 )
 def test_universal_checkpoints_without_whole_frozen_parameters_are_refused_with_the_way_on(
@@ -70,7 +70,7 @@ def test_universal_checkpoints_without_whole_frozen_parameters_are_refused_with_
     folder = written(layout, "fp32")
     universal.make_universal(folder / "checkpoint" / "state", tmp_path / "universal", all_trained=False)
     with pytest.raises(UsageError, match=message):
-        convert(tmp_path / "universal", tmp_path / "new", to="state", model=None, told=lambda *_: None)
+        convert(tmp_path / "universal", tmp_path / "new", to="state", model=None, report=lambda *_: None)
 
 
 def test_parts_of_parameters_that_nobody_says_how_to_put_together_are_refused(written: Written, tmp_path: Path) -> None:
@@ -80,5 +80,5 @@ def test_parts_of_parameters_that_nobody_says_how_to_put_together_are_refused(wr
         model = torch.load(file, weights_only=False)
         del model["universal_checkpoint_info"]
         torch.save(model, file)
-    with pytest.raises(UsageError, match="of 2 tensor-parallel ranks and does not say how parameters are cut"):
-        convert(copy, tmp_path / "new", to="state", model=None, told=lambda *_: None)
+    with pytest.raises(UsageError, match="has 2 tensor-parallel ranks and does not say how parameters are sharded"):
+        convert(copy, tmp_path / "new", to="state", model=None, report=lambda *_: None)

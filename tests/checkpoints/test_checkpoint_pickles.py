@@ -116,7 +116,7 @@ def test_planted_code_is_refused_and_not_run(
     folder.mkdir(parents=True)
     plant(folder, kind(made))
     forge(folder.parent)
-    with pytest.raises(UsageError, match=f"{folder}.* is refused: "):
+    with pytest.raises(UsageError, match=f"{folder}.* is rejected: "):
         verify(folder.parent, ABOUT)
     assert not made.exists()
 
@@ -137,7 +137,7 @@ def test_a_value_outside_of_the_folder_is_refused_whatever_it_is(tmp_path: Path)
         place.relative_path, place.offset, place.length = "../elsewhere", 0, (tmp_path / "elsewhere").stat().st_size
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     forge(folder)
-    with pytest.raises(UsageError, match=r"\.metadata is refused: it says that 'lr' lies in .*elsewhere"):
+    with pytest.raises(UsageError, match=r"\.metadata is rejected: it says that 'lr' lies in .*elsewhere"):
         verify(folder, ABOUT)
 
 

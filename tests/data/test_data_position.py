@@ -67,5 +67,7 @@ def test_an_epoch_is_shuffled_by_the_seed_and_the_next_one_anew() -> None:
 def test_other_data_is_refused() -> None:
     position = DataPosition(seed=SEED, documents=50)
     position.check_same_data(replace(position, consumed=3))
-    with pytest.raises(UsageError, match="stands in 40 documents shuffled by seed 7, and this training has 50 by seed"):
+    with pytest.raises(
+        UsageError, match="position in 40 documents shuffled by seed 7, but this training has 50 by seed"
+    ):
         position.check_same_data(replace(position, documents=40))

@@ -16,13 +16,13 @@ TOLD = {"format": FORMAT, "version": VERSION, "kinds": ["weight"], "progress": {
 @pytest.mark.parametrize(
     ("told", "message"),
     [
-        ({"format": "another"}, "is of format 'another'"),
+        ({"format": "another"}, "has format 'another'"),
         ({"version": VERSION + 1}, f"version {VERSION + 1}; this version of the suite reads"),
         ({"kinds": "weight"}, "names 'weight' as kinds of tensors"),
         ({"kinds": ["exp_avg"]}, "and weight always"),
-        ({"kinds": ["weight", "../x"]}, "there are weight, exp_avg"),
-        ({"progress": [2.0]}, "where numbers by name are due"),
-        ({"progress": {"schedule": "2"}}, "where numbers by name are due"),
+        ({"kinds": ["weight", "../x"]}, "use some of weight, exp_avg"),
+        ({"progress": [2.0]}, "progress must map names such as schedule to numbers"),
+        ({"progress": {"schedule": "2"}}, "progress must map names such as schedule to numbers"),
         ({"progress": {}}, 'add it to progress, as "schedule": 100.0'),
     ],
 )

@@ -273,18 +273,18 @@ def changed(folder: Path, model: str, **values: object) -> Path:
 @pytest.mark.parametrize(
     ("model", "values", "advice"),
     [
-        ("mistral", {"sliding_window": None}, "does not say sliding_window; add it"),
+        ("mistral", {"sliding_window": None}, "lacks the key sliding_window; add it"),
         (
             "llama",
             {"rope_parameters": {"type": "linear", "rope_theta": 1e4}},
             "scaled otherwise than by llama3 or yarn not built in",
         ),
-        ("llama", {"rope_scaling": {"rope_type": "yarn"}, "rope_theta": 1e4}, "does not say factor; add it"),
+        ("llama", {"rope_scaling": {"rope_type": "yarn"}, "rope_theta": 1e4}, "lacks the key factor; add it"),
         ("llama", {"rope_parameters": {**YARN, "attention_factor": 1.5}}, "yarn with attention_factor is not built in"),
         ("gpt-oss", {"quantization_config": {"quant_method": "mxfp4"}}, r"quantized weights .*dequantize=True"),
         ("gpt-oss", {"attention_bias": False}, "experts with biases beside attention without not built in"),
-        ("gpt-oss", {"swiglu_limit": 5.0}, "another swiglu_alpha than 1.702 or swiglu_limit than 7.0"),
-        ("llama", {"rms_norm_eps": None}, "does not say rms_norm_eps; add it"),
+        ("gpt-oss", {"swiglu_limit": 5.0}, "experts need swiglu_alpha 1.702 and swiglu_limit 7.0"),
+        ("llama", {"rms_norm_eps": None}, "lacks the key rms_norm_eps; add it"),
         ("phi3", {"resid_pdrop": 0.1}, r"dropout of embeddings and of blocks \(embd_pdrop, resid_pdrop\) not built in"),
         (
             "qwen3",
@@ -315,7 +315,7 @@ def test_an_older_spelling_of_scaled_positions_takes_the_place_of_the_newer_as_i
     older = changed(tmp_path, "llama", rope_scaling=scaling, rope_theta=newer["rope_theta"])
     assert read_shape(older).llama3 == read_shape(FIXTURES / "models" / "llama3").llama3
     assert read_shape(older).rope_theta == newer["rope_theta"]
-    with pytest.raises(ValueError, match="does not say rope_theta"):  # rope_parameters are not asked for it
+    with pytest.raises(ValueError, match="lacks the key rope_theta"):  # rope_parameters are not asked for it
         read_shape(changed(tmp_path, "llama", rope_scaling=scaling))
 
 

@@ -84,7 +84,7 @@ def test_a_checkpoint_with_transformer_engines_norms_goes_on_with_them_only() ->
     adapter, cell = adapter_of(BACKENDS["megatron"]), cell_of("megatron", "sft-warmup", "llama", "dp2", "bf16")
     for before, after in (("dp2", "dp2.te"), ("tp2.te", "tp2")):
         answer = adapter.supports_checkpoint(cell.scenario, Layout.parse(before), Layout.parse(after))
-        assert "hand over a state" in str(answer)
+        assert "transfer a training state" in str(answer)
     both = Layout.parse("dp2.te"), Layout.parse("tp2.te")
     assert str(adapter.supports_checkpoint(cell.scenario, *both)) == "Supported()"
 
@@ -95,10 +95,10 @@ def config(layout: str) -> ContextConfig:
 
 def test_a_process_is_for_transformer_engine_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
     assert type(megatron_context(config("dp1"))).__name__ == "MegatronContext"  # with it, megatron-core is imported
-    with pytest.raises(UsageError, match=r"without TransformerEngine, and dp1\.te needs the contrary"):
+    with pytest.raises(UsageError, match=r"without TransformerEngine, but dp1\.te needs it with"):
         megatron_context(config("dp1.te"))
     monkeypatch.setattr(startup, "_admitted", True)
-    with pytest.raises(UsageError, match="with TransformerEngine, and dp1 needs the contrary; begin in a new process"):
+    with pytest.raises(UsageError, match="with TransformerEngine, but dp1 needs it without; start a new process"):
         megatron_context(config("dp1"))
 
 

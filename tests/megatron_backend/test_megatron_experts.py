@@ -15,7 +15,7 @@ from conformance.oracle.feed_forward import stacked
 from conformance.spec.layout import Layout
 from impl.convert.megatron import named
 from impl.interface.sharded_safetensors import SliceReader
-from impl.megatron.hf_mapping import all_parameters, check_weights, of_same_tensors, parts
+from impl.megatron.hf_mapping import all_parameters, check_weights, grouped_by_tensors, parts
 from impl.megatron.model_config import read_shape
 from impl.megatron.moe_config import mixture_support
 from impl.megatron.spans import Part, Rank, Span, reader
@@ -45,15 +45,15 @@ def test_experts_are_read_alike_where_they_are_apart_and_where_they_are_stacked(
         with SliceReader([at / WEIGHTS]) as files:
             for part in parts_of(family):
                 for span in part.spans or (Span(0, 0, part.shape[0]),):
-                    wanted = part.matrix(full[part.name]).narrow(part.dim, span.theirs, span.stop - span.theirs)
-                    assert torch.equal(reader(files)(part, span.theirs, span.stop), wanted)
+                    wanted = part.matrix(full[part.name]).narrow(part.dim, span.full, span.stop - span.full)
+                    assert torch.equal(reader(files)(part, span.full, span.stop), wanted)
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *DEEPSEEK])
 def test_the_experts_of_a_layer_make_one_tensor_each(family: str) -> None:
     shape = read_shape(folder(family))
     assert shape.mixture is not None
-    together = [names for names in of_same_tensors(all_parameters(shape)) if len(names) > 1]
+    together = [names for names in grouped_by_tensors(all_parameters(shape)) if len(names) > 1]
     of_each = 4 if shape.mixture.clamped else 2  # biases, too
     assert [len(names) for names in together] == [shape.mixture.experts] * of_each * len(shape.mixture.layers)
     for names in together:
@@ -114,17 +114,17 @@ def test_a_lost_expert_is_told(tmp_path: Path, lost: str) -> None:
     ("family", "changes", "message"),
     [
         ("mixtral", {"router_jitter_noise": 0.1}, "set it to 0.0"),
-        ("qwen3-moe", {"num_experts": None}, "does not say num_experts"),
-        ("qwen3-moe", {"norm_topk_prob": None}, "does not say norm_topk_prob"),
-        ("qwen2-moe", {"shared_expert_intermediate_size": None}, "does not say shared_expert_intermediate_size"),
-        ("qwen3-moe", {"router_aux_loss_coef": None}, "does not say router_aux_loss_coef"),
+        ("qwen3-moe", {"num_experts": None}, "lacks the key num_experts"),
+        ("qwen3-moe", {"norm_topk_prob": None}, "lacks the key norm_topk_prob"),
+        ("qwen2-moe", {"shared_expert_intermediate_size": None}, "lacks the key shared_expert_intermediate_size"),
+        ("qwen3-moe", {"router_aux_loss_coef": None}, "lacks the key router_aux_loss_coef"),
         ("qwen3-moe", {"num_experts_per_tok": 9}, "chooses 9 of 8 experts"),
-        ("mixtral", {"num_experts_per_tok": 1}, "megatron-core normalises no single expert"),
-        ("deepseek-v3", {"norm_topk_prob": False}, "this choice for no sigmoids; use fsdp2"),
-        ("deepseek-v2", {"norm_topk_prob": True}, "this choice for no softmax in groups; use fsdp2"),
+        ("mixtral", {"num_experts_per_tok": 1}, "megatron-core cannot normalise one expert"),
+        ("deepseek-v3", {"norm_topk_prob": False}, "do not support it with sigmoids; use fsdp2"),
+        ("deepseek-v2", {"norm_topk_prob": True}, "do not support it with a softmax in groups; use fsdp2"),
         ("deepseek-v2", {"topk_method": "noaux_tc"}, "use greedy or group_limited_greedy"),
-        ("deepseek-v3", {"n_group": None}, "does not say n_group"),
-        ("deepseek-v3", {"kv_lora_rank": None}, "does not say kv_lora_rank"),
+        ("deepseek-v3", {"n_group": None}, "lacks the key n_group"),
+        ("deepseek-v3", {"kv_lora_rank": None}, "lacks the key kv_lora_rank"),
         ("deepseek-v2", {"mlp_bias": True}, "biases in the MLP not built in"),
         ("deepseek-v2", {"rope_parameters": {"rope_type": "linear"}}, "scaled otherwise than by yarn not built in"),
     ],

@@ -220,9 +220,9 @@ def test_a_checkpoint_of_another_training_is_refused_and_changes_nothing(
 ) -> None:
     told = {
         "critic": "is a checkpoint of another training: the model's head is 'causal' there and 'value' here",
-        "optimizer": "'AdamW in DistributedOptimizer' there and 'AdamW in FP32Optimizer' here; .* hand over a state",
+        "optimizer": "'AdamW in DistributedOptimizer' there and 'AdamW in FP32Optimizer' here; .* a training state",
         "cut": "is not the list of a checkpoint of this version; save the checkpoint again",
-        "list": "holds no contents.json; give the folder that save_ckpt got",
+        "list": "has no contents.json; give the folder that save_ckpt got",
     }
     out = str(tmp_path / "checkpoints")
     for said in run_ranks("megatron_state_tasks:refused", "dp2.zero1", other="dp2", folders=folders["llama"], out=out):

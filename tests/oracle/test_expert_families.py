@@ -134,17 +134,27 @@ def test_gpt_oss_in_fp16(session: Session, backend: str, scenario: str, layout: 
 @pytest.mark.parametrize(
     ("backend", "model", "layout", "advice"),
     [
-        ("fsdp2", "gpt-oss", "sp2.zigzag", "zigzag has no attention sinks; use the default ring"),
-        ("deepspeed", "gpt-oss", "ulysses2", "Ulysses has no attention sinks; use the default ring"),
+        ("fsdp2", "gpt-oss", "sp2.zigzag", "zigzag has no attention sinks; use default context parallelism"),
+        ("deepspeed", "gpt-oss", "ulysses2", "Ulysses has no attention sinks; use default context parallelism"),
         ("fsdp2", "gpt-oss", "tp2", "carries no tensor-parallel plan; use the layout option 'plan', or tp1"),
         ("fsdp2", "deepseek-v3", "tp2.plan", "plan has no tensor-parallel plan for 'deepseek_v3'; leave it out"),
         ("deepspeed", "gpt-oss", "tp2", "use tp1"),
-        ("deepspeed", "deepseek-v3", "ulysses2", "use a ring (sp2)"),
+        ("deepspeed", "deepseek-v3", "ulysses2", "has several; use sp2"),
         ("deepspeed", "deepseek-v3", "tp2", "use tp1"),
         ("megatron", "gpt-oss", "tp2", "add seqpar"),
-        ("megatron", "gpt-oss", "tp4.seqpar", "share out all 6 whole; use a tp that divides them, without ep"),
-        ("megatron", "gpt-oss", "ep2.tp2.seqpar", "share out all 6 whole; use a tp that divides them, without ep"),
-        ("megatron", "deepseek-v3", "tp2", "with sequence parallelism only; add seqpar"),
+        (
+            "megatron",
+            "gpt-oss",
+            "tp4.seqpar",
+            "share out 6 whole experts; use a tp that divides this number, without ep",
+        ),
+        (
+            "megatron",
+            "gpt-oss",
+            "ep2.tp2.seqpar",
+            "share out 6 whole experts; use a tp that divides this number, without ep",
+        ),
+        ("megatron", "deepseek-v3", "tp2", "only with sequence parallelism; add seqpar"),
     ],
 )
 def test_what_a_backend_lacks_is_unsupported_with_advice(backend: str, model: str, layout: str, advice: str) -> None:

@@ -52,10 +52,10 @@ def assert_same_state(one: Path, other: Path) -> None:
 
 def assert_converted(folder: Path, source: Path, made: Path) -> None:
     """What becomes of a checkpoint in ``folder`` is what the ranks have exported, to the bit."""
-    convert(folder / "checkpoint", made / "state", to="state", model=source, told=lambda *_: None)
+    convert(folder / "checkpoint", made / "state", to="state", model=source, report=lambda *_: None)
     assert_same_state(made / "state", folder / "state")
-    convert(folder / "checkpoint", made / "hf", to="hf", model=source, told=lambda *_: None)
-    convert(folder / "state", made / "from state", to="hf", model=source, told=lambda *_: None)
+    convert(folder / "checkpoint", made / "hf", to="hf", model=source, report=lambda *_: None)
+    convert(folder / "state", made / "from state", to="hf", model=source, report=lambda *_: None)
     masters = load_file(folder / "masters.safetensors")
     for path in (made / "hf", made / "from state"):
         found = load_file(path / "model.safetensors")
