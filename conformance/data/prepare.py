@@ -87,8 +87,7 @@ def check_trained(scenario: Scenario, decoder: Decoder) -> None:
     if scenario.router_z_loss and not decoder.routers:
         raise UsageError(
             f"router_z_loss={scenario.router_z_loss:g} is for mixtures of experts that the oracle computes "
-            f"(docs/explanations/mixture-of-experts.md), and {scenario.model_name} is none; set it to 0, or give "
-            f"another model"
+            f"(docs/explanations/mixture-of-experts.md), and {scenario.model_name} is none; set it to 0, or give another model"
         )
     for role in scenario.objective.roles:
         if not role.trained:

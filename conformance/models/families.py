@@ -1,7 +1,6 @@
 """From a Hugging Face ``config.json`` to what a decoder computes: each family is a declaration of its parts.
 
-Another family is a function that returns an Architecture, and a line in FAMILIES; docs/guides/adding-a-model.md has the
-way.
+Another family is a function that returns an Architecture, and a line in FAMILIES; docs/guides/adding-a-model.md has the way.
 """
 
 from collections.abc import Callable
@@ -45,8 +44,8 @@ def read_architecture(model: Path, *, disable_dropout: bool = False) -> Architec
     kind = values.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise config.error(
-            f"has model_type {shown(kind)}; the oracle knows {', '.join(FAMILIES)} (docs/guides/adding-a-model.md says "
-            f"how one is added)"
+            f"has model_type {shown(kind)}; the oracle knows {', '.join(FAMILIES)} (docs/guides/adding-a-model.md says how "
+            f"one is added)"
         )
     architecture = FAMILIES[kind](config)
     config.finish()

@@ -128,8 +128,8 @@ def test_the_oracle_of_its_own_is_taken_wherever_there_is_one(models: Any) -> No
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"hidden_dropout": 0.1}, "sets hidden_dropout=0.1; what is random differs between any two runs"),
-        ({"output_router_logits": True}, "no objective here adds a router's auxiliary loss"),
+        ({"hidden_dropout": 0.1}, "sets hidden_dropout=0.1, which makes two runs differ at random"),
+        ({"output_router_logits": True}, "no objective includes a router's auxiliary loss"),
         ({"model_type": "no-such"}, "which the oracle does not know, and transformers cannot use it"),
         ({"model_type": "t5"}, "which the oracle does not know, and transformers cannot use it"),
         ({"model_type": "mamba"}, "names MambaForCausalLM, which takes no position_ids"),
