@@ -62,7 +62,7 @@ def test_a_name_that_is_nearly_right_is_told_the_right_one(
         ({"backends": '["fsdp3"]'}, "a table names the backend 'fsdp3'; did you mean 'fsdp2'?"),
         ({"backends": '["fsdp2"]'}, "has no cell for plain; its tables are for fsdp2"),
         ({"modls": "1"}, "cells.0.modls: there is no such key (got 1)"),
-        ({"models": '"llama"'}, "cells.0.models: has to be a list (got 'llama')"),
+        ({"models": '"llama"'}, "cells.0.models: must be a list (got 'llama')"),
         ({"precisions": '["fp99"]'}, "cells.0.precisions.0: Input should be 'exact', 'fp32', 'bf16' or 'fp16'"),
     ],
 )
