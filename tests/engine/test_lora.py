@@ -336,7 +336,7 @@ def test_targets_that_a_model_lacks_are_refused_before_anything_runs(
 
 def test_frozen_patterns_are_about_adapters(tmp_path: Path) -> None:
     optimizer = {"name": "sgd", "lr": 0.1, "frozen": ["model.embed_tokens.weight"]}
-    with pytest.raises(UsageError, match=r"no parameter of llama that is trained matches; names look like .*lora_A"):
+    with pytest.raises(UsageError, match=r"matches no trained parameter of llama; names look like .*lora_A"):
         prepare_inputs(scenario(optimizer=optimizer), tmp_path)
     some = scenario(optimizer={**optimizer, "frozen": ["*.lora_A.weight"]})
     prepare_inputs(some, tmp_path)
