@@ -106,7 +106,7 @@ def run_oracle(
     device: str = "cpu",
     trusted: bool = False,
 ) -> None:
-    """Trains ``scenario.steps`` steps of ``batches`` and writes a complete record to ``out``. ``models``: folder per role.
+    """Trains ``scenario.steps`` steps of ``batches``, and writes a complete record to ``out``. ``models``: by role.
 
     policy_name: "float64" for the reference, or a precision whose error is measured: float32 master weights, gradients
     and optimizer, computed in float32, bfloat16 or float16, with torch's fused attention kernel or ("-plain") by the

@@ -80,7 +80,7 @@ def test_a_profile_that_names_what_is_not_there_is_refused_by_list_and_by_run(
 
 def test_a_file_name_that_cannot_name_a_scenario_is_told_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["list", *PLAIN, "--profile", profile(tmp_path, file="my_own.toml")]) == 2
-    assert "my_own.toml: a scenario is called what its file is called" in capsys.readouterr().err
+    assert "my_own.toml: the name of a scenario's file must consist" in capsys.readouterr().err
     assert cli.main(["list", *PLAIN, "--profile", profile(tmp_path, scenario=f'name = "mine"{SCENARIO}')]) == 0
 
 
