@@ -29,7 +29,7 @@ class ResponseFunctions:
     # --- before the first update of a rollout -------------------------------------------------------------------------
 
     def needs_rollout_pass(self, model: str) -> bool:
-        return any(role.name == model for role in self.objective.looking)
+        return any(role.name == model for role in self.objective.rollout_roles)
 
     def rollout_numbers(self, model: str, output: Tensor, document: Document, *, stable: torch.dtype) -> Tensor:
         if model == CRITIC.name:

@@ -2,7 +2,7 @@
 
 Forward passes run document by document over all mini-batches and give old log-probs, log-probs of the reference and
 values of the critic. The choices of routers are recorded for each pass under a key of its own
-(conformance.spec.observables.look_routing).
+(conformance.spec.observables.rollout_routing).
 """
 
 from collections import defaultdict
@@ -19,7 +19,7 @@ from conformance.oracle.step import Model
 from conformance.oracle.variant import HONEST, Variant
 from conformance.spec.batch import Batch, Document
 from conformance.spec.objectives import Objective
-from conformance.spec.observables import look_routing
+from conformance.spec.observables import rollout_routing
 
 RowsByKey = Mapping[str, Mapping[int, Tensor]]  # by the key of an observable, then by the row's index in its batch
 
@@ -79,7 +79,7 @@ def run_rollout_pass(
     found: dict[str, list[list[Tensor]]] = {}
     rows: list[dict[str, dict[int, Tensor]]] = [{} for _ in batches]
     for model in (model for model in models if functions.needs_rollout_pass(model.role.name)):
-        key, outputs = look_routing(model.role.prefix, trained=model.role.trained), []
+        key, outputs = rollout_routing(model.role.prefix, trained=model.role.trained), []
         for number, batch in enumerate(batches):
             routed: dict[int, list[Tensor]] = defaultdict(list)
             outputs.append(

@@ -38,7 +38,7 @@ from conformance.spec.observables import (
     TOKEN_COUNT,
     Observable,
     loaded_observables,
-    look_routing_observable,
+    rollout_routing_observable,
     routing_observables,
     trained_observables,
 )
@@ -148,7 +148,7 @@ class PolicyGradient:
         return (REFERENCE, POLICY) if self.has_reference else (POLICY,)
 
     @property
-    def looking(self) -> tuple[Role, ...]:
+    def rollout_roles(self) -> tuple[Role, ...]:
         """Returns the roles whose models run over a rollout before its first update, in evaluation mode."""
         return tuple(role for role in self.roles if role != POLICY or self.recompute_old_logprobs)
 
@@ -254,7 +254,7 @@ class Objective(Protocol):
     """Defines the protocol of an objective: a frozen pydantic dataclass with a field ``kind``.
 
     reads: what the data set holds: ``samples`` (pairs of texts) or ``rollouts`` (conformance.data.rollouts). One that
-        reads rollouts also has ``looking``, the roles whose models run over each before its first update.
+        reads rollouts also has ``rollout_roles``, the roles whose models run over each before its first update.
     disable_dropout: whether models run without the dropout of their configuration, also in updates.
     """
 
@@ -334,10 +334,10 @@ def all_observables(objective: Objective, *, scaled: bool = False, routed: bool 
     """
     loaded = [o for role in objective.roles for o in loaded_observables(role.prefix, trained=role.trained)]
     trained = [o for role in objective.roles if role.trained for o in trained_observables(role.prefix, scaled=scaled)]
-    looking = getattr(objective, "looking", ()) if routed else ()
-    looked = [look_routing_observable(role.prefix, trained=role.trained) for role in looking]
+    rollout_roles = getattr(objective, "rollout_roles", ()) if routed else ()
+    rollout_routers = [rollout_routing_observable(role.prefix, trained=role.trained) for role in rollout_roles]
     routers = [o for role in objective.roles if role.trained for o in routing_observables(role.prefix) if routed]
-    return (CONFIGURATION, *loaded, GENERATORS, *looked, *routers, *objective.observables(), *trained)
+    return (CONFIGURATION, *loaded, GENERATORS, *rollout_routers, *routers, *objective.observables(), *trained)
 
 
 def parse_objective(values: Any) -> Objective:
