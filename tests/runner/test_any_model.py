@@ -135,9 +135,9 @@ def test_the_oracle_of_its_own_is_taken_wherever_there_is_one(models: Any) -> No
         ({"model_type": "mamba"}, "names MambaForCausalLM, which takes no position_ids"),
         (
             {"model_type": "granitemoehybrid", "layer_types": ["mamba", "attention"]},
-            "layers of kind linear_attention hand",
+            "layers of kind linear_attention carry",
         ),
-        ({"model_type": "lfm2", "layer_types": ["conv", "full_attention"]}, "layers of kind conv hand on"),
+        ({"model_type": "lfm2", "layer_types": ["conv", "full_attention"]}, "layers of kind conv carry state"),
     ],
 )
 def test_a_model_that_no_oracle_can_compute_is_refused(
