@@ -1,4 +1,4 @@
-"""Reads the values of a Hugging Face ``config.json`` in their types, and rejects keys that nobody reads.
+"""Reads the values of a Hugging Face ``config.json`` in their types, and rejects keys that were not read.
 
 No key that changes the mathematics is ever ignored. A key that is neither read by the model's family nor listed in
 INERT is an error, so a new feature stops the oracle instead of silently making it wrong.
