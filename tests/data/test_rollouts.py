@@ -271,7 +271,7 @@ def test_a_leg_begins_with_a_roll_out() -> None:
         return Cell(scenario=scenario, legs=legs, program="resume")
 
     assert cell_of(4).first_steps == (0, 4)
-    with pytest.raises(UsageError, match=r"leg 2 of program 'resume' begins at step 2 of .* in the middle .* of 4, "):
+    with pytest.raises(UsageError, match=r"phase 2 of program 'resume' begins at step 2 of .* in the middle .* of 4, "):
         cell_of(2)
 
 
