@@ -1,4 +1,4 @@
-"""Validation: errors about a user's input, with messages that say what to change."""
+"""Raises and formats errors about a user's input; each message says what to change."""
 
 import difflib
 from collections.abc import Iterable, Sequence
@@ -13,47 +13,47 @@ STRICT: "ConfigDict" = {"extra": "forbid"}
 
 
 class UsageError(ValueError):
-    """The user asked for something that cannot be done. The message says what to change."""
+    """Signals that the user asked for something impossible. The message says what to change."""
 
 
 def explain(error: "ValidationError", *, source: str, what: str) -> UsageError:
-    """A UsageError that names every wrong field of ``source`` (a file or table), which should be a valid ``what``."""
+    """Returns a UsageError that names every wrong field of ``source`` (a file or table), which should be a ``what``."""
     found = error.errors()
-    lines = [f"  {'.'.join(map(str, e['loc'])) or '(whole)'}: {_said(e)}" for e in found if not _follows(e, found)]
+    lines = [f"  {'.'.join(map(str, e['loc'])) or '(whole)'}: {_message(e)}" for e in found if not _follows(e, found)]
     return UsageError(f"{source} is not a valid {what}:\n" + "\n".join(lines))
 
 
-# For errors that pydantic says in words of Python, which the writer of a TOML file need not know.
+# Replaces pydantic's messages that use terms of Python, which the writer of a TOML file need not know.
 _WORDS = {
     "unexpected_keyword_argument": "there is no such key",
-    "tuple_type": "has to be a list",
-    "dataclass_type": "has to be a table",
+    "tuple_type": "must be a list",
+    "dataclass_type": "must be a table",
     "missing": "is missing",
     "missing_keyword_only_argument": "is missing",
 }
 
 
-def _said(error: "ErrorDetails") -> str:
+def _message(error: "ErrorDetails") -> str:
     if error["type"] == "too_short":
         return "the list is empty; give at least one"
     words = _WORDS.get(error["type"], error["msg"].removeprefix("Value error, "))
     return words if words == "is missing" else f"{words} (got {shown(error['input'])})"
 
 
-def _follows(error: "ErrorDetails", others: "Sequence[ErrorDetails]") -> bool:
-    """Whether a list is called too short only because its items are wrong, which other errors say."""
+def _follows(error: "ErrorDetails", errors: "Sequence[ErrorDetails]") -> bool:
+    """Tells whether a list is reported as too short only because its items are wrong, which ``errors`` also report."""
     loc = error["loc"]
-    return error["type"] == "too_short" and any(e["loc"][: len(loc)] == loc != e["loc"] for e in others)
+    return error["type"] == "too_short" and any(e["loc"][: len(loc)] == loc != e["loc"] for e in errors)
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """``did you mean 'a' or 'b'? ``, with the known names that are close to ``name``; empty if none is."""
+    """Returns ``did you mean 'a' or 'b'? `` with the known names close to ``name``; empty if no name is close."""
     near = difflib.get_close_matches(name, list(known), n=2)
     return f"did you mean {' or '.join(map(repr, near))}? " if near else ""
 
 
 def shown(value: object) -> str:
-    """The repr of a value for a message, cut after 120 characters."""
+    """Returns the repr of a value for a message, cut after 120 characters."""
     try:
         text = repr(value)
     except ValueError:  # a number of thousands of digits
@@ -62,6 +62,6 @@ def shown(value: object) -> str:
 
 
 def one_line(error: BaseException) -> str:
-    """The message of a library's error in one line, cut after 300 characters; its type if the message is empty."""
+    """Returns a library's error message in one line, cut after 300 characters; its type if the message is empty."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 300 else f"{text[:300]}..."

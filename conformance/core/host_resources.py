@@ -1,6 +1,6 @@
-"""Machine: the memory and the disk that this machine has now.
+"""Measures the free memory and disk of this machine.
 
-Imports nothing slow, because the pytest plugin looks before its workers start, in every run with workers.
+It imports nothing slow, because the pytest plugin uses it before its workers start.
 """
 
 import shutil
@@ -12,7 +12,7 @@ from conformance.core.paths import cache_folder
 
 @dataclass(frozen=True, kw_only=True)
 class Room:
-    """What there is, in bytes. cache: of the oracle's cache; None where it is on the file system of the output."""
+    """Holds free bytes. cache: for the oracle's cache; None if it is on the file system of the output."""
 
     memory: float
     disk: float
@@ -20,23 +20,23 @@ class Room:
 
 
 def room_of(out: Path) -> Room:
-    """Of this machine now; ``out`` need not exist yet."""
+    """Measures this machine now; ``out`` need not exist yet."""
     folder, cache = free_of(out), free_of(cache_folder())
-    apart = folder.stat().st_dev != cache.stat().st_dev
+    own_disk = folder.stat().st_dev != cache.stat().st_dev
     return Room(
         memory=available_memory(),
         disk=shutil.disk_usage(folder).free,
-        cache=shutil.disk_usage(cache).free if apart else None,
+        cache=shutil.disk_usage(cache).free if own_disk else None,
     )
 
 
 def free_of(path: Path) -> Path:
-    """The nearest folder above ``path`` that exists, whose file system will hold it."""
+    """Returns the nearest existing folder at or above ``path``, whose file system will hold it."""
     path = path.absolute()
     return next(parent for parent in (path, *path.parents) if parent.is_dir())
 
 
 def available_memory() -> int:
-    """Bytes of memory that are available without swapping, by the kernel's estimate (MemAvailable)."""
+    """Returns the bytes of memory available without swapping, by the kernel's estimate (MemAvailable)."""
     lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))

@@ -1,15 +1,11 @@
-"""Reading: reads users' files, without any assumption about what they contain.
+"""Reads users' files and reads and writes the files of an output folder. Works without torch.
 
-A path may lead to a pipe, a device or a folder; a file may be binary or deeply nested. In all cases the result is a
-value of the declared type or one UsageError that names the file.
-
-Files that several processes may make at the same time: one makes them, and nobody sees them half.
-
-Files: reads and writes the files of an output folder; no other module opens them. Without torch.
+A user's path may lead to a pipe, a device or a folder; a file may be binary or deeply nested. In all cases the result
+is a value of the declared type or one UsageError that names the file.
 
 An output folder may come from another machine, so its contents are not trusted: reading a pipe or a device might never
-end, and a symbolic link may lead anywhere. So only regular files are read, no links, and no files larger than the suite
-would write. A file gets its name only when it is completely written, and is never written through a link (claim 9).
+end, and a symbolic link may lead anywhere. So only regular files of a limited size are read, and no links. A file gets
+its name only when it is completely written, and is never written through a link.
 """
 
 import contextlib
@@ -31,7 +27,7 @@ MIB = 2**20
 
 
 def check_file(path: Path) -> None:
-    """Raises UsageError for anything but a readable regular file: reading a pipe or a device might never end.
+    """Raises UsageError unless ``path`` is a readable regular file: reading a pipe or a device might never end.
 
     Raises FileNotFoundError if ``path`` does not exist.
     """
@@ -50,7 +46,7 @@ def check_file(path: Path) -> None:
 
 
 def read_text(path: Path, *, limit: int) -> str:
-    """The text of a UTF-8 file of at most ``limit`` bytes. Raises UsageError; FileNotFoundError if it is missing."""
+    """Reads a UTF-8 file of at most ``limit`` bytes. Raises UsageError; FileNotFoundError if it is missing."""
     check_file(path)
     with path.open("rb") as file:
         content = file.read(limit + 1)
@@ -64,47 +60,47 @@ def read_text(path: Path, *, limit: int) -> str:
 
 
 def not_utf8(error: UnicodeDecodeError) -> str:
-    """The message for bytes that are not UTF-8: what is wrong, and what to do."""
+    """Returns the message for bytes that are not UTF-8, with advice."""
     return f"not UTF-8 ({error.reason}, byte 0x{error.object[error.start]:02x}); save the file as UTF-8"
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The tables of a TOML file. Raises UsageError, and FileNotFoundError if it is missing."""
+    """Reads the tables of a TOML file. Raises UsageError, and FileNotFoundError if it is missing."""
     text = read_text(path, limit=MIB)
     try:
         return copy.deepcopy(_parsed_toml(text))
     except RecursionError:
         raise UsageError(f"{path} is not valid TOML: it is nested too deeply") from None
-    except ValueError as error:  # also of a number with thousands of digits
+    except ValueError as error:  # raised also for a number with thousands of digits
         raise UsageError(f"{path} is not valid TOML: {one_line(error)}") from None
 
 
-@functools.lru_cache(maxsize=64)  # a profile names a scenario's file for each of its models and precisions
+@functools.lru_cache(maxsize=64)  # a profile reads a scenario's file once for each of its models and precisions
 def _parsed_toml(text: str) -> dict[str, Any]:
     return tomllib.loads(text)
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a user's JSON file. Raises UsageError, and FileNotFoundError if it is missing."""
+    """Reads the object in a user's JSON file. Raises UsageError, and FileNotFoundError if it is missing."""
     values = parse_json(read_text(path, limit=64 * MIB), str(path))
     if not isinstance(values, dict):
-        raise UsageError(f"{path} holds {shown(values)}, but it has to hold a JSON object ({{...}})")
+        raise UsageError(f"{path} must hold a JSON object ({{...}}), got {shown(values)}")
     return values
 
 
 def parse_json(text: str, source: str) -> Any:
-    """Parse JSON. Raises UsageError, which names ``source``, for other text."""
+    """Parses JSON. Raises UsageError, which names ``source``, for other text."""
     try:
         return json.loads(text)
     except RecursionError:
         raise UsageError(f"{source} cannot be read: its JSON is nested too deeply") from None
-    except ValueError as error:  # also of a number with thousands of digits
+    except ValueError as error:  # raised also for a number with thousands of digits
         raise UsageError(f"{source} is not JSON: {one_line(error)}") from None
 
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock on ``path`` between processes. The lock file is kept; a lock ends with its process."""
+    """Holds an exclusive lock on ``path`` between processes. The lock ends with its process; the file stays."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -113,7 +109,7 @@ def locked(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def complete_or_nothing(path: Path) -> Iterator[Path]:
-    """Yield a temporary path to write to, and rename it to ``path`` when the block ends without an exception."""
+    """Yields a temporary path to write to, and renames it to ``path`` when the block ends without an exception."""
     unfinished = path.with_name(f"{path.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     yield unfinished
@@ -130,20 +126,20 @@ _NO_FILES: dict[str, Callable[[int], bool]] = {
 
 
 class Unreadable(Exception):
-    """A path of the output folder is not a file that the suite would have written. The message says what to do."""
+    """Signals that a path of the output folder is not a file that the suite writes. The message says what to do."""
 
 
 class Unwritable(Exception):
-    """A file of the output folder cannot be written. The message names the file and the reason."""
+    """Signals that a file of the output folder cannot be written. The message names the file and the reason."""
 
 
 def file_size(path: Path) -> int:
-    """Size in bytes of a regular file. Raises Unreadable for anything else, and FileNotFoundError if it is missing."""
+    """Returns the bytes of a regular file. Raises Unreadable for anything else, FileNotFoundError if it is missing."""
     try:
         status = path.lstat()
     except (FileNotFoundError, NotADirectoryError):
         raise FileNotFoundError(f"there is no {path}") from None
-    except (OSError, ValueError) as error:  # a name that is too long, or has a character that is not allowed
+    except (OSError, ValueError) as error:  # the name is too long or has an illegal character
         raise Unreadable(f"{path} cannot be read: {error}") from None
     for kind, is_kind in _NO_FILES.items():
         if is_kind(status.st_mode):
@@ -152,14 +148,14 @@ def file_size(path: Path) -> int:
 
 
 def is_link(path: Path) -> bool:
-    """Whether ``path`` is a symbolic link; False if ``path`` is not a valid name."""
+    """Tells whether ``path`` is a symbolic link; False if ``path`` is not a valid name."""
     with contextlib.suppress(OSError, ValueError):
         return path.is_symlink()
     return False
 
 
 def read_file(path: Path, *, limit: int) -> bytes:
-    """The bytes of a regular file of at most ``limit`` bytes. Raises Unreadable and FileNotFoundError."""
+    """Reads a regular file of at most ``limit`` bytes. Raises Unreadable and FileNotFoundError."""
     if (size := file_size(path)) > limit:
         raise Unreadable(f"{path} has {size} bytes, more than the {limit} that the suite would write; run again")
     try:
@@ -169,7 +165,7 @@ def read_file(path: Path, *, limit: int) -> bytes:
 
 
 def read_end(path: Path, *, limit: int) -> bytes:
-    """The last ``limit`` bytes of a regular file. Raises Unreadable and FileNotFoundError."""
+    """Reads the last ``limit`` bytes of a regular file. Raises Unreadable and FileNotFoundError."""
     size = file_size(path)
     try:
         with path.open("rb") as file:
@@ -180,12 +176,12 @@ def read_end(path: Path, *, limit: int) -> bytes:
 
 
 def encoded(text: str) -> bytes:
-    """The text as UTF-8. Characters that UTF-8 cannot represent (in names of folders, for example) become escapes."""
+    """Encodes text as UTF-8. Characters that UTF-8 cannot represent, for example in folder names, become escapes."""
     return text.encode("utf-8", errors="backslashreplace")
 
 
 def write_file(path: Path, content: str | bytes) -> None:
-    """Write a file completely or not at all. If ``path`` is a link or a pipe, it is replaced, not written through.
+    """Writes a file completely or not at all. A link or a pipe at ``path`` is replaced, not written through.
 
     Raises Unwritable.
     """

@@ -23,9 +23,9 @@ ROOT = str(Path(__file__).parents[2])
 
 
 class _Finder(MetaPathFinder):
-    """Finds the packages beside ``conformance``. Modules that only the user's package of this name has are found, too.
+    """Finds the packages next to ``conformance``, and modules that only the user's package of the same name has.
 
-    So an adapter that lives in a package ``impl`` of the user can be imported beside the reference backends.
+    So an adapter that lives in a package ``impl`` of the user can be imported next to the reference backends.
     """
 
     def find_spec(
@@ -38,11 +38,11 @@ class _Finder(MetaPathFinder):
 
 
 _FINDER = _Finder()
-_set_aside: dict[str, ModuleType] = {}  # modules of this distribution, while the user's have their names
+_set_aside: dict[str, ModuleType] = {}  # modules of this distribution while the user's modules have their names
 
 
 def prefer() -> None:
-    """Prefer the packages of this distribution from now on, in a process that belongs to the suite."""
+    """Prefers the packages of this distribution from now on, in a process that belongs to the suite."""
     if _FINDER not in sys.meta_path:
         _take_out(foreign=True)
         sys.meta_path.insert(0, _FINDER)
@@ -50,7 +50,7 @@ def prefer() -> None:
 
 @contextlib.contextmanager
 def preferred() -> Iterator[None]:
-    """Prefer the packages of this distribution inside the ``with`` statement."""
+    """Prefers the packages of this distribution inside the ``with`` statement."""
     if _FINDER in sys.meta_path or not _is_hidden():
         yield
         return
@@ -66,7 +66,7 @@ def preferred() -> Iterator[None]:
 
 
 def _is_hidden() -> bool:
-    """Whether another package or module has, or would get, one of the names."""
+    """Tells whether another package or module has, or would get, one of the names."""
     found = [PathFinder.find_spec(name) for name in NAMES]
     loaded = [sys.modules[name].__spec__ for name in NAMES if name in sys.modules]
     return any(spec is None or not _is_own(spec) for spec in (*found, *loaded))
@@ -77,7 +77,7 @@ def _is_own(spec: ModuleSpec) -> bool:
 
 
 def _take_out(*, foreign: bool) -> dict[str, ModuleType]:
-    """Take packages with these names out of sys.modules, with all of their modules: the user's, or all."""
+    """Removes packages with these names and their modules from sys.modules: the user's (``foreign``), or all."""
     packages = [
         name
         for name in NAMES
@@ -88,7 +88,7 @@ def _take_out(*, foreign: bool) -> dict[str, ModuleType]:
 
 
 def main() -> None:
-    """Run the module that the first argument names, as ``python -m`` does."""
+    """Runs the module that the first argument names, as ``python -m`` does."""
     prefer()
     del sys.argv[0]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -1,8 +1,8 @@
-"""Packages: when the import of a backend fails, finds out which of its declared packages is not installed.
+"""Finds the declared package that is missing when the import of a backend fails.
 
-Serves claim 9: a backend whose optional package is not installed is unsupported; any other error of the import is a
-failure. An adapter that cannot be imported cannot say which packages it needs. So the needed packages are read from
-the metadata of its distribution: from the extra that has the backend's name.
+A backend whose optional package is not installed is unsupported; any other import error is a failure. An adapter that
+cannot be imported cannot name the packages it needs. So they are read from the metadata of its distribution: from the
+extra that has the backend's name.
 """
 
 import re
@@ -12,7 +12,7 @@ from importlib.metadata import EntryPoint, PackageNotFoundError, distribution, v
 
 @dataclass(frozen=True, kw_only=True)
 class MissingPackage:
-    """A declared package that is not installed, and the extra (``DISTRIBUTION[BACKEND]``) that installs it."""
+    """Names a declared package that is not installed, and the extra (``DISTRIBUTION[BACKEND]``) that installs it."""
 
     package: str
     extra: str
@@ -22,31 +22,31 @@ class MissingPackage:
 
 
 def missing_package(entry: EntryPoint | None, module: str) -> MissingPackage | None:
-    """The declared package that would provide ``module`` and is not installed; None if there is no such package.
+    """Returns the declared package that would provide ``module`` and is not installed; None if there is none.
 
-    ``entry`` is the backend's entry point; None: no package is declared. The modules of a package that is not installed
-    are unknown. So a module is taken to belong to a package if one of the two names begins with the other, as
+    ``entry``: the backend's entry point; None if no package is declared. The modules of a package that is not installed
+    are unknown. So a module is matched with a package if one of the two names begins with the other, as
     ``megatron-core`` begins with ``megatron``. An adapter may also raise ModuleNotFoundError with the package's name.
     """
     if entry is None or entry.dist is None:
         return None
-    asked = _canonical(module)
+    wanted = _canonical(module)
     for package in _extra(entry.dist.requires or [], entry.name):
-        alike = f"{asked}-".startswith(f"{package}-") or f"{package}-".startswith(f"{asked}-")
-        if alike and not is_installed(package):
+        matches = f"{wanted}-".startswith(f"{package}-") or f"{package}-".startswith(f"{wanted}-")
+        if matches and not is_installed(package):
             return MissingPackage(package=package, extra=f"{entry.dist.name}[{entry.name}]")
     return None
 
 
 def _extra(requirements: list[str], extra: str) -> list[str]:
-    """The names of the packages of an extra, from a distribution's requirements such as ``a>=1; extra == 'b'``."""
+    """Returns the packages of an extra, from a distribution's requirements such as ``a>=1; extra == 'b'``."""
     wanted = re.compile(rf"\bextra\s*==\s*['\"]{re.escape(extra)}['\"]")
     chosen = [requirement for requirement in requirements if wanted.search(requirement.partition(";")[2])]
     return [_canonical(re.split(r"[^\w.-]", requirement.strip(), maxsplit=1)[0]) for requirement in chosen]
 
 
 def is_installed(package: str) -> bool:
-    """Whether a distribution of this name is installed."""
+    """Tells whether a distribution of this name is installed."""
     try:
         distribution(package)
     except PackageNotFoundError:
@@ -55,12 +55,12 @@ def is_installed(package: str) -> bool:
 
 
 def _canonical(name: str) -> str:
-    """The normalised name of a module or package, as package indexes compare names (PEP 503)."""
+    """Normalizes the name of a module or package, as package indexes compare names (PEP 503)."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def package_version(package: str) -> str:
-    """The version of an installed distribution, or ``not installed``."""
+    """Returns the version of an installed distribution, or ``not installed``."""
     try:
         return version(package)
     except PackageNotFoundError:

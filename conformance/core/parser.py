@@ -12,7 +12,7 @@ from conformance.core.errors import did_you_mean
 
 
 class Formatter(argparse.RawDescriptionHelpFormatter):
-    """Names only required arguments in the usage: what is optional follows below, in groups."""
+    """Formats the usage with required arguments only, because groups of options follow below it."""
 
     def add_usage(self, usage: Any, actions: Any, groups: Any, prefix: Any = None) -> None:
         needed = [action for action in actions if action.required or not action.option_strings]
@@ -22,7 +22,7 @@ class Formatter(argparse.RawDescriptionHelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """Also makes the parsers of its commands."""
+    """Parses arguments, also those of commands: argparse builds their parsers from the same class."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"allow_abbrev": False, "formatter_class": Formatter, **options})
@@ -30,7 +30,7 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """An unknown option is an error of the command's own parser, which knows the similar ones."""
+        """Reports an unknown option from the command's own parser, which knows similar options."""
         given = None if args is None else [self._with_dashes(text) for text in args]
         found, unknown = super().parse_known_args(given, namespace)
         for option in (text.partition("=")[0] for text in unknown if text.startswith("-")):
@@ -38,7 +38,7 @@ class Parser(argparse.ArgumentParser):
         return found, unknown
 
     def unknown(self, option: str) -> str:
-        """The message about an option that does not exist."""
+        """Returns the message about an option that does not exist."""
         near = did_you_mean(option.replace("_", "-"), self._option_string_actions)
         return f"there is no option {option}; {near}{self.prog} --help shows all"
 
@@ -46,7 +46,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}\n")
 
     def _with_dashes(self, text: str) -> str:
-        """An option that was written with underscores, as it is declared."""
+        """Replaces underscores in the name of an option by dashes, if the option is declared so."""
         name, equals, value = text.partition("=")
         dashed = name.replace("_", "-")
         is_other = name.startswith("--") and name not in self._option_string_actions

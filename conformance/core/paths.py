@@ -1,4 +1,4 @@
-"""Paths: of the cache, and of the fixtures: beside ``conformance`` in a checkout, inside it in an installed wheel."""
+"""Locates the cache and the fixtures: next to ``conformance`` in a checkout, inside it in an installed wheel."""
 
 import os
 from pathlib import Path
@@ -6,12 +6,12 @@ from pathlib import Path
 from conformance.core.errors import UsageError, did_you_mean, one_line, shown
 
 _PACKAGE = Path(__file__).resolve().parent.parent
-CHECKOUT = _PACKAGE.parent  # of an installed wheel, the folder that it is installed in
+CHECKOUT = _PACKAGE.parent  # for an installed wheel, the folder that holds the packages
 FIXTURES = _PACKAGE / "_fixtures" if (_PACKAGE / "_fixtures").is_dir() else CHECKOUT / "fixtures"
 
 
 def resolve(path: str) -> Path:
-    """The absolute path for a path from the user, which is relative to the working directory or to the fixtures.
+    """Returns the absolute path for a user's path, which is relative to the working directory or to the fixtures.
 
     Raises UsageError if neither exists.
     """
@@ -27,6 +27,6 @@ def resolve(path: str) -> Path:
 
 
 def cache_folder() -> Path:
-    """The folder in which records are kept across runs."""
+    """Returns the folder in which records are kept across runs."""
     default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "backend-parity"
     return Path(os.environ.get("PARITY_CACHE") or default)

@@ -19,7 +19,7 @@ COMMANDS, REPORTERS, COMPARISONS = "parity.commands", "parity.reporters", "parit
 
 
 def write_reports(out: Path) -> list[str]:
-    """Call all reporters; returns one line for the user about each, the HTML report last.
+    """Calls all reporters; returns one line for the user about each, the HTML report last.
 
     If files cannot be written, raises Unwritable after all reporters were called.
     """
@@ -41,7 +41,7 @@ def write_reports(out: Path) -> list[str]:
 
 
 def compare(runs: object) -> str:
-    """Return the text of the first installed comparison.
+    """Returns the text of the first installed comparison.
 
     runs: the path of an output folder, to compare its backends; or the TwoRuns of two folders.
 
@@ -50,7 +50,7 @@ def compare(runs: object) -> str:
     for entry in entry_points(group=COMPARISONS):
         to_text: Callable[[object], str] = entry.load()
         return to_text(runs)
-    raise LookupError(f"nothing is announced under the entry-point group {COMPARISONS!r}")
+    raise LookupError(f"no package registers a comparison under the entry-point group {COMPARISONS!r}")
 
 
 class Command(Protocol):
@@ -59,33 +59,33 @@ class Command(Protocol):
     def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
 
     def run(self, options: argparse.Namespace) -> int:
-        """Run the command and return the exit code. A UsageError is shown to the user in one line."""
+        """Runs the command and returns the exit code. A UsageError is shown to the user in one line."""
         ...
 
 
 def announced_commands() -> dict[str, EntryPoint]:
-    """The commands of installed packages, by name. None is imported."""
+    """Returns the entry points of the commands of installed packages, by name. None is imported."""
     return {entry.name: entry for entry in sorted(entry_points(group=COMMANDS), key=lambda entry: entry.name)}
 
 
 def load_command(name: str) -> Command:
-    """Import an announced command. One that cannot be imported says why when it is run."""
+    """Imports a command. A command that cannot be imported raises UsageError with the reason when it is run."""
     try:
         command: Command = announced_commands()[name].load()
-    except Exception as error:  # one broken plug-in must not stop the others
+    except Exception as error:  # one broken plugin must not stop the others
         return _Missing(f"{type(error).__name__}: {one_line(error)}")
     return command
 
 
 class _Missing:
-    """A placeholder for a command that cannot be imported; ``run`` raises UsageError with the reason."""
+    """Stands for a command that cannot be imported; ``run`` raises UsageError with the reason."""
 
     def __init__(self, reason: str) -> None:
         self.reason = f"not available: {reason}"
         self.help = self.reason.replace("%", "%%")  # argparse formats help texts with %
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        parser.prefix_chars = "\0"  # accept all arguments, options included: ``run`` only says what is missing
+        parser.prefix_chars = "\0"  # accept all arguments and options: ``run`` only reports what is missing
         parser.add_argument("ignored", nargs="*")
 
     def run(self, options: argparse.Namespace) -> int:

@@ -1,8 +1,7 @@
-"""Calls Linux functions for processes that Python does not have, so that no process is left behind.
+"""Calls Linux functions for processes that Python lacks, and turns SIGINT and SIGTERM into the end of a run.
 
-Stopping: SIGINT and SIGTERM end a run where it is, so that what it judged is still reported.
-
-Supervisors ask before they kill, some of them more than once: GitHub's runner sends SIGINT, then SIGTERM, then SIGKILL.
+No process is left behind, and a stopped run still reports what it judged. Supervisors signal before they kill, some
+more than once: GitHub's runner sends SIGINT, then SIGTERM, then SIGKILL.
 """
 
 import contextlib
@@ -20,19 +19,19 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def signal_at_death_of(parent: int, number: int) -> None:
-    """Ask the kernel to send signal ``number`` to this process when ``parent`` dies. Exits if it is dead already."""
+    """Makes the kernel send signal ``number`` to this process when ``parent`` dies. Exits if it is already dead."""
     _prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
         os._exit(1)
 
 
 def adopt_orphans() -> None:
-    """Become the parent of descendants whose parent dies, so that this process can reap them."""
+    """Makes this process the parent of descendants whose parent dies, so that it can reap them."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def process_state(pid: int) -> str:
-    """The kernel's one-letter state (R, S, D, T: stopped, Z: zombie), or "" if there is no such process."""
+    """Returns the kernel's one-letter state (R, S, D, T: stopped, Z: zombie), or "" if there is no such process."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -41,7 +40,7 @@ def process_state(pid: int) -> str:
 
 
 def processor_seconds(pid: int) -> float:
-    """Processor time of all threads of a process, in user and kernel mode; 0 if there is no such process."""
+    """Returns the processor time of all threads of a process, user and kernel mode, in seconds; 0 without process."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
@@ -51,24 +50,24 @@ def processor_seconds(pid: int) -> float:
 
 
 def children() -> list[int]:
-    """The pids of the children of this (single-threaded) process, zombies included."""
+    """Returns the pids of the children of this (single-threaded) process, zombies included."""
     pid = os.getpid()
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def thread_count() -> int:
-    """The number of threads of this process, including threads that Python did not start."""
+    """Returns the number of threads of this process, including threads that Python did not start."""
     return sum(1 for _ in Path("/proc/self/task").iterdir())
 
 
 def open_files() -> Counter[str]:
-    """What the descriptors of this process are open on: paths of files, and kinds such as ``socket`` or ``eventfd``."""
+    """Counts what the descriptors of this process are open on: file paths, and kinds such as ``socket``."""
     links = map(_link, Path("/proc/self/fd").iterdir())
     return Counter(re.sub(r"^anon_inode:\[?(\w+)\]?$|^(\w+):\[\d+\]$", r"\1\2", link) for link in links if link)
 
 
 def threads_called(name: str) -> int:
-    """The number of threads of this process that have given themselves this name."""
+    """Returns the number of threads of this process with this name."""
     found = 0
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
@@ -77,7 +76,7 @@ def threads_called(name: str) -> int:
 
 
 def signal_group(group: int, number: int) -> bool:
-    """Send a signal to a process group. Returns False if the group has no member left."""
+    """Sends a signal to a process group. Returns False if the group has no member left."""
     try:
         os.killpg(group, number)
     except ProcessLookupError:
@@ -86,13 +85,13 @@ def signal_group(group: int, number: int) -> bool:
 
 
 def signal_process(pid: int, number: int) -> None:
-    """Send a signal to a process, if it still exists."""
+    """Sends a signal to a process, if it still exists."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
 
 
 def _link(descriptor: Path) -> str:
-    """What a descriptor is open on; "" if it has been closed, as that of the folder which is read."""
+    """Returns what a descriptor is open on; "" if it was closed, such as the one that listed the folder."""
     try:
         return str(descriptor.readlink())
     except OSError:
@@ -105,7 +104,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 class Stopped(KeyboardInterrupt):
-    """A signal ended the run. ``number``: the signal's."""
+    """Signals that signal ``number`` ended the run."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -113,27 +112,28 @@ class Stopped(KeyboardInterrupt):
 
 
 def stop_code(by: KeyboardInterrupt) -> int:
-    """The exit code of a process that a signal stopped, as a shell reports it."""
+    """Returns the exit code of a process that a signal stopped, as a shell reports it."""
     return 128 + (by.number if isinstance(by, Stopped) else signal.SIGINT)
 
 
-def heeded(*signals: signal.Signals) -> tuple[signal.Signals, ...]:
-    """Those that this process did not begin by ignoring. One that it was started to ignore, as SIGINT is in the
-    background of a shell's script, stays ignored."""
+def not_ignored(*signals: signal.Signals) -> tuple[signal.Signals, ...]:
+    """Returns the signals that this process does not ignore.
+
+    A background process of a shell script is started to ignore SIGINT, and keeps ignoring it.
+    """
     return tuple(number for number in signals if signal.getsignal(number) is not signal.SIG_IGN)
 
 
 class Stop:
-    """Inside the ``with`` statement, the first of the signals raises Stopped in the main thread. ``number`` is then its
-    number, or else 0.
+    """Raises Stopped in the main thread at the first of the signals inside the ``with`` statement.
 
-    After the first, SIGTERM is ignored, so that reports can be written, and another SIGINT interrupts them. Only
-    signals that are heeded stop.
+    ``number`` is then the number of that signal, otherwise 0. After the first signal, SIGTERM is ignored, so that
+    reports can be written, and another SIGINT interrupts them. Ignored signals stay ignored.
     """
 
     def __init__(self, *signals: signal.Signals) -> None:
         self.number = 0
-        self._signals = heeded(*signals)
+        self._signals = not_ignored(*signals)
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
@@ -147,7 +147,7 @@ class Stop:
         raise Stopped(number)
 
     def check(self) -> None:
-        """Raise Stopped again: an exception that a signal raises inside a destructor or a callback is lost."""
+        """Raises Stopped again: an exception that a signal raises inside a destructor or a callback is lost."""
         if self.number:
             raise Stopped(self.number)
 

@@ -1,8 +1,7 @@
-"""Coverage of the data: which positions, tokens and shards the batches of a profile's cells reach.
+"""Measures which positions, tokens and shards the batches of a profile's cells reach.
 
-Serves claim 6: no data hides a bug. If no document reaches a wrong row of an embedding, a wrong position or a wrong
-branch of a mask, the cell conforms in every tier. So ``parity list --coverage`` prints what is reached, and a test
-asserts it for the built-in profiles.
+If no document reaches a wrong row of an embedding, a wrong position or a wrong branch of a mask, the cell conforms in
+every tier. So ``parity list --coverage`` prints what is reached, and a test asserts it for the built-in profiles.
 """
 
 import dataclasses
@@ -27,7 +26,7 @@ WHOLE = 2**20  # tokens; longer than any document, so that none is cut
 
 @dataclass(frozen=True, kw_only=True)
 class DocumentReach:
-    """The documents of all steps of a scenario.
+    """Describes the documents of all steps of a scenario.
 
     different, lengths: how many different documents there are, and how many different lengths of documents.
     longest: tokens of the longest document, after documents were cut to max_len.
@@ -59,10 +58,10 @@ class DocumentReach:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardReach:
-    """One of the ``tp`` shards of the vocabulary.
+    """Describes one of the ``tp`` shards of the vocabulary.
 
     padded: whether the vocabulary is padded to a multiple of 128 x tp first, as in Megatron.
-    rows: number of tokens in the shard. padding: number of padding rows, which every softmax has to leave out.
+    rows: number of tokens in the shard. padding: number of padding rows, which every softmax must leave out.
     inputs, targets: how many of the ``rows`` occur in some step as an input, and as a target.
     """
 
@@ -79,7 +78,7 @@ class ShardReach:
 
 @dataclass(frozen=True, kw_only=True)
 class CutReach:
-    """The micro-batches of all steps and data ranks. Each row is padded to the longest row of its micro-batch.
+    """Describes the micro-batches of all steps and data ranks. A row is padded to the longest row of its micro-batch.
 
     rows_masked, micro_batches_masked: number of rows and of micro-batches without a target token.
     ranks_masked: how often a data rank has no target token in a whole step. padding: number of padding tokens.
@@ -99,14 +98,14 @@ class CutReach:
 
 @dataclass(frozen=True, kw_only=True)
 class Coverage:
-    """What the data of a profile's cells reaches, by scenario and model."""
+    """Holds what the data of a profile's cells reaches, by scenario and model."""
 
     documents: tuple[DocumentReach, ...]
     shards: tuple[ShardReach, ...]
     cuts: tuple[CutReach, ...]
 
     def __str__(self) -> str:
-        """Three plain-text tables."""
+        """Formats three plain-text tables."""
         tables = {
             "Documents": pd.DataFrame(self.documents),
             "Shards of the vocabulary": pd.DataFrame(self.shards),
@@ -116,7 +115,7 @@ class Coverage:
 
 
 def measure_coverage(cells: Iterable[Cell]) -> Coverage:
-    """Measure what the data of these cells reaches in all their layouts. Backends and precisions do not matter.
+    """Measures what the data of these cells reaches in all their layouts. Backends and precisions do not matter.
 
     Raises UsageError for a model or data set that cannot be used.
     """
@@ -126,9 +125,9 @@ def measure_coverage(cells: Iterable[Cell]) -> Coverage:
 
     documents, shards, cuts = [], [], []
     for _, group in groupby(sorted(cells, key=data), key=data):
-        alike = list(group)
-        scenario = alike[0].scenario
-        layouts = {leg.layout for cell in alike for leg in cell.legs}
+        same_data = list(group)
+        scenario = same_data[0].scenario
+        layouts = {leg.layout for cell in same_data for leg in cell.legs}
         batches = batches_of(scenario, resolve(scenario.model))
         documents.append(_documents(scenario, batches))
         for tp in sorted({layout.tp for layout in layouts}):
@@ -142,7 +141,7 @@ def _documents(scenario: Scenario, batches: Sequence[Batch]) -> DocumentReach:
     decoder = _decoder(scenario)
     documents = [document for batch in batches for document in batch.documents]
     lengths = [len(document.tokens) for document in documents]
-    cut: set[tuple[int, ...]] = set()  # roll-outs are never cut
+    cut: set[tuple[int, ...]] = set()  # rollouts are never cut
     if scenario.objective.reads == "samples":
         whole = load_documents(dataclasses.replace(data, max_len=WHOLE), load_tokenizer(folder))
         cut = {document.tokens[: data.max_len] for document in whole if len(document.tokens) > data.max_len}
@@ -225,7 +224,7 @@ def _masked(rows: Sequence[Row]) -> bool:
 
 
 def _inputs(batches: Sequence[Batch]) -> list[int]:
-    """The input tokens of all documents with targets, without the last token of each, which predicts nothing."""
+    """Returns the input tokens of all documents with targets, without each last token, which predicts nothing."""
     documents = [document for batch in batches for document in batch.documents if any(document.targets)]
     return [token for document in documents for token in document.tokens[:-1]]
 

@@ -1,10 +1,10 @@
-"""Documents: turns the questions and answers of a file into the frozen batches of every optimizer step.
+"""Builds the frozen batches of every optimizer step from the questions and answers of a file.
 
-Serves claim 1: batches are made so that the usual bugs cannot cancel out. Documents keep their different lengths, and
-for every data set the following rows have no target token:
+Batches are made so that the usual bugs cannot cancel out. Documents keep their different lengths, and for every data
+set the following rows have no target token:
 
-* step 0: the last sixth of the rows (of 24 rows: 20..23). So the last of 8 ranks has no target token, and neither has
-  one micro-batch of dp 2 or 4 with accumulation 3;
+* step 0: the last sixth of the rows (of 24 rows: 20..23). So the last of 8 ranks has no target token, nor has one
+  micro-batch of dp 2 or 4 with accumulation 3;
 * step 1: the last third of the rows (of 24 rows: 16..23). So one micro-batch of a single rank with accumulation 3 has
   no target token.
 """
@@ -24,18 +24,18 @@ from conformance.oracle.role_model import read_decoder
 from conformance.spec.batch import Batch, Document, Row
 from conformance.spec.scenario import DataConfig, Scenario
 
-LOOK_AHEAD = 1000  # documents; those that are looked at are tokenized
+LOOK_AHEAD = 1000  # documents; each document that is tried is tokenized
 
 logger = logging.getLogger(__name__)
 
 
 def build_batches(scenario: Scenario, model: Path) -> list[Batch]:
-    """Build ``scenario.steps`` batches, tokenized with the tokenizer of the Hugging Face folder ``model``.
+    """Builds ``scenario.steps`` batches with the tokenizer of the Hugging Face folder ``model``.
 
-    ``scenario.seed`` shuffles the samples once; when they run out, they are used again from the start. Only those that
-    are needed are tokenized. Without
-    packing, a row is one document. With packing, a row holds as many documents as fit into ``max_len``, in order:
-    usually two or more, or a single long one. The rows that the module's docstring names lose their target tokens.
+    ``scenario.seed`` shuffles the samples once; when they run out, they are used again from the start. Only the samples
+    that are needed are tokenized. Without packing, a row is one document. With packing, a row holds as many documents
+    as fit into ``max_len``, in order: usually two or more, or a single long one. The rows that the module's docstring
+    names lose their target tokens.
 
     Raises UsageError if the data, the tokenizer or ``max_len`` do not allow this.
     """
@@ -51,7 +51,7 @@ def build_batches(scenario: Scenario, model: Path) -> list[Batch]:
         batches = [_batch(step, rows, data) for step in range(scenario.steps)]
     except StopIteration:
         raise documents.none_left() from None
-    documents.tell()
+    documents.warn_of_length()
     _check_variety(batches, documents, model)
     disable, trusted = scenario.objective.disable_dropout, scenario.trust_remote_code
     size = read_decoder(model, disable_dropout=disable, trusted=trusted).vocab_size
@@ -61,7 +61,7 @@ def build_batches(scenario: Scenario, model: Path) -> list[Batch]:
 
 @dataclass(frozen=True, kw_only=True)
 class Variety:
-    """How many different documents, and different lengths of documents in tokens, batches have."""
+    """Counts the different documents, and the different lengths of documents in tokens, in batches."""
 
     documents: int
     lengths: int
@@ -73,8 +73,10 @@ def variety_of(batches: Sequence[Batch]) -> Variety:
 
 
 def _check_variety(batches: Sequence[Batch], documents: Documents, model: Path) -> None:
-    """Raises UsageError for batches of a single document: ranks may exchange or double their shares, and nothing
-    differs. Of documents of one length, whose mean of means is nearly the mean, the user is told."""
+    """Raises UsageError for batches of a single document: ranks may exchange or double their shares unnoticed.
+
+    Warns if all documents have one length, because a mean of means is then nearly the mean.
+    """
     variety, config = variety_of(batches), documents.config
     if variety.documents == 1:
         left_out = config.too_long == "drop" and documents.advice()
@@ -85,8 +87,8 @@ def _check_variety(batches: Sequence[Batch], documents: Documents, model: Path) 
         )
     if variety.lengths == 1:
         logger.warning(
-            "%s: all %d documents that are trained on have the same length, so a mean of means is nearly right and "
-            "hardly told from the mean over tokens; raise --max-len, or give texts of several lengths",
+            "%s: all %d documents that are trained on have the same length, so a mean of means is hardly "
+            "distinguishable from the mean over tokens; raise --max-len, or give texts of several lengths",
             *(config.path, variety.documents),
         )
 
@@ -102,22 +104,22 @@ def check_vocabulary(documents: Sequence[Document], model: Path, size: int) -> N
 
 
 def load_documents(config: DataConfig, tokenizer: Any) -> list[Document]:
-    """All documents of a data set, in its order; see conformance.data.tokenizer.
+    """Returns all documents of a data set, in its order; see conformance.data.tokenizer.
 
     Raises UsageError if the tokenizer cannot encode a sample, if ``config.max_len`` is too short, and if all documents
     are left out.
     """
     samples = [(number, *texts) for number, texts in enumerate(read_samples(config), start=1)]
     documents = Documents(samples, config, tokenizer, likely=len(samples))
-    held = [document for index in range(len(documents)) if (document := documents[index])]
-    documents.tell()
-    if not held:
+    kept = [document for index in range(len(documents)) if (document := documents[index])]
+    documents.warn_of_length()
+    if not kept:
         raise documents.none_left()
-    return held
+    return kept
 
 
 def one_by_one(documents: Documents) -> Iterator[tuple[Document, ...]]:
-    """Yield rows of one document, in order, and again from the start; ends if every document is left out."""
+    """Yields rows of one document, in order, and again from the start; ends if every document is left out."""
     is_left = True
     while is_left:
         is_left = False
@@ -128,16 +130,16 @@ def one_by_one(documents: Documents) -> Iterator[tuple[Document, ...]]:
 
 
 def pack(documents: Sequence[Document | None] | Documents, *, max_len: int) -> Iterator[tuple[Document, ...]]:
-    """Yield rows of documents: documents are taken in order while they fit, and reused from the start. None stands for
-    a document that is left out; if there is no other, there is no row.
+    """Yields rows of documents, taken in order while they fit, and reused from the start.
 
-    If the second document does not fit beside the first, the next document that fits is taken instead, of at most
-    LOOK_AHEAD, so that a row of a single document is rare.
+    None stands for a document that is left out; if all are None, no row is yielded. If the second document does not fit
+    beside the first, the next one that fits is taken instead, of at most LOOK_AHEAD, so that a row of a single document
+    is rare.
     """
     queue = deque(range(len(documents)))
 
     def take(room: int, *, ahead: int) -> Document | None:
-        """Move the first document that fits to the end of the queue, and return it."""
+        """Moves the first document that fits to the end of the queue, and returns it."""
         place = 0
         while place < min(ahead, len(queue)):
             document = documents[queue[place]]

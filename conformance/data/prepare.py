@@ -1,4 +1,4 @@
-"""Prepare: makes the frozen inputs of a scenario, once per output folder; all cells and the oracle share them."""
+"""Makes the frozen inputs of a scenario once per output folder, for all its cells and the oracle."""
 
 import dataclasses
 import fnmatch
@@ -25,19 +25,18 @@ from conformance.spec.scenario import Scenario, scenario_to_json
 
 @dataclass(frozen=True, kw_only=True)
 class FrozenInputs:
-    """The inputs of every backend and of the oracle: a Hugging Face folder for each role, by the role's name, and the
-    file of frozen batches."""
+    """Locates the inputs of every backend and of the oracle: a Hugging Face folder by role name, and frozen batches."""
 
     models: dict[str, Path]
     batches: Path
 
 
 def prepare_inputs(scenario: Scenario, root: Path, *, draws: bool = True) -> FrozenInputs:
-    """Make the scenario's inputs under ``root/inputs``, unless they are there already. ``draws``: weights of a random
-    model (conformance.models.synthetic), too, which takes as much time and disk as they are large.
+    """Makes the scenario's inputs under ``root/inputs``, unless they exist.
 
-    Raises UsageError for a model or data set that cannot be used, and for a ``root`` inside the model's folder. The
-    model's folder is checked before any of its code is run and before any of its files is copied.
+    ``draws``: whether to draw the weights of a random model (conformance.models.synthetic), which costs time and disk
+    in proportion to its size. Raises UsageError for an unusable model or data set, and for a ``root`` inside the
+    model's folder. The model's folder is checked before its code runs and before its files are copied.
     """
     source, folder = resolve(scenario.model), root / "inputs"
     check_model_folder(source)
@@ -45,7 +44,7 @@ def prepare_inputs(scenario: Scenario, root: Path, *, draws: bool = True) -> Fro
         raise UsageError(f"{root} lies inside the model folder {source}, which is copied there; give another --out")
     drawn = random_model(source)
     runs_code(source, trusted=scenario.trust_remote_code)
-    # A model that no oracle can compute cannot be judged, so it is refused here.
+    # A model that no oracle can compute cannot be judged, so it is rejected here.
     disable, trusted = scenario.objective.disable_dropout, scenario.trust_remote_code
     decoder = read_decoder(source, disable_dropout=disable, trusted=trusted)
     check_trained(scenario, decoder)
@@ -66,8 +65,8 @@ def prepare_inputs(scenario: Scenario, root: Path, *, draws: bool = True) -> Fro
             if drawn and draws:
                 draw_weights(drawn, scenario, role, model)
             models[role.name] = model
-        asked = scenario_to_json(scenario)
-        used = {name: asked[name] for name in ("data", "steps", "seed", "model")}
+        values = scenario_to_json(scenario)
+        used = {name: values[name] for name in ("data", "steps", "seed", "model")}
         batches = folder / f"batches-{short_key(used, objective_to_json(scenario.objective))}.safetensors"
         if not batches.exists():
             with complete_or_nothing(batches) as file:
@@ -76,19 +75,22 @@ def prepare_inputs(scenario: Scenario, root: Path, *, draws: bool = True) -> Fro
 
 
 def batches_of(scenario: Scenario, model: Path) -> list[Batch]:
-    """Build the batches of a scenario for the Hugging Face folder ``model``, from samples or roll-outs."""
+    """Builds the batches of a scenario for the Hugging Face folder ``model``, from samples or rollouts."""
     build = {"samples": build_batches, "rollouts": build_rollouts}[scenario.objective.reads]
     return build(scenario, model)
 
 
 def check_trained(scenario: Scenario, decoder: Decoder) -> None:
-    """Raises UsageError for adapters that the model cannot have, for a z-loss where it has no routers, if a pattern of
-    frozen parameters matches no parameter that would be trained without it, and if no parameter is left to train."""
+    """Raises UsageError if the scenario's training options do not fit the model.
+
+    That is: adapters that do not fit, a z-loss without routers, a pattern of frozen parameters that matches no trained
+    parameter, and no parameter left to train.
+    """
     if scenario.router_z_loss and not decoder.routers:
         raise UsageError(
-            f"router_z_loss={scenario.router_z_loss:g} is for mixtures of experts that the oracle computes "
-            f"(docs/explanations/mixture-of-experts.md), and {scenario.model_name} is none; set it to 0, or give "
-            f"another model"
+            f"router_z_loss={scenario.router_z_loss:g} is only for mixtures of experts that the oracle computes "
+            f"(docs/explanations/mixture-of-experts.md), not for {scenario.model_name}; set it to 0, or give another "
+            f"model"
         )
     for role in scenario.objective.roles:
         if not role.trained:
@@ -99,13 +101,13 @@ def check_trained(scenario: Scenario, decoder: Decoder) -> None:
         for pattern in scenario.optimizer.frozen:
             if not fnmatch.filter(names, pattern):
                 raise UsageError(
-                    f"optimizer.frozen names {pattern!r}, which no parameter of {scenario.model_name} that is trained "
-                    f"matches; names look like {', '.join([*names][:3])}"
+                    f"optimizer.frozen names {pattern!r}, which matches no trained parameter of {scenario.model_name}; "
+                    f"names look like {', '.join([*names][:3])}"
                 )
         if not any(scenario.trains(role, name) for name in names):
             raise UsageError(f"optimizer.frozen leaves nothing of {role.name} to train; freeze less")
 
 
 def short_key(*parts: object) -> str:
-    """Ten hexadecimal digits of a digest of JSON values, for the names of files and folders."""
+    """Returns ten hexadecimal digits of a digest of JSON values, for names of files and folders."""
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:10]

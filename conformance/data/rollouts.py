@@ -1,7 +1,7 @@
-"""Roll-outs: responses that a policy has sampled, with their rewards, read from users' files.
+"""Reads rollouts, the responses that a policy has sampled with their rewards, from users' files.
 
-Serves claim 1 for reinforcement learning: the samples are frozen, so a difference between two backends cannot come from
-sampling. A line of a JSONL file, or a record of a Parquet file or of a Hugging Face dataset on disk, is one response::
+The samples are frozen, so a difference between two backends cannot come from sampling. A line of a JSONL file, or a
+record of a Parquet file or of a Hugging Face dataset on disk, is one response::
 
     {"group": 3, "prompt_ids": [1, 4, ...], "completion_ids": [17, ..., 2], "logprobs": [-1.2, ...], "reward": 0.5}
 
@@ -28,22 +28,21 @@ from conformance.spec.objectives import PolicyGradient
 from conformance.spec.scenario import Scenario
 
 Group = list[Document]
-MOST_TOKENS = MIB  # of one prompt or response; nobody trains on a longer one
-FILLED = 0.8  # share of the tokens of packed rows that a roll-out should fill, so that whole groups fit
+MOST_TOKENS = MIB  # of one prompt or response; longer ones are mistakes
+FILLED = 0.8  # share of the tokens of packed rows that a rollout should fill, so that whole groups fit
 
 
 def build_rollouts(scenario: Scenario, model: Path) -> list[Batch]:
-    """Build batches for ``scenario.steps`` optimizer steps. If the last step lies in the first epoch of a roll-out, the
-    rest of that epoch's mini-batches follow.
+    """Builds batches for ``scenario.steps`` optimizer steps, up to the end of the first epoch of the last rollout.
 
-    A roll-out consists of ``mini_batches`` batches, which are trained on ``ppo_epochs`` times; its first batch has all
-    of them in its field ``rollout``. A roll-out is made of whole groups. ``scenario.seed`` shuffles the groups once;
+    A rollout consists of ``mini_batches`` batches, which are trained on ``ppo_epochs`` times; its first batch has all
+    of them in its field ``rollout``. A rollout is made of whole groups. ``scenario.seed`` shuffles the groups once;
     when they run out, they are used again. Responses to one prompt are spread over different rows. Without packing, a
-    row is one document.
-    Raises UsageError for data that do not allow this, and for tokens beyond the model's vocabulary.
+    row is one document. Raises UsageError for data that do not allow this, and for tokens beyond the model's
+    vocabulary.
     """
     objective = scenario.objective
-    assert isinstance(objective, PolicyGradient), "only policy-gradient objectives read roll-outs"
+    assert isinstance(objective, PolicyGradient), "only policy-gradient objectives read rollouts"
     count, data = objective.mini_batches, scenario.data
     decoder = read_decoder(model, disable_dropout=objective.disable_dropout, trusted=scenario.trust_remote_code)
     groups = read_groups(scenario, vocabulary=decoder.vocab_size)
@@ -61,22 +60,22 @@ def build_rollouts(scenario: Scenario, model: Path) -> list[Batch]:
                 made = tuple(Row(i, documents) for i, documents in enumerate(chosen))
                 batches.append(Batch(len(batches), data.max_len, made))
                 begins.append(count if epoch == number == 0 else 0)
-    # The first epoch of the last roll-out is kept as a whole: advantages need all its mini-batches.
+    # The first epoch of the last rollout is kept as a whole: advantages need all its mini-batches.
     last = (scenario.steps - 1) // objective.steps_per_rollout * objective.steps_per_rollout
     kept = max(scenario.steps, last + count)
     return with_rollouts(batches[:kept], begins[:kept])
 
 
 def read_groups(scenario: Scenario, *, vocabulary: int) -> list[Group]:
-    """Read the responses of the scenario's data set, one list of documents per group.
+    """Reads the responses of the scenario's data set, one list of documents per group.
 
     The documents have the columns ``group`` and ``reward`` (one number each) and ``rollout_logprob`` (one number per
     token, 0 for tokens of the prompt). Raises UsageError, which names the file and the line, for a wrong response.
     """
     if scenario.data.too_long != "truncate" or scenario.data.max_samples is not None:
         raise UsageError(
-            f"--too-long and --max-samples are about pairs of texts, and the objective {scenario.objective.kind!r} "
-            f"reads roll-outs, which are taken as they are; leave them out, or select cells with --cells 'sft*'"
+            f"--too-long and --max-samples are for pairs of texts, but the objective {scenario.objective.kind!r} "
+            f"reads rollouts, which are used unchanged; leave them out, or select cells with --cells 'sft*'"
         )
     drawn = random_model(resolve(scenario.model))
     path = resolve(scenario.data.path.replace("{model}", drawn.like if drawn else scenario.model_name))
@@ -84,7 +83,7 @@ def read_groups(scenario: Scenario, *, vocabulary: int) -> list[Group]:
     place, first = records[0]
     if not first.keys() & {"prompt_ids", "completion_ids"}:
         raise UsageError(
-            f"{place}: not a roll-out, but the objective {scenario.objective.kind!r} reads roll-outs; found "
+            f"{place}: not a rollout, but the objective {scenario.objective.kind!r} reads rollouts; found "
             f"{shown([*first])}; give --data (data.path) a file of responses with group, "
             f"prompt_ids, completion_ids, logprobs and reward, or use a scenario of objective 'sft'"
         )
@@ -94,7 +93,7 @@ def read_groups(scenario: Scenario, *, vocabulary: int) -> list[Group]:
         found = [replace(document, tokens=tuple(map(drawn.spread, document.tokens))) for document in found]
     grouped = [(key, list(group)) for key, group in groupby(found, key=lambda document: document.columns["group"])]
     if len({key for key, _ in grouped}) < len(grouped):
-        raise UsageError(f"{path}: the lines of one group have to be consecutive; sort the file by group")
+        raise UsageError(f"{path}: the lines of one group must be consecutive; sort the file by group")
     return [group for _, group in grouped]
 
 
@@ -110,14 +109,14 @@ def _document(record: dict[str, Any], place: str, max_len: int, vocabulary: int)
     logprobs = record.get("logprobs")
     if not isinstance(logprobs, list) or len(logprobs) != len(completion) or not all(map(_is_logprob, logprobs)):
         raise UsageError(
-            f"{place}: 'logprobs' has to be a list of {len(completion)} numbers from -1e4 to 0, one for "
+            f"{place}: 'logprobs' must be a list of {len(completion)} numbers from -1e4 to 0, one for "
             f"each of 'completion_ids', got {shown(logprobs)}"
         )
     group, reward = record.get("group"), record.get("reward")
     if isinstance(group, bool) or not isinstance(group, int) or not 0 <= group < 2**53:
-        raise UsageError(f"{place}: 'group' has to be an integer from 0 to 2**53 - 1, got {shown(group)}")
+        raise UsageError(f"{place}: 'group' must be an integer from 0 to 2**53 - 1, got {shown(group)}")
     if not _is_number(reward, -1e6, 1e6):
-        raise UsageError(f"{place}: 'reward' has to be a number between -1e6 and 1e6, got {shown(reward)}")
+        raise UsageError(f"{place}: 'reward' must be a number between -1e6 and 1e6, got {shown(reward)}")
     return Document(
         (*prompt, *completion),
         (False,) * len(prompt) + (True,) * len(completion),
@@ -132,12 +131,12 @@ def _document(record: dict[str, Any], place: str, max_len: int, vocabulary: int)
 def _tokens(record: dict[str, Any], key: str, place: str, vocabulary: int) -> list[int]:
     tokens = record.get(key)
     if not isinstance(tokens, list) or len(tokens) > MOST_TOKENS:
-        raise UsageError(f"{place}: {key!r} has to be a list of tokens, got {shown(tokens)}")
+        raise UsageError(f"{place}: {key!r} must be a list of tokens, got {shown(tokens)}")
     for token in tokens:
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < vocabulary:
             raise UsageError(
-                f"{place}: {key!r} holds {shown(token)}, which is no token of a vocabulary of {vocabulary}; sample the "
-                f"roll-outs with the tokenizer of this model"
+                f"{place}: {key!r} holds {shown(token)}, which is not a token of a vocabulary of {vocabulary}; sample "
+                f"the rollouts with the tokenizer of this model"
             )
     return tokens
 
@@ -151,7 +150,7 @@ def _is_logprob(value: Any) -> bool:
 
 
 def _repeated_groups(groups: list[Group]) -> Iterator[Group]:
-    """Yield the groups again and again, with new group numbers, so that a repeated group counts as another group."""
+    """Yields the groups again and again with new group numbers, so that a repeated group counts as another group."""
     for number, group in enumerate(cycle(groups)):
         yield [replace(document, columns={**document.columns, "group": float(number)}) for document in group]
 
@@ -162,34 +161,34 @@ def _check_tokens(mini_batches: list[list[tuple[Document, ...]]], path: str) -> 
         count = sum(sum(document.targets) for documents in chosen for document in documents)
         if count < 2:
             raise UsageError(
-                f"mini-batch {number} of a roll-out of {path} has {count} tokens in its responses, and means and "
-                f"variances over tokens need two or more; raise data.rows, or leave empty responses out"
+                f"mini-batch {number} of a rollout of {path} has {count} tokens in its responses, but means and "
+                f"variances over tokens need at least two; raise data.rows, or leave empty responses out"
             )
 
 
 def _unpacked_rows(groups: Iterator[Group], rows: int, scenario: Scenario) -> list[tuple[Document, ...]]:
-    """Take whole groups, one row per response, and shuffle the rows so that a group is spread over the roll-out."""
+    """Takes whole groups, one row per response, and shuffles the rows so that a group is spread over the rollout."""
     taken: list[Document] = []
     while len(taken) < rows:
         taken += next(groups)
     if len(taken) > rows:
         raise UsageError(
-            f"a roll-out of {rows} rows (data.rows times objective.mini_batches) cuts a group of "
-            f"{scenario.data.path}; choose data.rows so that whole groups fill the roll-out"
+            f"a rollout of {rows} rows (data.rows times objective.mini_batches) cuts a group of "
+            f"{scenario.data.path}; choose data.rows so that whole groups fill the rollout"
         )
     random.Random(len(taken)).shuffle(taken)
     return [(document,) for document in taken]
 
 
 def _packed_rows(groups: Iterator[Group], rows: int, scenario: Scenario) -> list[tuple[Document, ...]]:
-    """Pack whole groups into rows: the longest response first, each into the row with the most room left.
+    """Packs whole groups into rows: the longest response first, each into the row with the most free tokens.
 
     Raises UsageError if a response does not fit, or if a row would hold fewer than two responses.
     """
     max_len = scenario.data.max_len
-    room = rows * max_len
+    capacity = rows * max_len
     taken: list[Document] = []
-    while sum(len(d.tokens) for d in taken) < FILLED * room - max_len or len(taken) < 2 * rows:
+    while sum(len(d.tokens) for d in taken) < FILLED * capacity - max_len or len(taken) < 2 * rows:
         taken += next(groups)
     packed: list[list[Document]] = [[] for _ in range(rows)]
     free = [max_len] * rows
@@ -200,6 +199,6 @@ def _packed_rows(groups: Iterator[Group], rows: int, scenario: Scenario) -> list
     if min(free) < 0 or min(map(len, packed)) < 2:
         raise UsageError(
             f"--max-len {max_len} (data.max_len) does not pack whole groups of {scenario.data.path} into {rows} rows "
-            f"with two responses or more in each; raise it, or use data.packed=false"
+            f"with at least two responses in each; raise it, or use data.packed=false"
         )
     return [tuple(documents) for documents in packed]

@@ -1,7 +1,6 @@
-"""Samples: pairs of texts, read from users' files.
+"""Reads pairs of texts from users' files.
 
-Serves claim 9: a data set that cannot be used ends the run before it begins, and the message names the first wrong
-sample.
+An unusable data set ends the run before it begins, with a message that names the first wrong sample.
 """
 
 from collections.abc import Iterable, Iterator
@@ -14,17 +13,17 @@ from conformance.core.io import MIB, check_file, not_utf8, parse_json
 from conformance.core.paths import resolve
 from conformance.spec.scenario import DataConfig
 
-LONGEST_TEXT = MIB  # characters; nobody trains on a longer text
+LONGEST_TEXT = MIB  # characters; longer texts are mistakes
 LONGEST_LINE = 8 * MIB  # bytes; JSON may need six bytes for one character
 
 Place = str  # where a record was found, for messages: "FILE, line 3"
 
 
 def read_samples(config: DataConfig) -> list[tuple[str, str]]:
-    """Read (input, output) texts from a JSONL file, a Parquet file, or a Hugging Face dataset on disk.
+    """Reads (input, output) texts from a JSONL file, a Parquet file, or a Hugging Face dataset on disk.
 
-    At most ``config.max_samples``. Raises UsageError, which names the file and the line or the number of the sample,
-    for a wrong sample.
+    At most ``config.max_samples`` are read. Raises UsageError, which names the file and the line or the number of the
+    sample, for a wrong sample.
     """
     return [
         (_text(record, config.input_key, place), _text(record, config.output_key, place))
@@ -33,7 +32,7 @@ def read_samples(config: DataConfig) -> list[tuple[str, str]]:
 
 
 def read_dataset(path: Path, *, most: int | None = None) -> list[tuple[Place, dict[str, Any]]]:
-    """Read the records of a data set, the first ``most`` of them or all, as (place, record).
+    """Reads the records of a data set, the first ``most`` of them or all, as (place, record).
 
     Raises UsageError, which names the file, if it cannot be read.
     """
@@ -57,7 +56,7 @@ def _text(record: dict[str, Any], key: str, place: Place) -> str:
     if key not in record:
         if record.keys() >= {"prompt_ids", "completion_ids"}:
             raise UsageError(
-                f"{place}: this is a roll-out, but the objective reads pairs of texts; give --data (data.path) a file "
+                f"{place}: this is a rollout, but the objective reads pairs of texts; give --data (data.path) a file "
                 f"of such pairs, or use a scenario whose objective is 'grpo' or 'ppo'"
             )
         raise UsageError(
@@ -66,17 +65,15 @@ def _text(record: dict[str, Any], key: str, place: Place) -> str:
         )
     text = record[key]
     if not isinstance(text, str) or not text.strip():
-        raise UsageError(
-            f"{place}: {key!r} must be a text that is not empty, got {shown(text)}; mend or remove the sample"
-        )
+        raise UsageError(f"{place}: {key!r} must be a non-empty text, got {shown(text)}; correct or remove the sample")
     if len(text) > LONGEST_TEXT:
-        raise UsageError(f"{place}: {key!r} has {len(text)} characters, {LONGEST_TEXT} at most are allowed; cut it")
+        raise UsageError(f"{place}: {key!r} has {len(text)} characters, but at most {LONGEST_TEXT} are allowed; cut it")
     try:
         text.encode()
     except UnicodeEncodeError as error:
         half = f"U+{ord(text[error.start]):04X}"
         raise UsageError(
-            f"{place}: {key!r} holds {half}, half of a surrogate pair; mend or remove the sample"
+            f"{place}: {key!r} holds {half}, half of a surrogate pair; correct or remove the sample"
         ) from None
     return text
 
@@ -86,7 +83,7 @@ def _numbered(path: Path, records: Iterable[dict[str, Any]]) -> list[tuple[Place
 
 
 def _read_jsonl(path: Path) -> Iterator[tuple[Place, dict[str, Any]]]:
-    """Lines end at \\n alone: JSON allows U+2028 and its like inside of texts. A byte order mark is left out."""
+    """Yields records of lines that end at \\n alone: JSON allows U+2028 inside texts. A byte order mark is left out."""
     check_file(path)
     with path.open("rb") as file:
         for number, line in enumerate(iter(lambda: file.readline(LONGEST_LINE + 1), b""), start=1):
@@ -116,7 +113,7 @@ def _read_parquet(path: Path) -> list[dict[str, Any]]:
     try:
         records: list[dict[str, Any]] = parquet.ParquetFile(path).read().to_pylist()
     except Exception as error:  # pyarrow raises errors of many types for a broken file
-        raise UsageError(f"{path} is no Parquet file that can be read: {one_line(error)}") from None
+        raise UsageError(f"{path} is not a readable Parquet file: {one_line(error)}") from None
     return records
 
 
@@ -134,7 +131,7 @@ def _read_saved_dataset(path: Path) -> list[dict[str, Any]]:
     except FileNotFoundError:
         raise UsageError(f"{path} is a folder, but not one that datasets' save_to_disk wrote") from None
     except Exception as error:  # datasets and pyarrow raise errors of many types for broken files
-        raise UsageError(f"{path} is no dataset that can be read: {one_line(error)}") from None
+        raise UsageError(f"{path} is not a readable dataset: {one_line(error)}") from None
     if not isinstance(dataset, Dataset):
         raise UsageError(f"{path} holds several splits; give one of them: {', '.join(str(path / s) for s in dataset)}")
     return list(records)

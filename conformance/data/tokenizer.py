@@ -1,12 +1,11 @@
-"""Tokenizer: encodes samples with the tokenizer and the chat template of a user's model folder.
+"""Encodes samples with the tokenizer and the chat template of a user's model folder.
 
-A chat template is a program. transformers denies it files and modules, but does not keep it from running for ever. So
-the CPU time and the number of characters that a template may use for one sample are limited.
+A chat template is a program. transformers denies it files and modules, but not endless loops. So the CPU time and the
+number of characters that a template may use for one sample are limited.
 
-Lazy: the documents of a data set, each tokenized when it is first asked for, because a run needs few of many.
-
-A document that is too long is cut, left out or refused, as the user says (``data.too_long``), and the user is told how
-many there were. A refusal names a length that suffices, so that there is no second one (claim 9).
+Documents are tokenized when they are first used, because a run needs few of many. A document that is too long is cut,
+left out or an error, as ``data.too_long`` says, and a warning counts such documents. The error names a length that
+suffices for all of them.
 """
 
 import contextlib
@@ -32,18 +31,18 @@ LONGEST_RENDERED_TEXT = 4 * MIB  # characters that a chat template may render fo
 
 
 def load_tokenizer(model: Path, *, trusted: bool = False) -> Any:
-    """Load the tokenizer of a Hugging Face folder; nothing is downloaded. It is kept until a file there changes.
+    """Loads the tokenizer of a Hugging Face folder without downloads, and keeps it until a file there changes.
 
-    ``trusted``: Python code of the folder may be run. Raises UsageError if the tokenizer needs such code and it is not
-    trusted, and for a configuration or a tokenizer that transformers cannot load.
+    ``trusted``: whether Python code of the folder may run. Raises UsageError if the tokenizer needs such code and it is
+    not trusted, and for a configuration or a tokenizer that transformers cannot load.
     """
     return _loaded(model, files_of(model), trusted=trusted)
 
 
 @functools.lru_cache(maxsize=8)
 def _loaded(model: Path, files: Files, *, trusted: bool) -> Any:
-    """See ``load_tokenizer``. ``files`` are there for the cache."""
-    from transformers import AutoConfig, AutoTokenizer  # takes a second, which no other command is to wait for
+    """Loads the tokenizer; ``files`` are only the key of the cache."""
+    from transformers import AutoConfig, AutoTokenizer  # takes a second, which other commands need not wait for
 
     options = {"trust_remote_code": runs_code(model, trusted=trusted), "local_files_only": True}
     config = None
@@ -59,20 +58,20 @@ def _loaded(model: Path, files: Files, *, trusted: bool) -> Any:
             f"{model} has no tokenizer that transformers can load ({one_line(error)}); copy the tokenizer files of the "
             f"model into the folder (tokenizer.json, tokenizer_config.json)"
         ) from None
-    with contextlib.suppress(NotImplementedError):  # a tokenizer of the folder's own need not list its vocabulary
-        # Without files, transformers makes up tokenizers that know their special tokens and drop all of a text.
+    with contextlib.suppress(NotImplementedError):  # the folder's own tokenizer need not list its vocabulary
+        # Without files, transformers invents tokenizers that know their special tokens only, and drop all other text.
         if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
             raise UsageError(
-                f"{model} has no tokenizer files, so transformers makes up one that knows special tokens alone; copy "
-                f"those of the model into the folder (tokenizer.json, tokenizer_config.json)"
+                f"{model} has no tokenizer files, so transformers invents a tokenizer that only knows special tokens; "
+                f"copy those of the model into the folder (tokenizer.json, tokenizer_config.json)"
             )
     return tokenizer
 
 
 def encode(question: str, answer: str, tokenizer: Any) -> tuple[tuple[int, ...], int]:
-    """The tokens of a sample, and how many of these tokens are the prompt.
+    """Returns the tokens of a sample, and how many of them are the prompt.
 
-    Raises UsageError if the prompt or the answer has no token. Errors of the template and the tokenizer are passed on.
+    Raises UsageError if the prompt or the answer has no token. Errors of the template and the tokenizer propagate.
     """
     end: list[int] = []
     prompt = _prompt(question, tokenizer)
@@ -82,7 +81,7 @@ def encode(question: str, answer: str, tokenizer: Any) -> tuple[tuple[int, ...],
         whole = tokenizer.apply_chat_template([user, assistant], tokenize=False).rstrip()
         if (longer := max(len(prompt), len(whole))) > LONGEST_RENDERED_TEXT:
             raise UsageError(
-                f"the chat template renders {longer} characters; {LONGEST_RENDERED_TEXT} at most are allowed"
+                f"the chat template renders {longer} characters, but at most {LONGEST_RENDERED_TEXT} are allowed"
             )
     else:
         if tokenizer.eos_token_id is None:
@@ -94,8 +93,8 @@ def encode(question: str, answer: str, tokenizer: Any) -> tuple[tuple[int, ...],
     tokens = [*_tokens(whole, tokenizer), *end]
     # Compared as tokens, not as text: a tokenizer may join the end of the prompt and the start of the answer.
     size = 0
-    for ours, theirs in zip(_tokens(prompt, tokenizer), tokens, strict=False):
-        if ours != theirs:
+    for prompt_token, token in zip(_tokens(prompt, tokenizer), tokens, strict=False):
+        if prompt_token != token:
             break
         size += 1
     if not size:
@@ -104,14 +103,14 @@ def encode(question: str, answer: str, tokenizer: Any) -> tuple[tuple[int, ...],
             f"from; give every sample an input, or the tokenizer a chat template that keeps the user's turn in front"
         )
     if size == len(tokens):
-        raise UsageError(f"the chat template leaves out the answer {answer[:40]!r}; mend it in the tokenizer's files")
+        raise UsageError(f"the chat template leaves out the answer {answer[:40]!r}; correct the tokenizer's files")
     return tuple(tokens), size
 
 
 def encode_prompt(question: str, tokenizer: Any) -> tuple[int, ...]:
-    """Tokens of a prompt that waits for its answer: what ``encode`` puts in front of one.
+    """Returns the tokens of a prompt that waits for its answer: those that ``encode`` puts before the answer.
 
-    Raises UsageError where there are none, and whatever template and tokenizer raise.
+    Raises UsageError if there are none. Errors of the template and the tokenizer propagate.
     """
     prompt = _prompt(question, tokenizer)
     if not (tokens := _tokens(prompt, tokenizer)):
@@ -120,7 +119,7 @@ def encode_prompt(question: str, tokenizer: Any) -> tuple[int, ...]:
 
 
 def _tokens(text: str, tokenizer: Any) -> list[int]:
-    """``verbose`` would warn of texts longer than the model's positions, which ``max_len`` has to deal with anyway."""
+    """Encodes text; ``verbose`` would warn of texts beyond the model's positions, which ``max_len`` handles anyway."""
     tokens: list[int] = tokenizer.encode(text, add_special_tokens=False, verbose=False)
     return tokens
 
@@ -157,7 +156,7 @@ def computing_at_most(seconds: float) -> Iterator[None]:
 
 
 SAMPLE_LIMIT_S = 5.0  # CPU time for one sample; a chat template can loop for ever
-TELL_EVERY_S = 10.0
+REPORT_EVERY_S = 10.0
 _HAPPENS = {"truncate": "were cut at the end", "drop": "were left out"}
 
 logger = logging.getLogger(__name__)
@@ -165,13 +164,13 @@ Encoded = tuple[tuple[int, ...], int]  # the tokens, and how many of these are t
 
 
 class Documents:
-    """The documents of ``samples``, which are (number in the data set, input, output), in this order.
+    """Tokenizes ``samples``, which are (number in the data set, input, output), into documents in this order.
 
     The input is the user's turn of the tokenizer's chat template, and the output is the assistant's turn. The tokens
     that the output adds are targets, including the template's end token but not the white space after it. If the
     tokenizer has no chat template, a document is the input, the output and the end-of-sequence token.
 
-    likely: the number of documents, from the first one, that will be asked for at least.
+    likely: the least number of documents, from the first one, that will be used.
     """
 
     def __init__(
@@ -180,29 +179,29 @@ class Documents:
         self._samples, self.config, self._tokenizer = samples, config, tokenizer
         self._likely = likely
         self._encoded: dict[int, Encoded] = {}
-        self._tell_at = time.monotonic() + TELL_EVERY_S
+        self._report_at = time.monotonic() + REPORT_EVERY_S
 
     def __len__(self) -> int:
         return len(self._samples)
 
     def __getitem__(self, index: int) -> Document | None:
-        """The document, cut if it is too long; None if it is left out.
+        """Returns the document, cut if it is too long; None if it is left out.
 
-        Raises UsageError for a document that is too long and can be neither, and for one that cannot be encoded.
+        Raises UsageError for a document that is too long and may not be cut or left out, or that cannot be encoded.
         """
         (tokens, prompt), limit = self._encode(index), self.config.max_len
         if len(tokens) > limit and self.config.too_long == "drop":
             return None
         if prompt >= limit:
-            self._refuse("leaves no room for a target token in", lambda one: one[1] >= limit, instead="drop")
+            self._raise_too_long("leaves no room for a target token in", lambda one: one[1] >= limit, instead="drop")
         if len(tokens) > limit and self.config.too_long == "error":
-            self._refuse("is too short for", lambda one: len(one[0]) > limit, instead="truncate")
+            self._raise_too_long("is too short for", lambda one: len(one[0]) > limit, instead="truncate")
         return Document(tokens[:limit], tuple(i >= prompt for i in range(len(tokens)))[:limit])
 
     def check_packing(self) -> None:
-        """Raises UsageError if beside half of the documents that are likely to be asked for no second one fits."""
+        """Raises UsageError if half of the documents that are likely to be used fit no second one beside them."""
         limit, lengths = self.config.max_len, self._likely_lengths()
-        alone = _alone(lengths, limit)
+        alone = _count_alone(lengths, limit)
         if 2 * alone < len(lengths) or not lengths:
             return
         what = f"--max-len {limit} (data.max_len) packs no second document beside {alone} of {len(lengths)} documents"
@@ -213,43 +212,47 @@ class Documents:
         )
 
     def _likely_lengths(self) -> list[int]:
-        """The lengths of the first documents that are not left out, as many as are likely to be asked for."""
-        held = (document for index in range(len(self)) if (document := self[index]))
-        return [len(document.tokens) for document in islice(held, self._likely)]
+        """Returns the lengths of the first documents that are not left out, as many as are likely to be used."""
+        kept = (document for index in range(len(self)) if (document := self[index]))
+        return [len(document.tokens) for document in islice(kept, self._likely)]
 
     def none_left(self) -> UsageError:
-        """For data of which every document is left out."""
+        """Returns the error for data whose documents are all left out."""
         return UsageError(
             f"all {len(self)} documents of {self.config.path} have more than --max-len {self.config.max_len} tokens "
             f"(data.max_len); {self.advice()}, or --too-long truncate"
         )
 
     def advice(self) -> str:
-        """Of documents that are left out where they are too long: the smallest length that serves, the one that keeps
-        all, and what is kept at each. Now every document is tokenized."""
+        """Names the smallest max_len that suffices and the one that keeps all documents, and what each keeps.
+
+        This tokenizes every document.
+        """
         every = [self._encode(index)[0] for index in range(len(self))]
         kept = {limit: sum(len(tokens) <= limit for tokens in every) for limit in {len(tokens) for tokens in every}}
         longest, needed = max(kept), self._smallest_that_serves(every)
         now, then = (sum(len(tokens) <= limit for tokens in every) for limit in (self.config.max_len, needed))
-        told = f"it keeps {now} of {len(every)}; use --max-len {needed}, which keeps {then}"
-        return told if then == len(every) else f"{told}, or --max-len {longest}, which keeps all"
+        text = f"it keeps {now} of {len(every)}; use --max-len {needed}, which keeps {then}"
+        return text if then == len(every) else f"{text}, or --max-len {longest}, which keeps all"
 
     def _smallest_that_serves(self, every: Sequence[tuple[int, ...]]) -> int:
-        """The smallest ``max_len`` above the present one that keeps two documents that are not the same, and at which
-        they can be packed if they are to be."""
+        """Returns the smallest ``max_len`` above the present one that keeps two different documents.
+
+        With packing, the documents must also fit into rows of two.
+        """
         likely = [len(tokens) for tokens in every]
         shortest = min(likely)
         limits = {*likely, *(length + shortest for length in likely)} if self.config.packed else {*likely}
         for limit in sorted(limit for limit in limits if limit > self.config.max_len):
             kept = [tokens for tokens in every if len(tokens) <= limit]
             lengths = [len(tokens) for tokens in kept[: self._likely]]
-            is_packed = not self.config.packed or 2 * _alone(lengths, limit) < len(lengths)
+            is_packed = not self.config.packed or 2 * _count_alone(lengths, limit) < len(lengths)
             if len(set(kept)) > 1 and is_packed:
                 return limit
         return max(limits)  # all documents are the same, or long enough already: nothing serves better
 
-    def tell(self) -> None:
-        """Tell how many of the documents so far were too long. What the built-in data does is meant, and not told."""
+    def warn_of_length(self) -> None:
+        """Warns how many of the documents so far were too long. Built-in data are exempt: there it is intended."""
         long = sum(len(tokens) > self.config.max_len for tokens, _ in self._encoded.values())
         if long and not resolve(self.config.path).is_relative_to(FIXTURES):
             logger.warning(
@@ -268,13 +271,13 @@ class Documents:
                     f"the tokenizer in {self._tokenizer.name_or_path} cannot encode sample {number} of "
                     f"{self.config.path}: {one_line(error)}"
                 ) from None
-            if (now := time.monotonic()) > self._tell_at:
+            if (now := time.monotonic()) > self._report_at:
                 logger.warning("tokenizing %s: %d documents so far", self.config.path, len(self._encoded))
-                self._tell_at = now + TELL_EVERY_S
+                self._report_at = now + REPORT_EVERY_S
         return self._encoded[index]
 
-    def _refuse(self, what: str, is_wrong: Callable[[Encoded], bool], *, instead: str) -> NoReturn:
-        """Raises UsageError. Now every document is tokenized, so that the length that is named suffices for all."""
+    def _raise_too_long(self, what: str, is_wrong: Callable[[Encoded], bool], *, instead: str) -> NoReturn:
+        """Raises UsageError. Every document is tokenized before, so that the named length suffices for all."""
         needed = self._sufficient()
         count = sum(map(is_wrong, self._encoded.values()))
         raise UsageError(
@@ -283,7 +286,7 @@ class Documents:
         )
 
     def _sufficient(self) -> int:
-        """The smallest ``max_len`` that raises no UsageError here, for the data set as a whole."""
+        """Returns the smallest ``max_len`` that raises no UsageError here, for the data set as a whole."""
         every = [self._encode(index) for index in range(len(self))]
         if self.config.too_long == "error":
             needed = max(len(tokens) for tokens, _ in every)
@@ -295,6 +298,6 @@ class Documents:
         return needed
 
 
-def _alone(lengths: Sequence[int], limit: int) -> int:
-    """Of how many documents a row of ``limit`` tokens has no room for the shortest one beside them."""
+def _count_alone(lengths: Sequence[int], limit: int) -> int:
+    """Counts the documents beside which the shortest one does not fit into a row of ``limit`` tokens."""
     return sum(length + min(lengths) > limit for length in lengths)

@@ -1,7 +1,7 @@
-"""Cell: a scenario and the legs in which it is run, as data; conformance/run runs it.
+"""Describes a cell: a scenario and the phases in which conformance/runner runs it.
 
-Most cells have one leg. With several legs, each leg but the last saves, and the next goes on from there: in the same
-layout, in another layout or on another backend, and always in new processes. Serves claim 5.
+Most cells have one phase. With several phases, each phase except the last saves, and the next phase resumes from it in
+the same layout, in another layout or on another backend, and always in new processes (docs/principles.md).
 """
 
 import dataclasses
@@ -22,14 +22,14 @@ Handover = Literal["checkpoint", "state", "export", "merge"]
 
 @dataclass(frozen=True, kw_only=True)
 class Leg:
-    """A part of a cell: load what the leg before saved, record the weights, train ``steps`` steps, save.
+    """Describes a part of a cell: load what the previous phase saved, record the weights, train ``steps`` steps, save.
 
-    save: ``checkpoint``: the full training state in the backend's own format; the next leg continues from it.
+    save: ``checkpoint``: the full training state in the backend's own format; the next phase resumes from it.
         ``state``: the same in the format that all backends read.
-        ``export``: one Hugging Face folder per model; the next leg starts from it with a new optimizer and schedule.
-        ``merge``: the same with the policy's adapter added to its weights; the next leg starts with the adapter that
-        the first one started with, on this new base (as in ReLoRA, arXiv 2307.05695).
-        None: nothing is saved, in the last leg only.
+        ``export``: one Hugging Face folder per model; the next phase starts from it with a new optimizer and schedule.
+        ``merge``: the same with the policy's adapter added to its weights; the next phase starts with the adapter that
+        the first phase started with, on this new base (as in ReLoRA, arXiv 2307.05695).
+        None: nothing is saved, in the last phase only.
     """
 
     backend: BackendEntry
@@ -40,12 +40,13 @@ class Leg:
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """A scenario and the legs in which it is run.
+    """Describes a scenario and the phases in which it runs.
 
-    program: the name of the sequence of legs in the profile; empty for a cell of one leg.
+    program: the name of the sequence of phases in the profile; empty for a cell of one phase.
     faults: names of the faults that are planted; an ordinary cell has none.
 
-    Raises UsageError if the legs' steps do not add up to the scenario's, or if a leg cannot go on from the one before.
+    Raises UsageError if the phases' steps do not add up to the scenario's, or if a phase cannot resume from the one
+    before.
     """
 
     scenario: Scenario
@@ -57,14 +58,14 @@ class Cell:
     def single(
         cls, *, scenario: Scenario, backend: BackendEntry, layout: Layout, faults: tuple[str, ...] = ()
     ) -> "Cell":
-        """A cell of one leg."""
+        """Builds a cell of one phase."""
         leg = Leg(backend=backend, layout=layout, steps=scenario.steps)
         return cls(scenario=scenario, legs=(leg,), faults=faults)
 
     def __post_init__(self) -> None:
         assert self.legs
         name = f"program {self.program!r}" if self.program else "the cell"
-        if self.legs[-1].steps < 0:  # the earlier legs have more steps than the scenario
+        if self.legs[-1].steps < 0:  # the earlier phases have more steps than the scenario
             raise UsageError(
                 f"the legs of {name} before the last have {self.scenario.steps - self.legs[-1].steps} steps and "
                 f"scenario {self.scenario.name} has {self.scenario.steps}; give them fewer"
@@ -79,9 +80,9 @@ class Cell:
             for number, step in enumerate(self.first_steps, start=1):
                 if step % (each := objective.steps_per_rollout):
                     raise UsageError(
-                        f"leg {number} of {name} begins at step {step} of scenario {self.scenario.name}, in the middle "
-                        f"of a roll-out; give the legs before it steps in multiples of {each}, which is mini_batches "
-                        f"times ppo_epochs"
+                        f"phase {number} of {name} begins at step {step} of scenario {self.scenario.name}, in the "
+                        f"middle of a rollout; the steps of earlier phases must be multiples of {each}, which is "
+                        f"mini_batches times ppo_epochs"
                     )
         if self.legs[-1].save:
             raise UsageError(f"the last leg of {name} saves, but no leg follows; add a leg, or leave out its save")
@@ -97,57 +98,57 @@ class Cell:
                 )
             if before.save == "checkpoint" and before.backend != after.backend:
                 raise UsageError(
-                    f"{name} hands a checkpoint of {before.backend.name} to {after.backend.name}, which cannot "
+                    f"{name} loads a checkpoint of {before.backend.name} into {after.backend.name}, which cannot "
                     f'read it; use save = "state" or "export"'
                 )
             if before.save in ("checkpoint", "state") and after.steps == 1:
                 raise UsageError(
-                    f"{name} has one step after a {before.save}, and lost optimizer state shows at the second; use two "
-                    f"or more"
+                    f"{name} has one step after a {before.save}, but lost optimizer state shows at the second; use at "
+                    f"least two"
                 )
 
     @property
     def backend(self) -> str:
-        """The names of the legs' backends, joined by ``-to-``; a single name if they are all the same."""
+        """Returns the names of the phases' backends, joined by ``-to-``; a single name if they are all the same."""
         return _chain([leg.backend.name for leg in self.legs])
 
     @property
     def layout(self) -> str:
-        """The legs' layouts, joined by ``-to-``; a single layout if they are all the same."""
+        """Returns the phases' layouts, joined by ``-to-``; a single layout if they are all the same."""
         return _chain([str(leg.layout) for leg in self.legs])
 
     @property
     def variant(self) -> str:
-        """The part of the id after the layout: the precision, and the program, seed and faults if there are any."""
+        """Returns the part of the id after the layout: precision, and program, seed and faults if there are any."""
         program = [self.program] if self.program else []
         seed = [f"seed{self.scenario.seed}"] if self.scenario.seed else []
         return "/".join([self.scenario.precision, *program, *seed, *(f"fault-{name}" for name in self.faults)])
 
     @property
     def world_size(self) -> int:
-        """The number of ranks of the largest leg."""
+        """Returns the number of ranks of the largest phase."""
         return max(leg.layout.world_size for leg in self.legs)
 
     @property
     def first_steps(self) -> tuple[int, ...]:
-        """The number of the first optimizer step of each leg."""
+        """Returns the number of the first optimizer step of each phase."""
         return tuple(accumulate((leg.steps for leg in self.legs[:-1]), initial=0))
 
     @property
     def restarts(self) -> tuple[int, ...]:
-        """The steps at which optimizer and schedule start anew, because their leg starts from exported weights."""
+        """Returns the steps at which optimizer and schedule begin anew, because a phase loads exported weights."""
         pairs = zip(self.legs[:-1], self.first_steps[1:], strict=True)
         return tuple(step for before, step in pairs if before.save in ("export", "merge"))
 
     @property
     def merges(self) -> tuple[int, ...]:
-        """Those of ``restarts`` at which the adapter has been merged into the base."""
+        """Returns those ``restarts`` at which the adapter has been merged into the base."""
         pairs = zip(self.legs[:-1], self.first_steps[1:], strict=True)
         return tuple(step for before, step in pairs if before.save == "merge")
 
     @cached_property
-    def asked_of_oracle(self) -> list[Any]:
-        """What the oracle is asked for this cell, as JSON values; its precision is of the cell, not of the oracle."""
+    def oracle_request(self) -> list[Any]:
+        """Returns, as JSON, what the oracle run of this cell depends on; the cell's precision is not part of it."""
         scenario = scenario_to_json(self.scenario.reference)
         parts: list[Any] = [{key: value for key, value in scenario.items() if key not in ("name", "precision")}]
         merges = [list(self.merges)] if self.merges else []
@@ -155,7 +156,7 @@ class Cell:
 
     @property
     def plain(self) -> "Cell":
-        """The same cell with seed 0 and without faults."""
+        """Returns this cell with seed 0 and without faults."""
         return dataclasses.replace(self, scenario=dataclasses.replace(self.scenario, seed=0), faults=())
 
     def __str__(self) -> str:
@@ -167,7 +168,7 @@ class Cell:
 
     @property
     def slug(self) -> str:
-        """The id as a folder name."""
+        """Returns the id as a folder name."""
         return str(self).replace("/", "_")
 
 

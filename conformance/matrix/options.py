@@ -22,7 +22,7 @@ NO_BISECT = "do not look for the first wrong module of cells that differ, which 
 
 
 def _seconds(text: str) -> float:
-    """The type of an option: a finite number of seconds above 0."""
+    """Parses a finite number of seconds above 0."""
     try:
         seconds = float(text)
     except ValueError:
@@ -33,7 +33,7 @@ def _seconds(text: str) -> float:
 
 
 def _whole(least: int, most: int) -> Callable[[str], int]:
-    """The type of an option: a whole number between two bounds, which are those of a scenario's file."""
+    """Returns a parser of whole numbers between two bounds, which are those of a scenario's file."""
 
     def parse(text: str) -> int:
         if not (text.isascii() and text.isdigit() and len(text) < 20 and least <= int(text) <= most):
@@ -47,7 +47,7 @@ _count, _seed = _whole(1, 2**20), _whole(0, 2**32 - 1)
 
 
 def _size(text: str) -> int:
-    """The type of an option: a whole number from 0."""
+    """Parses a whole number from 0."""
     if not (text.isascii() and text.isdigit()):
         raise argparse.ArgumentTypeError(f"must be a whole number from 0, got {text!r}")
     return int(text)
@@ -59,7 +59,7 @@ def _option(help_text: str, *, default: Any = None, group: str = COMMON, **argum
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """One option. ``field``: the attribute that holds its value. ``about``: the arguments for argparse and pytest."""
+    """Describes one option. ``field``: the attribute of its value. ``about``: arguments for argparse and pytest."""
 
     field: str
     group: str
@@ -67,29 +67,29 @@ class Option:
 
     @property
     def name(self) -> str:
-        """The option as it is written, without the dashes in front: ``max-len``."""
+        """Returns the option as it is written, without leading dashes: ``max-len``."""
         return self.field.replace("_", "-")
 
 
 class Options:
-    """Base of dataclasses whose fields are options, with the same names on the command line and in the plugin."""
+    """Turns the fields of a dataclass into options, with equal names on the command line and in the plugin."""
 
     @classmethod
     def options(cls) -> Iterator[Option]:
-        """Yield every option. The value of an option that is not given is None or False."""
+        """Yields every option. The value of an option that is not given is None or False."""
         for option in fields(cls):  # type: ignore[arg-type]
             yield Option(field=option.name, **option.metadata)
 
     @classmethod
     def from_options(cls, options: object, *, prefix: str = "") -> Self:
-        """Build from the namespace that a parser returns: one attribute per field, None if the option was not given."""
+        """Builds from a parser's namespace: one attribute per field, None if the option was not given."""
         names = [option.name for option in fields(cls)]  # type: ignore[arg-type]
         values: dict[str, Any] = {name: getattr(options, prefix + name) for name in names}
         lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
         return cls(**{name: value for name, value in (values | lists).items() if value is not None})
 
     def arguments(self, *, without: str = "") -> tuple[str, ...]:
-        """The arguments of the command line that give these options, without the option ``without``."""
+        """Returns the command-line arguments that set these options, except the option ``without``."""
         arguments: list[str] = []
         for option in fields(self):  # type: ignore[arg-type]
             value = getattr(self, option.name)
@@ -103,7 +103,7 @@ class Options:
 
 @dataclass(frozen=True, kw_only=True)
 class Demands(Options):
-    """What a run has to judge at least. If a run judges less, its verdict is ``incomplete`` even if nothing differs."""
+    """Sets what a run must judge at least. If it judges less, its verdict is ``incomplete`` even if nothing differs."""
 
     require: tuple[str, ...] = _option(
         "cells that have to conform, or to differ as expected; may be repeated",
@@ -125,7 +125,7 @@ class Demands(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class Portion(Options):
-    """Which of the selected cells this run runs, if several jobs share them."""
+    """Selects the part of the cells that this run runs, if several jobs share them."""
 
     shard: str | None = _option(
         "the K-th of N parts of the selected cells; parity merge puts the parts together", metavar="K/N", group=JOBS
@@ -134,7 +134,7 @@ class Portion(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class Kept(Options):
-    """What remains of the records when all was compared."""
+    """Selects the records that stay after the comparison."""
 
     keep: Literal["differing", "all"] = _option(
         "tensors of the records: of cells that differ or fail (differing, the default), or of all of them",
@@ -146,7 +146,7 @@ class Kept(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class Again(Options):
-    """Going on in the output folder of an earlier run of the same cells, with ``parity run`` only."""
+    """Resumes in the output folder of an earlier run of the same cells, with ``parity run`` only."""
 
     resume: str | None = _option(
         "go on in the folder of an earlier run of the same cells, with those that have no verdict",
@@ -162,7 +162,7 @@ class Again(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks(Options):
-    """Where and how long ranks run."""
+    """Sets where and how long ranks run."""
 
     device: Literal["cpu", "cuda"] = _option(
         "where ranks compute (default: cpu)", default="cpu", choices=("cpu", "cuda")
@@ -184,22 +184,24 @@ class Ranks(Options):
 
     @classmethod
     def without_budget(cls, options: object) -> Self:
-        """Build from the options of a command that runs no cells, and so has no budget."""
+        """Builds from the options of a command that runs no cells, and so has no budget."""
         given = {name: getattr(options, name) for name in ("device", "ranks_per_gpu")}
         return cls(**{name: value for name, value in given.items() if value is not None})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Output(Options):
-    """Where results go."""
+    """Sets where results go."""
 
     out: Path | None = _option("new or empty folder (default: parity-out/DATE_TIME)", type=Path)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Selection(Options):
-    """The options of ``parity run`` that select cells. An empty ``backend`` selects all registered backends, and an
-    empty ``cells`` all cells of the profile."""
+    """Selects cells for ``parity run``.
+
+    An empty ``backend`` selects all registered backends, and an empty ``cells`` all cells of the profile.
+    """
 
     profile: str = _option("name (parity list shows them) or .toml file (default: quick)", default="quick")
     backend: tuple[str, ...] = _option(
@@ -253,7 +255,7 @@ class Selection(Options):
     )
 
     def text(self, where: Ranks) -> str:
-        """What is selected, for a history of such runs. Files count by name: jobs have them in different folders."""
+        """Describes the selection, for a history of runs. Files count by name, because folders differ between jobs."""
         profile = ("--profile", self.profile) if self.profile == "quick" else ()  # the default, which is no argument
         there = where.arguments(without="budget")
         parts = [PurePath(part).name or part for part in (*profile, *self.arguments(without="cells"), *there)]

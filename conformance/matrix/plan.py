@@ -1,11 +1,8 @@
-"""Floor: how much the run has to judge at least, from the user's options.
+"""Plans one run of ``parity run`` or pytest from the user's options: its cells and its minimum requirements.
 
-Shard: the cells of one of several jobs, the same on every machine that selects the same cells.
-
-Cells with the same oracle stay together, because its runs cost more than a small cell. An oracle with more cells than
-fit into a shard is computed in several.
-
-Plan: what one run of ``parity run`` or pytest has to do, from the user's options.
+The cells of a shard are the same on every machine that selects the same cells. Cells with the same oracle run stay
+together, because such a run costs more than a small cell. If they do not fit into one shard, several shards compute the
+same oracle run.
 """
 
 import dataclasses
@@ -29,7 +26,7 @@ from conformance.spec.scenario import scenario_to_json
 def floor_from_demands(
     demands: Demands, selection: Selection, cells: Sequence[Cell], *, ranks: Ranks, shard: str = ""
 ) -> Floor:
-    """The floor for a run of ``cells``, or of one ``shard`` of them.
+    """Returns the minimum requirements of a run of ``cells``, or of one ``shard`` of them.
 
     Each backend that the user selected by name needs at least one judged cell.
 
@@ -37,7 +34,7 @@ def floor_from_demands(
     """
     select(cells, demands.require)
     if demands.baseline and shard:
-        raise UsageError("--baseline is about the cells of all shards together: give it to parity merge")
+        raise UsageError("--baseline concerns the cells of all shards together: give it to parity merge")
     if demands.min_judged > len(cells):
         raise UsageError(
             f"--min-judged {demands.min_judged}, but only {len(cells)} cells are selected; lower it or select more"
@@ -58,7 +55,7 @@ MOST_SHARDS = 9999
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """The ``number``-th of ``total`` shards, from 1."""
+    """Identifies the ``number``-th of ``total`` shards, from 1."""
 
     number: int
     total: int
@@ -68,16 +65,16 @@ class Shard:
 
 
 def parse_shard(text: str) -> Shard:
-    """A shard from ``2/5``. Raises UsageError."""
+    """Parses a shard such as ``2/5``. Raises UsageError."""
     if found := re.fullmatch(r"([0-9]{1,4})/([0-9]{1,4})", text, re.ASCII):
         number, total = map(int, found.groups())
         if 1 <= number <= total:
             return Shard(number=number, total=total)
-    raise UsageError(f"--shard {text}: it has to be K/N with K from 1 to N and N up to {MOST_SHARDS}, such as 2/5")
+    raise UsageError(f"--shard {text}: must be K/N with K from 1 to N and N up to {MOST_SHARDS}, such as 2/5")
 
 
 def split(cells: Sequence[Cell], shard: Shard) -> list[Cell]:
-    """The cells of ``shard``, in their order. Every cell is in exactly one shard of ``shard.total``.
+    """Returns the cells of ``shard``, in their order. Every cell is in exactly one shard of ``shard.total``.
 
     Raises UsageError for a shard without a cell.
     """
@@ -95,10 +92,10 @@ def split(cells: Sequence[Cell], shard: Shard) -> list[Cell]:
 
 
 def _pieces(cells: Sequence[Cell], total: int) -> list[list[Cell]]:
-    """The cells by oracle, those of an oracle with more than a shard's work in several pieces."""
+    """Groups the cells by oracle run; a group with more than a shard's work is cut into several pieces."""
     groups: dict[str, list[Cell]] = {}
     for cell in cells:
-        groups.setdefault(json.dumps(cell.asked_of_oracle, sort_keys=True), []).append(cell)
+        groups.setdefault(json.dumps(cell.oracle_request, sort_keys=True), []).append(cell)
     most = _work(cells) / total
     pieces: list[list[Cell]] = []
     for group in groups.values():
@@ -111,14 +108,16 @@ def _pieces(cells: Sequence[Cell], total: int) -> list[list[Cell]]:
 
 
 def _work(cells: Sequence[Cell]) -> int:
-    """The time that cells take, in units of about 0.1 s: ranks share the cores, so it grows with their number."""
+    """Estimates the time that cells take, in units of about 0.1 s; ranks share the cores, so it grows with them."""
     return sum(leg.layout.world_size for cell in cells for leg in cell.legs)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """cells: those to run; of one shard, if there are several. floor: what has to be judged at least.
-    digest: equal for two runs of the same cells, whatever their shards; of shards it is that of all cells.
+    """Holds what one run does.
+
+    cells: the cells to run, those of one shard if there are several. floor: the minimum requirements. digest: equal for
+    two runs of the same cells; for a shard it is the digest of all cells.
     """
 
     cells: tuple[Cell, ...]
@@ -127,9 +126,9 @@ class Plan:
 
 
 def make_plan(selection: Selection, demands: Demands, portion: Portion, *, ranks: Ranks) -> Plan:
-    """``ranks``: of the earlier runs that a history is asked for.
+    """Plans a run. ``ranks``: the options of the earlier runs that are looked up in a history.
 
-    Raises UsageError for a selection without cells, a demand that it cannot meet, and a shard that is none.
+    Raises UsageError for a selection without cells, an impossible demand, and an invalid shard.
     """
     cells = with_controls(select_cells(selection))
     shard = parse_shard(portion.shard) if portion.shard else None
@@ -141,13 +140,15 @@ def make_plan(selection: Selection, demands: Demands, portion: Portion, *, ranks
 
 
 def with_controls(cells: Sequence[Cell]) -> list[Cell]:
-    """The cells, and for those with a planted fault the same without it: what differs there as well was not caught."""
+    """Adds the control of each cell with a fault: a difference in the control does not count as caught."""
     return list(dict.fromkeys([*cells, *(dataclasses.replace(cell, faults=()) for cell in cells)]))
 
 
 def _digest(cells: Sequence[Cell]) -> str:
-    """A digest of what the cells are: their scenarios and legs. Models and data count by name, because jobs on several
-    machines have them in different folders."""
+    """Digests the scenarios and phases of the cells.
+
+    Models and data count by name, because their folders differ between machines.
+    """
     digest = hashlib.sha256()
     for cell in cells:
         scenario = scenario_to_json(cell.scenario)

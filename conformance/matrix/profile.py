@@ -1,11 +1,11 @@
-"""Profiles (quick, full, ...) and how they become cells.
+"""Expands profiles (quick, full, ...) to cells.
 
 A profile is a TOML file with ``[[cells]]`` tables; each table is the product of its lists. Every selected backend gets
-the same cells and decides itself which of them it supports. A table may also name its backends, for cells that only
+the same cells and decides which of them it supports. A table may also name its backends, for cells that only
 some libraries can run.
 
-A table may name a program of the profile's ``[programs]``: the legs in which its cells run. Layouts and backends of
-several legs are written ``dp2-to-tp2`` and ``fsdp2-to-megatron``; a single layout or backend is used for all legs.
+A table may name a program of the profile's ``[programs]``: the phases in which its cells run. Layouts and backends of
+several phases are written ``dp2-to-tp2`` and ``fsdp2-to-megatron``; a single layout or backend is used for all phases.
 """
 
 import dataclasses
@@ -40,12 +40,15 @@ def _check_layouts(text: str) -> str:
     return text
 
 
-Layouts = Annotated[str, AfterValidator(_check_layouts)]  # dp2-to-tp2, or a single layout for all legs
+Layouts = Annotated[str, AfterValidator(_check_layouts)]  # dp2-to-tp2, or a single layout for all phases
 
 
 @validated(frozen=True, kw_only=True, config=STRICT)
 class PlannedLeg:
-    """One leg of a program. ``steps``: None, in the last leg only, means all remaining steps. ``save``: see Leg."""
+    """Describes one phase of a program.
+
+    ``steps``: None, in the last phase only, means all remaining steps. ``save``: see Leg.
+    """
 
     steps: Steps | None = None
     save: Handover | None = None
@@ -53,12 +56,12 @@ class PlannedLeg:
 
 @validated(frozen=True, kw_only=True, config=STRICT)
 class CellTable:
-    """One ``[[cells]]`` table of a profile.
+    """Describes one ``[[cells]]`` table of a profile.
 
     scenarios: built-in names or .toml files. models: names of folders in fixtures/models.
     backends: the backends, or chains of backends, that run these cells; empty: all.
     program: the name of one of the profile's programs.
-    to: layouts of the last leg; every layout in ``layouts`` is combined with every layout in ``to``.
+    to: layouts of the last phase; every layout in ``layouts`` is combined with every layout in ``to``.
     steps: at most this many steps, instead of the profile's ``steps``.
     """
 
@@ -74,9 +77,9 @@ class CellTable:
 
 @validated(frozen=True, kw_only=True, config=STRICT)
 class Profile:
-    """A named selection of cells.
+    """Describes a named selection of cells.
 
-    description: shown by ``parity list``. programs: sequences of legs, by name.
+    description: shown by ``parity list``. programs: sequences of phases, by name.
     steps: at most this many steps of every scenario; None: all steps.
     """
 
@@ -88,7 +91,7 @@ class Profile:
 
 @dataclass(frozen=True, kw_only=True)
 class Overrides:
-    """Options of the user that replace values of the profile: model folder, fields of ``data``, seed, stride of a ring.
+    """Holds the user's replacements for a profile's values: model folder, fields of ``data``, seed, stride of a ring.
 
     ``sketch``, ``trust_remote_code``: see Scenario.
     """
@@ -102,7 +105,7 @@ class Overrides:
 
 
 def select_cells(selection: Selection) -> list[Cell]:
-    """The cells of a selection, in an order that depends only on the selection.
+    """Returns the cells of a selection, in an order that depends only on the selection.
 
     Raises UsageError for an unknown backend, profile, fault or scenario, for a profile that has no cell for the
     backends, for a stride that changes no cell, and for a pattern that matches no cell.
@@ -139,18 +142,18 @@ def select_cells(selection: Selection) -> list[Cell]:
 
 
 def selected_backends(selection: Selection) -> list[BackendEntry]:
-    """The adapters that the user selects: those that are named, or all that are registered. Raises UsageError."""
+    """Returns the adapters that the user names, or all registered ones. Raises UsageError."""
     pythons = dict(one.split("=", 1) for one in selection.python if "=" in one)
     if len(pythons) < len(selection.python):
-        raise UsageError(f"--python {' --python '.join(selection.python)}: give each as BACKEND=EXECUTABLE, and once")
+        raise UsageError(f"--python {' --python '.join(selection.python)}: give each once, as BACKEND=EXECUTABLE")
     names = selection.backend or tuple(dict.fromkeys((*registered_backends(), *pythons)))
     if unknown := sorted(pythons.keys() - set(names)):
-        raise UsageError(f"--python is about {', '.join(unknown)}, which is not selected; add --backend {unknown[0]}")
+        raise UsageError(f"--python names {', '.join(unknown)}, which is not selected; add --backend {unknown[0]}")
     found = [find_backend(name, pythons.get(name, "")) for name in dict.fromkeys(names)]
     called = [entry.name for entry in found]
     if twice := next((name for name in called if called.count(name) > 1), ""):
         raise UsageError(
-            f"two backends are called {twice!r}, and a name is part of cell ids; let describe() of one say another"
+            f"two backends are called {twice!r}, but cell ids need different names; change describe() of one"
         )
     return found
 
@@ -160,7 +163,7 @@ def profile_names() -> list[str]:
 
 
 def load_profile(name: str) -> Profile:
-    """Read a built-in profile by its name, or a .toml file by its path. Raises UsageError if this fails."""
+    """Reads a built-in profile by its name, or a .toml file by its path. Raises UsageError if this fails."""
     if Path(name).is_dir():
         raise UsageError(f"profile {name!r} is a folder; give one of its .toml files")
     path = Path(name) if name.endswith(".toml") else FIXTURES / "profiles" / f"{name}.toml"
@@ -178,12 +181,10 @@ def load_profile(name: str) -> Profile:
 def expand(
     profile: Profile, backends: Sequence[BackendEntry], overrides: Overrides, *, faults: tuple[str, ...] = ()
 ) -> list[Cell]:
-    """All cells of a profile on the given backends, without duplicates, sorted so that worlds can be reused.
+    """Returns a profile's cells on the given backends, without duplicates, sorted so that worlds can be reused.
 
-    ``faults`` are planted in every cell.
-
-    Raises UsageError for a scenario, layout, program or data set that is not valid, and for two different cells with
-    the same id, for example from two scenario files of the same name.
+    ``faults`` are planted in every cell. Raises UsageError for an invalid scenario, layout, program or data set, and
+    for two different cells with the same id, for example from two scenario files of the same name.
     """
     cells: dict[str, Cell] = {}
     registered = registered_backends()
@@ -215,16 +216,16 @@ def expand(
 
 
 def _leg_layouts(table: CellTable) -> list[str]:
-    """The layouts of the cells' legs: ``layouts`` combined with ``to``, or ``layouts`` alone."""
+    """Returns the layouts of the cells' phases: ``layouts`` combined with ``to``, or ``layouts`` alone."""
     return [f"{one}{TO}{other}" for one in table.layouts for other in table.to] or list(table.layouts)
 
 
 def _chains(
     table: CellTable, backends: Sequence[BackendEntry], registered: Mapping[str, BackendEntry]
 ) -> list[list[BackendEntry]]:
-    """The chains of backends for the legs of the table's cells; only chains whose backends are all selected."""
-    asked = {backend.name: backend for backend in backends}
-    known = {**registered, **asked}
+    """Returns the chains of backends for the phases of the table's cells, if all of their backends are selected."""
+    selected = {backend.name: backend for backend in backends}
+    known = {**registered, **selected}
     for name in (name for chain in table.backends for name in chain.split(TO)):
         if name not in known:
             near = did_you_mean(name, known)
@@ -232,7 +233,7 @@ def _chains(
     if not table.backends:
         return [[backend] for backend in backends]
     wanted = [chain.split(TO) for chain in table.backends]
-    return [[asked[name] for name in chain] for chain in wanted if asked.keys() >= set(chain)]
+    return [[selected[name] for name in chain] for chain in wanted if selected.keys() >= set(chain)]
 
 
 def _program(profile: Profile, name: str) -> tuple[PlannedLeg, ...]:
@@ -266,13 +267,13 @@ def _legs(
 
 
 def _layout(text: str, stride: int | None) -> Layout:
-    """Parse a layout. ``stride``, if given, replaces the stride of a layout whose ring gathers keys and values."""
+    """Parses a layout. ``stride``, if given, replaces the stride of a layout whose ring gathers keys and values."""
     layout = Layout.parse(text)
     return dataclasses.replace(layout, stride=stride) if stride is not None and layout.gathers else layout
 
 
 def select(cells: Sequence[Cell], patterns: Sequence[str]) -> list[Cell]:
-    """The cells whose id, with or without seed and faults, matches one of the shell patterns; all without patterns.
+    """Returns the cells whose id, with or without seed and faults, matches a shell pattern; all without patterns.
 
     Raises UsageError for a pattern that matches no cell.
     """
@@ -291,7 +292,7 @@ def select(cells: Sequence[Cell], patterns: Sequence[str]) -> list[Cell]:
 
 
 def _near(pattern: str, cells: Sequence[Cell]) -> str:
-    """What the first part of a pattern that no cell has could be meant to be; empty if nothing is near."""
+    """Suggests ids for the first part of a pattern that no cell has; empty if none is close."""
     known = sorted({part for cell in cells for part in str(cell).split("/")})
     wrong = (part for part in pattern.split("/") if not fnmatch.filter(known, part))
     return next((near for part in wrong if (near := did_you_mean(part, known))), "")

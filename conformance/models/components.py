@@ -1,7 +1,6 @@
-"""Parts: what a decoder is made of. An architecture is a choice of parts and their numbers; nothing here computes.
+"""Declares the parts that a decoder is made of. An architecture is a choice of parts and sizes; nothing here computes.
 
-Each part is computed in a file of its own, next to its paper: positions.py, norm.py, attention.py, feed_forward.py; and
-layer.py puts them together. A layer has parts of its own, so layers of one model may differ.
+conformance/oracle computes each part. Each layer has its own parts, so layers of one model may differ.
 """
 
 from dataclasses import dataclass
@@ -12,14 +11,14 @@ Projection = Literal["q", "k", "v", "o"]
 
 @dataclass(frozen=True)
 class Linear:
-    """Position interpolation: every frequency is divided by ``factor``."""
+    """Interpolates positions: every frequency is divided by ``factor``."""
 
     factor: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class Llama3:
-    """Llama 3.1's scaling: long wavelengths are stretched by ``factor``, short ones stay, with a slope between."""
+    """Scales as Llama 3.1: long wavelengths are stretched by ``factor``, short ones stay, with a slope between."""
 
     factor: float
     low_freq_factor: float
@@ -29,10 +28,10 @@ class Llama3:
 
 @dataclass(frozen=True, kw_only=True)
 class Yarn:
-    """YaRN: frequencies that turn often enough within the original positions stay, slow ones are divided by ``factor``.
+    """Scales as YaRN: frequencies with enough turns within the original positions stay, slow ones are divided.
 
-    attention_factor multiplies cos and sin; score_factor multiplies scores, in the code of DeepSeek only. truncate: the
-    ends of the ramp are whole numbers.
+    factor: divides slow frequencies. attention_factor: multiplies cos and sin. score_factor: multiplies scores, for
+    DeepSeek only. truncate: whether the ends of the ramp are whole numbers.
     """
 
     factor: float
@@ -46,7 +45,7 @@ class Yarn:
 
 @dataclass(frozen=True)
 class Rotary:
-    """Rotary positions. ``dims``: how many of a head's numbers, the first ones, are turned."""
+    """Rotates the first ``dims`` dimensions of each head by position."""
 
     theta: float
     dims: int
@@ -55,7 +54,7 @@ class Rotary:
 
 @dataclass(frozen=True, kw_only=True)
 class Norm:
-    """RMSNorm. plus_one: multiplies by 1 + weight. rounds_last: rounds to the compute dtype after the weight."""
+    """Declares RMSNorm. plus_one: multiplies by 1 + weight. rounds_last: rounds to the compute dtype last."""
 
     eps: float
     plus_one: bool = False
@@ -64,12 +63,12 @@ class Norm:
 
 @dataclass(frozen=True, kw_only=True)
 class Attention:
-    """Causal grouped-query attention.
+    """Declares causal grouped-query attention.
 
-    window: a query at position i sees keys j with 0 <= i - j < window; None: all of j <= i. scale multiplies q k^T.
+    window: a query at position i sees keys j with 0 <= i - j < window; None: all j <= i. scale: multiplies q k^T.
     biases: the projections that have one. fused: q, k and v are the rows of one matrix, ``qkv_proj``. qk_norm: RMSNorm
-    of q and k, over each head or over the width of all heads. softcap c: scores s become c tanh(s / c). sinks: a score
-    per head that is learned, which takes part in every softmax and has no value.
+    of q and k, over each head or over the width of all heads. softcap c: scores s become c tanh(s / c). sinks: a
+    learned score per head that takes part in every softmax and has no value.
     """
 
     heads: int
@@ -87,11 +86,12 @@ class Attention:
 
 @dataclass(frozen=True, kw_only=True)
 class LatentAttention:
-    """Causal multi-head latent attention: keys and values of rank ``kv_rank``, queries of rank ``q_rank``, or whole.
+    """Declares causal multi-head latent attention, with keys and values of rank ``kv_rank``.
 
-    plain_dim: numbers of a head of q and k without positions, beside those of ``rotary``, which all heads' keys share.
-    interleaved: positions turn pairs of neighbours. bias: of the projections from and to the residual stream; a whole
-    q has none. norm: of the latent vectors.
+    q_rank: rank of the queries; None for a full matrix. plain_dim: dimensions of a head of q and k without positions;
+    those of ``rotary`` come in addition, and all heads share them in k. interleaved: positions turn neighbouring pairs.
+    bias: whether projections from and to the residual stream have one; a full q projection has none. norm: of the
+    latent vectors.
     """
 
     heads: int
@@ -112,7 +112,7 @@ class LatentAttention:
 
 @dataclass(frozen=True, kw_only=True)
 class GatedMlp:
-    """down(act(gate(x)) * up(x)). fused: gate and up are the rows of one matrix, ``gate_up_proj``."""
+    """Declares down(act(gate(x)) * up(x)). fused: gate and up are the rows of one matrix, ``gate_up_proj``."""
 
     size: int
     activation: str
@@ -122,9 +122,10 @@ class GatedMlp:
 
 @dataclass(frozen=True, kw_only=True)
 class ClampedMlp:
-    """down((up(x) + 1) * gate(x) * sigmoid(alpha gate(x))), gate up to ``limit`` and up within it, all with biases.
+    """Declares an expert of gpt-oss: down((up(x) + 1) * gate(x) * sigmoid(alpha gate(x))), with biases.
 
-    An expert of gpt-oss: of one matrix (in, out), the even columns are the gate's, the odd ones those of up.
+    gate is clamped from above at ``limit``, up to +-``limit``. They are the even and odd columns of one matrix (in,
+    out).
     """
 
     size: int
@@ -134,9 +135,9 @@ class ClampedMlp:
 
 @dataclass(frozen=True, kw_only=True)
 class Grouped:
-    """A router that chooses ``chosen`` of so many ``groups`` of experts first.
+    """Declares a router that first chooses ``chosen`` of ``groups`` groups of experts.
 
-    best: how many of a group's highest scores are added up, by which groups are chosen.
+    best: how many of a group's highest scores are summed to rank the groups.
     """
 
     groups: int
@@ -146,13 +147,12 @@ class Grouped:
 
 @dataclass(frozen=True, kw_only=True)
 class MixtureOfExperts:
-    """``chosen`` of so many ``experts`` for each token, each of them gated, weighted by a softmax over all experts.
+    """Declares ``chosen`` of ``experts`` gated experts per token, weighted by a softmax over all experts.
 
-    normalised: the weights of the chosen experts are divided by their sum; then they are multiplied by ``factor``.
-    router: the router's name; with ``router_bias``, it has one. router_stable: its logits are computed in the stable
-    dtype as well. corrected: sigmoids instead of the softmax, and experts are chosen by these with a bias. It is a
-    buffer: it is not trained, and whoever trains sets it from how often experts are chosen, or leaves it. shared: an
-    expert that every token goes through, with ``shared_gate`` weighted by a sigmoid of its own.
+    normalised: weights of the chosen experts are divided by their sum. factor: then multiplies them. router: its name.
+    router_bias: whether it has a bias. router_stable: whether its matrix product is in the stable dtype. corrected:
+    sigmoids replace the softmax, and a bias is added for the choice only; the bias is a buffer that the trainer may
+    update from the load of experts. shared: an expert for every token; with ``shared_gate``, a sigmoid weights it.
     """
 
     experts: int
@@ -175,8 +175,10 @@ class MixtureOfExperts:
 
 @dataclass(frozen=True, kw_only=True)
 class Lora:
-    """Adapters: of each linear layer in ``targets``, by its name, two matrices of this ``rank``, whose product is added
-    times ``scale``."""
+    """Declares adapters: each linear layer in ``targets`` gets two matrices of this ``rank``.
+
+    Their product times ``scale`` is added to the weight.
+    """
 
     rank: int
     scale: float
@@ -185,9 +187,9 @@ class Lora:
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Where a layer has norms, by the names of their weights: before and after attention and the feed-forward.
+    """Names the norms of a layer by their weights, before and after attention and the feed-forward.
 
-    What comes after is normed before it is added to the residual stream.
+    A norm after a block applies before the sum with the residual stream.
     """
 
     before_attention: str | None = None
@@ -213,7 +215,7 @@ SANDWICH = Placement(
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """One layer. Attention or a feed-forward of another kind is another class beside these two."""
+    """Declares one layer. Another kind of attention or feed-forward needs a class of its own."""
 
     attention: Attention | LatentAttention
     feed_forward: GatedMlp | MixtureOfExperts
@@ -222,13 +224,13 @@ class Layer:
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture:
-    """A causal decoder.
+    """Declares a causal decoder.
 
-    norm: of all norms of the model. embedding_scale multiplies the embeddings. final_softcap c: logits become
-    c tanh(logits / c). As an input, padding_token gives no gradient to its embedding (torch.nn.Embedding's padding_idx,
-    which transformers always sets). value_head: one number per token, by a linear without bias on the last hidden
-    state, instead of logits. lora: the adapters; None without any. router_loss: what the load-balancing loss of all
-    routers is multiplied by, before it is added to the loss of an optimizer step (routing.py).
+    norm: of all norms of the model. embedding_scale: multiplies the embeddings. final_softcap c: logits become
+    c tanh(logits / c). padding_token: its embedding gets no gradient as an input (torch.nn.Embedding's padding_idx,
+    which transformers always sets). value_head: a linear layer without bias maps the last hidden state to one number
+    per token, instead of logits. lora: adapters, or None. router_loss: the factor of the load-balancing loss in the
+    loss of an optimizer step.
     """
 
     vocab_size: int
@@ -245,5 +247,5 @@ class Architecture:
 
     @property
     def routers(self) -> tuple[MixtureOfExperts, ...]:
-        """The mixtures of experts, layer by layer; empty for a model without any."""
+        """Returns the mixtures of experts, layer by layer; empty for a model without any."""
         return tuple(u.feed_forward for u in self.layers if isinstance(u.feed_forward, MixtureOfExperts))

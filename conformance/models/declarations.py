@@ -1,4 +1,4 @@
-"""What the declarations of architectures share: parts as most configurations spell them."""
+"""Declares parts of architectures from the configuration keys that most families share."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -36,7 +36,7 @@ def attention_of(
     rope_types: tuple[str, ...] | None = None,
     partial: bool = False,
 ) -> Attention:
-    """Llama's attention, with 1 / sqrt(head_dim) before the softmax."""
+    """Declares Llama's attention, with scores times 1 / sqrt(head_dim)."""
     head_dim = head_dim_of(config)
     types = {} if rope_types is None else {"types": rope_types}
     positions = rotary(config, head_dim=head_dim, partial=partial, **types)
@@ -44,13 +44,13 @@ def attention_of(
 
 
 def latent_attention_of(config: Config) -> LatentAttention:
-    """DeepSeek's; its norms of latent vectors have an epsilon of transformers' own, whatever rms_norm_eps is."""
+    """Declares DeepSeek's attention; transformers' epsilon of its latent norms does not depend on rms_norm_eps."""
     config.demand("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     config.check_dropout("attention_dropout")
-    heads, turned, plain = (config.size(k) for k in ("num_attention_heads", "qk_rope_head_dim", "qk_nope_head_dim"))
-    for key, right in {"num_key_value_heads": heads, "head_dim": turned, "qk_head_dim": turned + plain}.items():
+    heads, rotated, plain = (config.size(k) for k in ("num_attention_heads", "qk_rope_head_dim", "qk_nope_head_dim"))
+    for key, right in {"num_key_value_heads": heads, "head_dim": rotated, "qk_head_dim": rotated + plain}.items():
         config.must_be(key, right)
-    positions = rotary(config, head_dim=turned, types=("default", "yarn"))
+    positions = rotary(config, head_dim=rotated, types=("default", "yarn"))
     factor = positions.scaling.score_factor if isinstance(positions.scaling, Yarn) else 1.0
     return LatentAttention(
         heads=heads,
@@ -59,7 +59,7 @@ def latent_attention_of(config: Config) -> LatentAttention:
         plain_dim=plain,
         value_dim=config.size("v_head_dim"),
         rotary=positions,
-        scale=(plain + turned) ** -0.5 * factor,
+        scale=(plain + rotated) ** -0.5 * factor,
         norm=Norm(eps=1e-6),
         interleaved=config.flag("rope_interleave", True),
         bias=config.flag("attention_bias", False),
@@ -110,12 +110,12 @@ def _gated(config: Config, activation: Any, *, bias: bool = False) -> GatedMlp:
 
 
 def with_experts(config: Config, attention: Attention, *, shared: GatedMlp | None = None) -> Architecture:
-    """Qwen's choice of layers: every ``decoder_sparse_step``-th has experts, except those in ``mlp_only_layers``."""
+    """Declares Qwen's layers: every ``decoder_sparse_step``-th has experts, except those in ``mlp_only_layers``."""
     config.demand("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
     mlp, step = mlp_of(config), config.size("decoder_sparse_step", 1)
     dense = config.take("mlp_only_layers", [])
     if not isinstance(dense, list) or not all(type(number) is int for number in dense):
-        raise config.error(f"sets mlp_only_layers={shown(dense)}; it has to be a list of numbers of layers")
+        raise config.error(f"sets mlp_only_layers={shown(dense)}; it must be a list of layer numbers")
     expert = replace(mlp, size=config.size("moe_intermediate_size"))
     moe = mixture_of(config, "num_experts", expert, normalised=config.flag("norm_topk_prob"), shared=shared)
     whole = decoder_of(config, attention, mlp)
@@ -129,7 +129,7 @@ def with_experts(config: Config, attention: Attention, *, shared: GatedMlp | Non
 def mixture_of(
     config: Config, count: str, expert: GatedMlp | ClampedMlp, *, normalised: bool, shared: GatedMlp | None = None
 ) -> MixtureOfExperts:
-    """``count``: the key of the number of experts."""
+    """Declares a mixture of experts. ``count``: the key of the number of experts."""
     experts, chosen = config.size(count), config.size("num_experts_per_tok")
     if chosen > experts:
         raise config.error(f"chooses {chosen} of {experts} experts; lower num_experts_per_tok")
@@ -139,9 +139,9 @@ def mixture_of(
 def deepseek_of(
     config: Config, *, normalised: bool, best: int = 0, corrected: bool = False, mlp_bias: bool = False
 ) -> Architecture:
-    """What DeepSeek-V2 and V3 share: latent attention, and experts beside shared ones behind the first layers.
+    """Declares what DeepSeek-V2 and V3 share: latent attention, and after the first layers routed and shared experts.
 
-    best: see Grouped; 0: experts are in no groups.
+    best: see Grouped; 0 for experts without groups.
     """
     config.demand("first_k_dense_replace", "moe_intermediate_size", "n_routed_experts", "n_shared_experts")
     config.demand("num_experts_per_tok", "routed_scaling_factor")
@@ -151,7 +151,7 @@ def deepseek_of(
     for key in ("ep_size", "aux_loss_alpha", "seq_aux"):
         config.take(key, None)
     if config.take("quantization_config", None) is not None:
-        raise config.error("has quantized weights; convert them to bfloat16, and take the key out")
+        raise config.error("has quantized weights; convert them to bfloat16, and remove the key")
     mlp = mlp_of(config, bias=mlp_bias)
     expert = replace(mlp, size=config.size("moe_intermediate_size"), bias=False)
     moe = replace(
@@ -177,13 +177,13 @@ def _groups_of(config: Config, moe: MixtureOfExperts, best: int) -> Grouped:
     if rest or size < best or moe.chosen > size * grouped.chosen or grouped.chosen > grouped.groups:
         raise config.error(
             f"chooses {moe.chosen} of {moe.experts} experts in {grouped.chosen} of {grouped.groups} groups, which is "
-            f"not possible; groups are of one size, and here of {best} experts at least"
+            f"not possible; groups have equal sizes, and here at least {best} experts"
         )
     return grouped
 
 
 def router_loss_of(config: Config) -> float:
-    """What the load-balancing loss is multiplied by; 0 where ``output_router_logits`` does not switch it on."""
+    """Returns the factor of the load-balancing loss; 0 unless ``output_router_logits`` switches it on."""
     factor = config.take("router_aux_loss_coef", None)
     if not config.flag("output_router_logits", False):
         return 0.0
@@ -192,7 +192,7 @@ def router_loss_of(config: Config) -> float:
 
 
 def gemma_of(config: Config, attentions: Sequence[Attention]) -> Architecture:
-    """What all Gemmas share (arXiv 2403.08295 section 2): tied, scaled embeddings, norms with 1 + weight."""
+    """Declares what all Gemmas share (arXiv 2403.08295 section 2): tied, scaled embeddings, norms with 1 + weight."""
     mlp = _gated(config, config.take("hidden_activation", "gelu_pytorch_tanh"))
     return Architecture(
         **_outside(config, tied=True),
@@ -212,7 +212,7 @@ def decoder_of(
     norm: Norm | None = None,
     norms: Placement = PRE,
 ) -> Architecture:
-    """Layers that differ at most in their ``windows``."""
+    """Declares a decoder whose layers differ at most in their ``windows``."""
     layers = [Layer(attention=attention, feed_forward=mlp, norms=norms)] * config.size("num_hidden_layers")
     if windows is not None:
         assert isinstance(attention, Attention)
@@ -225,7 +225,7 @@ def decoder_of(
 
 
 def _outside(config: Config, *, tied: bool) -> dict[str, Any]:
-    """What is outside of the layers, which all families spell alike; ``tied`` is the family's default."""
+    """Declares what is outside the layers, with the same keys in all families; ``tied`` is the family's default."""
     return {
         "vocab_size": config.size("vocab_size"),
         "hidden_size": config.size("hidden_size"),
@@ -236,15 +236,15 @@ def _outside(config: Config, *, tied: bool) -> dict[str, Any]:
 
 
 def _padding_token(config: Config) -> int | None:
-    """A token of the vocabulary; as of torch's padding_idx, a negative one counts from its end."""
+    """Reads the padding token; a negative number counts from the end of the vocabulary, as torch's padding_idx does."""
     token, size = config.take("pad_token_id", None), config.size("vocab_size")
     if token is not None and (type(token) is not int or not -size <= token < size):
-        raise config.error(f"sets pad_token_id={shown(token)}, which is no token of a vocabulary of {size}")
+        raise config.error(f"sets pad_token_id={shown(token)}, which is not a token of a vocabulary of {size}")
     return token
 
 
 def _has_value_head(config: Config) -> bool:
-    """Whether the folder is a value model: sequence classification with one label, read at every token."""
+    """Tells whether the folder is a value model: sequence classification with one label, read at every token."""
     names = config.texts("architectures", [])
     if not any(name.endswith("ForSequenceClassification") for name in names):
         return False
@@ -261,18 +261,18 @@ def eps_of(config: Config) -> float:
 
 
 def qwen_windows(config: Config) -> list[int | None]:
-    """The window of each layer: where it is switched on and no layer_types are given, from max_window_layers on."""
+    """Returns the window of each layer; without layer_types, layers from max_window_layers on have one if it is on."""
     count = config.size("num_hidden_layers")
     windowed = config.flag("use_sliding_window", False)
     window = config.size("sliding_window", None) if windowed else None
-    config.take("sliding_window", None)  # which is not used without the switch
+    config.take("sliding_window", None)  # unused without the switch
     first = config.size("max_window_layers", 28, least=0)  # transformers' default
     kinds = config.texts("layer_types", [SLIDING if windowed and i >= first else FULL for i in range(count)])
     return windows_of(config, kinds, window)
 
 
 def windows_of(config: Config, kinds: list[str], window: int | None) -> list[int | None]:
-    """The window of each layer, by transformers' ``layer_types``."""
+    """Returns the window of each layer, by transformers' ``layer_types``."""
     if len(kinds) != (count := config.size("num_hidden_layers")):
         raise config.error(f"has {len(kinds)} layer_types for {count} layers")
     if unknown := set(kinds) - {FULL, SLIDING}:

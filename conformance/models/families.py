@@ -1,7 +1,6 @@
-"""From a Hugging Face ``config.json`` to what a decoder computes: each family is a declaration of its parts.
+"""Translates a Hugging Face ``config.json`` to what a decoder computes, one function per family.
 
-Another family is a function that returns an Architecture, and a line in FAMILIES; docs/guides/adding-a-model.md has the
-way.
+Another family is a function that returns an Architecture, and a line in FAMILIES (docs/guides/adding-a-model.md).
 """
 
 from collections.abc import Callable
@@ -31,10 +30,10 @@ from conformance.models.hf_config import FULL, SLIDING, Config, rotary_by_kind
 
 
 def read_architecture(model: Path, *, disable_dropout: bool = False) -> Architecture:
-    """What the model in the Hugging Face folder ``model`` computes, for an objective with this ``disable_dropout``.
+    """Returns what the model in the Hugging Face folder ``model`` computes, for an objective with ``disable_dropout``.
 
-    Raises UsageError for a file that cannot be read, an unknown model_type, a missing key, a size that is none, and any
-    setting that is not implemented.
+    Raises UsageError for an unreadable file, an unknown model_type, a missing key, an impossible size, and any setting
+    that is not implemented.
     """
     file = model / "config.json"
     try:
@@ -45,8 +44,8 @@ def read_architecture(model: Path, *, disable_dropout: bool = False) -> Architec
     kind = values.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise config.error(
-            f"has model_type {shown(kind)}; the oracle knows {', '.join(FAMILIES)} (docs/guides/adding-a-model.md says "
-            f"how one is added)"
+            f"has model_type {shown(kind)}; the oracle knows {', '.join(FAMILIES)} (to add one, see "
+            f"docs/guides/adding-a-model.md)"
         )
     architecture = FAMILIES[kind](config)
     config.finish()
@@ -103,7 +102,7 @@ def _qwen2_moe(config: Config) -> Architecture:
     """Qwen2-MoE: arXiv 2407.10671 section 2.2.2: routed experts and a shared one, which has a gate of its own."""
     config.demand("num_key_value_heads", "shared_expert_intermediate_size")
     config.must_be("use_sliding_window", False)
-    config.take("sliding_window", None)  # which is not used without the switch
+    config.take("sliding_window", None)  # unused without the switch
     config.take("max_window_layers", None)
     windows_of(config, config.texts("layer_types", [FULL] * config.size("num_hidden_layers")), None)
     attention = attention_of(config, biases=("q", "k", "v") if config.flag("qkv_bias", True) else ())
@@ -115,27 +114,27 @@ def _qwen3_moe(config: Config) -> Architecture:
     """Qwen3-MoE: arXiv 2505.09388 section 2: Qwen3 with routed experts and no shared one."""
     config.demand("num_key_value_heads", "head_dim")
     config.must_be("use_sliding_window", False)
-    config.take("sliding_window", None)  # which is not used without the switch
+    config.take("sliding_window", None)  # unused without the switch
     config.take("max_window_layers", None)
     biases = EVERY if config.flag("attention_bias", False) else ()
     return with_experts(config, replace(attention_of(config, biases=biases), qk_norm="head"))
 
 
 def _gpt_oss(config: Config) -> Architecture:
-    """gpt-oss: arXiv 2508.10925 section 2: attention with sinks, every second layer with a window; all biases.
+    """gpt-oss: arXiv 2508.10925 section 2: attention with sinks, a window in every second layer, biases everywhere.
 
-    Before 5.18, transformers has the two numbers of the experts' activation in its code.
+    Before 5.18, transformers has the two constants of the experts' activation in its code.
     """
     if config.take("quantization_config", None) is not None:
         raise config.error(
-            "has quantized experts (MXFP4), which nobody trains; save it with Mxfp4Config(dequantize=True)"
+            "has quantized experts (MXFP4), which cannot be trained; save it with Mxfp4Config(dequantize=True)"
         )
     config.demand("num_key_value_heads", "head_dim", "sliding_window")
     config.demand("num_local_experts", "num_experts_per_tok")
     config.must_be("hidden_act", "silu")
     config.must_be("swiglu_alpha", 1.702)
     config.must_be("swiglu_limit", 7.0)
-    config.take("experts_per_token", None)  # as published, beside the keys that are read
+    config.take("experts_per_token", None)  # published files have it in addition to the keys that are read
     config.take("initial_context_length", None)
     every_second = [FULL if i % 2 else SLIDING for i in range(config.size("num_hidden_layers"))]
     windows = windows_of(config, config.texts("layer_types", every_second), config.size("sliding_window", None))
@@ -148,9 +147,9 @@ def _gpt_oss(config: Config) -> Architecture:
 
 
 def _deepseek_v2(config: Config) -> Architecture:
-    """DeepSeek-V2: arXiv 2405.04434 section 2: latent attention, and experts, in groups or not, beside shared ones.
+    """DeepSeek-V2: arXiv 2405.04434 section 2: latent attention, routed experts (in groups or not), shared ones.
 
-    Its losses that balance experts, devices and communication are not in transformers' code.
+    transformers' code lacks its losses that balance experts, devices and communication.
     """
     config.demand("topk_method")
     config.must_be("norm_topk_prob", False)
@@ -161,15 +160,15 @@ def _deepseek_v2(config: Config) -> Architecture:
         raise config.error(f"sets topk_method={shown(method)}; known are greedy and group_limited_greedy")
     if method == "greedy":
         for key in groups:
-            config.take(key, None)  # which are not used without the method
+            config.take(key, None)  # unused with this method
         return deepseek_of(config, normalised=False, mlp_bias=config.flag("mlp_bias", False))
     return deepseek_of(config, normalised=False, best=1, mlp_bias=config.flag("mlp_bias", False))
 
 
 def _deepseek_v3(config: Config) -> Architecture:
-    """DeepSeek-V3: arXiv 2412.19437 section 2.1: latent attention, and experts in groups beside shared ones.
+    """DeepSeek-V3: arXiv 2412.19437 section 2.1: latent attention, routed experts in groups, and shared ones.
 
-    Its layers for multi-token prediction and its sequence-wise loss are not in transformers' code.
+    transformers' code lacks its layers for multi-token prediction and its sequence-wise loss.
     """
     config.demand("norm_topk_prob")
     config.must_be("topk_method", "noaux_tc")
@@ -181,12 +180,12 @@ def _deepseek_v3(config: Config) -> Architecture:
 def _phi3(config: Config) -> Architecture:
     """Phi-3: arXiv 2404.14219 section 2: Llama with fused matrices, a window, and positions on a part of each head.
 
-    Its code has the rope_type longrope besides, whose frequencies depend on the length of the input; it is refused.
+    The rope_type longrope is unsupported; its frequencies depend on the length of the input.
     """
     config.demand("num_key_value_heads", "pad_token_id")
     config.check_dropout("embd_pdrop")
     config.check_dropout("resid_pdrop")
-    config.take("original_max_position_embeddings", None)  # of longrope
+    config.take("original_max_position_embeddings", None)  # read by longrope only
     attention = attention_of(config, window=config.size("sliding_window", None), rope_types=("default",), partial=True)
     return decoder_of(config, replace(attention, fused=True), replace(mlp_of(config), fused=True))
 
@@ -227,9 +226,9 @@ def _gemma2(config: Config) -> Architecture:
 
 
 def _gemma3(config: Config) -> Architecture:
-    """Gemma 3 text: arXiv 2503.19786 section 2: each kind of layer has positions of its own.
+    """Gemma 3 text: arXiv 2503.19786 section 2: each kind of layer has its own positions.
 
-    attn_logit_softcapping is refused: transformers' Gemma 3 has the key and never applies it.
+    attn_logit_softcapping is unsupported: transformers' Gemma 3 has the key and never applies it.
     """
     config.demand("num_key_value_heads", "head_dim", "pad_token_id")
     config.must_be("use_bidirectional_attention", False)
@@ -266,9 +265,9 @@ FAMILIES: dict[str, Callable[[Config], Architecture]] = {
 
 
 def is_written(folder: Path) -> bool:
-    """Tell whether the oracle computes this model itself.
+    """Tells whether the oracle computes this model from the papers.
 
-    True also for a folder that names no model at all, which ``read_architecture`` refuses.
+    Returns True also for a folder without a model, which ``read_architecture`` rejects.
     """
     try:
         values = read_json(folder / "config.json")

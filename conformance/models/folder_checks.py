@@ -1,7 +1,7 @@
-"""Checks of a user's model folder: what it may contain, and whether its Python code may be run.
+"""Checks the content of a user's model folder, and decides whether its Python code may run.
 
-Serves claim 9: a folder that cannot be used is refused in one line, before anything is copied, loaded or run. Every
-call of transformers with a folder gets its ``trust_remote_code`` from ``runs_code``.
+An unusable folder is reported in one line, before anything is copied, loaded or run. Every call of transformers with a
+folder gets its ``trust_remote_code`` from ``runs_code``.
 """
 
 import fnmatch
@@ -19,15 +19,15 @@ from conformance.spec.lora import ADAPTER
 Files = tuple[tuple[Path, int], ...]
 CONFIG, TOKENIZER_CONFIG = "config.json", "tokenizer_config.json"
 NOT_COPIED = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.onnx", "__pycache__", ".*", ADAPTER)
-# folder_code() of the shipped openPangu model. A copy with other Python code or another auto_map has another digest.
-SHIPPED_CODE = "57290f782b6e10d3da0f048d0ba6c6f8c43f72f7a6af07160c95951649608e54"
+# folder_code() of the bundled openPangu model. A copy with other Python code or another auto_map has another digest.
+BUNDLED_CODE = "57290f782b6e10d3da0f048d0ba6c6f8c43f72f7a6af07160c95951649608e54"
 
 
 def check_model_folder(model: Path) -> None:
     """Raises UsageError if ``model`` is not a Hugging Face model folder, or contains something that cannot be copied.
 
-    Symbolic links may only lead to files of the folder, or of the same repository in Hugging Face's cache, so that no
-    other file of this machine gets into the output.
+    Symbolic links may only lead to files of the folder, or of the same repository in Hugging Face's cache. Otherwise
+    other files of this machine could get into the output.
     """
     if not (model / CONFIG).exists():
         raise UsageError(f"{model} is not a Hugging Face model folder: it has no {CONFIG}")
@@ -42,17 +42,16 @@ def check_model_folder(model: Path) -> None:
         try:
             check_file(file)
         except FileNotFoundError:
-            raise UsageError(f"{file} leads nowhere; remove it, or download the folder again") from None
+            raise UsageError(f"{file} is a broken link; remove it, or download the folder again") from None
 
 
 def files_of(model: Path) -> Files:
-    """The files of a model folder, and when each was last changed: what is known of the folder holds as long as these
-    are the same."""
+    """Returns the files of a model folder with their modification times, as a key for caches."""
     return tuple((file, file.stat().st_mtime_ns) for file in sorted(_files(model)) if file.exists())
 
 
 def _files(model: Path) -> Iterator[Path]:
-    """All files and symbolic links of the folder that are copied or linked."""
+    """Yields all files and symbolic links of the folder that are copied or linked."""
     left_out = [pattern for pattern in NOT_COPIED if pattern != "*.safetensors"]
     for folder, folders, files in os.walk(model):
         links = [name for name in folders if (Path(folder) / name).is_symlink()]
@@ -75,14 +74,14 @@ def _check_link(link: Path, roots: list[Path]) -> None:
 
 
 def runs_code(folder: Path, *, trusted: bool) -> bool:
-    """The value of ``trust_remote_code`` for transformers: whether it has to run Python code of the folder.
+    """Returns ``trust_remote_code`` for transformers: whether it has to run Python code of the folder.
 
     ``trusted``: the user has allowed it. Raises UsageError if the folder has code that the user has not allowed.
     """
     references = _references(folder)
     if not references:
         return False
-    if trusted or folder_code(folder) == SHIPPED_CODE:
+    if trusted or folder_code(folder) == BUNDLED_CODE:
         return True
     raise UsageError(
         f"{folder / next(iter(references))} names Python code of the folder (auto_map), and loading the model would "
@@ -91,7 +90,7 @@ def runs_code(folder: Path, *, trusted: bool) -> bool:
 
 
 def folder_code(folder: Path) -> str:
-    """SHA-256 (hexadecimal) of a folder's Python files and of the ``auto_map`` entries of its configuration files."""
+    """Returns a hexadecimal SHA-256 of a folder's Python files and the ``auto_map`` of its configuration files."""
     digests = {
         str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest()
         for file in sorted(folder.rglob("*.py"))
@@ -101,7 +100,7 @@ def folder_code(folder: Path) -> str:
 
 
 def _references(folder: Path) -> dict[str, object]:
-    """The ``auto_map`` of each configuration file that has one, by the file's name."""
+    """Returns the ``auto_map`` of each configuration file that has one, by the file's name."""
     files = [name for name in (CONFIG, TOKENIZER_CONFIG) if (folder / name).exists()]
     found = {name: read_json(folder / name).get("auto_map") for name in files}
     return {name: references for name, references in found.items() if references}

@@ -1,13 +1,11 @@
-"""Adapters: every backend and the oracle begin with the same one, from a file beside the weights, in peft's format.
+"""Prepares the model folders that the oracle and every backend load, with their LoRA adapters.
 
-Serves claim 6. Nothing in it is neutral. A usual adapter begins with B = 0, where a backend that leaves it out, or
-scales it twice, would compute the same numbers until the first update, and A would have no gradient at all.
+Weights come from a file, never from a random seed on each rank. With seed 0 the policy is the given model. For another
+seed, and for every other role, the weights are perturbed. So no result depends on a single set of weights, and a
+backend that confuses two roles computes different numbers.
 
-Model folders: every backend and the oracle load the models of a cell from them.
-
-Serves claim 6: weights come from a file, never from a random seed on each rank. With seed 0 the policy is the given
-model. For another seed, and for every other role, the weights are perturbed. So no result depends on one set of weights
-only, and a backend that confuses two roles computes different numbers.
+Adapters are files in peft's format, and no number in them is neutral. A usual adapter begins with B = 0, so a backend
+that leaves it out or scales it twice would compute the same numbers until the first update.
 """
 
 import hashlib
@@ -31,11 +29,11 @@ from conformance.spec.lora import ADAPTER, CONFIG_FILE, FILE_PREFIX, WEIGHTS_FIL
 from conformance.spec.roles import POLICY, Head, Role
 from conformance.spec.scenario import Scenario
 
-B_SIZE = 0.2  # of B x for x of size 1; with the usual scales an adapter's part is a third of what the layer gives
+B_SIZE = 0.2  # of B x for x of size 1; at the usual scales an adapter adds a third of the layer's own output
 
 
 def write_adapter(folder: Path, lora: LoraConfig, shapes: Mapping[str, tuple[int, ...]], *, key: str) -> None:
-    """Write the adapter of a model with parameters of these ``shapes`` into ``folder``; ``key`` decides its numbers.
+    """Writes the adapter of a model with parameters of these ``shapes`` into ``folder``; ``key`` seeds its numbers.
 
     Raises UsageError for a target that the model does not have.
     """
@@ -50,7 +48,7 @@ def write_adapter(folder: Path, lora: LoraConfig, shapes: Mapping[str, tuple[int
 
 
 def adapter_config(lora: LoraConfig, targets: Sequence[str]) -> dict[str, Any]:
-    """What CONFIG_FILE says, in peft's words."""
+    """Returns the content of CONFIG_FILE, with peft's keys."""
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -67,7 +65,7 @@ def adapter_config(lora: LoraConfig, targets: Sequence[str]) -> dict[str, Any]:
 def write_adapter_files(
     folder: Path, lora: LoraConfig, targets: Sequence[str], tensors: Mapping[str, torch.Tensor]
 ) -> None:
-    """Write an adapter in peft's format, in float32, into ``folder``, which is new."""
+    """Writes an adapter in peft's format, in float32, into the new ``folder``."""
     folder.mkdir(parents=True)
     (folder / CONFIG_FILE).write_text(json.dumps(adapter_config(lora, targets), indent=2), encoding="utf-8")
     save_file({FILE_PREFIX + name: t.float() for name, t in tensors.items()}, folder / WEIGHTS_FILE)
@@ -80,7 +78,7 @@ def _normal(shape: tuple[int, int], key: str) -> torch.Tensor:
 
 
 NOISE = 0.05  # relative
-# Output embeddings, which a value model does not have; GPT-NeoX calls its own embed_out, and Phi's has a bias.
+# Output embeddings, which a value model lacks. GPT-NeoX calls it embed_out, and Phi's has a bias.
 HEADS = ("lm_head.weight", "lm_head.bias", "embed_out.weight")
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
@@ -88,25 +86,24 @@ FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 def prepare_model(scenario: Scenario, role: Role, out: Path) -> Path:
-    """Write the model of one role of the scenario's objective into the new or empty folder ``out``; returns ``out``.
+    """Writes the model of one role of the scenario's objective into the new or empty folder ``out``; returns ``out``.
 
     Configuration, tokenizer and code are copied. For the policy with seed 0, the weight files are symbolic links. For
     other seeds and roles, every weight is multiplied by 1 + noise and keeps its dtype; the noise is uniform in
     [-0.05, 0.05] and depends on the seed, the role and the name of the tensor. A value model has ``score.weight``
     (1, hidden) instead of the output embedding, and the configuration of transformers' sequence classification with
-    one label.
-    With adapters, the policy's is written into the folder ADAPTER of ``out``, the base is rounded to bf16, and a frozen
-    reference is the base without the adapter, as it is where adapters are trained.
+    one label. With LoRA, the policy's adapter is written into the folder ADAPTER of ``out``, the base is rounded to
+    bf16, and a frozen reference is the base without the adapter.
 
-    Raises UsageError for a folder that cannot be used (see ``check_model_folder``) or has no safetensors weights, for
-    an adapter that the model cannot have, and where ``out`` has files in it.
+    Raises UsageError for an unusable folder (see ``check_model_folder``) or one without safetensors weights, for an
+    adapter that does not fit the model, and if ``out`` contains files.
     """
     model = resolve(scenario.model)
     check_model_folder(model)
     files = weight_files(model)
     out.mkdir(parents=True, exist_ok=True)
     if any(out.iterdir()):
-        raise UsageError(f"{out} is not empty, and nothing there is overwritten; give a new folder")
+        raise UsageError(f"{out} is not empty, and its files are not overwritten; give a new folder")
     shutil.copytree(model, out, ignore=shutil.ignore_patterns(*NOT_COPIED), dirs_exist_ok=True)
     is_base = is_base_of(scenario, role)
     key = key_of(scenario, role)
@@ -124,19 +121,19 @@ def prepare_model(scenario: Scenario, role: Role, out: Path) -> Path:
 
 
 def is_base_of(scenario: Scenario, role: Role) -> bool:
-    """Whether a role's weights are the base of adapters: the policy's, and those of a frozen reference."""
+    """Tells whether a role's weights are the base of adapters: the policy's, and those of a frozen reference."""
     return scenario.lora is not None and (role == POLICY or not role.trained)
 
 
 def key_of(scenario: Scenario, role: Role) -> str:
-    """What decides the numbers of a role: the seed, and which role it is; of a base, every role has the same."""
+    """Returns the key that seeds a role's numbers: scenario seed and role. All roles share the key of a base."""
     return f"{scenario.seed} {'' if is_base_of(scenario, role) else role.prefix}".strip()
 
 
 def value_config(file: Path) -> int:
-    """Turn the configuration of a language model into that of a value model; returns the hidden size.
+    """Turns the configuration of a language model into that of a value model; returns the hidden size.
 
-    Raises UsageError if the file does not say it.
+    Raises UsageError if the file does not state the hidden size.
     """
     config = json.loads(file.read_text(encoding="utf-8"))
     classifier = "ForSequenceClassification"
@@ -145,18 +142,18 @@ def value_config(file: Path) -> int:
     file.write_text(json.dumps(config, indent=2), encoding="utf-8")
     text = config.get("text_config", config)
     if not (hidden := next((size for key in ("hidden_size", "n_embd", "d_model") if (size := text.get(key))), None)):
-        raise UsageError(f"{file} does not say hidden_size, which a value model needs; add it")
+        raise UsageError(f"{file} lacks hidden_size, which a value model needs; add it")
     return int(hidden)
 
 
 def _make_value_model(folder: Path, *, key: str) -> None:
-    """Turn a language model without an output embedding into a value model."""
+    """Turns a language model without an output embedding into a value model."""
     hidden = value_config(folder / "config.json")
     head = torch.randn(1, hidden, generator=generator_of(f"{key} score.weight"), dtype=torch.float64) / hidden**0.5
     shards = folder / INDEX
     name = "value-head.safetensors" if shards.is_file() else "model.safetensors"
-    held = {} if shards.is_file() else load_file(folder / name)
-    _write({**held, "score.weight": head.float()}, folder / name, metadata={"format": "pt"})
+    tensors = {} if shards.is_file() else load_file(folder / name)
+    _write({**tensors, "score.weight": head.float()}, folder / name, metadata={"format": "pt"})
     if shards.is_file():
         index = json.loads(shards.read_text(encoding="utf-8"))
         kept = {n: where for n, where in index["weight_map"].items() if not n.endswith(HEADS)}
@@ -165,7 +162,7 @@ def _make_value_model(folder: Path, *, key: str) -> None:
 
 
 def weight_files(model: Path) -> list[Path]:
-    """The safetensors files with the weights of a Hugging Face folder.
+    """Returns the safetensors files with the weights of a Hugging Face folder.
 
     Raises UsageError if there are none, or if the index names something that is not a safetensors file of the folder.
     """
@@ -183,7 +180,7 @@ def weight_files(model: Path) -> list[Path]:
         raise UsageError(f"{index} has no weight_map from names of tensors to files; download the folder again")
     for name in where.values():
         if not isinstance(name, str) or Path(name).name != name or not re.fullmatch(r"[^.].*\.safetensors", name):
-            raise UsageError(f"{index} names {shown(name)}, but it has to name safetensors files of the folder")
+            raise UsageError(f"{index} must name safetensors files of the folder, got {shown(name)}")
     names = sorted(set(where.values()))
     if missing := [name for name in names if not (model / name).is_file()]:
         raise UsageError(f"{model} lacks {', '.join(missing)}, which {INDEX} names; download the folder again")
@@ -191,7 +188,7 @@ def weight_files(model: Path) -> list[Path]:
 
 
 def weight_shapes(model: Path) -> dict[str, tuple[int, ...]]:
-    """The shape of each tensor of a Hugging Face folder, by name; only the headers of the files are read.
+    """Returns the shape of each tensor of a Hugging Face folder, by name, from the headers of the files.
 
     Raises UsageError for a broken file, a tensor that is not floating-point, and a tensor that is in two files.
     """
@@ -199,28 +196,28 @@ def weight_shapes(model: Path) -> dict[str, tuple[int, ...]]:
     for file in weight_files(model):
         try:
             with safe_open(file, framework="pt") as tensors:
-                held = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118
-                found = {name: (tuple(part.get_shape()), part.get_dtype()) for name, part in held.items()}
+                slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118
+                found = {name: (tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()}
         except (SafetensorError, OSError, RuntimeError) as error:  # RuntimeError: larger than what can be mapped
             raise UsageError(
-                f"{file} is no safetensors file that can be read: {one_line(error)}; copy or download it again"
+                f"{file} is not a readable safetensors file: {one_line(error)}; copy or download it again"
             ) from None
         for name, (shape, dtype) in found.items():
             if dtype not in FLOATS:
-                raise UsageError(f"{file} holds {name} as {dtype}; weights have to be one of {', '.join(FLOATS)}")
+                raise UsageError(f"{file} holds {name} as {dtype}; weights must be one of {', '.join(FLOATS)}")
             if name in shapes:
-                raise UsageError(f"{file} holds {name}, and so does another file of the folder; remove one of them")
+                raise UsageError(f"{file} and another file of the folder both hold {name}; remove one of them")
             shapes[name] = shape
     return shapes
 
 
 def elements_of(models: Mapping[str, Path]) -> int:
-    """The number of elements of all tensors of several Hugging Face folders."""
+    """Counts the elements of all tensors of several Hugging Face folders."""
     return sum(math.prod(shape) for folder in models.values() for shape in weight_shapes(folder).values())
 
 
 def _twins(files: list[Path]) -> dict[str, str]:
-    """{output embedding: input embedding} if the files store both tensors with equal values, else an empty dict.
+    """Returns {output embedding: input embedding} if the files store both with equal values, otherwise an empty dict.
 
     Such a pair has to stay equal, because transformers does not tie two tensors that differ in the file.
     """
@@ -245,13 +242,13 @@ def _tensor(file: Path, name: str) -> torch.Tensor:
 
 
 def _has_more_digits(file: Path) -> bool:
-    """Whether tensors of a file have more digits than bf16."""
+    """Tells whether a file has tensors with more digits than bf16."""
     with safe_open(file, framework="pt") as tensors:
         return any(tensors.get_slice(name).get_dtype() != "BF16" for name in tensors.keys())  # noqa: SIM118
 
 
 def _perturb(source: Path, target: Path, *, key: str, twins: dict[str, str], head: Head, rounded: bool) -> None:
-    """``key`` 0 is for no noise. rounded: to numbers that bf16 has; the dtype stays."""
+    """Writes a copy with noise, none for ``key`` 0. rounded: to numbers that bf16 can represent; the dtype stays."""
     with safe_open(source, framework="pt") as tensors:
         metadata = tensors.metadata()
     changed = {}
@@ -263,15 +260,17 @@ def _perturb(source: Path, target: Path, *, key: str, twins: dict[str, str], hea
 
 
 def _write(tensors: dict[str, torch.Tensor], target: Path, *, metadata: dict[str, str] | None) -> None:
-    """Write a file. A link is replaced, because it may lead to the user's own weights, and not every version of
-    safetensors writes a new file."""
+    """Writes a file, and replaces a link, because it may lead to the user's own weights.
+
+    Not every version of safetensors writes a new file.
+    """
     if target.is_symlink():
         target.unlink()
     save_file(tensors, target, metadata=metadata)
 
 
 def noisy(tensor: torch.Tensor, *, key: str) -> torch.Tensor:
-    """A tensor times 1 + noise, in its dtype."""
+    """Multiplies a tensor by 1 + noise, in its dtype."""
     if not tensor.is_floating_point():
         return tensor
     noise = 2 * torch.rand(tensor.shape, generator=generator_of(key), dtype=torch.float64) - 1
@@ -279,6 +278,6 @@ def noisy(tensor: torch.Tensor, *, key: str) -> torch.Tensor:
 
 
 def generator_of(key: str) -> torch.Generator:
-    """A generator of random numbers that a text alone decides."""
+    """Returns a random generator that is seeded by a text."""
     digest = hashlib.sha256(key.encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)

@@ -1,12 +1,11 @@
-"""The values of a Hugging Face ``config.json``, each read in its type, and which of them were read.
+"""Reads the values of a Hugging Face ``config.json`` in their types, and rejects keys that were not read.
 
-Serves claim 6: no key that changes the mathematics is ever ignored. A key that is neither read by the model's family
-nor listed in INERT is an error, so a new feature stops the oracle instead of making it wrong in silence.
+No key that changes the mathematics is ever ignored. A key that is neither read by the model's family nor listed in
+INERT is an error, so a new feature stops the oracle instead of silently making it wrong.
 
-From what a ``config.json`` says of rotary positions to a Rotary, in every spelling of transformers.
-
-transformers 5 writes ``rope_parameters``, flat or nested per kind of layer; before, there were ``rope_theta``,
-``rope_scaling`` and ``partial_rotary_factor`` at the top. The older keys count where ``rope_parameters`` is silent.
+Rotary positions are read in every spelling of transformers. transformers 5 writes ``rope_parameters``, flat or nested
+per kind of layer; before, there were ``rope_theta``, ``rope_scaling`` and ``partial_rotary_factor`` at the top level.
+The older keys count where ``rope_parameters`` lacks a value.
 """
 
 import math
@@ -33,7 +32,7 @@ INERT = (
     "use_cache",
 )
 NULLABLE = ("pad_token_id", "q_lora_rank", "sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
-# No model comes near these: a larger number is a mistake in the file, and would fill the memory before it is noticed.
+# Real models are far below these. A larger number is a mistake in the file, and would exhaust the memory.
 LARGEST: dict[str, float] = {
     "vocab_size": 2**24,
     "hidden_size": 2**18,
@@ -66,11 +65,11 @@ LARGEST: dict[str, float] = {
     "_sliding_window_pattern": 2**12,
     "rms_norm_eps": 1.0,
 }
-LARGEST_NUMBER = 1e12  # where nothing else is said: bases, scales
+LARGEST_NUMBER = 1e12  # for other keys: bases, scales
 
 
 class Config:
-    """Values of a config.json, and which of them were read."""
+    """Reads values of a config.json, and remembers which keys were read."""
 
     def __init__(
         self, values: dict[str, Any], source: str, *, disable_dropout: bool, inert: tuple[str, ...] = INERT
@@ -81,7 +80,7 @@ class Config:
         self._read: set[str] = set(inert)
 
     def take(self, key: str, *default: Any) -> Any:
-        """The value of ``key``; ``default`` where it is absent or null. UsageError without either."""
+        """Returns the value of ``key``, or ``default`` if it is absent or null. Raises UsageError without either."""
         self._read.add(key)
         value = self._values.get(key)
         if value is None and not default:
@@ -89,77 +88,77 @@ class Config:
         return default[0] if value is None else value
 
     def size(self, key: str, *default: int | None, least: int = 1) -> Any:
-        """A whole number up to LARGEST, or the default None. UsageError for anything else."""
+        """Reads a whole number up to LARGEST, or the default None. Raises UsageError for anything else."""
         value = self.take(key, *default)
         if value is not None and (type(value) is not int or not least <= value <= LARGEST[key]):
-            raise self.error(f"sets {key}={shown(value)}; it has to be a whole number from {least} to {LARGEST[key]}")
+            raise self.error(f"sets {key}={shown(value)}; it must be a whole number from {least} to {LARGEST[key]}")
         return value
 
     def number(self, key: str, *default: None) -> Any:
-        """A positive number, or the default None. UsageError for anything else."""
+        """Reads a positive number, or the default None. Raises UsageError for anything else."""
         value = self.take(key, *default)
         return None if value is None else self.positive(value, key)
 
     def positive(self, value: Any, what: str) -> float:
-        """``value``, which is a positive number up to LARGEST. UsageError for anything else."""
+        """Returns ``value`` if it is a positive number up to LARGEST. Raises UsageError for anything else."""
         largest = LARGEST.get(what, LARGEST_NUMBER)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= largest:
-            raise self.error(f"sets {what}={shown(value)}; it has to be a number above 0 and at most {largest:g}")
+            raise self.error(f"sets {what}={shown(value)}; it must be a number above 0 and at most {largest:g}")
         return float(value)
 
     def flag(self, key: str, *default: bool) -> bool:
-        """True or false. UsageError for anything else."""
+        """Reads true or false. Raises UsageError for anything else."""
         value = self.take(key, *default)
         if not isinstance(value, bool):
-            raise self.error(f"sets {key}={shown(value)}; it has to be true or false")
+            raise self.error(f"sets {key}={shown(value)}; it must be true or false")
         return value
 
     def texts(self, key: str, default: list[str]) -> list[str]:
-        """A list of texts. UsageError for anything else."""
+        """Reads a list of texts. Raises UsageError for anything else."""
         value = self.take(key, default)
         if not isinstance(value, list) or not all(isinstance(text, str) for text in value):
-            raise self.error(f"sets {key}={shown(value)}; it has to be a list of texts")
+            raise self.error(f"sets {key}={shown(value)}; it must be a list of texts")
         return value
 
     def demand(self, *keys: str) -> None:
-        """UsageError if a key is absent, for which transformers' default is a number and none that follows from others.
+        """Raises UsageError if a key is absent whose default in transformers is a fixed number.
 
-        Those in NULLABLE may be null, which says that there is none.
+        Keys in NULLABLE may be null, which switches the feature off.
         """
         for key in keys:
             if key not in self._values or (self._values[key] is None and key not in NULLABLE):
-                raise self.error(f"does not say {key!r}; add it, or transformers takes a number of its own")
+                raise self.error(f"does not say {key!r}; add it, otherwise transformers takes a number of its own")
 
     def must_be(self, key: str, value: Any) -> None:
-        """Read a feature that only has one implemented setting. UsageError for another."""
+        """Reads a feature with a single implemented setting. Raises UsageError for another setting."""
         self._read.add(key)
         if (found := self._values.get(key, value)) != value:
             raise self.error(f"sets {key}={shown(found)}; the oracle only computes {key}={value!r}")
 
     def check_dropout(self, key: str) -> None:
-        """Read a share that training drops. UsageError for what is no share, and for one that is not switched off."""
+        """Reads a dropout rate. Raises UsageError if it is not a share, and if it is not switched off."""
         self._read.add(key)
         share = self._values.get(key, 0.0)
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
-            raise self.error(f"sets {key}={shown(share)}; it has to be a number from 0 to 1")
+            raise self.error(f"sets {key}={shown(share)}; it must be a number from 0 to 1")
         if share and not self._disable_dropout:
             raise self.error(
-                f"sets {key}={shown(share)}; what is dropped is random, and another backend drops something else: set "
-                f"{key} to 0.0 (objectives that read roll-outs switch it off)"
+                f"sets {key}={shown(share)}; dropout is random, so each backend drops other values: set "
+                f"{key} to 0.0 (objectives that read rollouts switch it off)"
             )
 
     def finish(self) -> None:
-        """UsageError if a key is left that nobody has read."""
+        """Raises UsageError if a key is left that was not read."""
         unread = sorted(key for key, value in self._values.items() if value is not None and key not in self._read)
         if unread:
             names = ", ".join(name[:60] for name in unread[:12])
             raise self.error(
                 f"has keys that the oracle does not know for this model: {names}; if they change what is computed, "
-                f"implement them in conformance/oracle, otherwise add them to INERT in config.py"
+                f"implement them in conformance/oracle, otherwise add them to INERT in conformance/models/hf_config.py"
             )
 
     def inside(self, values: dict[str, Any], name: str) -> "Config":
-        """The same for an object among the values."""
+        """Returns a Config for an object among the values."""
         return Config(values, f"{self._source}, in {name}:", disable_dropout=self._disable_dropout, inert=())
 
     def error(self, message: str) -> UsageError:
@@ -171,7 +170,7 @@ ALL = ("default", "linear", "llama3", "yarn")
 
 
 def rotary(config: Config, *, head_dim: int, types: tuple[str, ...] = ALL, partial: bool = False) -> Rotary:
-    """The rotary positions of a model whose layers all have the same.
+    """Reads the rotary positions of a model whose layers all share them.
 
     ``types``: the rope_types that the family's code has. ``partial``: whether it reads ``partial_rotary_factor``.
     """
@@ -186,7 +185,7 @@ def rotary(config: Config, *, head_dim: int, types: tuple[str, ...] = ALL, parti
 
 
 def rotary_by_kind(config: Config, *, head_dim: int, older: dict[str, float | None]) -> dict[str, Rotary]:
-    """The rotary positions for each kind of layer; ``older``: the bases that the top-level keys give for each."""
+    """Reads the rotary positions for each kind of layer. ``older``: the bases that top-level keys give for each."""
     config.must_be("rope_scaling", None)
     values = _object(config, config.take("rope_parameters", {}), "rope_parameters")
     if not values.keys() & {FULL, SLIDING}:
@@ -205,7 +204,7 @@ def rotary_by_kind(config: Config, *, head_dim: int, older: dict[str, float | No
 
 def _object(config: Config, value: Any, what: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise config.error(f"sets {what}={shown(value)}; it has to be an object")
+        raise config.error(f"sets {what}={shown(value)}; it must be an object")
     return value
 
 
@@ -234,7 +233,9 @@ def _rotary(
         raise config.error(f"sets partial_rotary_factor={share:g}; the oracle computes 1 for this model")
     dims = int(head_dim * share)
     if dims % 2:
-        raise config.error(f"gives heads of {head_dim} numbers and turns {dims}; rotary positions turn pairs of them")
+        raise config.error(
+            f"rotates {dims} of the {head_dim} dimensions of a head; rotary positions need an even number"
+        )
     found = Rotary(theta, dims, _SCALINGS[kind](rope) if kind in _SCALINGS else None)
     rope.finish()
     return found
@@ -254,9 +255,9 @@ def _llama3(rope: Config) -> Llama3:
 
 
 def _yarn(rope: Config) -> Yarn:
-    """The attention factor is 0.1 ln(factor) + 1 (arXiv 2309.00071 equation 22) where the file does not say it.
+    """Reads YaRN; the attention factor defaults to 0.1 ln(factor) + 1 (arXiv 2309.00071 equation 22).
 
-    DeepSeek's files give it in two parts: that of the numbers with positions over that of all, which multiplies scores.
+    DeepSeek's files give it as a quotient: that of the dimensions with positions over that of all, which scales scores.
     """
     factor = rope.number("factor")
     all_dims = rope.number("mscale_all_dim", None)

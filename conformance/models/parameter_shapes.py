@@ -1,6 +1,6 @@
-"""Gives the names and shapes of the parameters of an architecture; nothing here computes.
+"""Returns the names and shapes of an architecture's parameters.
 
-The names are Hugging Face's. A Linear's weight is (out, in), and experts are stacked.
+The names are Hugging Face's. The weight of a Linear is (out, in), and experts are stacked.
 """
 
 from conformance.models.components import (
@@ -13,11 +13,11 @@ from conformance.models.components import (
     MixtureOfExperts,
 )
 
-CORRECTION = "e_score_correction_bias"  # the one buffer of a model, which is loaded and not trained
+CORRECTION = "e_score_correction_bias"  # the only buffer of a model; it is loaded and not trained
 
 
 def parameter_shapes(a: Architecture) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of all parameters and buffers, in the model's order; a Linear's weight is (out, in)."""
+    """Returns names and shapes of all parameters and buffers, in the model's order."""
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (a.vocab_size, a.hidden_size)}
     for i, layer in enumerate(a.layers):
         shapes |= {f"model.layers.{i}.{name}": shape for name, shape in _layer_shapes(layer, a.hidden_size).items()}
@@ -30,7 +30,7 @@ def parameter_shapes(a: Architecture) -> dict[str, tuple[int, ...]]:
 
 
 def _layer_shapes(layer: Layer, hidden: int) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a layer's parameters, in the model's order, without the prefix ``model.layers.N.``."""
+    """Returns names and shapes of a layer's parameters, in the model's order, without ``model.layers.N.``."""
     a = layer.attention
     return {
         **(_latent_shapes(a, hidden) if isinstance(a, LatentAttention) else _attention_shapes(a, hidden)),
@@ -40,7 +40,6 @@ def _layer_shapes(layer: Layer, hidden: int) -> dict[str, tuple[int, ...]]:
 
 
 def _attention_shapes(a: Attention, hidden: int) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the parameters; a Linear's weight is (out, in)."""
     q_size, kv_size = a.heads * a.head_dim, a.kv_heads * a.head_dim
     rows = {"qkv": q_size + 2 * kv_size} if a.fused else {"q": q_size, "k": kv_size, "v": kv_size}
     shapes: dict[str, tuple[int, ...]] = {}
@@ -57,7 +56,6 @@ def _attention_shapes(a: Attention, hidden: int) -> dict[str, tuple[int, ...]]:
 
 
 def _latent_shapes(a: LatentAttention, hidden: int) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the parameters; a Linear's weight is (out, in)."""
     q_size, kv_size = a.heads * (a.plain_dim + a.rotary.dims), a.heads * (a.plain_dim + a.value_dim)
     low_rank = {"kv_a_proj_with_mqa": (a.kv_rank + a.rotary.dims, hidden), "kv_b_proj": (kv_size, a.kv_rank)}
     if a.q_rank is None:
@@ -75,7 +73,6 @@ def _latent_shapes(a: LatentAttention, hidden: int) -> dict[str, tuple[int, ...]
 
 
 def _feed_forward_shapes(part: GatedMlp | MixtureOfExperts, hidden: int) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the parameters; a Linear's weight is (out, in), and experts are stacked."""
     if isinstance(part, GatedMlp):
         return _gated_shapes(part, hidden, "mlp")
     shapes: dict[str, tuple[int, ...]] = {f"mlp.{part.router}.weight": (part.experts, hidden)}
@@ -92,7 +89,7 @@ def _feed_forward_shapes(part: GatedMlp | MixtureOfExperts, hidden: int) -> dict
 
 
 def expert_shapes(expert: GatedMlp | ClampedMlp, hidden: int) -> list[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of one expert, without the dimension that counts experts."""
+    """Returns names and shapes of one expert, without the dimension that counts experts."""
     into, size = 2 * expert.size, expert.size
     if isinstance(expert, GatedMlp):
         return [("gate_up_proj", (into, hidden)), ("down_proj", (hidden, size))]

@@ -1,19 +1,18 @@
-"""A model folder with other numbers: what a leg begins with that continues from a checkpoint or a training state.
+"""Makes model folders whose weights are drawn at random, and copies of folders with other numbers.
 
-Serves claim 7: what is not restored shows, also of parameters that nothing trains. If such a leg began with the folder
-of the leg before, frozen weights would be right whatever was saved of them.
+A phase that resumes from a checkpoint begins with a copy with other numbers. So what is not restored shows, also for
+frozen weights: with the folder of the previous phase, they would be right whatever was saved.
 
-Random models: folders that say how weights are drawn, for runs at a size of which no weights can be kept.
-
-Such a folder has a configuration and RECIPE, with two lines::
+Random models serve runs at a size for which weights cannot be stored. Their folder has a configuration and RECIPE, with
+two lines::
 
     seed = 0
-    like = "pangu"  # a folder beside it, whose tokenizer, roll-outs and Python code are taken
+    like = "pangu"  # a folder next to it, which provides tokenizer, rollouts and Python code
 
-When cells are planned, a skeleton takes its place: a model folder in the cache with everything but weights. These are
-drawn when ranks need them, in bfloat16, tensor by tensor: what a name gets depends on seed and name alone. Nothing in
-them is neutral: biases are not 0, weights of norms are not 1. Tokens of the small tokenizer are spread over the
-vocabulary, so that every shard of it is reached.
+When cells are planned, a skeleton replaces it: a model folder in the cache with everything except weights. These are
+drawn when ranks need them, in bfloat16, tensor by tensor, from the seed and the tensor's name alone. No weight is
+neutral: biases are not 0, weights of norms are not 1. Tokens of the small tokenizer are spread over the vocabulary, so
+that every shard of it is reached.
 """
 
 import hashlib
@@ -49,7 +48,7 @@ from conformance.spec.scenario import Count, Scenario
 
 
 def with_other_numbers(folder: Path, out: Path) -> Path:
-    """Copy a Hugging Face folder, with its adapter, to ``out``, with the same shapes and dtypes and other numbers."""
+    """Copies a Hugging Face folder with its adapter to ``out``, with the same shapes and dtypes and other numbers."""
     shutil.copytree(folder, out, ignore=shutil.ignore_patterns("*.safetensors"))
     for file in folder.rglob("*.safetensors"):
         save_file({name: _other(tensor) for name, tensor in load_file(file).items()}, out / file.relative_to(folder))
@@ -61,15 +60,17 @@ def _other(tensor: torch.Tensor) -> torch.Tensor:
 
 
 RECIPE, TOKENIZER = "random_weights.toml", "tokenizer.json"
-OF_FILE = 2**30  # elements of a file, at most, unless one tensor has more
-MATRIX, BIAS, NORM = 0.02, 0.02, 0.1  # standard deviations; those of norms are around what is neutral
-KEPT_TOKENS = 8  # special ones at the beginning of the small vocabulary, which keep their numbers
+ELEMENTS_PER_FILE = 2**30  # at most, unless one tensor has more
+MATRIX, BIAS, NORM = 0.02, 0.02, 0.1  # standard deviations; weights of norms vary around their neutral value
+KEPT_TOKENS = 8  # special tokens at the beginning of the small vocabulary, which keep their numbers
 
 
 @validated(frozen=True, kw_only=True, config=STRICT)
 class Recipe:
-    """How the weights of a folder are drawn; see the module's docstring. ``tokens``: of the small vocabulary; of a
-    skeleton alone."""
+    """Says how the weights of a folder are drawn; see the module's docstring.
+
+    ``tokens``: size of the small vocabulary, in a skeleton only.
+    """
 
     seed: Annotated[int, Field(strict=True, ge=0, lt=2**32)]
     like: Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.-]*$")]
@@ -78,7 +79,7 @@ class Recipe:
 
 @dataclass(frozen=True, kw_only=True)
 class RandomModel:
-    """A model whose weights are drawn. ``like``: the name of the small model. ``tokens``: of its vocabulary."""
+    """Describes a model with drawn weights. ``like``: the small model's name. ``tokens``: its vocabulary size."""
 
     like: str
     seed: int
@@ -86,19 +87,19 @@ class RandomModel:
     architecture: Architecture
 
     def spread(self, token: int) -> int:
-        """The token of the large vocabulary that stands for one of the small model's."""
+        """Maps a token of the small model to a token of the large vocabulary."""
         if token < KEPT_TOKENS:
             return token
-        room, steps = self.architecture.vocab_size - KEPT_TOKENS, self.tokens - KEPT_TOKENS
-        return KEPT_TOKENS + (token - KEPT_TOKENS) * room // steps
+        free, steps = self.architecture.vocab_size - KEPT_TOKENS, self.tokens - KEPT_TOKENS
+        return KEPT_TOKENS + (token - KEPT_TOKENS) * free // steps
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of the weights that will be drawn, by name."""
+        """Returns the shapes of the weights that will be drawn, by name."""
         return parameter_shapes(self.architecture)
 
 
 def with_skeleton(model: str) -> str:
-    """The path of a model folder; of one that has a recipe, that of its skeleton, which is made unless it is there.
+    """Returns the path of a model folder; for a folder with a recipe, that of its skeleton, which is made if needed.
 
     Raises UsageError for a recipe that cannot be used.
     """
@@ -110,12 +111,12 @@ def with_skeleton(model: str) -> str:
     check_model_folder(folder)
     check_model_folder(like)
     if not is_written(folder):
-        raise UsageError(f"{file}: weights are drawn for models that the oracle computes itself, and not for this one")
+        f"{file}: only models that the oracle computes from the papers can have random weights, not this one"
     architecture, tokens = read_architecture(folder), int(read_json(like / CONFIG).get("vocab_size", 0))
     if not KEPT_TOKENS < tokens <= architecture.vocab_size:
-        raise UsageError(f"{file}: the vocabulary of {like} has {tokens} tokens, and has to be the smaller one")
+        raise UsageError(f"{file}: the vocabulary of {like} has {tokens} tokens; it must be the smaller one")
     if not (like / TOKENIZER).is_file():
-        raise UsageError(f"{file}: {like} has no {TOKENIZER}, whose tokens could be spread; name another folder")
+        raise UsageError(f"{file}: {like} has no {TOKENIZER} whose tokens could be spread; name another folder")
     made = RandomModel(like=recipe.like, seed=recipe.seed, tokens=tokens, architecture=architecture)
     skeleton = cache_folder() / "skeletons" / _digest(folder, like) / folder.name
     try:
@@ -124,12 +125,12 @@ def with_skeleton(model: str) -> str:
                 with complete_or_nothing(skeleton) as unfinished:
                     _write_skeleton(made, folder, like, unfinished)
     except OSError as error:
-        raise UsageError(f"{skeleton} cannot be made ({error}); PARITY_CACHE names another folder") from None
+        raise UsageError(f"{skeleton} cannot be made ({error}); set PARITY_CACHE to another folder") from None
     return str(skeleton)
 
 
 def random_model(folder: Path) -> RandomModel | None:
-    """The random model of a skeleton; None for any other folder."""
+    """Returns the random model of a skeleton; None for any other folder."""
     recipe = _recipe(folder)
     if recipe is None or not recipe.tokens:
         return None
@@ -147,7 +148,7 @@ def _recipe(folder: Path) -> Recipe | None:
 
 
 def _digest(*folders: Path) -> str:
-    """Of everything in the folders but weights."""
+    """Digests everything in the folders except weights."""
     digest = hashlib.sha256(Path(__file__).read_bytes())
     for folder in folders:
         for file in sorted(folder.iterdir()):
@@ -170,44 +171,44 @@ def _write_skeleton(model: RandomModel, folder: Path, like: Path, out: Path) -> 
 
 
 def shapes_of(folder: Path) -> Mapping[str, tuple[int, ...]]:
-    """The shape of each tensor of a model folder, also of weights that are still to be drawn. Raises UsageError."""
+    """Returns the shape of each tensor of a model folder, also of weights not yet drawn. Raises UsageError."""
     drawn = random_model(folder)
     return drawn.shapes() if drawn else weight_shapes(folder)
 
 
 @cache
 def elements(scenario: Scenario) -> int:
-    """The number of elements of all models of a scenario."""
+    """Counts the elements of all models of a scenario."""
     each = sum(math.prod(shape) for shape in shapes_of(resolve(scenario.model)).values())
     return each * len(scenario.objective.roles)
 
 
 def is_large(scenario: Scenario) -> bool:
-    """Whether nothing that is as large as its models should be made twice at the same time."""
+    """Tells whether the models are so large that two things of their size should not be made at the same time."""
     return elements(scenario) > LARGE_MODELS
 
 
 def is_sketched(scenario: Scenario) -> bool:
-    """Whether records of it keep sketches of some matrices (conformance.numerics.sketch)."""
+    """Tells whether records keep sketches of some matrices (conformance.numerics.sketch)."""
     return sketched_above(scenario.sketch, elements(scenario)) < elements(scenario)
 
 
 def draw_weights(model: RandomModel, scenario: Scenario, role: Role, out: Path) -> None:
-    """Draw the weights of one role into its folder ``out``, unless they are there, and the adapter of a policy that has
-    one. For the scenario's seed and for roles they are perturbed as those of any model are
-    (conformance.models.folders).
+    """Draws the weights of one role into its folder ``out``, unless they exist, and the adapter of a policy with LoRA.
 
-    Raises UsageError for a value model.
+    They are perturbed by seed and role as those of any model are (conformance.models.folders). Raises UsageError for a
+    value model.
     """
     if (out / INDEX).exists():
         return
     key = key_of(scenario, role)
     if scenario.lora and role == POLICY:
-        shutil.rmtree(out / ADAPTER, ignore_errors=True)  # what a run that was interrupted left
+        shutil.rmtree(out / ADAPTER, ignore_errors=True)  # left by an interrupted run
         write_adapter(out / ADAPTER, scenario.lora, model.shapes(), key=key)
     if role.head == "value":
         raise UsageError(
-            f"a {model.like} of another size has random weights, of which no value model is made; use another objective"
+            f"a {model.like} of another size has random weights, and value models cannot have these; use another "
+            f"objective"
         )
     where: dict[str, str] = {}
     with ThreadPoolExecutor(os.cpu_count()) as threads:
@@ -223,14 +224,14 @@ def draw_weights(model: RandomModel, scenario: Scenario, role: Role, out: Path) 
 
 
 def _files(model: RandomModel) -> Iterator[list[str]]:
-    """The names of the tensors of each file."""
-    held, names = 0, list[str]()
+    """Yields the names of the tensors of each file."""
+    count, names = 0, list[str]()
     for name, shape in model.shapes().items():
         size = torch.Size(shape).numel()
-        if names and held + size > OF_FILE:
+        if names and count + size > ELEMENTS_PER_FILE:
             yield names
-            held, names = 0, []
-        held, names = held + size, [*names, name]
+            count, names = 0, []
+        count, names = count + size, [*names, name]
     yield names
 
 

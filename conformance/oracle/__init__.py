@@ -1,17 +1,19 @@
-"""The oracle: what a scenario should compute, written from the papers, in one process and one document at a time.
+"""Computes a scenario from the papers, in a single process and one document at a time.
 
-Serves claims 1 and 6: every backend is judged against it, so it shares no code with ``impl/`` and uses none of
-transformers' modelling code, but for models that it does not know. It is slow and plain on purpose, and meant to be
-read next to the papers:
+Every backend is judged against this package (docs/principles.md). It shares no code with ``impl/`` and uses
+transformers' modelling code only for models that it does not know. The code is slow and plain on purpose, and meant to
+be read next to the papers:
 
-    decoder.py        the model of a role: written here, or of transformers (transformers_decoder.py), then second-class
-    architecture.py   config.json -> what the model is: a declaration per family; refuses what it does not know
-    parts.py          what a declaration is made of
-    positions.py, norm.py, attention.py, feed_forward.py, layer.py    what each part computes
-    routing.py        what routers choose for a document, and the loss that balances experts; experts.py: their names
-    forward.py        tokens -> logits, or values
-    term.py           what a document adds to a loss; objectives.py, rl.py: SFT, GRPO and PPO
-    training.py       clipping, SGD, AdamW
-    step.py           forward and backward of an optimizer step, over documents
-    run.py            a scenario -> a record
+    role_model.py       the model of a role: written here, or of transformers (transformers_reference.py)
+    primitives.py       dtypes, linear layers, RMSNorm, rotary positions
+    attention.py        grouped-query and latent attention
+    feed_forward.py     gated MLPs, mixtures of experts, router losses
+    decoder.py          tokens -> logits or values, and the weights of a model
+    loss_terms.py       what one document adds to a loss; objectives.py, policy_gradient.py: SFT, GRPO and PPO
+    rollout_pass.py     columns that are computed once per rollout
+    router_replay.py    the experts that routers chose, as columns of batches
+    optimizer.py        clipping, SGD, AdamW, the fp16 loss scale
+    step.py             forward and backward pass of an optimizer step
+    run.py              a scenario -> a record
+    variant.py, defects.py    known defects of libraries, reproduced on purpose
 """

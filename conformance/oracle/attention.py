@@ -1,10 +1,8 @@
-"""Causal attention as the papers write it: of the oracle's layers, and an oracle of its own for rings.
+"""Computes causal attention as the papers write it, for the oracle's layers and as a reference for context parallelism.
 
-Gradients come from autograd, so nothing here can share a mistake with an explicit backward pass.
-
-Multi-head latent attention: queries, keys and values of low rank, and positions in a part that all keys share.
-
-DeepSeek-V2, arXiv 2405.04434 section 2.1.2 and 2.1.3 (equations 9 to 19); DeepSeek-V3, arXiv 2412.19437 section 2.1.1.
+Gradients come from autograd, so this module cannot share a mistake with an explicit backward pass. Multi-head latent
+attention is that of DeepSeek-V2, arXiv 2405.04434 section 2.1.2 and 2.1.3 (equations 9 to 19), and DeepSeek-V3, arXiv
+2412.19437 section 2.1.1.
 """
 
 from collections.abc import Sequence
@@ -20,7 +18,10 @@ from conformance.oracle.variant import Weights
 
 
 def hidden_keys(tokens: int, window: int | None) -> Tensor:
-    """Mask (T, T): True where a query (row) must not see a key (column). ``window`` counts the query's own position."""
+    """Returns the mask (T, T), True where a query (row) must not see a key (column).
+
+    ``window`` counts the query's own position.
+    """
     position = torch.arange(tokens)
     distance = position[:, None] - position
     hidden = distance < 0
@@ -38,11 +39,11 @@ def attend(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """softmax(q k^T * scale) v per head (arXiv 1706.03762 equation 1).
+    """Computes softmax(q k^T * scale) v per head (arXiv 1706.03762 equation 1).
 
-    ``q``, ``k``, ``v`` and the result: (T, H, E). ``hidden``: (T, T) of ``hidden_keys``. ``stable``: softmax's dtype.
-    ``softcap``: scores s become softcap * tanh(s / softcap) (arXiv 2408.00118 section 2). ``sinks``: (H,), a score of
-    every query for a key without a value, which only adds to the denominator (arXiv 2508.10925 section 2.2).
+    ``q``, ``k``, ``v`` and the result: (T, H, E). ``hidden``: (T, T) of ``hidden_keys``. ``stable``: dtype of the
+    softmax. ``softcap``: scores s become softcap * tanh(s / softcap) (arXiv 2408.00118 section 2). ``sinks``: (H,), the
+    score of every query for a key without a value, which only adds to the denominator (arXiv 2508.10925 section 2.2).
     """
     scores_HTT = (q.transpose(0, 1) @ k.permute(1, 2, 0)) * scale
     if softcap is not None:
@@ -64,8 +65,7 @@ def packed_attention(
     window: int | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Each document by itself, grouped-query (arXiv 2305.13245 section 2); differentiable, in the dtype of its inputs.
-
+    """Attends within each document, grouped-query (arXiv 2305.13245 section 2), in the dtype of the inputs.
     ``q`` and the result: (T, H, E); ``k``, ``v``: (T, K, E). ``lengths`` of the documents add up to T. ``sinks``: (H,).
     """
     group = q.shape[1] // k.shape[1]
@@ -78,9 +78,9 @@ def packed_attention(
 def attention(
     x: Tensor, w: Weights, a: Attention, norm: Norm, *, table: Table, hidden: Tensor, policy: Policy, module: Module
 ) -> Tensor:
-    """Causal grouped-query attention of one document, ``x`` (T, D).
+    """Computes causal grouped-query attention of one document, ``x`` (T, D).
 
-    A query that sees no key, which there is only with a defect, has output 0.
+    The output of a query that sees no key is 0; only a defect causes such a query.
     """
     q_THE, k_TKE, v_TKE = _projected(x, w, a, norm, policy, module)
     q_THE, k_TKE = rotate(q_THE, table), rotate(k_TKE, table)
@@ -104,7 +104,7 @@ def attention(
 def _projected(
     x: Tensor, w: Weights, a: Attention, norm: Norm, policy: Policy, module: Module
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q (T, H, E), k and v (T, K, E), with the norms that q and k may have."""
+    """Returns q (T, H, E), k and v (T, K, E), normalized where the model has norms for q and k."""
     q_size, kv_size = a.heads * a.head_dim, a.kv_heads * a.head_dim
     if a.fused:
         q, k, v = linear(x, w, "self_attn.qkv_proj", module).split([q_size, kv_size, kv_size], dim=-1)
@@ -123,7 +123,7 @@ def _projected(
 def latent_attention(
     x: Tensor, w: Weights, a: LatentAttention, *, table: Table, hidden: Tensor, policy: Policy, module: Module
 ) -> Tensor:
-    """Causal attention of one document, ``x`` (T, D). R: the numbers of a head that positions turn."""
+    """Computes causal latent attention of one document, ``x`` (T, D). R: the rotated dimensions of a head."""
 
     def normed(name: str, latent: Tensor) -> Tensor:
         return rms_norm(latent, w[f"self_attn.{name}.weight"], a.norm, policy)
@@ -151,5 +151,5 @@ def latent_attention(
 
 
 def _halves(x: Tensor) -> Tensor:
-    """Pairs (x_0, x_1), (x_2, x_3), ... as (x_0, x_2, ..., x_1, x_3, ...), which ``rotate`` turns; q and k alike."""
+    """Reorders pairs (x_0, x_1), (x_2, x_3), ... as (x_0, x_2, ..., x_1, x_3, ...), the order of ``rotate``."""
     return torch.cat([x[..., 0::2], x[..., 1::2]], dim=-1)

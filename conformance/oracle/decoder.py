@@ -1,16 +1,12 @@
-"""A decoder layer: attention and feed-forward on a residual stream, with norms where the architecture places them.
+"""Loads the weights of a model and runs its forward pass for one document, from the papers.
 
-Norms before (arXiv 2002.04745), after and before the sum (OLMo 2, arXiv 2501.00656 section 3.2), or both (Gemma 2,
-arXiv 2408.00118 section 2).
+Run in float64, this code is the reference of every backend. Run in float32, bfloat16 or float16, it measures how much
+error that precision causes.
 
-LoRA of the oracle (Hu et al., arXiv 2106.09685, equation 3): h = W x + scale B A x, in every adapted linear layer.
-
-The scale is alpha / r (section 4.1), or alpha / sqrt(r) (Kalajdzievski, arXiv 2312.03732, theorem 3.2).
-
-Forward pass of one document, from the papers, and the model's weights.
-
-Serves claim 6: the same plain code, run in float64, is the reference of every backend; run in float32, bfloat16 or
-float16 it shows how much error that precision costs.
+Norms stand before attention and feed-forward (arXiv 2002.04745), after them and before the sum (OLMo 2, arXiv
+2501.00656 section 3.2), or both (Gemma 2, arXiv 2408.00118 section 2). LoRA adds scale B A x to W x in every adapted
+linear layer (Hu et al., arXiv 2106.09685, equation 3), with scale alpha / r (section 4.1) or alpha / sqrt(r)
+(Kalajdzievski, arXiv 2312.03732, theorem 3.2).
 
 Capital letters in names and comments are shapes: T tokens, D hidden, H heads, K kv heads, E head_dim, F intermediate,
 V vocabulary. x and y are always the (T, D) activations.
@@ -69,7 +65,10 @@ def decoder_layer(
     module: Module,
     routing: Routing,
 ) -> Tensor:
-    """``x`` and the result: (T, D). ``w``: the layer's own weights. ``hidden``: (T, T), the keys that are not seen."""
+    """Computes one layer; ``x`` and the result are (T, D).
+
+    ``w``: the layer's own weights. ``hidden``: (T, T), True for keys that a query must not see.
+    """
 
     def normed(name: str | None, x: Tensor) -> Tensor:
         if name is None:
@@ -89,13 +88,13 @@ def decoder_layer(
 
 
 def lora_of(config: LoraConfig, parameters: Mapping[str, tuple[int, ...]]) -> Lora:
-    """The part of an architecture with these parameters. Raises UsageError for targets that it does not have."""
+    """Returns the adapters of a model with these parameters. Raises UsageError for targets that the model lacks."""
     root = math.sqrt(config.r) if config.use_rslora else config.r
     return Lora(rank=config.r, scale=config.lora_alpha / root, targets=config.targets(parameters))
 
 
 def adapter_shapes(lora: Lora, parameters: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of all adapters: A (r, in) and B (out, r) of each target."""
+    """Returns names and shapes of all adapters: A (r, in) and B (out, r) of each target."""
     shapes: dict[str, tuple[int, ...]] = {}
     for target in lora.targets:
         rows, columns = parameters[f"{target}.weight"]
@@ -104,7 +103,7 @@ def adapter_shapes(lora: Lora, parameters: Mapping[str, tuple[int, ...]]) -> dic
 
 
 def load_adapter(folder: Path, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> Weights:
-    """The adapter beside the weights in a model's folder. Raises UsageError where it is not of these ``shapes``."""
+    """Reads the adapter from a model's folder. Raises UsageError if its tensors do not have these ``shapes``."""
     file = folder / ADAPTER / WEIGHTS_FILE
     if not file.is_file():
         raise UsageError(
@@ -113,12 +112,12 @@ def load_adapter(folder: Path, shapes: Mapping[str, tuple[int, ...]], dtype: tor
     found = {name.removeprefix(FILE_PREFIX): tensor for name, tensor in load_file(file).items()}
     if {name: tuple(tensor.shape) for name, tensor in found.items()} != dict(shapes):
         raise UsageError(f"{file} holds other tensors than the scenario's lora; prepare its inputs again")
-    # Copied, as the weights are (forward.py).
+    # Copied for the reason that load_weights gives.
     return {name: found[name].to(dtype, copy=True) for name in shapes}
 
 
 def adapted(module: Module, w: Weights, lora: Lora | None) -> Module:
-    """``module`` with the adapters of those modules that have one in ``w``, the weights by the names of the modules."""
+    """Returns ``module`` with adapters applied to the modules that have them in ``w`` (weights by module name)."""
     if lora is None:
         return module
     scale = lora.scale
@@ -133,7 +132,7 @@ def adapted(module: Module, w: Weights, lora: Lora | None) -> Module:
 
 
 def merged(weights: Weights, lora: Lora) -> Weights:
-    """The weights of a model without adapters that computes the same: W + scale B A (section 4.1)."""
+    """Adds the adapters to their weights, W + scale B A (section 4.1), and returns weights without adapters."""
     found = {name: tensor for name, tensor in weights.items() if not name.endswith(tuple(f"{p}.weight" for p in PARTS))}
     for target in lora.targets:
         a, b = (weights[f"{target}.{part}.weight"] for part in PARTS)
@@ -144,11 +143,11 @@ def merged(weights: Weights, lora: Lora) -> Weights:
 def load_weights(
     model: Path, architecture: Architecture, dtype: torch.dtype, devices: Sequence[str] = ("cpu",)
 ) -> Weights:
-    """All parameters of the Hugging Face folder ``model`` in ``dtype``, layer by layer over ``devices``; a tied head is
-    left out. Each tensor is read by itself, and copied out of the file: a product rounds otherwise where its numbers
-    begin elsewhere in memory.
+    """Reads all parameters of the Hugging Face folder ``model`` in ``dtype``, spread over ``devices`` by layers.
 
-    Raises UsageError for a missing or broken file and for names or shapes that do not fit the architecture.
+    A tied head is left out. Tensors are copied out of the file, because the rounding of a matrix product depends on the
+    alignment of its operands in memory. Raises UsageError for a missing or broken file and for names or shapes that do
+    not fit the architecture.
     """
     check_shapes(weight_shapes(model), architecture, str(model))
     names = parameter_shapes(architecture)
@@ -156,10 +155,10 @@ def load_weights(
     with ExitStack() as stack:
         files = [stack.enter_context(safe_open(file, framework="pt")) for file in weight_files(model)]
         where = {name: file for file in files for name in file.keys()}  # noqa: SIM118
-        # Layer by layer, because a file may have the matrices of its experts apart.
-        for _, alike in groupby(sorted(where, key=layer_of), key=layer_of):
-            found = stacked({name: where[name].get_tensor(name) for name in alike})
-            # What is cast is cast on the device: a host takes seconds to make float64 of a billion numbers.
+        # Layer by layer, because a file may hold one matrix per expert.
+        for _, layer_names in groupby(sorted(where, key=layer_of), key=layer_of):
+            found = stacked({name: where[name].get_tensor(name) for name in layer_names})
+            # The cast runs on the device: a host needs seconds to cast a billion numbers to float64.
             weights |= {
                 name: tensor.to(device_of(name, architecture, devices)).to(dtype, copy=True)
                 for name, tensor in found.items()
@@ -169,23 +168,25 @@ def load_weights(
 
 
 def layer_of(name: str) -> str:
-    """What the names of a layer's parameters begin with; empty of what is in none."""
+    """Returns the prefix of the layer that a parameter belongs to; empty for a parameter outside layers."""
     layer = re.match(r"model\.layers\.(\d+)\.", name)
     return layer[0] if layer else ""
 
 
 def device_of(name: str, a: Architecture, devices: Sequence[str]) -> str:
-    """The device of a parameter: of layer i of L number i * n // L of the n devices. What comes before the layers is on
-    the first, what comes after them on the last, and a tied head on the first."""
+    """Returns the device of a parameter: layer i of L is on number i * n // L of the n devices.
+
+    Parameters before the layers and a tied head are on the first device, parameters after the layers on the last one.
+    """
     if layer := re.match(r"model\.layers\.(\d+)\.", name):
         return devices[int(layer[1]) * len(devices) // len(a.layers)]
     return devices[0] if name == "model.embed_tokens.weight" else devices[-1]
 
 
 def check_shapes(found: Mapping[str, tuple[int, ...]], architecture: Architecture, source: str) -> None:
-    """Raises UsageError where tensors, by name and shape, are not the parameters of the architecture.
+    """Raises UsageError unless tensors, given by name and shape, are the parameters of the architecture.
 
-    The head of a tied pair may be there or not, and experts may be apart.
+    A tied head may be present or absent. Experts may be stacked or one matrix each.
     """
     expected, found = parameter_shapes(architecture), stacked_shapes(found)
     optional = {"lm_head.weight"} if architecture.tied else set()
@@ -201,7 +202,7 @@ def check_shapes(found: Mapping[str, tuple[int, ...]], architecture: Architectur
 
 
 def is_buffer(name: str) -> bool:
-    """Whether a tensor of a model's folder is no parameter: it is not trained, and is not rounded with the others."""
+    """Tells whether a tensor of a model's folder is a buffer, which is neither trained nor rounded."""
     return name.endswith(CORRECTION)
 
 
@@ -214,14 +215,13 @@ def forward(
     tap: Tap = NO_TAP,
     routing: Routing | None = None,
 ) -> Tensor:
-    """Logits (T, V) in ``policy.compute`` of one document ``tokens`` (T,) int64; ``weights`` are the masters.
+    """Returns logits (T, V) in ``policy.compute`` of one document ``tokens`` (T,) int64; ``weights`` are the masters.
 
-    A value model gives one number per token instead, (T, 1), without soft-capping.
+    A value model returns one number per token, (T, 1), without soft-capping.
 
-    The masters are cast here, inside autograd, so that their gradients come back in the master dtype. Each layer
-    computes where its weights are; the result is where the tokens are. ``variant``: a known defect, if any. ``tap``
-    sees the modules, under the names that they have in the Hugging Face model. ``routing``: of this document, where
-    routers choose experts.
+    The masters are cast inside autograd, so that their gradients have the master dtype. Each layer computes on the
+    device of its weights; the result is on the device of the tokens. ``variant``: a known defect to reproduce. ``tap``
+    observes the modules under their Hugging Face names. ``routing``: of this document, for models with routers.
     """
     routing = routing or Routing()
     w = {name: t if is_buffer(name) else t.to(policy.compute) for name, t in weights.items()}

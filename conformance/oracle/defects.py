@@ -1,36 +1,4 @@
-"""Divided gradients: ranks that hold parts of a sequence are averaged over, where their gradients are to be summed.
-
-docs/findings/deepspeed-ulysses-scale.md.
-
-Re-summed head norms: a sum over tensor-parallel ranks, where micro-batches pile up, of the pile and not of the last.
-
-After micro-batch i, the gradient of a head norm is ranks x (what it was before) + (that of micro-batch i), because what
-it was before has been summed on all ranks already. docs/findings/hf-head-norm-accumulation.md.
-
-Lost gradient of the embedding: nothing comes back from the layers. docs/findings/compiled-collective-inputs.md.
-
-Padded softmax: the vocabulary is padded with rows of zeros, and nobody tells the softmax.
-
-Whatever a row's logit, its probability is no zero: the rows get gradients and move away from zero, those gradients are
-clipped with all others, and the log-probs of tokens are of a model with that many more. docs/findings/
-megatron-padded-vocabulary.md.
-
-Trained padding token: an embedding that does not know it. docs/findings/megatron-padding-token.md.
-
-Window per block: a ring hands a sliding window to a kernel that knows nothing of the places of blocks.
-
-The kernel aligns a window to the ends of the queries and of the keys that it is given. In a ring, rank r holds piece r
-of a document, and the queries at place i of their piece see the places i - window + 1 to i of every earlier piece, too.
-In zigzag of two ranks, rank 0 holds pieces 0 and 3, rank 1 pieces 1 and 2; a rank's own block is right only as far as
-its pieces are neighbours, and queries that see no key of an earlier block lose all that they saw.
-docs/findings/ring-attention-window.md.
-
-Rounded masters: a model is cast to half precision, and its float32 masters are copied from that.
-
-docs/findings/deepspeed-rounded-masters.md, docs/findings/megatron-rounded-masters.md.
-
-Defects of the oracle: the variant for each kind of conformance.spec.known_defects.
-"""
+"""Reproduces each known defect of conformance.spec.known_defects as a variant of the oracle."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -56,6 +24,11 @@ from conformance.spec.precision import PRECISIONS
 
 
 class WithDividedGradients(Variant):
+    """Averages gradients over ranks that hold parts of a sequence and should be summed.
+
+    docs/findings/deepspeed-ulysses-scale.md.
+    """
+
     def __init__(self, defect: DividedGradients) -> None:
         self._by = defect.by
 
@@ -67,11 +40,17 @@ HEAD_NORMS = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
 
 
 class WithResummedHeadNorms(Variant):
+    """Sums accumulated gradients of head norms over tensor-parallel ranks again after each micro-batch.
+
+    After micro-batch i, the gradient is ranks x (the accumulated gradient) + (that of micro-batch i), although the
+    accumulated gradient has been summed over all ranks before. docs/findings/hf-head-norm-accumulation.md.
+    """
+
     def __init__(self, defect: ResummedHeadNorms) -> None:
         self._defect = defect
 
     def micro_batches(self, parts: Sequence[Sequence[Row]], batch: Batch) -> Sequence[Sequence[Row]]:
-        """Micro-batch i of all data-parallel ranks together."""
+        """Merges micro-batch i of all data-parallel ranks into one."""
         count, ranks = self._defect.micro_batches, self._defect.data_ranks
         of_ranks = [batch.micro_batches(dp_rank=rank, dp_size=ranks, accumulation=count) for rank in range(ranks)]
         return [[row for rows in at_once for row in rows] for at_once in zip(*of_ranks, strict=True)]
@@ -84,11 +63,19 @@ EMBEDDING = "model.embed_tokens.weight"
 
 
 class WithLostEmbeddingGradient(Variant):
+    """Loses the gradient of the embedding. docs/findings/compiled-collective-inputs.md."""
+
     def reduced(self, gradients: Weights) -> Weights:
         return gradients | {EMBEDDING: torch.zeros_like(gradients[EMBEDDING])}
 
 
 class WithPaddedSoftmax(Variant):
+    """Includes the zero rows that pad the vocabulary in the softmax.
+
+    The probability of such a row is not zero. The rows get gradients and move away from zero, these gradients count for
+    clipping, and log-probs are those of a model with a larger vocabulary. docs/findings/megatron-padded-vocabulary.md.
+    """
+
     def __init__(self, defect: PaddedSoftmax) -> None:
         self._multiple = defect.multiple
 
@@ -105,11 +92,22 @@ class WithPaddedSoftmax(Variant):
 
 
 class WithTrainedPaddingToken(Variant):
+    """Trains the embedding of the padding token. docs/findings/megatron-padding-token.md."""
+
     def architecture(self, a: Architecture) -> Architecture:
         return replace(a, padding_token=None)
 
 
 class WithWindowPerBlock(Variant):
+    """Applies a sliding window within each block of ring attention, without the positions of the blocks.
+
+    The kernel aligns a window to the ends of the given queries and keys. In a ring, rank r holds piece r of a document,
+    and the query at index i of its piece also sees the indices i - window + 1 to i of every earlier piece. In zigzag of
+    two ranks, rank 0 holds pieces 0 and 3, rank 1 pieces 1 and 2. A rank's own block is right only as far as its pieces
+    are neighbours, and queries that see no key of an earlier block have output 0.
+    docs/findings/ring-attention-window.md.
+    """
+
     def __init__(self, defect: WindowPerBlock) -> None:
         assert not defect.zigzag or defect.ranks == 2, "zigzag of more than two ranks gives NaN"
         self._ranks, self._zigzag = defect.ranks, defect.zigzag
@@ -127,21 +125,26 @@ class WithWindowPerBlock(Variant):
         second = piece >= 2  # of the rank's two
         own = rank[:, None] == rank
         at = place + length * second
-        seen = own & _within(at, at, window)
+        visible = own & _within(at, at, window)
         # Rank 0's second piece sees both of rank 1's, rank 1 sees rank 0's first piece: aligned to their ends.
-        seen |= (piece[:, None] == 3) & (rank == 1) & _within(place + length, at, window)
-        seen |= (piece[:, None] == 2) & (piece == 0) & _within(place, place, window)
+        visible |= (piece[:, None] == 3) & (rank == 1) & _within(place + length, at, window)
+        visible |= (piece[:, None] == 2) & (piece == 0) & _within(place, place, window)
         blind = piece == 1
-        return ~seen | blind[:, None]
+        return ~visible | blind[:, None]
 
 
 def _within(query: Tensor, key: Tensor, window: int) -> Tensor:
-    """(T, T): whether a key's place is the query's, or less than ``window`` before it."""
+    """Returns (T, T), True where the key's index is the query's or less than ``window`` before it."""
     back = query[:, None] - key
     return (back >= 0) & (back < window)
 
 
 class WithRoundedMasters(Variant):
+    """Copies float32 masters from weights that were rounded to half precision.
+
+    docs/findings/deepspeed-rounded-masters.md, docs/findings/megatron-rounded-masters.md.
+    """
+
     def __init__(self, defect: RoundedMasters) -> None:
         self._dtype = PRECISIONS[defect.precision].compute.dtype
 
@@ -161,5 +164,5 @@ VARIANTS: dict[type[Any], Callable[[Any], Variant]] = {
 
 
 def variant_of(defects: Sequence[Defect]) -> Variant:
-    """The oracle with these defects; without any, the oracle as it should be."""
+    """Returns the oracle's variant with these defects; without any, the correct oracle."""
     return Several([VARIANTS[type(defect)](defect) for defect in defects])

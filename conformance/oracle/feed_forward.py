@@ -1,25 +1,22 @@
-"""Routing: what the routers of a model choose for the tokens of a document, and the loss that balances their experts.
+"""Computes gated MLPs, mixtures of experts, and the losses of their routers.
 
-The load-balancing loss of an optimizer step, after the Switch Transformer (arXiv 2101.03961, equations 4-6):
+The load-balancing loss of an optimizer step is that of the Switch Transformer (arXiv 2101.03961, equations 4-6):
 
     X sum_x f_x P_x,  f_x = choices of expert x / N,  P_x = sum of its probabilities / N
 
-for X experts. Sums and N run over all tokens of the step, each once for every router: those of prompts and of documents
-without targets as well, and no padding. So the loss does not depend on how a step is cut into ranks and micro-batches
-(the global batch of arXiv 2501.11873, equation 3). transformers' ``load_balancing_loss_func`` is the same formula over
-one forward pass, so it depends on that cut; where a whole step is one forward pass without padding, the two are equal.
-f has no gradient, so each document's share of the gradient is that of P, once the choices of the step are counted.
+for X experts. Sums and N run over all tokens of the step, once for every router, including prompts and documents
+without targets, without padding. So the loss does not depend on how a step is cut into ranks and micro-batches (the
+global batch of arXiv 2501.11873, equation 3). transformers' ``load_balancing_loss_func`` applies the same formula to
+one forward pass, so it depends on that cut; the two are equal if a whole step is one forward pass without padding. f
+has no gradient. Once the choices of the step are counted, a document's share of the gradient is that of its P.
 
-The z-loss keeps the routers' logits x small (ST-MoE, arXiv 2202.08906, equation 5). Of an optimizer step of B tokens:
+The z-loss keeps the routers' logits x small (ST-MoE, arXiv 2202.08906, equation 5). For a step of B tokens it is
 
     sum over routers of 1/B sum over tokens of (log sum_x exp(x_x))^2
 
-The feed-forward of a layer: gated, or a mixture of experts.
-
-Experts as published: one matrix each in a folder, stacked in the model, as transformers holds them.
-
-A folder may have either: the published one has ``experts.3.up_proj.weight`` (Mixtral: ``block_sparse_moe`` and w1, w3,
-w2 for gate, up and down), one that a backend has exported has ``experts.gate_up_proj``.
+Published folders hold one matrix per expert, ``experts.3.up_proj.weight`` (Mixtral: ``block_sparse_moe`` with w1, w3,
+w2 for gate, up and down). Folders that a backend has exported hold stacked matrices, ``experts.gate_up_proj``, as the
+model does.
 """
 
 import re
@@ -40,12 +37,12 @@ from conformance.spec.batch import Document, expert_column
 
 @dataclass
 class Routing:
-    """The routers of one document, in the order of the layers.
+    """Collects what the routers of one document do, in the order of the layers.
 
-    replayed: the choices that take the place of the routers' own, (T, K) of each router; empty: their own are taken.
-    weights: of each router (T, X), the factor of each expert's output, 0 where it is not chosen.
-    counts: (X,), how often each expert was chosen by any router. probabilities: (X,), their sums, with a gradient.
-    squares: of all tokens and routers, the sum that the z-loss is made of, with a gradient.
+    replayed: choices that replace the routers' own, (T, K) for each router; empty if the routers choose.
+    weights: for each router (T, X), the factor of each expert's output, 0 where the expert is not chosen.
+    counts: (X,), how often any router chose each expert. probabilities: (X,), their sums, with a gradient.
+    squares: the sum over tokens and routers for the z-loss, with a gradient.
     """
 
     replayed: tuple[Tensor, ...] = ()
@@ -55,16 +52,16 @@ class Routing:
     squares: Tensor | None = None
 
     def choose(self, probabilities: Tensor, count: int) -> Tensor:
-        """The experts of each token, (T, K). ``probabilities``: (T, X)."""
+        """Returns the experts of each token, (T, K). ``probabilities``: (T, X)."""
         if self.replayed:
             return self.replayed[len(self.weights)].to(probabilities.device)
         return probabilities.topk(count, dim=-1).indices
 
     def note(self, logits: Tensor, probabilities: Tensor, chosen: Tensor, gates: Tensor) -> None:
-        """Keep what a router has done: its ``logits`` and ``probabilities`` (T, X), which experts it has ``chosen``,
-        and the factors ``gates`` of their outputs (T, K).
+        """Adds the result of one router.
 
-        Layers may be on several devices; all is kept where the first one is.
+        ``logits`` and ``probabilities``: (T, X). ``chosen`` experts and the factors ``gates`` of their outputs: (T, K).
+        Layers may be on several devices; sums are kept on the device of the first one.
         """
         home = self.weights[0].device if self.weights else probabilities.device
         probabilities, chosen, gates = probabilities.to(home), chosen.to(home), gates.to(home)
@@ -77,13 +74,12 @@ class Routing:
 
     @property
     def rows(self) -> Tensor:
-        """(T, routers, X), as one vector."""
+        """Returns the weights (T, routers, X) as one vector."""
         return torch.stack(self.weights, dim=1).detach().flatten()
 
 
 def routing_of(document: Document, routers: int, count: int, key: str) -> Routing:
-    """For a document's forward pass that is recorded under ``key``: with the choices for it in the document's columns,
-    if it has any."""
+    """Returns the routing of a document's forward pass, with choices if its columns hold any under ``key``."""
     columns: Mapping[str, object] = document.columns
     if expert_column(0, 0, key) not in columns:
         return Routing()
@@ -93,7 +89,10 @@ def routing_of(document: Document, routers: int, count: int, key: str) -> Routin
 
 @dataclass
 class Balance:
-    """Sums over the documents of a step: ``counts`` and ``probabilities`` (X,), N, the ``choosers``, ``squares``."""
+    """Sums router statistics over the documents of a step.
+
+    counts and probabilities: (X,). choosers: N. squares: the sum for the z-loss.
+    """
 
     counts: Tensor | None = None
     probabilities: Tensor | None = None
@@ -111,34 +110,36 @@ class Balance:
         self.choosers += sum(len(weights) for weights in routing.weights)
 
     def loss(self, probabilities: Tensor) -> Tensor:
-        """X sum_x f_x P_x with f of the whole step, and these sums of probabilities: those of the step, or a share."""
+        """Returns X sum_x f_x P_x with f of the whole step, for the probability sums of the step or of a document."""
         assert self.counts is not None
         return len(self.counts) * (self.counts @ probabilities) / self.choosers**2
 
     def terms(self) -> Tensor:
-        """What the loss is the sum of: (X + 1,), of each expert how far it is from being chosen as often as the others,
-        times its probabilities, and of all together the rest. The errors of tokens are no terms to go by, because one
-        matrix makes the logits of them all; and that probabilities of a token add up to 1 leaves no error in the rest.
+        """Returns the terms that add up to the loss, (X + 1,), by which its tolerance is scaled.
+
+        An expert's term is its excess over the mean count, times its probabilities; the last term is the remainder. The
+        errors of tokens cannot serve as terms, because one matrix produces all their logits. The remainder has no
+        error, because the probabilities of a token add up to 1.
         """
         assert self.counts is not None
         assert self.probabilities is not None
         mean = self.counts.mean(dtype=self.probabilities.dtype)
-        apart = (self.counts - mean) * self.probabilities
-        terms = torch.cat([apart, (mean * self.probabilities.sum())[None]])
+        excess = (self.counts - mean) * self.probabilities
+        terms = torch.cat([excess, (mean * self.probabilities.sum())[None]])
         return len(self.counts) * terms / self.choosers**2
 
 
 def feed_forward(
     x: Tensor, w: Weights, part: GatedMlp | MixtureOfExperts, policy: Policy, module: Module, routing: Routing
 ) -> Tensor:
-    """``x`` and the result: (T, D). ``w``: the layer's own weights."""
+    """Applies an MLP or a mixture of experts; ``x`` and the result are (T, D). ``w``: the layer's own weights."""
     if isinstance(part, GatedMlp):
         return gated_mlp(x, w, part, module)
     return mixture_of_experts(x, w, part, policy, module, routing)
 
 
 def gated_mlp(x: Tensor, w: Weights, mlp: GatedMlp, module: Module, name: str = "mlp") -> Tensor:
-    """down(act(gate(x)) * up(x)) (arXiv 2002.05202 eq. 6); silu, or gelu in its tanh form (1606.08415 section 2)."""
+    """Computes down(act(gate(x)) * up(x)) (arXiv 2002.05202 eq. 6), with silu or tanh gelu (1606.08415 section 2)."""
     if mlp.fused:
         gate_TF, up_TF = linear(x, w, f"{name}.gate_up_proj", module).chunk(2, dim=-1)
     else:
@@ -149,12 +150,13 @@ def gated_mlp(x: Tensor, w: Weights, mlp: GatedMlp, module: Module, name: str = 
 def mixture_of_experts(
     x: Tensor, w: Weights, moe: MixtureOfExperts, policy: Policy, module: Module, routing: Routing
 ) -> Tensor:
-    """sum over the chosen experts i of g_i(x) E_i(x) (arXiv 1701.06538 eq. 1), and a shared expert (2401.06066 eq. 9).
+    """Computes sum_i g_i(x) E_i(x) over chosen experts (arXiv 1701.06538 eq. 1), plus a shared one (2401.06066 eq. 9).
 
-    g is a softmax over all experts of x W^T (2101.03961 eq. 1-2), of which the largest are kept; with ``normalised``
-    they are divided by their sum, which is a softmax over the chosen ones (2401.04088 section 2.1). The softmax is in
-    the stable dtype. No expert is full: every token goes to all that it has chosen. DeepSeek-V3 has sigmoids (arXiv
-    2412.19437 eq. 15) and chooses by these with a bias that balances experts (eq. 16). A factor multiplies the gates.
+    g is a softmax over all experts of x W^T (2101.03961 eq. 1-2) whose largest values are kept. With ``normalised``
+    they are divided by their sum, which equals a softmax over the chosen experts (2401.04088 section 2.1). The softmax
+    is in the stable dtype. Experts have no capacity limit: every token reaches all experts that it chose. DeepSeek-V3
+    uses sigmoids (arXiv 2412.19437 eq. 15) and adds a balancing bias for the choice only (eq. 16). A factor multiplies
+    the gates.
     """
     weight, bias = w[f"mlp.{moe.router}.weight"], w.get(f"mlp.{moe.router}.bias")
     if moe.router_stable:
@@ -189,20 +191,20 @@ def mixture_of_experts(
 
 
 def _of_best_groups(scores: Tensor, grouped: Grouped) -> Tensor:
-    """By what experts are chosen, (T, X): their scores, in the groups that are best for the token, and no others.
+    """Returns the scores (T, X) with -inf for experts outside the best groups of the token.
 
-    Groups are limited in DeepSeek-V2 by their highest score (arXiv 2405.04434 section 2.2.2, of a group per device), in
-    DeepSeek-V3 by the sum of the two highest (2412.19437 section 2.1.2).
+    DeepSeek-V2 ranks groups by their highest score (arXiv 2405.04434 section 2.2.2, one group per device), DeepSeek-V3
+    by the sum of the two highest scores (2412.19437 section 2.1.2).
     """
     scores_TGX = scores.unflatten(-1, (grouped.groups, -1))
     best_TG = scores_TGX.topk(grouped.best, dim=-1).values.sum(dim=-1).topk(grouped.chosen, dim=-1).indices
-    others_TG = torch.ones_like(scores_TGX[..., 0], dtype=torch.bool).scatter(-1, best_TG, value=False)
-    preferred: Tensor = scores_TGX.masked_fill(others_TG[..., None], -torch.inf)
+    excluded_TG = torch.ones_like(scores_TGX[..., 0], dtype=torch.bool).scatter(-1, best_TG, value=False)
+    preferred: Tensor = scores_TGX.masked_fill(excluded_TG[..., None], -torch.inf)
     return preferred.flatten(-2)
 
 
 def _expert(x: Tensor, w: Weights, expert: GatedMlp | ClampedMlp) -> Tensor:
-    """A gated MLP; rows of gate_up_proj (2F, D) are those of the gate, then of up. down_proj: (D, F)."""
+    """Computes one expert. gate_up_proj: (2F, D), the rows of gate before those of up. down_proj: (D, F)."""
     if isinstance(expert, ClampedMlp):
         return _clamped(x, w, expert)
     gate_TF, up_TF = F.linear(x, w["gate_up_proj"]).chunk(2, dim=-1)
@@ -210,7 +212,7 @@ def _expert(x: Tensor, w: Weights, expert: GatedMlp | ClampedMlp) -> Tensor:
 
 
 def _clamped(x: Tensor, w: Weights, expert: ClampedMlp) -> Tensor:
-    """The clamped SwiGLU with a residual connection of gpt-oss (arXiv 2508.10925 section 2.3).
+    """Computes the clamped SwiGLU with a residual connection of gpt-oss (arXiv 2508.10925 section 2.3).
 
     gate_up_proj: (D, 2F). down_proj: (F, D).
     """
@@ -229,7 +231,7 @@ _EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\
 
 
 def in_memory(name: str) -> str:
-    """The published name of a tensor, with the names of modules that transformers has today."""
+    """Translates the published name of a tensor to the module names of current transformers."""
     if ".block_sparse_moe." not in name:
         return name
     name = name.replace(".block_sparse_moe.", ".mlp.")
@@ -237,7 +239,7 @@ def in_memory(name: str) -> str:
 
 
 def stacked(found: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a folder, with the matrices of experts stacked where a layer has all of them, of one shape."""
+    """Stacks the matrices of experts in layers that have all of them in one shape; other tensors stay as they are."""
     found = {in_memory(name): tensor for name, tensor in found.items()}
     plain = {name: tensor for name, tensor in found.items() if not _EXPERT.fullmatch(name)}
     parts: dict[str, dict[str, dict[int, Tensor]]] = {}
@@ -250,17 +252,17 @@ def stacked(found: Mapping[str, Tensor]) -> dict[str, Tensor]:
         gate, up, down = whole["gate_proj"], whole["up_proj"], whole["down_proj"]
         if gate is not None and up is not None and down is not None and gate.shape == up.shape:
             plain |= {f"{prefix}.gate_up_proj": torch.cat([gate, up], dim=1), f"{prefix}.down_proj": down}
-    return plain  # of others, check_shapes says that they are missing
+    return plain  # check_shapes reports what is missing
 
 
 def _stack(matrices: Mapping[int, Tensor]) -> Tensor | None:
-    """Those of experts 0, 1, ...; None if one is missing, or has a shape of its own."""
+    """Stacks the matrices of experts 0, 1, ...; returns None if one is missing or their shapes differ."""
     same = len({matrix.shape for matrix in matrices.values()}) == 1
     whole = same and sorted(matrices) == list(range(len(matrices)))
     return torch.stack([matrices[number] for number in range(len(matrices))]) if whole else None
 
 
 def stacked_shapes(found: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """The same for shapes."""
+    """Applies ``stacked`` to shapes."""
     tensors = {name: torch.empty(shape, device="meta") for name, shape in found.items()}
     return {name: tuple(tensor.shape) for name, tensor in stacked(tensors).items()}

@@ -1,6 +1,6 @@
-"""Term: what one document adds to a loss, and the interface of the functions that say so.
+"""Defines what one document adds to a loss, and the interface of the functions that compute it.
 
-A function sees one document at a time, so nothing here knows of rows, padding, packing, micro-batches or ranks.
+A function sees one document at a time, so this code knows nothing of rows, padding, packing, micro-batches or ranks.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,11 +15,11 @@ from conformance.spec.batch import Batch, Document
 
 @dataclass(frozen=True, kw_only=True)
 class Term:
-    """What one document adds to the loss of one model.
+    """Holds what one document adds to the loss of one model.
 
     loss: scalar with a gradient; the model's loss of the step is the sum over documents. None for a frozen model.
-    values: numbers by the key of an observable, to be added up over documents.
-    highest: numbers of which the largest one of all documents is recorded.
+    values: numbers by the key of an observable, summed over documents.
+    highest: numbers by the key of an observable, whose maximum over documents is recorded.
     rows: (targets,) numbers by the key of an observable, one for each target of the document in order.
     """
 
@@ -30,11 +30,14 @@ class Term:
 
 
 class OracleFunctions(Protocol):
-    """``output`` of a model and ``others``, those of the models before it (detached), are as ``forward`` gives them:
-    logits (T, V), or values (T, 1), in the dtype of the computation. ``stable`` is the dtype of softmax and losses."""
+    """Computes the loss of an objective, document by document.
+
+    ``output`` is what ``forward`` returns for a model: logits (T, V), or values (T, 1), in the compute dtype.
+    ``earlier`` holds the detached outputs of the models before it. ``stable`` is the dtype of softmax and losses.
+    """
 
     def totals(self, batch: Batch) -> dict[str, float]:
-        """Sums over the whole optimizer step: the denominators of the losses; they are recorded."""
+        """Returns sums over the whole optimizer step, such as the denominators of the losses; they are recorded."""
         ...
 
     def term(
@@ -44,31 +47,31 @@ class OracleFunctions(Protocol):
         document: Document,
         *,
         totals: Mapping[str, float],
-        others: Mapping[str, Tensor],
+        earlier: Mapping[str, Tensor],
         stable: torch.dtype,
     ) -> Term: ...
 
 
 class RolloutFunctions(OracleFunctions, Protocol):
-    """Of an objective that reads roll-outs: what is computed before the first update of each."""
+    """Also computes what an objective needs of a rollout before its first update."""
 
-    def looks(self, model: str) -> bool:
-        """Whether a forward pass of this model is needed."""
+    def needs_rollout_pass(self, model: str) -> bool:
+        """Tells whether a forward pass of this model over the rollout is needed."""
         ...
 
-    def look(self, model: str, output: Tensor, document: Document, *, stable: torch.dtype) -> Tensor:
-        """What is kept of it: (targets,)."""
+    def rollout_numbers(self, model: str, output: Tensor, document: Document, *, stable: torch.dtype) -> Tensor:
+        """Returns the numbers that are kept of that forward pass, (targets,)."""
         ...
 
     def annotate(
         self, batches: Sequence[Batch], found: Mapping[str, list[list[Tensor]]], *, stable: torch.dtype
     ) -> list[Batch]:
-        """The mini-batches with all columns that the updates read. ``found[model][b][d]``: of document d of batch b."""
+        """Returns mini-batches with all columns that updates read. ``found[model][b][d]``: of document d of batch b."""
         ...
 
 
 def target_logprobs(logits: Tensor, document: Document, *, stable: torch.dtype, temperature: float = 1.0) -> Tensor:
-    """log p of the document's target tokens in order, (targets,) in ``stable``, of softmax(logits / temperature).
+    """Returns log p of the document's target tokens, (targets,) in ``stable``, under softmax(logits / temperature).
 
     ``logits`` is (T, V); token i is predicted by the logits at i - 1.
     """
@@ -80,5 +83,5 @@ def target_logprobs(logits: Tensor, document: Document, *, stable: torch.dtype, 
 
 
 def target_positions(document: Document) -> Tensor:
-    """Positions of the target tokens, (targets,) int64; what predicts them stands one position before."""
+    """Returns positions of the target tokens, (targets,) int64; each is predicted at the position before it."""
     return torch.tensor([i for i, target in enumerate(document.targets) if target], dtype=torch.int64)

@@ -1,7 +1,6 @@
-"""Objectives of the oracle: what one document adds to a model's loss, from the papers.
+"""Computes the SFT loss and maps each kind of objective to its functions.
 
-Serves claims 1 and 6: written apart from impl/objectives/registry.py. FUNCTIONS holds them by the kind of the
-scenario's objective.
+They are written from the papers, independently of impl/objectives.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,7 +18,7 @@ __all__ = ["FUNCTIONS", "Term", "functions_of", "rollout_functions_of", "target_
 
 
 class Sft:
-    """Weight of the document times -log p of its target tokens, divided by their number in the whole step."""
+    """Computes the document's weight times -log p of its target tokens, divided by the step's number of targets."""
 
     def __init__(self, objective: Any) -> None:
         pass
@@ -34,7 +33,7 @@ class Sft:
         document: Document,
         *,
         totals: Mapping[str, float],
-        others: Mapping[str, Tensor],
+        earlier: Mapping[str, Tensor],
         stable: torch.dtype,
     ) -> Term:
         logprobs = target_logprobs(output, document, stable=stable)
@@ -44,13 +43,13 @@ class Sft:
 
 
 def functions_of(objective: Objective) -> OracleFunctions:
-    """The functions of a scenario's objective. Raises UsageError for a kind that is not in FUNCTIONS."""
+    """Returns the functions of a scenario's objective. Raises UsageError for a kind that is not in FUNCTIONS."""
     known_kinds(FUNCTIONS, objective, who="the oracle (conformance/oracle/objectives.py)")
     return FUNCTIONS[objective.kind](objective)
 
 
 def rollout_functions_of(objective: Objective) -> RolloutFunctions:
-    """Of an objective that reads roll-outs."""
+    """Returns the functions of an objective that reads rollouts."""
     return cast(RolloutFunctions, functions_of(objective))
 
 

@@ -1,11 +1,7 @@
-"""Clipping and optimizers of the oracle, in plain tensor arithmetic.
+"""Clips gradients, steps SGD and AdamW, and adjusts the fp16 loss scale, in plain tensor arithmetic.
 
-Serves claims 1, 2 and 4: uses neither torch.optim nor torch.nn.utils, so that a bug in how a backend drives those
-cannot hide here as well. The conventions (clipping, weight decay, schedule) are in scenario.py.
-
-The oracle's loss scale of fp16: which updates overflow and are skipped, and how the scale falls and grows.
-
-Serves claim 1: shares no code with the libraries' scalers. The convention is in scenario.py.
+It uses neither torch.optim, torch.nn.utils nor a library's scaler, so that a bug in how a backend drives those cannot
+hide here as well. The conventions (clipping, weight decay, schedule, loss scale) are in conformance/spec/scenario.py.
 """
 
 import math
@@ -19,25 +15,25 @@ from conformance.spec.scenario import LossScaleConfig, OptimizerConfig
 
 
 def global_norm(gradients: Weights) -> float:
-    """2-norm of all gradients together."""
+    """Returns the 2-norm of all gradients together."""
     return math.sqrt(sum(gradient.square().sum().item() for gradient in gradients.values()))
 
 
 def clip(gradients: Weights, norm: float, max_norm: float | None) -> Weights:
-    """Gradients times min(1, max_norm / (norm + 1e-6)), torch's formula."""
+    """Multiplies gradients by min(1, max_norm / (norm + 1e-6)), torch's formula."""
     factor = clip_factor(norm, max_norm)
     return {name: gradient * factor for name, gradient in gradients.items()}
 
 
 def clip_factor(norm: float, max_norm: float | None) -> float:
-    """min(1, max_norm / (norm + 1e-6)); 1 where ``max_norm`` is None."""
+    """Returns min(1, max_norm / (norm + 1e-6)), or 1 if ``max_norm`` is None."""
     return 1.0 if max_norm is None else min(1.0, max_norm / (norm + 1e-6))
 
 
 class Sgd:
-    """w <- w - lr b, b <- momentum b + g, and b = g at the first step, as torch has it (no dampening, no decay).
+    """Updates w <- w - lr b, b <- momentum b + g, and b = g at the first step, as torch does (no dampening, no decay).
 
-    ``step`` gives the new weights of what has gradients.
+    ``step`` returns the new weights of the parameters that have gradients.
     """
 
     def __init__(self, config: OptimizerConfig) -> None:
@@ -52,10 +48,10 @@ class Sgd:
 
 
 class AdamW:
-    """Adam (arXiv 1412.6980, Algorithm 1) with decoupled decay (arXiv 1711.05101, Algorithm 2, line 12).
+    """Applies Adam (arXiv 1412.6980, Algorithm 1) with decoupled decay (arXiv 1711.05101, Algorithm 2, line 12).
 
-    The schedule multiplies lr, and decay is lr * weight_decay * w, as in torch. Parameters with one dimension (biases,
-    norm weights) are not decayed. ``step`` gives the new weights of what has gradients.
+    The schedule multiplies lr, and the decay is lr * weight_decay * w, as in torch. One-dimensional parameters (biases,
+    norm weights) are not decayed. ``step`` returns the new weights of the parameters that have gradients.
     """
 
     def __init__(self, config: OptimizerConfig) -> None:
@@ -84,24 +80,27 @@ def make_optimizer(config: OptimizerConfig) -> Sgd | AdamW:
     return Sgd(config) if config.name == "sgd" else AdamW(config)
 
 
-LARGEST = 65504.0  # number of float16
-# What is scaled and overflows is not the whole gradient: libraries multiply it by the number of ranks that they average
-# over, cut it into the parts of ranks and micro-batches, and scale activations. All that is within this factor.
+LARGEST = 65504.0  # finite number of float16
+# The tensors that overflow are not whole gradients: libraries multiply them by the number of ranks that they average
+# over, cut them into the parts of ranks and micro-batches, and also scale activations. This factor covers all of that.
 MARGIN = 64.0
 
 
 class LossScale:
-    """``scale`` is what training goes on with, ``good_steps`` the number of updates in a row since it fell or grew."""
+    """Halves the loss scale after an overflow and doubles it after enough good steps.
+
+    ``scale``: for the next step. ``good_steps``: updates in a row since the scale last changed.
+    """
 
     def __init__(self, config: LossScaleConfig) -> None:
         self._interval = config.growth_interval
         self.scale, self.good_steps = 2.0**config.initial_power, 0
 
     def update(self, gradients: Weights, policy: Policy, *, step: int) -> dict[str, float]:
-        """Count a step with these gradients, which were divided by the scale again.
+        """Counts a step with these gradients, which are already divided by the scale.
 
-        Returns the settings of the step (conformance.spec.observables). Raises ValueError if it is marginal whether the
-        gradients overflow, because then it depends on the layout.
+        Returns the settings of the step (conformance.spec.observables). Raises ValueError if the gradients are so close
+        to overflowing that the layout decides it.
         """
         overflows = self._overflow(gradients, policy, step=step)
         if overflows:

@@ -1,8 +1,8 @@
 """Computes the advantages of a rollout and the loss terms of each response for GRPO and PPO, from the papers.
 
-The oracle shares no code with impl/objectives (docs/principles.md): it goes response by response, with the sums that
-the papers have. Everything is in ``stable``, the dtype of the softmax and the losses. Columns of documents hold Python
-floats, so they lose nothing.
+The oracle shares no code with impl/objectives (docs/principles.md). It goes response by response, with the sums of the
+papers. All numbers are in ``stable``, the dtype of softmax and losses. Columns of documents hold Python floats, so they
+lose no precision.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,21 +17,21 @@ from conformance.spec.batch import Batch, Document
 from conformance.spec.objectives import REFERENCE_KL, Grpo, LossMode, PolicyGradient, Ppo, terms_of
 from conformance.spec.roles import CRITIC, POLICY, REFERENCE
 
-Responses = list[list[Tensor]]  # by mini-batch and document: a number for each token of the response
+Responses = list[list[Tensor]]  # by mini-batch and document: one number for each token of the response
 
 
 class ResponseFunctions:
-    """What GRPO and PPO have in common, one response after another."""
+    """Computes what GRPO and PPO have in common, one response after another."""
 
     def __init__(self, objective: PolicyGradient) -> None:
         self.objective = objective
 
-    # --- before the first update of a roll-out ------------------------------------------------------------------------
+    # --- before the first update of a rollout -------------------------------------------------------------------------
 
-    def looks(self, model: str) -> bool:
-        return any(role.name == model for role in self.objective.looking)
+    def needs_rollout_pass(self, model: str) -> bool:
+        return any(role.name == model for role in self.objective.rollout_roles)
 
-    def look(self, model: str, output: Tensor, document: Document, *, stable: torch.dtype) -> Tensor:
+    def rollout_numbers(self, model: str, output: Tensor, document: Document, *, stable: torch.dtype) -> Tensor:
         if model == CRITIC.name:
             return values_of(output, document, stable=stable)
         return target_logprobs(output, document, stable=stable, temperature=self.objective.temperature)
@@ -63,7 +63,7 @@ class ResponseFunctions:
         ]
 
     def rewards(self, reward: float, old: Tensor, reference: Tensor | None) -> Tensor:
-        """Of each token, (targets,): the response's at its last token, less the penalty of each token's own."""
+        """Returns each token's reward, (targets,): the response's at its last token, minus each token's penalty."""
         rewards = torch.zeros_like(old)
         if len(rewards):
             rewards[-1] = reward
@@ -80,7 +80,7 @@ class ResponseFunctions:
         values: list[Tensor],
         stable: torch.dtype,
     ) -> dict[str, list[Tensor]]:
-        """Columns ``advantage`` and, of PPO, ``value`` and ``return``: numbers of each token of each document."""
+        """Returns ``advantage`` and, for PPO, ``value`` and ``return``: numbers for each token of each document."""
         raise NotImplementedError
 
     # --- an update ----------------------------------------------------------------------------------------------------
@@ -94,12 +94,12 @@ class ResponseFunctions:
         } | self.summary(batch)
 
     def _loss_scale(self, batch: Batch) -> float:
-        """What a policy loss is made of and mostly cancels out of: the mean |advantage| of the tokens."""
+        """Returns the mean |advantage| of the tokens: the size of the terms of a policy loss, which mostly cancel."""
         taken = [of_targets(document, "advantage", torch.float64).abs() for document in batch.documents]
         return torch.cat(taken).mean().item()
 
     def summary(self, batch: Batch) -> dict[str, float]:
-        """Numbers of the batch that depend on no forward pass of this step."""
+        """Returns numbers of the batch that depend on no forward pass of this step."""
         return {}
 
     def term(
@@ -109,7 +109,7 @@ class ResponseFunctions:
         document: Document,
         *,
         totals: Mapping[str, float],
-        others: Mapping[str, Tensor],
+        earlier: Mapping[str, Tensor],
         stable: torch.dtype,
     ) -> Term:
         if model == CRITIC.name:
@@ -120,7 +120,7 @@ class ResponseFunctions:
         return self.of_policy(logprobs, entropy, document, totals)
 
     def weight(self, length: int, totals: Mapping[str, float]) -> float:
-        """What the loss of each token of a response of this length is multiplied with."""
+        """Returns the factor of the loss of each token, for a response of this length."""
         sequences = totals["sequence_count"]
         match self.objective.loss_agg_mode:
             case "token-mean":
@@ -134,7 +134,7 @@ class ResponseFunctions:
                 return 1 / sequences / self.objective.loss_scale_factor
 
     def of_policy(self, logprobs: Tensor, entropy: Tensor, document: Document, totals: Mapping[str, float]) -> Term:
-        """From log-probs and entropies of the response's tokens, (targets,) both."""
+        """Computes the policy's term from log-probs and entropies of the response's tokens, (targets,) each."""
         o, stable = self.objective, logprobs.dtype
         old, advantage = (of_targets(document, name, stable) for name in ("old_logprob", "advantage"))
         policy = LOSS_MODES[o.loss_mode](logprobs, old, advantage, o)
@@ -167,13 +167,15 @@ class ResponseFunctions:
         return Term(loss=parts["loss"].sum(), values=values, rows=rows, highest={"ratio_max": ratio.max().item()})
 
     def of_critic(self, values: Tensor, document: Document, totals: Mapping[str, float]) -> Term:
-        """From the critic's numbers of the response's tokens, (targets,)."""
+        """Computes the critic's term from its values at the response's tokens, (targets,)."""
         raise NotImplementedError
 
 
 class GrpoFunctions(ResponseFunctions):
-    """arXiv 2402.03300, and estimators of its kind: every token of a response has the response's advantage, but for
-    ``reinforce_plus_plus``, which discounts."""
+    """Computes advantages of GRPO (arXiv 2402.03300) and of similar estimators.
+
+    Every token of a response has the response's advantage, except with ``reinforce_plus_plus``, which discounts.
+    """
 
     objective: Grpo
 
@@ -206,14 +208,14 @@ class GrpoFunctions(ResponseFunctions):
         return {"advantage": whitened(spread) if o.adv_estimator == "reinforce_plus_plus_baseline" else spread}
 
     def _of_group(self, n: int, scores: Tensor, groups: Tensor) -> Tensor:
-        mine = scores[groups == groups[n]]
-        if len(mine) == 1:  # there is nobody to compare with
-            return mine[0] / (1 + 1e-6) if self._normalises else mine[0]
+        members = scores[groups == groups[n]]
+        if len(members) == 1:  # a group of one has nothing to compare with
+            return members[0] / (1 + 1e-6) if self._normalises else members[0]
         if self.objective.adv_estimator == "rloo":
-            others = (mine.sum() - scores[n]) / (len(mine) - 1)
-            return scores[n] - others
-        centred = scores[n] - mine.mean()
-        return centred / (mine.std(correction=1) + 1e-6) if self._normalises else centred
+            baseline = (members.sum() - scores[n]) / (len(members) - 1)
+            return scores[n] - baseline
+        centred = scores[n] - members.mean()
+        return centred / (members.std(correction=1) + 1e-6) if self._normalises else centred
 
     @property
     def _normalises(self) -> bool:
@@ -221,7 +223,7 @@ class GrpoFunctions(ResponseFunctions):
 
 
 class PpoFunctions(ResponseFunctions):
-    """arXiv 1707.06347 with the advantages of arXiv 1506.02438, equations 11 to 16, whitened over the roll-out."""
+    """Computes PPO (arXiv 1707.06347) with advantages by arXiv 1506.02438, eq. 11 to 16, whitened over the rollout."""
 
     objective: Ppo
 
@@ -238,7 +240,7 @@ class PpoFunctions(ResponseFunctions):
             after = torch.cat([value[1:], value.new_zeros(1)])[: len(value)]
             surprise = tokens + self.objective.gamma * after - value
             decay = self.objective.gamma * self.objective.lam
-            # A_t = sum over l of (gamma lambda)^l delta_{t + l}, as equation 16 has it.
+            # A_t = sum over l of (gamma lambda)^l delta_{t + l} (equation 16).
             powers = decay ** torch.arange(len(value), dtype=stable)
             found.append(
                 torch.stack([(powers[: len(value) - t] * surprise[t:]).sum() for t in range(len(value))])
@@ -267,10 +269,10 @@ class PpoFunctions(ResponseFunctions):
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyTerms:
-    """The policy loss of one response, before aggregation; every tensor is (targets,).
+    """Holds the policy loss of one response before aggregation; every tensor is (targets,).
 
-    losses: to be minimised. ratio: new to old policy, before it is clipped. approx_kl: the estimate log p_old - log p
-    of the KL to the old policy. clipped: whether the clip changed the gain. lower: whether dual clip raised it.
+    losses: to be minimised. ratio: new to old policy, before clipping. approx_kl: log p_old - log p, an estimate of the
+    KL to the old policy. clipped: whether the clip changed the gain. lower: whether dual clip raised it.
     """
 
     losses: Tensor
@@ -281,38 +283,39 @@ class PolicyTerms:
 
 
 def vanilla(logprobs: Tensor, old: Tensor, advantage: Tensor, objective: PolicyGradient) -> PolicyTerms:
-    """Clip the ratio of each token: arXiv 1707.06347, equation 7; dual clip: arXiv 1912.09729, equation 5."""
-    apart = (logprobs - old).clamp(-20, 20)
-    ratio = apart.exp()
+    """Clips the ratio of each token: arXiv 1707.06347, equation 7; dual clip: arXiv 1912.09729, equation 5."""
+    log_ratio = (logprobs - old).clamp(-20, 20)
+    ratio = log_ratio.exp()
     gain, clipped = _clipped_gain(ratio, advantage, objective)
     lower = torch.zeros_like(clipped)
     if objective.clip_ratio_c is not None:
         least = objective.clip_ratio_c * advantage
         lower = (advantage < 0) & (gain < least)
         gain = torch.where(advantage < 0, torch.maximum(gain, least), gain)
-    return PolicyTerms(losses=-gain, ratio=ratio, approx_kl=-apart, clipped=clipped, lower=lower)
+    return PolicyTerms(losses=-gain, ratio=ratio, approx_kl=-log_ratio, clipped=clipped, lower=lower)
 
 
 def gspo(logprobs: Tensor, old: Tensor, advantage: Tensor, objective: PolicyGradient) -> PolicyTerms:
-    """Clip the ratio of the sequence, with the gradient of each token's own: arXiv 2507.18071, equation 14."""
-    apart = logprobs - old
-    ratio = (apart.mean().detach() + logprobs - logprobs.detach()).clamp(max=10).exp()
+    """Clips the ratio of the sequence, with the gradient of each token's own: arXiv 2507.18071, equation 14."""
+    log_ratio = logprobs - old
+    ratio = (log_ratio.mean().detach() + logprobs - logprobs.detach()).clamp(max=10).exp()
     gain, clipped = _clipped_gain(ratio, advantage, objective)
-    return PolicyTerms(losses=-gain, ratio=ratio, approx_kl=-apart, clipped=clipped, lower=torch.zeros_like(clipped))
+    lower = torch.zeros_like(clipped)
+    return PolicyTerms(losses=-gain, ratio=ratio, approx_kl=-log_ratio, clipped=clipped, lower=lower)
 
 
 def cispo(logprobs: Tensor, old: Tensor, advantage: Tensor, objective: PolicyGradient) -> PolicyTerms:
-    """Weight the policy gradient of each token by its clipped ratio: arXiv 2506.13585, equations 4 and 5."""
-    apart = (logprobs - old).clamp(-20, 20)
-    ratio = apart.exp()
+    """Weights the policy gradient of each token by its clipped ratio: arXiv 2506.13585, equations 4 and 5."""
+    log_ratio = (logprobs - old).clamp(-20, 20)
+    ratio = log_ratio.exp()
     weight = ratio.clamp(1 - objective.clip_ratio_low, 1 + objective.clip_ratio_high)
     gain = weight.detach() * advantage * logprobs
     lower = torch.zeros_like(gain, dtype=torch.bool)
-    return PolicyTerms(losses=-gain, ratio=ratio, approx_kl=-apart, clipped=weight != ratio, lower=lower)
+    return PolicyTerms(losses=-gain, ratio=ratio, approx_kl=-log_ratio, clipped=weight != ratio, lower=lower)
 
 
 def _clipped_gain(ratio: Tensor, advantage: Tensor, objective: PolicyGradient) -> tuple[Tensor, Tensor]:
-    """Return the smaller gain of the free and the clipped ratio, and whether it is the clipped one's."""
+    """Returns the smaller of the gains with the free and the clipped ratio, and whether it is the clipped one."""
     free = ratio * advantage
     bounded = ratio.clamp(1 - objective.clip_ratio_low, 1 + objective.clip_ratio_high) * advantage
     return torch.minimum(free, bounded), bounded < free
@@ -326,57 +329,59 @@ LOSS_MODES: dict[LossMode, Callable[[Tensor, Tensor, Tensor, PolicyGradient], Po
 
 
 def value_losses(values: Tensor, old: Tensor, wanted: Tensor, *, cliprange: float) -> tuple[Tensor, Tensor]:
-    """Of each token: half the larger square of the value's and the clipped value's error, and whether it is the
-    clipped one's."""
+    """Returns, per token, half the larger squared error of free and clipped value, and whether it is the latter.
+
+    ``wanted``: the returns. ``old``: the values before the update.
+    """
     near = torch.minimum(torch.maximum(values, old - cliprange), old + cliprange)
     free, bounded = (values - wanted).square(), (near - wanted).square()
     return torch.maximum(free, bounded) / 2, bounded > free
 
 
 def importance(old: Tensor, sampled: Tensor, cap: float) -> Tensor:
-    """Truncated weights of tokens that another policy has sampled."""
+    """Returns truncated importance weights of tokens that another policy sampled."""
     return (old - sampled).clamp(-20, 20).exp().clamp(max=cap)
 
 
-def divergence(apart: Tensor, kind: str) -> Tensor:
-    """Estimates of KL(policy, reference) from ``apart`` = log p - log p_reference of sampled tokens.
+def divergence(log_ratio: Tensor, kind: str) -> Tensor:
+    """Estimates KL(policy, reference) from ``log_ratio`` = log p - log p_reference of sampled tokens.
 
     http://joschu.net/blog/kl-approx.html, with the bounds of verl on k3.
     """
     match kind:
         case "kl":
-            return apart
+            return log_ratio
         case "abs":
-            return apart.abs()
+            return log_ratio.abs()
         case "mse":
-            return apart.square() / 2
+            return log_ratio.square() / 2
         case "low_var_kl":
-            apart = apart.clamp(-20, 20)
-            return ((-apart).exp() + apart - 1).clamp(-10, 10)
+            log_ratio = log_ratio.clamp(-20, 20)
+            return ((-log_ratio).exp() + log_ratio - 1).clamp(-10, 10)
     raise AssertionError(kind)
 
 
 def whitened(numbers: list[Tensor]) -> list[Tensor]:
-    """Shifted to a mean of 0 and scaled to a variance of 1, over all tokens of all responses."""
+    """Shifts numbers to mean 0 and scales them to variance 1, over all tokens of all responses."""
     every = torch.cat(numbers)
     scale = (every.var(correction=1) + 1e-8).rsqrt()
     return [(one - every.mean()) * scale for one in numbers]
 
 
 def values_of(output: Tensor, document: Document, *, stable: torch.dtype) -> Tensor:
-    """The critic's number where each target token is predicted, (targets,)."""
+    """Returns the critic's number at the position that predicts each target token, (targets,)."""
     return output[target_positions(document) - 1, 0].to(stable)
 
 
 def entropies(logits: Tensor, document: Document, *, stable: torch.dtype, temperature: float) -> Tensor:
-    """-sum p log p of the distributions that the target tokens are drawn from, (targets,), in nats."""
+    """Returns -sum p log p of the distributions that the target tokens are drawn from, (targets,), in nats."""
     scaled = logits[target_positions(document) - 1].to(stable) / temperature
     every = torch.log_softmax(scaled, dim=-1)
     return -(every.exp() * every).sum(-1)
 
 
 def of_targets(document: Document, name: str, stable: torch.dtype) -> Tensor:
-    """A column's numbers of the target tokens, (targets,)."""
+    """Returns a column's numbers for the target tokens, (targets,)."""
     column: Any = document.columns[name]
     return torch.tensor([x for x, target in zip(column, document.targets, strict=True) if target], dtype=stable)
 

@@ -1,16 +1,4 @@
-"""Policy: in which dtypes the oracle computes.
-
-Tap: where what goes into and comes out of the oracle's modules can be seen (`parity bisect`).
-
-Serves claim 6: the names are those of the Hugging Face model, the values are the oracle's own. The base class changes
-nothing and sees nothing.
-
-Linear layers, under the names that their weights have in the Hugging Face model.
-
-RMSNorm.
-
-Rotary positions: frequencies and their scalings, each from its paper, and the rotation.
-"""
+"""Provides the dtype policy, module hooks, linear layers, RMSNorm and rotary positions of the oracle's models."""
 
 import math
 from collections.abc import Callable
@@ -27,12 +15,12 @@ from conformance.oracle.variant import Weights
 
 @dataclass(frozen=True)
 class Policy:
-    """Mixed precision as transformers and the backends do it.
+    """Sets the dtypes of mixed precision as transformers and the backends do.
 
-    compute: matrix products and activations. stable: norms, softmax, rotary tables, the loss, and also the master
-    weights, gradients and optimizer. fused: attention by torch's kernel, which is what most backends run below the
-    exact tier and which rounds otherwise than the plain formula. tokens: a matrix of a layer is multiplied by as many
-    at least, some of them zeros (in_products_of).
+    compute: matrix products and activations. stable: norms, softmax, rotary tables, the loss, master weights, gradients
+    and optimizer. fused: use torch's attention kernel, which most backends run below the exact tier and which rounds
+    differently from the plain formula. tokens: the least number of tokens in a product with a layer's matrix; missing
+    tokens are filled with zeros (in_products_of).
     """
 
     compute: torch.dtype
@@ -42,10 +30,10 @@ class Policy:
 
     @property
     def before_updates(self) -> "Policy":
-        """For the passes over a roll-out before its first update: always the kernel where there is rounding to measure.
+        """Returns the policy for the passes over a rollout before its first update: fused wherever rounding matters.
 
-        At the first update all ratios are 1, and the errors of old and new log-probs cancel, where both passes round
-        alike. A backend may round otherwise in the one than in the other, because it computes them in other batches.
+        At the first update all ratios are 1, and the errors of old and new log-probs cancel if both passes round
+        alike. A backend may round differently in the two passes, because it computes them in different batches.
         """
         return self if self.compute == torch.float64 else replace(self, fused=True)
 
@@ -55,18 +43,20 @@ Module = Callable[[str, Function, Tensor], Tensor]  # (name, what it computes, i
 
 
 class Tap:
-    """Is told of every document, and runs every module of the forward pass."""
+    """Runs every module of the forward pass and hears of every document. Subclasses observe inputs and outputs.
+
+    Modules have the names of the Hugging Face model.
+    """
 
     def begins(self, row: int, document: int) -> None:
-        """The forward pass of a document begins; the numbers are those of the row in the step, and of the document in
-        the row."""
+        """Announces the forward pass of a document: the row's index in the step, the document's index in the row."""
 
     def module(self, name: str, function: Function, x: Tensor) -> Tensor:
-        """Run the module ``name`` on ``x`` (T, ...)."""
+        """Runs the module ``name`` on ``x`` (T, ...)."""
         return function(x)
 
     def inside(self, prefix: str) -> Module:
-        """``module`` for names that begin with ``prefix``."""
+        """Returns ``module`` for names that begin with ``prefix``."""
         return lambda name, function, x: self.module(prefix + name, function, x)
 
 
@@ -74,15 +64,16 @@ NO_TAP = Tap()
 
 
 def linear(x: Tensor, w: Weights, name: str, module: Module) -> Tensor:
-    """x W^T + b, and without b where ``w``, the weights of a layer, has none of this name."""
+    """Computes x W^T + b, without b if ``w``, the weights of a layer, has no bias of this name."""
     return module(name, partial(F.linear, weight=w[name + ".weight"], bias=w.get(name + ".bias")), x)
 
 
 def in_products_of(tokens: int, module: Module, w: Weights) -> Module:
-    """``module`` with zeros in the place of further tokens wherever a matrix in ``w`` is multiplied by fewer than
-    ``tokens`` of them. The result is the same but for its rounding: a GPU's library chooses a kernel by the size of a
-    product, and kernels add up in different orders. Stacked experts and the head are left as they are, the head because
-    its outputs would take gigabytes."""
+    """Returns ``module`` that zero-pads inputs to ``tokens`` wherever they are multiplied by a matrix in ``w``.
+
+    Only the rounding of the result changes: a GPU library chooses its kernel by the size of a product, and kernels add
+    in different orders. Stacked experts are not padded, and neither is the head, whose outputs would take gigabytes.
+    """
 
     def run(name: str, function: Function, x: Tensor) -> Tensor:
         weight, count = w.get(f"{name}.weight"), len(x)
@@ -94,7 +85,7 @@ def in_products_of(tokens: int, module: Module, w: Weights) -> Module:
 
 
 def rms_norm(x: Tensor, weight: Tensor, norm: Norm, policy: Policy) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension (arXiv 1910.07467 equation 4).
+    """Computes x / sqrt(mean(x^2) + eps) * weight over the last dimension (arXiv 1910.07467 equation 4).
 
     Llama rounds to the compute dtype before it multiplies by the weight, OLMo 2 and Gemma (weight: 1 + w) after it.
     """
@@ -111,14 +102,14 @@ Table = tuple[Tensor, Tensor]  # cos and sin, (T, 1, dims / 2) each
 
 
 def rotary_table(tokens: int, rotary: Rotary, *, compute: torch.dtype, stable: torch.dtype) -> Table:
-    """cos and sin of position * frequency (arXiv 2104.09864 section 3.2.2), computed in ``stable``."""
+    """Computes cos and sin of position * frequency (arXiv 2104.09864 section 3.2.2) in ``stable``."""
     angles = torch.arange(tokens, dtype=stable)[:, None, None] * frequencies(rotary, stable)
     size = rotary.scaling.attention_factor if isinstance(rotary.scaling, Yarn) else 1.0
     return (angles.cos() * size).to(compute), (angles.sin() * size).to(compute)
 
 
 def rotate(x: Tensor, table: Table) -> Tensor:
-    """Turn each pair (x_i, x_{i+R/2}) of a head's first R numbers by its angle, and leave the others as they are.
+    """Rotates each pair (x_i, x_{i+R/2}) of a head's first R numbers by its angle; the rest stays as it is.
 
     ``x``: (T, H, E). The pairing is that of the published Hugging Face weights.
     """
@@ -129,7 +120,7 @@ def rotate(x: Tensor, table: Table) -> Tensor:
 
 
 def frequencies(rotary: Rotary, dtype: torch.dtype) -> Tensor:
-    """The angle by which each pair turns from one position to the next, (dims / 2,)."""
+    """Returns the angle by which each pair turns from one position to the next, (dims / 2,)."""
     exponents = torch.arange(0, rotary.dims, 2, dtype=dtype) / rotary.dims
     plain = 1.0 / rotary.theta**exponents
     match rotary.scaling:
@@ -144,21 +135,21 @@ def frequencies(rotary: Rotary, dtype: torch.dtype) -> Tensor:
 
 
 def _llama3(plain: Tensor, s: Llama3) -> Tensor:
-    """Llama 3.1 (arXiv 2407.21783 section 3.4.2 has the longer context, Meta's `apply_scaling` the formula).
+    """Scales frequencies as Llama 3.1 does (context: arXiv 2407.21783 section 3.4.2; formula: Meta's `apply_scaling`).
 
-    A pair that turns ``turns`` times within the original positions keeps its frequency from high_freq_factor turns on,
-    has it divided by the factor up to low_freq_factor turns, and goes over linearly in the turns between the two.
+    A pair with at least high_freq_factor turns within the original positions keeps its frequency. A pair with at most
+    low_freq_factor turns has its frequency divided by the factor. Between the two, the frequency is interpolated.
     """
     turns = s.original_positions * plain / (2 * math.pi)
-    kept = ((turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)).clamp(0.0, 1.0)
-    return (1 - kept) * plain / s.factor + kept * plain
+    weight = ((turns - s.low_freq_factor) / (s.high_freq_factor - s.low_freq_factor)).clamp(0.0, 1.0)
+    return (1 - weight) * plain / s.factor + weight * plain
 
 
 def _yarn(plain: Tensor, rotary: Rotary, s: Yarn) -> Tensor:
-    """YaRN (arXiv 2309.00071 section 3.2, "NTK-by-parts"), with the ramp in pairs of numbers, as in the authors' code.
+    """Scales frequencies by YaRN (arXiv 2309.00071 section 3.2, "NTK-by-parts"), with the authors' ramp over pairs.
 
     The pair that turns b times within L positions is number dims * ln(L / (2 pi b)) / (2 ln theta). Pairs before that
-    of beta_fast turns keep their frequency, pairs after that of beta_slow turns have it divided by the factor.
+    of beta_fast turns keep their frequency. Pairs after that of beta_slow turns have it divided by the factor.
     """
 
     def pair_of(turns: float) -> float:
@@ -169,6 +160,6 @@ def _yarn(plain: Tensor, rotary: Rotary, s: Yarn) -> Tensor:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, rotary.dims - 1)
     if first == last:
-        last += 0.001  # the authors' code: no division by zero
+        last += 0.001  # as in the authors' code, against division by zero
     slow = ((torch.arange(len(plain), dtype=plain.dtype) - first) / (last - first)).clamp(0.0, 1.0)
     return slow * plain / s.factor + (1 - slow) * plain

@@ -1,16 +1,14 @@
-"""Devices: on which GPUs the oracle keeps a model, and how many bytes it needs of them.
+"""Loads the model of a role for the oracle, and chooses its GPUs.
 
-Of a model of P trained parameters in float64: weights 8 P, gradients 8 P, and if there is a step after the first one
-16 P for AdamW's moments or 8 P for a momentum. Gradients and updates are made tensor by tensor, so no further copy of
-the model is ever held. Each GPU needs room for one document beside that: its activations, the largest tensor a few
-times while it is updated, and on the first one the logits a few times. That is what SPARE is for.
-
-Decoder: the model of one role as the oracle runs it.
-
-Serves claim 6. A model_type of architecture.py is computed from the papers (``Written``). For any other causal language
-model, transformers' own implementation in a single process takes this place (transformers_decoder.py): a second-class
-oracle, which sees what a backend does to the model, and nothing that transformers itself gets wrong. Losses,
+Models of a family in conformance/models/families.py are computed from the papers (``Written``). For any other causal
+language model, transformers' own implementation in a single process serves as a second-class oracle
+(transformers_reference.py). It shows what a backend does to the model, but no mistake of transformers itself. Losses,
 optimizers, clipping and advantages are the oracle's own in both cases.
+
+Memory for P trained parameters in float64: weights 8 P bytes, gradients 8 P, and with more than one step 16 P for
+AdamW's moments or 8 P for a momentum. Gradients are scaled and weights updated tensor by tensor, so there is never
+another copy of the model. Each GPU also needs memory for one document: its activations, a few copies of the largest
+tensor during its update, and on the first GPU a few copies of the logits. SPARE reserves it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -48,7 +46,7 @@ SPARE = 0.3  # share of a GPU's free memory
 
 
 def bytes_needed(scenario: Scenario, models: Mapping[str, Path], policy: Policy) -> int:
-    """Of weights, gradients and optimizer states of all models."""
+    """Returns the bytes of weights, gradients and optimizer states of all models."""
     moments = {"adamw": 2, "sgd": 1}[scenario.optimizer.name] if scenario.steps > 1 else 0
     total = 0
     for role in scenario.objective.roles:
@@ -58,27 +56,27 @@ def bytes_needed(scenario: Scenario, models: Mapping[str, Path], policy: Policy)
 
 
 def devices_for(device: str, needed: int) -> list[str]:
-    """``device``, or of the GPUs from this one on as few as have room for a model, which they share equally.
+    """Returns ``device``, or the smallest number of GPUs from it on that can share a model of ``needed`` bytes equally.
 
-    Those with the most free memory are taken, because another program may have filled some. If all together have not
-    enough room, all are given, and the run will say that memory is short.
+    GPUs with the most free memory are preferred, because another program may use some. If even all of them are too
+    small, all are returned, and the run will fail with an out-of-memory error.
     """
     first = torch.device(device)
     if first.type == "cpu":
         return [device]
     gpus = range(first.index or 0, torch.cuda.device_count())
-    room = {gpu: torch.cuda.mem_get_info(gpu)[0] * (1 - SPARE) for gpu in gpus}
-    emptiest = sorted(gpus, key=lambda gpu: -room[gpu])  # equal ones stay in their order
-    enough = (count for count in range(1, len(gpus) + 1) if count * room[emptiest[count - 1]] >= needed)
+    free = {gpu: torch.cuda.mem_get_info(gpu)[0] * (1 - SPARE) for gpu in gpus}
+    emptiest = sorted(gpus, key=lambda gpu: -free[gpu])  # equal ones stay in their order
+    enough = (count for count in range(1, len(gpus) + 1) if count * free[emptiest[count - 1]] >= needed)
     return [f"cuda:{gpu}" for gpu in sorted(emptiest[: next(enough, len(gpus))])]
 
 
 class Decoder(Protocol):
-    """A causal decoder with a head for logits or, as a value model, for one number per token.
+    """Runs a causal decoder with a head for logits or, as a value model, for one number per token.
 
-    vocab_size, padding_token: of its configuration. window: of the layers with the shortest one; None without any.
-    second_class: whose implementation it is; empty if it is written from the papers. router_loss: the factor of its
-    routers' load-balancing loss.
+    vocab_size, padding_token: of the configuration. window: the shortest of all layers; None without any.
+    second_class: names the implementation; empty for a model that is written from the papers. router_loss: the factor
+    of the load-balancing loss.
     """
 
     @property
@@ -98,43 +96,45 @@ class Decoder(Protocol):
 
     @property
     def routers(self) -> tuple[MixtureOfExperts, ...]:
-        """In the order of its layers; empty if nothing is known of its routers, or it has none."""
+        """Returns the routers in the order of the layers; empty if the model has none or they are unknown."""
         ...
 
     def routing(self, document: Document, key: str) -> Routing | None:
-        """For the forward pass of a document that is recorded under ``key``; None without ``routers``."""
+        """Returns the routing of a document's forward pass, recorded under ``key``; None without ``routers``."""
         ...
 
     def parameter_names(self, head: Head) -> tuple[str, ...]:
-        """The names of all parameters with this head, in the model's order, without those of adapters."""
+        """Returns the names of all parameters with this head, in the model's order, without adapters."""
         ...
 
     @property
     def adapter_names(self) -> tuple[str, ...]:
-        """The names of the parameters of its adapters; empty without any."""
+        """Returns the names of the adapters' parameters; empty without any."""
         ...
 
     def adapted(self, lora: LoraConfig) -> "Decoder":
-        """The same with adapters. Raises UsageError where it can have none, or not these."""
+        """Returns this decoder with adapters. Raises UsageError if it does not support them."""
         ...
 
     def merged(self, weights: Weights) -> Weights:
-        """The weights of a model without adapters that computes the same."""
+        """Merges adapters into the weights, so that a model without adapters computes the same."""
         ...
 
     def check_weights(self, folder: Path) -> None:
-        """Raises UsageError if the weights in a Hugging Face folder are not those of the model."""
+        """Raises UsageError if the weights in a Hugging Face folder do not fit the model."""
         ...
 
     def varied(self, variant: Variant) -> "Decoder":
-        """The same with an architecture that is wrong on purpose, if the variant has one."""
+        """Returns this decoder with the variant's architecture, which may be wrong on purpose."""
         ...
 
     def load(
         self, folder: Path, dtype: torch.dtype, variant: Variant, *, trained: bool, devices: Sequence[str]
     ) -> Weights:
-        """All parameters in ``dtype``, as the variant loads them, over ``devices`` if it can. Raises UsageError as
-        ``check_weights``."""
+        """Reads all parameters in ``dtype``, as the variant loads them, spread over ``devices`` if possible.
+
+        Raises UsageError as ``check_weights`` does.
+        """
         ...
 
     def forward(
@@ -146,17 +146,17 @@ class Decoder(Protocol):
         tap: Tap = NO_TAP,
         routing: Routing | None = None,
     ) -> Tensor:
-        """Logits (T, V), or values (T, 1), of one document ``tokens`` (T,) int64 in ``policy.compute``."""
+        """Returns logits (T, V), or values (T, 1), of one document ``tokens`` (T,) int64 in ``policy.compute``."""
         ...
 
     def described(self) -> dict[str, Any]:
-        """What it computes, as JSON values for a record's header."""
+        """Describes the model as JSON values for a record's header."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """The decoder of forward.py; see Decoder for the contract of each method."""
+    """Runs the decoder of decoder.py; Decoder documents each method."""
 
     architecture: Architecture
     second_class: str = ""
@@ -234,23 +234,23 @@ class Written:
 
 
 def read_decoder(folder: Path, *, disable_dropout: bool = False, trusted: bool = False) -> Decoder:
-    """The decoder of the Hugging Face folder ``folder``, for an objective with this ``disable_dropout``.
+    """Returns the decoder of the Hugging Face folder ``folder``, for an objective with this ``disable_dropout``.
 
-    ``trusted``: the folder's Python code may be run, which only a second-class oracle does. Raises UsageError for a
-    folder that cannot be read and for what neither the oracle nor transformers can compute.
+    ``trusted``: whether the folder's Python code may run, which only a second-class oracle needs. Raises UsageError for
+    an unreadable folder and for a model that neither the oracle nor transformers can compute.
     """
     if is_written(folder):
         return Written(architecture=read_architecture(folder, disable_dropout=disable_dropout))
-    # Importing transformers takes seconds, for which most runs of the oracle have no need.
+    # Importing transformers takes seconds, and most runs do not need it.
     from conformance.oracle.transformers_reference import TransformersDecoder
 
     return TransformersDecoder(folder, disable_dropout=disable_dropout, trusted=trusted)
 
 
 def is_routed(folder: Path) -> bool:
-    """Whether the model has routers that are judged: those of a mixture of experts that the oracle computes.
+    """Tells whether the model has routers that are judged, in a mixture of experts computed from the papers.
 
-    Reads the model's configuration once, and again only when the file has changed.
+    The result is cached until the configuration file changes.
     """
     file = folder / "config.json"
     stat = file.stat() if file.exists() else None

@@ -1,8 +1,8 @@
-"""Looking ahead: what the oracle computes of a roll-out before its first update, and keeps for all its updates.
+"""Computes, once per rollout, the columns that all its updates read.
 
-Serves claim 1 for reinforcement learning. Forward passes run document by document over all mini-batches: old log-probs,
-log-probs of the reference, values of the critic. What routers do in them is recorded as well, each pass under a key of
-its own (conformance.spec.observables.look_routing).
+Forward passes run document by document over all mini-batches and give old log-probs, log-probs of the reference and
+values of the critic. The choices of routers are recorded for each pass under a key of its own
+(conformance.spec.observables.rollout_routing).
 """
 
 from collections import defaultdict
@@ -19,14 +19,14 @@ from conformance.oracle.step import Model
 from conformance.oracle.variant import HONEST, Variant
 from conformance.spec.batch import Batch, Document
 from conformance.spec.objectives import Objective
-from conformance.spec.observables import look_routing
+from conformance.spec.observables import rollout_routing
 
 RowsByKey = Mapping[str, Mapping[int, Tensor]]  # by the key of an observable, then by the row's index in its batch
 
 
 @dataclass(frozen=True)
-class Looked:
-    """A batch with all columns that its update reads. ``rows``: what routers did in the passes that made them."""
+class AnnotatedBatch:
+    """Holds a batch with all columns that its update reads, and in ``rows`` the router weights of the rollout pass."""
 
     batch: Batch
     rows: RowsByKey = field(default_factory=dict)
@@ -34,26 +34,31 @@ class Looked:
 
 def annotated(
     batches: Sequence[Batch], models: Sequence[Model], objective: Objective, policy: Policy, variant: Variant = HONEST
-) -> Iterator[Looked]:
-    """The batches, one when it is asked for; those of a roll-out with the columns that are computed of it as a whole,
-    by the weights that the models have when its first one is asked for. Its mini-batches go round, epoch by epoch."""
+) -> Iterator[AnnotatedBatch]:
+    """Yields batches lazily.
+
+    At the first mini-batch of a rollout, it computes old log-probs, reference log-probs, values and advantages for the
+    whole rollout with the current weights. Later epochs repeat the mini-batches with the same columns.
+    """
     if objective.reads == "samples":
-        yield from map(Looked, batches)
+        yield from map(AnnotatedBatch, batches)
         return
     functions = rollout_functions_of(objective)
-    known: list[Looked] = []
+    known: list[AnnotatedBatch] = []
     first = 0
     for batch in batches:
         if batch.rollout:
-            known = look_ahead(batch.rollout, models, functions, policy.before_updates, variant)
+            known = run_rollout_pass(batch.rollout, models, functions, policy.before_updates, variant)
             first = batch.step
-        looked = known[(batch.step - first) % len(known)]
-        yield replace(looked, batch=with_columns(batch, looked.batch))
+        annotation = known[(batch.step - first) % len(known)]
+        yield replace(annotation, batch=with_columns(batch, annotation.batch))
 
 
 def with_columns(batch: Batch, known: Batch) -> Batch:
-    """``batch`` with the columns of ``known``, which is the same mini-batch of its roll-out, gone through before. Its
-    own stay, such as choices of experts, which are of this step."""
+    """Adds the columns of ``known`` to ``batch``, the same mini-batch in a later epoch.
+
+    Columns of ``batch`` take precedence, for example the choices of experts, which belong to this step.
+    """
     rows = []
     for own, other in zip(batch.rows, known.rows, strict=True):
         pairs = zip(own.documents, other.documents, strict=True)
@@ -63,23 +68,23 @@ def with_columns(batch: Batch, known: Batch) -> Batch:
 
 
 @torch.no_grad()
-def look_ahead(
+def run_rollout_pass(
     batches: Sequence[Batch],
     models: Sequence[Model],
     functions: RolloutFunctions,
     policy: Policy,
     variant: Variant,
-) -> list[Looked]:
-    """The mini-batches of a roll-out with all their columns."""
+) -> list[AnnotatedBatch]:
+    """Returns the mini-batches of a rollout with all their columns."""
     found: dict[str, list[list[Tensor]]] = {}
     rows: list[dict[str, dict[int, Tensor]]] = [{} for _ in batches]
-    for model in (model for model in models if functions.looks(model.role.name)):
-        key, outputs = look_routing(model.role.prefix, trained=model.role.trained), []
+    for model in (model for model in models if functions.needs_rollout_pass(model.role.name)):
+        key, outputs = rollout_routing(model.role.prefix, trained=model.role.trained), []
         for number, batch in enumerate(batches):
             routed: dict[int, list[Tensor]] = defaultdict(list)
             outputs.append(
                 [
-                    _look(model, document, functions, policy, variant, key, routed[row.index])
+                    _document_numbers(model, document, functions, policy, variant, key, routed[row.index])
                     for row in batch.rows
                     for document in row.documents
                 ]
@@ -88,10 +93,10 @@ def look_ahead(
                 rows[number][key] = {row: torch.cat(parts) for row, parts in routed.items()}
         found[model.role.name] = outputs
     made = functions.annotate(batches, found, stable=policy.stable)
-    return [Looked(batch, of) for batch, of in zip(made, rows, strict=True)]
+    return [AnnotatedBatch(batch, of) for batch, of in zip(made, rows, strict=True)]
 
 
-def _look(
+def _document_numbers(
     model: Model,
     document: Document,
     functions: RolloutFunctions,
@@ -100,7 +105,7 @@ def _look(
     key: str,
     routed: list[Tensor],
 ) -> Tensor:
-    """What is kept of one document, (targets,). Adds what its routers did to ``routed``."""
+    """Returns the numbers of one document, (targets,), and appends its router weights to ``routed``."""
     routing = model.decoder.routing(document, key)
     if not (any(document.targets) or routing):
         return torch.zeros(0, dtype=policy.stable)
@@ -110,4 +115,4 @@ def _look(
         routed.append(routing.rows)
     if not any(document.targets):
         return torch.zeros(0, dtype=policy.stable)
-    return functions.look(model.role.name, output, document, stable=policy.stable)
+    return functions.rollout_numbers(model.role.name, output, document, stable=policy.stable)

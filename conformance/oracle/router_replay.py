@@ -1,8 +1,7 @@
-"""Choices: what the routers of a run chose in each of its forward passes, as columns of its batches.
+"""Writes the experts that routers chose in each forward pass of a run as columns of its batches.
 
-Serves claim 1 below the exact tier, where these are given to everybody (conformance.runner.oracle_jobs). A pass is
-known by the key that it is recorded under: an update's, or one of a roll-out before its first update, by each model's
-own weights.
+Below the exact tier, every backend replays these choices (conformance.runner.oracle_jobs). A pass is identified by its
+recording key: an update, or a pass over a rollout before its first update, by each model's own weights.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,30 +15,32 @@ from conformance.oracle.rollout_pass import RowsByKey
 from conformance.spec.batch import Batch, Column, Document, Row, expert_column, write_batches
 from conformance.spec.observables import OLD_ROUTING, ROUTING
 
-NO_PASS = -1.0  # in the place of an expert: the run ends before this pass, which is therefore never made
+NO_PASS = -1.0  # replaces an expert's number where the run ends before the pass
 
 
 @dataclass
 class Choices:
-    """Of a run on ``batches``. ``routers``: of its models, which all have the same. ``of``: the chosen experts of each
-    row, (T, routers, K), by step and by the key of the pass."""
+    """Collects the choices of a run on ``batches``.
+
+    ``routers``: the same for all its models. ``of``: the chosen experts of each row, (T, routers, K), by step and key.
+    """
 
     batches: Sequence[Batch]
     routers: Sequence[MixtureOfExperts]
     of: dict[tuple[int, str], dict[int, Tensor]] = field(default_factory=dict)
 
     def note(self, step: int, rows: RowsByKey) -> None:
-        """``rows``: of a step, by key; those of other observables are left out."""
+        """Adds ``rows`` of a step, by key; observables other than routing are ignored."""
         for key, weights in rows.items():
             if self.routers and key.rpartition(".")[2] in (ROUTING, OLD_ROUTING):
                 self.of[step, key] = {row: self._chosen(tensor) for row, tensor in weights.items()}
 
     def _chosen(self, weights: Tensor) -> Tensor:
         of_tokens = weights.view(-1, len(self.routers), self.routers[0].experts)
-        return of_tokens.topk(self.routers[0].chosen, dim=-1).indices.cpu()  # what is not chosen has weight 0
+        return of_tokens.topk(self.routers[0].chosen, dim=-1).indices.cpu()  # unchosen experts have weight 0
 
     def write(self, path: Path) -> None:
-        """Write the batches with these columns."""
+        """Writes the batches with these columns."""
         keys = sorted({key for _, key in self.of})
         chosen = [replace(b, rows=tuple(self._row(b.step, row, keys) for row in b.rows)) for b in self.batches]
         write_batches(path, chosen)

@@ -28,7 +28,7 @@ from conformance.oracle.objectives import rollout_functions_of
 from conformance.oracle.optimizer import LossScale, clip_factor, global_norm, make_optimizer
 from conformance.oracle.primitives import Policy, Tap
 from conformance.oracle.role_model import Decoder, bytes_needed, devices_for, is_routed, read_decoder
-from conformance.oracle.rollout_pass import annotated, look_ahead, with_columns
+from conformance.oracle.rollout_pass import annotated, run_rollout_pass, with_columns
 from conformance.oracle.router_replay import Choices
 from conformance.oracle.step import EMBEDDING, Model, Observed, observe
 from conformance.oracle.variant import HONEST, UNNAMED, UNNAMED_NORM, Variant, Weights
@@ -106,17 +106,15 @@ def run_oracle(
     device: str = "cpu",
     trusted: bool = False,
 ) -> None:
-    """Train ``scenario.steps`` steps of ``batches`` from the folders in ``models``, one for each role of the objective;
-    write a complete record at ``out``.
+    """Trains ``scenario.steps`` steps of ``batches``, and writes a complete record to ``out``. ``models``: by role.
 
-    ``policy_name`` is "float64" for the reference, or the precision whose error is wanted:
-    float32 master weights, gradients and optimizer, computed in float32, bfloat16 or float16, with torch's fused
-    attention kernel or ("-plain") by the formula. A precision's error is that of the kernels of ``device``, so it is
-    measured where the cell runs, with the settings of its tier (conformance.numerics.determinism). With a GPU, the
-    layers of a model that is too large for it are placed on several. At the steps in ``restarts`` optimizer and
-    schedule begin anew, because the cell goes on from exported weights there; at those in ``merges`` the policy's
-    adapter is added to the base, and begins anew as well. ``defects``: what the run gets wrong, as a library is known
-    to. ``trusted``: the Python code of a model's folder may be run (read_decoder).
+    policy_name: "float64" for the reference, or a precision whose error is measured: float32 master weights, gradients
+    and optimizer, computed in float32, bfloat16 or float16, with torch's fused attention kernel or ("-plain") by the
+    formula. The error is that of the kernels of ``device``, so it is measured where the cell runs, with the settings of
+    its tier (conformance.numerics.determinism). A model that is too large for one GPU is spread over several by layers.
+    restarts: steps at which optimizer and schedule begin anew, because the cell resumes from exported weights.
+    merges: steps at which the policy's adapter is merged into the base and then begins anew. defects: known defects to
+    reproduce. trusted: whether the Python code of a model's folder may run (read_decoder).
 
     Raises ValueError for a model or an objective that the oracle does not know, too few batches, a step without target
     tokens, and gradients that are not finite.
@@ -145,7 +143,7 @@ def run_oracle(
                 policy,
                 settings=settings,
                 decoders={model.role.name: model.decoder for model in loaded},
-                loss_scale=loaded[-1].scale(policy),  # of a model that is trained: frozen ones come first
+                loss_scale=loaded[-1].scale(policy),  # frozen models come first, so the last one is trained
                 defects=defects,
             ),
             observables=all_observables(
@@ -155,19 +153,22 @@ def run_oracle(
             ),
         )
         started = time.perf_counter()
-        # A defect changes gradients, and not how far they would move, so one that has any says nothing of that.
+        # A defect changes the gradients but not ``shifted``, so a run with defects does not record it.
         shifts = policy.compute == torch.float64 and not defects
         choices = _train(scenario, loaded, batches, writer, policy, variant, restarts, merges, above, shifts)
-        told: dict[str, Any] = {"seconds": time.perf_counter() - started}
+        summary: dict[str, Any] = {"seconds": time.perf_counter() - started}
         if policy_name == FLOAT64 and choices.routers:
             choices.write(out / CHOICES)
-            told["choices"] = file_sha256(out / CHOICES)
-        writer.finish(told)
+            summary["choices"] = file_sha256(out / CHOICES)
+        writer.finish(summary)
 
 
 def policy_of(name: str, scenario: Scenario, batches: Sequence[Batch], device: str) -> Policy:
-    """Of a run of the oracle. On a GPU, the further noise run has products of as many tokens as a micro-batch of one of
-    two data-parallel ranks: there, rounding depends on the size of a product (docs/explanations/tolerances.md)."""
+    """Returns the policy of a run.
+
+    On a GPU, the "-plain" noise run has products of as many tokens as a micro-batch of one of two data-parallel ranks:
+    on GPUs, rounding depends on the size of a product (docs/explanations/tolerances.md).
+    """
     policy = POLICIES[name]
     if device == "cpu" or policy.fused or policy.compute == torch.float64:
         return policy
@@ -184,10 +185,10 @@ def observe_step(
     weights: Callable[[int, Role], Weights | None],
     taps: Mapping[str, Tap],
 ) -> Observed:
-    """Forward and backward of one step in float64, without an update. ``batches``: all up to this step.
+    """Runs forward and backward of one step in float64, without an update. ``batches``: all up to this step.
 
-    ``weights(step, role)``: those before a step, by name; None for those of the folder. Asked for this step, and for
-    the one that its roll-out began at. ``taps`` see every module of the models of these roles in this step.
+    ``weights(step, role)``: the weights before a step, by name, or None for those of the folder. It is called for this
+    step and for the first step of its rollout. ``taps`` observe every module of the models of these roles.
     """
     policy, objective = POLICIES[FLOAT64], scenario.objective
     loaded = [_load(role, models[role.name], scenario, policy, HONEST, ["cpu"], False) for role in objective.roles]
@@ -200,7 +201,7 @@ def observe_step(
     if objective.reads == "rollouts":
         first = max(number for number, one in enumerate(batches[: step + 1]) if one.rollout)
         as_before(first)
-        known = look_ahead(batches[first].rollout, loaded, rollout_functions_of(objective), policy, HONEST)
+        known = run_rollout_pass(batches[first].rollout, loaded, rollout_functions_of(objective), policy, HONEST)
         batch = with_columns(batch, known[(step - first) % len(known)].batch)
     as_before(step)
     return observe(batch, loaded, objective, policy, HONEST, taps)
@@ -214,22 +215,22 @@ def _load(
     if scenario.lora and role == POLICY:
         decoder = decoder.adapted(scenario.lora)
     decoder = decoder.varied(variant)
-    # There are masters of what is trained; a frozen model is held in the precision that it computes in.
-    held = policy.stable if role.trained else policy.compute
-    weights = decoder.load(folder, held, variant, trained=role.trained, devices=devices)
+    # Trained weights are kept as masters, frozen weights in the compute dtype.
+    dtype = policy.stable if role.trained else policy.compute
+    weights = decoder.load(folder, dtype, variant, trained=role.trained, devices=devices)
     own = (name for name in weights if not is_buffer(name))
     trained = frozenset(name for name in own if scenario.trains(role, name.removeprefix(UNNAMED)))
     return Model(role=role, decoder=decoder, weights=weights, trained=trained, z_loss=scenario.router_z_loss)
 
 
 def _tier(policy: Policy, folders: Iterable[Path]) -> contextlib.AbstractContextManager[None]:
-    """What float64 needs where transformers, which rounds to float32 in places, is the oracle."""
+    """Enters the exact tier for float64 if transformers, which rounds to float32 in places, is the oracle."""
     second_class = not all(map(is_written, folders))
     return exact_tier() if second_class and policy.compute == torch.float64 else contextlib.nullcontext()
 
 
 def _begin(scenario: Scenario, models: Sequence[Model]) -> None:
-    """Make new optimizers, and begin schedule and loss scale."""
+    """Creates new optimizers, and resets schedule and loss scale."""
     for model in (model for model in models if model.role.trained):
         model.optimizers = {name: make_optimizer(scenario.optimizer) for name in model.trained}
         model.updates = 0
@@ -252,19 +253,19 @@ def _train(
     writer.loaded({name: t for model in models for name, t in _kept(model, "weight", model.weights, above).items()})
     adapters = {model.role.name: {n: model.weights[n] for n in model.decoder.adapter_names} for model in models}
     choices = Choices(batches, models[-1].decoder.routers)
-    for step, looked in enumerate(annotated(batches, models, scenario.objective, policy, variant)):
-        choices.note(step, looked.rows)
-        if step >= scenario.steps:  # a mini-batch that advantages need, and no update
+    for step, annotation in enumerate(annotated(batches, models, scenario.objective, policy, variant)):
+        choices.note(step, annotation.rows)
+        if step >= scenario.steps:  # a mini-batch that is needed for advantages only
             continue
         step_started = time.perf_counter()
         if step in restarts:
             _begin(scenario, models)
         for model in (model for model in models if step in merges and adapters[model.role.name]):
             model.weights = model.decoder.merged(model.weights) | adapters[model.role.name]
-        observed = observe(looked.batch, models, scenario.objective, policy, variant, shifts=shifts)
+        observed = observe(annotation.batch, models, scenario.objective, policy, variant, shifts=shifts)
         choices.note(step, observed.rows)
         values, tensors = dict(observed.values), dict[str, Tensor]()
-        for key, rows in {**looked.rows, **observed.rows}.items():
+        for key, rows in {**annotation.rows, **observed.rows}.items():
             tensors |= {f"{key}/{row}": tensor for row, tensor in rows.items()}
         for model in models:
             if not model.role.trained:
@@ -293,8 +294,11 @@ def _train(
 
 
 def _update(model: Model, gradients: Weights, factor: float, lr: float, *, is_last: bool) -> None:
-    """Update the weights, one after another, and drop each gradient, and after the last step each optimizer state:
-    together they may be several times as large as the model."""
+    """Updates the weights one after another.
+
+    Each gradient is dropped after use, and each optimizer state after the last step: together they may be several times
+    as large as the model.
+    """
     for name in list(gradients):
         gradient, optimizer = gradients.pop(name) * factor, model.optimizers[name]
         model.weights[name] = optimizer.step({name: model.weights[name]}, {name: gradient}, lr)[name]
@@ -304,7 +308,7 @@ def _update(model: Model, gradients: Weights, factor: float, lr: float, *, is_la
 
 
 def _kept(model: Model, kind: str, tensors: Weights, above: float) -> dict[str, Tensor]:
-    """What a record keeps of what has a name in the model's folder."""
+    """Returns what the record keeps of tensors that have a name in the model's folder."""
     key = model_key(model.role.prefix, kind)
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():

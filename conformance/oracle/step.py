@@ -1,12 +1,6 @@
-"""Shifted: how far rows of a value model's embedding move where all values of a document move by the same number.
+"""Runs forward and backward of one optimizer step, document by document, and returns what is recorded.
 
-Serves claim 6. The loss of a value model pulls some values of a document up and others down, and what they add to a row
-may nearly cancel. Errors of values that follow from nearly equal hidden states are nearly equal, so they do not, and
-the norm of the row says nothing of them: another backward pass does (docs/explanations/tolerances.md).
-
-Step: forward and backward of one optimizer step, document by document, and what is recorded of it.
-
-Serves claim 6. Rows are never packed or padded here, and gradients are added up over documents.
+Rows are never packed or padded here, and gradients are summed over documents.
 """
 
 from collections import Counter, defaultdict
@@ -33,32 +27,42 @@ EMBEDDING = "model.embed_tokens.weight"
 
 
 def value_gradient(loss: Tensor, values: Tensor, document: Document, *, scale: float) -> Tensor:
-    """The gradients of ``loss`` with respect to what ``values`` (T, 1) has for the targets of the document: float64
-    (targets,). ``scale``: what the loss is multiplied by meanwhile. Graphs are kept."""
+    """Returns the gradients of ``loss`` with respect to the values that predict targets, float64 (targets,).
+
+    ``values``: (T, 1). ``scale``: multiplies the loss during the backward pass. Graphs are kept.
+    """
     (gradient,) = torch.autograd.grad(loss * scale, values, retain_graph=True, materialize_grads=True)
     return gradient[target_positions(document) - 1, 0].double() / scale
 
 
 class Shifted:
-    """Of one value model in one step."""
+    """Measures how far rows of a value model's embedding move if all values of a document move by the same number.
+
+    The loss of a value model pulls some values of a document up and earlier down, and their contributions to a row may
+    nearly cancel. Values of nearly equal hidden states have nearly equal errors, which do not cancel. So the norm of
+    the row says nothing about its error, and another backward pass measures it (docs/explanations/tolerances.md).
+    """
 
     def __init__(self, batch: Batch) -> None:
         self._copies = Counter(_content(document) for document in batch.documents)
         self._squares: Tensor | None = None
 
     def add(self, document: Document, values: Tensor, embedding: Tensor) -> None:
-        """``values`` (T, 1) of a document, whose graph is kept; ``embedding`` (V, D) is a leaf of it."""
-        together = values[target_positions(document) - 1].sum()
-        (moved_VD,) = torch.autograd.grad(together, embedding, retain_graph=True)
-        # Documents err independently of each other. Copies of one err alike, so of C of them the sum is C times one.
+        """Adds a document. ``values``: (T, 1), whose graph is kept. ``embedding``: (V, D), a leaf of that graph."""
+        total = values[target_positions(document) - 1].sum()
+        (moved_VD,) = torch.autograd.grad(total, embedding, retain_graph=True)
+        # Documents have independent errors. C copies of one document have equal errors, so their sum is C times one.
         squares = self._copies[_content(document)] * moved_VD.square().sum(1)
         self._squares = squares if self._squares is None else self._squares + squares
 
     @property
     def norms(self) -> Tensor:
-        """(V,) in the dtype of the weights: of each row, the distance that it moves where the gradients of the loss
-        with respect to values are off by 1, all of a document alike, and the signs of documents are random."""
-        assert self._squares is not None, "a step without target tokens is refused before"
+        """Returns for each row how far it moves, (V,) in the dtype of the weights.
+
+        The gradients of the loss with respect to values are off by 1, equally within a document, with random signs
+        between documents.
+        """
+        assert self._squares is not None, "a step without target tokens is rejected before"
         return self._squares.sqrt()
 
 
@@ -66,17 +70,17 @@ def _content(document: Document) -> tuple[tuple[int, ...], tuple[bool, ...]]:
     return document.tokens, document.targets
 
 
-# Without it, gradients of a mean over thousands of tokens fall below float16's smallest number (6e-8). A power of two
-# adds no rounding; 4096 keeps a factor of 16 to float16's largest number below GradScaler's initial 65536.
+# Without a scale, gradients of a mean over thousands of tokens fall below float16's smallest number (6e-8). A power of
+# two adds no rounding; 4096 keeps a factor of 16 to GradScaler's initial 65536, which is near float16's largest number.
 FP16_LOSS_SCALE = 2.0**12
 
 
 @dataclass(kw_only=True)
 class Model:
-    """One role's model. ``trained``: names of the parameters that get gradients. ``optimizers``: one for each of them.
+    """Holds the model of one role.
 
-    ``loss_scale`` is None if it is not judged. ``updates``: how many the schedule has counted. ``z_loss``: what the
-    z-loss of its routers is multiplied by.
+    ``trained``: names of the parameters that get gradients. ``optimizers``: one for each of them. ``loss_scale``: None
+    if it is not judged. ``updates``: counted by the schedule. ``z_loss``: the factor of the routers' z-loss.
     """
 
     role: Role
@@ -89,11 +93,11 @@ class Model:
     z_loss: float = 0.0
 
     def routing(self, document: Document) -> Routing | None:
-        """For the document's forward pass of an update."""
+        """Returns the routing of the document's forward pass in an update."""
         return self.decoder.routing(document, model_key(self.role.prefix, ROUTING))
 
     def scale(self, policy: Policy) -> float:
-        """What the loss is multiplied by before the backward pass: in fp16 the loss scale, else 1."""
+        """Returns the factor of the loss in the backward pass: the loss scale in fp16, otherwise 1."""
         if policy.compute != torch.float16:
             return 1.0
         return self.loss_scale.scale if self.loss_scale else FP16_LOSS_SCALE
@@ -101,9 +105,9 @@ class Model:
 
 @dataclass(frozen=True, kw_only=True)
 class Observed:
-    """Forward and backward of one optimizer step: unclipped gradients by role, numbers and rows by observable.
+    """Holds the result of one optimizer step: unclipped gradients by role, numbers and rows by observable.
 
-    ``rows[key][index]``: a tensor (targets,) of the row with this index. ``shifted``: by role, of value models
+    ``rows[key][index]``: a tensor (targets,) of the row with this index. ``shifted``: by role, for value models
     (Shifted.norms).
     """
 
@@ -123,12 +127,11 @@ def observe(
     *,
     shifts: bool = False,
 ) -> Observed:
-    """Run every document of ``batch`` forward and backward, adding gradients up in the dtype of the weights. ``taps``
-    see the modules of the models of these roles. ``shifts``: whether ``shifted`` is found, which is a backward pass
-    more that taps would see.
+    """Runs every document of ``batch`` forward and backward, and sums gradients in the dtype of the weights.
 
-    Raises ValueError if the batch has no target token, or if a gradient is not finite and the scenario says nothing of
-    overflows.
+    ``taps`` observe the modules of the models of these roles. ``shifts``: whether to compute ``shifted``, which takes
+    another backward pass that taps would observe as well. Raises ValueError if the batch has no target token, or if a
+    gradient is not finite and the scenario has no judged loss scale.
     """
     if batch.target_count == 0:
         raise ValueError(f"step {batch.step} has no target token, so its mean loss is undefined; check the data")
@@ -138,7 +141,7 @@ def observe(
     values: dict[str, float] = defaultdict(float, totals)
     highest: dict[str, float] = {}
     rows: dict[str, dict[int, Tensor]] = defaultdict(dict)
-    # What a frozen model says of a roll-out stands in its columns.
+    # The outputs of a frozen model over a rollout are already in its columns.
     running = [m for m in models if m.role.trained or objective.reads == "samples"]
     tokens_of_step = sum(row.length for row in batch.rows)
     balances = {m.role.name: Balance() for m in running}
@@ -148,27 +151,27 @@ def observe(
     for row in _rows(batch, leaves.values(), variant):
         parts: dict[str, list[Tensor]] = defaultdict(list)
         for at, document in enumerate(row.documents):
-            taught = any(document.targets)
-            for tap in taps.values() if taught else ():
+            has_targets = any(document.targets)
+            for tap in taps.values() if has_targets else ():
                 tap.begins(row.index, at)
-            others: dict[str, Tensor] = {}
+            earlier: dict[str, Tensor] = {}
             for model in running:
                 name, routing = model.role.name, model.routing(document) if model.role.trained else None
-                # A document without targets adds nothing to any loss but that of routers, whatever it holds.
-                if not (taught or routing):
+                # A document without targets contributes to the loss of routers only.
+                if not (has_targets or routing):
                     continue
-                tokens, tap = torch.tensor(document.tokens), taps.get(name, NO_TAP) if taught else NO_TAP
+                tokens, tap = torch.tensor(document.tokens), taps.get(name, NO_TAP) if has_targets else NO_TAP
                 output = model.decoder.forward(tokens, leaves[name], policy, variant, tap, routing)
                 loss = torch.zeros((), dtype=policy.stable, device=output.device)
                 if routing:
                     parts[model_key(model.role.prefix, ROUTING)].append(routing.rows)
                     balances[name].add(routing)
                     loss = loss + _router_share(model, routing, chosen[name], tokens_of_step).to(output.device)
-                if not taught:
+                if not has_targets:
                     if loss.requires_grad:
                         (loss * model.scale(policy)).backward()
                     continue
-                term = functions.term(name, output, document, totals=totals, others=others, stable=policy.stable)
+                term = functions.term(name, output, document, totals=totals, earlier=earlier, stable=policy.stable)
                 if model.role.trained:
                     assert term.loss is not None, f"the objective gives no loss for {name}, which is trained"
                     if model.role.head == "value":
@@ -177,7 +180,7 @@ def observe(
                     if name in shifted:
                         shifted[name].add(document, output, leaves[name][EMBEDDING])
                     ((term.loss + loss) * model.scale(policy)).backward()
-                others[name] = output.detach()
+                earlier[name] = output.detach()
                 for key, number in term.values.items():
                     values[key] += number
                 for key, number in term.highest.items():
@@ -202,7 +205,7 @@ def observe(
 
 @torch.no_grad()
 def _choices(batch: Batch, model: Model, policy: Policy, variant: Variant) -> Balance | None:
-    """The choices of all routers in the whole step; None if they are in no loss."""
+    """Counts the choices of all routers in the whole step; returns None if no loss depends on them."""
     if not (model.decoder.router_loss and model.role.trained):
         return None
     balance = Balance()
@@ -215,8 +218,10 @@ def _choices(batch: Batch, model: Model, policy: Policy, variant: Variant) -> Ba
 
 
 def _router_share(model: Model, routing: Routing, step: Balance | None, tokens: int) -> Tensor:
-    """What a document adds to the losses of its model's routers, times their factors; 0 where they are in no loss.
-    ``tokens``: of the whole step."""
+    """Returns a document's share of its routers' losses, times their factors; 0 without such losses.
+
+    ``tokens``: number of tokens of the whole step.
+    """
     assert routing.squares is not None
     assert routing.probabilities is not None
     share = model.z_loss * routing.squares / tokens
@@ -224,7 +229,7 @@ def _router_share(model: Model, routing: Routing, step: Balance | None, tokens: 
 
 
 def _rows(batch: Batch, leaves: Iterable[Weights], variant: Variant) -> Iterator[Row]:
-    """The rows in the order of the variant, which may change what was added up so far between its micro-batches."""
+    """Yields the rows in the variant's order; the variant may change accumulated gradients between micro-batches."""
     for part in variant.micro_batches([batch.rows], batch):
         for own in leaves:
             for name, gradient in variant.carried({n: w.grad for n, w in own.items() if w.grad is not None}).items():

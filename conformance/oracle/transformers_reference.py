@@ -1,7 +1,7 @@
-"""TransformersDecoder: transformers' own implementation as a second-class oracle, in one process, document by document.
+"""Uses transformers' own implementation as a second-class oracle, in a single process and one document at a time.
 
-A document is a batch of its own, without padding, packing or a mask, so what transformers does about these cannot show
-as an error of the model. Its weights are arguments: gradients, optimizer and masters stay the oracle's own.
+Each document is a batch of its own without padding, packing or a mask, so that transformers' handling of these cannot
+cause an error. Weights are passed in as arguments: gradients, optimizer and masters stay the oracle's own.
 """
 
 import functools
@@ -31,19 +31,19 @@ from conformance.spec.batch import Document
 from conformance.spec.lora import LoraConfig
 from conformance.spec.roles import Head
 
-transformers.utils.logging.disable_progress_bar()  # it would stand between the lines of a run
+transformers.utils.logging.disable_progress_bar()  # it would be printed between the lines of a run
 
 SCORE = "score.weight"  # the head of a value model: a linear layer without bias on the last hidden state
-RANDOM = ("drop", "jitter")  # parts of the names of what transformers does at random in training mode
-OF_CLASSIFIERS = ("classifier", "summary")  # names begin so of what only heads for classification read
+RANDOM = ("drop", "jitter")  # parts of the names of options that make training random
+OF_CLASSIFIERS = ("classifier", "summary")  # name prefixes of options that only classification heads read
 
 
 class TransformersDecoder:
-    """See conformance.oracle.role_model.Decoder for the contract of each method.
+    """Implements conformance.oracle.role_model.Decoder.
 
-    Raises UsageError for a model that transformers does not know as a causal language model, whose forward pass takes
-    no positions, that has recurrent layers, and that drops something at random or adds a router's auxiliary loss; and
-    if Python code of the folder would have to be run and is not ``trusted``.
+    Raises UsageError for a model that transformers does not know as a causal language model, without position_ids, with
+    recurrent layers, with dropout or with a router's auxiliary loss, and for a folder that needs its own Python code if
+    it is not ``trusted``.
     """
 
     def __init__(self, folder: Path, *, disable_dropout: bool, trusted: bool) -> None:
@@ -62,21 +62,21 @@ class TransformersDecoder:
                 f"know, and transformers cannot use it as a causal language model: {one_line(error)}"
             ) from None
         taken = inspect.signature(self._class.forward).parameters
-        # The code of a folder hands on whatever it does not name.
+        # Code in a folder may accept position_ids as keyword arguments.
         if "position_ids" not in taken and not self._code:
             raise UsageError(
                 f"{folder / 'config.json'} names {self._class.__name__}, which takes no position_ids, so documents in "
-                f"one row cannot be kept apart; use another model"
+                f"one row cannot be separated; use another model"
             )
         text = self._config.get_text_config()
         self.vocab_size: int = text.vocab_size
         self.padding_token: int | None = getattr(text, "pad_token_id", None)
         kinds = set(getattr(text, "layer_types", None) or ())
-        # transformers calls Mamba's layers linear_attention, and other convolutions by their name.
+        # transformers calls the layers of Mamba linear_attention; other convolutions have names of their own.
         if recurrent := sorted(kind for kind in kinds if kind == "linear_attention" or "attention" not in kind):
             raise UsageError(
                 f"{folder / 'config.json'} names {self._class.__name__}, whose layers of kind {', '.join(recurrent)} "
-                f"hand on what they saw from token to token, so documents in one row cannot be kept apart; use another "
+                f"carry state from token to token, so documents in one row cannot be separated; use another "
                 f"model"
             )
         slides = "sliding_attention" in kinds
@@ -110,8 +110,8 @@ class TransformersDecoder:
 
     def adapted(self, lora: LoraConfig) -> NoReturn:
         raise UsageError(
-            f"the oracle knows adapters of the architectures that it computes itself, and {self._class.__name__} is "
-            f"none of them; leave lora out, or use a model of docs/guides/adding-a-model.md"
+            f"the oracle supports adapters only for architectures that it computes itself, not for "
+            f"{self._class.__name__}; leave lora out, or use a model of docs/guides/adding-a-model.md"
         )
 
     def merged(self, weights: Weights) -> NoReturn:
@@ -153,11 +153,11 @@ class TransformersDecoder:
 
     @property
     def _prefix(self) -> str:
-        """What the names of a value model's parameters begin with, whose module is the language model without head."""
+        """Returns the prefix of parameter names: for a value model, the module is the language model without head."""
         return f"{self._class.base_model_prefix}." if self._head == "value" else ""
 
     def _module(self, policy: Policy, device: str) -> "_Module":
-        """The model without weights. Its buffers are those of a model that is loaded in the dtype of the masters."""
+        """Returns the model without weights. Its buffers are those of a model that is loaded in the master dtype."""
         if policy not in self._models:
             model = self._loaded(self._folder, device, policy.stable, fused=policy.fused)
             self._models[policy] = _Module(model, self._prefix).without_weights()
@@ -166,7 +166,7 @@ class TransformersDecoder:
     def _loaded(
         self, folder: Path, device: str, dtype: torch.dtype, *, fused: bool = False
     ) -> transformers.PreTrainedModel:
-        """The model with the weights of ``folder``, in evaluation mode. Raises UsageError where they do not fit."""
+        """Loads the model with the weights of ``folder``, in evaluation mode. Raises UsageError if they do not fit."""
         value = self._head == "value"
         loader = transformers.AutoModel if value else transformers.AutoModelForCausalLM
         with warnings.catch_warnings():
@@ -176,7 +176,7 @@ class TransformersDecoder:
                 trust_remote_code=self._code,
                 dtype=dtype,
                 attn_implementation="sdpa" if fused and self._class._supports_sdpa else "eager",
-                # Left out, transformers takes a kernel for groups of experts, which knows no float64.
+                # transformers' default is a kernel for groups of experts, which does not support float64.
                 **({} if fused else {"experts_implementation": "eager"}),
                 device_map={"": device},
                 output_loading_info=True,
@@ -193,12 +193,12 @@ class TransformersDecoder:
 
 
 class _Module:
-    """A model that is given its weights with every call, by their names in the causal language model."""
+    """Calls a model with weights that are passed in by their names in the causal language model."""
 
     def __init__(self, model: transformers.PreTrainedModel, prefix: str) -> None:
         self._model, self._prefix = model, prefix
         first: dict[int, str] = {}
-        # A tensor of two names has the first; all of them are replaced in a call.
+        # A tied tensor is known by its first name; all its names are replaced in a call.
         self._names = {
             name: first.setdefault(id(parameter), name)
             for name, parameter in model.named_parameters(remove_duplicate=False)
@@ -206,41 +206,41 @@ class _Module:
 
     @property
     def weights(self) -> Weights:
-        """Parameters, and what a folder has beside them that is not trained; that is used as it was loaded."""
+        """Returns parameters and the saved buffers, which are used as loaded."""
         buffers = ((name, buffer) for name, buffer in self._model.named_buffers() if is_buffer(name))
         found = itertools.chain(self._model.named_parameters(), buffers)
         return {self._prefix + name: tensor.detach() for name, tensor in found}
 
     def without_weights(self) -> "_Module":
-        """The same with nothing in its parameters, so that the weights are in memory once."""
+        """Empties the parameters, so that the weights are in memory only once."""
         for module in self._model.modules():
             for name, parameter in module.named_parameters(recurse=False):
                 setattr(module, name, torch.nn.Parameter(parameter.to("meta"), requires_grad=False))
         return self
 
     def __call__(self, tokens: Tensor, weights: Mapping[str, Tensor]) -> Any:
-        given = {name: weights[self._prefix + held] for name, held in self._names.items()}
+        given = {name: weights[self._prefix + first] for name, first in self._names.items()}
         inputs = {"input_ids": tokens[None], "use_cache": False}
         return functional_call(self._model, given, args=(), kwargs=inputs, tie_weights=False)
 
 
 def _check(values: dict[str, Any], source: str, *, disable_dropout: bool) -> None:
-    """Raises UsageError for what makes training random, and for a loss that no objective here has."""
+    """Raises UsageError for options that make training random, and for a loss that no objective includes."""
     for key, value in _numbers(values):
         random = any(part in key for part in RANDOM) and not key.startswith(OF_CLASSIFIERS)
         if value and random and not disable_dropout:
             raise UsageError(
-                f"{source} sets {key}={shown(value)}; what is random differs between any two runs: set {key} to 0.0"
+                f"{source} sets {key}={shown(value)}, which makes two runs differ at random: set {key} to 0.0"
             )
     if values.get("output_router_logits"):
         raise UsageError(
-            f"{source} sets output_router_logits=true; no objective here adds a router's auxiliary loss: set it to "
+            f"{source} sets output_router_logits=true, but no objective includes a router's auxiliary loss: set it to "
             f"false"
         )
 
 
 def _numbers(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """All numbers of a configuration and of those inside it, by key."""
+    """Yields all numbers of a configuration and its sub-configurations, by key."""
     for key, value in values.items():
         if isinstance(value, dict):
             yield from _numbers(value)
@@ -249,7 +249,7 @@ def _numbers(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def _is_value_model(values: Mapping[str, Any]) -> bool:
-    """Whether the folder is a value model: sequence classification with one label, read at every token."""
+    """Tells whether the folder is a value model: sequence classification with one label, read at every token."""
     names = values.get("architectures") or ()
     return any(str(name).endswith("ForSequenceClassification") for name in names)
 

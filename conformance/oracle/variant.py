@@ -1,7 +1,7 @@
-"""Variant: the places where the oracle can be made wrong on purpose, as a library is known to be.
+"""Defines the points where the oracle can reproduce a known defect of a library.
 
-Serves claim 8. The base class changes nothing: it is the oracle as it should be. A defect overrides what it changes,
-in a file of its own; several defects act one after another (``Several``). defects.py has the list.
+The base class changes nothing, so it is the correct oracle. A defect overrides what it changes (defects.py). Several
+defects act one after another (``Several``).
 """
 
 from collections.abc import Sequence
@@ -12,45 +12,44 @@ from conformance.models.components import Architecture
 from conformance.spec.batch import Batch, Row
 
 Weights = dict[str, Tensor]
-UNNAMED = "(unnamed) "  # begins the name of what is trained and stands in no folder and in no record
-UNNAMED_NORM = "unnamed_grad_norm"  # value of a step: the 2-norm of the gradients of what is unnamed
+UNNAMED = "(unnamed) "  # prefix of trained tensors that are in no folder and in no record
+UNNAMED_NORM = "unnamed_grad_norm"  # value of a step: the 2-norm of the gradients of unnamed tensors
 
 
 class Variant:
-    """Each method is given what the oracle has at this place, and returns what it goes on with."""
+    """Lets a defect replace intermediate values: each method receives a value and returns its replacement."""
 
     def architecture(self, a: Architecture) -> Architecture:
-        """What the model computes, as its configuration says."""
+        """Returns the architecture that the configuration describes."""
         return a
 
     def loaded(self, weights: Weights, a: Architecture | None, *, trained: bool) -> Weights:
-        """The weights as they were loaded. ``trained``: of a model that is trained. ``a``: None for a model that the
-        oracle does not compute itself."""
+        """Returns the weights after loading. ``a``: None for a model that transformers runs."""
         return weights
 
     def head(self, matrix: Tensor, weights: Weights) -> Tensor:
-        """The matrix that gives the logits: (V, D)."""
+        """Returns the matrix that produces the logits, (V, D)."""
         return matrix
 
     def hidden_keys(self, hidden: Tensor, window: int | None) -> Tensor:
-        """Which keys (columns) a query (row) does not see, (T, T); one that sees none has output 0."""
+        """Returns (T, T), True for keys (columns) that a query (row) must not see; without any, its output is 0."""
         return hidden
 
     def micro_batches(self, parts: Sequence[Sequence[Row]], batch: Batch) -> Sequence[Sequence[Row]]:
-        """The rows of an optimizer step, in parts one after another."""
+        """Returns the rows of an optimizer step, split into micro-batches."""
         return parts
 
     def carried(self, gradients: Weights) -> Weights:
-        """What is added up so far, at the begin of a part."""
+        """Returns the accumulated gradients at the beginning of a micro-batch."""
         return gradients
 
     def reduced(self, gradients: Weights) -> Weights:
-        """The gradients of the whole step."""
+        """Returns the gradients of the whole step."""
         return gradients
 
 
 class Several(Variant):
-    """Several variants, in order."""
+    """Applies several variants in order."""
 
     def __init__(self, variants: Sequence[Variant]) -> None:
         self._variants = variants

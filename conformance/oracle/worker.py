@@ -1,4 +1,4 @@
-"""The oracle's run as a task of a world of one rank; a module of its own, because a zygote imports it and forks."""
+"""Runs the oracle in a worker group of one rank. The module stands alone, because a forkserver imports it and forks."""
 
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ def run(
     defects: list[dict[str, Any]],
     trusted: bool,
 ) -> None:
-    """See ``run_oracle``; the arguments are its own as JSON values."""
+    """Calls ``run_oracle`` with arguments that are given as JSON values."""
     rank.beat(policy)
     run_oracle(
         scenario=parse_scenario(scenario),

@@ -108,7 +108,7 @@ class Oracles:
 
     def folder(self, cell: Cell, defects: Defects = ()) -> Path:
         """Holds the records ``float64`` and those of ``noise_runs``; of the oracle with defects, if there are any."""
-        asked = [*cell.asked_of_oracle, *([defects_to_json(defects)] if defects else [])]
+        asked = [*cell.oracle_request, *([defects_to_json(defects)] if defects else [])]
         kinds = "".join(f"-{defect.kind}" for defect in defects)
         return self._root / "oracle" / f"{cell.scenario.model_name}{kinds}-{short_key(*asked)}"
 
@@ -261,7 +261,7 @@ def _is_whole(record: Path) -> bool:
 
 def _cache_key(cell: Cell, inputs: FrozenInputs, policy: str, device: Device, defects: Defects = ()) -> str:
     digest = hashlib.sha256()
-    asked = cell.asked_of_oracle  # includes the paths of model and data, because the judge compares them
+    asked = cell.oracle_request  # includes the paths of model and data, because the judge compares them
     kernels = "" if device == "cpu" else torch.cuda.get_device_name()
     versions = [torch.__version__, torch.backends.cpu.get_cpu_capability(), kernels]
     if not all(map(is_written, inputs.models.values())):

@@ -158,7 +158,7 @@ def estimate(
         judge=PIECES + JUDGE * size.recorded * size.kept * FLOAT64_BYTES,
         record=sum(_record(leg, first, size, own) for leg, first in zip(cell.legs, cell.first_steps, strict=True)),
         references={
-            f"{cell.asked_of_oracle} {run}": (size.parameters + scenario.steps * (size.trained + size.recorded))
+            f"{cell.oracle_request} {run}": (size.parameters + scenario.steps * (size.trained + size.recorded))
             * size.kept
             * (FLOAT64_BYTES if run == FLOAT64 else own)
             for run in (FLOAT64, *noise_runs(scenario.precision)[:1])

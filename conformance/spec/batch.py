@@ -1,7 +1,7 @@
-"""Batch: the frozen input of one optimizer step, the same for the oracle and for every backend.
+"""Defines the frozen input of one optimizer step, which the oracle and every backend share.
 
-``Batch.micro_batches`` decides which data-parallel rank and micro-batch each row belongs to. Serves the claim that a
-difference between two backends can never come from the data.
+``Batch.micro_batches`` decides which data-parallel rank and micro-batch each row belongs to. So a difference between
+two backends can never come from the data.
 """
 
 import json
@@ -11,25 +11,27 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 
 Column = tuple[float, ...] | float
-OF_INPUTS = "token."  # begins the name of a column whose numbers belong to tokens as inputs, and not as targets
-EXPERTS = f"{OF_INPUTS}expert."  # begins the name of each expert_column
+OF_INPUTS = "token."  # prefix of a column whose numbers belong to tokens as inputs, not as targets
+EXPERTS = f"{OF_INPUTS}expert."  # prefix of each expert_column
 
 
 def expert_column(layer: int, slot: int, of: str = "routing") -> str:
-    """The column with the number of the expert that a router chooses for each token: the router in the order of layers,
-    and which of the experts that it chooses. ``of``: the key of the observable that this forward pass is recorded under
-    (conformance.spec.observables), which other weights make than another pass of the same step."""
+    """Names the column with the expert that a router chooses for each token.
+
+    layer: the number of the router, in the order of the layers. slot: which of the chosen experts. of: the key under
+    which the forward pass is recorded (conformance.spec.observables); passes of one step may use different weights.
+    """
     return f"{EXPERTS}{of}.{layer}.{slot}"
 
 
 @dataclass(frozen=True)
 class Document:
-    """One training sample.
+    """Holds one training sample.
 
     targets: ``targets[i]``: whether the loss counts the prediction of token i from tokens 0..i-1; targets[0] is False.
-    columns: what an objective needs in advance (advantages, rewards, old log-probs), by name. A column is either one
-        number per token, where number i belongs to token i as a target (with a name that begins with OF_INPUTS: as an
-        input), or one number for the whole document.
+    columns: what an objective needs in advance (advantages, rewards, old log-probs), by name. A column is one number
+        for the whole document, or one number per token. Number i belongs to token i as a target, or as an input if the
+        name begins with OF_INPUTS.
     """
 
     tokens: tuple[int, ...]
@@ -45,9 +47,9 @@ class Document:
 
 @dataclass(frozen=True)
 class Row:
-    """One sequence of a micro-batch: one document, or several packed documents that must not attend to each other.
+    """Holds one sequence of a micro-batch: a document, or packed documents that must not attend to each other.
 
-    ``index`` is the row's position in the whole optimizer step. Log-probs are reported under this index.
+    ``index``: the row's position in the whole optimizer step, under which log-probs are reported.
     """
 
     index: int
@@ -64,10 +66,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Batch:
-    """All rows of one optimizer step, over all ranks and micro-batches. ``max_len``: most tokens of a row.
+    """Holds all rows of one optimizer step, over all ranks and micro-batches. ``max_len``: most tokens of a row.
 
-    ``rollout``: if this step begins a roll-out, all mini-batches of the roll-out, beginning with this one. Old
-    log-probs, values and advantages are computed for all of them before the first update. Otherwise empty.
+    ``rollout``: if this step begins a rollout, all its mini-batches, this one first; otherwise empty. Old log-probs,
+    values and advantages are computed for all of them before the first update.
     """
 
     step: int
@@ -77,16 +79,16 @@ class Batch:
 
     @property
     def target_count(self) -> int:
-        """Number of target tokens of the optimizer step: the denominator of SFT's loss."""
+        """Counts the target tokens of the optimizer step: the denominator of the SFT loss."""
         return sum(row.target_count for row in self.rows)
 
     @property
     def documents(self) -> list[Document]:
-        """All documents, in the order of the rows."""
+        """Returns all documents, in the order of the rows."""
         return [document for row in self.rows for document in row.documents]
 
     def micro_batches(self, *, dp_rank: int, dp_size: int, accumulation: int) -> list[tuple[Row, ...]]:
-        """The rows of one data-parallel rank, cut into ``accumulation`` micro-batches of equal numbers of rows.
+        """Returns the rows of one data-parallel rank in ``accumulation`` micro-batches of equal numbers of rows.
 
         Raises ValueError if the rows cannot be divided evenly.
         """
@@ -102,16 +104,16 @@ class Batch:
 
 
 def write_batches(path: Path, batches: Sequence[Batch]) -> None:
-    """Write batches to a safetensors file: all tokens concatenated, and the lengths of documents, rows and steps.
+    """Writes batches to a safetensors file: all tokens concatenated, and the lengths of documents, rows and steps.
 
     tokens: int64 (tokens,). targets: bool (tokens,).
     documents: int64 (documents,), the number of tokens of each document.
     rows: int64 (rows,), the number of documents of each row. steps: int64 (steps,), the number of rows of each step.
     column/NAME: float64 (tokens,) or (documents,). Every document has the same columns.
-    metadata: ``step``, ``max_len`` and the number of mini-batches of the roll-out that begins at the step. These
+    metadata: ``step``, ``max_len`` and the number of mini-batches of the rollout that begins at the step. These
         mini-batches are this step and those that follow it.
     """
-    import torch  # imported here, because code that only reads a scenario needs no torch
+    import torch  # imported here, because reading a scenario needs no torch
     from safetensors.torch import save_file
 
     documents = [document for batch in batches for document in batch.documents]
@@ -130,35 +132,35 @@ def write_batches(path: Path, batches: Sequence[Batch]) -> None:
         flat = values if single else [number for column in values for number in column]  # type: ignore[union-attr]
         tensors[f"column/{name}"] = torch.tensor(flat, dtype=torch.float64)
     numbers = [{"step": b.step, "max_len": b.max_len, "rollout": len(b.rollout)} for b in batches]
-    # One metadata entry only: safetensors writes several in any order, and equal batches have to give equal files.
+    # A single metadata entry: safetensors writes several in any order, and equal batches must give equal files.
     save_file(tensors, path, metadata={"batches": json.dumps({"steps": numbers, "columns": kinds})})
 
 
 def read_batches(path: Path) -> list[Batch]:
-    """Read the batches that ``write_batches`` wrote."""
+    """Reads the batches that ``write_batches`` wrote."""
     from safetensors import safe_open
 
     with safe_open(path, framework="pt") as file:
-        held = {name: file.get_tensor(name).tolist() for name in file.keys()}  # noqa: SIM118
+        stored = {name: file.get_tensor(name).tolist() for name in file.keys()}  # noqa: SIM118
         metadata = json.loads(file.metadata()["batches"])
     kinds: dict[str, str] = metadata["columns"]
     documents = []
-    for number, (start, end) in enumerate(_spans(held["documents"])):
+    for number, (start, end) in enumerate(_spans(stored["documents"])):
         columns: dict[str, Column] = {
-            name: held[f"column/{name}"][number] if kind == "document" else tuple(held[f"column/{name}"][start:end])
+            name: stored[f"column/{name}"][number] if kind == "document" else tuple(stored[f"column/{name}"][start:end])
             for name, kind in kinds.items()
         }
-        documents.append(Document(tuple(held["tokens"][start:end]), tuple(held["targets"][start:end]), columns))
-    rows = [tuple(documents[start:end]) for start, end in _spans(held["rows"])]
+        documents.append(Document(tuple(stored["tokens"][start:end]), tuple(stored["targets"][start:end]), columns))
+    rows = [tuple(documents[start:end]) for start, end in _spans(stored["rows"])]
     batches = [
         Batch(numbers["step"], numbers["max_len"], tuple(Row(i, row) for i, row in enumerate(rows[start:end])))
-        for numbers, (start, end) in zip(metadata["steps"], _spans(held["steps"]), strict=True)
+        for numbers, (start, end) in zip(metadata["steps"], _spans(stored["steps"]), strict=True)
     ]
     return with_rollouts(batches, [numbers["rollout"] for numbers in metadata["steps"]])
 
 
 def with_rollouts(batches: Sequence[Batch], mini_batches: Sequence[int]) -> list[Batch]:
-    """Set ``rollout`` of each batch i to the ``mini_batches[i]`` batches that begin with it; empty where this is 0."""
+    """Sets ``rollout`` of each batch i to the ``mini_batches[i]`` batches that begin with it; empty where this is 0."""
     return [
         replace(batch, rollout=tuple(batches[i : i + count]))
         for i, (batch, count) in enumerate(zip(batches, mini_batches, strict=True))
@@ -166,5 +168,5 @@ def with_rollouts(batches: Sequence[Batch], mini_batches: Sequence[int]) -> list
 
 
 def _spans(lengths: Sequence[int]) -> list[tuple[int, int]]:
-    """(start, end) of each of several concatenated spans, from their lengths."""
+    """Returns (start, end) of each of several concatenated spans, from their lengths."""
     return list(pairwise(accumulate(lengths, initial=0)))

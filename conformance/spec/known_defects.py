@@ -34,7 +34,7 @@ def _half(precision: PrecisionName) -> PrecisionName:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class RoundedMasters:
-    """The float32 master weights of trained models are initialised with weights rounded to ``precision``."""
+    """Initialises float32 master weights of trained models with weights rounded to ``precision``."""
 
     kind: Literal["rounded-masters"] = "rounded-masters"
     precision: Annotated[PrecisionName, AfterValidator(_half)]
@@ -42,8 +42,10 @@ class RoundedMasters:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class PaddedSoftmax:
-    """Rows of zeros are appended to the output embedding until the number of rows is a multiple of ``multiple``. These
-    rows take part in the softmax, so they are trained, and their gradients count in the gradient norm."""
+    """Appends rows of zeros to the output embedding until their number is a multiple of ``multiple``.
+
+    These rows take part in the softmax, so they are trained, and their gradients count in the gradient norm.
+    """
 
     kind: Literal["padded-softmax"] = "padded-softmax"
     multiple: Several
@@ -51,17 +53,17 @@ class PaddedSoftmax:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class TrainedPaddingToken:
-    """The input embedding of the padding token (of the model's configuration) gets a gradient."""
+    """Gives a gradient to the input embedding of the padding token of the model's configuration."""
 
     kind: Literal["trained-padding-token"] = "trained-padding-token"
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class ResummedHeadNorms:
-    """The accumulated gradients of head norms are summed over ``ranks`` tensor-parallel ranks after every micro-batch,
-    so the gradients of earlier micro-batches are summed repeatedly.
+    """Sums accumulated gradients of head norms over ``ranks`` tensor-parallel ranks after each micro-batch.
 
-    ``data_ranks``, ``micro_batches``: how the rows of an optimizer step are divided.
+    So the gradients of earlier micro-batches are summed repeatedly. ``data_ranks``, ``micro_batches``: how the rows of
+    an optimizer step are divided.
     """
 
     kind: Literal["resummed-head-norms"] = "resummed-head-norms"
@@ -72,7 +74,7 @@ class ResummedHeadNorms:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class DividedGradients:
-    """All gradients are divided by ``by``."""
+    """Divides all gradients by ``by``."""
 
     kind: Literal["divided-gradients"] = "divided-gradients"
     by: Several
@@ -80,9 +82,10 @@ class DividedGradients:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class WindowPerBlock:
-    """A ring of ``ranks`` ranks cuts every document into blocks, and applies a sliding window to each block of keys as
-    if the block ended where the queries end. ``zigzag``: the ring has two ranks, and each holds one piece from both
-    ends of the document."""
+    """Applies a sliding window, in a ring of ``ranks``, to each block of keys as if it ended where the queries end.
+
+    ``zigzag``: the ring has two ranks, and each holds one piece from both ends of the document.
+    """
 
     kind: Literal["window-per-block"] = "window-per-block"
     ranks: Several
@@ -91,7 +94,7 @@ class WindowPerBlock:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class LostEmbeddingGradient:
-    """The input embedding gets no gradient; of a model whose output embedding is another tensor."""
+    """Loses the gradient of the input embedding in a model whose output embedding is another tensor."""
 
     kind: Literal["lost-embedding-gradient"] = "lost-embedding-gradient"
 
@@ -110,12 +113,14 @@ _ADAPTER: TypeAdapter[tuple[Defect, ...]] = TypeAdapter(tuple[Annotated[Defect, 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Unmodelled:
-    """The symptoms of a defect that the oracle does not implement: findings at ``stage``, of any model, whose tensor
-    matches one of the shell patterns ``tensors``. Any other finding makes the cell differ.
+    """Describes the symptoms of a defect that the oracle does not implement.
+
+    They are findings at ``stage``, of any model, whose tensor matches one of the shell patterns ``tensors``. Any other
+    finding makes the cell differ.
 
     onward: the wrong numbers are used further, so other stages may differ from the oracle after the first finding.
-        Quantities that are rebuilt from the cell's own record, replicas, settings and the configuration still have to
-        be right at all steps.
+        Quantities that are rebuilt from the cell's own record, replicas, settings and the configuration must still be
+        right at all steps.
     """
 
     stage: str
@@ -125,7 +130,7 @@ class Unmodelled:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Known:
-    """An expected difference of one cell, as it is stored with the verdict: either ``defects`` or ``unmodelled``."""
+    """Holds an expected difference of one cell as stored with the verdict: either ``defects`` or ``unmodelled``."""
 
     reason: str
     link: str
@@ -134,18 +139,18 @@ class Known:
 
 
 def defects_of(known: Iterable[Known]) -> tuple[Defect, ...]:
-    """All defects of a cell's expected differences, in order."""
+    """Returns all defects of a cell's expected differences, in order."""
     return tuple(defect for one in known for defect in one.defects)
 
 
 def defects_to_json(defects: tuple[Defect, ...]) -> list[dict[str, Any]]:
-    """Plain JSON values, which ``parse_defects`` reads back."""
+    """Returns plain JSON values, which ``parse_defects`` reads back."""
     values: list[dict[str, Any]] = _ADAPTER.dump_python(defects, mode="json")
     return list(values)
 
 
 def parse_defects(values: Any) -> tuple[Defect, ...]:
-    """Defects from the JSON values that ``defects_to_json`` returned. Raises pydantic's ValidationError for others."""
+    """Parses the JSON values of ``defects_to_json``. Raises pydantic's ValidationError for other values."""
     return _ADAPTER.validate_python(values)
 
 
@@ -154,12 +159,12 @@ SIZES = (*AXES, "zero", "ranks", "accumulation")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExpectedDifference:
-    """A known defect of the library below a backend, and the cells that have it.
+    """Declares a known defect of the library below a backend, and the cells that have it.
 
-    reason: what is wrong, in one sentence. link: where this is shown.
-    defects: a function from scenario and layout to the defects that the oracle has to reproduce. If it returns none,
-        the expectation does not apply to the cell.
-    unmodelled: instead of ``defects``, for a defect that the oracle cannot reproduce; it may return None, with the same
+    reason: what is wrong, in one sentence. link: the evidence.
+    defects: a function from scenario and layout to the defects that the oracle must reproduce. If it returns none, the
+        expectation does not apply to the cell.
+    unmodelled: replaces ``defects`` for a defect that the oracle cannot reproduce. It may return None, with the same
         effect. Give exactly one of the two.
 
     The expectation applies to the cells that match all of the following conditions. A condition that is left out
@@ -190,7 +195,7 @@ class ExpectedDifference:
 
     def __post_init__(self) -> None:
         if (self.defects is None) == (self.unmodelled is None):
-            raise UsageError(f"the expected difference {self.reason!r} needs defects or unmodelled, one of the two")
+            raise UsageError(f"the expected difference {self.reason!r} needs exactly one of defects and unmodelled")
         for given, known in (
             (self.options, tuple(OPTIONS)),
             ((*self.at_least, *self.at_most), SIZES),
@@ -203,7 +208,7 @@ class ExpectedDifference:
                 )
 
     def is_about(self, scenario: Scenario, layout: Layout, *, default_zero: int | None) -> bool:
-        """Whether cells of this scenario in this layout are expected to differ."""
+        """Tells whether cells of this scenario in this layout are expected to differ."""
         zero = default_zero if layout.zero is None else layout.zero
         sizes = {axis: getattr(layout, axis) for axis in AXES}
         sizes |= {"zero": zero or 0, "ranks": layout.world_size, "accumulation": scenario.accumulation}
@@ -219,7 +224,7 @@ class ExpectedDifference:
         )
 
     def known_for(self, scenario: Scenario, layout: Layout) -> Known:
-        """The expected difference of one cell, which has to match (see ``is_about``)."""
+        """Returns the expected difference of one cell, which must match (see ``is_about``)."""
         return Known(
             reason=self.reason,
             link=self.link,
@@ -233,5 +238,5 @@ def _is_one_of(name: str, names: tuple[str, ...]) -> bool:
 
 
 def model_config(scenario: Scenario) -> dict[str, Any]:
-    """The model's config.json. Raises UsageError if it cannot be read."""
+    """Reads the model's config.json. Raises UsageError if this fails."""
     return read_json(resolve(scenario.model) / "config.json")

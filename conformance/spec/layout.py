@@ -175,7 +175,7 @@ class Layout:
 
     @classmethod
     def parse(cls, text: str) -> "Layout":
-        """Read an id such as ``dp2.tp2.seqpar``; its parts may be in any order, and ``cp`` is accepted for ``sp``.
+        """Reads an id such as ``dp2.tp2.seqpar``; its parts may be in any order, and ``cp`` is accepted for ``sp``.
 
         Sizes are ASCII digits without leading zeros, so that a size has one spelling. Raises UsageError for other text.
         """
@@ -223,7 +223,7 @@ class Layout:
 
     @property
     def gathers(self) -> bool:
-        """Whether context-parallel ranks gather keys and values, ``stride`` heads at a time, and use no ring."""
+        """Tells whether context-parallel ranks gather keys and values, ``stride`` heads at a time, and use no ring."""
         return self.sp > 1 and not set(_RINGS) & set(self.options)
 
     @property
@@ -232,7 +232,7 @@ class Layout:
 
     @property
     def data(self) -> int:
-        """The number of ranks that have different rows."""
+        """Returns the number of ranks that have different rows."""
         return self.dp * self.ep
 
     def validate(

@@ -1,24 +1,22 @@
-"""Reinforcement learning: GRPO and PPO as configuration, with the names and the defaults of verl.
+"""Configures what a training step minimises: SFT, GRPO and PPO, with the names and the defaults of verl.
 
-Serves claim 1 for losses that are near zero whatever the gradient is. A roll-out is frozen: prompts, responses, rewards
-and the log-probs of the inference engine that sampled the responses come from a file. Everything else is computed
-twice, independently (impl/rl and conformance/oracle/policy_gradient.py), in the order of the frameworks: log-probs
-and values of the whole roll-out before its first update, rewards and advantages from these, then ``ppo_epochs``
-passes over the ``mini_batches`` of the roll-out, with one update per mini-batch.
+A rollout is frozen: prompts, responses, rewards and the log-probs of the inference engine that sampled the responses
+come from a file. Everything else is computed twice, independently (impl/objectives and conformance/oracle), in the
+order of the frameworks: log-probs and values of the whole rollout before its first update, rewards and advantages from
+these, then ``ppo_epochs`` passes over the ``mini_batches`` of the rollout, with one update per mini-batch.
 
 Conventions, where verl, TRL and OpenRLHF differ (docs/explanations/objectives.md has the table):
 
 * Denominators count the whole mini-batch, over all ranks and micro-batches; there are no means of means.
 * A response without tokens counts in the statistics of its group, but in no mean over tokens or sequences.
-* Statistics over tokens (whitening) are computed over the whole roll-out.
+* Statistics over tokens (whitening) are computed over the whole rollout.
 * No model runs with dropout, not even in updates: the ratio has to compare two policies, not two dropout masks.
 
-Objective: what a training step minimises, as configuration: ``[objective] kind = "sft"`` in a scenario.
-
-Objectives are a tagged union that can be extended: ``kind`` is the name of a built-in objective, or ``module:Class`` of
-another one. The class holds only configuration and declarations. The loss is implemented twice, independently, in
-conformance/oracle/objectives.py and in impl/objectives/registry.py, each with a table by kind. If one side does not
-know an objective, this is an error before anything runs, never a silent SFT.
+A scenario selects an objective by ``[objective] kind = "sft"``. Objectives are a tagged union that can be extended:
+``kind`` is the name of a built-in objective, or ``module:Class`` of another one. The class holds only configuration and
+declarations. The loss is implemented twice, independently, in conformance/oracle/objectives.py and in
+impl/objectives/registry.py, each with a table by kind. If one side does not know an objective, this is an error before
+anything runs, never a silent SFT.
 """
 
 import itertools
@@ -40,7 +38,7 @@ from conformance.spec.observables import (
     TOKEN_COUNT,
     Observable,
     loaded_observables,
-    look_routing_observable,
+    rollout_routing_observable,
     routing_observables,
     trained_observables,
 )
@@ -60,22 +58,22 @@ REFERENCE_KL = "reference_kl"  # the estimated KL to the reference of each token
 
 
 def rows(key: str, stage: str, *, column: str = "") -> Observable:
-    """An observable with one number per response token; all ranks that hold a row hold the same numbers."""
+    """Declares one number per response token; all ranks that hold a row hold the same numbers."""
     return Observable(key=key, stage=stage, kind="rows", replicated="holders", column=column)
 
 
 def scalar(key: str, stage: str) -> Observable:
-    """An observable with one number for the whole step."""
+    """Declares one number for the whole step."""
     return Observable(key=key, stage=stage, kind="scalar", replicated="all ranks")
 
 
 def terms_of(key: str) -> str:
-    """The key of the rows that only the oracle records: what each token adds to this loss."""
+    """Returns the key of rows that only the oracle records: what each token adds to this loss."""
     return f"{key}_terms"
 
 
 def curve(key: str, stage: str, words: str, *, printed: str = "") -> Observable:
-    """A scalar that reports draw. ``words``: its name in words. ``printed``: verl's name for it, if not ``key``."""
+    """Declares a scalar that reports draw. ``words``: its name. ``printed``: verl's name for it, if not ``key``."""
     title = f"{words} ({printed or key})"
     return replace(scalar(key, stage), drawn=True, panel="Policy and critic", title=title)
 
@@ -92,13 +90,13 @@ METRICS = (
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class PolicyGradient:
-    """What GRPO and PPO have in common: how a policy is updated from advantages.
+    """Configures how GRPO and PPO update a policy from advantages.
 
     kind: the name of the objective.
     temperature: logits are divided by it for log-probs and entropy, in the policy and in the reference.
-    mini_batches: number of updates into which one pass over a roll-out is divided.
-    ppo_epochs: number of passes over each roll-out.
-    recompute_old_logprobs: if true, the policy computes the old log-probs of a roll-out before its first update.
+    mini_batches: number of updates into which one pass over a rollout is divided.
+    ppo_epochs: number of passes over each rollout.
+    recompute_old_logprobs: if true, the policy computes the old log-probs of a rollout before its first update.
         Otherwise the old log-probs are those of the inference engine that sampled it.
     clip_ratio_low, clip_ratio_high: the ratio is clipped to [1 - low, 1 + high] (Schulman et al., arXiv 1707.06347;
         with different bounds: DAPO, arXiv 2503.14476).
@@ -150,8 +148,8 @@ class PolicyGradient:
         return (REFERENCE, POLICY) if self.has_reference else (POLICY,)
 
     @property
-    def looking(self) -> tuple[Role, ...]:
-        """The roles whose models run over a roll-out before its first update, in evaluation mode."""
+    def rollout_roles(self) -> tuple[Role, ...]:
+        """Returns the roles whose models run over a rollout before its first update, in evaluation mode."""
         return tuple(role for role in self.roles if role != POLICY or self.recompute_old_logprobs)
 
     @property
@@ -190,11 +188,11 @@ class PolicyGradient:
         )
 
     def estimate_observables(self) -> tuple[Observable, ...]:
-        """The observables of a critic's pass over a roll-out before its first update."""
+        """Returns the observables of a critic's pass over a rollout before its first update."""
         return ()
 
     def critic_observables(self) -> tuple[Observable, ...]:
-        """The observables of a critic's update."""
+        """Returns the observables of a critic's update."""
         return ()
 
     def annotate(self, batches: list[Batch]) -> list[Batch]:
@@ -203,7 +201,7 @@ class PolicyGradient:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Grpo(PolicyGradient):
-    """Group-relative policy optimisation (Shao et al., arXiv 2402.03300) and estimators of its kind, without a critic.
+    """Configures group-relative policy optimisation (Shao et al., arXiv 2402.03300) and similar methods without critic.
 
     adv_estimator: ``grpo``; ``rloo`` (Ahmadian et al., arXiv 2402.14740); ``reinforce_plus_plus`` and
         ``reinforce_plus_plus_baseline`` (Hu, arXiv 2501.03262).
@@ -219,8 +217,9 @@ class Grpo(PolicyGradient):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Ppo(PolicyGradient):
-    """Proximal policy optimisation (arXiv 1707.06347) with a critic and generalised advantage estimation
-    (Schulman et al., arXiv 1506.02438).
+    """Configures proximal policy optimisation (arXiv 1707.06347) with a critic.
+
+    Advantages are estimated by generalised advantage estimation (Schulman et al., arXiv 1506.02438).
 
     gamma, lam: the discount, and the lambda of generalised advantage estimation (0: one step, 1: the whole return).
     cliprange_value: the loss of a value is the larger of two losses: of the value, and of the value clipped to
@@ -252,10 +251,10 @@ Weight = Annotated[float, Field(strict=True, gt=0, le=1e12)]
 
 
 class Objective(Protocol):
-    """The protocol of an objective, which is a frozen pydantic dataclass with a field ``kind``.
+    """Defines the protocol of an objective: a frozen pydantic dataclass with a field ``kind``.
 
     reads: what the data set holds: ``samples`` (pairs of texts) or ``rollouts`` (conformance.data.rollouts). One that
-        reads roll-outs also has ``looking``, the roles whose models run over each before its first update.
+        reads rollouts also has ``rollout_roles``, the roles whose models run over each before its first update.
     disable_dropout: whether models run without the dropout of their configuration, also in updates.
     """
 
@@ -267,22 +266,24 @@ class Objective(Protocol):
 
     @property
     def roles(self) -> tuple[Role, ...]:
-        """The roles of the cell's models, frozen models first. The role of the policy, if there is one, is POLICY."""
+        """Returns the roles of the cell's models, frozen models first. The role of a policy is POLICY."""
         ...
 
     def observables(self) -> tuple[Observable, ...]:
-        """The observables of forward passes and losses, in causal order. The suite adds those of weights, gradients
-        and updates (``all_observables``)."""
+        """Returns the observables of forward passes and losses, in causal order.
+
+        The suite adds those of weights, gradients and updates (``all_observables``).
+        """
         ...
 
     def annotate(self, batches: list[Batch]) -> list[Batch]:
-        """Return the batches with the columns that the objective adds. The result depends only on the batches."""
+        """Returns the batches with the columns that the objective adds. The result depends only on the batches."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Sft:
-    """Supervised fine-tuning: the mean of weight times -log p over all target tokens of the optimizer step.
+    """Configures supervised fine-tuning: the mean of weight times -log p over all target tokens of the optimizer step.
 
     kind: the name of the objective.
     document_weights: for each optimizer step, the weight of its first document that has targets. All other documents,
@@ -307,7 +308,7 @@ class Sft:
 
 
 def _weighted(batch: Batch, weight: float) -> Batch:
-    """The batch with the column ``weight``, which is ``weight`` for the first document that has targets, and else 1."""
+    """Adds the column ``weight``: ``weight`` for the first document that has targets, 1 for all others."""
     heavy = next((number for number, document in enumerate(batch.documents) if any(document.targets)), -1)
     numbers = itertools.count()
     rows = []
@@ -324,25 +325,28 @@ BUILT_IN: dict[str, type[Any]] = {"sft": Sft, "grpo": Grpo, "ppo": Ppo}
 
 
 def all_observables(objective: Objective, *, scaled: bool = False, routed: bool = False) -> tuple[Observable, ...]:
-    """All observables of a cell, in causal order: configuration, weights as loaded, random generators, the objective's
-    own (outputs, losses), then gradients, norm and update of each trained model. ``scaled``: whether
-    the loss scale is judged (``Scenario.judged_loss_scale``). ``routed``: whether the models have routers that are
-    judged (``conformance.oracle.role_model.is_routed``)."""
+    """Returns all observables of a cell, in causal order.
+
+    These are configuration, weights as loaded, random generators, the objective's own (outputs, losses), then
+    gradients, norm and update of each trained model. ``scaled``: whether the loss scale is judged
+    (``Scenario.judged_loss_scale``). ``routed``: whether routers are judged
+    (``conformance.oracle.role_model.is_routed``).
+    """
     loaded = [o for role in objective.roles for o in loaded_observables(role.prefix, trained=role.trained)]
     trained = [o for role in objective.roles if role.trained for o in trained_observables(role.prefix, scaled=scaled)]
-    looking = getattr(objective, "looking", ()) if routed else ()
-    looked = [look_routing_observable(role.prefix, trained=role.trained) for role in looking]
+    rollout_roles = getattr(objective, "rollout_roles", ()) if routed else ()
+    rollout_routers = [rollout_routing_observable(role.prefix, trained=role.trained) for role in rollout_roles]
     routers = [o for role in objective.roles if role.trained for o in routing_observables(role.prefix) if routed]
-    return (CONFIGURATION, *loaded, GENERATORS, *looked, *routers, *objective.observables(), *trained)
+    return (CONFIGURATION, *loaded, GENERATORS, *rollout_routers, *routers, *objective.observables(), *trained)
 
 
 def parse_objective(values: Any) -> Objective:
-    """Build an objective from a dict with a ``kind`` (default ``sft``). Raises UsageError for invalid values."""
+    """Builds an objective from a dict with a ``kind`` (default ``sft``). Raises UsageError for invalid values."""
     if not isinstance(values, dict):
-        if hasattr(type(values), "roles"):  # it is an objective already
+        if hasattr(type(values), "roles"):  # already an objective
             built: Objective = values
             return built
-        raise UsageError(f'[objective] has to be a table with a kind, such as kind = "sft", not {shown(values)}')
+        raise UsageError(f'[objective] must be a table with a kind, such as kind = "sft", got {shown(values)}')
     kind = values.get("kind", "sft")
     try:
         objective: Objective = TypeAdapter(_find(kind)).validate_python({**values, "kind": kind})
@@ -352,7 +356,7 @@ def parse_objective(values: Any) -> Objective:
 
 
 def objective_to_json(objective: Objective) -> dict[str, Any]:
-    """Plain JSON values, which ``parse_objective`` reads back."""
+    """Returns plain JSON values, which ``parse_objective`` reads back."""
     values: dict[str, Any] = TypeAdapter(type(objective)).dump_python(objective, mode="json")
     return values
 

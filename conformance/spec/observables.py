@@ -1,9 +1,8 @@
-"""Observable: the declaration of one quantity that is recorded at every step and judged.
+"""Declares the quantities that are recorded at every step and judged.
 
 This module declares weights, gradients, gradient norm and update of every trained model; an objective declares the rest
-(conformance.spec.objectives). The recorder, the judge, the comparison of backends and the reports all iterate over
-these declarations and have no lists of their own. Serves claim 1 (every quantity is judged where it arises) and claim 3
-(replicas are equal).
+(conformance.spec.objectives). The recorder, the judge, the comparison of backends and the reports iterate over these
+declarations and have no lists of their own.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,49 +16,48 @@ StateKind = Literal["exp_avg", "exp_avg_sq", "momentum_buffer", "step", "progres
 STATE_KINDS: tuple[StateKind, ...] = get_args(StateKind)  # kinds of training state, see Backend.named_tensors
 
 AGAINST_REBUILT = " against rebuilt"  # suffix of a quantity that is compared with other numbers of the same cell
-SETTING_ERROR = 1e-9  # relative bound of what is not computed: learning rate, token count, weights as loaded
+SETTING_ERROR = 1e-9  # relative bound of numbers that are not computed: learning rate, token count, loaded weights
 
 
 @dataclass(frozen=True, kw_only=True)
 class Observable:
-    """One declared quantity.
+    """Declares one quantity.
 
     key: its name in a record: the key of a value in a step's line (scalar, setting), or the first part of the tensor
         names ``KEY/NAME`` (tensors, rows).
-    stage: the stage that it belongs to, as findings, reports and faults name it.
+    stage: its stage, as named by findings, reports and faults.
     kind: ``tensors``: named tensors, each with its own error. ``rows``: one vector of numbers per row of the batch, all
         rows judged together. ``scalar``: a computed number. ``setting``: a number that is not the result of arithmetic.
-        ``evidence``: what the suite itself saw of one step of a leg, stored in the footer of the record.
+        ``evidence``: what the suite itself observed of one step of a phase, stored in the footer of the record.
     when: when it is judged: as ``loaded``, at ``every`` step, at the ``first`` step only, or at all ``later`` steps. At
-        a ``handover``, the state that a leg has loaded is compared with the state at the end of the leg before.
+        a ``handover``, the state that a phase loaded is compared with the state at the end of the previous phase.
     change: the difference to the tensors as loaded (the update) is judged, relative to the norm of the oracle's update.
-    scale: key of the oracle's value (for rows: of the oracle's rows) that the error is relative to. Empty: the size of
-        the quantity itself.
+    scale: key of the oracle's value or rows that the error is relative to. Empty: the size of the quantity itself.
     required: a record without this quantity cannot be judged.
     effect_at: for a quantity that is not required, the stage that judges its effect on the training. If it is set, a
         cell that does not report the quantity can still conform; if it is empty, such a cell is partly observed.
     replicated: which ranks hold the same numbers: the ``holders`` of the same shard or row, ``all ranks``, or ``no``
         other rank.
-    rounded: the tensors are held in the precision of the computation, as those of a frozen model are. So the tolerance
-        rule gives their bound, although they are not the result of arithmetic.
+    rounded: the tensors are stored in the compute dtype, as those of a frozen model. So the tolerance rule gives their
+        bound, although they are not the result of arithmetic.
     norm_of: key of the tensors whose 2-norm this scalar is. The judge also computes the norm from these tensors and
         compares. Against the oracle, the error of the norm may be as large as the errors of all these tensors together,
         because they may all point in one direction.
     mean_of, max_of: key of the rows whose mean or maximum this scalar is. The judge computes it from the rows that the
         cell itself recorded and compares only with this value, because the rows are compared with the oracle's.
-    explains: key of the rows whose variance is explained by the rows ``made_of``; this scalar is the explained share.
-        It is computed from the recorded rows and compared, as a mean is.
+    explains: key of the rows whose variance the rows ``made_of`` explain; this scalar is the explained share. It is
+        computed from the recorded rows and compared, as a mean is.
     made_of: key of the rows of which this scalar is a weighted sum. The error of a sum of N numbers is about the error
         of one number divided by sqrt(N). One noise run of the oracle may be closer by chance, so the noise is taken to
         be at least this estimate.
-    sum_of: key of rows that only the oracle records, whose sum this scalar is. The noise is taken to be at least what
-        the errors of these terms make of the sum where they are independent of each other.
+    sum_of: key of rows that only the oracle records, whose sum this scalar is. The noise is taken to be at least the
+        error of the sum if the errors of these terms are independent.
     one_direction: the errors of the numbers that this sum is ``made_of`` may all point in one direction, so the error
-        of the sum may be as large as that of one number. Values are such numbers: one row of weights makes them all.
+        of the sum may be as large as that of one number. Values are such numbers: one weight row makes all of them.
     rowwise: the worst row of each tensor is judged as well.
     rebuilt: the tensors are weights after a step. The judge also computes them from the weights before and compares.
     lost_if: key of the setting that is 1 at steps whose update is skipped because gradients overflowed in fp16. This
-        quantity is then no number, so it is neither recorded nor judged. Empty: nothing is skipped.
+        quantity is then neither recorded nor judged. Empty: nothing is skipped.
     column: the column of the comparison between backends that shows this quantity. Empty: none.
     drawn: whether reports draw it as a curve over the steps.
     panel: the part of the report that has this curve. Empty: the part that all objectives have.
@@ -94,30 +92,30 @@ class Observable:
 
     @property
     def judged_as(self) -> str:
-        """The name under which this number is judged: with the suffix AGAINST_REBUILT if it follows from rows."""
+        """Returns the name under which this number is judged: with suffix AGAINST_REBUILT if it follows from rows."""
         return self.key + AGAINST_REBUILT if self.is_of_rows else self.key
 
     @property
     def is_of_rows(self) -> bool:
-        """Whether the judge computes this scalar from the rows that the cell itself recorded."""
+        """Tells whether the judge computes this scalar from the rows that the cell itself recorded."""
         return bool(self.mean_of or self.max_of or self.explains)
 
     @property
     def replica_stage(self) -> str:
-        """The stage of differences between ranks that hold the same numbers; empty if no two ranks do."""
+        """Returns the stage of differences between ranks with the same numbers; empty if no two ranks share numbers."""
         if self.replicated == "no":
             return ""
         return f"{self.key.replace('.', ' ')} replicas" if self.kind == "tensors" else self.stage
 
     @property
     def exact_bound(self) -> float | None:
-        """The bound of what is not the result of arithmetic, in every precision; None if the tolerance rule decides."""
+        """Returns the bound, in every precision, of what is not computed; None if the tolerance rule decides."""
         if self.when == "handover":
             return 0.0
         return SETTING_ERROR if (self.kind == "setting" or self.when == "loaded") and not self.rounded else None
 
     def applies(self, step: int) -> bool:
-        """Whether it is judged at ``step``: -1 means as loaded, 0 is the first optimizer step."""
+        """Tells whether it is judged at ``step``: -1 means as loaded, 0 is the first optimizer step."""
         at = {"loaded": step < 0, "every": step >= 0, "first": step == 0, "later": step > 0, "handover": False}
         return at[self.when]
 
@@ -128,39 +126,38 @@ LOSS = Observable(key="loss", stage="loss", kind="scalar", replicated="all ranks
 TOKEN_COUNT = Observable(key="token_count", stage="loss", kind="setting", replicated="all ranks")
 LOGPROBS = Observable(key="logprob", stage="log-probs", kind="rows", required=False, replicated="holders")
 
-# Of a model with a mixture of experts, see routing_observables. Each forward pass of a step has its own.
+# For a model with a mixture of experts, see routing_observables. Each forward pass of a step has its own key.
 ROUTING, ROUTER_LOSS, ROUTER_Z_LOSS = "routing", "router_loss", "router_z_loss"
 ROUTER_TERMS = "router_loss_terms"  # rows of the oracle alone: the terms of the load-balancing loss
 OLD_ROUTING = "old_routing"
 
-# Of the oracle's value models alone. VALUE_GRADIENT: rows, the gradients of the loss with respect to the values of
-# targets. SHIFTED, in the float64 run: how far each row of the embedding moves where these gradients are off alike
+# Only the oracle's value models have these. VALUE_GRADIENT: rows, the gradients of the loss with respect to the values
+# of targets. SHIFTED, in the float64 run: how far each row of the embedding moves if these gradients are equally off
 # (conformance.oracle.step).
 VALUE_GRADIENT, SHIFTED = "value_gradient", "shifted"
 
-# Settings of a step in fp16: whether its update was skipped (0 or 1), and what training goes on with: the loss scale,
-# and the number of updates in a row since it last fell or grew.
+# Settings of a step in fp16: whether its update was skipped (0 or 1), the loss scale of the next step, and the number
+# of updates in a row since the scale last fell or grew.
 SKIPPED = "skipped"
 PROGRESS_OF_SCALE = ("loss_scale", "good_steps")
 
 
 def unobserved_step(first: int, count: int) -> int | None:
-    """The one step of a leg at which no tensor is read: the last but one. None for a leg of fewer than three steps.
+    """Returns the only step of a phase at which no tensor is read, the last but one; None for fewer than three steps.
 
     Reading tensors gathers and synchronises, which may hide a bug of the backend. An error of the step without reading
-    shows at the step after it (claim 7).
+    shows at the step after it (docs/principles.md#7-observing-changes-nothing).
     """
     return first + count - 2 if count >= 3 else None
 
 
 def model_key(model: str, key: str) -> str:
-    """The key of an observable of one model: ``gradient`` for the policy (empty ``model``), ``critic.gradient`` for the
-    model ``critic``."""
+    """Returns the key of an observable of one model, such as ``critic.gradient``; the policy (empty) has no prefix."""
     return f"{model}.{key}" if model else key
 
 
 def loaded_observables(model: str, *, trained: bool) -> tuple[Observable, ...]:
-    """The observables of a model as loaded: its weights and, if it is trained, the training state at a handover.
+    """Returns the observables of a loaded model: weights and, if trained, the training state at a handover.
 
     ``model`` is empty for the policy.
     """
@@ -181,12 +178,12 @@ def _handed_over(model: str, kind: str) -> Observable:
 
 
 def routing_observables(model: str) -> tuple[Observable, ...]:
-    """The observables of a model's routers, where it has a mixture of experts. ``model`` is empty for the policy.
+    """Returns the observables of a model's routers, for a mixture of experts. ``model`` is empty for the policy.
 
-    ``routing``: for every token, router and expert the factor of the expert's output, which is 0 where it is not
-    chosen: so choices and weights are one quantity. Below the exact tier, where rounding turns choices over, those of
-    the oracle are given (``expert_column``). ``router_loss``: the load-balancing loss of the step, and
-    ``router_z_loss``: the z-loss, both without their factors.
+    ``routing``: for every token, router and expert the factor of the expert's output, 0 for an expert that is not
+    chosen, so choices and weights are one quantity. Below the exact tier, where rounding flips choices, backends replay
+    the oracle's choices (``expert_column``). ``router_loss``: the load-balancing loss of the step. ``router_z_loss``:
+    the z-loss. Both are without their factors.
     """
     stage = _stage(model, "routing")
     return (
@@ -218,16 +215,15 @@ def routing_observables(model: str) -> tuple[Observable, ...]:
     )
 
 
-def look_routing(model: str, *, trained: bool) -> str:
-    """The key of what a model's routers do over a roll-out before its first update. A trained one's is called old, as
-    its log-probs and values of then are."""
+def rollout_routing(model: str, *, trained: bool) -> str:
+    """Returns the key of a model's routing over a rollout before its first update; "old" for a trained model."""
     return model_key(model, OLD_ROUTING if trained else ROUTING)
 
 
-def look_routing_observable(model: str, *, trained: bool) -> Observable:
-    """What a model's routers do before the first update of a roll-out; see routing_observables."""
+def rollout_routing_observable(model: str, *, trained: bool) -> Observable:
+    """Declares a model's routing before the first update of a rollout; see routing_observables."""
     return Observable(
-        key=look_routing(model, trained=trained),
+        key=rollout_routing(model, trained=trained),
         stage=_stage(model, "old routing" if trained else "routing"),
         kind="rows",
         required=False,
@@ -237,9 +233,9 @@ def look_routing_observable(model: str, *, trained: bool) -> Observable:
 
 
 def trained_observables(model: str, *, scaled: bool = False) -> tuple[Observable, ...]:
-    """The observables of a model's update, in causal order: loss scale, gradients, norm, learning rate, weights.
+    """Returns the observables of an update, in causal order: loss scale, gradients, norm, learning rate, weights.
 
-    ``model`` is empty for the policy. ``scaled``: the scenario says how the loss scale falls and grows.
+    ``model`` is empty for the policy. ``scaled``: whether the scenario configures the loss scale.
     """
     gradient, weight = model_key(model, "gradient"), model_key(model, "weight")
     update = _stage(model, "clipped update")
@@ -260,7 +256,7 @@ def trained_observables(model: str, *, scaled: bool = False) -> tuple[Observable
             stage=_stage(model, "gradient norm"),
             kind="scalar",
             required=False,
-            effect_at=update,  # a wrong norm clips the gradients wrongly, also if the framework does not report it
+            effect_at=update,  # a wrong norm clips the gradients wrongly, even if the framework does not report it
             replicated="all ranks",
             norm_of=gradient,
             lost_if=lost_if,
@@ -307,7 +303,7 @@ def _stage(model: str, name: str) -> str:
 
 
 def stages(observables: Iterable[Observable]) -> tuple[str, ...]:
-    """All stages in causal order: an error at one stage is expected to show at the later ones.
+    """Returns all stages in causal order: an error at one stage is expected to show at the later ones.
 
     The stage of replicas follows the last observable that it belongs to, so gradient replicas come before the norm.
     """
@@ -321,15 +317,15 @@ def stages(observables: Iterable[Observable]) -> tuple[str, ...]:
 
 
 def columns(observables: Iterable[Observable]) -> tuple[str, ...]:
-    """The columns of the comparison between backends, in causal order."""
+    """Returns the columns of the comparison between backends, in causal order."""
     return tuple(dict.fromkeys(observable.column for observable in observables if observable.column))
 
 
 def observables_to_json(observables: Sequence[Observable]) -> list[dict[str, Any]]:
-    """Plain JSON values, for the header of a record."""
+    """Returns plain JSON values, for the header of a record."""
     return [vars(observable) | {} for observable in observables]
 
 
 def observables_from_json(values: Sequence[dict[str, Any]]) -> tuple[Observable, ...]:
-    """Observables from the JSON values of ``observables_to_json``. Raises TypeError for unknown fields."""
+    """Parses the JSON values of ``observables_to_json``. Raises TypeError for unknown fields."""
     return tuple(Observable(**value) for value in values)

@@ -27,7 +27,7 @@ class FloatFormat:
 
     @property
     def dtype(self) -> "torch.dtype":
-        """torch's dtype of this format."""
+        """Returns torch's dtype of this format."""
         import torch  # scenarios and layouts are read without torch
 
         found: torch.dtype = getattr(torch, self.name)
@@ -35,7 +35,7 @@ class FloatFormat:
 
     @property
     def rounding(self) -> float:
-        """The largest relative error of one rounded operation."""
+        """Returns the largest relative error of one rounded operation."""
         return 2.0**-self.significant_bits
 
 
@@ -67,17 +67,17 @@ class Precision:
 
     @property
     def is_exact(self) -> bool:
-        """Whether the whole cell computes in float64, as the reference does."""
+        """Tells whether the whole cell computes in float64, as the reference does."""
         return self.compute == F64
 
     @property
     def is_half(self) -> bool:
-        """Whether the cell computes in a format with fewer bits than its master weights."""
+        """Tells whether the cell computes in a format with fewer bits than its master weights."""
         return self.compute != self.master
 
     @property
     def half_dtype(self) -> "torch.dtype | None":
-        """The dtype to which parameters are cast for computing; None if they stay in the master dtype."""
+        """Returns the dtype to which parameters are cast for computing; None if they stay in the master dtype."""
         return self.compute.dtype if self.is_half else None
 
 

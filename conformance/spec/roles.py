@@ -1,4 +1,4 @@
-"""Role: the purpose of one model of a cell: policy, critic or reference."""
+"""Declares the roles that models have in a cell: policy, critic and reference."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,9 +8,10 @@ Head = Literal["causal", "value"]
 
 @dataclass(frozen=True, kw_only=True)
 class Role:
-    """The role of one model. ``head``: ``causal`` gives logits over the vocabulary, ``value`` one number per token.
+    """Describes the role of one model.
 
-    A model that is not ``trained`` is frozen.
+    ``head``: ``causal`` gives logits over the vocabulary, ``value`` one number per token. A model that is not
+    ``trained`` is frozen.
     """
 
     name: str
@@ -19,7 +20,7 @@ class Role:
 
     @property
     def prefix(self) -> str:
-        """The prefix of the keys of this model's observables; empty for the policy."""
+        """Returns the prefix of the keys of this model's observables; empty for the policy."""
         return "" if self == POLICY else self.name
 
 

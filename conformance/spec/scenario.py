@@ -1,24 +1,22 @@
-"""Scenario: WHAT is trained, independent of any backend.
+"""Defines what is trained, independently of any backend.
 
 Every number that decides the outcome of a run (objective, data, optimizer, schedule, precision, micro-batching, seed)
-is written down here once; backends and the oracle only read it. Loaded from TOML.
+is set here once; backends and the oracle only read it. Scenarios are read from TOML.
 
-Conventions that every backend has to follow:
+Conventions that every backend must follow:
 
-* Loss of an optimizer step, as its objective says (conformance.spec.objectives), over all ranks and all
-micro-batches: of SFT
-  a global token mean, never a mean of means.
+* The objective defines the loss of an optimizer step, over all ranks and micro-batches (conformance.spec.objectives).
+  SFT has a global token mean, never a mean of means.
 * ``max_grad_norm`` clips by the global 2-norm: g <- g * min(1, max_grad_norm / (norm + 1e-6)), as torch does.
 * Weight decay is decoupled (Loshchilov and Hutter, arXiv 1711.05101, Algorithm 2) and applies to parameters with two or
   more dimensions: biases and norm weights are exempt. Under SGD there is none.
-* A frozen parameter has no gradient, no update and no decay, and the norm leaves it out: it stays what was loaded.
-* With adapters (conformance.spec.lora), nothing else of the policy is trained. Numbers of its base are rounded to
-bf16 once,
-  before anybody loads them, as those of published weights are: so whoever holds the base in half precision loses none.
+* A frozen parameter has no gradient, update or decay, and does not count in the norm: it stays as loaded.
+* With adapters (conformance.spec.lora), nothing else of the policy is trained. Its base is rounded to bf16 once, before
+  it is loaded, as published weights are, so that a backend that stores the base in half precision loses nothing.
 * As an input, the padding token of the model's configuration gives no gradient to its embedding, as in transformers.
 * An update whose gradients overflow in fp16 is skipped: weights, moments, step counts and the schedule stay. The loss
-  scale halves, at the first overflow. After ``growth_interval`` updates in a row it doubles.
-* The learning rate of optimizer step k (from 0) is ``schedule.factor(k) * lr``; schedules carry transformers' names.
+  scale halves at each overflow. After ``growth_interval`` updates in a row it doubles.
+* The learning rate of optimizer step k (from 0) is ``schedule.factor(k) * lr``; schedules have transformers' names.
 """
 
 import dataclasses
@@ -41,26 +39,25 @@ from conformance.spec.roles import POLICY, Role
 
 NAME = "[a-z0-9][a-z0-9-]*"  # of a scenario
 TooLong = Literal["truncate", "drop", "error"]
-# Strict: a text is no number and a number is no bool. The bounds are beyond what anybody trains with: past them, a run
-# only fills the memory or gives numbers that are not finite.
+# Strict: a text is not a number and a number is not a bool. The bounds are beyond real trainings; larger values would
+# only exhaust the memory or overflow.
 Count = Annotated[int, Field(strict=True, ge=1, le=2**20)]
 Steps = Annotated[int, Field(strict=True, ge=0, le=10_000_000)]
 Seed = Annotated[int, Field(strict=True, ge=0, lt=2**32)]
 Flag = Annotated[bool, Field(strict=True)]
 Fraction = Annotated[float, Field(strict=True, ge=0, lt=1)]
 FilePath = Annotated[str, Field(min_length=1, max_length=4096, pattern=r"^[^\x00]+$")]
-MOST_ROWS = 2**22  # in all steps together; they are held in memory
+MOST_ROWS = 2**22  # in all steps together; all rows are in memory
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class DataConfig:
-    """Where the documents come from and how they become rows of one optimizer step.
+    """Selects the documents and how they become rows of one optimizer step.
 
-    ``path`` names a JSONL or Parquet file or a Hugging Face dataset saved on disk; relative paths are looked up beside
+    ``path``: a JSONL or Parquet file or a Hugging Face dataset saved on disk, relative to the working directory or to
     the built-in fixtures. ``max_len`` is in tokens; ``rows`` is per optimizer step, over all ranks and micro-batches.
-    ``too_long``: what becomes of documents of more than ``max_len`` tokens: they are cut at the end, left out, or an
-    error. ``max_samples``: only so many samples from the beginning of the data are read; None: all. Both are about
-    pairs of texts, not about roll-outs.
+    ``too_long``: documents of more than ``max_len`` tokens are cut at the end, left out, or an error. ``max_samples``:
+    read only the first samples; None: all. The last two are for pairs of texts, not for rollouts.
     """
 
     path: FilePath = "data/word_problems.jsonl"
@@ -75,9 +72,9 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class OptimizerConfig:
-    """SGD with momentum, or AdamW. ``max_grad_norm`` None leaves the gradients unclipped.
+    """Configures SGD with momentum, or AdamW. ``max_grad_norm`` None leaves the gradients unclipped.
 
-    ``frozen``: shell patterns of Hugging Face parameter names that are not trained, of every model of the objective.
+    ``frozen``: shell patterns of Hugging Face parameter names that are not trained, in every model of the objective.
     """
 
     name: Literal["sgd", "adamw"]
@@ -96,15 +93,15 @@ class OptimizerConfig:
             raise ValueError("adamw has betas instead of a momentum; use momentum=0, or sgd")
 
     def trains(self, name: str) -> bool:
-        """Whether a parameter of a trained model is trained, too."""
+        """Tells whether a parameter of a trained model is trained."""
         return not any(fnmatchcase(name, pattern) for pattern in self.frozen)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class ScheduleConfig:
-    """Learning-rate schedule with the formulas of ``transformers.get_scheduler``; its ``constant`` is with warm-up.
+    """Configures the learning rate with the formulas of ``transformers.get_scheduler``; ``constant`` includes warm-up.
 
-    ``min_factor``: what a cosine ends at (transformers' ``min_lr_rate``), after ``total_steps``; then it rises again.
+    ``min_factor``: the value of a cosine (transformers' ``min_lr_rate``) at ``total_steps``; then it rises again.
     """
 
     name: Literal["constant", "linear", "cosine"] = "constant"
@@ -117,7 +114,7 @@ class ScheduleConfig:
             raise ValueError(f"the schedule {self.name} has no minimum; use min_factor=0, or cosine")
 
     def factor(self, step: int) -> float:
-        """Multiplier of the base learning rate at optimizer step ``step`` (from 0)."""
+        """Returns the multiplier of the base learning rate at optimizer step ``step`` (from 0)."""
         if step < self.warmup_steps:
             return step / self.warmup_steps
         progress = (step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps)
@@ -131,9 +128,9 @@ class ScheduleConfig:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class LossScaleConfig:
-    """The dynamic loss scale of fp16 (Micikevicius et al., arXiv 1710.03740, section 3.3).
+    """Configures the dynamic loss scale of fp16 (Micikevicius et al., arXiv 1710.03740, section 3.3).
 
-    It begins at 2^``initial_power``; from the usual 16 or 32 the first updates overflow, until it has fallen.
+    It begins at 2^``initial_power``; from the usual 16 or 32 the first updates overflow until it has fallen enough.
     """
 
     initial_power: Annotated[int, Field(strict=True, ge=1, le=64)] = 12
@@ -142,16 +139,15 @@ class LossScaleConfig:
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Scenario:
-    """One training run. ``model`` is a Hugging Face folder; relative paths are looked up beside the built-in fixtures.
+    """Describes one training run. ``model``: a Hugging Face folder, absolute or relative as ``DataConfig.path``.
 
-    ``accumulation`` is the number of micro-batches per optimizer step. ``seed`` perturbs the model's weights and picks
-    the documents. ``loss_scale``: in fp16, how the loss is scaled; if it is given, it is judged at every step which
-    updates are skipped, and how the scale falls and grows. ``lora``: the policy has adapters; only they are trained.
-    ``router_z_loss``: what the z-loss of the routers of a mixture of experts is multiplied by, before it is added to
-    the loss of each trained model (Zoph et al., arXiv 2202.08906, equation 5); 0 adds none.
-    ``trust_remote_code``: Python code of the model's folder may be run; the user says so on the command line, and a
-    scenario's file cannot. ``sketch``: of matrices with more elements than this, records
-    keep sketches (conformance.numerics.sketch); None: as is usual for the model's size.
+    ``accumulation``: micro-batches per optimizer step. ``seed``: perturbs the model's weights and selects the
+    documents. ``loss_scale``: the loss scale of fp16; if given, skipped updates and changes of the scale are judged at
+    every step. ``lora``: adapters of the policy; only they are trained. ``router_z_loss``: the factor of the routers'
+    z-loss in the loss of each trained model (Zoph et al., arXiv 2202.08906, equation 5); 0 adds none.
+    ``trust_remote_code``: Python code of the model's folder may run; only the command line can set it, not a scenario
+    file. ``sketch``: records keep sketches of matrices with more elements than this (conformance.numerics.sketch);
+    None: the default for the model's size.
     """
 
     name: Annotated[str, Field(pattern=rf"^{NAME}$", max_length=100)]
@@ -175,8 +171,8 @@ class Scenario:
     def __post_init__(self) -> None:
         if self.steps * self.data.rows > MOST_ROWS:
             raise ValueError(
-                f"steps={self.steps} of data.rows={self.data.rows} are more than {MOST_ROWS} rows, which are all held "
-                f"in memory; use fewer steps or rows"
+                f"steps={self.steps} of data.rows={self.data.rows} are more than {MOST_ROWS} rows, which must all fit "
+                f"into memory; use fewer steps or rows"
             )
         if self.data.rows % self.accumulation:
             raise ValueError(
@@ -185,29 +181,32 @@ class Scenario:
             )
 
     def trains(self, role: Role, name: str) -> bool:
-        """Whether a parameter of this role's model is trained."""
+        """Tells whether a parameter of this role's model is trained."""
         adapted = self.lora is not None and role == POLICY
         return role.trained and self.optimizer.trains(name) and (not adapted or is_adapter(name))
 
     @property
     def model_name(self) -> str:
-        """Last part of the model's path; the family in a cell's id."""
-        return Path(os.path.realpath(self.model)).name  # resolve() raises where a link leads to itself
+        """Returns the last part of the model's path, which is the family in a cell's id."""
+        return Path(os.path.realpath(self.model)).name  # resolve() raises for a link to itself
 
     @property
     def tier(self) -> Precision:
-        """The facts about this scenario's precision."""
+        """Returns the facts about this scenario's precision."""
         return PRECISIONS[self.precision]
 
     @property
     def judged_loss_scale(self) -> LossScaleConfig | None:
-        """How the loss scale falls and grows; None if the precision has none, or the scenario does not say."""
+        """Returns the configuration of the loss scale; None if precision or scenario have none."""
         return self.loss_scale if self.tier.is_loss_scaled else None
 
     @property
     def reference(self) -> "Scenario":
-        """The part that the oracle depends on: cutting a step into micro-batches must not matter, what the code of the
-        model's folder computes does not change by trusting it, and only fp16 has a loss scale."""
+        """Returns the part that the oracle depends on.
+
+        Micro-batches must not matter, trusting the code of the model's folder does not change what it computes, and
+        only fp16 has a loss scale.
+        """
         scale = self.judged_loss_scale
         return dataclasses.replace(self, accumulation=1, trust_remote_code=False, loss_scale=scale)
 
@@ -216,7 +215,7 @@ _ADAPTER = TypeAdapter(Scenario)
 
 
 def parse_scenario(values: dict[str, Any], *, source: str = "scenario") -> Scenario:
-    """Build a Scenario from plain values; raises UsageError that names every wrong field and says what it may be."""
+    """Builds a Scenario from plain values. Raises UsageError that names every wrong field and its allowed values."""
     try:
         return _ADAPTER.validate_python(values)
     except UsageError as error:
@@ -226,12 +225,12 @@ def parse_scenario(values: dict[str, Any], *, source: str = "scenario") -> Scena
 
 
 def load_scenario(path: Path, *, data_overrides: dict[str, Any] | None = None, **overrides: Any) -> Scenario:
-    """Read a scenario from a TOML file.
+    """Reads a scenario from a TOML file.
 
     ``overrides`` replace top-level values (model, precision, seed, ...), ``data_overrides`` those of its data table.
 
     Raises UsageError with the file's name for a missing file, broken TOML, unknown keys and values out of range, and
-    for a file that wants the model's code to be trusted.
+    for a file that sets trust_remote_code.
     """
     try:
         values = read_toml(path)
@@ -240,19 +239,19 @@ def load_scenario(path: Path, *, data_overrides: dict[str, Any] | None = None, *
         near = did_you_mean(path.stem, known)
         raise UsageError(f"no scenario file {path}; {near}scenarios there: {', '.join(known) or 'none'}") from None
     if not isinstance(values.get("data", {}), dict):
-        raise UsageError(f"{path}: data has to be a table ([data]), not {shown(values['data'])}")
+        raise UsageError(f"{path}: data must be a table ([data]), got {shown(values['data'])}")
     if "trust_remote_code" in values:
-        raise UsageError(f"{path}: trust_remote_code cannot be said by a file; use the option --trust-remote-code")
+        raise UsageError(f"{path}: a file cannot set trust_remote_code; use the option --trust-remote-code")
     if "name" not in values and not re.fullmatch(NAME, path.stem):
         raise UsageError(
-            f"{path}: a scenario is called what its file is called, in small letters, digits and dashes; rename the "
-            f'file or write name = "..." into it'
+            f"{path}: the name of a scenario's file must consist of small letters, digits and dashes; rename the "
+            f'file or add name = "..." to it'
         )
     values["data"] = {**values.get("data", {}), **(data_overrides or {})}
     return parse_scenario({"name": path.stem, **values, **overrides}, source=str(path))
 
 
 def scenario_to_json(scenario: Scenario) -> dict[str, Any]:
-    """Plain JSON values of a scenario; ``parse_scenario`` reads them back."""
+    """Returns plain JSON values of a scenario; ``parse_scenario`` reads them back."""
     values: dict[str, Any] = _ADAPTER.dump_python(scenario, mode="json")
     return values

@@ -9,7 +9,7 @@ from torch import Tensor
 from conformance.core.errors import UsageError
 from conformance.spec.batch import Batch, Row
 from conformance.spec.objectives import Objective
-from conformance.spec.observables import ROUTING, look_routing
+from conformance.spec.observables import ROUTING, rollout_routing
 from impl.engine.trainer import step_inputs, target_rows
 from impl.interface.outputs import Wanted
 from impl.interface.protocol import Context, Trainable
@@ -104,7 +104,7 @@ def rollout_columns(
     routing: dict[str, Rows] = {}
     for role in objective.roles:
         if want := functions.looks(role.name):
-            key = look_routing(role.prefix, trained=role.trained)
+            key = rollout_routing(role.prefix, trained=role.trained)
             own: Rows = {}
             routed: Rows = {}
             for number, batch in enumerate(batches):

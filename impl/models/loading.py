@@ -35,7 +35,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from transformers.utils import import_utils
 
 from conformance.core.errors import UsageError
-from conformance.models.folder_checks import SHIPPED_CODE, folder_code, runs_code
+from conformance.models.folder_checks import BUNDLED_CODE, folder_code, runs_code
 from conformance.models.folders import weight_files
 from conformance.spec.roles import Head
 from impl.interface.sharded_safetensors import fill
@@ -101,7 +101,7 @@ def older_names(folder: Path, *, runs_code: bool) -> Iterator[bool]:
 
 
 def _needs_stand_ins(folder: Path) -> bool:
-    if folder_code(folder) == SHIPPED_CODE:
+    if folder_code(folder) == BUNDLED_CODE:
         return False
     return any(word in file.read_text(encoding="utf-8") for file in folder.glob("*.py") for word in NEEDS)
 

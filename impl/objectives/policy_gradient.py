@@ -38,7 +38,7 @@ class PolicyGradientFunctions:
     # --- before the first update of a roll-out ------------------------------------------------------------------------
 
     def looks(self, model: str) -> Wanted:
-        if all(role.name != model for role in self.objective.looking):
+        if all(role.name != model for role in self.objective.rollout_roles):
             return frozenset()
         return frozenset({"values" if model == CRITIC.name else "logprobs"})
 

@@ -19,7 +19,7 @@ from types import FrameType
 
 from torch.distributed import TCPStore
 
-from conformance.core.process import heeded, signal_at_death_of, signal_process
+from conformance.core.process import not_ignored, signal_at_death_of, signal_process
 
 LAST_LINES, USAGE = 15, 2
 GRACE_S, _POLL_S = 5.0, 0.1
@@ -90,7 +90,7 @@ class _Signals:
     signalled: set[int] = field(default_factory=set)  # pids; a second signal of the same kind would end a rank
 
     def listen(self) -> None:
-        for number in heeded(signal.SIGINT, signal.SIGTERM):
+        for number in not_ignored(signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._handle)
 
     def _handle(self, number: int, _: FrameType | None) -> None:

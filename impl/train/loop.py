@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from conformance.core.errors import UsageError
-from conformance.core.process import heeded
+from conformance.core.process import not_ignored
 from conformance.models.folders import EMBEDDING, HEAD
 from conformance.numerics.float64_tier import exact_tier
 from conformance.spec.batch import Batch
@@ -66,7 +66,7 @@ class Stop:
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> "Stop":
-        self._before = {number: signal.signal(number, self._note) for number in heeded(*SIGNALS)}
+        self._before = {number: signal.signal(number, self._note) for number in not_ignored(*SIGNALS)}
         return self
 
     def _note(self, number: int, frame: FrameType | None) -> None:

@@ -122,7 +122,7 @@ def test_an_environment_that_cannot_be_used_is_one_message(
         find_backend("a", "/bin/false")
     with pytest.raises(UsageError, match="unknown backend 'nobody'"):
         find_backend("nobody", python)
-    for option, words in (("fsdp2", "give each as BACKEND=EXECUTABLE"), ("a=/b", "add --backend a")):
+    for option, words in (("fsdp2", "give each once, as BACKEND=EXECUTABLE"), ("a=/b", "add --backend a")):
         assert cli.main(["list", "--backend", "fsdp2", "--python", option]) == 2
         assert words in capsys.readouterr().err
 

@@ -62,7 +62,7 @@ def test_a_name_that_is_nearly_right_is_told_the_right_one(
         ({"backends": '["fsdp3"]'}, "a table names the backend 'fsdp3'; did you mean 'fsdp2'?"),
         ({"backends": '["fsdp2"]'}, "has no cell for plain; its tables are for fsdp2"),
         ({"modls": "1"}, "cells.0.modls: there is no such key (got 1)"),
-        ({"models": '"llama"'}, "cells.0.models: has to be a list (got 'llama')"),
+        ({"models": '"llama"'}, "cells.0.models: must be a list (got 'llama')"),
         ({"precisions": '["fp99"]'}, "cells.0.precisions.0: Input should be 'exact', 'fp32', 'bf16' or 'fp16'"),
     ],
 )
@@ -80,7 +80,7 @@ def test_a_profile_that_names_what_is_not_there_is_refused_by_list_and_by_run(
 
 def test_a_file_name_that_cannot_name_a_scenario_is_told_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["list", *PLAIN, "--profile", profile(tmp_path, file="my_own.toml")]) == 2
-    assert "my_own.toml: a scenario is called what its file is called" in capsys.readouterr().err
+    assert "my_own.toml: the name of a scenario's file must consist" in capsys.readouterr().err
     assert cli.main(["list", *PLAIN, "--profile", profile(tmp_path, scenario=f'name = "mine"{SCENARIO}')]) == 0
 
 

@@ -253,8 +253,8 @@ def test_a_step_of_few_rows_still_has_targets(rows: int, few: str) -> None:
         ("d.csv", "question,answer\n", r"cannot read \.csv; give a \.jsonl or \.parquet file"),
         ("d.jsonl", "", "is empty"),
         ("d.jsonl", '{"prompt": "a", "answer": "b"}\n', r"no column 'question'; found 'prompt', 'answer'"),
-        ("d.jsonl", '{"question": "a", "answer": " "}\n', r"line 1: 'answer' must be a text that is not empty"),
-        ("d.jsonl", '{"question": "a", "answer": 5}\n', r"'answer' must be a text that is not empty, got 5"),
+        ("d.jsonl", '{"question": "a", "answer": " "}\n', r"line 1: 'answer' must be a non-empty text"),
+        ("d.jsonl", '{"question": "a", "answer": 5}\n', r"'answer' must be a non-empty text, got 5"),
         ("d.jsonl", '{"question": "a"', "line 1 is not JSON"),
         ("d.jsonl", "[1]\n", "line 1: expected an object"),
     ],
@@ -273,7 +273,7 @@ def test_a_missing_file_is_named() -> None:
 def test_a_missing_value_in_parquet_is_explained(tmp_path: Path) -> None:
     pytest.importorskip("pyarrow")
     pd.DataFrame([*SAMPLES, {"question": "a", "answer": None}]).to_parquet(tmp_path / "d.parquet")
-    with pytest.raises(UsageError, match="sample 3: 'answer' must be a text"):
+    with pytest.raises(UsageError, match="sample 3: 'answer' must be a non-empty text"):
         read_samples(DataConfig(path=str(tmp_path / "d.parquet")))
 
 
@@ -316,12 +316,14 @@ def test_a_tokenizer_with_neither_template_nor_end_token_is_explained(tmp_path: 
         load_documents(DataConfig(path=write(tmp_path / "d.jsonl", SAMPLES)), tokenizer)
 
 
-@pytest.mark.parametrize("family", [None, "gpt2", "qwen2"])  # of the last two, transformers makes up a tokenizer
+@pytest.mark.parametrize("family", [None, "gpt2", "qwen2"])  # transformers invents a tokenizer for the last two
 def test_a_folder_without_a_tokenizer_is_named(family: str | None, tmp_path: Path) -> None:
     if family:
         (tmp_path / "config.json").write_text(json.dumps({"model_type": family, "vocab_size": 512}))
     message = (
-        "has no tokenizer files, so transformers makes up one" if family else "has no tokenizer that transformers can"
+        "has no tokenizer files, so transformers invents a tokenizer"
+        if family
+        else "has no tokenizer that transformers can"
     )
     with pytest.raises(UsageError, match=message):
         load_tokenizer(tmp_path)

@@ -48,9 +48,13 @@ def text(file: str, content: str) -> Damage:
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        pytest.param(cut(-1000), "{model}/model.safetensors is no safetensors file that can be read: .*", id="cut"),
-        pytest.param(cut(50), "{model}/model.safetensors is no .*; copy or download it again$", id="cut in its header"),
-        pytest.param(cut(0), "{model}/model.safetensors is no safetensors file that can be read: ", id="empty"),
+        pytest.param(cut(-1000), "{model}/model.safetensors is not a readable safetensors file: .*", id="cut"),
+        pytest.param(
+            cut(50),
+            "{model}/model.safetensors is not a readable .*; copy or download it again$",
+            id="cut in its header",
+        ),
+        pytest.param(cut(0), "{model}/model.safetensors is not a readable safetensors file: ", id="empty"),
         pytest.param(
             tensors(model_dot_norm_dot_weight=torch.zeros(3)),
             r"{model} do not fit its config.json: model.norm.weight has shape \(3,\) instead of \(64,\)",
@@ -66,7 +70,7 @@ def text(file: str, content: str) -> Damage:
         pytest.param(
             text("config.json", '{"model_type": "qwen3"}'), "{model}/config.json does not say 'num_", id="short config"
         ),
-        pytest.param(config(hidden_size="big"), "{model}/config.json sets hidden_size='big'; it has to be", id="type"),
+        pytest.param(config(hidden_size="big"), "{model}/config.json sets hidden_size='big'; it must be", id="type"),
         pytest.param(text("tokenizer_config.json", "{"), "{model}/tokenizer_config.json is not JSON", id="tokenizer"),
     ],
 )

@@ -60,8 +60,8 @@ def test_a_file_is_read_up_to_its_limit(tmp_path: Path) -> None:
         ("[" * 100_000, "file cannot be read: its JSON is nested too deeply"),
         ('{"a": ' * 100_000, "file cannot be read: its JSON is nested too deeply"),
         ("9" * 5000, "file is not JSON: Exceeds the limit"),
-        ("[1]", r"file holds \[1\], but it has to hold a JSON object \({...}\)"),
-        ("null", "file holds None, but it has to hold a JSON object"),
+        ("[1]", r"file must hold a JSON object \({...}\), got \[1\]"),
+        ("null", r"file must hold a JSON object \({...}\), got None"),
     ],
 )
 def test_json_that_is_no_object_is_told(content: str, message: str, tmp_path: Path) -> None:

@@ -164,7 +164,7 @@ def test_only_documents_that_are_needed_are_tokenized(
 def test_progress_is_told_of_data_that_takes_long(
     build: Build, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(lazy, "TELL_EVERY_S", 0.0)
+    monkeypatch.setattr(lazy, "REPORT_EVERY_S", 0.0)
     build(max_len=2000)
     assert "documents so far" in caplog.records[0].getMessage()
 
@@ -181,7 +181,7 @@ def test_only_the_first_samples_are_read_if_so_many_are_asked_for(tmp_path: Path
 def test_roll_outs_are_neither_cut_nor_sampled() -> None:
     selection = Selection(profile="full", backend=("fsdp2",), cells=("grpo/pangu/*/dp2/exact",), max_samples=5)
     (cell,) = select_cells(selection)
-    with pytest.raises(UsageError, match="--too-long and --max-samples are about pairs of texts"):
+    with pytest.raises(UsageError, match="--too-long and --max-samples are for pairs of texts"):
         build_rollouts(cell.scenario, FIXTURES / "models" / "pangu")
 
 

@@ -167,29 +167,32 @@ def test_parquet_holds_the_same(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"prompt_ids": []}, "'prompt_ids' is empty; a response needs at least one token to follow"),
-        ({"prompt_ids": None}, "'prompt_ids' has to be a list of tokens, got None"),
-        ({"completion_ids": "7 7"}, "'completion_ids' has to be a list of tokens, got '7 7'"),
-        ({"completion_ids": [7, 400]}, "'completion_ids' holds 400, which is no token of a vocabulary of 400; sample"),
-        ({"completion_ids": [7, -1]}, "'completion_ids' holds -1, which is no token"),
-        ({"completion_ids": [7, 1.0]}, r"'completion_ids' holds 1\.0, which is no token"),
-        ({"prompt_ids": [True]}, "'prompt_ids' holds True, which is no token"),
+        ({"prompt_ids": None}, "'prompt_ids' must be a list of tokens, got None"),
+        ({"completion_ids": "7 7"}, "'completion_ids' must be a list of tokens, got '7 7'"),
+        (
+            {"completion_ids": [7, 400]},
+            "'completion_ids' holds 400, which is not a token of a vocabulary of 400; sample",
+        ),
+        ({"completion_ids": [7, -1]}, "'completion_ids' holds -1, which is not a token"),
+        ({"completion_ids": [7, 1.0]}, r"'completion_ids' holds 1\.0, which is not a token"),
+        ({"prompt_ids": [True]}, "'prompt_ids' holds True, which is not a token"),
         ({"prompt_ids": [1] * 95}, r"have 97 tokens, and --max-len \(data\.max_len\) is 96; raise it"),
-        ({"logprobs": [-1.0]}, "'logprobs' has to be a list of 2 numbers from -1e4 to 0, one for each"),
-        ({"logprobs": [-1.0, 0.5]}, "'logprobs' has to be a list of 2 numbers"),
-        ({"logprobs": [-1.0, math.nan]}, "'logprobs' has to be a list of 2 numbers|not JSON"),
-        ({"logprobs": [-1.0, -math.inf]}, "'logprobs' has to be a list of 2 numbers|not JSON"),
-        ({"logprobs": [-1.0, True]}, "'logprobs' has to be a list of 2 numbers"),
-        ({"logprobs": [-1.0, -(10**400)]}, "'logprobs' has to be a list of 2 numbers"),
-        ({"logprobs": None}, "'logprobs' has to be a list of 2 numbers"),
-        ({"group": -1}, "'group' has to be an integer from 0 to .*, got -1"),
-        ({"group": 1.5}, "'group' has to be an integer from 0 to .*, got 1.5"),
-        ({"group": True}, "'group' has to be an integer from 0 to .*, got True"),
-        ({"group": 2**53}, "'group' has to be an integer from 0 to "),
-        ({"reward": "1"}, "'reward' has to be a number between -1e6 and 1e6, got '1'"),
-        ({"reward": True}, "'reward' has to be a number"),
-        ({"reward": 2e6}, "'reward' has to be a number"),
-        ({"reward": 10**400}, "'reward' has to be a number"),
-        ({"reward": None}, "'reward' has to be a number"),
+        ({"logprobs": [-1.0]}, "'logprobs' must be a list of 2 numbers from -1e4 to 0, one for each"),
+        ({"logprobs": [-1.0, 0.5]}, "'logprobs' must be a list of 2 numbers"),
+        ({"logprobs": [-1.0, math.nan]}, "'logprobs' must be a list of 2 numbers|not JSON"),
+        ({"logprobs": [-1.0, -math.inf]}, "'logprobs' must be a list of 2 numbers|not JSON"),
+        ({"logprobs": [-1.0, True]}, "'logprobs' must be a list of 2 numbers"),
+        ({"logprobs": [-1.0, -(10**400)]}, "'logprobs' must be a list of 2 numbers"),
+        ({"logprobs": None}, "'logprobs' must be a list of 2 numbers"),
+        ({"group": -1}, "'group' must be an integer from 0 to .*, got -1"),
+        ({"group": 1.5}, "'group' must be an integer from 0 to .*, got 1.5"),
+        ({"group": True}, "'group' must be an integer from 0 to .*, got True"),
+        ({"group": 2**53}, "'group' must be an integer from 0 to "),
+        ({"reward": "1"}, "'reward' must be a number between -1e6 and 1e6, got '1'"),
+        ({"reward": True}, "'reward' must be a number"),
+        ({"reward": 2e6}, "'reward' must be a number"),
+        ({"reward": 10**400}, "'reward' must be a number"),
+        ({"reward": None}, "'reward' must be a number"),
     ],
     ids=str,
 )
@@ -206,19 +209,19 @@ def test_a_line_that_cannot_be_used_is_named_by_its_number(
 @pytest.mark.parametrize(
     ("lines", "settings", "message"),
     [
-        ([line(0), line(1), line(0)], {}, "mine.jsonl: the lines of one group have to be consecutive; sort the file"),
+        ([line(0), line(1), line(0)], {}, "mine.jsonl: the lines of one group must be consecutive; sort the file"),
         (
             [line(group) for group in (0, 0, 0, 1, 1, 1)],
             {},
-            "a roll-out of 4 rows .* cuts a group of .*mine.jsonl; choose data.rows so that whole groups fill",
+            "a rollout of 4 rows .* cuts a group of .*mine.jsonl; choose data.rows so that whole groups fill",
         ),
         (
             [line(group, 20) for group in range(12)],
             {"packed": True, "max_len": 22},
-            r"--max-len 22 \(data\.max_len\) does not pack whole groups of .*mine.jsonl into 4 rows with two responses",
+            r"--max-len 22 \(data\.max_len\) does not pack whole groups of .*mine.jsonl into 4 rows with at least two",
         ),
-        ([line(0, 0)] * 4, {}, "mini-batch 1 of a roll-out of .*mine.jsonl has 0 tokens in its responses, and means"),
-        ([line(0, 0)] * 3 + [line(0, 1)], {}, "mini-batch 1 of a roll-out of .*mine.jsonl has 1 tokens"),
+        ([line(0, 0)] * 4, {}, "mini-batch 1 of a rollout of .*mine.jsonl has 0 tokens in its responses, but means"),
+        ([line(0, 0)] * 3 + [line(0, 1)], {}, "mini-batch 1 of a rollout of .*mine.jsonl has 1 tokens"),
         ([], {}, "mine.jsonl is empty"),
     ],
     ids=["scattered", "cut", "wide", "none", "one", "empty"],
@@ -239,18 +242,18 @@ def test_a_group_that_comes_again_is_another_group(tmp_path: Path) -> None:
 def test_every_mini_batch_needs_tokens(tmp_path: Path) -> None:
     """The whole roll-out has enough, and its second half has none."""
     path = written(tmp_path, [line(0, length) for length in (4, 0, 0, 0)])
-    with pytest.raises(UsageError, match=r"mini-batch [12] of a roll-out of .* has 0 tokens"):
+    with pytest.raises(UsageError, match=r"mini-batch [12] of a rollout of .* has 0 tokens"):
         build_rollouts(scenario_of(path, rows=2, mini_batches=2), LLAMA)
 
 
 def test_samples_are_no_roll_outs_and_roll_outs_no_samples(tmp_path: Path) -> None:
-    wanted = "line 1: not a roll-out, but the objective 'grpo' reads roll-outs; found .*; give --data .*'sft'"
+    wanted = "line 1: not a rollout, but the objective 'grpo' reads rollouts; found .*; give --data .*'sft'"
     with pytest.raises(UsageError, match=wanted) as error:
         build_rollouts(scenario_of("data/word_problems.jsonl"), LLAMA)
     assert "'question', 'answer'" in str(error.value)
     sft = dataclasses.replace(shipped("sft-sgd"), data=scenario_of("data/rollouts/llama.jsonl", rows=6).data)
     with pytest.raises(
-        UsageError, match=r"llama.jsonl, line 1: this is a roll-out, but the objective reads pairs.*'grpo'"
+        UsageError, match=r"llama.jsonl, line 1: this is a rollout, but the objective reads pairs.*'grpo'"
     ):
         build_batches(sft, LLAMA)
 
@@ -268,7 +271,7 @@ def test_a_leg_begins_with_a_roll_out() -> None:
         return Cell(scenario=scenario, legs=legs, program="resume")
 
     assert cell_of(4).first_steps == (0, 4)
-    with pytest.raises(UsageError, match=r"leg 2 of program 'resume' begins at step 2 of .* in the middle .* of 4, "):
+    with pytest.raises(UsageError, match=r"phase 2 of program 'resume' begins at step 2 of .* in the middle .* of 4, "):
         cell_of(2)
 
 
@@ -303,7 +306,7 @@ def test_a_file_of_the_users_own_reaches_the_command_line(
     assert {reach["longest"] for reach in coverage["documents"]} == {6}
     bad = written(tmp_path, [line(logprobs=[])])
     out = tmp_path / "out"
-    for data, words in ((bad, "mine.jsonl, line 1: 'logprobs'"), ("data/word_problems.jsonl", "not a roll-out, but")):
+    for data, words in ((bad, "mine.jsonl, line 1: 'logprobs'"), ("data/word_problems.jsonl", "not a rollout, but")):
         assert cli.main(["run", *known, "--data", data, "--out", str(out)]) == 2
         assert words in capsys.readouterr().err
         assert not out.exists()

@@ -42,7 +42,7 @@ def one_line(error: pytest.ExceptionInfo[UsageError]) -> str:
         (b'{"question": ' + b"9" * 5000 + b"}", r"line 3 is not JSON: Exceeds the limit"),
         (b'{"question": "' + b"x" * (LONGEST_TEXT + 1) + b'", "answer": "b"}', r"line 3: 'question' has 1048577 char"),
         (b'"' + b"x" * LONGEST_LINE, r"line 3 has more than 8 MiB; give every sample a line of its own"),
-        (b'{"question": "a", "answer": {}}', r"line 3: 'answer' must be a text"),
+        (b'{"question": "a", "answer": {}}', r"line 3: 'answer' must be a non-empty text"),
         (b"null", r"line 3: expected an object"),
     ],
     ids=lambda value: str(value[:24]),
@@ -72,7 +72,7 @@ def test_a_pipe_is_no_data_set(name: str, tmp_path: Path) -> None:
 def test_a_broken_parquet_file_is_named(content: bytes, tmp_path: Path) -> None:
     pytest.importorskip("pyarrow")
     (tmp_path / "mine.parquet").write_bytes(content)
-    with pytest.raises(UsageError, match=r"mine.parquet is no Parquet file that can be read: ") as error:
+    with pytest.raises(UsageError, match=r"mine.parquet is not a readable Parquet file: ") as error:
         read_samples(DataConfig(path=str(tmp_path / "mine.parquet")))
     one_line(error)
 
@@ -148,7 +148,7 @@ def test_the_limit_of_time_is_one_of_computing_and_leaves_nothing_behind() -> No
         ("tokenizer.json", "{}", "has no tokenizer that transformers can load"),
         ("tokenizer.json", "[" * 100_000, "has no tokenizer that transformers can load"),
         ("tokenizer.json", '{"version": "1.0", "model": {"type": "X"}}', "has no tokenizer that transformers can load"),
-        ("tokenizer_config.json", "[]", r"tokenizer_config.json holds \[\], but it has to hold a JSON object"),
+        ("tokenizer_config.json", "[]", r"tokenizer_config.json must hold a JSON object"),
         ("tokenizer_config.json", "[" * 100_000, "tokenizer_config.json cannot be read: its JSON is"),
         ("tokenizer_config.json", '{"eos_token": 5}', "has no tokenizer that transformers can load"),
         ("config.json", '{"model_type": "llama", "hidden_size": "x"}', "config.json cannot be used by transformers"),

@@ -307,9 +307,13 @@ def test_settings_that_no_adapter_has_are_explained(changes: dict[str, Any], mes
         (
             "llama",
             {"target_modules": ["query"]},
-            "names 'query', and no linear layer .* use some of q_proj, k_proj, v_",
+            "names 'query', which matches no linear layer .* use some of q_proj, k_proj, v_",
         ),
-        ("llama", {"target_modules": ["lm_head"]}, "names 'lm_head', and no linear layer inside of the model's layers"),
+        (
+            "llama",
+            {"target_modules": ["lm_head"]},
+            "names 'lm_head', which matches no linear layer inside the model's layers",
+        ),
         (
             "phi3",
             {"target_modules": ["q_proj"]},
@@ -318,7 +322,7 @@ def test_settings_that_no_adapter_has_are_explained(changes: dict[str, Any], mes
         (
             "qwen3-moe",
             {"target_modules": ["gate_proj"]},
-            "adapters of experts, .*; name linear layers outside of experts, as k_proj",
+            "adapters of experts, .*; name linear layers outside of experts, such as k_proj",
         ),
         (
             "qwen2-moe",
@@ -336,7 +340,7 @@ def test_targets_that_a_model_lacks_are_refused_before_anything_runs(
 
 def test_frozen_patterns_are_about_adapters(tmp_path: Path) -> None:
     optimizer = {"name": "sgd", "lr": 0.1, "frozen": ["model.embed_tokens.weight"]}
-    with pytest.raises(UsageError, match=r"no parameter of llama that is trained matches; names look like .*lora_A"):
+    with pytest.raises(UsageError, match=r"matches no trained parameter of llama; names look like .*lora_A"):
         prepare_inputs(scenario(optimizer=optimizer), tmp_path)
     some = scenario(optimizer={**optimizer, "frozen": ["*.lora_A.weight"]})
     prepare_inputs(some, tmp_path)

@@ -71,8 +71,8 @@ def test_a_scenario_is_one_of_those_that_are_named(fields: dict[str, Any], fits:
         ({"at_least": {"dps": 2}}, "names dps; known are dp, rep"),
         ({"at_most": {"zero1": 0}}, "names zero1; known are dp"),
         ({"precisions": ("bf61",)}, "names bf61; known are exact"),
-        ({"unmodelled": lambda *_: None}, "needs defects or unmodelled, one of the two"),
-        ({"defects": None}, "needs defects or unmodelled, one of the two"),
+        ({"unmodelled": lambda *_: None}, "needs exactly one of defects and unmodelled"),
+        ({"defects": None}, "needs exactly one of defects and unmodelled"),
     ],
 )
 def test_an_expectation_that_could_be_about_no_cell_is_an_error(fields: dict[str, Any], message: str) -> None:

@@ -38,7 +38,7 @@ def shards_of(cells: Sequence[Cell], total: int) -> list[list[Cell]]:
 
 
 def oracle_of(cell: Cell) -> str:
-    return json.dumps(cell.asked_of_oracle, sort_keys=True)
+    return json.dumps(cell.oracle_request, sort_keys=True)
 
 
 # --- which cells ---
@@ -64,7 +64,7 @@ def test_cells_with_one_oracle_stay_together_unless_they_are_more_than_a_shard()
 
 @pytest.mark.parametrize("text", ["", "2", "0/2", "3/2", "1/0", "a/b", "1/2/3", "-1/2", "1/99999"])
 def test_a_shard_is_k_of_n(text: str) -> None:
-    with pytest.raises(UsageError, match="it has to be K/N with K from 1 to N"):
+    with pytest.raises(UsageError, match="must be K/N with K from 1 to N"):
         parse_shard(text)
 
 

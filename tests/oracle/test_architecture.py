@@ -39,7 +39,7 @@ def edited(family: str, folder: Path, **changes: Any) -> Path:
 def test_a_size_is_a_whole_number_that_a_model_may_have(key: str, tmp_path: Path) -> None:
     values: tuple[Any, ...] = (0, -8, 1.5, 64.0, True, "64", [64], {}, float("nan"), LARGEST[key] + 1, 10**400)
     for value in values:
-        with pytest.raises(UsageError, match=rf"config.json sets {key}=.*; it has to be a whole number from 1 to"):
+        with pytest.raises(UsageError, match=rf"config.json sets {key}=.*; it must be a whole number from 1 to"):
             read_architecture(edited("llama", tmp_path, **{key: value}))
 
 
@@ -54,15 +54,15 @@ def test_a_size_is_a_whole_number_that_a_model_may_have(key: str, tmp_path: Path
         ("llama", "attention_bias", [1], "true or false"),
         ("llama", "mlp_bias", 1, "true or false"),
         ("llama", "tie_word_embeddings", "../..", "true or false"),
-        ("llama", "pad_token_id", "", "no token of a vocabulary of"),
-        ("llama", "pad_token_id", VOCABULARY, f"no token of a vocabulary of {VOCABULARY}"),
-        ("llama", "pad_token_id", -VOCABULARY - 1, f"no token of a vocabulary of {VOCABULARY}"),
+        ("llama", "pad_token_id", "", "not a token of a vocabulary of"),
+        ("llama", "pad_token_id", VOCABULARY, f"not a token of a vocabulary of {VOCABULARY}"),
+        ("llama", "pad_token_id", -VOCABULARY - 1, f"not a token of a vocabulary of {VOCABULARY}"),
         ("llama", "architectures", "LlamaForCausalLM", "a list of texts"),
         ("llama", "architectures", [None], "a list of texts"),
-        ("llama", "head_dim", 7, "heads of 7 numbers and turns 7; rotary positions turn pairs"),
+        ("llama", "head_dim", 7, "rotates 7 of the 7 dimensions of a head; rotary positions need an even"),
         ("llama", "model_type", ["llama"], "the oracle knows llama"),
-        ("llama", "rope_parameters", [], "it has to be an object"),
-        ("llama", "rope_parameters", {"rope_theta": -1.0}, "rope_theta=-1.0; it has to be a number above 0"),
+        ("llama", "rope_parameters", [], "it must be an object"),
+        ("llama", "rope_parameters", {"rope_theta": -1.0}, "rope_theta=-1.0; it must be a number above 0"),
         ("llama", "rope_parameters", {"rope_theta": 1e300}, "at most 1e[+]12"),
         ("llama", "rope_parameters", {"rope_theta": [1]}, "a number above 0"),
         ("pangu", "rope_theta", float("inf"), "a number above 0"),
@@ -74,7 +74,7 @@ def test_a_size_is_a_whole_number_that_a_model_may_have(key: str, tmp_path: Path
         ("gemma3", "query_pre_attn_scalar", 0, "a number above 0"),
         ("gemma3", "query_pre_attn_scalar", -16, "a number above 0"),
         ("gemma3", "final_logit_softcapping", -1.0, "a number above 0"),
-        ("gemma3", "rope_parameters", {"full_attention": 5}, "full_attention=5; it has to be an object"),
+        ("gemma3", "rope_parameters", {"full_attention": 5}, "full_attention=5; it must be an object"),
     ],
 )
 def test_nonsense_is_named_with_its_key(family: str, key: str, value: Any, message: str, tmp_path: Path) -> None:
@@ -120,9 +120,7 @@ def test_weights_of_integers_are_no_weights(tmp_path: Path) -> None:
     tensors["model.norm.weight"] = tensors["model.norm.weight"].long()
     save_file(tensors, folder / "model.safetensors")
     values = {"name": "any", "model": str(folder), "precision": "fp32", "optimizer": {"name": "sgd", "lr": 0.1}}
-    with pytest.raises(
-        UsageError, match=r"model.safetensors holds model.norm.weight as I64; weights have to be one of"
-    ):
+    with pytest.raises(UsageError, match=r"model.safetensors holds model.norm.weight as I64; weights must be one of"):
         prepare_inputs(parse_scenario(values), tmp_path.parent / f"{tmp_path.name}-out")
     assert set(tensors) == set(parameter_shapes(read_architecture(folder)))
 

@@ -106,7 +106,7 @@ def test_the_z_loss_is_that_of_megatron_core_summed_over_layers(family: str) -> 
 
 def test_a_z_loss_needs_routers(tmp_path: Path) -> None:
     scenario = load_scenario(FIXTURES / "scenarios" / "sft-z-loss.toml", model="models/llama", precision="exact")
-    with pytest.raises(UsageError, match=r"router_z_loss=0\.025 is for mixtures of experts .*, and llama is none"):
+    with pytest.raises(UsageError, match=r"router_z_loss=0\.025 is only for mixtures of experts .*, not for llama"):
         prepare_inputs(scenario, tmp_path)
 
 
@@ -169,7 +169,7 @@ def test_a_lost_expert_is_told(tmp_path: Path, lost: str) -> None:
     ("family", "changes", "message"),
     [
         ("qwen3-moe", {"num_experts_per_tok": 9}, "chooses 9 of 8 experts"),
-        ("qwen3-moe", {"mlp_only_layers": "1"}, "has to be a list of numbers of layers"),
+        ("qwen3-moe", {"mlp_only_layers": "1"}, "must be a list of layer numbers"),
         ("qwen3-moe", {"norm_topk_prob": None}, "does not say 'norm_topk_prob'"),
         ("qwen3-moe", {"router_aux_loss_coef": None}, "does not say 'router_aux_loss_coef'"),
         ("qwen3-moe", {"num_experts": 0}, "num_experts=0"),

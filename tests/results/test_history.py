@@ -275,7 +275,7 @@ def test_the_shards_of_a_run_are_compared_when_they_are_merged(
     assert cli.main(["merge", str(shard), "--baseline", str(kept), "--out", str(out)]) == 1
     assert f"newly differing: {DIFFERS}; fixed: {RESUMED}\n" in capsys.readouterr().out
     with pytest.raises(
-        UsageError, match="--baseline is about the cells of all shards together: give it to parity merge"
+        UsageError, match="--baseline concerns the cells of all shards together: give it to parity merge"
     ):
         make_plan(Selection(), Demands(baseline=str(kept)), Portion(shard="1/2"), ranks=Ranks())
 

@@ -128,16 +128,16 @@ def test_the_oracle_of_its_own_is_taken_wherever_there_is_one(models: Any) -> No
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"hidden_dropout": 0.1}, "sets hidden_dropout=0.1; what is random differs between any two runs"),
-        ({"output_router_logits": True}, "no objective here adds a router's auxiliary loss"),
+        ({"hidden_dropout": 0.1}, "sets hidden_dropout=0.1, which makes two runs differ at random"),
+        ({"output_router_logits": True}, "no objective includes a router's auxiliary loss"),
         ({"model_type": "no-such"}, "which the oracle does not know, and transformers cannot use it"),
         ({"model_type": "t5"}, "which the oracle does not know, and transformers cannot use it"),
         ({"model_type": "mamba"}, "names MambaForCausalLM, which takes no position_ids"),
         (
             {"model_type": "granitemoehybrid", "layer_types": ["mamba", "attention"]},
-            "layers of kind linear_attention hand",
+            "layers of kind linear_attention carry",
         ),
-        ({"model_type": "lfm2", "layer_types": ["conv", "full_attention"]}, "layers of kind conv hand on"),
+        ({"model_type": "lfm2", "layer_types": ["conv", "full_attention"]}, "layers of kind conv carry state"),
     ],
 )
 def test_a_model_that_no_oracle_can_compute_is_refused(

@@ -79,7 +79,7 @@ def test_a_backend_that_trains_what_is_frozen_is_caught(session: Session, target
     [
         (
             ("model.embed_token.*",),
-            r"'model.embed_token.\*', which no parameter of llama that is trained matches; names look like model",
+            r"'model.embed_token.\*', which matches no trained parameter of llama; names look like model",
         ),
         (("*",), "leaves nothing of policy to train"),
     ],

@@ -43,11 +43,11 @@ def cell(*legs: Leg, program: str = "mine") -> Cell:
         ([leg(2), leg(3)], 'saves nothing for the next; give it save = "checkpoint", "state" or "export"'),
         (
             [leg(2, "checkpoint"), leg(3, backend="megatron")],
-            'hands a checkpoint of fsdp2 to megatron, which cannot read it; use save = "state" or "export"',
+            'loads a checkpoint of fsdp2 into megatron, which cannot read it; use save = "state" or "export"',
         ),
         (
             [leg(4, "checkpoint"), leg(1)],
-            "one step after a checkpoint, and lost optimizer state shows at the second; use two or more",
+            "one step after a checkpoint, but lost optimizer state shows at the second; use at least two",
         ),
         ([leg(2, "export"), leg(2, "checkpoint"), leg(1)], "one step after a checkpoint"),
         ([leg(4, "state"), leg(1, backend="megatron")], "one step after a state"),
@@ -149,7 +149,7 @@ def test_the_last_leg_has_the_steps_that_are_left(tmp_path: Path) -> None:
         (
             'layouts = ["dp2"]\nbackends = ["fsdp2-to-megatron"]\nprogram = "mine"',
             RESUME,
-            "hands a checkpoint of fsdp2",
+            "loads a checkpoint of fsdp2",
         ),
         (
             'layouts = ["dp2"]\nprogram = "mine"',

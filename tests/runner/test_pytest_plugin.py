@@ -327,7 +327,7 @@ def test_a_run_whose_worker_crashed_is_incomplete(tmp_path: Path, monkeypatch: p
     ("arguments", "message"),
     [
         (("--parity-backend", "nope"), "ERROR: unknown backend 'nope'; registered: "),
-        (("--parity-shard", "3/2"), "ERROR: --shard 3/2: it has to be K/N"),
+        (("--parity-shard", "3/2"), "ERROR: --shard 3/2: must be K/N"),
         (("--parity-out", "."), "ERROR: . exists and is not an empty folder; give another --parity-out"),
     ],
     ids=["backend", "shard", "out"],

@@ -112,11 +112,11 @@ def test_a_recipe_that_cannot_be_used_is_refused(tmp_path: Path, change: dict[st
 
 
 def test_a_vocabulary_smaller_than_the_small_models_and_a_value_model_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="has to be the smaller one"):
+    with pytest.raises(UsageError, match="must be the smaller one"):
         with_skeleton(str(shrunk(tmp_path / "models", vocab_size=300)))
     model = synthetic.random_model(Path(with_skeleton(str(shrunk(tmp_path / "others")))))
     assert model
-    with pytest.raises(UsageError, match="no value model is made"):
+    with pytest.raises(UsageError, match="value models cannot have these"):
         draw_weights(model, scenario_of(tmp_path / "others/openpangu-embedded-1b"), CRITIC, tmp_path)
     assert not (tmp_path / INDEX).exists()
 

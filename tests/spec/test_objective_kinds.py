@@ -95,7 +95,7 @@ def test_an_objective_that_cannot_be_used_is_an_error_when_the_scenario_is_loade
 
 @pytest.mark.parametrize("value", ["sft", None, 3, ["sft"]])
 def test_an_objective_is_a_table(value: Any) -> None:
-    with pytest.raises(UsageError, match=r"\[objective\] has to be a table with a kind, such as kind = \"sft\", not "):
+    with pytest.raises(UsageError, match=r"\[objective\] must be a table with a kind, such as kind = \"sft\", got "):
         parse_objective(value)
 
 

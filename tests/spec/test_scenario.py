@@ -93,7 +93,7 @@ def test_a_file_that_is_not_utf8_is_named_with_its_line(tmp_path: Path) -> None:
 
 def test_a_file_cannot_say_that_code_is_trusted(tmp_path: Path) -> None:
     (tmp_path / "sly.toml").write_text("trust_remote_code = true")
-    with pytest.raises(UsageError, match=r"sly.toml: trust_remote_code cannot be said by a file; use the option --tru"):
+    with pytest.raises(UsageError, match=r"sly.toml: a file cannot set trust_remote_code; use the option --tru"):
         load_scenario(tmp_path / "sly.toml", trust_remote_code=True)
 
 
@@ -105,7 +105,7 @@ def test_the_oracle_does_not_depend_on_trust_in_code_that_it_does_not_run() -> N
 
 def test_data_that_is_no_table_is_named(tmp_path: Path) -> None:
     (tmp_path / "flat.toml").write_text('data = "mine.jsonl"')
-    with pytest.raises(UsageError, match=r"flat.toml: data has to be a table \(\[data\]\), not 'mine.jsonl'"):
+    with pytest.raises(UsageError, match=r"flat.toml: data must be a table \(\[data\]\), got 'mine.jsonl'"):
         load_scenario(tmp_path / "flat.toml", data_overrides={"rows": 6})
 
 

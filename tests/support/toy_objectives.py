@@ -77,7 +77,7 @@ class OracleWeightedSft:
         document: Document,
         *,
         totals: Mapping[str, float],
-        others: Mapping[str, Tensor],
+        earlier: Mapping[str, Tensor],
         stable: torch.dtype,
     ) -> oracle.Term:
         logprobs = oracle.target_logprobs(output, document, stable=stable)
@@ -158,7 +158,7 @@ class OraclePolicyAndValue:
         document: Document,
         *,
         totals: Mapping[str, float],
-        others: Mapping[str, Tensor],
+        earlier: Mapping[str, Tensor],
         stable: torch.dtype,
     ) -> oracle.Term:
         if model == "critic":
@@ -169,7 +169,7 @@ class OraclePolicyAndValue:
         logprobs = oracle.target_logprobs(output, document, stable=stable)
         if model == "reference":
             return oracle.Term(loss=None, rows={"reference.logprob": logprobs})
-        known = oracle.target_logprobs(others["reference"], document, stable=stable)
+        known = oracle.target_logprobs(earlier["reference"], document, stable=stable)
         loss = (logprobs - known).square().sum() / (2 * totals["token_count"])
         return oracle.Term(loss=loss, values={"loss": loss.item()}, rows={"logprob": logprobs})
 

@@ -148,7 +148,7 @@ def test_options_become_adapters() -> None:
     [
         ("fsdp2", "--lora-alpha 8", "without --lora-rank there are none; give a rank"),
         ("fsdp2", "--target-modules q_proj", "without --lora-rank there are none"),
-        ("fsdp2", "--lora-rank 4 --target-modules w1", "names 'w1', and no linear layer"),
+        ("fsdp2", "--lora-rank 4 --target-modules w1", "names 'w1', which matches no linear layer"),
         ("fsdp2", "--lora-rank 4 --target-modules q_proj,", "--target-modules"),
         ("fsdp2", "--lora-rank 4 --lora-save merged", "needs a folder; give --save-path"),
         ("fsdp2", "--lora-rank 0", "--lora-rank must be 1 or more"),
