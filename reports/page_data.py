@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from conformance.bisect.explain import told_as_stored
+from conformance.bisect.explain import describe_stored
 from conformance.judge.tolerance import EXACT, NOISE_FACTOR
 from conformance.records.record_format import Line, Lines, dumps
 from conformance.results.verdict import STATES, Quantity, Verdict
@@ -144,7 +144,7 @@ def cell_data(cell: Cell, shared: Shared) -> dict[str, Any]:
         "tables": _tables(entry.verdict.quantities, set(numbers), shared),
         "strips": _strips(entry.verdict, shared),
         "first": _first_difference(cell),
-        "bisection": vars(told_as_stored(cell.bisection)) if cell.bisection else None,
+        "bisection": vars(describe_stored(cell.bisection)) if cell.bisection else None,
         "series": _series(cell.steps, numbers),
         "legs": [_leg(leg, shared) for leg in cell.legs],
         "oracle": {

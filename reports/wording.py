@@ -3,7 +3,7 @@
 import math
 import re
 
-from conformance.bisect.explain import told
+from conformance.bisect.explain import describe
 from conformance.results.verdict import NO_ANSWER, STATES, Quantity, number, off
 from reports.load import Cell
 
@@ -94,7 +94,7 @@ def details(cell: Cell) -> str:
     if len(cell.findings) > FINDINGS:
         lines.append(f"... and {len(cell.findings) - FINDINGS} more")
     if cell.bisection:
-        lines.append(f"bisected: {told(cell.bisection).answer}")
+        lines.append(f"bisected: {describe(cell.bisection).answer}")
     reproduce = f"reproduce: {cell.entry.reproduce}" if cell.entry.reproduce else ""
     logs = [f"--- {rank}\n{text}" for rank, text in cell.logs.items()] if cell.state in NO_ANSWER else []
     return "\n".join(part for part in (cell.reason, *lines, reproduce, *logs) if part)

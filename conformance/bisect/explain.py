@@ -1,4 +1,4 @@
-"""Tell: what a bisection has found, in words, the same for the terminal and all reports; without torch."""
+"""Describes the result of a bisection in words, for the terminal and all reports. Does not import torch."""
 
 import re
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from conformance.results.bisection import (
 )
 from conformance.results.verdict import size_off
 
-MOST = 4  # parameters that are listed one by one
+MOST = 4  # most parameters that are listed
 ALLOWED = "1e-11"  # conformance.judge.tolerance.EXACT
 POLICY = "policy"
 BISECT = "parity bisect"
@@ -25,49 +25,49 @@ BISECT = "parity bisect"
 
 @dataclass(frozen=True, kw_only=True)
 class Told:
-    """answer: one line. facts: what was found, with a word for each."""
+    """A bisection in words. answer: one line. facts: pairs of a label and a text."""
 
     answer: str
     facts: tuple[tuple[str, str], ...]
 
     @property
     def lines(self) -> list[str]:
-        """For the terminal, the answer first."""
+        """Returns the lines for the terminal, the answer first."""
         return [self.answer, *(f"  {word}: {text}" for word, text in self.facts)]
 
 
-def told(bisection: Bisection) -> Told:
-    """What is told of a cell."""
-    other = bisection.traced != bisection.cell
+def describe(bisection: Bisection) -> Told:
+    """Describes the bisection of a cell."""
+    is_twin = bisection.traced != bisection.cell
     if not bisection.models:
         return Told(answer=f"not bisected: {bisection.why_not}", facts=())
-    main, *others = bisection.models
+    main, *rest = bisection.models
     facts = (
-        [("traced", f"{bisection.traced}, because noise hides what is right in any other precision")] if other else []
+        [("traced", f"{bisection.traced}, because noise hides what is right in any other precision")] if is_twin else []
     )
     facts += facts_of(main, bisection.stage)
     if bisection.collectives and main.first:
         facts += _of_collectives(bisection.collectives, main.first)
-    facts += [(f"also {one.model}", answer_of(one, bisection.stage)) for one in others if not one.is_right]
-    facts += [(one.model, "all that was compared is right") for one in others if one.is_right and not main.is_right]
+    facts += [(f"also {one.model}", answer_of(one, bisection.stage)) for one in rest if not one.is_right]
+    facts += [(one.model, "all that was compared is right") for one in rest if one.is_right and not main.is_right]
     of = "" if main.model == POLICY else f" of the {main.model}"
     return Told(answer=f"step {bisection.step}: {answer_of(main, bisection.stage, of=of)}", facts=tuple(facts))
 
 
-def told_as_stored(bisection: Bisection) -> Told:
-    """What reports tell of a file that they have read, and what it rests on."""
-    fresh = told(bisection)
+def describe_stored(bisection: Bisection) -> Told:
+    """Describes a bisection that was read from a file, and says how far the file can be trusted."""
+    description = describe(bisection)
     if not bisection.models:
-        return fresh
-    rests = (
-        f"on {BISECTION}, which anybody with access to the folder can write: its digest shows that the file is whole, "
-        f"and proves nothing else; {BISECT} {bisection.cell} runs cell and oracle again and proves it anew"
+        return description
+    source = (
+        f"{BISECTION}, which anybody with access to the folder can write: its digest only shows that the file is "
+        f"complete; {BISECT} {bisection.cell} runs cell and oracle again and proves the result"
     )
-    return Told(answer=fresh.answer, facts=(*fresh.facts, ("rests", rests)))
+    return Told(answer=description.answer, facts=(*description.facts, ("based on", source)))
 
 
 def facts_of(found: Bisected, stage: str) -> list[tuple[str, str]]:
-    """What was found of one model."""
+    """Returns the facts about one model."""
     forward, backward = found.compared
     first = found.first
     facts: list[tuple[str, str]] = [("first stage that differs", stage)] if found.where == OUTSIDE and stage else []
@@ -76,7 +76,7 @@ def facts_of(found: Bisected, stage: str) -> list[tuple[str, str]]:
     if not found.forward:
         facts.append(("forward", f"all {forward} inputs and outputs of modules are right, to {ALLOWED}"))
     if found.forward:
-        facts.append(("backward", "not told, because wrong gradients follow from the wrong forward pass"))
+        facts.append(("backward", "not compared, because wrong gradients follow from the wrong forward pass"))
     elif not found.backward:
         facts.append(("backward", f"all {backward} gradients of inputs and outputs are right, to {ALLOWED}"))
     if found.parameters and not first:
@@ -88,10 +88,10 @@ def facts_of(found: Bisected, stage: str) -> list[tuple[str, str]]:
 
 
 def answer_of(found: Bisected, stage: str, *, of: str = "") -> str:
-    """The place in one line. of: whose, if a cell trains several models."""
+    """Returns the place of the defect in one line. of: names the model, if a cell trains several."""
     first, where = found.first, found.where
     if where == UNKNOWN:
-        return "not told: what the backend shows is right, but it does not show all; its traced() has to name the rest"
+        return "unknown: all shown modules are right, but the backend does not show all; traced() has to name the rest"
     if where == PARAMETERS:
         return (
             f"the model{of} is right, and gradients of parameters are wrong: look at how they are formed, added up "
@@ -99,8 +99,8 @@ def answer_of(found: Bisected, stage: str, *, of: str = "") -> str:
         )
     if where != OUTSIDE:
         assert first
-        what = "module" if first.inside else "value"
-        return f"first wrong {what}{of}, {first.direction}: {where}"
+        kind = "module" if first.inside else "value"
+        return f"first wrong {kind}{of}, {first.direction}: {where}"
     return f"{OUTSIDE}{of}: {_outside(found, stage)}"
 
 
@@ -117,24 +117,24 @@ def _outside(found: Bisected, stage: str) -> str:
     if stage.endswith("gradients"):
         return (
             "no gradient of a parameter is wrong in the run that was traced, although the record of the cell has one: "
-            "a race, or less than the norm of a tensor shows"
+            "a race, or an error too small for the norm of a tensor"
         )
     return (
-        f"forward pass, backward pass and gradients are right, and {stage} differs first. Look at what comes around "
-        "the model: data, roll-out, loss and advantages, or norm, clipping, optimizer and schedule"
+        f"forward pass, backward pass and gradients are right, and {stage} differs first. Look at the code "
+        "around the model: data, rollout, loss and advantages, or norm, clipping, optimizer and schedule"
     )
 
 
 def _of_value(first: First) -> list[tuple[str, str]]:
     wrong, (name, side) = first.wrong, first.wrong.key
-    off = f"is {size_off(wrong.error)}, allowed {ALLOWED}" if wrong.ranks else "is not there"
+    off = f"is {size_off(wrong.error)}, allowed {ALLOWED}" if wrong.ranks else "is missing"
     facts = [("wrong", f"the {side} of {name} {off}")]
     if first.before:
         before, of = first.before
-        text = f"everything before it, the last of it the {of} of {before}; so the defect is {_place(first)}"
+        text = f"everything up to the {of} of {before}; so the defect is {_place(first)}"
         facts.append(("right", text))
         if not first.inside and first.given_by != wrong.ranks:
-            facts.append(("exchange", f"{_ranks(first.given_by)} gave that, and {_ranks(wrong.hold)} went on from it"))
+            facts.append(("exchange", f"from {_ranks(first.given_by)} to {_ranks(wrong.hold)}"))
     if wrong.ranks:
         facts.append(("ranks", f"wrong on {_listed(wrong.ranks)} of {_listed(wrong.hold)}"))
     if wrong.tokens:
@@ -145,7 +145,7 @@ def _of_value(first: First) -> list[tuple[str, str]]:
         low, high, width = wrong.features
         facts.append(("features", f"{low} to {high} of {width}"))
     if wrong.silent:
-        facts.append(("silent", f"{_ranks(wrong.silent)} should have it and did not: nothing came back to it"))
+        facts.append(("silent", f"no gradient came back on {_ranks(wrong.silent)}"))
     if wrong.missing:
         facts.append(("missing", f"{wrong.missing} tokens are on no rank"))
     if wrong.would_be_right:
@@ -156,7 +156,7 @@ def _of_value(first: First) -> list[tuple[str, str]]:
 def _place(first: First) -> str:
     if first.inside:
         return f"inside of {first.module}"
-    return "between the two: a residual, an exchange between ranks, or how a tensor is handed on"
+    return "between the two: a residual, an exchange between ranks, or the way a tensor is passed on"
 
 
 def _of_parameters(found: Bisected) -> str:
@@ -170,12 +170,12 @@ def _of_parameters(found: Bisected) -> str:
 def _of_collectives(collectives: Collectives, first: First) -> list[tuple[str, str]]:
     facts = [("collectives", f"there, {first.direction}: {issued(collectives.issued)}")]
     if not collectives.conforming:
-        return [*facts, ("conforming", "no other layout of this group, to hold the collectives against")]
+        return [*facts, ("conforming", "no other layout of this group to compare the collectives with")]
     return [*facts, ("conforming", f"{collectives.conforming}, there: {issued(collectives.there)}")]
 
 
 def issued(found: Sequence[Issued]) -> str:
-    """Collectives in one line."""
+    """Lists collectives in one line."""
     return "; ".join(
         f"{one.times} {one.kind} of {one.size} ranks, {one.dtype}, {one.elements} elements, on {_ranks(one.ranks)}"
         for one in found

@@ -3,7 +3,7 @@
 Each value that the ranks have recorded is compared with the oracle's. In the exact tier there is no noise, so a value
 beyond its bound is wrong, and a value within its bound is right.
 
-The comparison is a task of a worker group of one rank. It may take long, or too much memory, and then ends alone.
+The comparison is a task of a worker group of one rank. If it takes too long or too much memory, only it ends.
 """
 
 import math
@@ -28,12 +28,12 @@ from conformance.spec.roles import Role
 from conformance.spec.scenario import Scenario, parse_scenario
 from conformance.worker.activation_capture import Piece, read_pieces
 
-PLACES = 4  # of wrong tokens that are named one by one
+PLACES = 4  # most wrong tokens that are named
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Compared:
-    """A piece without tokens and features that are not compared, and the reference, both (n, features)."""
+    """The compared part of a piece, ``found``, and its reference, ``right``, both (n, features)."""
 
     piece: Piece
     tokens: Tensor
@@ -53,13 +53,13 @@ def by_key(pieces: Sequence[Piece]) -> dict[Key, list[Piece]]:
 
 
 def compare(key: Key, pieces: Sequence[Piece], reference: Reference, *, shown: Sequence[Piece]) -> Wrong | None:
-    """Compare a value that the ranks hold in ``pieces`` with the reference; None if it is right.
+    """Compares a value that the ranks hold in ``pieces`` with the reference; None if it is right.
 
-    ``shown``: the pieces themselves or, of a gradient, those of the tensor that it is the gradient of.
+    ``shown``: the pieces themselves or, for a gradient, the pieces of the tensor that it belongs to.
     """
     right = reference.values[key]
     size = _rms(right[reference.known])
-    compared = [_beside(piece, right, reference.known) for piece in pieces]
+    compared = [_align(piece, right, reference.known) for piece in pieces]
     compared = [one for one in compared if one.found.numel()]
     bad = [one for one in compared if not one.error <= EXACT * size]
     held = torch.zeros_like(reference.known)
@@ -72,9 +72,9 @@ def compare(key: Key, pieces: Sequence[Piece], reference: Reference, *, shown: S
         return None
     tokens, features = set[int](), set[int]()
     for one in bad:
-        apart = ~((one.found - one.right).abs() <= EXACT * size)  # NaN is apart
-        tokens.update(one.tokens[apart.any(dim=1)].tolist())
-        features.update((torch.where(apart.any(dim=0))[0] + one.piece.first_feature).tolist())
+        is_wrong = ~((one.found - one.right).abs() <= EXACT * size)  # NaN is wrong
+        tokens.update(one.tokens[is_wrong.any(dim=1)].tolist())
+        features.update((torch.where(is_wrong.any(dim=0))[0] + one.piece.first_feature).tolist())
     error = max((one.error / size if size else math.inf for one in bad), default=math.inf)
     places = [reference.places[token] for token in sorted(tokens)]
     return Wrong(
@@ -93,7 +93,7 @@ def compare(key: Key, pieces: Sequence[Piece], reference: Reference, *, shown: S
     )
 
 
-def _beside(piece: Piece, right: Tensor, known: Tensor) -> _Compared:
+def _align(piece: Piece, right: Tensor, known: Tensor) -> _Compared:
     keep = known[piece.tokens]
     first, width = piece.first_feature, piece.values.shape[1]
     expected = right[piece.tokens[keep], first : first + width]
@@ -102,7 +102,7 @@ def _beside(piece: Piece, right: Tensor, known: Tensor) -> _Compared:
 
 
 def _explained(compared: Sequence[_Compared], bad: Sequence[_Compared], right: Tensor, *, bound: float) -> str:
-    """Name the likely cause of wrong pieces: the simplest change that would make them right."""
+    """Names the likely cause of wrong pieces: the simplest change that would make them right."""
     if any(not one.found.isfinite().all() for one in bad):
         return "there are numbers that are not finite"
     if all(not one.found.any() for one in bad):
@@ -116,7 +116,7 @@ def _explained(compared: Sequence[_Compared], bad: Sequence[_Compared], right: T
 
 
 def _by_factor(bad: Sequence[_Compared], bound: float) -> str:
-    """Test whether the wrong pieces are the right ones times one factor for each rank."""
+    """Tests whether the wrong pieces are the right ones times one factor for each rank."""
     factors: dict[int, float] = {}
     for one in bad:
         factor, left = scale_of(one.found.double(), one.right.double())
@@ -134,7 +134,7 @@ def _by_factor(bad: Sequence[_Compared], bound: float) -> str:
 
 
 def _by_reduction(compared: Sequence[_Compared], bad: Sequence[_Compared], bound: float) -> str:
-    """Test whether the sum or the mean over the ranks that hold the same tokens and features is right."""
+    """Tests whether the sum or the mean over the ranks that hold the same tokens and features is right."""
     groups: dict[tuple[object, ...], list[_Compared]] = defaultdict(list)
     for one in compared:
         groups[one.piece.micro_batch, one.piece.first_feature, tuple(one.tokens.tolist())].append(one)
@@ -151,31 +151,31 @@ def _by_reduction(compared: Sequence[_Compared], bad: Sequence[_Compared], bound
 
 
 def _by_permutation(bad: Sequence[_Compared], right: Tensor, bound: float) -> str:
-    """Test whether the wrong tokens or features have the values that other tokens or features should have."""
+    """Tests whether the wrong tokens or features have the values that other tokens or features should have."""
     moved: dict[int, int] = {}
     for one in bad:
         first, width = one.piece.first_feature, one.found.shape[1]
-        apart = (one.found - one.right).abs().amax(dim=1) > bound
-        distance = torch.cdist(one.found[apart], right[:, first : first + width], p=math.inf)
+        is_wrong = (one.found - one.right).abs().amax(dim=1) > bound
+        distance = torch.cdist(one.found[is_wrong], right[:, first : first + width], p=math.inf)
         nearest, at = distance.min(dim=1)
         if not (nearest <= bound).all():
             return _by_features(bad, right, bound)
-        moved |= dict(zip(one.tokens[apart].tolist(), at.tolist(), strict=True))
+        moved |= dict(zip(one.tokens[is_wrong].tolist(), at.tolist(), strict=True))
     here, there = next(iter(moved.items()))
-    # Tokens may have equal values; of those that do, one stands for all.
-    alike = {token: _first_alike(token, right, bound) for token in {*moved, *moved.values()}}
-    is_order = sorted(alike[token] for token in moved) == sorted(alike[token] for token in moved.values())
-    what = "tokens are in another order" if is_order else "tokens have what others should have, and these have it too"
-    return f"{what}: token {here} has what token {there} should have"
+    # Several tokens may have equal values; the first of these represents all.
+    first_equal = {token: _first_equal(token, right, bound) for token in {*moved, *moved.values()}}
+    is_order = sorted(first_equal[token] for token in moved) == sorted(first_equal[token] for token in moved.values())
+    cause = "tokens are in another order" if is_order else "tokens have what others should have, and these have it too"
+    return f"{cause}: token {here} has what token {there} should have"
 
 
-def _first_alike(token: int, right: Tensor, bound: float) -> int:
-    """Find the first token that should have the same values as this one."""
+def _first_equal(token: int, right: Tensor, bound: float) -> int:
+    """Returns the first token that should have the same values as this one."""
     return int((torch.cdist(right[token : token + 1], right, p=math.inf)[0] <= bound).nonzero()[0])
 
 
 def _by_features(bad: Sequence[_Compared], right: Tensor, bound: float) -> str:
-    told: list[str] = []
+    shards: list[str] = []
     should_be, are = set[tuple[int, int]](), set[tuple[int, int]]()
     for one in bad:
         width = one.found.shape[1]
@@ -186,16 +186,16 @@ def _by_features(bad: Sequence[_Compared], right: Tensor, bound: float) -> str:
         should_be.add((one.piece.first_feature, width))
         are.add((match[0], width))
         should, has = (f"{first} to {first + width - 1}" for first in (one.piece.first_feature, match[0]))
-        told.append(f"rank {one.piece.rank} has {has} instead of {should}")
-    what = "shards are in another order" if should_be == are else "shards are those of other ranks"
-    return f"{what}: of the features, {', '.join(dict.fromkeys(told))}"
+        shards.append(f"rank {one.piece.rank} has {has} instead of {should}")
+    cause = "shards are in another order" if should_be == are else "shards are those of other ranks"
+    return f"{cause}: of the features, {', '.join(dict.fromkeys(shards))}"
 
 
 def _by_vector(bad: Sequence[_Compared], bound: float) -> str:
-    """Test whether every token is off by the same vector."""
+    """Tests whether every token is off by the same vector."""
     for one in bad:
-        apart = one.found - one.right
-        if len(apart) < 2 or not _rms(apart - apart[:1]) <= bound:
+        errors = one.found - one.right
+        if len(errors) < 2 or not _rms(errors - errors[:1]) <= bound:
             return ""
     return "every token is off by the same vector, as by a bias that is missing or added again"
 
@@ -209,37 +209,37 @@ def _rms(x: Tensor) -> float:
 
 
 def wrong_parameters(found: Mapping[str, Tensor], reference: Reference) -> dict[str, float]:
-    """Give the relative errors of wrong gradients of parameters, by name; infinite for a missing gradient."""
+    """Returns the relative errors of wrong gradients of parameters, by name; infinite for a missing gradient."""
     errors: dict[str, float] = {}
     for name, right in reference.gradients.items():
         size = float(right.norm())
-        apart = float((found[name].to(right.dtype) - right).norm()) if name in found else math.inf
-        error = apart / size if size else (math.inf if apart else 0.0)
+        distance = float((found[name].to(right.dtype) - right).norm()) if name in found else math.inf
+        error = distance / size if size else (math.inf if distance else 0.0)
         if not error <= EXACT:
             errors[name] = error
     return errors
 
 
 def common_factor(found: Mapping[str, Tensor], reference: Reference) -> float | None:
-    """Give the one factor between the gradients of all parameters and the oracle's; None if there is none."""
+    """Returns the one factor between the gradients of all parameters and the oracle's; None if there is none."""
     if not found.keys() >= reference.gradients.keys():
         return None
-    ours = torch.cat([found[name].double().flatten() for name in reference.gradients])
-    theirs = torch.cat([right.flatten() for right in reference.gradients.values()])
-    factor, left = scale_of(ours, theirs)
-    return factor if factor is not None and left <= EXACT * abs(factor) * float(theirs.norm()) else None
+    observed = torch.cat([found[name].double().flatten() for name in reference.gradients])
+    expected = torch.cat([right.flatten() for right in reference.gradients.values()])
+    factor, left = scale_of(observed, expected)
+    return factor if factor is not None and left <= EXACT * abs(factor) * float(expected.norm()) else None
 
 
 def bisect(model: str, pieces: Sequence[Piece], gradients: Mapping[str, Tensor], reference: Reference) -> Bisected:
-    """Compare the values that all ranks have recorded, and the ``gradients`` of parameters, with the oracle's."""
+    """Compares the values that all ranks have recorded, and the ``gradients`` of parameters, with the oracle's."""
     found = by_key(pieces)
     forward = [key for key in reference.order if key in found]
     back = [cast(Key, (name, f"gradient of the {side}")) for name, side in reversed(reference.order)]
-    seen = {name for name, _ in found}
-    backward = [key for key in back if key in reference.values and key[0] in seen]
+    shown = {name for name, _ in found}
+    backward = [key for key in back if key in reference.values and key[0] in shown]
     first = _first("forward", forward, found, reference)
     parameters = wrong_parameters(gradients, reference)
-    unseen = tuple(dict.fromkeys(name for name, _ in reference.order if name not in seen))
+    unseen = tuple(dict.fromkeys(name for name, _ in reference.order if name not in shown))
     return Bisected(
         model=model,
         forward=first,
@@ -276,7 +276,7 @@ def _first(
 
 
 def _around(name: str, found: Mapping[Key, Sequence[Piece]]) -> str:
-    """Find the smallest recorded module that contains the module; empty if there is none."""
+    """Returns the smallest recorded module that contains the module; empty if there is none."""
     return max((other for other, _ in found if name.startswith(f"{other}.")), key=len, default="")
 
 
@@ -290,7 +290,7 @@ def find(
     traced: str,
     step: int,
 ) -> list[dict[str, Any]]:
-    """Bisect each trained model of a cell that was traced at ``step``; returns JSON values, the most telling first.
+    """Bisects each trained model of a cell that was traced at ``step``; returns JSON values, the most telling first.
 
     oracle: the oracle's record of the cell. traced: the folder of the traced values.
     """
@@ -309,7 +309,7 @@ def find(
 def bisect_traced(
     *, scenario: Scenario, models: dict[str, Path], batches: Path, oracle: Path, traced: Path, step: int
 ) -> tuple[Bisected, ...]:
-    """See ``find``. The oracle begins the step with its own weights."""
+    """Does the work of ``find``. The oracle begins the step with its own weights."""
 
     def weights(before: int, role: Role) -> dict[str, Tensor] | None:
         if not before or not role.trained:
@@ -325,6 +325,6 @@ def bisect_traced(
 
 
 def _of_key(key: str, record: Path, step: int) -> dict[str, Tensor]:
-    """Read the tensors of an observable at a step of a record, by the parameter's name."""
+    """Reads the tensors of an observable at a step of a record, by the parameter's name."""
     tensors = read_record(record).steps[step].tensors()
     return {name.removeprefix(f"{key}/"): tensor for name, tensor in tensors.items() if name.startswith(f"{key}/")}

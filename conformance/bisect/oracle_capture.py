@@ -1,4 +1,4 @@
-"""Reference: what goes into and comes out of every module of the oracle in one optimizer step, and their gradients."""
+"""Records the input and output of every module of the oracle in one optimizer step, and their gradients."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,8 +21,8 @@ class Reference:
     """The oracle's values and gradients of one step.
 
     values: float64 (tokens, features) by module and side; rows lie end to end. known: bool (tokens,), False in
-    documents without targets, which the oracle does not run. order: inputs and outputs as the forward pass has them.
-    gradients: those of the parameters. places: the row of each token, and its number there.
+    documents without targets, which the oracle does not run. order: inputs and outputs in the order of the forward
+    pass. gradients: those of the parameters. places: the row of each token, and its position in the row.
     """
 
     values: dict[Key, Tensor]
@@ -40,7 +40,7 @@ def references(
     step: int,
     weights: Callable[[int, Role], dict[str, Tensor] | None],
 ) -> dict[str, Reference]:
-    """Run the oracle on a step, for each model that is trained, by role; see conformance.oracle.run.observe_step."""
+    """Runs the oracle on a step, for each trained model, by role; see conformance.oracle.run.observe_step."""
     batch = batches[step]
     taps = {role.name: _Recording(batch) for role in scenario.objective.roles if role.trained}
     observed = observe_step(scenario=scenario, models=models, batches=batches, step=step, weights=weights, taps=taps)
@@ -75,7 +75,7 @@ class _Recording(Tap):
         self.known[self.at] = True
 
     def module(self, name: str, function: Function, x: Tensor) -> Tensor:
-        at = self.at  # of this document, when the gradients come
+        at = self.at  # gradients arrive when ``self.at`` belongs to another document
         alias = x.view_as(x)
         self._keep((name, "input"), at, alias)
         result = function(alias)
@@ -86,8 +86,8 @@ class _Recording(Tap):
         self.order[key] = None
         self._set(key, at, x.detach())
         if x.requires_grad:
-            of = cast(Key, (key[0], f"gradient of the {key[1]}"))
-            x.register_hook(lambda gradient: self._set(of, at, gradient))
+            gradient_key = cast(Key, (key[0], f"gradient of the {key[1]}"))
+            x.register_hook(lambda gradient: self._set(gradient_key, at, gradient))
 
     def _set(self, key: Key, at: slice, x: Tensor) -> None:
         x = x if x.is_floating_point() else x[:, None]

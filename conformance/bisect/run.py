@@ -1,10 +1,8 @@
-"""Run: a cell that differs is run again up to its first differing step, with its activations captured, and bisected.
+"""Runs a differing cell again up to its first differing step, with its activations captured, and bisects it.
 
-What is right can be told from noise in the exact tier only. Of a cell in another precision, its exact twin is bisected.
-
-Auto: after the cells of a run, its first differing cells are bisected, a cell for each group and backend.
-
-It changes no verdict, and what fails is said in a line. Cells of small worlds come first, the exact tier before others.
+Only in the exact tier can right values be told from noise. In another precision, the exact twin of the cell is
+bisected. After a run, its first differing cells are bisected, one for each group and backend, which changes no verdict:
+small worker groups first, and the exact tier before others.
 """
 
 import contextlib
@@ -16,7 +14,7 @@ from itertools import chain, zip_longest
 from pathlib import Path
 
 from conformance.backends.registry import adapter_of
-from conformance.bisect.explain import told
+from conformance.bisect.explain import describe
 from conformance.core.errors import UsageError, one_line
 from conformance.core.paths import resolve
 from conformance.matrix.cell import Cell
@@ -43,7 +41,7 @@ from conformance.worker.activation_capture import read_issued
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """What was found in ``step``, the most telling model first, and the collectives of its place."""
+    """The result of bisecting ``step``: the most telling model first, and the collectives at the defect."""
 
     step: int
     models: tuple[Bisected, ...]
@@ -55,7 +53,7 @@ class Found:
 
 
 def bisect_cell(session: Session, cell: Cell) -> tuple[Verdict, Bisection | None]:
-    """Run and judge a cell and, if it differs, bisect it.
+    """Runs and judges a cell and, if it differs, bisects it.
 
     Raises UsageError for a cell that cannot be bisected, and TraceFailed if it cannot be run once more.
     """
@@ -68,45 +66,45 @@ def bisect_cell(session: Session, cell: Cell) -> tuple[Verdict, Bisection | None
 
 
 def bisect_judged(session: Session, cell: Cell, finding: Quantity, conforming: Cell | None = None) -> Bisection:
-    """Bisect a cell that was run and judged in the output folder of this session, and can be bisected.
+    """Bisects a cell that was run and judged in the output folder of this session, and can be bisected.
 
-    finding: its first one. conforming: a cell of another layout that conforms in the exact tier.
+    finding: its first finding. conforming: a cell of another layout that conforms in the exact tier.
     Raises TraceFailed if the cell cannot be run once more.
     """
     twin = exact_twin(cell)
-    said = Bisection(cell=str(cell), records=_records(session, cell), stage=finding.stage, traced=str(twin))
+    bisection = Bisection(cell=str(cell), records=_records(session, cell), stage=finding.stage, traced=str(twin))
     if twin == cell:
-        return _with(said, bisect_step(session, cell, max(0, finding.step), conforming))  # -1: as loaded
-    with _beside(session, twin):
+        return _with(bisection, bisect_step(session, cell, max(0, finding.step), conforming))  # -1: as loaded
+    with _temporary_twin(session, twin):
         verdict = _verdict_of(session, twin)
         if verdict.state != "differs":
-            return replace(said, why_not=_why_no_twin(verdict, cell.scenario.precision))
+            return replace(bisection, why_not=_why_no_twin(verdict, cell.scenario.precision))
         if known := read_bisection(session.folder(twin), cell=str(twin), records=_records(session, twin)):
-            return replace(known, cell=said.cell, records=said.records)
+            return replace(known, cell=bisection.cell, records=bisection.records)
         first = verdict.findings[0]
-        return _with(replace(said, stage=first.stage), bisect_step(session, twin, max(0, first.step), conforming))
+        return _with(replace(bisection, stage=first.stage), bisect_step(session, twin, max(0, first.step), conforming))
 
 
 def _records(session: Session, cell: Cell) -> tuple[str, ...]:
-    """The digests of the records of a cell that was judged; of a twin that is no cell of the run, there are none."""
+    """Returns the digests of the records of a judged cell; empty for a twin that is not a cell of the run."""
     file = session.folder(cell) / VERDICT
     if not file.exists():
         return ()
     return tuple(read_lines(file.parent / record).digest for record in read_entry(file).records)
 
 
-def _with(said: Bisection, found: Found) -> Bisection:
-    return replace(said, step=found.step, models=found.models, collectives=found.collectives)
+def _with(bisection: Bisection, found: Found) -> Bisection:
+    return replace(bisection, step=found.step, models=found.models, collectives=found.collectives)
 
 
 def exact_twin(cell: Cell) -> Cell:
-    """The same cell in the exact tier."""
+    """Returns the same cell in the exact tier."""
     return replace(cell, scenario=replace(cell.scenario, precision="exact"))
 
 
 @contextlib.contextmanager
-def _beside(session: Session, twin: Cell) -> Iterator[None]:
-    """Remove what a twin that is no cell of the run leaves inside of this block."""
+def _temporary_twin(session: Session, twin: Cell) -> Iterator[None]:
+    """Removes the files that this block writes for a twin that is not a cell of the run."""
     folder = session.folder(twin)
     existed = folder.exists()
     try:
@@ -117,7 +115,7 @@ def _beside(session: Session, twin: Cell) -> Iterator[None]:
 
 
 def _verdict_of(session: Session, twin: Cell) -> Verdict:
-    """The verdict of a twin: the run's own if it has one, else it is run and judged now, beside the run."""
+    """Returns the run's verdict of a twin; runs and judges a twin that has none."""
     with contextlib.suppress(UsageError):
         verdict = read_entry(session.folder(twin) / VERDICT).verdict
         if verdict.state != "not_run":
@@ -128,14 +126,14 @@ def _verdict_of(session: Session, twin: Cell) -> Verdict:
 def _why_no_twin(verdict: Verdict, precision: str) -> str:
     if verdict.state in ("conforms", "partly_observed"):
         return (
-            f"it agrees with the oracle in the exact tier, so the defect needs {precision}: look for what is computed, "
-            f"summed or kept in another dtype than it should be"
+            f"it agrees with the oracle in the exact tier, so the defect needs {precision}: look for values that are "
+            f"computed, summed or stored in a wrong dtype"
         )
-    return f"what is right can be told from noise only in the exact tier, where it gave no answer: {verdict.reason}"
+    return f"right values can be told from noise only in the exact tier, where it gave no answer: {verdict.reason}"
 
 
 def bisect_step(session: Session, cell: Cell, step: int, conforming: Cell | None = None) -> Found:
-    """Run a cell up to ``step``, and hold this step against the oracle, from the oracle's weights before the step."""
+    """Runs a cell up to ``step``, and compares this step with the oracle, from the oracle's weights before the step."""
     with _traced(session, cell):
         trace = session.trace(cell, step) / "trace"
         models = session.compare_traced(cell, step)
@@ -149,7 +147,7 @@ def bisect_step(session: Session, cell: Cell, step: int, conforming: Cell | None
 
 
 def _issued_in(session: Session, conforming: Cell, step: int, main: Bisected) -> tuple[Issued, ...] | None:
-    """What the same place of a cell that conforms issues; None if it cannot be traced."""
+    """Returns the collectives at the same place of a conforming cell; None if it cannot be traced."""
     assert main.first
     with contextlib.suppress(TraceFailed), _traced(session, conforming):
         return read_issued(session.trace(conforming, step) / "trace" / main.model, main.first)
@@ -158,7 +156,7 @@ def _issued_in(session: Session, conforming: Cell, step: int, main: Bisected) ->
 
 @contextlib.contextmanager
 def _traced(session: Session, cell: Cell) -> Iterator[None]:
-    """Remove what is traced inside of this block: activations are large."""
+    """Removes the traced files after this block, because activations are large."""
     try:
         yield
     finally:
@@ -166,15 +164,15 @@ def _traced(session: Session, cell: Cell) -> Iterator[None]:
 
 
 def not_bisected(session: Session, cell: Cell) -> str:
-    """Why a cell cannot be bisected, and what to do; empty if it can be. In another precision than ``exact``, its twin
-    is."""
-    if refused := session.refusal(cell):
-        return refused.reason
+    """Returns why a cell cannot be bisected, and how to proceed; empty if it can be. In another precision than
+    ``exact``, its twin is bisected."""
+    if unsupported := session.refusal(cell):
+        return unsupported.reason
     if len(cell.legs) > 1:
         return f"it has {len(cell.legs)} legs; bisect the cell of one leg in the layout that differs"
     if not is_written(resolve(cell.scenario.model)):
         return (
-            "its model is known to transformers only, whose modules are no oracle's; compare backends with each other"
+            "its model is known to transformers only, so the oracle lacks its modules; compare backends with each other"
         )
     if is_sketched(cell.scenario):
         return (
@@ -191,7 +189,7 @@ def not_bisected(session: Session, cell: Cell) -> str:
     return ""
 
 
-MOST = 8  # cells of a run that are bisected; the others are one command each
+MOST = 8  # most cells of a run that are bisected automatically
 Group = tuple[str, str, str, str]  # scenario, model, variant and backend
 
 
@@ -201,32 +199,32 @@ def any_differs(out: Path) -> bool:
 
 
 def bisect_run(session: Session, cells: Sequence[Cell], *, say: Callable[[str], None]) -> None:
-    """Bisect the first differing cell of each group of a finished run, and write ``bisect.json`` beside its verdict.
+    """Bisects the first differing cell of each group of a finished run, and writes ``bisect.json`` next to its verdict.
 
-    ``say`` gets a line about each.
+    ``say`` receives a line for each.
     """
     states = _states(session.config.out)
     of_state = {state: [cell for cell in cells if states.get(str(cell)) == state] for state in ("differs", "conforms")}
     chosen = list(_chosen([cell for cell in of_state["differs"] if not not_bisected(session, cell)]))
     for cell in chosen[:MOST]:
-        alike = [other for other in of_state["conforms"] if _group(other) == _group(exact_twin(cell))]
-        said = _bisect(session, cell, _most_alike(session, cell, alike))
+        conforming = [other for other in of_state["conforms"] if _group(other) == _group(exact_twin(cell))]
+        answer = _bisect(session, cell, _most_similar(session, cell, conforming))
         session.check()
-        say(f"bisect {cell}: {said}")
+        say(f"bisect {cell}: {answer}")
     if len(chosen) > MOST:
         say(f"{len(chosen) - MOST} more groups differ and were not bisected; parity bisect CELL does it")
 
 
 def _bisect(session: Session, cell: Cell, conforming: Cell | None) -> str:
-    """Bisect one cell; returns what is to be said."""
+    """Bisects one cell; returns the line for the terminal."""
     try:
         finding = read_entry(session.folder(cell) / VERDICT).verdict.findings[0]
         found = bisect_judged(session, cell, finding, conforming)
         session.check()
         write_bisection(session.folder(cell), found)
-    except Exception as error:  # the run and its verdicts stand, whatever this one ends with
+    except Exception as error:  # a failed bisection must not spoil the run and its verdicts
         return f"not bisected: {type(error).__name__}: {one_line(error)}"
-    return told(found).answer
+    return describe(found).answer
 
 
 def _states(out: Path) -> Mapping[str, str]:
@@ -238,7 +236,7 @@ def _group(cell: Cell) -> Group:
 
 
 def _chosen(differ: Sequence[Cell]) -> Iterator[Cell]:
-    """The smallest cell of each group; backends take turns."""
+    """Yields the smallest cell of each group; backends take turns."""
     groups: dict[Group, list[Cell]] = defaultdict(list)
     for cell in sorted(differ, key=lambda cell: (not cell.scenario.tier.is_exact, cell.world_size)):
         groups[_group(cell)].append(cell)
@@ -248,13 +246,13 @@ def _chosen(differ: Sequence[Cell]) -> Iterator[Cell]:
     return filter(None, chain.from_iterable(zip_longest(*of_backends.values())))
 
 
-def _most_alike(session: Session, cell: Cell, others: Sequence[Cell]) -> Cell | None:
-    """Of the others that can be traced, the one that is cut in the most alike way, and of these the smallest."""
+def _most_similar(session: Session, cell: Cell, others: Sequence[Cell]) -> Cell | None:
+    """Returns the traceable cell with the most similar layout; the smallest one of several."""
     (leg,) = cell.legs
 
-    def apart(other: Cell) -> tuple[int, int]:
+    def distance(other: Cell) -> tuple[int, int]:
         layout = other.legs[0].layout
         same = [getattr(layout, f.name) == getattr(leg.layout, f.name) for f in fields(Layout)]
         return same.count(False), other.world_size
 
-    return min((other for other in others if not not_bisected(session, other)), key=apart, default=None)
+    return min((other for other in others if not not_bisected(session, other)), key=distance, default=None)

@@ -6,7 +6,7 @@ import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
-from conformance.bisect.explain import told
+from conformance.bisect.explain import describe
 from conformance.bisect.run import bisect_cell
 from conformance.cli import EXIT
 from conformance.core.errors import UsageError
@@ -54,10 +54,10 @@ def _bisect(cell: Cell, *, ranks: Ranks, as_json: bool) -> str:
     if as_json:
         where = found.models[0].where if found and found.models else None
         values = {"cell": str(cell), "state": verdict.state, "reason": verdict.reason, "where": where}
-        told_of_it = {"bisection": asdict(found), "told": told(found).lines} if found else {"bisection": None}
+        told_of_it = {"bisection": asdict(found), "told": describe(found).lines} if found else {"bisection": None}
         print(dumps(values | told_of_it))
     elif found is None:
         print(f"{cell}: {verdict.reason or 'agrees with the oracle, so there is nothing to bisect'}")
     else:
-        print(f"{cell}: {verdict.findings[0]}", *told(found).lines, sep="\n")
+        print(f"{cell}: {verdict.findings[0]}", *describe(found).lines, sep="\n")
     return verdict.state

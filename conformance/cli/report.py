@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from conformance.bisect.explain import told
+from conformance.bisect.explain import describe
 from conformance.cli import EXIT
 from conformance.cli.terminal import print_summary
 from conformance.core.plugins import write_reports
@@ -25,6 +25,6 @@ def finish(out: Path, *, as_json: bool) -> int:
     if as_json:
         print(dumps(summary))
     else:
-        found = [f"bisect {cell.entry.cell}: {told(cell.bisection).answer}" for cell in cells if cell.bisection]
+        found = [f"bisect {cell.entry.cell}: {describe(cell.bisection).answer}" for cell in cells if cell.bisection]
         print_summary(summary["verdict"], [*summary_lines(summary), *found, *lines])
     return EXIT[summary["verdict"]]

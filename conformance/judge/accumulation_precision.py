@@ -1,11 +1,11 @@
 """Detects gradients that were added up in the half precision in which they were computed.
 
-Adding up micro-batches and ranks in bf16 costs a gradient 1e-3, which disappears in the noise of bf16 itself. But it
-leaves a trace in every element: a sum that is rounded to bf16 is a number that bf16 has. A float32 sum of several bf16
-numbers mostly is not; measured over three backends, about 0.8 / n of the elements are, for n numbers.
+Adding up micro-batches and ranks in bf16 costs a gradient 1e-3, which disappears in the noise of bf16 itself. But each
+element keeps a trace: a sum that is rounded to bf16 can be represented in bf16. A float32 sum of several bf16 numbers
+mostly cannot: over three backends, about 0.8 / n of the elements can, for n summands.
 
-A micro-batch without targets adds nothing. Experts are judged by themselves, because each expert has summands of its
-own: a micro-batch that sends it no token adds none to it.
+A micro-batch without targets adds nothing. Experts are judged separately, because each expert has its own number of
+summands: a micro-batch that sends it no token adds none.
 """
 
 import re
@@ -26,21 +26,21 @@ from conformance.spec.observables import ROUTING, Observable
 from conformance.spec.precision import FloatFormat
 from conformance.spec.scenario import Scenario
 
-COARSE = 1.2  # what is allowed of the fraction of coarse elements, times the summands
-FEWEST = 3  # summands; a sum of two has too many coarse elements to tell
-STACKED = re.compile(r"\.(\d+)\.mlp\.experts\.")  # in the name of (experts, ...): the routed experts of one layer
+COARSE = 1.2  # the bound of the fraction of coarse elements times the number of summands
+FEWEST = 3  # least number of summands; a sum of two has too many coarse elements
+STACKED = re.compile(r"\.(\d+)\.mlp\.experts\.")  # the name of the stacked experts of one layer
 
 
-def grains(
+def measure_accumulation_precision(
     legs: Sequence[Record], scenario: Scenario, gradients: Sequence[Observable], batches: Sequence[Batch]
 ) -> Iterator[Measurement]:
-    """For each leg and model: the fraction of elements that the half precision has, times the summands of a gradient;
-    the median over tensors and steps, and that over routed experts by itself.
+    """Measures, for each phase and model, the fraction of elements that the half precision can represent, times the
+    number of summands of a gradient: the median over tensors and steps, and a separate median over routed experts.
 
-    Only where there are FEWEST summands. ``batches`` have the choices of the routers
-    (conformance.oracle.router_replay); there are none of a model whose routers the oracle does not know, and no
-    expert of it is looked at. Nor is one in reinforcement learning, where a token may have a target and no gradient:
-    an advantage of 0, a ratio that is clipped. Raises RecordError for batches without choices of a router.
+    Steps with fewer than FEWEST summands are left out. ``batches`` contain the choices of the routers
+    (conformance.oracle.router_replay). Without them experts are not measured: the oracle does not know the routers of
+    such a model. Experts are not measured in reinforcement learning either, where a token may have a target and no
+    gradient (an advantage of 0, a clipped ratio). Raises RecordError for batches without choices of a router.
     """
     if not scenario.tier.is_half:
         return
@@ -68,11 +68,11 @@ def grains(
 
 
 def summands_of_steps(leg: Record, accumulation: int) -> Mapping[int, int]:
-    """How many numbers a gradient is the sum of, by step: one for each micro-batch with targets of each data-parallel
+    """Returns the number of summands of a gradient by step: one for each micro-batch with targets of each data-parallel
     rank, times the ranks that share its rows. Older records do not say which micro-batches have targets."""
-    told = {given["step"]: sum(bool(count) for rank in given["targets"] for count in rank) for given in _given(leg)}
+    counts = {given["step"]: sum(bool(count) for rank in given["targets"] for count in rank) for given in _given(leg)}
     ranks = leg.layout.sp * leg.layout.ulysses
-    return {step.step: ranks * told.get(step.step, accumulation * leg.layout.data) for step in leg.steps}
+    return {step.step: ranks * counts.get(step.step, accumulation * leg.layout.data) for step in leg.steps}
 
 
 def _given(leg: Record) -> Sequence[Mapping[str, Any]]:
@@ -81,8 +81,8 @@ def _given(leg: Record) -> Sequence[Mapping[str, Any]]:
 
 
 def _of_experts(leg: Record, gradient: Observable, scenario: Scenario, batches: Sequence[Batch]) -> list[float]:
-    """Of each expert with FEWEST summands, at each step: its fraction of coarse elements, times its summands. Sketches
-    tell nothing, because their sample is of all experts."""
+    """Returns, for each step and each expert with at least FEWEST summands, the fraction of coarse elements times the
+    number of summands. Sketches are skipped, because their sample mixes all experts."""
     layers = sorted({int(found[1]) for name in leg.loaded.names() if (found := STACKED.search(name))})
     fractions = []
     for step in leg.steps:
@@ -109,12 +109,12 @@ def _of_experts(leg: Record, gradient: Observable, scenario: Scenario, batches: 
 def expert_summands(
     batch: Batch, *, key: str, router: int, is_last: bool, layout: Layout, accumulation: int
 ) -> Counter[int]:
-    """How many numbers the gradient of each expert of a router is at least the sum of, by the expert's number.
+    """Counts the least number of summands of the gradient of each expert of a router, by the expert's number.
 
     One for each micro-batch of each data-parallel rank in which a token that the loss depends on goes to the expert;
-    with ``ep``, one product may have the tokens of all ranks. Rings cut these further, which only adds summands.
-    ``key``: of the routing, as it is observed. ``is_last``: the loss depends on no token of this router but through
-    its own prediction.
+    with ``ep``, one product may contain the tokens of all ranks. Context parallelism cuts these further, which only
+    adds summands. ``key``: the observable of the routing. ``is_last``: the loss depends on tokens of this router only
+    through their own predictions.
     """
     summands: Counter[int] = Counter()
     parts = [
@@ -135,7 +135,7 @@ def expert_summands(
 
 
 def _chosen(document: Document, *, key: str, router: int, is_last: bool) -> Iterator[int]:
-    """The experts that a router chooses for the tokens of a document that the loss depends on."""
+    """Yields the experts that a router chooses for those tokens of a document that the loss depends on."""
     if document.columns.get(expert_column(router, 0, key)) is None:
         raise RecordError(f"the batches do not say which experts router {router} chooses ({key}); {AGAIN}")
     slot = 0

@@ -1,9 +1,9 @@
-"""Agreement: which cells of a group agree with each other and with the oracle, as families and in words.
+"""Finds out which cells of a group agree with each other and with the oracle, as families and in words.
 
-Serves claim 1 across backends. A cell's verdict says that it differs from the oracle; this module says which other
-cells differ in the same way. If a single cell differs, look at that cell first. If several layouts of one backend agree
-with each other and not with the oracle, look at the backend. If several backends do, look at the oracle, the scenario,
-or code that these backends share.
+A cell's verdict says that it differs from the oracle; this module says which other cells differ in the same way. If a
+single cell differs, look at that cell first. If several layouts of one backend agree with each other and not with the
+oracle, look at the backend. If several backends do, look at the oracle, the scenario, or code that these backends
+share.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,8 +24,8 @@ class Member:
     """One cell of a group.
 
     oracle: its worst difference from the oracle in each column.
-    elsewhere: the first stage at which the cell differs from the oracle; empty if it does not.
-    problem: why it is not compared with the others, or not in all columns; empty if it is compared in all columns.
+    elsewhere: the first stage at which the cell differs from the oracle; empty if it conforms.
+    problem: why it is not compared with other members, or not in all columns; empty if it is compared in all columns.
     """
 
     backend: str
@@ -44,7 +44,7 @@ class Agreement:
     """The result for a group.
 
     state: ``conforms`` if all members agree, ``expected_difference`` if only members with expected differences do not,
-        ``differs`` if others do not, ``infrastructure`` if all agree but a member could not be compared.
+        ``differs`` if other members do not, ``infrastructure`` if all agree but a member could not be compared.
     text: the result in sentences.
     families: by column, tuples of numbers of members that agree; the family of ORACLE comes first.
     """
@@ -57,7 +57,7 @@ class Agreement:
 def agreement(
     members: Sequence[Member], pairs: Mapping[Pair, Mapping[str, Difference]], columns: Sequence[str]
 ) -> Agreement:
-    """Find out which members agree with which.
+    """Finds out which members agree with which.
 
     pairs: the differences between every two members in each column, by the members' numbers in ascending order.
     columns: the columns in which members are compared, in causal order.
@@ -76,7 +76,7 @@ def agreement(
 
 
 class _Table:
-    """The members, the columns, and the differences between members and from the oracle."""
+    """Holds the members, the columns, and the differences between members and from the oracle."""
 
     def __init__(
         self, members: Sequence[Member], pairs: Mapping[Pair, Mapping[str, Difference]], columns: Sequence[str]
@@ -84,27 +84,27 @@ class _Table:
         self.members, self._pairs, self.columns = members, pairs, columns
 
     def nodes(self, column: str) -> list[int]:
-        """The numbers of the oracle and of all members that have the column; a backend may report no gradient norm."""
+        """Returns the numbers of the oracle and of members with the column; a backend may report no gradient norm."""
         return [ORACLE, *(n for n, m in enumerate(self.members) if not m.problem and column in m.oracle)]
 
     def difference(self, a: int, b: int, column: str) -> Difference | None:
-        """The difference between two members, or between a member and the oracle; None if neither has the column."""
+        """Returns the difference between two members or a member and the oracle; None if neither has the column."""
         a, b = min(a, b), max(a, b)
         return (self.members[b].oracle if a == ORACLE else self._pairs[a, b]).get(column)
 
     def pairs_outside(self, column: str, among: Sequence[int] | None = None) -> list[Pair]:
-        """The pairs (of all nodes, or of those ``among`` given) that exceed their tolerance, the worst first."""
+        """Returns the pairs (of all nodes, or of those in ``among``) that exceed their tolerance, the worst first."""
         pairs = combinations(self.nodes(column) if among is None else among, 2)
         found = [(d.ratio, pair) for pair in pairs if (d := self.difference(*pair, column)) and not d.ratio <= 1]
         return [pair for _, pair in sorted(found, reverse=True)]
 
     def first_step_outside(self, column: str) -> int:
-        """First step at which any pair exceeds its tolerance in ``column``."""
-        seen = [self.difference(*pair, column) for pair in self.pairs_outside(column)]
-        return min(d.since for d in seen if d and d.since is not None)
+        """Returns the first step at which any pair exceeds its tolerance in ``column``."""
+        differences = [self.difference(*pair, column) for pair in self.pairs_outside(column)]
+        return min(d.since for d in differences if d and d.since is not None)
 
     def families(self, column: str) -> Families:
-        """Connected components of the graph "within tolerance of each other"; the oracle's component comes first."""
+        """Returns the connected components of the graph "within tolerance of each other", the oracle's first."""
         outside = set(self.pairs_outside(column))
         rest, families = self.nodes(column), []
         while rest:
@@ -124,7 +124,7 @@ class _Table:
         return "the oracle" if number == ORACLE else str(self.members[number])
 
     def names(self, numbers: Sequence[int]) -> str:
-        """The members by backend, in words: ``deepspeed (dp2, dp4) and fsdp2 dp2``."""
+        """Names the members by backend: ``deepspeed (dp2, dp4) and fsdp2 dp2``."""
         layouts: dict[str, list[str]] = {}
         for number in numbers:
             layouts.setdefault(self.members[number].backend, []).append(self.members[number].layout)
@@ -140,28 +140,28 @@ class _Table:
 def _sentences(table: _Table) -> list[str]:
     compared = [number for number, member in enumerate(table.members) if not member.problem]
     agreed = [column for column in table.columns if not table.pairs_outside(column)]
-    disputed: dict[Families, list[str]] = {}  # columns in which the same members agree are told together
+    disputed: dict[Families, list[str]] = {}  # columns with the same families share a sentence
     for column in sorted(
         set(table.columns) - set(agreed), key=lambda one: (table.first_step_outside(one), table.columns.index(one))
     ):
         disputed.setdefault(table.families(column), []).append(column)
-    said = []
+    lines = []
     if not disputed and len(compared) > 1:
-        said.append(_all_agree(table, compared))
+        lines.append(_all_agree(table, compared))
     elif not disputed and compared:
-        said.append(f"{table.names(compared)} agrees with the oracle.")
+        lines.append(f"{table.names(compared)} agrees with the oracle.")
     elif compared and agreed:
-        said.append(f"All agree in {_joined(agreed)}.")
+        lines.append(f"All agree in {_joined(agreed)}.")
     for families, columns in disputed.items():
-        said += _dispute(table, families, columns)
+        lines += _dispute(table, families, columns)
     for number in compared:
         member = table.members[number]
         if member.elsewhere and not any((ORACLE, number) in table.pairs_outside(column) for column in table.columns):
-            said.append(f"{member} differs from the oracle in what is not set side by side here: {member.elsewhere}.")
+            lines.append(f"{member} differs from the oracle at a stage without a column: {member.elsewhere}.")
     for problem in dict.fromkeys(member.problem for member in table.members if member.problem):
         whose = [number for number, member in enumerate(table.members) if member.problem == problem]
-        said.append(f"Not compared: {table.names(whose)}, {problem}")
-    return said
+        lines.append(f"Not compared: {table.names(whose)}, {problem}")
+    return lines
 
 
 def _all_agree(table: _Table, compared: Sequence[int]) -> str:
@@ -180,8 +180,8 @@ def _all_agree(table: _Table, compared: Sequence[int]) -> str:
 
 
 def _dispute(table: _Table, families: Families, columns: Sequence[str]) -> list[str]:
-    """Sentences about columns in which not all members agree. ``columns``: the column that differs first comes first,
-    and the errors in the text are those of this column."""
+    """Writes sentences about columns in which not all members agree. The column that differs first comes first in
+    ``columns``; the errors in the text are those of this column."""
     column = columns[0]
     home = [number for number in families[0] if number != ORACLE]
     if len(home) > 1:
@@ -189,7 +189,7 @@ def _dispute(table: _Table, families: Families, columns: Sequence[str]) -> list[
     else:
         first = f"{table.names(home)} agrees with the oracle." if home else "none agrees with the oracle."
     since = [f" (from step {step})" if (step := table.first_step_outside(c)) else "" for c in columns]
-    said = [f"In {_joined([c + step for c, step in zip(columns, since, strict=True)])}, {first}"]
+    lines = [f"In {_joined([c + step for c, step in zip(columns, since, strict=True)])}, {first}"]
     alone: dict[str, list[int]] = {}
     for family in families[1:]:
         if len(family) == 1:
@@ -198,7 +198,7 @@ def _dispute(table: _Table, families: Families, columns: Sequence[str]) -> list[
             near = _largest_distance(table, combinations(family, 2), column)
             text = f"{table.names(family)} {_agree(table, family, column)} with each other and not with the oracle: "
             text += f"{column} {near} apart, {_distance_to_oracle(table, family, column)} from it"
-            said.append(f"{text}; {_advice(table, family, _shared(table, family, home))}.")
+            lines.append(f"{text}; {_advice(table, family, _shared(table, family, home))}.")
     for backend, members in alone.items():
         stands = "stands alone" if len(members) == 1 else "stand alone, each of them"
         text = (
@@ -206,12 +206,12 @@ def _dispute(table: _Table, families: Families, columns: Sequence[str]) -> list[
         )
         advice = _advice(table, members, backend if len(members) > 1 else table.names(members))
         nobody = table.nodes(column) == [ORACLE, *members] and len(members) == 1
-        said.append(f"{text}; {'there is nobody to compare it with' if nobody else advice}.")
+        lines.append(f"{text}; {'there is nobody to compare it with' if nobody else advice}.")
     for family in families:
         if within := table.pairs_outside(column, family):
             (a, b), far = within[0], _largest_distance(table, within[:1], column)
-            said.append(f"Yet {table.name(b)} and {table.name(a)} are further apart than they may be: {column} {far}.")
-    return said
+            lines.append(f"Yet {table.name(b)} and {table.name(a)} are further apart than they may be: {column} {far}.")
+    return lines
 
 
 def _agree(table: _Table, family: Sequence[int], column: str) -> str:
@@ -224,7 +224,7 @@ def _advice(table: _Table, members: Sequence[int], where: str) -> str:
 
 
 def _shared(table: _Table, family: Sequence[int], home: Sequence[int]) -> str:
-    """Where to look first if the members of ``family`` agree with each other, and not with the oracle.
+    """Says where to look first if the members of ``family`` agree with each other, and not with the oracle.
 
     ``home``: the members that agree with the oracle.
     """
@@ -245,5 +245,5 @@ def _largest_distance(table: _Table, pairs: Iterable[Pair], column: str) -> str:
 
 
 def _joined(words: Sequence[str]) -> str:
-    """``a``, ``a and b``, ``a, b and c``."""
+    """Joins words: ``a``, ``a and b``, ``a, b and c``."""
     return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))

@@ -1,9 +1,8 @@
-"""Side by side: compares the cells of one scenario on several backends with the oracle and with each other.
+"""Compares the cells of one scenario on several backends with the oracle and with each other.
 
 Reads the verdicts and records of a run and writes ``side_by_side.json`` (docs/explanations/architecture.md has its
-fields). Needs no
-GPU, no backend and no ranks. A cell without a complete record is listed with the reason, and is left out of the
-comparisons that need the missing part.
+fields). Needs no GPU, no backend and no workers. A cell without a complete record is listed with the reason, and is
+left out of the comparisons that need the missing part.
 """
 
 import os
@@ -34,7 +33,7 @@ from conformance.results.run_results import (
 from conformance.results.verdict import NOT_SEEN
 from conformance.spec.observables import Observable, columns
 
-# Two records, each by its cell and the digests of its legs, and how far they are apart, by column.
+# The differences of two records by column; a record is named by its cell and the digests of its phases.
 Compared = dict[frozenset[tuple[str, ...]], dict[str, Difference]]
 NOT_KEPT = "only its scalars were compared with some others, because its tensors were not kept (--keep all keeps them)"
 _DIFFERENCE = TypeAdapter(Difference)
@@ -42,10 +41,10 @@ _DIFFERENCE = TypeAdapter(Difference)
 
 @dataclass(frozen=True, kw_only=True)
 class _Observed:
-    """The records of a cell's legs, as far as they can be read.
+    """The records of a cell's phases, as far as they can be read.
 
     lines: the lines of all steps. records: the records with their tensors; empty unless all files are intact.
-    problem: what is missing; empty if nothing is.
+    problem: what is missing; empty if the records are complete.
     """
 
     observables: tuple[Observable, ...] = ()
@@ -56,9 +55,9 @@ class _Observed:
 
 
 def write_side_by_side(out: Path, *, parts: Sequence[Path] = ()) -> None:
-    """Compare the backends of the run in ``out`` with each other and write ``out/side_by_side.json``.
+    """Compares the backends of the run in ``out`` with each other and writes ``out/side_by_side.json``.
 
-    Where tensors were not kept, an earlier comparison of the same records counts, of the run or of its ``parts``.
+    Where tensors were not kept, an earlier comparison of the same records counts, from the run or from its ``parts``.
     Raises UsageError for a folder that is not a run's output.
     """
     groups: dict[str, list[Entry]] = {}
@@ -72,7 +71,7 @@ def write_side_by_side(out: Path, *, parts: Sequence[Path] = ()) -> None:
 
 
 def _read_earlier(out: Path) -> Compared:
-    """The differences of two records in their tensors that ``side_by_side.json`` tells, if there is one."""
+    """Returns the differences between every two records in ``side_by_side.json``; empty without that file."""
     if not (out / SIDE_BY_SIDE).is_file():
         return {}
     found: Compared = {}
@@ -128,7 +127,7 @@ def _group(out: Path, name: str, entries: Sequence[Entry], earlier: Compared) ->
         "group": name,
         "columns": list(shown),
         "state": found.state,
-        "text": " ".join([found.text, *_lent(entries)]),
+        "text": " ".join([found.text, *_reference_note(entries)]),
         "families": {
             column: [["oracle" if n == ORACLE else cells[n] for n in family] for family in families]
             for column, families in found.families.items()
@@ -147,10 +146,10 @@ def _group(out: Path, name: str, entries: Sequence[Entry], earlier: Compared) ->
     }
 
 
-def _lent(entries: Sequence[Entry]) -> list[str]:
-    """A sentence on a reference that is not written from the papers."""
-    whose = sorted({entry.verdict.second_class for entry in entries} - {""})
-    return [f"The oracle is {' and '.join(whose)}: {NOT_SEEN}."] if whose else []
+def _reference_note(entries: Sequence[Entry]) -> list[str]:
+    """Warns if the reference is not written from the papers."""
+    authors = sorted({entry.verdict.second_class for entry in entries} - {""})
+    return [f"The oracle is {' and '.join(authors)}: {NOT_SEEN}."] if authors else []
 
 
 def _is_of_a_defect(entry: Entry) -> bool:
@@ -163,7 +162,7 @@ def _oracle(out: Path, entry: Entry) -> Path | None:
 
 
 def _observe(out: Path, entry: Entry, oracle: Path | None, reference: _Observed) -> _Observed:
-    """Read the records of a cell, only if it was judged, because the judge has checked that they are complete."""
+    """Reads the records of a cell that was judged: the judge has checked that these are complete."""
     if not entry.records or not entry.completed or not entry.verdict.quantities:
         return _Observed(problem=entry.verdict.reason.partition("\n")[0])
     if _is_of_a_defect(entry):

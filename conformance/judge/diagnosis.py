@@ -1,7 +1,7 @@
 """Names the likely cause of a finding, from what its number has in common with layout, clipping and token counts.
 
-A likely cause decides nothing: it is named for a quantity that was found wrong already. It is one that would give this
-very number: with the cause undone, what is left has to be within the tolerance. Where nothing fits, none is named.
+A likely cause decides nothing: it is named for a quantity that was already found wrong. It has to explain this very
+number: with the cause undone, the remaining error has to be within the tolerance. Where nothing fits, none is named.
 """
 
 import math
@@ -17,9 +17,9 @@ from conformance.spec.layout import Layout
 from conformance.spec.observables import Observable
 from conformance.spec.scenario import Scenario
 
-CLOSE = 1e-3  # relative, of a scale to the factor that explains it, however much noise there is
-MOST_STEPS = 100_000  # of a schedule that are searched
-MOST = 10  # times the target tokens: how many places a step may have
+CLOSE = 1e-3  # relative distance of a scale from the factor that explains it, in every precision
+MOST_STEPS = 100_000  # longest schedule that is searched
+MOST = 10  # largest number of positions of a step, divided by its target tokens
 
 # Modules of a layer in the order in which the backward pass comes to them.
 _IN_LAYER = (
@@ -54,7 +54,7 @@ class Facts:
 def facts_of_steps(
     legs: Sequence[Record], oracle: Record, scenario: Scenario, observables: Sequence[Observable]
 ) -> dict[int, Facts]:
-    """Collect the facts of each step; those of step -1, the weights as loaded, are of the first phase."""
+    """Collects the facts of each step; those of step -1, the weights as loaded, belong to the first phase."""
     layouts = {step.step: leg.layout for leg in legs for step in leg.steps}
     parameters = [o for o in observables if o.kind == "tensors"]
     known = {}
@@ -82,9 +82,9 @@ def _clip(norm: float | None, max_norm: float | None) -> float | None:
 
 
 def likely_cause(m: Measurement, facts: Facts, *, allowed: float) -> str:
-    """Name the likely cause of a measurement that was found wrong; empty if no known cause explains it.
+    """Names the likely cause of a measurement that was found wrong; empty if no known cause explains it.
 
-    allowed: the bound of the measurement. What is left without the cause may not exceed it.
+    allowed: the bound of the measurement. The error that is left without the cause may not exceed it.
     """
     if m.replica:
         return "ranks that should hold the same numbers do not"
@@ -107,13 +107,13 @@ def likely_cause(m: Measurement, facts: Facts, *, allowed: float) -> str:
 
 
 def _another_step(m: Measurement, facts: Facts, allowed: float) -> str:
-    """Name the step whose learning rate was observed, the nearest one if there are several."""
+    """Names the step whose learning rate was observed, the nearest one if there are several."""
     schedule, rate = facts.scenario.schedule, facts.scenario.optimizer.lr
     if m.value is None:
         return ""
     steps = range(max(schedule.total_steps, facts.scenario.steps) + 1) if schedule.total_steps < MOST_STEPS else ()
-    alike = [step for step in steps if abs(m.value - schedule.factor(step) * rate) <= allowed * rate]
-    nearest = min(alike, key=lambda step: (abs(step - m.step), step), default=None)
+    matches = [step for step in steps if abs(m.value - schedule.factor(step) * rate) <= allowed * rate]
+    nearest = min(matches, key=lambda step: (abs(step - m.step), step), default=None)
     return "" if nearest in (None, m.step) else f"the learning-rate schedule is at step {nearest}"
 
 
@@ -151,7 +151,7 @@ def _known_factors(m: Measurement, facts: Facts, allowed: float) -> list[str]:
 
 
 def _token_counts(m: Measurement, facts: Facts, allowed: float) -> list[str]:
-    """Name the number of tokens that a loss was divided by, if that is a whole number."""
+    """Names the number of tokens that a loss was divided by, if that is a whole number."""
     near = facts.scenario.tier.count_error
     if near is None or not m.tensor.endswith("loss") or not m.scale:
         return []
@@ -161,13 +161,13 @@ def _token_counts(m: Measurement, facts: Facts, allowed: float) -> list[str]:
         return []
     if not m.left_without(facts.tokens / whole) <= allowed:
         return []
-    off = abs(whole - facts.tokens)
-    what = "targets are left out of the count" if whole < facts.tokens else "places that are no targets are counted"
-    return [f"{facts.tokens:.0f}/{whole}: divided by {whole} tokens, so {off:.0f} {what}"]
+    excess = abs(whole - facts.tokens)
+    cause = "targets are left out of the count" if whole < facts.tokens else "positions without targets are counted"
+    return [f"{facts.tokens:.0f}/{whole}: divided by {whole} tokens, so {excess:.0f} {cause}"]
 
 
 def backward_place(name: str) -> tuple[int, int]:
-    """Sort parameters, by their Hugging Face names, in the order of the backward pass.
+    """Returns a sort key that puts parameters, by their Hugging Face names, in the order of the backward pass.
 
     The order is the head, the last norm, layers from the last to the first, embeddings. Other names come first, and
     quantities of all parameters together last.
@@ -185,24 +185,24 @@ def backward_place(name: str) -> tuple[int, int]:
 def circumstances(
     quantities: Sequence[Quantity], legs: Sequence[Record], observables: Iterable[Observable]
 ) -> list[str]:
-    """Describe the circumstances of the first finding, a sentence each; ``quantities`` are in causal order."""
+    """Describes the circumstances of the first finding, a sentence each; ``quantities`` are in causal order."""
     findings = [q for q in quantities if not q.ratio <= 1]
     first = findings[0]
-    told = []
+    sentences = []
     gradients = {o.stage: o.replica_stage for o in observables if o.stage in gradient_stages([o])}
     if first.stage in gradients:
-        told += _nearest_the_loss(first, quantities)
+        sentences += _nearest_the_loss(first, quantities)
         replicas = [f for f in findings if (f.stage, f.step) == (gradients[first.stage], first.step)]
         if replicas:
-            told.append(f"{len(replicas)} differ between ranks as well, such as {replicas[0].tensor}")
+            sentences.append(f"{len(replicas)} differ between ranks as well, such as {replicas[0].tensor}")
     for leg in legs[1:]:
         if leg.header["first_step"] == first.step:
-            told.append(f"step {first.step} is the first after loading")
-    return told
+            sentences.append(f"step {first.step} is the first after loading")
+    return sentences
 
 
 def _nearest_the_loss(first: Quantity, quantities: Sequence[Quantity]) -> list[str]:
-    """Name the wrong parameter nearest the loss; the parameters before it in the backward pass are right."""
+    """Names the wrong parameter nearest the loss; the parameters before it in the backward pass are right."""
     here = [q.tensor for q in quantities if (q.stage, q.step) == (first.stage, first.step) and not _is_of_all(q.tensor)]
     names, nearest = list(dict.fromkeys(map(_parameter, here))), _parameter(first.tensor)
     if _is_of_all(first.tensor) or not any(name.startswith("model.") for name in names):
@@ -215,5 +215,5 @@ def _is_of_all(tensor: str) -> bool:
 
 
 def _parameter(tensor: str) -> str:
-    """Remove the remark after a parameter's name, such as that it is missing."""
+    """Returns a parameter's name without a trailing annotation such as ``(missing)``."""
     return tensor.partition(" ")[0]

@@ -11,7 +11,7 @@ shows in every precision: ZeRO-2 never holds whole gradients, so it has to reduc
 and ZeRO-1 reduces once.
 
 Some options leave no trace in the evidence. They are not checked, and the backend's report is believed: ``plan``,
-``ownopt``, ``stride``, ``torchcp``, ``offload``, ``overlap`` without ZeRO-1, ``leaf`` beside other parallelism, ZeRO-2
+``ownopt``, ``stride``, ``torchcp``, ``offload``, ``overlap`` without ZeRO-1, ``leaf`` with other parallelism, ZeRO-2
 without accumulation, and of ``te`` everything but the products of linear layers.
 """
 
@@ -30,20 +30,20 @@ from conformance.spec.layout import Layout
 from conformance.spec.observables import CONFIGURATION
 from conformance.spec.scenario import Scenario
 
-# Matrix products in backward passes to those in forward passes: 2 (one for the input, one for the weight) and up to 2.4
-# with attention that is written out; recomputing a layer adds nearly 1. This tells what a library recomputes inside of
-# its own autograd functions, where no graph is recorded; not where forward passes count experts, or look at roll-outs,
-# before the training ones. There a backward pass inside of another tells.
+# Ratio of matrix products in backward passes to those in forward passes: 2 (one for the input, one for the weight), up
+# to 2.4 with attention that is written out; recomputing a layer adds nearly 1. A higher ratio reveals recomputation
+# inside of a library's own autograd functions, where no graph is recorded. It fails where forward passes that count
+# experts or evaluate a rollout come before the training pass; there a nested backward pass reveals recomputation.
 RECOMPUTED = 2.6
-# Where recomputed products are seen as such: the share of those of linear layers of the forward ones, at least. All
-# layers of a dense model give 0.67 (Phi-3) and more, and half of that where forward passes count experts before the
-# training ones. Attention does not count: how many products it is computed in depends on the kernel, and rings do so
-# inside of autograd functions of their own (with it, 32 honest cells of the full profile had 0.19 to 0.60).
+# Least ratio of recomputed products of linear layers to those of forward passes, where recomputed ones are recognised.
+# All layers of a dense model give 0.67 (Phi-3) and more, half of that where forward passes count experts before the
+# training pass. Attention does not count: its number of products depends on the kernel, and ring attention computes
+# them inside of its own autograd functions (with it, 32 honest cells of the full profile had 0.19 to 0.60).
 AGAIN, AGAIN_ROUTED = 0.6, 0.4
-# The share of the products of linear layers that have to be in the half precision that was asked for. Some routers
-# compute in float32; with one expert per token and small models they are a seventh.
+# Least share of the products of linear layers in the requested half precision. Some routers compute in float32; with
+# one expert per token and small models these are a seventh.
 IN_HALF, IN_HALF_ROUTED = 0.95, 0.8
-OF_A_LAYER = 4  # products of its linear layers, where q, k and v are one, and gate and up
+OF_A_LAYER = 4  # products of the linear layers of one layer, where q, k and v are fused, and gate and up
 # Modules with weights outside of layers: embeddings of tokens and positions, the last norm, and the head.
 AROUND = 4
 PADDING = 128  # Megatron pads the vocabulary to a multiple of this times tp
@@ -51,10 +51,10 @@ PADDING = 128  # Megatron pads the vocabulary to a multiple of this times tp
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Of the models of a cell. vocabulary: rows of the policy's embedding. frozen: how many matrices of linear layers
-    of the policy are not trained. layers: of the policy. sums: how often a forward pass through all of its layers is
-    summed over tensor-parallel ranks, at least. weights, gradients: elements, of all models. experts: of the
-    gradients of experts, by layer. columns: of the gradients that have a row for each token of the vocabulary."""
+    """Sizes of the models of a cell. vocabulary: rows of the policy's embedding. columns: of all gradients that have a
+    row for each token of the vocabulary. frozen: matrices of linear layers of the policy that are not trained.
+    layers: of the policy. sums: least number of sums over tensor-parallel ranks in a forward pass through them.
+    weights, gradients: elements, of all models. experts: elements of the gradients of experts, by layer."""
 
     vocabulary: int
     columns: int
@@ -67,7 +67,7 @@ class Sizes:
 
 
 def sizes_of(oracle: Record) -> Sizes:
-    """From what the oracle has loaded and from its first step."""
+    """Reads the sizes from the weights that the oracle loaded and from its first step."""
     loaded = whole_shapes(oracle.loaded.shapes())
     first = whole_shapes(oracle.steps[0].shapes()) if oracle.steps else {}
     policy = {name.removeprefix("weight/"): shape for name, shape in loaded.items() if name.startswith("weight/")}
@@ -97,7 +97,7 @@ _LAYER = re.compile(r"\.(?:layers|h)\.(\d+)\.")
 
 
 def _sums(policy: Collection[str]) -> int:
-    """One for each attention and each MLP that all plans cut: not latent attention, and not experts with biases."""
+    """Counts attentions and MLPs that every plan cuts: latent attention and experts with biases are not cut."""
     whole = any("kv_a_proj" in name for name in policy)
     attention = 0 if whole else sum(name.endswith("self_attn.o_proj.weight") for name in policy)
     biased = any(name.endswith("experts.down_proj_bias") for name in policy)
@@ -110,8 +110,8 @@ def _is_gradient(name: str) -> bool:
 
 
 def configurations(legs: Sequence[Record], scenario: Scenario, sizes: Sizes) -> Iterator[Measurement]:
-    """A measurement of every claim of every leg: 0 where it holds, else infinite, at the step before its first. And one
-    of each setting of an exported folder that is not the model's."""
+    """Measures every claim of every phase, at the step before its first one: 0 if the claim holds, else infinite. Also
+    measures each setting of an exported folder that differs from the model's."""
     for leg in legs:
         for key in leg.footer.get("changed_settings", []):
             yield Measurement(
@@ -124,9 +124,9 @@ def configurations(legs: Sequence[Record], scenario: Scenario, sizes: Sizes) -> 
         ranks = leg.footer.get("evidence", [])
         if not ranks:
             continue
-        layout, seen = leg.layout, _Seen(ranks)
+        layout, observed = leg.layout, _Ranks(ranks)
         stage = leg.header["backend"]["default_zero"] if layout.zero is None else layout.zero
-        for claim, holds in _claims(layout, seen, scenario, sizes, stage=stage):
+        for claim, holds in _claims(layout, observed, scenario, sizes, stage=stage):
             yield Measurement(
                 stage=CONFIGURATION.stage,
                 tensor=f"{layout}: {claim}",
@@ -136,14 +136,14 @@ def configurations(legs: Sequence[Record], scenario: Scenario, sizes: Sizes) -> 
             )
 
 
-class _Seen:
+class _Ranks:
     """The evidence of all ranks."""
 
     def __init__(self, ranks: Sequence[dict[str, Any]]) -> None:
         self._ranks = ranks
 
     def most(self, kinds: tuple[str, ...], size: int | None, passes: Callable[[str], bool]) -> int:
-        """How many collectives on floating-point numbers, in groups of this size (None: any), the busiest rank made."""
+        """Returns how many floating-point collectives in groups of ``size`` (None: any size) the busiest rank made."""
         counts = [
             sum(
                 count
@@ -158,7 +158,7 @@ class _Seen:
         return {where for rank in self._ranks for *_, where, _ in rank["collectives"]}
 
     def products(self, where: str, dtype: str | None = None) -> int:
-        """Matrix products of all ranks, in forward, backward or recomputed passes."""
+        """Counts matrix products of all ranks in forward, backward or recomputed passes."""
         return sum(
             count
             for rank in self._ranks
@@ -167,7 +167,7 @@ class _Seen:
         )
 
     def linear(self, dtype: str | None = None) -> int:
-        """Products of linear layers in forward passes, of all ranks; of a record that does not tell them apart, all
+        """Counts products of linear layers in forward passes, of all ranks. Records that do not separate these give all
         products."""
         counts = [dict(rank.get("linear", ())) for rank in self._ranks]
         if not any(counts):
@@ -175,30 +175,31 @@ class _Seen:
         return sum(count for known in counts for its_dtype, count in known.items() if dtype in (None, its_dtype))
 
     def compiled(self) -> int:
-        """Those products of linear layers in forward passes that code of torch.compile makes, of all ranks."""
+        """Counts the products of linear layers in forward passes that code of torch.compile makes, of all ranks."""
         return sum(rank.get("compiled", 0) for rank in self._ranks)
 
     def engine(self) -> int:
-        """Those products of linear layers in forward passes that TransformerEngine makes, of all ranks."""
+        """Counts the products of linear layers in forward passes that TransformerEngine makes, of all ranks."""
         return sum(rank.get("engine", 0) for rank in self._ranks)
 
     def recomputed(self) -> float:
-        """Products of linear layers that are recomputed, by those of forward passes, of all ranks; of a record that
-        does not tell them apart, all products."""
+        """Returns recomputed products of linear layers / those of forward passes, of all ranks. Records that do not
+        separate linear layers give the ratio of all products."""
         if all("again" in rank for rank in self._ranks):
             return float(sum(rank["again"] for rank in self._ranks)) / max(1, self.linear())
         return self.products("recomputed") / max(1, self.products("forward"))
 
     def nested(self) -> int:
-        """How often layers had a backward pass of their own inside of that of the whole, of all ranks."""
+        """Counts backward passes of single layers inside the backward pass of the model, of all ranks."""
         return sum(rank.get("nested", 0) for rank in self._ranks)
 
     def reduced(self, size: int) -> int:
-        """Elements that were summed over groups of this size, of the rank with the most."""
+        """Returns the number of elements summed over groups of this size, of the rank with the most."""
         return int(max(dict(rank.get("reduced", ())).get(size, 0) for rank in self._ranks))
 
     def held_weights(self) -> int:
-        """Bytes that were used as weights and are alive when gradients are ready, of the rank with the most."""
+        """Returns the bytes that were used as weights and are alive when gradients are ready, of the rank with the
+        most."""
         return int(max(sum(size * count for size, count in rank.get("held_weights", ())) for rank in self._ranks))
 
     def is_wide(self, width: int) -> bool:
@@ -233,92 +234,92 @@ def _only(wanted: str) -> Callable[[str], bool]:
 
 
 def _claims(
-    layout: Layout, seen: _Seen, scenario: Scenario, sizes: Sizes, *, stage: int | None
+    layout: Layout, ranks: _Ranks, scenario: Scenario, sizes: Sizes, *, stage: int | None
 ) -> Iterator[tuple[str, bool]]:
-    forward = seen.products("forward")
+    forward = ranks.products("forward")
     if forward:
         dtype = scenario.tier.compute.name
         in_half = IN_HALF_ROUTED if sizes.experts else IN_HALF
-        yield f"products in {dtype}", seen.linear(dtype) >= in_half * seen.linear()
+        yield f"products in {dtype}", ranks.linear(dtype) >= in_half * ranks.linear()
         left_out = sizes.frozen * scenario.accumulation * layout.world_size // layout.pp  # products for their gradients
         if "compile" in layout.options:  # of every model, all but the product of its head
             models = sum(role.trained for role in scenario.objective.roles)
             heads = models * scenario.accumulation * layout.world_size // layout.pp
-            yield "layers are compiled", seen.linear() - seen.compiled() <= heads
+            yield "layers are compiled", ranks.linear() - ranks.compiled() <= heads
         else:
-            yield "layers run as they are written", seen.compiled() == 0
+            yield "layers run as they are written", ranks.compiled() == 0
         if "te" in layout.options:  # all but the product of the head
-            others = seen.linear() - seen.engine()
-            yield "layers are TransformerEngine's", OF_A_LAYER * sizes.layers * others <= seen.engine()
+            not_engine = ranks.linear() - ranks.engine()
+            yield "layers are TransformerEngine's", OF_A_LAYER * sizes.layers * not_engine <= ranks.engine()
         else:
-            yield "layers are not TransformerEngine's", seen.engine() == 0
-        again = seen.products("recomputed")
-        more = seen.products("backward") + left_out > RECOMPUTED * forward
+            yield "layers are not TransformerEngine's", ranks.engine() == 0
+        again = ranks.products("recomputed")
+        more = ranks.products("backward") + left_out > RECOMPUTED * forward
         if "ckpt" in layout.options:
             passes = sizes.layers * scenario.accumulation * layout.world_size // layout.pp
             share = AGAIN_ROUTED if sizes.experts else AGAIN
-            every = seen.recomputed() > share or seen.nested() >= share * passes
-            yield "activations of all layers are recomputed", every if again or seen.nested() else more
+            every = ranks.recomputed() > share or ranks.nested() >= share * passes
+            yield "activations of all layers are recomputed", every if again or ranks.nested() else more
         else:
-            yield "activations are kept", not (again or seen.nested() or more)
-    yield from _of_data_ranks(layout, seen, sizes, stage=stage)
-    yield from _of_shares(layout, seen, scenario, sizes, stage=stage)
-    yield from _of_model_ranks(layout, seen, scenario, sizes)
-    yield from _of_experts(layout, seen, scenario, sizes, stage=stage)
+            yield "activations are kept", not (again or ranks.nested() or more)
+    yield from _of_data_ranks(layout, ranks, sizes, stage=stage)
+    yield from _of_shares(layout, ranks, scenario, sizes, stage=stage)
+    yield from _of_model_ranks(layout, ranks, scenario, sizes)
+    yield from _of_experts(layout, ranks, scenario, sizes, stage=stage)
 
 
-def _of_data_ranks(layout: Layout, seen: _Seen, sizes: Sizes, *, stage: int | None) -> Iterator[tuple[str, bool]]:
-    """ZeRO stages, replicas, and when gradients are reduced."""
+def _of_data_ranks(layout: Layout, ranks: _Ranks, sizes: Sizes, *, stage: int | None) -> Iterator[tuple[str, bool]]:
+    """Checks ZeRO stages, replicas, and when gradients are reduced."""
     data = layout.data * layout.sp * layout.ulysses
     alone = data == layout.data and layout.tp == layout.pp == 1  # every collective is one of data ranks
     shards = data // layout.rep
     if stage == 3 and shards > 1:
-        gathered = seen.most(("all_gather", "broadcast"), shards, _forward)
+        gathered = ranks.most(("all_gather", "broadcast"), shards, _forward)
         yield "weights are gathered for the forward pass, as ZeRO-3 has it", gathered > 0
     if "leaf" in layout.options and shards > 1 and alone:
-        # Of backward passes, because forward passes may be those of a roll-out, too, or count the tokens of experts.
-        passes = [where for where in seen.passes() if where.startswith("backward")]
-        gathered = max((seen.most(("all_gather", "broadcast"), shards, _only(one)) for one in passes), default=0)
+        # Backward passes only: forward passes may also evaluate a rollout or count the tokens of experts.
+        passes = [where for where in ranks.passes() if where.startswith("backward")]
+        gathered = max((ranks.most(("all_gather", "broadcast"), shards, _only(one)) for one in passes), default=0)
         together = sizes.layers <= gathered <= sizes.layers + AROUND
         yield "weights of a layer are gathered together", together
     # Overlap gathers updated weights in the next forward pass.
     if stage is not None and stage < 3 and data > 1 and alone and "overlap" not in layout.options:
-        gathered = seen.most(("all_gather", "broadcast"), data, _forward)
+        gathered = ranks.most(("all_gather", "broadcast"), data, _forward)
         yield f"weights are whole in the forward pass, as ZeRO-{stage} has it", gathered == 0
-        updated = seen.most(("all_gather", "broadcast"), data, _backward_or_later)
+        updated = ranks.most(("all_gather", "broadcast"), data, _backward_or_later)
         text = "updated weights are gathered" if stage else "all ranks update all weights"
         yield f"{text}, as ZeRO-{stage} has it", (updated > 0) == (stage > 0)
     if data > 1 and alone:
-        reduced = seen.most(("all_reduce", "reduce_scatter", "reduce", "all_to_all"), None, _backward_or_later)
+        reduced = ranks.most(("all_reduce", "reduce_scatter", "reduce", "all_to_all"), None, _backward_or_later)
         yield "gradients are reduced over data ranks", reduced > 0
     if layout.rep > 1:
-        reduced = seen.most(("all_reduce",), layout.rep, _backward_or_later)
+        reduced = ranks.most(("all_reduce",), layout.rep, _backward_or_later)
         yield "gradients are reduced over replicas", reduced > 0
     if "lastsync" in layout.options:
-        numbers = sorted(int(where.split()[1]) for where in seen.passes() if where.startswith("backward"))
-        *early, last = [seen.most(("reduce_scatter",), data, _only(f"backward {n}")) for n in numbers] or [0]
-        # Where as many ranks cut activations along the sequence, every backward pass has the collectives of that.
+        numbers = sorted(int(where.split()[1]) for where in ranks.passes() if where.startswith("backward"))
+        *early, last = [ranks.most(("reduce_scatter",), data, _only(f"backward {n}")) for n in numbers] or [0]
+        # If equally many ranks cut activations along the sequence, every backward pass has such collectives as well.
         of_layers = "seqpar" in layout.options and layout.tp == data
         text = "gradients are reduced after the last micro-batch only"
         yield text, all(count < last if of_layers else count == 0 for count in early)
     if "overlap" in layout.options and stage == 1 and alone:
-        gathered = seen.most(("all_gather",), data, _forward)
+        gathered = ranks.most(("all_gather",), data, _forward)
         yield "updated weights are gathered in the forward pass", gathered > 0
 
 
 def _of_shares(
-    layout: Layout, seen: _Seen, scenario: Scenario, sizes: Sizes, *, stage: int | None
+    layout: Layout, ranks: _Ranks, scenario: Scenario, sizes: Sizes, *, stage: int | None
 ) -> Iterator[tuple[str, bool]]:
-    """What of weights and gradients is held by each rank, and whether gradients could be added up whole."""
+    """Checks which share of the weights each rank holds, and whether whole gradients could be accumulated."""
     shards = layout.data * layout.sp * layout.ulysses // layout.rep
     model = layout.tp * layout.pp
-    width = None if scenario.tier.is_half else scenario.tier.master.bytes  # half precision has numbers of two widths
+    width = None if scenario.tier.is_half else scenario.tier.master.bytes  # in half precision, weights have two widths
     if stage == 3 and shards > 1 and width and "offload" not in layout.options:
-        # Ranks that cut their weights hold a share of them, and small things such as tables of positions; so the bound
-        # is halfway to whole weights. Some of a model is whole on all tensor-parallel ranks, so there it is as much as
-        # ranks hold that cut nothing else.
+        # Ranks with sharded weights hold a share of them, and small buffers such as position tables; so the bound is
+        # halfway to whole weights. Tensor-parallel ranks hold some weights whole, so there the bound is the amount
+        # that pure tensor parallelism would hold.
         most = sizes.weights * width * ((1 + 1 / shards) / 2 if model == 1 else 1 / model)
-        held = seen.held_weights()
+        held = ranks.held_weights()
         if held:
             yield "no rank holds whole weights, as ZeRO-3 has it", held < most
     accumulation = scenario.accumulation
@@ -327,62 +328,62 @@ def _of_shares(
         and shards == layout.data > 1
         and model == 1
         and accumulation > 1
-        and (reduced := seen.reduced(shards))
+        and (reduced := ranks.reduced(shards))
     ):
         every = reduced > (accumulation - 0.5) * sizes.gradients
         yield "gradients of every micro-batch are reduced, as ZeRO-2 has it", every
 
 
 def _of_experts(
-    layout: Layout, seen: _Seen, scenario: Scenario, sizes: Sizes, *, stage: int | None
+    layout: Layout, ranks: _Ranks, scenario: Scenario, sizes: Sizes, *, stage: int | None
 ) -> Iterator[tuple[str, bool]]:
-    """Expert parallelism: tokens travel, and experts' gradients are reduced over fewer ranks than others."""
+    """Checks expert parallelism: tokens travel, and experts' gradients are reduced over fewer ranks than others."""
     if layout.ep == 1:
         return
     for text, where in (("tokens go to the ranks of their experts", _outside), ("gradients come back", _in_backward)):
-        yield text, seen.most(("all_to_all",), layout.ep, where) > 0
+        yield text, ranks.most(("all_to_all",), layout.ep, where) > 0
     shards = layout.data * layout.sp * layout.ulysses // layout.rep
     # ZeRO-0 and ZeRO-1 reduce once, others the gradients of every micro-batch.
     steps = 1 if "lastsync" in layout.options or stage in (0, 1) else scenario.accumulation
-    # Other collectives of as many ranks would be counted with those of the gradients.
+    # Other collectives in groups of the same size would be counted as reductions of gradients.
     if shards not in (layout.tp, layout.rep, layout.pp) and sizes.experts:
-        # A library that pads the vocabulary reduces that, too.
+        # A library that pads the vocabulary also reduces the padding.
         padded = _padded(sizes.vocabulary, layout.tp)
-        is_padded = seen.is_wide(padded) or seen.is_wide(padded // layout.tp)
+        is_padded = ranks.is_wide(padded) or ranks.is_wide(padded // layout.tp)
         padding = (padded - sizes.vocabulary) * sizes.columns if is_padded else 0
         most = steps * (sizes.gradients - sum(sizes.experts) + min(sizes.experts) / 2 + padding)
-        yield "gradients of experts are not reduced over all data ranks", seen.reduced(shards) < most
+        yield "gradients of experts are not reduced over all data ranks", ranks.reduced(shards) < most
     same = shards // layout.ep
     if same not in (1, layout.tp, layout.ep, layout.rep):
-        yield "gradients of experts are reduced over the ranks that hold them", seen.reduced(same) > 0
+        yield "gradients of experts are reduced over the ranks that hold them", ranks.reduced(same) > 0
 
 
 def _padded(vocabulary: int, tp: int) -> int:
     return -(-vocabulary // (PADDING * tp)) * PADDING * tp
 
 
-def _of_model_ranks(layout: Layout, seen: _Seen, scenario: Scenario, sizes: Sizes) -> Iterator[tuple[str, bool]]:
-    """Tensor, sequence and pipeline parallelism, rings."""
+def _of_model_ranks(layout: Layout, ranks: _Ranks, scenario: Scenario, sizes: Sizes) -> Iterator[tuple[str, bool]]:
+    """Checks tensor, sequence, pipeline and context parallelism."""
     vocabulary = sizes.vocabulary
     if layout.tp > 1:
-        summed = seen.most(("all_reduce", "reduce_scatter"), layout.tp, _outside)
+        summed = ranks.most(("all_reduce", "reduce_scatter"), layout.tp, _outside)
         every = sizes.sums / layout.pp * scenario.accumulation
         yield "all layers are summed over tensor-parallel ranks", summed >= every
         if "seqpar" in layout.options:
-            yield "activations are cut along the sequence", seen.most(("reduce_scatter",), layout.tp, _outside) > 0
+            yield "activations are cut along the sequence", ranks.most(("reduce_scatter",), layout.tp, _outside) > 0
         if "losspar" in layout.options:
             padded = _padded(vocabulary, layout.tp)
-            # Attention's scores are as wide as a row is long, which may be as many as there are tokens to know.
-            wide = [width for width in (vocabulary, padded) if seen.is_wide(width) and not seen.is_long(width)]
+            # Attention scores are as wide as the row is long, which may equal the size of the vocabulary.
+            wide = [width for width in (vocabulary, padded) if ranks.is_wide(width) and not ranks.is_long(width)]
             yield "no rank holds logits of the whole vocabulary", not wide
     if layout.pp > 1:
-        sends = seen.most(("send",), None, _anywhere)
+        sends = ranks.most(("send",), None, _anywhere)
         yield "pipeline stages send to each other", sends > 0
         if layout.vpp > 1:
             yield "pipeline stages are interleaved", sends > 2 * scenario.accumulation
     if layout.sp > 1:
         rings = {"ring", "zigzag"} & set(layout.options)
         if rings:
-            yield "keys and values are passed around a ring", seen.most(("send",), None, _forward) > 0
+            yield "keys and values are passed around a ring", ranks.most(("send",), None, _forward) > 0
         elif "torchcp" not in layout.options:
-            yield "keys and values are gathered", seen.most(("all_gather",), layout.sp, _outside) > 0
+            yield "keys and values are gathered", ranks.most(("all_gather",), layout.sp, _outside) > 0

@@ -1,19 +1,19 @@
-"""Bounds what rounding can do where it is amplified: noisy elements in AdamW, and rows of a value model's embedding.
+"""Bounds the effect of rounding where it is amplified: noisy elements in AdamW, and rows of a value model's embedding.
 
-AdamW divides by sqrt(v) + eps. An element whose gradients are nothing but rounding moves by up to twice the rate, in a
-random direction; with the usual eps of 1e-8 every model has such elements. A single-process run shows a few of them by
-chance, which is no measure of how many another honest run may show. So they are looked for: an element is one of them
-where d / (sqrt(v) + eps) is above NOISY times the relative noise of its tensor's gradient. Here d is the root mean
-square of the noise in the element's row.
+AdamW divides by sqrt(v) + eps. An element whose gradients consist of rounding errors moves by up to twice the learning
+rate, in a random direction; with the usual eps of 1e-8 every model has such elements. A single-process run has a few of
+them by chance, which does not limit how many another honest run may have. So they are identified: an element is noisy
+if d / (sqrt(v) + eps) is above NOISY times the relative noise of its tensor's gradient. Here d is the root mean square
+of the noise in the element's row.
 
-The exact tier has no run that shows noise. Its noise is the error of the cell's own gradients, as far as the error is
-within their bound: a larger error is no rounding, and nothing is allowed for it. All elements are counted, because
+The exact tier has no run that shows noise. There the noise is the error of the cell's own gradients, as far as it is
+within their bound: a larger error is not rounding, and nothing is allowed for it. All elements are counted, because
 their effect is far below the bound of an update unless it is amplified. Of a sketched tensor, the sample is searched.
 
-Contributions of a document's values to a row of the embedding may nearly cancel, while their errors, which are alike,
-do not (docs/explanations/tolerances.md). Single-process runs tell how large these errors are: the root mean square,
-over hundreds of values, of the errors of the gradients of the loss with respect to them, which is not small by luck.
-The oracle tells how far a row moves with them (conformance.oracle.step).
+Contributions of a document's values to a row of the embedding may nearly cancel, while their correlated errors do not
+(docs/explanations/tolerances.md). Single-process runs give the size of these errors: the root mean square, over
+hundreds of values, of the errors of the gradients of the loss with respect to the values. The oracle gives how far a
+row moves with them (conformance.oracle.step).
 """
 
 import math
@@ -36,18 +36,16 @@ NOISY = 3.0
 
 @dataclass(kw_only=True)
 class Amplified:
-    """``updates``: how far noisy elements may take a weight, relative as its measurement is, by stage, tensor and step.
-
-    ``drift``: by step, how much further apart weights may be before it than those of the single-process run are.
-    """
+    """``updates``: how far noisy elements may move a weight, relative like its measurement, by stage, tensor and step.
+    ``drift``: by step, the factor by which weights may be further apart than those of the single-process run."""
 
     updates: dict[tuple[str, str, int], float] = field(default_factory=dict)
     drift: dict[int, float] = field(default_factory=dict)
 
 
 def amplified_noise(runs: Sequence[Sequence[StepRecord]], oracle: Record, scenario: Scenario) -> Amplified:
-    """From the steps of the single-process runs in the cell's precision (in the exact tier: of the cell itself) and the
-    float64 oracle; nothing for SGD."""
+    """Computes the amplified noise from the steps of the single-process runs in the cell's precision (in the exact
+    tier: of the cell itself) and the float64 oracle. SGD amplifies nothing."""
     found = Amplified()
     if scenario.optimizer.name != "adamw":
         return found
@@ -67,18 +65,18 @@ def amplified_noise(runs: Sequence[Sequence[StepRecord]], oracle: Record, scenar
 def _of_model(
     run: Sequence[StepRecord], oracle: Record, scenario: Scenario, key: str
 ) -> Iterator[tuple[int, dict[str, float], float]]:
-    """After each step: the relative error of each tensor that is possible, and the drift that follows."""
+    """Yields, after each step, the largest possible relative error of each tensor, and the drift that follows."""
     config, exact = scenario.optimizer, scenario.tier.is_exact
     gradient, rate = (key.removesuffix("weight") + name for name in ("gradient", "lr"))
     start, steps = _float64(StepViews(oracle.loaded.tensors()), key), {step.step: step for step in run}
     second, moved = ({name: torch.zeros_like(weight) for name, weight in start.items()} for _ in range(2))
-    noise: dict[str, torch.Tensor] = {}  # of a step without gradients it is that of the step before
-    count = 0  # of updates
+    noise: dict[str, torch.Tensor] = {}  # a step without gradients keeps that of the previous step
+    count = 0  # number of updates
     for reference in (step for step in oracle.steps if step.step in steps):
         own, expected = StepViews(steps[reference.step].tensors()), StepViews(reference.tensors())
         lr, weights, gradients = reference.value(rate) or 0.0, _float64(expected, key), _float64(expected, gradient)
         factor = clip_factor(expected[gradient].norm, config.max_grad_norm)
-        count += bool(gradients)  # there are none of an update that is skipped
+        count += bool(gradients)  # a skipped update has none
         noise |= _noise(_float64(own, gradient), gradients, most=EXACT if exact else math.inf)
         for name, g in gradients.items():
             error = noise.get(name, torch.zeros_like(g))
@@ -95,12 +93,12 @@ def _of_model(
             name: m.norm().item() / (max(movements[name].norm().item(), floor) or 1.0) for name, m in moved.items()
         }
         possible = _norm(moved.values())
-        apart = _norm([w - weights[name] for name, w in _float64(own, key).items()]) if not exact else 0.0
-        yield reference.step, errors, max(1.0, possible / apart) if apart else 1.0
+        distance = _norm([w - weights[name] for name, w in _float64(own, key).items()]) if not exact else 0.0
+        yield reference.step, errors, max(1.0, possible / distance) if distance else 1.0
 
 
 def _noise(own: Tensors, reference: Tensors, *, most: float) -> dict[str, torch.Tensor]:
-    """The errors of gradients, of those that are at most ``most`` off, as their measurement is."""
+    """Returns the errors of gradients, without gradients whose relative error exceeds ``most``."""
     floor = floor_of(reference)
     errors = {name: own[name] - g for name, g in reference.items() if name in own and own[name].shape == g.shape}
     return {name: e for name, e in errors.items() if e.norm() <= most * max(reference[name].norm().item(), floor)}
@@ -117,10 +115,11 @@ def _float64(views: StepViews, key: str) -> dict[str, torch.Tensor]:
 def leeway_of_rows(
     runs: Sequence[Sequence[StepRecord]], oracle: Record, bounds: Mapping[Key, float]
 ) -> dict[Key, Leeway]:
-    """By the key of a worst row's measurement. ``runs``: the steps of the single-process runs. ``bounds``: of all
-    quantities of these runs. None of a row whose bound is 0, and where the oracle does not say how far rows move.
+    """Returns the leeway of rows by the key of the measurement of the worst row. ``runs``: the steps of the
+    single-process runs. ``bounds``: of all quantities of these runs. Rows whose bound is 0, or whose movement the
+    oracle did not record, get no leeway.
 
-    Raises RecordError where it says so of other rows than it has.
+    Raises RecordError if the oracle's record gives the movement of other rows than it has.
     """
     found = {}
     for o in (o for o in oracle.observables if o.rowwise):
@@ -131,8 +130,8 @@ def leeway_of_rows(
             for name, moved in _read(reference, prefix + SHIFTED).items():
                 rows = reference.shapes().get(f"{o.key}/{name}", ())[:1]
                 if moved.shape != rows:
-                    told = f"how far {tuple(moved.shape)} rows of {name} move, and has {tuple(rows)}"
-                    raise RecordError(f"{reference.path} tells {told}; {AGAIN}")
+                    shapes = f"the movement of {tuple(moved.shape)} rows of {name}, but has {tuple(rows)}"
+                    raise RecordError(f"{reference.path} gives {shapes}; {AGAIN}")
                 key = o.stage, f"{name} {OF_ROWS}", reference.step
                 if bound := bounds.get(key):
                     found[key] = Leeway(rows=NOISE_FACTOR * error * moved, bound=bound)
@@ -140,14 +139,14 @@ def leeway_of_rows(
 
 
 def _read(step: StepRecord, key: str) -> dict[str, Tensor]:
-    """The tensors of a key, in float64 by name, and no others."""
+    """Reads the tensors of one key, in float64 by name."""
     with step.open() as file:
         names = [name for name in file.keys() if name.startswith(f"{key}/")]  # noqa: SIM118
         return {name.removeprefix(f"{key}/"): file.get_tensor(name).double() for name in names}
 
 
 def _error(own: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> float:
-    """The root mean square of the differences; 0 of a run that has other rows, or none."""
+    """Returns the root mean square of the differences; 0 if the run has different rows or none."""
     if own.keys() != reference.keys() or any(own[row].shape != ref.shape for row, ref in reference.items()):
         return 0.0
     squares = sum((own[row] - ref).square().sum().item() for row, ref in reference.items())

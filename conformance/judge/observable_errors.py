@@ -1,16 +1,16 @@
 """Measures every declared observable of a cell's records against the oracle's, in causal order.
 
-The same measurement is applied to a cell and to the single-process run that gives the noise. Whether an error is small
-enough is decided in conformance.judge.tolerance, what it means in conformance.judge.verdict.
+The same measurement is applied to a cell and to the single-process run that gives the noise.
+conformance.judge.tolerance decides whether an error is small enough, conformance.judge.verdict what it means.
 
 After a resume, the expected weights are those at the end of the previous phase. Saving and loading compute nothing, so
 they are equal to the bit. Where an adapter was merged into the weights, the merge is computed here as the oracle does
 it, from the weights that the cell itself had.
 
-Rows are judged as one vector, and a report reads no tensors. So a verdict keeps the errors of the tokens in the order
-of the batch, in at most BINS bins, with the largest error of each bin. One token has no bound of its own: the worst
-token is given the error of the whole observable, and the others are in proportion to it. So a token is outside of its
-tolerance if and only if the observable is.
+Rows are judged as one vector, and reports read no tensors. So a verdict keeps the errors of the tokens in the order of
+the batch, in at most BINS bins, with the largest error of each bin. A token has no bound of its own: the worst token
+gets the error of the whole observable, and the others are in proportion to it. So a token is outside of its tolerance
+if and only if the observable is.
 """
 
 import math
@@ -41,14 +41,14 @@ from conformance.spec.layout import Layout
 from conformance.spec.lora import is_adapter
 from conformance.spec.observables import AGAINST_REBUILT, Observable, unobserved_step
 
-# Of float32 in W + scale B A, relative to W: a product is summed up over the rank, scaled, added and rounded once more.
+# float32 roundings of W + scale B A, relative to W: the product is summed over the rank, scaled, added and rounded.
 MERGE_ROUNDINGS = 4
 
 
 def end_of(before: Record, after: Record, key: str, last: Tensors, start: Tensors) -> dict[str, torch.Tensor]:
-    """The weights, by name, that ``after`` should have loaded of the model whose weights have this ``key``.
+    """Returns the weights, by name, that ``after`` should have loaded for the model whose weights have this ``key``.
 
-    last: what the leg before had at its end, by name. start: what the first leg had loaded.
+    last: the weights at the end of the previous phase, by name. start: the weights that the first phase loaded.
     """
     if not _is_merged(after, key) or not last:
         return dict(last)
@@ -60,7 +60,7 @@ def end_of(before: Record, after: Record, key: str, last: Tensors, start: Tensor
 
 
 def bound_of(after: Record, key: str, name: str) -> float:
-    """How far a weight may be from what ``end_of`` says, relative."""
+    """Returns the largest relative distance that a weight may have from the result of ``end_of``."""
     return MERGE_ROUNDINGS * ROUNDING if _is_merged(after, key) and not is_adapter(name) else 0.0
 
 
@@ -69,24 +69,23 @@ def _is_merged(after: Record, key: str) -> bool:
 
 
 def generators(observable: Observable, before: Record, after: Record, step: int) -> Iterator[Measurement]:
-    """Digests of generators are equal or not: there is no distance between the states of two. They are handed over
-    where each rank goes on with its own work."""
+    """Compares digests of random generators, which are equal or not. They are restored by a checkpoint if the backend
+    and the layout stay the same."""
     same = all(before.header[key] == after.header[key] for key in ("backend", "layout"))
     if not same or after.header["loads"] != "checkpoint":
         return
     end = before.steps[-1] if before.steps else before.loaded
-    told = zip(after.loaded.line["generators"], end.line["generators"], strict=True)
-    for rank, (mine, theirs) in enumerate(told):
-        for name, digest in theirs.items():
-            error = 0.0 if mine.get(name) == digest else math.inf
-            what = f"{name} of rank {rank}"
-            yield Measurement(stage=observable.stage, tensor=what, step=step, error=error, fixed=0.0)
+    ranks = zip(after.loaded.line["generators"], end.line["generators"], strict=True)
+    for rank, (loaded, saved) in enumerate(ranks):
+        for name, digest in saved.items():
+            error = 0.0 if loaded.get(name) == digest else math.inf
+            tensor = f"{name} of rank {rank}"
+            yield Measurement(stage=observable.stage, tensor=tensor, step=step, error=error, fixed=0.0)
 
 
 def strip_of(observable: Observable, step: int, off: torch.Tensor, lengths: Mapping[int, int], *, norm: float) -> Strip:
-    """off: the absolute difference of each token, row after row. lengths: of each row, by its index. norm: what the
-    error of the observable is relative to.
-    """
+    """Bins the errors of tokens. off: the absolute difference of each token, row after row. lengths: of each row, by
+    its index. norm: what the error of the observable is relative to."""
     count = len(off)
     edges = [count * i // min(BINS, count) for i in range(min(BINS, count) + 1)]
     largest = torch.stack([off[start:end].max() for start, end in pairwise(edges)]).tolist()
@@ -112,7 +111,7 @@ def strip_of(observable: Observable, step: int, off: torch.Tensor, lengths: Mapp
 
 
 def _rounded(value: float, most: float) -> float:
-    """Three significant digits; never across the error of the observable, which is kept as it is judged."""
+    """Rounds to three significant digits, but never across ``most``, the error of the observable, which is exact."""
     return value if value == most else min(float(f"{value:.2e}"), most) if value < most else value
 
 
@@ -125,16 +124,16 @@ class _Start:
 
 
 def measure(legs: Sequence[Record], oracle: Record, *, leeway: Mapping[Key, Leeway] = NO_LEEWAY) -> list[Measurement]:
-    """All measurements of what both observed, by step. ``legs``: records with consecutive steps. ``leeway``: see
-    conformance.judge.tensor_views.TensorView.errors.
+    """Returns all measurements of quantities that both recorded, by step.
 
-    What only one of them has gives a measurement of infinite error.
+    legs: records with consecutive steps. leeway: see conformance.judge.tensor_views.TensorView.errors. A quantity that
+    only one side has gives a measurement of infinite error.
     """
     observables = oracle.observables
     start = _Start(own=StepViews(legs[0].loaded.tensors()), reference=StepViews(oracle.loaded.tensors()))
     found = [m for o in observables if o.applies(-1) for m in start.own[o.key].errors(start.reference[o.key], o, -1)]
     for before, after in pairwise(legs):
-        found += _handed_over(before, after, observables, start)
+        found += _after_resume(before, after, observables, start)
     steps = {step.step: (step, leg) for leg in legs for step in leg.steps}
     unobserved = {unobserved_step(leg.header["first_step"], len(leg.steps)) for leg in legs}
     for reference in oracle.steps:
@@ -150,25 +149,25 @@ def measure(legs: Sequence[Record], oracle: Record, *, leeway: Mapping[Key, Leew
     return found
 
 
-def _handed_over(
+def _after_resume(
     before: Record, after: Record, observables: Sequence[Observable], start: _Start
 ) -> Iterator[Measurement]:
-    """What a leg has loaded against what the leg before had at its end: saving and loading compute nothing.
+    """Compares what a phase loaded with the end of the previous phase: saving and loading compute nothing.
 
-    It is told at the step that comes next. Training state and generators are handed over where the optimizer is. What
-    is frozen may be held rounded by one backend and not by another; all else is the same to the bit.
+    Measurements belong to the step that comes next. Training state and generators are compared if the optimizer is
+    loaded. Backends may round frozen weights differently; everything else is equal to the bit.
     """
     end, number = before.steps[-1] if before.steps else before.loaded, after.loaded.step + 1
     last, first = StepViews(end.tensors()), StepViews(after.loaded.tensors())
-    goes_on = after.header["optimizer"] == "loaded"
+    resumes = after.header["optimizer"] == "loaded"
     for o in observables:
         if o.when == "loaded":
-            # A model that is not trained is recorded as loaded only.
-            then = last[o.key] if last[o.key].tensors else StepViews(before.loaded.tensors())[o.key]
-            then = replace(then, tensors=end_of(before, after, o.key, then.tensors, start.own[o.key].tensors))
-            for found in first[o.key].errors(then, o, number):
+            # The weights of a model that is not trained are recorded only as loaded.
+            saved = last[o.key] if last[o.key].tensors else StepViews(before.loaded.tensors())[o.key]
+            saved = replace(saved, tensors=end_of(before, after, o.key, saved.tensors, start.own[o.key].tensors))
+            for found in first[o.key].errors(saved, o, number):
                 yield found if o.rounded else replace(found, fixed=bound_of(after, o.key, found.tensor))
-        elif o.when == "handover" and o.kind == "tensors" and goes_on:
+        elif o.when == "handover" and o.kind == "tensors" and resumes:
             for found in first[o.key].errors(last[o.key], o, number):
                 yield replace(found, tensor=f"{o.key.rpartition('.')[2]} of {found.tensor}")
             own, reference = first[o.key].elements, last[o.key].elements
@@ -176,7 +175,7 @@ def _handed_over(
                 if own[name].dtype != reference[name].dtype:
                     dtypes = f"{own[name].dtype} instead of {reference[name].dtype}"
                     yield infinite(o.stage, f"{o.key} of {name} ({dtypes})", number)
-        elif o.when == "handover" and o.kind == "evidence" and goes_on:
+        elif o.when == "handover" and o.kind == "evidence" and resumes:
             yield from generators(o, before, after, number)
 
 
@@ -186,19 +185,19 @@ def _gaps(
     unobserved: Set[int | None],
     lost: Set[tuple[Observable, int]],
 ) -> Iterator[Measurement]:
-    """What is optional and was observed at some steps has to be observed at all, except where it is ``lost``; ``steps``
-    with their legs.
+    """Requires optional quantities that were observed at some of the ``steps`` at all of them, except those in
+    ``lost``.
 
-    What is judged by its effect where it is not reported may be reported by one backend, in one layout, only.
+    A quantity that is judged by its effect may be reported by a single backend, in a single layout.
     """
     for observable in observables:
         if observable.required or observable.when == "handover":
             continue
-        alike: dict[object, dict[int, bool]] = defaultdict(dict)
+        by_source: dict[object, dict[int, bool]] = defaultdict(dict)
         for step, leg in ((step, leg) for step, leg in steps if (observable, step.step) not in lost):
-            who = (leg.header["backend"]["name"], leg.header["layout"]) if observable.effect_at else ()
-            alike[who][step.step] = _is_there(observable, step)
-        for shown in alike.values():
+            source = (leg.header["backend"]["name"], leg.header["layout"]) if observable.effect_at else ()
+            by_source[source][step.step] = _is_there(observable, step)
+        for shown in by_source.values():
             if any(shown.values()):
                 missing = f"{observable.key} (missing)"
                 yield from (infinite(observable.stage, missing, n) for n, here in shown.items() if not here)
@@ -250,7 +249,7 @@ def _step(
 
 
 def is_lost(observable: Observable, oracle: StepRecord) -> bool:
-    """Whether it is no number at this step of the oracle, because an update is skipped."""
+    """Whether the observable has no value at this step of the oracle, because an update is skipped."""
     return bool(observable.lost_if and oracle.value(observable.lost_if))
 
 
@@ -265,8 +264,8 @@ def _replicas(observable: Observable, step: StepRecord, layout: Layout) -> Itera
         name = f"{key}: {found['compared']} held by several ranks"
         yield Measurement(stage=stage, tensor=name, step=number, error=0.0, fixed=ROUNDING, replica=True)
     for entry in found["differing"]:
-        what = key if entry["name"] == key else f"{key} {entry['name']}"
-        name = f"{what} on ranks {', '.join(map(str, entry['ranks']))}"
+        tensor = key if entry["name"] == key else f"{key} {entry['name']}"
+        name = f"{tensor} on ranks {', '.join(map(str, entry['ranks']))}"
         error = float(entry["relative"])
         yield Measurement(stage=stage, tensor=name, step=number, error=error, fixed=ROUNDING, replica=True)
 
@@ -274,7 +273,7 @@ def _replicas(observable: Observable, step: StepRecord, layout: Layout) -> Itera
 def _rows(
     observable: Observable, step: int, rows: Tensors, reference: Tensors, scale: Tensors
 ) -> Iterator[Measurement]:
-    """All target tokens of the step as one vector; ``where`` names the row and target that are furthest off.
+    """Measures all target tokens of the step as one vector; ``where`` names the row and target that are furthest off.
 
     ``scale``: rows whose norm the error is relative to.
     """
@@ -297,7 +296,7 @@ def _rows(
 
 
 def _scalar(o: Observable, step: StepRecord, oracle: StepRecord, views: StepViews) -> Iterator[Measurement]:
-    """``views``: of the cell's step."""
+    """Measures a scalar or setting. ``views``: the tensors of the cell's step."""
     own, reference = step.value(o.key), oracle.value(o.key)
     assert reference is not None, f"the oracle did not record {o.key}"
     if own is None:
@@ -312,22 +311,22 @@ def _scalar(o: Observable, step: StepRecord, oracle: StepRecord, views: StepView
         rebuilt = math.hypot(unnamed, views[o.norm_of].norm)
         name, bound = o.key + AGAINST_REBUILT, NORM_ROUNDINGS * ROUNDING
         found = number_off(o.stage, name, step.step, own, rebuilt, unit=rebuilt, fixed=None if unnamed else bound)
-        # What is unnamed is the oracle's number, which the cell has with the noise of its precision.
+        # The unnamed norm is the oracle's, and the cell's has the noise of its precision.
         yield replace(found, typical=bound / NOISE_FACTOR) if unnamed else found
 
 
 def unnamed_norm(oracle: StepRecord, prefix: str) -> float:
-    """Norm of the gradients that the cell's norm has in it and its record has not, by a known defect; else 0.
+    """Returns the norm of gradients that a known defect adds to the cell's norm but not to its record; else 0.
 
-    ``prefix``: of the model's keys. It is the oracle's, so it has the noise of the cell's precision.
+    ``prefix``: of the model's keys. The number is the oracle's, so it carries the noise of the cell's precision.
     """
     return oracle.value(prefix + UNNAMED_NORM) or 0.0
 
 
 def _of_parts(parts: Tensors, reference: Tensors, *, independent: bool) -> float:
-    """The relative error of a sum of these numbers if theirs are ``independent``: theirs over the root of how many they
-    are. Else the most that a sum or norm of them can have: their errors may point in one direction, as those of
-    gradients do that follow from one wrong digit of a loss."""
+    """Returns the relative error that a sum or a norm of these numbers inherits. ``independent`` errors shrink by the
+    root of their count. Other errors may point in one direction, as those of gradients do that follow from one wrong
+    digit of a loss, so they count in full."""
     if parts.keys() != reference.keys() or any(parts[name].shape != ref.shape for name, ref in reference.items()):
         return 0.0
     squares = [(parts[name].double() - ref.double()).square().sum().item() for name, ref in reference.items()]
@@ -337,8 +336,8 @@ def _of_parts(parts: Tensors, reference: Tensors, *, independent: bool) -> float
 
 
 def _of_terms(terms: Tensors, reference: Tensors, *, unit: float | None) -> float:
-    """The error of a sum, relative to ``unit``, if the errors of its ``terms`` are independent; 0 for a cell, which
-    does not record them."""
+    """Returns the error of a sum relative to ``unit``, if the errors of its ``terms`` are independent; 0 for a cell,
+    which does not record the terms."""
     if terms.keys() != reference.keys():
         return 0.0
     squares = sum((terms[name].double() - ref.double()).square().sum().item() for name, ref in reference.items())
@@ -346,10 +345,10 @@ def _of_terms(terms: Tensors, reference: Tensors, *, unit: float | None) -> floa
 
 
 def _of_rows(o: Observable, step: StepRecord, views: StepViews) -> Measurement:
-    """A number that follows from rows against that of the cell's own rows.
+    """Compares a number that follows from rows with the same number recomputed from the cell's own rows.
 
-    An error of a mean is relative to the mean size of the numbers; of an explained variance, which is 1 less the ratio
-    of two, to that ratio. The denominator is verl's.
+    The error of a mean is relative to the mean size of the numbers. The error of an explained variance, 1 - ratio, is
+    relative to the ratio, whose denominator is verl's.
     """
     own, rows = step.value(o.key), _in_order(views[o.mean_of or o.max_of or o.explains].tensors)
     if own is None or rows is None:
@@ -369,5 +368,5 @@ def _of_rows(o: Observable, step: StepRecord, views: StepViews) -> Measurement:
 
 
 def _in_order(rows: Tensors) -> torch.Tensor | None:
-    """The numbers of all rows, one after another; None if there are none."""
+    """Concatenates the numbers of all rows; None if there are none."""
     return torch.cat([rows[name].double().flatten() for name in sorted(rows)]) if rows else None

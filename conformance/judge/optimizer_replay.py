@@ -1,4 +1,4 @@
-"""Rebuilds the weights after a step from what the cell itself recorded before: its gradients and its weights.
+"""Rebuilds the weights after a step from the cell's own records: its gradients and its weights before the step.
 
 A cell's own gradients carry the noise of its precision, so against the oracle an update can only be judged as loosely
 as the gradients are: in bf16 a lost weight decay disappears in the noise. Given the gradients, an update has no noise
@@ -30,12 +30,12 @@ UNCHANGED = " where the update is skipped"
 
 
 def rebuilt_updates(legs: Sequence[Record], oracle: Record, scenario: Scenario) -> Iterator[Measurement]:
-    """The distance of every weight after a step from the one that is rebuilt, largest element.
+    """Measures the distance of every weight after a step from the rebuilt one, largest element.
 
-    An error is relative to |w| + (UPDATE_ROUNDINGS / REBUILT_ROUNDINGS) |u|, where w is the weight before and u what
-    the update would be if no two terms of it cancelled. Nothing is rebuilt from an unobserved step on, because the
-    optimizer's moments are not known then, until a leg begins with a new optimizer. Where an update is skipped, because
-    gradients overflow in fp16, no weight may change at all.
+    An error is relative to |w| + (UPDATE_ROUNDINGS / REBUILT_ROUNDINGS) |u|, where w is the weight before and u the
+    update if no two of its terms cancelled. Nothing is rebuilt after an unobserved step, because the optimizer's
+    moments are not known then, until a phase begins with a new optimizer. Where an update is skipped, because gradients
+    overflow in fp16, no weight may change.
     """
     declared = [o for o in oracle.observables if o.rebuilt]
     for key in dict.fromkeys(o.key for o in declared):
@@ -44,8 +44,8 @@ def rebuilt_updates(legs: Sequence[Record], oracle: Record, scenario: Scenario) 
 
 @dataclass(frozen=True, kw_only=True)
 class _Step:
-    """What is needed to rebuild a step. first: of a leg that begins with a new optimizer. before, after: the weights.
-    factor: by which gradients are clipped; None where the step cannot be rebuilt."""
+    """The inputs for rebuilding a step. first: it begins a phase with a new optimizer. before, after: the weights.
+    factor: the clipping factor of the gradients; None if the step cannot be rebuilt."""
 
     step: int
     stage: str
@@ -61,7 +61,7 @@ class _Step:
 def _of_model(
     legs: Sequence[Record], oracle: Record, scenario: Scenario, weights: Sequence[Observable]
 ) -> Iterator[Measurement]:
-    """One parameter at a time, step by step, so that one optimizer state is held at a time."""
+    """Goes through the steps of one parameter at a time, so that only one optimizer state is in memory."""
     steps = list(_steps(legs, oracle, scenario, weights))
     for name in dict.fromkeys(name for step in steps for name in step.after.tensors):
         for step in steps:
@@ -76,13 +76,13 @@ def _of_model(
                 rebuilt = optimizer.step({name: before}, {name: gradient}, lr)[name]
                 moved = sizes.step({name: torch.zeros_like(before)}, {name: gradient.abs()}, lr)[name]
                 unit = before.abs() + UPDATE_ROUNDINGS / REBUILT_ROUNDINGS * moved.abs()
-                off = (after - rebuilt).abs() / unit.clamp(min=torch.finfo(torch.float64).tiny)
+                error = (after - rebuilt).abs() / unit.clamp(min=torch.finfo(torch.float64).tiny)
                 yield Measurement(
                     stage=step.stage,
                     tensor=name + AGAINST_REBUILT,
                     step=step.step,
-                    error=finite(off.max().item()),
-                    where=_where(step, name, int(off.argmax()), after),
+                    error=finite(error.max().item()),
+                    where=_where(step, name, int(error.argmax()), after),
                     fixed=REBUILT_ROUNDINGS * scenario.tier.master.rounding,
                 )
 
@@ -99,12 +99,12 @@ def _steps(
     known = False
     trained: Set[str] = frozenset()
     for leg in legs:
-        held = StepViews(leg.loaded.tensors())
+        previous = StepViews(leg.loaded.tensors())
         first = leg.header["optimizer"] == "new"
         known = known or first
         for step in leg.steps:
             views, lr = StepViews(step.tensors()), rates.get(step.step)
-            before, gradients, after = held[key].elements, views[gradient].elements, views[key].elements
+            before, gradients, after = previous[key].elements, views[gradient].elements, views[key].elements
             factor = None
             if step.step not in skipped:
                 trained = trained or gradients.keys()  # other weights are frozen: the oracle's do not move either
@@ -121,13 +121,13 @@ def _steps(
                 stage=next(o.stage for o in weights if o.applies(step.step)),
                 first=first,
                 skipped=step.step in skipped,
-                before=held[key],
+                before=previous[key],
                 gradients=views[gradient],
                 after=views[key],
                 lr=lr or 0.0,
                 factor=factor,
             )
-            held, first = views, False
+            previous, first = views, False
 
 
 def _elements(view: TensorView) -> int:
@@ -135,20 +135,20 @@ def _elements(view: TensorView) -> int:
 
 
 def _reported(own: float | None, norm: float, elements: int, master: FloatFormat) -> float:
-    """The norm that the cell clips by: the one that it reports, where it differs from the rebuilt one by no more than
-    adding up in another order does, else the rebuilt one. The reported norm is judged by itself.
+    """Returns the norm that the cell clips by: its reported norm if this differs from the rebuilt one by no more than
+    another order of summation explains, else the rebuilt one. The reported norm is judged separately.
 
     Errors of n additions grow as the square root of n (Higham, Accuracy and Stability of Numerical Algorithms, section
-    2.8). At 56 million parameters torch's norm is 1.3e-14 off in float64, twice what a whole update may be.
+    2.8). At 56 million parameters torch's norm is 1.3e-14 off in float64, twice the bound of a whole update.
     """
     if own is None:
         return norm
-    apart = min(math.sqrt(elements) * master.rounding, NORM_ROUNDINGS * ROUNDING)
-    return own if abs(own - norm) <= apart * norm else norm
+    tolerance = min(math.sqrt(elements) * master.rounding, NORM_ROUNDINGS * ROUNDING)
+    return own if abs(own - norm) <= tolerance * norm else norm
 
 
 def _unchanged(step: _Step, name: str) -> Measurement:
-    """The largest relative change of a weight; none is allowed. Of a sketched one that of its sample, or of a row."""
+    """Measures the largest relative change of a weight, of the sample and the rows if sketched; none is allowed."""
     before, after = step.before.elements[name].double(), step.after.elements[name].double()
     change = (after - before).abs() / before.abs().clamp(min=torch.finfo(torch.float64).tiny)
     where, error = _where(step, name, int(change.argmax()), change), finite(change.max().item())
@@ -158,7 +158,7 @@ def _unchanged(step: _Step, name: str) -> Measurement:
 
 
 def _where(step: _Step, name: str, at: int, compared: torch.Tensor) -> str:
-    """The place in its weight of an element with the number ``at`` of what is compared, which may be a sample."""
+    """Returns the index in its weight of element ``at`` of the compared tensor, which may be a sample."""
     shape = step.after.shape_of(name, step.after.tensors[name])
     if compared.shape == shape:
         return place(at, compared)

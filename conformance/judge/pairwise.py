@@ -1,9 +1,9 @@
 """Measures the distance between every two of several records of the same scenario: the backends of one run.
 
-Compared are losses, unclipped gradients, norms and updates. Every distance is relative to the
-norm of the oracle's tensor; the oracle is not used otherwise, so two records that are wrong in the same way agree. With
-one unit for all pairs, the distance is symmetric and obeys the triangle inequality: two records are never further apart
-than the sum of their errors against the oracle. So the bound of a pair is twice the bound of a cell
+Compared are losses, unclipped gradients, norms and updates. Every distance is relative to the norm of the oracle's
+tensor; the oracle is not used otherwise, so two records that are wrong in the same way agree. With one unit for all
+pairs, the distance is symmetric and obeys the triangle inequality: two records are never further apart than the sum of
+their errors against the oracle. So the bound of a pair is twice the bound of a cell
 (docs/explanations/tolerances.md).
 """
 
@@ -48,7 +48,7 @@ class Difference:
 
 
 def column_of(observables: Sequence[Observable], stage: str, tensor: str) -> str | None:
-    """The column that shows a judged quantity; None for settings and for quantities compared within one cell."""
+    """Returns the column of a judged quantity; None for settings and for quantities compared within one cell."""
     if tensor.endswith(AGAINST_REBUILT):
         return None
     for observable in observables:
@@ -61,7 +61,7 @@ def column_of(observables: Sequence[Observable], stage: str, tensor: str) -> str
 def compare_lines(
     members: Sequence[Sequence[Line]], oracle: Sequence[Line], *, observables: Sequence[Observable], bounds: Bounds
 ) -> dict[Pair, dict[str, Difference]]:
-    """Compare the scalars of every two members. Returns by pair and column the worst difference.
+    """Compares the scalars of every two members. Returns the worst difference by pair and column.
 
     members: the step lines of each member. bounds: the bound of a cell against the oracle by (stage, tensor, step).
     """
@@ -79,22 +79,22 @@ def compare_lines(
             distances = _pairwise_distances(scalars, unit=unit)
             found[o.column].update(distances, allowed=allowed, tensor=o.key, step=step)
         for member, steps in enumerate(members):
-            if all(line.get("values", {}).get(o.key) is None for line in steps):  # a backend may have no norm to report
+            if all(line.get("values", {}).get(o.key) is None for line in steps):  # a backend may report no norm
                 found[o.column].leave_out(member)
     return _by_pair(found)
 
 
 def _lines_of_step(members: Sequence[Sequence[Line]], step: int) -> list[Line]:
-    """The line of one step of each member; an empty line for a member that did not record this step."""
+    """Returns the line of one step of each member; an empty line for a member that did not record this step."""
     return [steps[step] if step < len(steps) else {} for steps in members]
 
 
 def compare_tensors(
     members: Sequence[Sequence[Record]], oracle: Record, *, bounds: Bounds
 ) -> dict[Pair, dict[str, Difference]]:
-    """Compare the tensors of every two members. Returns by pair and column the worst difference.
+    """Compares the tensors of every two members. Returns the worst difference by pair and column.
 
-    members: the records of the legs of each member. bounds: as in ``compare_lines``. One tensor of each member is in
+    members: the records of the phases of each member. bounds: as in ``compare_lines``. One tensor of each member is in
     memory at a time.
     """
     shown = [o for o in oracle.observables if o.column and o.kind == "tensors"]
@@ -125,20 +125,20 @@ def compare_tensors(
 
 @contextlib.contextmanager
 def _open_files(steps: Iterable[StepRecord | None]) -> Iterator[list[Any]]:
-    """Open the file of one step of each member; None for a member that did not record this step."""
+    """Opens the file of one step of each member; None for a member that did not record this step."""
     with contextlib.ExitStack() as stack:
         yield [stack.enter_context(step.open()) if step else None for step in steps]
 
 
 def _view(file: Any, key: str) -> TensorView:
-    """View the tensors of an observable in an open file. They are read on demand."""
+    """Views the tensors of an observable in an open file. They are read on demand."""
     paths = file.keys() if file else ()
     names = sorted(path.removeprefix(f"{key}/") for path in paths if path.startswith(f"{key}/"))
     return TensorView(tensors=Lazy(names, lambda name: file.get_tensor(f"{key}/{name}")))
 
 
 def _units(reference: Tensors, members: Sequence[Tensors]) -> list[tuple[str, float]]:
-    """Give the name, and the norm that errors are relative to, of each tensor that the oracle or a member has."""
+    """Returns the name of each tensor that the oracle or a member has, and the norm that its errors are relative to."""
     floor = floor_of(reference)
     names = {name: None for tensors in members for name in tensors}
     norms = {name: tensor.double().norm().item() for name, tensor in reference.items()}
@@ -146,7 +146,7 @@ def _units(reference: Tensors, members: Sequence[Tensors]) -> list[tuple[str, fl
 
 
 def _pairwise_distances(tensors: Sequence[torch.Tensor | None], *, unit: float) -> torch.Tensor:
-    """||x_i - x_j|| / unit for all i, j: float64 (members, members).
+    """Returns ||x_i - x_j|| / unit for all i, j: float64 (members, members).
 
     Infinite if only one of the two members has the tensor, if shapes differ, or if a number is not finite. -1 if
     neither of the two has the tensor.
@@ -154,19 +154,19 @@ def _pairwise_distances(tensors: Sequence[torch.Tensor | None], *, unit: float) 
     matrix = torch.full((len(tensors), len(tensors)), math.inf, dtype=torch.float64)
     shapes = [None if tensor is None else tuple(tensor.shape) for tensor in tensors]
     for shape in set(shapes):
-        alike = torch.tensor([i for i, other in enumerate(shapes) if other == shape])
-        values = [t.double().flatten() for i in alike if (t := tensors[i]) is not None]
-        if values:  # cdist's faster way, by matrix products, loses distances below 1e-8
+        same_shape = torch.tensor([i for i, other in enumerate(shapes) if other == shape])
+        values = [t.double().flatten() for i in same_shape if (t := tensors[i]) is not None]
+        if values:  # cdist's faster algorithm, by matrix products, loses distances below 1e-8
             stacked = torch.stack(values)
             distances = torch.cdist(stacked, stacked, compute_mode="donot_use_mm_for_euclid_dist") / (unit or 1.0)
         else:
-            distances = torch.full((len(alike), len(alike)), -1.0, dtype=torch.float64)
-        matrix[alike[:, None], alike] = distances
+            distances = torch.full((len(same_shape), len(same_shape)), -1.0, dtype=torch.float64)
+        matrix[same_shape[:, None], same_shape] = distances
     return matrix.nan_to_num(nan=math.inf, posinf=math.inf)
 
 
 class _Worst:
-    """The worst difference of one column so far, for all pairs at once, in (members, members) tensors."""
+    """Keeps the worst difference of one column so far, for all pairs at once, in (members, members) tensors."""
 
     def __init__(self, members: int) -> None:
         self.ratio = torch.full((members, members), -1.0, dtype=torch.float64)
@@ -176,12 +176,12 @@ class _Worst:
         self.places: list[tuple[str, int]] = []
 
     def update(self, distances: torch.Tensor, *, allowed: float, tensor: str, step: int) -> None:
-        """Fold the pairwise distances (members, members) of one tensor at one step into the worst so far.
+        """Folds the pairwise distances (members, members) of one tensor at one step into the worst so far.
 
         Call it in the order of the steps: ``since`` keeps the first step out of tolerance.
         """
         over = distances / allowed if allowed else torch.full_like(distances, math.inf)
-        ratio = torch.where(distances > 0, over, distances)  # 0 and -1 are what they are, whatever is allowed
+        ratio = torch.where(distances > 0, over, distances)  # 0 and -1 do not depend on the bound
         worse = ratio > self.ratio
         self.ratio[worse], self.observed[worse], self.allowed[worse] = ratio[worse], distances[worse], allowed
         self.at[worse] = len(self.places)
@@ -189,11 +189,11 @@ class _Worst:
         self.places.append((tensor, step))
 
     def leave_out(self, member: int) -> None:
-        """Remove a member: its pairs have no difference in this column."""
+        """Removes a member: its pairs have no difference in this column."""
         self.ratio[member, :] = self.ratio[:, member] = -1.0
 
     def difference(self, pair: Pair) -> Difference | None:
-        """The worst difference of a pair; None if neither member has the column."""
+        """Returns the worst difference of a pair; None if neither member has the column."""
         if self.ratio[pair] < 0:
             return None
         tensor, step = self.places[int(self.at[pair])]

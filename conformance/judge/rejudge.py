@@ -15,47 +15,47 @@ from conformance.results.run_results import Attempt, Entry, cell_summary, inside
 from conformance.results.verdict import ANSWERED, NO_FAULT, STATES, Verdict
 
 
-def in_both(used: Verdict, fresh: Verdict) -> Verdict:
-    """One verdict that states both. ``used``: of the workers that had run other cells; ``fresh``: of fresh workers."""
-    both = ((used, "after other cells"), (fresh, "in fresh ranks"))
+def combine_verdicts(reused: Verdict, fresh: Verdict) -> Verdict:
+    """Combines the verdicts of a cell in ``reused`` workers, which had run other cells, and in ``fresh`` ones."""
+    both = ((reused, "after other cells"), (fresh, "in fresh workers"))
     wrong = [one for state in ("differs", "infrastructure") for one in both if one[0].state == state]
     if not wrong:
-        return used
+        return reused
     (worst, when), (other, otherwise) = wrong[0], both[1 if wrong[0] is both[0] else 0]
     head, _, rest = worst.reason.partition("\n")
-    their_head = other.reason.partition("\n")[0]
-    if worst.state == other.state and (worst.first_stage or head) == (other.first_stage or their_head):
-        said = f"{head}; {otherwise}, too"
+    other_head = other.reason.partition("\n")[0]
+    if worst.state == other.state and (worst.first_stage or head) == (other.first_stage or other_head):
+        summary = f"{head}; {otherwise}, too"
     elif other.state in NO_FAULT:
         verb = "differs" if worst.state == "differs" else "fails"
-        said = f"{verb} only {when}: {head}; {otherwise} {STATES[other.state].name}: {their_head}"
+        summary = f"{verb} only {when}: {head}; {otherwise} {STATES[other.state].name}: {other_head}"
     else:
-        said = f"{head}; {otherwise}: {their_head}"
-    reason = "\n".join(filter(None, (said, rest)))
-    told = worst if worst.quantities else other
-    return replace(told, state=worst.state, reason=reason)
+        summary = f"{head}; {otherwise}: {other_head}"
+    reason = "\n".join(filter(None, (summary, rest)))
+    detailed = worst if worst.quantities else other
+    return replace(detailed, state=worst.state, reason=reason)
 
 
-def combine(used: Attempt, fresh: Attempt, *, leased: bool) -> tuple[Attempt, Attempt, Verdict]:
-    """The attempt whose records are the cell's own, the other attempt, and the verdict of both.
+def combine(reused: Attempt, fresh: Attempt, *, leased: bool) -> tuple[Attempt, Attempt, Verdict]:
+    """Returns the attempt whose records are the cell's own, the other attempt, and the verdict of both.
 
-    ``leased``: on leased slots drivers and links fail at times, so an attempt that failed there says nothing.
+    ``leased``: drivers and links on leased hosts fail at times, so an attempt that failed there does not count.
     """
-    if leased and not used.completed:
-        return fresh, used, fresh.verdict
-    own, other = (fresh, used) if fresh.completed and not used.completed else (used, fresh)
-    return own, other, in_both(used.verdict, fresh.verdict)
+    if leased and not reused.completed:
+        return fresh, reused, fresh.verdict
+    own, other = (fresh, reused) if fresh.completed and not reused.completed else (reused, fresh)
+    return own, other, combine_verdicts(reused.verdict, fresh.verdict)
 
 
 GONE = Verdict(state="infrastructure", reason="the cell was judged, but its record is gone; run it again")
 
 
 def rejudge(out: Path) -> int:
-    """Judge every record below ``out`` again and write verdicts and summary anew.
+    """Judges every record below ``out`` again and writes verdicts and summary anew.
 
-    Cells of whose records only the lines were kept keep their verdicts; their number is returned. A record that is
-    damaged, or not where it belongs, makes its own cell an infrastructure failure; the others are judged. Raises
-    UsageError for a folder that is not a run's output, and Unwritable.
+    Cells of which only the lines were kept keep their verdicts; returns their number. A record that is damaged or in
+    the wrong place makes its own cell an infrastructure failure; the other cells are judged. Raises UsageError for a
+    folder that is not a run's output, and Unwritable.
     """
     run, old = read_run(out)
     entries = [_judged(out, entry, leased=bool(run.leased)) for entry in old]
@@ -79,13 +79,13 @@ def _judged(out: Path, entry: Entry, *, leased: bool) -> Entry:
 
 
 def _has_all_tensors(out: Path, entry: Entry) -> bool:
-    """Whether all tensors that the cell's records name are there, whatever its verdict says of them. Where only some
-    are, removing them was stopped half-way."""
-    others = entry.other.records if entry.other and entry.other.completed else ()
-    records = [out / entry.folder / record for record in (*entry.records, *others)]
+    """Whether all tensors that the cell's records name exist, whatever its verdict claims. If only some exist, their
+    removal was interrupted."""
+    other_records = entry.other.records if entry.other and entry.other.completed else ()
+    records = [out / entry.folder / record for record in (*entry.records, *other_records)]
     try:
         found = [(record, read_lines(record)) for record in records]
-    except RecordError:  # the reports say so
+    except RecordError:  # reports show this error
         return False
     named = [(record, line.get("tensors")) for record, lines in found for line in (lines.loaded, *lines.steps)]
     return all((record / file["file"]).exists() for record, file in named if file)

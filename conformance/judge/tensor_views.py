@@ -1,11 +1,11 @@
-"""Views the tensors of one observable at a step, whole or by their sketches, and measures them against a reference.
+"""Views the tensors of one observable at a step, whole or as sketches, and measures them against a reference.
 
-A measurement of a tensor, of its worst row or of a number also has what is left of the difference without a common
-factor, so that no factor is named as a cause that does not fit.
+A measurement also has the part of the difference that is left without a common factor, so that a factor that does not
+fit is never named as a cause.
 
-A record may keep sketches of large matrices (conformance.numerics.sketch). The projected rows of a sketch take the
-place of the matrix: their norms and differences are estimates of those of the matrix. Only the place of the largest
-difference is found in another way. Differences are computed when they are asked for, and not kept.
+A record may keep sketches of large matrices (conformance.numerics.sketch). The projected rows of a sketch replace the
+matrix: their norms and differences are estimates of those of the matrix. Only the position of the largest difference is
+found in another way. Differences are computed on demand, and not kept.
 """
 
 import math
@@ -23,12 +23,12 @@ from conformance.numerics.sketch import COLUMNS, NORMS, SAMPLE
 from conformance.spec.observables import Observable
 
 Tensors = Mapping[str, torch.Tensor]
-BY_SKETCH = " by sketch"  # follows the place of a difference that is not known to the element
+BY_SKETCH = " by sketch"  # marks the position of a difference that is not known to the element
 
 
 @dataclass(frozen=True, kw_only=True)
 class Leeway:
-    """How far rounding may take the rows of a tensor, where this is more than the bound of its worst row.
+    """How far rounding may move the rows of a tensor, where this exceeds the bound of its worst row.
 
     rows: float64 (rows,), absolute. bound: of the worst row, relative; above 0.
     """
@@ -37,15 +37,15 @@ class Leeway:
     bound: float
 
     def widened(self, units: torch.Tensor) -> torch.Tensor:
-        """``units`` (rows,), the norms that errors are relative to, made so large that an error of ``rows`` is at the
-        bound; but no larger than lets an error of half a unit be at the bound, so that no row that is lost, doubled or
-        of the wrong sign is within it."""
+        """Enlarges ``units`` (rows,), the norms that errors are relative to, until an error of ``rows`` equals the
+        bound. The limit is a unit at which an error of half the original unit equals the bound, so that no row that
+        is lost, doubled or of the wrong sign is within it."""
         most = NOISE_FACTOR * NOISE_LIMIT_OF_ALL * units
         return torch.maximum(units, torch.minimum(self.rows, most) / self.bound)
 
 
 def floor_of(reference: Tensors) -> float:
-    """The least norm that an error of these tensors is relative to."""
+    """Returns the least norm that an error of these tensors is relative to."""
     squares = [t.double().square().sum().item() for t in reference.values()]
     return FLOOR * math.sqrt(sum(squares) / max(1, len(squares)))
 
@@ -73,8 +73,8 @@ def tensor_off(stage: str, name: str, step: int, x: torch.Tensor, ref: torch.Ten
 
 
 def scale_of(x: torch.Tensor, ref: torch.Tensor) -> tuple[float | None, float]:
-    """The factor of ``ref`` that is nearest to ``x``, and the norm of what is left of ``x`` without it. None where
-    ``ref`` is zero."""
+    """Returns the factor of ``ref`` that is nearest to ``x``, and the norm of the rest of ``x``. The factor is None
+    where ``ref`` is zero."""
     flat, ref = x.reshape(-1), ref.reshape(-1)
     square = ref.dot(ref).item()
     if not square:
@@ -94,11 +94,11 @@ def worst_row(
     norms: torch.Tensor | None = None,
     leeway: Leeway | None = None,
 ) -> Measurement:
-    """The row (of a vector, the element) that is furthest off: one of thousands is lost in the norm of them all.
+    """Measures the row (of a vector, the element) that is furthest off: the norm of the tensor hides one of thousands.
 
-    Relative to the row's own norm, but no less than ROW_FLOOR times the root mean square of the norms of rows that are
-    not zero; of a vector, to that root mean square. ``norms``: those of the reference's rows, if it is sketched. Rows
-    with a ``leeway`` are relative to what it makes of that.
+    The error is relative to the row's own norm, but at least to ROW_FLOOR times the root mean square of the norms of
+    nonzero rows; of a vector, to that root mean square. ``norms``: of a sketched reference's rows. ``leeway`` widens
+    these.
     """
     sketched = norms is not None
     x, ref = x.double().reshape(len(x) if x.ndim else 1, -1), ref.double().reshape(len(ref) if ref.ndim else 1, -1)
@@ -115,7 +115,7 @@ def worst_row(
     unit = units[at].item() if len(errors) else 1.0
     scale, left = scale_of(x[at], ref[at]) if len(errors) else (None, math.inf)
     broken = _broken(x[at]) if len(errors) and not math.isfinite(off[at].item()) else ""
-    # Of a sketched row, no element is further off than its norm says.
+    # No element of a sketched row is further off than the norm of the row.
     furthest = 0.0 if not x.numel() else off[at].item() if sketched else (x[at] - ref[at]).abs().max().item()
     return Measurement(
         stage=stage,
@@ -135,7 +135,7 @@ def worst_row(
 def number_off(
     stage: str, name: str, step: int, x: float, ref: float, *, unit: float, fixed: float | None
 ) -> Measurement:
-    """``unit``: what the error is relative to."""
+    """Measures a number. ``unit``: what the error is relative to."""
     return Measurement(
         stage=stage,
         tensor=name,
@@ -152,12 +152,12 @@ def number_off(
 
 
 def infinite(stage: str, tensor: str, step: int) -> Measurement:
-    """Of what cannot be compared: no bound allows it."""
+    """Returns the measurement of a quantity that cannot be compared: no bound allows it."""
     return Measurement(stage=stage, tensor=tensor, step=step, error=math.inf, fixed=0.0)
 
 
 def place(at: int, tensor: torch.Tensor) -> str:
-    """The index of an element, given its number in the flattened tensor; "" of a number, and where there is none."""
+    """Returns the index of element number ``at`` of the flattened tensor; empty for a scalar or an empty tensor."""
     # torch's own unravel_index imports sympy, which takes a second.
     return str([int(i) for i in np.unravel_index(at, tensor.shape)]) if tensor.ndim and tensor.numel() else ""
 
@@ -167,16 +167,16 @@ def _broken(x: torch.Tensor) -> str:
 
 
 def finite(error: float) -> float:
-    """NaN would pass every comparison; it is as wrong as can be."""
+    """Maps NaN to infinity, because NaN would pass every comparison."""
     return math.inf if math.isnan(error) else error
 
 
-KEPT_ROUNDING = 2.0**-40  # of a row's norm: far more than its sums in float64 err, far less than a digit of float32
+KEPT_ROUNDING = 2.0**-40  # relative, of a row's norm: far above its float64 rounding, far below that of float32
 NO_LEEWAY: Mapping[Key, Leeway] = MappingProxyType({})
 
 
 class Lazy(Mapping[str, torch.Tensor]):
-    """Tensors that are computed when they are asked for, and not kept."""
+    """Computes tensors on demand, and does not keep them."""
 
     def __init__(self, names: Iterable[str], compute: Callable[[str], torch.Tensor]) -> None:
         self._names, self._compute = dict.fromkeys(names), compute
@@ -186,7 +186,7 @@ class Lazy(Mapping[str, torch.Tensor]):
             raise KeyError(name)
         return self._compute(name)
 
-    def __contains__(self, name: object) -> bool:  # a Mapping's own would compute the tensor
+    def __contains__(self, name: object) -> bool:  # Mapping's implementation would compute the tensor
         return name in self._names
 
     def __iter__(self) -> Iterator[str]:
@@ -197,7 +197,7 @@ class Lazy(Mapping[str, torch.Tensor]):
 
 
 def movement(weights: Tensors, start: Tensors) -> Tensors:
-    """Distance of each weight from where it started: an update is judged by its own size, not the weight's."""
+    """Returns the distance of each weight from its start: an update is judged by its own size, not the weight's."""
     names = (name for name in weights if name in start)
     return Lazy(names, lambda name: weights[name].double() - start[name].double())
 
@@ -207,7 +207,7 @@ class TensorView:
     """The tensors of one observable at one step of a record, by the name of their parameter or row.
 
     tensors: whole tensors, and the projected rows of sketched ones. columns: the projected columns of sketched tensors.
-    norms: the norms of their rows, which are no estimates. samples: some of their elements.
+    norms: the exact norms of their rows. samples: some of their elements.
     """
 
     tensors: Tensors
@@ -217,28 +217,28 @@ class TensorView:
 
     @cached_property
     def elements(self) -> Tensors:
-        """The whole tensors, and the sample (1, elements) of each sketched tensor."""
+        """Returns the whole tensors, and the sample (1, elements) of each sketched tensor."""
         samples, tensors = self.samples, self.tensors
         return Lazy(tensors, lambda name: samples[name] if name in samples else tensors[name])
 
     @property
     def norm(self) -> float:
-        """The 2-norm of all tensors together; exact for sketched tensors, too."""
+        """Returns the 2-norm of all tensors together; exact for sketched tensors, too."""
         parts = (self.norms[name] if name in self.norms else self.tensors[name] for name in self.tensors)
         return math.hypot(*(part.double().norm().item() for part in parts))
 
     def shape_of(self, name: str, tensor: torch.Tensor) -> tuple[int, ...]:
-        """The shape of one of ``tensors``; of a sketched one, which has a column for each vector, as a matrix."""
+        """Returns the shape of one of ``tensors``; for a sketched one, that of the matrix."""
         shape = tuple(tensor.shape)
         return (shape[0], len(self.columns[name])) if name in self.columns else shape
 
     def since(self, start: "TensorView") -> "TensorView":
-        """The distance of each tensor from where it started."""
+        """Returns the distance of each tensor from its start."""
         return TensorView(tensors=movement(self.tensors, start.tensors), columns=movement(self.columns, start.columns))
 
     def changed_row(self, before: "TensorView", name: str) -> tuple[float, str]:
-        """The largest relative change of a row of a sketched tensor, and the row; (0, "") where no row has changed, and
-        for a whole tensor. A change below the rounding of what is kept does not count."""
+        """Returns the largest relative change of a row of a sketched tensor, and the row; (0, "") where no row has
+        changed, and for a whole tensor. Changes below the rounding of the sketch do not count."""
         if name not in self.norms or name not in before.norms:
             return 0.0, ""
         own, earlier = self.norms[name], before.norms[name]
@@ -251,8 +251,8 @@ class TensorView:
     def errors(
         self, reference: "TensorView", observable: Observable, step: int, *, leeway: Mapping[Key, Leeway] = NO_LEEWAY
     ) -> Iterator[Measurement]:
-        """The error of every tensor of the reference, and of its worst row; infinite for a tensor that only one of the
-        two has. ``leeway``: of rows, by the key of the measurement of the worst row."""
+        """Measures every tensor of the reference, and its worst row; infinite for a tensor that only one side has.
+        ``leeway``: of rows, by the key of the measurement of the worst row."""
         stage, floor = observable.stage, floor_of(reference.tensors)
         for name in reference.tensors:
             if name not in self.tensors:
@@ -279,7 +279,7 @@ class TensorView:
 
 
 class StepViews:
-    """The views of all observables at one step of a record, by key. Each is made once, from tensors that were read."""
+    """Makes the views of all observables at one step of a record, by key, once each."""
 
     def __init__(self, tensors: Tensors) -> None:
         self._parts: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
@@ -289,7 +289,7 @@ class StepViews:
         self._views: dict[str, TensorView] = {}
 
     def __getitem__(self, key: str) -> TensorView:
-        """The view of an observable; an empty one where the step has no tensor of it."""
+        """Returns the view of an observable; an empty one if the step has no tensor of it."""
         if key not in self._views:
             tensors, columns, norms, samples = (
                 self._parts.get(key + part, {}) for part in ("", COLUMNS, NORMS, SAMPLE)
@@ -301,8 +301,8 @@ class StepViews:
 def _located(
     found: Measurement, rows: torch.Tensor, ref_rows: torch.Tensor, columns: torch.Tensor, ref_columns: torch.Tensor
 ) -> Measurement:
-    """A measurement of a sketched tensor with the row and the column that are furthest off. No element is further off
-    than the norm of either, which the sketch estimates."""
+    """Adds the row and the column that are furthest off to the measurement of a sketched tensor. No element is further
+    off than the norm of either, which the sketch estimates."""
     off = [(own - ref).norm(dim=1) for own, ref in ((rows, ref_rows), (columns, ref_columns))]
     where = str([int(one.argmax()) for one in off])
     return replace(found, max_abs=finite(min(one.max().item() for one in off)), where=where + BY_SKETCH)

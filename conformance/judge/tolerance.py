@@ -1,15 +1,15 @@
-"""Computes how far a cell may be from the oracle, by a rule and never by hand (docs/principles.md).
+"""Computes the allowed distance of a cell from the oracle, by a rule and never by hand (docs/principles.md).
 
 * Exact tier: one fixed bound, whatever the model, layout or step. Honest float64 errors are below 1e-12, the smallest
   silent bug on record is 3.5e-5 (docs/explanations/tolerances.md), so nothing needs tuning.
 * fp32, bf16, fp16: single-process runs in the cell's precision are compared with the float64 oracle, quantity by
-  quantity. A cell may be NOISE_FACTOR times as far away as the farther one. What rounding alone can do is thus measured
-  in the same run, on the same data; what a library's precision policy adds shows.
+  quantity. A cell may be NOISE_FACTOR times as far away as the farther one. The effect of rounding is thus measured in
+  the same run, on the same data; what a library's precision policy adds shows.
 
-One measured error is one draw of a random rounding; a lucky one must not become a bound. So the noise of a quantity is
+One measured error is one draw of a random rounding; a lucky draw must not become a bound. So the noise of a quantity is
 its largest over the runs and the steps; for a tensor no less than the median of its stage at that step, for a scalar no
-less than SCALAR_ROUNDINGS roundings of float32, and for a sum over tokens or a norm of tensors no less than what errors
-of its parts make of it. A norm has a narrower bound beside this one: it is rebuilt from the cell's own tensors.
+less than SCALAR_ROUNDINGS roundings of float32, and for a sum over tokens or a norm of tensors no less than the effect
+of the errors of its parts. A norm also has a narrower bound: it is rebuilt from the cell's own tensors.
 """
 
 import math
@@ -24,35 +24,35 @@ from conformance.spec.observables import Observable
 from conformance.spec.precision import PRECISIONS, PrecisionName
 
 EXACT = 1e-11  # relative, per tensor; honest errors are below 1e-12
-NOISE_FACTOR = 3.0  # times the single-process error; what honest cells show is in docs/explanations/tolerances.md
-ROUNDING = 2.0**-24  # of one float32 operation, relative
-SCALAR_ROUNDINGS = 4  # that a reported scalar went through at least, whatever one run happened to show
-NORM_ROUNDINGS = 32  # float32 roundings that a framework's own norm may differ from the one rebuilt in float64
-# Of anything: a bound is below 1/2 then, so nothing that is lost, doubled, or of the wrong sign is within it.
-# Gradients have a limit by precision (Precision.noise_limit).
+NOISE_FACTOR = 3.0  # times the single-process error; see docs/explanations/tolerances.md for honest cells
+ROUNDING = 2.0**-24  # relative rounding of one float32 operation
+SCALAR_ROUNDINGS = 4  # least roundings of a reported scalar, whatever one run shows by chance
+NORM_ROUNDINGS = 32  # float32 roundings between a framework's own norm and the one rebuilt in float64
+# Every bound is then below 1/2, so nothing that is lost, doubled, or of the wrong sign is within it. Gradients have a
+# limit by precision (Precision.noise_limit).
 NOISE_LIMIT_OF_ALL = 1 / 6
-# Of a worst row, an extreme of many: beyond NOISE_LIMIT_OF_ALL it is judged by 1/2, which is at least twice its noise.
+# A worst row is an extreme of many: above NOISE_LIMIT_OF_ALL its bound is 1/2, which is at least twice its noise.
 NOISE_LIMIT_OF_ROWS = 1 / 4
-TOO_EXACT = 0.1  # of the single-process error: a cell below it did not compute in its precision
-FLOOR = 0.05  # of the RMS norm of the stage's tensors; a smaller tensor's error is relative to this
-OF_ROWS = "(worst row)"  # ends the name of a measurement of one row
-ROW_FLOOR = 0.25  # of the RMS norm of a tensor's rows
+TOO_EXACT = 0.1  # times the single-process error; a cell below it did not compute in its precision
+FLOOR = 0.05  # times the RMS norm of the stage's tensors: the least norm that an error is relative to
+OF_ROWS = "(worst row)"  # suffix of the name of a measurement of one row
+ROW_FLOOR = 0.25  # times the RMS norm of a tensor's rows
 
-Key = tuple[str, str, int]  # of a measurement: stage, tensor, step
+Key = tuple[str, str, int]  # stage, tensor and step of a measurement
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
     """One number that was compared, not judged yet. ``error`` of a tensor is ||x - ref|| / max(||ref||, FLOOR x RMS
-    norm of the stage's tensors); of a number or of rows it is relative to what their observable declares, and of a row
-    that has a leeway (conformance.judge.tensor_views.Leeway) to more.
+    norm of the stage's tensors); the error of a number or of rows is relative to the unit that their observable
+    declares, and the unit of a row with a leeway (conformance.judge.tensor_views.Leeway) is larger.
 
-    scalar: one number per step, and value: this number. of_row: the worst row of a tensor, not the whole. fixed: a
-    bound that holds in every precision, None where the rule decides. max_abs and where: the largest absolute difference
-    and its index. scale: <x, ref> / <ref, ref>. residual, size: ||x - scale ref|| and ||ref||, relative to what
-    ``error`` is. broken: in words, what x holds that is no number. replica: ranks were compared with each
-    other, not with the oracle. typical: of a sum or a norm, what the errors of its parts make of it. strip: of rows,
-    the errors of their tokens.
+    scalar: whether there is one number per step, and value: this number. of_row: whether this is the worst row of a
+    tensor. fixed: a bound that holds in every precision, None where the rule decides. max_abs and where: the largest
+    absolute difference and its index. scale: <x, ref> / <ref, ref>. residual, size: ||x - scale ref|| and ||ref||, in
+    the unit of ``error``. broken: in words, the numbers of x that are not finite. replica: whether ranks were compared
+    with each other, not with the oracle. typical: for a sum or a norm, the effect of the errors of its parts. strip:
+    for rows, the errors of their tokens.
     """
 
     stage: str
@@ -78,23 +78,23 @@ class Measurement:
         return self.stage, self.tensor, self.step
 
     def left_without(self, factor: float) -> float:
-        """The error that is left when ``factor``, which is not 0, is undone."""
-        apart = (self.scale or 0.0) - factor
-        return math.hypot(self.residual, apart * self.size) / abs(factor)
+        """Returns the error that is left when ``factor``, which is not 0, is undone."""
+        distance = (self.scale or 0.0) - factor
+        return math.hypot(self.residual, distance * self.size) / abs(factor)
 
 
 def gradient_stages(observables: Sequence[Observable]) -> frozenset[str]:
-    """Stages at which every tensor is judged by itself at every step: the gradients of each model."""
+    """Returns the stages whose tensors are judged one by one at every step: the gradients of each model."""
     return frozenset(o.stage for o in observables if o.kind == "tensors" and o.when == "every")
 
 
 def noisiest(
     runs: Sequence[Sequence[Measurement]], *, precision: PrecisionName, gradients: frozenset[str], amplified: Set[Key]
 ) -> list[Measurement]:
-    """Of every quantity the larger error of the single-process runs, and what their parts make of it at most.
+    """Returns the larger error of the single-process runs for every quantity, with the largest effect of its parts.
 
-    A quantity that a further run is too noisy in to judge by is that of the first run alone. ``gradients`` and
-    ``amplified``: see allowed_errors.
+    If a further run is too noisy in a quantity, the first run alone counts. ``gradients`` and ``amplified``: see
+    allowed_errors.
     """
     found: dict[Key, Measurement] = {}
     for number, run in enumerate(runs):
@@ -108,7 +108,7 @@ def noisiest(
 
 
 def _limit(q: Measurement, precision: PrecisionName, gradients: frozenset[str]) -> float:
-    """What the noise of a quantity may be to make a bound of it."""
+    """Returns the largest noise of a quantity that can make a bound."""
     return PRECISIONS[precision].noise_limit if q.stage in gradients and not q.of_row else NOISE_LIMIT_OF_ALL
 
 
@@ -119,7 +119,7 @@ def _too_noisy(q: Measurement, precision: PrecisionName, gradients: frozenset[st
 
 
 def may_be_judged_by(run: Sequence[Measurement], precision: PrecisionName, gradients: frozenset[str]) -> bool:
-    """Whether no gradient of a single-process run is too far off."""
+    """Whether every gradient of a single-process run is exact enough to judge by."""
     return not any(_too_noisy(q, precision, gradients, frozenset()) for q in run if q.stage in gradients)
 
 
@@ -135,10 +135,10 @@ def allowed_errors(
     """Returns the bound of every measurement, by its key.
 
     noise: the same quantities of the single-process run. gradients: the stages to which Precision.noise_limit applies.
-    amplified, drift: the noise that an optimizer may make of its gradients' noise, and the factor by which it may
-    enlarge the noise of later steps (conformance.judge.noise). An amplified update has no noise limit, because it is
-    judged by being rebuilt. In the exact tier its bound follows from the rounding of the cell's own gradients, which
-    are within their bound.
+    amplified, drift: the noise of an update that an optimizer may make of the noise of gradients, and the factor by
+    which it may enlarge the noise of later steps (conformance.judge.noise). An amplified update has no noise limit,
+    because it is judged by being rebuilt. In the exact tier its bound follows from the rounding of the cell's own
+    gradients, which are within their bound.
 
     Raises RecordError if the noise is not finite, or larger than its limit.
     """
@@ -150,7 +150,7 @@ def allowed_errors(
     limits = {q.key: _limit(q, precision, gradients) for q in noise}
     for q in noise:
         if _too_noisy(q, precision, gradients, amplified.keys()):
-            # No optimizer has touched what precedes the first update.
+            # The gradients of step 0 do not depend on the optimizer.
             less = "" if q.stage in gradients and q.step == 0 else "raise eps or lower the learning rate, or "
             limit = NOISE_LIMIT_OF_ROWS if q.of_row else limits[q.key]
             raise RecordError(
@@ -161,7 +161,7 @@ def allowed_errors(
     medians = _medians(noise)
     largest: dict[tuple[str, str], float] = defaultdict(float)
     for q in noise:
-        # A worst row is an extreme of few, so the noise of one is that of the worst of all tensors.
+        # The worst row is an extreme of few, so all tensors share the noise of the worst one.
         tensor = OF_ROWS if q.of_row else q.tensor
         largest[q.stage, tensor] = max(largest[q.stage, tensor], q.error, q.typical)
     bounds = {}
@@ -179,8 +179,8 @@ def allowed_errors(
 
 
 def _bounding(noise: Measurement, drift: float, limit: float) -> float:
-    """The error that bounds are made of. Drift makes none blunter than the limit does; what is above it already is an
-    amplified update, or a worst row, which counts as the limit."""
+    """Returns the error that makes a bound. Drift raises it to the limit at most. A larger error is that of an
+    amplified update, or of a worst row, which counts as the limit."""
     return min(noise.error * drift, limit) if noise.of_row else max(noise.error, min(noise.error * drift, limit))
 
 

@@ -1,10 +1,10 @@
 """Judges a cell's record by the oracle's: the first difference, its likely cause, and what was not observed.
 
-Needs no GPU, no backend and no ranks, so old records can be judged again. A comparison that cannot be made (a truncated
-record, a missing stage) is never a pass.
+Needs no GPU, no backend and no workers, so old records can be judged again. A comparison that cannot be made (a
+truncated record, a missing stage) is never a pass.
 
 A quantity that is left out cannot be wrong, so a missing quantity shows in the state of the cell. Two kinds may be
-missing without a loss: a quantity whose declaration says that it is judged by its effect at another stage
+missing without a loss: a quantity that is declared to be judged by its effect at another stage
 (``Observable.effect_at``), and replicas where no two ranks hold the same tensor. Replicas may be missing only where the
 backend names the pieces of its ranks, and no two of them are the same.
 """
@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from conformance.judge.accumulation_precision import grains
+from conformance.judge.accumulation_precision import measure_accumulation_precision
 from conformance.judge.diagnosis import Facts, backward_place, circumstances, facts_of_steps, likely_cause
 from conformance.judge.layout_evidence import configurations, sizes_of
 from conformance.judge.noise import amplified_noise, leeway_of_rows
@@ -43,47 +43,47 @@ from conformance.spec.observables import Observable, stages, unobserved_step
 def unobserved(
     legs: Sequence[Record], quantities: Sequence[Quantity], observables: Sequence[Observable]
 ) -> tuple[list[str], list[str]]:
-    """What was lost, by stage, and remarks on what is missing without a loss; of a cell in which nothing differs."""
-    seen = {(q.stage, q.tensor) for q in quantities}
+    """Returns the lost stages, and remarks on what is missing without a loss, of a cell in which nothing differs."""
+    observed = {(q.stage, q.tensor) for q in quantities}
     stages = {q.stage for q in quantities}
     lost: dict[str, None] = {}
-    apart: dict[str, None] = {}
+    unshared: dict[str, None] = {}
     remarks: list[str] = []
     if any(leg.header["optimizer"] == "loaded" for leg in legs):
-        remarks += _not_handed_over(observables, stages)
+        remarks += _unreported_state(observables, stages)
     for o in observables:
         if o.when == "handover":
             continue
         is_single = o.kind in ("scalar", "setting", "rows")  # one quantity per step, with the name of its key
-        if not o.required and ((o.stage, o.key) not in seen if is_single else o.stage not in stages):
+        if not o.required and ((o.stage, o.key) not in observed if is_single else o.stage not in stages):
             if o.effect_at in stages:
                 remarks.append(f"{o.key} is not reported, and judged by its effect at {o.effect_at}")
             else:
                 lost[f"{o.stage} ({o.key})" if o.stage in stages else o.stage] = None
         if o.kind == "tensors" and o.replica_stage and o.replica_stage not in stages:
-            if all(_are_apart(leg, o.key) for leg in legs):
-                apart[o.replica_stage] = None
+            if all(_shares_nothing(leg, o.key) for leg in legs):
+                unshared[o.replica_stage] = None
             else:
                 lost[o.replica_stage] = None
-    if apart:
-        remarks.append(f"no two ranks hold the same: {', '.join(apart)}")
+    if unshared:
+        remarks.append(f"no two ranks hold the same: {', '.join(unshared)}")
     return list(lost), remarks
 
 
-def _not_handed_over(observables: Sequence[Observable], stages: Set[str]) -> Iterator[str]:
-    """A remark for each model whose training state the backend does not show around a handover."""
+def _unreported_state(observables: Sequence[Observable], stages: Set[str]) -> Iterator[str]:
+    """Yields a remark for each model whose training state the backend does not show at a resume."""
     for stage, effect in {o.stage: o.effect_at for o in observables if o.when == "handover" and o.effect_at}.items():
         if stage not in stages:
-            yield f"the {stage} as loaded is not shown, and judged by its effect at {effect}"
+            yield f"the {stage} as loaded is not reported, and judged by its effect at {effect}"
 
 
-def _are_apart(leg: Record, key: str) -> bool:
-    """Whether no two ranks of a leg can hold the same: there is one only, or each names pieces of its own."""
+def _shares_nothing(leg: Record, key: str) -> bool:
+    """Whether no two ranks of a phase can hold the same tensor: there is one rank, or each names its own pieces."""
     return leg.layout.world_size == 1 or all(offered > 0 for offered in _offered(leg, key))
 
 
 def _offered(leg: Record, key: str) -> Iterator[int]:
-    """How many pieces the ranks named at each step at which tensors were read."""
+    """Yields the number of pieces that the ranks named, for each step at which tensors were read."""
     unread = unobserved_step(leg.header["first_step"], len(leg.steps))
     read = (step for step in leg.steps if step.step != unread)
     return (step.line.get("replicas", {}).get(key, {}).get("offered", 0) for step in read)
@@ -93,11 +93,11 @@ DEFECT = "the judge failed on these records, which is a defect of the suite"
 
 
 def judge_folders(cell: str, legs: Sequence[Path], oracle: Path, *, defects: tuple[Defect, ...] = ()) -> Verdict:
-    """Judge the records of the legs of the cell with this id against the oracle's in ``oracle``, which has ``defects``.
+    """Judges the records of the phases of the cell with this id against the oracle's in ``oracle``, which has
+    ``defects``.
 
-    The first noise run decides alone where the cell agrees by it. Where it does not, all runs that are there decide
-    together. A record that cannot be trusted, or that is not the cell's own or the oracle's, gives an infrastructure
-    failure.
+    If the cell agrees by the first noise run, that run decides alone. Otherwise all existing runs decide together. A
+    record that cannot be trusted, or that does not belong to the cell or the oracle, gives an infrastructure failure.
     """
     try:
         records = read_records(cell, legs, oracle, defects=defects)
@@ -114,16 +114,16 @@ def judge_folders(cell: str, legs: Sequence[Path], oracle: Path, *, defects: tup
 
 
 def judge(legs: Sequence[Record], *, oracle: Record, noise: Sequence[Record], batches: Sequence[Batch] = ()) -> Verdict:
-    """Compare the complete records of all legs with the float64 oracle; they belong together (read_records).
+    """Compares the complete records of all phases with the float64 oracle; they belong together (read_records).
 
     ``noise``: the single-process runs in the cell's precision, none in the exact tier. ``batches``: with the choices of
-    routers, below it. Raises RecordError if the noise is none that this precision can have.
+    routers, below the exact tier. Raises RecordError if the noise is impossible for this precision.
     """
     scenario = legs[0].scenario
     observables, precision = oracle.observables, scenario.precision
     gradients = gradient_stages(observables)
     runs = [measure([run], oracle) for run in noise]
-    # What an optimizer makes of noise is that of runs whose gradients can all be judged by.
+    # Amplified noise is taken from runs whose gradients are all exact enough to judge by.
     usable = [run.steps for n, run in enumerate(noise) if not n or may_be_judged_by(runs[n], precision, gradients)]
     steps = [[step for leg in legs for step in leg.steps]] if scenario.tier.is_exact else usable
     amplified = amplified_noise(steps, oracle, scenario)
@@ -141,7 +141,7 @@ def judge(legs: Sequence[Record], *, oracle: Record, noise: Sequence[Record], ba
         *measure(legs, oracle, leeway=leeway),
         *configurations(legs, scenario, sizes_of(oracle)),
         *rebuilt_updates(legs, oracle, scenario),
-        *grains(legs, scenario, [o for o in observables if o.stage in gradients], batches),
+        *measure_accumulation_precision(legs, scenario, [o for o in observables if o.stage in gradients], batches),
     ]
     if is_too_exact(found, precision=precision, noise=rounding, gradients=gradients):
         name = f"all: closer to float64 than {precision} can be, so computed in a higher precision"
@@ -154,28 +154,28 @@ def judge(legs: Sequence[Record], *, oracle: Record, noise: Sequence[Record], ba
     facts = facts_of_steps(legs, oracle, scenario, observables)
     quantities = [_judged(m, bounds[m.key], facts.get(m.step, facts[-1])) for m in found]
     strips = tuple(m.strip for m in found if m.strip)
-    whose = second_class_of(oracle)
-    verdict = Verdict(state="conforms", reason="", quantities=tuple(quantities), strips=strips, second_class=whose)
-    told = [f"second-class oracle, {whose}: {NOT_SEEN}"] if whose else []
-    told += _sketched(oracle.loaded.names())
+    author = second_class_of(oracle)
+    verdict = Verdict(state="conforms", reason="", quantities=tuple(quantities), strips=strips, second_class=author)
+    notes = [f"second-class oracle, {author}: {NOT_SEEN}"] if author else []
+    notes += _sketched(oracle.loaded.names())
     if verdict.findings:
-        more = [*circumstances(quantities, legs, observables), *told]
+        more = [*circumstances(quantities, legs, observables), *notes]
         return replace(verdict, state="differs", reason=_difference(verdict, more))
     lost, remarks = unobserved(legs, quantities, observables)
-    more = [*([f"not observed: {', '.join(lost)}"] if lost else []), *remarks, *told]
+    more = [*([f"not observed: {', '.join(lost)}"] if lost else []), *remarks, *notes]
     state: State = "partly_observed" if lost else "conforms"
     return replace(verdict, state=state, reason="; ".join([f"{len(found)} quantities agree with the oracle", *more]))
 
 
 def _sketched(names: Sequence[str]) -> list[str]:
-    """Told of a record with these tensors, if some are sketches."""
+    """Remarks that some of these tensors are sketches, if they are."""
     whole = [name for name in names if not is_part(name)]
     sketched = sum(is_projected(name, set(names)) for name in whole)
     return [f"{sketched} of {len(whole)} parameters are compared by sketches"] if sketched else []
 
 
 def _leaks(legs: Sequence[Record], observables: Sequence[Observable]) -> list[Measurement]:
-    """What was left in a lower precision in the exact tier: nothing after it is exact."""
+    """Measures the operations of the exact tier in a lower precision: nothing after such an operation is exact."""
     found = []
     for leg in legs:
         step = leg.header["first_step"]

@@ -1,4 +1,4 @@
-"""Checks by the header of a record to which cell or oracle run the record belongs; without torch.
+"""Checks by the header of a record to which cell or oracle the record belongs. Does not import torch.
 
 Folders can be copied, swapped and renamed. So a record counts as a cell's only if its header names this cell, and as
 the oracle's only if its header names the oracle with the requested precision and defects (docs/principles.md).
@@ -36,7 +36,7 @@ def check_cell(folder: Path, header: Line, *, cell: str) -> None:
     """Raises RecordError if the record in ``folder`` does not belong to ``cell``."""
     if (found := header.get("cell")) != cell:
         raise RecordError(
-            f"{folder} is a record of {found or 'nothing that has a name'} and not of {cell}: folders were mixed up; "
+            f"{folder} is a record of {found or 'an unnamed cell'} and not of {cell}: folders were mixed up; "
             f"put the cell's own record there, or run the cell again"
         )
 
@@ -51,11 +51,11 @@ def check_oracle(folder: Path, header: Line, *, precision: str, defects: tuple[D
             f"{folder} should be the oracle's record in {precision}, and is {what}: folders were mixed up; run the "
             f"cell again"
         )
-    if backend.get("defects") != (asked := defects_to_json(defects)):
-        said = _describe(backend["defects"]) if "defects" in backend else "no word about defects"
+    if backend.get("defects") != (requested := defects_to_json(defects)):
+        observed = _describe(backend["defects"]) if "defects" in backend else "an unknown list of defects"
         raise RecordError(
-            f"{folder} should be the oracle's record with {_describe(asked)}, and is one with {said}: folders were "
-            f"mixed up; run the cell again"
+            f"{folder} should be the oracle's record with {_describe(requested)}, and is one with {observed}: "
+            f"folders were mixed up; run the cell again"
         )
 
 
@@ -64,6 +64,6 @@ def _describe(defects: Any) -> str:
 
 
 def second_class(header: Line) -> object:
-    """Whose implementation computed the record of an oracle with this header; empty if it is the oracle's own."""
+    """Returns whose implementation computed an oracle's record with this header; empty for the suite's own oracle."""
     resolved = header.get("resolved")
     return resolved.get("second_class", "") if isinstance(resolved, dict) else ""

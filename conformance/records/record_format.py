@@ -173,11 +173,11 @@ _LINE_TYPES = {"header": _Header, "step": _Step, "footer": _Footer}
 
 
 def wrong_line(line: dict[str, Any]) -> str:
-    """What is wrong with a line of a record; empty if nothing is. ``type`` has to be header, step or footer."""
+    """Returns the error of a line of a record; empty for a valid line. ``type`` has to be header, step or footer."""
     try:
         _adapter(line["type"]).validate_python(line)
         if line["type"] == "header":
-            observables_from_json(line["observables"])  # refuses fields of another version, which pydantic would not
+            observables_from_json(line["observables"])  # rejects fields of another version, which pydantic accepts
     except ValidationError as error:
         return first_error(error)
     except TypeError as error:
@@ -186,7 +186,7 @@ def wrong_line(line: dict[str, Any]) -> str:
 
 
 def first_error(error: ValidationError) -> str:
-    """The first error of a validation, in one line."""
+    """Returns the first error of a validation, in one line."""
     first = error.errors(include_url=False, include_input=False)[0]
     where = ".".join(map(str, first["loc"]))
     return f"{where}: {first['msg']}" if where else first["msg"]
@@ -199,8 +199,8 @@ def _adapter(kind: str) -> TypeAdapter[Any]:
 
 RECORD_SCHEMA = 3
 RECORD_FILE = "record.jsonl"
-LONGEST = 2**28  # bytes of a JSON or JSONL file; the files of thousands of cells have some MiB
-MOST_NESTED = 64  # levels of JSON; the suite writes fewer than ten
+LONGEST = 2**28  # largest JSON or JSONL file in bytes; the files of thousands of cells have some MiB
+MOST_NESTED = 64  # most levels of JSON; the suite writes fewer than ten
 AGAIN = "run the cell again"
 Line = dict[str, Any]
 
@@ -216,17 +216,17 @@ class Lines:
 
     @property
     def observables(self) -> tuple[Observable, ...]:
-        """The observables of the record's header, in causal order."""
+        """Returns the observables of the record's header, in causal order."""
         return observables_from_json(self.header["observables"])
 
     @property
     def digest(self) -> str:
-        """SHA-256 (hexadecimal) of the whole record, from the footer; empty without a footer."""
+        """Returns the SHA-256 (hexadecimal) of the whole record, from the footer; empty without a footer."""
         return str(self.footer.get("sha256", ""))
 
 
 class RecordError(ValueError):
-    """A record cannot be trusted. The message says which file, what is wrong, and what to do.
+    """Says that a record cannot be trusted. The message names the file, the error, and the remedy.
 
     ``left``: the lines that could be read nevertheless, so that reports can show how far the cell came.
     """
@@ -247,7 +247,7 @@ class WrongSchema(RecordError):
 
 
 def read_lines(path: Path) -> Lines:
-    """Read and verify the lines of the record in folder ``path``; its tensor files are not read.
+    """Reads and verifies the lines of the record in folder ``path``; its tensor files are not read.
 
     Raises RecordError or one of its subclasses MissingFooter, DigestMismatch and WrongSchema.
     """
@@ -274,8 +274,8 @@ def read_lines(path: Path) -> Lines:
 
 
 def peak_memory(records: Iterable[Path]) -> tuple[int, int]:
-    """The most bytes that a rank held at once in any of these records, of its device and of its host; 0 where none can
-    be read that tells."""
+    """Returns the most bytes that a rank held in any of these records, of its device and of its host; 0 if it is not
+    known."""
     of_device = of_host = 0
     for path in records:
         with contextlib.suppress(RecordError):
@@ -299,7 +299,7 @@ def _read_raw_lines(file: Path) -> list[bytes]:
 
 
 def _first_line_problem(file: Path, values: list[Any]) -> RecordError | None:
-    """The error if the first line is not a header of this schema; None if it is."""
+    """Returns the error if the first line is not a header of this schema; None if it is."""
     header = values[0] if values else None
     if not isinstance(header, dict) or header.get("type") != "header":
         return RecordError(f"{file} does not begin with a header line: not a record, or its beginning is lost; {AGAIN}")
@@ -314,7 +314,7 @@ def _first_line_problem(file: Path, values: list[Any]) -> RecordError | None:
 
 
 def _valid_lines(file: Path, values: list[Any], *, complete: bool) -> tuple[list[Line], RecordError | None]:
-    """The lines before the first malformed one, and the error of the malformed line; None if there is none."""
+    """Returns the lines before the first malformed one, and the error of the malformed line; None if there is none."""
     for place, value in enumerate(values):
         kinds = ("step", "footer") if complete and place == len(values) - 1 else ("step",) if place else ("header",)
         kind = value.get("type") if isinstance(value, dict) else None
@@ -343,27 +343,27 @@ def _footer_problem(file: Path, lines: Lines, last: Any, raw: list[bytes]) -> Re
 
 def _step_order_problem(file: Path, lines: Lines) -> RecordError | None:
     first, count = lines.header.get("first_step", 0), lines.footer["steps"]
-    seen = [line.get("step") for line in (lines.loaded, *lines.steps)]
-    if len(seen) == count + 1 and all(step == first - 1 + place for place, step in enumerate(seen)):
+    observed = [line.get("step") for line in (lines.loaded, *lines.steps)]
+    if len(observed) == count + 1 and all(step == first - 1 + i for i, step in enumerate(observed)):
         return None
     return DigestMismatch(
-        f"{file} has steps {seen}, but its header and footer promise {count} from step {first}; {AGAIN}"
+        f"{file} has steps {observed}, but its header and footer promise {count} from step {first}; {AGAIN}"
     )
 
 
 def record_digest(body: bytes, footer: Line) -> str:
-    """SHA-256 (hexadecimal) of all lines before the footer and of the footer's values without the digest itself."""
+    """Returns the SHA-256 (hexadecimal) of all lines before the footer and the footer's values without the digest."""
     values = {key: value for key, value in footer.items() if key != "sha256"}
     return hashlib.sha256(body + dumps(values).encode()).hexdigest()
 
 
 def parse_strict_json(data: bytes) -> Any:
-    """Parse JSON that is nested at most MOST_NESTED deep. Raises ValueError for other text.
+    """Parses JSON that is nested at most MOST_NESTED deep. Raises ValueError for other text.
 
     The names NaN and Infinity, which Python's parser accepts, are errors: the suite writes such numbers as strings.
     """
     try:
-        value = json.loads(data, parse_constant=_refuse)
+        value = json.loads(data, parse_constant=_reject)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     level: list[Any] = [[value]]
@@ -374,20 +374,20 @@ def parse_strict_json(data: bytes) -> Any:
     raise ValueError("it is nested too deeply")
 
 
-def _refuse(constant: str) -> None:
+def _reject(constant: str) -> None:
     raise ValueError(f"{constant} is not JSON")
 
 
 def dumps(values: Any, *, indent: int | None = None) -> str:
-    """JSON text that every parser accepts: NaN and infinity, which JSON does not have, become strings."""
+    """Returns JSON text that every parser accepts: NaN and infinity, which JSON does not have, become strings."""
     try:
         return json.dumps(values, indent=indent, allow_nan=False)
-    except ValueError:  # there is such a number, which is rare
+    except ValueError:  # such numbers are rare
         return json.dumps(_without_non_finite(values), indent=indent, allow_nan=False)
 
 
 def number(value: Any) -> float:
-    """A number from a record or a verdict as a float; ``dumps`` writes non-finite ones as strings. None gives NaN."""
+    """Returns a recorded number as a float; ``dumps`` writes non-finite ones as strings. None gives NaN."""
     return math.nan if value is None else float(value)
 
 

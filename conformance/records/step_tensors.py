@@ -1,5 +1,5 @@
-"""Record: everything that was observed of one leg of a cell, with its tensors, on disk. It never changes, and reading
-it needs no GPU and no backend.
+"""Writes and reads the record of one phase of a cell, with its tensors. A record never changes, and reading it needs no
+GPU and no backend.
 
 conformance.records.record_format describes the lines. Every step has a safetensors file, in which tensors are named
 ``KEY/NAME`` by the key of their observable: ``gradient/NAME`` (unclipped), ``weight/NAME`` (after the step),
@@ -36,7 +36,7 @@ from conformance.spec.layout import Layout
 from conformance.spec.observables import Observable, observables_to_json
 from conformance.spec.scenario import Scenario, parse_scenario
 
-DTYPES = ("F64", "F32", "BF16", "F16")  # the dtypes that tensors of a record may have
+DTYPES = ("F64", "F32", "BF16", "F16")  # of tensors in a record
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,27 +48,27 @@ class StepRecord:
     path: Path
 
     def value(self, key: str) -> float | None:
-        """A scalar or setting by its key; None if it was not observed."""
+        """Returns a scalar or setting by its key; None if it was not observed."""
         value = self.line.get("values", {}).get(key)
         return None if value is None else number(value)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """All tensors of the step, on the CPU, in the dtype in which they were observed."""
+        """Reads all tensors of the step, to the CPU, in the dtype in which they were observed."""
         tensors: dict[str, torch.Tensor] = load_file(self.path)
         return tensors
 
     def open(self) -> contextlib.AbstractContextManager[Any]:
-        """Open the step's file with ``safetensors.safe_open``: ``keys()`` has the names, ``get_tensor(name)`` reads."""
+        """Opens the step's file with ``safetensors.safe_open``: ``keys()`` lists names, ``get_tensor(name)`` reads."""
         handle: contextlib.AbstractContextManager[Any] = safe_open(self.path, framework="pt")
         return handle
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of every tensor of the step by name; no tensor is read."""
+        """Returns the shape of every tensor of the step by name, without reading tensors."""
         with self.open() as file:
             return {name: tuple(file.get_slice(name).get_shape()) for name in sorted(file.keys())}
 
     def names(self) -> list[str]:
-        """The names of all tensors of the step; no tensor is read."""
+        """Returns the names of all tensors of the step, without reading tensors."""
         with self.open() as file:
             return sorted(file.keys())
 
@@ -96,19 +96,19 @@ class Record:
 
     @cached_property
     def scenario(self) -> Scenario:
-        """The scenario of the header."""
+        """Parses the scenario of the header."""
         return parse_scenario(self.header["scenario"])
 
     @cached_property
     def layout(self) -> Layout:
-        """The layout of the header."""
+        """Parses the layout of the header."""
         return Layout.parse(self.header["layout"])
 
 
 class RecordWriter:
     """Writes a record line by line, and flushes every line, so that the lines before a crash stay on disk.
 
-    ``first_step``: the number of the first optimizer step; not 0 for a leg that follows another.
+    ``first_step``: the number of the first optimizer step; not 0 for a phase that follows another.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class RecordWriter:
         )
 
     def loaded(self, tensors: Mapping[str, torch.Tensor], *, generators: Sequence[Mapping[str, str]] = ()) -> None:
-        """Write the line of the weights before the first step, and of the training state if it was handed over.
+        """Writes the line of the weights before the first step, and of the training state of a resume.
 
         ``generators``: for each rank, digests of its random generators at this moment, by the generator's name.
         """
@@ -140,7 +140,7 @@ class RecordWriter:
         seconds: float,
         generators: Sequence[Mapping[str, str]] = (),
     ) -> None:
-        """Write the line and the tensors of the next optimizer step.
+        """Writes the line and the tensors of the next optimizer step.
 
         ``values``: by the key of their observable. ``replicas``: JSON values by key. ``generators``: see ``loaded``.
         """
@@ -157,7 +157,7 @@ class RecordWriter:
         self._next += 1
 
     def finish(self, values: Mapping[str, Any]) -> None:
-        """Write the footer, with ``values`` and the digest of the record. The record is then complete."""
+        """Writes the footer, with ``values`` and the digest of the record. The record is then complete."""
         footer = {"type": "footer", "steps": self._next - self._first, **values}
         self._line({**footer, "sha256": record_digest((self._path / RECORD_FILE).read_bytes(), footer)})
         self._file.close()
@@ -168,7 +168,7 @@ class RecordWriter:
 
 
 def read_record(path: Path) -> Record:
-    """Read and verify the record in folder ``path``, including its tensor files.
+    """Reads and verifies the record in folder ``path``, including its tensor files.
 
     Raises RecordError or one of its subclasses MissingFooter, DigestMismatch and WrongSchema.
     """
@@ -200,13 +200,13 @@ def _read_step(folder: Path, line: Line) -> StepRecord:
 
 
 def _check_dtypes(file: Path) -> None:
-    with safe_open(file, framework="pt") as held:
-        for name in sorted(held.keys()):
-            if (dtype := held.get_slice(name).get_dtype()) not in DTYPES:
+    with safe_open(file, framework="pt") as tensors:
+        for name in sorted(tensors.keys()):
+            if (dtype := tensors.get_slice(name).get_dtype()) not in DTYPES:
                 raise DigestMismatch(f"{file} holds {name} in {dtype}, and no backend computes that; {AGAIN}")
 
 
 def file_sha256(path: Path) -> str:
-    """SHA-256 (hexadecimal) of a file."""
+    """Returns the SHA-256 (hexadecimal) of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

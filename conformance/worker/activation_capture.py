@@ -1,9 +1,8 @@
-"""Collectives: which ones each module of a rank issues in a step, and which are issued between two modules.
+"""Records the input and output of every module of this rank in one optimizer step, their gradients and collectives.
 
-Capture: what goes into and comes out of every module of this rank in one optimizer step, and their gradients.
-
-The suite hooks the modules itself. A gradient of an input is that by way of this module only, without what reaches the
-same tensor by a residual: the module gets an alias of its input, and the hook is on the alias.
+The suite hooks the modules itself. The gradient of an input covers the path through this module only, without the
+contribution of a residual to the same tensor: the module gets an alias of its input, and the hook is on the alias.
+Collectives are counted by module, or between two modules.
 """
 
 import contextlib
@@ -27,24 +26,24 @@ from conformance.results.bisection import Direction, First, Issued, Side
 from conformance.spec.batch import Batch
 from conformance.worker.evidence import collective_of
 
-BETWEEN = " -> "  # of two modules in a place's name
+BETWEEN = " -> "  # joins two modules in the name of a place
 Place = tuple[str, Direction]  # a module, or ``A -> B``
 Kind = tuple[str, int, str]  # kind, size of the group, dtype
 
 
 class Issuing(EagerMode):
-    """Counts collectives inside its ``with`` block, by the modules that are at work.
+    """Counts collectives inside its ``with`` block, by the active modules.
 
-    A collective counts for the module, and for all that it is a part of. In the backward pass, a module is at work
-    from the gradient of its output to that of its input. What comes between two modules is counted for the pair; what
-    comes before the first or after the last one is not.
+    A collective counts for the module and all modules that contain it. In the backward pass, a module is active from
+    the gradient of its output to that of its input. Collectives between two modules count for the pair; those before
+    the first or after the last module do not count.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.times: Counter[tuple[Place, Kind]] = Counter()
         self.elements: Counter[tuple[Place, Kind]] = Counter()
-        self._at_work: dict[Direction, list[str]] = {"forward": [], "backward": []}
+        self._active: dict[Direction, list[str]] = {"forward": [], "backward": []}
         self._direction: Direction = "forward"
         self._last = ""
         self._between: list[tuple[Kind, int]] = []
@@ -55,21 +54,21 @@ class Issuing(EagerMode):
             if self._last:
                 self._count((f"{self._last}{BETWEEN}{name}", direction), kind, elements)
         self._between = []
-        modules = self._at_work[direction]
+        modules = self._active[direction]
         while modules and not name.startswith(f"{modules[-1]}."):
             modules.pop()  # no gradient came back to its input
         modules.append(name)
         self._last, self._direction = name, direction
 
     def leave(self, name: str, direction: Direction) -> None:
-        modules = self._at_work[direction]
+        modules = self._active[direction]
         if name in modules:
             del modules[modules.index(name) :]
         self._last, self._direction = name, direction
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Collectives inside this block belong to the suite and are not counted."""
+        """Excludes the collectives inside this block, which belong to the suite, from the counts."""
         self._is_paused = True
         try:
             yield
@@ -78,10 +77,10 @@ class Issuing(EagerMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if not PLAIN.issuperset(types):
-            return NotImplemented  # a DTensor goes first, so that the ops on its local tensors come here
+            return NotImplemented  # DTensor handles its own ops, whose local ops come here
         if not self._is_paused and FakeTensor not in types and (found := collective_of(func, args)):
             kind = (found.kind, found.size, str(found.dtype).removeprefix("torch."))
-            modules = self._at_work[self._direction]
+            modules = self._active[self._direction]
             if not modules:
                 self._between.append((kind, found.elements))
             for name in modules:
@@ -93,31 +92,31 @@ class Issuing(EagerMode):
         self.elements[place, kind] += elements
 
     def write(self, folder: Path, rank: int) -> None:
-        told = [[*place, *kind, times, self.elements[place, kind]] for (place, kind), times in self.times.items()]
-        (folder / f"collectives-{rank}.json").write_text(json.dumps([rank, told]))
+        counts = [[*place, *kind, times, self.elements[place, kind]] for (place, kind), times in self.times.items()]
+        (folder / f"collectives-{rank}.json").write_text(json.dumps([rank, counts]))
 
 
 def read_issued(folder: Path, first: First) -> tuple[Issued, ...]:
-    """What all ranks issued in the place of a first wrong value; ranks that did the same are told together."""
-    alike: dict[tuple[Kind, int, int], list[int]] = defaultdict(list)
+    """Returns the collectives of all ranks at the place of a first wrong value, grouped by ranks that did the same."""
+    ranks_by_count: dict[tuple[Kind, int, int], list[int]] = defaultdict(list)
     for file in sorted(folder.glob("collectives-*.json")):
-        rank, told = json.loads(file.read_text())
+        rank, counts = json.loads(file.read_text())
         found: dict[Kind, list[int]] = defaultdict(lambda: [0, 0])
-        for name, direction, kind, size, dtype, times, elements in told:
+        for name, direction, kind, size, dtype, times, elements in counts:
             if direction == first.direction and _is_there(name, first):
                 found[kind, size, dtype][0] += times
                 found[kind, size, dtype][1] += elements
         for each, (times, elements) in found.items():
-            alike[each, times, elements].append(rank)
+            ranks_by_count[each, times, elements].append(rank)
     return tuple(
         Issued(kind=kind, size=size, dtype=dtype, times=times, elements=elements, ranks=tuple(sorted(ranks)))
-        for ((kind, size, dtype), times, elements), ranks in sorted(alike.items())
+        for ((kind, size, dtype), times, elements), ranks in sorted(ranks_by_count.items())
     )
 
 
 def _is_there(name: str, first: First) -> bool:
-    """Whether a place's name is that of the module, or begins or ends where the defect's place between two does: one
-    of the two may be on another rank."""
+    """Whether a place is the module of the defect. For a defect between two modules, whether the place begins or ends
+    like it: one of the two may be on another rank."""
     if first.inside or first.before is None:
         return name == first.module
     before, arrow, after = name.partition(BETWEEN)
@@ -128,8 +127,8 @@ def _is_there(name: str, first: First) -> bool:
 class Piece:
     """One rank's part of a value in one micro-batch, without padding.
 
-    tokens: int64 (n,), the numbers of its tokens in the step. values: (n, features), of which the first one is number
-    ``first_feature`` of the whole.
+    tokens: int64 (n,), the numbers of its tokens in the step. values: (n, features). first_feature: the position of its
+    first feature in the whole value.
     """
 
     name: str
@@ -143,8 +142,8 @@ class Piece:
 
 @contextlib.contextmanager
 def capturing(backend: Backend, model: str, batch: Batch, *, rank: int, folder: Path) -> Iterator[None]:
-    """Hook the modules of ``model``, and write into ``folder`` what they see until the end, and which collectives they
-    issue, two files for each rank. Forward passes without autograd, which belong to no update, are passed over.
+    """Hooks the modules of ``model`` until the end of the block, and writes their values and collectives into
+    ``folder``, two files for each rank. Forward passes without autograd, which belong to no update, are ignored.
 
     Raises ValueError if a module is not run exactly once for each micro-batch, or if its activations are not cut as the
     backend says.
@@ -172,20 +171,20 @@ class _Capture:
         self.issued = Issuing()
 
     def hook(self, traced: TracedModule) -> Iterator[Any]:
-        """Hook a module, around what a library has hooked there itself: what is seen is what goes between modules."""
+        """Hooks a module outside of a library's own hooks, so that it records what other modules see."""
 
         def before(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
             if not torch.is_grad_enabled():
                 return args, kwargs
             self.issued.enter(traced.name, "forward")
-            place = next((i for i, value in enumerate(args) if isinstance(value, Tensor)), None)
+            position = next((i for i, value in enumerate(args) if isinstance(value, Tensor)), None)
             key = next((name for name, value in kwargs.items() if isinstance(value, Tensor)), "")
-            x = kwargs[key] if place is None else args[place]
+            x = kwargs[key] if position is None else args[position]
             alias = x.view_as(x) if x.is_floating_point() else x
             self._see(traced.name, "input", traced.input, alias)
-            if place is None:
+            if position is None:
                 return args, {**kwargs, key: alias}
-            return (*args[:place], alias, *args[place + 1 :]), kwargs
+            return (*args[:position], alias, *args[position + 1 :]), kwargs
 
         def after(_: Any, __: Any, result: Any) -> None:
             if not torch.is_grad_enabled():
@@ -199,26 +198,24 @@ class _Capture:
         yield traced.module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
         yield traced.module.register_forward_hook(after)
 
-    def _see(
-        self, name: str, what: Literal["input", "output"], cut: Cut, x: Tensor, bias: Tensor | None = None
-    ) -> None:
+    def _see(self, name: str, end: Literal["input", "output"], cut: Cut, x: Tensor, bias: Tensor | None = None) -> None:
         number = self.calls[name]
         if number >= len(self.traced.tokens):
-            return  # ``check`` tells of it
-        self._keep(name, what, number, cut, x.detach() if bias is None else x.detach() + bias.detach())
+            return  # ``check`` raises for it
+        self._keep(name, end, number, cut, x.detach() if bias is None else x.detach() + bias.detach())
         if not x.requires_grad:
             return
         placed = (x.device_mesh, x.placements) if isinstance(x, DTensor) else None
-        side: Side = "gradient of the input" if what == "input" else "gradient of the output"
+        side: Side = "gradient of the input" if end == "input" else "gradient of the output"
 
         def of_gradient(gradient: Tensor) -> None:
-            if what == "input":
+            if end == "input":
                 self.issued.leave(name, "backward")
             with self.issued.paused():
                 if placed:
                     gradient = cast(DTensor, gradient).redistribute(*placed)
                 self._keep(name, side, number, cut, gradient.detach() / self.traced.gradient_scale)
-            if what == "output":
+            if end == "output":
                 self.issued.enter(name, "backward")
 
         x.register_hook(of_gradient)
@@ -230,7 +227,7 @@ class _Capture:
         tokens = self.traced.tokens[number].cpu().chunk(cut.parts, dim=1)[cut.part]
         if x.shape[:-1] != tokens.shape:
             raise ValueError(
-                f"the {side} of {name} is {tuple(x.shape[:-1])} (rows, length) on this rank, and the backend says that "
+                f"the {side} of {name} is {tuple(x.shape[:-1])} (rows, length) on this rank, but the backend says that "
                 f"its tokens are {tuple(tokens.shape)}; correct the adapter's traced()"
             )
         real = tokens >= 0
@@ -260,12 +257,12 @@ class _Capture:
 def _write(path: Path, pieces: list[Piece]) -> None:
     tensors = {f"tokens/{i}": piece.tokens.contiguous() for i, piece in enumerate(pieces)}
     tensors |= {f"values/{i}": piece.values.contiguous() for i, piece in enumerate(pieces)}
-    told = [{key: value for key, value in vars(p).items() if not isinstance(value, Tensor)} for p in pieces]
-    save_file(tensors, path, metadata={"pieces": json.dumps(told)})
+    descriptions = [{key: value for key, value in vars(p).items() if not isinstance(value, Tensor)} for p in pieces]
+    save_file(tensors, path, metadata={"pieces": json.dumps(descriptions)})
 
 
 def read_pieces(folder: Path) -> list[Piece]:
-    """What ``capturing`` wrote in all ranks."""
+    """Reads the pieces that ``capturing`` wrote in all ranks."""
     found = []
     for path in sorted(folder.glob("rank-*.safetensors")):
         with safe_open(path, framework="pt") as file:

@@ -1,10 +1,10 @@
-"""Evidence: what a rank really did in one training step, observed below all libraries, independent of the backend.
+"""Observes the collectives, matrix products and storages of a rank in one training step, below all libraries.
 
-Serves claim 4: what ran is what was asked for. A dispatch mode sees each collective and each matrix product of the
-step, in Python and in the autograd engine, with its dtype, the size of its group, and the pass. The judge compares this
-with the layout (conformance.judge.layout_evidence). Operations of the suite itself are not counted. The products of
-TransformerEngine, which no dispatch mode sees, are counted where its Python code asks for them. Where DeepSpeed's does,
-those of ZeRO-3's linear layers are told to be recomputed or not.
+It proves that the requested layout ran (docs/principles.md): the judge compares it with the layout
+(conformance.judge.layout_evidence). A dispatch mode sees each collective and each matrix product of the step, in Python
+and in the autograd engine, with its dtype, the size of its group, and the pass. Operations of the suite are not
+counted. No dispatch mode sees the products of TransformerEngine, so its Python calls are counted. DeepSpeed's linear
+layers of ZeRO-3 are patched so that their products are recognised as recomputed or not.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from torch._subclasses import FakeTensor
 
 from conformance.numerics.float64_tier import PLAIN, EagerMode, LeakWatch
 
-# The kind of a collective by the beginning of the operator's name, for torch.distributed and its functional variants.
+# The kind of a collective by the prefix of the operator's name, for torch.distributed and its functional variants.
 COLLECTIVE_KINDS = {
     "allreduce": "all_reduce",
     "all_reduce": "all_reduce",
@@ -44,16 +44,16 @@ COLLECTIVE_KINDS = {
 _INDUCTOR = str(Path(torch.__file__).parent / "_inductor")
 _STEMS = sorted(COLLECTIVE_KINDS, key=len, reverse=True)
 REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce")
-COLLECTIVE_SPACES = ("c10d", "_c10d_functional")  # of torch's operators
+COLLECTIVE_SPACES = ("c10d", "_c10d_functional")  # namespaces of torch's operators
 _LINEAR = ("mm", "addmm", "linear")
 _PRODUCTS = (*_LINEAR, "bmm", "baddbmm")
 ENGINE = "transformer_engine_torch"  # the module of TransformerEngine's compiled functions
-ZERO = "deepspeed.runtime.zero.linear"  # the module of the linear layers that DeepSpeed's ZeRO-3 puts in torch's place
+ZERO = "deepspeed.runtime.zero.linear"  # the module of the linear layers with which DeepSpeed's ZeRO-3 replaces torch's
 
 
 @dataclass(slots=True)
 class _Storage:
-    """What was seen of a storage. is_used: as weights are, see Watch.held_weights. is_activation: see there."""
+    """An observed storage. is_used: it was used as weights are. is_activation: see Watch.held_weights for both."""
 
     ref: weakref.ref[torch.UntypedStorage]
     is_used: bool = False
@@ -62,7 +62,7 @@ class _Storage:
 
 @dataclass(frozen=True)
 class Collective:
-    """A collective of at least two ranks. elements: of the larger one of its input and its output on this rank."""
+    """A collective of at least two ranks. elements: of its input or output on this rank, whichever is larger."""
 
     kind: str
     size: int
@@ -72,7 +72,7 @@ class Collective:
 
 @functools.cache
 def _name_of(func: Any) -> tuple[str, str]:
-    """The namespace and the name of an operator; both are empty of one of higher order, which calls another one."""
+    """Returns the namespace and the name of an operator; both are empty for a higher-order one, which calls another."""
     if isinstance(func, HigherOrderOperator):
         return "", ""
     space, _, operator = func._schema.name.partition("::")
@@ -80,7 +80,7 @@ def _name_of(func: Any) -> tuple[str, str]:
 
 
 def collective_of(func: Any, args: tuple[Any, ...]) -> Collective | None:
-    """The collective that an operator with these arguments is; None if it is none."""
+    """Returns the collective that an operator with these arguments issues; None for other operators."""
     space, operator = _name_of(func)
     if space not in COLLECTIVE_SPACES:
         return None
@@ -100,25 +100,24 @@ class Watch(EagerMode):
 
     collectives: number by (kind, size of the group, dtype, pass), for groups of at least two ranks.
     products: number of matrix products by (dtype, phase). The phase is ``forward``, ``backward``, or ``recomputed``: a
-        forward pass inside a backward pass, recognised by the autograd graph that it records, or that the function of
-        ZeRO-3's linear layers is recorded in.
-    linear: number of those of forward passes that linear layers make, by dtype. All others are batches of products, as
-        attention has them, whose number is that of the pieces that a kernel cuts its work into.
-    compiled: number of those products of linear layers in forward passes that code of torch.compile makes.
-    engine: number of those products of linear layers in forward passes that TransformerEngine makes.
+        forward pass inside a backward pass, recognised by the autograd graph that it records, or that records the
+        function of ZeRO-3's linear layers.
+    linear: number of products of linear layers in forward passes, by dtype. All other products are batched, as in
+        attention, and their number depends on the kernel.
+    compiled: number of products of linear layers in forward passes that code of torch.compile makes.
+    engine: number of products of linear layers in forward passes that TransformerEngine makes.
     widths, lengths: the last and the last but one dimension of 3-dimensional floating-point results, such as logits
-        (rows, length, width), outside of the engine.
-    again: number of those products of linear layers that are recomputed.
-    nested: how often a call of the autograd engine went on after a call inside of it, as where a layer is computed
-        again with a graph of its own.
+        (rows, length, width), outside of the autograd engine.
+    again: number of recomputed products of linear layers.
+    nested: how often a call of the autograd engine went on after a nested call, as where a layer is recomputed with its
+        own graph.
     reduced: number of elements that were summed over a group, by size of the group.
-    leaks: if there is one, it is shown every operator, those of the suite among them but for what a record keeps and
-        replicas compare; of these it is shown the tensor that they are computed of.
+    leaks: if set, it receives every operator, including the suite's own, except those for records and comparisons of
+        replicas, of which it receives the input tensor.
     held_weights: number of live storages by size in bytes, at the moment when the gradients of the first model have
-        been read. Counted are storages that were used as weights are: by an operator of the first forward pass, or by
-        a matrix product of any pass, for which weights may be gathered again. Gradients and a library's buckets for
-        them are not used so. Activations do not count: storages that were ever seen as a tensor of three or more
-        dimensions.
+        been read. Only storages that were used as weights are count: by an operator of the first forward pass, or by a
+        matrix product of any pass, for which weights may be gathered again. Gradients and a library's buckets for them
+        are not used so. Activations do not count: storages that were ever seen as a tensor of three or more dimensions.
     """
 
     def __init__(self) -> None:
@@ -137,14 +136,14 @@ class Watch(EagerMode):
         self.held_weights: Counter[int] = Counter()
         self._storages: dict[int, _Storage] = {}
         self._tasks: dict[int, int] = {}
-        self._last = 0  # the number of the call of the engine that was seen last
-        self._recorded = False  # a function runs, without gradients, that a graph is recorded of
+        self._last = 0  # the number of the latest call of the engine
+        self._recorded = False  # a function runs without gradients whose graph is recorded as a whole
         self._reading = False
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """Count inside this block, and the products of TransformerEngine and of ZeRO-3's linear layers as what they
-        are, if this process has imported these libraries."""
+        """Counts inside this block. Also counts the products of TransformerEngine, and classifies those of ZeRO-3's
+        linear layers, if this process has imported these libraries."""
         engine: Any = sys.modules.get(ENGINE)
         zero: Any = sys.modules.get(ZERO)
         with contextlib.ExitStack() as all_:
@@ -158,8 +157,8 @@ class Watch(EagerMode):
             yield
 
     def _zero_product(self, own: Any, *args: Any, **kwargs: Any) -> Any:
-        """``LinearFunctionForZeroStage3.apply``. Its products are computed without gradients, whether or not a graph is
-        recorded of the function as a whole, which tells a forward pass."""
+        """Wraps ``LinearFunctionForZeroStage3.apply``. It computes its products without gradients; a forward pass is
+        recognised by the graph that is recorded of the whole function."""
         self._recorded = torch.is_grad_enabled()
         try:
             return own(*args, **kwargs)
@@ -167,9 +166,9 @@ class Watch(EagerMode):
             self._recorded = False
 
     def _engine_product(self, own: Any, a: Any, flipped: bool, b: Any, b_flipped: bool, *rest: Any, **more: Any) -> Any:
-        """TransformerEngine's ``generic_gemm``. In a product of a forward pass, the first matrix, the weight, is
-        transposed, and the second is not; in those of backward passes it is otherwise. By this recomputed products are
-        known, because TransformerEngine computes them in autograd functions, which record no graph."""
+        """Wraps TransformerEngine's ``generic_gemm``, which runs in autograd functions and records no graph. Recomputed
+        products are recognised by their operands: in forward passes the first matrix, the weight, is transposed and
+        the second is not."""
         found = own(a, flipped, b, b_flipped, *rest, **more)
         if not self._reading:
             in_backward, of_forward = self._pass().startswith("backward"), flipped and not b_flipped
@@ -183,7 +182,7 @@ class Watch(EagerMode):
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Operations inside this block belong to the suite and are not counted."""
+        """Excludes the operations inside this block, which belong to the suite, from the counts."""
         self._reading = True
         try:
             yield
@@ -191,16 +190,16 @@ class Watch(EagerMode):
             self._reading = False
 
     def count_live_storages(self) -> None:
-        """Fill ``held_weights``, when the gradients of a model are complete. Only the first call counts: when those of
-        a second model are complete, the optimizer state of the first one may be alive as well."""
+        """Fills ``held_weights``, when the gradients of a model are complete. Only the first call counts: later, the
+        optimizer state of the first model may be alive as well."""
         if not self.held_weights:
-            alive = [seen.ref() for seen in self._storages.values() if seen.is_used and not seen.is_activation]
+            alive = [one.ref() for one in self._storages.values() if one.is_used and not one.is_activation]
             self.held_weights.update(storage.nbytes() for storage in alive if storage is not None and storage.nbytes())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not PLAIN.issuperset(types):
-            return NotImplemented  # a DTensor goes first, so that the ops on its local tensors come here
+            return NotImplemented  # DTensor handles its own ops, whose local ops come here
         result = func(*args, **kwargs)
         if self.leaks:
             self.leaks.see(func, result)
@@ -220,21 +219,21 @@ class Watch(EagerMode):
         for tensor in _tensors(values):
             if type(tensor) in PLAIN and tensor.is_floating_point():
                 storage = tensor.untyped_storage()
-                seen = self._storages.get(storage._cdata)
-                if seen is None or seen.ref() is not storage:  # the address is used again
-                    seen = self._storages[storage._cdata] = _Storage(weakref.ref(storage))
-                seen.is_used |= is_used
-                seen.is_activation |= tensor.ndim > 2
+                known = self._storages.get(storage._cdata)
+                if known is None or known.ref() is not storage:  # the address is used again
+                    known = self._storages[storage._cdata] = _Storage(weakref.ref(storage))
+                known.is_used |= is_used
+                known.is_activation |= tensor.ndim > 2
 
     def _collective(self, found: Collective) -> None:
         self.collectives[found.kind, found.size, _name(found.dtype), self._pass()] += 1
         if found.kind in REDUCTIONS and found.dtype.is_floating_point:
-            # The input, which is summed, is at least as large as the output.
+            # The input, which is summed, is at least as large as the output, so these are its elements.
             self.reduced[found.size] += found.elements
 
     def _tensor(self, func: Any, operator: str, result: Tensor) -> None:
         if result.is_meta or isinstance(result, FakeTensor):
-            return  # DTensor asks for the shape of a whole tensor so; no rank holds it
+            return  # DTensor computes shapes of whole tensors this way; no rank holds them
         where = self._pass()
         if operator in _PRODUCTS:
             again = "recomputed" if torch.is_grad_enabled() or self._recorded else "backward"
@@ -258,7 +257,7 @@ class Watch(EagerMode):
         return f"backward {number}"
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON values for the footer of a record, which has them for each rank."""
+        """Returns plain JSON values for the footer of a record, which has them for each rank."""
         return {
             "collectives": [[*key, count] for key, count in sorted(self.collectives.items())],
             "products": [[*key, count] for key, count in sorted(self.products.items())],
@@ -275,8 +274,8 @@ class Watch(EagerMode):
 
 
 def _in_compiled_code() -> bool:
-    """Whether code that torch's inductor has made is running. It has matrix products write into tensors of its own, as
-    a library may do itself; so only for these need the frames be looked at."""
+    """Whether code of torch's inductor is running. Its matrix products write into preallocated tensors, and a library's
+    may as well; so the frames are inspected for such products only."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and not frame.f_code.co_filename.startswith(_INDUCTOR):
         frame = frame.f_back

@@ -42,7 +42,7 @@ from conformance.worker.replicas import Replicas, Source, compare, pieces
 
 
 def run_phase(rank: RankContext, *, spec: dict[str, Any]) -> dict[str, int]:
-    """Run one phase and write its record. Called in every rank with the values of ``PhaseSpec.to_json``.
+    """Runs one phase and writes its record. Called in every rank with the values of ``PhaseSpec.to_json``.
 
     Returns how often each planted fault was called in this rank.
     """
@@ -89,16 +89,16 @@ def run_phase(rank: RankContext, *, spec: dict[str, Any]) -> dict[str, int]:
             changed = _save(rank, backend, scenario, models, *save)
         rank.beat("teardown")
         backend.teardown()
-        told = [given(batch, dp_size=layout.data, accumulation=scenario.accumulation) for batch in batches]
+        given = [batch_counts(batch, dp_size=layout.data, accumulation=scenario.accumulation) for batch in batches]
         seconds = time.perf_counter() - started
-        observer.finish({"seconds": seconds, "batches": told, "changed_settings": changed}, memory=memory)
+        observer.finish({"seconds": seconds, "batches": given, "changed_settings": changed}, memory=memory)
         return dict(calls)
 
 
 def _capture(
     captured: contextlib.ExitStack, backend: Backend, scenario: Scenario, batch: Batch, *, rank: int, folder: Path
 ) -> None:
-    """Capture the activations of every trained model until ``captured`` ends."""
+    """Captures the activations of every trained model until ``captured`` ends."""
     from conformance.worker.activation_capture import capturing  # loads DTensor, which takes a second
 
     for role in (role for role in scenario.objective.roles if role.trained):
@@ -108,8 +108,8 @@ def _capture(
 def _save(
     rank: RankContext, backend: Backend, scenario: Scenario, models: Mapping[str, Path], what: Handover, path: Path
 ) -> list[str]:
-    """Save what the next leg begins with. Returns, on rank 0, the settings of exported folders that are not those of
-    the models, each as ``ROLE/FILE: KEY``."""
+    """Saves the state that the next phase begins with. Returns, on rank 0, the settings of exported folders that differ
+    from the models' settings, each as ``ROLE/FILE: KEY``."""
     changed: list[str] = []
     if rank.rank == 0:
         path.mkdir()
@@ -125,19 +125,19 @@ def _save(
             dist.barrier()
             if rank.rank == 0 and not merges:
                 changed += [f"{role.name}/{key}" for key in changed_settings(path / role.name, models[role.name])]
-        if what == "merge" and rank.rank == 0:  # on the new base, the next leg begins with the same adapter again
+        if what == "merge" and rank.rank == 0:  # the next phase adds the same adapter to the new base
             shutil.copytree(models[POLICY.name] / ADAPTER, path / POLICY.name / ADAPTER)
             changed += [f"{POLICY.name}/{key}" for key in changed_settings(path / POLICY.name, models[POLICY.name])]
     return changed
 
 
 def _mark_module(*_: Any) -> None:
-    if not torch.compiler.is_compiling():  # torch.compile would take it for a part of the model
+    if not torch.compiler.is_compiling():  # torch.compile would trace it as a part of the model
         mark()
 
 
 def header(phase: PhaseSpec, adapter: type[Backend]) -> dict[str, Any]:
-    """The header of the phase's record: cell, backend, scenario, layout, environment, and what the phase loads."""
+    """Returns the header of the phase's record: cell, backend, scenario, layout, environment, and loaded state."""
     info = adapter.describe()
     return {
         "cell": phase.cell,
@@ -169,7 +169,7 @@ class _Observer:
         above: float,
         routed: bool,
     ) -> None:
-        self.above = above  # this many elements a matrix is sketched
+        self.above = above  # matrices with more elements are sketched
         self.rank, self.header, self.path, self.first_step = rank, header, path, first_step
         self.exact, self.seed = scenario.tier.is_exact, scenario.seed
         self.roles = scenario.objective.roles
@@ -179,11 +179,11 @@ class _Observer:
         self.writer: RecordWriter | None = None
         self.leaks: list[dict[str, Any]] = []
         self.pieces: dict[str, dict[str, list[int]]] = {}
-        self.watch = Watch()  # of one step
+        self.watch = Watch()  # used in one step
 
     def start(self, backend: Backend, resolved: dict[str, Any], *, handed: bool) -> None:
-        """Begin the record with the weights as loaded. ``handed``: the leg has loaded a training state, or has no steps
-        and saves one, so the training state is recorded as well."""
+        """Begins the record with the weights as loaded. ``handed``: the phase has loaded a training state, or has no
+        steps and saves one, so the training state is recorded as well."""
         loaded: dict[str, torch.Tensor] = {}
         for role in self.roles:
             loaded |= self._gather("weight", role, backend)
@@ -196,7 +196,7 @@ class _Observer:
             self.writer.loaded(loaded, generators=generators)
 
     def step(self, backend: Backend, batch: Batch, *, read: bool, watched: bool, handed: bool) -> None:
-        """Train on a batch and record the step.
+        """Trains on a batch and records the step.
 
         read: whether tensors are read; the backend's values and rows are always recorded.
         watched: whether the evidence is taken at this step. handed: whether the training state is saved after it.
@@ -258,18 +258,18 @@ class _Observer:
             found = {key: vars(result) for key, result in replicas.items()}
             self.writer.step(values, tensors, replicas=found, seconds=seconds, generators=generators)
 
-    def finish(self, told: dict[str, Any], *, memory: PeakMemory) -> None:
-        """Write the footer: what is ``told``, and what all ranks have seen. ``memory``: this rank's peaks."""
-        # All ranks take part in this collective, so the footer also shows that all of them came to their end.
-        seen: list[tuple[dict[str, Any], int, int]] = [({}, 0, 0) for _ in range(self.rank.world_size)]
-        dist.all_gather_object(seen, (self.watch.to_json(), memory.read(), memory.read_host()))
+    def finish(self, totals: dict[str, Any], *, memory: PeakMemory) -> None:
+        """Writes the footer: ``totals`` and the observations of all ranks. ``memory``: this rank's peaks."""
+        # All ranks take part in this collective, so a footer also proves that all of them reached the end.
+        observed: list[tuple[dict[str, Any], int, int]] = [({}, 0, 0) for _ in range(self.rank.world_size)]
+        dist.all_gather_object(observed, (self.watch.to_json(), memory.read(), memory.read_host()))
         if self.writer:
-            evidence, peaks, host_peaks = (list(its) for its in zip(*seen, strict=True))
+            evidence, peaks, host_peaks = (list(of_ranks) for of_ranks in zip(*observed, strict=True))
             found = {"leaks": self.leaks, "evidence": evidence, "pieces": self.pieces}
-            self.writer.finish({**told, **found, "memory": peaks, "host_memory": host_peaks})
+            self.writer.finish({**totals, **found, "memory": peaks, "host_memory": host_peaks})
 
     def _gather(self, kind: TensorKind, role: Role, backend: Backend) -> dict[str, torch.Tensor]:
-        """Walk ``named_tensors`` on all ranks; returns what is kept of them on rank 0, an empty dict on other ranks.
+        """Walks ``named_tensors`` on all ranks; returns their recorded parts on rank 0, an empty dict on other ranks.
 
         Raises ValueError for a name that comes twice: only one of the two tensors would be judged.
         """
@@ -288,7 +288,7 @@ class _Observer:
         return found
 
     def _training_state(self, backend: Backend) -> dict[str, torch.Tensor]:
-        """The training state of all trained models on rank 0; empty if the backend does not show it."""
+        """Returns the training state of all trained models on rank 0; empty if the backend does not show it."""
         if not getattr(backend, "shows_training_state", False):
             return {}
         trained = [role for role in self.roles if role.trained]
@@ -296,26 +296,26 @@ class _Observer:
         return {name: tensor for part in parts for name, tensor in part.items()}
 
     def _generators(self) -> list[dict[str, str]]:
-        """For each rank, the digests of its random generators by the generator's name. Collective."""
+        """Returns, for each rank, the digests of its random generators by the generator's name. Collective."""
         found: list[dict[str, str]] = [{} for _ in range(self.rank.world_size)]
         dist.all_gather_object(found, generator_digests())
         return found
 
     def _rows(self, metrics: StepMetrics) -> dict[str, torch.Tensor]:
-        """The rows of all ranks, on rank 0; each row is taken from the first rank that has it. Collective."""
+        """Gathers the rows of all ranks on rank 0; each row is taken from the first rank that has it. Collective."""
         own = {
             f"{key}/{row}": t.detach().cpu()
             for key, rows in metrics.rows.items()
             for row, t in rows.items()
-            if t.numel()  # a row without targets has no numbers, whether it is given or left out
+            if t.numel()  # a row without targets has no numbers; backends may return or omit it
         }
         gathered: list[dict[str, torch.Tensor] | None] = [None] * self.rank.world_size
         dist.gather_object(own, gathered if self.rank.rank == 0 else None)
-        return {name: t for held in reversed(gathered) if held for name, t in sorted(held.items())}
+        return {name: t for of_rank in reversed(gathered) if of_rank for name, t in sorted(of_rank.items())}
 
 
 def check_values(metrics: StepMetrics, observables: tuple[Observable, ...], backend: str) -> dict[str, float]:
-    """The values of a step. Raises ValueError if keys are not declared, or if values are missing or not numbers."""
+    """Returns the values of a step. Raises ValueError for undeclared keys, and for missing or non-numeric values."""
     numbers = {o.key: o for o in observables if o.kind in ("scalar", "setting")}
     rows = {o.key for o in observables if o.kind == "rows"}
     if unknown := sorted((metrics.values.keys() - numbers.keys()) | (metrics.rows.keys() - rows)):
@@ -334,20 +334,21 @@ def check_values(metrics: StepMetrics, observables: tuple[Observable, ...], back
     return metrics.values
 
 
-def given(batch: Batch, *, dp_size: int, accumulation: int) -> dict[str, Any]:
-    """What ranks were given at a step: all ``tokens``, and the ``targets`` of each rank's micro-batches, by dp rank."""
+def batch_counts(batch: Batch, *, dp_size: int, accumulation: int) -> dict[str, Any]:
+    """Returns the batch statistics of a step: all ``tokens``, and the ``targets`` of each micro-batch of each
+    data-parallel rank."""
     parts = [batch.micro_batches(dp_rank=rank, dp_size=dp_size, accumulation=accumulation) for rank in range(dp_size)]
     targets = [[sum(row.target_count for row in rows) for rows in micro_batches] for micro_batches in parts]
     return {"step": batch.step, "tokens": sum(row.length for row in batch.rows), "targets": targets}
 
 
 def _shards(kind: TensorKind, roles: Iterable[Role], backend: Backend) -> dict[str, Source]:
-    """This rank's pieces of the tensors of the given roles, by the observable's key."""
+    """Returns this rank's pieces of the tensors of the given roles, by the observable's key."""
     return {model_key(role.prefix, kind): partial(backend.local_shards, kind, role.name) for role in roles}
 
 
 def _replicated_values(metrics: StepMetrics, observables: tuple[Observable, ...]) -> dict[str, Source]:
-    """This rank's scalars and rows that other ranks should hold as well, as shards, by the observable's key."""
+    """Returns this rank's scalars and rows that other ranks should hold as well, as shards, by the observable's key."""
     pieces: dict[str, Source] = {}
     for o in observables:
         if o.replicated == "no" or o.kind == "tensors":

@@ -1,4 +1,4 @@
-"""Tells a worker group which phase of a cell to run, as a dataclass that is sent to its ranks as JSON."""
+"""Describes one phase of a cell to a worker group, as a dataclass that is sent to its ranks as JSON."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -19,11 +19,11 @@ class PhaseSpec:
     cell: the cell's id. target: the backend's adapter, ``module:Class``.
     models: the Hugging Face folder of each role. batches: the file of the frozen batches.
     first_step, steps: the optimizer steps of the phase.
-    load: what the phase continues from, a checkpoint or a training state, and its folder; None: the models only.
+    load: the checkpoint or training state that the phase resumes from, and its folder; None: the models only.
     merged: whether the previous phase has merged its adapter into the weights that this phase begins with.
-    save: what the phase saves for the next phase, and the folder that it writes.
+    save: the kind of state that the phase saves for the next one, and its folder.
     record: the folder of the record. planted: the names of the faults to plant.
-    trace: a step whose activations are captured, and the folder that gets them.
+    trace: a step whose activations are captured, and the folder for them.
     """
 
     cell: str
@@ -43,20 +43,20 @@ class PhaseSpec:
 
     @property
     def loads(self) -> Literal["", "checkpoint", "state", "merge"]:
-        """The training state that the phase continues from, or a merge of the adapter; empty: neither."""
+        """Returns the training state that the phase resumes from, or ``merge`` for a merged adapter; empty: neither."""
         return "merge" if self.merged else self.load[0] if self.load else ""
 
     def traced(self, step: int, folder: Path) -> "PhaseSpec":
-        """The same phase up to ``step``, whose activations go to ``folder``; it saves nothing."""
+        """Returns the same phase up to ``step``, whose activations go to ``folder``; it saves nothing."""
         return replace(self, steps=step + 1, save=None, trace=(step, folder))
 
     @property
     def kwargs(self) -> dict[str, Any]:
-        """The arguments of ``TASK``."""
+        """Returns the arguments of ``TASK``."""
         return {"spec": self.to_json()}
 
     def to_json(self) -> dict[str, Any]:
-        """Plain JSON values; ``from_json`` reads them back."""
+        """Returns plain JSON values; ``from_json`` reads them back."""
         return {
             **vars(self),
             "scenario": scenario_to_json(self.scenario),
@@ -72,7 +72,7 @@ class PhaseSpec:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "PhaseSpec":
-        """Read the values of ``to_json``. Raises UsageError for a scenario or a layout that cannot be read."""
+        """Reads the values of ``to_json``. Raises UsageError for an invalid scenario or layout."""
         pairs = {key: (values[key][0], Path(values[key][1])) for key in ("load", "save", "trace") if values[key]}
         paths = {key: Path(values[key]) for key in ("batches", "record")}
         parsed = {

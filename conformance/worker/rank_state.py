@@ -1,16 +1,13 @@
-"""Generators: seeds the random generators of a rank, and compares their states before and after a handover (claim 5).
+"""Observes the random generators, the peak memory and the exported settings of a rank.
 
-Dropout and the order of data draw random numbers; nothing that is compared with the oracle does. So generators are
-checked by their states. At the start of a leg, and again at its end before it saves, every rank's generators are set to
-states that occur nowhere else: not in another leg, on another rank, or in a framework that seeds itself. After loading
-a checkpoint, each rank has to have the states with which the same rank ended the leg before.
+Generators: dropout and the order of data draw random numbers; nothing that is compared with the oracle does. So
+generators are checked by their states. At the start of a phase, and again at its end before it saves, every rank's
+generators get states that occur nowhere else: not in another phase, on another rank, or in a framework that seeds
+itself. After loading a checkpoint, each rank has to have the states with which the same rank ended the previous phase
+(docs/principles.md).
 
-Memory: the most memory that a rank held during one leg, of its GPU and of its host.
-
-Exported folders: whether the settings that a backend writes beside the weights are the model's own.
-
-Serves claim 7. The weights of such a folder are judged in the leg that begins with it, by its backend. A setting that
-this backend does not read from there, another program does.
+Settings: the weights of an exported folder are judged in the phase that begins with it, by its backend. Other programs
+also read settings that this backend ignores there, so these are compared with the model's own.
 """
 
 import contextlib
@@ -28,8 +25,8 @@ from conformance.spec.lora import ADAPTER, CONFIG_FILE
 
 
 def seed_generators(seed: int, rank: int, next_step: int, *, ending: bool = False) -> None:
-    """Seed all generators of this rank from the scenario's seed, the rank, the number of the next optimizer step, and
-    whether a leg is ``ending`` before this step or begins with it."""
+    """Seeds all generators of this rank from the scenario's seed, the rank, the number of the next optimizer step, and
+    whether a phase is ``ending`` before this step or begins with it."""
     number = ((seed * 1000 + next_step) * 1000 + rank) * 2 + ending
     random.seed(number)
     numpy.random.seed(number % 2**32)
@@ -37,7 +34,7 @@ def seed_generators(seed: int, rank: int, next_step: int, *, ending: bool = Fals
 
 
 def generator_digests() -> dict[str, str]:
-    """SHA-256 (hexadecimal) of the state of each generator of this rank: python, numpy, torch and, with a GPU, cuda."""
+    """Returns the SHA-256 (hexadecimal) of the state of each generator: python, numpy, torch and, with a GPU, cuda."""
     kind, keys, *rest = numpy.random.get_state()
     states = {
         "python": repr(random.getstate()).encode(),
@@ -53,10 +50,10 @@ _PROCESS = Path("/proc/self")
 
 
 class PeakMemory:
-    """The peaks since this object was made: of the resident set, and of the GPU's memory as torch allocated it.
+    """Measures the peaks since its creation: of the resident set, and of the GPU's memory as torch allocated it.
 
-    Worlds are kept alive, so the peak of the process would be that of another cell; Linux and torch can both begin
-    anew. What the suite itself gathers is included, which is most on rank 0.
+    Worker groups are kept alive, so the peak of the process would be that of another cell; Linux and torch can both
+    reset it. The suite's own tensors are included, which are largest on rank 0.
     """
 
     def __init__(self, device: str) -> None:
@@ -65,22 +62,22 @@ class PeakMemory:
         if self._on_gpu:
             torch.cuda.reset_peak_memory_stats()
         with contextlib.suppress(OSError):  # not Linux, or a container that does not allow it
-            (_PROCESS / "clear_refs").write_text("5")  # "VmHWM" begins anew: proc_pid_clear_refs(5)
+            (_PROCESS / "clear_refs").write_text("5")  # resets "VmHWM": proc_pid_clear_refs(5)
             self._host_known = True
 
     def read(self) -> int:
-        """The peak of the rank's device in bytes; 0 if it cannot be known."""
+        """Returns the peak of the rank's device in bytes; 0 if it is not known."""
         return torch.cuda.max_memory_allocated() if self._on_gpu else self.read_host()
 
     def read_host(self) -> int:
-        """The peak of the resident set in bytes, files that are mapped included; 0 if it cannot be known."""
+        """Returns the peak of the resident set in bytes, mapped files included; 0 if it is not known."""
         if not self._host_known:
             return 0
         status = (_PROCESS / "status").read_text(encoding="ascii", errors="replace")
         return 1024 * next((int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM:")), 0)
 
 
-# Who wrote the folder, where the base was and in which dtype, and what is of generation alone.
+# The writer, the path and dtype of the base, and settings of generation only.
 OTHER = frozenset(
     (
         "_name_or_path",
@@ -93,31 +90,31 @@ OTHER = frozenset(
     )
 )
 UNORDERED = "target_modules"  # peft writes a set
-POSITIONS = "rope_parameters"  # where transformers 5 writes what stood at the top before
+POSITIONS = "rope_parameters"  # where transformers 5 writes former top-level settings
 MOVED = ("rope_theta", "partial_rotary_factor", "rope_scaling")
 
 
 def changed_settings(folder: Path, source: Path) -> list[str]:
-    """Settings of ``source``, a Hugging Face folder with or without an adapter, that ``folder`` lacks or has otherwise,
-    each as ``FILE: KEY``. What a library adds is not among them."""
+    """Returns the settings of ``source``, a Hugging Face folder with or without an adapter, that ``folder`` lacks or
+    changes, each as ``FILE: KEY``. Settings that a library adds are left out."""
     changed: list[str] = []
     for name in (CONFIG, f"{ADAPTER}/{CONFIG_FILE}"):
         if (source / name).is_file():
             before = read_json(source / name)
             after: dict[str, Any] = read_json(folder / name) if (folder / name).is_file() else {}
-            kept = before.keys() - OTHER
-            same = {key for key in kept if key in after and _meant(key, after[key]) == _meant(key, before[key])}
-            same |= {key for key in kept.intersection(MOVED) - after.keys() if _is_among(key, before[key], after)}
-            changed += [f"{name}: {key}" for key in sorted(kept - same)]
+            keys = before.keys() - OTHER
+            same = {key for key in keys if key in after and _sorted(key, after[key]) == _sorted(key, before[key])}
+            same |= {key for key in keys.intersection(MOVED) - after.keys() if _is_among(key, before[key], after)}
+            changed += [f"{name}: {key}" for key in sorted(keys - same)]
     return changed
 
 
-def _meant(key: str, value: Any) -> Any:
+def _sorted(key: str, value: Any) -> Any:
     return sorted(value) if key == UNORDERED and isinstance(value, list) else value
 
 
 def _is_among(key: str, value: Any, after: dict[str, Any]) -> bool:
-    """Whether a setting of positions is among those that transformers 5 writes together."""
+    """Whether transformers 5 wrote this position setting with the same value under POSITIONS."""
     together = after.get(POSITIONS)
     if not isinstance(together, dict):
         return False

@@ -1,8 +1,8 @@
-"""Replicas: checks that numbers that several ranks claim to share are really equal. Serves claim 3.
+"""Compares numbers that several ranks claim to share (docs/principles.md).
 
-Ranks exchange digests. Only pieces whose bits differ are exchanged themselves, one at a time, to measure the distance.
-A rank copies only a few of them before, because together they may be as large as its part of the model. For the next
-ones, it walks all its pieces again: an adapter may make them for the walk, and nothing of them is there after it.
+Ranks exchange digests. Pieces whose bits differ are then exchanged themselves, one at a time, to measure the distance.
+A rank copies only a few of them at once, because together they may be as large as its part of the model. For the next
+ones it walks all its pieces again: an adapter may make them for the walk only.
 """
 
 import hashlib
@@ -19,10 +19,10 @@ from conformance.backends.protocol import Shard
 from conformance.numerics.determinism import splitmix64, without_modes
 from conformance.runtime import mark
 
-Source = Callable[[], Iterable[Shard]]  # this rank's pieces, anew with every call
+Source = Callable[[], Iterable[Shard]]  # yields this rank's pieces again with every call
 Piece = tuple[str, str, str]  # group, name, region
 HASHED_AT_ONCE = 2**24  # words of 64 bits
-COPIED_AT_ONCE = 2**28  # bytes of pieces that differ, or one larger piece; with fewer, more walks would be needed
+COPIED_AT_ONCE = 2**28  # bytes of differing pieces, or one larger piece; fewer bytes need more walks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class Replicas:
 
 
 def compare(groups: Mapping[str, Source]) -> dict[str, Replicas]:
-    """Compare every piece of each group between the ranks that hold it. Collective; all ranks pass the same groups.
+    """Compares every piece of each group between the ranks that hold it. Collective; all ranks pass the same groups.
 
     An entry of ``differing`` has ``name``, ``region``, ``ranks``, and ``relative``: the largest ||x - x_0|| / ||x_0||
     in float64, where x_0 is the piece of the first of these ranks.
@@ -49,22 +49,22 @@ def compare(groups: Mapping[str, Source]) -> dict[str, Replicas]:
     everyone: list[dict[Piece, tuple[bytes, int]]] = [{} for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, digests)
     holders: dict[Piece, list[int]] = defaultdict(list)
-    for rank, held in enumerate(everyone):
-        for piece in held:
+    for rank, of_rank in enumerate(everyone):
+        for piece in of_rank:
             holders[piece].append(rank)
-    apart = {
+    sizes = {
         piece: max(everyone[rank][piece][1] for rank in ranks)
         for piece, ranks in holders.items()
         if len({everyone[rank][piece][0] for rank in ranks}) > 1
     }
     differing: dict[str, list[dict[str, Any]]] = defaultdict(list)
-    for together in _portions(apart):
+    for together in _portions(sizes):
         for piece, relative in _distances(groups, {piece: holders[piece][0] for piece in together}).items():
             key, name, region = piece
             differing[key].append({"name": name, "region": region, "ranks": holders[piece], "relative": relative})
     return {
         key: Replicas(
-            offered=sum(piece[0] == key for held in everyone for piece in held),
+            offered=sum(piece[0] == key for of_rank in everyone for piece in of_rank),
             compared=sum(piece[0] == key and len(ranks) > 1 for piece, ranks in holders.items()),
             differing=differing[key],
         )
@@ -73,7 +73,7 @@ def compare(groups: Mapping[str, Source]) -> dict[str, Replicas]:
 
 
 def _digests(groups: Mapping[str, Source]) -> dict[Piece, tuple[bytes, int]]:
-    """Of this rank's pieces: the digest, and the number of bytes. Raises ValueError if a piece is named twice."""
+    """Returns the digest and the number of bytes of this rank's pieces. Raises ValueError if a piece is named twice."""
     found: dict[Piece, tuple[bytes, int]] = {}
     for key, source in groups.items():
         for shard in source():
@@ -88,7 +88,7 @@ def _digests(groups: Mapping[str, Source]) -> dict[Piece, tuple[bytes, int]]:
 
 
 def _portions(sizes: Mapping[Piece, int]) -> Iterator[list[Piece]]:
-    """The pieces in their order, as many at a time as may be copied at once. ``sizes``: in bytes."""
+    """Splits the pieces, in order, into groups that may be copied at once. ``sizes``: in bytes."""
     portion: list[Piece] = []
     total = 0
     for piece, size in sizes.items():
@@ -102,39 +102,38 @@ def _portions(sizes: Mapping[Piece, int]) -> Iterator[list[Piece]]:
 
 
 def _distances(groups: Mapping[str, Source], first: Mapping[Piece, int]) -> dict[Piece, float]:
-    """How far the furthest copy of each piece is from that of the ``first`` rank that holds it. Collective."""
+    """Returns the largest distance of a copy of each piece from that of its ``first`` rank. Collective."""
     named = (((key, s.name, s.region), s.tensor) for key, source in groups.items() for s in source())
-    mine = {piece: tensor.detach().to("cpu", copy=True) for piece, tensor in named if piece in first}
-    own: dict[Piece, float] = {}
+    copied = {piece: tensor.detach().to("cpu", copy=True) for piece, tensor in named if piece in first}
+    distances: dict[Piece, float] = {}
     for piece, rank in first.items():
-        copies = [mine.get(piece)]
+        copies = [copied.get(piece)]
         dist.broadcast_object_list(copies, src=rank)
-        if copies[0] is not None and piece in mine:
-            own[piece] = _distance(copies[0], mine.pop(piece))
+        if copies[0] is not None and piece in copied:
+            distances[piece] = _distance(copies[0], copied.pop(piece))
         mark()
     everyone: list[dict[Piece, float]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, own)
+    dist.all_gather_object(everyone, distances)
     return {piece: max(of_rank[piece] for of_rank in everyone if piece in of_rank) for piece in first}
 
 
 def pieces(groups: Mapping[str, Source]) -> dict[str, dict[str, list[int]]]:
-    """By the name of each tensor and the region of each of its pieces, the ranks that hold the piece. Collective.
+    """Returns the ranks that hold each piece, by the name of the tensor and the region of the piece. Collective.
 
-    Two models with a tensor of the same name are taken together.
+    Two models with a tensor of the same name are merged.
     """
-    mine = {(shard.name, shard.region) for source in groups.values() for shard in source()}
+    own_pieces = {(shard.name, shard.region) for source in groups.values() for shard in source()}
     everyone: list[set[tuple[str, str]]] = [set() for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, mine)
+    dist.all_gather_object(everyone, own_pieces)
     holders: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for rank, held in enumerate(everyone):
-        for name, region in sorted(held):
+    for rank, of_rank in enumerate(everyone):
+        for name, region in sorted(of_rank):
             holders[name][region].append(rank)
     return holders
 
 
 def _distance(first: torch.Tensor, copy: torch.Tensor) -> float:
-    """The distance of a copy to the first one, relative to its norm; infinite if shapes differ or anything is not
-    finite."""
+    """Returns ||copy - first|| / ||first||; infinite if shapes differ or a number is not finite."""
     if copy.shape != first.shape or not (first.isfinite().all() and copy.isfinite().all()):
         return math.inf
     norm = float(first.norm(dtype=torch.float64)) or 1.0
@@ -143,7 +142,7 @@ def _distance(first: torch.Tensor, copy: torch.Tensor) -> float:
 
 
 def digest_of(tensor: torch.Tensor) -> bytes:
-    """Of the bits of a tensor: SHA-256 of those on the CPU; of those on a GPU, which has no such function, a hash."""
+    """Returns the SHA-256 of the bits of a tensor on the CPU, and a 64-bit hash on a GPU, which has no SHA-256."""
     with without_modes(tensor) as tensor:
         bits = tensor.contiguous().flatten().view(torch.uint8)
         if bits.device.type == "cpu":
@@ -152,8 +151,8 @@ def digest_of(tensor: torch.Tensor) -> bytes:
 
 
 def hash_of_bits(bits: torch.Tensor) -> int:
-    """The sum of splitmix64(word xor splitmix64(place)) over the 64-bit words of uint8 (bytes,): where two tensors
-    differ, equal by chance once in 2^64."""
+    """Returns the sum of splitmix64(word xor splitmix64(position)) over the 64-bit words of uint8 (bytes,). Different
+    tensors collide with probability 2^-64."""
     total = 0
     for begin in range(0, len(bits), 8 * HASHED_AT_ONCE):
         block = bits[begin : begin + 8 * HASHED_AT_ONCE]

@@ -20,7 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import PreTrainedModel
 
 from conformance.backends.protocol import Traced
-from conformance.bisect.explain import told
+from conformance.bisect.explain import describe
 from conformance.bisect.locate import bisect, compare
 from conformance.bisect.oracle_capture import Reference, references
 from conformance.core.paths import FIXTURES
@@ -93,7 +93,7 @@ def found_in(step: Step, folder: Path, kind: str = "", module: str = "") -> Bise
 
 
 def lines_of(found: Bisected, stage: str = "gradients") -> list[str]:
-    return told(Bisection(cell="a", records=(), stage=stage, traced="a", models=(found,))).lines
+    return describe(Bisection(cell="a", records=(), stage=stage, traced="a", models=(found,))).lines
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -181,7 +181,7 @@ def test_a_gradient_that_does_not_come_back_is_found(steps: Steps, tmp_path: Pat
     assert found.backward
     assert found.where == "model.layers.1.mlp.down_proj"
     assert found.backward.wrong.silent == (0,)
-    assert "  wrong: the gradient of the input of model.layers.1.mlp.down_proj is not there" in lines_of(found)
+    assert "  wrong: the gradient of the input of model.layers.1.mlp.down_proj is missing" in lines_of(found)
 
 
 @pytest.mark.exhaustive
@@ -219,7 +219,7 @@ def test_nothing_is_said_of_a_model_that_is_not_shown(steps: Steps, tmp_path: Pa
     found = bisect("policy", some, step.oracle.gradients, step.oracle)
     assert found.where == "unknown"
     assert "model.layers.1.mlp" in found.unknown
-    assert lines_of(found)[0].startswith("step 0: not told")
+    assert lines_of(found)[0].startswith("step 0: unknown")
     fused = [piece for piece in read_pieces(tmp_path) if not piece.name.endswith("q_proj")]
     assert bisect("policy", fused, step.oracle.gradients, step.oracle).where == "outside the model"
 

@@ -7,7 +7,7 @@ from conftest import make_cell
 
 from conformance.backends.faults import catalogue
 from conformance.backends.protocol import BackendEntry
-from conformance.bisect.explain import told
+from conformance.bisect.explain import describe
 from conformance.bisect.run import bisect_cell, bisect_step, not_bisected
 from conformance.cli import main as cli
 from conformance.results.bisection import OUTSIDE
@@ -190,4 +190,4 @@ def test_faults_of_the_catalogue_are_found_where_they_are(backend: str, fault: s
     assert traced, verdict.reason
     (found,) = traced.models
     assert found.where == FAULTS[backend, fault]
-    assert (("first stage that differs", verdict.first_stage) in told(traced).facts) == (found.where == OUTSIDE)
+    assert (("first stage that differs", verdict.first_stage) in describe(traced).facts) == (found.where == OUTSIDE)

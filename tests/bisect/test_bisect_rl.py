@@ -10,7 +10,7 @@ from rl_fault_cells import ROWS, SCENARIOS, rl_cell
 
 from conformance.backends.faults import catalogue
 from conformance.backends.protocol import BackendEntry
-from conformance.bisect.explain import told
+from conformance.bisect.explain import describe
 from conformance.bisect.run import bisect_cell, bisect_step
 from conformance.matrix.cell import Cell
 from conformance.results.bisection import OUTSIDE, Bisected, Bisection, Direction, First, Wrong, most_telling_first
@@ -43,10 +43,10 @@ def test_wrong_returns_are_outside_the_model_and_their_stage_is_named(session: S
     assert verdict.first_stage == "returns"
     assert found
     assert found.models[0].where == OUTSIDE
-    assert told(found).answer.startswith(
+    assert describe(found).answer.startswith(
         "step 0: outside the model: the gradient that the loss gives to lm_head is wrong"
     )
-    assert ("first stage that differs", "returns") in told(found).facts
+    assert ("first stage that differs", "returns") in describe(found).facts
 
 
 MODULES = [("forward", "model.layers.1.self_attn", "policy"), ("backward", "model.layers.0.mlp", "critic")]
@@ -82,7 +82,7 @@ def test_what_is_wrong_around_the_models_is_told_with_its_stage(backend: str, fa
     verdict, found = bisect_cell(session, cell)
     assert found
     assert found.models[0].where == OUTSIDE
-    assert ("first stage that differs", verdict.first_stage) in told(found).facts
+    assert ("first stage that differs", verdict.first_stage) in describe(found).facts
 
 
 def bisected(model: str, where: str) -> Bisected:
@@ -129,13 +129,13 @@ def test_the_most_telling_model_comes_first() -> None:
 def test_what_is_outside_the_model_is_told_with_the_stage_that_differs_first(stage: str) -> None:
     where = "backward of the loss" if stage in ("advantages", "loss") else "right"
     found = Bisection(cell="a", records=(), stage=stage, traced="a", models=(bisected("policy", where),))
-    assert told(found).answer.startswith("step 0: outside the model: ")
-    assert ("first stage that differs", stage) in told(found).facts
+    assert describe(found).answer.startswith("step 0: outside the model: ")
+    assert ("first stage that differs", stage) in describe(found).facts
 
 
 def test_the_model_of_a_cell_with_several_is_named() -> None:
     models = (bisected("critic", "forward"), bisected("policy", "backward of the loss"))
-    found = told(Bisection(cell="a", records=(), stage="advantages", traced="a", models=models))
+    found = describe(Bisection(cell="a", records=(), stage="advantages", traced="a", models=models))
     assert found.answer == "step 0: first wrong module of the critic, forward: model.norm"
     assert (
         dict(found.facts)["also policy"] == "outside the model: the gradient that the loss gives to model.norm is wrong"

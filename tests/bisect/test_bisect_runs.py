@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from plain_profile import SCENARIO
 
-from conformance.bisect.explain import told
+from conformance.bisect.explain import describe
 from conformance.bisect.run import bisect_run
 from conformance.cli import main as cli
 from conformance.core.process import Stop, Stopped
@@ -103,7 +103,7 @@ def test_a_cell_in_another_precision_is_told_by_its_exact_twin(ended: tuple[Path
     found = cell(ended[0], FP32).bisection
     assert found
     assert (found.cell, found.traced, found.models) == (FP32, EXACT, cell(ended[0], EXACT).bisection.models)  # type: ignore[union-attr]
-    assert ("traced", f"{EXACT}, because noise hides what is right in any other precision") in told(found).facts
+    assert ("traced", f"{EXACT}, because noise hides what is right in any other precision") in describe(found).facts
 
 
 def test_all_reports_show_what_is_stored(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -122,7 +122,7 @@ def test_all_reports_show_what_is_stored(out: Path, capsys: pytest.CaptureFixtur
     assert ["collectives", "there, forward: none"] in shown["facts"]
     assert ["conforming", "tiny/llama/wrongmlp/dp1/exact, there: none"] in shown["facts"]
     word, rests = shown["facts"][-1]  # a forged file with a digest of its own cannot be told from this one
-    assert word == "rests"
+    assert word == "based on"
     assert f"parity bisect {EXACT} runs cell and oracle again" in rests
     assert "proves nothing else" in (out / "report.md").read_text()
 
@@ -203,7 +203,7 @@ def rewrite(file: Path, change: Callable[[Any], None]) -> None:
 def test_a_stored_bisection_that_was_edited_is_not_believed(out: Path) -> None:
     file = file_of(out, EXACT)
     file.write_text(file.read_text().replace("model.layers.1.mlp", "model.layers.0.mlp"))
-    assert "was edited: its digest is another one" in told(cell(out, EXACT).bisection).answer  # type: ignore[arg-type]
+    assert "was edited: its digest is another one" in describe(cell(out, EXACT).bisection).answer  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
@@ -212,7 +212,7 @@ def test_a_stored_bisection_is_not_believed(damage: str, out: Path) -> None:
     rewrite(file_of(out, EXACT), lambda values: values.update(changed))
     found = cell(out, EXACT).bisection
     assert found
-    assert why in told(found).answer
+    assert why in describe(found).answer
     assert found.models == ()
 
 
@@ -257,23 +257,23 @@ def test_what_the_cell_cannot_have_is_not_told(forged: str, out: Path) -> None:
     rewrite(file_of(out, EXACT), change)
     found = cell(out, EXACT).bisection
     assert found
-    assert why in told(found).answer
-    assert told(found).answer.endswith(f"run: parity bisect {EXACT}")
+    assert why in describe(found).answer
+    assert describe(found).answer.endswith(f"run: parity bisect {EXACT}")
     assert found.models == ()
 
 
 def test_a_twin_that_is_another_cell_is_not_told(out: Path) -> None:
     rewrite(file_of(out, FP32), lambda values: values.update(traced=FP32))
-    assert f"the exact tier of this cell is {EXACT}" in told(cell(out, FP32).bisection).answer  # type: ignore[arg-type]
+    assert f"the exact tier of this cell is {EXACT}" in describe(cell(out, FP32).bisection).answer  # type: ignore[arg-type]
 
 
 def test_a_stored_bisection_that_is_no_json_or_no_file_is_not_believed(out: Path) -> None:
     file = file_of(out, EXACT)
     file.write_text("{")
-    assert "is not valid JSON" in told(cell(out, EXACT).bisection).answer  # type: ignore[arg-type]
+    assert "is not valid JSON" in describe(cell(out, EXACT).bisection).answer  # type: ignore[arg-type]
     file.unlink()
     file.symlink_to("/etc/hostname")
-    assert "is a link" in told(cell(out, EXACT).bisection).answer  # type: ignore[arg-type]
+    assert "is a link" in describe(cell(out, EXACT).bisection).answer  # type: ignore[arg-type]
 
 
 def test_what_is_written_is_what_is_read(ended: tuple[Path, str], tmp_path: Path) -> None:

@@ -98,14 +98,14 @@ def test_records_of_two_precisions_or_backends_that_were_swapped_are_of_neither_
 
 def test_legs_that_were_swapped_are_out_of_order(out: Path) -> None:
     swap(out, *record_folders(RESUMED))
-    assert "begins with step 2, and 0 is next; put its legs in order" in spoiled(out)[RESUMED]
+    assert "begins with step 2, but 0 is next; put its phases in order" in spoiled(out)[RESUMED]
 
 
 def test_one_leg_is_not_another(out: Path) -> None:
     first, second = record_folders(RESUMED)
     shutil.rmtree(out / second)
     shutil.copytree(out / first, out / second)
-    assert "begins with step 0, and 2 is next" in spoiled(out)[RESUMED]
+    assert "begins with step 0, but 2 is next" in spoiled(out)[RESUMED]
 
 
 def test_a_record_is_no_oracle_of_itself(out: Path) -> None:
@@ -124,7 +124,7 @@ def test_the_noise_is_no_oracle(out: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda header: header.update(layout="tp2"), "is of layout tp2, and this leg of"),
+        (lambda header: header.update(layout="tp2"), "has layout tp2, but this phase of"),
         (lambda header: header["scenario"].update(precision="fp32"), "trains sft-tiny in fp32 with seed 0"),
         (lambda header: header["scenario"].update(seed=3), "trains sft-tiny in exact with seed 3"),
         (lambda header: header["scenario"].update(name="sft-other"), "trains sft-other in exact"),
@@ -135,7 +135,7 @@ def test_the_noise_is_no_oracle(out: Path) -> None:
         (lambda header: header["scenario"].update(objective={"kind": "os:getcwd"}), "cannot be read"),
         (lambda header: header["observables"].pop(), "observes something else than this version of the suite"),
         (lambda header: header["backend"].pop("default_zero"), "does not say which ZeRO stage the backend has"),
-        (lambda header: header.update(optimizer="loaded"), "says of its optimizer 'loaded', which cannot be"),
+        (lambda header: header.update(optimizer="loaded"), "has the impossible optimizer state 'loaded'"),
     ],
 )
 def test_a_header_that_says_something_else_is_an_error_with_the_words(
@@ -149,7 +149,7 @@ def test_a_header_that_says_something_else_is_an_error_with_the_words(
 
 def test_every_rank_gives_evidence(out: Path) -> None:
     change_lines(out / record_folders(EXACT)[0], lambda lines: lines[-1]["evidence"].pop())
-    assert "has the evidence of 1 ranks, and dp2 has another number" in spoiled(out)[EXACT]
+    assert "has the evidence of 1 ranks, but dp2 has 2" in spoiled(out)[EXACT]
 
 
 def test_what_was_left_in_a_lower_precision_has_to_be_told(out: Path) -> None:
@@ -176,7 +176,7 @@ def test_without_a_step_nothing_conforms(out: Path) -> None:
 
     for record in (*record_folders(EXACT), f"{ORACLE}/float64"):
         change_lines(out / record, without_steps)
-    assert "has 0 steps, and its scenario 3" in spoiled(out)[EXACT]
+    assert "has 0 steps, but its scenario has 3" in spoiled(out)[EXACT]
 
 
 def test_noise_that_begins_elsewhere_is_no_bound(out: Path) -> None:
@@ -186,7 +186,7 @@ def test_noise_that_begins_elsewhere_is_no_bound(out: Path) -> None:
     change_lines(file.parent, lambda lines: lines[1]["tensors"].update(sha256=digest))
     reasons = spoiled(out)
     assert reasons.keys() == {FP32}
-    assert re.search("fp32 has loaded another weight/.* than .*float64; run the cell again", reasons[FP32])
+    assert re.search("fp32 has loaded different values of weight/.* than .*float64; run the cell again", reasons[FP32])
 
 
 def test_a_defect_of_the_judge_is_told_as_that_and_stops_nothing(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,5 +236,5 @@ def test_noise_begins_with_the_weights_of_the_oracle_rounded_where_that_is_decla
     if agrees:
         check_start(noise.write(tmp_path / "noise"), oracle)
         return
-    with pytest.raises(RecordError, match=r"has loaded another .*weight/a than"):
+    with pytest.raises(RecordError, match=r"has loaded different values of .*weight/a than"):
         check_start(noise.write(tmp_path / "noise"), oracle)

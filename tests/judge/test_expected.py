@@ -120,7 +120,7 @@ def test_one_of_two_expectations_that_shows_nothing_is_stale(tmp_path: Path) -> 
     verdict = verdict_of(tmp_path, with_defect, KNOWN, unmodelled("gradients", "a"))
     assert verdict.state == "differs"
     assert "expected to differ at gradients in a (" in verdict.reason
-    assert "and does not; mend or remove the expectation" in verdict.reason
+    assert "and does not; correct or remove the expectation" in verdict.reason
 
 
 def test_defects_with_and_without_a_model_may_meet_in_a_cell(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from judge_sample import OBSERVABLES, Change, Tensors, Values, evidence, scale, unchanged, verdict_of, write
 
-from conformance.judge.accumulation_precision import expert_summands, grains
+from conformance.judge.accumulation_precision import expert_summands, measure_accumulation_precision
 from conformance.judge.tolerance import OF_ROWS, Measurement, allowed_errors
 from conformance.judge.verdict import judge
 from conformance.records.record_format import RecordError
@@ -132,7 +132,10 @@ def test_each_expert_is_judged_by_the_micro_batches_that_it_was_chosen_in() -> N
         layout, given = Layout.parse("dp2"), {"step": 0, "targets": [[1, 1, 1], [1, 1, targets]]}
         footer, header = {"batches": [given]}, {"first_step": 0}
         leg: Any = SimpleNamespace(header=header, layout=layout, steps=[step], loaded=loaded, footer=footer)
-        return [measurement.error for measurement in grains([leg], parse_scenario(told), [gradient], batches)]
+        return [
+            measurement.error
+            for measurement in measure_accumulation_precision([leg], parse_scenario(told), [gradient], batches)
+        ]
 
     def found(name: str, *, elements: list[float], targets: int = 1) -> float:
         (error,) = measured(name, elements=elements, targets=targets)

@@ -70,7 +70,7 @@ def test_weights_are_handed_over_to_the_last_bit(tmp_path: Path) -> None:
 def test_state_that_is_not_shown_is_told_and_judged_by_what_follows(tmp_path: Path) -> None:
     verdict = verdict_of(tmp_path, lambda *_: None, lambda *_: None)
     assert verdict.state == "conforms"
-    assert "the training state as loaded is not shown, and judged by its effect at weights after N" in verdict.reason
+    assert "the training state as loaded is not reported, and judged by its effect at weights after N" in verdict.reason
 
 
 def test_every_rank_goes_on_with_its_own_generators(tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ def test_targets_that_are_missing_are_counted(tmp_path: Path, count: int, words:
     ("count", "words"),
     [
         (3, "5/3: divided by 3 tokens, so 2 targets are left out of the count"),
-        (7, "5/7: divided by 7 tokens, so 2 places that are no targets are counted"),
+        (7, "5/7: divided by 7 tokens, so 2 positions without targets are counted"),
     ],
 )
 @pytest.mark.parametrize("precision", ["exact", "fp32"])

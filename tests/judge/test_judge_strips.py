@@ -17,7 +17,7 @@ from run_sample import EXACT, FOLDERS, JUDGED, write_sample_run
 
 from conformance.core.errors import UsageError
 from conformance.judge.observable_errors import strip_of
-from conformance.judge.rejudge import in_both, rejudge
+from conformance.judge.rejudge import combine_verdicts, rejudge
 from conformance.results.run_results import read_entry
 from conformance.results.verdict import BINS, Verdict
 from conformance.spec.observables import LOGPROBS
@@ -80,8 +80,8 @@ def test_many_tokens_are_the_worst_of_their_bins() -> None:
 def test_of_two_attempts_the_strips_are_of_the_one_whose_quantities_are_told(tmp_path: Path) -> None:
     good, bad = verdict_of(tmp_path / "1", off_by(0)), verdict_of(tmp_path / "2", off_by(1))
     failed = Verdict(state="infrastructure", reason="rank 0 ended")
-    assert in_both(good, bad).strips == in_both(bad, good).strips == bad.strips
-    assert in_both(failed, good).strips == good.strips
+    assert combine_verdicts(good, bad).strips == combine_verdicts(bad, good).strips == bad.strips
+    assert combine_verdicts(failed, good).strips == good.strips
 
 
 @pytest.fixture(scope="module")

@@ -207,7 +207,7 @@ def test_an_update_is_how_far_a_weight_moved_and_not_where_it_is(tmp_path: Path)
 
     group = group_of(write_run(tmp_path / "out", {MEGATRON: change}))
     assert pair_of(group, MEGATRON, FSDP2)["update"]["ratio"] < 0.01
-    assert "megatron tp2 differs from the oracle in what is not set side by side here: weights." in group["text"]
+    assert "megatron tp2 differs from the oracle at a stage without a column: weights." in group["text"]
 
 
 def test_what_differs_first_is_told_first(tmp_path: Path) -> None:
@@ -273,7 +273,7 @@ def test_a_member_that_differs_elsewhere_is_not_passed_over(tmp_path: Path) -> N
 
     group = group_of(write_run(tmp_path / "out", {FSDP2: change}))
     assert group["state"] == "differs"
-    assert "fsdp2 dp2 differs from the oracle in what is not set side by side here: loss." in group["text"]
+    assert "fsdp2 dp2 differs from the oracle at a stage without a column: loss." in group["text"]
 
 
 # What is not there

@@ -84,7 +84,7 @@ def test_choices_that_were_changed_after_the_run_are_not_judged_by(record: Recor
     assert [batch.step for batch in read_choices(copy, half)] == [0, 1, 2]
     first, *others = read_batches(copy.path / CHOICES)
     write_batches(copy.path / CHOICES, [replace(first, rows=first.rows[::-1]), *others])
-    with pytest.raises(RecordError, match="was changed after the run, and ranks were given its choices"):
+    with pytest.raises(RecordError, match="was changed after the run, but ranks used its choices"):
         read_choices(copy, half)
     (copy.path / CHOICES).unlink()
     with pytest.raises(RecordError, match="cannot be read"):

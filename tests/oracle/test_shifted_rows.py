@@ -200,7 +200,7 @@ def test_an_oracle_that_says_it_of_other_rows_than_it_has_is_not_judged_by(tmp_p
             tensors["shifted/a"] = torch.ones(3, dtype=torch.float64)
 
     oracle, noise = write(tmp_path / "oracle", fewer), write(tmp_path / "noise", noisy, precision="fp32")
-    with pytest.raises(RecordError, match=r"tells how far .3,. rows of a move, and has .4,.; run the cell again"):
+    with pytest.raises(RecordError, match=r"gives the movement of .3,. rows of a, but has .4,.; run the cell again"):
         judge([write(tmp_path / "cell", precision="fp32")], oracle=oracle, noise=[noise])
 
 

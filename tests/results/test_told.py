@@ -7,13 +7,13 @@ import torch
 
 from conformance.records.record_format import wrong_line
 from conformance.spec.batch import Batch, Document, Row
-from conformance.worker.phase import given
+from conformance.worker.phase import batch_counts
 from conformance.worker.rank_state import PeakMemory
 
 
 def test_the_targets_of_each_ranks_micro_batches_are_told() -> None:
     rows = tuple(Row(i, (Document((1,) * 5, (False,) * (5 - i) + (True,) * i),)) for i in range(4))
-    told = given(Batch(step=3, max_len=8, rows=rows), dp_size=2, accumulation=2)
+    told = batch_counts(Batch(step=3, max_len=8, rows=rows), dp_size=2, accumulation=2)
     assert told == {"step": 3, "tokens": 20, "targets": [[0, 1], [2, 3]]}
 
 

@@ -10,7 +10,7 @@ import pytest
 from conftest import make_cell
 
 from conformance.backends.protocol import BackendEntry
-from conformance.judge.rejudge import combine, in_both, rejudge
+from conformance.judge.rejudge import combine, combine_verdicts, rejudge
 from conformance.matrix.cell import Cell, Leg
 from conformance.results.run_results import Attempt
 from conformance.results.verdict import Quantity, Verdict
@@ -62,7 +62,7 @@ def test_a_cell_that_differs_only_after_other_cells_differs_and_says_so(session:
     verdict, values = leftover
     assert verdict.state == "differs"
     assert verdict.reason.startswith("differs only after other cells: first difference at loss, step 0, ")
-    assert "; in fresh ranks conforms: " in verdict.reason
+    assert "; in fresh workers conforms: " in verdict.reason
     assert verdict.findings
     assert values["records"] == ["legs/0/record"]
     other = values["other"]
@@ -91,14 +91,14 @@ def test_a_cell_that_differs_in_fresh_ranks_too_says_so(session: Session) -> Non
     verdict, values = run(session, "Wrong")
     assert verdict.state == values["other"]["state"] == "differs"
     assert verdict.reason.startswith("first difference at loss, step 0, ")
-    assert verdict.reason.endswith("; in fresh ranks, too")
+    assert verdict.reason.endswith("; in fresh workers, too")
 
 
 def test_a_cell_that_fails_only_after_other_cells_is_no_pass(breaks: Ran) -> None:
     verdict, values = breaks
     assert verdict.state == "infrastructure"
     assert verdict.reason.startswith("fails only after other cells: rank ")
-    assert "it is set up already; in fresh ranks conforms: " in verdict.reason.partition("\n")[0]
+    assert "it is set up already; in fresh workers conforms: " in verdict.reason.partition("\n")[0]
     assert (values["records"], values["other"]["fresh"]) == (["fresh/0/record"], False)
 
 
@@ -141,14 +141,14 @@ RAISED = verdict_of("infrastructure", "rank 0 raised\nend of log")
 @pytest.mark.parametrize(
     ("used", "fresh", "state", "reason"),
     [
-        (LOSS, PASS, "differs", "differs only after other cells: first at loss; in fresh ranks conforms: 9 quantities"),
-        (LOSS, LOSS, "differs", "first at loss; in fresh ranks, too"),
-        (LOSS, NORM, "differs", "first at loss; in fresh ranks: first at gradient norm"),
-        (LOSS, DEAD, "differs", "first at loss; in fresh ranks: rank 1 was killed"),
-        (PASS, LOSS, "differs", "differs only in fresh ranks: first at loss; after other cells conforms: 9 quantities"),
-        (DEAD, PASS, "infrastructure", "fails only after other cells: rank 1 was killed; in fresh ranks conforms: 9"),
-        (DEAD, DEAD, "infrastructure", "rank 1 was killed; in fresh ranks, too\nend of log"),
-        (DEAD, RAISED, "infrastructure", "rank 1 was killed; in fresh ranks: rank 0 raised\nend of log"),
+        (LOSS, PASS, "differs", "differs only after other cells: first at loss; in fresh workers conforms: 9"),
+        (LOSS, LOSS, "differs", "first at loss; in fresh workers, too"),
+        (LOSS, NORM, "differs", "first at loss; in fresh workers: first at gradient norm"),
+        (LOSS, DEAD, "differs", "first at loss; in fresh workers: rank 1 was killed"),
+        (PASS, LOSS, "differs", "differs only in fresh workers: first at loss; after other cells conforms: 9"),
+        (DEAD, PASS, "infrastructure", "fails only after other cells: rank 1 was killed; in fresh workers conforms: 9"),
+        (DEAD, DEAD, "infrastructure", "rank 1 was killed; in fresh workers, too\nend of log"),
+        (DEAD, RAISED, "infrastructure", "rank 1 was killed; in fresh workers: rank 0 raised\nend of log"),
         (DEAD, LOSS, "differs", "first at loss; after other cells: rank 1 was killed"),
         (PASS, PASS, "conforms", "9 quantities agree"),
     ],
@@ -156,7 +156,7 @@ RAISED = verdict_of("infrastructure", "rank 0 raised\nend of log")
 def test_both_verdicts_are_told_and_the_worse_one_counts(
     used: Verdict, fresh: Verdict, state: str, reason: str
 ) -> None:
-    verdict = in_both(used, fresh)
+    verdict = combine_verdicts(used, fresh)
     assert verdict.state == state
     assert verdict.reason.startswith(reason)
 
