@@ -210,11 +210,11 @@ def write_tensors(folder: Path, tensors: NamedTensors, *, file_size: int) -> Non
                     del tensor  # before the next one is gathered
     except Exception as error:
         failed = error
-    run_through(tensors)
+    drain(tensors)
     agree(f"writing tensors into {folder}", failed)
 
 
-def run_through(tensors: Iterator[object]) -> None:
+def drain(tensors: Iterator[object]) -> None:
     """Gathers and drops the remaining tensors: other ranks, and a first rank that cannot write, still join the
     collectives.
     """
@@ -222,7 +222,7 @@ def run_through(tensors: Iterator[object]) -> None:
 
 
 @contextlib.contextmanager
-def whole_folder(folder: Path) -> Iterator[Path]:
+def replacing_folder(folder: Path) -> Iterator[Path]:
     """Yields a new folder, which replaces ``folder`` when the ``with`` block ends without an error.
 
     If the process ends before that, an older ``folder`` stays as it was. The replacement takes two renames; between
