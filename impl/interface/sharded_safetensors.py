@@ -78,9 +78,7 @@ class SliceReader:
         return tuple(self._file(self._where[name]).get_slice(name).get_shape())
 
     def of_stacked(self, name: str, number: int, dim: int, start: int, stop: int) -> torch.Tensor:
-        """Reads the slice ``[start:stop]`` along dimension ``dim``, 0 or 1, of matrix ``number`` in a stack of
-        matrices.
-        """
+        """Reads the slice ``[start:stop]`` along dimension ``dim``, 0 or 1, of matrix ``number`` in a stack."""
         matrix, span = slice(number, number + 1), slice(start, stop)
         return self.slice(name, (matrix, span) if dim == 0 else (matrix, slice(None), span))[0]
 
@@ -215,8 +213,9 @@ def write_tensors(folder: Path, tensors: NamedTensors, *, file_size: int) -> Non
 
 
 def drain(tensors: Iterator[object]) -> None:
-    """Gathers and drops the remaining tensors: other ranks, and a first rank that cannot write, still join the
-    collectives.
+    """Gathers and drops the remaining tensors.
+
+    Ranks that write nothing, and a first rank that cannot write, thus still join the collectives.
     """
     deque(tensors, maxlen=0)
 

@@ -217,8 +217,7 @@ def load_model(
 
 
 def value_class(causal: type[transformers.PreTrainedModel]) -> type[transformers.PreTrainedModel]:
-    """Makes the class of a value model: the layers of the language model ``causal`` with one number per token as
-    output.
+    """Makes the class of a value model from the language model ``causal``, with one number per token as output.
 
     The head ``score`` is a linear layer without bias, and ``logits`` of the output are (rows, length, 1). The parameter
     names are those of transformers' sequence classification with one label, and of OpenRLHF's critic.

@@ -119,9 +119,7 @@ def document_of(prompt: Prompt, response: Response, *, group: int, reward: float
 
 
 def deal(documents: Sequence[Document], rows: int) -> list[tuple[Document, ...]]:
-    """Makes ``rows`` rows: of one document each if the counts agree; else deals out the documents, longest first, in
-    turn.
-    """
+    """Makes ``rows`` rows of one document each, or deals more documents out in turn, longest first."""
     if len(documents) == rows:
         return [(document,) for document in documents]
     ordered = sorted(documents, key=lambda document: -len(document.tokens))
