@@ -139,9 +139,7 @@ class EngineTensors:
         return f"{piece.start}:{piece.start + piece.numel}", self._unscaled(gradient)
 
     def _unscaled(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Returns the gradient without a loss scale, in torch's default dtype (float64 in the exact tier, else
-        float32).
-        """
+        """Returns the gradient in torch's default dtype (exact tier: float64), without a loss scale."""
         scale = getattr(self._engine.optimizer, "loss_scale", 1.0)
         return gradient.to(torch.get_default_dtype()) / scale
 
