@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from impl.interface.distributed import Group, together
+from impl.interface.distributed import Group, on_all_ranks
 
 
 class Behind:
@@ -44,6 +44,6 @@ class Behind:
         try:
             while self._work:
                 work = self._work.pop(0)  # frees the memory of the copies after they are written
-                together(self._doing, work, group=self.group)
+                on_all_ranks(self._doing, work, group=self.group)
         except BaseException as error:  # after any error, wait must not treat the checkpoint as complete
             self._error = error

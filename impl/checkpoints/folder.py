@@ -35,7 +35,7 @@ from impl.checkpoints.manifest import (
     regular_size,
     share,
 )
-from impl.interface.distributed import Group, agree, on_first, together
+from impl.interface.distributed import Group, agree, on_all_ranks, on_first
 from impl.interface.protocol import AT_ONCE, Writing
 
 
@@ -89,7 +89,7 @@ def verified(folder: Path, wanted: About) -> Manifest:
         for name in own:
             check_file(folder, name, found.files[name])
 
-    together(doing, own_files)
+    on_all_ranks(doing, own_files)
     return found
 
 
@@ -109,7 +109,7 @@ def _complete(partial: Path, folder: Path, about: About, doing: str, group: Grou
 
     names = on_first(doing, sizes, group=group)
     own = share(names, names, rank=dist.get_rank(), size=dist.get_world_size())
-    entries = together(doing, lambda: {name: _flushed(partial / name) for name in own}, group=group)
+    entries = on_all_ranks(doing, lambda: {name: _flushed(partial / name) for name in own}, group=group)
     files = {name: entry for part in entries for name, entry in part.items()}
     on_first(doing, lambda: _finish(partial, folder, about, files), group=group)
 

@@ -21,7 +21,7 @@ from conformance.core.errors import STRICT, UsageError, explain, one_line
 from conformance.core.io import read_json
 from impl.checkpoints.folder import Draft, verified
 from impl.checkpoints.manifest import About
-from impl.interface.distributed import together
+from impl.interface.distributed import on_all_ranks
 from impl.interface.protocol import Context, Trainable
 
 FOLDER = "generators"
@@ -99,7 +99,7 @@ def read_file(folder: Path, rank: int) -> GeneratorStates:
 def read_together(folder: Path) -> GeneratorStates:
     """Reads the states of this rank; if a file is wrong, all ranks raise. Collective."""
     rank = dist.get_rank()
-    return together(f"reading {folder / FOLDER}", lambda: read_file(folder, rank))[rank]
+    return on_all_ranks(f"reading {folder / FOLDER}", lambda: read_file(folder, rank))[rank]
 
 
 def _file(folder: Path, rank: int) -> Path:

@@ -11,7 +11,7 @@ from conformance.core.paths import resolve
 from conformance.spec.known_defects import ExpectedDifference, Unmodelled, WindowPerBlock, model_config
 from conformance.spec.layout import Layout
 from conformance.spec.scenario import Scenario
-from impl.models.family_quirks import SINKS, beyond_kernels, quirks_of
+from impl.models.family_quirks import SINKS, quirks_of, unsupported_by_kernels
 
 
 def _unpredictable_gradients(scenario: Scenario, _: Layout) -> Unmodelled:
@@ -71,7 +71,7 @@ def ring_support(scenario: Scenario, layout: Layout) -> Support:
     """Returns Supported, or Unsupported with the reason and an alternative."""
     if layout.sp == layout.ulysses == 1:
         return Supported()
-    lacking, options = beyond_kernels(resolve(scenario.model)), _OPTIONS & set(layout.options)
+    lacking, options = unsupported_by_kernels(resolve(scenario.model)), _OPTIONS & set(layout.options)
     if lacking == SINKS and (options or layout.ulysses > 1):
         return Unsupported(f"{', '.join(options) or 'Ulysses'} has no {SINKS}; use default context parallelism (sp2)")
     if lacking and lacking != SINKS:

@@ -21,7 +21,7 @@ from impl.checkpoints.training_state import WRITTEN
 from impl.convert import deepspeed, megatron
 from impl.convert.contents import Checkpoint, Held
 from impl.convert.detect import DEEPSPEED, MEGATRON, MODEL, find_format, open_as
-from impl.interface.sharded_safetensors import TensorWriter, whole_folder
+from impl.interface.sharded_safetensors import TensorWriter, replacing_folder
 from impl.models.export import write_folder
 
 Target = Literal["state", "hf"]
@@ -123,7 +123,7 @@ def _read(found: Checkpoint, wanted: tuple[Held, ...], report: Progress) -> Iter
 
 def _write_state(target: Path, found: Checkpoint, report: Progress) -> None:
     kinds = [kind for kind in WRITTEN if found.of_kind(kind)]
-    with whole_folder(target) as folder:
+    with replacing_folder(target) as folder:
         for kind in kinds:
             with TensorWriter(folder / kind) as writer:
                 for name, tensor in _read(found, found.of_kind(kind), report):

@@ -173,9 +173,7 @@ def summing_dtype(config: ContextConfig) -> str:
 
 
 def plans_the_head_alone(model: torch.nn.Module) -> bool:
-    """Returns whether a model's own tensor-parallel plan, as in some published code, omits all layers that LAYERS
-    knows.
-    """
+    """Returns whether the model's own tensor-parallel plan has none of its layers, but LAYERS knows them all."""
     own = (getattr(model.config, "base_model_tp_plan", None), getattr(type(model), "_tp_plan", None))
     plan: dict[str, str] = {name: style for one in own for name, style in (one or {}).items()}
     linear = [

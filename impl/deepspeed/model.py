@@ -47,7 +47,7 @@ from impl.engine.optimizers import (
     trained_parameters,
 )
 from impl.interface.collate import MicroBatch
-from impl.interface.micro_batch_loop import one_after_another, set_mode
+from impl.interface.micro_batch_loop import run_micro_batches, set_mode
 from impl.interface.outputs import Loss, Outputs, RouterTerms, Wanted
 from impl.interface.protocol import AT_ONCE, Dtype, Writing, WrittenKind
 from impl.interface.sharded_safetensors import SliceReader
@@ -201,7 +201,7 @@ class DeepspeedTrainable:
     ) -> list[Outputs]:
         set_mode(self.engine.module, training=loss is not None)  # the engine keeps no mode of its own
         loss = with_router_terms(loss, terms, inputs)
-        return one_after_another(self, inputs, want=want, temperature=temperature, loss=loss)
+        return run_micro_batches(self, inputs, want=want, temperature=temperature, loss=loss)
 
     def start_micro_batch(self, index: int, count: int) -> None:
         if index:

@@ -68,10 +68,10 @@ class RankPlace:
         return torch.cat([part.narrow(dim, 0, size) for part, size in zip(parts, sizes, strict=True)], dim=dim)
 
     def fill(self, own: torch.Tensor, name: str, parameter: torch.nn.Parameter, start: int, read: ReadRegion) -> None:
-        """Sets ``own``, flat, to elements of this rank's part of a parameter, from the flat index ``start`` of the
-        part.
+        """Sets ``own``, flat, to elements of this rank's part of a parameter.
 
-        Only the rows of the whole tensor that contain these elements are read, one chunk at a time.
+        The elements begin at the flat index ``start`` of the part. Only the rows of the whole tensor that contain them
+        are read, one chunk at a time.
         """
         if not own.numel():
             return
@@ -116,9 +116,7 @@ class SteppedTensors:
                 self._stepped |= dict.fromkeys(group, flat)
 
     def _flat_groups(self) -> tuple[list[list[torch.nn.Parameter]], list[torch.Tensor]]:
-        """Returns (groups of parameters, the stepped tensor of each group); three wrapper classes name these
-        differently.
-        """
+        """Returns (groups of parameters, the stepped tensor of each group), which wrapper classes name differently."""
         wrapper = self._wrapper
         if self._stage == 3:
             return wrapper.fp16_groups, wrapper.fp32_partitioned_groups_flat

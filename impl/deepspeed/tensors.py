@@ -1,5 +1,4 @@
-"""Reads and writes weights, gradients and optimizer state by Hugging Face name, whole or in pieces, at every ZeRO
-stage.
+"""Reads and writes weights, gradients and optimizer state by Hugging Face name, at every ZeRO stage.
 
 ``named`` is collective. Gradients can only be read after the last backward pass of a step and before its update; at any
 other time, the ranks that own a piece raise while the others wait for them.
@@ -140,9 +139,7 @@ class EngineTensors:
         return f"{piece.start}:{piece.start + piece.numel}", self._unscaled(gradient)
 
     def _unscaled(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Returns the gradient in torch's default dtype (float64 in the exact tier, else float32), without a loss
-        scale.
-        """
+        """Returns the gradient in torch's default dtype (exact tier: float64), without a loss scale."""
         scale = getattr(self._engine.optimizer, "loss_scale", 1.0)
         return gradient.to(torch.get_default_dtype()) / scale
 

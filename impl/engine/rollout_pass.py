@@ -119,8 +119,10 @@ def rollout_columns(
 
 @dataclass(frozen=True, kw_only=True)
 class OutputRows:
-    """Holds, by row index, an output at the targets, (targets,), and the routers' choices, (tokens x routers x
-    experts,).
+    """Holds the results of a forward pass, by row index.
+
+    rows: an output at the targets, (targets,).
+    routing: the routers' choices, (tokens x routers x experts,).
     """
 
     rows: dict[int, Tensor]

@@ -53,11 +53,11 @@ def states_of(layout: Layout, tier: Precision, shapes: Shapes, trained: bool) ->
     """
     full, compute, own = tier.master.bytes, tier.compute.bytes, cut(shapes, layout.tp)
     shards = layout.dp // layout.rep * layout.sp
-    held = elements({name: (-(-shape[0] // shards), *shape[1:]) for name, shape in own.items()})
+    sharded = elements({name: (-(-shape[0] // shards), *shape[1:]) for name, shape in own.items()})
     outside = elements({name: shape for name, shape in own.items() if layer_of(name) is None})
     block = largest_layer(own)
     passing = (outside + 2 * block) * compute * (1 if shards > 1 or tier.is_half else 0)
-    lasting = (held * full, held * full * trained, 2 * held * full * trained)
+    lasting = (sharded * full, sharded * full * trained, 2 * sharded * full * trained)
     if "offload" in layout.options:
         return States(weights=0, passing=passing, host=sum(lasting))
     return States(
@@ -66,7 +66,7 @@ def states_of(layout: Layout, tier: Precision, shapes: Shapes, trained: bool) ->
         freed=lasting[1],  # zero_grad() after each update
         optimizer=lasting[2],
         passing=passing + (outside + block) * compute * trained,  # gradients before they are reduced
-        update=held * full * trained,
+        update=sharded * full * trained,
     )
 
 

@@ -1,4 +1,4 @@
-"""Gathers, fills, norms, clips and saves many DTensors at a time.
+"""Gathers, fills, clips and saves many DTensors at a time.
 
 ``DTensor.full_tensor`` needs a collective per tensor, and a tiny cell spends most of its time waiting for all ranks to
 join. Here, all tensors that are sharded along their first dimension over the same single mesh axis share one

@@ -41,7 +41,7 @@ from impl.fsdp2.expert_parallel import cut_experts, experts_of, is_of_experts
 from impl.fsdp2.tensor_parallel import apply_explicit_plan, apply_model_plan, vocabulary_shard
 from impl.interface.collate import MicroBatch
 from impl.interface.distributed import Reading
-from impl.interface.micro_batch_loop import one_after_another, set_mode
+from impl.interface.micro_batch_loop import run_micro_batches, set_mode
 from impl.interface.outputs import Loss, Outputs, RouterTerms, Wanted
 from impl.interface.protocol import AT_ONCE, Dtype, Writing, WrittenKind
 from impl.interface.sharded_safetensors import SliceReader
@@ -194,7 +194,7 @@ class Fsdp2Trainable:
     ) -> list[Outputs]:
         set_mode(self.model, training=loss is not None)
         loss = with_router_terms(loss, terms, inputs)
-        outputs = one_after_another(self, inputs, want=want, temperature=temperature, loss=loss)
+        outputs = run_micro_batches(self, inputs, want=want, temperature=temperature, loss=loss)
         if loss is None:
             # FSDP2 leaves parameters outside of blocks unsharded for a backward pass, but none follows.
             cast(FSDPModule, self.model).reshard()

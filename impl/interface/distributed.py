@@ -23,7 +23,7 @@ class _Failure:
     is_usage: bool
 
 
-def together(doing: str, action: Callable[[], T], *, group: Group = None) -> list[T]:
+def on_all_ranks(doing: str, action: Callable[[], T], *, group: Group = None) -> list[T]:
     """Runs ``action`` on every rank and returns the picklable results of all ranks, by rank; collective.
 
     If ``action`` fails on a rank, all ranks raise: that rank its own error, the others an error with its rank and
@@ -39,7 +39,7 @@ def together(doing: str, action: Callable[[], T], *, group: Group = None) -> lis
 
 
 def agree(doing: str, error: Exception | None, result: Any = None, *, group: Group = None) -> list[Any]:
-    """Exchanges errors and results as ``together`` does, for work that cannot be put into a function."""
+    """Exchanges errors and results as ``on_all_ranks`` does, for work that cannot be put into a function."""
     if isinstance(error, OSError):  # a full disk or a missing permission is not a bug
         error = UsageError(f"{doing}: {one_line(error)}")
     outcome = _Failure(one_line(error), isinstance(error, UsageError)) if error else result
@@ -57,7 +57,7 @@ def agree(doing: str, error: Exception | None, result: Any = None, *, group: Gro
 
 def on_first(doing: str, action: Callable[[], T], *, group: Group = None) -> T:
     """Runs ``action`` on the first rank and returns its result on every rank; collective."""
-    results: list[Any] = together(doing, lambda: action() if dist.get_rank() == 0 else None, group=group)
+    results: list[Any] = on_all_ranks(doing, lambda: action() if dist.get_rank() == 0 else None, group=group)
     result: T = results[0]
     return result
 

@@ -37,7 +37,7 @@ def set_mode(module: torch.nn.Module, *, training: bool) -> None:
         module.train(training)
 
 
-def one_after_another(
+def run_micro_batches(
     trainable: StepwiseTrainable, inputs: Sequence[MicroBatch], *, want: Wanted, temperature: float, loss: Loss | None
 ) -> list[Outputs]:
     """Implements Trainable.forward_backward with the methods of StepwiseTrainable, one micro-batch after another."""

@@ -14,10 +14,9 @@ Wanted = frozenset[OutputName]
 
 @dataclass(frozen=True, kw_only=True)
 class Outputs:
-    """Holds the requested outputs of a micro-batch, most of them (rows, length) in float32 or wider; None if not
-    requested.
+    """Holds the requested outputs of a micro-batch; None for others.
 
-    All ranks that share the micro-batch have the same numbers.
+    Most are (rows, length) in float32 or wider. All ranks that share the micro-batch have the same numbers.
 
     logprobs: log p of the label of each position, at the requested temperature; 0 where there is no target.
     entropy: -sum p log p of the distribution at each position, in nats; temperature and zeros as for logprobs.

@@ -122,9 +122,7 @@ class Trainable(Protocol):
         ...
 
     def prepare(self, model: Any, optimizer: OptimizerConfig | None, schedule: ScheduleConfig) -> None:
-        """Shards the model and builds its optimizer and learning-rate schedule; without ``optimizer`` the model is
-        frozen.
-        """
+        """Shards the model and builds its optimizer and schedule; without ``optimizer`` the model is frozen."""
         ...
 
     def create_optimizer(self, model: Any, config: OptimizerConfig) -> Any: ...
@@ -164,7 +162,7 @@ class Trainable(Protocol):
         ...
 
     def optimizer_step(self) -> float | None:
-        """Clips, updates, advances the schedule; returns the global gradient norm before clipping, None if unknown.
+        """Clips, updates and advances the schedule; returns the gradient norm before clipping, None if unknown.
 
         If gradients in fp16 overflow, there is no update, the schedule does not advance, and the loss scale falls
         (conformance.spec.scenario). The norm is then not finite, or None.
@@ -179,12 +177,12 @@ class Trainable(Protocol):
     def learning_rate(self) -> float: ...
 
     def named_tensors(self, kind: TensorKind) -> NamedTensors:
-        """Yields full weights, gradients or training state by Hugging Face name; see
-        conformance.backends.protocol.Backend.
+        """Yields full weights, gradients or training state by Hugging Face name.
 
-        ``progress`` yields ``schedule``, the number of updates that the learning-rate schedule has counted, and with a
-        loss scale also ``loss_scale`` and ``good_steps``, the number of updates since the scale last overflowed or
-        grew. ``step`` and ``progress`` are float64 tensors without dimensions.
+        The contract is in conformance.backends.protocol.Backend. ``progress`` yields ``schedule``, the number of
+        updates that the learning-rate schedule has counted, and with a loss scale also ``loss_scale`` and
+        ``good_steps``, the number of updates since the scale last overflowed or grew. ``step`` and ``progress`` are
+        float64 tensors without dimensions.
         """
         ...
 
@@ -209,9 +207,7 @@ class Trainable(Protocol):
         ...
 
     def save_ckpt(self, path: Path, when: Writing = AT_ONCE) -> None:
-        """Saves the current training state (weights, optimizer, schedule) to ``path`` by work that is added to
-        ``when``.
-        """
+        """Saves the current weights, optimizer and schedule to ``path``, by work that is added to ``when``."""
         ...
 
     def load_ckpt(self, path: Path) -> None: ...

@@ -78,9 +78,7 @@ class SliceReader:
         return tuple(self._file(self._where[name]).get_slice(name).get_shape())
 
     def of_stacked(self, name: str, number: int, dim: int, start: int, stop: int) -> torch.Tensor:
-        """Reads the slice ``[start:stop]`` along dimension ``dim``, 0 or 1, of matrix ``number`` in a stack of
-        matrices.
-        """
+        """Reads the slice ``[start:stop]`` along dimension ``dim``, 0 or 1, of matrix ``number`` in a stack."""
         matrix, span = slice(number, number + 1), slice(start, stop)
         return self.slice(name, (matrix, span) if dim == 0 else (matrix, slice(None), span))[0]
 
@@ -210,19 +208,20 @@ def write_tensors(folder: Path, tensors: NamedTensors, *, file_size: int) -> Non
                     del tensor  # before the next one is gathered
     except Exception as error:
         failed = error
-    run_through(tensors)
+    drain(tensors)
     agree(f"writing tensors into {folder}", failed)
 
 
-def run_through(tensors: Iterator[object]) -> None:
-    """Gathers and drops the remaining tensors: other ranks, and a first rank that cannot write, still join the
-    collectives.
+def drain(tensors: Iterator[object]) -> None:
+    """Gathers and drops the remaining tensors.
+
+    Ranks that write nothing, and a first rank that cannot write, thus still join the collectives.
     """
     deque(tensors, maxlen=0)
 
 
 @contextlib.contextmanager
-def whole_folder(folder: Path) -> Iterator[Path]:
+def replacing_folder(folder: Path) -> Iterator[Path]:
     """Yields a new folder, which replaces ``folder`` when the ``with`` block ends without an error.
 
     If the process ends before that, an older ``folder`` stays as it was. The replacement takes two renames; between

@@ -24,7 +24,7 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from conformance.core.errors import UsageError
-from impl.interface.distributed import Group, on_first, together
+from impl.interface.distributed import Group, on_all_ranks, on_first
 from impl.interface.protocol import Writing
 from impl.megatron.device_placement import replaced
 from impl.megatron.model_config import ModelShape
@@ -125,7 +125,7 @@ class _Planned(TorchDistSaveShardedStrategy):  # type: ignore[misc]
 
     def write(self, files: list[Any], doing: str, group: Group) -> None:
         """Writes the files of all ranks, and the metadata; collective."""
-        written = together(doing, lambda: self._write(files), group=group)
+        written = on_all_ranks(doing, lambda: self._write(files), group=group)
         on_first(doing, lambda: self._writer.finish(self._metadata, written), group=group)
 
     def _write(self, files: list[Any]) -> list[Any]:

@@ -26,8 +26,8 @@ from impl.interface.sharded_safetensors import (
     FILE_SIZE,
     SAFETENSORS_DTYPES,
     TensorWriter,
-    run_through,
-    whole_folder,
+    drain,
+    replacing_folder,
 )
 from impl.models.lora import merge_adapter, write_adapter
 
@@ -56,7 +56,7 @@ def write_model(
             write_folder(folder, source=source, weights=weights, dtype=dtype, adapted=adapted, file_size=file_size)
     except Exception as error:
         failed = error
-    run_through(weights)
+    drain(weights)
     agree(doing, failed)
 
 
@@ -86,7 +86,7 @@ def write_folder(
     usual = Counter(stored.values()).most_common(1)[0][0] if stored else None
     written: Counter[torch.dtype] = Counter()
     adapter_weights: dict[str, torch.Tensor] = {}
-    with whole_folder(folder) as draft:
+    with replacing_folder(folder) as draft:
         not_copied = shutil.ignore_patterns(*NOT_COPIED, "*.index.json")
         shutil.copytree(source, draft, ignore=not_copied, dirs_exist_ok=True)
         with TensorWriter(draft, file_size=file_size) as writer:

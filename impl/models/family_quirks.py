@@ -111,7 +111,7 @@ def needs_loop(folder: Path) -> bool:
     return quirks_of(config.get("model_type")).biased_experts or bool(size % 16 or config.get("hidden_size", 0) % 8)
 
 
-def beyond_kernels(folder: Path) -> str:
+def unsupported_by_kernels(folder: Path) -> str:
     """Names the feature of a model's attention that torch's and flash-attn's kernels lack; empty for most models.
 
     The default ring adds sinks itself (impl/context_parallel/ring_attention.py).

@@ -39,14 +39,14 @@ from conformance.models.folder_checks import BUNDLED_CODE, folder_code, runs_cod
 from conformance.models.folders import weight_files
 from conformance.spec.roles import Head
 from impl.interface.sharded_safetensors import fill
-from impl.models.family_quirks import beyond_kernels, needs_loop
+from impl.models.family_quirks import needs_loop, unsupported_by_kernels
 from impl.models.lazy_weights import UnreadWeights, give_memory, published_buffers, reading_headers, take_origins
 
 MAKERS = ("create_causal_mask", "create_sliding_window_causal_mask")
 _positions: ContextVar[torch.Tensor | None] = ContextVar("positions", default=None)  # of the running forward pass
 
 
-def keep_documents_apart(model: transformers.PreTrainedModel) -> None:
+def separate_documents(model: transformers.PreTrainedModel) -> None:
     """Makes the masks of ``model`` depend on the ``position_ids`` that the model is called with.
 
     The functions that make masks are replaced in the globals of the model's code, for all models of this code. They
@@ -83,7 +83,7 @@ NEEDS = ("torch_npu", "LossKwargs")  # words in a Python file of the folder that
 
 
 @contextlib.contextmanager
-def older_names(folder: Path, *, runs_code: bool) -> Iterator[bool]:
+def older_transformers(folder: Path, *, runs_code: bool) -> Iterator[bool]:
     """Provides stand-ins while the model in ``folder`` loads; yields whether its Python code runs and needs any."""
     if not runs_code or not _needs_stand_ins(folder):
         yield False
@@ -174,7 +174,7 @@ def empty_model(
     are not exactly the model's.
     """
     code, config = runs_code(path, trusted=trusted), read_config(path, trusted=trusted)
-    with older_names(path, runs_code=code) as are_needed, reading_headers():
+    with older_transformers(path, runs_code=code) as are_needed, reading_headers():
         loader = value_class(causal_class(config, path)) if head == "value" else _auto_class(config)
         model, found = loader.from_pretrained(
             path,
@@ -196,7 +196,7 @@ def empty_model(
             )
     model.unread = take_origins(model, weight_files(path))
     model.config.use_cache = False
-    keep_documents_apart(model)
+    separate_documents(model)
     for buffer in published_buffers(model).values():
         buffer.data = buffer.data.to(torch.promote_types(buffer.dtype, dtype))  # some stay float32 in a float64 model
     return model.train()
@@ -217,8 +217,7 @@ def load_model(
 
 
 def value_class(causal: type[transformers.PreTrainedModel]) -> type[transformers.PreTrainedModel]:
-    """Makes the class of a value model: the layers of the language model ``causal`` with one number per token as
-    output.
+    """Makes the class of a value model from the language model ``causal``, with one number per token as output.
 
     The head ``score`` is a linear layer without bias, and ``logits`` of the output are (rows, length, 1). The parameter
     names are those of transformers' sequence classification with one label, and of OpenRLHF's critic.
@@ -255,7 +254,7 @@ def read_config(path: Path, *, trusted: bool = False) -> transformers.Pretrained
 def causal_class(config: transformers.PretrainedConfig, path: Path) -> type[transformers.PreTrainedModel]:
     """Returns the causal language model class of this configuration. Raises UsageError if transformers has none."""
     if reference := (getattr(config, "auto_map", None) or {}).get("AutoModelForCausalLM"):
-        with older_names(path, runs_code=True):
+        with older_transformers(path, runs_code=True):
             found: type[transformers.PreTrainedModel] = get_class_from_dynamic_module(reference, path)
         return found
     if not (known := _mapped_class(config)):
@@ -291,4 +290,4 @@ def _own_attention(path: Path, config: transformers.PretrainedConfig, dtype: tor
     kernel.
     """
     has_no_kernel = not getattr(_mapped_class(config), "_supports_sdpa", True)
-    return "eager" if dtype == torch.float64 or beyond_kernels(path) or has_no_kernel else "sdpa"
+    return "eager" if dtype == torch.float64 or unsupported_by_kernels(path) or has_no_kernel else "sdpa"

@@ -105,7 +105,7 @@ def merge_adapter(model: torch.nn.Module, folder: Path) -> dict[str, torch.Tenso
     return {name: p.detach() for name, p in merged.named_parameters()} | published_buffers(merged)
 
 
-def added_up(weights: NamedTensors, lora: LoraConfig, targets: Collection[str]) -> NamedTensors:
+def merged_weights(weights: NamedTensors, lora: LoraConfig, targets: Collection[str]) -> NamedTensors:
     """Yields the weights of a model with adapters on ``targets`` as those of a model without adapters.
 
     The three tensors of each target are replaced by W + scale B A in the wider dtype. Tensors come one after another.

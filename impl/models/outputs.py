@@ -186,8 +186,7 @@ def _sums(z: Tensor, highest: Tensor, *, temperature: float, entropy: bool) -> T
 def through_softmax_(
     s: Tensor, total: Tensor, mean: Tensor | None, of_logprob: Tensor, of_entropy: Tensor | None
 ) -> Tensor:
-    """Computes the part of the gradient of ``s`` that goes through the softmax over the whole vocabulary; overwrites
-    ``s``.
+    """Computes the gradient of ``s`` through the softmax over the whole vocabulary; overwrites ``s``.
 
     ``s`` (..., V): this rank's logits / temperature, minus their maximum over the whole vocabulary. ``total`` and
     ``mean`` (...,): sum exp(s) and sum p s over the whole vocabulary. ``of_logprob``, ``of_entropy`` (...,): the

@@ -141,8 +141,9 @@ def replayed_choice(inputs: MicroBatch, router: int, slots: int) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Balance:
-    """Holds sums over the tokens and routers of all data ranks and micro-batches of a step, in the probabilities'
-    dtype.
+    """Holds sums over the tokens and routers of all data ranks and micro-batches of a step.
+
+    The dtype is that of probabilities.
 
     counts: (X,), how often each expert was chosen.
     probabilities: (X,).

@@ -1,5 +1,6 @@
-"""Lists the modules of a Hugging Face model that a rank runs, and how their activations are sharded, for `parity
-bisect`.
+"""Lists the modules of a Hugging Face model that a rank runs, and the sharding of their activations.
+
+`parity bisect` compares these activations.
 """
 
 from collections.abc import Mapping, Sequence

@@ -19,7 +19,7 @@ from conformance.spec.objectives import PolicyGradient
 from conformance.spec.scenario import Scenario
 from impl.checkpoints.training_state import DataPosition
 from impl.interface.protocol import Context, Trainable
-from impl.models.lora import added_up
+from impl.models.lora import merged_weights
 from impl.train.config import RolloutConfig
 from impl.train.data import Prompt, Reward, Work
 from impl.train.generation import Response, RolloutEngine, seed_of
@@ -67,7 +67,7 @@ class RolloutSource:
     def load_engine(self) -> None:
         """Gives the engine the policy's current weights, with adapters merged into their base. Collective."""
         weights, lora = self.policy.named_tensors("weight"), self.scenario.lora
-        self.engine.load(added_up(weights, lora, self.targets) if lora else weights)
+        self.engine.load(merged_weights(weights, lora, self.targets) if lora else weights)
 
     @property
     def objective(self) -> PolicyGradient:
@@ -119,9 +119,7 @@ def document_of(prompt: Prompt, response: Response, *, group: int, reward: float
 
 
 def deal(documents: Sequence[Document], rows: int) -> list[tuple[Document, ...]]:
-    """Makes ``rows`` rows: of one document each if the counts agree; else deals out the documents, longest first, in
-    turn.
-    """
+    """Makes ``rows`` rows of one document each, or deals more documents out in turn, longest first."""
     if len(documents) == rows:
         return [(document,) for document in documents]
     ordered = sorted(documents, key=lambda document: -len(document.tokens))

@@ -67,8 +67,7 @@ class RolloutEngine(Protocol):
     def generate(
         self, prompts: Sequence[Sequence[int]], seeds: Sequence[Sequence[int]], *, greedy: bool
     ) -> list[list[Response]]:
-        """Returns responses to each prompt: one for each of its ``seeds``. ``greedy``: always takes the likeliest
-        token.
+        """Returns one response to each prompt for each of its ``seeds``; ``greedy`` takes the likeliest token.
 
         Ranks do not wait for each other here.
         """
@@ -83,9 +82,7 @@ def make_engine(kind: Engine, model: Path, scenario: Scenario, sampling: Samplin
 
 
 def seed_of(seed: int, rollout: int, prompt: int, sample: int) -> int:
-    """Derives the seed of one response from the training's seed, the rollout's number and the indices of prompt and
-    sample.
-    """
+    """Derives the seed of a response from the training's seed and the indices of rollout, prompt and sample."""
     digest = hashlib.sha256(f"{seed} {rollout} {prompt} {sample}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1  # generators take 63 bits
 

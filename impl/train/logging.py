@@ -25,7 +25,7 @@ from conformance.backends.protocol import find_backend
 from conformance.core.errors import UsageError
 from conformance.core.io import check_file
 from conformance.core.packages import package_version
-from impl.interface.distributed import together
+from impl.interface.distributed import on_all_ranks
 from impl.train.config import Tracker, TrainConfig, to_json
 
 Numbers = Mapping[str, float | None]
@@ -248,7 +248,7 @@ def open_reporter(config: TrainConfig, *, done: int) -> Iterator[Reporter]:
             return log, followers
 
         opened: list[tuple[RunLog | None, list[Follower]]] = []
-        together(f"beginning the log {output.log}", lambda: opened.append(begin()))
+        on_all_ranks(f"beginning the log {output.log}", lambda: opened.append(begin()))
         log, followers = opened[0]
         progress.say(f"{'resuming' if done else 'beginning'} at update {done} of {config.scenario.steps}")
         yield Reporter(log=log, followers=followers, progress=progress)

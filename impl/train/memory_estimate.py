@@ -101,8 +101,10 @@ class Activations:
 def activations_of(
     backend: str, layout: Layout, sizes: Sizes, *, compute: int, tokens: int, micro_batches: int, entropy: bool
 ) -> Activations:
-    """Estimates activations. ``tokens``: of a micro-batch on a context-parallel rank. ``compute``: bytes of a
-    number.
+    """Estimates activations.
+
+    tokens: of a micro-batch on a context-parallel rank.
+    compute: bytes of a number.
     """
     own = tokens // layout.tp if "seqpar" in layout.options else tokens
     # Outside of tensor parallelism: norms and their outputs. Hugging Face's RMSNorm keeps its input in float32 and the

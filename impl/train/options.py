@@ -1,5 +1,4 @@
-"""Turns the options of ``parity train`` into a TrainConfig: derives values, and rejects options that do not fit
-together.
+"""Turns the options of ``parity train`` into a TrainConfig, and rejects options that do not fit together.
 
 Every number that decides a step is in the scenario, and the arrangement of ranks in the layout; the backend's adapter
 decides whether it supports both, as for a cell of the suite.

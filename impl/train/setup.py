@@ -147,8 +147,7 @@ def _prompts(config: TrainConfig, rollout: RolloutConfig) -> PromptInputs:
 
 
 def end_tokens(policy: Path, end: int | None) -> tuple[int, ...]:
-    """Returns the tokens that end a response: the tokenizer's end-of-sequence token and those of the generation
-    settings.
+    """Returns the tokens that end a response, from the tokenizer and the model's generation settings.
 
     Raises UsageError if there is none.
     """

@@ -141,8 +141,8 @@ def test_an_expected_difference_hides_no_other_fault(session: Session) -> None:
 @pytest.mark.parametrize(
     ("backend", "model", "layout", "precision", "reason"),
     [
-        ("fsdp2", "llama", "sp2.compile", "fp32", "inside of a layer.*use sp1"),
-        ("deepspeed", "llama", "ulysses2.zero1.compile", "fp32", "inside of a layer.*use sp1"),
+        ("fsdp2", "llama", "sp2.compile", "fp32", "inside a layer.*use sp1"),
+        ("deepspeed", "llama", "ulysses2.zero1.compile", "fp32", "inside a layer.*use sp1"),
         ("fsdp2", "qwen3-moe", "dp2.compile", "fp32", "leave compile out"),
         ("deepspeed", "llama", "dp2.compile", "fp32", "ZeRO-3 fetches weights.*add leaf"),
         ("megatron", "llama", "dp2.compile", "fp32", "compile"),
@@ -208,7 +208,7 @@ def test_rings_as_the_package_ships_them_are_right_in_bf16(session: Session) -> 
     ("scenario", "model", "layout", "advice"),
     [
         ("sft-packed", "llama", "pp2", "use pp1"),
-        ("sft-packed", "llama", "ulysses2", "use sp, the ring, instead"),
+        ("sft-packed", "llama", "ulysses2", "use context parallelism"),
         ("sft-packed", "llama", "dp2.zero2", "leave the stage out"),
         ("sft-packed", "llama", "sp2.torchcp", "attends over whole rows; leave torchcp out"),
         ("sft-packed", "gemma3", "sp2.zigzag", "zigzag gets sliding windows wrong .* the default is right"),

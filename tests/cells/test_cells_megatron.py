@@ -196,7 +196,7 @@ def test_padding_in_the_softmax_is_an_expected_difference(
             "Gemma3ForCausalLM needs what megatron-core does not have: .*; use fsdp2 or deepspeed",
         ),
         ("sft-packed", "llama", "dp2.rep2", "use rep1, or zero0"),
-        ("sft-packed", "llama", "ulysses2", "use sp, the ring, instead"),
+        ("sft-packed", "llama", "ulysses2", "Ulysses needs DeepSpeed; use sp"),
         ("sft-packed", "llama", "dp2.zero3", "use zero1, or zero0"),
         ("sft-sgd", "llama", "dp2.zero1", "use zero0, or an AdamW scenario"),
         ("sft-packed", "llama", "dp2.offload", "offload is not built into this backend; leave it out"),

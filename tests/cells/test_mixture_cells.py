@@ -232,7 +232,7 @@ def test_megatrons_checkpoints_with_and_without_ep_are_not_each_others() -> None
     ("backend", "model", "layout", "advice"),
     [
         ("deepspeed", "qwen3-moe", "ep2", "use ep1"),
-        ("deepspeed", "qwen3-moe", "tp2", "AutoTP does not know how the plan of qwen3_moe cuts experts; use tp1"),
+        ("deepspeed", "qwen3-moe", "tp2", "AutoTP does not know how the plan of qwen3_moe shards experts; use tp1"),
         ("fsdp2", "llama", "ep2", "experts of 'llama' cannot be sharded, only those of mixtral, qwen2_moe, qwen3_moe"),
         ("megatron", "llama", "ep2", "use ep1"),
         ("megatron", "qwen3-moe", "tp2", "add seqpar"),

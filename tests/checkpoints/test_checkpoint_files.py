@@ -33,7 +33,7 @@ from conformance.runtime import Pool
 from conformance.spec.precision import PrecisionName
 from impl.convert.convert import convert
 from impl.convert.detect import open_checkpoint
-from impl.interface.sharded_safetensors import whole_folder
+from impl.interface.sharded_safetensors import replacing_folder
 from impl.models.export import check_target, stored_dtypes, write_folder
 
 MODELS = FIXTURES / "models"
@@ -246,7 +246,7 @@ def test_what_a_killed_process_left_is_cleared_and_what_it_had_moved_comes_back(
     for left in (".model.unfinished", ".model.replaced"):
         (tmp_path / left).mkdir()
         (tmp_path / left / "config.json").write_text(left)
-    with pytest.raises(OSError, match="no space"), whole_folder(folder):
+    with pytest.raises(OSError, match="no space"), replacing_folder(folder):
         raise OSError("no space left")
     assert {path.name for path in tmp_path.iterdir()} == {"model"}
     assert (folder / "config.json").read_text() == ".model.replaced"

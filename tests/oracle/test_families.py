@@ -98,8 +98,13 @@ def test_the_profile_has_every_family_with_sft_and_grpo_on_every_backend_that_cl
     [
         ("fsdp2", "gemma2", "sp2", "no soft-capping of scores; use sp1"),
         ("deepspeed", "gemma2", "ulysses2", "no soft-capping of scores; use sp1"),
-        ("deepspeed", "phi3", "tp2", "self_attn.qkv_proj and mlp.gate_up_proj, and the code of phi3 wants them whole"),
-        ("deepspeed", "olmo2", "tp2", "the code of olmo2 wants them whole; use tp1, or fsdp2"),
+        (
+            "deepspeed",
+            "phi3",
+            "tp2",
+            "self_attn.qkv_proj and mlp.gate_up_proj, but the code of phi3 needs whole outputs",
+        ),
+        ("deepspeed", "olmo2", "tp2", "the code of olmo2 needs whole outputs; use tp1, or fsdp2"),
         ("fsdp2", "mistral", "sp2.zigzag", "the default is right"),
         (
             "megatron",

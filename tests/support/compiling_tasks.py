@@ -17,7 +17,7 @@ def asked_for(
 ) -> list[bool]:
     """Whether a backend that is set up asks for layers that are compiled alike; nothing is compiled."""
     asked: list[bool] = []
-    trainable = importlib.import_module(f"impl.{backend}.trainable")
+    trainable = importlib.import_module(f"impl.{backend}.model")
     with patch.object(trainable, "compile_layers", lambda _, *, deterministic, shipped: asked.append(deterministic)):
         instance = BACKENDS[backend].load()()
         folders = {role: Path(folder) for role, folder in models.items()}

@@ -35,7 +35,7 @@ from conformance.spec.roles import Head
 from conformance.spec.scenario import OptimizerConfig, Scenario, ScheduleConfig
 from impl.engine.adapter import StrategyBackend
 from impl.interface.collate import MicroBatch
-from impl.interface.micro_batch_loop import one_after_another
+from impl.interface.micro_batch_loop import run_micro_batches
 from impl.interface.outputs import Loss, Outputs, Wanted
 from impl.interface.protocol import AT_ONCE, CONTEXTS, ContextConfig, Dtype, Writing, WrittenKind
 from impl.interface.sharded_safetensors import SliceReader
@@ -82,7 +82,7 @@ class PlainTrainable:
         loss: Loss | None,
         terms: None = None,
     ) -> list[Outputs]:
-        return one_after_another(self, inputs, want=want, temperature=temperature, loss=loss)
+        return run_micro_batches(self, inputs, want=want, temperature=temperature, loss=loss)
 
     def start_micro_batch(self, index: int, count: int) -> None:
         if index == 0:

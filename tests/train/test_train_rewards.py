@@ -36,7 +36,7 @@ def test_the_last_number_of_a_text(text: str, number: str | None) -> None:
 def test_a_reference_is_what_stands_behind_its_mark() -> None:
     assert reference_answer("5 and 6 #### 7 apples", "here") == 7
     assert reference_answer("94 - 5 = 89.", "here") == 89
-    with pytest.raises(UsageError, match=r"line 3: the reference .* no number behind ####"):
+    with pytest.raises(UsageError, match=r"line 3: the reference .* no number after ####"):
         reference_answer("5 #### none", "line 3")
 
 

@@ -163,7 +163,7 @@ def test_the_numbers_of_a_roll_out() -> None:
         ({"steps": 3, "objective": {"mini_batches": 2}}, {}, "not a whole number of rollouts"),
         ({}, {"greedy": True}, "are all the same; use n_samples_per_prompt=1"),
         ({}, {"prompts": 3}, "3 prompts x 4 samples = 12 responses do not fill 1 mini-batches of 8 rows = 8"),
-        ({"data": {"packed": True, "rows": 8}}, {"prompts": 1}, "or have more responses than rows"),
+        ({"data": {"packed": True, "rows": 8}}, {"prompts": 1}, "or use more responses than rows"),
         ({"data": {"packed": True, "rows": 2}}, {}, "a row of 4 prompts and responses has up to 4 x 9 tokens"),
     ],
 )
