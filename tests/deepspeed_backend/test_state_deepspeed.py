@@ -222,7 +222,7 @@ def cut(layout: str, optimizer: str, precision: PrecisionName) -> Any:
 def test_a_checkpoint_that_deepspeed_cannot_read_is_refused_with_the_way_on(
     before: str, after: str, optimizer: str, precision: PrecisionName, message: str
 ) -> None:
-    with pytest.raises(UsageError, match=f"{message}.*hand over a state instead"):
+    with pytest.raises(UsageError, match=f"{message}.*transfer a training state instead"):
         check(cut(before, optimizer, precision), cut(after, optimizer, precision))
 
 
@@ -230,7 +230,7 @@ def test_a_checkpoint_that_deepspeed_cannot_read_is_refused_with_the_way_on(
 def test_a_checkpoint_that_does_not_say_the_order_of_its_groups_has_that_of_before(stage: int, refused: bool) -> None:
     own = cut(f"dp2.zero{stage}", "adamw", "fp32")
     before = Cut(**{name: value for name, value in vars(own).items() if name != "groups"})
-    message = "groups with the largest first.*hand over a state"
+    message = "groups with the largest first.*transfer a training state"
     with pytest.raises(UsageError, match=message) if refused else nullcontext():
         check(before, own)
 
