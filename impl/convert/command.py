@@ -61,12 +61,12 @@ def _values(found: "Checkpoint") -> dict[str, Any]:
         "progress": found.progress,
         "kinds": {
             kind: {
-                "tensors": len(held),
-                "numbers": sum(one.size for one in held),
-                "bytes": sum(one.size * one.dtype.itemsize for one in held),
-                "dtypes": sorted({_dtype(one.dtype) for one in held}),
+                "tensors": len(stored),
+                "numbers": sum(one.size for one in stored),
+                "bytes": sum(one.size * one.dtype.itemsize for one in stored),
+                "dtypes": sorted({_dtype(one.dtype) for one in stored}),
             }
-            for kind, held in kinds.items()
+            for kind, stored in kinds.items()
         },
         "tensors": [
             {"kind": one.kind, "name": one.name, "shape": list(one.shape), "dtype": _dtype(one.dtype)}

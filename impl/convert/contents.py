@@ -8,7 +8,7 @@ import torch
 
 
 @dataclass(frozen=True, kw_only=True)
-class Held:
+class StoredTensor:
     """Describes a tensor of a checkpoint without loading it.
 
     kind: one of impl.checkpoints.training_state.WRITTEN, or ``other`` for tensors that a training state cannot contain.
@@ -39,12 +39,12 @@ class Checkpoint:
 
     format: str
     facts: dict[str, Any]
-    tensors: tuple[Held, ...]
+    tensors: tuple[StoredTensor, ...]
     progress: dict[str, float] = field(default_factory=dict)
-    read: Callable[[Held], torch.Tensor] | None = None
+    read: Callable[[StoredTensor], torch.Tensor] | None = None
 
-    def of_kind(self, kind: str) -> tuple[Held, ...]:
-        return tuple(held for held in self.tensors if held.kind == kind)
+    def of_kind(self, kind: str) -> tuple[StoredTensor, ...]:
+        return tuple(stored for stored in self.tensors if stored.kind == kind)
 
     def kinds(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(held.kind for held in self.tensors))
+        return tuple(dict.fromkeys(stored.kind for stored in self.tensors))

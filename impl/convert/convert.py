@@ -19,7 +19,7 @@ from conformance.models.folders import EMBEDDING, HEAD, weight_shapes
 from impl.checkpoints import training_state
 from impl.checkpoints.training_state import WRITTEN
 from impl.convert import deepspeed, megatron
-from impl.convert.contents import Checkpoint, Held
+from impl.convert.contents import Checkpoint, StoredTensor
 from impl.convert.detect import DEEPSPEED, MEGATRON, MODEL, find_format, open_as
 from impl.interface.sharded_safetensors import TensorWriter, replacing_folder
 from impl.models.export import write_folder
@@ -77,33 +77,33 @@ def _opened(source: Path, model: Path | None, *, target: Path) -> Iterator[Check
 def _without_tied_head(found: Checkpoint) -> Checkpoint:
     """Drops a tied head, which some formats store in addition to the embedding, but never with moments."""
     weights = found.of_kind("weight")
-    heads = [held for held in weights if held.name.endswith(HEAD)]
-    embeddings = [held for held in weights if held.name.endswith(EMBEDDING)]
+    heads = [stored for stored in weights if stored.name.endswith(HEAD)]
+    embeddings = [stored for stored in weights if stored.name.endswith(EMBEDDING)]
     if len(heads) != 1 or len(embeddings) != 1 or heads[0].shape != embeddings[0].shape:
         return found
-    moments = any(held.name == heads[0].name and held.kind != "weight" for held in found.tensors)
+    moments = any(stored.name == heads[0].name and stored.kind != "weight" for stored in found.tensors)
     assert found.read is not None
     if moments or not torch.equal(found.read(heads[0]), found.read(embeddings[0])):
         return found
-    return replace(found, tensors=tuple(held for held in found.tensors if held is not heads[0]))
+    return replace(found, tensors=tuple(stored for stored in found.tensors if stored is not heads[0]))
 
 
 def _check_state(found: Checkpoint, source: Path) -> None:
     """Raises UsageError if a checkpoint cannot be a training state: weights, and state of the same shapes."""
-    shapes = {held.name: held.shape for held in found.of_kind("weight")}
+    shapes = {stored.name: stored.shape for stored in found.of_kind("weight")}
     if not shapes:
         raise UsageError(f"{source} has no weights with names of a model; is it a checkpoint of something else?")
     if foreign := found.of_kind("other"):
-        names = ", ".join(held.name for held in foreign[:3])
+        names = ", ".join(stored.name for stored in foreign[:3])
         raise UsageError(f"{source} has {len(foreign)} tensors that a training state cannot contain: {names}")
-    for held in found.tensors:
-        if held.kind not in ("weight", "step") and shapes.get(held.name) != held.shape:
-            raise UsageError(f"{source}: {held.kind} of {held.name} has another shape than the weight")
+    for stored in found.tensors:
+        if stored.kind not in ("weight", "step") and shapes.get(stored.name) != stored.shape:
+            raise UsageError(f"{source}: {stored.kind} of {stored.name} has another shape than the weight")
 
 
 def _check_fits(found: Checkpoint, source: Path, model: Path) -> None:
     """Raises UsageError if the model's folder has other weights; it may also store a tied head."""
-    own, due = {held.name: held.shape for held in found.of_kind("weight")}, weight_shapes(model)
+    own, due = {stored.name: stored.shape for stored in found.of_kind("weight")}, weight_shapes(model)
     config = read_json(model / CONFIG)
     tied = config.get("tie_word_embeddings", (config.get("text_config") or {}).get("tie_word_embeddings"))
     missing = [name for name in due if name not in own and not (tied and name.endswith(HEAD))]
@@ -114,11 +114,11 @@ def _check_fits(found: Checkpoint, source: Path, model: Path) -> None:
         raise UsageError(f"{source} does not fit the model in {model}: {'; '.join(wrong[:8])}")
 
 
-def _read(found: Checkpoint, wanted: tuple[Held, ...], report: Progress) -> Iterator[tuple[str, torch.Tensor]]:
+def _read(found: Checkpoint, wanted: tuple[StoredTensor, ...], report: Progress) -> Iterator[tuple[str, torch.Tensor]]:
     assert found.read is not None
-    for number, held in enumerate(wanted, start=1):
-        yield held.name, found.read(held)
-        report(held.kind, number, len(wanted))
+    for number, stored in enumerate(wanted, start=1):
+        yield stored.name, found.read(stored)
+        report(stored.kind, number, len(wanted))
 
 
 def _write_state(target: Path, found: Checkpoint, report: Progress) -> None:

@@ -17,7 +17,7 @@ import torch
 from conformance.core.errors import UsageError, one_line
 from impl.checkpoints.safe_pickle import check_pickle, read_torch_file
 from impl.checkpoints.training_state import WRITTEN
-from impl.convert.contents import Checkpoint, Held
+from impl.convert.contents import Checkpoint, StoredTensor
 from impl.deepspeed.checkpoint_layout import HOW_CUT, frozen_dtype, frozen_parts, frozen_shapes
 
 LATEST = "latest"
@@ -95,16 +95,16 @@ def _progress(model: Mapping[str, Any], scaler: Mapping[str, Any]) -> dict[str, 
     return found
 
 
-def _read_value(held: Held) -> torch.Tensor:
-    tensor: torch.Tensor = held.place.detach()
+def _read_value(stored: StoredTensor) -> torch.Tensor:
+    tensor: torch.Tensor = stored.place.detach()
     return tensor
 
 
-def _value(kind: str, name: str, tensor: torch.Tensor) -> Held:
-    return Held(kind=kind, name=name, shape=tuple(tensor.shape), dtype=tensor.dtype, place=tensor)
+def _value(kind: str, name: str, tensor: torch.Tensor) -> StoredTensor:
+    return StoredTensor(kind=kind, name=name, shape=tuple(tensor.shape), dtype=tensor.dtype, place=tensor)
 
 
-def _whole(model: Mapping[str, Any]) -> tuple[Held, ...]:
+def _whole(model: Mapping[str, Any]) -> tuple[StoredTensor, ...]:
     """Lists tensors of ZeRO-0: weights (in half precision: masters), and the optimizer's state in the groups' order."""
     weights = {name: t for name, t in model["module"].items() if name not in (model.get("buffer_names") or ())}
     weights = _without_second_names(weights)
@@ -113,13 +113,13 @@ def _whole(model: Mapping[str, Any]) -> tuple[Held, ...]:
     names = _order(weights, inner)
     masters = [tensor for group in optimizer.get("fp32_groups", ()) for tensor in group]
     weights |= dict(zip(names, masters, strict=True)) if masters else {}
-    held = [_value("weight", name, tensor) for name, tensor in weights.items()]
+    stored = [_value("weight", name, tensor) for name, tensor in weights.items()]
     for kind in (*MOMENTS, "step"):
         for number, name in enumerate(names):
             value = inner["state"].get(number, {}).get(kind)
             if value is not None:
-                held.append(_value(kind, name, torch.as_tensor(value)))
-    return tuple(held)
+                stored.append(_value(kind, name, torch.as_tensor(value)))
+    return tuple(stored)
 
 
 def _without_second_names(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -149,16 +149,18 @@ def _order(weights: Mapping[str, torch.Tensor], optimizer: Mapping[str, Any]) ->
     return names
 
 
-def _pieces(model: Mapping[str, Any], optimizer: Mapping[str, Any]) -> tuple[Held, ...]:
+def _pieces(model: Mapping[str, Any], optimizer: Mapping[str, Any]) -> tuple[StoredTensor, ...]:
     """Lists names and shapes of ZeRO-1 to 3; under tensor parallelism, the shapes of the first rank's part."""
     inner = optimizer.get("base_optimizer_state") or optimizer["optimizer_state_dict"]
     flat = optimizer.get("single_partition_of_fp32_groups") or optimizer["fp32_flat_groups"]
     state: Mapping[str, Any] = next(iter(inner["state"].values()), {})
     dtypes = {"weight": flat[0].dtype} | {kind: state[kind].dtype for kind in MOMENTS if kind in state}
     shapes = _shapes(model["param_shapes"])
-    held = [Held(kind=k, name=n, shape=shape, dtype=d) for k, d in dtypes.items() for n, shape in shapes.items()]
+    stored = [
+        StoredTensor(kind=k, name=n, shape=shape, dtype=d) for k, d in dtypes.items() for n, shape in shapes.items()
+    ]
     frozen = frozen_shapes(model).items()
-    return (*held, *(Held(kind="weight", name=n, shape=s, dtype=frozen_dtype(model, n)) for n, s in frozen))
+    return (*stored, *(StoredTensor(kind="weight", name=n, shape=s, dtype=frozen_dtype(model, n)) for n, s in frozen))
 
 
 def _shapes(param_shapes: Any) -> dict[str, tuple[int, ...]]:
@@ -181,7 +183,7 @@ def _universal(folder: Path, model: Mapping[str, Any]) -> Checkpoint:
     expected = _shapes(model["param_shapes"]) | frozen_shapes(model)
     common = read_torch_file(folder / "zero" / "optimizer_state.pt")
     steps = _steps_of_groups(model, common)
-    held = []
+    stored = []
     for name, shape in expected.items():
         own = folder / "zero" / name
         if not (own / "fp32.pt").is_file():
@@ -194,14 +196,14 @@ def _universal(folder: Path, model: Mapping[str, Any]) -> Checkpoint:
                 found = read_torch_file(own / f"{file}.pt")
                 # ZeRO-3's are flat.
                 tensor = found["param"] if isinstance(found, dict) else found.view(shape)
-                held.append(_value(kind, name, tensor))
+                stored.append(_value(kind, name, tensor))
         step = read_torch_file(own / "step.pt") if (own / "step.pt").is_file() else steps.get(name)
         if step is not None:
-            held.append(_value("step", name, torch.as_tensor(step)))
+            stored.append(_value("step", name, torch.as_tensor(step)))
     return Checkpoint(
         format="DeepSpeed universal",
         facts=_facts(model),
-        tensors=tuple(held),
+        tensors=tuple(stored),
         progress=_progress(model, _scaler(common)),
         read=_read_value,
     )

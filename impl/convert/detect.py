@@ -17,7 +17,7 @@ from conformance.models.folders import weight_files
 from impl.checkpoints import training_state
 from impl.checkpoints.safe_pickle import METADATA
 from impl.convert import deepspeed, megatron, torch_distributed
-from impl.convert.contents import Checkpoint, Held
+from impl.convert.contents import Checkpoint, StoredTensor
 from impl.interface.sharded_safetensors import SAFETENSORS_DTYPES
 
 
@@ -25,7 +25,7 @@ def open_model(folder: Path) -> Checkpoint:
     """Opens a Hugging Face folder."""
     config = read_json(folder / CONFIG)
     facts = {"architectures": config.get("architectures"), "tied": bool(config.get("tie_word_embeddings"))}
-    tensors = tuple(_held("weight", weight_files(folder)))
+    tensors = tuple(_describe("weight", weight_files(folder)))
     return Checkpoint(format="Hugging Face folder", facts=facts, tensors=tensors, read=read)
 
 
@@ -33,9 +33,11 @@ def open_state(folder: Path) -> Checkpoint:
     """Opens a training state of impl.checkpoints.training_state."""
     contents = training_state.read_contents(folder)
     tensors = tuple(
-        held for kind in contents["kinds"] for held in _held(kind, sorted((folder / kind).glob("*.safetensors")))
+        stored
+        for kind in contents["kinds"]
+        for stored in _describe(kind, sorted((folder / kind).glob("*.safetensors")))
     )
-    steps = {float(read(held)) for held in tensors if held.kind == "step"}
+    steps = {float(read(stored)) for stored in tensors if stored.kind == "step"}
     return Checkpoint(
         format=f"training state, version {contents['version']}",
         facts={"step": max(steps)} if steps else {},
@@ -45,13 +47,13 @@ def open_state(folder: Path) -> Checkpoint:
     )
 
 
-def read(held: Held) -> torch.Tensor:
-    with safe_open(held.place, framework="pt") as file:
-        tensor: torch.Tensor = file.get_tensor(held.name)
+def read(stored: StoredTensor) -> torch.Tensor:
+    with safe_open(stored.place, framework="pt") as file:
+        tensor: torch.Tensor = file.get_tensor(stored.name)
     return tensor
 
 
-def _held(kind: str, files: Iterable[Path]) -> Iterable[Held]:
+def _describe(kind: str, files: Iterable[Path]) -> Iterable[StoredTensor]:
     """Lists the tensors in the files, reading only the headers. Raises UsageError for other than safetensors files."""
     for path in files:
         try:
@@ -61,7 +63,7 @@ def _held(kind: str, files: Iterable[Path]) -> Iterable[Held]:
                     dtype = SAFETENSORS_DTYPES.get(part.get_dtype())
                     if dtype is None:
                         raise UsageError(f"{path} has {name} in the dtype {part.get_dtype()}, which is not supported")
-                    yield Held(kind=kind, name=name, shape=tuple(part.get_shape()), dtype=dtype, place=path)
+                    yield StoredTensor(kind=kind, name=name, shape=tuple(part.get_shape()), dtype=dtype, place=path)
         except (SafetensorError, OSError) as error:
             raise UsageError(f"{path} is not a readable safetensors file: {one_line(error)}") from None
 

@@ -15,7 +15,7 @@ from conformance.core.errors import UsageError
 from conformance.core.io import read_json
 from impl.checkpoints.safe_pickle import METADATA, read_metadata, read_torch_file
 from impl.checkpoints.training_state import WRITTEN
-from impl.convert.contents import Checkpoint, Held
+from impl.convert.contents import Checkpoint, StoredTensor
 from impl.convert.torch_distributed import stored_tensors, tensor_reader, writers
 from impl.megatron.hf_mapping import FUSED, all_parameters, parts
 from impl.megatron.model_config import read_shape
@@ -46,7 +46,7 @@ def open_megatron(folder: Path) -> Checkpoint:
     common = read_torch_file(folder / COMMON)
     step = _step(common)
     tensors = tuple(
-        Held(
+        StoredTensor(
             kind="other" if key.startswith("optimizer.") else "weight",
             name=key,
             shape=tuple(entry.size),
@@ -80,7 +80,7 @@ def named(folder: Path, model: Path) -> Checkpoint:
     metadata = read_metadata(folder / METADATA)
     stored, whole = stored_tensors(metadata), tensor_reader(folder, metadata)
     found, step = open_megatron(folder), _step(read_torch_file(folder / COMMON))
-    held = []
+    tensors = []
     for name in all_parameters(shape):
         for kind, prefixes in PREFIXES.items():
             keys = next((keys for prefix in prefixes if (keys := _keys(prefix + _stored_name(name), stored))), ())
@@ -88,28 +88,30 @@ def named(folder: Path, model: Path) -> Checkpoint:
                 raise UsageError(f"{folder} lacks {name}; give the --model of this checkpoint, with as many layers")
             for part in parts(name, shape, ALONE) if keys else ():
                 dtype = stored[keys[0]].properties.dtype
-                held.append(
-                    Held(kind=kind, name=part.name, shape=part.shape, dtype=dtype, place=Place(part=part, keys=keys))
+                tensors.append(
+                    StoredTensor(
+                        kind=kind, name=part.name, shape=part.shape, dtype=dtype, place=Place(part=part, keys=keys)
+                    )
                 )
                 rows = sum(stored[key].size[0] for key in keys)
                 _check_rows(folder, name, part, rows)
-    trained = dict.fromkeys(one.name for one in held if one.kind == "exp_avg")
+    trained = dict.fromkeys(one.name for one in tensors if one.kind == "exp_avg")
     if step is not None:
         value = torch.tensor(step, dtype=torch.float64)
-        held += [Held(kind="step", name=name, shape=(), dtype=value.dtype, place=value) for name in trained]
+        tensors += [StoredTensor(kind="step", name=name, shape=(), dtype=value.dtype, place=value) for name in trained]
     return Checkpoint(
-        format=found.format, facts=found.facts, tensors=tuple(held), progress=found.progress, read=_reading(whole)
+        format=found.format, facts=found.facts, tensors=tuple(tensors), progress=found.progress, read=_reading(whole)
     )
 
 
-def _reading(whole: Callable[[str], torch.Tensor]) -> Callable[[Held], torch.Tensor]:
-    def read(held: Held) -> torch.Tensor:
-        if held.kind == "step":
-            step: torch.Tensor = held.place
+def _reading(whole: Callable[[str], torch.Tensor]) -> Callable[[StoredTensor], torch.Tensor]:
+    def read(tensor: StoredTensor) -> torch.Tensor:
+        if tensor.kind == "step":
+            step: torch.Tensor = tensor.place
             return step
-        fused = torch.cat([whole(key) for key in held.place.keys])
-        full = torch.empty(held.shape, dtype=held.dtype)
-        copy_to_full(held.place.part, fused, full)
+        fused = torch.cat([whole(key) for key in tensor.place.keys])
+        full = torch.empty(tensor.shape, dtype=tensor.dtype)
+        copy_to_full(tensor.place.part, fused, full)
         return full
 
     return read

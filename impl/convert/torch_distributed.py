@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from conformance.core.errors import UsageError
 from impl.checkpoints.safe_pickle import METADATA, read_metadata, read_torch_bytes
 from impl.checkpoints.training_state import WRITTEN
-from impl.convert.contents import Checkpoint, Held
+from impl.convert.contents import Checkpoint, StoredTensor
 
 _STATE = re.compile(r"optimizer\.state\.(.+)\.([^.]+)")
 
@@ -25,12 +25,12 @@ _STATE = re.compile(r"optimizer\.state\.(.+)\.([^.]+)")
 def open_fsdp2(folder: Path) -> Checkpoint:
     """Opens a checkpoint of FSDP2: ``model.NAME``, ``optimizer.state.NAME.KIND``, schedule and loss scale."""
     metadata = read_metadata(folder / METADATA)
-    tensors = tuple(_held(key, entry) for key, entry in stored_tensors(metadata).items())
+    tensors = tuple(_describe(key, entry) for key, entry in stored_tensors(metadata).items())
 
     whole = tensor_reader(folder, metadata)
 
-    def read(held: Held) -> torch.Tensor:
-        return whole(held.place)
+    def read(tensor: StoredTensor) -> torch.Tensor:
+        return whole(tensor.place)
 
     values = {
         name: _value(folder, metadata, key)
@@ -41,7 +41,7 @@ def open_fsdp2(folder: Path) -> Checkpoint:
         )
         if isinstance(metadata.state_dict_metadata.get(key), BytesStorageMetadata)
     }
-    steps = {float(read(held)) for held in tensors if held.kind == "step"}
+    steps = {float(read(tensor)) for tensor in tensors if tensor.kind == "step"}
     return Checkpoint(
         format="torch.distributed.checkpoint",
         facts={"writers": writers(metadata), **({"step": max(steps)} if steps else {})},
@@ -69,14 +69,14 @@ def stored_tensors(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
     return {key: entry for key, entry in found if isinstance(entry, TensorStorageMetadata)}
 
 
-def _held(key: str, entry: TensorStorageMetadata) -> Held:
+def _describe(key: str, entry: TensorStorageMetadata) -> StoredTensor:
     kind, name = "other", key
     if match := _STATE.fullmatch(key):
         if match[2] in WRITTEN:
             name, kind = match.groups()
     elif key.startswith("model."):
         kind, name = "weight", key.removeprefix("model.")
-    return Held(kind=kind, name=name, shape=tuple(entry.size), dtype=entry.properties.dtype, place=key)
+    return StoredTensor(kind=kind, name=name, shape=tuple(entry.size), dtype=entry.properties.dtype, place=key)
 
 
 def writers(metadata: Metadata) -> int:

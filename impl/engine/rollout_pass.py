@@ -24,7 +24,7 @@ class RolloutFunctions(Protocol):
 
     temperature: float
 
-    def looks(self, model: str) -> Wanted:
+    def rollout_wants(self, model: str) -> Wanted:
         """Returns the one output of ``model`` that is needed before the first update; empty if none is needed."""
         ...
 
@@ -103,7 +103,7 @@ def rollout_columns(
     found: dict[str, Rows] = {}
     routing: dict[str, Rows] = {}
     for role in objective.roles:
-        if want := functions.looks(role.name):
+        if want := functions.rollout_wants(role.name):
             key = rollout_routing(role.prefix, trained=role.trained)
             own: Rows = {}
             routed: Rows = {}

@@ -92,27 +92,27 @@ def _engine_support(scenario: Scenario, layout: Layout, shape: ModelShape) -> Su
 
 
 def states_of(layout: Layout, tier: Precision, shapes: Shapes, trained: bool) -> States:
-    """Estimate what a rank of the largest pipeline stage holds of a model.
+    """Estimates the memory that a model needs on a rank of the largest pipeline stage.
 
     The vocabulary is padded, and gradients are in whole buffers of full precision. The distributed optimizer shards
     masters and moments over dp x sp.
     """
     full, compute = tier.master.bytes, tier.compute.bytes
-    held = max(elements(stage) for stage in _stages(layout, shapes))
+    numbers = max(elements(stage) for stage in _stages(layout, shapes))
     if not trained:
-        return States(weights=held * compute)
-    piece = -(-held // (layout.dp * layout.sp)) if layout.zero == 1 else held
+        return States(weights=numbers * compute)
+    piece = -(-numbers // (layout.dp * layout.sp)) if layout.zero == 1 else numbers
     masters = piece * full if tier.is_half else 0
     return States(
-        weights=held * compute,
-        gradients=held * full,
+        weights=numbers * compute,
+        gradients=numbers * full,
         optimizer=masters + 2 * piece * full,
         update=piece * full,
     )
 
 
 def _stages(layout: Layout, shapes: Shapes) -> list[dict[str, tuple[int, ...]]]:
-    """Give the shapes on a rank of each stage; the last has the head, and a copy of an embedding tied to it."""
+    """Returns the shapes on a rank of each stage; the last has the head, and a copy of an embedding tied to it."""
     multiple = VOCABULARY_MULTIPLE * layout.tp
     padded = {
         name: (-(-shape[0] // multiple) * multiple, *shape[1:]) if name.endswith((EMBEDDING, HEAD)) else shape

@@ -172,12 +172,12 @@ def qkv_spans(shape: ModelShape, tp: Rank) -> tuple[tuple[Span, ...], ...]:
     Its rows are ordered by key-value head: first the query heads that share it, then its key, then its value.
     """
     group, size = shape.heads // shape.kv_heads, shape.head_dim
-    held = shape.kv_heads // tp.size
-    first = tp.rank * held
+    kv_heads = shape.kv_heads // tp.size
+    first = tp.rank * kv_heads
     stride = (group + 2) * size  # rows of one key-value head in the fused parameter
-    q = tuple(Span((first + i) * group * size, i * stride, group * size) for i in range(held))
-    k = tuple(Span((first + i) * size, i * stride + group * size, size) for i in range(held))
-    v = tuple(Span((first + i) * size, i * stride + (group + 1) * size, size) for i in range(held))
+    q = tuple(Span((first + i) * group * size, i * stride, group * size) for i in range(kv_heads))
+    k = tuple(Span((first + i) * size, i * stride + group * size, size) for i in range(kv_heads))
+    v = tuple(Span((first + i) * size, i * stride + (group + 1) * size, size) for i in range(kv_heads))
     return q, k, v
 
 

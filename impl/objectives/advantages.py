@@ -1,8 +1,8 @@
-"""Token rewards, advantages and returns of a whole roll-out, from what is known before its first update.
+"""Computes token rewards, advantages and returns of a whole rollout, before its first update.
 
-Pure functions of one process, on lists of responses without padding: float64 in, float64 out. Names and conventions are
-verl's (conformance/spec/objectives.py); tests/third_party/test_third_opinion_advantages.py holds them against verl,
-TRL and OpenRLHF.
+The functions are pure and work on lists of responses without padding: float64 in, float64 out. Names and conventions
+are verl's (conformance/spec/objectives.py); tests/third_party/test_third_opinion_advantages.py compares the functions
+with verl, TRL and OpenRLHF.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,11 +21,11 @@ VARIANCE_EPSILON = 1e-8  # added to the variance when numbers are whitened
 
 @dataclass(frozen=True, kw_only=True)
 class Response:
-    """One response of n >= 0 tokens, with what is known of it before the first update. Tensors are (n,) floats.
+    """Holds one response of n >= 0 tokens with its rollout data. Tensors are (n,) floats.
 
-    group: the number of its prompt. reward: that of the whole response. old_logprobs, reference_logprobs: log-probs of
-    the sampled tokens under the old policy and the reference. values: the critic's value at the position that predicts
-    token t.
+    group: the number of its prompt. reward: reward of the whole response. old_logprobs, reference_logprobs: log-probs
+    of the sampled tokens under the old policy and the reference. values: the critic's value at the position that
+    predicts token t.
     """
 
     group: int
@@ -37,14 +37,14 @@ class Response:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """Advantages and returns of one response, each (n,), without a gradient."""
+    """Holds advantages and returns of one response, each (n,), without a gradient."""
 
     advantages: Tensor
     returns: Tensor
 
 
 def token_rewards(response: Response, *, kl_coef: float, kl_penalty: KlEstimator) -> Tensor:
-    """r_t = reward [t = n - 1] - kl_coef KL_t: (n,), in the dtype of ``old_logprobs``.
+    """Computes r_t = reward [t = n - 1] - kl_coef KL_t: (n,), in the dtype of ``old_logprobs``.
 
     KL_t is the estimate of the old log-prob against the reference's (Ziegler et al., arXiv 1909.08593, section 2;
     Schulman, http://joschu.net/blog/kl-approx.html). Without ``kl_coef`` no reference is needed.
@@ -59,10 +59,10 @@ def token_rewards(response: Response, *, kl_coef: float, kl_penalty: KlEstimator
 
 
 def estimate(responses: Sequence[Response], objective: Grpo | Ppo) -> list[Estimate]:
-    """Advantages and returns of every response of a roll-out, in the order of ``responses``.
+    """Computes advantages and returns of every response of a rollout, in the order of ``responses``.
 
-    PPO whitens its advantages over all tokens of the roll-out; its returns are computed from advantages that are not
-    whitened. Raises UsageError if there are fewer than two tokens to whiten.
+    PPO whitens its advantages over all tokens of the rollout, and computes its returns from advantages before
+    whitening. Raises UsageError if there are fewer than two tokens to whiten.
     """
     with torch.no_grad():
         rewards = [
@@ -83,7 +83,7 @@ def estimate(responses: Sequence[Response], objective: Grpo | Ppo) -> list[Estim
 
 
 def group_advantages(scores: Tensor, groups: Sequence[int], *, by_std: bool) -> Tensor:
-    """A_i = (R_i - mean R) / (std R + 1e-6) over the group of i: (N,) to (N,).
+    """Computes A_i = (R_i - mean R) / (std R + 1e-6) over the group of i: (N,) to (N,).
 
     The standard deviation is the one with n - 1. A group of one has mean 0 and standard deviation 1. Without ``by_std``
     there is no division. GRPO: Shao et al., arXiv 2402.03300, section 4.1.2, whose formula has neither epsilon nor
@@ -98,25 +98,25 @@ def group_advantages(scores: Tensor, groups: Sequence[int], *, by_std: bool) -> 
 
 
 def group_deviation(members: Tensor) -> Tensor:
-    """The standard deviation with n - 1, or 1 for a group of one: (n,) to ()."""
+    """Returns the standard deviation with n - 1, or 1 for a group of one: (n,) to ()."""
     return members.std() if len(members) > 1 else members.new_ones(())
 
 
 def rloo(scores: Tensor, groups: Sequence[int]) -> Tensor:
-    """A_i = R_i - mean of the other R in its group: (N,) to (N,). For a group of one, A_i = R_i.
+    """Computes A_i = R_i - mean of the other R in its group: (N,) to (N,). For a group of one, A_i = R_i.
 
     Ahmadian et al., arXiv 2402.14740, section 3 (RLOO).
     """
 
-    def left_out(members: Tensor) -> Tensor:
-        others = max(len(members) - 1, 1)
-        return members - (members.sum() - members) / others
+    def leave_one_out(members: Tensor) -> Tensor:
+        count = max(len(members) - 1, 1)
+        return members - (members.sum() - members) / count
 
-    return of_groups(scores, groups, left_out)
+    return of_groups(scores, groups, leave_one_out)
 
 
 def reinforce_plus_plus(rewards: Sequence[Tensor], *, gamma: float) -> list[Estimate]:
-    """G_t = r_t + gamma G_(t+1), and A = G whitened over all tokens of the roll-out. Lists of (n,).
+    """Computes G_t = r_t + gamma G_(t+1), and A = G whitened over all tokens of the rollout. Lists of (n,).
 
     Hu, arXiv 2501.03262, section 3.
     """
@@ -125,7 +125,7 @@ def reinforce_plus_plus(rewards: Sequence[Tensor], *, gamma: float) -> list[Esti
 
 
 def reinforce_plus_plus_baseline(scores: Tensor, groups: Sequence[int], lengths: Sequence[int]) -> list[Estimate]:
-    """A = R - mean R of the group at each token of a response, whitened over all tokens; the returns are equal to A.
+    """Computes A = R - mean R of the group at each token, whitened over all tokens; the returns are equal to A.
 
     ``scores``: (N,). ``lengths``: the number n of tokens of each response. Results are (n,). A group of one has mean 0.
     Hu, arXiv 2501.03262, section 3.
@@ -136,7 +136,7 @@ def reinforce_plus_plus_baseline(scores: Tensor, groups: Sequence[int], lengths:
 
 
 def gae(rewards: Tensor, values: Tensor, *, gamma: float, lam: float) -> Estimate:
-    """A_t = delta_t + gamma lam A_(t+1), delta_t = r_t + gamma V_(t+1) - V_t, with V_n = A_n = 0; returns A + V.
+    """Computes A_t = delta_t + gamma lam A_(t+1), delta_t = r_t + gamma V_(t+1) - V_t, V_n = A_n = 0; returns A + V.
 
     All (n,). Schulman et al., arXiv 1506.02438, equation 16.
     """
@@ -145,12 +145,12 @@ def gae(rewards: Tensor, values: Tensor, *, gamma: float, lam: float) -> Estimat
 
 
 def next_values(values: Tensor) -> Tensor:
-    """V_(t+1), and 0 after the last token, where the response has ended: (n,) to (n,)."""
+    """Returns V_(t+1), and 0 after the last token: (n,) to (n,)."""
     return torch.cat([values[1:], values.new_zeros(min(len(values), 1))])
 
 
 def discounted(numbers: Tensor, *, factor: float) -> Tensor:
-    """S_t = x_t + factor S_(t+1): (n,) to (n,)."""
+    """Computes S_t = x_t + factor S_(t+1): (n,) to (n,)."""
     sums = torch.empty_like(numbers)
     following = numbers.new_zeros(())
     for t in reversed(range(len(numbers))):
@@ -160,7 +160,7 @@ def discounted(numbers: Tensor, *, factor: float) -> Tensor:
 
 
 def whiten(parts: Sequence[Tensor]) -> list[Tensor]:
-    """(x - mean) / sqrt(var + 1e-8), with mean and variance (with n - 1) over all parts together; lists of (n,).
+    """Computes (x - mean) / sqrt(var + 1e-8), with mean and variance (with n - 1) over all parts; lists of (n,).
 
     This is verl's masked_whiten without the 1e-8 in its mean, which has no effect there for an integer mask.
     Raises UsageError for fewer than two numbers.
@@ -168,7 +168,7 @@ def whiten(parts: Sequence[Tensor]) -> list[Tensor]:
     numbers = torch.cat(list(parts))
     if len(numbers) < 2:
         raise UsageError(
-            f"advantages are whitened over all tokens of a roll-out, and this one has {len(numbers)}; "
+            f"advantages are whitened over all tokens of a rollout, and this one has {len(numbers)}; "
             "give it two response tokens or more"
         )
     scale = (numbers.var() + VARIANCE_EPSILON).rsqrt()
@@ -176,7 +176,7 @@ def whiten(parts: Sequence[Tensor]) -> list[Tensor]:
 
 
 def of_responses(rewards: Sequence[Tensor], values: Sequence[Tensor], *, gamma: float, lam: float) -> list[Estimate]:
-    """``gae`` of each response separately. Lists of (n,)."""
+    """Computes ``gae`` of each response separately. Lists of (n,)."""
     return [gae(r, v, gamma=gamma, lam=lam) for r, v in zip(rewards, values, strict=True)]
 
 
@@ -188,16 +188,16 @@ def _ppo(responses: Sequence[Response], rewards: Sequence[Tensor], objective: Pp
 
 
 def _scores(responses: Sequence[Response], rewards: Sequence[Tensor]) -> Tensor:
-    """The sum of each response's token rewards, (N,); the reward itself for a response without tokens."""
+    """Sums each response's token rewards, (N,); takes the reward itself for a response without tokens."""
     sums = [
-        of_tokens.sum() if len(of_tokens) else of_tokens.new_tensor(response.reward)
-        for response, of_tokens in zip(responses, rewards, strict=True)
+        each.sum() if len(each) else each.new_tensor(response.reward)
+        for response, each in zip(responses, rewards, strict=True)
     ]
     return torch.stack(sums)
 
 
 def of_groups(scores: Tensor, groups: Sequence[int], function: Callable[[Tensor], Tensor]) -> Tensor:
-    """Apply ``function`` to the scores of each group, (n,) to (n,); the result is in the order of ``scores``, (N,)."""
+    """Applies ``function`` to the scores of each group, (n,) to (n,); the result has the order of ``scores``, (N,)."""
     numbers = torch.tensor(groups)
     result = torch.empty_like(scores)
     for group in sorted(set(groups)):
@@ -207,7 +207,7 @@ def of_groups(scores: Tensor, groups: Sequence[int], function: Callable[[Tensor]
 
 
 def _spread(scores: Tensor, lengths: Sequence[int]) -> list[Estimate]:
-    """Advantages and returns that are both the response's score at each of its tokens."""
+    """Makes each response's score the advantage and the return at each of its tokens."""
     parts = [score.repeat(length) for score, length in zip(scores, lengths, strict=True)]
     return _estimates(parts, parts)
 

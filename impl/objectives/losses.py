@@ -1,9 +1,9 @@
-"""Losses of policy and critic, token by token, and the weights by which they are aggregated to one number.
+"""Computes losses of policy and critic per token, and the weights that aggregate them to one number.
 
 Tensors are (rows, length) of a micro-batch in which a row may hold several packed documents: ``documents`` (int64,
-from 0) numbers them within the row, ``mask`` (bool) is True where a token of a response is predicted. Pure functions,
-float64 in, float64 out. Names and conventions are verl's (conformance/spec/objectives.py);
-tests/third_party/test_third_opinion_losses.py holds them against verl, TRL and OpenRLHF.
+from 0) numbers them within the row, ``mask`` (bool) is True where a token of a response is predicted. The functions are
+pure: float64 in, float64 out. Names and conventions are verl's (conformance/spec/objectives.py);
+tests/third_party/test_third_opinion_losses.py compares the functions with verl, TRL and OpenRLHF.
 """
 
 from collections.abc import Callable
@@ -15,13 +15,13 @@ from torch import Tensor
 from conformance.spec.objectives import KlEstimator, LossAggMode, LossMode, PolicyGradient
 
 LOG_RATIO_BOUND = 20.0  # verl's, for ratios of tokens and for importance weights
-SEQUENCE_LOG_RATIO_BOUND = 10.0  # verl's, upwards only, for GSPO
-LOW_VAR_KL_BOUNDS = (20.0, 10.0)  # verl's: of the log-ratio, and of the estimate
+SEQUENCE_LOG_RATIO_BOUND = 10.0  # verl's upper bound for GSPO
+LOW_VAR_KL_BOUNDS = (20.0, 10.0)  # verl's bounds of the log-ratio and of the estimate
 
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyTokens:
-    """The tokens of which a loss mode computes losses; all (rows, length), with 0 for a log-prob outside of the mask.
+    """Holds a loss mode's input; all (rows, length), with 0 for a log-prob outside of the mask.
 
     log_ratio: log p - log p of the old policy, differentiable like ``logprobs``.
     """
@@ -35,7 +35,7 @@ class PolicyTokens:
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyTerms:
-    """The policy loss of each token; all (rows, length).
+    """Holds a loss mode's result; all (rows, length).
 
     losses: differentiable. ratio: the ratio of the loss before it is clipped. approx_kl: the estimate of the KL to the
     old policy. clipped: bool, whether the loss is that of the clipped ratio. clipped_lower: bool, whether the dual clip
@@ -58,7 +58,7 @@ def policy_losses(
     documents: Tensor,
     objective: PolicyGradient,
 ) -> PolicyTerms:
-    """Compute the losses of the objective's loss mode: 0 outside of the mask, where flags are False.
+    """Computes the losses of the objective's loss mode: 0 outside of the mask, where flags are False.
 
     Gradients reach ``logprobs``, and nothing outside of the mask reaches losses or gradients.
     """
@@ -123,7 +123,7 @@ def cispo(tokens: PolicyTokens, objective: PolicyGradient) -> PolicyTerms:
 
 
 def _clipped(exponent: Tensor, advantages: Tensor, objective: PolicyGradient) -> PolicyTerms:
-    """Return the larger loss of the ratio exp(exponent) and of the clipped ratio, without dual clip."""
+    """Returns the larger loss of the ratio exp(exponent) and of the clipped ratio, without dual clip."""
     ratio = exponent.exp()
     free = -advantages * ratio
     bounded = -advantages * ratio.clamp(min=1 - objective.clip_ratio_low, max=1 + objective.clip_ratio_high)
@@ -144,7 +144,7 @@ LOSS_MODES: dict[LossMode, Callable[[PolicyTokens, PolicyGradient], PolicyTerms]
 
 
 def dual_clipped(losses: Tensor, advantages: Tensor, *, bound: float) -> Tensor:
-    """The loss, but at most -A * bound where A < 0, so that it is bounded even if the ratio is not. Any shape."""
+    """Limits the loss to -A * bound where A < 0, so it is bounded even if the ratio is not. Any shape."""
     return torch.minimum(losses, -advantages * bound).where(advantages < 0, losses)
 
 
@@ -179,7 +179,7 @@ def kl_estimate(logprobs: Tensor, reference: Tensor, kind: KlEstimator) -> Tenso
 def value_losses(values: Tensor, old_values: Tensor, returns: Tensor, *, cliprange: float) -> tuple[Tensor, Tensor]:
     """(max((V - G)^2, (V' - G)^2) / 2, whether V' gave the maximum); V' is V within +-cliprange of the old value.
 
-    Any shape. The value function's loss of OpenAI's baselines and of verl, beside arXiv 1707.06347, equation 9.
+    Any shape. This is the value loss of OpenAI's baselines and of verl; see also arXiv 1707.06347, equation 9.
     """
     bounded = torch.minimum(torch.maximum(values, old_values - cliprange), old_values + cliprange)
     free, clipped = (values - returns).square(), (bounded - returns).square()
@@ -189,7 +189,7 @@ def value_losses(values: Tensor, old_values: Tensor, returns: Tensor, *, clipran
 def token_weights(
     lengths: Tensor, mode: LossAggMode, *, tokens: Tensor, sequences: Tensor, scale_factor: float | None = None
 ) -> Tensor:
-    """The weight of each token; the loss of a mini-batch is the sum of weight * loss over its tokens.
+    """Returns the weight of each token; the loss of a mini-batch is the sum of weight * loss over its tokens.
 
     ``lengths``: any shape, the number n of response tokens in the token's document. ``tokens``, ``sequences``:
     scalars, the T response tokens of the whole mini-batch and its N documents with at least one. ``token-mean`` 1 / T,
@@ -205,7 +205,7 @@ def token_weights(
 
 
 def sequence_mean(numbers: Tensor, *, mask: Tensor, documents: Tensor) -> Tensor:
-    """At each token, the mean of ``numbers`` over the masked tokens of its document; 0 in a document without any.
+    """Returns, at each token, the mean of ``numbers`` over the masked tokens of its document; 0 without such tokens.
 
     All (rows, length), differentiable. 1/|y| in arXiv 2507.18071, equation 7.
     """

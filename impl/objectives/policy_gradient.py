@@ -20,14 +20,12 @@ from impl.interface.outputs import Evaluation, Outputs, Wanted
 from impl.objectives.advantages import Estimate, Response, estimate
 from impl.objectives.losses import importance_weights, kl_estimate, policy_losses, token_weights, value_losses
 
-Looks = Mapping[str, Mapping[tuple[int, int], Tensor]]  # by model, then by (mini-batch, row): (targets of the row,)
+RolloutOutputs = Mapping[str, Mapping[tuple[int, int], Tensor]]  # by model, by (mini-batch, row): (targets of the row,)
 
 
 @dataclass(frozen=True)
 class PolicyGradientFunctions:
-    """The functions of GRPO and PPO; see impl.objectives.registry.ObjectiveFunctions and
-    impl.engine.rollout_pass.RolloutFunctions.
-    """
+    """Implements impl.objectives.registry.ObjectiveFunctions and impl.engine.rollout_pass.RolloutFunctions."""
 
     objective: Grpo | Ppo
 
@@ -35,25 +33,25 @@ class PolicyGradientFunctions:
     def temperature(self) -> float:
         return self.objective.temperature
 
-    # --- before the first update of a roll-out ------------------------------------------------------------------------
+    # --- before the first update of a rollout -------------------------------------------------------------------------
 
-    def looks(self, model: str) -> Wanted:
+    def rollout_wants(self, model: str) -> Wanted:
         if all(role.name != model for role in self.objective.rollout_roles):
             return frozenset()
         return frozenset({"values" if model == CRITIC.name else "logprobs"})
 
-    def annotate(self, batches: Sequence[Batch], found: Looks) -> list[Batch]:
-        """The mini-batches with the columns that ``evaluate`` reads."""
-        taken = {model: _by_document(batches, rows) for model, rows in found.items()}
+    def annotate(self, batches: Sequence[Batch], found: RolloutOutputs) -> list[Batch]:
+        """Adds the columns that ``evaluate`` reads to the mini-batches."""
+        outputs = {model: _by_document(batches, rows) for model, rows in found.items()}
         documents = [document for batch in batches for document in batch.documents]
         responses = [
-            _response(document, {model: numbers[n] for model, numbers in taken.items()})
+            _response(document, {model: numbers[n] for model, numbers in outputs.items()})
             for n, document in enumerate(documents)
         ]
         estimates = estimate(responses, self.objective)
-        made = (self._annotated(*each) for each in zip(documents, responses, estimates, strict=True))
+        annotated = (self._annotated(*each) for each in zip(documents, responses, estimates, strict=True))
         return [
-            replace(b, rows=tuple(replace(r, documents=tuple(next(made) for _ in r.documents)) for r in b.rows))
+            replace(b, rows=tuple(replace(r, documents=tuple(next(annotated) for _ in r.documents)) for r in b.rows))
             for b in batches
         ]
 
@@ -75,7 +73,7 @@ class PolicyGradientFunctions:
     # --- an update ----------------------------------------------------------------------------------------------------
 
     def wants(self, model: str) -> Wanted:
-        """See ObjectiveFunctions. A frozen reference runs no forward pass here: its log-probs are in the columns."""
+        """Returns the outputs per model; a frozen reference needs none, because its log-probs are in the columns."""
         if model == CRITIC.name:
             return frozenset({"values"})
         return frozenset({"logprobs", "entropy", "targets"}) if model == POLICY.name else frozenset()
@@ -159,7 +157,7 @@ class PolicyGradientFunctions:
 
 
 def loss_weights(inputs: MicroBatch, objective: Grpo | Ppo, totals: Mapping[str, Tensor]) -> Tensor:
-    """The weight of the loss at each position, (rows, length); 0 where no response token is predicted."""
+    """Returns the weight of the loss at each position, (rows, length); 0 where no response token is predicted."""
     weights = token_weights(
         inputs.columns["length"],
         objective.loss_agg_mode,
@@ -173,13 +171,13 @@ def loss_weights(inputs: MicroBatch, objective: Grpo | Ppo, totals: Mapping[str,
 def actor_loss(
     objective: Grpo | Ppo, *, pg_loss: Tensor, entropy_loss: Tensor, kl_loss: Tensor | None = None
 ) -> Tensor:
-    """The loss of the policy: pg_loss - entropy_coeff * entropy_loss + kl_loss_coef * kl_loss, as in verl."""
+    """Returns pg_loss - entropy_coeff * entropy_loss + kl_loss_coef * kl_loss, as in verl."""
     loss = pg_loss - objective.entropy_coeff * entropy_loss
     return loss if kl_loss is None else loss + objective.kl_loss_coef * kl_loss
 
 
 def document_numbers(inputs: MicroBatch) -> Tensor:
-    """The number, from 0, of the document in its row that a position belongs to: int64 (rows, length).
+    """Numbers, from 0 in each row, the document of each position: int64 (rows, length).
 
     Padding counts as one more document.
     """
@@ -187,7 +185,7 @@ def document_numbers(inputs: MicroBatch) -> Tensor:
 
 
 def _by_document(batches: Sequence[Batch], found: Mapping[tuple[int, int], Tensor]) -> list[Tensor]:
-    """Split the numbers of each row by document: (targets,) for each document of all batches, in order."""
+    """Splits the numbers of each row by document: (targets,) for each document of all batches, in order."""
     parts: list[Tensor] = []
     for number, batch in enumerate(batches):
         for row in batch.rows:
@@ -212,12 +210,12 @@ def _response(document: Document, found: Mapping[str, Tensor]) -> Response:
 
 
 def _of_targets(document: Document, name: str) -> Tensor:
-    """The numbers of a column at the response tokens, (targets,), in torch's default dtype."""
+    """Returns the numbers of a column at the response tokens, (targets,), in torch's default dtype."""
     column: Any = document.columns[name]
     return torch.tensor([number for number, target in zip(column, document.targets, strict=True) if target])
 
 
 def _column(document: Document, numbers: Tensor) -> tuple[float, ...]:
-    """``numbers`` (targets,) as a column of the document: a number for each token, 0 where there is no target."""
-    taken: Iterator[float] = iter(numbers.tolist())
-    return tuple(next(taken) if target else 0.0 for target in document.targets)
+    """Expands ``numbers`` (targets,) to a column of the document: one number per token, 0 without a target."""
+    remaining: Iterator[float] = iter(numbers.tolist())
+    return tuple(next(remaining) if target else 0.0 for target in document.targets)

@@ -1,7 +1,6 @@
-"""The objectives of the reference backends: losses of micro-batches, the same for every backend and layout.
+"""Maps each kind of objective to the loss functions that all reference backends share.
 
-FUNCTIONS maps the kind of a scenario's objective to its functions. The oracle has its own functions, which were written
-independently (conformance/oracle/objectives.py).
+The oracle has its own functions, which were written independently (conformance/oracle/objectives.py).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,26 +16,26 @@ from impl.objectives.policy_gradient import PolicyGradientFunctions
 
 
 class ObjectiveFunctions(Protocol):
-    """The functions of an objective that the trainer calls; ``model`` is the name of a role."""
+    """Defines the functions of an objective that the trainer calls; ``model`` is the name of a role."""
 
     @property
     def temperature(self) -> float:
-        """The number that logits are divided by."""
+        """Returns the divisor of the logits."""
         ...
 
     def wants(self, model: str) -> Wanted:
-        """The outputs that are needed of ``model``; if none are, the model makes no forward pass."""
+        """Returns the outputs needed from ``model``; if there are none, the model runs no forward pass."""
         ...
 
     def totals(self, rows: Sequence[Row]) -> dict[str, float]:
-        """Sums over ``rows``, by observable; their totals over the whole step are the denominators of the losses.
+        """Returns sums over ``rows``, by observable; totals over the whole step are the denominators of the losses.
 
         The totals are recorded, except for keys under which ``evaluate`` gives a value itself.
         """
         ...
 
     def summary(self, batch: Batch) -> dict[str, float]:
-        """Numbers of the whole batch, by observable, that are recorded and need no forward pass of this step."""
+        """Returns recorded numbers of the whole batch, by observable, that need no forward pass of this step."""
         ...
 
     def evaluate(
@@ -48,7 +47,7 @@ class ObjectiveFunctions(Protocol):
         totals: Mapping[str, Tensor],
         others: Mapping[str, Outputs],
     ) -> Evaluation:
-        """The loss and the recorded numbers of ``model`` for one micro-batch.
+        """Computes the loss and the recorded numbers of ``model`` for one micro-batch.
 
         ``totals``: sums over the whole step on all ranks, scalars on the device in the dtype of the outputs.
         ``others``: detached outputs for this micro-batch of the models that ran earlier in this step, by model.
@@ -57,8 +56,10 @@ class ObjectiveFunctions(Protocol):
 
 
 class SftFunctions:
-    """Supervised fine-tuning: the mean of weight times -log p over the target tokens of the whole step, on all ranks
-    together. Documents without a column ``weight`` have weight 1."""
+    """Computes the SFT loss: the mean of weight times -log p over the target tokens of the whole step on all ranks.
+
+    Documents without a column ``weight`` have weight 1.
+    """
 
     temperature = 1.0
 
@@ -88,7 +89,7 @@ class SftFunctions:
         loss = minimised = -outputs.logprobs.sum() / totals["token_count"]
         if "weight" in inputs.columns:
             minimised = -(inputs.columns["weight"] * outputs.logprobs).sum() / totals["token_count"]
-        # Count the targets that were trained on: the batch's own count would be right even if some of them were lost.
+        # Trained targets are counted, because the batch's own count would hide lost ones.
         values = {"loss": loss, "token_count": outputs.targets.sum()}
         return Evaluation(loss=minimised, values=values, rows={"logprob": outputs.logprobs})
 
@@ -101,6 +102,6 @@ FUNCTIONS: dict[str, Callable[[Any], ObjectiveFunctions]] = {
 
 
 def functions_of(objective: Objective) -> ObjectiveFunctions:
-    """The functions of a scenario's objective. Raises UsageError for a kind that is not in FUNCTIONS."""
+    """Returns the functions of a scenario's objective. Raises UsageError for a kind that is not in FUNCTIONS."""
     known_kinds(FUNCTIONS, objective, who="impl/objectives/registry.py")
     return FUNCTIONS[objective.kind](objective)

@@ -72,7 +72,7 @@ def test_the_last_two_checkpoints_stay_and_rests_of_crashes_go(pool: Pool, tmp_p
     with pytest.raises(UsageError, match=r"must contain the name of a checkpoint, got '\.\./step-000004'"):
         TrainingFolder(root=root).latest()
     (root / "latest").unlink()
-    with pytest.raises(UsageError, match=r"no checkpoint was finished there; .* step-000003, step-000004"):
+    with pytest.raises(UsageError, match=r"no checkpoint was finished there; .*: step-000003, step-000004"):
         TrainingFolder(root=root).latest()
 
 

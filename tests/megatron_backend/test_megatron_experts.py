@@ -142,5 +142,5 @@ def test_what_is_not_built_in_for_experts_says_so(tmp_path: Path) -> None:
     shutil.copy(folder("qwen3-moe") / "config.json", tmp_path)
     with pytest.raises(UsageError, match="give a folder with weights"):
         parameter_shapes(tmp_path, "causal")
-    with pytest.raises(UsageError, match="let it export a training state or a Hugging Face folder"):
+    with pytest.raises(UsageError, match="and export a training state or a Hugging Face folder"):
         named(tmp_path, folder("qwen3-moe"))
