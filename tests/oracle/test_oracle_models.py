@@ -48,7 +48,8 @@ def value_model(family: str, tmp_path: Path) -> Path:
 
 
 def test_an_unknown_model_type_lists_the_known_ones(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"'mamba'; the oracle knows .*gemma3_text \(docs/guides/adding-a-model\.md"):
+    message = r"'mamba'; the oracle knows .*gemma3_text \(to add one, see docs/guides/adding-a-model\.md"
+    with pytest.raises(ValueError, match=message):
         read_architecture(edited("llama", tmp_path, model_type="mamba"))
 
 
