@@ -13,7 +13,7 @@ import torch
 from conformance.results.run_results import read_run
 from conformance.results.verdict import Verdict
 from conformance.runtime.gpu_inventory import gpus_of_host
-from conformance.runtime.gpu_leases import held, lease_folder
+from conformance.runtime.gpu_leases import lease_folder, leases_by_process
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a GPU")
 
@@ -95,7 +95,7 @@ def test_runs_on_one_gpu_take_turns_and_a_cell_of_two_is_not_run(tmp_path: Path)
         for one in runs:
             stack.callback(one.kill)
         while any(one.poll() is None for one in runs):
-            having = held(gpus_of_host(), lease_folder())
+            having = leases_by_process(gpus_of_host(), lease_folder())
             assert all(names == {gpu} for names in having.values())
             seen |= having.keys()
             time.sleep(0.02)
