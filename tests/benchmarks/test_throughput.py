@@ -39,7 +39,7 @@ def measured(*seconds: float) -> dict[str, Any]:
     return {"tokens_per_second": 10, "fastest": 10, "peak_gib": 1.0, "host_gib": 1.0, "seconds": list(seconds)}
 
 
-def test_a_program_is_as_fast_as_its_slowest_rank_and_takes_the_memory_of_the_largest() -> None:
+def test_throughput_takes_slowest_rank_and_largest_memory() -> None:
     first = {**measured(2.0, 2.5), "tokens_per_second": 9, "mfu": 0.2, "loss": 0.0}
     last = {**measured(1.0, 3.0), "fastest": 12, "mfu": 0.3, "peak_gib": 4.0, "host_gib": 2.0, "loss": 7.0}
     told = {**first, "peak_gib": 4.0, "host_gib": 2.0, "loss": 7.0}  # a loss of zero is of a stage that knows none

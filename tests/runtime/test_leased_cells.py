@@ -115,7 +115,7 @@ sys.stdin.read()
 """
 
 
-def test_a_run_says_that_it_waits_for_another_and_not_that_its_cells_wait_for_each_other(
+def test_lease_wait_for_other_process_is_logged(
     gpus: Gpus, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("conformance.runtime.gpu_slots._REPORT_S", 0.05)
@@ -296,7 +296,7 @@ def test_two_runs_at_once_use_the_same_gpus_in_turn(tmp_path: Path) -> None:
     assert leases_by_process(GPUS, lease_folder()) == {}
 
 
-def test_modules_are_imported_on_every_block_that_a_world_may_lease_before_it_does(pool: Pool, tmp_path: Path) -> None:
+def test_prepare_imports_on_every_block_without_leases(pool: Pool, tmp_path: Path) -> None:
     """So that no GPU is leased while they are."""
     for size, blocks in ((2, 1), (1, 3), (3, 3)):  # three ranks have no place here
         pool.prepare(WorldConfig(size=size, device="cpu", preload=("world_tasks",)))

@@ -68,7 +68,7 @@ def verdicts(folder: Path) -> dict[str, Verdict]:
 ONE, TWO = (f"sft-packed/pangu/fsdp2/{layout}/fp32" for layout in ("dp1", "dp2"))
 
 
-def test_a_gpu_that_another_program_has_filled_is_told_and_works_when_that_has_ended(tmp_path: Path) -> None:
+def test_full_gpu_is_reported_and_works_after_program_ends(tmp_path: Path) -> None:
     gpu = gpus_of_host()[0]
     filler = [sys.executable, "-c", FILLER]
     with subprocess.Popen(filler, env=on(gpu), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as program:
