@@ -118,12 +118,12 @@ class ZygoteHandle(Child):
             self._process.terminate()
         return super().close()
 
-    def _heard(self, message: Message) -> None:
-        super()._heard(message)
+    def _dispatch(self, message: Message) -> None:
+        super()._dispatch(message)
         if message["type"] == "ready":
             self._ready = message
 
-    def _refusal(self, size: int, error: str) -> StartError:
+    def _start_error(self, size: int, error: str) -> StartError:
         return too_small(size, error)
 
     def _left_by_others(self, world: World) -> list[int]:

@@ -141,7 +141,7 @@ class Handle:
             child_ends.close()
             started = self._answer("started", world=number, limit_s=limit_s)
             if started["error"]:
-                raise self._refusal(size, started["error"])
+                raise self._start_error(size, started["error"])
             own_ends.pop_all()  # the worker group keeps them
         world = self._worlds[number] = self.made(
             number=number,
@@ -169,7 +169,7 @@ class Handle:
         """Ends the process with all its ranks; returns its exit status."""
         raise NotImplementedError
 
-    def _refusal(self, size: int, error: str) -> StartError:
+    def _start_error(self, size: int, error: str) -> StartError:
         """Makes the error for a worker group of ``size`` ranks that the process could not start."""
         return StartError(error)
 
@@ -181,7 +181,7 @@ class Handle:
         """Returns where to look when the process has ended, as the end of a message."""
         return ""
 
-    def _heard(self, message: Message) -> None:
+    def _dispatch(self, message: Message) -> None:
         """Processes a message of any type."""
         if message["type"] == "exited" and (world := self._worlds.get(message["world"])):
             world.statuses[message["rank"]] = message["status"]
@@ -204,7 +204,7 @@ class Handle:
         if message is None:
             self.is_alive = False
         else:
-            self._heard(message)
+            self._dispatch(message)
         return message
 
 
