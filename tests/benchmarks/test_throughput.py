@@ -49,14 +49,14 @@ def test_throughput_takes_slowest_rank_and_largest_memory() -> None:
 
 def test_of_steps_in_turn_each_is_compared_with_the_one_that_follows() -> None:
     seen = ([measured(2.0, 4.0)], [measured(3.0, 3.0)])
-    ratios = throughput.told(PAIR, seen, in_turn=True)["ours_by_plain"]
+    ratios = throughput.summary_of(PAIR, seen, in_turn=True)["ours_by_plain"]
     # 1.5: ours took two thirds of the time
     assert ratios["of_steps"] == {"median": 1.125, "all": [1.5, 0.75], "quartiles": [0.9375, 1.3125]}
-    assert "of_steps" not in throughput.told(PAIR, seen, in_turn=False)["ours_by_plain"]
+    assert "of_steps" not in throughput.summary_of(PAIR, seen, in_turn=False)["ours_by_plain"]
 
 
 def test_a_program_that_failed_has_no_ratio() -> None:
-    told = throughput.told(PAIR, ([measured(2.0)], [{"failed": "out of memory"}]), in_turn=True)
+    told = throughput.summary_of(PAIR, ([measured(2.0)], [{"failed": "out of memory"}]), in_turn=True)
     assert told["ours_by_plain"] == {}
     assert told["of_plain"] == [{"failed": "out of memory"}]
 
@@ -120,7 +120,7 @@ def test_scaling_of_another_measurement_is_refused(other: dict[str, Any], said: 
     throughput.comparable(result, {**result, "gpus": 1})
     with pytest.raises(SystemExit, match=said):
         throughput.comparable(result, {**result, "gpus": 1, **other})
-    with pytest.raises(SystemExit, match="does not say which GPUs"):  # as those of 2026-11-22
+    with pytest.raises(SystemExit, match="does not name its GPUs"):  # as those of 2026-11-22
         throughput.comparable(result, {name: value for name, value in result.items() if name != "environment"})
 
 
