@@ -1,4 +1,4 @@
-"""What counts as weights that a rank holds when its gradients are ready (conformance.worker.evidence, claim 4)."""
+"""Checks which storages count as weights of a rank when its gradients are ready (conformance.worker.evidence)."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Whatever is done to an output folder: an answer with an exit code, in time, and nothing wrong in it (claim 9)."""
+"""Checks that any mutation of an output folder gives an exit code in time, and no false pass."""
 
 from pathlib import Path
 

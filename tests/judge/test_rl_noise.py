@@ -1,6 +1,6 @@
-"""How far rounding alone moves the losses of reinforcement learning, and what the judge makes of it (claim 6).
+"""Checks the tolerances for losses of reinforcement learning, which rounding alone moves.
 
-At the first update of a roll-out all ratios are 1. Where nothing else is trained on, one lucky draw would be the bound.
+At the first update of a rollout all ratios are 1, so without other updates one lucky draw would set the bound.
 """
 
 from pathlib import Path

@@ -1,5 +1,5 @@
-"""The exact tier: every request for a lower precision on the way of a float64 computation gives float64, nothing else
-changes, and LeakWatch finds what is left. Serves claim 6."""
+"""Checks the exact tier: casts to a lower precision in a float64 computation give float64, nothing else changes, and
+LeakWatch finds the remaining ones."""
 
 import ast
 import inspect

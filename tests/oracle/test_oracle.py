@@ -1,5 +1,5 @@
-"""The oracle is right: it agrees with transformers' models and torch's optimizers to the last digits of float64, and
-shares no code with what it judges. Serves claims 1, 2, 4 and 6."""
+"""Checks that the oracle agrees with transformers' models and torch's optimizers to the last digits of float64, and
+shares no code with the backends."""
 
 import ast
 import inspect

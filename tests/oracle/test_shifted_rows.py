@@ -1,5 +1,5 @@
-"""A row of a value model's embedding to which values add what nearly cancels: its bound knows what their common error
-makes of it, and allows no more (claim 6)."""
+"""Checks the tolerance of a value model's embedding row whose contributions nearly cancel: it covers their common error
+and no more."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Whole runs on real GPUs: beside a program without leases, beside each other, and on fewer GPUs (claim 8)."""
+"""Checks whole runs on real GPUs: next to a program without leases, next to each other, and on fewer GPUs."""
 
 import os
 import subprocess
