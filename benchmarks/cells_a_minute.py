@@ -1,14 +1,13 @@
-"""How many judged cells a minute `parity run` gets through, beside the same run with each cell under its own torchrun.
+"""Measures judged cells a minute of `parity run`, and of the same run with each cell under its own torchrun.
 
 python benchmarks/cells_a_minute.py OUT [--rounds 1] --device cuda --profile gpu ...   (the rest as for parity run)
 
 Both runs plan, lease, compute oracles, judge and report with the same code, and begin with an empty cache. They differ
-in where the ranks of a leg come from: worlds that stay alive, or a torchrun that is started for this leg, as trainers
-are usually started. Prints and writes OUT/cells.json: of each run the seconds, the states of its cells, cells a minute
-from start to exit, and how long places were leased where there are any (GPUs). A torchrun gives each rank a GPU of its
-own and tells of no planted fault, so --ranks-per-gpu and --faults are refused. A leg that takes longer than its budget
-(--budget) has failed. Where Python keeps no bytecode (PYTHONDONTWRITEBYTECODE), each run compiles what its ranks
-import.
+in the ranks of a phase: live worker groups, or a torchrun for each phase, as trainers are usually started. Prints and
+writes OUT/cells.json: for each run the seconds, the states of its cells, cells a minute from start to exit, and the
+lease times of GPUs. A torchrun gives each rank its own GPU and cannot plant faults, so --ranks-per-gpu and --faults are
+usage errors. A phase that takes longer than its budget (--budget) has failed. If Python keeps no bytecode
+(PYTHONDONTWRITEBYTECODE), each run compiles the imports of its ranks.
 """
 
 import argparse
@@ -42,10 +41,10 @@ def main() -> int:
             return cli.main(["run", *sys.argv[2:]])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--rounds", type=int, default=1, help="of both, one after the other")
+    parser.add_argument("--rounds", type=int, default=1, help="rounds of both runs, one after the other")
     options, arguments = parser.parse_known_args()
     if refused := {"--ranks-per-gpu", "--faults"} & {argument.partition("=")[0] for argument in arguments}:
-        parser.error(f"{', '.join(refused)} cannot be had under torchrun; leave it out")
+        parser.error(f"{', '.join(refused)} is not possible under torchrun; leave it out")
     options.out.mkdir(parents=True)
     runs: list[dict[str, Any]] = []
     for number in range(options.rounds):
@@ -54,14 +53,14 @@ def main() -> int:
             ("torchrun", [str(Path(__file__)), BY_TORCHRUN]),
         ):
             runs.append({"by": name, **timed(command, arguments, options.out / f"{name}-{number}")})
-            told = {"arguments": arguments, "environment": environment(), "runs": runs}
-            (options.out / "cells.json").write_text(json.dumps(told, indent=1), encoding="utf-8")
+            result = {"arguments": arguments, "environment": environment(), "runs": runs}
+            (options.out / "cells.json").write_text(json.dumps(result, indent=1), encoding="utf-8")
             print(json.dumps(runs[-1]), flush=True)
     return 0
 
 
 def timed(command: list[str], arguments: list[str], out: Path) -> dict[str, Any]:
-    """Run a process to its end. Raises CalledProcessError where it wrote no summary, with what it said."""
+    """Runs a process to its end. Raises CalledProcessError with its output if it wrote no summary."""
     began = time.perf_counter()
     done = subprocess.run(
         [sys.executable, *command, *arguments, "--verbose", "--out", str(out)],
@@ -85,14 +84,14 @@ def timed(command: list[str], arguments: list[str], out: Path) -> dict[str, Any]
 
 
 class TorchrunLane(Lane):
-    """A lane that starts a torchrun for each leg of a cell; other tasks (an oracle) run as they do in a pool."""
+    """Starts a torchrun for each phase of a cell; other tasks (an oracle) run as in a pool."""
 
     def __init__(self, starter: Starter, block: Block) -> None:
         super().__init__(starter)
         self._block = block
 
     def run(self, **call: Any) -> Outcome:
-        """As conformance.runtime.slots.Lane.run."""
+        """See conformance.runtime.slots.Lane.run."""
         if call["task"] != TASK:
             return super().run(**call)
         config, log_dir, began = call["config"], Path(call["log_dir"]), time.monotonic()
@@ -115,14 +114,14 @@ class TorchrunLane(Lane):
 
 
 class TorchrunPool(Pool):
-    """A pool of such lanes."""
+    """Runs the phases of cells in lanes of torchrun."""
 
     def __init__(self, *, work_dir: Path, places: Places | None = None) -> None:
         super().__init__(work_dir=work_dir, places=places)
         self._own = TorchrunLane(self._zygotes, ())
 
     def prepare(self, config: Any) -> None:
-        """Nothing: no world of this config will be started."""
+        """Does nothing, because no worker group of this config will be started."""
 
     def _lane(self, places: Places, block: Block) -> _Threaded:
         if block not in self._lanes:

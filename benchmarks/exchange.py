@@ -1,12 +1,12 @@
-"""Hands a training over from FSDP2 to Megatron to DeepSpeed by training states, and says what it takes.
+"""Resumes a training of FSDP2 in Megatron and then in DeepSpeed, and measures memory and seconds.
 
 python benchmarks/exchange.py MODEL OUT [--device cuda] [--precision exact] [--steps 2] [--rows 4] [--max-len 512]
 
-Two ranks in fresh processes for each backend: FSDP2 dp2 trains and exports, and goes on to the end by itself; Megatron
-tp2 goes on from its state, and DeepSpeed dp2.zero2 from Megatron's. Each of them exports at once what it has imported,
-which has to be the same to the last bit, and the end is compared with FSDP2's: losses and gradient norms of each step,
-every master and moment. Documents are random tokens. Prints JSON; exits with 1 where what was imported is not the same,
-and in the exact tier where a loss or norm is further from FSDP2's than the tier allows.
+Each backend has two ranks in fresh processes. FSDP2 dp2 trains, exports and continues to the end; Megatron tp2 resumes
+from its state, and DeepSpeed dp2.zero2 from Megatron's. Both export the imported state at once, which has to be bitwise
+equal. Losses and gradient norms of each step, and the final masters and moments, are compared with FSDP2's. Documents
+are random tokens. Prints JSON; exits with 1 if an imported state differs, and in the exact tier if a loss or norm is
+further from FSDP2's than the tier allows.
 """
 
 import argparse
@@ -78,7 +78,7 @@ def exchange(options: argparse.Namespace) -> dict[str, Any]:
             exports[len(LEGS) * steps] = out / "alone"
         else:
             exports[number * steps] = out / "again"
-        told = run_leg(
+        measured = run_leg(
             out / f"leg-{number}.json",
             {
                 **common,
@@ -90,25 +90,25 @@ def exchange(options: argparse.Namespace) -> dict[str, Any]:
                 "exports": {step: str(folder) for step, folder in exports.items()},
             },
         )
-        legs[f"{backend} {layout}"] = told
+        legs[f"{backend} {layout}"] = measured
         if number == 0:
-            alone = told["steps"]
+            alone = measured["steps"]
         else:
-            told["imported"] = differences(begun, out / "again")
+            measured["imported"] = differences(begun, out / "again")
             shutil.rmtree(out / "again")
             shutil.rmtree(begun)
-            told["from_alone"] = {
-                name: max(relative(own[name], alone[own["step"]][name]) for own in told["steps"])
+            measured["from_alone"] = {
+                name: max(relative(own[name], alone[own["step"]][name]) for own in measured["steps"])
                 for name in ("loss", "grad_norm")
             }
-    gone_on = [told for told in legs.values() if "imported" in told]
-    furthest = max(apart for told in gone_on for apart in told["from_alone"].values())
+    resumed = [of_leg for of_leg in legs.values() if "imported" in of_leg]
+    furthest = max(error for of_leg in resumed for error in of_leg["from_alone"].values())
     return {
         "precision": options.precision,
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if options.device == "cuda" else "cpu",
         "state_gib": round(sum(file.stat().st_size for file in (out / "alone").rglob("*.safetensors")) / GIB, 2),
-        "imported_is_exported": not any(apart for told in gone_on for apart in told["imported"].values()),
+        "imported_is_exported": not any(error for of_leg in resumed for error in of_leg["imported"].values()),
         "goes_on_alike": furthest <= EXACT if options.precision == "exact" else None,
         "at_the_end": differences(out / "alone", out / f"state-{len(LEGS)}"),
         "legs": legs,
@@ -116,7 +116,7 @@ def exchange(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def random_batches(options: argparse.Namespace) -> list[Batch]:
-    """A document of ``max_len`` random tokens in each row, all of them targets but for the first."""
+    """Makes rows of one document of ``max_len`` random tokens; all tokens but the first are targets."""
     vocabulary = json.loads((options.model / "config.json").read_text(encoding="utf-8"))["vocab_size"]
     numbers, length = random.Random(0), options.max_len
     targets = (False, *(True,) * (length - 1))
@@ -131,7 +131,7 @@ def random_batches(options: argparse.Namespace) -> list[Batch]:
 
 
 def run_leg(path: Path, arguments: dict[str, Any]) -> Any:
-    """Run ``leg`` in fresh ranks; what the first one told, and the largest resident memory of each by phase."""
+    """Runs ``leg`` in fresh ranks; returns seconds and memory by section, and the losses and norms of each step."""
     path.write_text(json.dumps(arguments), encoding="utf-8")
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS))
     command = [sys.executable, *launcher, __file__, "--leg", str(path)]
@@ -141,7 +141,7 @@ def run_leg(path: Path, arguments: dict[str, Any]) -> Any:
 
 
 def leg(path: Path) -> None:
-    """One rank: set up, import a state, train, export; the first one writes what was seen beside ``path``."""
+    """Sets up, imports a state, trains and exports in one rank; rank 0 writes the measurements beside ``path``."""
     of = json.loads(path.read_text(encoding="utf-8"))
     scenario, device = parse_scenario(of["scenario"]), of["device"]
     if device == "cuda":
@@ -153,16 +153,16 @@ def leg(path: Path) -> None:
     every: list[Any] = [None] * RANKS
     dist.all_gather_object(every, phases)
     if dist.get_rank() == 0:
-        told = {
+        measured = {
             name: {"seconds": seconds, "peak_host_gib": [phases[name][1] for phases in every]}
             for name, (seconds, _) in phases.items()
         }
-        path.with_suffix(".told").write_text(json.dumps({"phases": told, "steps": steps}), encoding="utf-8")
+        path.with_suffix(".told").write_text(json.dumps({"phases": measured, "steps": steps}), encoding="utf-8")
     dist.destroy_process_group()
 
 
 def train(of: dict[str, Any], scenario: Scenario, device: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """What a leg does: of each phase seconds and GiB of host memory, and of each step what it reported."""
+    """Trains one phase; returns seconds and GiB of host memory by section, and loss and norm by step."""
     backend: Any = find_backend(of["backend"]).load()()
     phases, steps = {}, []
 
@@ -194,9 +194,9 @@ def train(of: dict[str, Any], scenario: Scenario, device: str) -> tuple[dict[str
 
 
 def differences(one: Path, other: Path) -> dict[str, float]:
-    """The largest difference of a tensor's values in two training states, relative to its largest value; by kind.
+    """Returns by kind the largest difference of a tensor in two training states, relative to its largest value.
 
-    Infinite where tensors differ and the difference is no number.
+    Infinite if the difference is not finite.
     """
     found: dict[str, float] = {}
     folders = sorted({file.parent for file in (one / "checkpoint").rglob("*.safetensors")})
@@ -208,33 +208,33 @@ def differences(one: Path, other: Path) -> dict[str, float]:
             for name, read in these.items():
                 a, b = read(name), those[name](name)
                 assert (a.dtype, a.shape) == (b.dtype, b.shape), f"{name} has another dtype or shape in {twin}"
-                apart = 0.0 if torch.equal(a, b) else float((a - b).abs().max() / a.abs().max())
-                found[folder.name] = max(found.get(folder.name, 0.0), apart if math.isfinite(apart) else math.inf)
+                error = 0.0 if torch.equal(a, b) else float((a - b).abs().max() / a.abs().max())
+                found[folder.name] = max(found.get(folder.name, 0.0), error if math.isfinite(error) else math.inf)
     return found
 
 
 @contextlib.contextmanager
 def tensors(folder: Path) -> Iterator[dict[str, Callable[[str], torch.Tensor]]]:
-    """Of every tensor in a folder, what reads it by its name."""
+    """Yields a reader for every tensor in a folder, by name."""
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(safe_open(path, framework="pt")) for path in folder.glob("*.safetensors")]
         yield {name: file.get_tensor for file in files for name in file.keys()}  # noqa: SIM118
 
 
 def relative(one: float, other: float) -> float:
-    """The distance of two numbers by the size of the other; infinite if one of them is not finite."""
-    apart = abs(one - other) / abs(other)
-    return apart if math.isfinite(apart) else math.inf
+    """Returns the relative error of ``one`` to ``other``; infinite if one of them is not finite."""
+    error = abs(one - other) / abs(other)
+    return error if math.isfinite(error) else math.inf
 
 
 def give_back() -> None:
-    """Have glibc give back at once what is freed, and count the largest resident memory from now; proc(5)."""
+    """Makes glibc return freed memory at once, and restarts the count of the largest resident memory; see proc(5)."""
     ctypes.CDLL(None).mallopt(-3, 2**16)  # M_MMAP_THRESHOLD
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
 def peak() -> int:
-    """The largest resident memory of this process since then, in bytes."""
+    """Returns the largest resident memory of this process since ``give_back``, in bytes."""
     (line,) = (line for line in Path("/proc/self/status").read_text("ascii").splitlines() if line.startswith("VmHWM"))
     return int(line.split()[1]) * 1024
 

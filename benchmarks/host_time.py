@@ -1,11 +1,13 @@
-"""What a step of DeepSpeed costs the host: torchrun --standalone --nproc-per-node 2 host_time.py MODEL LAYOUT [--plain]
+"""Measures the host's time for a step of DeepSpeed.
 
-MODEL: a Hugging Face folder with layers that are so small that what they compute hardly counts, such as random_model.py
-writes from the configuration of openPangu-Embedded-1B with hidden_size 64, intermediate_size 128, 4 heads, 2 key-value
-heads and vocab_size 600. Trained in bf16 on a CPU over gloo, where the main thread of a rank runs forward and backward
-passes; with --plain as plain_deepspeed.py does. Prints a line of JSON of the first rank: its processor time for a step,
-the median of ten, and the least; and how many Python functions it calls in one more step, which no other work on the
-machine changes.
+torchrun --standalone --nproc-per-node 2 host_time.py MODEL LAYOUT [--plain]
+
+MODEL: a Hugging Face folder with layers so small that their computation hardly counts, such as random_model.py writes
+from the configuration of openPangu-Embedded-1B with hidden_size 64, intermediate_size 128, 4 heads, 2 key-value heads
+and vocab_size 600. It is trained in bf16 on a CPU over gloo, where the main thread of a rank runs forward and backward
+passes; with --plain by plain_deepspeed.py's program. Prints a line of JSON of rank 0: the median and the least
+processor time of ten steps, and the number of Python function calls in one more step, which does not depend on other
+work on the machine.
 """
 
 import argparse
@@ -60,7 +62,7 @@ def main() -> None:
 
 
 def python_calls(step: Callable[[], object]) -> int:
-    """How many Python functions this thread calls while ``step`` runs."""
+    """Counts the Python functions that this thread calls while ``step`` runs."""
     count = 0
 
     def called(frame: Any, event: str, argument: Any) -> None:
@@ -94,7 +96,7 @@ def ours(model: Path, layout: Layout) -> Callable[[int], object]:
 
 
 def plain(folder: Path, layout: Layout) -> Callable[[int], object]:
-    """The step of plain_deepspeed.py, which needs GPUs; of so small a model ZeRO-3 leaves whole what ours does."""
+    """Makes the step of plain_deepspeed.py for a CPU; in so small a model ZeRO-3 shards the same parameters as ours."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, trust_remote_code=True)
     model.config.use_cache = False
     model.train()

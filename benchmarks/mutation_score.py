@@ -1,12 +1,12 @@
-"""Mutation score: plant every fault of the catalogue on every backend that has its seam, in every tier, and count.
+"""Plants every fault of the catalogue on every backend with its patch point, in every tier, and counts the catches.
 
 python benchmarks/mutation_score.py [OUT] [--workers N] [--minutes M] [--faults NAME ...] [--backends NAME ...]
                                     [--tiers TIER ...]
 
-A fault is planted in its own cells (Fault.cells), with all steps and rows of the scenario. For the tier
-``quick``, it is planted in the cells of the quick profile until one of them catches it. Each cell is also run without
-a fault: one that does not conform then has caught nothing. Workers are processes, each with its own session, which
-take one job after another.
+A fault is planted in its own cells (Fault.cells), with all steps and rows of the scenario. For the tier ``quick``, it
+is planted in the cells of the quick profile until one of them catches it. Each cell also runs without a fault, and
+catches nothing if it does not conform then. Workers are processes, each with its own session, which take one job after
+another.
 OUT/mutation-score.md and .json are written at the end; cells with another result than predicted are kept in
 OUT/workers. The same command with the same OUT runs only the jobs that have not been run. A worker needs 1.5 cores and
 4 GiB of memory.
@@ -56,7 +56,7 @@ LOSSES, NORMS = ("loss", "critic.loss"), ("grad_norm", "critic.grad_norm")
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """The work for one row of the score.
+    """Describes the work for one row of the score.
 
     cells: the one cell to run, or several that are run until one catches the fault; none if the row is BLANK.
     """
@@ -66,7 +66,7 @@ class Job:
 
     @property
     def key(self) -> str:
-        """The job's name in the names of files."""
+        """Returns the job's name in the names of files."""
         return "_".join([self.row.fault or self.cells[0].slug, self.row.backend, self.row.tier])
 
 
@@ -94,9 +94,9 @@ def main() -> int:
 
 
 def plan(faults: Sequence[str], backends: Sequence[str], tiers: Sequence[str], *, models: Path) -> list[Job]:
-    """The jobs, ordered so that consecutive jobs can use the same world; the long ones of a backend come first.
+    """Returns the jobs, ordered so that consecutive jobs use the same worker group; long ones of a backend come first.
 
-    ``models``: the folder in which models with dropout are made.
+    ``models``: the folder for models with dropout.
     """
     jobs = list(_planted(faults, backends, tiers, models))
     honest = {str(cell.plain): cell.plain for job in jobs for cell in job.cells}
@@ -134,16 +134,16 @@ def _cell(fault: Fault, backend: BackendEntry, tier: PrecisionName) -> Cell:
 
 
 def _of_quick(quick: Sequence[Cell], fault: Fault, backend: BackendEntry) -> Iterator[Cell]:
-    """The cells of the backend in the quick profile; first those of the fault's own scenario, and small ones first."""
+    """Returns the backend's cells in the quick profile: first those of the fault's own scenario, small ones first."""
     reads = _cell(fault, backend, "exact").scenario.objective.reads
     own = [cell for cell in quick if cell.backend == backend.name]
     for cell in sorted(own, key=lambda cell: (cell.scenario.name != fault.cells.scenario, cell.world_size)):
-        if reads in ("samples", cell.scenario.objective.reads):  # a fault of roll-outs needs a cell with roll-outs
+        if reads in ("samples", cell.scenario.objective.reads):  # a fault of rollouts needs a cell with rollouts
             yield dataclasses.replace(cell, faults=(fault.name,))
 
 
 def run_workers(jobs: Sequence[Job], options: argparse.Namespace) -> None:
-    """Run the jobs that have no row yet, in worker processes, and wait for these."""
+    """Runs the jobs without a row in worker processes, and waits for them."""
     claims = options.out / "claims"
     shutil.rmtree(claims, ignore_errors=True)  # claims of an earlier command; its unfinished jobs are run again
     claims.mkdir(parents=True)
@@ -163,20 +163,20 @@ def run_workers(jobs: Sequence[Job], options: argparse.Namespace) -> None:
 
 
 def written_rows(out: Path) -> dict[str, Row]:
-    """The rows that workers have written so far, by the jobs' keys."""
+    """Reads the rows that workers have written so far, by the jobs' keys."""
     lines = [json.loads(line) for file in out.glob("workers/*/rows.jsonl") for line in file.read_text().splitlines()]
     return {line["key"]: TypeAdapter(Row).validate_python(line["row"]) for line in lines}
 
 
 def collected(jobs: Sequence[Job], out: Path) -> list[Row]:
-    """The rows of all jobs; a job that no worker has run has the state ``not_run``."""
+    """Returns the rows of all jobs; a job that no worker has run has the state ``not_run``."""
     done = written_rows(out)
     missing = {job.key: dataclasses.replace(job.row, state="not_run") if job.cells else job.row for job in jobs}
     return [done.get(key, row) for key, row in missing.items()]
 
 
 def work(jobs: Sequence[Job], out: Path, *, until: float) -> None:
-    """Run the jobs that no other worker has claimed, and write a line of rows.jsonl for each.
+    """Runs the jobs that no other worker has claimed, and writes a line of rows.jsonl for each.
 
     No job is begun after the time ``until`` (time.monotonic, in seconds).
     """
@@ -190,7 +190,7 @@ def work(jobs: Sequence[Job], out: Path, *, until: float) -> None:
 
 
 def _claim(claim: Path) -> bool:
-    """Claim a job by creating its file; returns whether no other process has claimed it before."""
+    """Claims a job by creating its file; returns whether no other process has claimed it before."""
     try:
         claim.touch(exist_ok=False)
     except FileExistsError:
@@ -199,12 +199,12 @@ def _claim(claim: Path) -> bool:
 
 
 def run(session: Session, job: Job) -> Row:
-    """Run the cells of a job until one catches the fault; the row describes the last cell that was run."""
+    """Runs the cells of a job until one catches the fault; the row describes the last cell that was run."""
     row = job.row
     for cell in job.cells:
         verdict = (judged := session.run(cell)).verdict
-        said = verdict.reason.partition("\n")[0]  # without the logs and stacks of this machine
-        row = dataclasses.replace(row, cell=str(cell), state=verdict.state, stage=verdict.first_stage, reason=said)
+        reason = verdict.reason.partition("\n")[0]  # without the logs and stacks of this machine
+        row = dataclasses.replace(row, cell=str(cell), state=verdict.state, stage=verdict.first_stage, reason=reason)
         if judged.completed and row.tier != QUICK:
             row = dataclasses.replace(row, loss=_errors(session, cell, LOSSES), norm=_errors(session, cell, NORMS))
         if (
@@ -219,7 +219,7 @@ def run(session: Session, job: Job) -> Row:
 
 
 def _errors(session: Session, cell: Cell, keys: Sequence[str]) -> tuple[float, float]:
-    """The largest relative errors of the values ``keys`` against the oracle, at the first and at the last step."""
+    """Returns the largest relative errors of the values ``keys`` against the oracle, at the first and the last step."""
     folder = session.config.out / "cells" / cell.slug
     entry = read_entry(folder / VERDICT)
     assert entry.oracle

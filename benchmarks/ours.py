@@ -1,4 +1,4 @@
-"""A reference backend's optimizer steps as users run them, in bf16: torchrun ours.py MODEL --backend B --layout L.
+"""Times optimizer steps of a reference backend in bf16: torchrun ours.py MODEL --backend B --layout L.
 
 See throughput.py.
 """
@@ -17,7 +17,7 @@ from conformance.spec.scenario import OptimizerConfig, ScheduleConfig
 from impl.engine.trainer import train_step
 from impl.interface.protocol import ContextConfig, get_context
 
-# What torch's AdamW does unless it is told otherwise, as the plain programs leave it.
+# The default of torch's AdamW, which the plain programs use.
 ADAMW = OptimizerConfig(name="adamw", lr=1e-5, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, max_grad_norm=1.0)
 
 

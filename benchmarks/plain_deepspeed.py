@@ -1,4 +1,4 @@
-"""Plain DeepSpeed ZeRO of a Hugging Face model: torchrun plain_deepspeed.py MODEL --layout dp2.zero2 (throughput.py).
+"""Times plain DeepSpeed ZeRO: torchrun plain_deepspeed.py MODEL --layout dp2.zero2. See throughput.py.
 
 Gradients are reduced and added up in float32, as the reference backend does; DeepSpeed's default is bf16.
 """

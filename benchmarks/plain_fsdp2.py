@@ -1,4 +1,4 @@
-"""Plain FSDP2 of a Hugging Face model, as in PyTorch's tutorial: torchrun plain_fsdp2.py MODEL. See throughput.py."""
+"""Times plain FSDP2 as in PyTorch's tutorial: torchrun plain_fsdp2.py MODEL. See throughput.py."""
 
 import os
 

@@ -1,8 +1,8 @@
-"""Plain megatron-core: its own GPTModel, its schedules and its distributed optimizer, in bf16.
+"""Times plain megatron-core: its GPTModel, schedules and distributed optimizer, in bf16.
 
 torchrun plain_megatron.py MODEL --layout dp2.zero1, tp2, pp2, or dp2.tp2.zero1. See throughput.py. Layers are those of
-the local spec, and with te, as in tp2.te, TransformerEngine's, whose AdamW megatron-core takes for either where it is
-installed. A pipeline gets one row after the other. The model has the sizes of the folder's and random weights; o_proj
+the local spec, and with te, as in tp2.te, TransformerEngine's. megatron-core uses TransformerEngine's AdamW for both if
+it is installed. A pipeline gets one row after the other. The model has the folder's sizes and random weights; o_proj
 has no bias, because megatron-core couples it to the MLP's.
 """
 
@@ -39,17 +39,17 @@ def main() -> None:
     engine = "te" in options.layout.split(".")
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
     model_parallel_cuda_manual_seed(1)
-    told = json.loads((options.model / "config.json").read_text(encoding="utf-8"))
+    published = json.loads((options.model / "config.json").read_text(encoding="utf-8"))
     config = TransformerConfig(
-        num_layers=told["num_hidden_layers"],
-        hidden_size=told["hidden_size"],
-        num_attention_heads=told["num_attention_heads"],
-        num_query_groups=told["num_key_value_heads"],
-        ffn_hidden_size=told["intermediate_size"],
-        layernorm_epsilon=told["rms_norm_eps"],
+        num_layers=published["num_hidden_layers"],
+        hidden_size=published["hidden_size"],
+        num_attention_heads=published["num_attention_heads"],
+        num_query_groups=published["num_key_value_heads"],
+        ffn_hidden_size=published["intermediate_size"],
+        layernorm_epsilon=published["rms_norm_eps"],
         normalization="RMSNorm",
         add_bias_linear=False,
-        add_qkv_bias=told["bias"],
+        add_qkv_bias=published["bias"],
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
         hidden_dropout=0.0,
@@ -64,7 +64,7 @@ def main() -> None:
         recompute_num_layers=1,
         gradient_accumulation_fusion=False,  # needs Apex
     )
-    vocabulary = -(-told["vocab_size"] // (128 * tp)) * 128 * tp
+    vocabulary = -(-published["vocab_size"] // (128 * tp)) * 128 * tp
     model = GPTModel(
         config=config,
         transformer_layer_spec=get_gpt_layer_with_transformer_engine_spec()
@@ -74,9 +74,9 @@ def main() -> None:
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
         max_sequence_length=options.seq,
-        share_embeddings_and_output_weights=told["tie_word_embeddings"],
+        share_embeddings_and_output_weights=published["tie_word_embeddings"],
         position_embedding_type="rope",
-        rotary_base=told["rope_theta"],
+        rotary_base=published["rope_theta"],
     ).cuda()
     settings = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
@@ -117,7 +117,7 @@ def main() -> None:
 
     def step(number: int) -> float:
         size = {"rows": options.rows, "seq": options.seq}
-        rows = random_rows(told["vocab_size"], **size, step=number, rank=data_rank).cuda()
+        rows = random_rows(published["vocab_size"], **size, step=number, rank=data_rank).cuda()
         wrapped.zero_grad_buffer()
         optimizer.zero_grad()
         reported = get_forward_backward_func()(

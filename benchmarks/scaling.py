@@ -1,11 +1,10 @@
-"""Memory and time of parity at 7B, 32B, 70B and a 235B mixture on 8 to 512 GPUs, calculated:
-docs/measurements/scaling.md.
+"""Calculates memory and time of parity at 7B, 32B, 70B and a 235B mixture of experts on 8 to 512 GPUs.
 
     python benchmarks/scaling.py > docs/measurements/scaling.md
 
-Nothing is run. What a rank holds is the arithmetic of `parity train` (impl/engine/memory_estimate.py), which tests
-hold against the storages of ranks; what a cell adds is below. The text around the tables is in benchmarks/scaling.md.
-The measured points are those of reports/published, and tests/benchmarks/test_scaling.py holds both against each other.
+Nothing is run. The memory of a rank is the estimate of `parity train` (impl/engine/memory_estimate.py), which tests
+compare with the storages of ranks; the additions of a cell are below. The text around the tables is in
+benchmarks/scaling.md. The measured points are from reports/published; tests/benchmarks/test_scaling.py compares them.
 """
 
 import json
@@ -25,15 +24,15 @@ from impl.train.memory_estimate import parameter_shapes, states_of
 GIB, FLOAT64 = 2**30, 8
 GPU = 139 * GIB  # of an H200
 TOKENS = 192  # of a document, in the scenarios of the profile real-size
-# Seconds of a cell without a model, by 1e9 numbers that are gathered, sketched and hashed, and of its oracle by 1e9
-# parameters. From Megatron tp2 at 1.16 B (22 s, five sets of numbers) and at 8.03 B (56 s, three), and from FSDP2 tp2
-# at 8.03 B, which has waited for the oracle (174 s).
+# Seconds of a cell without a model, for each 1e9 numbers that are gathered, sketched and hashed, and of the oracle for
+# each 1e9 parameters. From Megatron tp2 at 1.16 B (22 s, five sets of numbers) and at 8.03 B (56 s, three), and from
+# FSDP2 tp2 at 8.03 B, which waited for the oracle (174 s).
 START_S, NUMBERS_S, ORACLE_S = 11.0, 1.85, 14.8
 
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """shapes: of all parameters. active: parameters that a token passes."""
+    """Describes a model. shapes: of all parameters. active: number of parameters that a token passes."""
 
     name: str
     hidden: int
@@ -50,9 +49,11 @@ class Model:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """A cell of a published run, in the exact tier on H200. run: its file under reports/published. moments: its
-    optimizer is AdamW. peak: GiB of the rank with the most. seconds: None of cells that waited for each other, or that
-    other programs ran beside."""
+    """Describes a cell of a published run, in the exact tier on H200.
+
+    run: its file under reports/published. moments: whether its optimizer is AdamW. peak: GiB of the rank with the most.
+    seconds: None for cells that waited for each other, or shared the machine with other programs.
+    """
 
     run: str
     model: str
@@ -115,7 +116,7 @@ def of_folder(name: str, folder: Path) -> Model:
 
 
 def of_sizes(name: str, like: str, **sizes: int) -> Model:
-    """A model of the family of a fixture (a configuration without weights), with other sizes."""
+    """Makes a model of a fixture's family (a configuration without weights) with other sizes."""
     config = json.loads((FIXTURES / "models" / like / "config.json").read_text(encoding="utf-8")) | sizes
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config), encoding="utf-8")
@@ -123,7 +124,7 @@ def of_sizes(name: str, like: str, **sizes: int) -> Model:
 
 
 def with_experts(dense: Model, *, experts: int, chosen: int, width: int) -> Model:
-    """A model with experts of this width in the place of the MLP of each layer, stacked as transformers has them."""
+    """Replaces the MLP of each layer by experts of this width, stacked as in transformers."""
     shapes = {name: shape for name, shape in dense.shapes.items() if ".mlp." not in name}
     outside = elements(shapes)
     for layer in range(dense.layers):
@@ -136,13 +137,13 @@ def with_experts(dense: Model, *, experts: int, chosen: int, width: int) -> Mode
 
 
 def measured_models() -> dict[str, Model]:
-    """The two shapes that were measured."""
+    """Returns the two measured models."""
     names = {"1.16 B": "openpangu-embedded-1b", "8.03 B": "openpangu-embedded-7b"}
     return {name: of_folder(name, FIXTURES / "models" / folder) for name, folder in names.items()}
 
 
 def models() -> list[Model]:
-    """The shapes of openPangu-Embedded-7B, Qwen3-32B, Llama-3-70B and Qwen3-235B-A22B, by their published sizes."""
+    """Returns openPangu-Embedded-7B, Qwen3-32B, Llama-3-70B and Qwen3-235B-A22B, by their published sizes."""
     sizes_32b = {"hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64}
     sizes_70b = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80}
     sizes_235b = {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 94, "vocab_size": 151936}
@@ -156,38 +157,40 @@ def models() -> list[Model]:
 
 
 def rank_bytes(model: Model, backend: str, layout: str, *, moments: bool) -> float:
-    """Of a GPU at the worst moment of a cell in float64: what the backend holds; activations of a document without
-    recomputation (Korthikanti et al., arXiv 2205.05198, equation 2, in 8 bytes); its logits; and for the record the
-    largest tensor, whole, twice."""
-    cut, held = Layout.parse(layout), 0.0
-    for layout_of, shapes in _apart(cut, model.shapes):
+    """Returns the bytes of a GPU at the peak of a cell in float64.
+
+    They are the states of the backend, activations of a document without recomputation (Korthikanti et al., arXiv
+    2205.05198, equation 2, in 8 bytes), its logits, and for the record two copies of the largest whole tensor.
+    """
+    parsed, size = Layout.parse(layout), 0.0
+    for layout_of, shapes in _split_experts(parsed, model.shapes):
         states = states_of(backend, layout_of, "exact", shapes, trained=True)
-        held += states.weights + states.gradients + states.passing + (states.optimizer + states.update) * moments
+        size += states.weights + states.gradients + states.passing + (states.optimizer + states.update) * moments
         if not moments and backend == "deepspeed":
-            held += states.weights  # masters
-    tokens = TOKENS / cut.sp
+            size += states.weights  # masters
+    tokens = TOKENS / parsed.sp
     each = 34 * tokens * model.hidden + 5 * model.heads * tokens * TOKENS
-    activations = each * model.layers * (FLOAT64 / 2) / (cut.tp * cut.pp)
+    activations = each * model.layers * (FLOAT64 / 2) / (parsed.tp * parsed.pp)
     logits = LOGITS * tokens * model.vocabulary * FLOAT64
-    return held + activations + logits + 2 * FLOAT64 * max(map(math.prod, model.shapes.values()))
+    return size + activations + logits + 2 * FLOAT64 * max(map(math.prod, model.shapes.values()))
 
 
-def _apart(layout: Layout, shapes: Shapes) -> list[tuple[Layout, Shapes]]:
-    """Experts, of which ``ep`` leaves a rank some, and all else, for which its ranks are data ranks like others."""
+def _split_experts(layout: Layout, shapes: Shapes) -> list[tuple[Layout, Shapes]]:
+    """Splits the experts of a rank from the other parameters, for which the ranks of ``ep`` are data ranks."""
     if layout.ep == 1:
         return [(layout, shapes)]
     experts = {name: (shape[0] // layout.ep, *shape[1:]) for name, shape in shapes.items() if ".experts." in name}
-    others = {name: shape for name, shape in shapes.items() if name not in experts}
-    return [(replace(layout, ep=1), experts), (replace(layout, ep=1, dp=layout.dp * layout.ep), others)]
+    dense = {name: shape for name, shape in shapes.items() if name not in experts}
+    return [(replace(layout, ep=1), experts), (replace(layout, ep=1, dp=layout.dp * layout.ep), dense)]
 
 
 def seconds(model: Model, *, sets: int) -> float:
-    """Of a cell that finds its oracle; ``sets``: of numbers that are recorded, each as many as parameters."""
+    """Returns the seconds of a cell with a cached oracle. ``sets``: recorded numbers per parameter."""
     return START_S + NUMBERS_S * sets * model.count / 1e9
 
 
 def oracle_gpus(model: Model) -> int:
-    """GPUs of one host for weights and gradients in float64."""
+    """Returns the number of GPUs that hold weights and gradients in float64."""
     return math.ceil(2 * FLOAT64 * model.count / (GPU * (1 - SPARE)))
 
 
@@ -207,7 +210,7 @@ def measured_rows() -> list[str]:
 
 
 def layouts_of(model: Model) -> dict[int, dict[str, str]]:
-    """By the number of GPUs, then by backend."""
+    """Returns layouts by number of GPUs, then by backend."""
     return WITH_EXPERTS if model.active < model.count else LAYOUTS
 
 

@@ -1,18 +1,19 @@
-"""Speed and memory of the reference backends beside plain programs of the same library, on the GPUs of one host.
+"""Compares speed and memory of the reference backends with plain programs of the same library, on one host's GPUs.
 
 python benchmarks/throughput.py MODEL OUT.json [--gpus 2] [--rows 4] [--rounds 3] [--in-turn] [--only fsdp2 ...]
     [--scaling-of EARLIER.json]
 
 MODEL: a Hugging Face folder, such as benchmarks/random_model.py writes. Every program trains it in bf16 with float32
-masters, activation checkpointing and clipping, on random tokens, in processes of its own; each round runs all of them
-once, so that a slow minute of the machine meets all alike. With --in-turn, the two programs of a pair are on the GPUs
-together and take their steps in turn, so that slow minutes meet both; the GPUs need memory for both. Prints and writes,
-for each pair, tokens per second and peak memory of both, and the ratios ours / plain of every round; with --in-turn
-also the speed of each step of ours by that of the plain step that follows (of_steps, with quartiles). With
---scaling-of, also the tokens per second of a GPU of either program by those in an earlier OUT.json of fewer GPUs, where
-the same backend has the same layout with smaller sizes, as dp2 is to dp4 (by_fewer_gpus). OUT.json is written after
-each program, or each pair in turn, so that a run which is stopped loses none of them, with the versions and GPUs of the
-run. All programs train on the same tokens; plain FSDP2 and DeepSpeed give their losses in bf16.
+masters, activation checkpointing and clipping, on random tokens, in its own processes. Each round runs all programs
+once, so that a slow minute of the machine affects all. With --in-turn, the two programs of a pair share the GPUs and
+alternate their steps, so that slow minutes affect both; the GPUs need memory for both.
+
+Prints and writes, for each pair, tokens per second and peak memory of both, and the ratios ours / plain of every round;
+with --in-turn also the speed of each step of ours relative to the next plain step (of_steps, with quartiles). With
+--scaling-of, also the tokens per second of a GPU relative to an earlier OUT.json of fewer GPUs, for the same backend
+with smaller sizes of the same layout, such as dp2 and dp4 (by_fewer_gpus). OUT.json has the versions and GPUs of the
+run. It is written after each program, or each pair in turn, so that a stopped run keeps its results. All programs train
+on the same tokens; plain FSDP2 and DeepSpeed report their losses in bf16.
 """
 
 import argparse
@@ -33,7 +34,7 @@ from torch.distributed import TCPStore
 from conformance.runner.environment import environment
 
 HERE = Path(__file__).parent
-# By the number of GPUs: ours (backend, layout) beside the plain program, its layout.
+# By number of GPUs: backend and layout of ours, then the plain program and its layout.
 ONE_GPU = (
     ("fsdp2", "dp1.ckpt", "plain_fsdp2.py", "dp1"),
     ("deepspeed", "dp1.zero2.ckpt", "plain_deepspeed.py", "dp1.zero2"),
@@ -88,7 +89,7 @@ def main() -> None:
     parser.add_argument("--scaling-of", type=Path, help="an OUT.json of fewer GPUs, which speeds are divided by")
     options = parser.parse_args()
     pairs = [pair for pair in PAIRS[options.gpus] if any(name in " ".join(pair) for name in options.only or [""])]
-    seen: dict[Pair, Both] = {pair: ([], []) for pair in pairs}
+    results: dict[Pair, Both] = {pair: ([], []) for pair in pairs}
     sizes = {name: getattr(options, name) for name in ("gpus", "seq", "rows", "steps", "in_turn")}
     made_by: dict[str, Any] = {"environment": environment()}
     earlier = None
@@ -98,13 +99,13 @@ def main() -> None:
         made_by["scaling_of"] = {"file": options.scaling_of.name, "gpus": earlier["gpus"]}
     for number in range(options.rounds):
         for pair, of, found in one_round(pairs, options):
-            seen[pair][of].append(found)
+            results[pair][of].append(found)
             print(f"round {number + 1}: {' '.join((ours, plain)[of](pair))}: {found}", file=sys.stderr, flush=True)
             result = {
                 "model": options.model.name,
                 **sizes,
                 **made_by,
-                "pairs": [told(pair, seen[pair], in_turn=options.in_turn) for pair in pairs],
+                "pairs": [summary_of(pair, results[pair], in_turn=options.in_turn) for pair in pairs],
             }
             if earlier:
                 for one in result["pairs"]:
@@ -122,7 +123,7 @@ def plain(pair: Pair) -> Program:
 
 
 def one_round(pairs: list[Pair], options: argparse.Namespace) -> Iterator[tuple[Pair, int, dict[str, Any]]]:
-    """Run all programs once. Yields a pair, 0 for ours or 1 for the plain program, and what that one has measured."""
+    """Runs all programs once. Yields a pair, 0 for ours or 1 for the plain program, and its measurements."""
     if options.in_turn:
         for pair in pairs:
             for of, found in enumerate(in_turn(pair, options)):
@@ -136,7 +137,7 @@ def one_round(pairs: list[Pair], options: argparse.Namespace) -> Iterator[tuple[
 
 
 def in_turn(pair: Pair, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Run both programs of a pair at once, whose steps alternate; where one fails, the other goes on alone."""
+    """Runs both programs of a pair with alternating steps; if one fails, the other continues alone."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def one(me: int) -> dict[str, Any]:
@@ -151,7 +152,7 @@ def in_turn(pair: Pair, options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def run(program: Program, options: argparse.Namespace, turns: str = "") -> dict[str, Any]:
-    """What the first rank of a program has measured (benchmarks/timing.py); {"failed": its last line} if it failed.
+    """Returns the measurements of a program (benchmarks/timing.py), or {"failed": its error} if it failed.
 
     turns: TURNS of the program's environment (timing.Turns).
     """
@@ -168,8 +169,8 @@ def run(program: Program, options: argparse.Namespace, turns: str = "") -> dict[
     return found
 
 
-def told(pair: Pair, seen: Both, *, in_turn: bool) -> dict[str, Any]:
-    both = [(a, b) for a, b in zip(*seen, strict=False) if "failed" not in a | b]  # one may be a round ahead
+def summary_of(pair: Pair, results: Both, *, in_turn: bool) -> dict[str, Any]:
+    both = [(a, b) for a, b in zip(*results, strict=False) if "failed" not in a | b]  # one may be a round ahead
     keys = ("tokens_per_second", "fastest", "peak_gib", "host_gib")
     ratios = {key: [round(a[key] / b[key], 4) for a, b in both] for key in keys}
     if in_turn:  # a step, and the one that followed it
@@ -180,28 +181,28 @@ def told(pair: Pair, seen: Both, *, in_turn: bool) -> dict[str, Any]:
     return {
         "ours": " ".join(pair[:2]),
         "plain": " ".join(pair[2:]),
-        "of_ours": seen[0],
-        "of_plain": seen[1],
+        "of_ours": results[0],
+        "of_plain": results[1],
         "ours_by_plain": by_plain,
     }
 
 
 def comparable(result: dict[str, Any], earlier: dict[str, Any]) -> None:
-    """Raises SystemExit where a file is not the same measurement on fewer GPUs of the same kind."""
+    """Checks that a file has the same measurement on fewer GPUs of the same kind. Raises SystemExit."""
     if "environment" not in earlier:
-        raise SystemExit("--scaling-of: that file does not say which GPUs it is of; give one that was written since")
+        raise SystemExit("--scaling-of: the file does not name its GPUs; give a newer one")
     cards = [{name.partition(",")[0] for name in of["environment"]["gpus"]} for of in (result, earlier)]
     different = [key for key in ("model", "seq", "rows", "in_turn") if result[key] != earlier.get(key, False)]
     if cards[0] != cards[1]:
         different.append("GPUs")
     if different or earlier["gpus"] >= result["gpus"]:
-        what = f"other {', '.join(different)}" if different else f"{earlier['gpus']} GPUs"
-        raise SystemExit(f"--scaling-of: that file has {what}; give one of fewer GPUs that is the same in all else")
+        problem = f"other {', '.join(different)}" if different else f"{earlier['gpus']} GPUs"
+        raise SystemExit(f"--scaling-of: that file has {problem}; give one of fewer GPUs that is the same in all else")
 
 
 def by_fewer_gpus(pair: dict[str, Any], earlier: list[dict[str, Any]]) -> dict[str, float]:
-    """For ours and for the plain program of a pair, tokens per second of a GPU in the median round, by those of the
-    earlier pairs' programs of the same backend and the same layout but for its sizes; none of what has no such one."""
+    """Returns for both programs of a pair the tokens per second of a GPU in the median round, relative to the earlier
+    program with the same backend and the same layout of other sizes, if there is one."""
     found = {}
     for side, name in (("of_ours", "ours"), ("of_plain", "plain")):
         before = [one for other in earlier if kind(other[name]) == kind(pair[name]) for one in other[side]]
@@ -212,7 +213,7 @@ def by_fewer_gpus(pair: dict[str, Any], earlier: list[dict[str, Any]]) -> dict[s
 
 
 def kind(program: str) -> str:
-    """A program's name without the sizes of its layout's axes: "fsdp2 dp4.ckpt" is "fsdp2 dp.ckpt"; zero2 stays."""
+    """Returns a program's name without the sizes of the axes: "fsdp2 dp4.ckpt" is "fsdp2 dp.ckpt"; zero2 stays."""
     return re.sub(r"\b(dp|tp|pp)\d+", r"\1", program)
 
 

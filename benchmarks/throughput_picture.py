@@ -1,4 +1,4 @@
-"""Draws what benchmarks/throughput.py has measured: tokens per second of each backend beside its plain program.
+"""Draws the results of benchmarks/throughput.py: tokens per second of each backend and its plain program.
 
 python benchmarks/throughput_picture.py OUT.json [OUT.json ...] > PICTURE.svg
 
@@ -38,7 +38,7 @@ def main() -> None:
 
 
 def picture(results: Iterable[Path]) -> str:
-    """An SVG picture of all pairs that have a ratio, each from the rounds of all files that have it."""
+    """Returns an SVG picture of all pairs with a ratio, each from the rounds of all its files."""
     read = [json.loads(path.read_text(encoding="utf-8")) for path in results]
     sizes = {(*(result[key] for key in ("gpus", "seq", "rows")), result.get("in_turn", False)) for result in read}
     known = defaultdict[tuple[str, str], list[dict[str, Any]]](list)
@@ -51,13 +51,13 @@ def picture(results: Iterable[Path]) -> str:
     fastest = max(speed for pair in pairs for side in ("of_ours", "of_plain") for speed in _speeds(pair[side]))
     scale = (WIDTH - LEFT - RIGHT) / fastest
     height = TOP + PAIR * len(pairs) + 8
-    said = f"{gpus} GPUs, rows of {seq:,} tokens, {rows} for each data rank; bf16, float32 masters, recomputation"
+    subtitle = f"{gpus} GPUs, rows of {seq:,} tokens, {rows} for each data rank; bf16, float32 masters, recomputation"
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" viewBox="0 0 {WIDTH} {height}" '
         f'font-family="sans-serif" font-size="13" fill="#1f2328" role="img" aria-label="Tokens per second">',
         f'<rect width="{WIDTH}" height="{height}" fill="#fff"/>',
         _text(16, 24, "Tokens per second of a GPU, each backend beside a plain program of the same library", bold=True),
-        _text(16, 43, said, colour="#59636e"),
+        _text(16, 43, subtitle, colour="#59636e"),
     ]
     for number, pair in enumerate(pairs):
         lines += _drawn(pair, y=TOP + PAIR * number, scale=scale)
@@ -65,7 +65,7 @@ def picture(results: Iterable[Path]) -> str:
 
 
 def _joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    """The same pair of several files, as if it were of one."""
+    """Joins the rounds of one pair from several files."""
     rounds = {side: [run for part in parts for run in part[side]] for side in ("of_ours", "of_plain")}
     speed = "of_steps" if all("of_steps" in part["ours_by_plain"] for part in parts) else "tokens_per_second"
     ratios = {
@@ -107,9 +107,9 @@ def _speeds(runs: Iterable[dict[str, Any]]) -> list[float]:
     return [run["tokens_per_second"] for run in runs if "failed" not in run]
 
 
-def _text(x: int, y: int, said: str, *, bold: bool = False, anchor: str = "start", colour: str = "#1f2328") -> str:
+def _text(x: int, y: int, text: str, *, bold: bool = False, anchor: str = "start", colour: str = "#1f2328") -> str:
     weight = ' font-weight="bold"' if bold else ""
-    return f'<text x="{x}" y="{y}" text-anchor="{anchor}" fill="{colour}"{weight}>{escape(said)}</text>'
+    return f'<text x="{x}" y="{y}" text-anchor="{anchor}" fill="{colour}"{weight}>{escape(text)}</text>'
 
 
 if __name__ == "__main__":

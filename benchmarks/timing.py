@@ -1,4 +1,4 @@
-"""What every program of benchmarks/throughput.py measures of its training steps, and the tokens that it trains on."""
+"""Measures training steps and makes random tokens, for every program of benchmarks/throughput.py."""
 
 import argparse
 import gc
@@ -23,12 +23,12 @@ DENSE_BF16_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}  # of NVIDIA
 
 
 def parse(description: str | None) -> argparse.Namespace:
-    """The options of a program, all of which train a folder's model on rows of random tokens."""
+    """Parses the options of a program that trains a folder's model on rows of random tokens."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("model", type=Path, help="a Hugging Face folder")
     parser.add_argument("--seq", type=int, default=4096, help="tokens of a row")
     parser.add_argument("--rows", type=int, default=4, help="rows of a data rank in a step")
-    parser.add_argument("--steps", type=int, default=8, help=f"steps that are timed, after {WARM_UP} others")
+    parser.add_argument("--steps", type=int, default=8, help=f"timed steps, after {WARM_UP} steps of warm-up")
     parser.add_argument("--layout", default="dp2", help="of ours; of plain DeepSpeed its stage counts")
     parser.add_argument("--backend", default="fsdp2", help="of ours")
     parser.add_argument("--profile", type=Path, help="write a Chrome trace of one more step there")
@@ -37,20 +37,20 @@ def parse(description: str | None) -> argparse.Namespace:
 
 
 def random_rows(vocabulary: int, *, rows: int, seq: int, step: int, rank: int) -> torch.Tensor:
-    """The random tokens of a data rank in a step, int64 (rows, seq): of BATCHES steps in turn, in every program."""
+    """Returns the random tokens of a data rank in a step, int64 (rows, seq); they repeat after BATCHES steps."""
     generator = torch.Generator().manual_seed(BATCHES * rank + step % BATCHES)
     return torch.randint(0, vocabulary, (rows, seq), generator=generator)
 
 
 def measure(step: Callable[[int], float], *, options: argparse.Namespace, data_ranks: int) -> None:
-    """Time ``step(number)``, which gives the loss, and print what was seen as a line of JSON from the first rank.
+    """Times ``step(number)``, which returns the loss, and prints the measurements as a line of JSON on rank 0.
 
     Speeds and seconds are those of the slowest rank. tokens_per_second: of one GPU in the median step, which other work
-    on the machine slows down less than the mean. fastest: the same of the fastest step. seconds: of every step, which
-    ends when its loss is read, or in turn when the GPU has done all of it. mfu: model floating-point operations (6 per
-    parameter outside of the embedding and token, and attention's 6 x layers x hidden x seq per token; recomputation
-    does not count) by what the GPU can do in bf16. peak_gib: most memory that tensors have taken on a GPU at a time.
-    host_gib: largest resident memory of a rank.
+    on the machine affects less than the mean. fastest: the same of the fastest step. seconds: of every step, which ends
+    when its loss is read, or with --in-turn when the GPU is done. mfu: model floating-point operations (6 per parameter
+    outside of the embedding and token, and attention's 6 x layers x hidden x seq per token, without recomputation)
+    divided by the GPU's dense bf16 peak. peak_gib: peak memory of tensors on a GPU. host_gib: largest resident memory
+    of a rank.
     """
     turns = Turns()
     for number in range(WARM_UP):
@@ -58,7 +58,7 @@ def measure(step: Callable[[int], float], *, options: argparse.Namespace, data_r
         step(number)
         if number == WARM_UP - 1:
             gc.collect()
-            gc.freeze()  # a full collection takes 0.2 s, and would meet the timed steps of some programs only
+            gc.freeze()  # a full collection takes 0.2 s, and would affect the timed steps of only some programs
             torch.cuda.reset_peak_memory_stats()
             _wait()
         turns.give(number)
@@ -67,13 +67,13 @@ def measure(step: Callable[[int], float], *, options: argparse.Namespace, data_r
         turns.take(number)
         began = time.perf_counter()
         loss = step(number)
-        if turns.store:  # an update that goes on when the loss is known already, may not do so in the other's turn
+        if turns.store:  # an update may continue after the loss is known, but not in the other program's turn
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - began)
         turns.give(number)
     turns.end(WARM_UP + options.steps)
     tokens = options.rows * options.seq * data_ranks / dist.get_world_size()
-    told = {
+    own = {
         "tokens_per_second": round(tokens / median(seconds)),
         "fastest": round(tokens / min(seconds)),
         "mfu": round(_operations(options) * tokens / median(seconds) / _peak_operations(), 4),
@@ -83,7 +83,7 @@ def measure(step: Callable[[int], float], *, options: argparse.Namespace, data_r
         "loss": loss,
     }
     every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, told)
+    dist.all_gather_object(every, own)
     if dist.get_rank() == 0:
         print("MEASURED", json.dumps(of_all_ranks(every)), flush=True)
     if options.profile:
@@ -95,19 +95,19 @@ def measure(step: Callable[[int], float], *, options: argparse.Namespace, data_r
 
 
 def of_all_ranks(every: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What the ranks have measured, as one: the speeds and seconds of the slowest, for which all others wait in the
-    end, and the memory of those that took the most."""
+    """Combines the measurements of all ranks: the speeds and seconds of the slowest, for which all others wait, and the
+    largest memory."""
     slowest = min(every, key=lambda one: one["tokens_per_second"])
     memory = {key: max(one[key] for one in every) for key in ("peak_gib", "host_gib")}
-    # Plain Megatron's last pipeline stage is the only one that knows the loss.
+    # In plain Megatron, only the last pipeline stage knows the loss.
     return {**slowest, **memory, "loss": every[0]["loss"] or every[-1]["loss"]}
 
 
 class Turns:
     """Alternates the steps of two programs that share the GPUs, under throughput.py --in-turn; does nothing otherwise.
 
-    TURNS in the environment is the port of a store on this host, a colon, and which of the two programs this is: 0,
-    whose step comes first, or 1. A program that has waited for ten minutes fails.
+    TURNS in the environment is the port of a store on this host, a colon, and the number of this program: 0, whose step
+    comes first, or 1. A program that has waited for ten minutes fails.
     """
 
     def __init__(self) -> None:
@@ -127,7 +127,7 @@ class Turns:
                 self.store.set(f"{self.me}/{number}", "")
 
     def end(self, number: int) -> None:
-        """Wait, after ``number`` steps, until the other program has taken its last one: what ends slows nothing."""
+        """Waits, after ``number`` steps, for the other program's last step, so that ending does not slow it."""
         if self.me == 0:
             self.take(number)
 
@@ -146,7 +146,7 @@ def _wait() -> None:
 
 
 def _operations(options: argparse.Namespace) -> float:
-    """Floating-point operations for a token, forward and backward."""
+    """Returns the floating-point operations for a token, forward and backward."""
     config = json.loads((options.model / "config.json").read_text(encoding="utf-8"))
     hidden, layers, heads = (config[key] for key in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
     each = config.get("head_dim") or hidden // heads

@@ -12,16 +12,15 @@ from typing import Any
 import torch
 
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
-SHOWN = 3  # functions of a place, the innermost last
+SHOWN = 3  # functions of a location, the innermost last
 
 
 def waits_of(step: Callable[[], object]) -> dict[str, int]:
-    """How often the host waits for the GPU while ``step`` runs, by place: the innermost Python functions around it.
+    """Counts by code location (the innermost Python functions) how often the host waits for the GPU during ``step``.
 
-    A wait is a call of CUDA's runtime that returns when the GPU has done what was asked of it before: of a stream, of
-    an event, of the device, or a copy that is not asynchronous. After a copy from or to memory that is not pinned,
-    PyTorch waits for the stream, unless it was told not to (``non_blocking``); then CUDA itself may wait inside of the
-    copy, which is not counted.
+    A wait is a call of CUDA's runtime that returns when the GPU has done earlier work: of a stream, of an event, of the
+    device, or a synchronous copy. After a copy from or to memory that is not pinned, PyTorch waits for the stream,
+    unless the copy is ``non_blocking``; then CUDA itself may wait inside the copy, which is not counted.
     """
     with torch.profiler.profile(with_stack=True) as profiler:
         step()
@@ -33,8 +32,8 @@ def waits_of(step: Callable[[], object]) -> dict[str, int]:
 
 
 def places(events: list[dict[str, Any]]) -> list[str]:
-    """The place of each wait in a Chrome trace's events; its functions are of any thread, because a backward pass has
-    threads of its own, and the thread that waits for them waits inside of functions that begin earlier."""
+    """Returns the code location of each wait in a Chrome trace's events. It includes functions of any thread, because a
+    backward pass has its own threads, and the thread that started it waits inside functions that began earlier."""
     functions = sorted(
         (event for event in events if event.get("cat") == "python_function"), key=lambda event: event["ts"]
     )

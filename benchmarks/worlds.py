@@ -1,4 +1,4 @@
-"""Measures what a pool of live ranks saves: seconds per cell in the pool, cold and warm, and under torchrun.
+"""Measures seconds per cell in a pool of live ranks, cold and warm, and under torchrun.
 
 python benchmarks/worlds.py [--device cpu|cuda] [--json] [--world-sizes 2 4 8] [--warm 5] [--torchrun 2]
 
@@ -33,7 +33,7 @@ from conformance.worker.phase_spec import TASK
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """Seconds; medians if there are several runs. ``not_training``: the time of a warm cell outside of its steps."""
+    """Holds seconds, medians of several runs. ``not_training``: the time of a warm cell outside of its steps."""
 
     torchrun: float
     pool_cold: float
@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def measure(size: int, out: Path, device: Device, *, warm: int, torchruns: int) -> Timing:
-    """Time one world size; the pool is new, so its first cell pays for imports and for starting the ranks."""
+    """Times one world size. The pool is new, so its first cell includes imports and the start of the ranks."""
     scenario = load_scenario(
         FIXTURES / "scenarios" / "sft-padded.toml", model="models/llama", precision="fp32", steps=2
     )

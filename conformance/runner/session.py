@@ -30,7 +30,7 @@ from conformance.runner.resource_check import check_room
 from conformance.runner.result_writer import ResultWriter
 from conformance.runner.scheduler import Activities, Activity, AtOnce, check_output_folder, lasting, make_folder
 from conformance.runner.session_config import SessionConfig
-from conformance.runtime.gpu_leases import filled
+from conformance.runtime.gpu_leases import unleased_use
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +116,7 @@ class Session:
         waiting = self._activities.waiting = tuple(cell for cell in cells if not self.refusal(cell))
         room, device = room_of(self.config.out), self.config.device
         check_room(waiting, room, device=device, warn=logger.warning, hosts=self._where.hosts)
-        for said in filled(self.config.gpus) if self._where.queues_oracles else ():
+        for said in unleased_use(self.config.gpus) if self._where.queues_oracles else ():
             logger.warning(said)
         for cell in self._at_once.ordered(waiting):
             if not is_large(cell.scenario):

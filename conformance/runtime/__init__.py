@@ -5,11 +5,11 @@ hangs, raises or runs out of memory ends its task with a reason, a log and a sta
 Linux only, because it uses fork, /proc, memfd_create and PR_SET_PDEATHSIG.
 
     config.py             which worker group a task wants
-    pool.py               the interface for callers: here, or on leased places
-    slots.py              live worker groups at one place, and what is leased
-    worker_groups.py      the controller's handles of a worker group, and of the process that starts it
+    pool.py               the interface for callers: on this host, or on leased slots
+    slots.py              live worker groups on one block of slots, one for each backend and size
     watchdog.py           watches one task, and decides when it hangs
     failure.py            the text of a failure, and the last collectives of each rank while it hangs
+    worker_groups.py      the controller's handles of worker groups, and of the processes that start them
     preload_server.py     the process that imports what all forkservers share, and forks them
     forkserver.py         the process that imports a backend once, forks ranks and reaps them
     forkserver_client.py  the controller's handles of forkservers

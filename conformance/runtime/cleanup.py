@@ -1,22 +1,22 @@
-"""Clean-up: frees what a task left in a rank, and counts what it could not free (claim 8: no cell harms the next).
+"""Frees the resources that a task left in a rank, and reports those that it could not free.
 
 Device meshes and Megatron's parallel state never destroy their process groups, and each group keeps threads and
-sockets. So the clean-up destroys every group except WORLD. A destroyed group lives on where a task's objects still hold
-it: a model in a cycle through its autograd graph, which Python does not see. Each gloo group has one thread that is
-called after its loop, so such groups are counted exactly, and one is a leak.
+sockets. So the clean-up destroys every group except WORLD. A destroyed group lives on while objects of the task
+reference it, for example a model in a cycle through its autograd graph, which Python does not see. Each gloo group has
+one thread that is named after its loop, so such groups are counted exactly, and a single one is a leak.
 
-Other threads are pools of libraries, or leaks. A pool starts once, at its first use, with as many threads as there are
-processors or devices; a leak goes on. So growth beyond an allowance is taken for a pool once, and for a leak after
-that. If anything leaks, the world is retired.
+Other threads belong to pools of libraries, or are leaks. A pool starts once, at its first use, with as many threads as
+there are processors or devices; a leak repeats. So the first growth beyond the allowance counts as a pool, and any
+later growth as a leak. If anything leaks, the worker group is retired.
 
-Memory that is not given back is measured as well. oneDNN keeps a compiled kernel for each shape that a matrix product
-in half precision had, 0.7 MiB each on a CPU with AMX. Experts have other shapes at every step, and nothing empties this
-cache, so a world whose ranks keep much is retired, too. On a GPU torch gives a block of memory back when all of it is
-free; cuBLAS's workspaces, which torch puts into a block that had room, would keep one of any size for ever.
+Memory that is not freed is measured as well. oneDNN keeps a compiled kernel for each shape of a matrix product in half
+precision, 0.7 MiB each on a CPU with AMX. Experts have other shapes at every step, and nothing empties this cache, so a
+worker group whose ranks keep much memory is retired. On a GPU torch returns a block of memory when all of it is free;
+cuBLAS's workspaces, which torch puts into any block with space, would keep that block for ever.
 
-Three things outlive a destroyed group and have harmed the next task of a world: DTensor's caches return an equal mesh
-of an earlier task; the meshes in these caches keep their groups, and thus threads, alive; and a group with the same
-name as an earlier group finds the addresses of the earlier group in the store.
+Three leftovers of a destroyed group have harmed the next task: DTensor's caches return an equal mesh of an earlier
+task; the meshes in these caches keep their groups, and thus threads, alive; and a group with the same name as an
+earlier group finds the addresses of the earlier group in the store.
 """
 
 import contextlib
@@ -41,20 +41,22 @@ from conformance.core.process import open_files, thread_count, threads_called
 
 @dataclass(frozen=True, kw_only=True)
 class Holdings:
-    """Numbers of process groups, of gloo's that were destroyed and live on, of open file descriptors and threads of a
-    rank after a clean-up."""
+    """Counts the resources of a rank after a clean-up.
+
+    undead: gloo groups that were destroyed and live on. open_on: see conformance.core.process.open_files.
+    """
 
     groups: int
     undead: int
     fds: int
     threads: int
-    open_on: Counter[str] = field(default_factory=Counter)  # conformance.core.process.open_files
+    open_on: Counter[str] = field(default_factory=Counter)
 
 
 # Growth since the first clean-up that does not count as a leak: libraries open some resources at their first use (a
 # device, a log). Leaks are far larger: Megatron's parallel state left 17 groups, 75 descriptors and 51 threads a task.
 ALLOWANCE = Holdings(groups=0, undead=0, fds=16, threads=8)
-_WORTH_TELLING = 4  # new descriptors of a kind, to be named in a message; a task's logs are fewer
+_MIN_REPORTED = 4  # new descriptors of a kind that a message names; a task's logs are fewer
 _GLOO_LOOP = "gloo_tcp_loop"  # the thread of a gloo group's device
 SETTLE_S = 2.0  # limit of the wait for threads of destroyed groups, which end with a delay on a loaded machine
 _TICK_S = 0.01
@@ -63,7 +65,7 @@ _DTENSOR, _CACHES = "torch.distributed.tensor", "torch.distributed.tensor.debug"
 
 
 def freeze() -> None:
-    """Exempt all current objects from garbage collection, which makes it faster and lets forked ranks share memory."""
+    """Exempts all current objects from garbage collection, which makes it faster and lets forked ranks share memory."""
     if _DTENSOR in sys.modules:
         import_module(_CACHES)  # imported here, or else in the first clean-up of every rank
     gc.collect()
@@ -71,7 +73,7 @@ def freeze() -> None:
 
 
 class Cleaner:
-    """Cleans up one rank. All ranks of a world have to call ``clean_up`` equally often."""
+    """Cleans up one rank. All ranks of a worker group have to call ``clean_up`` equally often."""
 
     def __init__(self, device: str) -> None:
         self._device = device
@@ -82,12 +84,12 @@ class Cleaner:
         self._memory_before = _memory() if device == "cpu" else 0
 
     def kept_memory(self) -> int:
-        """How many more bytes of memory this process has than at its start; on a GPU, how many torch does not give
-        back, because in each of their blocks something is alive."""
+        """Returns the bytes by which the memory of this process has grown since its start. On a GPU: the bytes that
+        torch does not free, because each of their blocks holds a live tensor."""
         return _memory() - self._memory_before if self._device == "cpu" else torch.cuda.memory_reserved()
 
     def clean_up(self) -> str:
-        """Free what the task left. Returns in words what leaks, or "" if nothing does."""
+        """Frees the resources of the task. Returns a description of the leaks, or "" if there are none."""
         torch.set_default_dtype(torch.float32)
         torch.set_default_device(None)
         world = dist.distributed_c10d._world
@@ -100,7 +102,7 @@ class Cleaner:
         world.pg_map[everybody] = backend, PrefixStore(f"after-{self._count}", self._store)
         _forget_meshes()
         _empty_caches()
-        # Also where no cache is: torch's CUDA builds start a pool of threads at the first backward pass, on a CPU, too.
+        # Also without a cache: torch's CUDA builds start a pool of threads at the first backward pass, even on a CPU.
         _run_in_backward(_empty_caches, self._device)
         gc.collect()
         _give_back_memory()
@@ -122,17 +124,17 @@ def _destroy_all_but(everybody: dist.ProcessGroup) -> None:
 
 
 def _give_back_memory() -> None:
-    """Return what was freed to the system: glibc keeps it, 2 GB a rank after a model of 56 million parameters, and so
-    does torch of a GPU's memory."""
+    """Returns freed memory to the system. glibc keeps 2 GB a rank after a model of 56 million parameters, and torch
+    keeps memory of the GPU."""
     with contextlib.suppress(AttributeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)
     if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()  # other worlds share the GPU
+        torch.cuda.empty_cache()  # other worker groups share the GPU
 
 
 def _memory() -> int:
-    """Bytes in memory that this process has of its own, or shares with the one that it was forked from; no files. 0
-    where the kernel does not say."""
+    """Returns the bytes of anonymous memory of this process, including those shared with the process that it was forked
+    from; 0 where the kernel does not report them."""
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:")), 0)
 
@@ -149,7 +151,7 @@ def _current_holdings() -> Holdings:
 
 
 def growth(first: Holdings, now: Holdings) -> str:
-    """In words, for a log line: what has grown by more than ALLOWANCE; "" if nothing has."""
+    """Describes the resources that have grown by more than ALLOWANCE; "" if there are none."""
     names = {"groups": "process groups", "undead": "process groups that were destroyed and live on"}
     names |= {"fds": "open file descriptors", "threads": "threads"}
     grown = [
@@ -159,19 +161,19 @@ def growth(first: Holdings, now: Holdings) -> str:
     ]
     if now.fds > first.fds + ALLOWANCE.fds:
         more = (now.open_on - first.open_on).most_common()
-        kinds = ", ".join(f"{count} {what}" for what, count in more if count >= _WORTH_TELLING)
+        kinds = ", ".join(f"{count} {kind}" for kind, count in more if count >= _MIN_REPORTED)
         grown += [f"among them {kinds}"] if kinds else []
     return ", ".join(grown)
 
 
 def _forget_meshes() -> None:
-    """Remove the process groups from all meshes of the task."""
-    for mesh in [thing for thing in gc.get_objects() if type(thing) is DeviceMesh]:
+    """Removes the process groups from all meshes of the task."""
+    for mesh in [item for item in gc.get_objects() if type(item) is DeviceMesh]:
         getattr(mesh, "_pg_registry", {}).clear()  # older meshes hold names only
 
 
 def _empty_caches() -> None:
-    """Empty DTensor's caches and cuBLAS's workspaces, which each thread may have of its own."""
+    """Empties DTensor's caches and cuBLAS's workspaces, of which each thread may have its own."""
     if _DTENSOR in sys.modules:
         import_module(_CACHES)._clear_sharding_prop_cache()
     if torch.cuda.is_initialized():
@@ -180,7 +182,7 @@ def _empty_caches() -> None:
 
 
 def _run_in_backward(run: Callable[[], None], device: str) -> None:
-    """Run it in the thread of backward passes, which is another one where the device is a GPU."""
+    """Calls ``run`` in the thread of backward passes, which on a GPU is not the current thread."""
     _InBackward.apply(torch.zeros(1, device=device, requires_grad=True), run).backward()  # type: ignore[no-untyped-call]
 
 

@@ -13,15 +13,15 @@ class StartError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class WorldConfig:
-    """The configuration of a world.
+    """Configures a worker group.
 
     size: number of ranks. device: ``cpu``, or ``cuda``, where each rank has a GPU, or a share of one.
-    preload: modules to import before the first task, such as the adapter's. They are imported once for all worlds
-        at one place with the same ``preload``.
+    preload: modules to import before the first task, such as the adapter's. They are imported once for all worker
+        groups on one block of slots with the same ``preload``.
     python: the executable that ranks run in; empty: that of this process.
-    room: bytes of GPU memory. A world on leased places (conformance.runtime.pool) has as many GPUs of one host as have
-        room for them together, whatever its size, and all of that host where they do not, or where nobody knows. It
-        tells no worlds apart: one that is alive serves a task that needs less or more of the same GPUs.
+    room: required bytes of GPU memory. A worker group on leased slots (conformance.runtime.pool) gets enough GPUs of
+        one host for them, whatever its size; all GPUs of that host if they do not suffice, or if their memory is
+        unknown. Not compared: a live worker group serves tasks that need less or more memory of the same GPUs.
     memory_limit_bytes: limit of the address space of a rank, beyond what is mapped when the rank starts (CPU only).
         Address space is more than memory: each thread reserves some tens of MiB of it.
 

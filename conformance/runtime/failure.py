@@ -1,11 +1,7 @@
-"""Flight: the last collectives of a rank, as torch's flight recorder has them, while the rank hangs in one (claim 8).
+"""Explains a failed task to the user: the rank that caused the failure, what it did, and where to look.
 
-A stack says where a rank waits, and not for whom. The recorder counts the collectives of each process group, so of
-ranks that hang together the one with the lowest count is the one that the others wait for.
-
-Reason: the text that explains a failed task to the user (claim 8): which rank, what, when, and where to look.
-
-The first line states the cause and can stand alone. The other ranks and the end of the log follow.
+A stack shows where a rank hangs, but not which rank it waits for. torch's flight recorder counts the collectives of
+each process group, so among ranks that hang together the others wait for the one with the lowest count.
 """
 
 import contextlib
@@ -20,23 +16,23 @@ from pathlib import Path
 from typing import Any, Literal
 
 ASK = signal.SIGUSR2
-_EVERYBODY, _UNDESCRIBED = "default_pg", "undefined"  # what torch says of a group beside its name
-ENTRIES = 200  # that a rank remembers; TORCH_FR_BUFFER_SIZE
+_ALL_RANKS, _UNDESCRIBED = "default_pg", "undefined"  # torch's descriptions of groups
+ENTRIES = 200  # number of collectives that a rank remembers; TORCH_FR_BUFFER_SIZE
 
 
 class FlightRecorder(threading.Thread):
-    """In a rank: writes ``rank-N.flight.json`` when the rank is asked to, whatever its main thread does."""
+    """Writes ``rank-N.flight.json`` when this rank receives the signal ASK, whatever its main thread does."""
 
     def __init__(self, rank: int, *, device: str) -> None:
         super().__init__(daemon=True, name="flight recorder")
         self._rank, self._device = rank, device
         self._folder: Path | None = None
-        self._since = 0  # when the task began, in nanoseconds of the system clock, as the recorder's entries have it
+        self._since = 0  # start of the task in nanoseconds of the system clock, the unit of the recorder's entries
         signal.pthread_sigmask(signal.SIG_BLOCK, {ASK})  # threads that start later inherit it
         self.start()
 
     def write_into(self, folder: Path) -> None:
-        """The folder of the task that begins."""
+        """Sets the folder of the task that begins now."""
         self._folder, self._since = folder, time.time_ns()
         flight_file(folder, self._rank).unlink(missing_ok=True)
 
@@ -46,8 +42,8 @@ class FlightRecorder(threading.Thread):
             if (folder := self._folder) is not None:
                 unfinished = folder / f"rank-{self._rank}.flight.unfinished"
                 with contextlib.suppress(OSError, RuntimeError, ValueError):  # groups may change meanwhile
-                    told = {"since": self._since, "groups": _groups(), "entries": _recorded(self._device)}
-                    unfinished.write_text(json.dumps(told))
+                    recorded = {"since": self._since, "groups": _groups(), "entries": _entries(self._device)}
+                    unfinished.write_text(json.dumps(recorded))
                     unfinished.rename(flight_file(folder, self._rank))
 
 
@@ -56,78 +52,82 @@ def flight_file(folder: Path, rank: int) -> Path:
 
 
 def behind_and_ahead(folder: Path, ranks: Iterable[int]) -> tuple[set[int], set[int]]:
-    """The ranks that others wait for in collectives, and those that wait for others, from what they wrote. Of a process
-    group, the ranks wait that have entered more collectives than others. Who waits in one group is not behind."""
+    """Returns the ranks that others wait for in collectives, and the ranks that wait, from the files of all ranks.
+
+    In a process group, the ranks that have entered more collectives wait for the others. A rank that waits in one group
+    does not count as behind in another.
+    """
     behind: set[int] = set()
     ahead: set[int] = set()
-    for of_ranks in _parted(folder, ranks).values():
+    for of_ranks in _uneven_groups(folder, ranks).values():
         fewest = min(count for count, _ in of_ranks.values())
         for rank, (count, _) in of_ranks.items():
             (behind if count == fewest else ahead).add(rank)
     return behind - ahead, ahead
 
 
-def where_they_part(folder: Path, ranks: Iterable[int]) -> list[str]:
-    """A line for each process group whose ranks have not entered the same collectives, from what they wrote."""
+def uneven_collectives(folder: Path, ranks: Iterable[int]) -> list[str]:
+    """Returns a line for each process group whose ranks have entered different numbers of collectives."""
     return [
         f"  collectives of group {name}: "
-        + ", ".join(f"rank {rank} at {count} ({what})" for rank, (count, what) in sorted(of_ranks.items()))
-        for name, of_ranks in _parted(folder, ranks).items()
+        + ", ".join(f"rank {rank} at {count} ({last})" for rank, (count, last) in sorted(of_ranks.items()))
+        for name, of_ranks in _uneven_groups(folder, ranks).items()
     ]
 
 
 def remove_empty(folder: Path, ranks: Iterable[int]) -> None:
-    """Remove the files in which nothing was recorded."""
+    """Removes the files without entries."""
     for file in (flight_file(folder, rank) for rank in ranks):
-        if file.is_file() and not _told(file)["entries"]:
+        if file.is_file() and not _read(file)["entries"]:
             file.unlink()
 
 
-def _parted(folder: Path, ranks: Iterable[int]) -> dict[str, dict[int, tuple[int, str]]]:
-    """The process groups whose ranks have not entered the same collectives: of each rank that answered, how many it has
-    entered and the name of the last one."""
-    told = {rank: _told(file) for rank in ranks if (file := flight_file(folder, rank)).is_file()}
+def _uneven_groups(folder: Path, ranks: Iterable[int]) -> dict[str, dict[int, tuple[int, str]]]:
+    """Returns the process groups whose ranks have entered different numbers of collectives: by rank that has a file,
+    the number and the name of the last one."""
+    recorded = {rank: _read(file) for rank in ranks if (file := flight_file(folder, rank)).is_file()}
     groups: dict[str, dict[int, tuple[int, str]]] = {}
-    for rank, of_rank in told.items():
+    for rank, of_rank in recorded.items():
         for entry in of_rank["entries"]:
             name = " ".join(part for part in entry["process_group"] if part != _UNDESCRIBED)
             if not entry["is_p2p"] and entry["time_created_ns"] >= _since(of_rank, name):
                 last = int(entry["collective_seq_id"]), str(entry["profiling_name"])
                 groups.setdefault(name, {})[rank] = last
     for name, of_ranks in groups.items():
-        for rank in told.keys() - of_ranks:
-            if name.partition(" ")[0] in told[rank]["groups"] and _remembers_all(told[rank], name):
+        for rank in recorded.keys() - of_ranks:
+            if name.partition(" ")[0] in recorded[rank]["groups"] and _remembers_all(recorded[rank], name):
                 of_ranks[rank] = 0, "none"
     return {name: ranks for name, ranks in groups.items() if len({count for count, _ in ranks.values()}) > 1}
 
 
 def _since(of_rank: dict[str, Any], name: str) -> int:
-    """From when on entries are of this group: a group of an earlier task may have had the same name, but for that of
-    all ranks, which stays."""
-    return 0 if _EVERYBODY in name else int(of_rank["since"])
+    """Returns the time from which entries belong to this group. A group of an earlier task may have had the same name;
+    only the group of all ranks stays."""
+    return 0 if _ALL_RANKS in name else int(of_rank["since"])
 
 
 def _remembers_all(of_rank: dict[str, Any], name: str) -> bool:
-    """Whether a rank without an entry of a group has entered none of its collectives, and has not just forgotten it."""
+    """Returns whether a missing entry proves that the rank entered no collective of the group: its buffer has not
+    overwritten entries of this task."""
     entries = of_rank["entries"]
     return not entries or entries[0]["record_id"] == 0 or entries[0]["time_created_ns"] < _since(of_rank, name)
 
 
-def _told(file: Path) -> dict[str, Any]:
+def _read(file: Path) -> dict[str, Any]:
     with contextlib.suppress(OSError, ValueError):
         return dict(json.loads(file.read_bytes()))
     return {"since": 0, "groups": [], "entries": []}
 
 
 def _groups() -> list[str]:
-    """The names of the process groups that this rank is in."""
+    """Returns the names of the process groups of this rank."""
     import torch.distributed as dist
 
     return list(dist.distributed_c10d._world.pg_names.values())
 
 
-def _recorded(device: str) -> list[dict[str, Any]]:
-    """The last collectives, the newest last. NCCL has a recorder of its own; an older torch may have none for gloo."""
+def _entries(device: str) -> list[dict[str, Any]]:
+    """Returns the last collectives, in order. NCCL has its own recorder; an older torch may have none for gloo."""
     from torch._C import _distributed_c10d as c10d
 
     dump = getattr(c10d, "_dump_nccl_trace_json" if device == "cuda" else "_dump_fr_trace_json", None)
@@ -150,7 +150,7 @@ _COLLECTIVES = ("distributed_c10d.py", "_functional_collectives.py")
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """What went wrong, and on which rank (None: not on a single one).
+    """Describes a failure of one rank, or of no single rank (None).
 
     what: a sentence such as "rank 1 raised". phase: what the rank was doing. detail: more information in one line.
     """
@@ -169,11 +169,11 @@ class Failure:
 
 
 def first_cause(failures: Sequence[Failure]) -> Failure:
-    """The failure that explains the others: one that concerns no single rank, or else the first that is not merely the
-    report of a lost peer.
+    """Returns the failure that explains the others: one that concerns no single rank, or else the first that is not
+    merely the report of a lost peer.
 
-    The death of a rank comes before an exception, even if the exception was seen earlier, because peers may notice the
-    death before the controller does.
+    The death of a rank precedes an exception, even one that was reported earlier, because peers may notice the death
+    before the controller does.
     """
 
     def order(failure: Failure) -> tuple[bool, bool, bool]:
@@ -184,7 +184,7 @@ def first_cause(failures: Sequence[Failure]) -> Failure:
 
 
 def exit_words(status: int) -> str:
-    """How a process ended, in words; status -N means killed by signal N."""
+    """Describes how a process ended; status -N means killed by signal N."""
     if status >= 0:
         return f"exited with status {status}"
     name = signal.Signals(-status).name if -status in signal.valid_signals() else f"signal {-status}"
@@ -192,7 +192,7 @@ def exit_words(status: int) -> str:
 
 
 def tail(file: Path) -> str:
-    """The last lines of a log, indented; ``(empty)`` if there are none."""
+    """Returns the last lines of a log, indented; ``(empty)`` if there are none."""
     try:
         lines = file.read_bytes()[-16384:].decode(errors="replace").splitlines()[-_TAIL_LINES:]
     except FileNotFoundError:
@@ -206,14 +206,14 @@ def indent(text: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Location:
-    """Where a rank's main thread is, from its stacks file."""
+    """Names the function that a rank's main thread is in, from its stacks file."""
 
     text: str
     in_collective: bool
 
 
 def is_whole(stacks: Path) -> bool:
-    """Whether faulthandler has finished writing: the file ends with the outermost frame of the main thread, or "...".
+    """Returns whether faulthandler has finished: the file ends with the outermost frame of the main thread, or "...".
 
     A rank is started by ``python -m``, so this outermost frame belongs to runpy.
     """
@@ -225,7 +225,7 @@ def is_whole(stacks: Path) -> bool:
 
 
 def read_location(stacks: Path) -> Location | None:
-    """Read a stacks file of faulthandler; None if the rank wrote nothing (it is dead, or hangs in the kernel)."""
+    """Reads a stacks file of faulthandler; None if the rank wrote nothing (it is dead, or hangs in the kernel)."""
     try:
         main_thread = stacks.read_text(errors="replace").rstrip().rpartition("\n\n")[2]
     except FileNotFoundError:
@@ -234,7 +234,7 @@ def read_location(stacks: Path) -> Location | None:
     if not frames:
         return None
     in_collective = any(Path(file).name in _COLLECTIVES for file, _, _ in frames[:3])
-    # Frames inside torch say little, so the innermost frame outside torch is shown.
+    # The innermost frame outside torch is the one that tells a user the most.
     file, line, function = next((f for f in frames if "/torch/" not in f[0]), frames[0])
     where = f"{function} ({Path(file).name}:{line})"
     return Location(

@@ -1,10 +1,12 @@
-"""Zygote: imports the modules that its ranks need once, then forks ranks on request, reports deaths and reaps ranks.
+"""Imports a backend once, then forks ranks on request, reports their deaths and reaps them.
 
-``python -m conformance.runtime.forkserver CONTROL_FD PARENT_PID forked|started MODULE...``, or a fork of the nursery
-that goes on as this would; there is one zygote for all worlds of a place that preload the same modules. It never runs a
-task, stays single-threaded and leaves GPUs alone, because neither threads nor CUDA survive a fork. If a module that it
-imports does otherwise, it starts again, imports nothing, and its ranks are started instead of forked.
-Serves claim 8: it is the parent of every rank, so it notices the death of every rank, and no rank outlives it.
+Run as ``python -m conformance.runtime.forkserver CONTROL_FD PARENT_PID forked|started MODULE...``, or as a fork of the
+preload server. One forkserver serves all worker groups on a block of slots that preload the same modules. It is the
+parent of its ranks, so it notices each death, and no rank outlives it.
+
+It never runs a task, stays single-threaded and does not touch GPUs, because neither threads nor CUDA survive a fork. If
+an import starts a thread or CUDA, the process executes itself again without imports, and starts ranks instead of
+forking them.
 """
 
 import contextlib
@@ -43,24 +45,24 @@ _TICK_S = 0.002
 class Zygote:
     """Forks ranks, reports their deaths, and ends and reaps them.
 
-    Each rank leads its own process group. A dead rank is reaped only together with its world, because its pid, which is
-    also the id of the group, could otherwise be reused by another process.
+    Each rank leads its own process group. A dead rank is reaped only together with its worker group, because its pid,
+    which is also the id of the process group, could otherwise be reused by another process.
     """
 
     def __init__(self, control: Wire, *, forks: bool) -> None:
         self._control, self._forks = control, forks
-        self._pids: dict[int, list[int]] = {}  # of each world, by rank
+        self._pids: dict[int, list[int]] = {}  # by worker group, then by rank
         self._reported: set[int] = set()
         self._wakeup = socket.socketpair()
         for end in self._wakeup:
             end.setblocking(False)
-        # A child's death writes here, and so ends the wait for messages; so does the controller's, by SIGTERM.
+        # The death of a child or of the controller (by SIGTERM) writes here, which ends the wait for messages.
         signal.set_wakeup_fd(self._wakeup[1].fileno(), warn_on_full_buffer=False)
         for number in (signal.SIGCHLD, signal.SIGTERM):
             signal.signal(number, lambda *_: None)
 
     def serve(self) -> None:
-        """Serve the controller's requests until it closes the socket or dies; then end all processes."""
+        """Serves the controller's requests until it closes the socket or dies; then ends all processes."""
         poll = select.poll()
         poll.register(self._control.fileno(), select.POLLIN)
         poll.register(self._wakeup[0].fileno(), select.POLLIN)
@@ -82,7 +84,7 @@ class Zygote:
                     self._control.send({"type": "buried", "world": message["world"], "left": left})
         for world in list(self._pids):
             self._bury(world)
-        for pid in children():  # what left its rank's process group
+        for pid in children():  # processes that left their rank's process group
             signal_process(pid, signal.SIGKILL)
 
     def _start(self, message: Message, fds: list[int]) -> None:
@@ -93,7 +95,7 @@ class Zygote:
             inherited = {"socket_fd": socket_fd, "beats_fd": beats_fd, "store_fd": store_fd}
             try:
                 pid = os.fork()
-            except OSError as error:  # no room for another process
+            except OSError as error:  # the host allows no more processes
                 failure = f"after {rank}, {error.strerror}"
                 break
             if pid == 0:
@@ -126,7 +128,7 @@ class Zygote:
                 from conformance.runtime.worker_main import (
                     RankSpec,
                     serve,
-                )  # torch, which a zygote that forks nothing lacks
+                )  # imports torch, which a forkserver that forks nothing lacks
 
                 serve(RankSpec(**spec))
             else:
@@ -154,7 +156,7 @@ class Zygote:
             os.waitpid(pid, os.WNOHANG)
 
     def _bury(self, world: int) -> list[int]:
-        """End a world's ranks and the processes that they started. Returns the process groups that are still alive."""
+        """Ends a worker group's ranks and their children. Returns the ids of process groups that are still alive."""
         groups = self._pids[world]
         for group in groups:
             signal_group(group, signal.SIGTERM)
@@ -164,7 +166,7 @@ class Zygote:
             time.sleep(_TICK_S)
         for group in groups:
             signal_group(group, signal.SIGKILL)
-        del self._pids[world]  # from now on its ranks are reaped as orphans, like the processes that they started
+        del self._pids[world]  # from now on its ranks are reaped as orphans, like their children
         self._reported.difference_update(groups)
         deadline = time.monotonic() + KILL_LIMIT_S
         left = groups
@@ -176,7 +178,7 @@ class Zygote:
 
 
 def _exit_status(pid: int) -> int | None:
-    """The exit status of a dead child, which stays a zombie; -N: killed by signal N. None while the child lives."""
+    """Returns the exit status of a dead child, which stays a zombie; -N: killed by signal N. None while it lives."""
     result = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     if result is None:
         return None
@@ -184,16 +186,16 @@ def _exit_status(pid: int) -> int | None:
 
 
 def _lead_group(pid: int) -> None:
-    """Give a rank its own process group. Parent and child both do this, so that neither has to wait for the other."""
+    """Gives a rank its own process group. Parent and child both do this, so that neither has to wait for the other."""
     with contextlib.suppress(PermissionError, ProcessLookupError):  # the rank has called exec already, or is dead
         os.setpgid(pid, pid)
 
 
 def _import(modules: list[str]) -> str:
-    """Import modules until one does what does not survive a fork. Returns in words which one did what, or ""."""
+    """Imports modules until one has an effect that does not survive a fork. Returns a description of it, or ""."""
     if harm := _harm():
         return f"importing what all zygotes share {harm}"
-    with _driver_left_alone() as refused:
+    with _without_nvml() as refused:
         for module in modules:
             try:
                 import_module(module)
@@ -213,13 +215,13 @@ def _harm() -> str:
 
 
 @contextlib.contextmanager
-def _driver_left_alone() -> Iterator[list[str]]:
-    """Let torch say from files whether there are GPUs, which libraries ask when they are imported, and refuse NVML.
+def _without_nvml() -> Iterator[list[str]]:
+    """Makes torch count GPUs by their files while libraries are imported, and makes calls of NVML fail.
 
-    CUDA does not survive a fork once it was asked. Neither does NVML, which torch and DeepSpeed ask: with driver 580 it
-    initialises CUDA and starts a thread. The list that is given has an entry for each time that NVML was refused.
+    A query of CUDA does not survive a fork. Neither does NVML, which torch and DeepSpeed query: with driver 580 it
+    initialises CUDA and starts a thread. Yields a list that gets an entry for each call of NVML that failed.
     """
-    import torch  # which imports pynvml, if there is one
+    import torch  # imports pynvml, if it is installed
 
     count = len(list(DEVICES.glob("nvidia[0-9]*")))
     if count and (named := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
@@ -262,7 +264,7 @@ def main(arguments: Sequence[str]) -> None:
             control.send({"type": "ready", "error": error})
             return
         if harm:
-            # Exec ends threads, and leaves the GPU. This is slower, because every rank imports for itself.
+            # Exec ends threads and releases the GPU. This is slower, because every rank imports for itself.
             print(f"{harm}, so ranks are started afresh instead of forked", flush=True)
             os.set_inheritable(int(control_fd), True)
             os.execv(sys.executable, [sys.executable, "-P", "-m", __spec__.name, control_fd, parent, "started"])

@@ -1,4 +1,4 @@
-"""Zygotes: the controller's handles of zygote processes, which start ranks on this host (claim 8)."""
+"""Controls forkserver processes, which start ranks on this host."""
 
 import contextlib
 import itertools
@@ -19,7 +19,7 @@ from conformance.runtime.slots import Seat
 from conformance.runtime.worker_groups import Child, World, check_host, start_child, too_small
 
 _ZYGOTE = "conformance.runtime.forkserver"
-_STARTED_LIMIT_S = 30.0  # a zygote only forks
+_STARTED_LIMIT_S = 30.0  # a forkserver only forks
 _GONE_LIMIT_S = 2.0
 _NOTHING: Mapping[str, str] = MappingProxyType({})
 
@@ -28,8 +28,10 @@ _log_numbers = itertools.count(1)
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """Of a world with ranks on several hosts (conformance.runtime.multihost): the ranks here begin with ``first``,
-    ``of`` so many; all meet at ``store``, an address at which the first one listens."""
+    """Describes the ranks of this host in a worker group on several hosts (conformance.runtime.multihost).
+
+    first: the first rank on this host. of: number of ranks on all hosts. store: the address at which rank 0 listens.
+    """
 
     first: int
     of: int
@@ -37,26 +39,26 @@ class Part:
 
 
 class ZygoteHandle(Child):
-    """A running zygote."""
+    """Controls a running forkserver."""
 
     what = "the process that ranks are forked from"
 
     def __init__(self, *, preload: tuple[str, ...], log: Path, python: str = "") -> None:
         self._begun = time.monotonic()
-        control, theirs = wire_pair()
-        with theirs:
+        control, child_end = wire_pair()
+        with child_end:
             if python:
                 env, arguments = environment(is_other=True), ["forked", *preload]
-                started = start_child(_ZYGOTE, arguments, control=theirs, log=log, env=env, python=python)
+                started = start_child(_ZYGOTE, arguments, control=child_end, log=log, env=env, python=python)
                 super().__init__(control, started, log=log)
             else:
                 with log.open("ab") as output:
-                    forked: Forked = fork_zygote(preload, control=theirs, log=output)
+                    forked: Forked = fork_zygote(preload, control=child_end, log=output)
                 super().__init__(control, forked, log=log)
-        self._ready: Message | None = None  # what it said when it had imported its modules
+        self._ready: Message | None = None  # its message after the imports
 
     def wait_until_ready(self) -> None:
-        """Wait until the zygote has imported its modules. If an import fails, ends the zygote and raises StartError."""
+        """Waits until the imports are done. If an import fails, ends the forkserver and raises StartError."""
         if self._ready is None:
             try:
                 self._answer("ready", world=None, limit_s=START_LIMIT_S, since=self._begun)
@@ -69,7 +71,7 @@ class ZygoteHandle(Child):
             raise StartError(self._ready["error"])
 
     def is_ready(self) -> bool:
-        """Whether ``wait_until_ready`` would not wait: modules are imported, or cannot be."""
+        """Returns whether ``wait_until_ready`` would return or raise at once."""
         self.receive()
         return self._ready is not None or not self.is_alive or time.monotonic() - self._begun > START_LIMIT_S
 
@@ -81,11 +83,11 @@ class ZygoteHandle(Child):
         seats: Sequence[Seat] = (),
         part: Part | None = None,
     ) -> World:
-        """Start the ranks of a world. They initialise torch.distributed in their first task.
+        """Starts the ranks of a worker group. They initialise torch.distributed in their first task.
 
-        variables: of their environment. seats: at least as many as ranks; none: each has a GPU of its own, in order.
-        part: of a world with other ranks elsewhere, whose ``config.size`` are here.
-        Raises StartError, also if the host has no room for so many ranks.
+        variables: additions to their environment. seats: at least one for each rank; empty: rank N gets GPU N.
+        part: for a worker group with ranks on other hosts, of which ``config.size`` are here.
+        Raises StartError, also if the host lacks the resources for the ranks.
         """
         check_host(config.size, memory=available_memory())
         self.wait_until_ready()
@@ -112,20 +114,20 @@ class ZygoteHandle(Child):
         )
 
     def close(self) -> int:
-        if self._ready is None:  # it does not read its socket before its imports are done
+        if self._ready is None:  # it does not read its socket during the imports
             self._process.terminate()
         return super().close()
 
-    def _heard(self, message: Message) -> None:
-        super()._heard(message)
+    def _dispatch(self, message: Message) -> None:
+        super()._dispatch(message)
         if message["type"] == "ready":
             self._ready = message
 
-    def _refusal(self, size: int, error: str) -> StartError:
+    def _start_error(self, size: int, error: str) -> StartError:
         return too_small(size, error)
 
     def _left_by_others(self, world: World) -> list[int]:
-        """If the zygote is dead, the kernel ends its ranks."""
+        """Waits for the ranks, which the kernel ends after the death of the forkserver."""
         deadline = time.monotonic() + _GONE_LIMIT_S
         left = world.pids
         while left and time.monotonic() < deadline:
@@ -135,10 +137,10 @@ class ZygoteHandle(Child):
 
 
 class Zygotes:
-    """The zygotes of worlds at one place of this host: one for all that preload the same modules.
+    """Keeps the forkservers of one block of slots on this host: one for each set of preloaded modules.
 
-    folder: gets their logs. variables: of the environment of all ranks. seats: see ZygoteHandle.start_world. One
-    thread uses it, but for ``terminate``.
+    folder: gets their logs. variables: additions to the environment of all ranks. seats: see ZygoteHandle.start_world.
+    Only ``terminate`` may be called from another thread.
     """
 
     def __init__(self, folder: Path, *, variables: Mapping[str, str] = _NOTHING, seats: Sequence[Seat] = ()) -> None:
@@ -150,12 +152,12 @@ class Zygotes:
         return (zygote for zygote in self._zygotes.values() if zygote.is_alive)
 
     def prepare(self, config: WorldConfig) -> None:
-        """Start to import the modules that a world of this config preloads, in the background, without waiting."""
-        with contextlib.suppress(OSError, StartError):  # the next world of this config will report the error
+        """Starts to import the modules that a worker group of this config preloads, in the background."""
+        with contextlib.suppress(OSError, StartError):  # the next worker group of this config will report the error
             self.of(config)
 
     def start(self, config: WorldConfig) -> World:
-        """Start the ranks of a world. Raises StartError."""
+        """Starts the ranks of a worker group. Raises StartError."""
         try:
             zygote = self.of(config)
         except OSError as error:
@@ -163,32 +165,32 @@ class Zygotes:
         return zygote.start_world(config, variables=self._variables, seats=self._seats)
 
     def of(self, config: WorldConfig) -> ZygoteHandle:
-        """The live zygote that has imported exactly the modules of ``config.preload``, or a new one."""
+        """Returns the live forkserver that has imported exactly the modules of ``config.preload``, or a new one."""
         zygote = self._zygotes.get(key := (config.python, config.preload))
         if zygote is None or not zygote.is_alive:
             self._folder.mkdir(parents=True, exist_ok=True)
-            log = self._folder / f"zygote-{os.getpid()}-{next(_log_numbers)}.log"  # others may share the folder
+            log = self._folder / f"zygote-{os.getpid()}-{next(_log_numbers)}.log"  # processes may share the folder
             zygote = ZygoteHandle(preload=config.preload, log=log, python=config.python)
             self._zygotes[key] = zygote
-            if self._is_over:  # while it was made
+            if self._is_over:  # since its creation began
                 zygote.terminate()
         return zygote
 
     def terminate(self) -> None:
-        """Ask all zygotes to end, from another thread, and every later one."""
+        """Asks all current and later forkservers to end, from another thread."""
         self._is_over = True
         for zygote in list(self._zygotes.values()):
             zygote.terminate()
 
     def close(self) -> None:
-        """End all zygotes and what they have started. Only the logs remain."""
+        """Ends all forkservers and their ranks. Only the logs remain."""
         while self._zygotes:
             _, zygote = self._zygotes.popitem()
             zygote.close()
 
 
 def _free_port() -> int:
-    """A free port for MASTER_PORT, which frameworks may read; the world itself does not use it."""
+    """Returns a free port for MASTER_PORT, which frameworks may read; the worker group itself does not use it."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -1,10 +1,10 @@
-"""Lists the GPUs that this process may use, by UUID, and places several ranks on one GPU.
+"""Lists the GPUs that this process may use, by UUID, and puts several ranks on one GPU.
 
 A number of a GPU means nothing to other processes: GPU 0 of a job with ``CUDA_VISIBLE_DEVICES=2,3`` is GPU 2 of another
 job. So GPUs are leased by UUID, and ranks get UUIDs. A number in the variable counts the GPUs in NVML's order, which is
 the order of nvidia-smi, as torch assumes.
 
-A share is a place of one rank on a GPU that several ranks use. It has a name, ``GPU-0aa1#0``, so it is leased like a
+A share is the slot of one rank on a GPU that several ranks use. It has a name, ``GPU-0aa1#0``, so it is leased like a
 GPU. With N ranks per GPU, every GPU has N shares. They are ordered round by round (the first share of every GPU, then
 the second ones), so that ranks of a worker group share a GPU only if the group has more ranks than there are GPUs, and
 rank N of a whole block has GPU N modulo the number of GPUs, which libraries assume (DTensor's random generators, the
@@ -12,8 +12,7 @@ first barrier of a process group).
 
 NCCL refuses two ranks of a communicator on one GPU of a host ("Duplicate GPU detected" in src/init.cc of NVIDIA/nccl).
 It takes ``NCCL_HOSTID`` as the name of the host (getHostHash in src/misc/utils.cc), so each rank that shares a GPU gets
-a host of its own: the name of its share, which no other rank has. NCCL then sends everything between such ranks over
-its network.
+a host name of its own: the name of its share. NCCL then sends all data between such ranks over its network.
 """
 
 import contextlib
@@ -32,27 +31,26 @@ LIMIT_S = 10.0  # for NVML, which hangs where a driver does
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """A whole GPU: its name, the version of its driver, the UUIDs of its parts (MIG), and its bytes of memory; None
-    where NVML does not report them."""
+    """Describes a whole GPU. parts: UUIDs of its MIG devices. memory: used and total bytes; None if unknown to NVML."""
 
     uuid: str
     name: str = ""
     driver: str = ""
     parts: tuple[str, ...] = ()
-    memory: tuple[int, int] | None = None  # used, total
+    memory: tuple[int, int] | None = None
 
 
 def installed_gpus() -> list[Gpu]:
-    """Return all GPUs of this host in NVML's order; none without a driver, or if it does not answer in LIMIT_S."""
+    """Returns all GPUs of this host in NVML's order; none without a driver, or if it does not answer in LIMIT_S."""
     answers = queue.SimpleQueue[list[Gpu]]()
-    threading.Thread(target=lambda: answers.put(_ask_nvml()), daemon=True).start()
+    threading.Thread(target=lambda: answers.put(_query_nvml()), daemon=True).start()
     try:
         return answers.get(timeout=LIMIT_S)
     except queue.Empty:
         return []
 
 
-def _ask_nvml() -> list[Gpu]:
+def _query_nvml() -> list[Gpu]:
     import pynvml
 
     try:
@@ -101,12 +99,12 @@ def _memory(handle: object) -> tuple[int, int] | None:
 
 
 def memory_of_gpus() -> dict[str, tuple[int, int]]:
-    """Map the UUID of each whole GPU to its used and total bytes, where NVML reports them."""
+    """Maps the UUID of each whole GPU to its used and total bytes, where NVML reports them."""
     return {gpu.uuid: gpu.memory for gpu in installed_gpus() if gpu.memory is not None}
 
 
 def gpus_of_host() -> tuple[str, ...]:
-    """Return the UUIDs of the GPUs that ``CUDA_VISIBLE_DEVICES`` leaves.
+    """Returns the UUIDs of the GPUs that ``CUDA_VISIBLE_DEVICES`` leaves.
 
     Raises UsageError if the variable names a GPU that is not there: CUDA would silently hide this GPU and all after it.
     """
@@ -114,7 +112,7 @@ def gpus_of_host() -> tuple[str, ...]:
 
 
 def visible_gpus(installed: Sequence[Gpu], visible: str | None) -> tuple[str, ...]:
-    """Select those of the ``installed`` GPUs that the value of ``CUDA_VISIBLE_DEVICES`` names."""
+    """Selects those of the ``installed`` GPUs that the value of ``CUDA_VISIBLE_DEVICES`` names."""
     if visible is None:
         return tuple(gpu.uuid for gpu in installed)
     chosen = [_named(entry.strip(), installed) for entry in visible.split(",") if entry.strip()]
@@ -124,7 +122,7 @@ def visible_gpus(installed: Sequence[Gpu], visible: str | None) -> tuple[str, ..
 
 
 def _named(entry: str, installed: Sequence[Gpu]) -> str:
-    """Return the UUID of an entry: a number, a UUID, or the beginning of one."""
+    """Returns the UUID of an entry: a number, a UUID, or the beginning of one."""
     if entry.isdecimal():
         found = [gpu.uuid for gpu in installed[int(entry) : int(entry) + 1]]
     else:
@@ -132,53 +130,53 @@ def _named(entry: str, installed: Sequence[Gpu]) -> str:
         found = [uuid for uuid in uuids if uuid.startswith(entry)]
     if len(found) != 1:
         count = f"{len(installed)} GPU{'s' * (len(installed) != 1)}"
-        what = f"{len(found)} GPUs" if found else f"not a GPU of this host, which has {count}"
-        raise UsageError(f"{VISIBLE}: {shown(entry)} is {what}; name GPUs by number or UUID (nvidia-smi -L)")
+        problem = f"{len(found)} GPUs" if found else f"not a GPU of this host, which has {count}"
+        raise UsageError(f"{VISIBLE}: {shown(entry)} is {problem}; name GPUs by number or UUID (nvidia-smi -L)")
     return found[0]
 
 
-# A network adapter, or a cloud's plugin for NCCL, may not reach the host that it is in.
+# A network adapter, or a cloud's plugin for NCCL, may be unable to reach its own host.
 _NETWORK = {"NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "=lo"}
 
 
 def shares_of(gpus: Sequence[str], ranks_per_gpu: int) -> Block:
-    """Return the places of ``ranks_per_gpu`` ranks on each GPU: the GPUs themselves for one rank."""
+    """Returns the slots of ``ranks_per_gpu`` ranks on each GPU: the GPUs themselves for one rank."""
     if ranks_per_gpu == 1:
         return tuple(gpus)
     return tuple(f"{gpu}#{number}" for number in range(ranks_per_gpu) for gpu in gpus)
 
 
 def gpu_of(place: str) -> str:
-    """Return the GPU of a share, and any other place unchanged."""
+    """Returns the GPU of a share, and any other slot unchanged."""
     gpu, _, number = place.rpartition("#")
     return gpu if gpu and number.isdecimal() else place
 
 
 def gpus_of(block: Block) -> Block:
-    """Return the GPUs of a block, each once."""
+    """Returns the GPUs of a block, each once."""
     return tuple(dict.fromkeys(map(gpu_of, block)))
 
 
 def more_shares(ranks: int, gpus: int) -> str:
-    """Advise the user how ``ranks`` ranks fit on ``gpus`` GPUs."""
+    """Advises the user how ``ranks`` ranks fit on ``gpus`` GPUs."""
     each = -(-ranks // gpus)
     return f"--ranks-per-gpu {each} lets {each} ranks share a GPU"
 
 
 def visible_to(block: Block) -> dict[str, str]:
-    """Return the environment variables that show ranks only the GPUs of their places; none for an empty block."""
+    """Returns the environment variables that show ranks only the GPUs of their slots; none for an empty block."""
     return {VISIBLE: ",".join(gpus_of(block))} if block else {}
 
 
 def network_of(block: Block) -> dict[str, str]:
-    """Return the environment variables of ranks that share GPUs and are all on this host: NCCL's network, unless the
+    """Returns the environment variables of ranks that share GPUs and are all on this host: NCCL's network, unless the
     user has set it."""
     is_shared = len(gpus_of(block)) < len(block)
     return {name: value for name, value in _NETWORK.items() if is_shared and name not in os.environ}
 
 
 def seats_of(block: Block) -> tuple[Seat, ...]:
-    """Return for each rank the index of its GPU among those of ``visible_to``, and the host name that NCCL gets."""
+    """Returns for each rank the index of its GPU among those of ``visible_to``, and its host name for NCCL."""
     gpus = gpus_of(block)
     is_shared = len(gpus) < len(block)
     return tuple(Seat(gpu=gpus.index(gpu_of(place)), host=place if is_shared else "") for place in block)

@@ -1,27 +1,24 @@
 """Leases GPUs between all runs and workers of a host, and measures for how much of a run each GPU was leased.
 
-A process that holds the lease of a GPU may use this GPU, and no other process may. Nothing here asks CUDA: a GPU is a
-name, and what is leased is the name.
+Only the process that holds the lease of a GPU may use this GPU. Nothing here queries CUDA: a lease is on a name.
 
-Each GPU has a file, and whoever holds a lock on it (flock) has the GPU. The kernel gives the lock back when the last
-process that holds the descriptor has ended, however it ended. So ranks hold it, too, while they run a task: a
-controller that was killed gives up its GPUs when its ranks are gone, and not before.
+Each GPU has a file, and the process that holds a lock on it (flock) has the GPU. The kernel releases the lock when the
+last process with the descriptor has ended, however it ended. Ranks also hold the descriptor while they run a task. So
+the GPUs of a killed controller become free when its ranks have ended, and not before.
 
-Whoever waits has a ticket in a queue, a file with a number. The first in the queue gets the first block of GPUs that is
-free, or has the block reserved that is nearest to being free; those behind it get what is not reserved. So a task of
-eight GPUs waits for eight tasks of one GPU and not for ever, and small tasks use what no earlier ticket can use.
+Each waiting task has a ticket in a queue, a file with a number. The first ticket gets the first free block of GPUs, or
+reserves the block that is nearest to being free; later tickets get GPUs that are not reserved. So a task of eight GPUs
+waits for eight tasks of one GPU and not for ever, and small tasks use GPUs that no earlier ticket can use.
 
 A GPU is a name here; slots of several hosts are leased in the same way
 (conformance.runtime.multihost.controller).
 
-Whoever leases a share of a GPU (conformance.runtime.gpu_inventory) has the file of the share for itself, and shares
-the lock on the file of the GPU. So a GPU is leased as a whole, or by shares, whatever the number of shares in
-different runs.
+The lease of a share of a GPU (conformance.runtime.gpu_inventory) locks the file of the share exclusively, and the file
+of the GPU as a shared lock. So a GPU is leased as a whole, or by shares, whatever the number of shares in different
+runs.
 
-Blocks of N GPUs begin at multiples of N among the visible ones. So few different blocks exist, worlds that are alive on
-them are used again, and blocks of 1, 2, 4 and 8 never leave a GPU between them that no block contains.
-
-Filled: GPUs of which somebody without a lease has taken memory; who finds none there is told why (claim 8).
+Blocks of N GPUs begin at multiples of N among the visible ones. So there are few different blocks, their live worker
+groups are used again, and blocks of 1, 2, 4 and 8 never leave a GPU between them that no block contains.
 """
 
 import contextlib
@@ -42,7 +39,7 @@ from conformance.runtime.slots import Block, Lease
 
 
 class Busy:
-    """Counts seconds of leases by GPU, from when it is made. Threads share it. ``gpus``: to be told although idle."""
+    """Counts seconds of leases by GPU since its creation. Threads share it. ``gpus``: reported even if idle."""
 
     def __init__(self, gpus: Iterable[str] = ()) -> None:
         self._seconds = defaultdict[str, float](float, dict.fromkeys(gpus, 0.0))
@@ -55,8 +52,8 @@ class Busy:
                 self._seconds[gpu] += seconds
 
     def shares(self) -> dict[str, float]:
-        """By GPU, the part of the time since the beginning for which it was leased; of a GPU that ranks may share, the
-        mean over its places. Empty as long as nothing was leased."""
+        """Returns the fraction of the time since the creation for which each GPU was leased; for a shared GPU, the
+        mean over its slots. Empty as long as nothing was leased."""
         passed, of_gpus = max(time.monotonic() - self._began, 1e-9), defaultdict[str, list[float]](list)
         with self._lock:
             for place, seconds in self._seconds.items():
@@ -65,47 +62,47 @@ class Busy:
         return means if any(means.values()) else {}
 
 
-_NAMED = 2  # places of one process that are named; more are counted
+_NAMED = 2  # slots of one process that are named; more are counted
 _LONGEST_TICKET = 1 << 16
-_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # no link, and no pipe that is waited for
+_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # follows no link, waits for no pipe
 
 
 def lease_folder() -> Path:
-    """Where the locks of this host are; ``PARITY_LEASES`` names another folder, for containers that share GPUs."""
+    """Returns the folder of this host's locks; ``PARITY_LEASES`` names another one, for containers that share GPUs."""
     # Not tempfile.gettempdir(): jobs with a TMPDIR of their own would not see each other's leases.
     return Path(os.environ.get("PARITY_LEASES") or "/tmp/backend-parity-gpus")
 
 
 def blocks(gpus: Sequence[str], size: int) -> list[Block]:
-    """The blocks of ``size`` GPUs that there are of ``gpus``."""
+    """Divides ``gpus`` into blocks of ``size`` GPUs; a remainder is left out."""
     return [tuple(gpus[at : at + size]) for at in range(0, len(gpus) - size + 1, size)]
 
 
 def is_leased(gpu: str, folder: Path) -> bool:
-    """Whether somebody has a GPU or a share of it, also in another container. Raises UsageError as Ticket does."""
+    """Returns whether a GPU or a share of it is leased, even by another container. Raises UsageError as Ticket does."""
     _make_folder(folder)
-    with _alone(folder):
+    with _queue_lock(folder):
         return not _is_free(gpu, folder)
 
 
 def holders(gpus: Sequence[str], folder: Path) -> str:
-    """Who has which of the GPUs, or how many, in words; empty if nobody has any."""
-    told = (f"{_named(sorted(names))} by process {process}" for process, names in held(gpus, folder).items())
-    return ", ".join(sorted(told))
+    """Describes which processes have leased which of the GPUs, or how many; empty if none is leased."""
+    leases = leases_by_process(gpus, folder).items()
+    return ", ".join(sorted(f"{_named(sorted(names))} by process {process}" for process, names in leases))
 
 
-def held(gpus: Sequence[str], folder: Path) -> dict[int, set[str]]:
-    """Those of the GPUs that are leased, by process. The kernel does not tell of other containers."""
+def leases_by_process(gpus: Sequence[str], folder: Path) -> dict[int, set[str]]:
+    """Returns the leased GPUs of ``gpus`` by process id. The kernel does not show locks of other containers."""
     files = {name: _lock_of(name, folder) for gpu in gpus for name in (gpu, gpu_of(gpu))}
     inodes = {path.stat().st_ino: name for name, path in files.items() if path.is_file()}
-    had: dict[int, set[str]] = {}
+    leases: dict[int, set[str]] = {}
     for line in Path("/proc/locks").read_text(encoding="ascii").splitlines():
         fields = line.split()  # proc_locks(5): number, FLOCK, ADVISORY, WRITE, pid, device:inode, 0, EOF
         if fields[1] != "FLOCK" or (name := inodes.get(int(fields[5].rpartition(":")[2]))) is None:
             continue
-        if name in gpus or fields[3] == "WRITE":  # who shares a GPU is in nobody's way who wants a share of it
-            had.setdefault(int(fields[4]), set()).add(name)
-    return had
+        if name in gpus or fields[3] == "WRITE":  # the lease of one share does not block another share
+            leases.setdefault(int(fields[4]), set()).add(name)
+    return leases
 
 
 def _named(names: Sequence[str]) -> str:
@@ -113,15 +110,15 @@ def _named(names: Sequence[str]) -> str:
 
 
 class Ticket:
-    """A place in the queue for ``size`` of ``gpus``. Threads have tickets of their own."""
+    """Waits in the queue for ``size`` of ``gpus``. Each thread needs its own ticket."""
 
     def __init__(self, gpus: Sequence[str], size: int, *, folder: Path) -> None:
         if not blocks(gpus, size):
             raise ValueError(f"a lease of {size} GPUs, and there are {len(gpus)}")
         self._gpus, self._size, self._folder = tuple(gpus), size, folder
         _make_folder(folder)
-        with _alone(folder):
-            # Beyond all that are there, also what nobody can remove: another user's, or no ticket at all.
+        with _queue_lock(folder):
+            # Above all existing numbers, including files that this process cannot remove.
             self._number = max((_number(path) for path in folder.glob("*.ticket")), default=0) + 1
             self._fd = os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o644)
             os.fchmod(self._fd, 0o644)
@@ -133,14 +130,14 @@ class Ticket:
         return self._folder / f"{self._number:012d}.{os.getuid()}.ticket"
 
     def serve(self, *, prefer: Collection[Block] = ()) -> Lease | None:
-        """The lease, if it is this ticket's turn; then the ticket is used up. ``prefer``: the blocks that are taken
+        """Returns the lease and uses up the ticket, if it is this ticket's turn. ``prefer``: the blocks that are tried
         before others. Does not wait."""
-        with _alone(self._folder):
+        with _queue_lock(self._folder):
             reserved: set[str] = set()
-            for number, asked in _tickets(self._folder):
+            for number, request in _tickets(self._folder):
                 if number >= self._number:
                     break
-                reserved.update(_reserved_for(asked, reserved, self._folder))
+                reserved.update(_reserved_for(request, reserved, self._folder))
             found = [block for block in blocks(self._gpus, self._size) if not _clash(block, reserved)]
             for block in sorted(found, key=lambda block: block not in prefer):
                 if (fds := _locked(block, self._folder)) is not None:
@@ -149,8 +146,8 @@ class Ticket:
         return None
 
     def withdraw(self) -> None:
-        """Leave the queue without a lease."""
-        with _alone(self._folder):
+        """Leaves the queue without a lease."""
+        with _queue_lock(self._folder):
             self._close()
 
     def _close(self) -> None:
@@ -159,19 +156,19 @@ class Ticket:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Asked:
+class _Request:
     gpus: Block
     size: int
 
 
-def _reserved_for(asked: _Asked, reserved: set[str], folder: Path) -> Block:
-    """The block that a ticket of somebody else will get: one that is free, or the one that has the most free GPUs."""
-    possible = [block for block in blocks(asked.gpus, asked.size) if not _clash(block, reserved)]
+def _reserved_for(request: _Request, reserved: set[str], folder: Path) -> Block:
+    """Returns the block that an earlier ticket will get: a free one, or the one with the most free GPUs."""
+    possible = [block for block in blocks(request.gpus, request.size) if not _clash(block, reserved)]
     return max(possible, key=lambda block: sum(_is_free(gpu, folder) for gpu in block), default=())
 
 
 def _clash(block: Block, reserved: Collection[str]) -> bool:
-    """Whether something of a block is reserved: itself, the GPU that it is a share of, or a share of it."""
+    """Returns whether any member of a block is reserved: itself, its GPU, or a share of it."""
     return any(gpu in reserved or gpu_of(gpu) in reserved or gpu in map(gpu_of, reserved) for gpu in block)
 
 
@@ -187,8 +184,8 @@ def _lock_of(gpu: str, folder: Path) -> Path:
 
 
 def _locked(block: Block, folder: Path) -> tuple[int, ...] | None:
-    """Descriptors that hold the locks of all GPUs of a block, shared ones of those that it has a share of; None if one
-    of them is somebody's."""
+    """Returns descriptors that hold the locks of all members of a block, and shared locks of the GPUs of its shares;
+    None if another lease has one of them."""
     shared = dict.fromkeys(gpu_of(gpu) for gpu in block if gpu_of(gpu) != gpu)
     locks = [*((gpu, fcntl.LOCK_SH) for gpu in shared), *((gpu, fcntl.LOCK_EX) for gpu in block)]
     with contextlib.ExitStack() as stack:
@@ -210,13 +207,13 @@ def _number(ticket: Path) -> int:
     return int(text) if text.isdecimal() else 0
 
 
-def _tickets(folder: Path) -> Iterator[tuple[int, _Asked]]:
-    """The queue, in order, without tickets whose owner has ended. Call it in ``_alone``."""
+def _tickets(folder: Path) -> Iterator[tuple[int, _Request]]:
+    """Yields the queue in order, and removes tickets whose owner has ended. Call it in ``_queue_lock``."""
     for path in sorted(folder.glob("*.ticket")):
         with contextlib.ExitStack() as stack:
             try:
                 fd = os.open(path, _FLAGS)
-            except OSError:  # used up; or a link, which is none of ours
+            except OSError:  # used up; or a link, which is not a ticket
                 continue
             stack.callback(os.close, fd)
             with contextlib.suppress(BlockingIOError):
@@ -225,14 +222,14 @@ def _tickets(folder: Path) -> Iterator[tuple[int, _Asked]]:
                     path.unlink()
                 continue
             with contextlib.suppress(ValueError, KeyError, TypeError):
-                asked = json.loads(os.read(fd, _LONGEST_TICKET))
-                gpus, size = tuple(map(str, asked["gpus"])), max(1, int(asked["size"]))
-                yield _number(path), _Asked(gpus=gpus, size=size)
+                ticket = json.loads(os.read(fd, _LONGEST_TICKET))
+                gpus, size = tuple(map(str, ticket["gpus"])), max(1, int(ticket["size"]))
+                yield _number(path), _Request(gpus=gpus, size=size)
 
 
 @contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Nobody else looks at queue and locks meanwhile."""
+def _queue_lock(folder: Path) -> Iterator[None]:
+    """Excludes all other processes from the queue and the locks."""
     fd = _open(folder / "queue.lock")
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
@@ -242,7 +239,7 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def _make_folder(folder: Path) -> None:
-    """Make it for all users of the host. Raises UsageError if it is no folder of ours to write to."""
+    """Creates the folder for all users of the host. Raises UsageError if this process cannot write to it."""
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True)
         folder.chmod(0o1777)
@@ -251,7 +248,7 @@ def _make_folder(folder: Path) -> None:
 
 
 def _open(path: Path) -> int:
-    """Open a file for a lock, and make it if it is not there; other users lock it, too."""
+    """Opens a file for a lock, and creates it if it is missing. Processes of other users lock it, too."""
     try:
         return os.open(path, _FLAGS)  # without O_CREAT, which the kernel may deny for other users' files in /tmp
     except FileNotFoundError:
@@ -261,12 +258,12 @@ def _open(path: Path) -> int:
         return fd
 
 
-MOST = 0.1  # of a GPU's memory: below, some contexts of CUDA are enough to explain it
+MOST = 0.1  # of a GPU's memory; a few CUDA contexts explain less
 GIB = 2**30
 
 
-def filled(places: Block) -> list[str]:
-    """Write a sentence about each GPU of these places that no run has leased although more than MOST of it is taken.
+def unleased_use(places: Block) -> list[str]:
+    """Writes a sentence about each GPU of these slots of which more than MOST is used although no run has leased it.
 
     GPUs whose memory NVML does not report, and parts of GPUs (MIG), are left out.
     """
@@ -275,7 +272,7 @@ def filled(places: Block) -> list[str]:
         if gpu in gpus_of(places) and used > MOST * whole and not is_leased(gpu, lease_folder()):
             found.append(
                 f"{used / GIB:.1f} of the {whole / GIB:.1f} GiB of {gpu} are taken without a lease, by other programs "
-                f"or by worlds of another run that wait; cells that find too little there are told as out of memory: "
+                f"or by idle worlds of another run; cells that lack memory there are reported as out of memory: "
                 f"end these programs (nvidia-smi), or leave the GPU out of {VISIBLE}"
             )
     return found

@@ -1,5 +1,4 @@
-"""Places: what worlds of a pool lease, one for each rank: GPUs of this host, shares of them, or what else has names
-(claim 8)."""
+"""Leases slots to worker groups, one for each rank: GPUs of this host, shares of GPUs, or slots of several hosts."""
 
 import logging
 import os
@@ -12,18 +11,20 @@ from pathlib import Path
 from conformance.runtime import WorldConfig
 from conformance.runtime.forkserver_client import Zygotes
 from conformance.runtime.gpu_inventory import gpus_of, memory_of_gpus, more_shares, network_of, seats_of, visible_to
-from conformance.runtime.gpu_leases import Busy, Ticket, blocks, held, holders, lease_folder
+from conformance.runtime.gpu_leases import Busy, Ticket, blocks, holders, lease_folder, leases_by_process
 from conformance.runtime.slots import Block, Lease, NoLease, Starter
 
-_TICK_S = 0.1  # for leases that other processes give back, and places that are gone
-_TELL_S = 30.0
+_TICK_S = 0.1  # between looks for leases that other processes released, and for lost slots
+_REPORT_S = 30.0  # until the first report of a wait, and between later ones
 
 logger = logging.getLogger(__name__)
 
 
 class LeasedPlaces:
-    """Leases of names. Threads share it. ``names``: those that are known. ``what``: they are, in words. ``folder``: of
-    their locks."""
+    """Leases names. Threads share it.
+
+    names: the names known so far. what: their kind in the plural, for messages. folder: of their locks.
+    """
 
     def __init__(self, names: Block = (), *, what: str, folder: Path) -> None:
         self._what, self._folder = what, folder
@@ -32,11 +33,11 @@ class LeasedPlaces:
         self.busy = Busy(names)
 
     def names(self) -> Block:
-        """All places that there are now. Raises NoLease if none can be leased, and says why."""
+        """Returns all current slots. Raises NoLease with the reason if none can be leased."""
         raise NotImplementedError
 
     def names_of_a_host(self) -> Block:
-        """Those of one host."""
+        """Returns the slots of one host."""
         raise NotImplementedError
 
     def blocks_ahead(self, config: WorldConfig) -> list[Block]:
@@ -44,7 +45,7 @@ class LeasedPlaces:
         return []
 
     def starter(self, block: Block) -> Starter:
-        """Who starts worlds on these places."""
+        """Returns the object that starts worker groups on these slots."""
         raise NotImplementedError
 
     def lease(
@@ -56,13 +57,13 @@ class LeasedPlaces:
         limit_s: float,
         is_over: Callable[[], bool],
     ) -> Lease:
-        """Wait for the places of a world. ``prefer``: the blocks that are taken before others. Raises NoLease.
+        """Waits for the slots of a worker group. ``prefer``: the blocks that are tried before others. Raises NoLease.
 
-        A run that waits for another process says so once; cells of one run wait for each other all the time.
+        Logs the wait once if another process holds slots; that cells of one run wait for each other is normal.
         """
-        began, is_told = time.monotonic(), False
-        look_at = began + _TELL_S
-        names, size = self._wanted(config)  # before the others have to wait: it may ask NVML
+        began, is_reported = time.monotonic(), False
+        report_at = began + _REPORT_S
+        names, size = self._wanted(config)  # outside the lock: it may query NVML
         with self._given_back:
             ticket = Ticket(names, size, folder=self._folder)
             try:
@@ -76,13 +77,13 @@ class LeasedPlaces:
                         return lease
                     self._given_back.wait(_TICK_S)
                     now = time.monotonic()
-                    if now > look_at and not is_told:
-                        look_at = now + _TELL_S
-                        # Also where nobody is seen to have any, who is in another container then.
-                        if is_told := held(names, self._folder).keys() != {os.getpid()}:
-                            logger.info("%s waits for %s", who, self._told(names, size))
+                    if now > report_at and not is_reported:
+                        report_at = now + _REPORT_S
+                        # Also if no holder is visible, because it may be in another container.
+                        if is_reported := leases_by_process(names, self._folder).keys() != {os.getpid()}:
+                            logger.info("%s waits for %s", who, self._describe(names, size))
                     if now - began > limit_s:
-                        raise NoLease(f"no lease within {limit_s:g} s of {self._told(names, size)}")
+                        raise NoLease(f"no lease within {limit_s:g} s of {self._describe(names, size)}")
                 raise NoLease("the run was stopped")
             except BaseException:
                 ticket.withdraw()
@@ -95,30 +96,30 @@ class LeasedPlaces:
             self._given_back.notify_all()
 
     def _wanted(self, config: WorldConfig) -> tuple[Block, int]:
-        """The places of which a world wants so many. Raises NoLease."""
+        """Returns the slots to choose from, and the number of them that a worker group needs. Raises NoLease."""
         names = self.names() if config.room is None else self.names_of_a_host()
         if config.size > len(names):
-            raise NoLease(f"{config.size} ranks, and there are {len(names)} {self._what}{self._more(config.size)}")
+            raise NoLease(f"{config.size} ranks, and there are {len(names)} {self._what}{self._advice(config.size)}")
         if config.room is not None:
             return names, max(config.size, self._with_room(names, config.room))
         return names, config.size
 
     def _with_room(self, names: Block, room: int) -> int:
-        """How many of these places have room for so many bytes together; all where it is not known."""
+        """Returns how many of these slots have ``room`` bytes together; all if their memory is unknown."""
         return len(names)
 
-    def _more(self, ranks: int) -> str:
-        """How there would be places for so many ranks, to follow on that there are not."""
+    def _advice(self, ranks: int) -> str:
+        """Returns advice on how to get slots for ``ranks`` ranks, as the end of a message."""
         return ""
 
-    def _told(self, names: Block, size: int) -> str:
-        """The places that somebody waits for, and who has them, in words."""
+    def _describe(self, names: Block, size: int) -> str:
+        """Describes the slots that a task waits for, and their holders."""
         taken = holders(names, self._folder) or "none that this process could see"
         return f"{size} of {len(names)} {self._what}; leased are {taken}"
 
 
 class Gpus(LeasedPlaces):
-    """GPUs of this host that may be leased, by UUID, or shares of them. ``work_dir``: for the logs of zygotes."""
+    """Leases GPUs of this host by UUID, or shares of them. ``work_dir``: for the logs of forkservers."""
 
     def __init__(self, gpus: Block, *, work_dir: Path) -> None:
         what = "GPUs" if gpus_of(gpus) == gpus else "shares of GPUs"
@@ -139,14 +140,14 @@ class Gpus(LeasedPlaces):
 
     @cached_property
     def _bytes(self) -> dict[str, int]:
-        """How much memory each GPU of this host has, where that is known; a share has none of its own."""
+        """Bytes of memory by GPU of this host, where NVML reports them; a share has no entry."""
         return {gpu: whole for gpu, (_, whole) in memory_of_gpus().items()}
 
     def _with_room(self, names: Block, room: int) -> int:
-        """A power of two if not all, as worlds of ranks have, so that no GPU is left between their blocks."""
+        """Returns a power of two if not all, the usual size of worker groups, so that no GPU is left between blocks."""
         smallest = min(self._bytes.get(name, 0) for name in names)
         powers = (2**power for power in range(len(names)) if 2**power < len(names))
         return next((count for count in powers if count * smallest >= room), len(names))
 
-    def _more(self, ranks: int) -> str:
+    def _advice(self, ranks: int) -> str:
         return f"; {more_shares(ranks, len(gpus_of(self._gpus)))}"

@@ -1,6 +1,6 @@
-"""Heartbeat: the phase that each rank is in, and since when, which can be read while a rank hangs (claim 8).
+"""Keeps the current phase of each rank, and its start, in shared memory, which can be read while the rank hangs.
 
-Each rank has a slot in shared memory. Writing takes a microsecond and does not wait for a reader.
+Each rank has an entry of fixed size. Writing takes a microsecond and does not wait for a reader.
 """
 
 import mmap
@@ -10,21 +10,19 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-_SLOT = 256
-_HEAD = struct.Struct(
-    "QdH"
-)  # beats of this task, time of the last (CLOCK_MONOTONIC, the same in all processes), length
-_MARKS = struct.Struct("Q")  # at the end of the slot
+_SLOT = 256  # bytes of a rank's entry
+_HEAD = struct.Struct("QdH")  # number of beats, time of the last one (CLOCK_MONOTONIC), length of the phase
+_MARKS = struct.Struct("Q")  # at the end of the entry
 _LONGEST = _SLOT - _HEAD.size - _MARKS.size
 
 
 @dataclass(frozen=True)
 class Beat:
-    """A rank's last heartbeat.
+    """Describes a rank's last heartbeat.
 
-    phase: what the rank does. count: number of phases since the start of the task; all ranks of a task go through the
-    same phases, so a rank with a lower count is behind. time: when the phase began, in seconds of CLOCK_MONOTONIC.
-    marks: goes up while the rank gets on within a phase.
+    phase: the current work of the rank. count: number of phases since the start of the task; all ranks of a task go
+    through the same phases, so a rank with a lower count is behind. time: start of the phase, in seconds of
+    CLOCK_MONOTONIC. marks: increases while the rank makes progress within a phase.
     """
 
     phase: str
@@ -34,7 +32,7 @@ class Beat:
 
 
 class Heartbeats:
-    """The slots of one world, in the shared memory behind a file descriptor from ``memfd_create``."""
+    """Reads and writes the entries of one worker group, in shared memory from ``memfd_create``."""
 
     def __init__(self, fd: int, *, size: int) -> None:
         if os.fstat(fd).st_size == 0:
@@ -48,12 +46,12 @@ class Heartbeats:
         self._memory[rank * _SLOT : rank * _SLOT + len(slot)] = slot
 
     def put(self, rank: int, phase: str, count: int, age: float, marks: int) -> None:
-        """Write what was read elsewhere, where CLOCK_MONOTONIC may be another: a phase that is ``age`` seconds old.
+        """Writes a heartbeat of another host, whose CLOCK_MONOTONIC differs: a phase that is ``age`` seconds old.
 
-        What has not changed stays as it is, because a change shows that the rank gets on.
+        An unchanged heartbeat is not written again, because a new time would count as progress.
         """
-        was = self.read(rank)
-        if (was.phase, was.count, was.marks) == (phase, count, marks):
+        before = self.read(rank)
+        if (before.phase, before.count, before.marks) == (phase, count, marks):
             return
         text = phase.encode()[:_LONGEST]
         slot = _HEAD.pack(count, time.monotonic() - age, len(text)) + text
@@ -72,8 +70,8 @@ class Heartbeats:
         return Beat(slot[_HEAD.size : _HEAD.size + length].decode(errors="replace"), count, at, marks)
 
     def reset(self, phase: str) -> None:
-        """Set all ranks to ``phase`` with count 0. The controller does this before a task, so that it never reads a
-        phase of the task before."""
+        """Sets all ranks to ``phase`` with count 0. The controller does this before a task, so that it never reads a
+        phase of the previous task."""
         for rank in range(self._size):
             self.write(rank, phase, count=0)
 
@@ -83,7 +81,7 @@ class Heartbeats:
 
 @dataclass(frozen=True, kw_only=True)
 class RankContext:
-    """What a task knows about its rank. ``device``: "cpu" or "cuda:N". ``beat``: the function of this module."""
+    """Describes its rank to a task. ``device``: "cpu" or "cuda:N". ``beat``: the function of this module."""
 
     rank: int
     world_size: int
@@ -95,20 +93,20 @@ _this_rank: tuple[Heartbeats, int] | None = None
 
 
 def attach(beats: Heartbeats, rank: int) -> None:
-    """Make ``beat`` write to the slot of ``rank``, which this process is."""
+    """Makes ``beat`` write to the entry of ``rank``, the rank of this process."""
     global _this_rank
     _this_rank = beats, rank
 
 
 def beat(phase: str) -> None:
-    """Record what this rank does next, in a few words such as "step 1". Does nothing in a process outside a world."""
+    """Records the next phase of this rank, such as "step 1". Does nothing outside a worker group."""
     if _this_rank is not None:
         beats, rank = _this_rank
         beats.write(rank, phase, count=beats.read(rank).count + 1)
 
 
 def mark() -> None:
-    """Show that this rank gets on within its phase: a module, a document, a tensor. Does nothing outside a world."""
+    """Records progress within a phase: a module, a document, a tensor. Does nothing outside a worker group."""
     if _this_rank is not None:
         beats, rank = _this_rank
         beats.mark(rank)

@@ -1,8 +1,8 @@
-"""Wire: JSON messages between the controller, its zygotes and their ranks, over socket pairs (claim 8).
+"""Sends JSON messages between the controller, its forkservers and their ranks, over socket pairs.
 
 Each message is one packet, and the kernel delivers packets as a whole: a message that cannot be sent in time is not
 sent at all, and no message is read in part. A message that is too long for a packet is written to an anonymous file in
-memory, whose descriptor is sent instead. Nothing has a name on disk, so nothing is left there if a process is killed.
+memory, and its descriptor is sent instead. Nothing has a name on disk, so a killed process leaves nothing there.
 """
 
 import array
@@ -18,8 +18,8 @@ from typing import Any
 
 Message = dict[str, Any]
 
-# All packets that the other side has not received yet have to fit into the socket's send buffer, of some 200 KiB, and a
-# process that imports receives nothing for many seconds.
+# All packets that are not received yet have to fit into the socket's send buffer of some 200 KiB, and a process that
+# imports receives nothing for many seconds.
 _LONGEST_PACKET = 1 << 12
 _LONGEST_MESSAGE = 1 << 28  # larger results have to be written to a file
 _IN_FILE = b"in the last descriptor"  # sent instead of a message that is in a file
@@ -28,11 +28,11 @@ _SEND_LIMIT_S = 5.0
 
 
 class Garbage(Exception):
-    """The other side sent something that is not a message."""
+    """Says that the other side sent data that is not a message."""
 
 
 class Wire:
-    """One end of a packet socket: messages of any length, with file descriptors."""
+    """Sends and receives messages of any length, with file descriptors, at one end of a packet socket."""
 
     def __init__(self, end: socket.socket) -> None:
         self._socket = end
@@ -42,8 +42,8 @@ class Wire:
         return self._socket.fileno()
 
     def send(self, message: Message, *, fds: Sequence[int] = (), limit_s: float = _SEND_LIMIT_S) -> bool:
-        """Send a message, and return whether it was sent. It is dropped if the other process has died or does not read
-        within ``limit_s`` seconds; the watchdog detects both. Threads may share this end."""
+        """Sends a message, and returns whether it was sent. It is dropped if the other process has died or does not
+        read within ``limit_s`` seconds; the watchdog detects both. Threads may share this end."""
         deadline = time.monotonic() + limit_s
         data = json.dumps(message).encode()
         with contextlib.ExitStack() as stack:
@@ -59,12 +59,12 @@ class Wire:
                         self._socket.sendmsg([data], rights, socket.MSG_DONTWAIT)
                         return True
                     except BlockingIOError:
-                        if not self._has_room(limit_s=deadline - time.monotonic()):
+                        if not self._can_send(limit_s=deadline - time.monotonic()):
                             break
         return False
 
     def receive(self) -> tuple[Message | None, list[int]]:
-        """Wait for a message and its file descriptors; the message is None if the other end closed. Raises Garbage."""
+        """Waits for a message and its file descriptors; the message is None if the other end closed. Raises Garbage."""
         try:
             data, fds, _, _ = socket.recv_fds(self._socket, _LONGEST_PACKET, MOST_FDS)
         except ConnectionResetError:  # the other end closed with messages unread: reported once, before its last ones
@@ -82,18 +82,18 @@ class Wire:
     def close(self) -> None:
         self._socket.close()
 
-    def _has_room(self, *, limit_s: float) -> bool:
-        """Wait until a packet may fit, or the other process has died; False if neither comes in time."""
+    def _can_send(self, *, limit_s: float) -> bool:
+        """Waits until a packet may fit, or the other process has died; False if neither happens in time."""
         poll = select.poll()
         poll.register(self._socket, select.POLLOUT)
         return bool(poll.poll(max(0.0, limit_s) * 1000))
 
 
 def wire_pair() -> tuple[Wire, socket.socket]:
-    """A Wire, and the socket for the other process, which makes its own Wire from the inherited descriptor.
+    """Returns a Wire, and the socket for the other process, which makes its own Wire from the inherited descriptor.
 
-    Both descriptors are above 2. If the caller has closed its stdin, 0 is free; a socket with this number would be
-    replaced by the child's own stdin.
+    Both descriptors are above 2. If the caller has closed its stdin, 0 is free, and the child's stdin would replace a
+    socket with this number.
     """
     ends = []
     for end in socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET):

@@ -1,9 +1,9 @@
-"""Pool: runs tasks in live worlds, and keeps worlds whose tasks ended well. The interface for the rest of the suite.
+"""Runs tasks in live worker groups, and keeps a group whose task is done for the next one.
 
-Without places, worlds are of this host and tasks run in the caller's thread. With places (GPUs, or slots of several
-hosts: conformance.runtime.gpu_slots), a task of any thread waits for a lease of as many as its world has
-ranks, runs in the world that is alive on these, or in a new one, and gives the lease back. Each block of places has a
-lane and a thread of its own; so a CUDA error that outlives its task harms that world and no other. Serves claim 8.
+This is the interface for the rest of the suite. Without slots, worker groups run on this host, and tasks in the
+caller's thread. With slots (GPUs, or slots of several hosts: conformance.runtime.gpu_slots), a task of any thread waits
+for the lease of a block of slots, runs in the live worker group on that block, or in a new one, and releases the lease.
+Each block has its own lane and thread, so a CUDA error that outlives its task harms no other worker group.
 """
 
 import json
@@ -25,25 +25,25 @@ from conformance.runtime.watchdog import SLOW
 
 @dataclass(frozen=True, kw_only=True)
 class _Threaded:
-    """The lane of a block of places, and the thread that runs it."""
+    """Holds the lane of a block of slots, and the thread that runs it."""
 
     lane: Lane
     thread: ThreadPoolExecutor
 
 
 class Pool:
-    """Use it in a ``with`` statement, or close it; without places, in the thread that made it.
+    """Runs tasks of the suite. Use it in a ``with`` statement; without slots, in the thread that created it.
 
-    If this process dies, its worlds die with it.
+    If this process dies, its worker groups die with it.
     """
 
     def __init__(self, *, work_dir: Path, places: Places | None = None) -> None:
-        """``work_dir``: for logs of zygotes, of a pool without places."""
+        """``work_dir``: for logs of forkservers, if there are no slots."""
         self._places = places
         self._zygotes = Zygotes(work_dir)
         self._own = Lane(self._zygotes)
         self._lanes: dict[Block, _Threaded] = {}
-        self._warm: dict[tuple[str, WorldConfig], set[Block]] = {}  # blocks on which a world has run
+        self._warm: dict[tuple[str, WorldConfig], set[Block]] = {}  # blocks with a worker group
         self._making = threading.Lock()
         self._is_aborted = False
 
@@ -56,8 +56,8 @@ class Pool:
         self.close()
 
     def prepare(self, config: WorldConfig) -> None:
-        """Start to import the modules that a world of this config preloads, in the background; does not wait for
-        them. With places: on each block that such a world may lease, so that none is leased while this is done."""
+        """Starts to import the modules that a worker group of this config preloads, in the background. With slots: on
+        each block that such a group may lease, so that no block is leased during the imports."""
         if self._places is None:
             self._zygotes.prepare(config)
             return
@@ -77,16 +77,16 @@ class Pool:
         budget_s: float,
         fresh: bool = False,
     ) -> Outcome:
-        """Call ``task`` ("package.module:function") as ``function(rank_context, **kwargs)`` on every rank.
+        """Calls ``task`` ("package.module:function") as ``function(rank_context, **kwargs)`` on every rank.
 
-        ``fresh``: run the task in new processes, for example the part of a cell that resumes from a checkpoint and must
-        find everything there. The live world of this key and config is retired before. The new world is kept for the
-        next task, as any other.
+        ``fresh``: run the task in new processes, for example the phase of a cell that resumes from a checkpoint and
+        must not find anything elsewhere. The live worker group of this key and config is retired, and the new one is
+        kept for the next task.
 
-        ``log_dir`` gets rank-N.log and, if a rank was asked for its stacks, rank-N.stacks. A task that gets no further
-        for ``budget_s`` seconds is ended (conformance.runtime.watchdog says what that is, and what limits any task);
-        the budget begins when it has its places. Raises ValueError for a malformed task, for ``kwargs`` that are not
-        JSON values, and for more ranks than GPUs.
+        ``log_dir`` gets rank-N.log and, if the task hangs or fails, rank-N.stacks. A task without progress for
+        ``budget_s`` seconds is ended (conformance.runtime.watchdog defines progress and further limits); the budget
+        begins with the lease. Raises ValueError for a malformed task, for ``kwargs`` that are not JSON values, and for
+        more ranks than GPUs.
         """
         _check_call(config, task, kwargs, is_here=self._places is None)
 
@@ -146,20 +146,19 @@ class Pool:
         return threaded
 
     def phase(self) -> str:
-        """What the rank does that is furthest behind; empty if no task runs; of several tasks, of any. For another
-        thread, to show it."""
+        """Returns the phase of the rank that is furthest behind in any running task; empty if no task runs. Any thread
+        may call it."""
         lanes = [self._own, *(threaded.lane for threaded in list(self._lanes.values()))]
         return next(filter(None, (lane.phase() for lane in lanes)), "")
 
     def abort(self) -> None:
-        """End all processes of the pool, from another thread. The tasks that run or wait fail, and so does every later
-        one."""
+        """Ends all processes of the pool, from another thread. All running, waiting and later tasks fail."""
         self._is_aborted = True
         for lane in (self._own, *(threaded.lane for threaded in list(self._lanes.values()))):
             lane.abort()
 
     def close(self) -> None:
-        """End all processes of the pool, which no other thread uses any more. Only the logs remain."""
+        """Ends all processes of the pool, which no other thread may use any more. Only the logs remain."""
         self._own.close()
         lanes, self._lanes = list(self._lanes.values()), {}
         for threaded in lanes:
@@ -169,7 +168,7 @@ class Pool:
 
 
 def _check_call(config: WorldConfig, task: str, kwargs: dict[str, Any], *, is_here: bool) -> None:
-    """Raises ValueError, which says what to change, for a wrong call of ``Pool.run``."""
+    """Checks the arguments of ``Pool.run``. Raises ValueError with advice."""
     if not re.fullmatch(r"[\w.]+:\w+", task):
         raise ValueError(f"task {task!r} is not of the form package.module:function")
     try:

@@ -1,10 +1,10 @@
-"""Nursery: imports once per controller what all ranks and most backends import, and forks the zygotes of its pools.
+"""Imports the modules that most backends share, once per controller, and forks the forkservers of its pools.
 
-``python -m conformance.runtime.preload_server CONTROL_FD``. Importing torch and transformers is most of the work of
-starting a zygote. A zygote that is forked from here has them, and imports only what is its backend's own.
+Run as ``python -m conformance.runtime.preload_server CONTROL_FD``. Importing torch and transformers is most of the work
+of starting a forkserver. A forkserver that is forked from here has them, and imports only its backend's own modules.
 
-Serves claim 8: the nursery ends when its controller does, because its socket closes, and the kernel then signals its
-zygotes. It never runs a task and stays single-threaded, because threads do not survive a fork.
+The preload server ends when its controller does, because its socket closes, and the kernel then signals its
+forkservers. It never runs a task and stays single-threaded, because threads do not survive a fork.
 """
 
 import atexit
@@ -37,17 +37,17 @@ from conformance.runtime.config import START_LIMIT_S, StartError
 from conformance.runtime.failure import ENTRIES
 from conformance.runtime.messages import Message, Wire, wire_pair
 
-# What cannot be imported is left to the zygotes that need it, which say why.
+# A failed import is ignored here: a forkserver that needs the module imports it again and reports the error.
 COMMON = ("conformance.runtime.worker_main",)
-# Imported when the first zygote wants anything of its package, because it is most of what such modules import: this one
-# imports torch._dynamo and torch.distributed.tensor, too. The oracle, and worlds without models, need none of it.
+# By package: the module that takes most of the time of its imports, imported for the first forkserver that preloads the
+# package. It also imports torch._dynamo and torch.distributed.tensor. Worker groups without models do not need it.
 SHARED = {"transformers": "transformers.modeling_utils"}
-_ENVIRONMENTS = 3  # those used last whose bytecode is kept; of one, it takes 110 MB
+_ENVIRONMENTS = 3  # number of environments whose bytecode is kept, the last ones used; 110 MB each
 _STATUS = struct.Struct("i")
 
 
 class Forked:
-    """The controller's handle of a forked zygote: the part of subprocess.Popen that is needed."""
+    """Controls a forked forkserver, with the needed part of subprocess.Popen's interface."""
 
     def __init__(self, nursery: "_Nursery", number: int, status_fd: int) -> None:
         self._nursery, self._number, self._status_fd = nursery, number, status_fd
@@ -60,20 +60,20 @@ class Forked:
         self._signal(signal.SIGKILL)
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait until the process has ended, and return its status. Raises subprocess.TimeoutExpired."""
+        """Waits until the process has ended, and returns its status. Raises subprocess.TimeoutExpired."""
         if self.returncode is None:
             if not _is_readable(self._status_fd, limit_s=timeout):
                 raise subprocess.TimeoutExpired(forkserver.__name__, timeout or 0.0)
             status = os.read(self._status_fd, _STATUS.size)
-            # Nothing is written if the nursery has died, and then the kernel has ended its zygotes.
+            # No status means that the preload server has died; the kernel has then ended its forkservers.
             self._end(_STATUS.unpack(status)[0] if status else -signal.SIGTERM)
         assert self.returncode is not None
         return self.returncode
 
     def _signal(self, number: int) -> None:
         if self.returncode is None:
-            is_taken = self._nursery.wire.send({"do": "signal", "zygote": self._number, "signal": number})
-            if is_taken and not self._nursery.has_imported():  # it is not forked yet; this ends it when it is
+            is_sent = self._nursery.wire.send({"do": "signal", "zygote": self._number, "signal": number})
+            if is_sent and not self._nursery.has_imported():  # not forked yet: it gets the signal right after the fork
                 self._end(-number)
 
     def _end(self, status: int) -> None:
@@ -82,17 +82,17 @@ class Forked:
 
 
 class _Nursery:
-    """The controller's handle of its nursery; threads may share it."""
+    """Controls the preload server of this process. Threads may share it."""
 
     def __init__(self) -> None:
         self._owner = os.getpid()
         self._numbers = itertools.count()
         self._has_imported = False
-        self.wire, theirs = wire_pair()
-        with theirs:
+        self.wire, child_end = wire_pair()
+        with child_end:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", __spec__.name, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
+                [sys.executable, "-P", "-m", __spec__.name, str(child_end.fileno())],
+                pass_fds=[child_end.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -106,26 +106,26 @@ class _Nursery:
         return self._owner == os.getpid() and self._process.poll() is None
 
     def has_imported(self) -> bool:
-        """Whether it forks by now. It says so once, and nothing else ever."""
+        """Returns whether the imports are done. The only message of the preload server reports that."""
         self._has_imported = self._has_imported or _is_readable(self.wire.fileno(), limit_s=0)
         return self._has_imported
 
     def fork(self, preload: Sequence[str], *, control: socket.socket, log: IO[bytes]) -> Forked:
-        """Ask for a zygote, without waiting for it. Raises StartError if the nursery does not take the request in
-        time, and OSError if this process can open no more files."""
+        """Requests a forkserver, and does not wait for it. Raises StartError if the preload server does not read the
+        request in time, and OSError if this process cannot open more files."""
         number = next(self._numbers)
-        asked: Message = {"do": "fork", "zygote": number, "preload": preload, "cwd": str(Path.cwd())}
-        asked |= {"environment": environment(), "path": absolute_path()}
-        ours, theirs = os.pipe()
+        request: Message = {"do": "fork", "zygote": number, "preload": preload, "cwd": str(Path.cwd())}
+        request |= {"environment": environment(), "path": absolute_path()}
+        status_fd, write_fd = os.pipe()
         try:
-            if not self.wire.send(asked, fds=[control.fileno(), log.fileno(), theirs], limit_s=START_LIMIT_S):
+            if not self.wire.send(request, fds=[control.fileno(), log.fileno(), write_fd], limit_s=START_LIMIT_S):
                 raise StartError(f"the process that forks others has died, or has read nothing for {START_LIMIT_S:g} s")
         except BaseException:
-            os.close(ours)
+            os.close(status_fd)
             raise
         finally:
-            os.close(theirs)
-        return Forked(self, number, ours)
+            os.close(write_fd)
+        return Forked(self, number, status_fd)
 
     def _close(self) -> None:
         if self.is_alive:
@@ -134,27 +134,27 @@ class _Nursery:
 
 
 _nursery: _Nursery | None = None
-_choosing = threading.Lock()
+_starting = threading.Lock()
 
 
 def fork_zygote(preload: Sequence[str], *, control: socket.socket, log: IO[bytes]) -> Forked:
-    """Fork a zygote that imports ``preload``, from the nursery of this process, which begins with the first of them.
+    """Forks a forkserver that imports ``preload`` from the preload server of this process, which is started if needed.
 
-    control: the zygote's end of its control socket. log: gets its output. Raises OSError if the host has no room, and
-    StartError if the nursery takes no requests.
+    control: the forkserver's end of its control socket. log: gets its output. Raises OSError if the host lacks the
+    resources, and StartError if the preload server reads no requests.
     """
     global _nursery
-    with _choosing:
+    with _starting:
         if _nursery is None or not _nursery.is_alive:
             _nursery = _Nursery()
-        chosen = _nursery
-    return chosen.fork(preload, control=control, log=log)
+        server = _nursery
+    return server.fork(preload, control=control, log=log)
 
 
 def environment(*, is_other: bool = False) -> dict[str, str]:
-    """The environment variables of a zygote and its ranks.
+    """Returns the environment variables of a forkserver and its ranks.
 
-    is_other: of another Python environment, which finds its own packages and what the user's PYTHONPATH names.
+    is_other: for another Python environment, which imports its own packages and those of the user's PYTHONPATH.
     """
     return {
         **os.environ,
@@ -164,28 +164,28 @@ def environment(*, is_other: bool = False) -> dict[str, str]:
         # In half precision oneDNN compiles a kernel for each shape, which takes milliseconds. It keeps 1024 by default,
         # and the documents of an oracle's run have more shapes than that; a kernel takes up to 0.7 MiB.
         "ONEDNN_PRIMITIVE_CACHE_CAPACITY": os.environ.get("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "4096"),
-        # Each rank that compiles starts processes to compile in: 32, where there are as many processors.
+        # Each rank that compiles starts as many compiler processes as there are processors, up to 32.
         "TORCHINDUCTOR_COMPILE_THREADS": os.environ.get(
             "TORCHINDUCTOR_COMPILE_THREADS", str(min(4, len(os.sched_getaffinity(0))))
         ),
-        "CUBLAS_WORKSPACE_CONFIG": os.environ.get("CUBLAS_WORKSPACE_CONFIG", ":4096:8"),  # the same results twice
+        "CUBLAS_WORKSPACE_CONFIG": os.environ.get("CUBLAS_WORKSPACE_CONFIG", ":4096:8"),  # reproducible results
         "TORCH_FR_BUFFER_SIZE": os.environ.get("TORCH_FR_BUFFER_SIZE", str(ENTRIES)),
-        "PYTHONUNBUFFERED": "1",  # what a rank said before it was killed has to be in its log
-        # pyarrow, which transformers imports where it is installed, starts a thread otherwise.
+        "PYTHONUNBUFFERED": "1",  # the log contains all output of a rank that is killed
+        # pyarrow, which transformers imports if it is installed, starts a thread otherwise.
         "JE_ARROW_MALLOC_CONF": "background_thread:false",
     }
 
 
 def _bytecode() -> dict[str, str]:
-    """Where Python keeps what it compiles, if it is neither compiled beside the libraries nor would be
-    (``PYTHONDONTWRITEBYTECODE``, as in many container images). Else every process of every world compiles all that it
-    imports: on such machines, torch and transformers took 14 s, and with bytecode 6 to 7 s."""
+    """Returns variables that make Python keep bytecode in the cache folder, if it neither exists beside the libraries
+    nor would be written there (``PYTHONDONTWRITEBYTECODE``, as in many container images). Otherwise every process
+    compiles all that it imports: torch and transformers took 14 s, and 6 to 7 s with bytecode."""
     torch = find_spec("torch")
     if not sys.dont_write_bytecode or sys.pycache_prefix is not None or torch is None or torch.origin is None:
         return {}
     if Path(cache_from_source(torch.origin)).exists():
         return {}
-    # Python tells versions of a file apart by its time and size, and in an image all files may be of the same time.
+    # Python distinguishes versions of a file by time and size, and all files of an image may have the same time.
     versions = [sys.version, sys.prefix, *(f"{d.name} {d.version}" for d in distributions())]
     folder = cache_folder() / "bytecode" / hashlib.sha256("\n".join(sorted(versions)).encode()).hexdigest()[:16]
     try:
@@ -194,14 +194,14 @@ def _bytecode() -> dict[str, str]:
     except OSError:
         return {}
     with contextlib.suppress(FileNotFoundError):  # another run removes them at the same time
-        for unused in sorted(folder.parent.iterdir(), key=lambda kept: kept.stat().st_mtime)[:-_ENVIRONMENTS]:
+        for unused in sorted(folder.parent.iterdir(), key=lambda path: path.stat().st_mtime)[:-_ENVIRONMENTS]:
             shutil.rmtree(unused, ignore_errors=True)
-    # Python takes an empty value for one that is not set.
+    # To Python, an empty value is the same as an unset one.
     return {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(folder)} if os.access(folder, os.W_OK) else {}
 
 
 def absolute_path() -> list[str]:
-    """This process's ``sys.path``, for a process in another folder."""
+    """Returns this process's ``sys.path`` for a process in another folder."""
     return [path or str(Path.cwd()) for path in sys.path]
 
 
@@ -219,14 +219,14 @@ class _Child:
 
 
 class _Server:
-    """The nursery's own side: forks zygotes, signals them, and tells how they ended."""
+    """Forks forkservers, signals them, and reports their exit statuses, inside the preload server."""
 
     def __init__(self, control: Wire) -> None:
         self._control = control
-        self._children: dict[int, _Child] = {}  # by a descriptor that can be read when the process has ended
+        self._children: dict[int, _Child] = {}  # by pidfd, which is readable when the process has ended
 
     def serve(self) -> None:
-        """Serve until the controller closes its socket or dies."""
+        """Serves until the controller closes its socket or dies."""
         while True:
             poll = select.poll()
             for fd in (self._control.fileno(), *self._children):
@@ -267,7 +267,7 @@ class _Server:
     def _signal(self, which: int, number: int) -> None:
         for child in self._children.values():
             if child.number == which:
-                os.kill(child.pid, number)  # a zombie at least: it is reaped here only
+                os.kill(child.pid, number)  # at least a zombie: it is reaped only here
 
     def _reap(self, fd: int) -> None:
         child = self._children.pop(fd)
@@ -285,7 +285,7 @@ def _import_shared(preload: Sequence[str]) -> None:
 
 
 def _import(modules: Sequence[str]) -> None:
-    """Import modules for all zygotes to come, which share their memory as long as nobody writes to it."""
+    """Imports modules for all later forkservers, which share the memory until they write to it."""
     for module in modules:
         with contextlib.suppress(Exception):
             import_module(module)
@@ -294,7 +294,7 @@ def _import(modules: Sequence[str]) -> None:
 
 
 def _become_zygote(message: Message, parent: int, control_fd: int, log_fd: int) -> NoReturn:
-    """Continue as a zygote, in the child of a fork, in the controller's folder, environment and path."""
+    """Continues as a forkserver in the child of a fork, with the controller's folder, environment and path."""
     status = 1
     try:
         os.setsid()

@@ -1,10 +1,8 @@
-"""Lane: live worlds at one place, and the tasks that run in them one after another.
+"""Keeps the live worker groups of one block of slots, and runs tasks in them one after another.
 
-Serves claim 8: every task has an outcome, whatever happens to its ranks, and no task is harmed by the one before. The
-reasons for which worlds are retired go to the logger of this module, because they say why a run is slow. `parity run`
-shows those that nobody planned, and with ``--verbose`` them all.
-
-Places: where worlds of a pool may be, if not simply here: one place for each rank, leased (claim 8).
+Every task has an outcome, whatever happens to its ranks, and no task harms the next. The logger of this module gets the
+reason for each retired worker group, because it explains a slow run. `parity run` shows unplanned ones, and with
+``--verbose`` all.
 """
 
 import contextlib
@@ -28,12 +26,12 @@ KEPT_BYTES = 512 * 2**20  # memory that a rank may keep between tasks; some twen
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How a task ended.
+    """Describes how a task ended.
 
     results: if the task is done, the JSON value that each rank returned, by rank.
     reason, kind, rank: if it failed, the reason for the user, its kind, and the rank that caused it; ``rank`` is None
         if no single rank did.
-    seconds: wall time, including the start of the world. used: whether the ranks had run another task before.
+    seconds: wall time, including the start of the worker group. used: whether the ranks had run another task before.
     """
 
     state: Literal["done", "failed"]
@@ -46,32 +44,33 @@ class Outcome:
 
 
 class Starter(Protocol):
-    """Who starts the worlds of a lane (conformance.runtime.forkserver_client.Zygotes, or several hosts)."""
+    """Starts the worker groups of a lane (conformance.runtime.forkserver_client.Zygotes, or several hosts)."""
 
     def start(self, config: WorldConfig) -> World:
-        """Raises StartError."""
+        """Starts a worker group. Raises StartError."""
 
     def prepare(self, config: WorldConfig) -> None:
-        """Start in the background what a world of this config needs; does not wait for it, and raises nothing."""
+        """Prepares the start of a worker group of this config in the background. Raises nothing."""
 
     def terminate(self) -> None:
-        """End all worlds, and every later one, from another thread."""
+        """Ends all current and later worker groups, from another thread."""
 
     def close(self) -> object:
-        """End all that was started."""
+        """Ends all started processes."""
 
 
 class Lane:
-    """Keeps one live world per key (a backend) and config. One thread uses it, but for ``phase`` and ``abort``: the
-    kernel ends a world with the thread that started it.
+    """Keeps one live worker group per key (a backend) and config. Only ``phase`` and ``abort`` may be called from
+    another thread: the kernel ends a worker group with the thread that started it.
 
-    A world is retired after a task that fails or leaks; the next task with the same key and config gets a new world.
+    A worker group is retired after a task that fails or leaks; the next task with the same key and config gets a new
+    one.
     """
 
     def __init__(self, starter: Starter) -> None:
         self._starter = starter
         self.worlds: dict[tuple[str, WorldConfig], World] = {}
-        self._used: set[int] = set()  # numbers of worlds that have run a task
+        self._used: set[int] = set()  # numbers of worker groups that have run a task
         self._running: World | None = None
 
     def run(
@@ -86,7 +85,7 @@ class Lane:
         fresh: bool,
         held: Sequence[int],
     ) -> Outcome:
-        """See conformance.runtime.Pool.run. ``held``: descriptors that ranks hold open while they run the task."""
+        """See conformance.runtime.Pool.run. ``held``: descriptors that ranks keep open while they run the task."""
         log_dir = log_dir.resolve()
         log_dir.mkdir(parents=True, exist_ok=True)
         began, used = time.monotonic(), False
@@ -104,7 +103,7 @@ class Lane:
             return failed(str(error), kind="raised", began=began)
         except TaskFailed as failure:
             self._retire(key, config, why=str(failure.cause))
-            if failure.cause.kind == "out of memory":  # the next attempt needs what idle worlds have
+            if failure.cause.kind == "out of memory":  # the next attempt needs the memory of idle worker groups
                 for other in list(self.worlds):
                     self._retire(*other, why="another world here ran out of memory")
             return failed(str(failure), kind=failure.cause.kind, rank=failure.cause.rank, began=began, used=used)
@@ -126,27 +125,27 @@ class Lane:
         self._starter.prepare(config)
 
     def phase(self) -> str:
-        """What the rank does that is furthest behind; empty if no task runs. For another thread, to show it."""
+        """Returns the phase of the rank that is furthest behind; empty if no task runs. Any thread may call it."""
         world = self._running
         if world is None:
             return ""
-        with contextlib.suppress(ValueError):  # the world was ended meanwhile
+        with contextlib.suppress(ValueError):  # the worker group was ended meanwhile
             return min((world.beats.read(rank) for rank in range(world.size)), key=lambda beat: beat.count).phase
         return ""
 
     def abort(self) -> None:
-        """End all processes, from another thread. The task that runs fails, and so does every later one."""
+        """Ends all processes, from another thread. The running task and all later ones fail."""
         self._starter.terminate()
 
     def close(self) -> None:
-        """End all processes. Only the logs remain."""
+        """Ends all processes. Only the logs remain."""
         while self.worlds:
             _, world = self.worlds.popitem()
             world.bury()
         self._starter.close()
 
     def _world(self, key: str, config: WorldConfig) -> World:
-        """The live world of this key and config, or a new one. Raises StartError."""
+        """Returns the live worker group of this key and config, or a new one. Raises StartError."""
         world = self.worlds.get((key, config))
         if world is not None and not world.is_whole():
             self._retire(key, config, why="a rank died while it was idle")
@@ -165,22 +164,22 @@ class Lane:
 
 
 def failed(reason: str, *, kind: FailureKind, began: float, rank: int | None = None, used: bool = False) -> Outcome:
-    """The outcome of a task that failed; it began at ``began`` of time.monotonic."""
+    """Makes the outcome of a failed task. ``began``: its start by time.monotonic."""
     seconds = time.monotonic() - began
     return Outcome(state="failed", reason=reason, kind=kind, rank=rank, seconds=seconds, results=[], used=used)
 
 
-Block = tuple[str, ...]  # names of places, such as the UUIDs of GPUs
+Block = tuple[str, ...]  # names of slots, such as the UUIDs of GPUs
 
 
 class NoLease(Exception):
-    """A task got no place. The message is for the user."""
+    """Says that a task got no slots. The message is for the user."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Seat:
-    """Of a rank. gpu: which of the GPUs that it sees is its own. host: the host that NCCL takes it to be on, if that is
-    not simply this one."""
+    """Assigns a GPU to a rank. gpu: its index among the visible GPUs. host: the host name that NCCL gets; empty: the
+    real one."""
 
     gpu: int
     host: str = ""
@@ -188,7 +187,7 @@ class Seat:
 
 @dataclass(frozen=True, kw_only=True)
 class Lease:
-    """Places that are this process's until it closes the descriptors, and with it all that hold them, too."""
+    """Gives this process the slots of ``block`` until it, and all other holders of the descriptors, close them."""
 
     block: Block
     fds: tuple[int, ...]
@@ -199,7 +198,7 @@ class Lease:
 
 
 class Places(Protocol):
-    """Threads share it."""
+    """Leases slots, one for each rank of a worker group. Threads share it."""
 
     def lease(
         self,
@@ -210,12 +209,12 @@ class Places(Protocol):
         limit_s: float,
         is_over: Callable[[], bool],
     ) -> Lease:
-        """Wait for the places of a world. ``prefer``: blocks that are taken before others. Raises NoLease."""
+        """Waits for the slots of a worker group. ``prefer``: blocks that are tried before others. Raises NoLease."""
 
     def give_back(self, lease: Lease) -> None: ...
 
     def blocks_ahead(self, config: WorldConfig) -> Collection[Block]:
-        """The blocks that a world may lease, if they are known before and it helps to prepare them."""
+        """Returns the blocks that a worker group may lease, if they are known before and it helps to prepare them."""
 
     def starter(self, block: Block) -> Starter:
-        """Who starts worlds on these places."""
+        """Returns the object that starts worker groups on these slots."""

@@ -1,15 +1,12 @@
-"""Patience: when a task that is not done counts as hung. A task that gets on, however slowly, does not (claim 8).
-
-A task gets on while a rank goes through phases or through the smaller marks between them
-(conformance.runtime.heartbeat). Between two marks, of a long backward pass for example, ranks may also show that they
-compute: ranks that wait for one another use next to no processor time. On a GPU that says nothing, because a waiting
-rank polls.
-
-Watch: runs one task on one world and watches it until it ends, in whatever way (claim 8).
+"""Runs one task on one worker group, and watches it until it is done, fails or hangs.
 
 A single loop reads the sockets of the ranks and of the process that started them. If a rank dies, raises or is
 stopped, the task ends after a short grace period, in which the other ranks can still report, so that the first cause is
-named and not one of its consequences. Only a task that hangs, which gets no further, takes the whole budget.
+named and not one of its consequences. Only a task that hangs takes the whole budget.
+
+A slow task does not count as hung while a rank goes through phases, or through the smaller marks between them
+(conformance.runtime.heartbeat). Between two marks, for example in a long backward pass, processor time shows that ranks
+compute, because ranks that wait for each other use almost none. On a GPU it shows nothing: a waiting rank polls.
 """
 
 import signal
@@ -36,14 +33,14 @@ from conformance.runtime.heartbeat import Beat
 from conformance.runtime.messages import Garbage, Message
 from conformance.runtime.worker_groups import World, readable
 
-COMPUTING = 4  # times the budget: so long a task may go without a mark if its ranks compute
-SLOW = 12  # times the budget: so long a task may take in all, or it could go on for ever
+COMPUTING = 4  # times the budget: limit without a mark for a task whose ranks compute
+SLOW = 12  # times the budget: limit of the whole task
 SHARE = 0.05  # of a processor, all ranks together, that counts as computing; a loaded machine may give them no more
 
 
 class Patience:
-    """With the ranks of one task. ``limit_s``: seconds that may pass without a mark. ``since``: when the task began, in
-    seconds of CLOCK_MONOTONIC."""
+    """Decides when the ranks of one task hang. ``limit_s``: allowed seconds without a mark. ``since``: start of the
+    task, in seconds of CLOCK_MONOTONIC."""
 
     def __init__(self, world: World, *, limit_s: float, since: float) -> None:
         self._world, self._limit_s, self._since = world, limit_s, since
@@ -53,16 +50,16 @@ class Patience:
         self._longest: tuple[float, str] = (0.0, "")
 
     def why_over(self, now: float) -> str:
-        """Why the task counts as hung, in words; empty while it does not."""
-        self._look(now)
+        """Returns the reason why the task counts as hung; empty while it does not."""
+        self._update(now)
         without, limit = now - self._marked, self._limit_s
         if now - self._since > SLOW * limit:
-            return f"not done within {SLOW} times the budget of {limit:g} s (--budget){self._told()}"
+            return f"not done within {SLOW} times the budget of {limit:g} s (--budget){self._longest_phase()}"
         if without <= limit or (without <= COMPUTING * limit and self._computes(without)):
             return ""
-        return f"no progress for {without:.1f} s, and the budget is {limit:g} s (--budget){self._told()}"
+        return f"no progress for {without:.1f} s, and the budget is {limit:g} s (--budget){self._longest_phase()}"
 
-    def _look(self, now: float) -> None:
+    def _update(self, now: float) -> None:
         beats = [self._world.beats.read(rank) for rank in range(self._world.size)]
         if beats == self._beats:
             return
@@ -77,21 +74,21 @@ class Patience:
     def _used_s(self) -> float:
         return self._world.processor_seconds()
 
-    def _told(self) -> str:
-        """What a slow machine would show."""
+    def _longest_phase(self) -> str:
+        """Names the longest earlier phase: a long one suggests a slow machine instead of a hang."""
         seconds, phase = self._longest
         return f"; the longest phase before, {phase!r}, took {seconds:.1f} s" if phase else ""
 
 
 GRACE_S = 1.0  # for the other ranks to report, and for a stopped rank to go on
-_CUT_GRACE_S = 0.5  # for the zygote to report how a rank died, after the rank's socket has closed
+_CUT_GRACE_S = 0.5  # for the forkserver to report how a rank died, after the rank's socket has closed
 _STACKS_LIMIT_S = 1.0
 _STACKS_TICK_S = 0.02
 _TICK_S = 0.25
 
 
 class TaskFailed(Exception):
-    """A task failed on a rank. ``cause`` is the first failure; the message is the whole text of the reason."""
+    """Says that a task failed on a rank. ``cause`` is the first failure; the message is the whole text for the user."""
 
     def __init__(self, cause: Failure, reason: str) -> None:
         super().__init__(reason)
@@ -101,12 +98,11 @@ class TaskFailed(Exception):
 def run_task(
     world: World, *, task: str, kwargs: dict[str, Any], log_dir: Path, budget_s: float, held: Sequence[int] = ()
 ) -> tuple[list[Any], str, int]:
-    """Run a task on all ranks. Returns the results by rank, in words what leaked ("" if nothing did), and of the rank
-    that keeps most memory between tasks how many bytes it does.
+    """Runs a task on all ranks. Returns the results by rank, a description of the leaks ("" if there are none), and the
+    most bytes of memory that a rank keeps between tasks.
 
-    ``budget_s``: seconds that may pass without progress (conformance.runtime.watchdog), from when all ranks have
-    started the task to the end of the clean-up. ``held``: descriptors that ranks hold open until then. Raises
-    TaskFailed.
+    ``budget_s``: allowed seconds without progress, from when all ranks have started the task to the end of the
+    clean-up. ``held``: descriptors that ranks keep open until then. Raises TaskFailed.
     """
     watch = _Watch(world, log_dir)
     world.beats.reset("start")
@@ -128,12 +124,12 @@ class _Watch:
         self._log_dir = log_dir
         self._inbox: list[deque[Message]] = [deque() for _ in world.wires]
         self._open = set(range(world.size))
-        self._failures: dict[int | None, Failure] = {}  # by rank, in the order in which they were seen
+        self._failures: dict[int | None, Failure] = {}  # by rank, in the order in which they were noticed
         self._stopped_since: dict[int, float] = {}
         self._cut_since: dict[int, float] = {}
 
     def expect(self, kind: str, patience: Patience) -> list[Message]:
-        """Wait until every rank has sent a message of this kind; raises TaskFailed."""
+        """Waits until every rank has sent a message of this kind. Raises TaskFailed."""
         while not all(self._inbox):
             self._poll(limit_s=_TICK_S)
             if self._failures:
@@ -149,7 +145,7 @@ class _Watch:
         return messages
 
     def _poll(self, *, limit_s: float) -> None:
-        """Wait at most ``limit_s`` for messages, and record failures: exceptions, deaths, stopped ranks."""
+        """Waits at most ``limit_s`` for messages, and records failures: exceptions, deaths, stopped ranks."""
         world = self._world
         ready = readable([world.handle, *(world.wires[rank] for rank in self._open)], limit_s=limit_s)
         for rank in sorted(self._open):
@@ -174,7 +170,7 @@ class _Watch:
                 self._record_failure(rank, "stopped", "was stopped (SIGSTOP, or job control)")
 
     def _read(self, rank: int) -> None:
-        """Read all messages that the rank has sent, because the last one may explain its death."""
+        """Reads all messages that the rank has sent, because the last one may explain its death."""
         wire = self._world.wires[rank]
         while rank in self._open and readable([wire], limit_s=0.0):
             try:
@@ -196,7 +192,7 @@ class _Watch:
     def _record_failure(
         self, rank: int, kind: FailureKind, what: str, *, detail: str = "", traceback: str = ""
     ) -> None:
-        """Record a rank's first failure; later failures of the same rank are consequences and are ignored."""
+        """Records a rank's first failure; later failures of the same rank are consequences and are ignored."""
         phase = self._world.beats.read(rank).phase
         what = f"rank {rank} {what}"
         failure = Failure(rank=rank, kind=kind, what=what, phase=phase, detail=detail, traceback=traceback)
@@ -208,15 +204,17 @@ class _Watch:
             self._poll(limit_s=min(_TICK_S, deadline - time.monotonic()))
 
     def _ranks_without_report(self) -> list[int]:
-        """The ranks that have neither finished nor failed. A message that a rank has started does not count."""
+        """Returns the ranks that have neither finished nor failed. A message that a rank has started does not count."""
         at_work = (all(message.get("type") == "started" for message in inbox) for inbox in self._inbox)
         return [rank for rank, is_at_work in enumerate(at_work) if is_at_work and rank not in self._failures]
 
     def _hang(self, why: str) -> NoReturn:
-        """Raise TaskFailed for a hang. The suspects are those of the ranks with the fewest heartbeats that nothing
-        shows to wait: neither their stacks (they are inside a collective; a receive is one) nor the flight recorder
-        (they have entered more collectives of a group than others), and first those that have entered fewer. Each of
-        the two misses some: a rank that waits for its GPU is not inside a collective, and receives are not counted."""
+        """Raises TaskFailed for a hang, and names the suspects among the ranks with the fewest heartbeats.
+
+        A rank is no suspect if its stack is inside a collective or receive, or if it has entered more collectives of a
+        group than other ranks. Ranks that have entered fewer come first. Both signs are needed: a rank that waits for
+        its GPU is not inside a collective, and the flight recorder does not count receives.
+        """
         locations = self._stacks()
         late = self._ranks_without_report()
         fewest = min(self._world.beats.read(rank).count for rank in late)
@@ -236,7 +234,7 @@ class _Watch:
         self._fail(cause, locations)
 
     def _stacks(self) -> dict[int, Location]:
-        """Make the ranks that still run write their stacks; returns their locations by rank."""
+        """Makes the ranks that still run write their stacks; returns their locations by rank."""
         ranks = [
             *self._ranks_without_report(),
             *(rank for rank, f in self._failures.items() if rank is not None and f.kind == "stopped"),
@@ -257,7 +255,7 @@ class _Watch:
         return {rank: location for rank, file in files.items() if (location := read_location(file))}
 
     def _fail(self, cause: Failure, locations: dict[int, Location]) -> NoReturn:
-        """Raise TaskFailed with the text: the cause, the other ranks, the names of logs, the end of the log."""
+        """Raises TaskFailed with the text: the cause, the other ranks, the names of logs, the end of the log."""
         lines = [str(cause)]
         now = time.monotonic()
         for rank in range(self._world.size):
@@ -267,7 +265,7 @@ class _Watch:
                 lines.append(f"  then {other}")
             elif rank in locations:
                 lines.append(f"  rank {rank} is {locations[rank].text}, {beat.phase!r} for {now - beat.time:.1f} s")
-        lines += flight.where_they_part(self._log_dir, range(self._world.size))
+        lines += flight.uneven_collectives(self._log_dir, range(self._world.size))
         flight.remove_empty(self._log_dir, range(self._world.size))
         stacks = sorted(file.name for file in self._log_dir.glob("rank-*.stacks"))
         logs = sorted(file.name for file in self._log_dir.glob("rank-*.log"))

@@ -1,7 +1,7 @@
-"""Launch: the controller's handles of worlds, and of the processes that start them.
+"""Controls worker groups, and the processes that start them.
 
-Serves claim 8: however the controller ends, these processes notice (their sockets close, and the kernel signals them)
-and end their ranks.
+However the controller ends, these processes notice (their sockets close, and the kernel signals them) and end their
+ranks.
 """
 
 import contextlib
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
     from conformance.runtime.preload_server import Forked
 
-_ANSWER_LIMIT_S = 30.0  # a zygote only forks, signals and reaps
-MOST_RANKS = MOST_FDS - 2  # of a world: the descriptors of all its ranks travel in one packet, with two more
+_ANSWER_LIMIT_S = 30.0  # a forkserver only forks, signals and reaps
+MOST_RANKS = MOST_FDS - 2  # of a worker group: one packet carries the descriptors of all its ranks, and two more
 RANK_BYTES = 40 * 2**20  # private memory of a forked rank with a tiny model; every rank needs at least this
 
 _world_numbers = itertools.count(1)
@@ -41,7 +41,7 @@ class Pollable(Protocol):
 
 
 def too_small(size: int, reason: str) -> StartError:
-    """The StartError for a host that has no room for a world of ``size`` ranks."""
+    """Makes the StartError for a host that lacks the resources for a worker group of ``size`` ranks."""
     return StartError(
         f"this host cannot start {size} ranks: {reason}; use a smaller layout, or a host that allows more processes, "
         f"open files and memory"
@@ -50,10 +50,11 @@ def too_small(size: int, reason: str) -> StartError:
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """A group of live ranks.
+    """Controls a group of live ranks.
 
     pids, wires: by rank. computes_when_busy: whether a rank that uses the processor computes; on a GPU it may wait.
-    statuses: exit statuses of the ranks that have ended; -N means killed by signal N. lost: what else became of them.
+    statuses: exit statuses of the ranks that have ended; -N means killed by signal N. lost: descriptions of other ways
+        in which ranks were lost.
     """
 
     number: int
@@ -70,24 +71,24 @@ class World:
         return len(self.pids)
 
     def is_whole(self) -> bool:
-        """Whether all ranks are alive. Asks the kernel, because the zygote reports deaths with a delay."""
+        """Returns whether all ranks are alive. Asks the kernel, because the forkserver reports deaths with a delay."""
         self.handle.receive()
         is_there = self.handle.is_alive and not self.lost and not self.statuses
         return is_there and all(self.state(rank) not in ("", "Z") for rank in range(self.size))
 
     def state(self, rank: int) -> str:
-        """The kernel's letter for the process of a rank (conformance.core.process.process_state)."""
+        """Returns the kernel's letter for the state of a rank (conformance.core.process.process_state)."""
         return process_state(self.pids[rank])
 
     def processor_seconds(self) -> float:
-        """What all ranks have used."""
+        """Returns the processor time of all ranks together."""
         return sum(map(processor_seconds, self.pids))
 
     def signal(self, rank: int, number: int) -> None:
         signal_process(self.pids[rank], number)
 
     def bury(self) -> list[int]:
-        """End and reap all processes of the world. Returns the pids of those that could not be ended."""
+        """Ends and reaps all processes of the worker group. Returns the pids of those that could not be ended."""
         left = self.handle.bury(self)
         for wire in self.wires:
             wire.close()
@@ -96,9 +97,9 @@ class World:
 
 
 class Handle:
-    """The controller's end of a process that starts worlds. One thread uses it, and all its worlds."""
+    """Controls a process that starts worker groups. One thread uses the handle and all its worker groups."""
 
-    what: ClassVar[str]  # the process, in words
+    what: ClassVar[str]  # a description of the process, for messages
     made: ClassVar[type[World]] = World
 
     def __init__(self, control: Wire) -> None:
@@ -110,38 +111,38 @@ class Handle:
         return self._control.fileno()
 
     def receive(self) -> None:
-        """Process all messages that have arrived; does not wait."""
+        """Processes all messages that have arrived; does not wait."""
         while self._next_message(limit_s=0.0) is not None:
             pass
 
     def launch(
         self, start: Message, *, size: int, files: Sequence[str], computes_when_busy: bool, limit_s: float
     ) -> World:
-        """Send ``start``, with files in memory of these names, the first for heartbeats, and a socket for each rank;
-        returns the world when its ranks are there. Raises StartError."""
+        """Sends ``start`` with a file in memory for each name of ``files`` (the first for heartbeats) and a socket for
+        each rank; returns the worker group when its ranks are running. Raises StartError."""
         number = next(_world_numbers)
-        with contextlib.ExitStack() as theirs, contextlib.ExitStack() as ours:
+        with contextlib.ExitStack() as child_ends, contextlib.ExitStack() as own_ends:
             try:
                 descriptors = []
                 for name in files:
                     descriptors.append(os.memfd_create(name))
-                    theirs.callback(os.close, descriptors[-1])
+                    child_ends.callback(os.close, descriptors[-1])
                 beats = Heartbeats(descriptors[0], size=size)
-                ours.callback(beats.close)
+                own_ends.callback(beats.close)
                 wires = []
                 for _ in range(size):
-                    wire, their_end = wire_pair()
+                    wire, child_end = wire_pair()
                     wires.append(wire)
-                    ours.callback(wire.close)
-                    descriptors.append(theirs.enter_context(their_end).fileno())
+                    own_ends.callback(wire.close)
+                    descriptors.append(child_ends.enter_context(child_end).fileno())
                 self._control.send({"do": "start", "world": number, **start}, fds=descriptors)
             except OSError as error:
                 raise too_small(size, str(error.strerror)) from error
-            theirs.close()
+            child_ends.close()
             started = self._answer("started", world=number, limit_s=limit_s)
             if started["error"]:
-                raise self._refusal(size, started["error"])
-            ours.pop_all()  # the world keeps them
+                raise self._start_error(size, started["error"])
+            own_ends.pop_all()  # the worker group keeps them
         world = self._worlds[number] = self.made(
             number=number,
             handle=self,
@@ -153,7 +154,8 @@ class Handle:
         return world
 
     def bury(self, world: World) -> list[int]:
-        """End a world's processes; returns the pids that are left. If this process is dead, others end them."""
+        """Ends a worker group's processes; returns the pids that are left. If the process of this handle is dead, the
+        kernel ends them."""
         del self._worlds[world.number]
         if self.is_alive:
             self._control.send({"do": "bury", "world": world.number})
@@ -164,23 +166,23 @@ class Handle:
         return self._left_by_others(world)
 
     def close(self) -> int:
-        """End the process with all ranks that it has started; returns its exit status."""
+        """Ends the process with all its ranks; returns its exit status."""
         raise NotImplementedError
 
-    def _refusal(self, size: int, error: str) -> StartError:
-        """For a world of ``size`` ranks, which the process could not start."""
+    def _start_error(self, size: int, error: str) -> StartError:
+        """Makes the error for a worker group of ``size`` ranks that the process could not start."""
         return StartError(error)
 
     def _left_by_others(self, world: World) -> list[int]:
-        """The pids of a world that are still there although nobody buried it."""
+        """Returns the pids of a worker group that outlive the process of this handle."""
         return []
 
     def _where_it_ended(self) -> str:
-        """Where to look when the process has ended, to follow on what is said of that."""
+        """Returns where to look when the process has ended, as the end of a message."""
         return ""
 
-    def _heard(self, message: Message) -> None:
-        """Whatever has arrived."""
+    def _dispatch(self, message: Message) -> None:
+        """Processes a message of any type."""
         if message["type"] == "exited" and (world := self._worlds.get(message["world"])):
             world.statuses[message["rank"]] = message["status"]
 
@@ -195,27 +197,27 @@ class Handle:
         raise StartError(f"{self.what} {how}{self._where_it_ended()}")
 
     def _next_message(self, *, limit_s: float) -> Message | None:
-        """Wait at most ``limit_s`` for the next message; None if there is none or the process is dead."""
+        """Waits at most ``limit_s`` for the next message; None if there is none or the process is dead."""
         if not self.is_alive or not readable([self], limit_s=limit_s):
             return None
         message, _ = self._control.receive()
         if message is None:
             self.is_alive = False
         else:
-            self._heard(message)
+            self._dispatch(message)
         return message
 
 
 class Child(Handle):
-    """A handle of a child process. The thread that creates it has to stay alive: the kernel ends the process with this
-    thread. ``log`` is used by this process only, and deleted at the end if it is empty."""
+    """Controls a child process. The thread that creates the handle has to stay alive, because the kernel ends the child
+    with this thread. ``log`` belongs to the child alone, and is deleted at the end if it is empty."""
 
     def __init__(self, control: Wire, process: "Forked | subprocess.Popen[bytes]", *, log: Path) -> None:
         super().__init__(control)
         self._process, self._log = process, log
 
     def terminate(self) -> None:
-        """Ask the process to end with all its ranks, from any thread; the thread that uses it sees it die."""
+        """Asks the process to end with all its ranks. Any thread may call it; the owner's thread notices the death."""
         self._process.terminate()
 
     def close(self) -> int:
@@ -243,8 +245,8 @@ def start_child(
     env: dict[str, str],
     python: str = "",
 ) -> "subprocess.Popen[bytes]":
-    """Start ``python -m module FD PARENT ARGUMENTS...``; FD is the child's end of its control socket, which it
-    inherits, and PARENT this process."""
+    """Starts ``python -m module FD PARENT ARGUMENTS...``; FD is the inherited end of the child's control socket, and
+    PARENT the id of this process."""
     with log.open("ab") as output:
         return subprocess.Popen(
             [python or sys.executable, "-P", "-m", module, str(control.fileno()), str(os.getpid()), *arguments],
@@ -258,7 +260,7 @@ def start_child(
 
 
 def check_host(size: int, *, memory: int) -> None:
-    """Raises StartError if a host with ``memory`` bytes of free memory has no room for ``size`` ranks."""
+    """Checks that ``memory`` bytes of free memory suffice for ``size`` ranks. Raises StartError."""
     if size > MOST_RANKS:
         raise too_small(size, f"one host starts at most {MOST_RANKS}")
     if size * RANK_BYTES > memory:
@@ -267,7 +269,7 @@ def check_host(size: int, *, memory: int) -> None:
 
 
 def readable(sources: Iterable[Pollable], *, limit_s: float) -> list[int]:
-    """Wait at most ``limit_s``; returns the descriptors of those ``sources`` that can be read or are closed."""
+    """Waits at most ``limit_s``; returns the descriptors of those ``sources`` that can be read or are closed."""
     poll = select.poll()
     for source in sources:
         poll.register(source.fileno(), select.POLLIN)

@@ -1,8 +1,8 @@
-"""Rank: joins its process group once, then runs the tasks that the controller sends, until it closes the socket.
+"""Runs as one rank: joins its process group once, then runs the controller's tasks until it closes the socket.
 
-A zygote forks the rank. For backends whose import starts a thread or initialises CUDA, which do not survive a fork, the
-rank is started with ``python -m conformance.runtime.worker_main SPEC``. Serves claim 8: the output of
-a task goes to its own log, its stacks can be requested while it hangs, and however it ends, the end is reported.
+A forkserver forks the rank. For backends whose import starts a thread or initialises CUDA, which do not survive a fork,
+it starts the rank with ``python -m conformance.runtime.worker_main SPEC``. The output of a task goes to its own log,
+its stacks can be requested while it hangs, and its end is always reported.
 """
 
 import contextlib
@@ -35,16 +35,16 @@ from conformance.runtime.messages import Message, Wire
 
 # The watchdog ends a task that hangs, and shows stacks. A timeout of the collective would hide which rank it waits for.
 COLLECTIVE_TIMEOUT = timedelta(days=1)
-MEETING_TIMEOUT = timedelta(minutes=2)  # for ranks of other hosts to reach the first one
+MEETING_TIMEOUT = timedelta(minutes=2)  # for ranks of other hosts to reach rank 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankSpec:
-    """Everything that a rank needs to start, as plain JSON values. The three file descriptors are inherited.
+    """Holds everything that a rank needs to start, as plain JSON values. The three file descriptors are inherited.
 
-    first, local_size: the first rank of this host, and how many are here. gpu, host: see
-    conformance.runtime.slots.Seat. store: the address at which ranks of several
-    hosts meet; None for those of one host, which meet in a file.
+    first, local_size: the first rank of this host, and the number of its ranks. gpu, host: see
+    conformance.runtime.slots.Seat. store: the address of the store of ranks on several hosts; None for ranks of one
+    host, whose store is a file.
     """
 
     local_rank: int
@@ -68,9 +68,9 @@ class RankSpec:
 
 
 def serve(spec: RankSpec) -> None:
-    """Run tasks until the controller closes the socket.
+    """Runs tasks until the controller closes the socket.
 
-    The controller first sends a task, and asks for the clean-up when all ranks have done it. A rank that destroyed a
+    The controller sends a task, and requests the clean-up when all ranks are done with it. A rank that destroyed a
     process group earlier would disconnect peers that still use the group.
     """
     _limit_memory(spec.memory_limit_bytes)
@@ -92,7 +92,7 @@ def serve(spec: RankSpec) -> None:
                 return
             beat("clean-up")
             leaks = cleaner.clean_up()
-        for fd in held:  # until now, also if the controller has died meanwhile
+        for fd in held:  # keep the lease until now, even if the controller has died meanwhile
             os.close(fd)
         wire.send({"type": "clean", "leaks": leaks, "kept": cleaner.kept_memory()})
 
@@ -107,7 +107,7 @@ def _run_task(spec: RankSpec, context: RankContext, message: Message, wire: Wire
         result = getattr(import_module(module_name), function)(context, **message["kwargs"])
         return {"type": "done", "result": _as_json(result)}
     except BaseException as error:  # a task that calls sys.exit() has failed, too
-        _limit_memory(None)  # room to report
+        _limit_memory(None)  # the report needs memory
         own_frame = error.__traceback__
         text = "".join(traceback.format_exception(error.with_traceback(own_frame and own_frame.tb_next)))
         print(text, file=sys.stderr)
@@ -120,9 +120,9 @@ def _run_task(spec: RankSpec, context: RankContext, message: Message, wire: Wire
 
 
 def _join(spec: RankSpec) -> None:
-    """Initialise torch.distributed, and set the environment variables that torchrun sets.
+    """Initialises torch.distributed, and sets the environment variables that torchrun sets.
 
-    ``LOCAL_RANK`` is the number of the rank's GPU, because that is what libraries take it for.
+    ``LOCAL_RANK`` is the number of the rank's GPU, because libraries use it as such.
     """
     os.environ.update(
         RANK=str(spec.rank),
@@ -134,7 +134,7 @@ def _join(spec: RankSpec) -> None:
     )
     if spec.host:
         os.environ["NCCL_HOSTID"] = spec.host  # NCCL reads it once, with its first communicator
-    for module in spec.preload:  # the zygote of a forked rank has done it
+    for module in spec.preload:  # no work for a forked rank: its forkserver has imported them
         import_module(module)
     if spec.device == "cuda":
         torch.cuda.set_device(spec.gpu)
@@ -148,7 +148,7 @@ def _join(spec: RankSpec) -> None:
 
 
 def _store(spec: RankSpec) -> Store:
-    if spec.store is None:  # a file in memory: no port to race for, and nothing on disk when the world is killed
+    if spec.store is None:  # a file in memory: no race for a port, and nothing left on disk
         return FileStore(f"/proc/self/fd/{spec.store_fd}", spec.size)
     host, port = spec.store
     return TCPStore(host, port, spec.size, is_master=spec.rank == 0, timeout=MEETING_TIMEOUT, wait_for_workers=False)
@@ -156,7 +156,7 @@ def _store(spec: RankSpec) -> Store:
 
 @contextlib.contextmanager
 def _logs(folder: Path, rank: int) -> Iterator[None]:
-    """Send stdout and stderr, also those of C++ code, to rank-N.log; SIGUSR1 writes all stacks into rank-N.stacks."""
+    """Sends stdout and stderr, also those of C++ code, to rank-N.log; SIGUSR1 writes all stacks into rank-N.stacks."""
     stacks = folder / f"rank-{rank}.stacks"
     log_fd = os.open(folder / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     stacks_fd = os.open(stacks, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
@@ -190,27 +190,27 @@ def _as_json(result: Any) -> Any:
     return result
 
 
-# What a RuntimeError says where memory was missing that has no class of its own: CUDA while a context is made, Triton,
-# NCCL, cuDNN and cuBLAS, which also cannot be initialised then.
+# Texts of RuntimeErrors for a lack of memory that has no exception class: from CUDA while it creates a context, Triton,
+# NCCL, cuDNN and cuBLAS. The last one then also fails to initialise.
 _NO_MEMORY = re.compile(r"out of memory|_STATUS_ALLOC_FAILED|Failed to CUDA calloc|NOT_INITIALIZED.*cublasCreate")
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
-    said = str(error)
+    message = str(error)
     return (
         isinstance(error, MemoryError | torch.OutOfMemoryError)
-        or "can't allocate memory" in said
-        or (isinstance(error, RuntimeError) and _NO_MEMORY.search(said) is not None)
+        or "can't allocate memory" in message
+        or (isinstance(error, RuntimeError) and _NO_MEMORY.search(message) is not None)
     )
 
 
 def _limit_memory(limit: int | None) -> None:
-    """Limit the address space to ``limit`` bytes more than what is mapped now. None: to the hard limit."""
-    _, most = resource.getrlimit(resource.RLIMIT_AS)
-    soft = most
+    """Limits the address space to ``limit`` bytes more than is mapped now. None: to the hard limit."""
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    soft = hard
     if limit is not None:
         soft = limit + int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (soft, most))
+    resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from conformance.runner.preflight import Refusals, check_device, leased_gpus
 from conformance.runner.resource_check import check_room
 from conformance.runner.session import Session
 from conformance.runner.session_config import SessionConfig
-from conformance.runtime.gpu_leases import filled
+from conformance.runtime.gpu_leases import unleased_use
 from conformance.runtime.multihost.controller import hosts_of_engine
 from conformance.suite.plugin import (
     BISECTED,
@@ -50,7 +50,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     config = session.config
     if is_worker(config) or config.option.collectonly or is_on_hosts(config) or ranks(config).device == "cpu":
         return
-    for said in filled(leased_gpus(ranks(config))):
+    for said in unleased_use(leased_gpus(ranks(config))):
         config.issue_config_time_warning(pytest.PytestWarning(said), stacklevel=2)
 
 

@@ -168,7 +168,7 @@ def test_an_environment_that_does_not_answer_is_given_up(tmp_path: Path, monkeyp
         find_backend("fsdp2", str(silent))
 
 
-def test_an_objective_that_a_scenario_brings_is_known_though_the_adapter_was_asked_before() -> None:
+def test_adapter_process_knows_objective_of_later_scenario() -> None:
     class Adapter(_Vague):
         objectives: ClassVar[dict[str, object]] = {"sft": None}
 

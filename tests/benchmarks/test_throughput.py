@@ -39,7 +39,7 @@ def measured(*seconds: float) -> dict[str, Any]:
     return {"tokens_per_second": 10, "fastest": 10, "peak_gib": 1.0, "host_gib": 1.0, "seconds": list(seconds)}
 
 
-def test_a_program_is_as_fast_as_its_slowest_rank_and_takes_the_memory_of_the_largest() -> None:
+def test_throughput_takes_slowest_rank_and_largest_memory() -> None:
     first = {**measured(2.0, 2.5), "tokens_per_second": 9, "mfu": 0.2, "loss": 0.0}
     last = {**measured(1.0, 3.0), "fastest": 12, "mfu": 0.3, "peak_gib": 4.0, "host_gib": 2.0, "loss": 7.0}
     told = {**first, "peak_gib": 4.0, "host_gib": 2.0, "loss": 7.0}  # a loss of zero is of a stage that knows none
@@ -49,14 +49,14 @@ def test_a_program_is_as_fast_as_its_slowest_rank_and_takes_the_memory_of_the_la
 
 def test_of_steps_in_turn_each_is_compared_with_the_one_that_follows() -> None:
     seen = ([measured(2.0, 4.0)], [measured(3.0, 3.0)])
-    ratios = throughput.told(PAIR, seen, in_turn=True)["ours_by_plain"]
+    ratios = throughput.summary_of(PAIR, seen, in_turn=True)["ours_by_plain"]
     # 1.5: ours took two thirds of the time
     assert ratios["of_steps"] == {"median": 1.125, "all": [1.5, 0.75], "quartiles": [0.9375, 1.3125]}
-    assert "of_steps" not in throughput.told(PAIR, seen, in_turn=False)["ours_by_plain"]
+    assert "of_steps" not in throughput.summary_of(PAIR, seen, in_turn=False)["ours_by_plain"]
 
 
 def test_a_program_that_failed_has_no_ratio() -> None:
-    told = throughput.told(PAIR, ([measured(2.0)], [{"failed": "out of memory"}]), in_turn=True)
+    told = throughput.summary_of(PAIR, ([measured(2.0)], [{"failed": "out of memory"}]), in_turn=True)
     assert told["ours_by_plain"] == {}
     assert told["of_plain"] == [{"failed": "out of memory"}]
 
@@ -120,7 +120,7 @@ def test_scaling_of_another_measurement_is_refused(other: dict[str, Any], said: 
     throughput.comparable(result, {**result, "gpus": 1})
     with pytest.raises(SystemExit, match=said):
         throughput.comparable(result, {**result, "gpus": 1, **other})
-    with pytest.raises(SystemExit, match="does not say which GPUs"):  # as those of 2026-11-22
+    with pytest.raises(SystemExit, match="does not name its GPUs"):  # as those of 2026-11-22
         throughput.comparable(result, {name: value for name, value in result.items() if name != "environment"})
 
 

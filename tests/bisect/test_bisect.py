@@ -109,7 +109,7 @@ def test_every_value_and_gradient_of_a_hugging_face_model_is_the_oracles(
 
 
 @pytest.mark.parametrize("family", ["mixtral", "deepseek-v3"])
-def test_experts_are_one_module_and_latent_attention_is_whole_on_tensor_parallel_ranks(family: str) -> None:
+def test_bisect_experts_are_one_module_and_mla_is_whole(family: str) -> None:
     model = load_model(FIXTURES / "models" / family, dtype=torch.float64, attention="eager")
     found = {traced.name: traced for traced in hugging_face_modules(model, tp=2, tp_rank=1)}
     assert {"model.layers.1.mlp", "model.layers.1.self_attn.o_proj"} <= found.keys()

@@ -224,7 +224,7 @@ def test_what_the_backend_lacks_is_unsupported_with_advice(
     assert re.search(advice, verdict.reason)
 
 
-def test_without_ring_flash_attn_a_ring_is_unsupported_with_the_command_that_installs_it(
+def test_ring_without_package_is_unsupported_with_command(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("impl.context_parallel.support.available", lambda: False)

@@ -199,7 +199,7 @@ def test_expert_parallelism_that_does_nothing_shows_though_all_numbers_are_right
         (("megatron", "deepspeed"), ("ep2", "dp2.zero2")),
     ],
 )
-def test_a_state_goes_between_layouts_and_backends_with_and_without_expert_parallelism(
+def test_moe_state_transfers_across_layouts_and_backends(
     session: Session, backends: tuple[str, str], handed: tuple[str, str]
 ) -> None:
     assert_honest(session, in_two_legs("state", backends, handed))

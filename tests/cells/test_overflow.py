@@ -43,7 +43,7 @@ def told(*gradients: float, policy: Any = POLICIES["float64"]) -> list[tuple[flo
 # The oracle's model
 
 
-def test_the_scale_halves_at_an_overflow_and_doubles_after_as_many_updates_in_a_row() -> None:
+def test_loss_scale_halves_at_overflow_and_grows_after_window() -> None:
     found = told(SMALL, LARGE, LARGE, SMALL, SMALL, SMALL, SMALL)
     assert [skipped for skipped, _, _ in found] == [0, 1, 1, 0, 0, 0, 0]
     assert [scale for _, scale, _ in found] == [256, 128, 64, 64, 128, 128, 256]

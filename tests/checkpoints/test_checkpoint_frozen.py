@@ -64,7 +64,7 @@ def test_frozen_parameters_are_converted_though_the_library_leaves_them_out(
         exhaustive("dp2.zero3", "omits frozen parameters; give the original checkpoint"),
     ],
 )
-def test_universal_checkpoints_without_whole_frozen_parameters_are_refused_with_the_way_on(
+def test_universal_checkpoint_without_frozen_is_usage_error(
     written: Written, tmp_path: Path, layout: str, message: str
 ) -> None:
     folder = written(layout, "fp32")

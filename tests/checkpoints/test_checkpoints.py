@@ -128,9 +128,7 @@ def test_the_checkpoint_before_loads_wherever_a_save_is_killed(
         exhaustive("megatron", "pp2"),
     ],
 )
-def test_an_asynchronous_save_is_of_its_call_though_the_training_goes_on_before_a_file_is_written(
-    pool: Pool, tmp_path: Path, backend: str, layout: str
-) -> None:
+def test_async_save_holds_state_at_time_of_call(pool: Pool, tmp_path: Path, backend: str, layout: str) -> None:
     ranks, root = Ranks(pool=pool, folder=tmp_path, backend=backend, layout=layout), str(tmp_path / "training")
     uninterrupted = ranks("train_behind_a_save", root=root)
     for told in uninterrupted:

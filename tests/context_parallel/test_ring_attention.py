@@ -207,9 +207,7 @@ def test_a_rank_holds_a_multiple_of_tokens() -> None:
 
 @pytest.mark.parametrize(("split", "zigzag"), SPLITS)
 @pytest.mark.parametrize("size", [2, 3, 8])
-def test_every_target_is_on_one_rank_with_its_label_and_its_position_in_the_document(
-    split: SplitMode, zigzag: bool, size: int
-) -> None:
+def test_ring_sharding_puts_each_target_on_one_rank(split: SplitMode, zigzag: bool, size: int) -> None:
     inputs = micro_batch()
     source = place(inputs, split=split, size=size, zigzag=zigzag, multiple=1).source
     shards = [shard_inputs(inputs, part) for part in source]

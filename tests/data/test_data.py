@@ -297,7 +297,7 @@ def test_a_length_without_room_for_a_target_names_one_that_has(tmp_path: Path, t
     assert load_documents(DataConfig(path=path, max_len=19), tokenizer)[1].targets[-1]
 
 
-def test_a_length_at_which_half_of_the_documents_stand_alone_names_one_at_which_fewer_do(tmp_path: Path) -> None:
+def test_packing_of_single_documents_suggests_longer_rows(tmp_path: Path) -> None:
     path = write(tmp_path / "d.jsonl", SAMPLES)
     with pytest.raises(UsageError, match=r"beside 1 of 2 documents; use --max-len 45 or more, or leave out --pack"):
         batches(path=path, packed=True, max_len=44)

@@ -28,7 +28,7 @@ def train(position: DataPosition, *, ranks: int, rows: int, steps: int) -> tuple
     return trained, after
 
 
-def test_every_document_of_an_epoch_is_trained_on_once_on_two_ranks_and_then_three() -> None:
+def test_epoch_resumed_on_more_ranks_uses_documents_once() -> None:
     """In the middle of the epoch the position goes through a manifest."""
     samples = read_samples(DataConfig(path=str(FIXTURES / "data" / "word_problems.jsonl")))
     position = DataPosition(seed=SEED, documents=len(samples))
@@ -45,7 +45,7 @@ def test_every_document_of_an_epoch_is_trained_on_once_on_two_ranks_and_then_thr
 
 
 @pytest.mark.parametrize("lost", [{"consumed": 0}, {"seed": SEED + 1}], ids=["position", "order"])
-def test_resuming_with_what_is_lost_of_the_position_repeats_documents_and_loses_others(lost: dict[str, int]) -> None:
+def test_resume_with_lost_position_repeats_documents(lost: dict[str, int]) -> None:
     """The fault of resuming at the beginning of the epoch, or in another order of it; the same count tells."""
     position = DataPosition(seed=SEED, documents=50)
     first, at = train(position, ranks=2, rows=6, steps=5)

@@ -103,7 +103,7 @@ def spread() -> list[tuple[str, str]]:
     return [(f"{n}?", "yes " * (2 + n % 7)) for n in range(20)] + [("how many " * 700, "ten")]
 
 
-def test_advice_to_leave_documents_out_names_what_is_kept_and_not_the_longest_prompt(build: Build) -> None:
+def test_advice_on_long_documents_names_kept_share(build: Build) -> None:
     with pytest.raises(UsageError, match=r"packs no second document .* keeps [0-9]+ of 21; use --max-len") as refused:
         build(spread(), packed=True, max_len=26, too_long="drop")
     needed = demanded(refused.value)

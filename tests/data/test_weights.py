@@ -116,7 +116,7 @@ def read(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for file in weight_files(folder) for name, tensor in load_file(file).items()}
 
 
-def test_only_the_policy_of_seed_0_is_the_model_as_it_is_and_no_two_roles_are_alike(tmp_path: Path) -> None:
+def test_role_weights_differ_except_policy_of_seed_zero(tmp_path: Path) -> None:
     before = read(PANGU)
     roles = (POLICY, REFERENCE, Role(name="teacher", trained=False))
     models = [read(prepare_model(scenario(seed=s), r, tmp_path / f"{r.name}-{s}")) for s in (0, 1) for r in roles]

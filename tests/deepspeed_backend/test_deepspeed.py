@@ -109,9 +109,7 @@ def test_a_compiled_layer_is_without_the_hooks_of_deepspeed(pool: Pool, tmp_path
 @pytest.mark.parametrize(
     "layouts", [("tp2.zero3", "ulysses2.zero3.ckpt"), ("dp2.zero2.offload", "tp2.zero3", "ulysses2.zero3.ckpt")]
 )
-def test_a_world_holds_no_more_after_its_second_cell_of_a_kind_than_after_the_first(
-    pool: Pool, tmp_path: Path, layouts: tuple[str, ...]
-) -> None:
+def test_deepspeed_ranks_hold_no_more_after_second_cell(pool: Pool, tmp_path: Path, layouts: tuple[str, ...]) -> None:
     held = []
     for layout in (*layouts, *layouts):
         in_ranks(pool, tmp_path, "train", layout, world=f"cells {layouts}")
@@ -249,7 +247,7 @@ def test_no_timer_of_the_library_waits_for_the_gpu() -> None:
     assert not get_timers_config(cutting_settings(config, torch.nn.Linear(2, 2))).enabled
 
 
-def test_what_zero3_leaves_whole_is_the_librarys_choice_unless_that_is_much_of_a_model() -> None:
+def test_zero3_whole_parameters_limit_share_of_model() -> None:
     """DeepSpeed's default number of elements is larger than any matrix of the fixtures."""
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
@@ -274,7 +272,7 @@ def test_what_zero3_leaves_whole_is_the_librarys_choice_unless_that_is_much_of_a
 
 
 @pytest.mark.parametrize("recomputed", [False, True])
-def test_recomputed_products_of_the_librarys_linear_layers_are_told_from_those_of_backward_passes(
+def test_zero3_linear_recomputation_differs_from_backward(
     recomputed: bool,
 ) -> None:
     """ZeRO-3 puts them in the place of torch's. Their forward pass records no graph of the products inside of it."""

@@ -227,7 +227,7 @@ def test_a_checkpoint_that_deepspeed_cannot_read_is_refused_with_the_way_on(
 
 
 @pytest.mark.parametrize(("stage", "refused"), [(0, False), (1, True), (2, True), (3, False)])
-def test_a_checkpoint_that_does_not_say_the_order_of_its_groups_has_that_of_before(stage: int, refused: bool) -> None:
+def test_checkpoint_without_group_order_has_older_order(stage: int, refused: bool) -> None:
     own = cut(f"dp2.zero{stage}", "adamw", "fp32")
     before = Cut(**{name: value for name, value in vars(own).items() if name != "groups"})
     message = "groups with the largest first.*transfer a training state"

@@ -29,7 +29,7 @@ def test_rows_are_padded_to_a_multiple_and_padding_is_a_document_of_its_own() ->
     assert not inputs.real[0, 6:].any()
 
 
-def test_a_column_stands_where_the_labels_stand_and_a_documents_number_is_repeated() -> None:
+def test_collate_aligns_columns_with_labels() -> None:
     columns = collate(ROWS).columns
     expected = torch.tensor([[0.2, 0.3, 0, 0, 0.5, 0], [0.5, 0, 0, 0, 0, 0]])
     assert torch.equal(columns["weight"], expected)

@@ -47,7 +47,7 @@ FIRST = (0, 4)
         ("megatron", "grpo", "llama", "pp2.vpp2"),
     ],
 )
-def test_with_dropout_in_the_configuration_cells_conform_and_the_first_ratio_is_one(
+def test_dropout_configuration_conforms_with_ratio_one(
     session: Session, models: Path, backend: str, scenario: str, model: str, layout: str
 ) -> None:
     cell = with_dropout(cell_of(backend, scenario, model, layout, "exact", steps=EPOCHS_AND_ONE), models)

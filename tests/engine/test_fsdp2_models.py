@@ -88,16 +88,14 @@ def test_the_same_holds_for_rows_of_one_document_that_are_padded(
 
 
 @pytest.mark.parametrize("layout", ["tp2.losspar", exhaustive("dp2.tp2.seqpar.losspar")])
-def test_a_vocabulary_that_tensor_parallel_ranks_do_not_divide_is_cut_all_the_same(
-    run_ranks: Run, tmp_path: Path, layout: str
-) -> None:
+def test_indivisible_vocabulary_is_sharded(run_ranks: Run, tmp_path: Path, layout: str) -> None:
     odd = smaller_vocabulary("gemma3", tmp_path / "odd")
     models = {"policy": {"folder": str(odd), "head": "causal", "want": ["logprobs", "entropy"], "trained": True}}
     results = run_ranks("errors_of_models", layout, models=models)
     assert worst(results) < HONEST, results
 
 
-def test_offloaded_parameters_lie_on_the_host_also_those_that_are_tied_and_buffers_on_the_device(
+def test_offload_keeps_parameters_on_host_and_not_buffers(
     run_ranks: Run,
 ) -> None:
     results = run_ranks("offloaded", "dp2.offload", folder=str(FIXTURES / "models" / "qwen3"))

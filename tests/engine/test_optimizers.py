@@ -23,9 +23,7 @@ from impl.engine.optimizers import parameter_groups, torch_optimizer, update_cou
         ("cpu", "bf16", False),
     ],
 )
-def test_the_fused_kernel_is_for_gpus_and_neither_for_loss_scales_nor_for_the_exact_tier(
-    device: str, precision: PrecisionName, fused: bool
-) -> None:
+def test_fused_optimizer_only_on_gpus_without_loss_scale(device: str, precision: PrecisionName, fused: bool) -> None:
     config = OptimizerConfig(name="adamw", lr=0.1)
     groups = parameter_groups([torch.nn.Parameter(torch.ones(2, 2))], config)
     made = torch_optimizer(groups, config, device=device, precision=precision)

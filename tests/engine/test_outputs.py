@@ -184,7 +184,7 @@ class _Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("tokens_at_once", [1, 2, 5])
 @pytest.mark.parametrize("entropy", [False, True])
-def test_token_by_token_or_all_at_once_is_the_same_and_makes_no_copy_of_the_logits(
+def test_token_statistics_in_chunks_equal_whole(
     monkeypatch: pytest.MonkeyPatch, entropy: bool, tokens_at_once: int
 ) -> None:
     given = example(11, torch.bfloat16)
@@ -218,7 +218,7 @@ def test_padding_of_the_vocabulary_takes_no_part(real: int) -> None:
 
 
 @pytest.mark.parametrize(("entropy", "most"), [(False, 1), (True, 2)])
-def test_one_copy_of_the_logits_is_made_at_a_time_two_with_entropy_and_none_is_kept(entropy: bool, most: int) -> None:
+def test_token_statistics_makes_one_copy_of_logits(entropy: bool, most: int) -> None:
     given = example(11, torch.bfloat16)
     logits = given["logits"].requires_grad_()
     watch = _Largest(logits.numel())
@@ -295,8 +295,6 @@ def test_shards_of_the_vocabulary_are_the_whole(
 
 
 @pytest.mark.parametrize("masked", [[2], [0, 1, 2, 3], [4, 10]], ids=str)
-def test_masked_logits_count_for_nothing_in_shards_not_even_where_a_rank_has_no_others(
-    run_ranks: Run, masked: list[int]
-) -> None:
+def test_masked_logits_of_shards_do_not_count(run_ranks: Run, masked: list[int]) -> None:
     results = run_ranks([4, 4, 3], masked=masked)
     assert max(error for result in results for error in result["errors"]) < HONEST

@@ -1,8 +1,8 @@
-"""Claim 8: every planted fault is caught on every backend that has its seam, at the stage that was predicted.
+"""Checks that every planted fault is caught on every backend with its patch point, at the predicted stage.
 
-The usual check, the loss of the first step, misses most of them. Those of reinforcement learning are in
-tests/faults/test_faults_rl.py, those of handing over in tests/faults/test_faults_handover.py, and of
-merged adapters in tests/engine/test_lora.py.
+The loss of the first step, the usual check, misses most of them. Faults of reinforcement learning are in
+tests/faults/test_faults_rl.py, of checkpoint transfer in tests/faults/test_faults_handover.py, and of merged adapters
+in tests/engine/test_lora.py.
 """
 
 import contextlib

@@ -1,6 +1,6 @@
-"""Claim 5: what is lost or exchanged between two legs is told directly after loading, on every backend.
+"""Checks that state lost or swapped between two phases is reported directly after loading, on every backend.
 
-Training state goes from one layout to another.
+The training state is resumed in another layout.
 """
 
 import pytest

@@ -1,6 +1,6 @@
-"""Claim 8 for reinforcement learning: every planted fault is caught at the stage that was predicted.
+"""Checks that every planted fault of reinforcement learning is caught at the predicted stage.
 
-The usual checks are held beside it: the loss of the first step, and its loss and gradient norm within a percent.
+The usual checks run for comparison: the loss of the first step, and its loss and gradient norm within a percent.
 """
 
 from pathlib import Path

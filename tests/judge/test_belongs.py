@@ -89,7 +89,7 @@ def test_a_model_with_routers_is_not_judged_by_an_oracle_without(out: Path) -> N
 
 
 @pytest.mark.parametrize("other", [FP32, OTHER])
-def test_records_of_two_precisions_or_backends_that_were_swapped_are_of_neither_cell(out: Path, other: str) -> None:
+def test_swapped_records_are_rejected_for_both_cells(out: Path, other: str) -> None:
     swap(out, record_folders(EXACT)[0], record_folders(other)[0])
     reasons = spoiled(out)
     assert reasons.keys() == {EXACT, other}
@@ -229,9 +229,7 @@ class Start:
         (Start(trained=THIRD[:1], frozen=THIRD), False),
     ],
 )
-def test_noise_begins_with_the_weights_of_the_oracle_rounded_where_that_is_declared(
-    tmp_path: Path, noise: Start, agrees: bool
-) -> None:
+def test_noise_run_starts_with_rounded_oracle_weights(tmp_path: Path, noise: Start, agrees: bool) -> None:
     oracle = Start(trained=THIRD.double(), frozen=THIRD.double()).write(tmp_path / "oracle")
     if agrees:
         check_start(noise.write(tmp_path / "noise"), oracle)

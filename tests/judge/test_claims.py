@@ -80,7 +80,7 @@ def run(profile: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Run
 # --- who could not be asked ------------------------------------------------------------------------------------------
 
 
-def test_an_adapter_that_breaks_when_it_is_imported_is_a_failure_beside_one_that_conforms(
+def test_broken_adapter_fails_beside_conforming_one(
     run: Runner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "broken_adapter.py").write_text("1 / 0\n")
@@ -130,9 +130,7 @@ def test_what_a_backend_does_not_hand_over_is_said_before_anything_runs(
     assert refused.reason.startswith(reason)
 
 
-def test_a_later_leg_that_cannot_be_imported_is_told_before_gpus_that_are_not_here(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_broken_later_phase_is_reported_before_missing_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     (tmp_path / "broken_backend.py").write_text("1 / 0\n")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -192,7 +190,7 @@ def test_what_a_backend_does_not_show_is_in_the_state_of_its_cells_and_of_the_ru
     assert not any("--require" in command or "--min-judged" in command for command in again)
 
 
-def test_what_is_named_twice_is_no_pass_because_only_one_of_the_two_would_be_judged(run: Runner) -> None:
+def test_duplicate_name_does_not_pass(run: Runner) -> None:
     ran = run("NamesAGradientTwice", "NamesAPieceTwice")
     assert set(ran.states.values()) == {"infrastructure"}
     assert ran.code == 3

@@ -1,4 +1,4 @@
-"""What counts as weights that a rank holds when its gradients are ready (conformance.worker.evidence, claim 4)."""
+"""Checks which storages count as weights of a rank when its gradients are ready (conformance.worker.evidence)."""
 
 import pytest
 import torch
@@ -38,5 +38,5 @@ def held_after(keep: str) -> int:
 
 
 @pytest.mark.parametrize(("keep", "more"), [("nothing", 0), ("gathered again", BYTES), ("bucket", 0), ("gradient", 0)])
-def test_what_is_used_as_a_weight_counts_in_either_pass_and_what_holds_gradients_does_not(keep: str, more: int) -> None:
+def test_held_bytes_count_weights_and_not_gradients(keep: str, more: int) -> None:
     assert held_after(keep) == BYTES + more

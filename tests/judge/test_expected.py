@@ -154,7 +154,7 @@ WRONG = scale("gradient/a", 1.5)
 ONWARD = unmodelled("gradients", "a", onward=True)
 
 
-def test_what_follows_from_a_wrong_gradient_is_allowed_where_the_expectation_says_so(tmp_path: Path) -> None:
+def test_expected_wrong_gradient_allows_consequences(tmp_path: Path) -> None:
     assert verdict_of(tmp_path / "1", trained(WRONG), ONWARD).state == "expected_difference"
     later = trained(WRONG, scale("loss", 1.01, at=1), scale("gradient/b", 1.01, at=1))
     assert verdict_of(tmp_path / "2", later, ONWARD).state == "expected_difference"

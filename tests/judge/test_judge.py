@@ -185,7 +185,7 @@ def test_legs_are_judged_as_one_run(tmp_path: Path) -> None:
     assert at_once <= judged
 
 
-def test_weights_that_a_leg_did_not_get_as_they_were_saved_are_told_at_its_first_step(tmp_path: Path) -> None:
+def test_judge_weights_lost_on_resume_differ_at_first_step(tmp_path: Path) -> None:
     oracle = write(tmp_path / "oracle")
     after = write(tmp_path / "2", scale("weight/b", 1 + 1e-7, at=0), first=1)
     verdict = judge([write(tmp_path / "1", until=1), after], oracle=oracle, noise=())
@@ -258,7 +258,7 @@ def test_a_further_noise_run_decides_only_where_a_cell_differs_by_the_first(
     assert verdict.state == state, verdict.reason
 
 
-def test_a_further_noise_run_that_is_too_noisy_in_one_quantity_still_tells_of_the_others(tmp_path: Path) -> None:
+def test_too_noisy_quantity_of_noise_run_keeps_the_others(tmp_path: Path) -> None:
     def further(step: int, values: Values, tensors: Tensors) -> None:
         scale("gradient/a", 1 + 1e-2)(step, values, tensors)
         scale("loss", 1 + 1e-3)(step, values, tensors)
@@ -274,7 +274,7 @@ def test_a_further_noise_run_that_is_too_noisy_in_one_quantity_still_tells_of_th
         assert verdict.first_stage == stage, verdict.reason
 
 
-def test_a_critics_loss_may_be_as_far_off_as_values_that_are_all_off_in_one_direction() -> None:
+def test_critic_loss_tolerance_covers_biased_values() -> None:
     """With a mean of ``n`` independent errors its bound would be the root of n times narrower."""
     (loss,) = (o for o in all_observables(Ppo()) if o.key == "critic.loss")
     values, off = {"0": torch.ones(50), "1": -torch.ones(50)}, 1e-6

@@ -77,7 +77,7 @@ def wrong(name: str, by: float, *, at: int) -> Wrong:
     return change
 
 
-def test_two_roundings_of_a_gradient_that_is_zero_make_two_updates_and_both_are_right(tmp_path: Path) -> None:
+def test_judge_accepts_updates_of_rounded_zero_gradient(tmp_path: Path) -> None:
     verdict = verdict_of(tmp_path)
     assert verdict.state == "conforms", verdict.reason
     moved = [q for q in verdict.quantities if q.tensor == "bias" and q.stage in ("clipped update", UPDATES)]

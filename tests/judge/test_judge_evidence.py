@@ -177,7 +177,7 @@ def test_a_noisy_worst_row_allows_no_more_than_a_half_and_too_noisy_a_one_nothin
 
 
 @pytest.mark.parametrize(("linear", "honest"), [("float64", True), ("float32", False)])
-def test_a_precision_is_that_of_linear_layers_however_many_pieces_attention_is_cut_into(
+def test_precision_evidence_ignores_attention_products(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, linear: str, honest: bool
 ) -> None:
     """Kernels on a CPU compute attention of half precision in float32, a product for each head and some documents."""
@@ -194,7 +194,7 @@ def test_a_precision_is_that_of_linear_layers_however_many_pieces_attention_is_c
 @pytest.mark.parametrize(
     ("recomputed", "nested", "every"), [(0, 0, False), (3, 0, True), (1, 0, False), (0, 1, False), (0, 12, True)]
 )
-def test_a_graph_that_is_recorded_or_followed_in_a_backward_pass_is_a_recomputation(
+def test_graph_recorded_in_backward_counts_as_recompute(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str, recomputed: int, nested: int, every: bool
 ) -> None:
     """``every``: enough of it for all layers."""
@@ -207,7 +207,7 @@ def test_a_graph_that_is_recorded_or_followed_in_a_backward_pass_is_a_recomputat
 
 
 @pytest.mark.parametrize(("again", "honest"), [(3, True), (2, False)])
-def test_layers_are_recomputed_where_their_linear_parts_are_whatever_attention_does(
+def test_recompute_evidence_ignores_attention(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: int, honest: bool
 ) -> None:
     """Of a ring, attention is recomputed inside of an autograd function, which records no graph; of eager attention, in
@@ -242,7 +242,7 @@ def test_all_layers_are_compiled_or_none(
 
 
 @pytest.mark.parametrize("last", [4, 6])
-def test_reducing_after_the_last_micro_batch_only_adds_to_the_collectives_of_its_backward_pass(
+def test_lastsync_adds_collectives_to_last_backward_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: int
 ) -> None:
     seen = evidence("exact")

@@ -174,7 +174,7 @@ def test_what_is_at_a_right_angle_to_the_reference_is_not_zero(tmp_path: Path) -
     assert judge([cell], oracle=oracle, noise=()).findings[0].hint == ""
 
 
-def test_a_learning_rate_of_another_step_names_the_step_and_any_other_rate_has_no_cause() -> None:
+def test_diagnosis_learning_rate_of_other_step_names_step() -> None:
     schedule = ScheduleConfig(name="linear", warmup_steps=2, total_steps=10)
     optimizer = OptimizerConfig(name="sgd", lr=0.1)
     scenario = Scenario(name="x", model="m", precision="exact", optimizer=optimizer, schedule=schedule)
@@ -228,7 +228,7 @@ def verdict_of_a_model(tmp_path: Path, *wrong: str) -> Verdict:
     return judge([write(tmp_path / "cell", of_a_model(*wrong))], oracle=write(tmp_path / "o", of_a_model()), noise=())
 
 
-def test_wrong_gradients_are_in_the_order_of_the_backward_pass_and_the_one_nearest_the_loss_is_named(
+def test_diagnosis_wrong_gradients_names_one_nearest_loss(
     tmp_path: Path,
 ) -> None:
     verdict = verdict_of_a_model(tmp_path, EMBEDDING, HEAD)

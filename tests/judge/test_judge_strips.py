@@ -96,7 +96,7 @@ def out(sample: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(sample, tmp_path / "out"))
 
 
-def test_a_verdict_of_before_there_were_strips_is_read_and_gets_them_when_it_is_judged_again(out: Path) -> None:
+def test_rejudge_adds_token_errors_to_older_verdict(out: Path) -> None:
     files = [out / FOLDERS[cell] / "verdict.json" for cell in JUDGED]
     strips = [read_entry(file).verdict.strips for file in files]
     assert all(strips)

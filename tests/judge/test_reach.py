@@ -40,7 +40,7 @@ def documents_of(profiles: str, scenario: str) -> list[DocumentReach]:
 
 
 @pytest.mark.parametrize("profiles", ["quick", pytest.param("others", marks=pytest.mark.exhaustive)])
-def test_every_shard_of_the_vocabulary_has_inputs_and_targets_with_and_without_padding(profiles: str) -> None:
+def test_every_vocabulary_shard_has_inputs_and_targets(profiles: str) -> None:
     shards = coverage_of(profiles).shards
     assert {shard.tp for shard in shards} >= ({1, 2} if profiles == "quick" else {1, 2, 4})
     for shard in shards:
@@ -93,7 +93,7 @@ def test_long_documents_are_trained_on_every_backend(profile: str) -> None:
 
 
 @pytest.mark.exhaustive
-def test_full_has_pieces_that_are_not_equal_frozen_parameters_and_ends_of_schedules_on_every_backend() -> None:
+def test_full_profile_has_uneven_frozen_and_ended_cells() -> None:
     def pairs(of: Any) -> set[tuple[str, Any]]:
         cells = cells_of("full")
         return {(cell.backend, what) for cell in cells for leg in cell.legs for what in of(cell.scenario, leg.layout)}

@@ -1,4 +1,4 @@
-"""Claim 3: what ranks claim to share is compared on all of them, and nothing that is not a number is equal."""
+"""Checks that values that several ranks share are compared on all of them, and that NaN equals nothing."""
 
 import math
 from pathlib import Path

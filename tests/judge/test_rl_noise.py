@@ -1,6 +1,6 @@
-"""How far rounding alone moves the losses of reinforcement learning, and what the judge makes of it (claim 6).
+"""Checks the tolerances for losses of reinforcement learning, which rounding alone moves.
 
-At the first update of a roll-out all ratios are 1. Where nothing else is trained on, one lucky draw would be the bound.
+At the first update of a rollout all ratios are 1, so without other updates one lucky draw would set the bound.
 """
 
 from pathlib import Path
@@ -87,7 +87,7 @@ def test_a_metric_is_held_against_the_cells_own_rows_and_not_against_the_oracles
     assert error(1.50001) > 1
 
 
-def test_of_two_noise_runs_one_rounds_old_log_probs_otherwise_than_its_first_update(tmp_path: Path) -> None:
+def test_one_noise_run_rounds_old_log_probs_separately(tmp_path: Path) -> None:
     scenario = make_cell("grpo-half", "llama", "dp1", "bf16", steps=1, rows=8, accumulation=1).scenario
     inputs = prepare_inputs(scenario, tmp_path)
     batches = read_batches(inputs.batches)

@@ -80,7 +80,7 @@ def test_members_that_agree_are_one_family_with_the_oracle(sample: Path) -> None
         assert pair["columns"]["gradients"]["allowed"] == 2 * EXACT
 
 
-def test_the_difference_of_a_pair_is_the_norm_of_the_difference_in_units_of_the_oracle(sample: Path) -> None:
+def test_pair_difference_is_relative_to_oracle_norm(sample: Path) -> None:
     oracle = read_record(sample / "oracle/tiny/float64").steps
     records = [read_record(sample / f"cells/0{number}/legs/0/record").steps for number in (1, 2)]
     worst = 0.0
@@ -126,7 +126,7 @@ def test_backends_that_are_wrong_alike_point_at_what_they_share(tmp_path: Path) 
     assert "look first at what only they share, and not fsdp2 dp2.tp2 and megatron tp2." in group["text"]
 
 
-def test_when_all_agree_with_each_other_and_not_with_the_oracle_the_oracle_is_suspected(tmp_path: Path) -> None:
+def test_side_by_side_agreement_against_oracle_suspects_oracle(tmp_path: Path) -> None:
     group = group_of(write_run(tmp_path / "out", dict.fromkeys(MEMBERS, WRONG)))
     assert group["state"] == "differs"
     assert group["families"]["gradients"] == [["oracle"], list(map(cell_id, MEMBERS))]

@@ -68,14 +68,14 @@ def two(first: int, last: int, *, factor: float = 1.0, shift: int = 0, name: str
     return run({step: factor * loss for step, loss in losses.items()}, name, grad_norm=norms)
 
 
-def test_where_the_losses_differ_by_a_factor_the_gradient_norms_tell_a_shift_from_a_missing_line() -> None:
+def test_alignment_uses_gradient_norms_if_losses_are_scaled() -> None:
     shifted = aligned(two(0, 90, name="a"), two(0, 90, factor=2, shift=1, name="b"))
     assert shifted.notes == ("b counts its steps from 1 and a from 0: 1 was taken from the former's",)
     lacking = aligned(two(0, 90, name="a"), two(1, 95, factor=2, name="b"))
     assert lacking.notes == ("a ends at step 90 and b at 95: what follows is not compared",)
 
 
-def test_a_shift_that_no_metric_decides_is_told_and_follows_from_where_the_logs_end() -> None:
+def test_alignment_undecided_shift_follows_log_ends() -> None:
     """Losses of other seeds, whose noise has nothing to do with each other."""
     noise = np.random.default_rng(0).normal(size=(2, 100))
     a, b = ({step: 2 + 0.1 * float(x) for step, x in enumerate(row)} for row in noise)

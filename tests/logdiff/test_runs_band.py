@@ -67,7 +67,7 @@ def exactly(a: list[float], b: list[float]) -> list[bool]:
     return list(within_digits(np.array(a), np.array(b)).outside)
 
 
-def test_a_learning_rate_may_differ_in_digits_that_are_not_printed_and_in_no_others() -> None:
+def test_learning_rate_may_differ_in_unprinted_digits_only() -> None:
     schedule = [2.34375e-07, 9.999994e-06, 9.87654321e-06]
     assert exactly(schedule, [2.3438e-07, 1.0e-05, 9.8765e-06]) == [False, False, False]
     assert exactly(schedule, [2.3448e-07, 1.0e-05, 9.8785e-06]) == [True, False, True]
@@ -98,7 +98,7 @@ def test_a_spike_hides_no_difference_elsewhere() -> None:
     assert within_spread(seeds[:2], seeds[2:], metrics=1, any_size=False).outside[30:].all()
 
 
-def test_a_metric_of_either_sign_that_is_mostly_rounding_is_measured_by_what_is_not() -> None:
+def test_band_signed_metric_ignores_rounding_values() -> None:
     """The policy loss of two updates a roll-out: the first of normalised advantages is 0 but for rounding."""
     a = np.where(np.arange(40) % 2, 0.1000001, -1e-8)
     assert judged(list(a), list(a + 1e-3)) == [False] * 40
@@ -112,7 +112,7 @@ def test_zeros_do_not_make_a_metric_small() -> None:
     assert judged(list(a), list(b)) == [False] * 40
 
 
-def test_what_seeds_do_not_vary_in_may_differ_by_a_hundredth_of_the_size_if_it_has_either_sign() -> None:
+def test_band_constant_signed_metric_allows_one_percent() -> None:
     a = np.tile(np.where(np.arange(40) % 2, 1.0000001, -1.0000001), (2, 1))
     assert not within_spread(a, a + 0.009, metrics=1, any_size=False).outside.any()
     assert within_spread(a, a + 0.011, metrics=1, any_size=False).outside.all()
@@ -173,9 +173,7 @@ def worlds(count: int, *, seed: int, correlation: float = 0.0, offset: float = 0
 
 
 @pytest.mark.parametrize(("correlation", "offset"), [(0.0, 0.0), (0.9, 0.0), (0.99, 0.0), (0.9, 0.05)])
-def test_honest_seeds_leave_the_band_in_one_world_of_a_hundred_however_slowly_they_wander(
-    correlation: float, offset: float
-) -> None:
+def test_band_honest_seeds_fail_in_one_of_hundred_trials(correlation: float, offset: float) -> None:
     found = worlds(100, seed=0, correlation=correlation, offset=offset)
     flagged = sum(bool(within_spread(one[:3], one[3:], metrics=1, any_size=False).outside.any()) for one in found)
     assert flagged <= 4  # of a binomial with a mean of one, more than four have a probability of 0.4 %

@@ -94,9 +94,7 @@ MEGATRON_LINE = (
     ("skipped", "nan", "lost"),
     [(0, 0, True), (9, 0, True), (10, 0, False), (10, 1, True)],
 )
-def test_a_loss_that_megatron_does_not_print_is_nan_unless_all_iterations_were_skipped(
-    skipped: int, nan: int, lost: bool, tmp_path: Path
-) -> None:
+def test_megatron_log_missing_loss_is_nan(skipped: int, nan: int, lost: bool, tmp_path: Path) -> None:
     lines = [
         MEGATRON_LINE.format(step=10, loss=" lm loss: 2.500000E+00 |", skipped=0, nan=0),
         MEGATRON_LINE.format(step=20, loss="", skipped=skipped, nan=nan),

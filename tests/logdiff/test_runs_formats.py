@@ -126,7 +126,7 @@ def test_openrlhf_prints_a_dictionary_behind_its_step(opened: Opened) -> None:
     assert points(run, "lr") == {1: 3.25e-6, 2: 5e-7}
 
 
-def test_our_log_begins_with_what_was_asked_and_its_kl_is_the_one_from_the_rollouts_policy(opened: Opened) -> None:
+def test_json_log_starts_with_options_and_reads_ppo_kl(opened: Opened) -> None:
     lines = [
         {"run": {"options": {"dp": 4}}},
         {"step": 1, "loss": 2.5, "kl": 0.25, "tokens": 64},

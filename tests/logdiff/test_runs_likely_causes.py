@@ -83,7 +83,7 @@ def test_another_schedule_is_told_with_its_first_step() -> None:
         (1.05, 0.001, None),
     ],
 )
-def test_a_factor_is_a_whole_number_or_a_square_root_where_its_error_allows_to_say_so(
+def test_diagnosis_factor_is_integer_or_root_within_error(
     factor: float, error: float, expected: tuple[int, bool] | None
 ) -> None:
     assert integer_of(Factor(log=math.log(factor), error=error)) == expected

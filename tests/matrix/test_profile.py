@@ -66,7 +66,7 @@ def test_quick_runs_every_zero_stage_autotp_a_ring_and_ulysses_on_deepspeed() ->
     assert all(any(getattr(layout, axis) > 1 for layout in layouts) for axis in ("dp", "tp", "sp", "ulysses"))
 
 
-def test_quick_runs_pipelines_sequence_parallelism_a_ring_and_the_distributed_optimizer_on_megatron() -> None:
+def test_quick_profile_covers_megatron_parallelism() -> None:
     layouts = layouts_of("quick", "megatron")
     assert any(layout.zero == 1 for layout in layouts)
     assert any("seqpar" in layout.options for layout in layouts)
@@ -184,7 +184,7 @@ def test_a_profile_may_run_the_first_steps_of_every_scenario(tmp_path: Path) -> 
     assert cell.scenario.steps == 5
 
 
-def test_full_hands_over_checkpoints_between_layouts_and_weights_between_all_backends() -> None:
+def test_full_profile_transfers_checkpoints_and_weights() -> None:
     chains = [cell for cell in cells_of("full") if len({(leg.backend, leg.layout) for leg in cell.legs}) > 1]
     handed = {(a.save, a.backend.name, b.backend.name) for c in chains for a, b in itertools.pairwise(c.legs)}
     assert {("checkpoint", "fsdp2", "fsdp2"), ("checkpoint", "megatron", "megatron")} <= handed

@@ -145,7 +145,7 @@ def test_query_key_and_value_lie_together_for_each_key_value_head(kv_heads: int,
             assert torch.equal(own(name, shape, Rank(rank=rank, size=tp), full), piece)
 
 
-def test_an_expert_of_gpt_oss_lies_the_other_way_round_and_its_gate_and_up_alternate() -> None:
+def test_convert_gpt_oss_experts_transposes_and_alternates() -> None:
     shape = SHAPES["gpt-oss"]
     full, prefix, ours = (
         hugging_face(shape),
@@ -164,7 +164,7 @@ def test_an_expert_of_gpt_oss_lies_the_other_way_round_and_its_gate_and_up_alter
         assert torch.equal(found["2.bias"], full[f"{prefix}down_proj_bias"][2])
 
 
-def test_fused_matrices_have_the_rows_of_q_k_and_v_and_of_gate_and_up_behind_each_other() -> None:
+def test_convert_fused_matrices_interleaves_rows() -> None:
     fused, apart = SHAPES["fused"], SHAPES["plain"]
     full, prefix = hugging_face(fused), "model.layers.1."
     q, k, v = full[f"{prefix}self_attn.qkv_proj.weight"].split([48, 24, 24])
@@ -219,7 +219,7 @@ def test_stages_hold_each_layer_once_in_order(layers: int, pp: int, vpp: int) ->
         assert layer in made.chunks[number * pp + rank]
 
 
-def test_layers_that_divide_are_spread_evenly_and_others_make_room_for_embedding_and_head() -> None:
+def test_pipeline_uneven_layers_leave_fewer_at_both_ends() -> None:
     assert [len(chunk) for chunk in stages(layers=8, pp=4, vpp=1).chunks] == [2, 2, 2, 2]
     assert [len(chunk) for chunk in stages(layers=34, pp=4, vpp=1).chunks] == [8, 9, 9, 8]
     assert [len(chunk) for chunk in stages(layers=2, pp=2, vpp=2).chunks] == [0, 1, 1, 0]
@@ -309,7 +309,7 @@ def test_where_a_configuration_does_not_say_it_is_as_transformers_has_it(tmp_pat
     assert (llama.qkv_bias, llama.output_bias) == (False, False)
 
 
-def test_an_older_spelling_of_scaled_positions_takes_the_place_of_the_newer_as_in_transformers(tmp_path: Path) -> None:
+def test_read_shape_accepts_older_rope_scaling(tmp_path: Path) -> None:
     newer = json.loads((FIXTURES / "models" / "llama3" / "config.json").read_text())["rope_parameters"]
     scaling = {key: value for key, value in newer.items() if key != "rope_theta"}
     older = changed(tmp_path, "llama", rope_scaling=scaling, rope_theta=newer["rope_theta"])

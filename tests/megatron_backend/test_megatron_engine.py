@@ -291,7 +291,7 @@ def test_transformer_engine_conforms_in_bf16(on_gpus: Session, model: str, layou
 
 @pytest.mark.exhaustive
 @needs_engine
-def test_a_backend_that_leaves_transformer_engine_out_is_told_from_one_that_runs_it(on_gpus: Session) -> None:
+def test_missing_transformer_engine_differs_at_configuration(on_gpus: Session) -> None:
     liar = BackendEntry(name="liar", target="liars:MegatronDropsItsOptions")
     verdict = on_gpus.run(make_cell("sft-packed", "llama", "dp2.te", "bf16", backend=liar)).verdict
     assert (verdict.state, verdict.first_stage) == ("differs", "configuration"), verdict.reason

@@ -143,9 +143,7 @@ def test_many_layouts_in_one_process_leave_nothing(run_ranks: Any, folders: Fold
             assert not after["generator_moved"]
 
 
-def test_the_last_context_of_a_layout_destroys_its_groups_and_another_layout_has_to_wait(
-    run_ranks: Any, folders: Folders
-) -> None:
+def test_last_megatron_context_of_layout_destroys_groups(run_ranks: Any, folders: Folders) -> None:
     for found in run_ranks("two_contexts", "tp2", other="pp2", folders=folders["llama"]):
         both, one, none = found["groups"]
         assert both == one > none == 1

@@ -1,5 +1,5 @@
-"""The exact tier: every request for a lower precision on the way of a float64 computation gives float64, nothing else
-changes, and LeakWatch finds what is left. Serves claim 6."""
+"""Checks the exact tier: casts to a lower precision in a float64 computation give float64, nothing else changes, and
+LeakWatch finds the remaining ones."""
 
 import ast
 import inspect
@@ -340,7 +340,7 @@ def test_what_torch_compiles_is_compiled_and_stays_in_float64(asks: str) -> None
     torch._dynamo.reset()
 
 
-def test_compiled_code_that_a_backward_pass_runs_again_is_what_ran_in_the_forward_pass() -> None:
+def test_compiled_recomputation_reuses_forward_code() -> None:
     """Otherwise torch compiles it anew and not lifted, and what it fuses into kernels no mode reaches."""
     counter = CompileCounter()
     compiled = torch.compile(lambda x: x.float().square().to(x.dtype), backend=counter)

@@ -81,7 +81,7 @@ def test_lower_precisions_are_as_good_as_a_single_process(
     assert verdict.state == "conforms", verdict.reason
 
 
-def test_the_profile_has_every_family_with_sft_and_grpo_on_every_backend_that_claims_it() -> None:
+def test_families_profile_has_sft_and_grpo_on_every_backend() -> None:
     backends = [find_backend(name) for name in ("fsdp2", "deepspeed", "megatron")]
     claimed = {
         (cell.legs[0].backend.name, cell.scenario.model_name, cell.scenario.objective.kind)

@@ -1,5 +1,5 @@
-"""The oracle is right: it agrees with transformers' models and torch's optimizers to the last digits of float64, and
-shares no code with what it judges. Serves claims 1, 2, 4 and 6."""
+"""Checks that the oracle agrees with transformers' models and torch's optimizers to the last digits of float64, and
+shares no code with the backends."""
 
 import ast
 import inspect
@@ -187,7 +187,7 @@ def test_fixtures_cannot_hide_a_bug() -> None:
 
 
 @pytest.mark.parametrize("family", ["llama3", "qwen2-yarn", "gpt-oss", "deepseek-v3", "deepseek-v2"])
-def test_scaled_positions_have_pairs_that_keep_their_frequency_lose_it_and_lie_between(family: str) -> None:
+def test_scaled_rope_has_kept_scaled_and_mixed_frequencies(family: str) -> None:
     rotary = read_architecture(folder(family)).layers[0].attention.rotary
     assert rotary.scaling is not None
     plain, scaled = (frequencies(one, torch.float64) for one in (replace(rotary, scaling=None), rotary))

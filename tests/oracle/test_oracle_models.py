@@ -1,5 +1,5 @@
-"""Which models the oracle computes: it refuses what it does not know, understands every spelling of what it knows, and
-computes optional features as transformers does. Serves claim 6."""
+"""Checks that the oracle rejects unknown models, reads every spelling of a known configuration, and computes optional
+features as transformers does."""
 
 import json
 from collections.abc import Callable

@@ -1,5 +1,4 @@
-"""The oracle's runs: complete records, every precision with its own error, optimizers that begin anew, and several
-models side by side. Serves claims 1, 5 and 6."""
+"""Checks runs of the oracle: complete records, the error of each precision, fresh optimizers, and several models."""
 
 import contextlib
 from collections.abc import Iterator

@@ -1,5 +1,5 @@
-"""A row of a value model's embedding to which values add what nearly cancels: its bound knows what their common error
-makes of it, and allows no more (claim 6)."""
+"""Checks the tolerance of a value model's embedding row whose contributions nearly cancel: it covers their common error
+and no more."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -87,7 +87,7 @@ def test_the_gradients_of_values_are_recorded_without_the_scale_of_the_loss(crit
     torch.testing.assert_close(scaled, wanted, rtol=0.05, atol=1e-4)
 
 
-def test_the_further_backward_pass_changes_no_gradient_and_is_made_where_it_is_asked_for(critic: Model) -> None:
+def test_shifted_row_backward_changes_no_gradient(critic: Model) -> None:
     with_it, without = (step_of(critic, LONG, GAPS, shifts=shifts) for shifts in (True, False))
     for name, gradient in without.gradients["critic"].items():
         assert torch.equal(gradient, with_it.gradients["critic"][name]), name
@@ -161,7 +161,7 @@ def ratio(
 
 
 @pytest.mark.parametrize("row", range(4))
-def test_a_row_that_moves_farther_than_its_noise_is_allowed_that_and_no_other_row_is(tmp_path: Path, row: int) -> None:
+def test_shifted_row_gets_own_tolerance_only(tmp_path: Path, row: int) -> None:
     allowed = BOUND * (MOVES if row == CANCELS else 1.0)
     assert ratio(tmp_path / "within", row, 0.99 * allowed) == pytest.approx(0.99, abs=0.02)
     assert ratio(tmp_path / "beyond", row, 3 * allowed) == pytest.approx(3, abs=0.06)

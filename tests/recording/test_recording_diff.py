@@ -175,7 +175,7 @@ def test_a_loss_that_is_a_mean_per_micro_batch_is_told_at_the_loss(honest: Path,
     assert (stage.step, stage.name) == (0, "loss")
 
 
-def test_a_loss_that_is_not_finite_is_recorded_where_the_trainer_logs_a_mean_in_its_place(
+def test_recorder_keeps_non_finite_loss_behind_logged_mean(
     trainer_run: TrainerRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model, losses = tiny(), []

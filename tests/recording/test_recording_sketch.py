@@ -81,13 +81,13 @@ def test_a_change_of_a_single_element_is_seen_exactly(place: int) -> None:
     assert float((sketch(changed) - sketch(values)).norm()) == pytest.approx(1e-4, rel=1e-6)
 
 
-def test_no_two_rows_or_columns_cancel_because_every_element_has_a_sign_of_its_own() -> None:
+def test_sketch_signs_keep_rows_from_cancelling() -> None:
     moved = torch.zeros(64, 64, dtype=torch.float64)
     moved[3], moved[4] = 1.0, -1.0  # a row that has gone to the next: every sum stays
     assert 0.5 < float(sketch(moved).norm() / moved.norm()) < 1.5
 
 
-def test_sign_and_bucket_are_splitmix64_of_name_and_place_because_records_outlive_versions() -> None:
+def test_sketch_hash_is_splitmix64_of_name_and_index() -> None:
     expected = torch.zeros(BUCKETS, dtype=torch.float64)
     mask, seed = 2**64 - 1, int.from_bytes(hashlib.sha256(b"model.norm.weight").digest()[:8], "little")
     for place in range(1000):

@@ -1,4 +1,4 @@
-"""Claim 9: a record that is not whole, or not what was written, is an error with a name and never a pass."""
+"""Checks that an incomplete or changed record is a named error and never a pass."""
 
 import json
 import math

@@ -259,7 +259,7 @@ def hidden(tensor: Tensor, name: str) -> Tensor:
     return tensor - tensor @ basis @ basis.T
 
 
-def test_what_is_orthogonal_to_all_vectors_is_in_no_row_but_in_all_else_that_is_kept() -> None:
+def test_sketch_orthogonal_change_shows_outside_rows() -> None:
     change = hidden(WEIGHT, "w")
     assert change.norm() > 0.98 * WEIGHT.norm()  # 684 of 700 dimensions
     before, after = parts(WEIGHT), parts(WEIGHT + change)
@@ -279,7 +279,7 @@ def test_what_is_orthogonal_to_all_vectors_is_in_no_row_but_in_all_else_that_is_
         (-2.0, True, set()),
     ],
 )
-def test_a_gradient_that_hides_from_the_vectors_shows_in_its_norm_and_its_update_unless_these_agree_with_it(
+def test_sketch_gradient_hidden_from_vectors_differs_in_norm(
     tmp_path: Path, times: float, follows: bool, found: set[str]
 ) -> None:
     """Columns only say where a difference is. So a backend that knows the vectors could hide."""
@@ -355,7 +355,7 @@ LOST = {
         ("exact", 0.0, "elements", {"a"}),
     ],
 )
-def test_a_decay_that_few_elements_lack_is_within_the_noise_of_bf16_if_none_of_them_is_sampled(
+def test_sketch_lost_decay_of_few_elements_hides_in_bf16_noise(
     tmp_path: Path, precision: str, noise: float, lost: str, found: set[str]
 ) -> None:
     """It is SHARE_OF_DECAY x sqrt(FEW / elements) of the update, 2e-3, where three times the noise may be. Of each row

@@ -34,7 +34,7 @@ def out(tmp_path: Path) -> Path:
     return folder
 
 
-def test_cells_whose_same_tensors_differ_first_are_one_cause_and_the_smallest_world_stands_for_them(out: Path) -> None:
+def test_causes_group_cells_by_first_differing_tensors(out: Path) -> None:
     report = read_report(out)
     first, *others = causes(report)
     assert [cell.id for cell in first.cells] == [SMALLER, DIFFERS, LARGER]
@@ -82,7 +82,7 @@ def test_an_error_is_said_as_a_person_says_it(observed: float, allowed: float, t
     assert off(Quantity(stage="loss", tensor="loss", step=0, observed=observed, allowed=allowed)) == text
 
 
-def test_the_mutation_score_counts_each_fault_and_backend_once_and_looks_at_the_controls(tmp_path: Path) -> None:
+def test_mutation_score_counts_each_fault_and_backend_once(tmp_path: Path) -> None:
     out, rng = tmp_path / "out", random.Random(0)
     lost = "fault-lost-bias"
     wrong: tuple[State, bool] = ("differs", True)

@@ -215,7 +215,7 @@ def strips(page: str, cell: str) -> dict[tuple[str, str, int], tuple[list[list[i
     return found
 
 
-def test_the_tokens_whose_advantages_are_wrong_are_the_ones_outside_of_their_tolerance(page: str) -> None:
+def test_report_page_marks_tokens_outside_tolerance(page: str) -> None:
     found = strips(page, RL)
     rows = [o for o in all_observables(Ppo(kl_loss_coef=0.1)) if o.kind == "rows"]
     assert found.keys() == {(o.stage, o.key, step) for o in rows for step in range(STEPS)}

@@ -309,7 +309,7 @@ def test_what_is_not_a_number_or_not_allowed_is_outside_of_any_tolerance(
     assert Quantity(stage="loss", tensor="loss", step=0, observed=observed, allowed=allowed).ratio == ratio
 
 
-def test_the_error_of_a_stage_is_the_largest_against_the_oracle_and_nothing_is_larger_than_nan() -> None:
+def test_stage_error_is_largest_error_and_nan_is_largest() -> None:
     def at(stage: str, tensor: str, observed: float) -> Quantity:
         return Quantity(stage=stage, tensor=tensor, step=0, observed=observed, allowed=1e-9)
 

@@ -104,7 +104,7 @@ def test_a_verdict_that_only_says_that_its_tensors_are_gone_is_judged_again(tmp_
     assert [entry.verdict.state for entry in read_run(out)[1]].count("differs") == 1
 
 
-def test_a_verdict_that_names_another_reference_than_the_oracles_record_is_not_believed(slimmed: Path) -> None:
+def test_verdict_naming_other_reference_is_rejected(slimmed: Path) -> None:
     file = slimmed / "cells/01/verdict.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"second_class": "somebody's own"}))
     assert [cell.entry.verdict.state for cell in read_cells(slimmed)[1]][:2] == ["infrastructure", "conforms"]

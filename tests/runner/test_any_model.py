@@ -200,9 +200,7 @@ def test_what_autotp_knows_is_what_deepspeed_says() -> None:
 # --- cells -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_cell_of_an_unknown_architecture_conforms_and_says_whose_the_reference_was(
-    session: Session, models: Any
-) -> None:
+def test_unknown_architecture_conforms_and_names_reference(session: Session, models: Any) -> None:
     cell = cell_with(models("GPTNeoX"), backend="fsdp2", scenario="sft-packed", layout="dp2", precision="exact")
     verdict = assert_honest(session, cell)
     assert verdict.second_class == read_decoder(models("GPTNeoX")).second_class

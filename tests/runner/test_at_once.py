@@ -36,7 +36,7 @@ def test_as_many_cells_run_at_once_as_asked_for_and_no_more() -> None:
         at_once.join()
 
 
-def test_each_thread_that_judges_a_cell_computes_with_one_processor_as_long_as_there_are_cells() -> None:
+def test_judging_threads_use_one_processor_each() -> None:
     """torch's own number is that of all processors; two cells side by side would start twice as many threads."""
     cells = [make_cell("sft-packed", "llama", layout, "exact") for layout in ("dp1", "dp2")]
     own = torch.get_num_threads()

@@ -64,7 +64,7 @@ def scenario_of(model: Path, name: str = "sft-real", **changes: Any) -> Scenario
 # --- random models ----------------------------------------------------------------------------------------------------
 
 
-def test_weights_are_drawn_where_they_are_needed_alike_every_time_and_with_nothing_neutral(tmp_path: Path) -> None:
+def test_drawn_weights_are_reproducible_and_never_neutral(tmp_path: Path) -> None:
     scenario = scenario_of(shrunk(tmp_path / "models"), "grpo-real")
     planned = prepare_inputs(scenario, tmp_path / "out", draws=False)
     assert not list(planned.models["policy"].glob("*.safetensors"))

@@ -53,7 +53,7 @@ def sparse_model(folder: Path, *, layers: int, hidden: int, vocab: int) -> Path:
     return folder
 
 
-def test_a_record_has_the_loaded_weights_and_two_tensors_of_each_parameter_for_every_observed_step() -> None:
+def test_record_estimate_counts_weights_and_observed_steps() -> None:
     two, five = (estimate(cell(steps=steps), SIZE) for steps in (2, 5))
     assert two.record == (1 + 2 * 2) * 8e9
     assert five.record == (1 + 2 * 4) * 8e9  # one step of three or more is not observed

@@ -54,9 +54,7 @@ def reads(pool: Pool, tmp_path: Path, backend: str, layout: str, *, accumulation
         exhaustive("megatron", "pp2"),
     ],
 )
-def test_more_micro_batches_are_no_more_reads_and_rows_cost_only_where_they_are_asked_for(
-    pool: Pool, tmp_path: Path, backend: str, layout: str
-) -> None:
+def test_device_reads_do_not_grow_with_micro_batches(pool: Pool, tmp_path: Path, backend: str, layout: str) -> None:
     one, three = (reads(pool, tmp_path, backend, layout, accumulation=n) for n in (1, 3))
     (few, _), (many, rows), (observed, observed_rows) = one["False"], three["False"], three["True"]
     assert rows == 0

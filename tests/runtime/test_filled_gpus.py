@@ -15,7 +15,7 @@ from conformance.matrix.options import Ranks
 from conformance.runner.session import Session
 from conformance.runner.session_config import SessionConfig
 from conformance.runtime import Device, gpu_inventory
-from conformance.runtime.gpu_leases import Ticket, filled, lease_folder
+from conformance.runtime.gpu_leases import Ticket, lease_folder, unleased_use
 from conformance.suite import conftest as suite
 
 GPUS = ("GPU-a", "GPU-b", "GPU-c")
@@ -85,38 +85,38 @@ def test_nvml_lists_gpus_with_their_parts_and_memory(nvml: Nvml) -> None:
 
 
 def test_a_gpu_is_told_of_that_holds_much_which_no_run_has_leased() -> None:
-    (said,) = filled(GPUS)
+    (said,) = unleased_use(GPUS)
     assert said.startswith("58.6 of the 79.6 GiB of GPU-a are taken without a lease")
     assert said.endswith("leave the GPU out of CUDA_VISIBLE_DEVICES")
-    assert filled(GPUS[1:]) == []
-    assert len(filled(("GPU-a#0", "GPU-b#0", "GPU-a#1"))) == 1
+    assert unleased_use(GPUS[1:]) == []
+    assert len(unleased_use(("GPU-a#0", "GPU-b#0", "GPU-a#1"))) == 1
 
 
 def test_what_the_ranks_of_another_run_hold_is_not_told() -> None:
     lease = Ticket(("GPU-a#0", "GPU-a#1"), 1, folder=lease_folder()).serve()
     assert lease is not None
-    assert filled(("GPU-a#0", "GPU-a#1")) == []
+    assert unleased_use(("GPU-a#0", "GPU-a#1")) == []
     lease.release()
-    assert len(filled(GPUS)) == 1
+    assert len(unleased_use(GPUS)) == 1
 
 
 @pytest.mark.parametrize("function", ["nvmlInit", "nvmlDeviceGetCount", "nvmlDeviceGetUUID"])
 def test_without_a_driver_there_are_no_gpus(function: str, nvml: Nvml, monkeypatch: pytest.MonkeyPatch) -> None:
     nvml.failing.add(function)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert filled(GPUS) == []
+    assert unleased_use(GPUS) == []
     assert gpu_inventory.gpus_of_host() == ()
 
 
 def test_gpus_that_cannot_be_divided_are_listed(nvml: Nvml) -> None:
     nvml.failing.add("nvmlDeviceGetMaxMigDeviceCount")
-    assert len(filled(GPUS)) == 1
+    assert len(unleased_use(GPUS)) == 1
 
 
 def test_a_driver_that_hangs_stops_no_run(nvml: Nvml, monkeypatch: pytest.MonkeyPatch) -> None:
     nvml.takes_s = 1.0
     monkeypatch.setattr(gpu_inventory, "LIMIT_S", 0.1)
-    assert filled(GPUS) == []
+    assert unleased_use(GPUS) == []
 
 
 def test_a_run_says_it_once_when_it_begins(

@@ -29,7 +29,7 @@ from conformance.runner.session import Session
 from conformance.runner.session_config import SessionConfig
 from conformance.runtime import Outcome, Pool, WorldConfig
 from conformance.runtime.gpu_inventory import shares_of
-from conformance.runtime.gpu_leases import Ticket, held, holders, lease_folder
+from conformance.runtime.gpu_leases import Ticket, holders, lease_folder, leases_by_process
 from conformance.runtime.gpu_slots import Gpus
 from conformance.runtime.preload_server import absolute_path
 from conformance.runtime.slots import NoLease
@@ -115,10 +115,10 @@ sys.stdin.read()
 """
 
 
-def test_a_run_says_that_it_waits_for_another_and_not_that_its_cells_wait_for_each_other(
+def test_lease_wait_for_other_process_is_logged(
     gpus: Gpus, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("conformance.runtime.gpu_slots._TELL_S", 0.05)
+    monkeypatch.setattr("conformance.runtime.gpu_slots._REPORT_S", 0.05)
     caplog.set_level("INFO", logger="conformance.runtime.gpu_slots")
 
     def waits() -> None:
@@ -287,16 +287,16 @@ def test_two_runs_at_once_use_the_same_gpus_in_turn(tmp_path: Path) -> None:
     runs = [subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) for command in commands]
     seen = set[int]()
     while any(one.poll() is None for one in runs):
-        having = held(GPUS, lease_folder())
+        having = leases_by_process(GPUS, lease_folder())
         assert len(having) < 2 or not set.intersection(*having.values()), having
         seen |= having.keys()
         time.sleep(0.02)
     assert [one.returncode for one in runs] == [0, 0], [one.communicate()[1] for one in runs]
     assert seen == {one.pid for one in runs}
-    assert held(GPUS, lease_folder()) == {}
+    assert leases_by_process(GPUS, lease_folder()) == {}
 
 
-def test_modules_are_imported_on_every_block_that_a_world_may_lease_before_it_does(pool: Pool, tmp_path: Path) -> None:
+def test_prepare_imports_on_every_block_without_leases(pool: Pool, tmp_path: Path) -> None:
     """So that no GPU is leased while they are."""
     for size, blocks in ((2, 1), (1, 3), (3, 3)):  # three ranks have no place here
         pool.prepare(WorldConfig(size=size, device="cpu", preload=("world_tasks",)))

@@ -82,7 +82,7 @@ def test_ranks_have_a_gpu_each_however_little_room_they_need(tmp_path: Path, mon
 
 
 @pytest.mark.parametrize("told", [{}, dict.fromkeys(GPUS, (0, 2**40))])
-def test_without_gpus_of_its_own_a_task_has_every_share_of_a_host_and_sees_every_gpu_once(
+def test_task_sized_by_memory_gets_every_share_of_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: dict[str, tuple[int, int]]
 ) -> None:
     """Also where nothing is known of the memory of GPUs."""
@@ -131,9 +131,7 @@ def test_what_the_oracle_computes_on_a_gpu_takes_a_lease_like_any_cell(
     assert holders(GPUS, lease_folder()) == ""
 
 
-def test_the_oracle_of_a_large_model_asks_for_room_and_after_a_failure_for_all_gpus(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_oracle_retries_with_all_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another program may have filled those that it had. These GPUs do not exist, so every attempt fails."""
     gpus = Gpus(GPUS, work_dir=tmp_path / "worlds")
     monkeypatch.setenv("PARITY_CACHE", str(tmp_path / "cache"))

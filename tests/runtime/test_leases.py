@@ -113,7 +113,7 @@ def test_a_rank_is_told_which_of_the_gpus_that_it_sees_is_its_own(
     )
 
 
-def test_ranks_that_share_a_gpu_reach_each_other_by_loopback_unless_the_user_says_how(
+def test_network_of_shared_gpu_defaults_to_loopback(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name in ("NCCL_NET", "NCCL_SOCKET_IFNAME"):

@@ -1,4 +1,4 @@
-"""Whole runs on real GPUs: beside a program without leases, beside each other, and on fewer GPUs (claim 8)."""
+"""Checks whole runs on real GPUs: next to a program without leases, next to each other, and on fewer GPUs."""
 
 import os
 import subprocess
@@ -13,7 +13,7 @@ import torch
 from conformance.results.run_results import read_run
 from conformance.results.verdict import Verdict
 from conformance.runtime.gpu_inventory import gpus_of_host
-from conformance.runtime.gpu_leases import held, lease_folder
+from conformance.runtime.gpu_leases import lease_folder, leases_by_process
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a GPU")
 
@@ -68,7 +68,7 @@ def verdicts(folder: Path) -> dict[str, Verdict]:
 ONE, TWO = (f"sft-packed/pangu/fsdp2/{layout}/fp32" for layout in ("dp1", "dp2"))
 
 
-def test_a_gpu_that_another_program_has_filled_is_told_and_works_when_that_has_ended(tmp_path: Path) -> None:
+def test_full_gpu_is_reported_and_works_after_program_ends(tmp_path: Path) -> None:
     gpu = gpus_of_host()[0]
     filler = [sys.executable, "-c", FILLER]
     with subprocess.Popen(filler, env=on(gpu), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as program:
@@ -95,7 +95,7 @@ def test_runs_on_one_gpu_take_turns_and_a_cell_of_two_is_not_run(tmp_path: Path)
         for one in runs:
             stack.callback(one.kill)
         while any(one.poll() is None for one in runs):
-            having = held(gpus_of_host(), lease_folder())
+            having = leases_by_process(gpus_of_host(), lease_folder())
             assert all(names == {gpu} for names in having.values())
             seen |= having.keys()
             time.sleep(0.02)

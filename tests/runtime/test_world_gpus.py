@@ -1,6 +1,6 @@
-"""Worlds on real GPUs: what ranks do there, and what becomes of them when one of them breaks (claim 8).
+"""Checks worker groups on real GPUs: the work of ranks, and their end when one of them fails.
 
-A single GPU is enough: its ranks share it then, each with CUDA and NCCL of its own.
+A single GPU is enough: the ranks then share it, each with its own CUDA context and NCCL communicator.
 """
 
 import itertools

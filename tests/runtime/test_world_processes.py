@@ -20,7 +20,7 @@ from conformance.runtime.config import StartError
 from conformance.runtime.forkserver_client import Zygotes
 
 
-def test_a_dead_zygote_takes_its_ranks_along_and_is_replaced_and_close_leaves_nothing(tmp_path: Path) -> None:
+def test_dead_forkserver_ends_ranks_and_is_replaced(tmp_path: Path) -> None:
     with Pool(work_dir=tmp_path / "before") as before:
         Runner(before, tmp_path)("pids")  # from now on there is a nursery, which serves all pools
     fds = set(Path("/proc/self/fd").iterdir())
@@ -210,9 +210,7 @@ def test_a_module_that_starts_a_thread_costs_time_and_nothing_else(
     assert all(is_gone(pid) for of_rank in pids for pid in of_rank.values())
 
 
-def test_a_module_that_initialises_cuda_is_found_out_before_ranks_are_forked_from_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_forkserver_detects_import_that_initialises_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     device = tmp_path / "nvidia-uvm"  # the driver has this open from then on
     device.touch()
     (tmp_path / "harmless.py").touch()

@@ -50,9 +50,7 @@ def test_too_few_open_files_are_one_line_and_the_pool_goes_on(run: Runner) -> No
     assert open_files() == before
 
 
-def test_a_host_that_starts_no_more_processes_is_one_line_and_those_that_it_did_start_are_gone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_start_at_process_limit_fails_and_ends_started_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "few_processes.py").write_text(
         "import errno, os\n"
         "fork, forked = os.fork, []\n"

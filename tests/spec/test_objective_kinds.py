@@ -206,7 +206,7 @@ def test_stages_of_sft_are_in_causal_order() -> None:
     )
 
 
-def test_every_model_is_observed_when_loaded_and_only_trained_ones_are_when_they_train() -> None:
+def test_observables_in_steps_cover_trained_models_only() -> None:
     observables = all_observables(toy_objectives.PolicyAndValue())
     loaded = [o.key for o in observables if o.when == "loaded"]
     assert loaded == ["evidence", "reference.weight", "weight", "critic.weight"]

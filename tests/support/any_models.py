@@ -1,4 +1,4 @@
-"""Models that no fixture has: transformers' own classes, random weights, other sizes, and the fixtures' tokenizer."""
+"""Builds models that no fixture has: transformers' classes, random weights, other sizes, the fixtures' tokenizer."""
 
 import shutil
 from collections.abc import Mapping

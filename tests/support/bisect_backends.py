@@ -1,8 +1,8 @@
-"""Backends with a defect in one module, for tests of `parity bisect`.
+"""Plants a defect in one module of a backend, for tests of `parity bisect`.
 
-``bisect_backends:BACKEND KIND ROLE MODULE`` is the adapter BACKEND (module:Class) of which the Hugging Face module
-MODULE of the model ROLE has a defect of this KIND on the last rank that runs it, in the traced step; ``OF_ALL_RANKS``
-on all of them.
+``bisect_backends:BACKEND KIND ROLE MODULE`` is the adapter BACKEND (module:Class). Its Hugging Face module MODULE of
+the model ROLE has a defect of this KIND in the traced step, on the last rank that runs it, or on all ranks if the kind
+is in ``OF_ALL_RANKS``.
 """
 
 from typing import Any

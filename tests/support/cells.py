@@ -1,9 +1,8 @@
-"""What tests of cells share: small cells, verdicts, and what honest cells show.
+"""Makes small cells and verdicts for tests, and lists the stages of honest cells.
 
-Two steps show every stage: the first update and a later one. Where a scenario accumulates, eight rows give each of two
-data ranks two micro-batches of two rows, one of which has no target at the second step; in half precision there are all
-rows and micro-batches of the scenario, because noise, and what looks like rounding, is measured over them. Where more
-is the point, a test asks for it.
+Two steps show every stage: the first update and a later one. If a scenario accumulates, eight rows give each of two
+data ranks two micro-batches of two rows, one of them without a target at the second step. Cells in half precision have
+all rows and micro-batches of the scenario, because noise is measured over them. A test that needs more sets it.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""Tasks that tests of exports and conversions run in ranks: train a step with any backend, and write what it has."""
+"""Trains a step with any backend in ranks, and writes its weights, for tests of exports and conversions."""
 
 import contextlib
 from pathlib import Path

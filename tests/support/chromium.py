@@ -1,4 +1,4 @@
-"""A headless Chromium, driven by playwright: loads a file offline, presses, taps and types, and reads the page back."""
+"""Drives a headless Chromium by playwright: loads a file offline, presses, taps and types, and reads the page back."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""What tests of conversions share: checkpoints that ranks have written, and what has to become of them."""
+"""Provides checkpoints written by ranks, and their expected conversions, for tests of conversions."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Tasks that tests/test_fsdp2.py runs in ranks: models side by side against plain Hugging Face models and autograd.
+"""Compares FSDP2 models in ranks with plain Hugging Face models and autograd.
 
 The reference is one process, float64, one document at a time, without padding, packing or any code of impl/.
 """

@@ -1,8 +1,7 @@
-"""Mutations of everything that a user gives: what they are, and what must come of each.
+"""Mutates all kinds of user input, and checks the result of each mutation.
 
-A case is a kind and a seed, and the same case is the same files every time. It ends in a valid object that can be used,
-or in a UsageError that names the file; never in another exception, a hang, code that was run, or a file that was
-written outside the output folder.
+A case is a kind and a seed, and always gives the same files. It ends in a valid object that can be used, or in a
+UsageError that names the file; never in another exception, a hang, executed code, or a file outside the output folder.
 """
 
 import json

@@ -1,6 +1,4 @@
-"""How files are mutated, at random and the same way every time; tests/support/fuzz_inputs.py says what must come of
-it.
-"""
+"""Mutates files at random but reproducibly; tests/support/fuzz_inputs.py checks the results."""
 
 import json
 import math

@@ -1,9 +1,9 @@
-"""A fuzzer of output folders: what must hold after every mutation of one (claim 9).
+"""Fuzzes output folders, and checks the results of every mutation.
 
 ``parity judge`` and ``parity report`` end with one of their exit codes, without a traceback and in time. Nothing is
-written outside of the folder, no cell whose records are not what was observed conforms, and no other cell suffers.
+written outside the folder, no cell with falsified records conforms, and no other cell changes.
 
-Run it for longer, or look at one seed: ``python tests/support/fuzz_records.py FIRST COUNT``.
+Run it for longer, or for one seed: ``python tests/support/fuzz_records.py FIRST COUNT``.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Problems in the format of GSM8K's files: a question, and an answer in steps with ``<<...>>`` and ``####``."""
+"""Writes problems in the format of GSM8K's files: a question, and an answer in steps with ``<<...>>`` and ``####``."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""What a rank really holds of a model in training: a task for tests/train/test_train_memory.py."""
+"""Measures what a rank holds of a model in training, as a task for tests/train/test_train_memory.py."""
 
 import contextlib
 import gc

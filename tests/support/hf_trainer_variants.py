@@ -1,4 +1,4 @@
-"""Broken variants of the example adapter for tests/backends/test_hf_trainer.py, loaded by name in the ranks."""
+"""Defines broken variants of the example adapter for tests/backends/test_hf_trainer.py, loaded by name in the ranks."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping

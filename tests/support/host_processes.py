@@ -1,4 +1,4 @@
-"""Host processes on this machine, as if each were on a host of its own: what the tests of several hosts share."""
+"""Starts host processes on this machine, as if each were on its own host, for the tests of several hosts."""
 
 import contextlib
 import os

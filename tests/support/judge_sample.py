@@ -1,4 +1,4 @@
-"""Records made by hand for tests of the judge: an SGD run of two tensors, with whatever a test changes in it."""
+"""Writes records of an SGD run of two tensors, with the changes of a test, for tests of the judge."""
 
 import math
 from collections.abc import Callable, Sequence

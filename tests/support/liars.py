@@ -1,4 +1,4 @@
-"""Backends that lie: each trains with FSDP2, and says or does one thing that is not so."""
+"""Defines backends that train with FSDP2 and make one false statement each."""
 
 import dataclasses
 import math

@@ -1,5 +1,4 @@
-"""What tests of adapters need beside cells: a task in ranks, which trains a step and exports the policy as adapter and
-merged; and a backend that knows of no adapters."""
+"""Trains a step in ranks and exports the policy as adapter and merged, and defines a backend without adapters."""
 
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,6 @@
-"""Policy, critic and frozen reference in transformers, whole in one process, with torch's optimizers and autograd.
+"""Trains policy, critic and frozen reference in transformers in one process, with torch's optimizers and autograd.
 
-What tests/support/megatron_tasks.py compares with. Rows are run one by one, without padding; no code of impl/megatron
-is used.
+tests/support/megatron_tasks.py compares with it. Rows run one by one, without padding or code of impl/megatron.
 """
 
 from pathlib import Path

@@ -1,6 +1,4 @@
-"""Tasks that tests/megatron_backend/test_megatron_speed.py runs in ranks: the ways to save time on GPUs, taken on the
-CPU.
-"""
+"""Runs the GPU optimizations of Megatron on the CPU, as tasks for tests/megatron_backend/test_megatron_speed.py."""
 
 from typing import Any, cast
 from unittest import mock

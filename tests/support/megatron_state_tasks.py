@@ -1,6 +1,4 @@
-"""Tasks that tests/megatron_backend/test_megatron_models.py runs in ranks: training states and checkpoints, of a
-policy and a critic.
-"""
+"""Saves and loads training states and checkpoints of a policy and a critic, as tasks for test_megatron_models.py."""
 
 import shutil
 from collections.abc import Callable

@@ -1,6 +1,4 @@
-"""Tasks that tests/megatron_backend/test_megatron_models.py runs in ranks: contexts and trainables alone, without the
-engine.
-"""
+"""Runs contexts and trainables without the engine, as tasks for tests/megatron_backend/test_megatron_models.py."""
 
 import contextlib
 import gc

@@ -1,4 +1,4 @@
-"""How much memory processes hold, as the kernel tells it."""
+"""Reads from the kernel how much memory processes hold."""
 
 import ctypes
 import gc

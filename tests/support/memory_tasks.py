@@ -1,4 +1,4 @@
-"""Tasks that measure the memory of exports and of loading in ranks."""
+"""Measures the memory of exports and of loading in ranks."""
 
 import contextlib
 import gc

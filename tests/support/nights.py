@@ -1,7 +1,7 @@
-"""Output folders of the same cells, night after night, for the tests of histories.
+"""Writes output folders of the same cells for several nights, for the tests of histories.
 
-Verdicts and summaries are written by conformance.results.run_results, from a sample in which every cell is as if
-nothing were wrong with it, except for what a night says otherwise.
+Verdicts and summaries are written by conformance.results.run_results, from a sample in which every cell conforms unless
+a night changes it.
 """
 
 import json

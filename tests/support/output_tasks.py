@@ -1,4 +1,4 @@
-"""Tasks that tests/engine/test_outputs.py runs in ranks: vocabulary shards against plain autograd on the whole."""
+"""Compares vocabulary shards with plain autograd on the whole, as tasks for tests/engine/test_outputs.py."""
 
 from itertools import accumulate
 from typing import Any

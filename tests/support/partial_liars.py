@@ -1,4 +1,4 @@
-"""Backends that do a part of what they are asked for, and say that it is all of it; all numbers are right."""
+"""Defines backends that do a part of the requested work and claim all of it; all their numbers are right."""
 
 import json
 import shutil

@@ -1,9 +1,8 @@
-"""The smallest backend on the strategy interface, for tests of what is around backends.
+"""Implements the smallest backend on the strategy interface, for tests of the code around backends.
 
-Every rank holds the whole model, and gradients are added up over the ranks by hand: data parallelism in exact and fp32.
-It really trains, by SGD, with the objectives of impl; the forward pass is the oracle's, so that ranks need neither
-transformers nor torch.optim and start in a moment. ``plain_backend:Plain`` names it, ``plain_backend:OtherPlain``
-another backend that does the same.
+Every rank holds the whole model, and gradients are summed over the ranks: data parallelism in exact and fp32. It trains
+by SGD with the objectives of impl. The forward pass is the oracle's, so that ranks start fast, without transformers and
+torch.optim. Its name is ``plain_backend:Plain``; ``plain_backend:OtherPlain`` is a second one that does the same.
 """
 
 import dataclasses

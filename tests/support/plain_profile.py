@@ -1,4 +1,4 @@
-"""A profile of one cell that conforms and one that is unsupported, for tests of commands on plain_backend.py."""
+"""Writes a profile of one cell that conforms and one that is unsupported, for tests of commands on plain_backend.py."""
 
 from pathlib import Path
 

@@ -1,8 +1,7 @@
-"""The plain backend with modules that can be hooked, for tests of bisecting that need no library.
+"""Gives the plain backend modules that can be hooked, for tests of bisection without a library.
 
-The oracle's forward pass runs each of its modules through one of torch's, a document at a time, so a document is what a
-micro-batch is to others. ``plain_traced:Traceable`` is right; of the other classes, a module is wrong on the last of
-several ranks.
+The oracle's forward pass runs each of its modules through a torch module, a document at a time, so a document takes the
+role of a micro-batch. ``plain_traced:Traceable`` is right; in the other classes, a module is wrong on the last rank.
 """
 
 from collections.abc import Callable, Sequence

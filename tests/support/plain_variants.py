@@ -1,4 +1,4 @@
-"""Variants of the plain backend that show, claim or leave behind something else. Named as ``plain_variants:Silent``."""
+"""Defines variants of the plain backend that record, claim or leave other things; ``plain_variants:Silent`` is one."""
 
 import dataclasses
 import os

@@ -1,4 +1,4 @@
-"""FSDP2 with a gradient that one rank has wrong in its own shard: of a bias of one layer, or of a row of the head."""
+"""Makes a gradient of FSDP2 wrong in the shard of one rank: of a bias of one layer, or of a row of the head."""
 
 from collections.abc import Callable
 from typing import ClassVar

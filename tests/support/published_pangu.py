@@ -1,8 +1,8 @@
-"""openPangu-Embedded's folder in the shape of the published one: written here, not copied.
+"""Writes a folder with the structure of the published openPangu-Embedded; its code is new, not copied.
 
-Its modeling file imports torch_npu and asks it for the device, imports a name that transformers has removed, takes the
-default rotary positions from a table that has them no more, calls the mask's function by arguments of old, initialises
-weights itself and leaves rotary tables out of it. Its configuration is a class with an ``__init__`` of the older kind.
+Its modeling file imports torch_npu and queries it for the device, imports a name that transformers has removed, reads
+the default RoPE from a table without it, calls the mask function with older arguments, and initialises weights itself,
+except for RoPE tables. Its configuration is a class with an older ``__init__``.
 """
 
 import shutil

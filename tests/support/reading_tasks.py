@@ -1,4 +1,4 @@
-"""What a step reads of the device: a task for tests/runner/test_step_reads.py."""
+"""Counts the reads from the device in a step, as a task for tests/runner/test_step_reads.py."""
 
 import traceback
 from collections import Counter

@@ -1,8 +1,8 @@
-"""Mutations of the output folder that run_sample.py writes, drawn from a random generator (fuzz_records.py).
+"""Mutates at random the output folder that run_sample.py writes (for fuzz_records.py).
 
-A mutation changes one thing: bytes, a JSON value, a tensor, a file, a folder, a path, or whose record lies where.
-Digests are mended where that makes the change harder to see. It says which cells it ``spoils``: what was observed of
-these is not what lies there any more.
+A mutation changes one thing: bytes, a JSON value, a tensor, a file, a folder, a path, or the place of a record. Some
+mutations also correct digests, which makes the change harder to notice. A mutation names the cells that it ``spoils``:
+their records no longer hold what was observed.
 """
 
 import contextlib

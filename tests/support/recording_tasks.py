@@ -1,4 +1,4 @@
-"""Trainings that tests of parity.record record, in this process or, as tasks, in ranks: plain loops on a tiny Llama."""
+"""Trains a tiny Llama in plain loops, in this process or in ranks, for tests of parity.record."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path

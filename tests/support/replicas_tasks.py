@@ -1,4 +1,4 @@
-"""Tasks for tests/judge/test_replicas.py: ranks that compare the pieces that they hold."""
+"""Compares the pieces that ranks hold, as tasks for tests/judge/test_replicas.py."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -1,4 +1,4 @@
-"""Writes the output folder of a large run for the tests of the reports: cells and quantities as a nightly has them.
+"""Writes the output folder of a large run for the tests of the reports: as many cells and quantities as a nightly.
 
 Every tenth scenario is PPO, with the tensors and the tokens of a policy and a critic.
 """

@@ -1,4 +1,4 @@
-"""Logs of ranks for the sample of the reports (tests/support/report_sample.py)."""
+"""Provides logs of ranks for the sample of the reports (tests/support/report_sample.py)."""
 
 from pathlib import Path
 

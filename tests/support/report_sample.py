@@ -1,7 +1,7 @@
 """Writes a complete output folder of ``parity run`` for the tests of the reports: 25 cells, every state.
 
-Verdicts and summary are written by conformance.results.run_results, records as lines with a real digest, so that the
-samples are what the suite would write. Nothing was trained: errors are drawn at random below what is allowed.
+Verdicts and summary are written by conformance.results.run_results, records as lines with a real digest, as the suite
+would write them. Nothing is trained: errors are random numbers below the tolerance.
 """
 
 import json

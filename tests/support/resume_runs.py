@@ -1,6 +1,4 @@
-"""What the tests of checkpoints share: tasks of tests/support/resume_tasks.py in ranks, with the inputs of a small
-cell.
-"""
+"""Runs tasks of tests/support/resume_tasks.py in ranks with the inputs of a small cell."""
 
 import json
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Tasks that the tests of checkpoints run in ranks: train, save, go on, with dropout or until somebody is killed."""
+"""Trains, saves and resumes in ranks, with dropout or until a rank is killed, for the tests of checkpoints."""
 
 import contextlib
 import os

@@ -1,6 +1,4 @@
-"""Tasks that tests/context_parallel/test_ring_attention.py runs in ranks: attention over a ring against full
-attention in float64.
-"""
+"""Compares ring attention in ranks with full attention in float64, for test_ring_attention.py."""
 
 import contextlib
 from collections.abc import Sequence

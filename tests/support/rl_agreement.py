@@ -1,7 +1,7 @@
-"""What tests against verl, TRL and OpenRLHF share: random objectives, and what agreement is.
+"""Makes random objectives and defines agreement, for tests against verl, TRL and OpenRLHF.
 
-Agreement is that of float64: differences are below 1e-12 of (1 + the number), times the condition of the case where
-something is divided by a spread that may be next to nothing.
+Agreement means float64 precision: differences below 1e-12 of (1 + the number), times the condition number of cases that
+divide by a standard deviation near zero.
 """
 
 from dataclasses import replace

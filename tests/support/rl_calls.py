@@ -1,4 +1,4 @@
-"""How the functions of verl, TRL and OpenRLHF are called: documents in, documents or the loss of a mini-batch out."""
+"""Calls the functions of verl, TRL and OpenRLHF: documents in, documents or the loss of a mini-batch out."""
 
 import math
 from collections import defaultdict

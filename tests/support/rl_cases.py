@@ -1,4 +1,4 @@
-"""Random roll-outs, and the layouts in which functions want their numbers.
+"""Makes random rollouts, and converts them to the shapes that the functions take.
 
 Documents are lists of 1-D float64 tensors, one for each response.
 """

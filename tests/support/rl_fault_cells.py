@@ -1,6 +1,6 @@
-"""The cells in which faults of reinforcement learning are planted, for the two files that test faults.
+"""Makes the cells in which faults of reinforcement learning are planted, for the two files that test faults.
 
-A cell is small: as few rows as whole groups fit into, and one step, unless a fault shows at a later one only.
+A cell is small: the fewest rows that hold whole groups, and one step, unless a fault shows only at a later one.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""The functions of verl, TRL and OpenRLHF, out of the source files of their distributions, without what these need.
+"""Loads functions of verl, TRL and OpenRLHF from the source files of their distributions, without their imports.
 
 The libraries are pure Python, but importing them imports ray, vLLM and more. So a single file of theirs is executed,
 with stand-ins in sys.modules for imports that the functions under test never call; or, where a formula sits in a method

@@ -1,5 +1,5 @@
-"""The two sides that are held against the libraries: impl/rl, in packed rows and micro-batches, and the oracle, one
-response at a time. Documents go in and come out, however a side lays tokens out itself.
+"""Runs the two sides that are compared with the libraries: impl in packed rows and micro-batches, and the oracle one
+response at a time. Both take and return documents.
 """
 
 from collections.abc import Callable, Sequence

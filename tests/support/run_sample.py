@@ -1,6 +1,6 @@
-"""Writes a small output folder with whole records, made by hand: two precisions, two backends, a cell of two legs.
+"""Writes a small output folder with complete synthetic records: two precisions, two backends, a cell of two phases.
 
-Every cell conforms, but for one that is unsupported. What is read of an output folder is all there: records with
+Every cell conforms, except for one that is unsupported. The folder has everything that is read of one: records with
 tensors, the oracle's in two precisions, verdicts, summary, comparison, logs.
 """
 

@@ -1,9 +1,9 @@
-"""Runs scripts as ``subprocess.run`` does, in forks of a process that has imported what they are slow to import.
+"""Runs scripts as ``subprocess.run`` does, in forks of a process that has done their slow imports.
 
-A script of docs/findings computes for a second and imports for several. A fork finds its imports done, and is in all
-else what ``python SCRIPT`` is: a process in a session of its own, with the script as ``__main__`` and its folder first
-in ``sys.path``, that ends as Python ends, with tracebacks, exit statuses and ``atexit``. What a library does while it
-is imported was done before, in the environment of that time; a script about that is none to be forked.
+A script of docs/findings computes for a second and imports for several. A fork finds its imports done, and otherwise
+equals ``python SCRIPT``: a process in a session of its own, with the script as ``__main__`` and its folder first in
+``sys.path``, that ends as Python ends, with tracebacks, exit statuses and ``atexit``. Libraries were imported in the
+environment of the forking process, so a script about the effects of an import must not run in a fork.
 
     with Forker.start(folder, ("torch",)) as forker:
         done = forker.run(folder / "script.py", timeout=60)

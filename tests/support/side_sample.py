@@ -1,6 +1,6 @@
-"""Writes the output folder of a run in which several backends trained one scenario: real records, made by hand.
+"""Writes the output folder of a run in which several backends trained one scenario, with synthetic records.
 
-Every member computes what the oracle computes, with a rounding of its own; a test gives some of them a ``Change``.
+Every member computes the oracle's numbers with its own rounding; a test gives some members a ``Change``.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""A backend that trains what a scenario freezes, and hides it; the plain one does so openly."""
+"""Defines backends that train frozen parameters: one hides it, the plain one does so openly."""
 
 import dataclasses
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Two objectives that the suite does not have: all of each is in this file, and no other file knows of them.
+"""Defines two objectives outside the suite, each complete in this file.
 
 ``toy_objectives:WeightedSft`` weighs every target token. ``toy_objectives:PolicyAndValue`` trains a policy and a value
 model side by side, with a frozen reference whose log-probs enter the policy's loss.

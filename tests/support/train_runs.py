@@ -1,4 +1,4 @@
-"""What the tests of training share: small configurations, and trainings in the ranks of a pool."""
+"""Makes small configurations, and runs trainings in the ranks of a pool, for the tests of training."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path

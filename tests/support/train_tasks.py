@@ -1,4 +1,4 @@
-"""Tasks that the tests of training run in ranks."""
+"""Runs trainings in ranks, as tasks for the tests of training."""
 
 import os
 import signal

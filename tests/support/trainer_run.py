@@ -1,4 +1,4 @@
-"""A script of a user's: eight steps of Hugging Face's Trainer, logged every second one. Argument: the output folder."""
+"""Trains eight steps with Hugging Face's Trainer, logged every second one. Argument: the output folder."""
 
 import sys
 from typing import Any

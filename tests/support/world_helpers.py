@@ -1,6 +1,4 @@
-"""What the tests of worlds share: a way to run tasks of tests/support/world_tasks.py, and to ask whether a process is
-gone.
-"""
+"""Runs tasks of tests/support/world_tasks.py, and checks whether processes have ended."""
 
 import time
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Tasks that the tests of worlds run in ranks: good ones, and one for each way to go wrong."""
+"""Defines tasks that run in ranks: successful ones, and one for each kind of failure."""
 
 import os
 import signal

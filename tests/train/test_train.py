@@ -34,7 +34,7 @@ def trainings(pool: Pool, tmp_path: Path) -> Trainings:
         *(exhaustive(backend, kind) for backend in ("deepspeed", "megatron") for kind in ("sft", "grpo", "ppo")),
     ],
 )
-def test_a_training_that_a_signal_stops_goes_on_to_the_last_bit_as_if_it_never_had(
+def test_training_stopped_by_signal_resumes_bitwise(
     trainings: Trainings, tmp_path: Path, backend: str, kind: str
 ) -> None:
     of_kind = {"packed": True, "max_len": 160, "rows": 4} if kind == "sft" else {}

@@ -54,7 +54,7 @@ def test_packed_rows_are_filled_in_order_as_long_as_documents_fit() -> None:
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_held_out_documents_come_once_and_what_fills_the_last_batch_has_no_targets(packed: bool) -> None:
+def test_held_out_batches_fill_up_without_targets(packed: bool) -> None:
     batches = held_out_batches(DOCUMENTS, DataConfig(packed=packed, rows=4, max_len=32))
     assert [len(batch.rows) for batch in batches] == [4] * len(batches)
     assert len(batches) == (2 if packed else 3)

@@ -72,7 +72,7 @@ def test_the_start_is_the_base_and_follows_from_the_seed(tmp_path: Path) -> None
     ("backend", "layout"),
     [exhaustive(*one) for one in (("fsdp2", "dp2"), ("fsdp2", "tp2"), ("deepspeed", "dp2.zero2"))],
 )
-def test_only_the_adapter_is_trained_and_it_is_saved_beside_the_base_or_added_to_it(
+def test_lora_training_saves_adapter_apart_or_merged(
     trainings: Trainings, tmp_path: Path, backend: str, layout: str
 ) -> None:
     config = adapted(tmp_path, "sft", backend=backend, layout=layout)

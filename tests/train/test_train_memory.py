@@ -195,7 +195,7 @@ def test_offload_takes_what_lasts_off_the_device() -> None:
 
 
 @pytest.mark.parametrize(("frees", "peak"), [(False, 9 + 30 + 12), (True, 9 + 20 + 3)])
-def test_gradients_that_an_update_lets_go_of_are_beside_no_other_model_and_no_sampling(frees: bool, peak: int) -> None:
+def test_memory_estimate_frees_gradients_after_update(frees: bool, peak: int) -> None:
     models = [
         ModelMemory(
             role=role,

@@ -44,7 +44,7 @@ def test_an_exact_answer_is_all_or_nothing() -> None:
     assert [exact_answer(text, Decimal(1000)) for text in ("so 1,000", "1000.0 apples", "1001", "")] == [1, 1, 0, 0]
 
 
-def test_a_near_answer_earns_more_the_nearer_it_is_and_never_as_much_as_the_right_one() -> None:
+def test_reward_grows_with_closeness_below_right_answer() -> None:
     rewards = [near_answer(text, Decimal(5)) for text in ("?", "99", "9", "6", "5")]
     assert rewards == pytest.approx([0.0, 0.2, 0.38, 0.47, 1.0])
 

@@ -181,8 +181,8 @@ class FarHandle(Handle):
         self._control.close()
         return 0
 
-    def _heard(self, message: Message) -> None:
-        super()._heard(message)
+    def _dispatch(self, message: Message) -> None:
+        super()._dispatch(message)
         world = self._worlds.get(message.get("world", -1))
         if isinstance(world, FarWorld):
             if message["type"] == "lost":
