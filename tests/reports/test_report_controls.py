@@ -222,7 +222,7 @@ def test_steps_are_chosen_by_dragging_or_by_their_numbers(browser: Browser, addr
 def test_the_noise_floor_is_drawn_under_the_errors_and_told(browser: Browser, address: str) -> None:
     open_cell(browser, address, CONFORMS)
     assert browser.run("document.querySelectorAll('.cell .chart .noise').length") == 2
-    assert "noise floor: a single process in fp32" in browser.run("document.querySelector('.cell').textContent")
+    assert "noise: a single process in fp32" in browser.run("document.querySelector('.cell').textContent")
     tips = browser.run("[...document.querySelectorAll('.charts figure:nth-child(2) .hover')].map((e) => e.dataset.tip)")
     assert all("noise floor " in tip for tip in tips)
 
