@@ -27,7 +27,7 @@ SAMPLE, NIGHT, OTHERS, SIDES = "sample", "night", "others", "sides"
 TITLES: dict[str, tuple[str, ...]] = {
     "R2": ("Every cell",),
     "R4": ("Curves",),
-    "R6": ("Differs first",),
+    "R6": ("First difference",),
     "R7": ("Where in the network",),
     "R8": ("clipped update", "weights after N steps"),
     "R9": ("Policy and critic", "Where in the batch"),
@@ -54,7 +54,7 @@ BESIDE: dict[str, tuple[tuple[str, str], ...]] = {
     "R1": ((".banner h1", "differ"), (".counts", "infrastructure failure")),
     "R2": (("#cells", "sft-packed"),),
     "R3": (*((f".count.{state} .symbol", symbol) for state, symbol in (("differs", "✗"), ("conforms", "✓"))),),
-    "R5": ((".cell", "signed"), (".cell", "noise floor")),
+    "R5": ((".cell", "signed"), (".cell", "noise: ")),
     "R6": ((".first .said", "o_proj.bias is"),),
     "R8": (("table.stages", "clipped update"), ("table.stages", "weights after N steps")),
     "R13": (("footer dl", "torch"),),

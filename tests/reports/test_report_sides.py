@@ -256,7 +256,7 @@ def test_a_square_is_the_largest_difference_of_its_two_members(browser: Browser,
 def test_a_wrong_member_is_seen_in_the_squares_and_its_pairs_are_listed(browser: Browser, wrong: Path) -> None:
     open_side(browser, wrong)
     assert texts(browser, ".sides .h6") == ["0.01"] * 6
-    assert "Further apart than they may be" in texts(browser, ".side h3")
+    assert "Outside their tolerance" in texts(browser, ".side h3")
     assert sum("deepspeed dp2 and" in name for name in texts(browser, ".side td.left")) == 3
 
 
