@@ -1,19 +1,13 @@
-"""Badge of a run: ``badge.svg``, and ``badge.json``, which https://shields.io/badges/endpoint-badge draws.
+"""Writes a run for CI systems: a badge, CTRF JSON and JUnit XML.
 
-Both say the verdict in words, so that colour alone decides nothing; only a run that conforms is green (claim 9).
+``badge.svg`` and ``badge.json`` (https://shields.io/badges/endpoint-badge) have the verdict in words, so that they do
+not depend on colour; only a run that conforms is green.
 
-CTRF JSON of a run (https://ctrf.io, specification 1.0.0), for dashboards and bots that read it: one test per cell.
-
-Serves claim 9: CTRF has no word for a test that could not be judged, so such a cell is ``failed``, and ``rawStatus`` is
-its own state. The rest is as in JUnit: unsupported cells and expected differences are skipped, and a run that is
-incomplete as a whole has one additional test. A cell that failed and passes when it is run again is flaky.
-
-JUnit XML of a run, for GitHub, GitLab and Jenkins: one test case per cell.
-
-Serves claim 9: a cell that could not be judged is an error, never a pass. A cell that differs is a failure with its
-findings in causal order. Unsupported cells and expected differences are skipped, with the reason. A partly observed
-cell passes and says so. A run that is incomplete although no cell is an error, or that judged less than was demanded,
-has one additional test case.
+CTRF (https://ctrf.io, specification 1.0.0) and JUnit have one test per cell. A cell that could not be judged is
+``failed`` in CTRF, with its state as ``rawStatus``, and an error in JUnit, never a pass. A cell that differs has its
+findings in causal order. Unsupported cells and expected differences are skipped, with the reason. A run that is
+incomplete although no cell is an error, or that misses a minimum requirement, has one additional test. In CTRF, a cell
+that failed and passes when it runs again is flaky.
 """
 
 import math
@@ -32,18 +26,18 @@ from reports.summary import incomplete_as_a_whole
 from reports.wording import WHOLE_RUN, details, explain, plural
 
 LABEL = "backend parity"
-COLOURS: dict[RunVerdict, tuple[str, str]] = {  # the name at shields.io, and the same as a number
+COLOURS: dict[RunVerdict, tuple[str, str]] = {  # name at shields.io, and colour of badge.svg
     "conforms": ("brightgreen", "#2f7d0b"),  # darker than theirs, so that white text can be read
     "partly_observed": ("yellowgreen", "#6f7a10"),
     "differs": ("red", "#b3261e"),
     "incomplete": ("orange", "#a35200"),
 }
-HEIGHT, CHARACTER, PADDING = 20, 6.6, 12  # px; Verdana of 11 px is about this wide, and textLength makes it fit
+HEIGHT, CHARACTER, PADDING = 20, 6.6, 12  # px; approximate width of a character of Verdana, 11 px; textLength fits it
 
 
 def write_badge(out: Path) -> Path:
-    """Write ``out/badge.svg`` and ``out/badge.json`` for the run in ``out``. Raises UsageError for a folder that cannot
-    be trusted, and Unwritable."""
+    """Writes ``out/badge.svg`` and ``out/badge.json`` for the run in ``out``. Raises UsageError for a folder that
+    cannot be trusted, and Unwritable."""
     report = read_report(out)
     text, (name, colour) = _message(report), COLOURS[report.verdict]
     endpoint = {"schemaVersion": 1, "label": LABEL, "message": text, "color": name}
@@ -67,8 +61,8 @@ def _message(report: Report) -> str:
 def _picture(text: str, colour: str) -> ET.Element:
     left, right = (round(CHARACTER * len(part) + PADDING) for part in (LABEL, text))
     size = {"width": str(left + right), "height": str(HEIGHT)}
-    said = {"role": "img", "aria-label": f"{LABEL}: {text}"}
-    picture = ET.Element("svg", {"xmlns": "http://www.w3.org/2000/svg", **size, **said})
+    label = {"role": "img", "aria-label": f"{LABEL}: {text}"}
+    picture = ET.Element("svg", {"xmlns": "http://www.w3.org/2000/svg", **size, **label})
     ET.SubElement(picture, "title").text = f"{LABEL}: {text}"
     for part, start, width, fill in ((LABEL, 0, left, "#444"), (text, left, right, colour)):
         ET.SubElement(picture, "rect", x=str(start), width=str(width), height=str(HEIGHT), fill=fill)
@@ -83,7 +77,7 @@ STATUSES = ("passed", "failed", "skipped", "pending", "other")
 
 
 def write_ctrf(out: Path) -> Path:
-    """Write ``out/ctrf.json`` for the run in ``out``. Raises UsageError for a folder that cannot be trusted, and
+    """Writes ``out/ctrf.json`` for the run in ``out``. Raises UsageError for a folder that cannot be trusted, and
     Unwritable."""
     report = read_report(out)
     tests = [_test(cell) for cell in report.cells]
@@ -144,10 +138,10 @@ def _status(cell: Cell) -> str:
     return "passed" if cell.state in ("conforms", "partly_observed") else "skipped"
 
 
-def _timestamp(told: str) -> float:
-    """0 for what a summary that somebody has changed may hold instead of a time."""
+def _timestamp(text: str) -> float:
+    """Parses a time; 0 for an invalid time in an edited summary."""
     try:
-        return datetime.fromisoformat(told).timestamp()
+        return datetime.fromisoformat(text).timestamp()
     except (ValueError, OverflowError):
         return 0.0
 
@@ -157,7 +151,7 @@ def _milliseconds(seconds: float) -> int:
 
 
 def write_junit(out: Path) -> Path:
-    """Write ``out/junit.xml`` for the run in ``out``. Raises UsageError for a folder that cannot be trusted, and
+    """Writes ``out/junit.xml`` for the run in ``out``. Raises UsageError for a folder that cannot be trusted, and
     Unwritable."""
     report = read_report(out)
     cases = [_case(cell) for cell in report.cells]
@@ -211,5 +205,5 @@ def _seconds(value: float) -> str:
 
 
 def _clean(value: object) -> str:
-    """The text with U+FFFD in the place of characters that XML does not allow."""
+    """Replaces characters that XML does not allow by U+FFFD."""
     return re.sub("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "\ufffd", str(value))

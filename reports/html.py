@@ -1,9 +1,9 @@
-"""HTML: one file that opens offline, begins with the verdict, and shows every cell after one click.
+"""Writes report.html: one file that opens offline, starts with the verdict, and shows every cell after one click.
 
-Serves claims 1 and 9: gradients and updates are shown, not only loss curves, and every state has its own symbol and
-words, so that a cell that stopped half-way never looks green. Verdict, counts, matrix and reasons are readable without
-JavaScript. The script (templates/*.js) unpacks and draws what a reader opens, and adds filter, keyboard, read-outs,
-copy and download.
+The page shows gradients and updates, not only loss curves. Every state has its own symbol and words, so that an
+incomplete cell never looks green. Verdict, counts, matrix and reasons are readable without JavaScript. The script
+(templates/*.js) unpacks and draws the cells that a reader opens, and adds filter, keyboard, tooltips, copy and
+download.
 """
 
 import base64
@@ -29,15 +29,14 @@ from reports.summary import causes, headline
 
 TEMPLATES = Path(__file__).with_name("templates")
 STYLES = ("style", "earlier")
-# In the order in which they run.
-SCRIPTS = (
+SCRIPTS = (  # in the order in which they run
     *("make", "words", "data", "charts", "curves", "zoom", "heatmap", "strips", "told", "bisect", "cell", "sides"),
     *("tip", "filter", "keyboard", "page", "print"),
 )
 
 
 def write_html(out: Path) -> Path:
-    """Write ``out/report.html`` for the run in ``out``. Raises UsageError for a folder that cannot be trusted, and
+    """Writes ``out/report.html`` for the run in ``out``. Raises UsageError for a folder that cannot be trusted, and
     Unwritable."""
     report = read_report(out)
     script = "\n".join((TEMPLATES / f"{name}.js").read_text(encoding="utf-8") for name in SCRIPTS)
@@ -81,7 +80,7 @@ def _template() -> jinja2.Template:
 
 
 def environment() -> jinja2.Environment:
-    """Of every page: names that are missing are errors, and what comes from outside is escaped."""
+    """Returns the environment of all templates: missing names are errors, and values are escaped."""
     return jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
         autoescape=True,
@@ -92,13 +91,13 @@ def environment() -> jinja2.Environment:
 
 
 def anchor(cell: str) -> str:
-    """The HTML id of a cell, from the cell's id; readable, so that users can type links to it."""
+    """Returns the HTML id of a cell; readable, so that users can type links to it."""
     return "cell-" + re.sub(r"[^A-Za-z0-9._/-]", "-", cell)
 
 
 def matrix(report: Report) -> dict[str, Any]:
-    """The matrix of all cells. Rows are (backend, layout) and columns (scenario, model, variant), both in the order of
-    first appearance."""
+    """Returns the matrix of all cells. Rows are (backend, layout), columns are (scenario, model, variant), both in the
+    order of first appearance."""
     cells = [(cell.entry, cell) for cell in report.cells]
     scenarios, models = (list(dict.fromkeys(getattr(e, part) for e, _ in cells)) for part in ("scenario", "model"))
     backends = list(dict.fromkeys(entry.backend for entry, _ in cells))
@@ -123,7 +122,7 @@ def matrix(report: Report) -> dict[str, Any]:
 
 
 def linked(text: str) -> Markup:
-    """``text`` as escaped HTML in which web addresses are links, and names of findings lead to the end of the page."""
+    """Escapes ``text`` as HTML. Web addresses become links, and names of findings link to the end of the page."""
     parts = re.split(rf"(https?://[^\s<>\"']*[^\s<>\"'.,;:)]|{MENTION.pattern.replace('(', '(?:')})", text)
     return Markup("").join(_link(part) if place % 2 else part for place, part in enumerate(parts))
 
@@ -135,7 +134,7 @@ def _link(part: str) -> Markup:
 
 
 def _found(report: Report) -> dict[str, Any]:
-    """The tensors outside their tolerance, for the filter: all names, and by the number of a cell those of the cell."""
+    """Returns the names of tensors outside their tolerance, for the filter: all names, and their numbers by cell."""
     shared = Shared()
     cells = {
         number: sorted({shared.string(text) for f in cell.findings for text in (f.tensor, f.stage)})
@@ -146,7 +145,7 @@ def _found(report: Report) -> dict[str, Any]:
 
 
 def _side(group: side_by_side.Group, report: Report) -> dict[str, Any]:
-    """The template's values for one group, with the packed data that the page draws when the group is opened."""
+    """Returns the template's values for one group, with the packed data for its details."""
     return {
         "group": group,
         "words": side_by_side.WORDS[group.state],

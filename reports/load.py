@@ -1,11 +1,7 @@
-"""Findings: what is written up in docs/findings, for a page that has to open offline and from an installed wheel.
+"""Reads the output folder of a run for reports: cells, ends of logs, and texts of findings. Reads no tensors.
 
-A reason that names ``docs/findings/NAME.md`` has a link to the text of this finding at the end of the page.
-
-Load: reads the output folder of a run with ``conformance.records``, and additionally the ends of the logs.
-
-Serves claim 9 (what could not be judged is never green): verdicts that cannot be trusted are replaced by infrastructure
-failures (conformance.results.trust). Only JSON and logs are read, no tensors.
+Verdicts that cannot be trusted are replaced by infrastructure failures (conformance.results.trust). A reason may name
+``docs/findings/NAME.md``; the page contains the text of this finding, because it has to open offline.
 """
 
 import contextlib
@@ -28,28 +24,28 @@ from conformance.results.trust import BelievedCell, read_cells
 from conformance.results.verdict import STATES, Quantity, RunVerdict, State
 
 _PACKAGE = Path(__file__).resolve().parent
-# Beside ``reports`` in a checkout, inside it in an installed wheel.
+# Next to ``reports`` in a checkout, inside it in an installed wheel.
 FOLDER = _PACKAGE / "_findings" if (_PACKAGE / "_findings").is_dir() else _PACKAGE.parent / "docs" / "findings"
 MENTION = re.compile(r"docs/findings/([a-z0-9-]+)\.md")
 
 
 def findings(texts: Iterable[str]) -> dict[str, str]:
-    """By name the Markdown of every finding that the texts mention and that there is, in alphabetical order."""
+    """Returns the Markdown of every existing finding that the texts mention, by name, in alphabetical order."""
     names = sorted({name for text in texts for name in MENTION.findall(text)})
     files = {name: FOLDER / f"{name}.md" for name in names}
     return {name: file.read_text(encoding="utf-8") for name, file in files.items() if file.is_file()}
 
 
-LOG_LINES = 40  # last lines of each rank's log
+LOG_LINES = 40  # last lines of each rank's log that are shown
 LOG_BYTES = 6000
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cell(BelievedCell):
-    """One cell in a report.
+    """Holds one cell of a report.
 
     logs: the last lines of each rank's log, if the cell does not conform. files: the paths of these logs, relative to
-    the output folder. noise: the lines of the single-process runs in the cell's precision, which its bounds are from.
+    the output folder. noise: the lines of the single-process runs in the cell's precision, from which its bounds come.
     """
 
     logs: dict[str, str] = field(default_factory=dict)
@@ -70,26 +66,23 @@ class Cell(BelievedCell):
 
     @property
     def steps(self) -> list[dict[str, Any]]:
-        """The lines of the optimizer steps of all legs."""
+        """Returns the lines of the optimizer steps of all phases."""
         return [line for leg in self.legs for line in leg.steps]
 
     @cached_property
     def findings(self) -> tuple[Quantity, ...]:
-        """The quantities outside their tolerance."""
+        """Returns the quantities outside their tolerance."""
         return self.entry.verdict.findings
 
     @cached_property
     def worst(self) -> Quantity | None:
-        """The quantity with the highest ratio; None if there are no quantities."""
+        """Returns the quantity with the highest ratio; None if there are no quantities."""
         return max(self.entry.verdict.quantities, key=lambda q: q.ratio, default=None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """A whole run, and its cells in the order in which they were planned.
-
-    version: the version of the suite that wrote the folder.
-    """
+    """Holds a run and its cells in the planned order. version: the version of the suite that wrote the folder."""
 
     run: Run
     version: str
@@ -106,30 +99,30 @@ class Report:
 
     @property
     def verdict(self) -> RunVerdict:
-        """The verdict of the run, computed from the cells as the report shows them."""
+        """Computes the verdict of the run from the cells as the report shows them."""
         return self.run.verdict(states_of([cell.entry for cell in self.cells]))
 
     @property
     def unmet(self) -> tuple[str, ...]:
-        """One sentence for each demand on the run that is not met."""
+        """Returns one sentence for each minimum requirement that is not met."""
         return self.run.floor.unmet(states_of([cell.entry for cell in self.cells]))
 
     @cached_property
     def outcomes(self) -> dict[str, Outcome]:
-        """How the cells ended, by id."""
+        """Returns how the cells ended, by id."""
         return outcomes_of([cell.entry for cell in self.cells])
 
     @cached_property
     def since(self) -> Since | None:
-        """What has changed since earlier runs; None if the run was not compared with any."""
+        """Returns the changes since earlier runs; None if the run has no baseline."""
         return self.run.since(self.outcomes)
 
 
 def read_report(out: Path) -> Report:
-    """Read the output folder ``out`` of ``parity run``. Raises UsageError for a folder that cannot be trusted.
+    """Reads the output folder ``out`` of ``parity run``. Raises UsageError for a folder that cannot be trusted.
 
-    Reporters are called one after another and reading takes longer than writing, so the last report is kept until a
-    file of the folder changes.
+    Reading takes longer than writing, so the last report is cached for the next reporter until a file of the folder
+    changes.
     """
     return _read_report(out, tuple(_status_of_files(out)))
 
@@ -143,7 +136,7 @@ def _read_report(out: Path, _: tuple[object, ...]) -> Report:
 
 
 def _status_of_files(out: Path) -> Iterator[object]:
-    """What changes when a file that is read does. Its ctime, unlike its mtime, cannot be set back."""
+    """Yields the key of the cache. It has the ctime of each file, which unlike the mtime cannot be set back."""
     files = [out / SUMMARY]
     for place in ("cells", "oracle"):
         files += [Path(folder, name) for folder, _, names in os.walk(out / place) for name in sorted(names)]
@@ -154,7 +147,7 @@ def _status_of_files(out: Path) -> Iterator[object]:
 
 
 def _complete(out: Path, cell: BelievedCell, noise: Callable[[Path, Path, str], tuple[Lines, ...]]) -> Cell:
-    """The cell with its logs and with the noise of its precision."""
+    """Adds the logs and the noise of its precision to a cell."""
     entry = cell.entry
     is_sound = entry.verdict.state in ("conforms", "partly_observed")
     logs, files = ({}, {}) if is_sound else _read_logs(out, out / entry.folder)
@@ -165,7 +158,7 @@ def _complete(out: Path, cell: BelievedCell, noise: Callable[[Path, Path, str], 
 
 
 def _noise(out: Path, oracle: Path, precision: str) -> tuple[Lines, ...]:
-    """The lines of the single-process runs in a precision, as far as they are intact."""
+    """Returns the lines of the single-process runs in a precision, as far as they are intact."""
     found = []
     for run in noise_runs(precision):
         with contextlib.suppress(UsageError, RecordError):
@@ -176,11 +169,8 @@ def _noise(out: Path, oracle: Path, precision: str) -> tuple[Lines, ...]:
 
 
 def _read_logs(out: Path, folder: Path) -> tuple[dict[str, str], dict[str, str]]:
-    """The last lines of each rank's log and stacks, without terminal colours, and their paths relative to ``out``, both
-    by rank; if there are several legs, by leg and rank.
-
-    The logs of a second attempt in fresh ranks come last.
-    """
+    """Returns the last lines of each rank's log and stacks, without terminal colours, and their paths relative to
+    ``out``, both by rank, or by phase and rank. The logs of a second attempt in fresh ranks come last."""
     kinds = ("legs/*/logs/rank-*.log", "legs/*/logs/rank-*.stacks", "fresh/*/logs/rank-*.log")
     files = [file for kind in kinds for file in sorted(folder.glob(kind), key=lambda file: (len(str(file)), str(file)))]
     several = len({file.parent for file in files}) > 1

@@ -1,6 +1,6 @@
-"""Markdown of a run, for a job summary: verdict and counts, then failures, then everything else.
+"""Writes report.md for a job summary: verdict and counts, then failures, then everything else.
 
-GitHub rejects a summary of more than 1024 kB, so the text ends before LIMIT, after a complete block, and says so.
+GitHub rejects a summary of more than 1024 kB, so the text ends before LIMIT, after a complete block and with a note.
 """
 
 from collections.abc import Iterator
@@ -16,13 +16,13 @@ from reports.summary import Cause, causes, headline
 from reports.wording import code, explain, plain, plural, ratio, worst_first
 
 LIMIT = 900_000  # bytes
-ROOM = 1_000  # bytes kept for the line that says what was left out
+ROOM = 1_000  # bytes reserved for the note about omitted blocks
 FINDINGS = 10  # per cell
 LIST_HEAD = "| cell | worst ratio | |\n| :-- | --: | :-- |\n"
 
 
 def write_markdown(out: Path) -> Path:
-    """Write ``out/report.md`` for the run in ``out``. Raises UsageError for a folder that cannot be trusted, and
+    """Writes ``out/report.md`` for the run in ``out``. Raises UsageError for a folder that cannot be trusted, and
     Unwritable."""
     report = read_report(out)
     text, left_out = "", 0
@@ -33,14 +33,14 @@ def write_markdown(out: Path) -> Path:
         else:
             text += block
     if left_out:
-        text += f"\n**Cut short here:** {plural(left_out, 'part')} left out. All of it is in `report.html`.\n"
+        text += f"\n**Cut short here:** {plural(left_out, 'part')} omitted. `report.html` has everything.\n"
     file = out / "report.md"
     write_file(file, text)
     return file
 
 
 def _blocks(report: Report, groups: tuple[side_by_side.Group, ...]) -> Iterator[str]:
-    """Yield blocks of Markdown, the most important first; each block is written completely or left out."""
+    """Yields blocks of Markdown, the most important first; each block is written completely or omitted."""
     title, text = headline(report)
     symbol = {"conforms": "✅", "partly_observed": "◐", "differs": "❌", "incomplete": "⚠️"}[report.verdict]
     yield f"## {symbol} {plain(title)}\n\n{plain(text)}\n\n"
@@ -66,14 +66,14 @@ def _blocks(report: Report, groups: tuple[side_by_side.Group, ...]) -> Iterator[
             for cell in cells:
                 worst = ratio(cell.worst.ratio) if cell.worst else ""
                 yield f"| {code(cell.id)} | {plain(worst)} | {plain(explain(cell))} |\n"
-    had = leased(report.run.leased)
-    head = {"profile": report.run.profile, "device": report.run.device, **({"leased": had} if had else {})}
+    shares = leased(report.run.leased)
+    head = {"profile": report.run.profile, "device": report.run.device, **({"leased": shares} if shares else {})}
     facts = {**head, **report.run.environment}
     yield f"\n<sub>{plain(', '.join(f'{key} {value}' for key, value in facts.items()))}</sub>\n"
 
 
 def _handed(table: tables.Table) -> str:
-    """A table of handovers, with the symbol of each cell's state."""
+    """Formats a table of resumes, with the symbol of each cell's state."""
     lines = [f"\n### {plain(table.title)}: {table.conform} of {plural(len(table.cells), 'cell')} conform\n"]
     lines.append(f"| saved / loaded | {' | '.join(map(plain, table.columns))} |")
     lines.append(f"|{' :-- |' * (len(table.columns) + 1)}")
@@ -84,18 +84,17 @@ def _handed(table: tables.Table) -> str:
 
 
 def _coverage(report: Report) -> Iterator[str]:
-    """A block about unmet demands."""
+    """Yields a block about unmet minimum requirements."""
     if report.unmet:
-        yield "\n### Less than was demanded\n\n" + "".join(f"- {plain(sentence)}\n" for sentence in report.unmet)
+        yield "\n### Less than required\n\n" + "".join(f"- {plain(sentence)}\n" for sentence in report.unmet)
 
 
 def _planted(score: tables.MutationScore) -> str:
-    """The mutation score of a run with planted faults."""
-    lines = [
-        f"\n### Planted faults: {len(score.caught)} of {plural(len(score.told), 'pair')} of fault and backend caught\n"
-    ]
+    """Formats the mutation score of a run with planted faults."""
+    pairs = plural(len(score.counted), "pair")
+    lines = [f"\n### Planted faults: {len(score.caught)} of {pairs} of fault and backend caught\n"]
     lines += [
-        "| fault | backend | caught | nothing differs | differs without it, too | no answer | found first at |",
+        "| fault | backend | caught | nothing differs | also differs without it | no answer | first found at |",
         "| :-- | :-- | --: | --: | --: | --: | :-- |",
     ]
     for row in score.rows:
@@ -105,7 +104,7 @@ def _planted(score: tables.MutationScore) -> str:
 
 
 def _failure(cause: Cause) -> str:
-    """The first cell of a cause in full, and the names of the others."""
+    """Formats the first cell of a cause in full, and the names of the other cells."""
     cell = cause.first
     lines = [
         f"\n### {STATES[cell.state].symbol} {code(cell.id)}: {STATES[cell.state].name}\n",
@@ -115,7 +114,7 @@ def _failure(cause: Cause) -> str:
     if cause.others:
         named = ", ".join(code(other.id) for other in cause.others[:FINDINGS])
         more = f" and {len(cause.others) - FINDINGS} more" if len(cause.others) > FINDINGS else ""
-        lines += [f"{plural(len(cause.others), 'more cell')} alike: {named}{more}", ""]
+        lines += [f"{plural(len(cause.others), 'more cell')} with the same cause: {named}{more}", ""]
     if found := worst_first(cell):
         lines += ["| stage | tensor | step | observed | allowed | ratio |", "| :-- | :-- | --: | --: | --: | --: |"]
         lines += [
@@ -126,10 +125,10 @@ def _failure(cause: Cause) -> str:
         if len(found) > FINDINGS:
             lines += ["", f"... and {len(found) - FINDINGS} more findings."]
         hints = {f.hint: f for f in reversed(found) if f.hint}
-        told_of = [
+        likely_causes = [
             f"Likely cause: {code(f.tensor)}, step {f.step}: {plain(hint)}\n" for hint, f in reversed(hints.items())
         ]
-        lines += ["", *told_of]
+        lines += ["", *likely_causes]
     if cell.bisection:
         bisected = describe_stored(cell.bisection)
         lines += ["", f"Bisected: **{plain(bisected.answer)}**", ""]

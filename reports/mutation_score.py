@@ -1,7 +1,7 @@
 """Counts which planted faults the suite caught, at which stage, and which faults the usual gates would have caught.
 
 benchmarks/mutation_score.py runs the cells; this module counts and prints their rows. The usual gates compare the loss,
-or the loss and the gradient norm, of two runs. Every cell is also run without a fault, as a control: a gate that also
+or the loss and the gradient norm, of two runs. Every cell also runs without a fault, as a control: a gate that also
 raises an alarm for the control has not detected the fault.
 """
 
@@ -25,9 +25,9 @@ JSON, MARKDOWN = "mutation-score.json", "mutation-score.md"
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One fault in one cell, or one cell without a fault (``fault`` is empty).
+    """Holds the result of one fault in one cell, or of one cell without a fault (``fault`` is empty).
 
-    predicted, stage: the stage at which the fault should be found first, and at which it was.
+    predicted, stage: the first stage at which the fault should be found, and at which it was found.
     state: the state of the cell's verdict, or BLANK. A cell that differs has caught the fault only if the same cell
         without it conforms (Score.caught). reason: the reason of the verdict in one line, or why the fault
         changes nothing.
@@ -49,7 +49,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Gate:
-    """A usual check: relative errors of the loss and, ``with_norm``, of the gradient norm are at most ``limit``."""
+    """Checks relative errors as usual: of the loss and, ``with_norm``, of the gradient norm, at most ``limit``."""
 
     name: str
     limit: float
@@ -68,7 +68,7 @@ GATES = (
 
 
 class Score:
-    """All rows of one mutation score, and what follows from them."""
+    """Evaluates all rows of one mutation score."""
 
     def __init__(self, rows: Iterable[Row]) -> None:
         every = sorted(rows, key=_sort_key)
@@ -78,24 +78,24 @@ class Score:
 
     @property
     def in_tiers(self) -> list[Row]:
-        """Rows of faults in the cells that were chosen for them, without those of the quick profile."""
+        """Returns the rows of faults in the cells that were chosen for them, without those of the quick profile."""
         return [row for row in self.planted if row.tier != QUICK]
 
     @property
     def never_caught(self) -> list[tuple[str, str]]:
-        """(fault, backend) pairs for which no tier catches the fault at the predicted stage."""
+        """Returns the (fault, backend) pairs for which no tier catches the fault at the predicted stage."""
         pairs = dict.fromkeys((row.fault, row.backend) for row in self.in_tiers)
         caught = {(row.fault, row.backend) for row in self.in_tiers if self.as_predicted(row)}
         return [pair for pair in pairs if pair not in caught]
 
     @property
     def false_alarms(self) -> list[Row]:
-        """Cells without a fault that do not conform."""
+        """Returns the cells without a fault that do not conform."""
         return [row for row in self.honest.values() if row.state != "conforms"]
 
     @property
     def is_complete(self) -> bool:
-        """Whether every cell was run."""
+        """Whether every cell ran."""
         return all(row.state != "not_run" for row in (*self.planted, *self.honest.values()))
 
     @property
@@ -121,7 +121,7 @@ class Score:
 
 
 def write_score(out: Path, rows: Sequence[Row], facts: dict[str, object]) -> Score:
-    """Write ``mutation-score.json`` and ``mutation-score.md`` into ``out``. ``facts``: the machine and versions."""
+    """Writes ``mutation-score.json`` and ``mutation-score.md`` into ``out``. facts: the machine and versions."""
     values = {"facts": facts, "rows": [vars(row) for row in rows]}
     write_file(out / JSON, dumps(values, indent=1))
     score = Score(rows)
@@ -130,13 +130,13 @@ def write_score(out: Path, rows: Sequence[Row], facts: dict[str, object]) -> Sco
 
 
 def read_score(file: Path) -> tuple[Score, dict[str, object]]:
-    """Read the score and the facts that ``write_score`` wrote."""
+    """Reads the score and the facts that ``write_score`` wrote."""
     values = parse_strict_json(read_file(file, limit=LONGEST))
     return Score(TypeAdapter(list[Row]).validate_python(values["rows"])), values["facts"]
 
 
 def to_markdown(score: Score, facts: dict[str, object]) -> str:
-    """The score as Markdown: totals, faults that were missed, and every row."""
+    """Formats the score as Markdown: totals, missed faults, and every row."""
     parts = (_head(score, facts), _totals(score), _quick(score), _missed(score), _blank(score), _every_fault(score))
     return "\n".join([*chain.from_iterable(parts), ""])
 
@@ -166,13 +166,13 @@ def _totals(score: Score) -> Iterator[str]:
         if not rows:
             continue
         counts = [_pairs(rows), _pairs(filter(score.caught, rows)), _pairs(filter(score.as_predicted, rows))]
-        seen = [_pairs(row for row in rows if score.sees(gate, row)) for gate in GATES]
-        yield _line(backend, tier, *counts, *seen)
+        detected = [_pairs(row for row in rows if score.sees(gate, row)) for gate in GATES]
+        yield _line(backend, tier, *counts, *detected)
     yield ""
 
 
 def _pairs(rows: Iterable[Row]) -> int:
-    """The number of different (fault, backend) pairs of the rows."""
+    """Counts the different (fault, backend) pairs of the rows."""
     return len({(row.fault, row.backend) for row in rows})
 
 
@@ -184,8 +184,8 @@ def _quick(score: Score) -> Iterator[str]:
     for backend in sorted({row.backend for row in rows}):
         own = [row for row in rows if row.backend == backend]
         missed = [f"`{row.fault}`" for row in own if not score.caught(row)]
-        told = f"; missed: {', '.join(missed)}" if missed else ""
-        yield f"* {backend}: {len(own) - len(missed)} of {len(own)} faults are caught by one of its cells{told}"
+        suffix = f"; missed: {', '.join(missed)}" if missed else ""
+        yield f"* {backend}: {len(own) - len(missed)} of {len(own)} faults are caught by one of its cells{suffix}"
     yield ""
 
 
@@ -230,9 +230,9 @@ def _every_fault(score: Score) -> Iterator[str]:
         elif row.tier == QUICK:
             yield _line(*names, _yes(score.caught(row)), row.stage, row.predicted, *[""] * (4 + len(GATES)))
         else:
-            told = (_yes(score.caught(row)), row.stage, row.predicted)
+            results = (_yes(score.caught(row)), row.stage, row.predicted)
             gates = [_yes(score.sees(gate, row)) for gate in GATES]
-            yield _line(*names, *told, *_errors(row.loss), *_errors(row.norm), *gates)
+            yield _line(*names, *results, *_errors(row.loss), *_errors(row.norm), *gates)
 
 
 def _sort_key(row: Row) -> tuple[str, str, int]:

@@ -1,13 +1,11 @@
-"""Heat map: the row (kind of parameter) and the column (layer) of a parameter's square in the page's heat maps.
-
-Serves claim 1: gradients are judged per parameter, so a missing bias of one projection shows as one square, and a wrong
-norm before a layer as a column. The columns are the embedding, the layers, and the head.
-
-Packing: the data of each cell for the page, as gzipped JSON in base64: one block per cell, and one shared block.
+"""Packs the data of the page as gzipped JSON in base64: one block per cell, and one block that cells share.
 
 A page with thousands of cells stays small and opens fast, because a cell is only unpacked and drawn when a reader opens
-it. Strings and columns that many cells have in common (tensor names, bounds, configurations) are stored once in the
-shared block; the blocks of cells refer to them by number.
+it. Strings and columns that many cells share (tensor names, bounds, configurations) are stored once in the shared
+block; the blocks of cells refer to them by number.
+
+In the heat maps, a row is a kind of parameter, and the columns are the embedding, the layers and the head. So a missing
+bias of one projection shows as one square, and a wrong norm before a layer as a column.
 """
 
 import base64
@@ -26,7 +24,7 @@ from conformance.results.verdict import STATES, Quantity, Verdict
 from reports.load import Cell
 from reports.wording import worst_first
 
-# In the order of a decoder layer. A kind that is not in this list comes last, under its own name.
+# In the order of a decoder layer. Other kinds come last, under their own names.
 PARAMETER_KINDS = (
     "embed",
     "attn norm",
@@ -51,8 +49,8 @@ SHADES = (0.01, 0.1, 0.5, 1.0, 10.0)
 
 
 def shade(error: float, ratio: float) -> str:
-    """The colour class of an error: its number, ``n`` for NaN, ``i`` for an infinite error. ``ratio``: of the error to
-    its bound."""
+    """Returns the colour class of an error: its number, ``n`` for NaN, ``i`` for an infinite error. ratio: error /
+    bound."""
     if not math.isfinite(error):
         return "n" if math.isnan(error) else "i"
     if error == 0:
@@ -61,7 +59,7 @@ def shade(error: float, ratio: float) -> str:
 
 
 def locate(name: str) -> tuple[str, str]:
-    """(column, kind) of a parameter by its Hugging Face name: ``("3", "q bias")``, ``("in", "embed")``.
+    """Returns (column, kind) of a parameter by its Hugging Face name: ``("3", "q bias")``, ``("in", "embed")``.
 
     A remark in brackets after the name, such as ``(missing)``, is ignored.
     """
@@ -77,17 +75,17 @@ def locate(name: str) -> tuple[str, str]:
     return column, kind
 
 
-FINDINGS = 10  # most findings that are shown of the first stage that differs
+FINDINGS = 10  # maximum number of findings shown for the first stage that differs
 NO_CONFIGURATION = ("type", "schema", "observables")  # keys of a record's header that are not shown
 
 
 def pack(text: str) -> str:
-    """Pack JSON text: gzip, then base64. The page's script unpacks it."""
+    """Packs JSON text: gzip, then base64. The page's script unpacks it."""
     return base64.b64encode(gzip.compress(text.encode(), compresslevel=9, mtime=0)).decode()
 
 
 class Shared:
-    """Strings and JSON values that cells have in common, each stored once and known by a number."""
+    """Stores strings and JSON values that cells share once, and numbers them."""
 
     def __init__(self) -> None:
         self._strings: dict[str, int] = {}
@@ -105,14 +103,14 @@ class Shared:
         return self._values.setdefault(dumps(value), len(self._values))
 
     def tensor(self, name: str) -> int:
-        """The number of a tensor's name. For a parameter, its position in the network is stored as well."""
+        """Returns the number of a tensor's name. For a parameter, also stores its position in the network."""
         number = self.string(name)
         if "." in name and number not in self._places:
             self._places[number] = locate(name)
         return number
 
     def to_json(self) -> str:
-        """Everything as JSON text, for the page's first block."""
+        """Returns everything as JSON text, for the page's first block."""
         states = {state: vars(info) for state, info in STATES.items()}
         head = {
             "strings": self.strings,
@@ -126,7 +124,7 @@ class Shared:
 
 
 def cell_data(cell: Cell, shared: Shared) -> dict[str, Any]:
-    """Everything that the page shows of one cell when it is opened."""
+    """Returns the data of one cell that the page shows when the cell is opened."""
     entry = cell.entry
     drawn = [o for o in entry.observables if o.drawn]
     stages = [o.stage for o in drawn if not o.title]
@@ -161,13 +159,13 @@ def cell_data(cell: Cell, shared: Shared) -> dict[str, Any]:
 
 
 def _three_digits(seconds: object) -> float:
-    """0 for what a record that somebody has changed may hold instead of seconds."""
+    """Rounds seconds to three digits; 0 for an invalid value in an edited record."""
     is_number = isinstance(seconds, (int, float)) and math.isfinite(seconds)
     return float(f"{seconds:.3g}") if is_number else 0.0
 
 
 def _leg(lines: Lines, shared: Shared) -> dict[str, Any]:
-    """What the page shows of one leg: what it was told, what its ranks were given, and what was seen of them."""
+    """Returns the data of one phase: its configuration, the batches of its ranks, and the evidence."""
     footer = lines.footer
     pieces = {shared.tensor(name): regions for name, regions in footer.get("pieces", {}).items()}
     seconds = {line["step"]: _three_digits(line.get("seconds")) for line in lines.steps}
@@ -175,7 +173,7 @@ def _leg(lines: Lines, shared: Shared) -> dict[str, Any]:
         "first": lines.header.get("first_step", 0),
         "layout": str(lines.header.get("layout", "")),
         "config": _config(lines.header, shared),
-        "evidence": shared.value(_seen(footer.get("evidence", ()))),
+        "evidence": shared.value(_evidence(footer.get("evidence", ()))),
         "batches": shared.value(footer.get("batches", ())),
         "pieces": shared.value(pieces),
         "memory": footer.get("memory", ()),
@@ -183,8 +181,8 @@ def _leg(lines: Lines, shared: Shared) -> dict[str, Any]:
     }
 
 
-def _seen(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The evidence of all ranks: collectives by kind, size of the group, dtype and pass, and matrix products by dtype
+def _evidence(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Returns the evidence of all ranks: collectives by kind, group size, dtype and pass, and matrix products by dtype
     and pass, each with the number of ranks that made any, and the largest count of a rank."""
     found: dict[str, dict[tuple[Any, ...], list[int]]] = {"collectives": {}, "products": {}}
     for what, counts in found.items():
@@ -195,10 +193,10 @@ def _seen(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _tables(quantities: Sequence[Quantity], numbers: set[str], shared: Shared) -> list[list[Any]]:
-    """For each stage: its name, and columns with the tensors, the steps, the bounds and the observed errors.
+    """Returns for each stage its name, and columns with the tensors, the steps, the bounds and the observed errors.
 
-    ``numbers``: keys of scalars and settings, which have no position in the network. All columns but the last depend
-    only on the scenario and its precision, so they are shared between cells.
+    numbers: keys of scalars and settings, which have no position in the network. All columns but the last depend only
+    on the scenario and its precision, so cells share them.
     """
     by_stage: dict[str, list[Quantity]] = {}
     for quantity in quantities:
@@ -212,9 +210,8 @@ def _tables(quantities: Sequence[Quantity], numbers: set[str], shared: Shared) -
 
 
 def _strips(verdict: Verdict, shared: Shared) -> list[list[Any]]:
-    """For each strip: its names and bins (shared between cells), the colour classes of its bins, its largest absolute
-    difference, and the token of this difference.
-    """
+    """Returns the per-token errors of each quantity: names and bins (shared by cells), the colour classes of the bins,
+    the largest absolute difference, and its token."""
     judged = {(q.stage, q.tensor, q.step): q for q in verdict.quantities}
     strips = []
     for strip in verdict.strips:
@@ -227,7 +224,8 @@ def _strips(verdict: Verdict, shared: Shared) -> list[list[Any]]:
 
 
 def _rounded(quantity: Quantity) -> float:
-    """The observed error with four significant digits, or unrounded if rounding would move it across its bound."""
+    """Returns the observed error with four significant digits, or unrounded if rounding would move it across its
+    bound."""
     if not math.isfinite(quantity.observed) or not quantity.allowed > 0:
         return quantity.observed
     short = float(f"{quantity.observed:.3e}")
@@ -235,10 +233,8 @@ def _rounded(quantity: Quantity) -> float:
 
 
 def _first_difference(cell: Cell) -> dict[str, Any] | None:
-    """The first stage and step that differ: their worst findings, all their hints, and the stages that differ later.
-
-    None for a cell without findings.
-    """
+    """Returns the worst findings and all hints of the first stage and step that differ, and the later stages that
+    differ. None for a cell without findings."""
     findings = worst_first(cell)
     if not findings:
         return None
@@ -257,12 +253,12 @@ def _first_difference(cell: Cell) -> dict[str, Any] | None:
 
 
 def _series(lines: Sequence[Line], keys: Sequence[str]) -> dict[str, Any]:
-    """The steps, and by key the value at each step; None if a step has no such value, or one that is not a number."""
+    """Returns the steps, and the values at each step by key; None if a step has no such value, or not a number."""
     values = [line.get("values") for line in lines]
     tables = [value if isinstance(value, dict) else {} for value in values]
     columns = {key: [_number(table.get(key)) for table in tables] for key in keys}
-    held = {key: column for key, column in columns.items() if any(value is not None for value in column)}
-    return {"steps": [line["step"] for line in lines], "values": held}
+    nonempty = {key: column for key, column in columns.items() if any(value is not None for value in column)}
+    return {"steps": [line["step"] for line in lines], "values": nonempty}
 
 
 def _number(value: Any) -> float | str | None:
@@ -270,7 +266,7 @@ def _number(value: Any) -> float | str | None:
 
 
 def _config(header: Line, shared: Shared) -> list[int]:
-    """A record's header as flat keys and values, divided into parts that cells share: environment, scenario, ..."""
+    """Flattens a record's header into keys and values, in parts that cells share: environment, scenario, ..."""
     shown = {key: value for key, value in header.items() if key not in NO_CONFIGURATION}
     parts = [{key: value for key, value in shown.items() if not isinstance(value, dict)}]
     parts += [{key: value} for key, value in shown.items() if isinstance(value, dict)]

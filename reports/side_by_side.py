@@ -1,10 +1,8 @@
-"""Two runs, cell by cell, as Markdown: verdicts, versions, states that changed, and the worst ratio of each stage.
+"""Reads ``side_by_side.json`` and formats it as Markdown, and formats the comparison of two runs.
 
-Side by side: reads ``side_by_side.json``, the comparison of a run's backends with the oracle and with each other.
-
-Serves claim 1 across backends: a table shows loss, gradients, norms and updates of one scenario on every backend. The
-numbers and texts come from conformance.judge.cross_backend; this module reads them and formats them as Markdown for a
-job summary or a README. It needs no records, so it works for a published run as well.
+The tables show loss, gradients, norms and updates of one scenario on every backend, against the oracle and against each
+other. The numbers and texts come from conformance.judge.cross_backend. This module needs no records, so it also works
+for a published run.
 """
 
 import os
@@ -25,11 +23,12 @@ from reports.wording import code, plain, plural, ratio
 
 RATIOS_NOTE = (
     "Numbers are the worst observed / allowed of a stage, in the first run and in the second; one number if they are "
-    "alike. 1 is the tolerance."
+    "equal. 1 is the tolerance."
 )
 
 
 def two_runs_to_markdown(runs: TwoRuns) -> str:
+    """Formats verdicts, changed versions and states, and the worst ratios of two runs."""
     return "".join(_blocks(runs))
 
 
@@ -39,7 +38,7 @@ def _blocks(runs: TwoRuns) -> Iterator[str]:
         yield f"| {which} | {code(path)} | {plain(started)} | {plain(verdict.replace('_', ' '))} |\n"
     versions = "; ".join(map(str, runs.versions))
     yield f"\nVersions that changed: {plain(versions)}.\n" if versions else "\nNo version changed.\n"
-    yield f"\n{plural(len(runs.changed), 'cell')} of {len(runs.cells)} ended otherwise.\n"
+    yield f"\n{plural(len(runs.changed), 'cell')} of {len(runs.cells)} changed.\n"
     for cell in runs.changed:
         yield f"\n- {code(cell.change.cell)}: {plain(str(cell.change))}"
     yield "\n"
@@ -78,23 +77,23 @@ WORDS: dict[State, str] = {
 }
 SYMBOLS: dict[State, str] = {"conforms": "✅", "differs": "❌", "expected_difference": "✅", "infrastructure": "⚠️"}
 NOTE = (
-    "Numbers are the largest relative error against the oracle, over all steps and of the worst tensor; in the last "
-    "row, the largest difference between two; in brackets, the part of what is allowed."
+    "Numbers are the largest relative error against the oracle, over all steps, for the worst tensor; in the last row, "
+    "the largest difference between two backends; in brackets, observed / allowed."
 )
-PAIRS = 10  # most pairs per group that are listed as outside their tolerance
+PAIRS = 10  # maximum number of pairs per group that are listed as outside their tolerance
 STALE = (
-    "This comparison is not of the verdicts and records that lie here now. Run `parity judge` on the folder to compare "
+    "This comparison does not belong to the present verdicts and records. Run `parity judge` on the folder to compare "
     "them again."
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
-    """One cell of a group.
+    """Holds one cell of a group.
 
-    records: digests of the records that were compared.
-    problem: why it is not compared with the others, or not in all columns; empty if it is compared in all columns.
-    worst: its worst difference from the oracle in each column.
+    records: digests of the compared records.
+    problem: why the cell is not compared with the others in all columns; empty if it is.
+    worst: the worst difference from the oracle in each column.
     """
 
     cell: str
@@ -117,7 +116,7 @@ class Member:
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """Two members by their numbers, and their worst difference from each other in each column."""
+    """Holds the numbers of two members, and their worst difference from each other in each column."""
 
     a: int
     b: int
@@ -125,15 +124,15 @@ class Pair:
 
     @property
     def furthest(self) -> Quantity | None:
-        """The difference with the highest ratio of observed to allowed over all columns; None without differences."""
+        """Returns the difference with the highest ratio over all columns; None without differences."""
         return max(self.worst.values(), key=lambda q: q.ratio, default=None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """The cells of one scenario, model and precision.
+    """Holds the cells of one scenario, model and precision.
 
-    text: which members agree with which, in sentences. columns: the names of what was compared, in causal order.
+    text: which members agree, in sentences. columns: the names of the compared quantities, in causal order.
     """
 
     name: str
@@ -149,18 +148,19 @@ class Group:
 
     @property
     def outside(self) -> list[Pair]:
-        """The pairs that exceed their tolerance, the worst first."""
+        """Returns the pairs that exceed their tolerance, the worst first."""
         beyond = [(q.ratio, pair) for pair in self.pairs if (q := pair.furthest) and q.ratio > 1]
         return [pair for _, pair in sorted(beyond, key=lambda found: -found[0])]
 
     def worst_over_pairs(self, column: str) -> Quantity | None:
-        """The difference with the highest ratio in one column, over all pairs; None if no pair has the column."""
+        """Returns the difference with the highest ratio in one column, over all pairs; None if no pair has the
+        column."""
         return max((p.worst[column] for p in self.pairs if column in p.worst), key=lambda q: q.ratio, default=None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Run:
-    """The fields of the summary that are shown. Only these are read, because a published run may have fewer fields."""
+    """Holds the fields of the summary that are shown. A published run may have only these fields."""
 
     command: str
     device: str
@@ -172,10 +172,10 @@ _GROUP, _RUN = TypeAdapter(Group), TypeAdapter(_Run)
 
 
 def read_groups(out: Path, report: Report | None = None) -> tuple[Group, ...] | None:
-    """Read the groups, those in which not all members agree first; None if the backends have not been compared.
+    """Reads the groups, first those in which not all members agree; None if the backends have not been compared.
 
-    If the ``report`` of the folder is given, a group whose comparison does not belong to the present verdicts and
-    records gets the state ``infrastructure`` and the text STALE. Raises UsageError for a file that cannot be trusted.
+    If ``report`` is given, a group whose comparison does not belong to the present verdicts and records gets the state
+    ``infrastructure`` and the text STALE. Raises UsageError for a file that cannot be trusted.
     """
     file = out / SIDE_BY_SIDE
     if not os.path.lexists(file):
@@ -190,7 +190,7 @@ def read_groups(out: Path, report: Report | None = None) -> tuple[Group, ...] | 
 
 
 def to_markdown(out: Path | TwoRuns) -> str:
-    """All groups of a folder as Markdown, with command and environment; or two runs, cell by cell.
+    """Formats all groups of a folder as Markdown, with command and environment; or two runs, cell by cell.
 
     Raises UsageError if there is nothing to compare.
     """
@@ -203,8 +203,8 @@ def to_markdown(out: Path | TwoRuns) -> str:
         ran = dict.fromkeys("".join(cell.id.split("/")[2:3]) for cell in run.cells if cell.state != "unsupported")
         found = ", ".join(ran) or "none"
         raise UsageError(
-            f"nothing in {out} to set side by side: no scenario was run, with the same model and precision, by two "
-            f"backends (backends that ran: {found}); run the same cells with two or more of them"
+            f"nothing to compare in {out}: no two backends ran the same scenario, model and precision (backends that "
+            f"ran: {found}); run the same cells with two or more backends"
         )
     facts = {"command": run.command, "device": run.device, **run.environment}
     return "".join(
@@ -217,7 +217,7 @@ def to_markdown(out: Path | TwoRuns) -> str:
 
 
 def blocks(groups: tuple[Group, ...]) -> Iterator[str]:
-    """Yield one block of Markdown per group."""
+    """Yields one block of Markdown per group."""
     for group in groups:
         lines = [f"\n#### {code(group.name)}: {WORDS[group.state]} {SYMBOLS[group.state]}\n", plain(group.text), ""]
         heads = " | ".join(plain(column) for column in group.columns)
@@ -228,7 +228,7 @@ def blocks(groups: tuple[Group, ...]) -> Iterator[str]:
         squares = [_square(group.worst_over_pairs(column)) for column in group.columns]
         lines.append(f"| *any two of them* | | {' | '.join(squares)} |")
         if group.outside:
-            lines += ["", "| further apart than they may be | in | step | observed | allowed | ratio |"]
+            lines += ["", "| outside their tolerance | in | step | observed | allowed | ratio |"]
             lines += ["| :-- | :-- | --: | --: | --: | --: |"]
             lines += [_outside(group, pair) for pair in group.outside[:PAIRS]]
         if len(group.outside) > PAIRS:
@@ -277,13 +277,14 @@ def _groups(values: Any, file: Path) -> list[Group]:
     for group in groups:
         if group.state == "conforms" and group.outside:
             raise UsageError(
-                f"all of {group.name} are said to agree, yet a pair is outside: {SIDE_BY_SIDE} was edited; judge again"
+                f"{group.name} has the state 'conforms', but a pair is outside its tolerance: {SIDE_BY_SIDE} was "
+                f"edited; judge again"
             )
     return groups
 
 
 def _with_own_names(group: dict[str, Any]) -> dict[str, Any]:
-    """The JSON values of a group, renamed to the fields of Group, Member and Pair."""
+    """Renames the JSON values of a group to the fields of Group, Member and Pair."""
     members = [{**member, "worst": _worst(member["oracle"])} for member in group["members"]]
     pairs = [
         {"a": a, "b": b, "worst": _worst(pair["columns"])} for pair in group["pairs"] for a, b in [pair["members"]]
@@ -296,10 +297,10 @@ def _worst(columns: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def _check(group: Group) -> None:
-    """Raises ValueError for an unknown state, a pair of members that do not exist, or an id that is not a cell's."""
+    """Raises ValueError for an unknown state, a pair of unknown members, or an id that is not a cell's."""
     if group.state not in WORDS:
         raise ValueError(f"{group.name} is {group.state}")
     if not all(0 <= number < len(group.members) for pair in group.pairs for number in (pair.a, pair.b)):
-        raise ValueError(f"{group.name} has pairs of nobody")
+        raise ValueError(f"{group.name} has pairs of unknown members")
     if not all(len(member.cell.split("/")) > 3 for member in group.members):
-        raise ValueError(f"{group.name} has members that are no cells")
+        raise ValueError(f"{group.name} has members that are not cells")

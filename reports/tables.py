@@ -1,18 +1,12 @@
-"""Handover: tables of cells that save in one layout or backend and continue in another one (claim 5).
+"""Computes the tables of the reports: resumes, planted faults, and pairs of backends.
 
-The cells of one table differ only in where they saved (the row) and where they loaded (the column). Cells that are in
-no such table are only in the matrix of all cells.
+The cells of one table of resumes differ only in the layout or backend that saved (row) and that loaded (column).
 
-Planted: the mutation score of a run with planted faults (``--faults``): which were caught, where, and first at what.
+A planted fault is caught if its cell differs and its control, the same cell without the fault, conforms. If the cell
+does not differ, the fault changes nothing in it, or the suite missed the fault.
 
-Serves claim 8. A planted fault is caught if its cell differs and its control, the same cell without the fault,
-conforms: what differs without the fault as well was not shown to be seen. Where nothing differs, the fault changes
-nothing in this cell, or the suite did not see it.
-
-Grid: the tables that the page shows for one group of the comparison of backends.
-
-A group of at most MATRIX members has a square for every pair. A larger group has instead one line for every two
-backends, with their furthest pair; all pairs are in ``side_by_side.json``.
+A group of at most MATRIX members has a square for every pair. A larger group has one line for every two backends, with
+their furthest pair; ``side_by_side.json`` has all pairs.
 """
 
 from collections import defaultdict
@@ -27,13 +21,16 @@ from reports.load import Cell, Report
 from reports.side_by_side import PAIRS, Group, Pair
 from reports.wording import first_finding
 
-LEAST = 4  # fewest cells of a table; fewer cells are only in the matrix
+LEAST = 4  # minimum number of cells of a table; fewer cells are only in the matrix
 
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """A table of handovers. ``rows``, ``columns``: the backends or layouts that saved, and that loaded. ``cells``: by
-    (row, column); combinations that were not planned are missing."""
+    """Holds a table of resumes.
+
+    rows, columns: the backends or layouts that saved, and that loaded. cells: by (row, column); unplanned combinations
+    are missing.
+    """
 
     title: str
     rows: tuple[str, ...]
@@ -46,8 +43,9 @@ class Table:
 
 
 def tables(report: Report) -> list[Table]:
-    """The tables from backend to backend, and from layout to layout within each backend, for each program, scenario,
-    model and precision. Tables of fewer than LEAST cells, or without a change of backend or layout, are left out."""
+    """Returns the tables from backend to backend, and from layout to layout within each backend, for each program,
+    scenario, model and precision. Tables of fewer than LEAST cells, or without a change of backend or layout, are left
+    out."""
     groups: dict[str, dict[tuple[str, str], Cell]] = defaultdict(dict)
     for cell in report.cells:
         entry = cell.entry
@@ -62,7 +60,7 @@ def tables(report: Report) -> list[Table]:
 
 
 def _ends(chain: str) -> tuple[str, str] | None:
-    """The backend or layout that saved and the one that loaded; None for more than two legs."""
+    """Returns the backend or layout that saved and the one that loaded; None for more than two phases."""
     parts = chain.split(TO)
     return (parts[0], parts[-1]) if len(parts) <= 2 else None
 
@@ -80,7 +78,10 @@ NOT_PLANTED = ("unsupported", "not_run")
 
 @dataclass(frozen=True, kw_only=True)
 class Planted:
-    """One fault, or several planted together, in cells of one backend. controls: states of cells without a fault."""
+    """Holds the cells of one backend with one fault, or with several faults planted together.
+
+    controls: states of the run's cells by id.
+    """
 
     fault: str
     backend: str
@@ -93,17 +94,17 @@ class Planted:
 
     @property
     def unproven(self) -> tuple[Cell, ...]:
-        """Cells that differ, and whose control does not conform, or gave no answer."""
+        """Returns the cells that differ and whose control does not conform, or gave no answer."""
         return tuple(cell for cell in self.cells if cell.state == "differs" and self._control(cell) not in AGREES)
 
     @property
     def silent(self) -> tuple[Cell, ...]:
-        """Cells in which it was planted and called, and nothing differs."""
+        """Returns the cells in which the fault was planted and called, but nothing differs."""
         return tuple(cell for cell in self.cells if cell.state != "differs" and _was_compared(cell))
 
     @property
     def unanswered(self) -> tuple[Cell, ...]:
-        """Cells in which it could not be planted, was never called, or that gave no answer."""
+        """Returns the cells in which the fault could not be planted or was never called, or that gave no answer."""
         return tuple(cell for cell in self.cells if cell.state != "differs" and not _was_compared(cell))
 
     def _control(self, cell: Cell) -> State | None:
@@ -111,33 +112,33 @@ class Planted:
 
     @property
     def stages(self) -> tuple[str, ...]:
-        """The stages at which it was found first."""
+        """Returns the stages at which the fault was found first."""
         return tuple(dict.fromkeys(found.stage for cell in self.caught if (found := first_finding(cell))))
 
 
 def _was_compared(cell: Cell) -> bool:
-    """Whether it was held against the oracle; then nothing was found in it (conformance.judge.expected_differences)."""
+    """Whether the cell was compared with the oracle (conformance.judge.expected_differences)."""
     return bool(cell.entry.verdict.quantities)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MutationScore:
-    """``rows``: by fault and backend, those that were not caught first."""
+    """Holds the rows by fault and backend; those that were not caught come first."""
 
     rows: tuple[Planted, ...]
 
     @property
-    def told(self) -> tuple[Planted, ...]:
-        """Those that were planted in at least one cell, whether it gave an answer or not."""
+    def counted(self) -> tuple[Planted, ...]:
+        """Returns the rows that were planted in at least one cell, whether it gave an answer or not."""
         return tuple(row for row in self.rows if any(cell.state not in NOT_PLANTED for cell in row.cells))
 
     @property
     def caught(self) -> tuple[Planted, ...]:
-        return tuple(row for row in self.told if row.caught)
+        return tuple(row for row in self.counted if row.caught)
 
 
 def mutation_score(report: Report) -> MutationScore | None:
-    """None for a run without planted faults."""
+    """Computes the mutation score of a run with planted faults; None for other runs."""
     groups: dict[tuple[str, str], list[Cell]] = {}
     for cell in report.cells:
         parts = cell.entry.variant.split("/")
@@ -157,7 +158,7 @@ MATRIX = 12
 
 
 def group_data(group: Group, report: Report) -> dict[str, Any]:
-    """The tables of one group as JSON values, and the numbers of the cells whose curves are drawn."""
+    """Returns the tables of one group as JSON values, and the numbers of the cells whose curves are drawn."""
     small = len(group.members) <= MATRIX
     members = {member.cell for member in group.members}
     numbers = {cell.id: number for number, cell in enumerate(report.cells) if cell.id in members}
@@ -183,26 +184,27 @@ def group_data(group: Group, report: Report) -> dict[str, Any]:
 
 
 def furthest(group: Group) -> Quantity | None:
-    """The difference with the highest ratio of observed to allowed, over all pairs and columns."""
+    """Returns the difference with the highest ratio, over all pairs and columns."""
     return max(filter(None, map(group.worst_over_pairs, group.columns)), key=lambda q: q.ratio, default=None)
 
 
 def _square(group: Group, pair: Pair) -> list[Any]:
-    """The two members and their difference in each column; None instead if they were not compared in all columns."""
+    """Returns two members and their differences by column; None instead if they were not compared in all columns."""
     compared = not any(group.members[number].problem for number in (pair.a, pair.b))
     columns = [_difference(pair.worst.get(column)) for column in group.columns]
     return [pair.a, pair.b, columns if compared and pair.worst else None]
 
 
 def _between(group: Group) -> list[list[Any]]:
-    """One line for every two backends, and for the layouts of each backend, with the pair that is furthest apart."""
+    """Returns one line for every two backends, and for the layouts of each backend, with the pair that is furthest
+    furthest_difference."""
     lines: list[list[Any]] = []
     for one, other in combinations_with_replacement(group.backends, 2):
         pairs = [
-            (apart.ratio, pair)
+            (furthest_difference.ratio, pair)
             for pair in group.pairs
             if {group.members[pair.a].backend, group.members[pair.b].backend} == {one, other}
-            and (apart := pair.furthest)
+            and (furthest_difference := pair.furthest)
         ]
         if pairs:
             worst = max(pairs, key=lambda found: found[0])[1]
@@ -216,7 +218,7 @@ def _names(group: Group, pair: Pair) -> str:
 
 
 def _difference(quantity: Quantity | None) -> dict[str, Any] | None:
-    """The fields of a quantity as JSON values; ``stage`` is the name of the column."""
+    """Returns the fields of a quantity as JSON values; ``stage`` is the name of the column."""
     if quantity is None:
         return None
     fields = ("stage", "tensor", "step", "observed", "allowed")

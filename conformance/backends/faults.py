@@ -1,4 +1,4 @@
-"""Defines planted faults, finds them by name, and plants them: wraps a seam while a cell runs, and restores it."""
+"""Defines faults, finds them by name, and plants them: wraps a patch point while a cell runs, and restores it."""
 
 import contextlib
 from collections import Counter
@@ -15,14 +15,14 @@ from conformance.spec.precision import HALF_PRECISIONS, PrecisionName
 
 Function = Callable[..., Any]
 Resumes = Literal["checkpoint", "state", "export", "merge"]
-# A check in common use, against the reference at the first step: the loss to the last digit, or loss and gradient norm
-# of policy and critic within 1 %. The second one is measured only for faults of reinforcement learning.
+# Common checks against the reference at the first step: the loss to the last digit, or loss and gradient norm of policy
+# and critic within 1 %. The second one is measured only for faults of reinforcement learning.
 Gate = Literal["loss", "loss and norm"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class FaultCells:
-    """One cell for each backend in which a fault changes something; a backend without the fault's seam has none.
+    """Names one cell for each backend in which a fault changes something; backends without its patch point have none.
 
     scenario, model: names in the fixtures. half_scenario: the scenario in half precision, if it is another one.
     layouts: the layout of the cell by backend. dropout: whether the model's configuration has dropout in attention.
@@ -45,12 +45,12 @@ class FaultCells:
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """A bug that can be planted.
+    """Describes a bug that can be planted.
 
-    summary: what the bug does. source: a public report of such a bug. seam: the name of the function that it wraps.
-    stage: the stage at which the suite has to find it first. cells: where it changes something, by backend.
-    blind: the gates that pass in its cell although the fault is planted. needs: in words, the conditions under which
-    the fault changes anything at all. wrap: returns the faulty function, from the original one.
+    summary: the effect of the bug. source: a public report of such a bug. seam: the name of the function that it wraps.
+    stage: the first stage at which the suite has to find it. cells: where it changes something, by backend.
+    blind: the gates that pass in its cell although the fault is planted. needs: the conditions under which the fault
+    changes anything, in words. wrap: returns the faulty function, from the original one.
     """
 
     name: str
@@ -78,13 +78,13 @@ ENTRY_POINT_GROUP = "parity.faults"
 
 @cache
 def catalogue() -> dict[str, Fault]:
-    """All faults by name. Each entry point of the group ``parity.faults`` is a tuple of faults."""
+    """Returns all faults by name. Each entry point of the group ``parity.faults`` is a tuple of faults."""
     found = sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda entry: entry.name)
     return {fault.name: fault for entry in found for fault in entry.load()}
 
 
 def find_fault(name: str) -> Fault:
-    """Look up a fault by its name. Raises UsageError, which lists the known faults, for any other name."""
+    """Finds a fault by its name. Raises UsageError, which lists the known faults, for any other name."""
     if name not in catalogue():
         near = did_you_mean(name, catalogue())
         raise UsageError(f"unknown fault {name!r}; {near or 'known: ' + ', '.join(catalogue())}".rstrip())
@@ -93,9 +93,9 @@ def find_fault(name: str) -> Fault:
 
 @contextlib.contextmanager
 def plant(names: Sequence[str], adapter: type[Backend]) -> Iterator[Counter[str]]:
-    """Plant the named faults: wrap the seams that they need, and restore them on exit.
+    """Plants the named faults: wraps their patch points, and restores them on exit.
 
-    Yields a counter of the calls of each fault in this process. Raises UsageError if the backend lacks a seam.
+    Yields a counter of the calls of each fault in this process. Raises UsageError if the backend lacks a patch point.
     """
     calls: Counter[str] = Counter()
     seams: dict[str, str] = getattr(adapter, "seams", {})
@@ -104,8 +104,8 @@ def plant(names: Sequence[str], adapter: type[Backend]) -> Iterator[Counter[str]
             fault = find_fault(name)
             if fault.seam not in seams:
                 raise UsageError(
-                    f"fault {name!r} needs the seam {fault.seam!r}, which {adapter.__name__} does not name; "
-                    f"its seams: {', '.join(seams) or 'none'}"
+                    f"fault {name!r} needs the patch point {fault.seam!r}, which {adapter.__name__} does not have; "
+                    f"its patch points: {', '.join(seams) or 'none'}"
                 )
             stack.enter_context(_wrapped(seams[fault.seam], fault, calls))
         yield calls

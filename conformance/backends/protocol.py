@@ -1,17 +1,12 @@
-"""What a backend says of its modules so that a cell can be bisected: which module of this rank is which one of the
-Hugging Face model, and how its activations are cut.
+"""Defines the adapter protocol that every training framework implements, and finds adapters.
 
-Nothing else is taken from the backend: the suite hooks the modules itself, and compares what it sees with the oracle's.
-
-Backend: WHO trains. The adapter protocol that every training framework implements, and how adapters are found.
-
-An adapter runs in every rank of a world. torch.distributed is already initialised (gloo on the CPU, NCCL on GPUs), the
-default dtype is float64 in the exact tier, and the calls come in this order on all ranks together::
+An adapter runs in every rank of a worker group. torch.distributed is already initialised (gloo on the CPU, NCCL on
+GPUs), the default dtype is float64 in the exact tier, and all ranks together make the calls in this order::
 
     setup -> (train_step)* -> teardown            # train_step calls on_gradients(model) once per trained model
 
-The protocol is coarse on purpose, so that it fits frameworks that own their training step. The suite reads everything
-after the step except gradients: it reads them *during* the step, because afterwards they are clipped, freed or stale.
+The protocol is coarse so that it fits frameworks that own their training step. The suite reads everything after the
+step except gradients: it reads them *during* the step, because afterwards they are clipped, freed or stale.
 """
 
 import re
@@ -36,11 +31,11 @@ from conformance.spec.scenario import Scenario
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """How one rank's activations of a micro-batch lie in the whole. They are (rows, length, features).
+    """Describes which part of a micro-batch's activations one rank has. Their shape is (rows, length, features).
 
-    length_first: they are (length, rows, features). part, parts: this rank has part number ``part`` of ``parts`` equal
-    ones of the length. first_feature: the number of its first feature in the whole; features beyond the whole are
-    padding. The tokens that go into an embedding are (rows, length).
+    length_first: the shape is (length, rows, features). part, parts: this rank has part number ``part`` of ``parts``
+    equal parts of the length. first_feature: the index of its first feature in the whole; features beyond the whole are
+    padding. The input tokens of an embedding have the shape (rows, length).
     """
 
     length_first: bool = False
@@ -51,11 +46,11 @@ class Cut:
 
 @dataclass(frozen=True, kw_only=True)
 class TracedModule:
-    """A module that this rank runs once per micro-batch.
+    """Describes a module that this rank runs once per micro-batch.
 
-    name: that of the Hugging Face module, such as ``model.layers.0.mlp``. input, output: how what goes in and what
-    comes out is cut. The first tensor among its arguments goes in, and the first tensor of its result comes out.
-    leaves_bias: the result is (output, bias), and its caller adds the bias, which the Hugging Face module adds itself.
+    name: the name of the Hugging Face module, such as ``model.layers.0.mlp``. input, output: the parts that this rank
+    has. The input is the first tensor among the arguments, the output the first tensor of the result.
+    leaves_bias: the result is (output, bias), and the caller adds the bias, which the Hugging Face module adds itself.
     """
 
     name: str
@@ -67,11 +62,11 @@ class TracedModule:
 
 @dataclass(frozen=True, kw_only=True)
 class Traced:
-    """The modules of this rank, and what they are to be held against.
+    """Holds the modules of this rank, so that the suite can hook them and compare their activations with the oracle's.
 
-    tokens: for each micro-batch that this rank runs, int64 (rows, length): the number of the token in the optimizer
-        step, whose rows lie end to end, and -1 in padding. The length is that before it is cut by ``Cut.parts``.
-    gradient_scale: by how much gradients of activations are larger than those of the step's loss, because the framework
+    tokens: for each micro-batch that this rank runs, int64 (rows, length): the index of the token in the optimizer
+        step, whose rows are concatenated, and -1 for padding. The length is the whole one, before ``Cut.parts``.
+    gradient_scale: the factor by which gradients of activations exceed those of the step's loss, because the framework
         averages gradients of parameters later.
     """
 
@@ -85,11 +80,11 @@ ENTRY_POINT_GROUP = "parity.backends"
 
 @dataclass(frozen=True, kw_only=True)
 class BackendInfo:
-    """What an adapter says about itself.
+    """Describes an adapter.
 
     packages: distributions whose versions are written into every record.
-    default_zero: the ZeRO stage that the backend uses where a layout names none (FSDP2 shards like stage 3; plain
-        replicas are stage 0). None: unknown, so the judge cannot check what is sharded.
+    default_zero: the ZeRO stage that the backend uses if a layout names none (FSDP2 shards like stage 3; plain replicas
+        are stage 0). None: unknown, so the judge cannot check the sharding.
     """
 
     name: str
@@ -100,12 +95,12 @@ class BackendInfo:
 
 @dataclass(frozen=True)
 class Supported:
-    """The backend claims that it can run the cell. The suite then runs and judges it."""
+    """Says that the backend can run the cell. The suite then runs and judges it."""
 
 
 @dataclass(frozen=True)
 class Unsupported:
-    """The backend does not claim the cell. ``reason`` is for the user: what is missing, and what to use instead."""
+    """Says that the backend does not support the cell. reason: what is missing, and what to use instead."""
 
     reason: str
 
@@ -115,21 +110,19 @@ Support = Supported | Unsupported
 
 @dataclass(frozen=True, kw_only=True)
 class StepMetrics:
-    """What a backend reports about one optimizer step. The names are keys of observables
-    (conformance.spec.observables).
+    """Reports one optimizer step. The names are keys of observables (conformance.spec.observables).
 
-    values: numbers of the whole step, the same on all ranks. For every trained model: ``lr``, the learning rate that
-        this step used, and ``grad_norm``, the global 2-norm of the model's gradients before clipping, as the framework
-        reports it; leave ``grad_norm`` out if the framework reports none. For SFT: ``token_count``, the number of
-        target tokens that the backend trained on in this step, over all ranks and micro-batches, counted where the
-        loss is computed; and ``loss``, the sum of -log p over these tokens divided by their number. In fp16, if the
-        scenario has a ``loss_scale``, also for every trained model: ``skipped``, 1 if this step made no update because
-        gradients overflowed, else 0; and what training goes on with, ``loss_scale`` and ``good_steps``, the number of
-        updates since the scale last fell or grew.
+    values: numbers of the whole step, the same on all ranks. For every trained model: ``lr``, the learning rate of this
+        step, and ``grad_norm``, the global 2-norm of the model's gradients before clipping, as the framework reports
+        it; omit ``grad_norm`` if the framework reports none. For SFT: ``token_count``, the number of target tokens in
+        this step, over all ranks and micro-batches, counted where the loss is computed; and ``loss``, the sum of -log p
+        over these tokens divided by their number. In fp16, if the scenario has a ``loss_scale``, also for every trained
+        model: ``skipped``, 1 if this step made no update because gradients overflowed, else 0; and, for the next step,
+        ``loss_scale`` and ``good_steps``, the number of updates since the scale last fell or grew.
     rows: ``rows[key][index]`` is a float tensor of shape (row.target_count,) with one number per target token, in
-        order; empty, or left out, for a row without targets. ``index`` is the row's index in the whole step. Under the
-        key ``logprob``, the number is log p of the target. Each rank gives the rows that it holds. Leave a key out if
-        the framework does not expose it; the cell is then partly observed.
+        order; empty, or omitted, for a row without targets. ``index`` is the row's index in the whole step. Under the
+        key ``logprob``, the number is log p of the target. Each rank gives the rows that it holds. Omit a key if the
+        framework does not expose it; the cell is then partly observed.
     """
 
     values: dict[str, float] = field(default_factory=dict)
@@ -138,10 +131,10 @@ class StepMetrics:
 
 @dataclass(frozen=True)
 class Shard:
-    """One rank's piece of a parameter or of a gradient.
+    """Holds one rank's piece of a parameter or of a gradient.
 
-    Ranks that give the same ``name`` and ``region`` claim to hold the same numbers, and the suite checks this.
-    ``region`` is any text that identifies the piece, such as ``"0:32,0:64"`` or ``"full"``.
+    Ranks that give the same ``name`` and ``region`` have to hold the same numbers; the suite compares them.
+    region: any text that identifies the piece, such as ``"0:32,0:64"`` or ``"full"``.
     """
 
     name: str
@@ -154,10 +147,10 @@ NamedTensors = Iterator[tuple[str, torch.Tensor]]
 
 
 class Backend(Protocol):
-    """The protocol of an adapter. In each rank, one instance trains the models of one leg of a cell.
+    """Trains the models of one phase of a cell; each rank has one instance.
 
-    ``model`` is the name of a role of the scenario's objective; it is ``policy`` where there is only one role. Tensors
-    have the parameter names of the Hugging Face model; a tied pair appears once, under its first name. Tensors are full
+    ``model`` is the name of a role of the scenario's objective; with only one role it is ``policy``. Tensors have the
+    parameter names of the Hugging Face model; a tied pair appears once, under its first name. Tensors are full
     (gathered), on any device, in float32 (float64 in the exact tier), and yielded one at a time, so that memory is
     bounded by the largest tensor. Every rank has to walk the iterators, because they may communicate; the suite keeps
     the tensors of rank 0.
@@ -165,24 +158,24 @@ class Backend(Protocol):
     Optional class attributes:
 
     objectives: the kinds of objective that the backend trains. Default: ``sft`` only.
-    seams: functions that faults may wrap, see conformance.backends.faults.
+    seams: patch points, functions that faults may wrap; see conformance.backends.faults.
     expected: a tuple of conformance.spec.known_defects.ExpectedDifference.
     preload: names of modules that are slow to import; they are imported once, before ranks are forked.
-    preload_apart: by the name of a layout option, the modules to import instead, for options that ask for other
-        libraries in a process. Cells with such an option have ranks of their own.
+    preload_apart: by the name of a layout option, the modules to import instead, for options that need other libraries
+        in the process. Cells with such an option have their own ranks.
     fresh_ranks: True for a framework that leaves state behind in its process. Each cell then runs in new ranks.
-    shows_training_state: True if ``named_tensors`` yields the kinds of training state. Otherwise a handover is judged
+    shows_training_state: True if ``named_tensors`` yields the kinds of training state. Otherwise a resume is judged
         only by the steps that follow it.
 
-    Optional class method: ``begin(layout)`` is called first in every rank, before faults are planted, which imports
-    what they are planted in. It is for choices of the layout that have to be made before that.
+    Optional class method ``begin(layout)``: called first in every rank, before faults are planted, because planting
+    imports the modules with the patch points. It is for choices of the layout that have to precede these imports.
 
-    Optional class method: ``host_bytes(scenario, layout) -> int`` says how many bytes of the host's memory a rank holds
-    for its models where it computes on a GPU, at its peak, such as what is offloaded. It is asked as ``supports`` is,
-    so it is calculated from shapes. Default: 0. What any rank holds without a model is counted by the suite.
+    Optional class method ``host_bytes(scenario, layout) -> int``: returns the peak bytes of the host's memory that a
+    rank on a GPU needs for its models, such as offloaded tensors. It is called without ranks, like ``supports``, so it
+    has to compute them from shapes. Default: 0. The suite adds the memory of a rank without a model.
 
-    Optional method: ``traced(model, batch) -> conformance.backends.protocol.Traced`` says which modules of a trained
-    model this rank runs in the step of ``batch``, and how their activations are cut. Without it, a cell cannot be
+    Optional method ``traced(model, batch) -> conformance.backends.protocol.Traced``: returns the modules of a trained
+    model that this rank runs in the step of ``batch``, and how their activations are cut. Without it, a cell cannot be
     bisected.
     """
 
@@ -191,33 +184,33 @@ class Backend(Protocol):
 
     @classmethod
     def supports(cls, scenario: Scenario, layout: Layout) -> Support:
-        """Whether the backend claims this cell. It is called in a process without ranks, and must not need a GPU."""
+        """Whether the backend supports this cell. It is called in a process without ranks, and must not need a GPU."""
         ...
 
     def setup(self, scenario: Scenario, layout: Layout, weights: Mapping[str, Path], device: str) -> dict[str, Any]:
-        """Build every model and its optimizer from its Hugging Face folder ``weights[model]``, never from a seed.
+        """Builds every model and its optimizer from its Hugging Face folder ``weights[model]``, never from a seed.
 
-        ``device`` is ``cpu``, or ``cuda:N`` with this rank's GPU.
+        device: ``cpu``, or ``cuda:N`` with this rank's GPU.
 
-        Returns the resolved configuration (what the framework really uses) as plain JSON values, for the report.
+        Returns the resolved configuration (as the framework really uses it) as plain JSON values, for the report.
         """
         ...
 
     def train_step(self, batch: Batch, on_gradients: Callable[[str], None]) -> StepMetrics:
-        """Run one optimizer step of every trained model.
+        """Runs one optimizer step of every trained model.
 
-        Call ``on_gradients(model)`` on all ranks, exactly once for each trained model, when the model's gradients of
-        this step are complete and reduced, but not yet clipped or consumed. The suite then walks
+        It has to call ``on_gradients(model)`` on all ranks, exactly once for each trained model, when the model's
+        gradients of this step are complete and reduced, but not yet clipped or consumed. The suite then walks
         ``named_tensors("gradient", model)`` and ``local_shards("gradient", model)``.
         """
         ...
 
     def named_tensors(self, kind: TensorKind, model: str) -> NamedTensors:
-        """Yield (name, tensor): the current (master) weights, or the unclipped gradients of the step's loss. A name
-        that comes twice is an error.
+        """Yields (name, tensor): the current (master) weights, or the unclipped gradients of the step's loss. A
+        repeated name is an error.
 
-        If the adapter sets ``shows_training_state``, the suite also asks for the kinds of training state
-        (conformance.spec.observables.STATE_KINDS) before and after a handover. ``exp_avg``, ``exp_avg_sq`` and
+        If the adapter sets ``shows_training_state``, the suite also requests the kinds of training state
+        (conformance.spec.observables.STATE_KINDS) before and after a resume. ``exp_avg``, ``exp_avg_sq`` and
         ``momentum_buffer`` are the optimizer's moments by parameter, under torch's names. ``step`` is the number of
         updates that the optimizer has counted for each parameter, as a 0-dimensional tensor. ``progress`` holds other
         numbers of the training under names that the adapter chooses, such as ``schedule`` or ``loss_scale``. A kind
@@ -226,20 +219,20 @@ class Backend(Protocol):
         ...
 
     def local_shards(self, kind: TensorKind, model: str) -> Iterator[Shard]:
-        """Yield this rank's pieces of the tensors, for the check that replicas are equal. The suite walks them several
-        times; a name and region that come twice in one walk are an error.
+        """Yields this rank's pieces of the tensors, for the check that replicas are equal. The suite walks them several
+        times; a repeated pair of name and region in one walk is an error.
 
-        With an empty iterator the check is not made, and a cell of several ranks can only be partly observed.
+        Without pieces the check is skipped, and a cell of several ranks can only be partly observed.
         """
         ...
 
     def save(self, path: Path) -> None:
-        """Write the training state of all models (weights, optimizer, schedule, loss scale) and the random generators
-        of every rank into the empty folder ``path``. The weights of frozen models may be left out."""
+        """Writes the training state of all models (weights, optimizer, schedule, loss scale) and the random generators
+        of every rank into the empty folder ``path``. The weights of frozen models may be omitted."""
         ...
 
     def load(self, path: Path) -> None:
-        """Restore what ``save`` wrote, into a backend that was just set up in another process.
+        """Restores what ``save`` wrote, into a backend that was just set up in another process.
 
         The layout may differ from the one that saved; random generators are then not restored. A backend that cannot
         load the checkpoint of every layout in every other layout has a class method
@@ -247,37 +240,38 @@ class Backend(Protocol):
         ...
 
     def export_state(self, path: Path) -> None:
-        """Write the training state of each trained model into the folder ``path/MODEL``, in the format that every
+        """Writes the training state of each trained model into the folder ``path/MODEL``, in the format that every
         backend reads (docs/explanations/checkpoints.md). ``path`` exists and is empty. An adapter without
         ``export_state`` or ``import_state`` does not run programs with ``save = "state"``."""
         ...
 
     def import_state(self, path: Path) -> None:
-        """Restore the training state that ``export_state`` of any backend wrote in any layout."""
+        """Restores the training state that ``export_state`` of any backend wrote in any layout."""
         ...
 
     def export(self, path: Path, model: str) -> None:
-        """Write a model into the new folder ``path`` as Hugging Face would: config.json and safetensors files, in the
+        """Writes a model into the new folder ``path`` as Hugging Face would: config.json and safetensors files, in the
         dtype of the master weights. ``setup`` of every backend can read this folder."""
         ...
 
     def export_merged(self, path: Path, model: str) -> None:
-        """Write a model with an adapter into the new folder ``path`` as ``export`` writes one without: the adapter is
-        added to the weights, and no longer there by itself. An adapter of the suite without this method trains no
-        adapters: it does not run scenarios with ``lora``, for which ``weights["policy"]`` has a folder ``adapter``, and
-        it says of its own what it ``supports``. With ``lora``, ``export`` writes this folder as well."""
+        """Writes a model with a LoRA adapter into the new folder ``path``, with the adapter merged into the weights.
+
+        A backend without this method does not run scenarios with ``lora``. In those, ``weights["policy"]`` has a folder
+        ``adapter``, and ``export`` also writes this folder.
+        """
         ...
 
     def teardown(self) -> None:
-        """Release everything that ``setup`` created or changed: process groups, hooks, patched globals."""
+        """Releases everything that ``setup`` created or changed: process groups, hooks, patched globals."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class BackendEntry:
-    """An adapter by its import path, not imported yet.
+    """Names an adapter by its import path, without importing it.
 
-    target: ``module:Class``. python: the executable of the environment that it and its ranks live in; empty: this one.
+    target: ``module:Class``. python: the executable of the adapter's and its ranks' environment; empty: this one.
     """
 
     name: str
@@ -285,9 +279,9 @@ class BackendEntry:
     python: str = ""
 
     def load(self) -> type[Backend]:
-        """Import the adapter.
+        """Imports the adapter.
 
-        Raises UsageError if the target does not exist or is no backend, MissingExtra if a package that the backend
+        Raises UsageError if the target does not exist or is not a backend, MissingExtra if a package that the backend
         declares is not installed, and BrokenBackend for every other error of the import.
         """
         module_name, _, attribute = self.target.partition(":")
@@ -305,8 +299,8 @@ class BackendEntry:
         adapter: type[Backend] = getattr(module, attribute)
         if lacking := [name for name in ("describe", "supports") if not callable(getattr(adapter, name, None))]:
             raise UsageError(
-                f"backend {self.name!r}: {self.target} is no backend, it has no {' and no '.join(lacking)}; "
-                f"docs/guides/adding-a-backend.md says what a backend is"
+                f"backend {self.name!r}: {self.target} is not a backend, it has no {' and no '.join(lacking)}; "
+                f"docs/guides/adding-a-backend.md explains what a backend needs"
             )
         return adapter
 
@@ -325,12 +319,13 @@ class BackendEntry:
 
 
 class MissingExtra(Exception):
-    """A package that the backend declares is not installed. Its cells are ``unsupported``; the message says what to
-    install."""
+    """Reports that a declared package of the backend is not installed. Its cells are ``unsupported``; the message says
+    what to install."""
 
 
 class BrokenBackend(Exception):
-    """The adapter cannot be imported although all declared packages are installed. Its cells are ``infrastructure``."""
+    """Reports that the adapter cannot be imported although all declared packages are installed. Its cells are
+    ``infrastructure``."""
 
     def __init__(self, entry: BackendEntry, error: BaseException) -> None:
         frames = traceback.extract_tb(error.__traceback__)
@@ -341,23 +336,22 @@ class BrokenBackend(Exception):
 
 
 def _registration(entry: BackendEntry) -> EntryPoint | None:
-    """The entry point with the same name and target as ``entry``; None if there is none."""
+    """Returns the entry point with the same name and target as ``entry``; None if there is none."""
     known = entry_points(group=ENTRY_POINT_GROUP)
     return next((one for one in known if (one.name, one.value) == (entry.name, entry.target)), None)
 
 
 def registered_backends() -> dict[str, BackendEntry]:
-    """All adapters of the entry-point group ``parity.backends``, by name. Nothing is imported."""
+    """Returns all adapters of the entry-point group ``parity.backends``, by name. Nothing is imported."""
     found = {e.name: BackendEntry(name=e.name, target=e.value) for e in entry_points(group=ENTRY_POINT_GROUP)}
     return dict(sorted(found.items()))
 
 
 def find_backend(name: str) -> BackendEntry:
-    """Look up an adapter by its registered name, or by ``module:Class`` if it is not registered.
+    """Finds an adapter by its registered name, or by ``module:Class`` if it is not registered.
 
-    The latter is imported, because it is called what its ``describe`` says, as it will be when it is registered.
-
-    Raises UsageError, which lists the registered names, for any other name.
+    An unregistered adapter is imported, because its ``describe`` gives its name. Raises UsageError, which lists the
+    registered names, for any other name.
     """
     if ":" in name:
         return BackendEntry(name=_declared_name(name), target=name)
@@ -371,7 +365,8 @@ def find_backend(name: str) -> BackendEntry:
 
 
 def _declared_name(target: str) -> str:
-    """The name that the adapter ``module:Class`` gives itself; of one that cannot be imported, that of its class."""
+    """Returns the name that the adapter ``module:Class`` gives itself, or the name of its class if it cannot be
+    imported."""
     entry = BackendEntry(name=target.rpartition(":")[2].lower(), target=target)
     try:
         name = entry.load().describe().name
@@ -379,6 +374,6 @@ def _declared_name(target: str) -> str:
         return entry.name
     if not re.fullmatch(r"[\w.-]+", name):
         raise UsageError(
-            f"{target} calls itself {name!r}; a name is letters, digits, dots and dashes: it is in cell ids"
+            f"{target} calls itself {name!r}; a name has letters, digits, dots and dashes, because it is in cell ids"
         )
     return name

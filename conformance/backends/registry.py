@@ -1,12 +1,12 @@
-"""Asking: what the controller has to know of an adapter, from its class, in this Python environment or in another one.
+"""Queries a backend adapter (supported cells, packages) in-process or in a subprocess with another Python environment.
 
-A framework may pin packages that oracle and judge cannot live with. So an adapter, and the ranks that run it, may be of
-another environment (`--python BACKEND=EXECUTABLE`): there,
+A framework may pin packages that conflict with those of oracle and judge. So an adapter and its ranks may use another
+environment (`--python BACKEND=EXECUTABLE`). There,
 
     python -P -m conformance.backends.registry BACKEND
 
-answers questions line by line, as JSON. The environment needs what conformance.worker.phase imports: this version of
-backend-parity (``pip install --no-deps``), torch, numpy, pydantic and safetensors, and what the adapter imports.
+answers queries line by line, as JSON. The environment needs the imports of conformance.worker.phase (this version of
+backend-parity with ``pip install --no-deps``, torch, numpy, pydantic and safetensors) and those of the adapter.
 """
 
 import json
@@ -43,23 +43,23 @@ from conformance.spec.known_defects import ExpectedDifference, Known
 from conformance.spec.layout import Layout
 from conformance.spec.scenario import Scenario, parse_scenario, scenario_to_json
 
-LIMIT_S = 300.0  # for an answer; the first one waits for the imports of the adapter
+LIMIT_S = 300.0  # seconds for an answer; the first one waits for the imports of the adapter
 OPTIONAL = ("export_merged", "export_state", "host_bytes", "import_state", "supports_checkpoint", "traced")
-_PRELOAD = ("torch._dynamo",)  # torch.optim does: a second in every rank
+_PRELOAD = ("torch._dynamo",)  # torch.optim imports it, which takes a second in every rank
 _NEEDS = "needs backend-parity {} (pip install --no-deps), torch, numpy, pydantic and safetensors"
 
 
 class AskFailed(Exception):
-    """The adapter raised when it was asked, or its process has ended; the message says where."""
+    """Reports that the adapter raised when it was queried, or that its process ended; the message says where."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Traits:
-    """What an adapter says about itself, whatever the cell.
+    """Holds the properties of an adapter that do not depend on the cell.
 
-    packages: versions of the distributions that it names. seams: the names of its seams. methods: those of OPTIONAL
-    that it has. preload: modules to import before ranks are forked, its own among them; preload_apart: those instead,
-    by layout option. For the others, see conformance.backends.protocol.
+    packages: versions of the distributions that it names. seams: the names of its patch points. methods: those of
+    OPTIONAL that it has. preload: modules to import before ranks are forked, including its own module. preload_apart:
+    the modules to import instead, by layout option. For the others, see conformance.backends.protocol.
     """
 
     default_zero: int | None
@@ -69,16 +69,17 @@ class Traits:
     methods: tuple[str, ...]
     preload: tuple[str, ...]
     fresh_ranks: bool
-    preload_apart: dict[str, tuple[str, ...]] = field(default_factory=dict)  # an older suite has none
+    preload_apart: dict[str, tuple[str, ...]] = field(default_factory=dict)  # missing in answers of an older suite
 
     def preload_for(self, layout: Layout) -> tuple[str, ...]:
-        """The modules to import before the ranks of a cell in this layout are forked."""
-        apart = (modules for option, modules in self.preload_apart.items() if option in layout.options)
-        return next(apart, self.preload)
+        """Returns the modules to import before the ranks of a cell in this layout are forked."""
+        instead = (modules for option, modules in self.preload_apart.items() if option in layout.options)
+        return next(instead, self.preload)
 
 
 class Adapter(Protocol):
-    """An adapter that can be asked. The methods raise UsageError, and AskFailed if the adapter raises anything else."""
+    """Answers queries about an adapter. The methods raise UsageError, and AskFailed if the adapter raises anything
+    else."""
 
     @property
     def traits(self) -> Traits: ...
@@ -88,23 +89,23 @@ class Adapter(Protocol):
     def supports_checkpoint(self, scenario: Scenario, before: Layout, after: Layout) -> Support: ...
 
     def known(self, scenario: Scenario, layout: Layout) -> tuple[Known, ...]:
-        """The expected differences of a cell of one leg."""
+        """Returns the expected differences of a cell of one phase."""
         ...
 
     def host_bytes(self, scenario: Scenario, layout: Layout) -> int:
-        """Bytes of the host's memory that a rank on a GPU holds for its models; 0 if the adapter does not say."""
+        """Returns the bytes of the host's memory that a rank on a GPU needs for its models; 0 if unknown."""
         ...
 
 
 class Here:
-    """An adapter of this environment."""
+    """Queries an adapter in this process."""
 
     def __init__(self, adapter: type[Backend]) -> None:
         self._adapter: Any = adapter
 
     @property
     def traits(self) -> Traits:
-        """What the adapter says; an objective may be added to its own at any time, when a scenario names one."""
+        """Returns the traits. Objectives are read anew, because a scenario may add one at any time."""
         return replace(self._traits, objectives=self._objectives)
 
     @property
@@ -115,11 +116,11 @@ class Here:
     def _traits(self) -> Traits:
         adapter = self._adapter
         info = adapter.describe()
-        # One that inherits ``preload`` gets the same modules as the class that defines it, so that the worlds of both
-        # are forked from one process.
-        says = next((one for one in adapter.__mro__ if "preload" in vars(one)), adapter)
-        always = (says.__module__, "conformance.worker.phase")
-        apart: dict[str, tuple[str, ...]] = getattr(adapter, "preload_apart", {})
+        # An adapter that inherits ``preload`` gets the same modules as the class that defines it, so that the worker
+        # groups of both are forked from one process.
+        defining = next((one for one in adapter.__mro__ if "preload" in vars(one)), adapter)
+        always = (defining.__module__, "conformance.worker.phase")
+        by_option: dict[str, tuple[str, ...]] = getattr(adapter, "preload_apart", {})
         return Traits(
             default_zero=info.default_zero,
             packages={package: package_version(package) for package in info.packages},
@@ -127,7 +128,7 @@ class Here:
             seams=tuple(getattr(adapter, "seams", ())),
             methods=tuple(name for name in OPTIONAL if callable(getattr(adapter, name, None))),
             preload=(*always, *getattr(adapter, "preload", _PRELOAD)),
-            preload_apart={option: (*always, *modules) for option, modules in apart.items()},
+            preload_apart={option: (*always, *modules) for option, modules in by_option.items()},
             fresh_ranks=bool(getattr(adapter, "fresh_ranks", False)),
         )
 
@@ -151,13 +152,13 @@ class Here:
             return 0
         answer = self._called("host_bytes", scenario, layout)
         if not isinstance(answer, int) or answer < 0:
-            raise AskFailed(f"host_bytes() gave {answer!r}; it has to give a whole number of bytes")
+            raise AskFailed(f"host_bytes() returned {answer!r}; it has to return a whole number of bytes")
         return answer
 
     def _answer(self, method: str, *arguments: Any) -> Support:
         answer: Support = self._called(method, *arguments)
         if not isinstance(answer, Supported) and not (isinstance(answer, Unsupported) and answer.reason):
-            raise AskFailed(f"{method}() gave {answer!r}; it has to give Supported, or Unsupported with a reason")
+            raise AskFailed(f"{method}() returned {answer!r}; it has to return Supported, or Unsupported with a reason")
         return answer
 
     def _called(self, method: str, *arguments: Any) -> Any:
@@ -171,10 +172,13 @@ class Here:
 
 
 class There:
-    """An adapter of another environment: ``name`` is registered there, or is module:Class. Its process ends with this
-    one. Raises UsageError if the environment cannot be used, or the adapter not be imported there."""
+    """Queries an adapter in a subprocess with another environment. The subprocess ends with this process."""
 
     def __init__(self, name: str, python: str) -> None:
+        """name: the adapter's name as registered in that environment, or module:Class.
+
+        Raises UsageError if the environment cannot be used, or if the adapter cannot be imported there.
+        """
         self._what = f"--python {name}={python}"
         environment = {key: value for key, value in os.environ.items() if key != "PYTHONHOME"}
         command = [python, "-P", "-m", __name__, name]
@@ -189,11 +193,11 @@ class There:
             )
         except OSError as error:
             raise UsageError(f"{self._what}: {error.strerror}; give the executable of an environment") from None
-        hello, asked = self._receive(), _NEEDS.format(conformance.__version__)
+        hello, needs = self._receive(), _NEEDS.format(conformance.__version__)
         if "suite" not in hello:
-            raise UsageError(f"{self._what}: it does not answer; the environment {asked}")
+            raise UsageError(f"{self._what}: it does not answer; the environment {needs}")
         if hello["suite"] != conformance.__version__:
-            raise UsageError(f"{self._what}: backend-parity {hello['suite']} is there; the environment {asked}")
+            raise UsageError(f"{self._what}: the environment has backend-parity {hello['suite']}; it {needs}")
         if "message" in hello:
             raise UsageError(f"{self._what}: {hello['message']}")
         self.entry = BackendEntry(name=hello["name"], target=hello["target"], python=python)
@@ -201,7 +205,7 @@ class There:
             self.traits: Traits = TypeAdapter(Traits).validate_python(hello["traits"])
         except ValidationError as error:
             raise UsageError(
-                f"{self._what}: another suite is there ({one_line(error)}); the environment {asked}"
+                f"{self._what}: the environment has another suite ({one_line(error)}); it {needs}"
             ) from None
         self.version: str = hello["python"]
 
@@ -215,14 +219,14 @@ class There:
         try:
             return _KNOWN.validate_python(self._ask("known", scenario, layout).get("known"))
         except ValidationError as error:
-            raise AskFailed(f"{self._what}: its expected differences are none: {one_line(error)}") from None
+            raise AskFailed(f"{self._what}: its expected differences are invalid: {one_line(error)}") from None
 
     def host_bytes(self, scenario: Scenario, layout: Layout) -> int:
         if "host_bytes" not in self.traits.methods:
             return 0
         answer = self._ask("host_bytes", scenario, layout).get("bytes")
         if not isinstance(answer, int):
-            raise AskFailed(f"{self._what}: host_bytes() gave {answer!r}")
+            raise AskFailed(f"{self._what}: host_bytes() returned {answer!r}")
         return answer
 
     def _answer(self, method: str, scenario: Scenario, *layouts: Layout) -> Support:
@@ -232,13 +236,13 @@ class There:
                 return Supported()
             case False, str(reason) if reason:
                 return Unsupported(reason)
-        raise AskFailed(f"{self._what}: {method}() gave {answer!r}")
+        raise AskFailed(f"{self._what}: {method}() returned {answer!r}")
 
     def _ask(self, method: str, scenario: Scenario, *layouts: Layout) -> dict[str, Any]:
         assert self._process.stdin
-        asked = {"method": method, "scenario": scenario_to_json(scenario), "layouts": [str(one) for one in layouts]}
+        query = {"method": method, "scenario": scenario_to_json(scenario), "layouts": [str(one) for one in layouts]}
         try:
-            print(json.dumps(asked), file=self._process.stdin, flush=True)
+            print(json.dumps(query), file=self._process.stdin, flush=True)
         except BrokenPipeError:
             raise AskFailed(f"{self._what}: its process has ended") from None
         answer = self._receive()
@@ -260,11 +264,11 @@ class There:
 
 
 _KNOWN = TypeAdapter(tuple[Known, ...])
-_there: dict[tuple[str, str], There] = {}  # by the name or target that was asked for, and the executable
+_there: dict[tuple[str, str], There] = {}  # by the requested name or target, and the executable
 
 
 def find_backend(name: str, python: str = "") -> BackendEntry:
-    """Look up an adapter by its name or by module:Class, in the environment of ``python`` if one is given.
+    """Finds an adapter by its name or by module:Class, in the environment of ``python`` if it is given.
 
     Raises UsageError if there is none, or if the environment cannot be used.
     """
@@ -277,13 +281,15 @@ def find_backend(name: str, python: str = "") -> BackendEntry:
 
 
 def adapter_of(entry: BackendEntry) -> Adapter:
-    """The adapter of an entry that was found. Raises what BackendEntry.load raises."""
+    """Returns the adapter of an entry that was found. Raises what BackendEntry.load raises."""
     return _there[entry.target, entry.python] if entry.python else Here(entry.load())
 
 
 def versions_of(entries: Sequence[BackendEntry]) -> dict[str, str]:
-    """The versions of what the adapters name, by package; of another environment, by ``package (backend)``. Without
-    those of adapters that cannot be imported."""
+    """Returns the versions of the adapters' packages, by package, or ``package (backend)`` for another environment.
+
+    Adapters that cannot be imported are left out.
+    """
     found: dict[str, str] = {}
     for entry in entries:
         try:
@@ -298,11 +304,11 @@ def versions_of(entries: Sequence[BackendEntry]) -> dict[str, str]:
 
 
 def main() -> None:
-    """Answer the questions on standard input about the adapter that the first argument names."""
+    """Answers queries on standard input about the adapter that the first argument names."""
     own_packages.prefer()
     signal_at_death_of(os.getppid(), signal.SIGTERM)
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what a framework prints is no answer
+    os.dup2(2, 1)  # output of frameworks must not mix with the answers
 
     def say(answer: dict[str, Any]) -> None:
         print(json.dumps(answer), file=answers, flush=True)
@@ -313,26 +319,26 @@ def main() -> None:
         adapter = Here(entry.load())
         traits = TypeAdapter(Traits).dump_python(adapter.traits, mode="json")
     except Exception as error:
-        return say(suite | _told(error))
+        return say(suite | _error_message(error))
     say(suite | {"name": entry.name, "target": entry.target, "traits": traits})
     for line in sys.stdin:
         try:
             say(_reply(adapter, json.loads(line)))
         except Exception as error:
-            say(_told(error))
+            say(_error_message(error))
 
 
-def _reply(adapter: Here, asked: dict[str, Any]) -> dict[str, Any]:
-    scenario, layouts = parse_scenario(asked["scenario"]), [Layout.parse(one) for one in asked["layouts"]]
-    if asked["method"] == "known":
+def _reply(adapter: Here, query: dict[str, Any]) -> dict[str, Any]:
+    scenario, layouts = parse_scenario(query["scenario"]), [Layout.parse(one) for one in query["layouts"]]
+    if query["method"] == "known":
         return {"known": _KNOWN.dump_python(adapter.known(scenario, *layouts), mode="json")}
-    if asked["method"] == "host_bytes":
+    if query["method"] == "host_bytes":
         return {"bytes": adapter.host_bytes(scenario, *layouts)}
-    answer: Support = getattr(adapter, asked["method"])(scenario, *layouts)
+    answer: Support = getattr(adapter, query["method"])(scenario, *layouts)
     return {"supported": isinstance(answer, Supported), "reason": getattr(answer, "reason", "")}
 
 
-def _told(error: Exception) -> dict[str, str]:
+def _error_message(error: Exception) -> dict[str, str]:
     known = isinstance(error, UsageError | MissingExtra | BrokenBackend | AskFailed)
     message = str(error) if known else f"{type(error).__name__}: {one_line(error)}"
     return {"kind": "usage" if isinstance(error, UsageError) else "failed", "message": message}

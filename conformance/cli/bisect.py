@@ -26,13 +26,13 @@ def run(options: argparse.Namespace) -> int:
     check_device(ranks)
     cells = select_cells(selection)
     if len(cells) != 1:
-        raise UsageError(f"{options.cell} is {len(cells)} cells; give the id of one, as parity list shows it")
+        raise UsageError(f"{options.cell} matches {len(cells)} cells; give the id of one, as parity list shows it")
     state = _bisect(cells[0], ranks=ranks, as_json=options.json)
     return EXIT[{"infrastructure": "incomplete", "differs": "differs"}.get(state, "conforms")]
 
 
 def _bisect(cell: Cell, *, ranks: Ranks, as_json: bool) -> str:
-    """Print where the cell is wrong first; returns the cell's state.
+    """Prints the first wrong module of the cell; returns the cell's state.
 
     Raises UsageError for a cell that cannot be bisected.
     """
@@ -54,8 +54,8 @@ def _bisect(cell: Cell, *, ranks: Ranks, as_json: bool) -> str:
     if as_json:
         where = found.models[0].where if found and found.models else None
         values = {"cell": str(cell), "state": verdict.state, "reason": verdict.reason, "where": where}
-        told_of_it = {"bisection": asdict(found), "told": describe(found).lines} if found else {"bisection": None}
-        print(dumps(values | told_of_it))
+        bisection = {"bisection": asdict(found), "told": describe(found).lines} if found else {"bisection": None}
+        print(dumps(values | bisection))
     elif found is None:
         print(f"{cell}: {verdict.reason or 'agrees with the oracle, so there is nothing to bisect'}")
     else:

@@ -30,7 +30,7 @@ _JSON = "machine-readable output"
 
 @dataclass(frozen=True, kw_only=True)
 class Declared:
-    """A command of the suite itself."""
+    """Declares a command of the suite itself."""
 
     name: str
     help: str
@@ -42,19 +42,19 @@ class Declared:
 
 
 def find_command(name: str) -> Declared | Command:
-    """A command of the suite, or of an installed package."""
+    """Finds a command of the suite, or of an installed package."""
     return COMMANDS[name] if name in COMMANDS else load_command(name)
 
 
 def command_names() -> list[str]:
-    """The names of all commands. No command of another package is imported."""
+    """Returns the names of all commands, without importing commands of other packages."""
     return [*COMMANDS, *(name for name in announced_commands() if name not in COMMANDS)]
 
 
 def add_options(
     parser: argparse.ArgumentParser, *kinds: type[Options], without: Sequence[str] = ()
 ) -> dict[str, argparse._ArgumentGroup]:
-    """Add the options of ``kinds`` to the parser, in groups; returns the groups by their headings."""
+    """Adds the options of ``kinds`` to the parser, in groups; returns the groups by their headings."""
     options = [option for kind in kinds for option in kind.options() if option.field not in without]
     used = {option.group for option in options}
     groups = {heading: parser.add_argument_group(heading) for heading in GROUPS if heading in used}
@@ -124,12 +124,12 @@ def _doctor(parser: argparse.ArgumentParser) -> None:
 
 
 def _history(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", type=Path, metavar="DIR", help="folder of history.sqlite, which is made if missing")
+    parser.add_argument("folder", type=Path, metavar="DIR", help="folder of history.sqlite; created if missing")
     parser.add_argument("--add", type=Path, action="append", default=[], metavar="OUT", help="may be repeated")
     parser.add_argument(
         "--keep", type=int, metavar="N", help="remove runs older than the last N; the last green one is kept"
     )
-    parser.add_argument("--last", type=int, metavar="N", help="how many runs to show (default: two weeks of nights)")
+    parser.add_argument("--last", type=int, metavar="N", help="how many runs to show (default: 14)")
     parser.add_argument("--json", action="store_true", help=_JSON)
 
 
@@ -144,7 +144,7 @@ COMMANDS: Mapping[str, Declared] = {
         ("report", "write report.html, report.md and junit.xml of an earlier run", _folder),
         ("compare", "print the backends of a run side by side, or two runs, as Markdown", _compare),
         ("bisect", "name the first wrong module of a cell, forward and backward", _bisect),
-        ("doctor", "check this machine and what is installed", _doctor),
+        ("doctor", "check this machine and the installed packages", _doctor),
         ("history", "keep summaries of runs in a folder, and show the trend of each backend", _history),
     )
 }

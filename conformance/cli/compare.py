@@ -1,4 +1,4 @@
-"""Prints the backends of a run side by side, or two runs, as Markdown (`parity compare`). Without torch."""
+"""Prints the backends of a run side by side, or two runs, as Markdown (`parity compare`). Does not import torch."""
 
 import argparse
 
@@ -18,7 +18,7 @@ def run(options: argparse.Namespace) -> int:
         raise UsageError(f"no comparison: {error}; run: pip install 'backend-parity[report]'") from None
     if runs:
         print(dumps(runs.to_json()) if options.json else text)
-        return EXIT["conforms" if runs.are_alike else "differs"]
+        return EXIT["conforms" if runs.is_unchanged else "differs"]
     values = read_output_json(options.out / SIDE_BY_SIDE)
     print(dumps(values) if options.json else text)
     states = {group["state"] for group in values["groups"]}

@@ -1,6 +1,6 @@
-"""Prints the script that makes a shell complete `parity`; shtab makes it from the parser of the command line.
+"""Generates the script for completion of `parity` in a shell, with shtab.
 
-Names of profiles, backends and faults are those that are known when the script is printed.
+The script contains the names of profiles, backends and faults that are known when it is printed.
 """
 
 import argparse
@@ -17,7 +17,7 @@ _FOLDERS = dict.fromkeys(("out", "model", "resume"), shtab.DIRECTORY)
 
 
 def script(parser: argparse.ArgumentParser, shell: str) -> str:
-    """The script for ``bash`` or ``zsh``."""
+    """Returns the script for ``bash`` or ``zsh``."""
     names = {"profile": profile_names(), "backend": registered_backends(), "faults": catalogue()}
     for action in _options(parser):
         if action.dest in names:
@@ -30,7 +30,7 @@ def script(parser: argparse.ArgumentParser, shell: str) -> str:
 
 
 def _options(parser: argparse.ArgumentParser) -> Iterable[argparse.Action]:
-    """The options of the parser and of its commands."""
+    """Yields the options of the parser and of its commands."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for command in action.choices.values():

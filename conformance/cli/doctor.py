@@ -1,4 +1,4 @@
-"""Checks whether this machine can run the suite, and what is missing for optional parts (`parity doctor`)."""
+"""Checks whether this machine can run the suite and its optional parts (`parity doctor`)."""
 
 import argparse
 import json
@@ -22,7 +22,7 @@ TESTED = {"torch": ("2.11", "2.13"), "transformers": ("5.17", "5.23")}
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """The result of one check. ``problem``: the suite cannot run. ``note``: worth knowing, but not a problem."""
+    """Holds the result of one check. ``problem``: the suite cannot run. ``note``: information without a problem."""
 
     name: str
     state: Literal["ok", "note", "problem"]
@@ -40,14 +40,14 @@ def run(options: argparse.Namespace) -> int:
 
 
 def examine() -> list[Check]:
-    """Run all checks; returns them in the order in which they are printed."""
+    """Runs all checks; returns them in the order in which they are printed."""
     return [_system(), _memory(), _gloo(), *(_package(name) for name in TESTED), _gpus(), *_backends(), _disk()]
 
 
 def _system() -> Check:
     if not sys.platform.startswith("linux"):
         return Check(
-            name="system", state="problem", message=f"worlds need Linux, this is {sys.platform}; use a container"
+            name="system", state="problem", message=f"workers need Linux, this is {sys.platform}; use a container"
         )
     return Check(name="system", state="ok", message=f"Linux, Python {sys.version.split()[0]}, {os.cpu_count()} CPUs")
 
@@ -99,5 +99,5 @@ def _disk() -> Check:
     room = room_of(Path())
     free = room.disk / 2**30
     cache = "" if room.cache is None else f", {room.cache / 2**30:.0f} GiB for the oracle's cache ({cache_folder()})"
-    message = f"{free:.0f} GiB free here{cache}; parity plan says what cells of a model need"
+    message = f"{free:.0f} GiB free here{cache}; parity plan estimates the disk that cells need"
     return Check(name="disk", state="ok" if free >= 2 else "note", message=message)

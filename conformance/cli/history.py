@@ -1,4 +1,4 @@
-"""Keeps small summaries of runs in a folder, and shows how each backend fared from run to run (`parity history`)."""
+"""Keeps small summaries of runs in a folder, and shows the trend of each backend (`parity history`)."""
 
 import argparse
 import json
@@ -6,7 +6,7 @@ from itertools import pairwise
 from typing import Any
 
 from conformance.core.errors import UsageError
-from conformance.results.baseline import by_backend, fared, lent_of
+from conformance.results.baseline import by_backend, counts_text, lent_of
 from conformance.results.changes import version_changes
 from conformance.results.history import RUNS, Summary, open_history, summarise
 
@@ -30,15 +30,15 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _lines(selection: str, runs: list[Summary]) -> list[str]:
-    """A table of the runs of one selection: a row per run, a column per backend, and which versions changed."""
+    """Formats the runs of one selection as a table: a row per run, a column per backend, and the changed versions."""
     backends = list(dict.fromkeys(backend for run in runs for backend in by_backend(run.cells)))
     head = ["started (UTC)", "verdict", *backends, "changed versions"]
     rows = [head]
     for before, run in pairwise([None, *runs]):
         assert run
-        told = by_backend(run.cells)
+        counts = by_backend(run.cells)
         lent = lent_of(run.cells)
-        columns = [fared(told.get(backend, {})) + _by_others(lent.get(backend, 0)) for backend in backends]
+        columns = [counts_text(counts.get(backend, {})) + _by_others(lent.get(backend, 0)) for backend in backends]
         changed = version_changes(before.versions, run.versions) if before else ()
         when, verdict = f"{run.started:%Y-%m-%d %H:%M}", run.verdict.replace("_", " ")
         rows.append([when, verdict, *columns, "; ".join(map(str, changed))])

@@ -16,7 +16,7 @@ from conformance.results.verdict import STATES, State
 from conformance.runner.session import Session
 from conformance.runner.session_config import SessionConfig
 
-NOT_HERE: dict[State, str] = {"not_run": "not here"}  # of a cell that another machine could run
+NOT_HERE: dict[State, str] = {"not_run": "not here"}  # shown for a cell that another machine could run
 
 
 def run(options: argparse.Namespace) -> int:

@@ -2,8 +2,8 @@
 
 Exit codes: 0 if all cells agree with the oracle (they conform, are partly observed, or differ as expected), 1 if a cell
 differs, 2 for wrong usage, 3 if the run is incomplete (an infrastructure failure, no cell could be judged, fewer cells
-were judged than demanded, or the output folder cannot be written to). A run that a signal stops ends with 128 + its
-number: 130 after Ctrl-C, 143 after SIGTERM.
+were judged than required, or the output folder is not writable). A run that a signal stops ends with 128 + its number:
+130 after Ctrl-C, 143 after SIGTERM.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from conformance.core.process import stop_code
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code. A UsageError is printed as one message to standard error."""
+    """Runs one command and returns its exit code. A UsageError is printed as one message to standard error."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     with own_packages.preferred():
         options = _parser(arguments).parse_args(arguments)
@@ -46,7 +46,7 @@ def _run(options: argparse.Namespace) -> int:
     except KeyboardInterrupt as stopped:
         print("parity: interrupted", file=sys.stderr)
         return stop_code(stopped)
-    except BrokenPipeError:  # the reader, such as head, has seen enough
+    except BrokenPipeError:  # the reader, such as head, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT["conforms"]
     except Exception:  # a defect of the suite or of a backend, not a difference: it must not exit with 1
@@ -56,7 +56,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _parser(arguments: Sequence[str] | None = None) -> argparse.ArgumentParser:
-    """The parser of all commands; for given arguments, only what their first word needs is imported and declared."""
+    """Returns the parser of all commands; with arguments, imports and declares only the command they start with."""
     parser = Parser(prog="parity", description=__doc__)
     parser.add_argument("--version", action="version", version=f"backend-parity {conformance.__version__}")
     parser.add_argument(
@@ -81,7 +81,7 @@ def _parser(arguments: Sequence[str] | None = None) -> argparse.ArgumentParser:
 
 
 class _PrintCompletion(argparse.Action):
-    """The option ``--print-completion SHELL``, which prints the script and ends."""
+    """Implements ``--print-completion SHELL``: prints the script and exits."""
 
     def __call__(self, parser: argparse.ArgumentParser, *values: object) -> None:
         from conformance.cli.completion import script

@@ -1,4 +1,4 @@
-"""Puts the output folders of several shards or jobs of a run together (`parity merge`)."""
+"""Merges the output folders of several shards or jobs of a run (`parity merge`)."""
 
 import argparse
 import shlex

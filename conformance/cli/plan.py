@@ -26,7 +26,7 @@ _NOT_HERE = (
     "none is visible here: whether there are enough for each cell, and whether their machine has this memory and disk, "
     "is not known; times are those of this machine's processors"
 )
-_SIDE, _TIMES = 384, 5  # of the matrices that are multiplied to measure a processor
+_SIDE, _TIMES = 384, 5  # size and number of the matrix products that measure a processor
 
 
 def run(options: argparse.Namespace) -> int:
@@ -40,9 +40,9 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _plan(cells: Sequence[Cell], out: Path, *, ranks: Ranks) -> tuple[list[str], bool]:
-    """The lines to print, and whether the cells can fit. Where no GPU is visible, cells on GPUs are planned for another
-    machine, of which nothing is known: they are held against nothing.
+    """Returns the lines to print, and whether the cells can fit.
 
+    If no GPU is visible, cells on GPUs are planned for another machine with unknown memory and disk: they always fit.
     Raises UsageError for a model or a data set that cannot be used, and if no cell is supported.
     """
     elsewhere = ranks.device == "cuda" and not torch.cuda.device_count()
@@ -50,10 +50,10 @@ def _plan(cells: Sequence[Cell], out: Path, *, ranks: Ranks) -> tuple[list[str],
         config = SessionConfig(out=Path(folder), device=ranks.device, ranks_per_gpu=ranks.ranks_per_gpu)
         with Session(config) as session:
             refused = [(cell, session.refusal(cell)) for cell in cells]
-    # Of a cell that only lacks GPUs, a session says that it is not run.
+    # The verdict of a cell that only lacks GPUs is "not_run".
     supported = [cell for cell, why in refused if why is None or (elsewhere and why.state == "not_run")]
     if not supported:
-        raise UsageError(f"none of the {len(cells)} selected cells is supported; parity list says why")
+        raise UsageError(f"none of the {len(cells)} selected cells is supported; parity list shows the reasons")
     room = room_of(out)
     needs = needs_of(supported, room, device=ranks.device)
     rates, processors = _rates(), os.cpu_count() or 1
@@ -66,15 +66,15 @@ def _plan(cells: Sequence[Cell], out: Path, *, ranks: Ranks) -> tuple[list[str],
     lines += [
         "",
         f"cells   {len(supported)} of {len(cells)} are supported; about {_time(sum(seconds))} while nothing else runs",
-        f"memory  {needs.total.host / GB:.1f} GB at the worst moment{memory}",
+        f"memory  {needs.total.host / GB:.1f} GB at the peak{memory}",
         f"disk    {needs.total.disk / GB:.1f} GB of records and {needs.total.cache / GB:.1f} GB of oracles in the cache"
-        f"{cached}{disk}; of records that conform only lines remain",
+        f"{cached}{disk}; tensors of cells that conform are removed",
     ]
     if elsewhere:
         return [*lines, f"gpus    {_NOT_HERE}"], True
     lines += [
-        *(f"cannot fit: {said}; {advice(needs, room)}" for said in needs.impossible),
-        *(f"may not fit: {said}" for said in needs.doubtful),
+        *(f"cannot fit: {message}; {advice(needs, room)}" for message in needs.impossible),
+        *(f"may not fit: {message}" for message in needs.doubtful),
     ]
     return lines, not needs.impossible
 

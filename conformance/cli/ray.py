@@ -3,9 +3,9 @@
     python -m conformance.cli.ray --nodes 2 --slots 8 run --device cuda --profile full --out /shared/out
 
 A placement group (STRICT_SPREAD) reserves on each node as many GPUs, or processors, as the node offers slots. The
-controller runs where this command is started: on a machine of the cluster, or on one that can reach it. Each actor
-starts the host process of its node, and its messages are arguments and results of the actor's methods. ``pytest`` and
-its arguments may stand in the place of ``run``.
+controller runs on the machine that starts this command: in the cluster, or with access to it. Each actor starts the
+host process of its node, whose messages are arguments and results of the actor's methods. ``pytest`` and its arguments
+may replace ``run``.
 """
 
 import argparse
@@ -25,8 +25,8 @@ from conformance.runtime.multihost.controller import started_by_engine
 from conformance.runtime.multihost.host import start_host
 from conformance.runtime.preload_server import absolute_path
 
-_RESERVED_S = 300.0  # for the cluster to have the nodes free
-_END_S = 10.0  # for host processes to end by themselves
+_RESERVED_S = 300.0  # limit for the cluster to reserve the nodes
+_END_S = 10.0  # limit for host processes to end by themselves
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str]) -> int:
 
 @contextlib.contextmanager
 def _hosts(ray: Any, *, nodes: int, slots: int, gpus: int) -> Iterator[list[Wire]]:
-    """Start an actor on each of ``nodes`` nodes, in a placement group; gives a wire to each. Raises UsageError."""
+    """Starts an actor on each of ``nodes`` nodes, in a placement group; yields a wire to each. Raises UsageError."""
     from ray.util.placement_group import placement_group, remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -74,8 +74,8 @@ def _hosts(ray: Any, *, nodes: int, slots: int, gpus: int) -> Iterator[list[Wire
     except ray.exceptions.GetTimeoutError:
         remove_placement_group(group)
         raise UsageError(
-            f"the Ray cluster has no {nodes} nodes with {needs} free (waited {_RESERVED_S:g} s); ray status shows what "
-            f"there is, and --slots and --nodes say what is wanted"
+            f"the Ray cluster has no {nodes} nodes with {needs} free (waited {_RESERVED_S:g} s); see ray status, or "
+            f"request less with --slots and --nodes"
         ) from None
     # Two methods run at a time: one receives while another sends.
     kind = ray.remote(num_cpus=needs["CPU"], num_gpus=needs.get("GPU", 0), max_restarts=0, max_concurrency=2)(Node)
@@ -97,7 +97,7 @@ def _hosts(ray: Any, *, nodes: int, slots: int, gpus: int) -> Iterator[list[Wire
 
 
 class Node:
-    """An actor on a node of the cluster. The host process is its child, because a worker of Ray has threads."""
+    """Runs as an actor on a node of the cluster. The host process is its child, because a worker of Ray has threads."""
 
     def __init__(self, slots: int) -> None:
         import ray

@@ -1,4 +1,4 @@
-"""Writes the reports of a run from its output folder and prints its summary (`parity report`). Without torch."""
+"""Writes the reports of a run from its output folder and prints its summary (`parity report`), without torch."""
 
 import argparse
 from pathlib import Path
@@ -18,7 +18,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def finish(out: Path, *, as_json: bool) -> int:
-    """Write the reports, print the summary of the cells that can be trusted, and return the exit code."""
+    """Writes the reports, prints the summary of the cells as far as they can be trusted, and returns the exit code."""
     lines = write_reports(out)
     run, cells = read_cells(out)
     summary = {**read_output_json(out / SUMMARY), **summary_of(run, [cell_summary(cell.entry) for cell in cells])}

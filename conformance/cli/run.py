@@ -21,7 +21,7 @@ from conformance.judge.cross_backend import write_side_by_side
 from conformance.matrix.cell import Cell
 from conformance.matrix.options import Again, Demands, Kept, Portion, Ranks, Selection
 from conformance.matrix.plan import make_plan
-from conformance.results.output_folders import slim, sum_up
+from conformance.results.output_folders import rewrite_summary, slim
 from conformance.results.run_results import SUMMARY
 from conformance.runner.attempt import JudgedCell
 from conformance.runner.preflight import check_device, leased_gpus
@@ -36,16 +36,16 @@ def run(options: argparse.Namespace) -> int:
 
 
 def plan_run(options: argparse.Namespace) -> tuple[list[Cell], SessionConfig]:
-    """The cells that are to be run, and how. Raises UsageError for options that cannot be used or do not fit."""
+    """Returns the cells to run and the configuration. Raises UsageError for options that are invalid or conflict."""
     selection, again = Selection.from_options(options), Again.from_options(options)
     ranks = Ranks.from_options(options)
     hosts = hosts_of_engine(ranks_per_gpu=ranks.ranks_per_gpu)
     check_device(ranks)
     plan = make_plan(selection, Demands.from_options(options), Portion.from_options(options), ranks=ranks)
     if again.rerun and not again.resume:
-        raise UsageError("--rerun is about the cells of an earlier run; add --resume OUT")
+        raise UsageError("--rerun selects cells of an earlier run; add --resume OUT")
     if again.resume and options.out:
-        raise UsageError("--resume goes on in the folder of the earlier run; leave out --out")
+        raise UsageError("--resume continues in the folder of the earlier run; omit --out")
     out = Path(again.resume) if again.resume else output_folder(options.out)
     text = selection.text(ranks)
     earlier = read_earlier(out, plan, ranks, selection=text) if again.resume else None
@@ -70,7 +70,7 @@ def plan_run(options: argparse.Namespace) -> tuple[list[Cell], SessionConfig]:
 
 
 def run_cells(cells: Sequence[Cell], config: SessionConfig, options: argparse.Namespace) -> int:
-    """Run cells that were planned; returns the exit code. Signals stop the run only in the main thread of a process."""
+    """Runs planned cells; returns the exit code. Signals stop the run only in the main thread of a process."""
     print(f"running {len(cells)} cells; results: {config.out}", file=sys.stderr, flush=True)
     signals = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
     with Stop(*signals) as stop:
@@ -107,8 +107,8 @@ def _run_cells(cells: Sequence[Cell], config: SessionConfig, stop: Stop, options
             file=sys.stderr,
         )
         if (out / SUMMARY).is_file():
-            sum_up(out)
-            # Backends are not compared: that reads all records, and whoever stops a run does not wait for long.
+            rewrite_summary(out)
+            # The backends are not compared, because that reads all records, which takes too long after Ctrl-C.
             _report_what_is_left(out, as_json=as_json)
         elif not existed:  # the cells were still being listed
             shutil.rmtree(out, ignore_errors=True)
@@ -120,7 +120,7 @@ def _run_cells(cells: Sequence[Cell], config: SessionConfig, stop: Stop, options
 
 
 def _report_what_is_left(out: Path, *, as_json: bool, compare: bool = False) -> int:
-    """Report as far as files can still be read and written. The exit code is always ``incomplete``."""
+    """Writes reports as far as files can still be read and written. The exit code is always ``incomplete``."""
     try:
         if compare:
             write_side_by_side(out)
@@ -131,7 +131,7 @@ def _report_what_is_left(out: Path, *, as_json: bool, compare: bool = False) -> 
 
 
 def output_folder(out: Path | None) -> Path:
-    """The output folder of this run. Raises UsageError if it exists and is not an empty folder."""
+    """Returns the output folder of this run. Raises UsageError if it exists and is not an empty folder."""
     if out is None:
         out = Path("parity-out") / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     if out.exists() and (not out.is_dir() or any(out.iterdir())):

@@ -1,8 +1,8 @@
-"""Prints a line for each cell while `parity run` runs, and on a terminal what happens at the moment.
+"""Prints a line for each cell while `parity run` runs, and on a terminal the progress.
 
-Lines go to standard error. Below them, on a terminal, is a bar that says how many cells are done, which cell runs, in
-which phase its ranks are (their heartbeat), and about how long the rest will take. In a pipe, and where ``CI`` is set,
-there are only the lines. Colours follow NO_COLOR and FORCE_COLOR, as rich does.
+Lines go to standard error. On a terminal, a bar below them shows how many cells are done, the running cell, the
+activity of its ranks (their heartbeat), and an estimate of the remaining time. In a pipe, or with ``CI`` set, there are
+only the lines. Colours follow NO_COLOR and FORCE_COLOR.
 """
 
 import logging
@@ -36,12 +36,12 @@ _LEVELS = {"quiet": logging.ERROR, "normal": logging.INFO, "verbose": logging.DE
 
 
 class Terminal:
-    """Use it in a ``with`` statement around a run of ``total`` cells. ``now`` is asked from another thread."""
+    """Shows the progress of a run of ``total`` cells. Use it in a ``with`` statement. Another thread calls ``now``."""
 
     def __init__(self, *, total: int, now: "Callable[[], Activity | None]", loudness: Loudness = "normal") -> None:
         self._console = Console(stderr=True, highlight=False, markup=False, emoji=False)
         self._total, self._now, self._loudness = total, now, loudness
-        self._took: list[tuple[Cell, float]] = []  # by the cells that were run
+        self._took: list[tuple[Cell, float]] = []  # seconds of the cells that ran
         self._counts: dict[State, int] = defaultdict(int)
         self._handler = _Handler(self._log)
         is_watched = sys.stderr.isatty() and not self._console.is_dumb_terminal and "CI" not in os.environ
@@ -74,11 +74,11 @@ class Terminal:
 
     @property
     def done(self) -> int:
-        """How many cells are done."""
+        """Returns the number of cells that are done."""
         return sum(self._counts.values())
 
     def judged(self, cell: "Cell", verdict: Verdict, seconds: float) -> None:
-        """Print the line of a cell. If the user wants quiet, only that of one that needs attention."""
+        """Prints the line of a cell; with ``quiet``, only if the cell needs attention."""
         self._counts[verdict.state] += 1
         if verdict.state != "unsupported":
             self._took.append((cell, seconds))
@@ -95,7 +95,7 @@ class Terminal:
         )
 
     def say(self, text: str) -> None:
-        """Print a line that is about no single cell's verdict."""
+        """Prints a line that is not the verdict of a cell."""
         self._print(Text(text))
 
     def _log(self, text: str) -> None:
@@ -105,13 +105,13 @@ class Terminal:
         self._console.print(text, soft_wrap=True)
 
     def picture(self) -> Group:
-        """The bar, and the cell that runs."""
+        """Returns the bar and the running cell."""
         now = self._now()
         found = [f"{n} {STATES[state].name}" for state, n in self._counts.items() if state not in NO_FAULT]
         left = f"about {duration(seconds)} left" if (seconds := self._seconds_left(now)) else ""
         bar = Table.grid(padding=(0, 1))
-        told = " · ".join(part for part in (f"{self.done}/{self._total} cells", *found, left) if part)
-        bar.add_row(ProgressBar(total=max(1, self._total), completed=self.done, width=24), Text(told))
+        text = " · ".join(part for part in (f"{self.done}/{self._total} cells", *found, left) if part)
+        bar.add_row(ProgressBar(total=max(1, self._total), completed=self.done, width=24), Text(text))
         if now is None:
             return Group(bar)
         phase = f"  {now.phase}, {duration(time.monotonic() - now.since)}"
@@ -135,27 +135,27 @@ class _Handler(logging.Handler):
 
 
 def seconds_left(took: "Iterable[tuple[Cell, float]]", waiting: "Iterable[Cell]") -> float | None:
-    """How long the ``waiting`` cells take if each takes as long as those like it (same backend, as many ranks) did on
-    average, or else as all. None as long as none was run."""
-    alike: dict[tuple[str, int] | None, list[float]] = defaultdict(list)
+    """Estimates the seconds of the ``waiting`` cells by the average of similar cells (same backend, same number of
+    ranks), or else of all cells. None before the first cell is done."""
+    similar: dict[tuple[str, int] | None, list[float]] = defaultdict(list)
     for cell, seconds in took:
-        alike[cell.backend, cell.world_size].append(seconds)
-        alike[None].append(seconds)
-    if not alike:
+        similar[cell.backend, cell.world_size].append(seconds)
+        similar[None].append(seconds)
+    if not similar:
         return None
-    found = (alike.get((cell.backend, cell.world_size), alike[None]) for cell in waiting)
+    found = (similar.get((cell.backend, cell.world_size), similar[None]) for cell in waiting)
     return sum(sum(seconds) / len(seconds) for seconds in found)
 
 
 def duration(seconds: float) -> str:
-    """``40 s``, ``12 min``, ``2.5 h``."""
+    """Formats a duration: ``40 s``, ``12 min``, ``2.5 h``."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 def print_summary(verdict: str, lines: Sequence[str]) -> None:
-    """Print the lines of a run to standard output, the first of them in the colour of its verdict."""
+    """Prints the lines of a run to standard output, the first line in the colour of its verdict."""
     console = Console(highlight=False, markup=False, emoji=False)
     for number, line in enumerate(lines):
         console.print(Text(line, style="" if number else STYLES[verdict]), soft_wrap=True)

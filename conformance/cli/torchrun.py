@@ -4,8 +4,8 @@
         -m conformance.cli.torchrun run --profile full --out /shared/out
 
 The process of the first node is the controller. The process of every node starts the host process of its machine, and
-carries its messages by keys of the store of torchrun's rendezvous. How the controller ended is a key, too, so a wrong
-option ends all nodes with its message. ``pytest`` and its arguments may stand in the place of ``run``.
+carries its messages by keys of the store of torchrun's rendezvous. The exit code and message of the controller are a
+key too, so a wrong option ends all nodes. ``pytest`` and its arguments may replace ``run``.
 """
 
 import contextlib
@@ -31,10 +31,10 @@ from conformance.runtime.multihost.channel import Carrier, Closed, connect
 from conformance.runtime.multihost.controller import started_by_engine
 from conformance.runtime.multihost.host import start_host
 
-_COME = timedelta(minutes=10)  # for a node to reach the store
-_END_S = 20.0  # for host processes to end by themselves, and for nodes to read how the first one ended
+_COME = timedelta(minutes=10)  # limit for a node to reach the store
+_END_S = 20.0  # limit for host processes to end by themselves, and for nodes to read the first node's exit code
 _TICK_S = 0.2
-_MAIL_S = 0.02  # between looks for messages
+_MAIL_S = 0.02  # seconds between checks for messages
 COMMANDS = ("run", "pytest")
 
 
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _control(job: str, size: int, own: Wire, host: "subprocess.Popen[bytes]", arguments: Sequence[str]) -> int:
-    """Run the command on the hosts of all nodes, in the process of the first node; returns the exit code."""
+    """Runs the command on the hosts of all nodes, in the process of the first node; returns the exit code."""
     store, wires = _store(), [own]
     with contextlib.ExitStack() as carriers:
         for node in range(1, size):
@@ -78,9 +78,9 @@ def _control(job: str, size: int, own: Wire, host: "subprocess.Popen[bytes]", ar
 
 
 class Mailbox:
-    """Sends messages as values of numbered keys of torchrun's store, and receives them likewise.
+    """Sends and receives messages as values of numbered keys of torchrun's store.
 
-    Each direction has a connection of its own, because two threads use them.
+    Each direction has its own connection, because two threads use them.
     """
 
     def __init__(self, outgoing: str, incoming: str) -> None:
@@ -98,7 +98,7 @@ class Mailbox:
     def receive(self, *, limit_s: float) -> list[Message]:
         key, deadline = f"{self._incoming}/{self._received}", time.monotonic() + limit_s
         try:
-            while not self._receiving.check([key]):  # TCPStore.wait logs a warning whenever nothing came in time
+            while not self._receiving.check([key]):  # TCPStore.wait logs a warning after each timeout
                 if time.monotonic() > deadline:
                     return []
                 time.sleep(_MAIL_S)
@@ -130,14 +130,14 @@ class _Heard:
         return getattr(self._stream, name)
 
     def message(self) -> str:
-        """Return the last message of parity; empty if there is none."""
+        """Returns the last message of parity; empty if there is none."""
         lines = list(self._lines)
         last = max((at for at, line in enumerate(lines) if line.startswith("parity")), default=len(lines))
         return "\n".join(lines[last:]).strip()
 
 
 def _run(arguments: Sequence[str]) -> tuple[int, str]:
-    """Run the command; returns its exit code and its last message."""
+    """Runs the command; returns its exit code and its last message."""
     heard = _Heard(sys.stderr)
     with contextlib.redirect_stderr(heard):  # type: ignore[type-var]
         try:
@@ -147,7 +147,7 @@ def _run(arguments: Sequence[str]) -> tuple[int, str]:
 
 
 def run_command(arguments: Sequence[str]) -> int:
-    """Run ``parity run``, or ``pytest``, in this process."""
+    """Runs ``parity run``, or ``pytest``, in this process."""
     if arguments[0] == "pytest":
         import pytest
 
@@ -157,7 +157,7 @@ def run_command(arguments: Sequence[str]) -> int:
 
 
 def _wait(host: "subprocess.Popen[bytes]", store: TCPStore, job: str) -> int:
-    """Wait until the host process or the controller has ended; returns the exit code of this node."""
+    """Waits until the host process or the controller has ended; returns the exit code of this node."""
     while host.poll() is None:
         try:
             if store.check([f"{job}/ended"]):
@@ -171,16 +171,16 @@ def _wait(host: "subprocess.Popen[bytes]", store: TCPStore, job: str) -> int:
                 return int(code)
         except RuntimeError as error:  # torch's DistNetworkError
             _end(host, EXIT["incomplete"])
-            print(f"parity: the first node is gone: {one_line(error)}", file=sys.stderr)
+            print(f"parity: lost the first node: {one_line(error)}", file=sys.stderr)
             return EXIT["incomplete"]
         time.sleep(_TICK_S)
     return int(host.returncode)
 
 
 def _end(host: "subprocess.Popen[bytes]", code: int) -> int:
-    """End the host process after a controller that ended with ``code``; returns its own exit code.
+    """Ends the host process after a controller that ended with ``code``; returns the exit code of the host process.
 
-    A host process that had a run ends by itself.
+    After a run, the host process ends by itself.
     """
     with contextlib.suppress(subprocess.TimeoutExpired):
         host.wait(timeout=0 if code == EXIT["usage"] else _END_S)
@@ -189,7 +189,7 @@ def _end(host: "subprocess.Popen[bytes]", code: int) -> int:
 
 
 def _why_ended(host: "subprocess.Popen[bytes]") -> str:
-    """Say why the host process has closed its wire, which it does when it ends."""
+    """Returns why the host process has closed its wire, which it does when it ends."""
     try:
         return f"its process {exit_words(host.wait(timeout=_END_S))}"
     except subprocess.TimeoutExpired:
@@ -197,9 +197,9 @@ def _why_ended(host: "subprocess.Popen[bytes]") -> str:
 
 
 def _place(environment: "os._Environ[str]", arguments: Sequence[str]) -> tuple[int, int]:
-    """Return the number of this node and how many there are. Raises UsageError."""
+    """Returns the number of this node and the number of nodes. Raises UsageError."""
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        raise UsageError("conformance.cli.torchrun is started by torchrun --rdzv-backend c10d (docs/guides/hosts.md)")
+        raise UsageError("start conformance.cli.torchrun with torchrun --rdzv-backend c10d (docs/guides/hosts.md)")
     if int(environment["LOCAL_WORLD_SIZE"]) != 1:
         raise UsageError("give torchrun --nproc-per-node 1: the host process of a node starts all of its ranks")
     if not arguments or arguments[0] not in COMMANDS:
@@ -209,12 +209,12 @@ def _place(environment: "os._Environ[str]", arguments: Sequence[str]) -> tuple[i
 
 def _slots(text: str) -> int | None:
     if text and (not text.isdecimal() or not int(text)):
-        raise UsageError(f"PARITY_SLOTS has to be a number of ranks, got {text!r}")
+        raise UsageError(f"PARITY_SLOTS must be a positive number of ranks, got {text!r}")
     return int(text) if text else None
 
 
 def _own_address() -> str:
-    """Return the address from which this machine reaches the first node."""
+    """Returns the address from which this machine reaches the first node."""
     where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     family, kind, protocol, _, address = socket.getaddrinfo(*where, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:

@@ -1,10 +1,7 @@
-"""Baseline: what is known of the earlier runs that a run is compared with; without torch.
+"""Holds the facts about the earlier runs that a run is compared with. Does not import torch.
 
-A baseline is one earlier run, or the latest ones of a history (conformance.results). It is kept in the run's own
-``summary.json``, so that a report needs no other folder. It holds facts only; conformance.results.changes computes what
-is new, fixed, flaky or slower.
-
-Trend: how the cells of each backend ended, counted, from run to run; without torch.
+A baseline is one earlier run, or the latest runs of a history. The run's own ``summary.json`` contains it, so a report
+needs no other folder. conformance.results.changes computes which cells are new, fixed, flaky or slower.
 """
 
 import math
@@ -18,21 +15,21 @@ from pydantic import TypeAdapter, ValidationError
 from conformance.records.record_format import first_error
 from conformance.results.verdict import ANSWERED, NO_FAULT, PASSES, STATES, RunVerdict, State, depth
 
-COMMIT = "commit"  # the name among the versions of the git commit of the suite
-CHANGED = "-changed"  # the end of a commit's name if files of the checkout were changed: the code has no name then
-RANKS_PER_GPU = "ranks_per_gpu"  # of the environment: how many ranks might share a GPU, if more than one
-HOST = ("platform", "cpus")  # of the environment: what a run of the same code may have otherwise
+COMMIT = "commit"  # key of the suite's git commit in the environment
+CHANGED = "-changed"  # suffix of a commit if files of the checkout were changed, so that the code is unknown
+RANKS_PER_GPU = "ranks_per_gpu"  # key in the environment: how many ranks might share a GPU, if more than one
+HOST = ("platform", "cpus")  # keys of the environment that may differ between runs of the same code
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How one cell ended in a run.
+    """Holds how one cell ended in a run.
 
-    seconds: how long it took; None if that is not comparable, because it was not judged, did not pass (what differs is
-        run twice), or was run again by the user.
-    before: the states in which it had ended when the user had it run again.
-    second_class: whose implementation the reference was; empty if it was the oracle's own; None if the cell was not
-        judged, or an older version did not keep it.
+    seconds: the time that the cell took; None if it is not comparable, because the cell was not judged, did not pass
+        (a cell that differs runs twice), or was run again by the user.
+    before: the states in which the cell ended before the user ran it again.
+    second_class: the implementation that was the reference; empty for the oracle's own; None if the cell was not
+        judged, or if an older version did not record it.
     """
 
     state: State
@@ -42,7 +39,7 @@ class Outcome:
 
 
 def outcome(*, state: State, seconds: float, before: Sequence[State] = (), second_class: str | None = None) -> Outcome:
-    """The Outcome of a cell from the fields of its verdict."""
+    """Returns the Outcome of a cell from the fields of its verdict."""
     comparable = state in NO_FAULT and not before and 0 < seconds < math.inf
     return Outcome(
         state=state,
@@ -54,11 +51,12 @@ def outcome(*, state: State, seconds: float, before: Sequence[State] = (), secon
 
 @dataclass(frozen=True, kw_only=True)
 class EarlierRun:
-    """An earlier run. ``states``, ``seconds`` and ``second_class`` have an entry for each cell of the baseline; None if
-    the run does not have the cell, or its seconds are not comparable, or its oracle is not known. ``second_class`` is
-    empty in files of older versions.
+    """Holds an earlier run.
 
-    started: UTC time in ISO format, or empty if it is unknown, as ``verdict`` is None then. versions: by name.
+    ``states``, ``seconds`` and ``second_class`` have one entry for each cell of the baseline. An entry is None if the
+    run does not have the cell, its seconds are not comparable, or its oracle is not known. ``second_class`` is empty in
+    files of older versions. started: UTC time in ISO format; if it is unknown, it is empty and ``verdict`` is None.
+    versions: by name.
     """
 
     started: str = ""
@@ -75,10 +73,10 @@ class EarlierRun:
 
 @dataclass(frozen=True, kw_only=True)
 class Baseline:
-    """The earlier runs that a run is compared with.
+    """Holds the earlier runs that a run is compared with.
 
-    path: as the user gave it. cells: the ids of all cells of the runs. runs: from the earliest to the latest; none if a
-    history has no run of this selection.
+    path: as the user gave it. cells: the ids of all cells of the runs. runs: from the earliest to the latest; empty if
+    a history has no run of this selection.
     """
 
     path: str
@@ -98,20 +96,22 @@ class Baseline:
 
     @property
     def green(self) -> EarlierRun | None:
-        """The latest run that passed; None if none did."""
+        """Returns the latest run that passed; None if none did."""
         return next((run for run in reversed(self.runs) if run.is_green), None)
 
     def outcomes(self, run: EarlierRun) -> dict[str, Outcome]:
-        """How each cell that ``run`` has ended, by id."""
+        """Returns how each cell of ``run`` ended, by id."""
         oracles = run.second_class or (None,) * len(self.cells)
         rows = zip(self.cells, run.states, run.seconds, oracles, strict=True)
         return {cell: Outcome(state=s, seconds=took, second_class=whose) for cell, s, took, whose in rows if s}
 
     @property
     def demanded(self) -> dict[str, State]:
-        """How each cell has to be covered at least, by id: as in the last green run that has it, or in a later run, so
-        that a loss is not forgotten after a night, nor in a green run of fewer cells. Where no green run has the cell,
-        all runs count."""
+        """Returns the state that covers each cell best, by id, since the last green run that has the cell.
+
+        A loss is so reported again in later runs, also after a green run of fewer cells. If no green run has the cell,
+        all runs count.
+        """
         found: dict[str, State] = {}
         settled: set[str] = set()
         for run in reversed(self.runs):
@@ -125,7 +125,7 @@ class Baseline:
 
 
 def _covers(state: State) -> tuple[int, bool]:
-    """Sorts states by what they show of a cell; a cell that conforms has no declared defect."""
+    """Sorts states by how much is known about the cell; a cell that conforms also has no declared defect."""
     return depth(state), state == "conforms"
 
 
@@ -133,7 +133,8 @@ RunFacts = tuple[str, RunVerdict | None, dict[str, str], Mapping[str, Outcome]]
 
 
 def make_baseline(path: str, found: Sequence[RunFacts]) -> Baseline:
-    """A baseline from (started, verdict, versions, outcomes by cell) of each run, from the earliest to the latest."""
+    """Makes a baseline from (started, verdict, versions, outcomes by cell) of each run, from the earliest to the
+    latest."""
     cells = tuple(dict.fromkeys(cell for *_, outcomes in found for cell in outcomes))
     absent = Outcome(state="not_run")
     return Baseline(
@@ -157,7 +158,7 @@ _BASELINE = TypeAdapter(Baseline)
 
 
 def baseline_from_json(values: Any) -> Baseline:
-    """A Baseline from the JSON values of ``dataclasses.asdict``. Raises ValueError for others."""
+    """Parses the JSON values of ``dataclasses.asdict``. Raises ValueError if they are not a Baseline."""
     try:
         return _BASELINE.validate_python(values)
     except ValidationError as error:
@@ -165,12 +166,12 @@ def baseline_from_json(values: Any) -> Baseline:
 
 
 def backend_of(cell: str) -> str:
-    """The backend in a cell's id, or the chain of backends."""
+    """Returns the backend in a cell's id, or the chain of backends."""
     return (*cell.split("/"), "", "", "")[2]
 
 
 def versions_of(environment: Mapping[str, Any]) -> dict[str, str]:
-    """The versions in a run's environment, without what says nothing about code, as texts."""
+    """Returns the versions in a run's environment as texts, without the keys in HOST."""
     return {name: _text(value) for name, value in environment.items() if name not in HOST}
 
 
@@ -182,7 +183,7 @@ Counts = dict[State, int]
 
 
 def by_backend(outcomes: Mapping[str, Outcome]) -> dict[str, Counts]:
-    """By backend, how many of its cells ended in each state, in the order of STATES."""
+    """Counts the cells of each backend by state, in the order of STATES."""
     found: dict[str, Any] = {}
     for cell, outcome in outcomes.items():
         found.setdefault(backend_of(cell), Counter())[outcome.state] += 1
@@ -190,12 +191,12 @@ def by_backend(outcomes: Mapping[str, Outcome]) -> dict[str, Counts]:
 
 
 def lent_of(outcomes: Mapping[str, Outcome]) -> dict[str, int]:
-    """By backend, how many of its cells were judged by an oracle of the second class; without those that have none."""
+    """Counts the cells of each backend that a second-class oracle judged. Backends without such cells are left out."""
     return Counter(backend_of(cell) for cell, outcome in outcomes.items() if outcome.second_class)
 
 
-def fared(counts: Counts) -> str:
-    """``10 of 12 conform, 2 differs``: of the cells that were not refused; then what else there is; empty if none."""
-    asked = sum(count for state, count in counts.items() if state != "unsupported")
-    others = [f"{count} {STATES[state].name}" for state, count in counts.items() if state != "conforms"]
-    return ", ".join([f"{counts.get('conforms', 0)} of {asked} conform", *others]) if counts else ""
+def counts_text(counts: Counts) -> str:
+    """Returns ``10 of 12 conform, 2 differs``; the total leaves out unsupported cells. Empty without counts."""
+    supported = sum(count for state, count in counts.items() if state != "unsupported")
+    rest = [f"{count} {STATES[state].name}" for state, count in counts.items() if state != "conforms"]
+    return ", ".join([f"{counts.get('conforms', 0)} of {supported} conform", *rest]) if counts else ""

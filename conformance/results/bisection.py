@@ -1,7 +1,7 @@
-"""Bisection: what bisecting a cell has found, kept as ``cells/SLUG/bisect.json`` beside its verdict; without torch.
+"""Reads and writes ``cells/SLUG/bisect.json``, the result of bisecting a cell. Does not import torch.
 
-It changes no verdict. What follows from it, such as the place of the defect, is computed on demand and never read from
-a file; a file that is of other records than the cell's is not told of (claim 9).
+A bisection changes no verdict. The place of the defect is computed on demand and never read from a file. A file that
+belongs to other records than the cell's is not shown (see docs/principles.md#9-incomplete-is-never-green).
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from conformance.results.run_results import write_output_json
 
 BISECTION = "bisect.json"
 BISECTION_SCHEMA = 2
-LONGEST = 2**24  # bytes; names of modules and parameters, no tensors
+LONGEST = 2**24  # bytes; the file has names of modules and parameters, but no tensors
 
 Direction = Literal["forward", "backward"]
 Side = Literal["input", "output", "gradient of the output", "gradient of the input"]
@@ -29,14 +29,15 @@ OUTSIDE, UNKNOWN, PARAMETERS = "outside the model", "unknown", "gradients of par
 
 @dataclass(frozen=True, kw_only=True)
 class Wrong:
-    """A value that is not the oracle's.
+    """Holds a value that differs from the oracle's.
 
-    key: module and side. error: the largest root mean square of a rank's difference, over that of the whole value.
-    ranks: on which ranks it is wrong, of those that ``hold`` it. silent: ranks that have it not, although they should.
-    tokens: how many tokens are wrong, of all that were ``compared``, and in how many ``rows``; places: row and number
-    there of the first few. missing: how many tokens no rank holds. features: first and last
-    wrong feature, and how many there are in the whole. would_be_right: in words, what of the ranks' pieces would give
-    the oracle's value; empty if nothing was found.
+    key: module and side. error: the largest root mean square of a rank's difference, relative to the whole value's.
+    ranks: the ranks on which the value is wrong. hold: the ranks that have it. silent: the ranks that lack it although
+    they should have it. tokens, compared: the number of wrong tokens and of compared tokens. rows: the number of rows
+    with wrong tokens. places: (row, token index) of the first wrong tokens. missing: the number of tokens that no rank
+    holds. features: first wrong feature, last wrong feature, number of features.
+    would_be_right: the operation on the ranks' pieces that would give the oracle's value, in words; empty if none was
+    found.
     """
 
     key: Key
@@ -55,12 +56,11 @@ class Wrong:
 
 @dataclass(frozen=True, kw_only=True)
 class First:
-    """The first wrong value of a direction.
+    """Holds the first wrong value in one direction.
 
-    wrong: the value. Everything that was before it in this direction is right, the last of it ``before``, which the
-    ranks ``given_by`` have.
-    module: the Hugging Face module inside which the defect is if ``inside``. Otherwise it is the module that gets
-    the wrong value, and the defect is between ``before`` and it; without ``before`` it is outside of the model.
+    wrong: the value. before: the last right value in front of it. given_by: the ranks that have ``before``.
+    module: if ``inside``, the Hugging Face module that contains the defect. Otherwise the module that receives the
+    wrong value; the defect is between ``before`` and this module, or outside of the model if ``before`` is None.
     """
 
     direction: Direction
@@ -73,13 +73,13 @@ class First:
 
 @dataclass(frozen=True, kw_only=True)
 class Bisected:
-    """What was found in one step of one model. model: its role.
+    """Holds the findings in one step of one model. model: its role.
 
     forward, backward: None if every value is right. ``backward`` is also None if the forward pass is wrong, because
-    wrong gradients follow from that. compared: numbers of values that were compared, forward and backward.
-    unseen: modules of the oracle that no rank has shown. unknown: those of them that are no part of one that was shown,
-    so nothing is known of them. parameters: errors of wrong gradients of parameters, by name,
-    of ``gradients`` in all. factor: of the gradients of all parameters, if they are wrong by one factor.
+    wrong gradients follow from that. compared: the numbers of compared values, forward and backward.
+    unseen: modules of the oracle that no rank recorded. unknown: those of ``unseen`` that are in no recorded module.
+    parameters: the errors of the wrong gradients by parameter. gradients: the number of compared gradients.
+    factor: the common factor, if the gradients of all parameters are wrong by the same one.
     """
 
     model: str
@@ -98,8 +98,8 @@ class Bisected:
 
     @property
     def where(self) -> str:
-        """The module with the defect, ``between A and B``, PARAMETERS where only their sum or reduction is wrong,
-        OUTSIDE, or UNKNOWN."""
+        """Returns the module with the defect, ``between A and B``, PARAMETERS if only the sum or reduction of their
+        gradients is wrong, OUTSIDE, or UNKNOWN."""
         first = self.first
         if first is None and self.unknown:
             return UNKNOWN
@@ -114,13 +114,15 @@ class Bisected:
 
     @property
     def is_right(self) -> bool:
-        """Whether all that was compared is the oracle's."""
+        """Whether all compared values are right."""
         return not self.first and not self.parameters
 
 
 def most_telling_first(models: Sequence[Bisected]) -> tuple[Bisected, ...]:
-    """A wrong module before what is wrong around it, the forward pass before what follows from it, and what is right
-    last: a critic that is wrong makes advantages wrong, and with them all gradients of the policy."""
+    """Sorts causes before effects: wrong modules, then wrong values around them, and right models last.
+
+    A wrong critic, for example, makes the advantages wrong, and thereby all gradients of the policy.
+    """
 
     def place(found: Bisected) -> int:
         if found.first and found.where != OUTSIDE:
@@ -133,8 +135,10 @@ def most_telling_first(models: Sequence[Bisected]) -> tuple[Bisected, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Issued:
-    """Collectives of one kind, group size and dtype that ``ranks`` issued alike in a step: how many ``times``, and
-    ``elements`` in all, of the larger one of what goes in and what comes out."""
+    """Counts the collectives of one kind, group size and dtype that each of ``ranks`` issued in a step.
+
+    elements: the sum over these collectives of the larger of input and output, in elements.
+    """
 
     kind: str
     size: Count
@@ -146,8 +150,11 @@ class Issued:
 
 @dataclass(frozen=True, kw_only=True)
 class Collectives:
-    """What was issued in the first wrong place, and there in ``conforming``, a cell of another layout that conforms.
-    ``conforming`` is empty if there is none."""
+    """Holds the collectives that were issued at the first wrong module.
+
+    conforming: a cell of another layout that conforms; empty if there is none. there: the collectives that it issued at
+    the same module.
+    """
 
     issued: tuple[Issued, ...]
     conforming: str
@@ -156,12 +163,12 @@ class Collectives:
 
 @dataclass(frozen=True, kw_only=True)
 class Bisection:
-    """The bisection of a cell that differs.
+    """Holds the bisection of a cell that differs.
 
-    cell: its id. records: the digests of the records that its verdict is about. stage: the first stage that differs.
-    traced: the cell whose modules were traced: itself, or its exact twin. why_not: if it has no ``models``, why not.
-    step: the step that was traced. models: what was found of each trained model, the most telling first.
-    collectives: None unless the place is in the model.
+    cell: the cell's id. records: the digests of the records that the verdict belongs to. stage: the first stage that
+    differs. traced: the cell whose modules were traced: the cell itself, or the same cell in the exact tier.
+    why_not: the reason if there are no ``models``. step: the traced step. models: the findings in each trained model,
+    causes before effects. collectives: None unless the defect is in the model.
     """
 
     cell: str
@@ -176,7 +183,7 @@ class Bisection:
 
 @dataclass(frozen=True, kw_only=True)
 class _File(Bisection):
-    """``sha256``: of all other values, in the order of the file."""
+    """Adds the fields of the file. sha256: the digest of all other values, in the order of the file."""
 
     schema: Annotated[int, Field(ge=BISECTION_SCHEMA, le=BISECTION_SCHEMA)]
     sha256: str
@@ -186,12 +193,12 @@ _FILE, _BISECTED = TypeAdapter(_File), TypeAdapter(tuple[Bisected, ...])
 
 
 def bisected_from_json(values: Any) -> tuple[Bisected, ...]:
-    """What a task has found, from its JSON values. Raises ValidationError."""
+    """Parses the findings of a task. Raises ValidationError."""
     return _BISECTED.validate_python(values)
 
 
 def write_bisection(folder: Path, bisection: Bisection) -> None:
-    """Write ``bisect.json`` of a cell. Raises Unwritable."""
+    """Writes ``bisect.json`` of a cell. Raises Unwritable."""
     values = {"schema": BISECTION_SCHEMA, **asdict(bisection)}
     write_output_json(folder / BISECTION, {**values, "sha256": _digest(values)}, indent=None)
 
@@ -202,20 +209,18 @@ def _digest(values: Mapping[str, Any]) -> str:
     ).hexdigest()
 
 
-def not_told(cell: str, records: tuple[str, ...], why: str) -> Bisection:
-    """In place of a file that cannot be believed. ``why``: what follows the name of the file."""
+def untrusted_bisection(cell: str, records: tuple[str, ...], why: str) -> Bisection:
+    """Returns a bisection without findings, for a file that cannot be trusted. why: the words after the file's name."""
     again = f"run: parity bisect {cell}"
     return Bisection(cell=cell, records=records, stage="", traced=cell, why_not=f"{BISECTION} {why}; {again}")
 
 
 def read_bisection(folder: Path, *, cell: str, records: tuple[str, ...]) -> Bisection | None:
-    """The bisection of ``cell`` in its ``folder``; None if there is none. ``records``: the digests of the cell's.
-
-    A file that cannot be trusted gives one that says so, and nothing else.
-    """
+    """Reads the bisection of ``cell`` from its ``folder``; None if there is none. records: the digests of the cell's
+    records. For a file that cannot be trusted, returns a bisection that only says why."""
 
     def refused(why: str) -> Bisection:
-        return not_told(cell, records, why)
+        return untrusted_bisection(cell, records, why)
 
     try:
         values = parse_strict_json(read_file(folder / BISECTION, limit=LONGEST))
@@ -223,16 +228,16 @@ def read_bisection(folder: Path, *, cell: str, records: tuple[str, ...]) -> Bise
     except FileNotFoundError:
         return None
     except Unreadable as error:
-        return refused(f"is not told: {error}")
+        return refused(f"is not shown: {error}")
     except ValidationError as error:
         return refused(f"is not as the suite wrote it ({first_error(error)})")
     except ValueError as error:
         return refused(f"is not valid JSON ({error})")
     if found.sha256 != _digest(values):
-        return refused("was edited: its digest is another one")
+        return refused("was edited: its digest does not match its content")
     if (found.cell, found.records) != (cell, records):
-        return refused("is of another run of the cell, or of another cell")
+        return refused("belongs to another run of the cell, or to another cell")
     if not found.models and not found.why_not:
         return refused("holds no result")
-    kept = {name: value for name, value in vars(found).items() if name not in ("schema", "sha256")}
-    return Bisection(**kept)
+    values_of_bisection = {name: value for name, value in vars(found).items() if name not in ("schema", "sha256")}
+    return Bisection(**values_of_bisection)

@@ -1,8 +1,7 @@
 """Reads an output folder as pandas tables, for a notebook: ``parity.load(OUT)``.
 
-Cells are believed as the reports believe them, because both are read by conformance.results.trust: what rests on no
-complete record is an infrastructure failure here as there. The reports share that layer and not these tables: they pack
-a cell at a time from its quantities, and a table of all cells would hold millions of rows in memory first.
+conformance.results.trust checks the cells, as it does for the reports: a verdict without complete records is an
+infrastructure failure. The reports do not use these tables, because they would hold millions of rows in memory.
 """
 
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from conformance.results.run_results import Run
 from conformance.results.trust import BelievedCell, read_cells
 from conformance.results.verdict import STATES
 
-# Of each table the columns and their dtypes. A "category" is a text that many rows have.
+# Columns and dtypes of each table. A "category" is a text that many rows share.
 CELLS = {
     **{"cell": "str", "scenario": "category", "model": "category", "backend": "category", "layout": "category"},
     **{"variant": "category", "state": "category", "reason": "str", "second_class": "category"},
@@ -35,17 +34,17 @@ QUANTITIES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Frames:
-    """A run as tables.
+    """Holds a run as tables.
 
     run: the fields of ``summary.json`` about the run as a whole.
-    cells: a row for each cell, in the order in which they were planned. ``state`` is a category in the order of
-        conformance.results.verdict; ``second_class`` whose implementation the reference was, empty if it is the
-        oracle's own; ``worst`` the highest observed / allowed (NaN if nothing was compared);
-        ``first_stage`` the first stage that differs, or empty; ``attempts`` how often it was run.
-    steps: a row for each number that a backend reported at an optimizer step: ``value``, and ``oracle``, that of the
-        float64 oracle (NaN if it has none).
-    quantities: a row for each judged number: see conformance.results.verdict.Quantity. ``step`` is -1 for what was
-        loaded; ``ratio`` is observed / allowed, infinite where nothing is allowed.
+    cells: a row for each cell, in the planned order. ``state`` is a category in the order of
+        conformance.results.verdict. ``second_class`` is the implementation that was the reference, empty for the
+        oracle's own. ``worst`` is the highest observed / allowed (NaN if nothing was compared). ``first_stage`` is the
+        first stage that differs, or empty. ``attempts`` is the number of runs of the cell.
+    steps: a row for each number that a backend reported at an optimizer step. ``value`` is the backend's number,
+        ``oracle`` that of the float64 oracle (NaN if it has none).
+    quantities: a row for each judged number (conformance.results.verdict.Quantity). ``step`` is -1 for loaded weights.
+        ``ratio`` is observed / allowed, infinite if the tolerance is 0.
     """
 
     run: Run
@@ -55,7 +54,7 @@ class Frames:
 
 
 def load(out: str | Path) -> Frames:
-    """Read the output folder of ``parity run`` as pandas tables. No tensor is read.
+    """Reads the output folder of ``parity run`` as pandas tables. No tensor is read.
 
     Raises UsageError for a folder that is not a run's output, was cut short or edited, or contradicts itself.
 
@@ -65,11 +64,11 @@ def load(out: str | Path) -> Frames:
         cells[cells.state == "differs"].sort_values("worst")
     """
     run, cells = read_cells(Path(out))
-    told = _table((_cell(cell) for cell in cells), CELLS)
-    told["state"] = told["state"].cat.set_categories(list(STATES), ordered=True)
+    table = _table((_cell(cell) for cell in cells), CELLS)
+    table["state"] = table["state"].cat.set_categories(list(STATES), ordered=True)
     return Frames(
         run=run,
-        cells=told,
+        cells=table,
         steps=_table((row for cell in cells for row in _steps(cell)), STEPS),
         quantities=_table((row for cell in cells for row in _quantities(cell)), QUANTITIES),
     )
@@ -91,14 +90,14 @@ def _cell(cell: BelievedCell) -> tuple[Any, ...]:
 
 
 def _steps(cell: BelievedCell) -> Iterator[tuple[Any, ...]]:
-    theirs = _values(cell.oracle) if cell.oracle else {}
+    reference = _values(cell.oracle) if cell.oracle else {}
     for leg, lines in enumerate(cell.legs):
         for (step, key), value in _values(lines).items():
-            yield cell.entry.cell, leg, step, key, value, theirs.get((step, key), float("nan"))
+            yield cell.entry.cell, leg, step, key, value, reference.get((step, key), float("nan"))
 
 
 def _values(lines: Lines) -> dict[tuple[int, str], float]:
-    """The numbers of a record by step and key."""
+    """Returns the numbers of a record by step and key."""
     return {(line["step"], key): number(value) for line in lines.steps for key, value in line.get("values", {}).items()}
 
 

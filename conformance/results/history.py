@@ -1,11 +1,9 @@
-"""Store: a history of runs in one SQLite file, ``DIR/history.sqlite``: of each run its verdict, versions, and how its
-cells ended. Without torch.
+"""Stores a history of runs in one SQLite file, ``DIR/history.sqlite``, and reads the baseline of a run from it.
 
-The file may come from a cache, an artifact or anybody. So SQLite never opens it in place: the bytes of a regular file
-are read, checked for exactly the tables below, and used in memory; rows are validated as they are read; a change is
-written as a whole new file, which replaces a link of that name. Two processes that add runs take turns.
-
-Earlier: the runs that a run is compared with (``--baseline``), from an output folder, a summary, or a history.
+The history has the verdict, the versions and the states of cells of each run. The file may come from an untrusted
+place, such as a cache or an artifact. So SQLite never opens it in place: the bytes of a regular file are read, checked
+for exactly the tables below, and used in memory. Rows are validated when they are read. A change is written as a whole
+new file, which replaces a link of that name. A lock serializes processes that add runs. Does not import torch.
 """
 
 import contextlib
@@ -41,7 +39,7 @@ from conformance.results.verdict import PASSES, STATES, RunVerdict
 HISTORY = "history.sqlite"
 HISTORY_SCHEMA = 2
 LONGEST = 2**29  # bytes; a year of nights of 3,000 cells is about 40 MiB
-AGAIN = "put a copy that is whole there, or move it away and begin a new history"
+AGAIN = "replace it by an intact copy, or move it away and start a new history"
 _OUTCOMES = "CREATE TABLE outcomes (run INTEGER NOT NULL, cell INTEGER NOT NULL, state TEXT NOT NULL, seconds REAL, {}"
 TABLES = (
     "CREATE TABLE cells (number INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE)",
@@ -57,7 +55,7 @@ TABLES_OF = {  # by schema; the first did not keep second_class
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """A run in a history. started: UTC time in ISO format. selection: what the user had selected. cells: by id."""
+    """Holds a run of a history. started: UTC. selection: the cells that the user selected, as text. cells: by id."""
 
     selection: str
     started: datetime
@@ -71,26 +69,26 @@ _SUMMARY = TypeAdapter(Summary)
 
 
 class History:
-    """The runs of a history. Use ``open_history``."""
+    """Reads and changes the runs of a history. Use ``open_history`` to get one."""
 
     def __init__(self, connection: sqlite3.Connection, path: Path) -> None:
         self._connection, self.path = connection, path
 
     def selections(self) -> list[str]:
-        """What the runs had selected, each once, the one with the latest run first."""
+        """Returns the distinct selections of the runs; the selection of the latest run comes first."""
         found = self._rows("SELECT selection FROM runs GROUP BY selection ORDER BY max(started) DESC")
         return [str(selection) for (selection,) in found]
 
     def runs(self, selection: str, *, last: int) -> list[Summary]:
-        """The ``last`` runs of a selection from the earliest to the latest; if none of them is green, the last green
-        one comes first. Raises UsageError for rows that the suite would not have written."""
+        """Returns the ``last`` runs of a selection from the earliest to the latest. If none of them is green, the last
+        green run comes first. Raises UsageError for rows that the suite would not have written."""
         rows = self._rows("SELECT * FROM runs WHERE selection = ? ORDER BY started, number", selection)
         green = [row for row in rows if row[4] in PASSES][-1:]
         chosen = rows[-last:]
         return [self._summary(row) for row in ([] if any(row in chosen for row in green) else green) + chosen]
 
     def add(self, run: Summary) -> None:
-        """Add a run. It takes the place of the same run, for runs are judged again."""
+        """Adds a run, or replaces it: a run may be judged again."""
         versions, started = json.dumps(run.versions, sort_keys=True), run.started.isoformat(timespec="seconds")
         key = (run.selection, started, versions)
         same = "SELECT number FROM runs WHERE selection = ? AND started = ? AND versions = ?"
@@ -106,7 +104,7 @@ class History:
         )
 
     def prune(self, keep: int) -> int:
-        """Keep the last ``keep`` runs of each selection, and its last green one; returns how many were removed."""
+        """Removes all but the last ``keep`` runs and the last green run of each selection; returns how many."""
         removed = 0
         for selection in self.selections():
             rows = self._rows(
@@ -148,13 +146,13 @@ class History:
 
 @contextlib.contextmanager
 def open_history(folder: Path, *, change: bool = False) -> Iterator[History]:
-    """The history in ``folder``. With ``change``, the folder and the file are made if they are missing, other processes
-    wait with their changes, and what was changed is written at the end.
+    """Opens the history in ``folder``. With ``change``, creates folder and file if they are missing, locks them against
+    changes by other processes, and writes the changes at the end.
 
     Raises UsageError for a file that is missing, is a link, is damaged or has another schema, and Unwritable.
     """
     file = folder / HISTORY
-    with _Alone(folder) if change else contextlib.nullcontext():
+    with _Locked(folder) if change else contextlib.nullcontext():
         connection = sqlite3.connect(":memory:")
         with contextlib.closing(connection):
             if change and not os.path.lexists(file):
@@ -169,8 +167,8 @@ def open_history(folder: Path, *, change: bool = False) -> Iterator[History]:
                 write_file(file, connection.serialize())
 
 
-class _Alone:
-    """Makes the folder, and lets other processes wait until the end of the ``with`` statement."""
+class _Locked:
+    """Creates the folder, and locks it until the end of the ``with`` statement."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -181,7 +179,7 @@ class _Alone:
             self._opened = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY)
             fcntl.flock(self._opened, fcntl.LOCK_EX)
         except OSError as error:
-            raise Unwritable(f"{self._folder} cannot be a folder of a history: {error.strerror}") from None
+            raise Unwritable(f"{self._folder} cannot be used as the folder of a history: {error.strerror}") from None
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -195,12 +193,14 @@ def _begin(connection: sqlite3.Connection) -> None:
 
 
 def _load(connection: sqlite3.Connection, file: Path) -> None:
-    """Read the file into memory. Raises UsageError for anything but a whole file with the tables of this version or of
-    an older one, which are brought to this version; the file is not changed."""
+    """Reads the file into memory, and upgrades tables of an older version there; the file is not changed.
+
+    Raises UsageError for anything but an intact file with the tables of this version or of an older one.
+    """
     try:
         content = read_file(file, limit=LONGEST)
     except FileNotFoundError:
-        raise UsageError(f"there is no {file}; parity history {file.parent} --add OUT begins a history") from None
+        raise UsageError(f"there is no {file}; parity history {file.parent} --add OUT starts a history") from None
     except Unreadable as error:
         raise UsageError(f"{str(error).partition(';')[0]}; {AGAIN}") from None
     if not content:
@@ -213,20 +213,20 @@ def _load(connection: sqlite3.Connection, file: Path) -> None:
         if tuple(sql for (sql,) in found) != TABLES_OF.get(version):
             known = " or ".join(map(str, TABLES_OF))
             raise UsageError(
-                f"{file} is no history of schema {known} (it says {version}); use the version of the suite "
+                f"{file} is not a history of schema {known} (its schema is {version}); use the version of the suite "
                 f"that wrote it, or {AGAIN}"
             )
         (checked,) = connection.execute("PRAGMA integrity_check(1)").fetchone()
         if version == 1 and checked == "ok":
-            _bring_up(connection)
+            _upgrade(connection)
     except (sqlite3.Error, UnicodeDecodeError, OverflowError) as error:
         raise _damaged(file, error) from None
     if checked != "ok":
         raise _damaged(file, checked)
 
 
-def _bring_up(connection: sqlite3.Connection) -> None:
-    """From schema 1: whose the oracles were is not known."""
+def _upgrade(connection: sqlite3.Connection) -> None:
+    """Upgrades tables of schema 1, which do not have the implementations of the references."""
     connection.execute("ALTER TABLE outcomes RENAME TO older")
     connection.execute(TABLES[1])
     connection.execute("INSERT INTO outcomes SELECT run, cell, state, seconds, NULL FROM older")
@@ -235,43 +235,43 @@ def _bring_up(connection: sqlite3.Connection) -> None:
 
 
 def _damaged(file: Path, why: object) -> UsageError:
-    said = one_line(why) if isinstance(why, BaseException) else " ".join(str(why).split())[:300]
-    return UsageError(f"{file} is damaged ({said}); {AGAIN}")
+    message = one_line(why) if isinstance(why, BaseException) else " ".join(str(why).split())[:300]
+    return UsageError(f"{file} is damaged ({message}); {AGAIN}")
 
 
 def utc(started: str, source: object) -> datetime:
-    """A run's time in UTC. Raises UsageError for what is no time with a zone."""
+    """Parses a run's time and converts it to UTC. Raises UsageError for a text that is not a time with a zone."""
     try:
         found = datetime.fromisoformat(started)
     except ValueError:
         found = None
     if found is None or found.tzinfo is None:
-        raise UsageError(f"{source} does not say when it started ({started!r}): it was edited; run again")
+        raise UsageError(f"{source} has no valid start time ({started!r}): it was edited; run again")
     return found.astimezone(UTC)
 
 
-RUNS = 14  # of a history: two weeks of nights
+RUNS = 14  # number of earlier runs in a baseline: two weeks of nightly runs
 
 
 def read_baseline(path: str, selection: str) -> Baseline:
-    """The earlier runs in ``path``: an output folder, its ``summary.json``, or the folder of a history.
+    """Reads the earlier runs in ``path``: an output folder, its ``summary.json``, or the folder of a history.
 
-    Of a history, the last RUNS of the same ``selection`` count, and the last green one. Raises UsageError for anything
-    else, and for what cannot be trusted.
+    From a history, reads the last RUNS runs of the same ``selection``, and the last green one. Raises UsageError for
+    any other path, and for files that cannot be trusted.
     """
     given = Path(path)
     if os.path.lexists(given / HISTORY):
         with open_history(given) as history:
             runs = history.runs(selection, last=RUNS)
-        told = [(run.started.isoformat(timespec="seconds"), run.verdict, run.versions, run.cells) for run in runs]
-        return make_baseline(path, told)
+        facts = [(run.started.isoformat(timespec="seconds"), run.verdict, run.versions, run.cells) for run in runs]
+        return make_baseline(path, facts)
     file = given / SUMMARY if given.is_dir() else given
     if not os.path.lexists(file):
-        looked = f"{given / HISTORY} and no {file}" if given.is_dir() else str(given)
+        missing = f"{given / HISTORY} and no {file}" if given.is_dir() else str(given)
         raise UsageError(
-            f"--baseline {path}: there is no {looked}; give the --out folder or the summary.json of an earlier run, or "
-            f"the folder of a history, which parity history {path} --add OUT begins with an earlier run; leave it out "
-            f"of the first run"
+            f"--baseline {path}: there is no {missing}; give the --out folder or the summary.json of an earlier run, "
+            f"or the folder of a history, which parity history {path} --add OUT starts with an earlier run; omit "
+            f"--baseline in the first run"
         )
     found = make_baseline(path, [_facts(read_output_json(file), file)])
     try:
@@ -281,7 +281,7 @@ def read_baseline(path: str, selection: str) -> Baseline:
 
 
 def _facts(values: dict[str, Any], file: Path) -> RunFacts:
-    """A run from its summary alone. A published one may have no more than states."""
+    """Returns the facts about a run from its summary alone. A published summary may have only the states."""
     try:
         cells = values["cells"]
         if unknown := sorted({str(cell["state"]) for cell in cells if str(cell["state"]) not in STATES}):
@@ -306,15 +306,15 @@ def _facts(values: dict[str, Any], file: Path) -> RunFacts:
 
 
 def summarise(out: Path) -> Summary:
-    """The run in ``out`` as a history keeps it; its cells are believed as reports believe them.
+    """Returns the run in ``out`` for a history; its cells are checked as for the reports.
 
-    Raises UsageError for a folder that cannot be trusted, and for a part of a run in several jobs.
+    Raises UsageError for a folder that cannot be trusted, and for one shard of a run.
     """
     run, cells = read_cells(out)
     if not run.floor.whole:
-        raise UsageError(f"{out} is shard {', '.join(run.floor.shards)} alone; put all together first: parity merge")
+        raise UsageError(f"{out} has only shard {', '.join(run.floor.shards)}; merge all shards first: parity merge")
     if not run.selection:
-        raise UsageError(f"{out} does not say what was selected: its version was too old; run again")
+        raise UsageError(f"{out} does not say what was selected: an older version wrote it; run again")
     entries = [cell.entry for cell in cells]
     return Summary(
         selection=run.selection,

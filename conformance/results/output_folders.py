@@ -1,15 +1,8 @@
-"""Slim: removes the tensors of cells that are no news, after everything was compared; without torch.
+"""Removes tensors from output folders, merges the folders of shards, and compares two of them. Does not import torch.
 
-Of a model of 56 million parameters, two steps in float64 are 2.3 GB a cell. Whoever looks for a difference needs the
-tensors of cells that differ or failed, and of their oracles. Of all others the lines remain, with the digests of what
-was removed, and the verdict, which cannot be judged again.
-
-Merge: makes one output folder of several that share the cells of one selection, and one summary of verdicts that
-several processes wrote; without torch.
-
-Serves claim 9: folders of different runs are not mixed, and cells of a shard that is missing make the whole incomplete.
-
-Two runs: how each cell ended in two output folders, and its worst observed / allowed by stage; without torch.
+Two steps of a model of 56 million parameters are 2.3 GB per cell in float64, and only cells that differ or failed need
+their tensors. The other cells keep the lines of their records, with digests, and their verdicts, which cannot be judged
+again. Folders of different runs are never merged, and a missing shard makes the merged run incomplete.
 """
 
 import hashlib
@@ -45,9 +38,9 @@ from conformance.results.verdict import NO_FAULT, NOT_STARTED, RunVerdict
 
 
 def slim(out: Path) -> None:
-    """Remove the tensors of the cells of ``out`` that conform, partly or wholly, or differ as expected, and those of
-    oracles that no other cell was judged by. Where cells are missing, because the run was stopped or has other shards,
-    nothing is removed: they will be compared with those that are there.
+    """Removes the tensors of cells that conform, partly or wholly, or differ as expected, and the tensors of oracles
+    that judged only such cells. Removes nothing if the run was stopped or has other shards, because the missing cells
+    may need the same oracles.
 
     Raises UsageError for a folder that is not a run's output, and Unwritable.
     """
@@ -57,14 +50,14 @@ def slim(out: Path) -> None:
     entries = [entry for entry in listed if entry.records]
     for entry in entries:
         if entry.verdict.state in NO_FAULT:
-            # First the word, then the deed: files that are missing without it would be damage. Of a cell that says so
-            # there may be files all the same, where an earlier call was stopped.
+            # Written first, because missing files without this mark count as damage. A marked cell may still have files
+            # if an earlier call was interrupted.
             if not entry.slim:
                 write_entry(out, replace(entry, slim=True))
-            others = entry.other.records if entry.other else ()
-            _remove(out, (out / entry.folder / record for record in (*entry.records, *others)))
-    kept = {folder for entry in entries if entry.verdict.state not in NO_FAULT for folder in _oracles(out, entry)}
-    for folder in {folder for entry in entries for folder in _oracles(out, entry)} - kept:
+            first_attempt = entry.other.records if entry.other else ()
+            _remove(out, (out / entry.folder / record for record in (*entry.records, *first_attempt)))
+    needed = {folder for entry in entries if entry.verdict.state not in NO_FAULT for folder in _oracles(out, entry)}
+    for folder in {folder for entry in entries for folder in _oracles(out, entry)} - needed:
         _remove(out, folder.glob("*/"))
 
 
@@ -82,18 +75,13 @@ def _remove(out: Path, records: Iterable[Path]) -> None:
 
 
 ReadBaseline = Callable[[str], Baseline]
-MAY_DIFFER = (
-    "platform",
-    "cpus",
-    "gpus",
-    "CUDA_VISIBLE_DEVICES",
-    COMMIT,
-)  # of the environment, between the jobs of a run
+# Keys of the environment that may differ between the jobs of a run.
+MAY_DIFFER = ("platform", "cpus", "gpus", "CUDA_VISIBLE_DEVICES", COMMIT)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """One of the folders that belong together. ``version``: of the suite that wrote it."""
+    """Holds one of the folders to merge. version: the version of the suite that wrote it."""
 
     name: str
     run: Run
@@ -101,11 +89,11 @@ class Part:
     version: str
 
 
-def sum_up(out: Path, *, seconds: float | None = None) -> dict[str, Any]:
-    """Write ``summary.json`` anew from the verdicts in ``out``, and return it. ``seconds``: what the run took, if it
-    does not say so itself.
+def rewrite_summary(out: Path, *, seconds: float | None = None) -> dict[str, Any]:
+    """Writes ``summary.json`` again from the verdicts in ``out``, and returns it.
 
-    For a run whose processes wrote verdicts and no summary, or that was stopped between a verdict and its summary.
+    For a run whose processes wrote verdicts but no summary, or that was stopped between a verdict and its summary.
+    seconds: the duration of the run; None: as in the summary.
     Raises UsageError for a folder that is not a run's output, and Unwritable.
     """
     run, entries = read_verdicts(out)
@@ -118,7 +106,7 @@ def sum_up(out: Path, *, seconds: float | None = None) -> dict[str, Any]:
 
 
 def read_part(out: Path) -> Part:
-    """Raises UsageError for a folder that is not a run's output."""
+    """Reads one folder. Raises UsageError for a folder that is not a run's output."""
     run, entries = read_verdicts(out)
     return Part(
         name=str(out), run=run, entries=tuple(entries), version=str(read_output_json(out / SUMMARY)["suite_version"])
@@ -126,28 +114,28 @@ def read_part(out: Path) -> Part:
 
 
 def check_parts(parts: Sequence[Part]) -> None:
-    """Raises UsageError unless the parts are of one selection, on one device, with the same versions and demands."""
+    """Raises UsageError unless the parts have the same selection, device, versions and requirements."""
     first = parts[0]
     for part in parts[1:]:
         for what, one, other in _compare(first, part):
             if one != other:
                 raise UsageError(
                     f"{first.name} and {part.name} do not belong together: {what} {one!r} and {other!r}. "
-                    f"{first.name} is of: {first.run.command}"
+                    f"The command of {first.name}: {first.run.command}"
                 )
     if not first.run.selected:
-        raise UsageError(f"{first.name} does not say which cells were selected: its version was too old")
+        raise UsageError(f"{first.name} does not say which cells were selected: an older version wrote it")
 
 
 def _compare(one: Part, other: Part) -> Iterable[tuple[str, object, object]]:
-    """What has to be equal: (what, of one, of the other)."""
+    """Yields the values that have to be equal: (name, value of ``one``, value of ``other``)."""
     yield "suite version", one.version, other.version
     yield "device", one.run.device, other.run.device
     here, there = one.run.environment, other.run.environment
     yield "--ranks-per-gpu", here.get(RANKS_PER_GPU, 1), there.get(RANKS_PER_GPU, 1)
     for name in dict.fromkeys([*here, *there]):
-        # What adapters name beside the usual packages is told by those jobs only that have these backends. A variable
-        # that is not set, in contrast, has no value.
+        # Packages that adapters name are missing in jobs without these backends, and are compared only if both jobs
+        # have them. Names in capitals are environment variables, which are compared also if one job does not set them.
         if name not in MAY_DIFFER and (name in here.keys() & there.keys() or name.isupper()):
             yield f"version of {name}", here.get(name), there.get(name)
     yield "selected cells (digest)", one.run.selected, other.run.selected
@@ -158,7 +146,7 @@ def _compare(one: Part, other: Part) -> Iterable[tuple[str, object, object]]:
 
 
 def _baseline(part: Part) -> str:
-    """A digest of the earlier runs; their path may differ between jobs."""
+    """Returns a digest of the earlier runs, without their path, which may differ between jobs."""
     baseline = part.run.floor.baseline
     return hashlib.sha256(repr((baseline.cells, baseline.runs)).encode()).hexdigest()[:16] if baseline else "none"
 
@@ -168,10 +156,10 @@ def _total(part: Part) -> str:
 
 
 def merge(folders: Sequence[Path], out: Path, *, command: str, baseline: ReadBaseline | None = None) -> None:
-    """Put the cells of ``folders`` into ``out``, which has to be new, with one summary. Files are linked where that is
-    possible; links share no later change, because every file is replaced as a whole.
+    """Puts the cells of ``folders`` into the new folder ``out``, with one summary.
 
-    ``baseline``: reads the earlier runs of a selection, with which the whole is compared.
+    Files become hard links where possible. This is safe because the suite never changes a file in place.
+    baseline: reads the earlier runs of a selection, with which the merged run is compared.
 
     Raises UsageError for folders that do not belong together or that have different verdicts of a cell, and Unwritable.
     """
@@ -192,7 +180,7 @@ def merge(folders: Sequence[Path], out: Path, *, command: str, baseline: ReadBas
         shutil.rmtree(out, ignore_errors=True)
         if isinstance(error, UsageError):
             raise
-        raise Unwritable(f"{out} cannot be filled: {error}") from error
+        raise Unwritable(f"{out} cannot be written: {error}") from error
     planned = parts[0].run.floor.planned
     order = {cell: place for place, cell in enumerate(planned)}
     entries = sorted(chosen.values(), key=lambda entry: order.get(entry.cell, len(order)))
@@ -200,7 +188,7 @@ def merge(folders: Sequence[Path], out: Path, *, command: str, baseline: ReadBas
 
 
 def _choose(parts: Sequence[Part]) -> dict[str, Entry]:
-    """One entry of every cell. Raises UsageError for a cell with two verdicts."""
+    """Returns one entry for every cell. Raises UsageError for a cell with two different verdicts."""
     chosen: dict[str, tuple[Part, Entry]] = {}
     for part in parts:
         for entry in part.entries:
@@ -211,13 +199,13 @@ def _choose(parts: Sequence[Part]) -> dict[str, Entry]:
             if entry.verdict.state not in (known.verdict.state, "not_run"):
                 raise UsageError(
                     f"{entry.cell} is {known.verdict.state} in {other.name} and {entry.verdict.state} in {part.name}: "
-                    f"leave out the folder that does not count"
+                    f"omit the folder that does not count"
                 )
     return {cell: entry for cell, (_, entry) in chosen.items()}
 
 
 def _whole(parts: Sequence[Part], command: str) -> Run:
-    """The head of the summary of all parts together."""
+    """Returns the run that all parts make together."""
     runs = [part.run for part in parts]
     ended = [run.finished for run in runs if run.finished]
     environment = {name: value for run in reversed(runs) for name, value in run.environment.items()}
@@ -238,7 +226,7 @@ def _whole(parts: Sequence[Part], command: str) -> Run:
 
 
 def _link(folder: Path, out: Path, name: str) -> None:
-    """Put the file or folder ``name`` into ``out``. Raises UsageError if it lies outside of ``folder``."""
+    """Links the file or folder ``name`` into ``out``. Raises UsageError if it lies outside of ``folder``."""
     source, target = inside(folder, folder / name), out / name
     target.parent.mkdir(parents=True, exist_ok=True)
     if source.is_dir():
@@ -256,10 +244,10 @@ def _link_file(source: str, target: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class CellOfTwo:
-    """One cell. change: its state in the first and in the second run.
+    """Holds the results of one cell in two runs. change: its states in the first and in the second run.
 
-    ratios: for each stage, in causal order, the worst observed / allowed in the first and in the second run; None where
-        nothing of the stage was compared.
+    ratios: for each stage, in causal order, the worst observed / allowed in the first and in the second run; None if
+        nothing in the stage was compared.
     """
 
     change: Change
@@ -268,8 +256,11 @@ class CellOfTwo:
 
 @dataclass(frozen=True, kw_only=True)
 class TwoRuns:
-    """paths, started, verdicts: of the first and of the second run. versions: those that are not known to be equal.
-    oracles: the cells that were judged by others."""
+    """Holds the comparison of two runs.
+
+    paths, started, verdicts: of the first and of the second run. versions: the versions that are not known to be equal.
+    oracles: the cells whose reference differs between the runs.
+    """
 
     paths: tuple[str, str]
     started: tuple[str, str]
@@ -280,12 +271,12 @@ class TwoRuns:
 
     @property
     def changed(self) -> list[CellOfTwo]:
-        """The cells that did not end alike."""
+        """Returns the cells whose states differ."""
         return [cell for cell in self.cells if cell.change.before != cell.change.now]
 
     @property
-    def are_alike(self) -> bool:
-        """Whether all cells ended alike, judged by the same oracles."""
+    def is_unchanged(self) -> bool:
+        """Whether all cells ended in the same states, judged by the same oracles."""
         return not self.changed and not self.oracles
 
     def to_json(self) -> dict[str, Any]:
@@ -294,17 +285,18 @@ class TwoRuns:
 
 
 def compare_runs(first: Path, second: Path) -> TwoRuns:
-    """The cells of both runs, in the order of the first. Raises UsageError for a folder that cannot be trusted."""
-    (run, cells), (other, others) = read_cells(first), read_cells(second)
-    one, two = ({cell.entry.cell: cell for cell in found} for found in (cells, others))
-    ended = [outcomes_of([cell.entry for cell in found]) for found in (cells, others)]
+    """Compares all cells of two runs, in the order of the first. Raises UsageError for a folder that cannot be
+    trusted."""
+    (run, cells), (other, other_cells) = read_cells(first), read_cells(second)
+    one, two = ({cell.entry.cell: cell for cell in found} for found in (cells, other_cells))
+    ended = [outcomes_of([cell.entry for cell in found]) for found in (cells, other_cells)]
     return TwoRuns(
         paths=(str(first), str(second)),
         started=(run.started, other.started),
-        verdicts=(_verdict(run, cells), _verdict(other, others)),
+        verdicts=(_verdict(run, cells), _verdict(other, other_cells)),
         versions=version_changes(versions_of(run.environment), versions_of(other.environment)),
         oracles=oracle_changes(*ended),
-        cells=tuple(_beside(cell, one.get(cell), two.get(cell)) for cell in dict.fromkeys([*one, *two])),
+        cells=tuple(_cell_of_two(cell, one.get(cell), two.get(cell)) for cell in dict.fromkeys([*one, *two])),
     )
 
 
@@ -312,7 +304,7 @@ def _verdict(run: Run, cells: list[BelievedCell]) -> RunVerdict:
     return run.verdict(states_of([cell.entry for cell in cells]))
 
 
-def _beside(cell: str, one: BelievedCell | None, two: BelievedCell | None) -> CellOfTwo:
+def _cell_of_two(cell: str, one: BelievedCell | None, two: BelievedCell | None) -> CellOfTwo:
     found = [side.entry if side else None for side in (one, two)]
     worst = [entry.verdict.worst if entry else {} for entry in found]
     stages = dict.fromkeys(stage for entry in found if entry for stage in (*entry.stages, *entry.verdict.worst))

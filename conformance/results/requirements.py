@@ -1,11 +1,8 @@
-"""Coverage of a run: what it had to judge at least, what it judged, and what was lost since an earlier run (claim 9).
+"""Checks that a run judged what it had to judge, and formats its summary for the terminal.
 
-If a backend refuses more cells than before, if an adapter is no longer installed, or if a table is removed from a
-profile, nothing differs and the run is green, although it shows less. So users can demand what a run has to judge, and
-every run publishes which cells each backend claims and refuses. All results here are computed from the states of the
-cells; none is read from a file.
-
-Summary: what the terminal says about a run, from its ``summary.json`` alone, without the files of its cells.
+If a backend supports fewer cells than before, if an adapter is no longer installed, or if a table is removed from a
+profile, then nothing differs and the run is green, although it shows less. So users can set minimum requirements, and
+every run lists the supported and unsupported cells of each backend. All results are computed from the states of cells.
 """
 
 import fnmatch
@@ -18,23 +15,23 @@ from conformance.results.baseline import RANKS_PER_GPU, Baseline, backend_of, ba
 from conformance.results.changes import changes_between
 from conformance.results.verdict import ANSWERED, NOT_SEEN, STATES, State
 
-TO = "-to-"  # joins the backends, and the layouts, of consecutive legs in a cell's id
-CELLS_LISTED = 3  # most cells that a sentence names
+TO = "-to-"  # joins the backends, and the layouts, of consecutive phases in a cell's id
+CELLS_LISTED = 3  # maximum number of cells that a sentence names
 
 States = Mapping[str, State]  # by cell id
 
 
 @dataclass(frozen=True, kw_only=True)
 class Floor:
-    """What a run has to judge at least in order to pass. The default demands nothing.
+    """Holds the minimum requirements for a run to pass. The default requires nothing.
 
     require: shell patterns of cell ids. Every cell that matches has to conform, or to differ as expected.
     min_judged: the number of cells that have to be judged.
     backends: names of backends; at least one cell of each has to be judged.
     baseline: earlier runs; no cell may be covered less than in the last green one that has it, or in a later one.
-    shards: the parts of a run in several jobs that this folder holds, such as ``2/5``; empty for a run in one piece.
-    planned: the ids of the cells of all parts. whole: False for one part alone: the demands are held against all parts
-        together, by ``parity merge``.
+    shards: the shards of the run that this folder has, such as ``2/5``; empty for a run without shards.
+    planned: the ids of the cells of all shards. whole: False for a shard alone; ``parity merge`` checks the
+        requirements for all shards together.
     """
 
     require: tuple[str, ...] = ()
@@ -47,13 +44,13 @@ class Floor:
 
     @property
     def missing_shards(self) -> tuple[str, ...]:
-        """The parts of the run that are in none of the merged folders."""
+        """Returns the shards of the run that are in none of the merged folders."""
         total = self.shards[0].partition("/")[2] if self.shards and self.whole else "0"
         every = [f"{number}/{total}" for number in range(1, int(total) + 1)]
         return tuple(shard for shard in every if shard not in self.shards)
 
     def unmet(self, states: States) -> tuple[str, ...]:
-        """One sentence for each demand that is not met; empty if the run judged enough."""
+        """Returns one sentence for each requirement that is not met; empty if the run judged enough."""
         if not self.whole:
             return ()
         return tuple(sentence for sentence in self._unmet(states) if sentence)
@@ -75,18 +72,18 @@ class Floor:
         for name in self.backends:
             cells = {cell: state for cell, state in states.items() if name in backend_of(cell).split(TO)}
             if not any(state in ANSWERED for state in cells.values()):
-                yield f"asked for: backend {name}, and no cell of it was judged: {_list_cells(list(cells), states)}"
+                yield f"requested: backend {name}, but none of its cells was judged: {_list_cells(list(cells), states)}"
         if self.baseline and not self.baseline.runs:
-            yield f"{self.baseline.path} has no earlier run of what is selected here: it cannot be said what was lost"
+            yield f"{self.baseline.path} has no earlier run of this selection: lost coverage cannot be found"
         if self.baseline and (lost := [c.cell for c in changes_between(self.baseline.demanded, states) if c.is_loss]):
             yield f"coverage lost since {self.baseline.path}: {_list_cells(lost, states)}"
 
 
 def floor_from_json(values: Any) -> Floor:
-    """A Floor from the JSON values of ``dataclasses.asdict``. Raises KeyError, TypeError or ValueError for others."""
+    """Parses the JSON values of ``dataclasses.asdict``. Raises KeyError, TypeError or ValueError for others."""
     require, backends = (tuple(map(str, values[name])) for name in ("require", "backends"))
     if values.get("against"):
-        raise ValueError("a baseline: it was held against an earlier run by an older version; use that version")
+        raise ValueError("a baseline: an older version compared it with an earlier run; use that version")
     baseline = values.get("baseline")  # summaries of older versions have neither this nor the last three
     return Floor(
         require=require,
@@ -110,15 +107,16 @@ def _word(state: State | None) -> str:
 
 
 def _list_cells(cells: list[str], states: States) -> str:
-    """``cell (state)`` for the first cells, and the number of further ones, in words."""
-    said = ", ".join(f"{cell} ({_word(states.get(cell))})" for cell in cells[:CELLS_LISTED])
-    return said + (f" and {len(cells) - CELLS_LISTED} more" if len(cells) > CELLS_LISTED else "") or "the run has none"
+    """Returns ``cell (state)`` for the first cells, and the number of further ones, in words."""
+    first = ", ".join(f"{cell} ({_word(states.get(cell))})" for cell in cells[:CELLS_LISTED])
+    return first + (f" and {len(cells) - CELLS_LISTED} more" if len(cells) > CELLS_LISTED else "") or "the run has none"
 
 
 def claims(cells: Mapping[str, tuple[State, str]]) -> dict[str, dict[str, Any]]:
-    """By backend, as JSON values: ``claimed``, a list of cell ids, and ``refused``, the reasons by cell id.
+    """Returns by backend, as JSON values: ``claimed``, a list of supported cells, and ``refused``, reasons by
+    unsupported cell.
 
-    ``cells``: (state, reason) by cell id. A chain of backends has its own entry.
+    cells: (state, reason) by cell id. A chain of backends has its own entry.
     """
     found: dict[str, dict[str, Any]] = {}
     for cell, (state, reason) in cells.items():
@@ -131,23 +129,23 @@ def claims(cells: Mapping[str, tuple[State, str]]) -> dict[str, dict[str, Any]]:
 
 
 def summary_lines(summary: Mapping[str, Any]) -> list[str]:
-    """The lines for the terminal, from the values of ``summary.json``: verdict, counts, unmet demands, and what has
-    changed since earlier runs."""
+    """Returns the lines for the terminal, from the values of ``summary.json``: verdict, counts, unmet requirements, and
+    changes since earlier runs."""
     counts = ", ".join(f"{count} {state.replace('_', ' ')}" for state, count in summary["counts"].items() if count)
     since = summary["since"]["text"] if summary["since"] else ()
-    lent = sum(bool(cell["second_class"]) for cell in summary["cells"])
-    whose = f"second-class oracle: {lent} judged by transformers' own implementation; {NOT_SEEN}"
-    had, shared = leased(summary["leased"]), shared_gpus(summary["environment"])
-    told = (f"leased for this part of the time: {had}" if had else "", whose if lent else "", shared)
-    return [f"{summary['verdict']}: {counts}", *summary["unmet"], *since, *filter(None, told)]
+    second = sum(bool(cell["second_class"]) for cell in summary["cells"])
+    oracles = f"second-class oracle: {second} judged by transformers' own implementation; {NOT_SEEN}"
+    shares, shared = leased(summary["leased"]), shared_gpus(summary["environment"])
+    notes = (f"share of the time with a lease: {shares}" if shares else "", oracles if second else "", shared)
+    return [f"{summary['verdict']}: {counts}", *summary["unmet"], *since, *filter(None, notes)]
 
 
 def shared_gpus(environment: Mapping[str, Any]) -> str:
-    """What it means for times and memory that ranks shared GPUs; empty if they did not."""
+    """Returns a warning about times and memory if ranks shared GPUs; else empty."""
     each = environment.get(RANKS_PER_GPU, 1)
     return f"up to {each} ranks shared a GPU: times and free memory are not those of one GPU each" if each != 1 else ""
 
 
 def leased(shares: Mapping[str, float]) -> str:
-    """For how much of a run cells and oracles had each of its GPUs; empty where none was leased."""
+    """Formats the share of the time in which cells and oracles used each GPU; empty if none was leased."""
     return ", ".join(f"{gpu} {share:.0%}" for gpu, share in shares.items())

@@ -96,8 +96,8 @@ class Entry:
     @property
     def stages(self) -> tuple[str, ...]:
         """Returns all stages in causal order. Stages of a resume are included only if they were observed."""
-        seen = {quantity.stage for quantity in self.verdict.quantities}
-        absent = {o.stage for o in self.observables if o.when == "handover"} - seen
+        observed = {quantity.stage for quantity in self.verdict.quantities}
+        absent = {o.stage for o in self.observables if o.when == "handover"} - observed
         return tuple(stage for stage in stages(self.observables) if stage not in absent)
 
 
@@ -135,17 +135,17 @@ class Run:
         return compare(self.floor.baseline, outcomes, started=self.started, versions=versions_of(self.environment))
 
     def verdict(self, states: States) -> RunVerdict:
-        """The verdict of the run, computed from the states of its cells and from the floor."""
+        """Computes the verdict of the run from the states of its cells and the minimum requirements."""
         return overall(states.values(), complete=self.finished is not None and not self.floor.unmet(states))
 
 
 def states_of(entries: Sequence[Entry]) -> States:
-    """The states of the cells by id."""
+    """Returns the states of the cells by id."""
     return {entry.cell: entry.verdict.state for entry in entries}
 
 
 def outcomes_of(entries: Sequence[Entry]) -> dict[str, Outcome]:
-    """How the cells ended, by id."""
+    """Returns how the cells ended, by id."""
     return {
         entry.cell: outcome(
             state=entry.verdict.state,
@@ -158,12 +158,12 @@ def outcomes_of(entries: Sequence[Entry]) -> dict[str, Outcome]:
 
 
 def write_entry(out: Path, entry: Entry) -> None:
-    """Write ``verdict.json`` of one cell. Raises UsageError for a folder outside of ``out``, and Unwritable."""
+    """Writes ``verdict.json`` of one cell. Raises UsageError for a folder outside of ``out``, and Unwritable."""
     folder = inside(out, out / entry.folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise Unwritable(f"{folder} cannot be made: {error.strerror}") from error
+        raise Unwritable(f"{folder} cannot be created: {error.strerror}") from error
     values = {f.name: getattr(entry, f.name) for f in fields(entry) if f.name not in _NOT_PLAIN}
     verdict = entry.verdict
     rows = [[getattr(q, column) for column in _COLUMNS] for q in verdict.quantities]
@@ -181,7 +181,7 @@ def write_entry(out: Path, entry: Entry) -> None:
 
 
 def write_summary(out: Path, run: Run, cells: Sequence[CellSummary]) -> None:
-    """Write ``summary.json``. Raises Unwritable."""
+    """Writes ``summary.json``. Raises Unwritable."""
     head = {"schema": OUTPUT_SCHEMA, "suite_version": conformance.__version__}
     write_output_json(out / SUMMARY, {**head, **summary_of(run, cells)}, indent=1)
 
@@ -221,27 +221,27 @@ def summary_of(run: Run, cells: Sequence[CellSummary]) -> dict[str, Any]:
     """
     states: States = {cell["id"]: cell["state"] for cell in cells}
     counts = dict.fromkeys(STATES, 0) | Counter(states.values())
-    kept = ("state", "seconds", "before", "second_class")
-    found = {cell["id"]: outcome(**{name: cell[name] for name in kept}) for cell in cells}
+    names = ("state", "seconds", "before", "second_class")
+    found = {cell["id"]: outcome(**{name: cell[name] for name in names}) for cell in cells}
     since = run.since(found)
-    told = {
+    results = {
         "counts": counts,
         "unmet": run.floor.unmet(states),
         "since": since_to_json(since) if since else None,
         "claims": claims({cell["id"]: (cell["state"], cell["reason"]) for cell in cells}),
         "cells": cells,
     }
-    return {"verdict": run.verdict(states), **vars(run), "floor": asdict(run.floor), **told}
+    return {"verdict": run.verdict(states), **vars(run), "floor": asdict(run.floor), **results}
 
 
 def _attempt_to_json(attempt: Attempt) -> dict[str, Any]:
-    kept = {name: getattr(attempt, name) for name in ("fresh", "completed", "records")}
-    return {**kept, "state": attempt.verdict.state, "reason": attempt.verdict.reason}
+    plain = {name: getattr(attempt, name) for name in ("fresh", "completed", "records")}
+    return {**plain, "state": attempt.verdict.state, "reason": attempt.verdict.reason}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Listed:
-    """A cell in the list of ``summary.json``."""
+    """Holds a cell of the list in ``summary.json``."""
 
     id: str
     folder: str
@@ -250,7 +250,7 @@ class Listed:
 
 @dataclass(frozen=True, kw_only=True)
 class _Table:
-    """The table of quantities in ``verdict.json``: names of columns, and rows."""
+    """Holds the table of quantities in ``verdict.json``: names of columns, and rows."""
 
     columns: tuple[str, ...]
     data: tuple[tuple[str, str, int, float, float, float | None, str, str], ...]
@@ -261,14 +261,14 @@ _ENTRY, _VERDICT, _TABLE = TypeAdapter(Entry), TypeAdapter(Verdict), TypeAdapter
 
 
 def read_run(out: Path) -> tuple[Run, list[Entry]]:
-    """A run and its cells, in the order in which they were planned.
+    """Reads a run and its cells, in the planned order.
 
     Raises UsageError for a folder that is not a run's output, was cut short or edited, or contradicts itself.
     """
     run, entries = read_verdicts(out)
-    said = {cell.id: cell.state for cell in read_summary(out)[1]}
+    states_in_summary = {cell.id: cell.state for cell in read_summary(out)[1]}
     for entry in entries:
-        if (state := said[entry.cell]) != entry.verdict.state:
+        if (state := states_in_summary[entry.cell]) != entry.verdict.state:
             raise UsageError(
                 f"{out / entry.folder / VERDICT} says {entry.verdict.state}, the summary says {state}: one of them was "
                 f"edited or comes from another run; run the cells again"
@@ -277,8 +277,10 @@ def read_run(out: Path) -> tuple[Run, list[Entry]]:
 
 
 def read_verdicts(out: Path) -> tuple[Run, list[Entry]]:
-    """A run and its cells, as ``read_run``, but the states in the summary may be out of date: during a run with several
-    processes, each writes verdicts, and none the summary. Raises UsageError."""
+    """Reads a run and its cells like ``read_run``, but the summary may have older states than the verdicts.
+
+    During a run with several processes, each process writes verdicts, but none writes the summary. Raises UsageError.
+    """
     run, listed = read_summary(out)
     entries = []
     for cell in listed:
@@ -289,8 +291,8 @@ def read_verdicts(out: Path) -> tuple[Run, list[Entry]]:
                 f"{file} is about {entry.cell} in {entry.folder}, but the summary says {cell.id} in {cell.folder}: one "
                 f"of them was edited or comes from another run; run the cells again"
             )
-        others = entry.other.records if entry.other else ()
-        for path in filter(None, (*entry.records, *others, entry.oracle, entry.defective)):
+        other_attempt = entry.other.records if entry.other else ()
+        for path in filter(None, (*entry.records, *other_attempt, entry.oracle, entry.defective)):
             if os.path.relpath(out / entry.folder / path, out).startswith(os.pardir):
                 raise UsageError(f"{file} names {path}, which lies outside of {out}: it was edited; run again")
         entries.append(entry)
@@ -298,7 +300,7 @@ def read_verdicts(out: Path) -> tuple[Run, list[Entry]]:
 
 
 def read_summary(out: Path) -> tuple[Run, list[Listed]]:
-    """The run and the list of cells of ``summary.json``. Raises UsageError."""
+    """Reads the run and the list of cells from ``summary.json``. Raises UsageError."""
     file = out / SUMMARY
     values = read_output_json(file)
     try:
@@ -314,7 +316,7 @@ def read_summary(out: Path) -> tuple[Run, list[Listed]]:
 
 
 def read_entry(file: Path) -> Entry:
-    """Read a cell from the ``verdict.json`` at ``file``. Raises UsageError for a file that cannot be trusted."""
+    """Reads a cell from the ``verdict.json`` at ``file``. Raises UsageError for a file that cannot be trusted."""
     values = read_output_json(file)
     table = _validated(_TABLE, values.get("quantities"), file)
     if table.data and table.columns != _COLUMNS:
@@ -331,15 +333,15 @@ def read_entry(file: Path) -> Entry:
         )
     if verdict.state in ("conforms", "partly_observed") and (outside := verdict.findings):
         raise UsageError(
-            f"{entry.cell} is said to conform, yet {outside[0].stage} of {outside[0].tensor} is outside its tolerance: "
-            f"{file} was edited; run the cells again"
+            f"{entry.cell} conforms according to {file}, but {outside[0].stage} of {outside[0].tensor} is outside its "
+            f"tolerance: the file was edited; run the cells again"
         )
     _check_strips(verdict, file)
     return entry
 
 
 def _quantities(table: _Table) -> Iterator[Quantity]:
-    """The rows of a table with ``_COLUMNS``. By name and without dictionaries, because a run has a million of them."""
+    """Yields the rows of a table with ``_COLUMNS``. Without dictionaries, because a run has a million rows."""
     for stage, tensor, step, observed, allowed, max_abs, where, hint in table.data:
         yield Quantity(
             stage=stage,
@@ -354,15 +356,14 @@ def _quantities(table: _Table) -> Iterator[Quantity]:
 
 
 def _check_strips(verdict: Verdict, file: Path) -> None:
-    """Raises UsageError for a strip without a quantity, or with an error above the bound although the quantity's is
-    not."""
+    """Raises UsageError for per-token errors without a quantity, or above the bound of a quantity that is within it."""
     judged = {(q.stage, q.tensor, q.step): q for q in verdict.quantities}
     for strip in verdict.strips:
         q = judged.get((strip.stage, strip.tensor, strip.step))
         if q is None or (q.ratio <= 1 and not all(error <= q.allowed for error in strip.errors)):
             raise UsageError(
-                f"{file} has errors by token of {strip.stage}, step {strip.step}, that do not fit what was judged: it "
-                f"was edited; run the cells again"
+                f"{file} has per-token errors of {strip.stage}, step {strip.step}, that contradict the judged "
+                f"quantities: it was edited; run the cells again"
             )
 
 
@@ -375,7 +376,7 @@ def _verdict(values: dict[str, Any], quantities: tuple[Quantity, ...], strips: A
 
 
 def _validated(adapter: TypeAdapter[T], values: Any, file: Path) -> T:
-    """Convert ``values``, which were read from ``file``, with a pydantic adapter. Raises UsageError."""
+    """Converts ``values``, which were read from ``file``, with a pydantic adapter. Raises UsageError."""
     try:
         return adapter.validate_python(values)
     except ValidationError as error:
@@ -385,7 +386,7 @@ def _validated(adapter: TypeAdapter[T], values: Any, file: Path) -> T:
 
 
 def read_output_json(file: Path) -> dict[str, Any]:
-    """Read a JSON file of an output folder. Raises UsageError if it is missing, cut short, or of another version."""
+    """Reads a JSON file of an output folder. Raises UsageError if it is missing, cut short, or of another version."""
     try:
         values = parse_strict_json(read_file(file, limit=LONGEST))
     except FileNotFoundError:
@@ -406,7 +407,7 @@ def read_output_json(file: Path) -> dict[str, Any]:
 
 
 def inside(out: Path, path: Path) -> Path:
-    """Return ``path``. Raises UsageError if it lies outside of ``out``: no other file of this machine may be read."""
+    """Returns ``path``. Raises UsageError if it lies outside of ``out``: no other file of this machine may be read."""
     try:
         lies_inside = path.resolve().is_relative_to(out.resolve())
     except (OSError, RuntimeError, ValueError) as error:  # an invalid file name, or a circle of links
@@ -417,5 +418,5 @@ def inside(out: Path, path: Path) -> Path:
 
 
 def write_output_json(file: Path, values: Any, *, indent: int | None) -> None:
-    """Write a JSON file completely or not at all. Raises Unwritable."""
+    """Writes a JSON file completely or not at all. Raises Unwritable."""
     write_file(file, dumps(values, indent=indent))

@@ -1,19 +1,11 @@
-"""Founded: whether a verdict that passes rests on all that its oracle's record demands; without torch.
+"""Reads the cells of an output folder and checks whether their verdicts can be trusted. Does not import torch.
 
-Where tensors were not kept nobody can judge again, so the quantities are held against the observables that the record
-declares: each that is required, at each step at which it applies; of tensors the same names at every step; and for a
-verdict that all stages conform, also what is not required, or else its effect (claim 9).
+A passing verdict needs complete records of the cell and of its oracle, and a quantity for each required observable at
+each step at which it applies, for the same tensors at every step. Otherwise the cell is an infrastructure failure,
+whatever its file says (see docs/principles.md#9-incomplete-is-never-green). The command line and the reports both read
+cells with this module, so the exit code and the report agree. No tensor is read, because tensors may have been removed.
 
-Plausible: whether what ``bisect.json`` says of a cell can be said of its verdict, its records and its run; no torch.
-
-A digest keeps the file from being edited by hand, and the digests of the records from being of another run. This is
-what remains: a stage, a step, a module, a rank or another cell that the cell cannot have (claim 9).
-
-Cells: reads the cells of an output folder and checks whether their verdicts can be trusted; without torch.
-
-Serves claim 9 (what could not be judged is never green): a verdict without complete records of the cell and of its
-oracle, or without quantities, is an infrastructure failure, whatever its file says. The command line and the reports
-both read cells with this module, so that the exit code and the report agree. No tensor is read.
+A bisect.json is not shown if it contradicts the cell's verdict or records (unknown stage, step, module, rank or cell).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
@@ -25,7 +17,7 @@ from pathlib import Path
 from conformance.core.errors import UsageError
 from conformance.records.header_checks import FLOAT64, check_cell, check_oracle, second_class
 from conformance.records.record_format import Line, Lines, RecordError, read_lines
-from conformance.results.bisection import Bisected, Bisection, First, not_told, read_bisection
+from conformance.results.bisection import Bisected, Bisection, First, read_bisection, untrusted_bisection
 from conformance.results.run_results import Entry, Run, inside, read_run, states_of
 from conformance.results.verdict import NO_FAULT, STATES, Quantity, State
 from conformance.spec.known_defects import defects_of
@@ -36,30 +28,31 @@ from conformance.spec.observables import Observable, stages, unobserved_step
 AGAIN = "Run it again."
 
 
-def why_unfounded(entry: Entry, legs: Sequence[Lines], oracle: Lines | None) -> str:
-    """Why a verdict that passes cannot be trusted, in words; empty if it can."""
+def distrust_reason(entry: Entry, legs: Sequence[Lines], oracle: Lines | None) -> str:
+    """Returns why a passing verdict cannot be trusted, in words; empty if it can."""
     if not entry.records:
         return f"there is no record of the cell. {AGAIN}"
     if not entry.completed:
-        return f"the cell did not come to its end. {AGAIN}"
+        return f"the cell did not run to its end. {AGAIN}"
     if not entry.verdict.quantities:
         return "nothing was compared. Judge it again."
     if oracle is None:
         return ""
     quantities = entry.verdict.quantities
-    told = [*_not_judged(quantities, legs, oracle)]
+    gaps = [*_not_judged(quantities, legs, oracle)]
     if entry.verdict.state == "conforms":
-        told += _not_shown(quantities, oracle.observables)
-    return f"{told[0]}. {AGAIN}" if told else ""
+        gaps += _not_shown(quantities, oracle.observables)
+    return f"{gaps[0]}. {AGAIN}" if gaps else ""
 
 
 def _not_judged(quantities: Sequence[Quantity], legs: Sequence[Lines], oracle: Lines) -> Iterator[str]:
+    """Yields required observables without a quantity, and tensors that were judged only at some steps."""
     judged = {(q.stage, q.tensor, q.step) for q in quantities}
     unread = {unobserved_step(leg.header["first_step"], len(leg.steps)) for leg in legs}
     names: dict[tuple[str, int], set[str]] = {}
     for q in quantities:
         names.setdefault((q.stage, q.step), set())
-        if " " not in q.tensor:  # else more is said of a tensor than its name
+        if " " not in q.tensor:  # else the quantity has an annotation after the name
             names[q.stage, q.step].add(q.tensor)
     for o in oracle.observables:
         if not o.required or o.kind == "evidence":
@@ -71,36 +64,37 @@ def _not_judged(quantities: Sequence[Quantity], legs: Sequence[Lines], oracle: L
             is_read = o.kind != "tensors" or step not in unread
             there = (o.stage, step) in names if o.kind == "tensors" else (o.stage, o.judged_as, step) in judged
             if is_read and not there:
-                yield f"{o.stage} ({o.key}) of step {step} was not judged, and its record demands it"
+                yield f"{o.stage} ({o.key}) of step {step} was not judged, but its record requires it"
         if o.kind == "tensors":
             shown = [step for step in steps if step not in unread and (o.stage, step) in names]
             for before, after in pairwise(shown):
-                if apart := names[o.stage, before] ^ names[o.stage, after]:
-                    told = f"{o.stage} of steps {before} and {after} were not judged for the same tensors"
-                    yield f"{told}, such as {min(apart)}"
+                if unpaired := names[o.stage, before] ^ names[o.stage, after]:
+                    gap = f"{o.stage} of steps {before} and {after} were not judged for the same tensors"
+                    yield f"{gap}, such as {min(unpaired)}"
 
 
 def _not_shown(quantities: Sequence[Quantity], observables: Sequence[Observable]) -> Iterator[str]:
-    """What need not be shown, and was judged neither itself nor by its effect; then a cell conforms in part only."""
+    """Yields optional observables that were judged neither directly nor by their effect: the cell conforms only
+    partly."""
     judged, stages = {(q.stage, q.tensor) for q in quantities}, {q.stage for q in quantities}
     for o in observables:
         if o.required or o.kind == "evidence" or o.when == "handover" or o.effect_at in stages:
             continue
         if (o.stage not in stages) if o.kind == "tensors" else ((o.stage, o.judged_as) not in judged):
-            yield f"{o.stage} ({o.key}) was not judged, and the cell is said to conform in all"
+            yield f"the verdict is 'conforms', but {o.stage} ({o.key}) was not judged"
 
 
 def _lost(observable: Observable, line: Line) -> bool:
-    """Whether it is no number at this step, because the update is skipped."""
+    """Whether the observable has no value at this step because the update was skipped."""
     return bool(observable.lost_if and line.get("values", {}).get(observable.lost_if))
 
 
-TIED = "lm_head"  # has no weight of its own where it is that of the embedding
+TIED = "lm_head"  # has no weight of its own if the weights are tied to the embedding
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Cell:
-    """What the bisection of a cell may name."""
+    """Holds the names and numbers that may occur in the bisection of a cell."""
 
     modules: Set[str]
     parameters: Set[str]
@@ -108,15 +102,15 @@ class _Cell:
     rows: int
 
 
-def implausible(found: Bisection, entry: Entry, header: Line, states: Mapping[str, State]) -> str:
-    """What of a bisection cannot be; empty if all can.
+def find_contradiction(found: Bisection, entry: Entry, header: Line, states: Mapping[str, State]) -> str:
+    """Returns the first contradiction between a bisection and its cell, in words; empty if there is none.
 
-    header: of the record of the cell's first leg. states: of the cells of the run by id.
+    header: the header of the record of the cell's first phase. states: the states of the run's cells by id.
     """
     try:
         return next(_contradictions(found, entry, header, states), "")
     except (KeyError, TypeError, ValueError) as error:  # UsageError among them
-        return f"cannot be held against the record of the cell ({error!r})"
+        return f"cannot be compared with the record of the cell ({error!r})"
 
 
 def _contradictions(found: Bisection, entry: Entry, header: Line, states: Mapping[str, State]) -> Iterator[str]:
@@ -124,21 +118,21 @@ def _contradictions(found: Bisection, entry: Entry, header: Line, states: Mappin
     variant = "/".join(filter(None, ("exact", rest)))
     twin = "/".join([entry.scenario, entry.model, entry.backend, entry.layout, variant])
     if found.traced != twin:
-        yield f"is of {found.traced}, and the exact tier of this cell is {twin}"
+        yield f"is about {found.traced}, but the exact tier of this cell is {twin}"
     if found.stage not in stages(entry.observables):
-        yield f"names the stage {found.stage!r}, which this cell has not"
+        yield f"names the stage {found.stage!r}, which this cell does not have"
     if precision == "exact" and entry.verdict.findings:
         first = entry.verdict.findings[0]
         if found.stage != first.stage:
-            yield f"names the stage {found.stage}, and the verdict says that {first.stage} differs first"
+            yield f"names the stage {found.stage}, but in the verdict {first.stage} differs first"
         if found.models and found.step != max(0, first.step):
-            yield f"is of step {found.step}, and the verdict says that step {first.step} differs first"
+            yield f"is about step {found.step}, but in the verdict step {first.step} differs first"
     scenario = header["scenario"]
     if not 0 <= found.step < scenario["steps"]:
-        yield f"is of step {found.step} of {scenario['steps']}"
+        yield f"is about step {found.step} of {scenario['steps']}"
     roles = [role.name for role in parse_objective(scenario["objective"]).roles if role.trained]
     if found.models and sorted(model.model for model in found.models) != sorted(roles):
-        yield f"is of the models {', '.join(model.model for model in found.models)}; trained are {', '.join(roles)}"
+        yield f"is about the models {', '.join(model.model for model in found.models)}; trained are {', '.join(roles)}"
     parameters = {name for quantity in entry.verdict.quantities if "." in (name := _parameter(quantity.tensor))}
     cell = _Cell(
         modules={
@@ -152,16 +146,12 @@ def _contradictions(found: Bisection, entry: Entry, header: Line, states: Mappin
     for model in found.models:
         yield from _of_model(model, cell)
     if found.collectives and (other := found.collectives.conforming) and states.get(other) != "conforms":
-        yield f"holds collectives against {other}, which does not conform in this run"
-
-
-def _modules_around(parameter: str) -> Iterator[str]:
-    parts = parameter.split(".")
-    return (".".join(parts[:count]) for count in range(1, len(parts)))
+        yield f"compares collectives with {other}, which does not conform in this run"
 
 
 def _parameter(tensor: str) -> str:
-    """The name of a parameter in that of a quantity, without what is said of it; empty if it is of all."""
+    """Returns the parameter in the name of a quantity, without annotations such as '(missing)'; empty for a quantity
+    of all parameters."""
     return "" if ": " in tensor else tensor.partition(" ")[0]
 
 
@@ -172,11 +162,11 @@ def _of_model(found: Bisected, cell: _Cell) -> Iterator[str]:
             named += [first.module, first.wrong.key[0], *([first.before[0]] if first.before else [])]
             yield from _of_first(first, direction, cell)
     if unknown := [name for name in named if name not in cell.modules]:
-        yield f"names the module {unknown[0]!r}, which this model has not"
+        yield f"names the module {unknown[0]!r}, which this model does not have"
     if unknown := [name for name in found.parameters if name not in cell.parameters]:
-        yield f"names the parameter {unknown[0]!r}, which this model has not"
+        yield f"names the parameter {unknown[0]!r}, which this model does not have"
     if len(found.parameters) > found.gradients or not set(found.unknown) <= set(found.unseen):
-        yield "counts more than there is"
+        yield "has more wrong gradients or unknown modules than there are"
     if found.forward and found.backward:
         yield "names a wrong backward pass, although wrong gradients follow from the wrong forward pass"
 
@@ -185,14 +175,14 @@ def _of_first(first: First, direction: str, cell: _Cell) -> Iterator[str]:
     wrong, (name, side) = first.wrong, first.wrong.key
     sides = ("input", "output") if direction == "forward" else ("gradient of the output", "gradient of the input")
     if first.direction != direction or side not in sides:
-        yield f"has the {side} of {name} as what is wrong {direction}"
+        yield f"gives the {side} of {name} as the wrong value of the {direction} pass"
     if not (name == first.module or name.startswith(f"{first.module}.")):
-        yield f"names the module {first.module}, and what is wrong is the {side} of {name}"
+        yield f"names the module {first.module}, but the wrong value is the {side} of {name}"
     ranks: Sequence[int] = (*wrong.ranks, *wrong.hold, *wrong.silent, *first.given_by)
     if any(rank >= cell.ranks for rank in ranks) or not set(wrong.ranks) <= set(wrong.hold):
         yield f"names ranks {', '.join(map(str, sorted(set(ranks))))} of {cell.ranks}"
     if any(row >= cell.rows for row, _ in wrong.places) or wrong.tokens > wrong.compared or wrong.rows > cell.rows:
-        yield f"names rows or tokens that a step of {cell.rows} rows has not"
+        yield f"names rows or tokens that a step of {cell.rows} rows does not have"
 
 
 ReadLines = Callable[[Path], tuple[Lines | None, str]]
@@ -201,13 +191,13 @@ CheckHeader = Callable[[Path, Line], None]
 
 @dataclass(frozen=True, kw_only=True)
 class BelievedCell:
-    """One cell, after the check.
+    """Holds one cell after the check.
 
     entry: the cell with its verdict; the verdict is an infrastructure failure if the stored one cannot be trusted.
-    legs: the lines of the records of its legs, as far as they could be read.
+    legs: the lines of the records of its phases, as far as they could be read.
     oracle: the lines of the oracle's record; None if there are none.
-    problem: what is wrong with these records; empty if nothing is.
-    bisection: what bisecting the cell has found; None if it was not bisected, or does not differ.
+    problem: the first defect of these records; empty if they are intact.
+    bisection: the findings of the bisection; None if the cell was not bisected, or does not differ.
     """
 
     entry: Entry
@@ -218,17 +208,17 @@ class BelievedCell:
 
 
 def read_cells(out: Path) -> tuple[Run, list[BelievedCell]]:
-    """A run and its cells, in the order in which they were planned.
+    """Reads a run and its cells, in the planned order.
 
     Raises UsageError for a folder that is not a run's output, was cut short or edited, or contradicts itself.
     """
     run, entries = read_run(out)
     oracle_lines = cache(_read_lines)  # many cells share an oracle
     states = states_of(entries)
-    return run, [_believe(out, entry, oracle_lines, states) for entry in entries]
+    return run, [_check_entry(out, entry, oracle_lines, states) for entry in entries]
 
 
-def _believe(out: Path, entry: Entry, oracle_lines: ReadLines, states: Mapping[str, State]) -> BelievedCell:
+def _check_entry(out: Path, entry: Entry, oracle_lines: ReadLines, states: Mapping[str, State]) -> BelievedCell:
     folder = out / entry.folder
     is_own, is_oracle = partial(check_cell, cell=entry.cell), partial(check_oracle, precision=FLOAT64)
     found = [_read_checked(out, folder / record, _read_lines, is_own) for record in entry.records]
@@ -245,20 +235,21 @@ def _believe(out: Path, entry: Entry, oracle_lines: ReadLines, states: Mapping[s
     verdict = entry.verdict
     if oracle and verdict.second_class != second_class(oracle.header):
         problem = problem or "it names another reference than the oracle's record"
-    if verdict.state in NO_FAULT and (damage := problem or why_unfounded(entry, legs, oracle)):
+    if verdict.state in NO_FAULT and (damage := problem or distrust_reason(entry, legs, oracle)):
         reason = f"Judged as {STATES[verdict.state].name}, but that cannot be trusted: {damage}"
         entry = replace(entry, verdict=replace(verdict, state="infrastructure", reason=reason))
     bisection = None
     if verdict.state == "differs":
         digests = tuple(lines.digest for lines in legs)
         bisection = read_bisection(inside(out, folder), cell=entry.cell, records=digests)
-        if bisection and legs and bisection.stage and (why := implausible(bisection, entry, legs[0].header, states)):
-            bisection = not_told(entry.cell, digests, why)
+        if bisection and legs and bisection.stage:
+            why = find_contradiction(bisection, entry, legs[0].header, states)
+            bisection = untrusted_bisection(entry.cell, digests, why) if why else bisection
     return BelievedCell(entry=entry, legs=legs, oracle=oracle, problem=problem, bisection=bisection)
 
 
 def _read_checked(out: Path, folder: Path, read: ReadLines, check: CheckHeader) -> tuple[Lines | None, str]:
-    """Call ``read``; returns (None, problem) for a record outside of ``out``, or one that ``check`` refuses."""
+    """Calls ``read``; returns (None, problem) for a record outside of ``out``, or one that ``check`` rejects."""
     try:
         lines, problem = read(inside(out, folder))
         if lines:
@@ -269,8 +260,8 @@ def _read_checked(out: Path, folder: Path, read: ReadLines, check: CheckHeader) 
 
 
 def _read_lines(folder: Path) -> tuple[Lines | None, str]:
-    """The lines of a record and the problem with it; the problem is empty for an intact record, and of a damaged one
-    the readable lines are returned."""
+    """Returns the lines of a record and its problem. The problem of an intact record is empty; a damaged record gives
+    its readable lines."""
     try:
         return read_lines(folder), ""
     except RecordError as error:
@@ -278,8 +269,8 @@ def _read_lines(folder: Path) -> tuple[Lines | None, str]:
 
 
 def _step_gap(legs: tuple[Lines, ...]) -> str:
-    """The problem if the steps of the legs are not consecutive; empty if they are."""
+    """Returns the problem if the steps of the phases are not consecutive; empty if they are."""
     steps = [line["step"] for leg in legs for line in leg.steps]
     if all(step == number for number, step in enumerate(steps, start=steps[0] if steps else 0)):
         return ""
-    return f"the steps of its legs, {steps}, do not follow one another. Run it again."
+    return f"the steps of its phases, {steps}, are not consecutive. Run it again."

@@ -1,8 +1,6 @@
-"""States: the states of a cell, the verdicts of a run, and which of them count as a pass (claim 9).
+"""Defines the states of a cell, its verdict with the judged numbers, the verdicts of a run, and the texts of errors.
 
-Said: relative errors as a person says them, the same in verdicts, in the terminal and in all reports.
-
-Verdict: the result for one cell, and the judged numbers behind it. Without torch.
+Verdicts, the terminal and all reports show errors in the same words. Does not import torch.
 """
 
 import math
@@ -16,12 +14,12 @@ State = Literal[
     "differs", "infrastructure", "not_run", "partly_observed", "expected_difference", "unsupported", "conforms"
 ]
 RunVerdict = Literal["conforms", "partly_observed", "differs", "incomplete"]
-NOT_STARTED = "the run ended before this cell"  # the reason of every planned cell until it is run
+NOT_STARTED = "the run ended before this cell"  # the reason of every planned cell until it runs
 
 
 @dataclass(frozen=True, kw_only=True)
 class StateInfo:
-    """How reports and the terminal show a state, never by colour alone.
+    """Defines how reports and the terminal show a state, never by colour alone.
 
     name: in reports. symbol: in matrices. word: in the lines of the terminal. meaning: one explaining phrase.
     answered: whether the cell was judged.
@@ -34,8 +32,7 @@ class StateInfo:
     answered: bool
 
 
-# In the order in which a reader wants to see them.
-STATES: dict[State, StateInfo] = {
+STATES: dict[State, StateInfo] = {  # the most important states come first
     "differs": StateInfo(
         name="differs", symbol="✗", word="DIFFERS", meaning="a quantity is outside its tolerance", answered=True
     ),
@@ -78,7 +75,7 @@ PASSES: tuple[RunVerdict, ...] = ("conforms", "partly_observed")
 
 
 def depth(state: State | None) -> int:
-    """How much is known about a cell: 0 nothing, 1 that it is claimed, 2 some stages, 3 all stages."""
+    """Returns how much is known about a cell: 0 nothing, 1 that it is supported, 2 some stages, 3 all stages."""
     if state in (None, "unsupported"):
         return 0
     if state not in ANSWERED:
@@ -87,9 +84,9 @@ def depth(state: State | None) -> int:
 
 
 def overall(states: Iterable[State], *, complete: bool) -> RunVerdict:
-    """The verdict of a run from the states of its cells. A cell that could not be judged makes the run incomplete.
+    """Returns the verdict of a run. A cell that could not be judged makes the run incomplete.
 
-    ``complete``: the run came to its end and judged as much as its floor demands.
+    complete: whether the run ended normally and meets its minimum requirements.
     """
     found = set(states)
     if "differs" in found:
@@ -99,10 +96,12 @@ def overall(states: Iterable[State], *, complete: bool) -> RunVerdict:
     return "partly_observed" if "partly_observed" in found else "conforms"
 
 
-MANY, PERCENT = 10, 1e-4  # relative errors that are said as a factor, and as percent
+MANY, PERCENT = 10, 1e-4  # relative errors from which on an error is written as a factor, and as percent
 
 
 class Judged(Protocol):
+    """Has an error and its bound."""
+
     @property
     def observed(self) -> float: ...
 
@@ -111,7 +110,7 @@ class Judged(Protocol):
 
 
 def number(value: float | None) -> str:
-    """An error in three significant digits: ``0``, ``1.2e-7``, ``0.0153``, ``NaN``."""
+    """Formats a number with three significant digits: ``0``, ``1.2e-7``, ``0.0153``, ``NaN``."""
     if value is None:
         return ""
     if not math.isfinite(value):
@@ -125,7 +124,7 @@ def number(value: float | None) -> str:
 
 
 def size_off(error: float) -> str:
-    """A relative error: ``88 % off``, ``1.2e-7 off``, ``61,000 times its size off``."""
+    """Formats a relative error: ``88 % off``, ``1.2e-7 off``, ``61,000 times its size off``."""
     if math.isnan(error):
         return "not a number"
     if math.isinf(error):
@@ -136,13 +135,13 @@ def size_off(error: float) -> str:
 
 
 def off(quantity: Judged) -> str:
-    """An error and its bound: ``88 % off, allowed 1e-11``."""
+    """Formats an error and its bound: ``88 % off, allowed 1e-11``."""
     allowed = number(quantity.allowed) if quantity.allowed > 0 else "nothing"
     return f"{size_off(quantity.observed)}, allowed {allowed}"
 
 
-BINS = 48  # most bins of a strip
-NOT_SEEN = "errors that transformers itself makes are not seen"  # by a second-class oracle
+BINS = 48  # maximum number of bins of per-token errors
+NOT_SEEN = "errors that transformers itself makes are not seen"  # with a second-class oracle
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,7 +165,7 @@ class Quantity:
 
     @property
     def ratio(self) -> float:
-        """Observed / allowed; infinite if ``observed`` is NaN, or if there is an error and none is allowed."""
+        """Returns observed / allowed; infinite if ``observed`` is NaN, or if it is above a tolerance of 0."""
         if self.observed == 0:
             return 0.0
         if math.isnan(self.observed) or not self.allowed > 0:
@@ -180,7 +179,7 @@ class Quantity:
 
 @dataclass(frozen=True, kw_only=True)
 class Strip:
-    """Holds the errors of a quantity with one number per token, over the tokens of a step, in bins.
+    """Holds the per-token errors of a quantity with one number per token, over the tokens of a step, in bins.
 
     stage, tensor, step: the quantity. tokens: number of tokens.
     starts: for each bin, the row and the target index of its first token.
@@ -211,7 +210,7 @@ class Verdict:
 
     state: one of the states above. reason: a sentence for the user; for a cell that differs, the first finding.
     quantities: everything that was compared, sorted by step and then in causal order.
-    strips: the errors by token of some of these quantities, in the same order; empty if an earlier version judged.
+    strips: the per-token errors of some of these quantities, in the same order; empty if an earlier version judged.
     second_class: the implementation that was the reference, if the oracle itself does not know the model; else empty.
     """
 
@@ -223,17 +222,17 @@ class Verdict:
 
     @property
     def findings(self) -> tuple[Quantity, ...]:
-        """The quantities that exceed their tolerance."""
+        """Returns the quantities that exceed their tolerance."""
         return tuple(q for q in self.quantities if not q.ratio <= 1)
 
     @property
     def first_stage(self) -> str:
-        """The stage of the first finding; empty if there is none."""
+        """Returns the stage of the first finding; empty if there is none."""
         return self.findings[0].stage if self.findings else ""
 
     @property
     def worst(self) -> dict[str, Quantity]:
-        """For each stage that was compared, the quantity with the highest ratio, in the order of first appearance."""
+        """Returns the quantity with the highest ratio of each compared stage, in the order of first appearance."""
         worst: dict[str, Quantity] = {}
         for q in self.quantities:
             if q.stage not in worst or q.ratio > worst[q.stage].ratio:
@@ -242,9 +241,11 @@ class Verdict:
 
     @property
     def errors(self) -> dict[str, float]:
-        """For each stage, the largest relative error of all that was compared: with the oracle and, where there are
-        any, with replicas and with the leg before. What is compared with rebuilt numbers (AGAINST_REBUILT) is left
-        out, because such an error is relative to something else."""
+        """Returns the largest relative error by stage: against the oracle, replicas, and the previous phase.
+
+        Comparisons with rebuilt numbers (AGAINST_REBUILT) are left out, because their errors are relative to something
+        else.
+        """
         errors: dict[str, float] = {}
         for q in self.quantities:
             if not q.tensor.endswith(AGAINST_REBUILT):
@@ -253,5 +254,5 @@ class Verdict:
 
 
 def _larger(a: float, b: float) -> float:
-    """The larger of two errors; NaN is larger than any."""
+    """Returns the larger of two errors; NaN is larger than any number."""
     return b if math.isnan(b) or b > a else a

@@ -1,7 +1,7 @@
-"""Runs a cell in a worker group and judges it, and runs it again in fresh workers where earlier cells may be the cause.
+"""Runs a cell in a worker group and judges it, and repeats it in fresh workers if earlier cells may be the cause.
 
-A worker that has run other cells may hold what they left in the process. So a cell that differs or fails in such
-workers is run once more in fresh ones, and its verdict combines both attempts.
+Earlier cells may have left state in the process of a worker. So a cell that differs or fails in such workers runs once
+more in fresh ones, and its verdict combines both attempts.
 """
 
 import shutil
@@ -35,7 +35,7 @@ TRACED = "traced"  # in a cell's folder, while it is bisected
 
 @dataclass(frozen=True, kw_only=True)
 class JudgedCell:
-    """A cell with its verdict. For the other fields see conformance.results.run_results.Entry.
+    """Holds a cell with its verdict. For the other fields see conformance.results.run_results.Entry.
 
     failed_before: whether an infrastructure failure came before this verdict, in this run.
     """
@@ -51,9 +51,9 @@ class JudgedCell:
 
 @dataclass(frozen=True, kw_only=True)
 class Expectation:
-    """What the records of a cell are compared in, and the differences that its backend declares.
+    """Holds the observables in which records of a cell are compared, and the differences that its backend declares.
 
-    defects: those of the known differences that the oracle can have.
+    defects: the known differences that the oracle can reproduce.
     """
 
     observables: tuple[Observable, ...]
@@ -65,7 +65,7 @@ class Expectation:
 
 
 class Expectations:
-    """Makes the expectation of each cell once."""
+    """Makes and caches the expectation of each cell."""
 
     def __init__(self, refusals: Refusals) -> None:
         self._refusals = refusals
@@ -83,7 +83,7 @@ class Expectations:
 
 
 class CellRunner:
-    """Runs and judges cells that can be run and whose oracles were requested. It writes records, but no verdicts."""
+    """Runs and judges cells that can be run and whose oracles were requested. Writes records, but no verdicts."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class CellRunner:
         self._oracles, self._expectations, self._activities = oracles, expectations, activities
 
     def judged(self, cell: Cell, inputs: FrozenInputs) -> JudgedCell:
-        """Run and judge a cell, again in fresh workers if the first attempt may be the effect of earlier cells."""
+        """Runs and judges a cell, again in fresh workers if earlier cells may have affected the first attempt."""
         folder = self._config.folder(cell)
         for left in ("legs", "fresh"):  # by an earlier run
             shutil.rmtree(folder / left, ignore_errors=True)
@@ -113,14 +113,14 @@ class CellRunner:
         return replace(judged, other=other, failed_before=leased and not used.completed)
 
     def _attempt(self, cell: Cell, inputs: FrozenInputs, *, fresh: bool) -> tuple[Attempt, bool]:
-        """Run the phases and judge them. Also returns whether the cell should be run again in fresh workers.
+        """Runs the phases and judges them. Also returns whether the cell should run again in fresh workers.
 
-        A cell with a planted fault, which is expected to differ, and a cell that hung, which has used up its budget,
-        are not run again. On leased slots every cell that fails is run again, because drivers and links fail at times.
+        A cell with a planted fault is expected to differ, and a cell that hung has used up its budget; neither runs
+        again. On leased slots every failed cell runs again, because drivers and links sometimes fail.
         """
         folder = self._config.folder(cell)
         records = folder / ("fresh" if fresh else "legs")
-        # A large oracle's memory has to be free again; and a cell that waits for two GPUs reserves the one that idles.
+        # A large oracle has to release its memory first; and a cell that waits for two GPUs reserves an idle one.
         if is_large(cell.scenario) or self._where.queues_oracles:
             self._activities.phase("waiting for the oracle")
             if missing := self._missing_oracle(cell):
@@ -156,11 +156,12 @@ class CellRunner:
         return attempt, used and not cell.faults and (failed or verdict.state == "differs")
 
     def _missing_oracle(self, cell: Cell) -> str:
-        """Wait for the oracle's runs; returns why some of them failed, or ""."""
+        """Waits for the oracle's runs; returns why some of them failed, or ""."""
         return self._oracles.wait(cell, self._expectations.of(cell).defects)
 
     def _judge(self, cell: Cell, records: Sequence[Path], inputs: FrozenInputs) -> Verdict:
-        """Judge the records; if they differ by the first noise run, make the further ones, and judge again."""
+        """Judges the records. If they differ with the noise of one run, makes the further noise runs and judges
+        again."""
         expected = self._expectations.of(cell)
 
         def judged() -> Verdict:
@@ -174,16 +175,15 @@ class CellRunner:
             )
 
         verdict = judged()
-        # Cells with planted faults too: they have to be found by the bounds that everybody is judged by.
+        # Also for cells with planted faults: the bounds of all other cells have to find the faults.
         if verdict.state == "differs" and self._oracles.more_noise(cell, inputs, expected.defects):
             return judged()
         return verdict
 
     def trace(self, cell: Cell, inputs: FrozenInputs, step: int) -> Path:
-        """Run a cell of one phase again up to ``step`` with its activations captured
-        (conformance.runner.phases.run_traced).
+        """Runs a cell of one phase again up to ``step``, captures its activations, and returns their folder.
 
-        Returns the folder. Raises TraceFailed.
+        Raises TraceFailed. See conformance.runner.phases.run_traced.
         """
         inputs, folder = self._oracles.replayed(cell, inputs), self._config.folder(cell) / TRACED
         run_traced(
@@ -198,7 +198,7 @@ class CellRunner:
         return folder
 
     def compare_traced(self, cell: Cell, inputs: FrozenInputs, step: int) -> tuple[Bisected, ...]:
-        """Compare what ``trace`` has captured of a cell with the oracle. Raises TraceFailed."""
+        """Compares the captured activations of a cell with the oracle. Raises TraceFailed."""
         inputs = self._oracles.replayed(cell, inputs)
         if missing := self._missing_oracle(cell):
             raise TraceFailed(missing)

@@ -1,4 +1,4 @@
-"""Environment: the versions and hardware that are needed to reproduce a run, and the sizes of a model."""
+"""Collects the versions and hardware that are needed to reproduce a run, and reads the sizes of a model."""
 
 import json
 import os
@@ -17,19 +17,19 @@ from conformance.results.baseline import CHANGED, COMMIT, RANKS_PER_GPU
 from conformance.runtime.gpu_inventory import installed_gpus
 
 PACKAGE = Path(conformance.__file__).parent
-# How configurations call the numbers of these: first as most do, then GPT-2, GPT-Neo, MPT and others.
+# Names of these numbers in configurations: first of most models, then of GPT-2, GPT-Neo, MPT and others.
 _HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads")
 _LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-# Prefixes of the variables that change what libraries compute or how ranks communicate.
+# Prefixes of environment variables that change results of libraries or the communication of ranks.
 VARIABLES = ("CUDA_", "CUBLAS_", "GLOO_", "MKL_", "NCCL_", "NVIDIA_TF32_", "OMP_", "PYTORCH_")
-PACKAGES = ("torch", "transformers", "ring-flash-attn", "deepspeed", "megatron-core")  # the summary has their versions
-WHERE_INSTALLED = ("transformer-engine",)  # and of these, where there is one
+PACKAGES = ("torch", "transformers", "ring-flash-attn", "deepspeed", "megatron-core")  # listed in the summary
+WHERE_INSTALLED = ("transformer-engine",)  # listed in the summary only if they are installed
 
 
 def environment(*, ranks_per_gpu: int = 1) -> dict[str, Any]:
-    """Versions and hardware as JSON values. ``ranks_per_gpu``: how many of them might share a GPU."""
+    """Returns versions and hardware as JSON values. ranks_per_gpu: how many ranks might share a GPU."""
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -46,8 +46,9 @@ def environment(*, ranks_per_gpu: int = 1) -> dict[str, Any]:
 
 
 def commit(checkout: Path) -> str | None:
-    """The git commit of ``checkout``, with CHANGED at its end if tracked files were changed; None if it is none."""
-    if not (checkout / ".git").exists():  # installed from a wheel, perhaps inside of somebody else's repository
+    """Returns the git commit of ``checkout``, with the suffix CHANGED if tracked files were changed; None if the folder
+    is not a checkout."""
+    if not (checkout / ".git").exists():  # installed from a wheel, perhaps inside of another repository
         return None
     describe = ["git", "-C", str(checkout), "describe", "--always", "--abbrev=12", "--exclude=*", f"--dirty={CHANGED}"]
     try:
@@ -58,23 +59,21 @@ def commit(checkout: Path) -> str | None:
 
 
 def _gpus() -> list[str]:
-    """Return the name and driver of each GPU of the host, without creating a CUDA context in this process."""
+    """Returns the name and driver of each GPU of the host, without creating a CUDA context in this process."""
     if not torch.cuda.device_count():
         return []
     return [f"{gpu.name}, {gpu.driver}" for gpu in installed_gpus()]
 
 
 def model_sizes(model: Path) -> dict[str, int]:
-    """Numbers of heads, key-value heads, layers and experts of a Hugging Face folder, as arguments of Layout.validate.
-
-    Raises UsageError if the configuration does not have them.
-    """
+    """Reads the numbers of heads, key-value heads, layers and experts from a Hugging Face folder, as arguments of
+    Layout.validate. Raises UsageError if the configuration does not have them."""
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     config = config.get("text_config", config)
     heads, layers, experts = (_first(config, keys) for keys in (_HEADS, _LAYERS, _EXPERTS))
     for size, keys in ((heads, _HEADS), (layers, _LAYERS)):
         if not size:
-            raise UsageError(f"{model}/config.json says none of {', '.join(keys)}; add one, if this is a transformer")
+            raise UsageError(f"{model}/config.json has none of {', '.join(keys)}; add one if this is a transformer")
     return {
         "heads": heads,
         "kv_heads": _first(config, _KV_HEADS) or (1 if config.get("multi_query") else heads),
@@ -84,5 +83,5 @@ def model_sizes(model: Path) -> dict[str, int]:
 
 
 def _first(config: dict[str, Any], keys: Sequence[str]) -> int:
-    """What a configuration says under one of some names; 0 if nothing."""
+    """Returns the number under the first of the names that the configuration has; 0 if it has none."""
     return next((config[key] for key in keys if config.get(key)), 0)

@@ -1,17 +1,13 @@
-"""Replay: the choices of the oracle's routers as columns of the frozen batches, for cells below the exact tier.
+"""Runs the oracle while cells run, caches its records across runs, and gives cells the oracle's choices of experts.
 
-Rounding turns over which experts a token goes to, and then nothing after it can be compared: a single process in bf16
-is as far from float64 as a wrong backend. So where numbers are rounded, the choices are input, like the tokens: the
-oracle's own in float64 (conformance.oracle.router_replay), of the step and of the forward pass that they are for. In
-the exact tier a backend makes its own, and they are judged.
+Oracle runs use their own worker groups. The key of the cache covers everything that the records depend on: the models'
+files, the batches, the relevant part of the scenario, the defects of the oracle, the source files of the oracle, of its
+imports and of the objective, the version of torch, and for runs below float64 the device. ``PARITY_CACHE`` names the
+folder of the cache (default: ``~/.cache/backend-parity``).
 
-Oracles: makes the oracle's records, with which cells are compared, and keeps them across runs.
-
-Oracle runs are made while other cells run, in their own worlds. Their records are cached under a key of everything that
-they depend on: the models' files, the batches, the relevant part of the scenario, the defects of the oracle, the source
-files of the oracle, of what it imports, and of the objective, the version of torch, and for runs below float64 the
-device. So another process, or the next run of the suite, does not repeat them. ``PARITY_CACHE`` names the folder of the
-cache (default: ``~/.cache/backend-parity``).
+Below the exact tier, rounding may send a token to other experts, and then no later number can be compared: a single
+process in bf16 is as far from float64 as a wrong backend. So the choices of the oracle's float64 run are part of the
+batches there (conformance.oracle.router_replay). In the exact tier a backend makes its own choices, which are judged.
 """
 
 import contextlib
@@ -51,17 +47,17 @@ from conformance.spec.scenario import Scenario, scenario_to_json
 
 
 def is_replayed(scenario: Scenario, inputs: FrozenInputs) -> bool:
-    """Whether a cell is given the oracle's choices."""
+    """Whether a cell gets the oracle's choices of experts."""
     return not scenario.tier.is_exact and is_routed(inputs.models[POLICY.name])
 
 
 def with_choices(inputs: FrozenInputs, oracle: Path) -> FrozenInputs:
-    """The inputs with the batches that have the choices of the float64 record ``oracle``."""
+    """Replaces the batches by those with the choices of experts in the float64 record ``oracle``."""
     return replace(inputs, batches=oracle / CHOICES)
 
 
 Defects = tuple[Defect, ...]
-# What decides on numbers and names of the oracle's records, outside of its own package.
+# Files outside of the oracle's package that determine numbers and names in its records.
 COMPUTED_WITH = (
     *("core/io.py", "models/components.py", "models/declarations.py", "models/families.py", "models/folder_checks.py"),
     *("models/folders.py", "models/hf_config.py"),
@@ -74,7 +70,8 @@ CACHE_SIZE = 4 * 2**30  # bytes; the least recently used records are removed fir
 
 
 class Oracles:
-    """Runs the oracle in worlds of one rank: one run at a time on the CPU, and meanwhile one on each leased GPU.
+    """Runs the oracle in worker groups of one rank: one run at a time on the CPU, and in parallel one on each leased
+    GPU.
 
     Use it in a ``with`` statement.
     """
@@ -82,23 +79,23 @@ class Oracles:
     def __init__(
         self, *, root: Path, device: Device, budget_s: float, leased: Pool | None = None, gpus: int = 1
     ) -> None:
-        """``leased``: the pool of the cells' worlds, if these lease their places; on a GPU, the oracle's do so, too,
-        and ``gpus`` of them are so many at once: with one, the other GPUs would idle, as cells want several."""
+        """leased: the pool of the cells' worker groups, if they lease slots; oracle runs on a GPU then lease slots too.
+        gpus: the number of oracle runs on GPUs at once. With only one, other GPUs would idle, as cells need several."""
         self._root, self._device, self._budget_s = root, device, budget_s
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="oracle")
         self._threads_of_gpus = ThreadPoolExecutor(max_workers=gpus, thread_name_prefix="oracle-on-gpu")
         self._cache = _cache_for(root)
         self._runs: dict[Path, Future[str]] = {}
-        self._pool = Pool(work_dir=root / "worlds")  # of runs on the CPU, and on a GPU that is nobody's
+        self._pool = Pool(work_dir=root / "worlds")  # for runs on the CPU, and on a GPU without leases
         self._leased = leased
-        self._wants_all = False  # oracles of large models, after one has failed
+        self._wants_all = False  # whether oracles of large models need a whole GPU, because one has failed
 
     def __enter__(self) -> "Oracles":
         return self
 
     def __exit__(self, *_: object) -> None:
         is_at_work = [run for run in self._runs.values() if not run.cancel() and not run.done()]
-        if is_at_work:  # the session was stopped: nobody waits for this run any more
+        if is_at_work:  # the session was stopped, so these runs are not needed any more
             self._pool.abort()
             if self._leased is not None:
                 self._leased.abort()
@@ -107,29 +104,32 @@ class Oracles:
         self._thread.shutdown()
 
     def folder(self, cell: Cell, defects: Defects = ()) -> Path:
-        """Holds the records ``float64`` and those of ``noise_runs``; of the oracle with defects, if there are any."""
-        asked = [*cell.oracle_request, *([defects_to_json(defects)] if defects else [])]
+        """Returns the folder of the record ``float64`` and of the noise runs, made by the oracle with these defects."""
+        request = [*cell.oracle_request, *([defects_to_json(defects)] if defects else [])]
         kinds = "".join(f"-{defect.kind}" for defect in defects)
-        return self._root / "oracle" / f"{cell.scenario.model_name}{kinds}-{short_key(*asked)}"
+        return self._root / "oracle" / f"{cell.scenario.model_name}{kinds}-{short_key(*request)}"
 
     def request(self, cell: Cell, inputs: FrozenInputs, defects: Defects = ()) -> None:
-        """Start the oracle runs for a cell, unless they were requested before: of the correct oracle and, if there are
+        """Starts the oracle runs for a cell, unless they were requested before: of the correct oracle and, if there are
         ``defects``, of the oracle with these defects. Does not wait."""
         self._start(cell, inputs, (FLOAT64, *noise_runs(cell.scenario.precision)[:1]), defects)
 
     def wait(self, cell: Cell, defects: Defects = ()) -> str:
-        """Wait for the oracle runs of a cell, which have to be requested before. Returns why runs failed, or ""."""
+        """Waits for the oracle runs of a cell, which have to be requested before. Returns why runs failed, or ""."""
         return self._wait(cell, (FLOAT64, *noise_runs(cell.scenario.precision)[:1]), defects)
 
     def replayed(self, cell: Cell, inputs: FrozenInputs) -> FrozenInputs:
-        """The inputs of the cell's ranks: with the choices of the oracle's routers, where they are given. Waits for the
-        float64 run then, and gives the inputs as they are if it failed, which ``wait`` tells."""
+        """Returns the inputs of the cell's ranks, with the oracle's choices of experts if the cell gets them.
+
+        Waits for the float64 run in that case. If that run failed, returns the inputs unchanged; ``wait`` reports the
+        failure.
+        """
         if not is_replayed(cell.scenario, inputs) or self._wait(cell, (FLOAT64,), ()):
             return inputs
         return with_choices(inputs, self.folder(cell) / FLOAT64)
 
     def more_noise(self, cell: Cell, inputs: FrozenInputs, defects: Defects = ()) -> bool:
-        """Make the further noise runs of a cell. Returns whether there are any more, and none failed."""
+        """Makes the further noise runs of a cell. Returns whether there are any, and all succeeded."""
         further = noise_runs(cell.scenario.precision)[1:]
         self._start(cell, inputs, further, defects)
         return bool(further) and not self._wait(cell, further, defects)
@@ -144,7 +144,7 @@ class Oracles:
                     self._runs[out] = (self._thread if is_here else self._threads_of_gpus).submit(run)
 
     def _device_of(self, cell: Cell, policy: str) -> Device:
-        """Float64 is the same everywhere; a large model is only computed where that takes seconds."""
+        """Returns the CPU for float64, whose results do not depend on the device, unless the model is large."""
         return "cpu" if policy == FLOAT64 and not is_large(cell.scenario) else self._device
 
     def _wait(self, cell: Cell, policies: Sequence[str], defects: Defects) -> str:
@@ -157,14 +157,14 @@ class Oracles:
         device = self._device_of(cell, policy)
         if policy != FLOAT64 and is_replayed(cell.scenario, inputs):
             reference = self.folder(cell) / FLOAT64
-            if self._runs[reference].result():  # it was submitted before, and waits for no run that was so later
+            if self._runs[reference].result():  # submitted earlier, and it waits for no later run: no deadlock
                 return "the oracle's choices of experts are missing, because its float64 run failed"
             inputs = with_choices(inputs, reference)
         cached = self._cache / _cache_key(cell, inputs, policy, device, defects)
         with locked(out.with_name(f"{policy}.lock")), locked(cached.with_suffix(".lock")):
             if _is_whole(out):
                 return ""
-            shutil.rmtree(out, ignore_errors=True)  # what a run that was interrupted left
+            shutil.rmtree(out, ignore_errors=True)  # left by an interrupted run
             if not _is_whole(cached):
                 shutil.rmtree(cached, ignore_errors=True)
                 computed = out.with_name(f"{policy}.computed")
@@ -218,9 +218,9 @@ class Oracles:
             budget_s=self._budget_s,
         )
         outcome = run(config=config)
-        if outcome.state == "failed" and leased is not None:  # drivers fail at times
+        if outcome.state == "failed" and leased is not None:  # drivers sometimes fail
             shutil.rmtree(out, ignore_errors=True)
-            if needed:  # of all GPUs it takes those with the most free memory; another program may have filled its own
+            if needed:  # take the GPU with the most free memory; another program may have filled the first one
                 self._wants_all = True
             outcome = run(config=replace(config, room=sys.maxsize if needed else None), fresh=True)
         return outcome
@@ -231,7 +231,7 @@ class Oracles:
 
 
 def _cache_for(root: Path) -> Path:
-    """The folder of the oracle's cache, or a folder inside ``root`` if that one cannot be written to."""
+    """Returns the folder of the oracle's cache, or a folder inside ``root`` if the cache is not writable."""
     shared = cache_folder() / "oracle"
     try:
         shared.mkdir(parents=True, exist_ok=True)
@@ -243,12 +243,12 @@ def _cache_for(root: Path) -> Path:
 
 
 def prune(folder: Path, *, size: int) -> None:
-    """Remove the least recently used records, until at most ``size`` bytes are left."""
+    """Removes the least recently used records, until at most ``size`` bytes are left."""
     records = sorted((p for p in folder.glob("*") if p.is_dir()), key=lambda path: path.stat().st_mtime, reverse=True)
-    held = 0
+    total = 0
     for record in records:
-        held += sum(file.stat().st_size for file in record.glob("*"))
-        if held > size:
+        total += sum(file.stat().st_size for file in record.glob("*"))
+        if total > size:
             shutil.rmtree(record, ignore_errors=True)
 
 
@@ -261,12 +261,12 @@ def _is_whole(record: Path) -> bool:
 
 def _cache_key(cell: Cell, inputs: FrozenInputs, policy: str, device: Device, defects: Defects = ()) -> str:
     digest = hashlib.sha256()
-    asked = cell.oracle_request  # includes the paths of model and data, because the judge compares them
+    request = cell.oracle_request  # includes the paths of model and data, because the judge compares them
     kernels = "" if device == "cpu" else torch.cuda.get_device_name()
     versions = [torch.__version__, torch.backends.cpu.get_cpu_capability(), kernels]
     if not all(map(is_written, inputs.models.values())):
         versions.append(importlib.metadata.version("transformers"))
-    parts = [asked, policy, *versions, defects_to_json(defects)]
+    parts = [request, policy, *versions, defects_to_json(defects)]
     digest.update(json.dumps(parts, sort_keys=True).encode())
     objective = cell.scenario.objective
     sources = {inspect.getsourcefile(type(part)) for part in (objective, functions_of(objective))}

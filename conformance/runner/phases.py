@@ -1,6 +1,6 @@
-"""Runs the phases of a cell in live worlds; every phase after the first runs in new processes.
+"""Runs the phases of a cell in worker groups; every phase after the first runs in new processes.
 
-The result says what went wrong, and whether the ranks had run other cells before: then another cell may be the cause.
+The result has the failure, and whether the ranks had run other cells before, one of which may then be the cause.
 """
 
 import shutil
@@ -24,10 +24,10 @@ from conformance.worker.phase_spec import TASK, PhaseSpec
 
 @dataclass(frozen=True, kw_only=True)
 class LegsEnded:
-    """How the legs of a cell ended.
+    """Holds how the phases of a cell ended.
 
-    failure: why a leg failed; empty if none did. kind: the kind of the failure.
-    used: whether ranks of a leg had run another cell before.
+    failure: why a phase failed; empty if none did. kind: the kind of the failure.
+    used: whether ranks of a phase had run another cell before.
     """
 
     failure: str
@@ -38,9 +38,9 @@ class LegsEnded:
 def run_legs(
     pool: Pool, cell: Cell, inputs: FrozenInputs, folder: Path, *, device: Device, budget_s: float, fresh: bool
 ) -> LegsEnded:
-    """Run the legs in order, leg N in ``folder/N``, until one fails.
+    """Runs the phases in order, phase N in ``folder/N``, until one fails.
 
-    ``fresh``: the first leg also runs in new processes, which have run no other cell.
+    fresh: whether the first phase also runs in new processes, which have run no other cell.
     """
     used, met = False, Counter[str]()
     for number in range(len(cell.legs)):
@@ -55,7 +55,8 @@ def run_legs(
 
 
 def _not_met(cell: Cell, met: Counter[str]) -> str:
-    """The failure if a planted fault was never called on any rank, because such a cell proves nothing; else empty."""
+    """Returns a failure if a planted fault was never called on any rank, because such a cell proves nothing; else
+    empty."""
     for name in cell.faults:
         if not met[name]:
             needs = find_fault(name).needs
@@ -79,8 +80,8 @@ def _run_leg(
     if number and cell.legs[number - 1].save in ("checkpoint", "state"):
         trained = [role.name for role in cell.scenario.objective.roles if role.trained]
         begun = folder / str(number) / "begun"
-        others = {name: with_other_numbers(inputs.models[name], begun / name) for name in trained}
-        inputs = replace(inputs, models={**inputs.models, **others})
+        models_with_other_numbers = {name: with_other_numbers(inputs.models[name], begun / name) for name in trained}
+        inputs = replace(inputs, models={**inputs.models, **models_with_other_numbers})
     return pool.run(
         key=leg.backend.name,
         config=world_config(leg, device),
@@ -93,13 +94,13 @@ def _run_leg(
 
 
 class TraceFailed(Exception):
-    """A cell could not be run again to be traced; the message says why."""
+    """Reports that a cell could not be traced; the message says why."""
 
 
 def run_traced(
     pool: Pool, cell: Cell, inputs: FrozenInputs, folder: Path, *, step: int, device: Device, budget_s: float
 ) -> None:
-    """Run the first leg up to ``step``: its record is ``folder/record``, the activations of ``step`` are in
+    """Runs the first phase up to ``step``; writes its record to ``folder/record``, and the activations of ``step`` to
     ``folder/trace``. Raises TraceFailed."""
     leg = cell.legs[0]
     spec = phase_spec(cell, 0, inputs, folder, None).traced(step, folder / "trace")
@@ -120,7 +121,8 @@ def run_traced(
 def find_in_traced(
     pool: Pool, cell: Cell, inputs: FrozenInputs, folder: Path, oracle: Path, *, step: int, budget_s: float
 ) -> tuple[Bisected, ...]:
-    """Hold what ``run_traced`` left in ``folder`` against the oracle, in a process of its own. Raises TraceFailed."""
+    """Compares the activations that ``run_traced`` wrote to ``folder`` with the oracle's, in a separate process. Raises
+    TraceFailed."""
     outcome = pool.run(
         key="bisect",
         config=WorldConfig(size=1, device="cpu", preload=("conformance.bisect.locate",)),
@@ -137,12 +139,12 @@ def find_in_traced(
         budget_s=budget_s,
     )
     if outcome.state == "failed":
-        raise TraceFailed(f"what was traced of {cell} could not be compared: {outcome.reason}")
+        raise TraceFailed(f"the activations of {cell} could not be compared: {outcome.reason}")
     return bisected_from_json(outcome.results[0])
 
 
 def import_ahead(pool: Pool, waiting: Iterable[Cell], device: Device) -> None:
-    """Start to import the backends of the first waiting cell, and of the next cell that has other backends."""
+    """Starts to import the backends of the first waiting cell, and of the next cell with other backends."""
     backends: set[BackendEntry] = set()
     for cell in waiting:
         new = {leg.backend: leg for leg in cell.legs if leg.backend not in backends}
@@ -154,7 +156,7 @@ def import_ahead(pool: Pool, waiting: Iterable[Cell], device: Device) -> None:
 
 
 def world_config(leg: Leg, device: Device) -> WorldConfig:
-    """The configuration of the world for a leg."""
+    """Returns the configuration of the worker group for a phase."""
     return WorldConfig(
         size=leg.layout.world_size,
         device=device,
@@ -164,7 +166,7 @@ def world_config(leg: Leg, device: Device) -> WorldConfig:
 
 
 def phase_spec(cell: Cell, number: int, inputs: FrozenInputs, folder: Path, saved_before: Path | None) -> PhaseSpec:
-    """What the ranks of phase ``number`` are told.
+    """Returns the specification of phase ``number`` for its ranks.
 
     folder: the phase's folder. saved_before: the folder that the previous phase has saved; None for the first phase.
     """

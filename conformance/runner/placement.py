@@ -1,4 +1,4 @@
-"""Decides where the ranks of a session run: here, on leased GPUs of this host, or on several hosts."""
+"""Chooses where ranks of a session run: on this host without leases, on its leased GPUs, or on several hosts."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +15,7 @@ class Where:
     """Holds the ``pool`` of all worker groups, and the ``fleet`` of hosts; None if ranks run on this host alone."""
 
     def __init__(self, *, device: Device, gpus: tuple[str, ...], hosts: Hosts | None, work_dir: Path) -> None:
-        """``gpus``: those that are leased, or shares; empty: ranks are simply here."""
+        """gpus: GPUs to lease, or shares of them; empty: ranks run on this host without leases."""
         self.fleet = Fleet(hosts, device=device, folder=work_dir) if hosts else None
         self._gpus, self._device = gpus, device
         self._places: LeasedPlaces | None = None
@@ -35,22 +35,22 @@ class Where:
 
     @property
     def queues_oracles(self) -> bool:
-        """Whether oracles queue up for the same GPUs of this host as cells do."""
+        """Whether oracles wait for the same GPUs of this host as cells."""
         return bool(self._gpus) and self._device == "cuda"
 
     @property
     def gpus(self) -> int:
-        """How many GPUs of this host are leased, by shares or whole; 1 if none are."""
+        """Returns the number of leased GPUs of this host, whole or shared; 1 if none are leased."""
         return len(gpus_of(self._gpus)) or 1
 
     @property
     def width(self) -> int:
-        """How many cells are run at once; on several hosts, on those that have joined."""
+        """Returns the number of cells that run at once, on the hosts that have joined."""
         return CELLS_PER_PLACE * (self.fleet.slots if self.fleet is not None else len(self._gpus))
 
     @property
     def leased(self) -> dict[str, float]:
-        """By GPU, or slot of a host, the part of the session's time for which it was leased; see Busy.shares."""
+        """Returns the share of the session's time that each GPU, or slot of a host, was leased; see Busy.shares."""
         return self._places.busy.shares() if self._places is not None else {}
 
     def close(self) -> None:

@@ -1,8 +1,9 @@
-"""Refusal: why a cell is not run at all, and the state that it gets (claim 9).
+"""Checks whether a cell can run, and returns the verdict of a cell that cannot.
 
-There are three cases: the backend does not claim the cell (``unsupported``), this machine cannot run it (``not_run``),
-or the backend cannot be asked (``infrastructure``). Only the first is an answer of the backend. `parity list` and
-`parity run` both ask here, so they say the same. This module also asks backends for their expected differences.
+There are three cases: the backend does not support the cell (``unsupported``), this machine cannot run it
+(``not_run``), or the backend raises when it is queried (``infrastructure``). Only the first is an answer of the
+backend. `parity list` and `parity run` both use this module, so they agree. This module also queries backends for their
+expected differences.
 """
 
 from collections.abc import Callable
@@ -35,48 +36,47 @@ def check_shared(ranks: Ranks) -> None:
 
 
 def check_device(ranks: Ranks) -> None:
-    """Raises UsageError for ``cuda`` on a machine without a GPU, where no cell could be run, and as ``check_shared``
-    does."""
+    """Raises UsageError for ``cuda`` on a machine without a GPU, and as ``check_shared`` does."""
     check_shared(ranks)
     if ranks.device == "cuda" and not torch.cuda.device_count():
         raise UsageError(
-            "--device cuda: no GPU is visible; look at nvidia-smi and CUDA_VISIBLE_DEVICES, or leave it out to run on "
-            "the CPU"
+            "--device cuda: no GPU is visible; check nvidia-smi and CUDA_VISIBLE_DEVICES, or omit it to run on the CPU"
         )
 
 
 def leased_gpus(ranks: Ranks) -> tuple[str, ...]:
-    """The GPUs that the cells of a run lease, by UUID, or shares of them; none on the CPU. Raises UsageError."""
+    """Returns the GPUs that the cells of a run lease, by UUID, or shares of them; empty on the CPU. Raises
+    UsageError."""
     return shares_of(gpus_of_host(), ranks.ranks_per_gpu) if ranks.device == "cuda" else ()
 
 
 class Refusals:
-    """Asks backends. Every adapter is imported only once, also if the import fails."""
+    """Queries backends. Every adapter is imported only once, also if the import fails."""
 
     def __init__(self, device: Device, *, ranks_per_gpu: int = 1, fleet: Fleet | None = None) -> None:
-        """``fleet``: of the hosts that start ranks; None if this machine does."""
+        """fleet: the hosts that start ranks; None if this machine starts them."""
         self._device, self._ranks_per_gpu, self._fleet = device, ranks_per_gpu, fleet
-        self._memory = available_memory()  # at the beginning, so that a cell is not listed and then refused
+        self._memory = available_memory()  # measured once, so that a listed cell is not rejected later
         self._adapters: dict[BackendEntry, Adapter | Verdict] = {}
 
     def refusal(self, cell: Cell, model: Path) -> Verdict | None:
-        """The verdict of a cell that cannot be run; None if it can be. ``model``: the folder of its first model."""
+        """Returns the verdict of a cell that cannot run; None if it can. model: the folder of its first model."""
         found = [refused for leg in cell.legs if (refused := self._leg_refusal(cell, leg, model))]
         if all(refused.state == "not_run" for refused in found):
             found += [refused for legs in pairwise(cell.legs) if (refused := self._handover_refusal(cell, *legs))]
-        # What this machine has no room for may be planned for another one, where a backend that refuses refuses, too.
+        # "unsupported" wins over "not_run": it also holds on a larger machine.
         return min(found, key=lambda refused: refused.state == "not_run", default=None)
 
     def _handover_refusal(self, cell: Cell, before: Leg, after: Leg) -> Verdict | None:
-        """The verdict if a backend cannot hand over or take over training state, or cannot load its own checkpoint in
-        the next layout; None if it can."""
+        """Returns the verdict if a backend cannot export or import training state, or cannot load its own checkpoint in
+        the next layout; else None."""
         giver, taker = self.adapter(before.backend), self.adapter(after.backend)
         assert not isinstance(giver, Verdict)
         assert not isinstance(taker, Verdict)
         if before.save == "state":
             for backend, adapter, method in ((before, giver, "export_state"), (after, taker, "import_state")):
                 if method not in adapter.traits.methods:
-                    reason = f"{backend.backend.name} has no {method}, so it hands over no training state"
+                    reason = f"{backend.backend.name} has no {method}, so it cannot transfer training state"
                     return Verdict(state="unsupported", reason=f"{reason}; use a checkpoint or an export")
         if before.save != "checkpoint" or "supports_checkpoint" not in giver.traits.methods:
             return None
@@ -95,7 +95,7 @@ class Refusals:
             return Verdict(state="unsupported", reason=f"{name} has no export_merged, so it trains no adapters (lora)")
         for fault in map(find_fault, cell.faults):
             if fault.seam not in adapter.traits.seams:
-                reason = f"fault {fault.name!r} is not plantable: {name} does not name the seam {fault.seam!r}"
+                reason = f"fault {fault.name!r} cannot be planted: {name} has no patch point {fault.seam!r}"
                 return Verdict(state="unsupported", reason=reason)
         if refused := _refused_by(name, lambda: adapter.supports(scenario, leg.layout)):
             return refused
@@ -106,7 +106,7 @@ class Refusals:
         return self._too_large(leg.layout.world_size)
 
     def _too_large(self, ranks: int) -> Verdict | None:
-        """The verdict if this machine has no room for so many ranks; None if it has."""
+        """Returns the verdict if this machine cannot run so many ranks; else None."""
         if self._fleet is not None:
             return self._too_large_for(self._fleet, ranks)
         if self._device == "cuda":
@@ -121,11 +121,11 @@ class Refusals:
         gpus, each = torch.cuda.device_count(), self._ranks_per_gpu
         if ranks <= gpus * each:
             return None
-        room = "without --device cuda it runs on the CPU"
+        advice = "without --device cuda it runs on the CPU"
         if gpus:
-            room = f"a layout of at most {gpus * each} ranks would run, and {more_shares(ranks, gpus)}"
+            advice = f"a layout of at most {gpus * each} ranks would run, and {more_shares(ranks, gpus)}"
         shared = f" for {each} ranks each" if each > 1 else ""
-        return Verdict(state="not_run", reason=f"needs {ranks} GPUs, {gpus} visible{shared}; {room}")
+        return Verdict(state="not_run", reason=f"needs {ranks} GPUs, {gpus} visible{shared}; {advice}")
 
     @staticmethod
     def _too_large_for(fleet: Fleet, ranks: int) -> Verdict | None:
@@ -136,19 +136,19 @@ class Refusals:
         return None
 
     def known(self, cell: Cell) -> tuple[Known, ...]:
-        """The expected differences of a cell, as its backend declares them.
+        """Returns the expected differences of a cell, as its backend declares them.
 
-        Empty if the legs have different backends or layouts, if the backend cannot be imported, and for a cell with a
+        Empty if the phases have different backends or layouts, if the backend cannot be imported, and for a cell with a
         planted fault, because a fault has to be found wherever it is planted.
         """
         leg, adapter = cell.legs[0], self.adapter(cell.legs[0].backend)
-        alike = {(leg.backend, leg.layout) for leg in cell.legs}
-        if cell.faults or len(alike) > 1 or isinstance(adapter, Verdict):
+        combinations = {(leg.backend, leg.layout) for leg in cell.legs}
+        if cell.faults or len(combinations) > 1 or isinstance(adapter, Verdict):
             return ()
         return adapter.known(cell.scenario, leg.layout)
 
     def adapter(self, backend: BackendEntry) -> Adapter | Verdict:
-        """The adapter; if it cannot be imported, the verdict of all its cells. Raises UsageError for a wrong
+        """Returns the adapter, or the verdict of all its cells if it cannot be imported. Raises UsageError for a wrong
         target."""
         if backend not in self._adapters:
             try:
@@ -161,7 +161,7 @@ class Refusals:
 
 
 def _refused_by(name: str, ask: Callable[[], Support]) -> Verdict | None:
-    """The verdict if a backend does not claim a cell, or raises when it is asked; None if it claims the cell."""
+    """Returns the verdict if a backend does not support a cell, or raises when it is queried; else None."""
     try:
         answer = ask()
     except AskFailed as error:

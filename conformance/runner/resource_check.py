@@ -1,7 +1,8 @@
-"""Check: whether this machine has the room that cells need, before anything is started (claim 9).
+"""Checks that memory and disk suffice for the selected cells, before anything is started.
 
-An estimate may be wrong by a factor of DOUBT. So a run is refused where even that much less would not fit, and the user
-is warned in between. On several hosts, each of them is checked by what its process reported when it joined.
+An estimate may be wrong by a factor of DOUBT. So a run is rejected only if even the estimate divided by DOUBT does not
+fit, and the user is warned in between. If other hosts start the ranks, each host is checked with the numbers that its
+process reported when it joined.
 """
 
 import socket
@@ -25,7 +26,7 @@ GB = 1e9
 
 @dataclass(frozen=True, kw_only=True)
 class Needs:
-    """What the cells of a run need, ``workers`` of them at once, and what is too much of it, a sentence each."""
+    """Holds the memory and disk required with ``workers`` concurrent cells, and a message for each limit exceeded."""
 
     workers: int
     cells: Sequence[tuple[Cell, Estimate]]
@@ -42,9 +43,11 @@ def needs_of(
     workers: int = 1,
     hosts: Sequence[JoinedHost] = (),
 ) -> Needs:
-    """Raises UsageError for a model that cannot be used. ``cells``: one or more. ``workers``: processes that run
-    cells at the same time, each with ranks, an oracle and a judge of its own. ``hosts``: those that start all ranks,
-    if this machine does not."""
+    """Compares the estimates of all cells with memory and disk. Raises UsageError for a model that cannot be used.
+
+    cells: one or more. workers: processes that run cells at the same time, each with its own ranks, oracle and judge.
+    hosts: the hosts that start all ranks; empty if this machine starts them.
+    """
     sizes: dict[tuple[str, tuple[Role, ...], int | None], Size] = {}
     adapters: dict[BackendEntry, Adapter] = {}
     found = []
@@ -56,12 +59,12 @@ def needs_of(
     workers = min(workers, len(found))
     of_all = total(found, workers=workers)
     impossible, doubtful = [], []
-    against = _held_against_hosts(found, of_all, room, hosts) if hosts else _held_against(of_all, room, workers)
-    for needed, there, said in against:
-        if needed > DOUBT * there:
-            impossible.append(said)
-        elif needed > there:
-            doubtful.append(said)
+    limits = _limits_of_hosts(found, of_all, room, hosts) if hosts else _limits(of_all, room, workers)
+    for needed, available, message in limits:
+        if needed > DOUBT * available:
+            impossible.append(message)
+        elif needed > available:
+            doubtful.append(message)
     return Needs(workers=workers, cells=found, total=of_all, impossible=tuple(impossible), doubtful=tuple(doubtful))
 
 
@@ -74,22 +77,24 @@ def check_room(
     workers: int = 1,
     hosts: Sequence[JoinedHost] = (),
 ) -> None:
-    """Raises UsageError, which says what would fit, if the cells cannot fit into ``room``; ``warn`` gets what may not
-    fit."""
+    """Raises UsageError, with advice, if the cells cannot fit into ``room``. ``warn`` gets a message for each limit
+    that may be exceeded."""
     if not cells:
         return
     needs = needs_of(cells, room, device=device, workers=workers, hosts=hosts)
     if needs.impossible:
-        fewer = "offer fewer slots (PARITY_SLOTS under torchrun, --slots on Ray)"
-        said = f"select other cells (--cells), {fewer}, or take hosts with more"
-        what = said if hosts else advice(needs, room)
+        for_hosts = (
+            "select other cells (--cells), offer fewer slots (PARITY_SLOTS under torchrun, "
+            "--slots on Ray), or take larger hosts"
+        )
+        what = for_hosts if hosts else advice(needs, room)
         raise UsageError(f"{'; '.join(needs.impossible)}; {what} (parity plan shows the estimates)")
-    for said in needs.doubtful:
-        warn(f"{said}; it may not fit")
+    for message in needs.doubtful:
+        warn(f"{message}; it may not fit")
 
 
 def advice(needs: Needs, room: Room) -> str:
-    """What of the selection would fit, or what makes cells smaller."""
+    """Returns a selection that would fit, or ways to make cells smaller, in words."""
     fewer = (n for n in range(needs.workers - 1, 0, -1) if total(needs.cells, workers=n).host <= room.memory)
     if workers := next(fewer, None):
         return f"{workers} of the {needs.workers} workers would fit: -n {workers}"
@@ -99,19 +104,18 @@ def advice(needs: Needs, room: Room) -> str:
         alone = "each cell would fit alone" if len(fitting) == len(needs.cells) else ""
         return f"{alone or f'{len(fitting)} of {len(needs.cells)} cells would fit'}, such as --cells {fitting[0][0]}"
     if needs.total.host <= room.memory and several:
-        return "select fewer cells (--cells), give --shard K/N and merge on another disk, or make room"
+        return "select fewer cells (--cells), give --shard K/N and merge on another disk, or free disk space"
     return (
         "use a model with fewer layers and the same architecture, fewer rows (data.rows), a shorter --max-len, fewer "
-        "steps, fp32 instead of the exact tier, or a machine with more"
+        "steps, fp32 instead of the exact tier, or a larger machine"
     )
 
 
-def _held_against(of_all: Total, room: Room, workers: int) -> list[tuple[float, float, str]]:
-    """(needed, there, in words)."""
+def _limits(of_all: Total, room: Room, workers: int) -> list[tuple[float, float, str]]:
+    """Returns (needed bytes, available bytes, message) of memory and disks."""
     who = f"{of_all.worst} needs" if workers == 1 else f"{workers} cells at once, the largest {of_all.worst}, need"
     memory = (
-        f"{who} about {of_all.host / GB:.1f} GB of memory, with what other ranks hold on to, and "
-        f"{room.memory / GB:.1f} GB are free"
+        f"{who} about {of_all.host / GB:.1f} GB of memory, including idle ranks, and {room.memory / GB:.1f} GB are free"
     )
     return [(of_all.host, room.memory, memory), *_disks(of_all, room)]
 
@@ -121,15 +125,18 @@ def _disks(of_all: Total, room: Room) -> list[tuple[float, float, str]]:
     disk = f"the records need about {on_disk / GB:.1f} GB of disk, and {room.disk / GB:.1f} GB are free"
     found = [(on_disk, room.disk, disk)]
     if room.cache is not None:
-        said = f"the oracle's cache needs about {of_all.cache / GB:.1f} GB, and {room.cache / GB:.1f} GB are free there"
-        found.append((of_all.cache, room.cache, f"{said}; PARITY_CACHE names another folder"))
+        need = f"the oracle's cache needs about {of_all.cache / GB:.1f} GB, and {room.cache / GB:.1f} GB are free there"
+        found.append((of_all.cache, room.cache, f"{need}; PARITY_CACHE names another folder"))
     return found
 
 
-def _held_against_hosts(
+def _limits_of_hosts(
     cells: Sequence[tuple[Cell, Estimate]], of_all: Total, room: Room, hosts: Sequence[JoinedHost]
 ) -> list[tuple[float, float, str]]:
-    """Of each host with slots, and of this one, the controller's, whose ``room`` it is."""
+    """Returns (needed bytes, available bytes, message) for each host with slots, and for the controller's host.
+
+    room: memory and disk of the controller's host.
+    """
     slots, rooms = defaultdict[str, int](int), dict[str, Room]()
     for joined in hosts:
         slots[joined.host] += joined.slots
@@ -138,18 +145,18 @@ def _held_against_hosts(
     controller, oracle_of = max(((one.controller, cell) for cell, one in cells), key=lambda pair: pair[0])
     for host, count in slots.items():
         needed, worst = on_slots(cells, count)
-        said = f"host {host}: the ranks of its {count} slots, the largest of {worst},"
+        who = f"host {host}: the ranks of its {count} slots, the largest of {worst},"
         if host == own:
-            needed, said = needed + controller, f"{said} and the oracle and judge of {oracle_of}"
-        found.append((needed, rooms[host].memory, _memory_of_host(said, needed, rooms[host])))
+            needed, who = needed + controller, f"{who} and the oracle and judge of {oracle_of}"
+        found.append((needed, rooms[host].memory, _memory_of_host(who, needed, rooms[host])))
     if own not in slots:
-        said = f"host {own}, the controller's: the oracle and judge of {oracle_of}"
-        found.append((controller, room.memory, _memory_of_host(said, controller, room)))
+        who = f"host {own}, the controller's: the oracle and judge of {oracle_of}"
+        found.append((controller, room.memory, _memory_of_host(who, controller, room)))
     host, least = min(rooms.items(), key=lambda pair: pair[1].disk)
-    said = (
+    disk = (
         f"host {host}: the records need about {of_all.disk / GB:.1f} GB of disk, and {least.disk / GB:.1f} GB are free"
     )
-    return [*found, (of_all.disk, least.disk, said), *_disks(of_all, room)]
+    return [*found, (of_all.disk, least.disk, disk), *_disks(of_all, room)]
 
 
 def _memory_of_host(who: str, needed: float, room: Room) -> str:

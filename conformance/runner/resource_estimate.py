@@ -1,9 +1,8 @@
-"""Estimate: bytes and seconds of cells, from shapes alone. docs/guides/real-data.md has the formulas and what was
-measured.
+"""Estimates memory, disk and time of cells from shapes alone (docs/guides/real-data.md has formulas and measurements).
 
-On the CPU a backend is not asked: the numbers are those of one that cuts nothing over its data-parallel ranks, and no
-better than a factor of 1.5. On GPUs they are of the host's memory, and the adapter tells what a rank holds there. P is
-the number of parameters, V the vocabulary, b the bytes of a number in the cell's precision.
+On the CPU, the numbers are those of a backend that shards nothing over data-parallel ranks; they are accurate to a
+factor of about 1.5. On GPUs, only the host's memory is estimated, and the adapter reports the share of a rank. P is the
+number of parameters, V the vocabulary, b the bytes of a number in the cell's precision.
 """
 
 import math
@@ -27,24 +26,27 @@ from conformance.spec.scenario import Scenario
 FLOAT64_BYTES = 8  # of the oracle
 IMPORTED = 350e6  # bytes: torch and a backend, once for all ranks that are forked from one process
 RANK = 60e6  # bytes that a rank adds without a model
-STATES = 4  # copies of what a rank trains: weights, gradients and two moments
-PASSING = 2  # further whole copies: of what is loaded, gathered, or kept for the record
+STATES = 4  # copies of the trained parameters on a rank: weights, gradients and two moments
+PASSING = 2  # further whole copies: loaded, gathered, or kept for the record
 LOGITS = 5  # tensors of tokens x V at once: logits, their log-probs and exponentials, and gradients
-ORACLE = 6  # copies, in float64: weights, gradients, moments, and what a step makes of them before it is written
-JUDGE = 4.5  # copies, in float64: what rounding does to moments and weights, and the tensors that are compared
-PIECES = 0.5e9  # bytes that oracle and judge hold in pieces below glibc's threshold, which are given back late
-AT_ONCE = 0.5  # of their peaks that ranks hold while the oracle is at its own, or the oracle while ranks are
-ON_GPU = 3e9  # bytes of the host's memory of a rank on a GPU: CUDA, libraries, and the part of a model that it reads
-IDLE = 150e6  # bytes that a rank on the CPU holds on to between cells
-OVERHEAD_S = 5.0  # of a cell: ranks, meshes, collectives
+ORACLE = 6  # copies, in float64: weights, gradients, moments, and their new values before they are written
+JUDGE = 4.5  # copies, in float64: rounding errors of moments and weights, and the compared tensors
+PIECES = 0.5e9  # bytes of oracle and judge in allocations below glibc's mmap threshold, which are released late
+AT_ONCE = 0.5  # share of their peak that ranks use while the oracle is at its peak, and the other way round
+ON_GPU = 3e9  # bytes of the host's memory for a rank on a GPU: CUDA, libraries, and the weights that it reads
+IDLE = 150e6  # bytes that an idle rank on the CPU keeps between cells
+OVERHEAD_S = 5.0  # seconds per cell for ranks, meshes and collectives
 DISK_RATE = 100e6  # bytes per second that are written, hashed, copied and judged
 
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """parameters: of all models of the objective together, with adapters; trained: those of them that get gradients;
-    recorded: those of models that are trained, base and adapters, whose weights are recorded after every step. kept:
-    numbers that a record keeps of a model, for each of its parameters: 1, or less where it keeps sketches."""
+    """Holds numbers of parameters.
+
+    parameters: of all models of the objective together, with adapters. trained: those that get gradients. recorded:
+    those of trained models, base and adapters, whose weights are recorded after every step. kept: recorded numbers per
+    parameter: 1, or less with sketches.
+    """
 
     parameters: int
     trained: int
@@ -55,11 +57,14 @@ class Size:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """Of one cell. rank, oracle, judge: bytes of the memory of a rank, of the oracle's process and of this process,
-    at their peaks. ranks: their largest number. idle: bytes of a rank between cells. record: bytes of the cell's
-    records, with what legs hand over. references: bytes of each oracle record, by what it is of. operations:
-    multiplications and additions of a step's forward and backward passes, of all ranks. steps: their number. at_once:
-    whether ranks and oracle compute at the same time."""
+    """Holds the estimate of one cell.
+
+    rank, oracle, judge: peak bytes of memory of a rank, of the oracle's process and of this process. ranks: the largest
+    number of ranks. idle: bytes of a rank between cells. record: bytes of the cell's records, with saved checkpoints.
+    references: bytes of each oracle record, by its key. operations: multiplications and additions of one step's forward
+    and backward passes on all ranks. steps: the number of steps. at_once: whether ranks and oracle compute at the same
+    time.
+    """
 
     rank: float
     ranks: int
@@ -74,19 +79,19 @@ class Estimate:
 
     @property
     def host(self) -> float:
-        """Bytes at the worst moment: ranks or oracle at their peak, or the judge beside ranks that wait."""
+        """Returns the peak bytes: ranks or oracle at their peak, or the judge while ranks are idle."""
         less, more = sorted((self.ranks * self.rank, self.oracle))
         at_work = more + (AT_ONCE * less if self.at_once else 0.0)
         return 2 * IMPORTED + max(at_work, self.judge + (self.ranks + 1) * self.idle)
 
     @property
     def controller(self) -> float:
-        """Bytes of a controller's host at the worst moment where ranks are on others: one cell is judged meanwhile."""
+        """Returns the peak bytes on a controller's host if ranks are on other hosts: oracle plus judge of one cell."""
         less, more = sorted((self.judge, self.oracle))
         return IMPORTED + more + AT_ONCE * less
 
     def seconds(self, rates: Mapping[PrecisionName, float], precision: PrecisionName, *, processors: int) -> float:
-        """Of training and oracle, one after another, at ``rates`` of operations per second of one processor."""
+        """Returns the seconds of training and oracle in sequence. rates: operations per second of one processor."""
         work = self.steps * self.operations
         trained = work / rates[precision] / min(self.ranks, processors)
         reference = sum(work / rates["exact" if FLOAT64 in name else precision] for name in self.references)
@@ -96,8 +101,11 @@ class Estimate:
 
 @dataclass(frozen=True, kw_only=True)
 class Total:
-    """Of all cells. host: bytes of memory at the worst moment, in ``worst``. disk: bytes of the output folder before
-    tensors are removed. cache: bytes of the oracle's cache."""
+    """Holds the estimate of all cells.
+
+    host: peak bytes of memory. worst: the largest cell. disk: bytes of the output folder before tensors are removed.
+    cache: bytes of the oracle's cache.
+    """
 
     host: float
     worst: Cell
@@ -106,7 +114,8 @@ class Total:
 
 
 def size_of(scenario: Scenario) -> Size:
-    """Of the models of a scenario; only headers of files are read. Raises UsageError for a model of no use."""
+    """Returns the size of a scenario's models; reads only headers of files. Raises UsageError for a model that cannot
+    be used."""
     model = resolve(scenario.model)
     shapes = shapes_of(model).values()
     count = sum(map(math.prod, shapes))
@@ -118,7 +127,7 @@ def size_of(scenario: Scenario) -> Size:
     adapters = _adapters(scenario, decoder, shapes_of(model))
     return Size(
         parameters=count * len(roles) + adapters,
-        trained=recorded - count + adapters if scenario.lora else recorded,  # of the policy, adapters alone
+        trained=recorded - count + adapters if scenario.lora else recorded,  # of the policy only the adapters
         recorded=recorded + adapters,
         vocabulary=decoder.vocab_size,
         kept=sum(numbers_kept(shape, above=above) for shape in shapes) / count,
@@ -126,7 +135,8 @@ def size_of(scenario: Scenario) -> Size:
 
 
 def _adapters(scenario: Scenario, decoder: Decoder, shapes: Mapping[str, tuple[int, ...]]) -> int:
-    """Parameters of the policy's adapters. Raises UsageError for targets that it does not have."""
+    """Returns the number of parameters of the policy's adapters. Raises UsageError for targets that it does not
+    have."""
     lora = scenario.lora
     if lora is None:
         return 0
@@ -136,9 +146,12 @@ def _adapters(scenario: Scenario, decoder: Decoder, shapes: Mapping[str, tuple[i
 def estimate(
     cell: Cell, size: Size, *, device: Device = "cpu", adapters: dict[BackendEntry, Adapter] | None = None
 ) -> Estimate:
-    """On ``cuda``: of the host's memory alone; what a GPU has no room for is told by CUDA. There the adapters of the
-    legs are asked, so they have to be such as can be imported; they are kept in ``adapters`` for the next cell, because
-    a new one reads the versions of its packages. Raises UsageError for one that fails to answer."""
+    """Estimates one cell. On ``cuda``, estimates only the host's memory; CUDA reports a full GPU.
+
+    On ``cuda`` the adapters of the phases have to be importable, because they are queried. ``adapters`` caches them for
+    the next cell, because a new adapter reads the versions of its packages. Raises UsageError if an adapter fails to
+    answer.
+    """
     adapters = {} if adapters is None else adapters
     scenario, data = cell.scenario, cell.scenario.data
     own = scenario.tier.master.bytes
@@ -163,22 +176,24 @@ def estimate(
             * (FLOAT64_BYTES if run == FLOAT64 else own)
             for run in (FLOAT64, *noise_runs(scenario.precision)[:1])
         },
-        # Kaplan et al., arXiv 2001.08361, table 1; what is frozen has no gradients of weights.
+        # Kaplan et al., arXiv 2001.08361, table 1; frozen weights have no gradients.
         operations=(4.0 * size.recorded + 2.0 * size.trained) * data.rows * data.max_len,
         steps=scenario.steps,
     )
 
 
 def total(cells: Sequence[tuple[Cell, Estimate]], *, workers: int = 1) -> Total:
-    """Of the cells of one run, of which as many are run at once as there are ``workers``, the largest ones at the worst
-    moment; cells that ask the same of an oracle share its records."""
+    """Estimates one run with ``workers`` concurrent cells; at the peak, the largest cells coincide.
+
+    Cells with the same oracle request share its records.
+    """
     largest = sorted(cells, key=lambda one: one[1].host, reverse=True)[:workers]
     references: dict[str, float] = {}
     for _, of_cell in cells:
         references |= of_cell.references
     oracles = sum(references.values())
     return Total(
-        host=sum(of_cell.host + _others(cells, cell) for cell, of_cell in largest),
+        host=sum(of_cell.host + _idle_groups(cells, cell) for cell, of_cell in largest),
         worst=largest[0][0],
         disk=sum(of_cell.record for _, of_cell in cells) + oracles,
         cache=oracles,
@@ -186,12 +201,14 @@ def total(cells: Sequence[tuple[Cell, Estimate]], *, workers: int = 1) -> Total:
 
 
 def on_slots(cells: Sequence[tuple[Cell, Estimate]], slots: int) -> tuple[float, Cell]:
-    """Bytes of a host at the worst moment: the largest ranks of as many cells side by side as fill ``slots``,
-    and ranks of other worlds, which wait. Also the cell of the largest ranks."""
-    left, held, at_work = slots, IMPORTED, set[tuple[str, int]]()
+    """Returns the peak bytes of a host, and the cell with the largest ranks.
+
+    At the peak, the largest ranks fill the ``slots``, and ranks of other worker groups are idle.
+    """
+    left, peak, at_work = slots, IMPORTED, set[tuple[str, int]]()
     largest = sorted(cells, key=lambda one: one[1].rank, reverse=True)
     for cell, of_cell in largest:
-        held += min(left, of_cell.ranks) * of_cell.rank
+        peak += min(left, of_cell.ranks) * of_cell.rank
         left -= min(left, of_cell.ranks)
         at_work.update((leg.backend.name, leg.layout.world_size) for leg in cell.legs)
         if not left:
@@ -201,11 +218,11 @@ def on_slots(cells: Sequence[tuple[Cell, Estimate]], slots: int) -> tuple[float,
         for cell, of_cell in cells
         for leg in cell.legs
     }
-    return held + sum(size for key, size in idle.items() if key not in at_work), largest[0][0]
+    return peak + sum(size for key, size in idle.items() if key not in at_work), largest[0][0]
 
 
-def _others(cells: Iterable[tuple[Cell, Estimate]], worst: Cell) -> float:
-    """Bytes of the ranks of other worlds, which wait for further cells: one world of a backend and size."""
+def _idle_groups(cells: Iterable[tuple[Cell, Estimate]], worst: Cell) -> float:
+    """Returns the bytes of idle ranks for other cells: one worker group for each backend and size."""
     worlds: dict[tuple[str, int], float] = {}
     for cell, of_cell in cells:
         for leg in cell.legs:
@@ -225,15 +242,15 @@ def _rank(leg: Leg, scenario: Scenario, size: Size) -> float:
 
 
 def _on_host(leg: Leg, scenario: Scenario, adapters: dict[BackendEntry, Adapter]) -> int:
-    """Bytes of the host's memory that a rank of a leg holds beside a GPU, as its adapter says."""
+    """Returns the bytes of the host's memory that a rank of a phase needs beside its GPU, as its adapter reports."""
     try:
         if leg.backend not in adapters:
             adapters[leg.backend] = adapter_of(leg.backend)
         return adapters[leg.backend].host_bytes(scenario, leg.layout)
     except AskFailed as error:
         raise UsageError(
-            f"{leg.backend.name} was asked how much of the host's memory a rank holds ({leg.layout}): {error}; correct "
-            f"its adapter, or select other backends (--backend)"
+            f"{leg.backend.name} did not report the host's memory of a rank ({leg.layout}): {error}; correct its "
+            f"adapter, or select other backends (--backend)"
         ) from None
 
 
@@ -242,8 +259,10 @@ def _frozen(size: Size) -> int:
 
 
 def _record(leg: Leg, first_step: int, size: Size, own: int) -> float:
-    """Weights as loaded, and gradients and weights of every observed step; what is handed over is as large as masters
-    and moments, in the record and in the folder that is saved."""
+    """Returns the bytes of loaded weights, and of gradients and weights of every observed step.
+
+    A saved state adds masters and moments, once in the record and once in the saved folder.
+    """
     observed = leg.steps - (unobserved_step(first_step, leg.steps) is not None)
-    handed = 2 * 3 * size.trained if leg.save else 0
-    return float(((size.parameters + observed * (size.trained + size.recorded)) * size.kept + handed) * own)
+    saved = 2 * 3 * size.trained if leg.save else 0
+    return float(((size.parameters + observed * (size.trained + size.recorded)) * size.kept + saved) * own)

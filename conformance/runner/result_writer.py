@@ -1,9 +1,8 @@
 """Writes the results of a session: an entry with the verdict of each cell, and the summary of the run.
 
 The output folder (docs/reference/file-formats.md) has ``summary.json``, ``cells/SLUG/{verdict.json,legs/}``,
-``oracle/`` and
-``inputs/``. The summary is written before the first cell, repeatedly between cells, and at the end, so that an
-interrupted session shows what was not run.
+``oracle/`` and ``inputs/``. The summary is written before the first cell, repeatedly between cells, and at the end, so
+that an interrupted session shows the cells that did not run.
 """
 
 import os
@@ -35,7 +34,7 @@ class ResultWriter:
         oracles: Oracles,
         expectations: Expectations,
     ) -> None:
-        """``leased``: see conformance.results.run_results.Run."""
+        """leased: see conformance.results.run_results.Run."""
         self._config, self._leased, self._oracles, self._expectations = config, leased, oracles, expectations
         self.environment = dict(environment)
         earlier = config.earlier.entries if config.earlier else ()
@@ -45,7 +44,7 @@ class ResultWriter:
         self._summary_due = 0.0
 
     def store(self, judged: JudgedCell) -> None:
-        """Write the entry of a cell, with its verdict."""
+        """Writes the entry of a cell, with its verdict."""
         cell, expected = judged.cell, self._expectations.of(judged.cell)
         folder = self._config.folder(cell)
         memory, host_memory = peak_memory(folder / record for record in judged.records)
@@ -76,12 +75,13 @@ class ResultWriter:
         write_entry(self._config.out, entry)
 
     def _defective(self, cell: Cell, folder: Path) -> str | None:
-        """The oracle's records with the cell's expected defects, relative to its folder; None without such defects."""
+        """Returns the folder of the oracle with the cell's expected defects, relative to the cell's folder; None
+        without such defects."""
         defects = self._expectations.of(cell).defects
         return os.path.relpath(self._oracles.folder(cell, defects), folder) if defects else None
 
     def write_summary_if_due(self) -> None:
-        """Write the summary, but spend at most a twentieth of the time on it: its length grows with the cells."""
+        """Writes the summary, but spends at most a twentieth of the time on it: its length grows with the cells."""
         began = time.monotonic()
         if began >= self._summary_due:
             self.write_summary(finished=False)
@@ -89,7 +89,7 @@ class ResultWriter:
             self._summary_due = now + 20 * (now - began)
 
     def write_summary(self, *, finished: bool) -> None:
-        """Write ``summary.json`` with what is known so far."""
+        """Writes ``summary.json`` with the results so far."""
         config, earlier = self._config, self._config.earlier
         run = Run(
             started=earlier.run.started if earlier else self._started.isoformat(timespec="seconds"),

@@ -1,7 +1,7 @@
-"""Resume: goes on in the output folder of an earlier run of the same cells, which was stopped or in which cells failed.
+"""Continues an earlier run of the same cells that was stopped, or in which cells failed, in its output folder.
 
-A cell that is run again keeps its earlier state in its verdict (``Entry.before``), so that a failure which does not
-come back is still told.
+A cell that runs again keeps its earlier state in its verdict (``Entry.before``), so that a failure that does not recur
+is still reported.
 """
 
 import re
@@ -13,7 +13,7 @@ from conformance.core.errors import UsageError
 from conformance.matrix.cell import Cell
 from conformance.matrix.options import Again, Ranks
 from conformance.matrix.plan import Plan
-from conformance.results.output_folders import Part, check_parts, read_part, sum_up
+from conformance.results.output_folders import Part, check_parts, read_part, rewrite_summary
 from conformance.results.run_results import Entry, Run, write_entry
 from conformance.results.trust import read_cells
 from conformance.results.verdict import ANSWERED, FAILED, STATES, State
@@ -22,20 +22,22 @@ from conformance.runner.environment import environment
 
 @dataclass(frozen=True, kw_only=True)
 class Earlier:
-    """The earlier run: its summary's head, and its cells. A verdict that cannot be trusted is a failure."""
+    """Holds the earlier run and its cells. A verdict that cannot be trusted is a failure."""
 
     run: Run
     entries: tuple[Entry, ...]
 
 
 def read_earlier(out: Path, plan: Plan, ranks: Ranks, *, selection: str) -> Earlier:
-    """The run in ``out``, after a check that ``plan`` is a plan of the same cells, on the same device and versions.
+    """Reads the run in ``out``. Raises UsageError unless it has the cells, device and versions of ``plan``.
 
-    selection: what this run selects, as text. Raises UsageError.
+    selection: the selection of this run, as text.
     """
     earlier = read_part(out)
-    if earlier.run.selected != plan.digest and (told := _apart(earlier.run.selection, selection)):
-        raise UsageError(f"{out} is of other options than this run: {told}. {out} is of: {earlier.run.command}")
+    if earlier.run.selected != plan.digest and (changes := _option_changes(earlier.run.selection, selection)):
+        raise UsageError(
+            f"{out} has other options than this run: {changes}. The command of {out}: {earlier.run.command}"
+        )
     wanted = Run(
         started="",
         finished=None,
@@ -51,7 +53,7 @@ def read_earlier(out: Path, plan: Plan, ranks: Ranks, *, selection: str) -> Earl
     if earlier.run.floor.shards != plan.floor.shards:
         shards = ", ".join(earlier.run.floor.shards) or "all cells"
         raise UsageError(f"{out} has {shards}; resume it with the same --shard: {earlier.run.command}")
-    sum_up(out)  # a run that was killed has written verdicts that its summary lacks
+    rewrite_summary(out)  # a killed run has written verdicts that are missing in its summary
     run, cells = read_cells(out)
     for cell, stored in zip(cells, earlier.entries, strict=True):
         if cell.entry != stored:
@@ -59,17 +61,17 @@ def read_earlier(out: Path, plan: Plan, ranks: Ranks, *, selection: str) -> Earl
     return Earlier(run=run, entries=tuple(cell.entry for cell in cells))
 
 
-def _apart(then: str, now: str) -> str:
-    """The options that only one of two selections has, in words; empty if they have the same."""
+def _option_changes(then: str, now: str) -> str:
+    """Returns the options that only one of two selections has, in words; empty if they have the same options."""
     before, after = (re.findall(r"--\S+(?: (?!--)\S+)*", text) for text in (then, now))
     only_then = [option for option in before if option not in after]
     only_now = [option for option in after if option not in before]
-    told = (("it had", only_then), ("this one has", only_now)) if then else ()
-    return ", and ".join(f"{who} {' '.join(options)}" for who, options in told if options)
+    changes = (("it had", only_then), ("this one has", only_now)) if then else ()
+    return ", and ".join(f"{who} {' '.join(options)}" for who, options in changes if options)
 
 
 def cells_left(cells: Sequence[Cell], earlier: Earlier, again: Again) -> list[Cell]:
-    """The cells to run: those without a verdict; with ``--rerun failed``, those that failed.
+    """Returns the cells to run: those without a verdict; with ``--rerun failed``, those that failed.
 
     Raises UsageError if there are none.
     """
@@ -83,7 +85,7 @@ def cells_left(cells: Sequence[Cell], earlier: Earlier, again: Again) -> list[Ce
 
 
 def before(earlier: Entry | None) -> tuple[State, ...]:
-    """The states in which a cell had ended, if an earlier run has it."""
+    """Returns the states in which a cell ended in earlier runs."""
     if earlier is None:
         return ()
     return (*earlier.before, *((earlier.verdict.state,) if earlier.verdict.state in FAILED else ()))

@@ -1,15 +1,11 @@
-"""At once: cells side by side in threads, or one after another in this one (claim 8).
+"""Runs cells in parallel threads, or sequentially, tracks the running cells, and reports a full or missing disk.
 
-On leased places, GPUs or slots of hosts, a cell waits for its lease, for its oracle and for its judge. Meanwhile other
-cells use the places, so more cells are begun than there are places; the largest worlds first, because what is left at
-the end then fills the gaps.
+On leased slots (GPUs, or slots of hosts) a cell waits for its lease, its oracle and its judge. Other cells use the
+slots meanwhile, so more cells are started than there are slots. The largest worker groups start first, because small
+ones then fill the gaps at the end.
 
-Activity: what a session does at the moment, for another thread that shows it.
-
-Storage: reports a full disk, or an output folder that was removed during a run, as what it is (claim 9).
-
-Both can cause any error at any place: in a writer of records, in a copy, in a library. Neither is a defect of the
-suite, and cells that were run before are not lost.
+A full disk, or an output folder that was removed during a run, can cause any error in any library. It is reported as
+such, and the verdicts of earlier cells are kept.
 """
 
 import contextlib
@@ -32,18 +28,18 @@ from conformance.results.run_results import SUMMARY
 
 _Judged = TypeVar("_Judged")
 
-CELLS_PER_PLACE = 2  # one of them computes
+CELLS_PER_PLACE = 2  # one computes while the other one waits
 
 
 class AtOnce:
-    """Threads that run cells. ``width``: how many cells at once; with 1, the caller's thread runs them."""
+    """Runs cells in threads. width: the number of concurrent cells; with 1, the caller's thread runs them."""
 
     def __init__(self, width: int) -> None:
         self._processors = torch.get_num_threads()
         self._threads: ThreadPoolExecutor | None = None
         if width > 1:
-            # Each judges with one processor: with all of them, it would wait for those that judge other cells. torch
-            # has this number for the whole process.
+            # Each thread judges with one processor: with more, judges would wait for each other. torch has one such
+            # number for the whole process.
             self._threads = ThreadPoolExecutor(
                 max_workers=width, thread_name_prefix="cell", initializer=torch.set_num_threads, initargs=(1,)
             )
@@ -53,7 +49,7 @@ class AtOnce:
         return self._threads is not None
 
     def run(self, cells: Sequence[Cell], run: Callable[[Cell], _Judged]) -> Iterator[_Judged]:
-        """Call ``run`` for each cell; yields the results in the order in which they are done."""
+        """Calls ``run`` for each cell; yields the results in the order in which they finish."""
         if self._threads is None:
             yield from map(run, cells)
             return
@@ -64,22 +60,22 @@ class AtOnce:
                 yield future.result()
 
     def begin(self, cells: Sequence[Cell], run: Callable[[Cell], _Judged]) -> dict[Cell, Future[_Judged]]:
-        """Call ``run`` for each cell, in threads; none if there are no threads."""
+        """Calls ``run`` for each cell in threads, and returns the futures; empty if there are no threads."""
         if self._threads is None:
             return {}
         return {cell: self._threads.submit(run, cell) for cell in self.ordered(cells)}
 
     def ordered(self, cells: Sequence[Cell]) -> Sequence[Cell]:
-        """The cells in the order in which they are begun."""
+        """Returns the cells in the order in which they start."""
         return sorted(cells, key=lambda cell: -cell.world_size) if self.is_parallel else cells
 
     def cancel(self) -> None:
-        """Begin no further cell."""
+        """Starts no further cell."""
         if self._threads is not None:
             self._threads.shutdown(wait=False, cancel_futures=True)
 
     def join(self) -> None:
-        """Wait for the cells that were begun, after ``cancel``."""
+        """Waits for the cells that were started, after ``cancel``."""
         if self._threads is not None:
             self._threads.shutdown()
             torch.set_num_threads(self._processors)
@@ -87,10 +83,10 @@ class AtOnce:
 
 @dataclass(frozen=True, kw_only=True)
 class Activity:
-    """What a session does at the moment.
+    """Holds the current activity of a session.
 
-    cell: the cell that runs, of several the one that began first. phase: what its slowest rank does, or what is done
-    instead. since: when the cell began, in seconds of time.monotonic. waiting: the cells that will be run after it.
+    cell: the running cell; of several, the one that started first. phase: the activity of its slowest rank, or of the
+    session. since: start of the cell, in seconds of time.monotonic. waiting: the cells that will run after it.
     """
 
     cell: Cell
@@ -107,7 +103,7 @@ class _Running:
 
 
 class Activities:
-    """The cells that run and those that wait. Each cell that runs has a thread of its own."""
+    """Tracks the running and the waiting cells. Each running cell has its own thread."""
 
     def __init__(self) -> None:
         self.waiting: tuple[Cell, ...] = ()
@@ -122,7 +118,7 @@ class Activities:
         self._running[threading.get_ident()] = _Running(cell=cell, since=time.monotonic(), phase="preparing")
 
     def phase(self, phase: str) -> None:
-        """What the cell of this thread does now."""
+        """Sets the activity of the cell in this thread."""
         if (running := self._running.get(threading.get_ident())) is not None:
             running.phase = phase
 
@@ -130,7 +126,7 @@ class Activities:
         del self._running[threading.get_ident()]
 
     def now(self, of_ranks: Callable[[], str]) -> Activity | None:
-        """None between cells. ``of_ranks`` says what ranks do; empty if none runs a task."""
+        """Returns the current activity; None between cells. of_ranks: returns the activity of ranks, or empty."""
         running = sorted(self._running.values(), key=lambda one: one.since)
         if not running:
             return None
@@ -144,22 +140,23 @@ _NO_ROOM = tuple(os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT, 
 
 
 def make_folder(out: Path) -> None:
-    """Make the output folder, if it is not there. Raises UsageError if it cannot be made."""
+    """Creates the output folder if it is missing. Raises UsageError if it cannot be created."""
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError(f"{out} cannot be made: {error.strerror}; give another --out") from None
+        raise UsageError(f"{out} cannot be created: {error.strerror}; give another --out") from None
 
 
 @contextlib.contextmanager
 def lasting(out: Path) -> Iterator[None]:
-    """Turn an error inside the block into Unwritable if ``out``, which has a summary, was removed or has no room."""
+    """Turns an error inside the block into Unwritable if ``out``, which has a summary, was removed or its disk is
+    full."""
     try:
         yield
     except Exception as error:
         check_output_folder(out)
         if any(words in str(error) for words in _NO_ROOM):
-            raise Unwritable(f"nothing can be written: {error}; make room, and run again into a new folder") from error
+            raise Unwritable(f"nothing can be written: {error}; free disk space, and run into a new folder") from error
         raise
 
 

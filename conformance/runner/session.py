@@ -1,6 +1,6 @@
-"""Runs the cells of a session, one after another or side by side, while their oracles are computed.
+"""Runs the cells of a session, sequentially or in parallel, while their oracles are computed.
 
-conformance.runner.attempt runs and judges one cell, conformance.runner.result_writer writes what is known of all.
+conformance.runner.attempt runs and judges one cell, conformance.runner.result_writer writes the results of all cells.
 """
 
 import logging
@@ -36,17 +36,17 @@ logger = logging.getLogger(__name__)
 
 
 class Session:
-    """Runs and judges cells. Use it in a ``with`` statement, at whose end all its processes are ended.
+    """Runs and judges cells. Use it in a ``with`` statement; all processes end at its end.
 
-    ``check`` raises if a signal stopped the run. It is called before a verdict is written, or what bisecting found,
-    because a library may have made a failure of what the signal raised: then that says nothing of the cell.
+    check: raises if a signal stopped the run. It is called before a verdict or a bisection is written, because a
+    library may have turned the exception of the signal into a failure that is not the cell's.
     """
 
     def __init__(self, config: SessionConfig, *, check: Callable[[], None] = lambda: None) -> None:
         self.config, self.check = config, check
         self._activities = Activities()
         self._begun: dict[Cell, Future[JudgedCell]] = {}
-        self._asking = threading.RLock()  # inputs, oracles and backends are asked for by one thread at a time
+        self._asking = threading.RLock()  # one thread at a time prepares inputs, requests oracles, queries backends
 
     def __enter__(self) -> "Session":
         config, device = self.config, self.config.device
@@ -76,17 +76,17 @@ class Session:
 
     def __exit__(self, *_: object) -> None:
         self._at_once.cancel()
-        if self._at_once.is_parallel and self._activities.are_any:  # the session was stopped: nobody waits for them
+        if self._at_once.is_parallel and self._activities.are_any:  # the session was stopped: they are not needed
             self._pool.abort()
         self._oracles.__exit__()
         self._at_once.join()
         self._where.close()
 
     def run_all(self, cells: Sequence[Cell], *, progress: Callable[[JudgedCell], None]) -> None:
-        """Run and judge the cells, while oracles are computed. ``progress`` gets each result.
+        """Runs and judges the cells while oracles are computed. progress: gets each result.
 
-        Raises UsageError if this machine has no room for them, and Unwritable if the output folder cannot be written to
-        any more.
+        Raises UsageError if memory or disk do not suffice, and Unwritable if the output folder is not writable any
+        more.
         """
         self.announce(cells)
         with lasting(self.config.out):
@@ -109,26 +109,26 @@ class Session:
         self.results.write_summary(finished=True)
 
     def _prepare(self, cells: Sequence[Cell]) -> None:
-        """Wait for the hosts, if there are several, check memory and disk, and ask for oracles."""
+        """Waits for hosts, checks memory and disk, and requests oracles."""
         if self._where.fleet is not None:
             self._where.fleet.wait(limit_s=self.config.budget_s)
             self._at_once = AtOnce(self._where.width)
         waiting = self._activities.waiting = tuple(cell for cell in cells if not self.refusal(cell))
         room, device = room_of(self.config.out), self.config.device
         check_room(waiting, room, device=device, warn=logger.warning, hosts=self._where.hosts)
-        for said in unleased_use(self.config.gpus) if self._where.queues_oracles else ():
-            logger.warning(said)
+        for message in filled(self.config.gpus) if self._where.queues_oracles else ():
+            logger.warning(message)
         for cell in self._at_once.ordered(waiting):
             if not is_large(cell.scenario):
                 self._request(cell)
 
     def begin(self, cells: Sequence[Cell]) -> None:
-        """Begin to run the cells side by side, for ``run`` to wait for them. Raises UsageError as ``run_all`` does."""
+        """Starts the cells in parallel; ``run`` waits for them. Raises UsageError as ``run_all`` does."""
         self._prepare(cells)
         self._begun = self._at_once.begin(cells, self._timed)
 
     def announce(self, cells: Sequence[Cell]) -> None:
-        """Write every cell to the output folder as not run, so that none is missing if the session is interrupted.
+        """Writes every cell to the output folder as not run, so that none is missing if the session is interrupted.
 
         The cells of an earlier run keep their verdicts until they have new ones.
         """
@@ -139,7 +139,7 @@ class Session:
         self.results.write_summary(finished=False)
 
     def run(self, cell: Cell) -> JudgedCell:
-        """Run one cell, phase after phase, judge it, and write its verdict. Waits for one that was begun."""
+        """Runs one cell, phase after phase, judges it, and writes its verdict. Waits for a cell that was started."""
         judged = self._begun.pop(cell).result() if cell in self._begun else self._timed(cell)
         self.check()
         self.results.store(judged)
@@ -156,14 +156,14 @@ class Session:
         return replace(judged, seconds=time.monotonic() - began)
 
     def judged(self, cell: Cell) -> JudgedCell:
-        """Run and judge one cell without writing a verdict; its records are in its folder."""
+        """Runs and judges one cell without writing a verdict; its records are in its folder."""
         if refused := self.refusal(cell):
             return JudgedCell(cell=cell, verdict=refused)
         return self._runner.judged(cell, self._request(cell))
 
     def activity(self) -> Activity | None:
-        """What the session does at the moment; None between cells. For another thread, to show it."""
-        return self._activities.now(lambda: self._pool.phase())  # there is no pool before there are cells
+        """Returns the current activity, for another thread to show it; None between cells."""
+        return self._activities.now(lambda: self._pool.phase())  # the pool does not exist before the first cell
 
     def trace(self, cell: Cell, step: int) -> Path:
         """See conformance.runner.attempt.CellRunner."""
@@ -174,20 +174,20 @@ class Session:
         return self._runner.compare_traced(cell, self._request(cell), step)
 
     def _request(self, cell: Cell) -> FrozenInputs:
-        """Prepare the inputs of a cell, and request its oracles."""
+        """Prepares the inputs of a cell, and requests its oracles."""
         with self._asking:
             inputs = prepare_inputs(cell.scenario, self.config.out)
             self._oracles.request(cell, inputs, self._expectations.of(cell).defects)
         return inputs
 
     def refusal(self, cell: Cell) -> Verdict | None:
-        """The verdict of a cell that cannot be run at all; None if it can be.
+        """Returns the verdict of a cell that cannot run; None if it can.
 
         Raises UsageError for a model, data set or objective that cannot be used, because no backend could run it.
         """
         if is_sketched(cell.scenario) and any(leg.save == "merge" for leg in cell.legs):
             raise UsageError(
-                f"{cell} merges an adapter, which is judged by whole matrices, and its records keep sketches of them; "
+                f"{cell} merges an adapter, which is judged by whole matrices, but its records keep only sketches; "
                 f"give --sketch a number that no matrix exceeds, or select other cells"
             )
         with self._asking:
@@ -196,5 +196,5 @@ class Session:
             return self._refusals.refusal(cell, next(iter(inputs.models.values())))
 
     def folder(self, cell: Cell) -> Path:
-        """The folder of a cell, with its verdict and its records."""
+        """Returns the folder of a cell, with its verdict and its records."""
         return self.config.folder(cell)

@@ -1,4 +1,4 @@
-"""Holds the configuration of a session: where cells run, how long they may take, and what the summary says."""
+"""Defines the configuration of a session: where cells run, how long they may take, and values for the summary."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,15 +12,15 @@ from conformance.runtime.multihost.controller import Hosts
 
 @dataclass(frozen=True, kw_only=True)
 class SessionConfig:
-    """The configuration of a session.
+    """Configures a session.
 
     out: the output folder. profile, command: the profile and the user's command line, for the summary.
     arguments: the arguments that select cells; they become part of the command that reproduces a cell.
-    gpus: the GPUs that cells lease, or shares of them, so that they run side by side; empty: one cell after another.
-    ranks_per_gpu: how many may share one. hosts: the hosts that start ranks; None: ranks are here.
-    budget_s: seconds that a leg, or an oracle run, may go without progress. fail_fast: end after the first failure.
+    gpus: the GPUs that cells lease, or shares of them, to run in parallel; empty: cells run sequentially.
+    ranks_per_gpu: how many ranks may share a GPU. hosts: the hosts that start ranks; None: only this host.
+    budget_s: seconds that a phase, or an oracle run, may go without progress. fail_fast: end after the first failure.
     floor, selected: see conformance.matrix.plan. selection: see conformance.results.run_results.Run.
-    earlier: the run in ``out`` that this one goes on with.
+    earlier: the run in ``out`` that this one continues.
     """
 
     out: Path
@@ -39,5 +39,5 @@ class SessionConfig:
     earlier: Earlier | None = None
 
     def folder(self, cell: Cell) -> Path:
-        """The folder of a cell, with its verdict and its records."""
+        """Returns the folder of a cell, with its verdict and its records."""
         return self.out / "cells" / cell.slug

@@ -1,4 +1,4 @@
-"""Shared by the tests of the suite: the selected cells, and one session per pytest worker.
+"""Selects the cells for pytest, and holds one session per pytest worker.
 
 All workers collect the same cells in the same order. Before the first cell runs, one worker writes every cell to the
 output folder as not run. Then each worker writes the verdicts of the cells that it runs.
@@ -42,16 +42,16 @@ from conformance.suite.plugin import (
 own_packages.prefer()
 
 PLAN_KEY = pytest.StashKey[Plan]()
-ON_HOSTS = pytest.StashKey[Session]()  # has begun to run the cells on several hosts
+ON_HOSTS = pytest.StashKey[Session]()  # the session that has started the cells, on several hosts
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Warn of GPUs that somebody without a lease has filled; workers of pytest-xdist leave that to their controller."""
+    """Warns about GPU memory used by processes without a lease; only the controller of pytest-xdist does so."""
     config = session.config
     if is_worker(config) or config.option.collectonly or is_on_hosts(config) or ranks(config).device == "cpu":
         return
-    for said in unleased_use(leased_gpus(ranks(config))):
-        config.issue_config_time_warning(pytest.PytestWarning(said), stacklevel=2)
+    for message in filled(leased_gpus(ranks(config))):
+        config.issue_config_time_warning(pytest.PytestWarning(message), stacklevel=2)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -59,23 +59,23 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         return
     cells: list[Cell] = []
     if OUT not in metafunc.config.stash:
-        raise pytest.Collector.CollectError("the suite needs its pytest plugin; leave out -p no:parity")
+        raise pytest.Collector.CollectError("the suite needs its pytest plugin; omit -p no:parity")
     try:
         config = metafunc.config
         where = ranks(config)
         check_device(where)
         plan = config.stash[PLAN_KEY] = make_plan(selection(config), demands(config), portion(config), ranks=where)
         cells = list(plan.cells)
-        if where.device == "cuda":  # worlds of one size at a time leave no GPU idle between them
+        if where.device == "cuda":  # worker groups of one size at a time leave no GPU idle
             cells.sort(key=lambda cell: -cell.world_size)
     except UsageError as error:
         metafunc.config.stash[USAGE] = str(error)
     metafunc.parametrize("cell", cells, ids=str)
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist learns that this worker is ready, and lets the others begin
+@pytest.hookimpl(tryfirst=True)  # before xdist learns that this worker is ready, and lets the other workers start
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Write the cells that remain after options such as -k to the output folder; only the worker that creates the
+    """Writes the cells that remain after options such as -k to the output folder; only the worker that creates the
     folder does this."""
     config = session.config
     calls = [getattr(item, "callspec", None) for item in session.items]
@@ -103,7 +103,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def _begin_on_hosts(config: pytest.Config, cells: Sequence[Cell]) -> None:
-    """Wait for the hosts, and begin all cells. Each test waits for its own cell."""
+    """Waits for the hosts, and starts all cells. Each test waits for its cell."""
     stop_at_signals(config)
     session = suite_session(config)
     try:
@@ -125,14 +125,16 @@ def _end_on_hosts(config: pytest.Config) -> None:
 
 
 def _check_room(cells: Sequence[Cell], config: pytest.Config) -> None:
-    """Raises UsageError if this machine has no room for the cells that are not refused, as ``parity run`` does, one of
-    them in every worker. All workers hold them against what their controller saw, so that all decide alike."""
+    """Raises UsageError if memory or disk do not suffice for the cells that can run, one in every worker.
+
+    All workers compare with the resources that their controller measured, so that they decide alike.
+    """
     where = ranks(config)
     refusals = Refusals(where.device, ranks_per_gpu=where.ranks_per_gpu)
     able = [cell for cell in cells if not refusals.refusal(cell, resolve(cell.scenario.model))]
 
-    def warn(said: str) -> None:
-        warnings.warn(pytest.PytestWarning(said), stacklevel=2)
+    def warn(message: str) -> None:
+        warnings.warn(pytest.PytestWarning(message), stacklevel=2)
 
     given = getattr(config, "workerinput", {})
     room = Room(**given["parity_room"]) if given else room_of(config.stash[OUT])
@@ -140,7 +142,7 @@ def _check_room(cells: Sequence[Cell], config: pytest.Config) -> None:
 
 
 def suite_session(config: pytest.Config) -> Session:
-    """Of the same configuration as in ``parity run``, so that a cell's reproduce command runs it again."""
+    """Makes a session with the configuration of ``parity run``, so that a cell's reproduce command runs it again."""
     chosen, where = selection(config), ranks(config)
     hosts = hosts_of_engine(ranks_per_gpu=where.ranks_per_gpu)
     config_of_all = SessionConfig(

@@ -1,7 +1,7 @@
 """Adds the options of ``pytest --pyargs conformance.suite``, and writes one report for all pytest-xdist workers.
 
-Before the first cell runs, the output folder lists every cell as not run, and the report is made from
-the files in this folder. So if a worker crashes or the run is stopped, the summary is incomplete, never green.
+Before the first cell runs, the output folder lists every cell as not run, and the report is made from the files in this
+folder. So if a worker crashes or the run is stopped, the summary is incomplete, never green.
 
 Pytest loads this module in every run wherever the package is installed. So it imports nothing slow, and does nothing
 unless the suite is among the tests.
@@ -20,9 +20,9 @@ from conformance.core.process import Stop, Stopped
 from conformance.matrix.options import NO_BISECT, Demands, Kept, Output, Portion, Ranks, Selection
 
 OUT = pytest.StashKey[Path]()
-ROOM = pytest.StashKey[dict[str, float | None]]()  # a conformance.core.host_resources.Room, as workers are sent it
+ROOM = pytest.StashKey[dict[str, float | None]]()  # fields of a conformance.core.host_resources.Room, for workers
 USAGE = pytest.StashKey[str]()  # the message of a UsageError that was raised when the cells were collected
-STOP = pytest.StashKey[Stop]()  # what a signal did
+STOP = pytest.StashKey[Stop]()  # the handler of signals
 LINES = pytest.StashKey[list[str]]()
 BISECTED = pytest.StashKey[list[str]]()  # a line about each cell that was bisected
 
@@ -36,13 +36,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Choose the output folder, once per run. It is created when the first cell is about to run."""
+    """Chooses the output folder, once per run. It is created when the first cell is about to run."""
     worker = getattr(config, "workerinput", None)
     if worker is not None:
         config.stash[OUT] = Path(worker["parity_out"])
         return
     if getattr(config.option, "numprocesses", None) and is_on_hosts(config):
-        raise pytest.UsageError("hosts work for one process, which runs cells side by side; leave out -n")
+        raise pytest.UsageError("hosts work for one process, which runs cells in parallel; omit -n")
     out: Path | None = config.option.parity_out
     if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise pytest.UsageError(
@@ -54,8 +54,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """Called by xdist for each worker that starts: the worker gets the controller's output folder, and what memory and
-    disk there were before the first worker."""
+    """Gives each new xdist worker the output folder, and the memory and disk that were free before the first worker."""
     from conformance.core.host_resources import room_of
 
     out, stash = node.config.stash[OUT], node.config.stash
@@ -66,7 +65,7 @@ def pytest_configure_node(node: Any) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """End the run if the options cannot be used. An xdist worker runs nothing then, and reports the message."""
+    """Ends the run if the options cannot be used. An xdist worker then runs nothing, and reports the message."""
     if USAGE in config.stash:
         items.clear()
         if not is_worker(config):
@@ -76,14 +75,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_node_collection_finished(node: Any) -> None:
-    """Called by xdist for each worker that has collected; the first that found cells has made the output folder."""
+    """Handles signals from the time when an xdist worker has found cells and created the output folder."""
     if node.config.stash[OUT].is_dir() and STOP not in node.config.stash:
         stop_at_signals(node.config)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """Called by xdist for each worker that ends: keep its usage error. A worker that crashed has no output."""
+    """Keeps the usage error of an xdist worker that ends. A crashed worker has no output."""
     message = getattr(node, "workeroutput", {}).get("parity_usage")
     if message:
         node.config.stash[USAGE] = message
@@ -91,20 +90,20 @@ def pytest_testnodedown(node: Any) -> None:
 
 @pytest.hookimpl(wrapper=True, trylast=True)  # around the ends of workers and fixtures, before pytest's own summary
 def pytest_sessionfinish(session: pytest.Session) -> Generator[None, object, object]:
-    """Write what the run has found, also if it is stopped only here."""
+    """Writes the results, also if the run is stopped only here."""
     if is_worker(session.config):
         return (yield)
     result = None
     try:
         result = yield
         write_results(session)
-    except Stopped:  # the first signal came only now; from here on SIGTERM is ignored, and Ctrl-C ends pytest at once
+    except Stopped:  # the first signal came only now; further SIGTERMs are ignored, and Ctrl-C ends pytest at once
         write_results(session)
     return result
 
 
 def write_results(session: pytest.Session) -> None:
-    """Write the summary and the reports, if there were cells to run. The run fails if it is incomplete."""
+    """Writes the summary and the reports, if there were cells to run. The run fails if it is incomplete."""
     config = session.config
     if USAGE in config.stash and session.exitstatus != pytest.ExitCode.USAGE_ERROR:
         raise pytest.UsageError(config.stash[USAGE])
@@ -135,7 +134,7 @@ def write_results(session: pytest.Session) -> None:
     if session.exitstatus == pytest.ExitCode.OK and summary["verdict"] not in PASSES:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
     if STOP in config.stash and not stopped_by:
-        config.stash[STOP].__exit__()  # all is written: a signal that comes now ends pytest as it ends every process
+        config.stash[STOP].__exit__()  # everything is written: signals have their default effect again
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
@@ -146,22 +145,23 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 
 def merge(out: Path, *, compare: bool = True) -> dict[str, Any]:
-    """Write ``summary.json`` anew from the verdicts that all workers wrote, compare the backends with each other, and
-    return the summary. The comparison is made here because it needs the records of all cells, which takes a while.
+    """Writes ``summary.json`` again from the verdicts of all workers, compares the backends, and returns the summary.
+
+    The comparison needs the records of all cells, so it is made once, at the end.
     """
     from conformance.judge.cross_backend import write_side_by_side
-    from conformance.results.output_folders import sum_up
+    from conformance.results.output_folders import rewrite_summary
     from conformance.results.run_results import read_summary
 
     started = datetime.fromisoformat(read_summary(out)[0].started)
-    summary = sum_up(out, seconds=round((datetime.now(UTC) - started).total_seconds(), 2))
+    summary = rewrite_summary(out, seconds=round((datetime.now(UTC) - started).total_seconds(), 2))
     if compare:
         write_side_by_side(out)
     return summary
 
 
 def bisect(config: pytest.Config, out: Path) -> None:
-    """Bisect the first cells that differ, in this process, whose workers have ended."""
+    """Bisects the first cells that differ, in this process, after all workers have ended."""
     from conformance.bisect.run import any_differs, bisect_run
 
     if not any_differs(out):
@@ -189,10 +189,10 @@ def may_bisect(config: pytest.Config) -> bool:
 
 
 def stop_at_signals(config: pytest.Config) -> None:
-    """From now on, SIGTERM ends the run as Ctrl-C does, with a report, and no verdict is what a library made of either.
+    """Makes SIGTERM end the run like Ctrl-C, with a report; effects of the signal in a library are not judged.
 
-    A worker is ended by its controller, and gets Ctrl-C as well, from the terminal or from execnet. With --pdb, Ctrl-C
-    begins to debug a test, and the run may go on.
+    A worker ignores SIGTERM, because its controller ends it, but gets Ctrl-C from the terminal or from execnet. With
+    --pdb, Ctrl-C starts to debug a test, and the run may continue.
     """
     if threading.current_thread() is not threading.main_thread():
         return
@@ -204,12 +204,12 @@ def stop_at_signals(config: pytest.Config) -> None:
 
 
 def stopped(config: pytest.Config) -> int:
-    """The number of the signal that stopped the run, or else 0."""
+    """Returns the number of the signal that stopped the run, or 0."""
     return config.stash[STOP].number if STOP in config.stash else 0
 
 
 def check_of(config: pytest.Config) -> Callable[[], None]:
-    """The check of a session (conformance.runner.session.Session)."""
+    """Returns the check of a session (conformance.runner.session.Session)."""
     return config.stash[STOP].check if STOP in config.stash else lambda: None
 
 

@@ -1,9 +1,8 @@
-"""The matrix: one test per cell, named by the cell's id. A test runs its cell and asserts the verdict.
+"""Runs each cell as one test, named by the cell's id, and asserts the verdict.
 
     pytest --pyargs conformance.suite --parity-profile quick -n 2
 
-Serves every claim; claim 8, because only a cell that agrees with the oracle passes. The report says what a cell that
-passes did not show.
+Only a cell that agrees with the oracle passes. The report lists the stages that a partly observed cell did not show.
 """
 
 import pytest
@@ -15,12 +14,12 @@ from conformance.results.verdict import NO_ANSWER
 from conformance.runner.attempt import JudgedCell
 from conformance.runner.session import Session
 
-SHOWN = 12  # findings in a message; verdict.json has them all
+SHOWN = 12  # maximum number of findings in a message; verdict.json has all
 
 
 @pytest.fixture
 def result(cell: Cell, parity_session: Session) -> JudgedCell:
-    """The cell, run and judged. If it could not be judged, this fixture fails, so pytest reports an error."""
+    """Runs and judges the cell. Fails if the cell could not be judged, so that pytest reports an error."""
     try:
         result = parity_session.run(cell)
     except UsageError as error:  # a model or data set that cannot be used; the message is for the user
@@ -31,7 +30,7 @@ def result(cell: Cell, parity_session: Session) -> JudgedCell:
 
 
 def test_cell(result: JudgedCell, parity_session: Session) -> None:
-    """The backend computes what the oracle computes; if not, the message says where they differ first."""
+    """Checks that the backend agrees with the oracle; otherwise the message has the first difference."""
     verdict = result.verdict
     if verdict.state == "unsupported":
         pytest.skip(f"unsupported: {verdict.reason}")
@@ -42,7 +41,7 @@ def test_cell(result: JudgedCell, parity_session: Session) -> None:
 
 
 def _message(result: JudgedCell, session: Session) -> str:
-    """The reason, the first findings, the command that reproduces them, and the folder of records and logs."""
+    """Returns the reason, the first findings, the reproduce command, and the folder of records and logs."""
     verdict = result.verdict
     folder = session.config.out / "cells" / result.cell.slug
     findings = [f"  {finding}" for finding in verdict.findings[:SHOWN]]

@@ -1,4 +1,4 @@
-// The first wrong module of a cell, as `parity bisect` has found it: the answer, and what was found in a word and a text.
+// Draws the result of bisecting a cell: the first wrong module, and a table of findings.
 function firstModule(cell) {
   if (!cell.bisection) return null;
   const { answer, facts } = cell.bisection;
@@ -7,6 +7,6 @@ function firstModule(cell) {
     "section.bisected",
     make("h3", "The first wrong module ", make("small", "the cell and the oracle, module by module")),
     make("p.reason", answer),
-    rows.length > 0 && table("What bisecting has found", "numbers.config", [left("what"), left("found")], rows),
+    rows.length > 0 && table("Findings of the bisection", "numbers.config", [left("finding"), left("value")], rows),
   );
 }

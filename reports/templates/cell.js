@@ -1,4 +1,4 @@
-// The section of one cell: what differs first, then stages in causal order, curves, heat maps, tables.
+// Draws the section of one cell: the first difference, then stages in causal order, curves, heat maps, tables.
 const WORST = 15;
 
 function drawCell(cell, anchor, previous, next) {
@@ -43,10 +43,10 @@ function overview(cell, state) {
   if (cell.legs.length > 1) facts.push(plural(cell.legs.length, "leg"));
   facts.push(...costs(cell));
   if (cell.quantities.length) facts.push(`${cell.quantities.length} quantities compared`, `${outside} outside tolerance`);
-  const [said, ...more] = (cell.reason || state.meaning).split("\n");
+  const [sentence, ...more] = (cell.reason || state.meaning).split("\n");
   return make(
     "div.summary",
-    make("p.reason", linked(said)),
+    make("p.reason", linked(sentence)),
     more.length > 0 && make("pre.more", { tabindex: 0 }, linked(more.join("\n").replace(/^\n+/, ""))),
     cell.problem && make("p.reason", `The record of this cell is damaged: ${cell.problem}`),
     make("p.meta", facts.map((fact) => make("span", fact))),
@@ -65,17 +65,17 @@ function firstDifference(cell) {
   });
   return make(
     "section.first",
-    make("h3", `Differs first: ${stage}, ${when(step)}`),
+    make("h3", `First difference: ${stage}, ${when(step)}`),
     make("p.said", make("code", found[0][0]), ` is ${off(found[0][1])}`),
     table("Findings of the first stage", "numbers", heads, rows),
     more > 0 && make("p.note", `${more} more of this stage at this step are in the CSV.`),
     hints.map(advice),
-    later.length > 0 && make("p.note", `Also outside tolerance, and to be looked at after this: ${later.join(", ")}.`),
+    later.length > 0 && make("p.note", `Also outside tolerance, perhaps as a consequence: ${later.join(", ")}.`),
   );
 }
 
 function logs(cell) {
-  const open = !cell.quantities.length && !cell.reason.includes("\n"); // a reason of several lines ends with them
+  const open = !cell.quantities.length && !cell.reason.includes("\n"); // a reason of several lines contains the logs
   const texts = Object.entries(cell.logs).map(([rank, text]) =>
     make(
       "details",
@@ -91,7 +91,7 @@ function logs(cell) {
   );
 }
 
-// The worst of each stage on a log axis from 1e-4 to 1e4; what lies beyond stands at its end.
+// Draws the worst ratio of each stage on a log axis from 1e-4 to 1e4; larger and smaller ratios are at its ends.
 function stages(cell) {
   const exponents = [-4, -2, 0, 2, 4];
   const ticks = exponents.map((e) => make("i", { style: `left:${(e + 4) * 12.5}%` }, e ? power10(e) : "1"));
@@ -128,7 +128,7 @@ function stages(cell) {
 }
 const power10 = (exponent) => ["10", make("sup", String(exponent).replace("-", "\u2212"))];
 
-// Curves of one panel; those that only some objectives have are folded.
+// Draws the curves of one panel; panels that only some objectives have are folded.
 function curves(cell, panel) {
   const drawn = adjustable([cell], panel);
   if (!drawn) return null;
@@ -136,7 +136,7 @@ function curves(cell, panel) {
   const errors = own.flatMap(([, stage, , tensor]) => errorPoints([cell], stage, tensor).flat());
   const legend = [[make("i.k-ours"), cell.backend], ...oracleLegend("allowed", [cell])];
   if (errors.some((q) => q.observed === 0)) {
-    legend.push([key(make("path.zero", { d: "M2 1h8l-4 7z" })), "exactly equal: error 0, drawn at the floor"]);
+    legend.push([key(make("path.zero", { d: "M2 1h8l-4 7z" })), "exactly equal: error 0, drawn at the bottom"]);
   }
   if (errors.some((q) => q.ratio > 1)) legend.push([make("i.k-over"), "outside tolerance"]);
   if (cell.legs.length > 1) legend.push([make("i.k-leg"), "the next leg begins"]);

@@ -13,7 +13,7 @@ function axes(first, last, low, high) {
   };
 }
 
-// How each cell is drawn: "ours" alone; among others by its backend, in colour and in shape.
+// Returns how each cell is drawn: a single cell as "ours", several by backend, in colour and shape.
 function kinds(cells) {
   if (cells.length === 1) return ["ours"];
   const backends = [...new Set(cells.map((cell) => cell.backend))];
@@ -24,7 +24,7 @@ const who = (cell, cells) => (cells.length === 1 ? cell.backend : `${cell.backen
 const what = (cells) => (cells.length === 1 ? cells[0].id : `${cells.length} cells`);
 const some = (lines) => (lines.length > LINES ? [...lines.slice(0, LINES), `and ${lines.length - LINES} more`] : lines);
 
-// Runs of what can be drawn: no line across a step that has no place on the axis.
+// Splits points at steps that cannot be drawn on the axis, so that no line crosses them.
 function split(points, drawable) {
   const runs = [[]];
   for (const q of points) {
@@ -34,7 +34,7 @@ function split(points, drawable) {
   return runs;
 }
 
-// A dot whose shape, too, says which backend it is of.
+// Draws a dot whose shape also shows its backend.
 function mark(kind, x, y) {
   const shapes = { b1: "m-2.7 -2.7h5.4v5.4h-5.4z", b2: "m0 -3.7l3.7 3.7l-3.7 3.7l-3.7 -3.7z", b3: "m0 -3.4l3.5 6h-7z" };
   const shape = shapes[kind.split(" ")[0]];
@@ -44,12 +44,12 @@ function mark(kind, x, y) {
 }
 
 const zero = (x, y) => `M${(x - 4).toFixed(1)} ${y.toFixed(1)}h8l-4 7z`;
-// A value that is not a finite number, at the top edge.
+// Draws a value that is not finite, at the top edge.
 const cross = (x) => make("path.nan", { d: `M${(x - 4).toFixed(1)} ${TOP + 2}l8 8m0 -8l-8 8` });
-// A legend of marks with their words, each kept together; a mark that is drawn as in the charts.
+// Draws a legend; a mark and its words stay on one line.
 const legendOf = (items, name = "marks") => make(`span.legend.${name}`, items.map((item) => [make("span", item), " "]));
 function oracleLegend(allowed, cells) {
-  const noise = cells[0].precision === "exact" ? "half a unit in the last place of float64" : `noise floor: a single process in ${cells[0].precision}`;
+  const noise = cells[0].precision === "exact" ? "half a unit in the last place of float64" : `noise: a single process in ${cells[0].precision}`;
   const isKnown = cells[0].precision === "exact" || cells[0].oracle?.noise.length > 0;
   return [[make("i.k-oracle"), "oracle"], [make("i.k-band"), allowed], ...(isKnown ? [[make("i.k-noise"), noise]] : [])];
 }
@@ -70,13 +70,13 @@ function frame(axis, ticks) {
   return parts;
 }
 
-// Where a leg takes over from the one before it.
+// Draws a line at the first step of each phase after the first one.
 function legs(axis, cell) {
   const starts = cell.legs.slice(1).map((leg) => axis.x(leg.first - 0.5).toFixed(1));
   return starts.map((x) => make("path.leg", { d: `M${x} ${TOP}V${HEIGHT - BOTTOM}` }));
 }
 
-// What is allowed: a shaded area below a line that steps half-way between two optimizer steps.
+// Draws the tolerance: a shaded area below a line that steps half-way between two optimizer steps.
 function band(axis, points, height) {
   const allowed = new Map();
   for (const q of points) if (q.allowed > 0) allowed.set(q.step, Math.max(q.allowed, allowed.get(q.step) ?? 0));
@@ -94,7 +94,7 @@ function line(points, kind) {
   return make(`polyline.${kind}`, { points: points.map(([x, y]) => `${x.toFixed(1)},${y.toFixed(1)}`).join(" ") });
 }
 
-// One transparent column per step that shows a cursor line and a read-out.
+// Draws one transparent column per step that shows a cursor line and a tooltip.
 function hovers(axis, tips) {
   const chosen = tips.filter((_, i) => i % Math.ceil(tips.length / HOVERS) === 0);
   const width = (WIDTH - LEFT - RIGHT) / Math.max(chosen.length, 1);
@@ -116,7 +116,7 @@ function power(exponent) {
   return ["10", make("tspan", { dy: -4, "font-size": 8 }, `${sign}${Math.abs(exponent)}`)];
 }
 
-// Three to six round numbers between low and high.
+// Returns three to six round numbers between low and high.
 function rounds(low, high) {
   const rough = (high - low) / 4;
   const unit = 10 ** Math.floor(Math.log10(rough));

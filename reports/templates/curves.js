@@ -1,11 +1,11 @@
-// Curves of one cell or of several together: a value over the oracle's, and its error with the tolerance band. Two loss
-// curves that lie on each other prove little, so the error is always drawn beside them. Nothing is smoothed. An error of
-// exactly 0 has no place on a log axis; it is drawn at the floor, hollow, and said so.
+// Draws curves of one or several cells: a value over the oracle's, and its error with the tolerance band. Loss curves that
+// coincide prove little, so the error is always drawn next to them. Nothing is smoothed. An error of exactly 0 is not on
+// a log axis; it is drawn at the bottom, hollow, with a note.
 
-// The parts of a report that have curves; the one that every objective has comes first and has no name.
+// Returns the panels with curves; the panel that every objective has comes first and has no name.
 const panels = (cells) => [...new Set(["", ...cells.flatMap((cell) => cell.charts.map(([, , , , panel]) => panel))])];
 
-// [title, remark, drawing] of all that can be drawn of these cells in a panel, in one chart together; zoom.js has views.
+// Returns [title, remark, drawing] of each chart of a panel, with all cells in one chart; zoom.js has the views.
 function charts(cells, panel, view) {
   const own = cells.flatMap((cell) => cell.charts.filter((chart) => chart[4] === panel));
   const known = new Map(own.map((chart) => [chart.join("\n"), chart]));
@@ -23,11 +23,11 @@ function charts(cells, panel, view) {
   return drawn.filter(([, , chart]) => chart);
 }
 
-// The judged quantities that an error chart draws: of each cell, by step.
+// Returns the judged quantities of an error chart, by cell and step.
 const errorPoints = (cells, stage, tensor) =>
   cells.map((c) => c.quantities.filter((q) => q.stage === stage && q.tensor === tensor).sort((a, b) => a.step - b.step));
 
-// A cell's values of a key per step, the oracle's as a broad pale line under them.
+// Draws the values of a key per step over the oracle's, which are a broad pale line.
 function valueChart(cells, title, key, view) {
   const ofView = (found) => new Map([...(found ?? [])].filter(([step]) => within(view, step)));
   const ours = cells.map((cell) => ofView(cell.series.values.get(key)));
@@ -60,7 +60,7 @@ function valueChart(cells, title, key, view) {
   return drawing([...body, hovers(axis, tips)], `${title} per step of ${what(cells)}, over the oracle's`);
 }
 
-// Members that show the same would hide each other: the mark of each stands a little beside the step.
+// Shifts the marks of several members a little, because equal ones would hide each other.
 function beside(axis, step, i, cells) {
   return axis.x(step) + (i - (cells.length - 1) / 2) * Math.min(3, 14 / cells.length);
 }
@@ -72,7 +72,7 @@ function logTicks(axis) {
   return rounds(10 ** axis.low, 10 ** axis.high).map((v) => [axis.y(Math.log10(v)), String(v)]);
 }
 
-// The judged error of one number per step, with what is allowed as a band, and the noise floor of the number ``key``.
+// Draws the judged error of one number per step, with the tolerance as a band, and the noise of the number ``key``.
 function errorChart(cells, title, points, view, key) {
   const isLog = view.errors === "log";
   const every = points.flat().sort((a, b) => a.step - b.step);
@@ -113,13 +113,13 @@ function errorChart(cells, title, points, view, key) {
   const floors = new Map(floor);
   const texts = [...tips].map(([step, found]) => {
     const lines = some(found.sort((a, b) => b[0] - a[0]).map(([, text]) => text));
-    return [step, floors.has(step) ? [...lines, `noise floor ${number(floors.get(step))}`] : lines];
+    return [step, floors.has(step) ? [...lines, `noise ${number(floors.get(step))}`] : lines];
   });
   const label = `relative error of the ${title} per step of ${what(cells)} on a ${isLog ? "log" : "linear"} axis, with the tolerance`;
   return drawing([...body, hovers(axis, texts)], label);
 }
 
-// The relative difference with its sign, and what is allowed to both sides.
+// Draws the relative difference with its sign, and the tolerance on both sides.
 function signedChart(cells, title, key, points) {
   const differences = cells.map((cell) => {
     const theirs = cell.oracle?.series.values.get(key) ?? new Map();
@@ -150,8 +150,8 @@ function signedChart(cells, title, key, points) {
   return drawing([...body, hovers(axis, texts)], `signed relative difference of the ${title} per step of ${what(cells)}`);
 }
 
-// What rounding alone does to a number: the error of a single process in the cell's precision, by step; in the exact
-// tier half a unit in the last place of float64.
+// Returns the effect of rounding alone: the error of a single process in the cell's precision, by step; in the exact tier
+// half a unit in the last place of float64.
 const UNIT = 2 ** -53;
 function noiseFloor(cells, key, every) {
   const steps = [...new Set(every.map((q) => q.step))];

@@ -1,4 +1,4 @@
-// Data: gzipped JSON in base64, a block per cell and per group, and one of what cells have in common (reports/packing.py).
+// Reads the packed data: a block per cell and per group, and one block that cells share (reports/page_data.py).
 // The blocks come after the script, so that the page can be used before all of them have been read.
 const loaded = new Promise((done) => document.addEventListener("DOMContentLoaded", done));
 
@@ -15,11 +15,11 @@ function shared() {
   return common;
 }
 
-// Numbers that JSON cannot say are strings.
+// Converts strings to numbers that JSON does not have.
 const SPECIAL = { nan: NaN, inf: Infinity, "-inf": -Infinity };
 const numeric = (value) => (value in SPECIAL ? SPECIAL[value] : value);
 
-// A quantity: its error over what is allowed; infinite for NaN, and for any error where none is allowed.
+// Adds the ratio to a quantity; infinite for NaN, and for any error above a tolerance of 0.
 function judged(q) {
   const observed = numeric(q.observed);
   const allowed = numeric(q.allowed);
@@ -27,7 +27,7 @@ function judged(q) {
   return { ...q, observed, allowed, ratio: observed === 0 ? 0 : beyond ? Infinity : observed / allowed };
 }
 
-// A cell's block, with what it refers to by number put in.
+// Unpacks the block of a cell and resolves its references to the shared block.
 async function readCell(number) {
   const { strings, values, places, ...legend } = await shared();
   const cell = await unpack(`block-${number}`);
@@ -54,7 +54,7 @@ async function readCell(number) {
   return { ...cell, number, legend };
 }
 
-// Of each key the values by step.
+// Returns the values by step for each key.
 function series({ steps, values }) {
   const columns = Object.entries(values).map(([key, column]) => [
     key,
@@ -63,7 +63,7 @@ function series({ steps, values }) {
   return { steps, values: new Map(columns) };
 }
 
-// All quantities of some cells as the parts of a file; a few thousand cells are more than one string can hold.
+// Returns the quantities of cells as parts of a file; a few thousand cells do not fit into one string.
 const FIELDS = ["cell", "stage", "tensor", "step", "observed", "allowed", "ratio"];
 async function exported(kind, numbers) {
   const csv = kind === "csv";

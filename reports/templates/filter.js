@@ -1,6 +1,6 @@
-// Filter: every word has to be there, and none of those with a minus before them. A word that is in the name of a cell,
-// or a state such as is:differs, is looked for in names; any other in reasons and in the stages and tensors that differ.
-// What does not match is hidden, with the rows and columns that are then empty. The address keeps the filter.
+// Filters cells: they have to match all words, and no word with a minus in front. A word that is part of a cell's name,
+// or a state such as is:differs, is searched in names; any other in reasons and in the stages and tensors that differ.
+// Other cells are hidden, with rows and columns that are then empty. The address keeps the filter.
 const filter = document.getElementById("filter");
 const boxes = all("#cells .box");
 const boxOf = new Map(boxes.map((box) => [Number(box.dataset.n), box]));
@@ -38,7 +38,7 @@ function applyFilter() {
   for (const button of all("[data-filter]")) button.setAttribute("aria-pressed", filter.value === button.dataset.filter);
 }
 
-// Of a matrix the cells of each column, without heads.
+// Returns the cells of each column of a matrix, without heads.
 const cellTable = document.getElementById("cells");
 function columnsOf(matrix) {
   const rows = all("tbody tr:not(.group)", matrix).map((row) => all("td", row));
@@ -62,7 +62,7 @@ function showColumns(matrix, shown) {
   for (const cell of all("tr.group td", matrix)) cell.colSpan = shown.filter(Boolean).length || 1;
 }
 
-// The address: the cell that is open, and the filter, as #cell-NAME?filter=WORDS.
+// The address has the open cell and the filter: #cell-NAME?filter=WORDS.
 function readAddress() {
   const [cell, query = ""] = location.hash.split("?");
   return { cell: cell === "#" ? "" : cell, filter: new URLSearchParams(query).get("filter") ?? "" };

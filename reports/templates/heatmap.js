@@ -1,5 +1,5 @@
-// Heat maps: worst observed / allowed of all steps, by layer and kind of parameter (reports/heatmap.py has the places),
-// with the boundaries of pipeline stages, and with the number of tensor-parallel pieces of what is cut.
+// Draws heat maps: worst observed / allowed of all steps, by layer and kind of parameter (see reports/page_data.py), with
+// the boundaries of pipeline stages, and the number of tensor-parallel pieces of sharded parameters.
 const WIDE = 8; // up to so many columns there is room for the ratio in each square
 
 function shade(value, shades) {
@@ -8,10 +8,10 @@ function shade(value, shades) {
   return `h${1 + (index < 0 ? shades.length : index)}`;
 }
 
-// The quantities of a stage that are parameters.
+// Returns the quantities of a stage that are parameters.
 const parametersOf = (cell, stage) => cell.quantities.filter((q) => q.stage === stage && q.place);
 
-// The squares of one stage.
+// Draws the squares of one stage.
 function heatMap(cell, stage) {
   const found = parametersOf(cell, stage);
   const rows = new Map(); // by kind, then by column
@@ -46,17 +46,17 @@ function heatMap(cell, stage) {
   return make("div.scroll", { tabindex: 0, role: "region", "aria-label": stage }, drawn);
 }
 
-// Where the parameters of a cell lie: by name and region the ranks that hold the piece, as the first leg showed it.
+// Returns the ranks that hold each piece of a parameter, by name and region, in the first phase.
 const piecesOf = (cell, tensor) => cell.legs[0]?.pieces.get(tensor.replace(/ \(.*$/, "")) ?? {};
 const ranksOf = (pieces) => [...new Set(Object.values(pieces).flat())].sort((a, b) => a - b);
 
-// Over how many tensor-parallel ranks a parameter is cut; backends name its pieces tp0, tp1, ...
+// Returns over how many tensor-parallel ranks a parameter is sharded; backends name its pieces tp0, tp1, ...
 function tensorPieces(cell, tensor) {
   const parts = Object.keys(piecesOf(cell, tensor)).map((region) => /tp ?(\d+)/.exec(region)?.[1]);
   return new Set(parts.filter((part) => part !== undefined)).size || 1;
 }
 
-// The columns at which another pipeline stage begins: no rank holds parameters of this column and of the one before.
+// Returns the columns at which a pipeline stage starts: no rank holds parameters of this column and of the previous one.
 function stageStarts(cell, found, columns) {
   const holders = (column) => new Set(found.filter((q) => q.place[0] === column).flatMap((q) => ranksOf(piecesOf(cell, q.tensor))));
   const sets = columns.map(holders);

@@ -1,5 +1,5 @@
-// Keyboard: "/" filters, arrows walk the cells that are shown, Escape clears the filter or closes the cell. Left and right
-// go on in the next row, and up and down to the nearest cell, so that every cell that is shown can be reached.
+// Handles keys: "/" filters, arrows move between shown cells, Escape clears the filter or closes the cell. Left and right
+// continue in the next row, up and down go to the nearest cell, so that every shown cell can be reached.
 const MOVES = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] };
 
 function step(box, down, right) {

@@ -1,9 +1,9 @@
 "use strict";
-// Elements are made one by one and text is set as text: nothing that was recorded can become markup.
+// Creates elements; text is set as text, so that recorded values cannot become markup.
 const all = (selector, within = document) => [...within.querySelectorAll(selector)];
 const DRAWING = new Set(["svg", "g", "path", "polyline", "circle", "rect", "text", "tspan"]);
 
-// make("td.name", { title: "..." }, child, ...): attributes may be left out; null and false are no child and no attribute.
+// make("td.name", { title: "..." }, child, ...): attributes are optional; children and attributes null and false are skipped.
 function make(tag, ...rest) {
   const [name, ...classes] = tag.split(".");
   const element = DRAWING.has(name)
@@ -20,7 +20,7 @@ function make(tag, ...rest) {
 
 const left = (head) => make("th.left", head);
 
-// A table in a box of its own that scrolls sideways. heads: texts or cells; rows: lists of texts or cells.
+// Makes a table in a box that scrolls sideways. heads: texts or cells; rows: lists of texts or cells.
 function table(label, classes, heads, rows) {
   const cell = (tag) => (value) => (value instanceof Element ? value : make(tag, value));
   return make(

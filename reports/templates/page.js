@@ -1,4 +1,4 @@
-// The cell that the address names is read, drawn and marked in the matrix, and the keyboard is moved into it.
+// Reads and draws the cell that the address names, marks it in the matrix, and moves the focus to it.
 const boxAt = new Map(boxes.map((box) => [box.hash, box]));
 const title = document.title;
 async function openCell() {
@@ -25,18 +25,18 @@ async function drawnCell(box) {
   try {
     return drawCell(await readCell(number), box.hash.slice(1), ...neighbours);
   } catch (error) {
-    const text = `The details of this cell cannot be drawn (${error.message}). A browser of 2023 or later can do it.`;
+    const text = `The details of this cell cannot be drawn (${error.message}). Use a browser of 2023 or later.`;
     return make("article.cell", { "data-cell": box.dataset.cell, tabindex: -1 }, make("p.reason", text));
   }
 }
 addEventListener("hashchange", openCell);
 openCell();
 
-// Groups of backends side by side are drawn when they are opened.
+// Draws groups of backends when they are opened.
 document.addEventListener("toggle", (event) => event.target.matches(".side[open]") && openSide(event.target), true);
 loaded.then(() => all(".side[open]").forEach(openSide));
 
-// Copy; a page opened from a file may have no clipboard, then the text is selected for the reader.
+// Copies text; a page opened from a file may have no clipboard, then the text is selected instead.
 async function copy(button) {
   const code = button.parentElement.querySelector("code");
   let done = "Copied";
@@ -50,7 +50,7 @@ async function copy(button) {
   setTimeout(() => (button.textContent = "Copy"), 1500);
 }
 
-// Download of all quantities, of one cell or of the run.
+// Downloads all quantities, of one cell or of the run.
 async function download(button) {
   const { download: kind, only } = button.dataset;
   button.disabled = true;

@@ -1,4 +1,4 @@
-// Print: a matrix that is wider than the paper is printed in several, each with the columns that fit beside its layouts.
+// Splits a matrix that is wider than the paper for printing; each part repeats the layouts.
 const PAPER = 1240; // px: A4 and Letter across, at the size in which the matrix is printed
 
 addEventListener("beforeprint", () => {

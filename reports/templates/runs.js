@@ -1,4 +1,4 @@
-// Metrics of training runs: every run's curve, side by side in colour, and the difference of the sides with the band.
+// Draws metrics of training runs: the curve of every run, coloured by side, and the difference of the sides with the band.
 const RUNS = 8; // named in a read-out
 const MARKED = 60; // positions; more are drawn as a line alone
 

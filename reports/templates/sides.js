@@ -1,4 +1,4 @@
-// A group of backends side by side: drawn when it is opened; its cells' blocks hold the curves.
+// Draws a group of backends side by side when it is opened; the blocks of its cells have the curves.
 async function openSide(details) {
   if (details.dataset.drawn) return;
   details.dataset.drawn = "yes";
@@ -43,7 +43,7 @@ function againstOracle(q) {
   return make("span", { "data-tip": tip }, number(q.observed), " ", judgedRatio(q));
 }
 
-// The squares of each row: the largest difference of two members, in the colour of the worst over what the two may show.
+// Draws the squares of each row: the largest difference of two members, in the colour of the worst observed / allowed.
 function pairSquares(group, shades) {
   const drawn = group.members.map((_, row) =>
     group.members.map((_, column) => (row === column ? () => make("td.square.self") : () => make("td.square", "?"))),
@@ -52,7 +52,7 @@ function pairSquares(group, shades) {
     const found = (columns ?? []).map(difference).filter((q) => q);
     if (!found.length) continue;
     const largest = Math.max(...found.map((q) => (Number.isNaN(q.observed) ? Infinity : q.observed)));
-    const lines = found.map((q) => `${q.stage}: ${number(q.observed)}, ${ratio(q.ratio)} of what the two may show\n  ${tensorAtStep(q)}`);
+    const lines = found.map((q) => `${q.stage}: ${number(q.observed)}, ${ratio(q.ratio)} of allowed\n  ${tensorAtStep(q)}`);
     const names = [a, b].map((i) => `${group.members[i].backend} ${group.members[i].layout}`).join(" and ");
     const colour = shade(Math.max(...found.map((q) => q.ratio)), shades);
     const text = number(Number(largest.toPrecision(1)));
@@ -61,7 +61,7 @@ function pairSquares(group, shades) {
   return drawn.map((row) => row.map((one) => one()));
 }
 
-// Of many members: for each two backends, and for the layouts of each, the pair that is furthest apart.
+// Draws, for many members, the pair that is furthest apart for each two backends, and for the layouts of each backend.
 function between(group) {
   if (!group.between.length) return null;
   const rows = group.between.map(([names, count, pair, values]) => {
@@ -82,8 +82,8 @@ function outside(group) {
   const heads = ["pair", left("in"), left("at"), "difference", "allowed", "ratio"];
   return make(
     "div",
-    make("h3", "Further apart than they may be"),
-    table("Pairs outside of what they may show", "numbers", heads, rows),
+    make("h3", "Outside their tolerance"),
+    table("Pairs outside their tolerance", "numbers", heads, rows),
     group.more > 0 && make("p.note", `${plural(group.more, "more pair")} in side_by_side.json.`),
   );
 }
@@ -100,7 +100,7 @@ function groupCurves(cells, panel) {
   return [make("div", make("h3", "Curves ", legendOf(legend)), drawn)];
 }
 
-// How the members were configured, against each other; of each the first leg.
+// Draws the configurations of the members, those of their first phases.
 function memberConfiguration(cells) {
   const known = cells.filter((cell) => cell.legs.length);
   if (known.length < 2) return [];

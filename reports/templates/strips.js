@@ -1,6 +1,6 @@
-// Strips: where in the batch tokens are off. A line for each observable that has a number per token and each step, in
-// the classes of colour of the heat maps; conformance/judge/strips.py says what the error of a token is.
-const SPECIALS = { n: ["NaN", "N"], i: ["infinite", "∞"] }; // said and drawn
+// Draws per-token errors: a line for each observable with a number per token and each step, in the colours of the heat
+// maps; conformance/judge/ defines the error of a token.
+const SPECIALS = { n: ["NaN", "N"], i: ["infinite", "∞"] }; // words and symbol
 
 function batch(cell) {
   if (!cell.strips.length) return null;
@@ -23,7 +23,7 @@ function batch(cell) {
     cell.state !== "conforms",
     ["Where in the batch ", make("small", remark)],
     make("p", shadeLegend(cell.legend.shades, "tolerance"), specials),
-    rows.length > 0 && table("Errors by token", "numbers.strips", heads, rows),
+    rows.length > 0 && table("Per-token errors", "numbers.strips", heads, rows),
     equal.length > 0 && make("p.note", `Exactly equal in every token: ${equal.join(", ")}.`),
   );
 }

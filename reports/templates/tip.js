@@ -1,4 +1,4 @@
-// Read-outs; a step is marked in all charts of its cell.
+// Shows tooltips; a step is marked in all charts of its cell.
 const tip = document.getElementById("tip");
 function show(element, x, y) {
   tip.textContent = element.dataset.tip;
@@ -18,7 +18,7 @@ function hide() {
   tip.hidden = true;
   for (const other of all(".hover.on")) other.classList.remove("on");
 }
-// A finger has no place to rest: a tap shows what a pointer shows, and a tap elsewhere hides it.
+// On touch screens, a tap shows the tooltip, and a tap elsewhere hides it.
 document.addEventListener("click", (event) => {
   if (event.pointerType !== "touch") return;
   const element = event.target.closest("[data-tip]:not(a)");

@@ -1,30 +1,30 @@
-// What a cell was told, what its ranks were given, and what ran: configuration, denominators, evidence, memory, speed.
-const CONFIGURATION = "configuration"; // the stage of what a layout and a precision imply (conformance/observable.py)
+// Draws what was requested and what ran: configuration, denominators, evidence, memory, speed.
+const CONFIGURATION = "configuration"; // the stage of what a layout and a precision imply (conformance/spec/observables.py)
 
-// What a layout and a precision imply for a training step, and the collectives and matrix products that were seen.
+// Draws what layout and precision imply for a training step, and the observed collectives and matrix products.
 function evidence(cell) {
-  const asked = cell.quantities.filter((q) => q.stage === CONFIGURATION);
+  const requested = cell.quantities.filter((q) => q.stage === CONFIGURATION);
   const ran = cell.legs.filter((leg) => leg.evidence.collectives.length + leg.evidence.products.length);
-  if (!asked.length && !ran.length) return null;
-  const claims = asked.map((q) => [make("td.left", q.ratio > 1 ? make("b.over", "\u2717 no") : "\u2713 yes"), make("td.left", q.tensor)]);
-  const seen = ran.flatMap((leg) => [
+  if (!requested.length && !ran.length) return null;
+  const claims = requested.map((q) => [make("td.left", q.ratio > 1 ? make("b.over", "\u2717 no") : "\u2713 yes"), make("td.left", q.tensor)]);
+  const observed = ran.flatMap((leg) => [
     ...leg.evidence.collectives.map(([kind, size, dtype, pass, ranks, most]) => [leg.layout, kind, `${size} ranks`, dtype, pass, ranks, most]),
     ...leg.evidence.products.map(([dtype, pass, ranks, most]) => [leg.layout, "matrix product", "", dtype, pass, ranks, most]),
   ]);
-  const rows = seen.map((row) => row.map((value, i) => make(i < 5 ? "td.left" : "td", String(value))));
-  const heads = [...["layout", "what", "group", "dtype", "pass"].map(left), "ranks that did", "most of a rank"];
-  const no = asked.filter((q) => q.ratio > 1).length;
-  const remark = asked.length ? `${asked.length - no} of ${asked.length} hold` : "nothing follows from this layout that could be seen";
+  const rows = observed.map((row) => row.map((value, i) => make(i < 5 ? "td.left" : "td", String(value))));
+  const heads = [...["layout", "operation", "group", "dtype", "pass"].map(left), "number of ranks", "largest count of a rank"];
+  const no = requested.filter((q) => q.ratio > 1).length;
+  const remark = requested.length ? `${requested.length - no} of ${requested.length} hold` : "this layout implies nothing that can be observed";
   return folded(
     no > 0,
-    ["Asked for, and ran ", make("small", remark)],
-    claims.length > 0 && table("Asked for", "numbers.asked", [left("so it was"), left("what the layout and the precision ask for")], claims),
-    rows.length > 0 && make("p.note", "Seen below the backend, in one step of each leg:"),
-    rows.length > 0 && table("Ran", "numbers", heads, rows),
+    ["Requested and observed ", make("small", remark)],
+    claims.length > 0 && table("Requested", "numbers.asked", [left("holds"), left("implied by layout and precision")], claims),
+    rows.length > 0 && make("p.note", "Observed below the backend, in one step of each phase:"),
+    rows.length > 0 && table("Observed", "numbers", heads, rows),
   );
 }
 
-// The targets of each micro-batch of each data-parallel rank: what a mean per rank or per micro-batch would divide by.
+// Draws the targets of each micro-batch of each data-parallel rank, by which a mean per rank or micro-batch would divide.
 function denominators(cell) {
   const batches = cell.legs.flatMap((leg) => leg.batches);
   if (!batches.length) return null;
@@ -39,15 +39,15 @@ function denominators(cell) {
     });
     while (ranks.length < wide) ranks.push(make("td"));
     const counted = cell.series.values.get("token_count")?.get(step);
-    const theirs = cell.oracle?.series.values.get("token_count")?.get(step);
-    return [step, tokens, ...ranks, all, counted === undefined ? "not shown" : String(counted), theirs === undefined ? "" : String(theirs)];
+    const reference = cell.oracle?.series.values.get("token_count")?.get(step);
+    return [step, tokens, ...ranks, all, counted === undefined ? "not shown" : String(counted), reference === undefined ? "" : String(reference)];
   });
   const heads = ["step", "tokens", ...Array.from({ length: wide }, (_, rank) => `dp rank ${rank}`), "targets", `${cell.backend} counts`, "oracle"];
   const remark = "targets of each micro-batch of each data-parallel rank";
   return folded(false, ["Denominators ", make("small", remark)], table("Denominators", "numbers", heads, rows));
 }
 
-// Peak memory and speed, where the record has them. The first step of a leg, which warms up, is left out if it can be.
+// Returns peak memory and speed if recorded. The first step of a phase, which warms up, is left out if there are more.
 function costs(cell) {
   const facts = [];
   const memory = cell.legs.flatMap((leg) => leg.memory).filter((bytes) => bytes > 0);
@@ -60,31 +60,31 @@ function costs(cell) {
   return facts;
 }
 
-// By which rule the bounds of a cell came about; docs/explanations/tolerances.md has the reasons.
+// Returns the rule for the bounds of a cell; docs/explanations/tolerances.md has the reasons.
 function provenance(cell) {
   const { exact, factor } = cell.legend.rule;
-  if (cell.precision === "exact") return `Allowed, by rule: ${number(exact)} for all in the exact tier, or what the optimizer makes of it; less where nothing is computed.`;
-  return `Allowed, by rule: ${factor} times the error of a single process in ${cell.precision}, measured in this run on the same data; fixed where nothing is computed, or where ranks and the cell's own numbers are compared.`;
+  if (cell.precision === "exact") return `Tolerance in the exact tier: ${number(exact)}, or this error after the optimizer; less for values that are not computed.`;
+  return `Tolerance: ${factor} times the error of a single process in ${cell.precision}, measured in this run on the same data; fixed for values that are not computed, and for comparisons of ranks or of the cell's own numbers.`;
 }
 
-// Keys in rows and what was told in columns, keys that differ first. One that only some have is no difference.
-function configurations(heads, told) {
-  const rows = [...new Set(told.flatMap((config) => [...config.keys()]))].map((name) => {
-    const found = told.filter((config) => config.has(name)).map((config) => config.get(name));
-    return { name, same: found.every((value) => value === found[0]), everywhere: found.length === told.length, several: found.length > 1 };
+// Draws keys in rows and configurations in columns, differing keys first. A key that only some have does not differ.
+function configurations(heads, configs) {
+  const rows = [...new Set(configs.flatMap((config) => [...config.keys()]))].map((name) => {
+    const found = configs.filter((config) => config.has(name)).map((config) => config.get(name));
+    return { name, same: found.every((value) => value === found[0]), everywhere: found.length === configs.length, several: found.length > 1 };
   });
   const rank = ({ same, everywhere }) => (same ? (everywhere ? 1 : 2) : 0);
   rows.sort((a, b) => rank(a) - rank(b));
   const drawn = rows.map(({ name, same, everywhere }) => {
-    const texts = told.map((config, i) => make("td.name", same && everywhere && i ? "same" : (config.get(name) ?? "\u2013")));
+    const texts = configs.map((config, i) => make("td.name", same && everywhere && i ? "same" : (config.get(name) ?? "\u2013")));
     return make(same ? "tr" : "tr.changed", make("td.name", name), texts);
   });
   const count = (test) => rows.filter(test).length;
-  const remark = `${count(({ same }) => !same)} differ, ${count(({ same, everywhere }) => same && everywhere)} are the same, ${count(({ everywhere }) => !everywhere)} are of some only`;
+  const remark = `${count(({ same }) => !same)} differ, ${count(({ same, everywhere }) => same && everywhere)} are the same, ${count(({ everywhere }) => !everywhere)} are not in all`;
   return { remark, drawn: table("Configuration", "numbers.config", ["key", ...heads], drawn) };
 }
 
-// What the legs and the oracle were told and where they ran.
+// Draws the configurations and environments of the phases and the oracle.
 function configuration(cell) {
   const legs = cell.legs.map((leg) => leg.config);
   const ours = legs.length === 1 ? ["this cell"] : legs.map((_, i) => `leg ${i}`);

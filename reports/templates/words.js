@@ -1,4 +1,4 @@
-// Number formats and phrases; reports/words.py has the same for the matrix, Markdown and JUnit.
+// Formats numbers and phrases like reports/wording.py does for the matrix, Markdown and JUnit.
 function number(value) {
   if (value === null) return "";
   if (!Number.isFinite(value)) return Number.isNaN(value) ? "NaN" : value > 0 ? "∞" : "-∞";
@@ -9,7 +9,7 @@ function number(value) {
   return `${Number(mantissa)}e${Number(exponent)}`;
 }
 
-// Never rounded onto 1, the line between conforming and not.
+// Never rounds to 1, the line between conforming and differing.
 function ratio(value) {
   if (!Number.isFinite(value)) return "∞";
   if (value === 0) return "0";
@@ -24,7 +24,7 @@ const when = (step) => (step < 0 ? "as loaded" : `at step ${step}`);
 const tensorAtStep = (q) => `${q.tensor}, ${when(q.step)}`;
 const judgedRatio = (q, tag = "b") => make(q.ratio > 1 ? `${tag}.over` : tag, ratio(q.ratio));
 
-// An error and its bound as a person says them.
+// Formats an error and its bound in words.
 function off(q) {
   const allowed = `allowed ${q.allowed > 0 ? number(q.allowed) : "nothing"}`;
   const error = q.observed;
@@ -34,7 +34,7 @@ function off(q) {
   return `${error >= 1e-4 ? `${Number((100 * error).toPrecision(2))} %` : number(error)} off, ${allowed}`;
 }
 
-// Text in which web addresses are links, and names of findings that the page has.
+// Makes links of web addresses, and of names of findings that the page has.
 function linked(text) {
   return text.split(/(https?:\/\/[^\s<>"']*[^\s<>"'.,;:)]|docs\/findings\/[a-z0-9-]+\.md)/).map((part, index) => {
     if (!(index % 2)) return part;

@@ -1,9 +1,9 @@
-// Views of charts: a linear or a log axis of values, errors on a log or a linear axis or with their sign, and the steps
-// that are drawn, chosen by dragging over a chart or by their numbers.
+// Switches views of charts: a linear or log axis of values, errors on a log or linear axis or with their sign, and a range
+// of steps, chosen by dragging over a chart or by number.
 const CHOICES = { values: ["linear", "log"], errors: ["log", "linear", "signed"] };
 const within = (view, step) => step >= view.first && step <= view.last;
 
-// The charts of a panel with their controls; null if nothing can be drawn.
+// Returns the charts of a panel with their controls; null if nothing can be drawn.
 function adjustable(cells, panel) {
   const steps = [...new Set(cells.flatMap((cell) => cell.series.steps))].sort((a, b) => a - b);
   const view = { values: "linear", errors: "log", first: steps[0], last: steps.at(-1) };

@@ -155,7 +155,9 @@ class _Vague:
 
 @pytest.mark.parametrize("layout", ["dp1", "dp2", "dp3"])
 def test_an_answer_that_is_none_is_a_defect_of_the_adapter_and_no_claim(layout: str) -> None:
-    with pytest.raises(AskFailed, match=r"supports\(\) gave .*it has to give Supported, or Unsupported with a reason"):
+    with pytest.raises(
+        AskFailed, match=r"supports\(\) returned .*it has to return Supported, or Unsupported with a reason"
+    ):
         Here(_Vague).supports(SCENARIO, Layout.parse(layout))  # type: ignore[arg-type]
 
 

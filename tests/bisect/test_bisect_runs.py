@@ -203,7 +203,7 @@ def rewrite(file: Path, change: Callable[[Any], None]) -> None:
 def test_a_stored_bisection_that_was_edited_is_not_believed(out: Path) -> None:
     file = file_of(out, EXACT)
     file.write_text(file.read_text().replace("model.layers.1.mlp", "model.layers.0.mlp"))
-    assert "was edited: its digest is another one" in describe(cell(out, EXACT).bisection).answer  # type: ignore[arg-type]
+    assert "was edited: its digest does not match its content" in describe(cell(out, EXACT).bisection).answer  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
@@ -222,28 +222,37 @@ def first(values: Any) -> Any:
 
 NO_MODULE = ["model.layers.9.mlp", "output"]
 FORGED: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "a stage of no objective": (lambda v: v.update(stage="magic"), "names the stage 'magic', which this cell has not"),
-    "another stage": (lambda v: v.update(stage="loss"), "names the stage loss, and the verdict says that log-probs"),
-    "another step": (lambda v: v.update(step=1), "is of step 1, and the verdict says that step 0 differs first"),
-    "another cell": (lambda v: v.update(traced="tiny/llama/wrongmlp/dp1/exact"), "is of tiny/llama/wrongmlp/dp1/exact"),
+    "a stage of no objective": (
+        lambda v: v.update(stage="magic"),
+        "names the stage 'magic', which this cell does not have",
+    ),
+    "another stage": (lambda v: v.update(stage="loss"), "names the stage loss, but in the verdict log-probs"),
+    "another step": (lambda v: v.update(step=1), "is about step 1, but in the verdict step 0 differs first"),
+    "another cell": (
+        lambda v: v.update(traced="tiny/llama/wrongmlp/dp1/exact"),
+        "is about tiny/llama/wrongmlp/dp1/exact",
+    ),
     "a module of no model": (
         lambda v: first(v).update(
             module="model.layers.9.mlp", wrong=first(v)["wrong"] | {"key": ["model.layers.9.mlp", "output"]}
         ),
-        "names the module 'model.layers.9.mlp', which this model has not",
+        "names the module 'model.layers.9.mlp', which this model does not have",
     ),
     "another module": (
         lambda v: first(v).update(module="model.layers.0.mlp"),
-        "names the module model.layers.0.mlp, and",
+        "names the module model.layers.0.mlp, but",
     ),
     "a rank too many": (lambda v: first(v)["wrong"].update(ranks=[2], hold=[2]), "names ranks"),
     "a row too many": (lambda v: first(v)["wrong"].update(places=[[10**6, 0]]), "names rows or tokens"),
     "a gradient as the forward pass": (
         lambda v: first(v)["wrong"].update(key=["model.layers.1.mlp", "gradient of the output"]),
-        "as what is wrong forward",
+        "as the wrong value of the forward pass",
     ),
     "a parameter of no model": (lambda v: v["models"][0]["parameters"].update(bias=1.0), "names the parameter 'bias'"),
-    "another model": (lambda v: v["models"][0].update(model="critic"), "is of the models critic; trained are policy"),
+    "another model": (
+        lambda v: v["models"][0].update(model="critic"),
+        "is about the models critic; trained are",
+    ),
     "another layout": (
         lambda v: v["collectives"].update(conforming="tiny/llama/wrongmlp/dp8/exact"),
         "which does not conform in this run",

@@ -38,7 +38,7 @@ def profile(folder: Path, *, scenario: str = SCENARIO, file: str = "tiny.toml", 
     ("arguments", "words"),
     [
         (["--backend", "fsdp"], "unknown backend 'fsdp'; did you mean 'fsdp2'?"),
-        (["--backend", "json:JSONDecoder"], "json:JSONDecoder is no backend, it has no describe and no supports"),
+        (["--backend", "json:JSONDecoder"], "json:JSONDecoder is not a backend, it has no describe and no supports"),
         (["--profile", "ful"], "no profile 'ful'; did you mean 'full'?"),
         (["--profile", "."], "profile '.' is a folder; give one of its .toml files"),
         (["--faults", "inverted-clp"], "unknown fault 'inverted-clp'; did you mean 'inverted-clip' or"),
@@ -178,7 +178,7 @@ def test_an_option_that_changes_no_cell_is_refused(tmp_path: Path, capsys: pytes
 
 def test_a_folder_that_cannot_be_made_is_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["run", *PLAIN, "--profile", profile(tmp_path), "--out", "/dev/null/x"]) == 2
-    assert "/dev/null/x cannot be made: Not a directory; give another --out" in capsys.readouterr().err
+    assert "/dev/null/x cannot be created: Not a directory; give another --out" in capsys.readouterr().err
 
 
 def test_a_machine_without_gpus_runs_nothing_on_them(
@@ -243,7 +243,7 @@ def test_ranks_that_share_a_gpu_need_fewer_of_them(
         ("dp300", (), "not_run", "this host cannot start 300 ranks: one host starts at most 248"),
         ("pp2", (), "unsupported", "plain torch is data parallel; use dp2"),
         ("dp3", (), "unsupported", "8 rows per step cannot be divided over dp=3"),
-        ("dp2", FAULT, "unsupported", "fault 'cleared-gradients' is not plantable: plain does not name the seam"),
+        ("dp2", FAULT, "unsupported", "fault 'cleared-gradients' cannot be planted: plain has no patch point"),
     ],
 )
 def test_list_and_run_refuse_a_cell_for_the_same_reason(
@@ -288,5 +288,5 @@ def test_an_adapter_that_is_not_registered_is_called_what_it_calls_itself(
         (tmp_path / f"{module}.py").write_text(NAMED.format(name=name))
         sys.modules.pop(module, None)
     assert find_backend("named_well:AnyClass").name == "my-framework"
-    with pytest.raises(ValueError, match="named_badly:AnyClass calls itself 'my/framework'; a name is letters"):
+    with pytest.raises(ValueError, match="named_badly:AnyClass calls itself 'my/framework'; a name has letters"):
         find_backend("named_badly:AnyClass")

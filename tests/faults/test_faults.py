@@ -179,7 +179,7 @@ def test_a_fault_whose_seam_a_backend_lacks_is_not_plantable_there(session: Sess
     refused = session.refusal(cell_of("deepspeed", "sft-packed", "llama", "dp2", "exact", "cleared-gradients", steps=1))
     assert refused is not None
     assert refused.state == "unsupported"
-    said = "fault 'cleared-gradients' is not plantable: deepspeed does not name the seam "
+    said = "fault 'cleared-gradients' cannot be planted: deepspeed has no patch point "
     assert refused.reason.startswith(said)
     assert not session.refusal(cell_of("fsdp2", "sft-packed", "llama", "dp2", "exact", "cleared-gradients", steps=1))
 
@@ -245,7 +245,7 @@ def test_a_planted_fault_is_gone_afterwards_even_if_the_cell_raised() -> None:
 def test_a_fault_needs_its_seam() -> None:
     seamless: type[Backend] = _Seamless  # type: ignore[assignment]
     with (
-        pytest.raises(ValueError, match=r"needs the seam 'clip_coefficient'.*its seams: none"),
+        pytest.raises(ValueError, match=r"needs the patch point 'clip_coefficient'.*its patch points: none"),
         plant(["inverted-clip"], seamless),
     ):
         pass

@@ -103,7 +103,7 @@ def test_an_adapter_that_breaks_when_it_is_asked_is_a_failure(run: Runner) -> No
 @pytest.mark.parametrize(
     ("save", "state", "reason"),
     [
-        ("state", "unsupported", "selfish has no export_state, so it hands over no training state"),
+        ("state", "unsupported", "selfish has no export_state, so it cannot transfer training state"),
         (
             "checkpoint",
             "infrastructure",
@@ -235,7 +235,7 @@ def test_less_than_was_demanded_is_incomplete_and_says_what_is_missing(
     assert ran.summary["claims"] == {"picky": {"claimed": [ONE], "refused": {TWO: reason}}}
     markdown = (ran.out / "report.md").read_text()
     assert "Incomplete: not a pass" in markdown
-    assert "less was judged than was demanded" in markdown
+    assert "less was judged than required" in markdown
     assert f"- `{TWO}`: conforms, now unsupported\n" in markdown
     assert f"<code>{TWO}</code> conforms, now unsupported" in (ran.out / "report.html").read_text()
     assert 'errors="1"' in (ran.out / "junit.xml").read_text()

@@ -151,7 +151,7 @@ def test_a_defect_that_is_declared_is_a_loss_until_it_is_accepted() -> None:
 
 def test_a_history_without_an_earlier_run_is_no_baseline_in_silence() -> None:
     (unmet,) = Floor(baseline=make_baseline("kept", [])).unmet({ONE: "conforms"})
-    assert unmet == "kept has no earlier run of what is selected here: it cannot be said what was lost"
+    assert unmet == "kept has no earlier run of this selection: lost coverage cannot be found"
 
 
 def test_a_sentence_names_some_cells_and_counts_the_rest() -> None:

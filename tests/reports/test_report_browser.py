@@ -79,7 +79,7 @@ def test_a_click_on_a_matrix_cell_opens_it_offline(browser: Browser, address: st
     assert browser.run(OPENED) == ""
     browser.click(".box.differs")
     browser.wait(f"({OPENED}) === {json.dumps(DIFFERS)}")
-    assert text(browser, ".first h3") == "Differs first: gradients, at step 0"
+    assert text(browser, ".first h3") == "First difference: gradients, at step 0"
     assert browser.run("document.title").startswith(DIFFERS)
     assert browser.run("document.querySelector('.box[aria-current=\"true\"]').dataset.cell") == DIFFERS
     assert browser.problems == []
@@ -127,7 +127,7 @@ def test_without_a_script_a_square_leads_to_the_reason_of_its_cell(browser: Brow
     browser.open(f"{address}#cell-{CRASHED}", scripts=False)
     assert browser.run(OPENED) == ""
     assert "NCCL communicator was aborted" in text(browser, "li:target")
-    assert "drawn by a script, which this browser does not run" in text(browser, "noscript")
+    assert "A script draws curves" in text(browser, "noscript")
 
 
 # What is drawn
@@ -139,7 +139,7 @@ def test_a_differing_cell_is_drawn_with_curves_heat_maps_and_what_to_look_at_nex
     open_cell(browser, address, DIFFERS)
     shown = browser.run(TEXT)
     assert "is the bias added once per tp rank?" in shown
-    assert "Also outside tolerance, and to be looked at after this: clipped update, weights after N steps." in shown
+    assert "Also outside tolerance, perhaps as a consequence: clipped update, weights after N steps." in shown
     assert count(browser, ".charts svg") == 4
     assert count(browser, ".heat") == 3
     assert "Exactly equal in every parameter: weights." in shown
@@ -250,7 +250,7 @@ def test_an_error_of_exactly_zero_is_drawn_at_the_floor_and_said_so(browser: Bro
     open_cell(browser, address, CONFORMS)
     assert count(browser, ".charts .zero") == 1
     assert "error 0 (exactly equal)" in browser.run("document.querySelectorAll('.hover')[8].dataset.tip")
-    assert "drawn at the floor" in browser.run(TEXT)
+    assert "drawn at the bottom" in browser.run(TEXT)
 
 
 def test_errors_that_are_not_numbers_are_drawn_and_not_green(browser: Browser, out: Path) -> None:

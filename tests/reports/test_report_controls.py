@@ -222,9 +222,9 @@ def test_steps_are_chosen_by_dragging_or_by_their_numbers(browser: Browser, addr
 def test_the_noise_floor_is_drawn_under_the_errors_and_told(browser: Browser, address: str) -> None:
     open_cell(browser, address, CONFORMS)
     assert browser.run("document.querySelectorAll('.cell .chart .noise').length") == 2
-    assert "noise floor: a single process in fp32" in browser.run("document.querySelector('.cell').textContent")
+    assert "noise: a single process in fp32" in browser.run("document.querySelector('.cell').textContent")
     tips = browser.run("[...document.querySelectorAll('.charts figure:nth-child(2) .hover')].map((e) => e.dataset.tip)")
-    assert all("noise floor " in tip for tip in tips)
+    assert all("noise " in tip for tip in tips)
 
 
 # What a cell tells
@@ -254,7 +254,7 @@ def test_denominators_evidence_memory_and_speed_are_told(browser: Browser, wide:
     assert first == ["0", "1000", "100 + 7 = 107", "101 + 7 = 108", "215", "811", "811"]
     ran = browser.run(ROWS.format("Ran"))
     assert ran[0] == ["dp2.tp2.pp2", "all_reduce", "2 ranks", "float32", "backward 0", "8", "3"]
-    asked = browser.run(ROWS.format("Asked for"))
+    asked = browser.run(ROWS.format("Requested"))
     assert asked == [["\u2713 yes", "evidence"]]
     facts = browser.run("document.querySelector('.cell .meta').innerText")
     assert "peak 263 MiB of a rank" in facts

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 
 DEEPSPEED, FSDP2, FSDP2_TP, MEGATRON = MEMBERS
 WRONG = scaled(f"gradient/{NAMES[1]}", 1.01)
-STALE = "This comparison is not of the verdicts and records that lie here now"
+STALE = "This comparison does not belong to the present verdicts and records"
 
 
 @pytest.fixture(scope="module")
@@ -109,8 +109,8 @@ def test_a_comparison_of_cells_that_are_gone_is_shown_without_their_links(browse
         ({"text": None}, "text: Input should be a valid string"),
         ({"state": "fine"}, "state: Input should be"),
         ({"state": "not_run"}, "is not_run"),
-        ({"pairs": [{"members": [0, 9], "columns": {}}]}, "has pairs of nobody"),
-        ({"pairs": [{"members": [-1, 0], "columns": {}}]}, "has pairs of nobody"),
+        ({"pairs": [{"members": [0, 9], "columns": {}}]}, "has pairs of unknown members"),
+        ({"pairs": [{"members": [-1, 0], "columns": {}}]}, "has pairs of unknown members"),
         ({"pairs": [{"members": [0], "columns": {}}]}, "ValueError"),
         ({"pairs": [{"members": [0, 1], "columns": {"loss": {"tensor": "loss"}}}]}, "pairs.0.worst.loss.step"),
     ],
@@ -133,7 +133,7 @@ def test_a_group_that_contradicts_itself_is_refused(wrong: Path, tmp_path: Path)
     out = Path(shutil.copytree(wrong, tmp_path / "out"))
     (group,) = json.loads((out / "side_by_side.json").read_text())["groups"]
     edit(out / "side_by_side.json", groups=[{**group, "state": "conforms"}])
-    with pytest.raises(UsageError, match="yet a pair is outside"):
+    with pytest.raises(UsageError, match="but a pair is outside"):
         read_groups(out)
 
 
@@ -190,7 +190,7 @@ def test_a_published_run_needs_no_records(sample: Path, tmp_path: Path) -> None:
 
 def test_with_one_backend_there_is_nothing_to_compare(tmp_path: Path) -> None:
     out = write_run(tmp_path / "out", members=(FSDP2, FSDP2_TP))
-    with pytest.raises(UsageError, match=re.escape("two backends (backends that ran: fsdp2)")):
+    with pytest.raises(UsageError, match=re.escape("and precision (backends that ran: fsdp2)")):
         to_markdown(out)
 
 
@@ -256,7 +256,7 @@ def test_a_square_is_the_largest_difference_of_its_two_members(browser: Browser,
 def test_a_wrong_member_is_seen_in_the_squares_and_its_pairs_are_listed(browser: Browser, wrong: Path) -> None:
     open_side(browser, wrong)
     assert texts(browser, ".sides .h6") == ["0.01"] * 6
-    assert "Further apart than they may be" in texts(browser, ".side h3")
+    assert "Outside their tolerance" in texts(browser, ".side h3")
     assert sum("deepspeed dp2 and" in name for name in texts(browser, ".side td.left")) == 3
 
 

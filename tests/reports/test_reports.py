@@ -120,9 +120,9 @@ def test_a_pass_without_all_its_records_is_not_a_pass(out: Path, record: str) ->
     ("fields", "reason"),
     [
         ({"records": ()}, "there is no record of the cell"),
-        ({"completed": False}, "did not come to its end"),
+        ({"completed": False}, "did not run to its end"),
         ({"verdict": {"quantities": ()}}, "nothing was compared"),
-        ({"records": ("legs/1/record", "legs/0/record")}, "do not follow one another"),
+        ({"records": ("legs/1/record", "legs/0/record")}, "are not consecutive"),
     ],
 )
 @pytest.mark.parametrize("state", ["conforms", "partly_observed", "expected_difference"])
@@ -365,4 +365,4 @@ def test_markdown_is_cut_at_the_end_of_a_block_before_the_limit(sample: Path, mo
     text = write_markdown(sample).read_text(encoding="utf-8")
     assert len(text.encode()) < 3000
     assert f"`{DIFFERS}`" in text
-    assert re.search(r"\*\*Cut short here:\*\* \d+ parts left out\. All of it is in `report\.html`\.\n$", text)
+    assert re.search(r"\*\*Cut short here:\*\* \d+ parts omitted\. `report\.html` has everything\.\n$", text)

@@ -49,7 +49,7 @@ def test_the_report_of_the_third_night_says_what_broke_and_names_the_new_torch(n
     for part in (last, green):
         assert "Suspects, because they changed in between: torch 2.13.0 → 2.14.0\n" in part
         assert f"**Newly differing: 2 cells**\n\n- `{DIFFERS}`: conforms, now differs\n- `{LATE}`: " in part
-        assert f"**Newly refused: 1 cell**\n\n- `{PARTLY}`: conforms, now unsupported\n" in part
+        assert f"**Newly unsupported: 1 cell**\n\n- `{PARTLY}`: conforms, now unsupported\n" in part
     assert f"**Fixed: 1 cell**\n\n- `{RESUMED}`: infrastructure failure, now conforms\n" in last
     assert "Fixed" not in green.partition("### Flaky")[0]
     page = write_html(nightly / "three").read_text()
@@ -72,10 +72,10 @@ def test_terminal_and_summary_say_the_same(nightly: Path, capsys: pytest.Capture
     assert said[1:6] == [
         f"coverage lost since {kept}: {PARTLY} (unsupported)",
         f"since the last run (2026-08-15 03:12, incomplete): newly differing: {DIFFERS}, {LATE}; "
-        f"newly refused: {PARTLY}; fixed: {RESUMED}",
+        f"newly unsupported: {PARTLY}; fixed: {RESUMED}",
         "  changed in between: torch 2.13.0 → 2.14.0",
         f"since the last green run (2026-08-14 03:12, conforms): newly differing: {DIFFERS}, {LATE}; "
-        f"newly refused: {PARTLY}",
+        f"newly unsupported: {PARTLY}",
         "  changed in between: torch 2.13.0 → 2.14.0",
     ]
     since = read_output_json(nightly / "three" / "summary.json")["since"]
@@ -159,7 +159,7 @@ def test_a_baseline_that_is_not_there_says_what_to_do(name: str, tmp_path: Path)
         read_baseline(given, SELECTION)
     said = str(refused.value)
     assert said.startswith(f"--baseline {given}: there is no {given}")
-    assert f"parity history {given} --add OUT begins" in said
+    assert f"parity history {given} --add OUT starts" in said
     assert "leave it out of the first run" in said
 
 
@@ -249,9 +249,9 @@ def _lying(values: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (_shard, "shard 1/2 alone; put all together first: parity merge"),
+        (_shard, "only shard 1/2; merge all shards first: parity merge"),
         (_old, "does not say what was selected"),
-        (_timeless, "does not say when it started ('yesterday')"),
+        (_timeless, "has no valid start time ('yesterday')"),
         (_lying, "the summary says differs"),
     ],
 )

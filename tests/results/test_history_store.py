@@ -78,7 +78,7 @@ def test_a_history_that_is_not_there_is_one_message_that_says_how_to_begin(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["history", str(tmp_path / "none")]) == 2
-    assert f"parity history {tmp_path / 'none'} --add OUT begins a history" in capsys.readouterr().err
+    assert f"parity history {tmp_path / 'none'} --add OUT starts a history" in capsys.readouterr().err
     assert not (tmp_path / "none").exists()
 
 
@@ -144,17 +144,20 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "a pipe": (_pipe, "is a named pipe"),
     "another schema": (
         _sql("PRAGMA user_version = 3"),
-        r"is no history of schema 1 or 2 \(it says 3\); use the version",
+        r"is not a history of schema 1 or 2 \(its schema is 3\); use the version",
     ),
-    "the number of another": (_sql("PRAGMA user_version = 1"), r"is no history of schema 1 or 2 \(it says 1\); use"),
+    "the number of another": (
+        _sql("PRAGMA user_version = 1"),
+        r"is not a history .* \(its schema is 1\); use",
+    ),
     "an oracle that is a blob": (_sql("UPDATE outcomes SET second_class = x'ff'"), "is damaged"),
-    "another table": (_sql("CREATE TABLE more (x)"), "is no history"),
-    "a column more": (_sql("ALTER TABLE runs ADD COLUMN more TEXT"), "is no history"),
+    "another table": (_sql("CREATE TABLE more (x)"), "is not a history"),
+    "a column more": (_sql("ALTER TABLE runs ADD COLUMN more TEXT"), "is not a history"),
     "a trigger": (
         _sql("CREATE TRIGGER t AFTER INSERT ON runs BEGIN DELETE FROM runs; END"),
-        "is no history",
+        "is not a history",
     ),
-    "a view": (_sql("ALTER TABLE runs RENAME TO r", "CREATE VIEW runs AS SELECT * FROM r"), "is no history"),
+    "a view": (_sql("ALTER TABLE runs RENAME TO r", "CREATE VIEW runs AS SELECT * FROM r"), "is not a history"),
     "an unknown state": (_sql("UPDATE outcomes SET state = 'splendid'"), "is damaged .*state"),
     "an unknown verdict": (_sql("UPDATE runs SET verdict = 'green'"), "is damaged .*verdict"),
     "no time": (_sql("UPDATE runs SET started = 'yesterday' WHERE number = 1"), "is damaged .*started"),
@@ -171,7 +174,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
 def test_a_file_that_the_suite_did_not_write_is_one_message_with_advice(damage: str, folder: Path) -> None:
     change, words = DAMAGES[damage]
     change(folder / HISTORY)
-    with pytest.raises(UsageError, match=rf"{HISTORY} {words}.*put a copy that is whole there") as raised:
+    with pytest.raises(UsageError, match=rf"{HISTORY} {words}.*replace it by an intact copy") as raised:
         read(folder)
     assert "\n" not in str(raised.value)
 

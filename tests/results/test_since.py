@@ -50,7 +50,7 @@ def test_suspects_are_the_versions_that_changed_and_no_others() -> None:
 
 def test_a_checkout_with_changed_files_is_a_suspect_although_its_name_is_the_same() -> None:
     (change,) = version_changes({"commit": "aaa-changed"}, {"commit": "aaa-changed"})
-    assert str(change) == "commit aaa-changed (files were changed, so the code may be another)"
+    assert str(change) == "commit aaa-changed (files were changed, so the code may differ)"
 
 
 def test_the_platform_is_no_version() -> None:

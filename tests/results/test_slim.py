@@ -132,12 +132,12 @@ def test_a_verdict_without_a_stage_that_its_record_demands_is_not_believed(
         slim(out)
     reason = rewritten(out, lambda q: q["stage"] != stage)
     assert f"that cannot be trusted: {stage} (" in reason
-    assert "was not judged, and its record demands it. Run it again." in reason
+    assert "was not judged, but its record requires it. Run it again." in reason
 
 
 def test_what_need_not_be_shown_makes_a_cell_conform_in_part_only(slimmed: Path) -> None:
     reason = rewritten(slimmed, lambda q: q["stage"] != "log-probs")
-    assert "log-probs (logprob) was not judged, and the cell is said to conform in all" in reason
+    assert "the verdict is 'conforms', but log-probs (logprob) was not judged" in reason
 
 
 def test_a_verdict_without_a_step_or_a_tensor_is_not_believed(slimmed: Path, whole: Path, tmp_path: Path) -> None:

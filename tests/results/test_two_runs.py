@@ -31,7 +31,7 @@ def test_two_runs_are_set_side_by_side(two: tuple[Path, Path], capsys: pytest.Ca
     assert code == 1
     assert f"| A | `{two[0]}` | 2026-08-14T03:12:00+00:00 | incomplete |\n| B | `{two[1]}` | 2026-08-15" in text
     assert "Versions that changed: torch 2.13.0 → 2.14.0.\n" in text
-    assert f"3 cells of {len(NIGHTLY)} ended otherwise.\n" in text
+    assert f"3 cells of {len(NIGHTLY)} changed.\n" in text
     for cell, change in (
         (DIFFERS, "conforms, now differs"),
         (RESUMED, "conforms, now not in the run"),

@@ -152,7 +152,7 @@ def test_sizes_are_read_under_the_names_that_gpt2_has_for_them(models: Any, tmp_
     assert model_sizes(edited(models("GPT2"), tmp_path / "one", multi_query=True))["kv_heads"] == 1
     for missing in ("n_head", "n_layer"):
         with pytest.raises(
-            UsageError, match=r"config.json says none of num_(attention_heads|hidden_layers), .*; add one"
+            UsageError, match=r"config.json has none of num_(attention_heads|hidden_layers), .*; add one"
         ):
             model_sizes(edited(models("GPT2"), tmp_path / missing, **{missing: None}))
 

@@ -365,7 +365,7 @@ def test_a_shard_has_the_cells_that_the_command_line_lists(
 def test_the_suite_without_its_plugin_says_so(pytester: pytest.Pytester) -> None:
     run = run_pytest_here(pytester, *SUITE, "-p", "no:parity")
     assert run.code == pytest.ExitCode.INTERRUPTED
-    assert "the suite needs its pytest plugin; leave out -p no:parity" in run.text
+    assert "the suite needs its pytest plugin; omit -p no:parity" in run.text
     assert "Traceback" not in run.text
 
 

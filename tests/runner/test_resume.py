@@ -141,10 +141,10 @@ def test_the_first_failure_ends_a_run_that_is_asked_to(chosen: list[str], tmp_pa
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--rerun", "failed"], "--rerun is about the cells of an earlier run; add --resume OUT"),
-        (["--resume", "OUT", "--out", "new"], "--resume goes on in the folder of the earlier run; leave out --out"),
+        (["--rerun", "failed"], "--rerun selects cells of an earlier run; add --resume OUT"),
+        (["--resume", "OUT", "--out", "new"], "--resume continues in the folder of the earlier run; omit --out"),
         (["--resume", "nowhere"], "there is no nowhere/summary.json"),
-        (["--resume", "OUT", "--seed", "1"], "is of other options than this run: this one has --seed 1. "),
+        (["--resume", "OUT", "--seed", "1"], "has other options than this run: this one has --seed 1. "),
         (["--resume", "OUT", "--max-len", "90", "--cells", "*"], "this one has --max-len 90 --cells *. "),
         (["--resume", "OUT", "--min-judged", "1"], "do not belong together: demand min_judged 0 and 1"),
         (["--resume", "OUT", "--shard", "1/2"], "do not belong together: number of shards '1' and '2'"),

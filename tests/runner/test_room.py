@@ -164,7 +164,7 @@ def test_a_host_without_room_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     (one,) = said([joined("a", 4), joined("b", 4, replace(PLENTY, disk=1e9))])
     assert re.fullmatch(r"host b: the records need about [\d.]+ GB of disk, and 1.0 GB are free", one)
-    with pytest.raises(UsageError, match=r"^host b: .* or take hosts with more"):
+    with pytest.raises(UsageError, match=r"^host b: .* or take larger hosts"):
         check_room(cells, PLENTY, device="cpu", warn=print, hosts=[joined("a", 2), joined("b", 4, two)])
 
 

@@ -105,7 +105,7 @@ def test_an_adapter_that_does_not_say_what_it_holds_is_counted_without() -> None
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
-        (None, "host_bytes[(][)] gave None; it has to give a whole number of bytes"),
+        (None, "host_bytes[(][)] returned None; it has to return a whole number of bytes"),
         (-1, "gave -1"),
         (1.5e9, "gave 1500000000.0"),
         (KeyError("a defect"), r"KeyError at plain_variants.py:\d+: 'a defect'"),
@@ -117,7 +117,7 @@ def test_an_adapter_that_says_nonsense_is_named(answer: Any, said: str, monkeypa
     with pytest.raises(AskFailed, match=said):
         Here(Vague).host_bytes(asked.scenario, asked.legs[0].layout)
     monkeypatch.setattr("conformance.runner.resource_estimate.adapter_of", lambda _: Here(Vague))
-    with pytest.raises(UsageError, match=rf"^fsdp2 was asked how much .* \(dp2\): .*{said}.*; correct its adapter, or"):
+    with pytest.raises(UsageError, match=rf"^fsdp2 did not report .* \(dp2\): .*{said}.*; correct its adapter, or"):
         on_gpu(asked)
     assert estimate(asked, size_of(asked.scenario)).rank > 0, "on the CPU nobody is asked"
 

@@ -99,14 +99,14 @@ def test_the_pytest_plugin_wants_no_workers_on_hosts(tmp_path: Path) -> None:
     suite = ["pytest", "-p", "no:cacheprovider", "-n", "1", "--pyargs", "conformance.suite", *cells]
     codes, messages = two_nodes(*suite)
     assert 0 not in codes
-    assert "leave out -n" in messages[0] + messages[1]
+    assert "omit -n" in messages[0] + messages[1]
 
 
 def test_torchrun_is_told_apart_from_a_shell(capsys: pytest.CaptureFixture[str]) -> None:
     from conformance.cli import torchrun
 
     assert torchrun.main(["run"]) == 2
-    assert "is started by torchrun --rdzv-backend c10d" in capsys.readouterr().err
+    assert "with torchrun --rdzv-backend c10d" in capsys.readouterr().err
 
 
 def two_nodes(*command: str, capture: str = "stderr") -> tuple[list[int], list[str]]:

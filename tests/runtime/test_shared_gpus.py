@@ -38,7 +38,7 @@ def test_a_run_whose_ranks_share_gpus_says_so(tmp_path: Path, monkeypatch: pytes
     assert summary["environment"]["ranks_per_gpu"] == 2
     said = "p to 2 ranks shared a GPU: times and free memory are not those of one GPU each"
     assert summary_lines(summary)[-1] == f"u{said}"
-    assert re.fullmatch(r"leased for this part of the time: GPU-a [1-9]\d?%", summary_lines(summary)[-2])
+    assert re.fullmatch(r"share of the time with a lease: GPU-a [1-9]\d?%", summary_lines(summary)[-2])
     assert all("GPU-a" in write(out).read_text(encoding="utf-8") for write in (write_html, write_markdown))
     assert headline(read_report(out))[1].endswith(f" U{said}.")
     assert "ranks_per_gpu" not in environment()
