@@ -63,5 +63,5 @@ def test_device_reads_do_not_grow_with_micro_batches(pool: Pool, tmp_path: Path,
     assert Counter(many) - Counter(few) == Counter({"__bool__ in masking_utils.py": 2} if backend != "megatron" else {})
     assert (Counter(observed) - Counter(many)).keys() == {"cpu in trainer.py"}
     norms = 1 if backend == "fsdp2" else 0  # the other libraries read it themselves
-    assert many["tolist in moving.py"] == 1 + norms  # all numbers of the step, together
+    assert many["tolist in distributed.py"] == 1 + norms  # all numbers of the step, together
     assert not any(name.endswith(" in trainer.py") for name in many)
