@@ -116,7 +116,7 @@ class Session:
         waiting = self._activities.waiting = tuple(cell for cell in cells if not self.refusal(cell))
         room, device = room_of(self.config.out), self.config.device
         check_room(waiting, room, device=device, warn=logger.warning, hosts=self._where.hosts)
-        for message in filled(self.config.gpus) if self._where.queues_oracles else ():
+        for message in unleased_use(self.config.gpus) if self._where.queues_oracles else ():
             logger.warning(message)
         for cell in self._at_once.ordered(waiting):
             if not is_large(cell.scenario):

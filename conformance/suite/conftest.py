@@ -50,7 +50,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     config = session.config
     if is_worker(config) or config.option.collectonly or is_on_hosts(config) or ranks(config).device == "cpu":
         return
-    for message in filled(leased_gpus(ranks(config))):
+    for message in unleased_use(leased_gpus(ranks(config))):
         config.issue_config_time_warning(pytest.PytestWarning(message), stacklevel=2)
 
 
