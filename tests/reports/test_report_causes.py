@@ -42,7 +42,7 @@ def test_causes_group_cells_by_first_differing_tensors(out: Path) -> None:
     title, text = headline(report)
     assert title == "5 cells of 27 differ"
     assert text.startswith(f"Start with {SMALLER}. First difference in gradients: model.layers.1.self_attn.o_proj.bias")
-    assert "2 more cells differ alike. 2 other causes below. 2 more cells gave no answer." in text
+    assert "2 more cells have the same cause. 2 other causes below. 2 more cells gave no answer." in text
 
 
 def test_failures_that_say_the_same_but_for_numbers_are_one_cause(out: Path) -> None:

@@ -75,7 +75,7 @@ def test_a_conforming_run_conforms_and_names_the_cell_closest_to_its_tolerance(o
     title, text = headline(report)
     assert report.verdict == "conforms"
     assert title == "17 cells of 17 conform"
-    assert re.search(r"Closest to its tolerance: \S+, .*, 0\.\d+ of what is allowed", text)
+    assert re.search(r"Closest to its tolerance: \S+, .*, 0\.\d+ of the tolerance", text)
 
 
 def test_known_differences_are_not_said_to_compute_what_the_oracle_computes(out: Path) -> None:

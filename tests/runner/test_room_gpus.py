@@ -106,8 +106,8 @@ def test_an_adapter_that_does_not_say_what_it_holds_is_counted_without() -> None
     ("answer", "said"),
     [
         (None, "host_bytes[(][)] returned None; it has to return a whole number of bytes"),
-        (-1, "gave -1"),
-        (1.5e9, "gave 1500000000.0"),
+        (-1, "returned -1"),
+        (1.5e9, "returned 1500000000.0"),
         (KeyError("a defect"), r"KeyError at plain_variants.py:\d+: 'a defect'"),
     ],
 )
