@@ -48,6 +48,10 @@ def test_values_that_verdicts_depend_on() -> None:
     }
 
 
+def test_gradients_are_added_up_in_the_master_format() -> None:
+    assert all(tier.summing == tier.master for tier in PRECISIONS.values())
+
+
 def test_policies_of_the_oracle() -> None:
     assert {
         "float64": Policy(torch.float64, torch.float64),
