@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     import torch
 
-PrecisionName = Literal["exact", "fp32", "bf16", "fp16"]  # as in files, cell ids and options
+PrecisionName = Literal["exact", "fp32", "bf16", "bf16-reduce", "fp16"]  # as in files, cell ids and options
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,8 @@ PRECISIONS: Mapping[PrecisionName, Precision] = {
         Precision(name="exact", compute=F64, master=F64, summing=F64, noise_limit=0.0, count_error=1e-6),
         Precision(name="fp32", compute=F32, master=F32, summing=F32, noise_limit=1e-4, count_error=1e-3),
         Precision(name="bf16", compute=BF16, master=F32, summing=F32, noise_limit=1 / 6),
+        # FSDP's reduce_dtype=bfloat16, which Accelerate sets for bf16, and Megatron-LM's --grad-reduce-in-bf16.
+        Precision(name="bf16-reduce", compute=BF16, master=F32, summing=BF16, noise_limit=1 / 6),
         Precision(name="fp16", compute=F16, master=F32, summing=F32, noise_limit=0.1, is_loss_scaled=True),
     )
 }
