@@ -42,7 +42,7 @@ def measure_accumulation_precision(
     such a model. Experts are not measured in reinforcement learning either, where a token may have a target and no
     gradient (an advantage of 0, a clipped ratio). Raises RecordError for batches without choices of a router.
     """
-    if not scenario.tier.is_half:
+    if scenario.tier.summing == scenario.tier.compute:
         return
     for leg in legs:
         summands = summands_of_steps(leg, scenario.accumulation)

@@ -142,13 +142,18 @@ class _Ranks:
     def __init__(self, ranks: Sequence[dict[str, Any]]) -> None:
         self._ranks = ranks
 
-    def most(self, kinds: tuple[str, ...], size: int | None, passes: Callable[[str], bool]) -> int:
-        """Returns how many floating-point collectives in groups of ``size`` (None: any size) the busiest rank made."""
+    def most(
+        self, kinds: tuple[str, ...], size: int | None, passes: Callable[[str], bool], *, dtype: str = "float"
+    ) -> int:
+        """Returns how many collectives in groups of ``size`` (None: any size) the busiest rank made.
+
+        dtype: a part of the dtype's name.
+        """
         counts = [
             sum(
                 count
-                for kind, group, dtype, where, count in rank["collectives"]
-                if kind in kinds and size in (None, group) and passes(where) and "float" in dtype
+                for kind, group, its_dtype, where, count in rank["collectives"]
+                if kind in kinds and size in (None, group) and passes(where) and dtype in its_dtype
             )
             for rank in self._ranks
         ]
@@ -262,13 +267,15 @@ def _claims(
             yield "activations of all layers are recomputed", every if again or ranks.nested() else more
         else:
             yield "activations are kept", not (again or ranks.nested() or more)
-    yield from _of_data_ranks(layout, ranks, sizes, stage=stage)
+    yield from _of_data_ranks(layout, ranks, scenario, sizes, stage=stage)
     yield from _of_shares(layout, ranks, scenario, sizes, stage=stage)
     yield from _of_model_ranks(layout, ranks, scenario, sizes)
     yield from _of_experts(layout, ranks, scenario, sizes, stage=stage)
 
 
-def _of_data_ranks(layout: Layout, ranks: _Ranks, sizes: Sizes, *, stage: int | None) -> Iterator[tuple[str, bool]]:
+def _of_data_ranks(
+    layout: Layout, ranks: _Ranks, scenario: Scenario, sizes: Sizes, *, stage: int | None
+) -> Iterator[tuple[str, bool]]:
     """Checks ZeRO stages, replicas, and when gradients are reduced."""
     data = layout.data * layout.sp * layout.ulysses
     alone = data == layout.data and layout.tp == layout.pp == 1  # every collective is one of data ranks
@@ -292,6 +299,11 @@ def _of_data_ranks(layout: Layout, ranks: _Ranks, sizes: Sizes, *, stage: int | 
     if data > 1 and alone:
         reduced = ranks.most(("all_reduce", "reduce_scatter", "reduce", "all_to_all"), None, _backward_or_later)
         yield "gradients are reduced over data ranks", reduced > 0
+        summing = scenario.tier.summing
+        if summing == scenario.tier.compute and scenario.tier.is_half:  # other sums show in their digits
+            kinds = ("all_reduce", "reduce_scatter", "reduce", "all_to_all")
+            reduced = ranks.most(kinds, None, _backward_or_later, dtype=summing.name)
+            yield f"gradients are reduced in {summing.name}", reduced > 0
     if layout.rep > 1:
         reduced = ranks.most(("all_reduce",), layout.rep, _backward_or_later)
         yield "gradients are reduced over replicas", reduced > 0

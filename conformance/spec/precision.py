@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     import torch
 
-PrecisionName = Literal["exact", "fp32", "bf16", "fp16"]  # as in files, cell ids and options
+PrecisionName = Literal["exact", "fp32", "bf16", "bf16-reduce", "fp16"]  # as in files, cell ids and options
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,8 @@ class Precision:
     """Describes one precision of a scenario.
 
     compute: the format of activations and matrix products.
-    master: the format of master weights, optimizer state, summed gradients and records.
+    master: the format of master weights, optimizer state and records.
+    summing: the format in which gradients of micro-batches and ranks are added up.
     is_loss_scaled: the loss is multiplied by a dynamic scale, because gradients underflow in ``compute``.
     noise_limit: the largest relative error of a gradient in a single-process run by which a cell can be judged. The
         exact tier has no such runs.
@@ -61,6 +62,7 @@ class Precision:
     name: PrecisionName
     compute: FloatFormat
     master: FloatFormat
+    summing: FloatFormat
     is_loss_scaled: bool = False
     noise_limit: float
     count_error: float | None = None
@@ -84,10 +86,12 @@ class Precision:
 PRECISIONS: Mapping[PrecisionName, Precision] = {
     precision.name: precision
     for precision in (
-        Precision(name="exact", compute=F64, master=F64, noise_limit=0.0, count_error=1e-6),
-        Precision(name="fp32", compute=F32, master=F32, noise_limit=1e-4, count_error=1e-3),
-        Precision(name="bf16", compute=BF16, master=F32, noise_limit=1 / 6),
-        Precision(name="fp16", compute=F16, master=F32, noise_limit=0.1, is_loss_scaled=True),
+        Precision(name="exact", compute=F64, master=F64, summing=F64, noise_limit=0.0, count_error=1e-6),
+        Precision(name="fp32", compute=F32, master=F32, summing=F32, noise_limit=1e-4, count_error=1e-3),
+        Precision(name="bf16", compute=BF16, master=F32, summing=F32, noise_limit=1 / 6),
+        # FSDP's reduce_dtype=bfloat16, which Accelerate sets for bf16, and Megatron-LM's --grad-reduce-in-bf16.
+        Precision(name="bf16-reduce", compute=BF16, master=F32, summing=BF16, noise_limit=1 / 6),
+        Precision(name="fp16", compute=F16, master=F32, summing=F32, noise_limit=0.1, is_loss_scaled=True),
     )
 }
 HALF_PRECISIONS = tuple(name for name, precision in PRECISIONS.items() if precision.is_half)

@@ -16,7 +16,7 @@ from conformance.spec.known_defects import (
     model_config,
 )
 from conformance.spec.layout import Layout
-from conformance.spec.precision import BF16, F16, HALF_PRECISIONS
+from conformance.spec.precision import BF16, F16, F32, HALF_PRECISIONS
 from conformance.spec.scenario import Scenario
 from impl.context_parallel.support import RING_DIFFERENCES, RING_MODULES, ring_support
 from impl.deepspeed.checkpoint_layout import Cut, check, engine_cut
@@ -155,6 +155,11 @@ class DeepspeedBackend(StrategyBackend):
             return Unsupported(f"{', '.join(foreign)} is not built into this backend; leave it out")
         if "offload" in layout.options and layout.zero == 0:
             return Unsupported("DeepSpeed offloads shards of ZeRO, and zero0 has none; use zero1, zero2 or zero3")
+        if scenario.tier.is_half and scenario.tier.summing != F32 and zero_stage(layout) < 2:
+            return Unsupported(
+                "sums in half precision are built in for ZeRO-2 and 3: ZeRO-1 would take another wrapper for them, and "
+                "ZeRO-0 adds up so in any case; use zero2 or zero3"
+            )
         if "ownopt" in layout.options and layout.zero == 0 and scenario.tier.is_half:
             return Unsupported(
                 "at zero0 in half precision, the state of DeepSpeed's wrapper around its fused AdamW cannot be read; "

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map
 
 from conformance.models.folders import HEAD
 from conformance.spec.layout import Layout
-from conformance.spec.precision import BF16, F16, Precision
+from conformance.spec.precision import BF16, F16, F32, Precision
 from conformance.spec.scenario import OptimizerConfig
 from impl.engine.memory_estimate import Shapes, States, cut, elements
 from impl.interface.protocol import ContextConfig
@@ -168,8 +168,8 @@ def clip_threshold(max_grad_norm: float | None) -> float:
 
 
 def summing_dtype(config: ContextConfig) -> str:
-    """Returns the dtype in which half-precision gradients are reduced and accumulated."""
-    return "fp32"
+    """Returns the dtype in which half-precision gradients are reduced and accumulated, by DeepSpeed's name."""
+    return {F32: "fp32", BF16: "bf16"}[config.tier.summing]
 
 
 def plans_the_head_alone(model: torch.nn.Module) -> bool:
@@ -205,8 +205,7 @@ def training_settings(
             "hysteresis": 1,  # by default the second overflow lowers the scale, at ZeRO-0 the first in any case
         }
     if config.tier.is_half:
-        # Masters are float32 in any case. Gradients are reduced in float32, and accumulated in float32 by all stages
-        # that offer it; stage 0 accumulates in the parameters' half precision.
+        # Masters are float32 in any case. Stage 0 accumulates in the parameters' half precision, whatever is set.
         settings["communication_data_type"] = summing_dtype(config)
         if zero_stage(config.layout) > 0:
             settings["data_types"] = {"grad_accum_dtype": summing_dtype(config)}

@@ -14,11 +14,11 @@ from conformance.backends.faults import Fault, FaultCells, Resumes
 from conformance.core.paths import resolve
 from conformance.matrix.cell import Cell
 from conformance.spec.layout import Layout
-from conformance.spec.precision import PRECISIONS, Precision, PrecisionName
+from conformance.spec.precision import HALF_PRECISIONS, PRECISIONS, Precision, PrecisionName
 
 Reasons = Mapping[PrecisionName, str]  # why a fault changes nothing that could be observed, by precision
 
-_BF16_SHOWS_IT = "fp16 is used only for faults that bf16 cannot show"
+_BF16_SHOWS_IT = "other half precisions are used only for faults that bf16 cannot show"
 
 
 def _where(condition: Callable[[Precision], bool], reason: str) -> Reasons:
@@ -77,9 +77,10 @@ def merge() -> FaultCells:
 
 
 def _unobservable(reasons: Reasons | None) -> Reasons:
-    """Completes ``reasons``: a fault that bf16 shows is not planted in fp16 as well."""
+    """Completes ``reasons``: a fault that bf16 shows is not planted in other half precisions as well."""
     reasons = reasons or {}
-    return reasons if "bf16" in reasons else {**reasons, "fp16": _BF16_SHOWS_IT}
+    other: dict[PrecisionName, str] = {name: _BF16_SHOWS_IT for name in HALF_PRECISIONS if name != "bf16"}
+    return reasons if "bf16" in reasons else {**reasons, **other}
 
 
 def with_program(cell: Cell, fault: Fault, models: Path) -> Cell:

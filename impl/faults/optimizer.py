@@ -131,6 +131,16 @@ def _default_betas(group: dict[str, Any]) -> None:
     group["betas"] = (0.9, 0.999)
 
 
+def _norms_decayed(create_optimizer: Function) -> Function:
+    def faulty(trainable: Any, model: Any, config: Any) -> Any:
+        optimizer = create_optimizer(trainable, model, config)
+        for group in optimizer.param_groups:
+            group.update(weight_decay=config.weight_decay, wd_mult=1.0)  # megatron-core reads the multiple
+        return optimizer
+
+    return faulty
+
+
 def _moments_in_bf16(create_optimizer: Function) -> Function:
     def round_moments(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         for state in optimizer.state.values():
@@ -184,6 +194,17 @@ OPTIMIZER_FAULTS = (
         blind=("loss",),
         needs="AdamW with weight decay",
         wrap=_changed_groups(_no_decay),
+    ),
+    Fault(
+        name="norms-decayed",
+        summary="weights of norms are decayed too, because a refactoring lost their exemption",
+        source="https://github.com/ServiceNow/Fast-LLM/issues/542",
+        seam="create_optimizer",
+        stage="clipped update",
+        cells=sft("sft-packed", "llama", fsdp2="dp2", deepspeed="dp2.zero2", megatron="dp2"),
+        blind=("loss",),
+        needs="AdamW with weight decay, and parameters of one dimension",
+        wrap=_norms_decayed,
     ),
     Fault(
         name="default-betas",

@@ -166,7 +166,7 @@ class Fsdp2Trainable:
 
     def summing_dtype(self) -> torch.dtype:
         """Returns the dtype in which half-precision gradients are reduced; they accumulate in float32."""
-        return torch.float32
+        return self.context.config.tier.summing.dtype
 
     def reduction_mesh(self) -> DeviceMesh:
         """Returns the mesh of the ranks that see different tokens: it reduces gradients and shards parameters."""

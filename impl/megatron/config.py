@@ -26,9 +26,9 @@ def shards_optimizer(config: ContextConfig) -> bool:
     return config.layout.zero == 1
 
 
-def summing_dtype() -> torch.dtype:
+def summing_dtype(config: ContextConfig) -> torch.dtype:
     """Returns the dtype in which half-precision gradients are reduced and accumulated."""
-    return torch.float32
+    return config.tier.summing.dtype
 
 
 def reduction_settings(config: ContextConfig, *, parameters: int) -> DistributedDataParallelConfig:
@@ -38,7 +38,7 @@ def reduction_settings(config: ContextConfig, *, parameters: int) -> Distributed
     """
     overlap = "overlap" in config.layout.options
     return DistributedDataParallelConfig(
-        grad_reduce_in_fp32=config.tier.is_half and summing_dtype() == torch.float32,
+        grad_reduce_in_fp32=config.tier.is_half and summing_dtype(config) == torch.float32,
         use_distributed_optimizer=shards_optimizer(config),
         bucket_size=parameters // 4 if overlap else None,
         overlap_grad_reduce=overlap,

@@ -45,6 +45,7 @@ BELOW: dict[str, PrecisionName] = {
     **{fault.name: "fp16" for fault in OVERFLOW_FAULTS},
     "step-at-setup": "bf16",
     "no-weight-decay": "bf16",
+    "norms-decayed": "bf16",
     "default-betas": "bf16",
     "moments-in-bf16": "bf16",
     "summed-in-bf16": "bf16",

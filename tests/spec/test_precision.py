@@ -6,10 +6,12 @@ from typing import get_args
 
 import pytest
 import torch
+from cells import cell_of, exhaustive
 
 from conformance.oracle.primitives import Policy
 from conformance.oracle.run import POLICIES
 from conformance.records.header_checks import noise_runs, precision_of_run
+from conformance.runner.session import Session
 from conformance.spec.precision import HALF_PRECISIONS, PRECISIONS, FloatFormat, PrecisionName
 
 FORMATS = {number_format for tier in PRECISIONS.values() for number_format in (tier.compute, tier.master)}
@@ -28,12 +30,13 @@ def test_formats_agree_with_torch(number_format: FloatFormat) -> None:
 
 
 def test_values_that_verdicts_depend_on() -> None:
-    assert HALF_PRECISIONS == ("bf16", "fp16")
+    assert HALF_PRECISIONS == ("bf16", "bf16-reduce", "fp16")
     assert [name for name, tier in PRECISIONS.items() if tier.is_exact] == ["exact"]
     assert [name for name, tier in PRECISIONS.items() if tier.is_loss_scaled] == ["fp16"]
     assert {name: tier.noise_limit for name, tier in PRECISIONS.items() if noise_runs(name)} == {
         "fp32": 1e-4,
         "bf16": 1 / 6,
+        "bf16-reduce": 1 / 6,
         "fp16": 0.1,
     }
     assert {name: tier.count_error for name, tier in PRECISIONS.items() if tier.count_error} == {
@@ -44,8 +47,31 @@ def test_values_that_verdicts_depend_on() -> None:
         "exact": (53, 2.0**-53),
         "fp32": (24, 2.0**-24),
         "bf16": (8, 2.0**-24),
+        "bf16-reduce": (8, 2.0**-24),
         "fp16": (11, 2.0**-24),
     }
+
+
+def test_gradients_are_added_up_in_the_master_format_but_in_one_precision() -> None:
+    assert [name for name, tier in PRECISIONS.items() if tier.summing != tier.master] == ["bf16-reduce"]
+    assert PRECISIONS["bf16-reduce"].summing == PRECISIONS["bf16-reduce"].compute
+
+
+@pytest.mark.parametrize(
+    ("backend", "layout"), [("fsdp2", "dp2"), exhaustive("deepspeed", "dp2.zero2"), exhaustive("megatron", "dp2")]
+)
+def test_cell_that_reduces_in_bf16_conforms(session: Session, backend: str, layout: str) -> None:
+    rows = {"rows": 24, "accumulation": 3}
+    verdict = session.run(cell_of(backend, "sft-packed", "llama", layout, "bf16-reduce", **rows)).verdict
+    assert verdict.state == "conforms", verdict.reason
+
+
+@pytest.mark.parametrize("layout", ["dp2.zero0", "dp2.zero1"])
+def test_deepspeed_reduces_in_bf16_from_zero2_on(session: Session, layout: str) -> None:
+    refused = session.refusal(cell_of("deepspeed", "sft-packed", "llama", layout, "bf16-reduce"))
+    assert refused is not None
+    assert refused.state == "unsupported"
+    assert "use zero2 or zero3" in refused.reason
 
 
 def test_policies_of_the_oracle() -> None:
@@ -53,9 +79,11 @@ def test_policies_of_the_oracle() -> None:
         "float64": Policy(torch.float64, torch.float64),
         "fp32": Policy(torch.float32, torch.float32, fused=True),
         "bf16": Policy(torch.bfloat16, torch.float32, fused=True),
+        "bf16-reduce": Policy(torch.bfloat16, torch.float32, fused=True),
         "fp16": Policy(torch.float16, torch.float32, fused=True),
         "fp32-plain": Policy(torch.float32, torch.float32),
         "bf16-plain": Policy(torch.bfloat16, torch.float32),
+        "bf16-reduce-plain": Policy(torch.bfloat16, torch.float32),
         "fp16-plain": Policy(torch.float16, torch.float32),
     } == POLICIES
 
@@ -76,4 +104,5 @@ def test_registry_imports_without_torch() -> None:
 
 def test_half_dtype_is_the_compute_dtype_of_half_precision_only() -> None:
     found = {name: tier.half_dtype for name, tier in PRECISIONS.items()}
-    assert found == {"exact": None, "fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+    bf16 = torch.bfloat16
+    assert found == {"exact": None, "fp32": None, "bf16": bf16, "bf16-reduce": bf16, "fp16": torch.float16}
