@@ -84,7 +84,7 @@ def measure(size: int, out: Path, device: Device, *, warm: int, torchruns: int) 
             began = time.perf_counter()
             outcome = pool.run(
                 key="benchmark",
-                config=world_config(cell.legs[0], device),
+                config=world_config(cell.phases[0], device),
                 task=TASK,
                 kwargs=phase_spec(cell, 0, inputs, folder, None).kwargs,
                 log_dir=out / f"logs-{i}",

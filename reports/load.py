@@ -67,7 +67,7 @@ class Cell(BelievedCell):
     @property
     def steps(self) -> list[dict[str, Any]]:
         """Returns the lines of the optimizer steps of all phases."""
-        return [line for leg in self.legs for line in leg.steps]
+        return [line for phase in self.phases for line in phase.steps]
 
     @cached_property
     def findings(self) -> tuple[Quantity, ...]:
@@ -177,7 +177,7 @@ def _read_logs(out: Path, folder: Path) -> tuple[dict[str, str], dict[str, str]]
     logs, paths = {}, {}
     for file in files:
         name = f"{file.stem}, stacks" if file.suffix == ".stacks" else file.stem
-        name = f"leg {file.parts[-3]}, {name}" if several else name
+        name = f"phase {file.parts[-3]}, {name}" if several else name
         name = f"fresh {name}" if file.parts[-4] == "fresh" else name
         try:
             text = read_end(inside(out, file), limit=LOG_BYTES).decode("utf-8", errors="replace")

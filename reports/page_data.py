@@ -144,7 +144,7 @@ def cell_data(cell: Cell, shared: Shared) -> dict[str, Any]:
         "first": _first_difference(cell),
         "bisection": vars(describe_stored(cell.bisection)) if cell.bisection else None,
         "series": _series(cell.steps, numbers),
-        "legs": [_leg(leg, shared) for leg in cell.legs],
+        "phases": [_phase(phase, shared) for phase in cell.phases],
         "oracle": {
             "series": shared.value(_series(cell.oracle.steps, numbers)),
             "noise": shared.value([_series(lines.steps, numbers) for lines in cell.noise]),
@@ -164,7 +164,7 @@ def _three_digits(seconds: object) -> float:
     return float(f"{seconds:.3g}") if is_number else 0.0
 
 
-def _leg(lines: Lines, shared: Shared) -> dict[str, Any]:
+def _phase(lines: Lines, shared: Shared) -> dict[str, Any]:
     """Returns the data of one phase: its configuration, the batches of its ranks, and the evidence."""
     footer = lines.footer
     pieces = {shared.tensor(name): regions for name, regions in footer.get("pieces", {}).items()}

@@ -254,7 +254,7 @@ def _is_current(group: Group, report: Report) -> bool:
         cell = cells.get(member.cell)
         if cell is None or cell.state != member.state:
             return False
-        if member.records and member.records != tuple(leg.digest for leg in cell.legs):
+        if member.records and member.records != tuple(phase.digest for phase in cell.phases):
             return False
     return True
 

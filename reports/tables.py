@@ -179,7 +179,7 @@ def group_data(group: Group, report: Report) -> dict[str, Any]:
         "between": [] if small else _between(group),
         "outside": [[_names(group, pair), _difference(pair.furthest)] for pair in group.outside[:PAIRS]],
         "more": len(group.outside[PAIRS:]),
-        "drawn": [number for number in numbers.values() if report.cells[number].legs],
+        "drawn": [number for number in numbers.values() if report.cells[number].phases],
     }
 
 

@@ -16,7 +16,7 @@ from chromium import Browser, running
 
 from conformance.backends.protocol import BackendEntry, find_backend
 from conformance.core.paths import FIXTURES
-from conformance.matrix.cell import Cell, Leg
+from conformance.matrix.cell import Cell, Phase
 from conformance.runner.session import Session
 from conformance.runner.session_config import SessionConfig
 from conformance.runtime import Pool
@@ -160,7 +160,7 @@ def make_cell(
     config = load_scenario(file, data_overrides=data, model=f"models/{model}", precision=precision, **overrides)
     chosen, parsed = backend or find_backend("fsdp2"), Layout.parse(layout)
     if scenario == "sft-warmup":
-        before = Leg(backend=chosen, layout=parsed, steps=2, save="checkpoint")
-        after = Leg(backend=chosen, layout=parsed, steps=config.steps - 2)
-        return Cell(scenario=config, legs=(before, after), program="resume", faults=faults)
+        before = Phase(backend=chosen, layout=parsed, steps=2, save="checkpoint")
+        after = Phase(backend=chosen, layout=parsed, steps=config.steps - 2)
+        return Cell(scenario=config, phases=(before, after), program="resume", faults=faults)
     return Cell.single(scenario=config, backend=chosen, layout=parsed, faults=faults)

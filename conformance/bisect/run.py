@@ -168,8 +168,8 @@ def not_bisected(session: Session, cell: Cell) -> str:
     ``exact``, its twin is bisected."""
     if unsupported := session.refusal(cell):
         return unsupported.reason
-    if len(cell.legs) > 1:
-        return f"it has {len(cell.legs)} legs; bisect the cell of one leg in the layout that differs"
+    if len(cell.phases) > 1:
+        return f"it has {len(cell.phases)} phases; bisect the cell of one phase in the layout that differs"
     if not is_written(resolve(cell.scenario.model)):
         return (
             "its model is known to transformers only, so the oracle lacks its modules; compare backends with each other"
@@ -179,13 +179,13 @@ def not_bisected(session: Session, cell: Cell) -> str:
             "its records keep sketches, and the oracle begins a step with whole weights; bisect it with fewer layers "
             "of the same architecture"
         )
-    (leg,) = cell.legs
-    if "ckpt" in leg.layout.options:
+    (phase,) = cell.phases
+    if "ckpt" in phase.layout.options:
         return "recomputation (ckpt) runs modules more than once; bisect the layout without it"
-    if "compile" in leg.layout.options:
+    if "compile" in phase.layout.options:
         return "compiled layers (compile) do not show their modules; bisect the layout without it"
-    if "traced" not in adapter_of(leg.backend).traits.methods:
-        return f"{leg.backend.name} does not say which modules it runs; its adapter needs the method traced()"
+    if "traced" not in adapter_of(phase.backend).traits.methods:
+        return f"{phase.backend.name} does not say which modules it runs; its adapter needs the method traced()"
     return ""
 
 
@@ -248,11 +248,11 @@ def _chosen(differ: Sequence[Cell]) -> Iterator[Cell]:
 
 def _most_similar(session: Session, cell: Cell, others: Sequence[Cell]) -> Cell | None:
     """Returns the traceable cell with the most similar layout; the smallest one of several."""
-    (leg,) = cell.legs
+    (phase,) = cell.phases
 
     def distance(other: Cell) -> tuple[int, int]:
-        layout = other.legs[0].layout
-        same = [getattr(layout, f.name) == getattr(leg.layout, f.name) for f in fields(Layout)]
+        layout = other.phases[0].layout
+        same = [getattr(layout, f.name) == getattr(phase.layout, f.name) for f in fields(Layout)]
         return same.count(False), other.world_size
 
     return min((other for other in others if not not_bisected(session, other)), key=distance, default=None)

@@ -127,7 +127,7 @@ def measure_coverage(cells: Iterable[Cell]) -> Coverage:
     for _, group in groupby(sorted(cells, key=data), key=data):
         same_data = list(group)
         scenario = same_data[0].scenario
-        layouts = {leg.layout for cell in same_data for leg in cell.legs}
+        layouts = {phase.layout for cell in same_data for phase in cell.phases}
         batches = batches_of(scenario, resolve(scenario.model))
         documents.append(_documents(scenario, batches))
         for tp in sorted({layout.tp for layout in layouts}):

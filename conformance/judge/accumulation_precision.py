@@ -32,7 +32,7 @@ STACKED = re.compile(r"\.(\d+)\.mlp\.experts\.")  # the name of the stacked expe
 
 
 def measure_accumulation_precision(
-    legs: Sequence[Record], scenario: Scenario, gradients: Sequence[Observable], batches: Sequence[Batch]
+    phases: Sequence[Record], scenario: Scenario, gradients: Sequence[Observable], batches: Sequence[Batch]
 ) -> Iterator[Measurement]:
     """Measures, for each phase and model, the fraction of elements that the half precision can represent, times the
     number of summands of a gradient: the median over tensors and steps, and a separate median over routed experts.
@@ -44,48 +44,48 @@ def measure_accumulation_precision(
     """
     if scenario.tier.summing == scenario.tier.compute:
         return
-    for leg in legs:
-        summands = summands_of_steps(leg, scenario.accumulation)
+    for phase in phases:
+        summands = summands_of_steps(phase, scenario.accumulation)
         for o in gradients:
             dense = [
                 coarse_fraction(tensor, scenario.tier.compute) * summands[step.step]
-                for step in leg.steps
+                for step in phase.steps
                 if summands[step.step] >= FEWEST
                 for name, tensor in StepViews(step.tensors())[o.key].elements.items()
                 if tensor.any() and not STACKED.search(name)
             ]
             is_known = batches and scenario.objective.kind == "sft"
-            routed = _of_experts(leg, o, scenario, batches) if is_known else []
+            routed = _of_experts(phase, o, scenario, batches) if is_known else []
             for found, whose in ((dense, ""), (routed, "experts' ")):
                 if found:
                     yield Measurement(
                         stage=o.stage,
                         tensor=f"{whose}{o.key}: elements that are {scenario.precision} numbers, so added up in it",
-                        step=leg.header["first_step"],
+                        step=phase.header["first_step"],
                         error=statistics.median(found),
                         fixed=COARSE,
                     )
 
 
-def summands_of_steps(leg: Record, accumulation: int) -> Mapping[int, int]:
+def summands_of_steps(phase: Record, accumulation: int) -> Mapping[int, int]:
     """Returns the number of summands of a gradient by step: one for each micro-batch with targets of each data-parallel
     rank, times the ranks that share its rows. Older records do not say which micro-batches have targets."""
-    counts = {given["step"]: sum(bool(count) for rank in given["targets"] for count in rank) for given in _given(leg)}
-    ranks = leg.layout.sp * leg.layout.ulysses
-    return {step.step: ranks * counts.get(step.step, accumulation * leg.layout.data) for step in leg.steps}
+    counts = {given["step"]: sum(bool(count) for rank in given["targets"] for count in rank) for given in _given(phase)}
+    ranks = phase.layout.sp * phase.layout.ulysses
+    return {step.step: ranks * counts.get(step.step, accumulation * phase.layout.data) for step in phase.steps}
 
 
-def _given(leg: Record) -> Sequence[Mapping[str, Any]]:
-    given: Sequence[Mapping[str, Any]] = leg.footer.get("batches", ())
+def _given(phase: Record) -> Sequence[Mapping[str, Any]]:
+    given: Sequence[Mapping[str, Any]] = phase.footer.get("batches", ())
     return given
 
 
-def _of_experts(leg: Record, gradient: Observable, scenario: Scenario, batches: Sequence[Batch]) -> list[float]:
+def _of_experts(phase: Record, gradient: Observable, scenario: Scenario, batches: Sequence[Batch]) -> list[float]:
     """Returns, for each step and each expert with at least FEWEST summands, the fraction of coarse elements times the
     number of summands. Sketches are skipped, because their sample mixes all experts."""
-    layers = sorted({int(found[1]) for name in leg.loaded.names() if (found := STACKED.search(name))})
+    layers = sorted({int(found[1]) for name in phase.loaded.names() if (found := STACKED.search(name))})
     fractions = []
-    for step in leg.steps:
+    for step in phase.steps:
         for name, stacked in StepViews(step.tensors())[gradient.key].elements.items():
             if (found := STACKED.search(name)) and len(stacked) > 1:
                 batch = next(b for b in batches if b.step == step.step)
@@ -95,7 +95,7 @@ def _of_experts(leg: Record, gradient: Observable, scenario: Scenario, batches: 
                     key=gradient.key.replace("gradient", ROUTING),
                     router=router,
                     is_last=router == len(layers) - 1,
-                    layout=leg.layout,
+                    layout=phase.layout,
                     accumulation=scenario.accumulation,
                 )
                 fractions += [

@@ -183,15 +183,15 @@ def _read_oracle(out: Path, folder: Path) -> _Observed:
 
 def _read(out: Path, paths: Sequence[Path], check: Callable[[Path, Line], None], *, tensors: bool = True) -> _Observed:
     try:
-        legs: list[Lines] = [read_lines(inside(out, path)) for path in paths]
-        for path, leg in zip(paths, legs, strict=True):
-            check(path, leg.header)
+        phases: list[Lines] = [read_lines(inside(out, path)) for path in paths]
+        for path, phase in zip(paths, phases, strict=True):
+            check(path, phase.header)
     except (RecordError, UsageError) as error:
         return _Observed(problem=str(error))
     observed = _Observed(
-        observables=legs[0].observables,
-        digests=tuple(leg.digest for leg in legs),
-        lines=tuple(line for leg in legs for line in leg.steps),
+        observables=phases[0].observables,
+        digests=tuple(phase.digest for phase in phases),
+        lines=tuple(line for phase in phases for line in phase.steps),
     )
     if not tensors:
         return observed

@@ -52,10 +52,10 @@ class Facts:
 
 
 def facts_of_steps(
-    legs: Sequence[Record], oracle: Record, scenario: Scenario, observables: Sequence[Observable]
+    phases: Sequence[Record], oracle: Record, scenario: Scenario, observables: Sequence[Observable]
 ) -> dict[int, Facts]:
     """Collects the facts of each step; those of step -1, the weights as loaded, belong to the first phase."""
-    layouts = {step.step: leg.layout for leg in legs for step in leg.steps}
+    layouts = {step.step: phase.layout for phase in phases for step in phase.steps}
     parameters = [o for o in observables if o.kind == "tensors"]
     known = {}
     for step in (None, *oracle.steps):
@@ -64,7 +64,7 @@ def facts_of_steps(
         clip = {o.stage: _clip(norms.get(_gradient_of(o.key)), scenario.optimizer.max_grad_norm) for o in parameters}
         known[number] = Facts(
             scenario=scenario,
-            layout=layouts.get(number, legs[0].layout),
+            layout=layouts.get(number, phases[0].layout),
             tokens=(step.value("token_count") if step else None) or 1,
             clip={stage: factor for stage, factor in clip.items() if factor},
             gradients=gradient_stages(observables),
@@ -183,7 +183,7 @@ def backward_place(name: str) -> tuple[int, int]:
 
 
 def circumstances(
-    quantities: Sequence[Quantity], legs: Sequence[Record], observables: Iterable[Observable]
+    quantities: Sequence[Quantity], phases: Sequence[Record], observables: Iterable[Observable]
 ) -> list[str]:
     """Describes the circumstances of the first finding, a sentence each; ``quantities`` are in causal order."""
     findings = [q for q in quantities if not q.ratio <= 1]
@@ -195,8 +195,8 @@ def circumstances(
         replicas = [f for f in findings if (f.stage, f.step) == (gradients[first.stage], first.step)]
         if replicas:
             sentences.append(f"{len(replicas)} differ between ranks as well, such as {replicas[0].tensor}")
-    for leg in legs[1:]:
-        if leg.header["first_step"] == first.step:
+    for phase in phases[1:]:
+        if phase.header["first_step"] == first.step:
             sentences.append(f"step {first.step} is the first after loading")
     return sentences
 

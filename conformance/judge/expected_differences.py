@@ -19,7 +19,7 @@ from conformance.spec.observables import Observable, stages
 
 def judge_cell(
     cell: str,
-    legs: Sequence[Path],
+    phases: Sequence[Path],
     *,
     oracle: Path,
     known: Sequence[Known],
@@ -33,7 +33,7 @@ def judge_cell(
     one: these begin where something unexpected is wrong. A cell with a planted fault that agrees with the oracle proves
     nothing, and does not pass.
     """
-    verdict = judge_folders(cell, legs, oracle)
+    verdict = judge_folders(cell, phases, oracle)
     if verdict.state in NO_FAULT and (planted := planted_in(cell)):
         reason = (
             f"{' and '.join(planted)} was planted and called, and nothing differs: it changes nothing in this cell, or "
@@ -47,7 +47,7 @@ def judge_cell(
         reason = f"expected to differ ({known_reasons}), but: {verdict.reason}; remove the expectation"
         return replace(verdict, state="differs", reason=reason)
     defects = defects_of(known)
-    behind = judge_folders(cell, legs, defective, defects=defects) if defective else verdict
+    behind = judge_folders(cell, phases, defective, defects=defects) if defective else verdict
     if behind.state == "infrastructure":
         return replace(behind, reason=f"of the oracle with the expected defects: {behind.reason}")
     allowed = [one.unmodelled for one in known if one.unmodelled]

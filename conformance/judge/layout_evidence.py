@@ -109,28 +109,28 @@ def _is_gradient(name: str) -> bool:
     return name.partition("/")[0].endswith("gradient")
 
 
-def configurations(legs: Sequence[Record], scenario: Scenario, sizes: Sizes) -> Iterator[Measurement]:
+def configurations(phases: Sequence[Record], scenario: Scenario, sizes: Sizes) -> Iterator[Measurement]:
     """Measures every claim of every phase, at the step before its first one: 0 if the claim holds, else infinite. Also
     measures each setting of an exported folder that differs from the model's."""
-    for leg in legs:
-        for key in leg.footer.get("changed_settings", []):
+    for phase in phases:
+        for key in phase.footer.get("changed_settings", []):
             yield Measurement(
                 stage=CONFIGURATION.stage,
                 tensor=f"exported {key}",
-                step=leg.header["first_step"] + leg.footer["steps"] - 1,
+                step=phase.header["first_step"] + phase.footer["steps"] - 1,
                 error=math.inf,
                 fixed=0.0,
             )
-        ranks = leg.footer.get("evidence", [])
+        ranks = phase.footer.get("evidence", [])
         if not ranks:
             continue
-        layout, observed = leg.layout, _Ranks(ranks)
-        stage = leg.header["backend"]["default_zero"] if layout.zero is None else layout.zero
+        layout, observed = phase.layout, _Ranks(ranks)
+        stage = phase.header["backend"]["default_zero"] if layout.zero is None else layout.zero
         for claim, holds in _claims(layout, observed, scenario, sizes, stage=stage):
             yield Measurement(
                 stage=CONFIGURATION.stage,
                 tensor=f"{layout}: {claim}",
-                step=leg.header["first_step"] - 1,
+                step=phase.header["first_step"] - 1,
                 error=0.0 if holds else math.inf,
                 fixed=0.0,
             )

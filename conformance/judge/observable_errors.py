@@ -53,7 +53,7 @@ def end_of(before: Record, after: Record, key: str, last: Tensors, start: Tensor
     if not _is_merged(after, key) or not last:
         return dict(last)
     lora = before.scenario.lora
-    assert lora, "a leg merges adapters only where there are some"
+    assert lora, "a phase merges adapters only where there are some"
     exact = {name: tensor.double() for name, tensor in last.items()}
     shapes = {name: tuple(tensor.shape) for name, tensor in exact.items() if not is_adapter(name)}
     return merged(exact, lora_of(lora, shapes)) | {name: t for name, t in start.items() if is_adapter(name)}
@@ -123,27 +123,27 @@ class _Start:
     reference: StepViews
 
 
-def measure(legs: Sequence[Record], oracle: Record, *, leeway: Mapping[Key, Leeway] = NO_LEEWAY) -> list[Measurement]:
+def measure(phases: Sequence[Record], oracle: Record, *, leeway: Mapping[Key, Leeway] = NO_LEEWAY) -> list[Measurement]:
     """Returns all measurements of quantities that both recorded, by step.
 
-    legs: records with consecutive steps. leeway: see conformance.judge.tensor_views.TensorView.errors. A quantity that
-    only one side has gives a measurement of infinite error.
+    phases: records with consecutive steps. leeway: see conformance.judge.tensor_views.TensorView.errors. A quantity
+    that only one side has gives a measurement of infinite error.
     """
     observables = oracle.observables
-    start = _Start(own=StepViews(legs[0].loaded.tensors()), reference=StepViews(oracle.loaded.tensors()))
+    start = _Start(own=StepViews(phases[0].loaded.tensors()), reference=StepViews(oracle.loaded.tensors()))
     found = [m for o in observables if o.applies(-1) for m in start.own[o.key].errors(start.reference[o.key], o, -1)]
-    for before, after in pairwise(legs):
+    for before, after in pairwise(phases):
         found += _after_resume(before, after, observables, start)
-    steps = {step.step: (step, leg) for leg in legs for step in leg.steps}
-    unobserved = {unobserved_step(leg.header["first_step"], len(leg.steps)) for leg in legs}
+    steps = {step.step: (step, phase) for phase in phases for step in phase.steps}
+    unobserved = {unobserved_step(phase.header["first_step"], len(phase.steps)) for phase in phases}
     for reference in oracle.steps:
         if reference.step not in steps:
             missing = f"steps from {reference.step} on are missing"
             found.append(infinite(observables[0].stage, missing, reference.step))
             break
-        step, leg = steps[reference.step]
+        step, phase = steps[reference.step]
         shown = [o for o in observables if o.kind != "tensors" or step.step not in unobserved]
-        found += _step(step, reference, shown, start, leg.layout, leeway=leeway)
+        found += _step(step, reference, shown, start, phase.layout, leeway=leeway)
     lost = {(o, step.step) for step in oracle.steps for o in observables if is_lost(o, step)}
     found += _gaps(list(steps.values()), observables, unobserved, lost)
     return found
@@ -194,8 +194,8 @@ def _gaps(
         if observable.required or observable.when == "handover":
             continue
         by_source: dict[object, dict[int, bool]] = defaultdict(dict)
-        for step, leg in ((step, leg) for step, leg in steps if (observable, step.step) not in lost):
-            source = (leg.header["backend"]["name"], leg.header["layout"]) if observable.effect_at else ()
+        for step, phase in ((step, phase) for step, phase in steps if (observable, step.step) not in lost):
+            source = (phase.header["backend"]["name"], phase.header["layout"]) if observable.effect_at else ()
             by_source[source][step.step] = _is_there(observable, step)
         for shown in by_source.values():
             if any(shown.values()):

@@ -29,7 +29,7 @@ UPDATE_ROUNDINGS = 64  # of an update: norm and clipping, two moments, a square 
 UNCHANGED = " where the update is skipped"
 
 
-def rebuilt_updates(legs: Sequence[Record], oracle: Record, scenario: Scenario) -> Iterator[Measurement]:
+def rebuilt_updates(phases: Sequence[Record], oracle: Record, scenario: Scenario) -> Iterator[Measurement]:
     """Measures the distance of every weight after a step from the rebuilt one, largest element.
 
     An error is relative to |w| + (UPDATE_ROUNDINGS / REBUILT_ROUNDINGS) |u|, where w is the weight before and u the
@@ -39,7 +39,7 @@ def rebuilt_updates(legs: Sequence[Record], oracle: Record, scenario: Scenario) 
     """
     declared = [o for o in oracle.observables if o.rebuilt]
     for key in dict.fromkeys(o.key for o in declared):
-        yield from _of_model(legs, oracle, scenario, [o for o in declared if o.key == key])
+        yield from _of_model(phases, oracle, scenario, [o for o in declared if o.key == key])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,10 +59,10 @@ class _Step:
 
 
 def _of_model(
-    legs: Sequence[Record], oracle: Record, scenario: Scenario, weights: Sequence[Observable]
+    phases: Sequence[Record], oracle: Record, scenario: Scenario, weights: Sequence[Observable]
 ) -> Iterator[Measurement]:
     """Goes through the steps of one parameter at a time, so that only one optimizer state is in memory."""
-    steps = list(_steps(legs, oracle, scenario, weights))
+    steps = list(_steps(phases, oracle, scenario, weights))
     for name in dict.fromkeys(name for step in steps for name in step.after.tensors):
         for step in steps:
             if step.first:
@@ -88,7 +88,7 @@ def _of_model(
 
 
 def _steps(
-    legs: Sequence[Record], oracle: Record, scenario: Scenario, weights: Sequence[Observable]
+    phases: Sequence[Record], oracle: Record, scenario: Scenario, weights: Sequence[Observable]
 ) -> Iterator[_Step]:
     key = weights[0].key
     prefix = key.removesuffix("weight")
@@ -98,11 +98,11 @@ def _steps(
     skipped = {step.step for step in oracle.steps if step.value(f"{prefix}{SKIPPED}")}
     known = False
     trained: Set[str] = frozenset()
-    for leg in legs:
-        previous = StepViews(leg.loaded.tensors())
-        first = leg.header["optimizer"] == "new"
+    for phase in phases:
+        previous = StepViews(phase.loaded.tensors())
+        first = phase.header["optimizer"] == "new"
         known = known or first
-        for step in leg.steps:
+        for step in phase.steps:
             views, lr = StepViews(step.tensors()), rates.get(step.step)
             before, gradients, after = previous[key].elements, views[gradient].elements, views[key].elements
             factor = None

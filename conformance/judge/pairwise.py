@@ -100,9 +100,11 @@ def compare_tensors(
     shown = [o for o in oracle.observables if o.column and o.kind == "tensors"]
     found = {o.column: _Worst(len(members)) for o in shown}
     start = StepViews(oracle.loaded.tensors())
-    steps = [{step.step: step for leg in legs for step in leg.steps} for legs in members]
-    unobserved = {unobserved_step(leg.header["first_step"], len(leg.steps)) for legs in members for leg in legs}
-    with _open_files(legs[0].loaded for legs in members) as starts:
+    steps = [{step.step: step for phase in phases for step in phase.steps} for phases in members]
+    unobserved = {
+        unobserved_step(phase.header["first_step"], len(phase.steps)) for phases in members for phase in phases
+    }
+    with _open_files(phases[0].loaded for phases in members) as starts:
         for reference in oracle.steps:
             if reference.step in unobserved:
                 continue

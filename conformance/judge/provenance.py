@@ -38,19 +38,19 @@ class Records:
     ``batches``: below it, for a mixture of experts, the frozen batches with the expert choices for the ranks; or
     none."""
 
-    legs: tuple[Record, ...]
+    phases: tuple[Record, ...]
     oracle: Record
     noise: tuple[Record, ...]
     batches: tuple[Batch, ...]
 
 
-def read_records(cell: str, legs: Sequence[Path], oracle: Path, *, defects: tuple[Defect, ...] = ()) -> Records:
+def read_records(cell: str, phases: Sequence[Path], oracle: Path, *, defects: tuple[Defect, ...] = ()) -> Records:
     """Reads the records of the cell with this id: of its phases, in order, and of its oracle in the folder ``oracle``,
     which has these ``defects``.
 
     Raises RecordError for a record that cannot be trusted, and if the records do not belong together.
     """
-    records = tuple(read_record(leg) for leg in legs)
+    records = tuple(read_record(phase) for phase in phases)
     if not records:
         raise RecordError(f"{cell} has no record; {AGAIN}")
     scenarios = [_scenario(record) for record in records]
@@ -61,7 +61,7 @@ def read_records(cell: str, legs: Sequence[Path], oracle: Path, *, defects: tupl
     _check_id(cell, records, scenarios[0])
     _check_order(records, scenarios[0])
     for record in records:
-        _check_leg(record, is_first=record is records[0])
+        _check_phase(record, is_first=record is records[0])
     for before, after in pairwise(records):
         _check_handover(before, after)
     reference = _read_oracle(oracle, FLOAT64, scenarios[0], defects)
@@ -69,7 +69,7 @@ def read_records(cell: str, legs: Sequence[Path], oracle: Path, *, defects: tupl
         if record.observables != reference.observables:
             raise RecordError(f"{record.path} observes something else than its oracle {reference.path}; {AGAIN}")
     return Records(
-        legs=records,
+        phases=records,
         oracle=reference,
         noise=_read_noise(oracle, scenarios[0], reference, defects),
         batches=read_choices(reference, scenarios[0]),
@@ -94,7 +94,7 @@ def _scenario(record: Record) -> Scenario:
     return scenario
 
 
-def _check_leg(record: Record, *, is_first: bool) -> None:
+def _check_phase(record: Record, *, is_first: bool) -> None:
     """Checks what only a cell's record contains: the start of its optimizer, the evidence of each rank, the leaks."""
     ranks, layout = record.footer.get("evidence", ()), record.layout
     if len(ranks) != layout.world_size:

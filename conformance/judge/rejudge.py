@@ -96,11 +96,11 @@ def _judge(out: Path, entry: Entry, attempt: Attempt) -> Verdict:
         return GONE if attempt.verdict.state in ANSWERED else attempt.verdict
     folder = out / entry.folder
     try:
-        legs = [inside(out, folder / record) for record in attempt.records]
+        phases = [inside(out, folder / record) for record in attempt.records]
         oracle = inside(out, folder / entry.oracle)
         defective = inside(out, folder / entry.defective) if entry.defective else None
     except UsageError as error:  # a link that leads out of the folder
         return Verdict(state="infrastructure", reason=str(error))
     return judge_cell(
-        entry.cell, legs, oracle=oracle, known=entry.expected, defective=defective, observables=entry.observables
+        entry.cell, phases, oracle=oracle, known=entry.expected, defective=defective, observables=entry.observables
     )

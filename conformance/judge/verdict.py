@@ -41,7 +41,7 @@ from conformance.spec.observables import Observable, stages, unobserved_step
 
 
 def unobserved(
-    legs: Sequence[Record], quantities: Sequence[Quantity], observables: Sequence[Observable]
+    phases: Sequence[Record], quantities: Sequence[Quantity], observables: Sequence[Observable]
 ) -> tuple[list[str], list[str]]:
     """Returns the lost stages, and remarks on what is missing without a loss, of a cell in which nothing differs."""
     observed = {(q.stage, q.tensor) for q in quantities}
@@ -49,7 +49,7 @@ def unobserved(
     lost: dict[str, None] = {}
     unshared: dict[str, None] = {}
     remarks: list[str] = []
-    if any(leg.header["optimizer"] == "loaded" for leg in legs):
+    if any(phase.header["optimizer"] == "loaded" for phase in phases):
         remarks += _unreported_state(observables, stages)
     for o in observables:
         if o.when == "handover":
@@ -61,7 +61,7 @@ def unobserved(
             else:
                 lost[f"{o.stage} ({o.key})" if o.stage in stages else o.stage] = None
         if o.kind == "tensors" and o.replica_stage and o.replica_stage not in stages:
-            if all(_shares_nothing(leg, o.key) for leg in legs):
+            if all(_shares_nothing(phase, o.key) for phase in phases):
                 unshared[o.replica_stage] = None
             else:
                 lost[o.replica_stage] = None
@@ -77,22 +77,22 @@ def _unreported_state(observables: Sequence[Observable], stages: Set[str]) -> It
             yield f"the {stage} as loaded is not reported, and judged by its effect at {effect}"
 
 
-def _shares_nothing(leg: Record, key: str) -> bool:
+def _shares_nothing(phase: Record, key: str) -> bool:
     """Whether no two ranks of a phase can hold the same tensor: there is one rank, or each names its own pieces."""
-    return leg.layout.world_size == 1 or all(offered > 0 for offered in _offered(leg, key))
+    return phase.layout.world_size == 1 or all(offered > 0 for offered in _offered(phase, key))
 
 
-def _offered(leg: Record, key: str) -> Iterator[int]:
+def _offered(phase: Record, key: str) -> Iterator[int]:
     """Yields the number of pieces that the ranks named, for each step at which tensors were read."""
-    unread = unobserved_step(leg.header["first_step"], len(leg.steps))
-    read = (step for step in leg.steps if step.step != unread)
+    unread = unobserved_step(phase.header["first_step"], len(phase.steps))
+    read = (step for step in phase.steps if step.step != unread)
     return (step.line.get("replicas", {}).get(key, {}).get("offered", 0) for step in read)
 
 
 DEFECT = "the judge failed on these records, which is a defect of the suite"
 
 
-def judge_folders(cell: str, legs: Sequence[Path], oracle: Path, *, defects: tuple[Defect, ...] = ()) -> Verdict:
+def judge_folders(cell: str, phases: Sequence[Path], oracle: Path, *, defects: tuple[Defect, ...] = ()) -> Verdict:
     """Judges the records of the phases of the cell with this id against the oracle's in ``oracle``, which has
     ``defects``.
 
@@ -100,11 +100,11 @@ def judge_folders(cell: str, legs: Sequence[Path], oracle: Path, *, defects: tup
     record that cannot be trusted, or that does not belong to the cell or the oracle, gives an infrastructure failure.
     """
     try:
-        records = read_records(cell, legs, oracle, defects=defects)
-        verdict = judge(records.legs, oracle=records.oracle, noise=records.noise[:1], batches=records.batches)
+        records = read_records(cell, phases, oracle, defects=defects)
+        verdict = judge(records.phases, oracle=records.oracle, noise=records.noise[:1], batches=records.batches)
         if verdict.state != "differs" or len(records.noise) < 2:
             return verdict
-        return judge(records.legs, oracle=records.oracle, noise=records.noise, batches=records.batches)
+        return judge(records.phases, oracle=records.oracle, noise=records.noise, batches=records.batches)
     except RecordError as error:
         return Verdict(state="infrastructure", reason=str(error))
     except Exception as error:  # a defect of the judge must not keep the other cells from being judged
@@ -113,19 +113,21 @@ def judge_folders(cell: str, legs: Sequence[Path], oracle: Path, *, defects: tup
         return Verdict(state="infrastructure", reason=reason)
 
 
-def judge(legs: Sequence[Record], *, oracle: Record, noise: Sequence[Record], batches: Sequence[Batch] = ()) -> Verdict:
+def judge(
+    phases: Sequence[Record], *, oracle: Record, noise: Sequence[Record], batches: Sequence[Batch] = ()
+) -> Verdict:
     """Compares the complete records of all phases with the float64 oracle; they belong together (read_records).
 
     ``noise``: the single-process runs in the cell's precision, none in the exact tier. ``batches``: with the choices of
     routers, below the exact tier. Raises RecordError if the noise is impossible for this precision.
     """
-    scenario = legs[0].scenario
+    scenario = phases[0].scenario
     observables, precision = oracle.observables, scenario.precision
     gradients = gradient_stages(observables)
     runs = [measure([run], oracle) for run in noise]
     # Amplified noise is taken from runs whose gradients are all exact enough to judge by.
     usable = [run.steps for n, run in enumerate(noise) if not n or may_be_judged_by(runs[n], precision, gradients)]
-    steps = [[step for leg in legs for step in leg.steps]] if scenario.tier.is_exact else usable
+    steps = [[step for phase in phases for step in phase.steps]] if scenario.tier.is_exact else usable
     amplified = amplified_noise(steps, oracle, scenario)
     rounding = noisiest(runs, precision=precision, gradients=gradients, amplified=amplified.updates.keys())
     bounds_of = partial(
@@ -138,20 +140,20 @@ def judge(legs: Sequence[Record], *, oracle: Record, noise: Sequence[Record], ba
     )
     leeway = leeway_of_rows(usable, oracle, bounds_of(rounding))
     found = [
-        *measure(legs, oracle, leeway=leeway),
-        *configurations(legs, scenario, sizes_of(oracle)),
-        *rebuilt_updates(legs, oracle, scenario),
-        *measure_accumulation_precision(legs, scenario, [o for o in observables if o.stage in gradients], batches),
+        *measure(phases, oracle, leeway=leeway),
+        *configurations(phases, scenario, sizes_of(oracle)),
+        *rebuilt_updates(phases, oracle, scenario),
+        *measure_accumulation_precision(phases, scenario, [o for o in observables if o.stage in gradients], batches),
     ]
     if is_too_exact(found, precision=precision, noise=rounding, gradients=gradients):
         name = f"all: closer to float64 than {precision} can be, so computed in a higher precision"
         stage = next(o.stage for o in observables if o.stage in gradients)
         found.append(Measurement(stage=stage, tensor=name, step=0, error=math.inf, fixed=0.0))
-    found += _leaks(legs, observables)
+    found += _leaks(phases, observables)
     bounds = bounds_of(found)
     order = {stage: i for i, stage in enumerate(stages(observables))}
     found.sort(key=lambda m: (m.step, order[m.stage], backward_place(m.tensor) if m.stage in gradients else ()))
-    facts = facts_of_steps(legs, oracle, scenario, observables)
+    facts = facts_of_steps(phases, oracle, scenario, observables)
     quantities = [_judged(m, bounds[m.key], facts.get(m.step, facts[-1])) for m in found]
     strips = tuple(m.strip for m in found if m.strip)
     author = second_class_of(oracle)
@@ -159,9 +161,9 @@ def judge(legs: Sequence[Record], *, oracle: Record, noise: Sequence[Record], ba
     notes = [f"second-class oracle, {author}: {NOT_SEEN}"] if author else []
     notes += _sketched(oracle.loaded.names())
     if verdict.findings:
-        more = [*circumstances(quantities, legs, observables), *notes]
+        more = [*circumstances(quantities, phases, observables), *notes]
         return replace(verdict, state="differs", reason=_difference(verdict, more))
-    lost, remarks = unobserved(legs, quantities, observables)
+    lost, remarks = unobserved(phases, quantities, observables)
     more = [*([f"not observed: {', '.join(lost)}"] if lost else []), *remarks, *notes]
     state: State = "partly_observed" if lost else "conforms"
     return replace(verdict, state=state, reason="; ".join([f"{len(found)} quantities agree with the oracle", *more]))
@@ -174,13 +176,13 @@ def _sketched(names: Sequence[str]) -> list[str]:
     return [f"{sketched} of {len(whole)} parameters are compared by sketches"] if sketched else []
 
 
-def _leaks(legs: Sequence[Record], observables: Sequence[Observable]) -> list[Measurement]:
+def _leaks(phases: Sequence[Record], observables: Sequence[Observable]) -> list[Measurement]:
     """Measures the operations of the exact tier in a lower precision: nothing after such an operation is exact."""
     found = []
-    for leg in legs:
-        step = leg.header["first_step"]
+    for phase in phases:
+        step = phase.header["first_step"]
         stage = next(o.stage for o in observables if o.applies(step))
-        for leak in leg.footer["leaks"]:
+        for leak in phase.footer["leaks"]:
             name = f"{leak['op']} at {leak['where']}: a lower precision in the exact tier, {leak['count']} times"
             found.append(Measurement(stage=stage, tensor=name, step=step, error=math.inf, fixed=0.0))
     return found

@@ -21,7 +21,7 @@ Handover = Literal["checkpoint", "state", "export", "merge"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Leg:
+class Phase:
     """Describes a part of a cell: load what the previous phase saved, record the weights, train ``steps`` steps, save.
 
     save: ``checkpoint``: the full training state in the backend's own format; the next phase resumes from it.
@@ -50,7 +50,7 @@ class Cell:
     """
 
     scenario: Scenario
-    legs: tuple[Leg, ...]
+    phases: tuple[Phase, ...]
     program: str = ""
     faults: tuple[str, ...] = ()
 
@@ -59,21 +59,21 @@ class Cell:
         cls, *, scenario: Scenario, backend: BackendEntry, layout: Layout, faults: tuple[str, ...] = ()
     ) -> "Cell":
         """Builds a cell of one phase."""
-        leg = Leg(backend=backend, layout=layout, steps=scenario.steps)
-        return cls(scenario=scenario, legs=(leg,), faults=faults)
+        phase = Phase(backend=backend, layout=layout, steps=scenario.steps)
+        return cls(scenario=scenario, phases=(phase,), faults=faults)
 
     def __post_init__(self) -> None:
-        assert self.legs
+        assert self.phases
         name = f"program {self.program!r}" if self.program else "the cell"
-        if self.legs[-1].steps < 0:  # the earlier phases have more steps than the scenario
+        if self.phases[-1].steps < 0:  # the earlier phases have more steps than the scenario
             raise UsageError(
-                f"the legs of {name} before the last have {self.scenario.steps - self.legs[-1].steps} steps and "
+                f"the phases of {name} before the last have {self.scenario.steps - self.phases[-1].steps} steps and "
                 f"scenario {self.scenario.name} has {self.scenario.steps}; give them fewer"
             )
-        if (total := sum(leg.steps for leg in self.legs)) != self.scenario.steps:
+        if (total := sum(phase.steps for phase in self.phases)) != self.scenario.steps:
             raise UsageError(
-                f"the legs of {name} have {total} steps and scenario {self.scenario.name} has {self.scenario.steps}; "
-                f"change one of them, or leave out the steps of the last leg"
+                f"the phases of {name} have {total} steps and scenario {self.scenario.name} has {self.scenario.steps}; "
+                f"change one of them, or leave out the steps of the last phase"
             )
         objective = self.scenario.objective
         if isinstance(objective, PolicyGradient):
@@ -84,9 +84,11 @@ class Cell:
                         f"middle of a rollout; the steps of earlier phases must be multiples of {each}, which is "
                         f"mini_batches times ppo_epochs"
                     )
-        if self.legs[-1].save:
-            raise UsageError(f"the last leg of {name} saves, but no leg follows; add a leg, or leave out its save")
-        for before, after in pairwise(self.legs):
+        if self.phases[-1].save:
+            raise UsageError(
+                f"the last phase of {name} saves, but no phase follows; add a phase, or leave out its save"
+            )
+        for before, after in pairwise(self.phases):
             if before.save == "merge" and not self.scenario.lora:
                 raise UsageError(
                     f"{name} merges adapters, and scenario {self.scenario.name} has none; use another scenario, such "
@@ -94,7 +96,7 @@ class Cell:
                 )
             if before.save is None:
                 raise UsageError(
-                    f'a leg of {name} saves nothing for the next; give it save = "checkpoint", "state" or "export"'
+                    f'a phase of {name} saves nothing for the next; give it save = "checkpoint", "state" or "export"'
                 )
             if before.save == "checkpoint" and before.backend != after.backend:
                 raise UsageError(
@@ -110,12 +112,12 @@ class Cell:
     @property
     def backend(self) -> str:
         """Returns the names of the phases' backends, joined by ``-to-``; a single name if they are all the same."""
-        return _chain([leg.backend.name for leg in self.legs])
+        return _chain([phase.backend.name for phase in self.phases])
 
     @property
     def layout(self) -> str:
         """Returns the phases' layouts, joined by ``-to-``; a single layout if they are all the same."""
-        return _chain([str(leg.layout) for leg in self.legs])
+        return _chain([str(phase.layout) for phase in self.phases])
 
     @property
     def variant(self) -> str:
@@ -127,23 +129,23 @@ class Cell:
     @property
     def world_size(self) -> int:
         """Returns the number of ranks of the largest phase."""
-        return max(leg.layout.world_size for leg in self.legs)
+        return max(phase.layout.world_size for phase in self.phases)
 
     @property
     def first_steps(self) -> tuple[int, ...]:
         """Returns the number of the first optimizer step of each phase."""
-        return tuple(accumulate((leg.steps for leg in self.legs[:-1]), initial=0))
+        return tuple(accumulate((phase.steps for phase in self.phases[:-1]), initial=0))
 
     @property
     def restarts(self) -> tuple[int, ...]:
         """Returns the steps at which optimizer and schedule begin anew, because a phase loads exported weights."""
-        pairs = zip(self.legs[:-1], self.first_steps[1:], strict=True)
+        pairs = zip(self.phases[:-1], self.first_steps[1:], strict=True)
         return tuple(step for before, step in pairs if before.save in ("export", "merge"))
 
     @property
     def merges(self) -> tuple[int, ...]:
         """Returns those ``restarts`` at which the adapter has been merged into the base."""
-        pairs = zip(self.legs[:-1], self.first_steps[1:], strict=True)
+        pairs = zip(self.phases[:-1], self.first_steps[1:], strict=True)
         return tuple(step for before, step in pairs if before.save == "merge")
 
     @cached_property

@@ -109,7 +109,7 @@ def _pieces(cells: Sequence[Cell], total: int) -> list[list[Cell]]:
 
 def _work(cells: Sequence[Cell]) -> int:
     """Estimates the time that cells take, in units of about 0.1 s; ranks share the cores, so it grows with them."""
-    return sum(leg.layout.world_size for cell in cells for leg in cell.legs)
+    return sum(phase.layout.world_size for cell in cells for phase in cell.phases)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,10 +153,10 @@ def _digest(cells: Sequence[Cell]) -> str:
     for cell in cells:
         scenario = scenario_to_json(cell.scenario)
         named = _by_name(scenario | {"model": cell.scenario.model_name})
-        legs = [dataclasses.asdict(leg) | {"layout": str(leg.layout)} for leg in cell.legs]
-        for leg in legs:
-            del leg["backend"]["python"]  # differs between machines
-        digest.update(json.dumps([str(cell), named, legs], sort_keys=True).encode())
+        phases = [dataclasses.asdict(phase) | {"layout": str(phase.layout)} for phase in cell.phases]
+        for phase in phases:
+            del phase["backend"]["python"]  # differs between machines
+        digest.update(json.dumps([str(cell), named, phases], sort_keys=True).encode())
     return digest.hexdigest()[:16]
 
 

@@ -25,7 +25,7 @@ from conformance.backends.registry import find_backend
 from conformance.core.errors import STRICT, UsageError, did_you_mean, explain
 from conformance.core.io import read_toml
 from conformance.core.paths import FIXTURES
-from conformance.matrix.cell import Cell, Handover, Leg
+from conformance.matrix.cell import Cell, Handover, Phase
 from conformance.matrix.options import Selection
 from conformance.models.synthetic import with_skeleton
 from conformance.results.requirements import TO
@@ -44,10 +44,10 @@ Layouts = Annotated[str, AfterValidator(_check_layouts)]  # dp2-to-tp2, or a sin
 
 
 @validated(frozen=True, kw_only=True, config=STRICT)
-class PlannedLeg:
+class PlannedPhase:
     """Describes one phase of a program.
 
-    ``steps``: None, in the last phase only, means all remaining steps. ``save``: see Leg.
+    ``steps``: None, in the last phase only, means all remaining steps. ``save``: see Phase.
     """
 
     steps: Steps | None = None
@@ -86,7 +86,7 @@ class Profile:
     description: str
     cells: Annotated[tuple[CellTable, ...], Field(min_length=1)]
     steps: Count | None = None
-    programs: dict[str, Annotated[tuple[PlannedLeg, ...], Field(min_length=1)]] = Field(default_factory=dict)
+    programs: dict[str, Annotated[tuple[PlannedPhase, ...], Field(min_length=1)]] = Field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +133,7 @@ def select_cells(selection: Selection) -> list[Cell]:
             f"profile {selection.profile} has no cell for {', '.join(entry.name for entry in backends)}; its tables "
             f"are for {', '.join(meant)}"
         )
-    if selection.ring_head_stride and not any(leg.layout.gathers for cell in cells for leg in cell.legs):
+    if selection.ring_head_stride and not any(phase.layout.gathers for cell in cells for phase in cell.phases):
         raise UsageError(
             f"--ring-head-stride {selection.ring_head_stride} changes no cell of profile {selection.profile}: none has "
             f"a ring that gathers (sp2); leave it out"
@@ -204,10 +204,10 @@ def expand(
             scenario = load_scenario(file, data_overrides=dict(overrides.data), **values)
             if first_steps := table.steps or profile.steps:
                 scenario = dataclasses.replace(scenario, steps=min(scenario.steps, first_steps))
-            for layout, chain in itertools.product(_leg_layouts(table), chains):
+            for layout, chain in itertools.product(_phase_layouts(table), chains):
                 layouts = [_layout(part, overrides.stride) for part in layout.split(TO)]
-                legs = _legs(_program(profile, table.program), chain, layouts, scenario)
-                cell = Cell(scenario=scenario, legs=legs, program=table.program, faults=faults)
+                phases = _phases(_program(profile, table.program), chain, layouts, scenario)
+                cell = Cell(scenario=scenario, phases=phases, program=table.program, faults=faults)
                 if cells.setdefault(str(cell), cell) != cell:
                     raise UsageError(
                         f"two different cells have the id {cell}; rename one of the scenario files or model folders"
@@ -215,7 +215,7 @@ def expand(
     return [cells[name] for name in sorted(cells, key=lambda name: (cells[name].backend, cells[name].world_size, name))]
 
 
-def _leg_layouts(table: CellTable) -> list[str]:
+def _phase_layouts(table: CellTable) -> list[str]:
     """Returns the layouts of the cells' phases: ``layouts`` combined with ``to``, or ``layouts`` alone."""
     return [f"{one}{TO}{other}" for one in table.layouts for other in table.to] or list(table.layouts)
 
@@ -236,33 +236,33 @@ def _chains(
     return [[selected[name] for name in chain] for chain in wanted if selected.keys() >= set(chain)]
 
 
-def _program(profile: Profile, name: str) -> tuple[PlannedLeg, ...]:
+def _program(profile: Profile, name: str) -> tuple[PlannedPhase, ...]:
     if not name:
-        return (PlannedLeg(),)
+        return (PlannedPhase(),)
     if name not in profile.programs:
         known = ", ".join(profile.programs) or "none"
         raise UsageError(f"a table names the program {name!r}, which the profile does not have (known: {known})")
     return profile.programs[name]
 
 
-def _legs(
-    program: Sequence[PlannedLeg], chain: Sequence[BackendEntry], layouts: Sequence[Layout], scenario: Scenario
-) -> tuple[Leg, ...]:
+def _phases(
+    program: Sequence[PlannedPhase], chain: Sequence[BackendEntry], layouts: Sequence[Layout], scenario: Scenario
+) -> tuple[Phase, ...]:
     count = len(program)
     for what, given in (("backends", chain), ("layouts", layouts)):
         if len(given) not in (1, count):
-            raise UsageError(f"{len(given)} {what} for a program of {count} legs; give one for all, or one for each")
-    left = scenario.steps - sum(leg.steps or 0 for leg in program)
-    if any(leg.steps is None for leg in program[:-1]):
-        raise UsageError("only the last leg of a program may leave out its steps")
+            raise UsageError(f"{len(given)} {what} for a program of {count} phases; give one for all, or one for each")
+    left = scenario.steps - sum(phase.steps or 0 for phase in program)
+    if any(phase.steps is None for phase in program[:-1]):
+        raise UsageError("only the last phase of a program may leave out its steps")
     return tuple(
-        Leg(
+        Phase(
             backend=chain[i % len(chain)],
             layout=layouts[i % len(layouts)],
-            steps=left if leg.steps is None else leg.steps,
-            save=leg.save,
+            steps=left if phase.steps is None else phase.steps,
+            save=phase.save,
         )
-        for i, leg in enumerate(program)
+        for i, phase in enumerate(program)
     )
 
 

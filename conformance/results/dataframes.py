@@ -91,9 +91,9 @@ def _cell(cell: BelievedCell) -> tuple[Any, ...]:
 
 def _steps(cell: BelievedCell) -> Iterator[tuple[Any, ...]]:
     reference = _values(cell.oracle) if cell.oracle else {}
-    for leg, lines in enumerate(cell.legs):
+    for phase, lines in enumerate(cell.phases):
         for (step, key), value in _values(lines).items():
-            yield cell.entry.cell, leg, step, key, value, reference.get((step, key), float("nan"))
+            yield cell.entry.cell, phase, step, key, value, reference.get((step, key), float("nan"))
 
 
 def _values(lines: Lines) -> dict[tuple[int, str], float]:

@@ -28,7 +28,7 @@ from conformance.spec.observables import Observable, stages, unobserved_step
 AGAIN = "Run it again."
 
 
-def distrust_reason(entry: Entry, legs: Sequence[Lines], oracle: Lines | None) -> str:
+def distrust_reason(entry: Entry, phases: Sequence[Lines], oracle: Lines | None) -> str:
     """Returns why a passing verdict cannot be trusted, in words; empty if it can."""
     if not entry.records:
         return f"there is no record of the cell. {AGAIN}"
@@ -39,16 +39,16 @@ def distrust_reason(entry: Entry, legs: Sequence[Lines], oracle: Lines | None) -
     if oracle is None:
         return ""
     quantities = entry.verdict.quantities
-    gaps = [*_not_judged(quantities, legs, oracle)]
+    gaps = [*_not_judged(quantities, phases, oracle)]
     if entry.verdict.state == "conforms":
         gaps += _not_shown(quantities, oracle.observables)
     return f"{gaps[0]}. {AGAIN}" if gaps else ""
 
 
-def _not_judged(quantities: Sequence[Quantity], legs: Sequence[Lines], oracle: Lines) -> Iterator[str]:
+def _not_judged(quantities: Sequence[Quantity], phases: Sequence[Lines], oracle: Lines) -> Iterator[str]:
     """Yields required observables without a quantity, and tensors that were judged only at some steps."""
     judged = {(q.stage, q.tensor, q.step) for q in quantities}
-    unread = {unobserved_step(leg.header["first_step"], len(leg.steps)) for leg in legs}
+    unread = {unobserved_step(phase.header["first_step"], len(phase.steps)) for phase in phases}
     names: dict[tuple[str, int], set[str]] = {}
     for q in quantities:
         names.setdefault((q.stage, q.step), set())
@@ -194,14 +194,14 @@ class BelievedCell:
     """Holds one cell after the check.
 
     entry: the cell with its verdict; the verdict is an infrastructure failure if the stored one cannot be trusted.
-    legs: the lines of the records of its phases, as far as they could be read.
+    phases: the lines of the records of its phases, as far as they could be read.
     oracle: the lines of the oracle's record; None if there are none.
     problem: the first defect of these records; empty if they are intact.
     bisection: the findings of the bisection; None if the cell was not bisected, or does not differ.
     """
 
     entry: Entry
-    legs: tuple[Lines, ...] = ()
+    phases: tuple[Lines, ...] = ()
     oracle: Lines | None = None
     problem: str = ""
     bisection: Bisection | None = None
@@ -222,8 +222,8 @@ def _check_entry(out: Path, entry: Entry, oracle_lines: ReadLines, states: Mappi
     folder = out / entry.folder
     is_own, is_oracle = partial(check_cell, cell=entry.cell), partial(check_oracle, precision=FLOAT64)
     found = [_read_checked(out, folder / record, _read_lines, is_own) for record in entry.records]
-    legs = tuple(lines for lines, _ in found if lines)
-    problem = next((problem for _, problem in found if problem), "") or _step_gap(legs)
+    phases = tuple(lines for lines, _ in found if lines)
+    problem = next((problem for _, problem in found if problem), "") or _step_gap(phases)
     oracle = None
     if entry.oracle:
         oracle, oracle_problem = _read_checked(out, folder / entry.oracle / FLOAT64, oracle_lines, is_oracle)
@@ -235,17 +235,17 @@ def _check_entry(out: Path, entry: Entry, oracle_lines: ReadLines, states: Mappi
     verdict = entry.verdict
     if oracle and verdict.second_class != second_class(oracle.header):
         problem = problem or "it names another reference than the oracle's record"
-    if verdict.state in NO_FAULT and (damage := problem or distrust_reason(entry, legs, oracle)):
+    if verdict.state in NO_FAULT and (damage := problem or distrust_reason(entry, phases, oracle)):
         reason = f"Judged as {STATES[verdict.state].name}, but that cannot be trusted: {damage}"
         entry = replace(entry, verdict=replace(verdict, state="infrastructure", reason=reason))
     bisection = None
     if verdict.state == "differs":
-        digests = tuple(lines.digest for lines in legs)
+        digests = tuple(lines.digest for lines in phases)
         bisection = read_bisection(inside(out, folder), cell=entry.cell, records=digests)
-        if bisection and legs and bisection.stage:
-            why = find_contradiction(bisection, entry, legs[0].header, states)
+        if bisection and phases and bisection.stage:
+            why = find_contradiction(bisection, entry, phases[0].header, states)
             bisection = untrusted_bisection(entry.cell, digests, why) if why else bisection
-    return BelievedCell(entry=entry, legs=legs, oracle=oracle, problem=problem, bisection=bisection)
+    return BelievedCell(entry=entry, phases=phases, oracle=oracle, problem=problem, bisection=bisection)
 
 
 def _read_checked(out: Path, folder: Path, read: ReadLines, check: CheckHeader) -> tuple[Lines | None, str]:
@@ -268,9 +268,9 @@ def _read_lines(folder: Path) -> tuple[Lines | None, str]:
         return error.left, str(error)
 
 
-def _step_gap(legs: tuple[Lines, ...]) -> str:
+def _step_gap(phases: tuple[Lines, ...]) -> str:
     """Returns the problem if the steps of the phases are not consecutive; empty if they are."""
-    steps = [line["step"] for leg in legs for line in leg.steps]
+    steps = [line["step"] for phase in phases for line in phase.steps]
     if all(step == number for number, step in enumerate(steps, start=steps[0] if steps else 0)):
         return ""
     return f"the steps of its phases, {steps}, are not consecutive. Run it again."

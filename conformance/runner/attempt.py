@@ -21,7 +21,7 @@ from conformance.results.bisection import BISECTION, Bisected
 from conformance.results.run_results import Attempt
 from conformance.results.verdict import Verdict
 from conformance.runner.oracle_jobs import Oracles
-from conformance.runner.phases import TraceFailed, find_in_traced, run_legs, run_traced
+from conformance.runner.phases import TraceFailed, find_in_traced, run_phases, run_traced
 from conformance.runner.placement import Where
 from conformance.runner.preflight import Refusals
 from conformance.runner.scheduler import Activities
@@ -128,7 +128,7 @@ class CellRunner:
         self._activities.phase("waiting for the oracle's choices of experts")
         inputs = self._oracles.replayed(cell, inputs)
         self._activities.phase("starting fresh ranks" if fresh else "starting ranks")
-        ended = run_legs(
+        ended = run_phases(
             self._where.pool,
             cell,
             inputs,
@@ -137,7 +137,7 @@ class CellRunner:
             budget_s=self._config.budget_s,
             fresh=fresh,
         )
-        paths = [records / str(number) / "record" for number in range(len(cell.legs))]
+        paths = [records / str(number) / "record" for number in range(len(cell.phases))]
         failed = False
         self._activities.phase("waiting for the oracle")
         if missing := self._missing_oracle(cell):

@@ -13,7 +13,7 @@ from conformance.backends.faults import find_fault
 from conformance.backends.protocol import BackendEntry
 from conformance.backends.registry import adapter_of
 from conformance.data.prepare import FrozenInputs
-from conformance.matrix.cell import Cell, Leg
+from conformance.matrix.cell import Cell, Phase
 from conformance.models.synthetic import with_other_numbers
 from conformance.results.bisection import Bisected, bisected_from_json
 from conformance.runtime import Device, Outcome, Pool, WorldConfig
@@ -23,7 +23,7 @@ from conformance.worker.phase_spec import TASK, PhaseSpec
 
 
 @dataclass(frozen=True, kw_only=True)
-class LegsEnded:
+class PhasesEnded:
     """Holds how the phases of a cell ended.
 
     failure: why a phase failed; empty if none did. kind: the kind of the failure.
@@ -35,23 +35,23 @@ class LegsEnded:
     used: bool
 
 
-def run_legs(
+def run_phases(
     pool: Pool, cell: Cell, inputs: FrozenInputs, folder: Path, *, device: Device, budget_s: float, fresh: bool
-) -> LegsEnded:
+) -> PhasesEnded:
     """Runs the phases in order, phase N in ``folder/N``, until one fails.
 
     fresh: whether the first phase also runs in new processes, which have run no other cell.
     """
     used, met = False, Counter[str]()
-    for number in range(len(cell.legs)):
-        outcome = _run_leg(pool, cell, number, inputs, folder, device=device, budget_s=budget_s, fresh=fresh)
+    for number in range(len(cell.phases)):
+        outcome = _run_phase(pool, cell, number, inputs, folder, device=device, budget_s=budget_s, fresh=fresh)
         used = used or outcome.used
         if outcome.state == "failed":
-            where = f"leg {number + 1} of {len(cell.legs)}: " if len(cell.legs) > 1 else ""
-            return LegsEnded(failure=where + outcome.reason, kind=outcome.kind, used=used)
+            where = f"phase {number + 1} of {len(cell.phases)}: " if len(cell.phases) > 1 else ""
+            return PhasesEnded(failure=where + outcome.reason, kind=outcome.kind, used=used)
         for of_rank in outcome.results:
             met.update(of_rank)
-    return LegsEnded(failure=_not_met(cell, met), kind="", used=used)
+    return PhasesEnded(failure=_not_met(cell, met), kind="", used=used)
 
 
 def _not_met(cell: Cell, met: Counter[str]) -> str:
@@ -64,7 +64,7 @@ def _not_met(cell: Cell, met: Counter[str]) -> str:
     return ""
 
 
-def _run_leg(
+def _run_phase(
     pool: Pool,
     cell: Cell,
     number: int,
@@ -75,21 +75,21 @@ def _run_leg(
     budget_s: float,
     fresh: bool,
 ) -> Outcome:
-    leg = cell.legs[number]
+    phase = cell.phases[number]
     saved_before = folder / str(number - 1) / "saved" if number else None
-    if number and cell.legs[number - 1].save in ("checkpoint", "state"):
+    if number and cell.phases[number - 1].save in ("checkpoint", "state"):
         trained = [role.name for role in cell.scenario.objective.roles if role.trained]
         begun = folder / str(number) / "begun"
         models_with_other_numbers = {name: with_other_numbers(inputs.models[name], begun / name) for name in trained}
         inputs = replace(inputs, models={**inputs.models, **models_with_other_numbers})
     return pool.run(
-        key=leg.backend.name,
-        config=world_config(leg, device),
+        key=phase.backend.name,
+        config=world_config(phase, device),
         task=TASK,
         kwargs=phase_spec(cell, number, inputs, folder / str(number), saved_before).kwargs,
         log_dir=folder / str(number) / "logs",
         budget_s=budget_s,
-        fresh=fresh or number > 0 or adapter_of(leg.backend).traits.fresh_ranks,
+        fresh=fresh or number > 0 or adapter_of(phase.backend).traits.fresh_ranks,
     )
 
 
@@ -102,17 +102,17 @@ def run_traced(
 ) -> None:
     """Runs the first phase up to ``step``; writes its record to ``folder/record``, and the activations of ``step`` to
     ``folder/trace``. Raises TraceFailed."""
-    leg = cell.legs[0]
+    phase = cell.phases[0]
     spec = phase_spec(cell, 0, inputs, folder, None).traced(step, folder / "trace")
     shutil.rmtree(folder, ignore_errors=True)
     outcome = pool.run(
-        key=leg.backend.name,
-        config=world_config(leg, device),
+        key=phase.backend.name,
+        config=world_config(phase, device),
         task=TASK,
         kwargs=spec.kwargs,
         log_dir=folder / "logs",
         budget_s=budget_s,
-        fresh=adapter_of(leg.backend).traits.fresh_ranks,
+        fresh=adapter_of(phase.backend).traits.fresh_ranks,
     )
     if outcome.state == "failed":
         raise TraceFailed(f"{cell} failed while it was traced: {outcome.reason}")
@@ -147,21 +147,21 @@ def import_ahead(pool: Pool, waiting: Iterable[Cell], device: Device) -> None:
     """Starts to import the backends of the first waiting cell, and of the next cell with other backends."""
     backends: set[BackendEntry] = set()
     for cell in waiting:
-        new = {leg.backend: leg for leg in cell.legs if leg.backend not in backends}
-        for leg in new.values():
-            pool.prepare(world_config(leg, device))
+        new = {phase.backend: phase for phase in cell.phases if phase.backend not in backends}
+        for phase in new.values():
+            pool.prepare(world_config(phase, device))
         if backends and new:
             return
         backends |= new.keys()
 
 
-def world_config(leg: Leg, device: Device) -> WorldConfig:
+def world_config(phase: Phase, device: Device) -> WorldConfig:
     """Returns the configuration of the worker group for a phase."""
     return WorldConfig(
-        size=leg.layout.world_size,
+        size=phase.layout.world_size,
         device=device,
-        preload=adapter_of(leg.backend).traits.preload_for(leg.layout),
-        python=leg.backend.python,
+        preload=adapter_of(phase.backend).traits.preload_for(phase.layout),
+        python=phase.backend.python,
     )
 
 
@@ -170,23 +170,23 @@ def phase_spec(cell: Cell, number: int, inputs: FrozenInputs, folder: Path, save
 
     folder: the phase's folder. saved_before: the folder that the previous phase has saved; None for the first phase.
     """
-    leg, models = cell.legs[number], inputs.models
-    loads = cell.legs[number - 1].save if number else None
+    phase, models = cell.phases[number], inputs.models
+    loads = cell.phases[number - 1].save if number else None
     exported = loads in ("export", "merge")
     if exported and saved_before:
         models = {role: saved_before / role for role in models}
     return PhaseSpec(
         cell=str(cell),
-        target=leg.backend.target,
+        target=phase.backend.target,
         scenario=cell.scenario,
-        layout=leg.layout,
+        layout=phase.layout,
         models=models,
         batches=inputs.batches,
         first_step=cell.first_steps[number],
-        steps=leg.steps,
+        steps=phase.steps,
         load=(loads, saved_before) if saved_before and loads in ("checkpoint", "state") else None,
         merged=loads == "merge",
-        save=(leg.save, folder / "saved") if leg.save else None,
+        save=(phase.save, folder / "saved") if phase.save else None,
         record=folder / "record",
         planted=cell.faults,
     )

@@ -17,7 +17,7 @@ from conformance.backends.protocol import BackendEntry, BrokenBackend, MissingEx
 from conformance.backends.registry import Adapter, AskFailed, adapter_of
 from conformance.core.errors import UsageError
 from conformance.core.host_resources import available_memory
-from conformance.matrix.cell import Cell, Leg
+from conformance.matrix.cell import Cell, Phase
 from conformance.matrix.options import Ranks
 from conformance.results.verdict import Verdict
 from conformance.runner.environment import model_sizes
@@ -61,13 +61,13 @@ class Refusals:
 
     def refusal(self, cell: Cell, model: Path) -> Verdict | None:
         """Returns the verdict of a cell that cannot run; None if it can. model: the folder of its first model."""
-        found = [refused for leg in cell.legs if (refused := self._leg_refusal(cell, leg, model))]
+        found = [refused for phase in cell.phases if (refused := self._phase_refusal(cell, phase, model))]
         if all(refused.state == "not_run" for refused in found):
-            found += [refused for legs in pairwise(cell.legs) if (refused := self._handover_refusal(cell, *legs))]
+            found += [refused for phases in pairwise(cell.phases) if (refused := self._handover_refusal(cell, *phases))]
         # "unsupported" wins over "not_run": it also holds on a larger machine.
         return min(found, key=lambda refused: refused.state == "not_run", default=None)
 
-    def _handover_refusal(self, cell: Cell, before: Leg, after: Leg) -> Verdict | None:
+    def _handover_refusal(self, cell: Cell, before: Phase, after: Phase) -> Verdict | None:
         """Returns the verdict if a backend cannot export or import training state, or cannot load its own checkpoint in
         the next layout; else None."""
         giver, taker = self.adapter(before.backend), self.adapter(after.backend)
@@ -84,9 +84,9 @@ class Refusals:
             before.backend.name, lambda: giver.supports_checkpoint(cell.scenario, before.layout, after.layout)
         )
 
-    def _leg_refusal(self, cell: Cell, leg: Leg, model: Path) -> Verdict | None:
-        scenario, kind, name = cell.scenario, cell.scenario.objective.kind, leg.backend.name
-        adapter = self.adapter(leg.backend)
+    def _phase_refusal(self, cell: Cell, phase: Phase, model: Path) -> Verdict | None:
+        scenario, kind, name = cell.scenario, cell.scenario.objective.kind, phase.backend.name
+        adapter = self.adapter(phase.backend)
         if isinstance(adapter, Verdict):
             return adapter
         if kind not in adapter.traits.objectives:
@@ -97,13 +97,13 @@ class Refusals:
             if fault.seam not in adapter.traits.seams:
                 reason = f"fault {fault.name!r} cannot be planted: {name} has no patch point {fault.seam!r}"
                 return Verdict(state="unsupported", reason=reason)
-        if refused := _refused_by(name, lambda: adapter.supports(scenario, leg.layout)):
+        if refused := _refused_by(name, lambda: adapter.supports(scenario, phase.layout)):
             return refused
         try:
-            leg.layout.validate(**model_sizes(model), rows=scenario.data.rows, accumulation=scenario.accumulation)
+            phase.layout.validate(**model_sizes(model), rows=scenario.data.rows, accumulation=scenario.accumulation)
         except UsageError as error:
             return Verdict(state="unsupported", reason=str(error))
-        return self._too_large(leg.layout.world_size)
+        return self._too_large(phase.layout.world_size)
 
     def _too_large(self, ranks: int) -> Verdict | None:
         """Returns the verdict if this machine cannot run so many ranks; else None."""
@@ -141,11 +141,11 @@ class Refusals:
         Empty if the phases have different backends or layouts, if the backend cannot be imported, and for a cell with a
         planted fault, because a fault has to be found wherever it is planted.
         """
-        leg, adapter = cell.legs[0], self.adapter(cell.legs[0].backend)
-        combinations = {(leg.backend, leg.layout) for leg in cell.legs}
+        phase, adapter = cell.phases[0], self.adapter(cell.phases[0].backend)
+        combinations = {(phase.backend, phase.layout) for phase in cell.phases}
         if cell.faults or len(combinations) > 1 or isinstance(adapter, Verdict):
             return ()
-        return adapter.known(cell.scenario, leg.layout)
+        return adapter.known(cell.scenario, phase.layout)
 
     def adapter(self, backend: BackendEntry) -> Adapter | Verdict:
         """Returns the adapter, or the verdict of all its cells if it cannot be imported. Raises UsageError for a wrong

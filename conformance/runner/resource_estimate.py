@@ -13,7 +13,7 @@ from conformance.backends.protocol import BackendEntry
 from conformance.backends.registry import Adapter, AskFailed, adapter_of
 from conformance.core.errors import UsageError
 from conformance.core.paths import resolve
-from conformance.matrix.cell import Cell, Leg
+from conformance.matrix.cell import Cell, Phase
 from conformance.models.synthetic import is_large, shapes_of
 from conformance.numerics.sketch import numbers_kept, sketched_above
 from conformance.oracle.role_model import Decoder, read_decoder
@@ -158,10 +158,10 @@ def estimate(
     longest = data.max_len * size.vocabulary * FLOAT64_BYTES * LOGITS
     oracle = RANK + PIECES + ORACLE * size.trained * FLOAT64_BYTES + _frozen(size) * FLOAT64_BYTES + longest
     if device == "cuda":
-        rank = ON_GPU + max(_on_host(leg, scenario, adapters) for leg in cell.legs)
+        rank = ON_GPU + max(_on_host(phase, scenario, adapters) for phase in cell.phases)
         oracle = ON_GPU if is_large(scenario) else oracle
     else:
-        rank = max(_rank(leg, scenario, size) for leg in cell.legs)
+        rank = max(_rank(phase, scenario, size) for phase in cell.phases)
     return Estimate(
         rank=rank,
         ranks=cell.world_size,
@@ -169,7 +169,9 @@ def estimate(
         oracle=oracle,
         at_once=not is_large(scenario),
         judge=PIECES + JUDGE * size.recorded * size.kept * FLOAT64_BYTES,
-        record=sum(_record(leg, first, size, own) for leg, first in zip(cell.legs, cell.first_steps, strict=True)),
+        record=sum(
+            _record(phase, first, size, own) for phase, first in zip(cell.phases, cell.first_steps, strict=True)
+        ),
         references={
             f"{cell.oracle_request} {run}": (size.parameters + scenario.steps * (size.trained + size.recorded))
             * size.kept
@@ -210,13 +212,13 @@ def on_slots(cells: Sequence[tuple[Cell, Estimate]], slots: int) -> tuple[float,
     for cell, of_cell in largest:
         peak += min(left, of_cell.ranks) * of_cell.rank
         left -= min(left, of_cell.ranks)
-        at_work.update((leg.backend.name, leg.layout.world_size) for leg in cell.legs)
+        at_work.update((phase.backend.name, phase.layout.world_size) for phase in cell.phases)
         if not left:
             break
     idle = {
-        (leg.backend.name, leg.layout.world_size): min(slots, leg.layout.world_size) * of_cell.idle
+        (phase.backend.name, phase.layout.world_size): min(slots, phase.layout.world_size) * of_cell.idle
         for cell, of_cell in cells
-        for leg in cell.legs
+        for phase in cell.phases
     }
     return peak + sum(size for key, size in idle.items() if key not in at_work), largest[0][0]
 
@@ -225,31 +227,31 @@ def _idle_groups(cells: Iterable[tuple[Cell, Estimate]], worst: Cell) -> float:
     """Returns the bytes of idle ranks for other cells: one worker group for each backend and size."""
     worlds: dict[tuple[str, int], float] = {}
     for cell, of_cell in cells:
-        for leg in cell.legs:
-            key = leg.backend.name, leg.layout.world_size
-            worlds[key] = of_cell.idle * leg.layout.world_size
-    for leg in worst.legs:
-        worlds.pop((leg.backend.name, leg.layout.world_size), None)
+        for phase in cell.phases:
+            key = phase.backend.name, phase.layout.world_size
+            worlds[key] = of_cell.idle * phase.layout.world_size
+    for phase in worst.phases:
+        worlds.pop((phase.backend.name, phase.layout.world_size), None)
     return sum(worlds.values())
 
 
-def _rank(leg: Leg, scenario: Scenario, size: Size) -> float:
-    layout, own = leg.layout, scenario.tier.master.bytes
+def _rank(phase: Phase, scenario: Scenario, size: Size) -> float:
+    layout, own = phase.layout, scenario.tier.master.bytes
     rows = -(-scenario.data.rows // (layout.data * scenario.accumulation))
     tokens = rows * -(-scenario.data.max_len // (layout.sp * layout.ulysses))
     states = STATES * size.trained / (layout.tp * layout.pp) + PASSING * size.recorded + _frozen(size)
     return RANK + states * own + LOGITS * tokens * size.vocabulary * own
 
 
-def _on_host(leg: Leg, scenario: Scenario, adapters: dict[BackendEntry, Adapter]) -> int:
+def _on_host(phase: Phase, scenario: Scenario, adapters: dict[BackendEntry, Adapter]) -> int:
     """Returns the bytes of the host's memory that a rank of a phase needs beside its GPU, as its adapter reports."""
     try:
-        if leg.backend not in adapters:
-            adapters[leg.backend] = adapter_of(leg.backend)
-        return adapters[leg.backend].host_bytes(scenario, leg.layout)
+        if phase.backend not in adapters:
+            adapters[phase.backend] = adapter_of(phase.backend)
+        return adapters[phase.backend].host_bytes(scenario, phase.layout)
     except AskFailed as error:
         raise UsageError(
-            f"{leg.backend.name} did not report the host's memory of a rank ({leg.layout}): {error}; correct its "
+            f"{phase.backend.name} did not report the host's memory of a rank ({phase.layout}): {error}; correct its "
             f"adapter, or select other backends (--backend)"
         ) from None
 
@@ -258,11 +260,11 @@ def _frozen(size: Size) -> int:
     return size.parameters - size.trained
 
 
-def _record(leg: Leg, first_step: int, size: Size, own: int) -> float:
+def _record(phase: Phase, first_step: int, size: Size, own: int) -> float:
     """Returns the bytes of loaded weights, and of gradients and weights of every observed step.
 
     A saved state adds masters and moments, once in the record and once in the saved folder.
     """
-    observed = leg.steps - (unobserved_step(first_step, leg.steps) is not None)
-    saved = 2 * 3 * size.trained if leg.save else 0
+    observed = phase.steps - (unobserved_step(first_step, phase.steps) is not None)
+    saved = 2 * 3 * size.trained if phase.save else 0
     return float(((size.parameters + observed * (size.trained + size.recorded)) * size.kept + saved) * own)

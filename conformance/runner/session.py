@@ -132,7 +132,9 @@ class Session:
 
         The cells of an earlier run keep their verdicts until they have new ones.
         """
-        self.results.environment |= versions_of(list(dict.fromkeys(leg.backend for cell in cells for leg in cell.legs)))
+        self.results.environment |= versions_of(
+            list(dict.fromkeys(phase.backend for cell in cells for phase in cell.phases))
+        )
         for cell in cells:
             if str(cell) not in self.results.earlier:
                 self.results.store(JudgedCell(cell=cell, verdict=Verdict(state="not_run", reason=NOT_STARTED)))
@@ -185,7 +187,7 @@ class Session:
 
         Raises UsageError for a model, data set or objective that cannot be used, because no backend could run it.
         """
-        if is_sketched(cell.scenario) and any(leg.save == "merge" for leg in cell.legs):
+        if is_sketched(cell.scenario) and any(phase.save == "merge" for phase in cell.phases):
             raise UsageError(
                 f"{cell} merges an adapter, which is judged by whole matrices, but its records keep only sketches; "
                 f"give --sketch a number that no matrix exceeds, or select other cells"

@@ -97,11 +97,11 @@ def with_resume(cell: Cell, saves: Resumes) -> Cell:
 
     A checkpoint is resumed in the layout that wrote it, because only there the random generators continue.
     """
-    (phase,) = cell.legs
+    (phase,) = cell.phases
     first = replace(phase, steps=2, save=saves)
     layout = phase.layout if saves == "checkpoint" else Layout.parse(RESUMED_IN[phase.backend.name])
     second = replace(phase, layout=layout, steps=phase.steps - 2)
-    return replace(cell, legs=(first, second), program=saves)
+    return replace(cell, phases=(first, second), program=saves)
 
 
 def with_dropout(cell: Cell, root: Path) -> Cell:

@@ -24,7 +24,7 @@ function drawCell(cell, anchor, previous, next) {
     evidence(cell),
     denominators(cell),
     cell.series.steps.length ? perStep(cell) : null,
-    cell.legs.length ? configuration(cell) : null,
+    cell.phases.length ? configuration(cell) : null,
   );
 }
 
@@ -40,7 +40,7 @@ const folded = (open, title, ...body) =>
 function overview(cell, state) {
   const outside = cell.quantities.filter((q) => q.ratio > 1).length;
   const facts = [plural(cell.ranks, "rank"), `${cell.seconds.toFixed(1)} s`];
-  if (cell.legs.length > 1) facts.push(plural(cell.legs.length, "leg"));
+  if (cell.phases.length > 1) facts.push(plural(cell.phases.length, "phase"));
   facts.push(...costs(cell));
   if (cell.quantities.length) facts.push(`${cell.quantities.length} quantities compared`, `${outside} outside tolerance`);
   const [sentence, ...more] = (cell.reason || state.meaning).split("\n");
@@ -139,7 +139,7 @@ function curves(cell, panel) {
     legend.push([key(make("path.zero", { d: "M2 1h8l-4 7z" })), "exactly equal: error 0, drawn at the bottom"]);
   }
   if (errors.some((q) => q.ratio > 1)) legend.push([make("i.k-over"), "outside tolerance"]);
-  if (cell.legs.length > 1) legend.push([make("i.k-leg"), "the next leg begins"]);
+  if (cell.phases.length > 1) legend.push([make("i.k-phase"), "the next phase begins"]);
   if (panel) return folded(cell.state !== "conforms", panel, make("p", legendOf(legend)), drawn);
   return make("section", make("h3", "Curves ", legendOf(legend)), drawn);
 }

@@ -71,9 +71,9 @@ function frame(axis, ticks) {
 }
 
 // Draws a line at the first step of each phase after the first one.
-function legs(axis, cell) {
-  const starts = cell.legs.slice(1).map((leg) => axis.x(leg.first - 0.5).toFixed(1));
-  return starts.map((x) => make("path.leg", { d: `M${x} ${TOP}V${HEIGHT - BOTTOM}` }));
+function phases(axis, cell) {
+  const starts = cell.phases.slice(1).map((phase) => axis.x(phase.first - 0.5).toFixed(1));
+  return starts.map((x) => make("path.phase", { d: `M${x} ${TOP}V${HEIGHT - BOTTOM}` }));
 }
 
 // Draws the tolerance: a shaded area below a line that steps half-way between two optimizer steps.

@@ -43,7 +43,7 @@ function valueChart(cells, title, key, view) {
   const path = (one) => [...one].filter(([, v]) => Number.isFinite(height(v))).map(([s, v]) => [axis.x(s), axis.y(height(v))]);
   const ticks = isLog ? logTicks(axis) : rounds(axis.low, axis.high).map((v) => [axis.y(v), String(v)]);
   const body = [frame(axis, ticks), line(path(theirs), "oracle")];
-  if (cells.length === 1) body.push(legs(axis, cells[0]));
+  if (cells.length === 1) body.push(phases(axis, cells[0]));
   ours.forEach((one, i) => {
     const kind = kinds(cells)[i];
     body.push(line(path(one), kind));
@@ -90,7 +90,7 @@ function errorChart(cells, title, points, view, key) {
   const body = [band(axis, every, height), frame(axis, ticks)];
   const noise = floor.filter(([, v]) => v > 0 || !isLog).map(([step, v]) => `${axis.x(step).toFixed(1)} ${height(v).toFixed(1)}`);
   if (noise.length) body.push(make("path.noise", { d: noise.length > 1 ? `M${noise.join("L")}` : `M${LEFT} ${noise[0].split(" ")[1]}H${WIDTH - RIGHT}` }));
-  if (cells.length === 1) body.push(legs(axis, cells[0]));
+  if (cells.length === 1) body.push(phases(axis, cells[0]));
   const drawable = (q) => (q.observed > 0 || (!isLog && q.observed === 0)) && q.observed < Infinity;
   const tips = new Map();
   points.forEach((found, i) => {

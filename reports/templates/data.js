@@ -44,10 +44,10 @@ async function readCell(number) {
     return { stage: strings[stage], tensor: strings[tensor], step, tokens, starts, classes, largest: numeric(largest), where };
   });
   const config = (parts) => new Map(parts.flatMap((part) => values[part].map((pair) => pair.map((i) => strings[i]))));
-  for (const leg of cell.legs) {
-    leg.config = config(leg.config);
-    [leg.evidence, leg.batches] = [values[leg.evidence], values[leg.batches]];
-    leg.pieces = new Map(Object.entries(values[leg.pieces]).map(([name, pieces]) => [strings[name], pieces]));
+  for (const phase of cell.phases) {
+    phase.config = config(phase.config);
+    [phase.evidence, phase.batches] = [values[phase.evidence], values[phase.batches]];
+    phase.pieces = new Map(Object.entries(values[phase.pieces]).map(([name, pieces]) => [strings[name], pieces]));
   }
   cell.series = series(cell.series);
   if (cell.oracle) cell.oracle = { series: series(values[cell.oracle.series]), noise: values[cell.oracle.noise].map(series), config: config(cell.oracle.config) };

@@ -47,7 +47,7 @@ function heatMap(cell, stage) {
 }
 
 // Returns the ranks that hold each piece of a parameter, by name and region, in the first phase.
-const piecesOf = (cell, tensor) => cell.legs[0]?.pieces.get(tensor.replace(/ \(.*$/, "")) ?? {};
+const piecesOf = (cell, tensor) => cell.phases[0]?.pieces.get(tensor.replace(/ \(.*$/, "")) ?? {};
 const ranksOf = (pieces) => [...new Set(Object.values(pieces).flat())].sort((a, b) => a - b);
 
 // Returns over how many tensor-parallel ranks a parameter is sharded; backends name its pieces tp0, tp1, ...

@@ -102,9 +102,9 @@ function groupCurves(cells, panel) {
 
 // Draws the configurations of the members, those of their first phases.
 function memberConfiguration(cells) {
-  const known = cells.filter((cell) => cell.legs.length);
+  const known = cells.filter((cell) => cell.phases.length);
   if (known.length < 2) return [];
   const heads = known.map((cell) => `${cell.backend} ${cell.layout}`);
-  const { remark, drawn } = configurations(heads, known.map((cell) => cell.legs[0].config));
+  const { remark, drawn } = configurations(heads, known.map((cell) => cell.phases[0].config));
   return [folded(false, ["Configuration of the members ", make("small", remark)], drawn)];
 }

@@ -4,12 +4,12 @@ const CONFIGURATION = "configuration"; // the stage of what a layout and a preci
 // Draws what layout and precision imply for a training step, and the observed collectives and matrix products.
 function evidence(cell) {
   const requested = cell.quantities.filter((q) => q.stage === CONFIGURATION);
-  const ran = cell.legs.filter((leg) => leg.evidence.collectives.length + leg.evidence.products.length);
+  const ran = cell.phases.filter((phase) => phase.evidence.collectives.length + phase.evidence.products.length);
   if (!requested.length && !ran.length) return null;
   const claims = requested.map((q) => [make("td.left", q.ratio > 1 ? make("b.over", "\u2717 no") : "\u2713 yes"), make("td.left", q.tensor)]);
-  const observed = ran.flatMap((leg) => [
-    ...leg.evidence.collectives.map(([kind, size, dtype, pass, ranks, most]) => [leg.layout, kind, `${size} ranks`, dtype, pass, ranks, most]),
-    ...leg.evidence.products.map(([dtype, pass, ranks, most]) => [leg.layout, "matrix product", "", dtype, pass, ranks, most]),
+  const observed = ran.flatMap((phase) => [
+    ...phase.evidence.collectives.map(([kind, size, dtype, pass, ranks, most]) => [phase.layout, kind, `${size} ranks`, dtype, pass, ranks, most]),
+    ...phase.evidence.products.map(([dtype, pass, ranks, most]) => [phase.layout, "matrix product", "", dtype, pass, ranks, most]),
   ]);
   const rows = observed.map((row) => row.map((value, i) => make(i < 5 ? "td.left" : "td", String(value))));
   const heads = [...["layout", "operation", "group", "dtype", "pass"].map(left), "number of ranks", "largest count of a rank"];
@@ -26,7 +26,7 @@ function evidence(cell) {
 
 // Draws the targets of each micro-batch of each data-parallel rank, by which a mean per rank or micro-batch would divide.
 function denominators(cell) {
-  const batches = cell.legs.flatMap((leg) => leg.batches);
+  const batches = cell.phases.flatMap((phase) => phase.batches);
   if (!batches.length) return null;
   const sum = (numbers) => numbers.reduce((a, b) => a + b, 0);
   const wide = Math.max(...batches.map(({ targets }) => targets.length));
@@ -50,10 +50,10 @@ function denominators(cell) {
 // Returns peak memory and speed if recorded. The first step of a phase, which warms up, is left out if there are more.
 function costs(cell) {
   const facts = [];
-  const memory = cell.legs.flatMap((leg) => leg.memory).filter((bytes) => bytes > 0);
+  const memory = cell.phases.flatMap((phase) => phase.memory).filter((bytes) => bytes > 0);
   if (memory.length) facts.push(`peak ${(Math.max(...memory) / 2 ** 20).toFixed(0)} MiB of a rank`);
-  const speeds = cell.legs.flatMap((leg) => {
-    const found = leg.batches.filter(({ step }) => leg.seconds[step] > 0).map(({ step, tokens }) => tokens / leg.seconds[step]);
+  const speeds = cell.phases.flatMap((phase) => {
+    const found = phase.batches.filter(({ step }) => phase.seconds[step] > 0).map(({ step, tokens }) => tokens / phase.seconds[step]);
     return found.length > 1 ? found.slice(1) : found;
   });
   if (speeds.length) facts.push(`${number(speeds.sort((a, b) => a - b)[speeds.length >> 1])} tokens/s`);
@@ -86,9 +86,9 @@ function configurations(heads, configs) {
 
 // Draws the configurations and environments of the phases and the oracle.
 function configuration(cell) {
-  const legs = cell.legs.map((leg) => leg.config);
-  const ours = legs.length === 1 ? ["this cell"] : legs.map((_, i) => `leg ${i}`);
+  const phases = cell.phases.map((phase) => phase.config);
+  const ours = phases.length === 1 ? ["this cell"] : phases.map((_, i) => `phase ${i}`);
   const heads = [...ours, ...(cell.oracle ? ["oracle"] : [])];
-  const { remark, drawn } = configurations(heads, [...legs, ...(cell.oracle ? [cell.oracle.config] : [])]);
+  const { remark, drawn } = configurations(heads, [...phases, ...(cell.oracle ? [cell.oracle.config] : [])]);
   return folded(false, ["Resolved configuration and environment ", make("small", remark)], drawn);
 }

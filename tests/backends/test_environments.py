@@ -1,4 +1,4 @@
-"""Ranks may live in another Python environment than oracle and judge, and only what a leg needs has to be there.
+"""Ranks may live in another Python environment than oracle and judge, and only what a phase needs has to be there.
 
 The other environment is a venv of this test. It finds the suite and torch by a .pth file; it alone has the framework.
 """
@@ -128,7 +128,7 @@ def test_an_environment_that_cannot_be_used_is_one_message(
 
 
 @pytest.mark.exhaustive
-def test_a_leg_needs_the_suite_torch_and_little_else() -> None:
+def test_a_phase_needs_the_suite_torch_and_little_else() -> None:
     modules = "conformance.worker.phase, conformance.backends.registry, conformance.runtime.worker_main"
     code = f"import sys, {modules}; print(*sys.modules)"
     command = [sys.executable, "-c", code]

@@ -1,4 +1,5 @@
-"""benchmarks/cells_a_minute.py: the same judged cells in worlds that stay alive, and under a torchrun for each leg."""
+"""benchmarks/cells_a_minute.py: the same judged cells in worlds that stay alive, and under a torchrun for each
+phase."""
 
 import json
 import subprocess

@@ -16,7 +16,7 @@ from conformance.spec.precision import PrecisionName
 
 CANNOT: dict[tuple[str, str, PrecisionName], str] = {
     ("sft-packed", "dp2.ckpt", "exact"): "recomputation (ckpt) runs modules more than once",
-    ("sft-warmup", "dp1", "exact"): "it has 2 legs",
+    ("sft-warmup", "dp1", "exact"): "it has 2 phases",
 }
 
 

@@ -110,7 +110,7 @@ def test_exact_over_five_steps(session: Session) -> None:
 
 def assert_is_what_it_says(session: Session, asked: Cell) -> None:
     """A layout changes no number, so what really runs has to be asked of the engine."""
-    resolved, layout = record_of(session, asked).header["resolved"], asked.legs[0].layout
+    resolved, layout = record_of(session, asked).header["resolved"], asked.phases[0].layout
     stage = 3 if layout.zero is None else layout.zero
     options = layout.options
     assert resolved["zero_stage"] == stage

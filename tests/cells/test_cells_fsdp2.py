@@ -127,7 +127,7 @@ def test_the_embedding_is_cut_off_by_the_torch_that_does_it(
 ) -> None:
     monkeypatch.setattr(torch, "__version__", version)
     cell = cell_of("fsdp2", "sft-packed", "llama", "tp2.plan.compile.shipped", "exact")
-    of_cell = cell.scenario, cell.legs[0].layout
+    of_cell = cell.scenario, cell.phases[0].layout
     known = [one.known_for(*of_cell) for one in EXPECTED if one.is_about(*of_cell, default_zero=None)]
     assert defects_of(known) == ((LostEmbeddingGradient(),) if is_lost else ())
 
@@ -156,10 +156,10 @@ def test_layers_are_compiled_where_that_is_what_it_says(
 ) -> None:
     cell = cell_of(backend, "sft-packed", model, layout, precision)
     try:
-        adapter = cell.legs[0].backend.load()
+        adapter = cell.phases[0].backend.load()
     except ModuleNotFoundError as missing:
         pytest.skip(f"{missing.name} is not installed")
-    found = adapter.supports(cell.scenario, cell.legs[0].layout)
+    found = adapter.supports(cell.scenario, cell.phases[0].layout)
     if not reason:
         assert isinstance(found, Supported)
         return

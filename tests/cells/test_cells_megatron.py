@@ -71,7 +71,7 @@ def test_exact_over_five_steps(session: Session) -> None:
 
 def assert_is_what_it_says(session: Session, asked: Cell) -> None:
     """A layout changes no number, so what really runs has to be asked of the library's objects."""
-    resolved, layout = record_of(session, asked).header["resolved"], asked.legs[0].layout
+    resolved, layout = record_of(session, asked).header["resolved"], asked.phases[0].layout
     options, distributed = layout.options, layout.zero == 1
     assert resolved["optimizer_wrapper"] == ("DistributedOptimizer" if distributed else "FP32Optimizer")
     assert resolved["overlaps_reduction"] == ("overlap" in options)

@@ -74,11 +74,11 @@ def test_an_expert_without_a_token_on_a_rank_neither_hangs_nor_differs(
 ) -> None:
     cell = cell_of(backend, "sft-padded", "qwen3-moe", layout, "exact")
     scenario = replace(cell.scenario, data=replace(cell.scenario.data, max_len=20, too_long="drop"))
-    cell = Cell.single(scenario=scenario, backend=cell.legs[0].backend, layout=cell.legs[0].layout)
+    cell = Cell.single(scenario=scenario, backend=cell.phases[0].backend, layout=cell.phases[0].layout)
     assert_honest(session, cell)
     rows = record_of(session, cell).steps[0].tensors()
     reached = [(rows[f"routing/{row}"].view(-1, 2, EXPERTS) > 0).any(dim=0) for row in range(ROWS)]
-    size = ROWS // (cell.legs[0].layout.data * cell.scenario.accumulation)
+    size = ROWS // (cell.phases[0].layout.data * cell.scenario.accumulation)
     micro_batches = [torch.stack(reached[i : i + size]).any(dim=0) for i in range(0, ROWS, size)]
     assert any(not bool(experts.all()) for experts in micro_batches)
 
@@ -145,7 +145,7 @@ def test_ranks_that_have_run_experts_keep_no_process_groups_and_are_used_again(s
     cell = cell_of(backend, "sft-packed", "mixtral", "ep2", "exact", steps=1)
     for _ in range(3):  # what a first cell opens is not held against it
         assert session.run(cell).verdict.state == "conforms"
-        ranks = world_config(cell.legs[0], "cpu")
+        ranks = world_config(cell.phases[0], "cpu")
         assert any(config == ranks for _, config in session._pool._own.worlds)
 
 
@@ -160,7 +160,7 @@ def test_choices_that_are_not_taken_are_found(session: Session, backend: str, li
     """In fp32 a router's own choices are nearly always the oracle's, so these are moved by one."""
     cell = cell_of(backend, "sft-packed", "mixtral", "ep2", "fp32")
     wrong = BackendEntry(name="wrong", target=f"liars:{liar}")
-    verdict = session.run(Cell.single(scenario=cell.scenario, backend=wrong, layout=cell.legs[0].layout)).verdict
+    verdict = session.run(Cell.single(scenario=cell.scenario, backend=wrong, layout=cell.phases[0].layout)).verdict
     assert (verdict.state, verdict.first_stage) == ("differs", "routing"), verdict.reason
 
 
@@ -180,7 +180,7 @@ def test_expert_parallelism_that_does_nothing_shows_though_all_numbers_are_right
     backend = liar.removesuffix("RunsWholeExperts").lower()
     cell = cell_of(backend, "sft-packed", "qwen3-moe", layout, "exact", steps=1)
     wrong = BackendEntry(name="liar", target=f"liars:{liar}")
-    verdict = session.run(Cell.single(scenario=cell.scenario, backend=wrong, layout=cell.legs[0].layout)).verdict
+    verdict = session.run(Cell.single(scenario=cell.scenario, backend=wrong, layout=cell.phases[0].layout)).verdict
     assert {finding.stage for finding in verdict.findings} == {"configuration"}, verdict.reason
     for claim in ("tokens go to the ranks of their experts", "gradients of experts are not reduced over all"):
         assert any(f"{layout}: {claim}" in finding.tensor for finding in verdict.findings), verdict.reason
@@ -202,7 +202,7 @@ def test_expert_parallelism_that_does_nothing_shows_though_all_numbers_are_right
 def test_moe_state_transfers_across_layouts_and_backends(
     session: Session, backends: tuple[str, str], handed: tuple[str, str]
 ) -> None:
-    assert_honest(session, in_two_legs("state", backends, handed))
+    assert_honest(session, in_two_phases("state", backends, handed))
 
 
 @pytest.mark.exhaustive
@@ -211,14 +211,14 @@ def test_moe_state_transfers_across_layouts_and_backends(
     [("ep2", "ep2"), ("ep2", "ep2.tp2.seqpar"), ("ep2.zero1", "ep4.zero1"), ("dp2", "tp2.seqpar"), ("dp2", "pp2")],
 )
 def test_megatrons_checkpoints_of_experts_are_read_in_other_layouts(session: Session, handed: tuple[str, str]) -> None:
-    assert_honest(session, in_two_legs("checkpoint", ("megatron", "megatron"), handed))
+    assert_honest(session, in_two_phases("checkpoint", ("megatron", "megatron"), handed))
 
 
-def in_two_legs(what: Handover, backends: tuple[str, str], layouts: tuple[str, str]) -> Cell:
+def in_two_phases(what: Handover, backends: tuple[str, str], layouts: tuple[str, str]) -> Cell:
     cell = cell_of(backends[0], "sft-packed", "qwen3-moe", layouts[0], "exact", steps=4)
-    first = replace(cell.legs[0], steps=2, save=what)
-    second = replace(cell.legs[0], steps=2, layout=Layout.parse(layouts[1]), backend=BACKENDS[backends[1]])
-    return replace(cell, legs=(first, second), program=what)
+    first = replace(cell.phases[0], steps=2, save=what)
+    second = replace(cell.phases[0], steps=2, layout=Layout.parse(layouts[1]), backend=BACKENDS[backends[1]])
+    return replace(cell, phases=(first, second), program=what)
 
 
 def test_megatrons_checkpoints_with_and_without_ep_are_not_each_others() -> None:
@@ -240,7 +240,7 @@ def test_megatrons_checkpoints_with_and_without_ep_are_not_each_others() -> None
 )
 def test_what_a_backend_lacks_is_unsupported_with_advice(backend: str, model: str, layout: str, advice: str) -> None:
     cell = cell_of(backend, "sft-packed", model, layout, "exact")
-    answer = cell.legs[0].backend.load().supports(cell.scenario, cell.legs[0].layout)
+    answer = cell.phases[0].backend.load().supports(cell.scenario, cell.phases[0].layout)
     assert isinstance(answer, Unsupported)
     assert advice in answer.reason
 
@@ -254,5 +254,5 @@ def test_experts_that_tp_cuts_need_a_torch_whose_fsdp2_takes_them(
 ) -> None:
     monkeypatch.setattr("torch.__version__", version)
     cell = cell_of("fsdp2", "sft-packed", "qwen3-moe", layout, "exact")
-    answer = cell.legs[0].backend.load().supports(cell.scenario, cell.legs[0].layout)
+    answer = cell.phases[0].backend.load().supports(cell.scenario, cell.phases[0].layout)
     assert isinstance(answer, Unsupported) != is_supported

@@ -23,7 +23,7 @@ from conformance.data.coverage import measure_coverage
 from conformance.data.documents import build_batches
 from conformance.data.prepare import batches_of
 from conformance.data.rollouts import build_rollouts, read_groups
-from conformance.matrix.cell import Cell, Leg
+from conformance.matrix.cell import Cell, Phase
 from conformance.matrix.options import Selection
 from conformance.matrix.profile import select_cells
 from conformance.models.folder_checks import runs_code
@@ -258,17 +258,17 @@ def test_samples_are_no_roll_outs_and_roll_outs_no_samples(tmp_path: Path) -> No
         build_batches(sft, LLAMA)
 
 
-def test_a_leg_begins_with_a_roll_out() -> None:
+def test_a_phase_begins_with_a_roll_out() -> None:
     """Two mini-batches, gone through twice: the next roll-out begins at step 4."""
     scenario = shipped("grpo")
     entry, layout = BackendEntry(name="plain", target="plain_backend:Plain"), Layout.parse("dp1")
 
     def cell_of(first: int) -> Cell:
-        legs = (
-            Leg(backend=entry, layout=layout, steps=first, save="export"),
-            Leg(backend=entry, layout=layout, steps=scenario.steps - first),
+        phases = (
+            Phase(backend=entry, layout=layout, steps=first, save="export"),
+            Phase(backend=entry, layout=layout, steps=scenario.steps - first),
         )
-        return Cell(scenario=scenario, legs=legs, program="resume")
+        return Cell(scenario=scenario, phases=phases, program="resume")
 
     assert cell_of(4).first_steps == (0, 4)
     with pytest.raises(UsageError, match=r"phase 2 of program 'resume' begins at step 2 of .* in the middle .* of 4, "):

@@ -15,7 +15,7 @@ from conftest import make_cell
 from test_deepspeed import in_ranks
 
 from conformance.core.errors import UsageError
-from conformance.matrix.cell import Cell, Handover, Leg
+from conformance.matrix.cell import Cell, Handover, Phase
 from conformance.results.verdict import Verdict
 from conformance.runner.session import Session
 from conformance.runtime import Pool
@@ -48,8 +48,10 @@ def handed(
     """A cell in which each layout hands over to the next after two steps. ``overrides`` are fields of the scenario."""
     rows = None if precision in ("bf16", "fp16") else 12
     config = make_cell(scenario, "qwen3", "dp1", precision, steps=2 * len(layouts), rows=rows, **overrides).scenario
-    legs = [Leg(backend=BACKENDS["deepspeed"], layout=Layout.parse(layout), steps=2, save=save) for layout in layouts]
-    return Cell(scenario=config, legs=(*legs[:-1], replace(legs[-1], save=None)), program="handed")
+    phases = [
+        Phase(backend=BACKENDS["deepspeed"], layout=Layout.parse(layout), steps=2, save=save) for layout in layouts
+    ]
+    return Cell(scenario=config, phases=(*phases[:-1], replace(phases[-1], save=None)), program="handed")
 
 
 def assert_handed_over(verdict: Verdict) -> None:
@@ -129,9 +131,9 @@ def test_any_optimizer_hands_over(session: Session, scenario: str, layouts: tupl
 def test_a_critic_hands_over_beside_its_policy(session: Session) -> None:
     config = make_cell("ppo", "llama", "dp1", "exact", steps=8, rows=12).scenario
     layouts = [Layout.parse(layout) for layout in ("dp2.zero2", "tp2.zero3")]
-    first = Leg(backend=BACKENDS["deepspeed"], layout=layouts[0], steps=4, save="state")
-    last = Leg(backend=first.backend, layout=layouts[1], steps=4)
-    verdict = assert_honest(session, Cell(scenario=config, legs=(first, last), program="handed"))
+    first = Phase(backend=BACKENDS["deepspeed"], layout=layouts[0], steps=4, save="state")
+    last = Phase(backend=first.backend, layout=layouts[1], steps=4)
+    verdict = assert_honest(session, Cell(scenario=config, phases=(first, last), program="handed"))
     assert_handed_over(verdict)
     assert {q.stage for q in verdict.quantities} >= {"training state", "critic training state"}
 

@@ -22,7 +22,7 @@ from conformance.backends.protocol import BackendEntry, Unsupported
 from conformance.core.errors import UsageError
 from conformance.core.paths import resolve
 from conformance.data.prepare import FrozenInputs, prepare_inputs
-from conformance.matrix.cell import Cell, Handover, Leg
+from conformance.matrix.cell import Cell, Handover, Phase
 from conformance.numerics.float64_tier import exact_tier
 from conformance.oracle.role_model import read_decoder
 from conformance.oracle.run import POLICIES
@@ -187,14 +187,14 @@ def test_lower_precisions_are_as_good_as_a_single_process(
 
 
 def program(backends: str, layouts: str, save: Handover, *faults: str, precision: PrecisionName = "exact") -> Cell:
-    """Two legs of two steps each; ``backends`` and ``layouts`` of both, with -to- between them."""
+    """Two phases of two steps each; ``backends`` and ``layouts`` of both, with -to- between them."""
     chain, ways = backends.split("-to-"), layouts.split("-to-")
     asked = cell_of(chain[0], "sft-lora", "llama", ways[0], precision, steps=4)
-    legs = [
-        Leg(backend=BACKENDS[backend], layout=Layout.parse(layout), steps=2, save=None if number else save)
+    phases = [
+        Phase(backend=BACKENDS[backend], layout=Layout.parse(layout), steps=2, save=None if number else save)
         for number, (backend, layout) in enumerate(zip(chain, ways, strict=True))
     ]
-    return Cell(scenario=asked.scenario, legs=tuple(legs), program=save, faults=faults)
+    return Cell(scenario=asked.scenario, phases=tuple(phases), program=save, faults=faults)
 
 
 @pytest.mark.exhaustive
@@ -217,8 +217,10 @@ def test_a_training_of_adapters_goes_on(session: Session, backends: str, layouts
     asked = program(backends, layouts, save)
     verdict = assert_honest(session, asked)
     loaded = {quantity.tensor for quantity in verdict.quantities if (quantity.stage, quantity.step) == ("weights", 2)}
-    assert len(loaded) == 2 * 9 + 3 + 2 * 2 * len(TARGETS)  # as loaded by the second leg: of layers, outside, adapters
-    before, after = (record_of(session, asked, leg) for leg in (0, 1))
+    assert len(loaded) == 2 * 9 + 3 + 2 * 2 * len(
+        TARGETS
+    )  # as loaded by the second phase: of layers, outside, adapters
+    before, after = (record_of(session, asked, phase) for phase in (0, 1))
     last, first = before.steps[-1].tensors(), after.loaded.tensors()
     changed = {name for name in last if name.startswith("weight/") and _moved(first[name], last[name])}
     names = {name.removeprefix("weight/") for name in changed}
@@ -361,7 +363,7 @@ def test_what_a_backend_lacks_for_adapters_is_unsupported_with_advice(
 ) -> None:
     chosen = {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj"], **lora}
     asked = cell_of(backend, "sft-lora", "llama", layout, precision, lora=chosen)
-    answer = BACKENDS[backend].load().supports(asked.scenario, asked.legs[0].layout)
+    answer = BACKENDS[backend].load().supports(asked.scenario, asked.phases[0].layout)
     assert isinstance(answer, Unsupported)
     assert re.search(advice, answer.reason)
 
@@ -378,6 +380,6 @@ def test_a_backend_that_knows_nothing_of_adapters_is_not_asked_to_train_them(ses
 
 def test_only_adapters_are_merged() -> None:
     packed = cell_of("fsdp2", "sft-packed", "llama", "dp2", "exact", steps=4)
-    leg = replace(packed.legs[0], steps=2)
+    phase = replace(packed.phases[0], steps=2)
     with pytest.raises(UsageError, match="merges adapters, and scenario sft-packed has none; use another scenario"):
-        Cell(scenario=packed.scenario, legs=(replace(leg, save="merge"), leg), program="merge")
+        Cell(scenario=packed.scenario, phases=(replace(phase, save="merge"), phase), program="merge")

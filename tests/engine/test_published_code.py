@@ -87,7 +87,7 @@ NO_PLAN = "carries no tensor-parallel plan; use the layout option 'plan', or tp1
 )
 def test_layouts_are_those_of_a_model_without_a_plan(folder: Path, backend: str, layout: str, answer: Any) -> None:
     cell = cell_with(folder, backend=backend, scenario="sft-packed", layout=layout, precision="exact", trusted=True)
-    assert cell.legs[0].backend.load().supports(cell.scenario, cell.legs[0].layout) == answer
+    assert cell.phases[0].backend.load().supports(cell.scenario, cell.phases[0].layout) == answer
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,9 @@ def cell(backend: str, name: str, *, planted: bool = True) -> Cell:
     more = small(place.scenario) if precision == "fp16" else {}
     asked = cell_of(backend, place.scenario, place.model, place.layouts[backend], precision, **more)
     faults = (name,) if planted else ()
-    single = Cell.single(scenario=asked.scenario, backend=BACKENDS[backend], layout=asked.legs[0].layout, faults=faults)
+    single = Cell.single(
+        scenario=asked.scenario, backend=BACKENDS[backend], layout=asked.phases[0].layout, faults=faults
+    )
     return with_resume(single, place.saves)
 
 

@@ -96,12 +96,12 @@ def test_swapped_records_are_rejected_for_both_cells(out: Path, other: str) -> N
     assert f"is a record of {other} and not of {EXACT}: folders were mixed up" in reasons[EXACT]
 
 
-def test_legs_that_were_swapped_are_out_of_order(out: Path) -> None:
+def test_phases_that_were_swapped_are_out_of_order(out: Path) -> None:
     swap(out, *record_folders(RESUMED))
     assert "begins with step 2, but 0 is next; put its phases in order" in spoiled(out)[RESUMED]
 
 
-def test_one_leg_is_not_another(out: Path) -> None:
+def test_one_phase_is_not_another(out: Path) -> None:
     first, second = record_folders(RESUMED)
     shutil.rmtree(out / second)
     shutil.copytree(out / first, out / second)

@@ -16,7 +16,7 @@ from conformance.backends.protocol import BackendEntry
 from conformance.cli import doctor
 from conformance.cli import main as cli
 from conformance.core.paths import FIXTURES, resolve
-from conformance.matrix.cell import Cell, Handover, Leg
+from conformance.matrix.cell import Cell, Handover, Phase
 from conformance.matrix.options import Demands
 from conformance.results.run_results import OUTPUT_SCHEMA
 from conformance.runner.preflight import Refusals
@@ -119,11 +119,11 @@ def test_what_a_backend_does_not_hand_over_is_said_before_anything_runs(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     scenario = load_scenario(FIXTURES / "scenarios" / "sft-sgd.toml", model="models/llama", precision="exact")
     selfish = BackendEntry(name="selfish", target="plain_variants:Selfish")
-    legs = [
-        Leg(backend=selfish, layout=Layout(dp=2), steps=2, save=save),
-        Leg(backend=selfish, layout=Layout(dp=2), steps=scenario.steps - 2),
+    phases = [
+        Phase(backend=selfish, layout=Layout(dp=2), steps=2, save=save),
+        Phase(backend=selfish, layout=Layout(dp=2), steps=scenario.steps - 2),
     ]
-    cell = Cell(scenario=scenario, legs=tuple(legs), program="mine")
+    cell = Cell(scenario=scenario, phases=tuple(phases), program="mine")
     refused = Refusals(device).refusal(cell, resolve(scenario.model))
     assert refused
     assert refused.state == state
@@ -136,10 +136,10 @@ def test_broken_later_phase_is_reported_before_missing_gpus(tmp_path: Path, monk
     monkeypatch.syspath_prepend(str(tmp_path))
     scenario = load_scenario(FIXTURES / "scenarios" / "sft-sgd.toml", model="models/llama", precision="exact")
     plain, broken = (BackendEntry(name=name, target=f"{name}_backend:Plain") for name in ("plain", "broken"))
-    whole = Leg(backend=plain, layout=Layout(dp=2), steps=scenario.steps)
+    whole = Phase(backend=plain, layout=Layout(dp=2), steps=scenario.steps)
     first, second = replace(whole, steps=2, save="export"), replace(whole, backend=broken, steps=scenario.steps - 2)
-    for legs, state in (((whole,), "not_run"), ((first, second), "infrastructure")):
-        cell = Cell(scenario=scenario, legs=legs, program="mine")
+    for phases, state in (((whole,), "not_run"), ((first, second), "infrastructure")):
+        cell = Cell(scenario=scenario, phases=phases, program="mine")
         refused = Refusals("cuda").refusal(cell, resolve(scenario.model))
         assert refused
         assert refused.state == state

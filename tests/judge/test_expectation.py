@@ -7,7 +7,7 @@ from conftest import make_cell
 
 from conformance.backends.protocol import BackendEntry
 from conformance.core.errors import UsageError
-from conformance.matrix.cell import Cell, Leg
+from conformance.matrix.cell import Cell, Phase
 from conformance.runner.preflight import Refusals
 from conformance.spec.known_defects import Defect, DividedGradients, ExpectedDifference, Unmodelled
 from conformance.spec.layout import Layout
@@ -113,13 +113,13 @@ def test_a_cell_has_all_that_is_known_of_it() -> None:
     assert reasons(shipped) == ["one bug", "another"]
     assert Refusals("cpu").known(shipped)[0].defects == DEFECT
     assert reasons(make_cell("sft-packed", "llama", "tp2", "exact", backend=KNOWN)) == ["another"]
-    assert reasons(make_cell("sft-warmup", "llama", "tp2", "exact", backend=KNOWN)) == ["another"], "both legs alike"
+    assert reasons(make_cell("sft-warmup", "llama", "tp2", "exact", backend=KNOWN)) == ["another"], "both phases alike"
 
 
-def test_nothing_is_known_of_a_planted_fault_nor_of_legs_that_are_not_alike() -> None:
+def test_nothing_is_known_of_a_planted_fault_nor_of_phases_that_are_not_alike() -> None:
     planted = make_cell("sft-packed", "llama", "tp2", "exact", backend=KNOWN, faults=("local-token-mean",))
     assert reasons(planted) == []
     scenario = make_cell("sft-warmup", "llama", "tp2", "exact", backend=KNOWN).scenario
-    first = Leg(backend=KNOWN, layout=Layout(tp=2), steps=2, save="checkpoint")
-    legs = (first, Leg(backend=KNOWN, layout=Layout(dp=2), steps=scenario.steps - 2))
-    assert reasons(Cell(scenario=scenario, legs=legs, program="resume")) == []
+    first = Phase(backend=KNOWN, layout=Layout(tp=2), steps=2, save="checkpoint")
+    phases = (first, Phase(backend=KNOWN, layout=Layout(dp=2), steps=scenario.steps - 2))
+    assert reasons(Cell(scenario=scenario, phases=phases, program="resume")) == []

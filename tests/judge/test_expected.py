@@ -89,9 +89,9 @@ def test_records_of_the_oracle_are_believed_only_with_the_defects_that_they_name
         assert "should be the oracle's record with [{'kind': 'divided-gradients', 'by': 2}]" in verdict.reason
     write(tmp_path / "honest" / "cell", with_defect)
     write(tmp_path / "honest" / "oracle" / "float64", with_defect, oracle="float64", defects=DEFECT)
-    legs = [tmp_path / "honest" / "cell"]
+    phases = [tmp_path / "honest" / "cell"]
     oracle = tmp_path / "honest" / "oracle"
-    verdict = judge_cell(CELL, legs, oracle=oracle, known=(), defective=None, observables=OBSERVABLES)
+    verdict = judge_cell(CELL, phases, oracle=oracle, known=(), defective=None, observables=OBSERVABLES)
     assert verdict.state == "infrastructure"
     assert "should be the oracle's record with no defect" in verdict.reason
 

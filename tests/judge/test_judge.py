@@ -171,10 +171,10 @@ def test_a_record_with_fewer_steps_than_the_oracle_differs(tmp_path: Path) -> No
     assert "steps from 1 on are missing" in verdict.reason
 
 
-def test_legs_are_judged_as_one_run(tmp_path: Path) -> None:
+def test_phases_are_judged_as_one_run(tmp_path: Path) -> None:
     oracle = write(tmp_path / "oracle")
-    legs = [write(tmp_path / "1", until=1), write(tmp_path / "2", first=1, layout="dp1")]
-    verdict = judge(legs, oracle=oracle, noise=())
+    phases = [write(tmp_path / "1", until=1), write(tmp_path / "2", first=1, layout="dp1")]
+    verdict = judge(phases, oracle=oracle, noise=())
     assert verdict.state == "conforms", verdict.reason
     assert {q.step for q in verdict.quantities} == {-1, 0, 1, 2}
     whole = judge([write(tmp_path / "whole")], oracle=oracle, noise=())
@@ -195,7 +195,7 @@ def test_judge_weights_lost_on_resume_differ_at_first_step(tmp_path: Path) -> No
     ]
 
 
-def test_a_leg_that_is_missing_is_no_pass(tmp_path: Path) -> None:
+def test_a_phase_that_is_missing_is_no_pass(tmp_path: Path) -> None:
     oracle = write(tmp_path / "oracle")
     verdict = judge([write(tmp_path / "1", until=2)], oracle=oracle, noise=())
     assert verdict.state == "differs"
@@ -314,8 +314,8 @@ def test_what_one_layout_does_not_report_another_may(tmp_path: Path, layout: str
     def change(step: int, values: Values, tensors: Tensors) -> None:
         values.pop("grad_norm", None)
 
-    legs = [write(tmp_path / "1", first=0, until=1), write(tmp_path / "2", change, first=1, layout=layout)]
-    verdict = judge(legs, oracle=write(tmp_path / "oracle"), noise=())
+    phases = [write(tmp_path / "1", first=0, until=1), write(tmp_path / "2", change, first=1, layout=layout)]
+    verdict = judge(phases, oracle=write(tmp_path / "oracle"), noise=())
     assert {finding.stage for finding in verdict.findings} == stages
 
 

@@ -131,10 +131,10 @@ def test_each_expert_is_judged_by_the_micro_batches_that_it_was_chosen_in() -> N
         loaded = SimpleNamespace(names=lambda: [f"weight/{name}"])
         layout, given = Layout.parse("dp2"), {"step": 0, "targets": [[1, 1, 1], [1, 1, targets]]}
         footer, header = {"batches": [given]}, {"first_step": 0}
-        leg: Any = SimpleNamespace(header=header, layout=layout, steps=[step], loaded=loaded, footer=footer)
+        phase: Any = SimpleNamespace(header=header, layout=layout, steps=[step], loaded=loaded, footer=footer)
         return [
             measurement.error
-            for measurement in measure_accumulation_precision([leg], parse_scenario(told), [gradient], batches)
+            for measurement in measure_accumulation_precision([phase], parse_scenario(told), [gradient], batches)
         ]
 
     def found(name: str, *, elements: list[float], targets: int = 1) -> float:

@@ -1,4 +1,4 @@
-"""The judge on handovers: what a leg has loaded is what the leg before had, to the bit, before any step is made."""
+"""The judge on handovers: what a phase has loaded is what the phase before had, to the bit, before any step is made."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from conformance.judge.verdict import judge
 from conformance.results.verdict import Verdict
 
 MOMENTUM = torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(4, 3)
-LOADED = 1  # the first leg has one step
+LOADED = 1  # the first phase has one step
 
 
 def with_momentum(at: int, momentum: Tensors) -> Change:
@@ -25,8 +25,8 @@ def with_momentum(at: int, momentum: Tensors) -> Change:
 
 
 def verdict_of(tmp_path: Path, before: Change, after: Change) -> Verdict:
-    legs = [write(tmp_path / "0", before, until=LOADED), write(tmp_path / "1", after, first=LOADED)]
-    return judge(legs, oracle=write(tmp_path / "oracle"), noise=())
+    phases = [write(tmp_path / "0", before, until=LOADED), write(tmp_path / "1", after, first=LOADED)]
+    return judge(phases, oracle=write(tmp_path / "oracle"), noise=())
 
 
 BOTH = {"a": MOMENTUM, "b": MOMENTUM + 1}

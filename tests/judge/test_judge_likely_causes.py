@@ -286,7 +286,7 @@ def test_what_is_said_of_all_gradients_is_no_parameter(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("step", "told"), [(1, True), (2, False)])
 def test_a_difference_at_the_first_step_after_loading_says_so(tmp_path: Path, step: int, told: bool) -> None:
     oracle = write(tmp_path / "oracle")
-    legs = [write(tmp_path / "1", until=1), write(tmp_path / "2", scale("gradient/a", 1.37, at=step), first=1)]
-    verdict = judge(legs, oracle=oracle, noise=())
+    phases = [write(tmp_path / "1", until=1), write(tmp_path / "2", scale("gradient/a", 1.37, at=step), first=1)]
+    verdict = judge(phases, oracle=oracle, noise=())
     assert verdict.findings[0].step == step
     assert (f"; step {step} is the first after loading" in verdict.reason) == told

@@ -7,7 +7,7 @@ from cells import BACKENDS, STEPS, assert_honest, exhaustive, small
 from conftest import make_cell
 
 from conformance.backends.protocol import BackendEntry
-from conformance.matrix.cell import Cell, Handover, Leg
+from conformance.matrix.cell import Cell, Handover, Phase
 from conformance.runner.session import Session
 from conformance.spec.layout import Layout
 from conformance.spec.observables import AGAINST_REBUILT
@@ -132,8 +132,8 @@ def test_a_part_of_what_was_asked_is_not_enough(
 def test_weights_that_nothing_trains_are_restored_as_well(session: Session, save: Handover) -> None:
     backend = BackendEntry(name="partial", target="partial_liars:RestoresNoFrozenWeights")
     scenario = make_cell("sft-lora", "llama", "dp2", "exact", steps=4, **small("sft-lora")).scenario
-    legs = [Leg(backend=backend, layout=Layout(dp=2), steps=2, save=kind) for kind in (save, None)]
-    verdict = session.run(Cell(scenario=scenario, legs=tuple(legs), program=f"by-{save}")).verdict
+    phases = [Phase(backend=backend, layout=Layout(dp=2), steps=2, save=kind) for kind in (save, None)]
+    verdict = session.run(Cell(scenario=scenario, phases=tuple(phases), program=f"by-{save}")).verdict
     assert (verdict.state, verdict.first_stage) == ("differs", "weights"), verdict.reason
     loaded = {finding.tensor for finding in verdict.findings if (finding.stage, finding.step) == ("weights", 2)}
     assert loaded
@@ -144,8 +144,8 @@ def test_weights_that_nothing_trains_are_restored_as_well(session: Session, save
 def test_settings_of_an_exported_folder_are_the_models(session: Session) -> None:
     backend = BackendEntry(name="partial", target="partial_liars:ExportsOtherSettings")
     scenario = make_cell("sft-lora", "llama", "dp2", "exact", steps=4, **small("sft-lora")).scenario
-    legs = [Leg(backend=backend, layout=Layout(dp=2), steps=2, save=kind) for kind in ("export", None)]
-    verdict = session.run(Cell(scenario=scenario, legs=tuple(legs), program="by-export")).verdict
+    phases = [Phase(backend=backend, layout=Layout(dp=2), steps=2, save=kind) for kind in ("export", None)]
+    verdict = session.run(Cell(scenario=scenario, phases=tuple(phases), program="by-export")).verdict
     assert (verdict.state, verdict.first_stage) == ("differs", "configuration"), verdict.reason
     assert {(finding.tensor, finding.step) for finding in verdict.findings} == {
         ("exported policy/adapter/adapter_config.json: lora_alpha", 1),
@@ -153,18 +153,18 @@ def test_settings_of_an_exported_folder_are_the_models(session: Session) -> None
     }
 
 
-def of_two_legs(backend: BackendEntry, save: Handover) -> Cell:
+def of_two_phases(backend: BackendEntry, save: Handover) -> Cell:
     scenario = make_cell("sft-padded", "llama", "dp2", "exact", steps=4, **small("sft-padded")).scenario
-    legs = (Leg(backend=backend, layout=Layout(dp=2), steps=2, save=save),)
+    phases = (Phase(backend=backend, layout=Layout(dp=2), steps=2, save=save),)
     return Cell(
-        scenario=scenario, legs=(*legs, Leg(backend=backend, layout=Layout(dp=2), steps=2)), program=f"by-{save}"
+        scenario=scenario, phases=(*phases, Phase(backend=backend, layout=Layout(dp=2), steps=2)), program=f"by-{save}"
     )
 
 
 @pytest.mark.exhaustive  # cells that resume and programs that hand over show it, too
 @pytest.mark.parametrize("save", ["checkpoint", "export"])
 def test_an_honest_backend_saves_what_it_has_trained(session: Session, save: Handover) -> None:
-    assert_honest(session, of_two_legs(BACKENDS["fsdp2"], save))
+    assert_honest(session, of_two_phases(BACKENDS["fsdp2"], save))
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_an_honest_backend_saves_what_it_has_trained(session: Session, save: Han
 def test_what_was_not_saved_shows_at_the_first_step_after_loading(
     session: Session, name: str, save: Handover, stage: str
 ) -> None:
-    verdict = session.run(of_two_legs(liar(name), save)).verdict
+    verdict = session.run(of_two_phases(liar(name), save)).verdict
     assert (verdict.state, verdict.first_stage) == ("differs", stage), verdict.reason
     assert verdict.findings[0].step == 2
 

@@ -87,16 +87,18 @@ def test_rows_micro_batches_and_ranks_without_targets_and_padding_occur(profiles
 
 @pytest.mark.parametrize("profile", ["quick", "full", "gpu"])
 def test_long_documents_are_trained_on_every_backend(profile: str) -> None:
-    long = [leg for cell in cells_of(profile) if cell.scenario.name == "sft-long" for leg in cell.legs]
-    assert {leg.backend.name for leg in long} == set(BACKENDS)
-    assert any(leg.layout.sp > 1 for leg in long)
+    long = [phase for cell in cells_of(profile) if cell.scenario.name == "sft-long" for phase in cell.phases]
+    assert {phase.backend.name for phase in long} == set(BACKENDS)
+    assert any(phase.layout.sp > 1 for phase in long)
 
 
 @pytest.mark.exhaustive
 def test_full_profile_has_uneven_frozen_and_ended_cells() -> None:
     def pairs(of: Any) -> set[tuple[str, Any]]:
         cells = cells_of("full")
-        return {(cell.backend, what) for cell in cells for leg in cell.legs for what in of(cell.scenario, leg.layout)}
+        return {
+            (cell.backend, what) for cell in cells for phase in cell.phases for what in of(cell.scenario, phase.layout)
+        }
 
     thirds = pairs(lambda _, layout: [axis for axis in ("dp", "sp", "pp") if getattr(layout, axis) == 3])
     assert thirds >= {("fsdp2", "dp"), ("fsdp2", "sp"), ("deepspeed", "dp"), ("deepspeed", "sp"), ("megatron", "pp")}
@@ -109,7 +111,7 @@ def test_a_vocabulary_that_documents_leave_alone_shows(tmp_path: Path) -> None:
     """What the fixtures once were: the second shard of two, padded, had neither an input nor a target."""
     data = tmp_path / "poor.jsonl"
     data.write_text("".join(json.dumps({"question": f"{i}", "answer": "1"}) + "\n" for i in range(10, 40)))
-    cell = next(c for c in cells_of("quick") if c.legs[0].layout.tp == 2 and c.scenario.objective.reads == "samples")
+    cell = next(c for c in cells_of("quick") if c.phases[0].layout.tp == 2 and c.scenario.objective.reads == "samples")
     poor = dataclasses.replace(cell.scenario, data=dataclasses.replace(cell.scenario.data, path=str(data)))
     found = measure_coverage([dataclasses.replace(cell, scenario=poor)])
     (reach,) = found.documents

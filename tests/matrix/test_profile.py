@@ -26,13 +26,13 @@ def cells_of(profile: str, *backends: str) -> list[Cell]:
 
 
 def layouts_of(profile: str, backend: str) -> list[Layout]:
-    return [leg.layout for cell in cells_of(profile, backend) for leg in cell.legs]
+    return [phase.layout for cell in cells_of(profile, backend) for phase in cell.phases]
 
 
 @cache
 def factors(cell: Cell) -> set[tuple[str, object]]:
     """What a cell of one layout covers: family, axes, world size, precision, accumulation."""
-    layout, scenario = cell.legs[0].layout, cell.scenario
+    layout, scenario = cell.phases[0].layout, cell.scenario
     axes = {axis for axis in ("dp", "rep", "tp", "sp") if getattr(layout, axis) > 1}
     return {
         ("family", scenario.model_name),
@@ -100,11 +100,11 @@ def test_tables_that_name_a_backend_hold_cells_that_it_supports(
 ) -> None:
     """On a machine that has what the profile is for, such as TransformerEngine beside its GPUs."""
     monkeypatch.setattr("impl.megatron.adapter.is_installed", lambda package: True)
-    mine = [cell for cell in cells_of_named_tables(profile) if backend in {leg.backend.name for leg in cell.legs}]
+    mine = [cell for cell in cells_of_named_tables(profile) if backend in {phase.backend.name for phase in cell.phases}]
     assert mine
     adapter = find_backend(backend).load()
     for cell in mine:
-        for layout in {leg.layout for leg in cell.legs if leg.backend.name == backend}:
+        for layout in {phase.layout for phase in cell.phases if phase.backend.name == backend}:
             assert isinstance(adapter.supports(cell.scenario, layout), Supported), str(cell)
 
 
@@ -134,8 +134,8 @@ def test_nightly_uses_one_two_four_and_eight_gpus_and_gpu_no_more_than_four(back
         cells = cells_of(profile, backend)
         assert {cell.world_size for cell in cells} == sizes
         for size in sizes:
-            legs = ((cell.scenario, cell.legs[0].layout) for cell in cells if cell.world_size == size)
-            assert any(isinstance(adapter.supports(scenario, layout), Supported) for scenario, layout in legs)
+            phases = ((cell.scenario, cell.phases[0].layout) for cell in cells if cell.world_size == size)
+            assert any(isinstance(adapter.supports(scenario, layout), Supported) for scenario, layout in phases)
         scenarios = {cell.scenario for cell in cells}
         assert any(scenario.lora for scenario in scenarios)
         assert {"qwen3-moe", "mixtral"} <= {scenario.model_name for scenario in scenarios}
@@ -156,7 +156,7 @@ def test_quick_saves_and_goes_on_in_the_middle_of_a_warm_up_on_every_backend() -
         resumed = [cell for cell in cells_of("quick", backend) if cell.program == "resume"]
         assert resumed
         for cell in resumed:
-            first, second = cell.legs
+            first, second = cell.phases
             assert first.save == "checkpoint"
             assert 0 < first.steps <= cell.scenario.schedule.warmup_steps
             assert second.steps >= 2
@@ -174,7 +174,7 @@ def test_a_profile_may_run_the_first_steps_of_every_scenario(tmp_path: Path) -> 
         precisions = ["exact"]
     """)
     (cell,) = expand(load_profile(str(file)), [find_backend("fsdp2")], Overrides())
-    assert [leg.steps for leg in cell.legs] == [cell.scenario.steps] == [2]
+    assert [phase.steps for phase in cell.phases] == [cell.scenario.steps] == [2]
     file.write_text(file.read_text() + "steps = 3\n")
     (cell,) = expand(load_profile(str(file)), [find_backend("fsdp2")], Overrides())
     assert cell.scenario.steps == 3, "of a table, in the place of the profile's"
@@ -185,8 +185,8 @@ def test_a_profile_may_run_the_first_steps_of_every_scenario(tmp_path: Path) -> 
 
 
 def test_full_profile_transfers_checkpoints_and_weights() -> None:
-    chains = [cell for cell in cells_of("full") if len({(leg.backend, leg.layout) for leg in cell.legs}) > 1]
-    handed = {(a.save, a.backend.name, b.backend.name) for c in chains for a, b in itertools.pairwise(c.legs)}
+    chains = [cell for cell in cells_of("full") if len({(phase.backend, phase.layout) for phase in cell.phases}) > 1]
+    handed = {(a.save, a.backend.name, b.backend.name) for c in chains for a, b in itertools.pairwise(c.phases)}
     assert {("checkpoint", "fsdp2", "fsdp2"), ("checkpoint", "megatron", "megatron")} <= handed
     exported = {(giver, taker) for save, giver, taker in handed if save == "export" and giver != taker}
     assert {giver for giver, _ in exported} == {taker for _, taker in exported} == set(BACKENDS)
@@ -208,15 +208,17 @@ def test_a_table_with_two_lists_of_layouts_goes_from_each_to_each(tmp_path: Path
     """)
     cells = expand(load_profile(str(file)), [find_backend("fsdp2")], Overrides())
     assert {cell.layout for cell in cells} == {"dp2", "dp2-to-sp2", "tp2-to-dp2", "tp2-to-sp2"}
-    assert [str(leg.layout) for leg in cells[-1].legs] == ["tp2", "sp2"]
+    assert [str(phase.layout) for phase in cells[-1].phases] == ["tp2", "sp2"]
 
 
 def test_checkpoints_has_every_backend_hand_its_state_to_every_other() -> None:
     cells = [cell for cell in cells_of("checkpoints") if cell.program == "state"]
-    assert {tuple(leg.backend.name for leg in cell.legs) for cell in cells} == {*itertools.product(BACKENDS, BACKENDS)}
+    assert {tuple(phase.backend.name for phase in cell.phases) for cell in cells} == {
+        *itertools.product(BACKENDS, BACKENDS)
+    }
     for backend in BACKENDS:
         own = [cell for cell in cells if cell.backend == backend and cell.scenario.name == "sft-warmup"]
-        ways = {tuple(str(leg.layout) for leg in cell.legs) for cell in own if cell.scenario.precision == "exact"}
+        ways = {tuple(str(phase.layout) for phase in cell.phases) for cell in own if cell.scenario.precision == "exact"}
         assert len({one for one, _ in ways}) >= 6
         assert len(ways) >= 36
 
@@ -238,7 +240,7 @@ def test_options_of_the_user_reach_every_cell() -> None:
         cells = select_cells(Selection(backend=("fsdp2",), packing_samples=packed, ring_head_stride=stride))
         plain = {cell.scenario.name: cell.scenario.data.packed for cell in cells_of("quick", "fsdp2")}
         assert all(cell.scenario.data.packed == (packed or plain[cell.scenario.name]) for cell in cells)
-        for layout in (leg.layout for cell in cells for leg in cell.legs):
+        for layout in (phase.layout for cell in cells for phase in cell.phases):
             assert layout.stride == ((stride or 1) if layout.gathers else 1)
 
 
@@ -305,7 +307,7 @@ precisions = ["exact"]
         ),
         ('scenarios = ["sft-sgd"]', 'scenarios = ["nothing"]', r"profile .*mine.toml: no scenario file .*nothing.toml"),
         ('scenarios = ["sft-sgd"]', 'scenarios = ["\\u0000"]', r"profile .*mine.toml: .* cannot be read: .*null byte"),
-        ('layouts = ["dp2"]', 'layouts = ["dp2-to-dp4"]', r"profile .*mine.toml: 2 layouts for a program of 1 legs"),
+        ('layouts = ["dp2"]', 'layouts = ["dp2-to-dp4"]', r"profile .*mine.toml: 2 layouts for a program of 1 phases"),
         (
             'models = ["llama"]',
             'models = ["llama"]\nprogram = "x"',

@@ -49,7 +49,7 @@ def test_every_cell_is_in_one_shard_and_shards_have_equal_work(total: int) -> No
     cells = select_cells(Selection(profile="gpu"))
     shards = shards_of(cells, total)
     assert sorted(str(cell) for shard in shards for cell in shard) == sorted(map(str, cells))
-    work = [sum(leg.layout.world_size for cell in shard for leg in cell.legs) for shard in shards]
+    work = [sum(phase.layout.world_size for cell in shard for phase in cell.phases) for shard in shards]
     assert max(work) <= 1.03 * min(work)
     order = {str(cell): number for number, cell in enumerate(cells)}
     assert all(shard == sorted(shard, key=lambda cell: order[str(cell)]) for shard in shards)  # that of the run

@@ -60,7 +60,7 @@ def test_what_transformer_engine_cannot_do_says_what_would_work(
     model: str, layout: str, precision: PrecisionName, advice: str
 ) -> None:
     cell = cell_of("megatron", "sft-packed", model, layout, precision)
-    answer = adapter_of(BACKENDS["megatron"]).supports(cell.scenario, cell.legs[0].layout)
+    answer = adapter_of(BACKENDS["megatron"]).supports(cell.scenario, cell.phases[0].layout)
     assert isinstance(answer, Unsupported)
     assert re.search(advice, answer.reason), answer.reason
 
@@ -69,7 +69,7 @@ def test_cells_with_transformer_engine_have_ranks_of_their_own() -> None:
     """megatron-core asks once in a process whether it is there; and asking for a GPU must not happen before a fork."""
 
     def preload(layout: str) -> tuple[str, ...]:
-        return world_config(cell_of("megatron", "sft-packed", "llama", layout, "bf16").legs[0], "cuda").preload
+        return world_config(cell_of("megatron", "sft-packed", "llama", layout, "bf16").phases[0], "cuda").preload
 
     assert "impl.megatron.context" in preload("dp2")
     assert preload("dp2") == preload("tp2.seqpar")

@@ -9,7 +9,7 @@ import pytest
 from cells import BACKENDS, assert_honest
 from conftest import make_cell
 
-from conformance.matrix.cell import Cell, Handover, Leg
+from conformance.matrix.cell import Cell, Handover, Phase
 from conformance.runner.session import Session
 from conformance.spec.layout import Layout
 from conformance.spec.precision import PrecisionName
@@ -25,11 +25,11 @@ def goes_on(scenario: str, model: str, before: str, after: str, precision: Preci
     first = 1 if scenario == "sft-frozen" else 2
     config = make_cell(scenario, model, "dp1", precision, steps=first + 2).scenario
     backend = BACKENDS["megatron"]
-    legs = (
-        Leg(backend=backend, layout=Layout.parse(before), steps=first, save=save),
-        Leg(backend=backend, layout=Layout.parse(after), steps=2),
+    phases = (
+        Phase(backend=backend, layout=Layout.parse(before), steps=first, save=save),
+        Phase(backend=backend, layout=Layout.parse(after), steps=2),
     )
-    return Cell(scenario=config, legs=legs, program=save)
+    return Cell(scenario=config, phases=phases, program=save)
 
 
 @pytest.mark.exhaustive

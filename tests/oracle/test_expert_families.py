@@ -159,7 +159,7 @@ def test_gpt_oss_in_fp16(session: Session, backend: str, scenario: str, layout: 
 )
 def test_what_a_backend_lacks_is_unsupported_with_advice(backend: str, model: str, layout: str, advice: str) -> None:
     cell = cell_of(backend, "sft-packed", model, layout, "exact")
-    answer = cell.legs[0].backend.load().supports(cell.scenario, cell.legs[0].layout)
+    answer = cell.phases[0].backend.load().supports(cell.scenario, cell.phases[0].layout)
     assert isinstance(answer, Unsupported)
     assert advice in answer.reason
 
@@ -371,9 +371,9 @@ def test_a_training_goes_on_elsewhere_with_the_bias(
     if what == "checkpoint" and before[0] != after[0]:
         pytest.skip("a checkpoint is read by the library that wrote it")
     cells = [cell_of(backend, "sft-packed", model, layout, "exact", steps=4) for backend, layout in (before, after)]
-    first, second = (cell.legs[0] for cell in cells)
-    legs = (replace(first, steps=2, save=what), replace(second, steps=2))
-    assert_honest(session, replace(cells[0], legs=legs, program=what))
+    first, second = (cell.phases[0] for cell in cells)
+    phases = (replace(first, steps=2, save=what), replace(second, steps=2))
+    assert_honest(session, replace(cells[0], phases=phases, program=what))
 
 
 @pytest.mark.parametrize(

@@ -84,9 +84,11 @@ def test_lower_precisions_are_as_good_as_a_single_process(
 def test_families_profile_has_sft_and_grpo_on_every_backend() -> None:
     backends = [find_backend(name) for name in ("fsdp2", "deepspeed", "megatron")]
     claimed = {
-        (cell.legs[0].backend.name, cell.scenario.model_name, cell.scenario.objective.kind)
+        (cell.phases[0].backend.name, cell.scenario.model_name, cell.scenario.objective.kind)
         for cell in expand(load_profile("families"), backends, Overrides())
-        if all(isinstance(leg.backend.load().supports(cell.scenario, leg.layout), Supported) for leg in cell.legs)
+        if all(
+            isinstance(phase.backend.load().supports(cell.scenario, phase.layout), Supported) for phase in cell.phases
+        )
     }
     anywhere = (*HUGGING_FACE, *ROUTED)
     for backend, families in (("fsdp2", anywhere), ("deepspeed", anywhere), ("megatron", (*MEGATRON, "gpt-oss"))):
@@ -118,6 +120,6 @@ def test_what_a_backend_lacks_for_a_family_is_unsupported_with_advice(
     backend: str, model: str, layout: str, advice: str
 ) -> None:
     cell = cell_of(backend, "sft-packed", model, layout, "exact")
-    answer = cell.legs[0].backend.load().supports(cell.scenario, cell.legs[0].layout)
+    answer = cell.phases[0].backend.load().supports(cell.scenario, cell.phases[0].layout)
     assert isinstance(answer, Unsupported)
     assert re.search(advice, answer.reason)

@@ -19,7 +19,7 @@ from conftest import make_cell
 import conformance.oracle
 from conformance.core.paths import cache_folder, resolve
 from conformance.data.prepare import FrozenInputs, prepare_inputs
-from conformance.matrix.cell import Cell, Leg
+from conformance.matrix.cell import Cell, Phase
 from conformance.oracle.run import POLICIES
 from conformance.records.step_tensors import read_record
 from conformance.runner.oracle_jobs import COMPUTED_WITH, Oracles, _cache_key, prune
@@ -196,10 +196,13 @@ def test_the_same_model_in_another_folder_is_judged_by_a_record_that_names_it(ca
 
 
 def export_after_one(scenario_cell: Cell) -> Cell:
-    """The same training in two legs, of which the second has a new optimizer."""
-    (leg,) = scenario_cell.legs
-    legs = (Leg(backend=leg.backend, layout=leg.layout, steps=1, save="export"), dataclasses.replace(leg, steps=1))
-    return dataclasses.replace(scenario_cell, legs=legs, program="mine")
+    """The same training in two phases, of which the second has a new optimizer."""
+    (phase,) = scenario_cell.phases
+    phases = (
+        Phase(backend=phase.backend, layout=phase.layout, steps=1, save="export"),
+        dataclasses.replace(phase, steps=1),
+    )
+    return dataclasses.replace(scenario_cell, phases=phases, program="mine")
 
 
 def test_a_new_optimizer_in_the_middle_makes_another_record(inputs: FrozenInputs) -> None:

@@ -145,7 +145,7 @@ def test_of_a_damaged_record_the_lines_that_are_left_can_be_read(record: Path) -
     assert [line["values"]["loss"] for line in caught.value.left.steps] == [0.1]
 
 
-def test_a_leg_that_goes_on_begins_with_the_step_that_comes_next(tmp_path: Path) -> None:
+def test_a_phase_that_goes_on_begins_with_the_step_that_comes_next(tmp_path: Path) -> None:
     writer = RecordWriter(tmp_path / "leg", {}, observables=OBSERVABLES, first_step=3)
     writer.loaded({"weight/a": torch.zeros(2)})
     writer.step({}, {}, seconds=0.0)

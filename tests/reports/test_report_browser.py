@@ -235,14 +235,14 @@ def test_what_a_cell_has_not_got_has_no_panel(browser: Browser, address: str) ->
         assert {"Policy and critic", "Where in the batch"} & set(browser.run(PANELS)) == found
 
 
-def test_the_curve_of_a_cell_with_legs_says_where_the_next_begins(browser: Browser, address: str) -> None:
+def test_the_curve_of_a_cell_with_phases_says_where_the_next_begins(browser: Browser, address: str) -> None:
     open_cell(browser, address, RESUMED)
-    assert count(browser, ".chart .leg") == 4
-    assert "the next leg begins" in browser.run(TEXT)
+    assert count(browser, ".chart .phase") == 4
+    assert "the next phase begins" in browser.run(TEXT)
     heads = "[...document.querySelectorAll('.config thead th')].map((e) => e.textContent)"
-    assert browser.run(heads) == ["key", "leg 0", "leg 1", "oracle"]
+    assert browser.run(heads) == ["key", "phase 0", "phase 1", "oracle"]
     open_cell(browser, address, CONFORMS)
-    assert count(browser, ".chart .leg") == 0
+    assert count(browser, ".chart .phase") == 0
     assert browser.run(heads) == ["key", "this cell", "oracle"]
 
 

@@ -241,12 +241,14 @@ def test_a_token_that_is_no_number_is_in_the_page_as_that(out: Path) -> None:
         assert largest == "nan"
 
 
-def test_the_legs_of_a_cell_are_one_curve_and_each_has_its_configuration(page: str) -> None:
+def test_the_phases_of_a_cell_are_one_curve_and_each_has_its_configuration(page: str) -> None:
     cell, shared = cell_block(page, RESUMED), block(page, "shared")
     assert cell["series"]["steps"] == [0, 1, 2, 3, 4]
-    assert [leg["first"] for leg in cell["legs"]] == [0, 2]
-    for leg in cell["legs"]:
-        told = {shared["strings"][k]: shared["strings"][v] for part in leg["config"] for k, v in shared["values"][part]}
+    assert [phase["first"] for phase in cell["phases"]] == [0, 2]
+    for phase in cell["phases"]:
+        told = {
+            shared["strings"][k]: shared["strings"][v] for part in phase["config"] for k, v in shared["values"][part]
+        }
         assert told["resolved.optimizer"] == "AdamW"
         assert told["scenario.objective.kind"] == "sft"
         assert not any(key.startswith("observables") for key in told)

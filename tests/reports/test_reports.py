@@ -139,7 +139,7 @@ def test_the_record_of_another_cell_is_neither_believed_nor_shown(out: Path) -> 
     shutil.rmtree(record)
     shutil.copytree(folder_of(out, CRITIC) / "legs/0/record", record)
     cell = cell_of(out, CONFORMS)
-    assert (cell.state, cell.legs) == ("infrastructure", ())
+    assert (cell.state, cell.phases) == ("infrastructure", ())
     assert f"is a record of {CRITIC} and not of {CONFORMS}" in cell.reason
 
 
@@ -181,17 +181,22 @@ def test_a_damaged_record_does_not_hide_a_difference(out: Path) -> None:
     assert "holds no record.jsonl" in cell.problem
 
 
-def test_the_steps_of_all_legs_are_one_training_run(sample: Path) -> None:
-    assert [len(leg.steps) for leg in cell_of(sample, RESUMED).legs] == [2, 3]
+def test_the_steps_of_all_phases_are_one_training_run(sample: Path) -> None:
+    assert [len(phase.steps) for phase in cell_of(sample, RESUMED).phases] == [2, 3]
     assert [line["step"] for line in cell_of(sample, RESUMED).steps] == list(range(5))
 
 
-def test_logs_are_shown_of_every_leg_of_a_cell_that_does_not_conform(out: Path) -> None:
+def test_logs_are_shown_of_every_phase_of_a_cell_that_does_not_conform(out: Path) -> None:
     for cell in (RESUMED, CONFORMS):
         write_logs(folder_of(out, cell) / "legs/0/logs")
     write_logs(folder_of(out, RESUMED) / "legs/1/logs")
     change(out, RESUMED, completed=False)
-    assert list(cell_of(out, RESUMED).logs) == ["leg 0, rank-0", "leg 0, rank-1", "leg 1, rank-0", "leg 1, rank-1"]
+    assert list(cell_of(out, RESUMED).logs) == [
+        "phase 0, rank-0",
+        "phase 0, rank-1",
+        "phase 1, rank-0",
+        "phase 1, rank-1",
+    ]
     assert list(cell_of(out, CRASHED).logs) == ["rank-0", "rank-1"]
     assert cell_of(out, CONFORMS).logs == {}
 

@@ -72,7 +72,7 @@ def test_every_quantity_is_a_row(out: Path, frames: Frames) -> None:
     assert (own["ratio"] > 1).sum() == len(entry_of(out, DIFFERS).verdict.findings)
 
 
-def test_steps_of_all_legs_are_beside_the_oracles(frames: Frames) -> None:
+def test_steps_of_all_phases_are_beside_the_oracles(frames: Frames) -> None:
     own = frames.steps[(frames.steps["cell"] == RESUMED) & (frames.steps["key"] == "loss")]
     assert list(zip(own["leg"], own["step"], strict=True)) == [(0, 0), (0, 1), (1, 2), (1, 3), (1, 4)]
     assert (own["value"] / own["oracle"] - 1).abs().max() < 1e-5

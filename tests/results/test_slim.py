@@ -55,7 +55,7 @@ def test_a_cell_that_differs_and_its_oracle_keep_theirs(tmp_path: Path) -> None:
 
 def test_verdicts_are_believed_as_before(whole: Path, slimmed: Path) -> None:
     assert [cell.entry.verdict for cell in read_cells(slimmed)[1]] == [c.entry.verdict for c in read_cells(whole)[1]]
-    assert all(not cell.problem and cell.legs and cell.oracle for cell in read_cells(slimmed)[1])
+    assert all(not cell.problem and cell.phases and cell.oracle for cell in read_cells(slimmed)[1])
 
 
 def test_lines_that_were_changed_are_still_found(slimmed: Path) -> None:

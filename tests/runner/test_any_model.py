@@ -178,14 +178,14 @@ def test_a_layout_that_the_model_does_not_allow_is_refused_with_the_reason(
     models: Any, backend: str, layout: str, reason: str
 ) -> None:
     cell = cell_with(models("StableLm"), backend=backend, scenario="sft-packed", layout=layout, precision="exact")
-    answer = cell.legs[0].backend.load().supports(cell.scenario, Layout.parse(layout))
+    answer = cell.phases[0].backend.load().supports(cell.scenario, Layout.parse(layout))
     assert isinstance(answer, Unsupported)
     assert answer.reason.startswith(reason)
 
 
 def test_a_plan_with_what_autotp_does_not_know_is_refused(models: Any) -> None:
     cell = cell_with(models("Glm4Moe"), backend="deepspeed", scenario="sft-packed", layout="tp2", precision="exact")
-    answer = cell.legs[0].backend.load().supports(cell.scenario, cell.legs[0].layout)
+    answer = cell.phases[0].backend.load().supports(cell.scenario, cell.phases[0].layout)
     assert isinstance(answer, Unsupported)
     assert answer.reason.startswith("AutoTP does not know moe_tp_experts, packed_colwise, which")
 

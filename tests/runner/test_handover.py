@@ -1,23 +1,23 @@
-"""Cells of several legs: one backend after the other, each in processes that have never seen the one before."""
+"""Cells of several phases: one backend after the other, each in processes that have never seen the one before."""
 
 import pytest
 from cells import BACKENDS, HONEST, assert_honest, exhaustive, folder_of, record_of, small
 from conftest import make_cell
 
-from conformance.matrix.cell import Cell, Handover, Leg
+from conformance.matrix.cell import Cell, Handover, Phase
 from conformance.runner.session import Session
 from conformance.spec.layout import Layout
 
 
-def program(scenario: str, model: str, *legs: tuple[str, str, int, Handover | None]) -> Cell:
-    """``legs``: backend, layout, steps, and what it saves."""
-    steps = sum(steps for _, _, steps, _ in legs)
+def program(scenario: str, model: str, *phases: tuple[str, str, int, Handover | None]) -> Cell:
+    """``phases``: backend, layout, steps, and what it saves."""
+    steps = sum(steps for _, _, steps, _ in phases)
     config = make_cell(scenario, model, "dp1", "exact", steps=steps, **small(scenario)).scenario
     parts = [
-        Leg(backend=BACKENDS[backend], layout=Layout.parse(layout), steps=steps, save=save)
-        for backend, layout, steps, save in legs
+        Phase(backend=BACKENDS[backend], layout=Layout.parse(layout), steps=steps, save=save)
+        for backend, layout, steps, save in phases
     ]
-    return Cell(scenario=config, legs=tuple(parts), program="legs")
+    return Cell(scenario=config, phases=tuple(parts), program="legs")
 
 
 @pytest.mark.parametrize("model", ["pangu", exhaustive("qwen3")])
@@ -31,12 +31,12 @@ def test_three_backends_hand_over_to_each_other_as_hugging_face_folders(session:
     )
     verdict = assert_honest(session, cell)
     assert str(cell) == f"sft-packed/{model}/fsdp2-to-megatron-to-deepspeed/dp2-to-tp2-to-dp2.zero2/exact/legs"
-    assert [record_of(session, cell, leg).header["backend"]["name"] for leg in range(3)] == [
+    assert [record_of(session, cell, phase).header["backend"]["name"] for phase in range(3)] == [
         "fsdp2",
         "megatron",
         "deepspeed",
     ]
-    # As loaded, and of what each later leg has loaded: weights are judged directly after every handover.
+    # As loaded, and of what each later phase has loaded: weights are judged directly after every handover.
     assert {q.step for q in verdict.quantities if q.stage == "weights"} == {-1, 2, 4}
     assert {q.step for q in verdict.quantities if q.stage == "gradients"} == set(range(6))
     assert not list((folder_of(session, cell) / "legs").glob("*/saved"))  # what conforms leaves no copies
@@ -59,8 +59,8 @@ def test_training_goes_on_in_another_layout(session: Session, backend: str, befo
 
 
 @pytest.mark.exhaustive  # tests/runtime/test_isolation.py shows it of a backend that starts fast
-def test_each_leg_runs_in_processes_of_its_own(session: Session) -> None:
-    """What a leg leaves in memory cannot stand in for what it saved."""
+def test_each_phase_runs_in_processes_of_its_own(session: Session) -> None:
+    """What a phase leaves in memory cannot stand in for what it saved."""
     cell = program("sft-packed", "llama", ("fsdp2", "dp2", 1, "checkpoint"), ("fsdp2", "dp2", 2, None))
     assert_honest(session, cell)
-    assert [record_of(session, cell, leg).lines.loaded["step"] for leg in (0, 1)] == [-1, 0]
+    assert [record_of(session, cell, phase).lines.loaded["step"] for phase in (0, 1)] == [-1, 0]

@@ -141,9 +141,9 @@ def test_adapters_on_random_weights_are_judged_by_sketches_and_not_merged(sessio
     cell = Cell.single(scenario=scenario, backend=BACKENDS["fsdp2"], layout=Layout.parse("dp2"))
     verdict = session.run(cell).verdict
     assert verdict.state == "conforms", verdict.reason
-    first = replace(cell.legs[0], steps=1, save="merge")
+    first = replace(cell.phases[0], steps=1, save="merge")
     with pytest.raises(UsageError, match="give --sketch a number that no matrix exceeds"):
-        session.refusal(replace(cell, legs=(first, replace(first, save=None)), program="merge"))
+        session.refusal(replace(cell, phases=(first, replace(first, save=None)), program="merge"))
 
 
 @pytest.mark.parametrize(("size", "elements"), [("1b", 1.16e9), ("7b", 8.03e9)])

@@ -90,16 +90,16 @@ def test_only_zero3_puts_a_model_together_in_the_hosts_memory() -> None:
     assert beside(cell("megatron", "dp2")) == 0
 
 
-def test_the_legs_of_a_cell_are_asked_for_the_one_that_holds_most() -> None:
+def test_the_phases_of_a_cell_are_asked_for_the_one_that_holds_most() -> None:
     first, then = cell("fsdp2", "dp2"), cell("deepspeed", "dp2.offload")
-    both = replace(first, legs=(replace(first.legs[0], steps=1, save="export"), replace(then.legs[0], steps=1)))
+    both = replace(first, phases=(replace(first.phases[0], steps=1, save="export"), replace(then.phases[0], steps=1)))
     assert beside(both) == beside(then)
 
 
 def test_an_adapter_that_does_not_say_what_it_holds_is_counted_without() -> None:
     plain = adapter_of(find_backend("plain_backend:Plain"))
     asked = cell("fsdp2", "dp2.offload")
-    assert plain.host_bytes(asked.scenario, asked.legs[0].layout) == 0
+    assert plain.host_bytes(asked.scenario, asked.phases[0].layout) == 0
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_an_adapter_that_says_nonsense_is_named(answer: Any, said: str, monkeypa
     monkeypatch.setattr(Vague, "answer", answer)
     asked = cell("fsdp2", "dp2")
     with pytest.raises(AskFailed, match=said):
-        Here(Vague).host_bytes(asked.scenario, asked.legs[0].layout)
+        Here(Vague).host_bytes(asked.scenario, asked.phases[0].layout)
     monkeypatch.setattr("conformance.runner.resource_estimate.adapter_of", lambda _: Here(Vague))
     with pytest.raises(UsageError, match=rf"^fsdp2 did not report .* \(dp2\): .*{said}.*; correct its adapter, or"):
         on_gpu(asked)

@@ -11,7 +11,7 @@ from conftest import make_cell
 
 from conformance.backends.protocol import BackendEntry
 from conformance.judge.rejudge import combine, combine_verdicts, rejudge
-from conformance.matrix.cell import Cell, Leg
+from conformance.matrix.cell import Cell, Phase
 from conformance.results.run_results import Attempt
 from conformance.results.verdict import Quantity, Verdict
 from conformance.runner.session import Session
@@ -77,12 +77,12 @@ def test_a_backend_that_asks_for_fresh_ranks_gets_them_for_every_cell(session: S
 
 
 @pytest.mark.exhaustive
-def test_each_leg_of_a_cell_runs_in_ranks_that_have_seen_no_other(session: Session) -> None:
+def test_each_phase_of_a_cell_runs_in_ranks_that_have_seen_no_other(session: Session) -> None:
     entry = BackendEntry(name="legs", target="plain_variants:Leftover")  # ranks of its own, by the name
     scenario = make_cell("sft-sgd", "llama", "dp2", "fp32", steps=4, rows=12).scenario
-    before = Leg(backend=entry, layout=Layout(dp=2), steps=2, save="checkpoint")
-    after = Leg(backend=entry, layout=Layout(dp=2), steps=2)
-    verdict = session.run(Cell(scenario=scenario, legs=(before, after), program="resume")).verdict
+    before = Phase(backend=entry, layout=Layout(dp=2), steps=2, save="checkpoint")
+    after = Phase(backend=entry, layout=Layout(dp=2), steps=2)
+    verdict = session.run(Cell(scenario=scenario, phases=(before, after), program="resume")).verdict
     assert verdict.state == "conforms", verdict.reason
 
 
@@ -118,9 +118,9 @@ def test_old_records_of_both_are_judged_again_and_shown(session: Session, tmp_pa
     rejudge(out)
     assert before == {file: json.loads(file.read_text()) for file in before}
     cells = {cell.id: cell for cell in read_report(out).cells}
-    assert set(cells[str(cell_of("Breaks", 1))].logs) == {"leg 0, rank-0", "leg 0, rank-1"} | {
-        "fresh leg 0, rank-0",
-        "fresh leg 0, rank-1",
+    assert set(cells[str(cell_of("Breaks", 1))].logs) == {"phase 0, rank-0", "phase 0, rank-1"} | {
+        "fresh phase 0, rank-0",
+        "fresh phase 0, rank-1",
     }
 
 

@@ -121,9 +121,9 @@ def test_ranks_find_what_the_nursery_imports_once_for_all_and_no_library_on_top(
 def test_a_fresh_task_runs_in_processes_that_have_seen_no_other(run: Runner) -> None:
     """What a resumed cell needs: nothing that an earlier task left in memory can stand in for its checkpoint."""
     before = run.pids()
-    assert results(run("remember", text="leg 1")) == [["leg 1"]] * 2
-    assert results(run("remember", text="leg 2")) == [["leg 1", "leg 2"]] * 2
-    assert results(run("remember", text="leg 3", fresh=True)) == [["leg 3"]] * 2
+    assert results(run("remember", text="phase 1")) == [["phase 1"]] * 2
+    assert results(run("remember", text="phase 2")) == [["phase 1", "phase 2"]] * 2
+    assert results(run("remember", text="phase 3", fresh=True)) == [["phase 3"]] * 2
     assert all(is_gone(pid) for pid in before)
 
 

@@ -71,9 +71,9 @@ def cell_with(
     """A small cell of a model that lies somewhere; what it reads of roll-outs are Llama's, whose tokenizer it has."""
     cell = cell_of(backend, scenario, "llama", layout, precision)
     data = replace(cell.scenario.data, path=cell.scenario.data.path.replace("{model}", "llama"))
-    leg = cell.legs[0]
+    phase = cell.phases[0]
     own = replace(cell.scenario, model=str(model), data=data, trust_remote_code=trusted)
-    return Cell.single(scenario=own, backend=leg.backend, layout=leg.layout)
+    return Cell.single(scenario=own, backend=phase.backend, layout=phase.layout)
 
 
 class WrongMlp(Fsdp2Backend):

@@ -17,7 +17,7 @@ from conformance.backends.faults import Fault
 from conformance.backends.protocol import BackendEntry
 from conformance.core.io import read_toml
 from conformance.core.paths import FIXTURES
-from conformance.matrix.cell import Cell, Leg
+from conformance.matrix.cell import Cell, Phase
 from conformance.records.step_tensors import Record, read_record
 from conformance.results.verdict import Verdict
 from conformance.runner.phases import world_config
@@ -58,13 +58,13 @@ def one_of_each_stage(faults: Sequence[Fault], having: Callable[[str], Sequence[
 
 def ranks_of(backend: str, size: int) -> WorldConfig:
     """The world that cells of a backend run in, for tests of other tasks."""
-    return world_config(Leg(backend=BACKENDS[backend], layout=Layout(dp=size), steps=1), "cpu")
+    return world_config(Phase(backend=BACKENDS[backend], layout=Layout(dp=size), steps=1), "cpu")
 
 
 def cell_of(
     backend: str, scenario: str, model: str, layout: str, precision: PrecisionName, *faults: str, **overrides: Any
 ) -> Cell:
-    """A small cell. sft-warmup has two legs, so it has twice the steps."""
+    """A small cell. sft-warmup has two phases, so it has twice the steps."""
     steps = 2 * STEPS if scenario == "sft-warmup" else STEPS
     size = {"steps": steps} if precision in ("bf16", "fp16") else {"steps": steps, **small(scenario)}
     overrides = size | OWN_SIZE.get(scenario, {}) | overrides
@@ -83,13 +83,13 @@ def assert_honest(session: Session, cell: Cell) -> Verdict:
     verdict = session.run(cell).verdict
     assert verdict.state == "conforms", verdict.reason
     assert max(quantity.observed for quantity in verdict.quantities) < HONEST
-    for leg in range(len(cell.legs)):
-        assert record_of(session, cell, leg).footer["leaks"] == []
+    for phase in range(len(cell.phases)):
+        assert record_of(session, cell, phase).footer["leaks"] == []
     return verdict
 
 
-def record_of(session: Session, cell: Cell, leg: int = 0) -> Record:
-    return read_record(folder_of(session, cell) / "legs" / str(leg) / "record")
+def record_of(session: Session, cell: Cell, phase: int = 0) -> Record:
+    return read_record(folder_of(session, cell) / "legs" / str(phase) / "record")
 
 
 def folder_of(session: Session, cell: Cell) -> Path:

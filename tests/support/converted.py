@@ -26,7 +26,7 @@ def train(pool: Pool, folder: Path, backend: str, asked: Any) -> None:
             "training": {
                 "target": BACKENDS[backend].target,
                 "scenario": scenario_to_json(asked.scenario),
-                "layout": str(asked.legs[0].layout),
+                "layout": str(asked.phases[0].layout),
                 "models": {role: str(path) for role, path in inputs.models.items()},
                 "batches": str(inputs.batches),
             },

@@ -26,7 +26,7 @@ from conformance.records.record_format import RECORD_FILE, record_digest
 
 Values = dict[str, Any]
 NOISE = tuple(f"{ORACLE}/{run}" for run in noise_runs("fp32"))
-UNOBSERVED = "step-0001.safetensors"  # of the cells of one leg
+UNOBSERVED = "step-0001.safetensors"  # of the cells of one phase
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -137,9 +137,11 @@ def sample_cell(out: Path, cell: str, number: str, rng: random.Random) -> Entry:
         header = {"cell": cell, "layout": layout, "scenario": SCENARIO, "environment": RUN.environment}
         header |= {"resolved": {"optimizer": "AdamW", "layout": layout, "buckets": [1, 2]}}
         steps = curve(model, observables, noise, rng)
-        for leg, (first, part) in enumerate([(0, steps[:2]), (2, steps[2:])] if cell == RESUMED else [(0, steps)]):
+        for phase, (first, part) in enumerate([(0, steps[:2]), (2, steps[2:])] if cell == RESUMED else [(0, steps)]):
             footer = told(layout, range(first, first + len(part)), layers=LAYERS)
-            write_record(out / folder / f"legs/{leg}/record", header, observables, part, first_step=first, told=footer)
+            write_record(
+                out / folder / f"legs/{phase}/record", header, observables, part, first_step=first, told=footer
+            )
         oracle = {**header, "cell": "oracle", "layout": "dp1", "resolved": {"optimizer": "oracle"}}
         oracle |= {"backend": {"name": "oracle", "precision": "float64", "defects": []}}
         write_record(out / "oracle" / key / "float64", oracle, observables, curve(model, observables, 0, rng))
@@ -149,12 +151,12 @@ def sample_cell(out: Path, cell: str, number: str, rng: random.Random) -> Entry:
             write_record(out / "oracle" / key / variant[0], single, observables, noisy)
     if state == "infrastructure":
         write_logs(out / folder / "legs/0/logs")
-    legs = 2 if cell == RESUMED else 1
+    phases = 2 if cell == RESUMED else 1
     return write_cell(
         out,
         cell,
         folder=folder,
-        records=tuple(f"legs/{leg}/record" for leg in range(legs)) if ran else (),
+        records=tuple(f"legs/{phase}/record" for phase in range(phases)) if ran else (),
         oracle=f"../../oracle/{scenario}-{model}" if ran else None,
         observables=observables,
         verdict=Verdict(

@@ -28,15 +28,15 @@ UNSUPPORTED = "sft-tiny/pangu/megatron/pp2/exact"
 CELLS = (EXACT, OTHER, RESUMED, FP32, UNSUPPORTED)
 JUDGED = CELLS[:-1]
 FOLDERS = {cell: f"cells/{number:02d}" for number, cell in enumerate(CELLS)}
-FIRST_LEG = 2  # steps of the first leg of RESUMED
+FIRST_PHASE = 2  # steps of the first phase of RESUMED
 ORACLE = "oracle/tiny"
 ROUNDING: dict[PrecisionName, float] = {"exact": 1e-15, "fp32": 1e-7}
 
 
 def record_folders(cell: str) -> list[str]:
     """The folders of a cell's records, in order, from the output folder."""
-    legs = 0 if cell == UNSUPPORTED else 2 if cell == RESUMED else 1
-    return [f"{FOLDERS[cell]}/legs/{leg}/record" for leg in range(legs)]
+    phases = 0 if cell == UNSUPPORTED else 2 if cell == RESUMED else 1
+    return [f"{FOLDERS[cell]}/legs/{phase}/record" for phase in range(phases)]
 
 
 def write_sample_run(out: Path) -> Path:
@@ -54,7 +54,7 @@ def write_sample_run(out: Path) -> Path:
 def _write(out: Path, cell: str) -> Entry:
     _, _, backend, layout, *_ = cell.split("/")
     scenario = replace(SCENARIO, precision="fp32" if cell == FP32 else "exact")
-    for folder, (first, until) in zip(record_folders(cell), _legs(cell), strict=True):
+    for folder, (first, until) in zip(record_folders(cell), _phases(cell), strict=True):
         header = {"cell": cell, "layout": layout, "backend": {"name": backend, "default_zero": None}}
         rounding = ROUNDING[scenario.precision]
         seed = 1 + CELLS.index(cell)
@@ -83,10 +83,10 @@ def _write(out: Path, cell: str) -> Entry:
     )
 
 
-def _legs(cell: str) -> Iterator[tuple[int, int]]:
-    """First step of each leg, and the one after its last."""
+def _phases(cell: str) -> Iterator[tuple[int, int]]:
+    """First step of each phase, and the one after its last."""
     if cell == RESUMED:
-        yield 0, FIRST_LEG
-        yield FIRST_LEG, STEPS
+        yield 0, FIRST_PHASE
+        yield FIRST_PHASE, STEPS
     elif cell != UNSUPPORTED:
         yield 0, STEPS

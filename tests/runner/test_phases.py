@@ -1,4 +1,5 @@
-"""Programs: cells of several legs are written down without gaps, hand over what the next leg can read, and have ids."""
+"""Programs: cells of several phases are written down without gaps, hand over what the next phase can read, and have
+ids."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,7 +9,7 @@ import pytest
 from conformance.backends.protocol import find_backend
 from conformance.core.errors import UsageError
 from conformance.core.paths import FIXTURES
-from conformance.matrix.cell import Cell, Handover, Leg
+from conformance.matrix.cell import Cell, Handover, Phase
 from conformance.matrix.profile import Overrides, Profile, expand, load_profile
 from conformance.spec.layout import Layout
 from conformance.spec.scenario import load_scenario
@@ -16,91 +17,93 @@ from conformance.spec.scenario import load_scenario
 SCENARIO = load_scenario(FIXTURES / "scenarios" / "sft-warmup.toml", model="models/llama", precision="exact")  # 5 steps
 
 
-def leg(steps: int, save: Handover | None = None, *, backend: str = "fsdp2", layout: str = "dp2") -> Leg:
-    return Leg(backend=find_backend(backend), layout=Layout.parse(layout), steps=steps, save=save)
+def phase(steps: int, save: Handover | None = None, *, backend: str = "fsdp2", layout: str = "dp2") -> Phase:
+    return Phase(backend=find_backend(backend), layout=Layout.parse(layout), steps=steps, save=save)
 
 
-def cell(*legs: Leg, program: str = "mine") -> Cell:
-    return Cell(scenario=SCENARIO, legs=legs, program=program)
+def cell(*phases: Phase, program: str = "mine") -> Cell:
+    return Cell(scenario=SCENARIO, phases=phases, program=program)
 
 
 # --- cells -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("legs", "message"),
+    ("phases", "message"),
     [
         (
-            [leg(2, "checkpoint"), leg(2)],
-            "legs of program 'mine' have 4 steps and scenario sft-warmup has 5; change one of them, or leave out",
+            [phase(2, "checkpoint"), phase(2)],
+            "phases of program 'mine' have 4 steps and scenario sft-warmup has 5; change one of them, or leave out",
         ),
-        ([leg(2, "checkpoint"), leg(4)], "have 6 steps and scenario sft-warmup has 5"),
+        ([phase(2, "checkpoint"), phase(4)], "have 6 steps and scenario sft-warmup has 5"),
         (
-            [leg(5, "checkpoint")],
-            "the last leg of program 'mine' saves, but no leg follows; add a leg, or leave out its save",
+            [phase(5, "checkpoint")],
+            "the last phase of program 'mine' saves, but no phase follows; add a phase, or leave out its save",
         ),
-        ([leg(2, "export"), leg(3, "export")], "the last leg of program 'mine' saves, but no leg follows"),
-        ([leg(2), leg(3)], 'saves nothing for the next; give it save = "checkpoint", "state" or "export"'),
+        ([phase(2, "export"), phase(3, "export")], "the last phase of program 'mine' saves, but no phase follows"),
+        ([phase(2), phase(3)], 'saves nothing for the next; give it save = "checkpoint", "state" or "export"'),
         (
-            [leg(2, "checkpoint"), leg(3, backend="megatron")],
+            [phase(2, "checkpoint"), phase(3, backend="megatron")],
             'loads a checkpoint of fsdp2 into megatron, which cannot read it; use save = "state" or "export"',
         ),
         (
-            [leg(4, "checkpoint"), leg(1)],
+            [phase(4, "checkpoint"), phase(1)],
             "one step after a checkpoint, but lost optimizer state shows at the second; use at least two",
         ),
-        ([leg(2, "export"), leg(2, "checkpoint"), leg(1)], "one step after a checkpoint"),
-        ([leg(4, "state"), leg(1, backend="megatron")], "one step after a state"),
+        ([phase(2, "export"), phase(2, "checkpoint"), phase(1)], "one step after a checkpoint"),
+        ([phase(4, "state"), phase(1, backend="megatron")], "one step after a state"),
     ],
 )
-def test_legs_that_cannot_go_on_from_each_other_are_refused(legs: list[Leg], message: str) -> None:
+def test_phases_that_cannot_go_on_from_each_other_are_refused(phases: list[Phase], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        cell(*legs)
+        cell(*phases)
 
 
 @pytest.mark.parametrize(
-    "legs",
+    "phases",
     [
-        [leg(5)],
-        [leg(2, "checkpoint"), leg(3, layout="tp2")],
-        [leg(0, "checkpoint"), leg(5)],
-        [leg(4, "export"), leg(1)],
-        [leg(2, "export"), leg(1, "export", backend="megatron"), leg(2, backend="deepspeed")],
-        [leg(2, "checkpoint"), leg(0, "export"), leg(3)],
-        [leg(2, "state"), leg(3, backend="megatron")],
+        [phase(5)],
+        [phase(2, "checkpoint"), phase(3, layout="tp2")],
+        [phase(0, "checkpoint"), phase(5)],
+        [phase(4, "export"), phase(1)],
+        [phase(2, "export"), phase(1, "export", backend="megatron"), phase(2, backend="deepspeed")],
+        [phase(2, "checkpoint"), phase(0, "export"), phase(3)],
+        [phase(2, "state"), phase(3, backend="megatron")],
     ],
 )
-def test_legs_that_can_are_not(legs: list[Leg]) -> None:
-    assert cell(*legs).legs == tuple(legs)
+def test_phases_that_can_are_not(phases: list[Phase]) -> None:
+    assert cell(*phases).phases == tuple(phases)
 
 
 @pytest.mark.parametrize(
-    ("legs", "expected"),
+    ("phases", "expected"),
     [
-        ([leg(2, "checkpoint"), leg(3)], "sft-warmup/llama/fsdp2/dp2/exact/mine"),
-        ([leg(2, "checkpoint"), leg(3, layout="tp2")], "sft-warmup/llama/fsdp2/dp2-to-tp2/exact/mine"),
-        ([leg(2, "export"), leg(3, backend="megatron")], "sft-warmup/llama/fsdp2-to-megatron/dp2/exact/mine"),
+        ([phase(2, "checkpoint"), phase(3)], "sft-warmup/llama/fsdp2/dp2/exact/mine"),
+        ([phase(2, "checkpoint"), phase(3, layout="tp2")], "sft-warmup/llama/fsdp2/dp2-to-tp2/exact/mine"),
+        ([phase(2, "export"), phase(3, backend="megatron")], "sft-warmup/llama/fsdp2-to-megatron/dp2/exact/mine"),
         (
-            [leg(2, "export"), leg(2, "export", layout="tp2"), leg(1, layout="dp2.zero2")],
+            [phase(2, "export"), phase(2, "export", layout="tp2"), phase(1, layout="dp2.zero2")],
             "sft-warmup/llama/fsdp2/dp2-to-tp2-to-dp2.zero2/exact/mine",
         ),
         (
-            [leg(1, "export"), leg(1, "export", layout="tp2"), leg(3)],
+            [phase(1, "export"), phase(1, "export", layout="tp2"), phase(3)],
             "sft-warmup/llama/fsdp2/dp2-to-tp2-to-dp2/exact/mine",
         ),
     ],
 )
-def test_an_id_names_backends_and_layouts_in_turn_and_once_if_they_are_the_same(legs: list[Leg], expected: str) -> None:
-    assert str(cell(*legs)) == expected
-    assert cell(*legs).slug == expected.replace("/", "_")
+def test_an_id_names_backends_and_layouts_in_turn_and_once_if_they_are_the_same(
+    phases: list[Phase], expected: str
+) -> None:
+    assert str(cell(*phases)) == expected
+    assert cell(*phases).slug == expected.replace("/", "_")
 
 
-def test_legs_count_on_where_the_one_before_ended_and_only_exports_begin_anew() -> None:
-    found = cell(leg(1, "export"), leg(2, "checkpoint"), leg(2, layout="dp2.tp2"))
+def test_phases_count_on_where_the_one_before_ended_and_only_exports_begin_anew() -> None:
+    found = cell(phase(1, "export"), phase(2, "checkpoint"), phase(2, layout="dp2.tp2"))
     assert found.first_steps == (0, 1, 3)
     assert found.restarts == (1,)
     assert found.world_size == 4
-    assert cell(leg(5)).restarts == ()
+    assert cell(phase(5)).restarts == ()
 
 
 # --- profiles --------------------------------------------------------------------------------------------------------
@@ -122,11 +125,11 @@ RESUME = 'mine = [{ steps = 2, save = "checkpoint" }, { steps = 3 }]'
 EXPORT = 'mine = [{ steps = 2, save = "export" }, {}]'
 
 
-def test_the_last_leg_has_the_steps_that_are_left(tmp_path: Path) -> None:
+def test_the_last_phase_has_the_steps_that_are_left(tmp_path: Path) -> None:
     (found,) = expand(
         profile(tmp_path, 'layouts = ["dp2"]\nprogram = "mine"', EXPORT), [find_backend("fsdp2")], Overrides()
     )
-    assert [leg.steps for leg in found.legs] == [2, 3]
+    assert [phase.steps for phase in found.phases] == [2, 3]
     assert found.program == "mine"
 
 
@@ -138,13 +141,13 @@ def test_the_last_leg_has_the_steps_that_are_left(tmp_path: Path) -> None:
         (
             'layouts = ["dp2-to-dp4-to-dp8"]\nprogram = "mine"',
             RESUME,
-            "3 layouts for a program of 2 legs; give one for all, or one for each",
+            "3 layouts for a program of 2 phases; give one for all, or one for each",
         ),
-        ('layouts = ["dp2-to-dp4"]', "", "2 layouts for a program of 1 legs"),
+        ('layouts = ["dp2-to-dp4"]', "", "2 layouts for a program of 1 phases"),
         (
             'layouts = ["dp2"]\nbackends = ["fsdp2-to-megatron-to-deepspeed"]\nprogram = "mine"',
             EXPORT,
-            "3 backends for a program of 2 legs",
+            "3 backends for a program of 2 phases",
         ),
         (
             'layouts = ["dp2"]\nbackends = ["fsdp2-to-megatron"]\nprogram = "mine"',
@@ -154,7 +157,7 @@ def test_the_last_leg_has_the_steps_that_are_left(tmp_path: Path) -> None:
         (
             'layouts = ["dp2"]\nprogram = "mine"',
             'mine = [{ save = "checkpoint" }, { steps = 3 }]',
-            "only the last leg of a program may leave out its steps",
+            "only the last phase of a program may leave out its steps",
         ),
         (
             'layouts = ["dp2"]\nprogram = "mine"',
@@ -164,7 +167,7 @@ def test_the_last_leg_has_the_steps_that_are_left(tmp_path: Path) -> None:
         (
             'layouts = ["dp2"]\nprogram = "mine"',
             'mine = [{ steps = 6, save = "checkpoint" }, {}]',
-            "legs of program 'mine' before the last have 6 steps and scenario sft-warmup has 5; give them fewer",
+            "phases of program 'mine' before the last have 6 steps and scenario sft-warmup has 5; give them fewer",
         ),
     ],
 )
