@@ -24,7 +24,7 @@ from conformance.core.paths import FIXTURES
 from conformance.data.prepare import prepare_inputs
 from conformance.matrix.cell import Cell
 from conformance.records.step_tensors import read_record
-from conformance.runner.phases import phase_spec, world_config
+from conformance.runner.phases import group_config, phase_spec
 from conformance.runtime import Device, Pool
 from conformance.spec.layout import Layout
 from conformance.spec.scenario import load_scenario
@@ -84,7 +84,7 @@ def measure(size: int, out: Path, device: Device, *, warm: int, torchruns: int) 
             began = time.perf_counter()
             outcome = pool.run(
                 key="benchmark",
-                config=world_config(cell.phases[0], device),
+                config=group_config(cell.phases[0], device),
                 task=TASK,
                 kwargs=phase_spec(cell, 0, inputs, folder, None).kwargs,
                 log_dir=out / f"logs-{i}",

@@ -1,4 +1,4 @@
-"""What several test files share: one session, and so its worlds, one cache of oracle records, and a browser."""
+"""What several test files share: one session, and so its worker groups, one cache of oracle records, and a browser."""
 
 import gc
 import os
@@ -32,7 +32,7 @@ LONG = (
     "test_cells_deepspeed",
     "test_reports",
     "test_report_browser",
-    "test_world_failures",
+    "test_worker_group_failures",
     "test_faults_handover",
     "test_bisect",
     "test_pytest_plugin",
@@ -43,7 +43,7 @@ LONG = (
     "test_cells_fsdp2",
     "test_cli",
     "test_belongs",
-    "test_world",
+    "test_worker_group",
     "test_expert_families",
     "test_shards",
     "test_deepspeed",
@@ -52,7 +52,7 @@ LONG = (
     "test_fsdp2_models",
     "test_resume",
     "test_report_sides",
-    "test_world_processes",
+    "test_worker_group_processes",
     "test_handover",
     "test_mixture",
     "test_ring_attention",
@@ -84,7 +84,7 @@ LONG = (
     "test_wheel",
     "test_mutation_score",
     "test_cli_stops",
-    "test_world_room",
+    "test_worker_group_room",
     "test_oracle_run",
 )
 

@@ -181,7 +181,7 @@ def load_profile(name: str) -> Profile:
 def expand(
     profile: Profile, backends: Sequence[BackendEntry], overrides: Overrides, *, faults: tuple[str, ...] = ()
 ) -> list[Cell]:
-    """Returns a profile's cells on the given backends, without duplicates, sorted so that worlds can be reused.
+    """Returns a profile's cells on the given backends, without duplicates, sorted so that worker groups can be reused.
 
     ``faults`` are planted in every cell. Raises UsageError for an invalid scenario, layout, program or data set, and
     for two different cells with the same id, for example from two scenario files of the same name.

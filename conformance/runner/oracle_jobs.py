@@ -39,7 +39,7 @@ from conformance.oracle.run import POLICIES
 from conformance.records.header_checks import CHOICES, FLOAT64, noise_runs
 from conformance.records.record_format import RecordError
 from conformance.records.step_tensors import read_record
-from conformance.runtime import Device, Outcome, Pool, WorldConfig
+from conformance.runtime import Device, Outcome, Pool, WorkerGroupConfig
 from conformance.spec.known_defects import Defect, defects_to_json
 from conformance.spec.lora import ADAPTER
 from conformance.spec.roles import POLICY
@@ -193,7 +193,7 @@ class Oracles:
     ) -> Outcome:
         leased = None if device == "cpu" else self._leased
         needed = bytes_needed(cell.scenario, inputs.models, POLICIES[policy]) if is_large(cell.scenario) else 0
-        config = WorldConfig(
+        config = WorkerGroupConfig(
             size=1,
             device=device,
             preload=("conformance.oracle.worker",),

@@ -16,7 +16,7 @@ from conformance.data.prepare import FrozenInputs
 from conformance.matrix.cell import Cell, Phase
 from conformance.models.synthetic import with_other_numbers
 from conformance.results.bisection import Bisected, bisected_from_json
-from conformance.runtime import Device, Outcome, Pool, WorldConfig
+from conformance.runtime import Device, Outcome, Pool, WorkerGroupConfig
 from conformance.runtime.failure import FailureKind
 from conformance.spec.scenario import scenario_to_json
 from conformance.worker.phase_spec import TASK, PhaseSpec
@@ -84,7 +84,7 @@ def _run_phase(
         inputs = replace(inputs, models={**inputs.models, **models_with_other_numbers})
     return pool.run(
         key=phase.backend.name,
-        config=world_config(phase, device),
+        config=group_config(phase, device),
         task=TASK,
         kwargs=phase_spec(cell, number, inputs, folder / str(number), saved_before).kwargs,
         log_dir=folder / str(number) / "logs",
@@ -107,7 +107,7 @@ def run_traced(
     shutil.rmtree(folder, ignore_errors=True)
     outcome = pool.run(
         key=phase.backend.name,
-        config=world_config(phase, device),
+        config=group_config(phase, device),
         task=TASK,
         kwargs=spec.kwargs,
         log_dir=folder / "logs",
@@ -125,7 +125,7 @@ def find_in_traced(
     TraceFailed."""
     outcome = pool.run(
         key="bisect",
-        config=WorldConfig(size=1, device="cpu", preload=("conformance.bisect.locate",)),
+        config=WorkerGroupConfig(size=1, device="cpu", preload=("conformance.bisect.locate",)),
         task="conformance.bisect.locate:find",
         kwargs={
             "scenario": scenario_to_json(cell.scenario.reference),
@@ -149,15 +149,15 @@ def import_ahead(pool: Pool, waiting: Iterable[Cell], device: Device) -> None:
     for cell in waiting:
         new = {phase.backend: phase for phase in cell.phases if phase.backend not in backends}
         for phase in new.values():
-            pool.prepare(world_config(phase, device))
+            pool.prepare(group_config(phase, device))
         if backends and new:
             return
         backends |= new.keys()
 
 
-def world_config(phase: Phase, device: Device) -> WorldConfig:
+def group_config(phase: Phase, device: Device) -> WorkerGroupConfig:
     """Returns the configuration of the worker group for a phase."""
-    return WorldConfig(
+    return WorkerGroupConfig(
         size=phase.layout.world_size,
         device=device,
         preload=adapter_of(phase.backend).traits.preload_for(phase.layout),

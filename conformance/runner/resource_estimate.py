@@ -225,14 +225,14 @@ def on_slots(cells: Sequence[tuple[Cell, Estimate]], slots: int) -> tuple[float,
 
 def _idle_groups(cells: Iterable[tuple[Cell, Estimate]], worst: Cell) -> float:
     """Returns the bytes of idle ranks for other cells: one worker group for each backend and size."""
-    worlds: dict[tuple[str, int], float] = {}
+    worker_groups: dict[tuple[str, int], float] = {}
     for cell, of_cell in cells:
         for phase in cell.phases:
             key = phase.backend.name, phase.layout.world_size
-            worlds[key] = of_cell.idle * phase.layout.world_size
+            worker_groups[key] = of_cell.idle * phase.layout.world_size
     for phase in worst.phases:
-        worlds.pop((phase.backend.name, phase.layout.world_size), None)
-    return sum(worlds.values())
+        worker_groups.pop((phase.backend.name, phase.layout.world_size), None)
+    return sum(worker_groups.values())
 
 
 def _rank(phase: Phase, scenario: Scenario, size: Size) -> float:

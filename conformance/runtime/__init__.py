@@ -25,9 +25,9 @@ Linux only, because it uses fork, /proc, memfd_create and PR_SET_PDEATHSIG.
 This package does not import torch before a rank or a forkserver does.
 """
 
-from conformance.runtime.config import Device, WorldConfig
+from conformance.runtime.config import Device, WorkerGroupConfig
 from conformance.runtime.heartbeat import RankContext, beat, mark
 from conformance.runtime.pool import Pool
 from conformance.runtime.slots import Outcome
 
-__all__ = ["Device", "Outcome", "Pool", "RankContext", "WorldConfig", "beat", "mark"]
+__all__ = ["Device", "Outcome", "Pool", "RankContext", "WorkerGroupConfig", "beat", "mark"]

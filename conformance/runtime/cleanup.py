@@ -92,14 +92,14 @@ class Cleaner:
         """Frees the resources of the task. Returns a description of the leaks, or "" if there are none."""
         torch.set_default_dtype(torch.float32)
         torch.set_default_device(None)
-        world = dist.distributed_c10d._world
+        worker_group = dist.distributed_c10d._world
         everybody = dist.distributed_c10d._get_default_group()
         _destroy_all_but(everybody)
         if self._store is None:
             self._store = dist.distributed_c10d._get_default_store()
         self._count += 1
-        backend, _ = world.pg_map[everybody]
-        world.pg_map[everybody] = backend, PrefixStore(f"after-{self._count}", self._store)
+        backend, _ = worker_group.pg_map[everybody]
+        worker_group.pg_map[everybody] = backend, PrefixStore(f"after-{self._count}", self._store)
         _forget_meshes()
         _empty_caches()
         # Also without a cache: torch's CUDA builds start a pool of threads at the first backward pass, even on a CPU.

@@ -12,7 +12,7 @@ class StartError(Exception):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorldConfig:
+class WorkerGroupConfig:
     """Configures a worker group.
 
     size: number of ranks. device: ``cpu``, or ``cuda``, where each rank has a GPU, or a share of one.
@@ -37,7 +37,7 @@ class WorldConfig:
 
     def __post_init__(self) -> None:
         if self.size < 1:
-            raise ValueError(f"a world of {self.size} ranks; it needs at least one")
+            raise ValueError(f"a worker group of {self.size} ranks; it needs at least one")
         if self.device == "cuda" and self.memory_limit_bytes is not None:
             raise ValueError(
                 "memory_limit_bytes limits address space, which CUDA reserves freely; leave it out for cuda"

@@ -80,10 +80,10 @@ class Zygote:
                 if message["do"] == "start":
                     self._start(message, fds)
                 elif message["do"] == "bury":
-                    left = self._bury(message["world"])
-                    self._control.send({"type": "buried", "world": message["world"], "left": left})
-        for world in list(self._pids):
-            self._bury(world)
+                    left = self._bury(message["worker_group"])
+                    self._control.send({"type": "buried", "worker_group": message["worker_group"], "left": left})
+        for worker_group in list(self._pids):
+            self._bury(worker_group)
         for pid in children():  # processes that left their rank's process group
             signal_process(pid, signal.SIGKILL)
 
@@ -106,10 +106,10 @@ class Zygote:
             pids.append(pid)
         for fd in fds:
             os.close(fd)
-        self._pids[message["world"]] = pids
+        self._pids[message["worker_group"]] = pids
         if failure:
-            self._bury(message["world"])
-        self._control.send({"type": "started", "world": message["world"], "pids": pids, "error": failure})
+            self._bury(message["worker_group"])
+        self._control.send({"type": "started", "worker_group": message["worker_group"], "pids": pids, "error": failure})
 
     def _become_rank(self, zygote: int, spec: dict[str, Any], fds: list[int]) -> NoReturn:
         """Continue as a rank, in the child of a fork. This must never return into the loop of the zygote."""
@@ -144,20 +144,20 @@ class Zygote:
             os._exit(status)
 
     def _report_deaths(self) -> None:
-        for world, pids in self._pids.items():
+        for worker_group, pids in self._pids.items():
             for rank, pid in enumerate(pids):
                 if pid not in self._reported and (status := _exit_status(pid)) is not None:
                     self._reported.add(pid)
-                    self._control.send({"type": "exited", "world": world, "rank": rank, "status": status})
+                    self._control.send({"type": "exited", "worker_group": worker_group, "rank": rank, "status": status})
 
     def _reap_orphans(self) -> None:
         ranks = {pid for pids in self._pids.values() for pid in pids}
         for pid in set(children()) - ranks:
             os.waitpid(pid, os.WNOHANG)
 
-    def _bury(self, world: int) -> list[int]:
+    def _bury(self, worker_group: int) -> list[int]:
         """Ends a worker group's ranks and their children. Returns the ids of process groups that are still alive."""
-        groups = self._pids[world]
+        groups = self._pids[worker_group]
         for group in groups:
             signal_group(group, signal.SIGTERM)
             signal_group(group, signal.SIGCONT)  # a stopped process acts on SIGTERM only when it runs again
@@ -166,7 +166,7 @@ class Zygote:
             time.sleep(_TICK_S)
         for group in groups:
             signal_group(group, signal.SIGKILL)
-        del self._pids[world]  # from now on its ranks are reaped as orphans, like their children
+        del self._pids[worker_group]  # from now on its ranks are reaped as orphans, like their children
         self._reported.difference_update(groups)
         deadline = time.monotonic() + KILL_LIMIT_S
         left = groups

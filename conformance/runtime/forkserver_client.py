@@ -12,11 +12,11 @@ from types import MappingProxyType
 
 from conformance.core.host_resources import available_memory
 from conformance.core.process import process_state
-from conformance.runtime.config import START_LIMIT_S, StartError, WorldConfig
+from conformance.runtime.config import START_LIMIT_S, StartError, WorkerGroupConfig
 from conformance.runtime.messages import Message, wire_pair
 from conformance.runtime.preload_server import Forked, environment, fork_zygote
 from conformance.runtime.slots import Seat
-from conformance.runtime.worker_groups import Child, World, check_host, start_child, too_small
+from conformance.runtime.worker_groups import Child, WorkerGroup, check_host, start_child, too_small
 
 _ZYGOTE = "conformance.runtime.forkserver"
 _STARTED_LIMIT_S = 30.0  # a forkserver only forks
@@ -61,7 +61,7 @@ class ZygoteHandle(Child):
         """Waits until the imports are done. If an import fails, ends the forkserver and raises StartError."""
         if self._ready is None:
             try:
-                self._answer("ready", world=None, limit_s=START_LIMIT_S, since=self._begun)
+                self._answer("ready", worker_group=None, limit_s=START_LIMIT_S, since=self._begun)
             except BaseException:
                 self.close()
                 raise
@@ -75,14 +75,14 @@ class ZygoteHandle(Child):
         self.receive()
         return self._ready is not None or not self.is_alive or time.monotonic() - self._begun > START_LIMIT_S
 
-    def start_world(
+    def start_worker_group(
         self,
-        config: WorldConfig,
+        config: WorkerGroupConfig,
         *,
         variables: Mapping[str, str] = _NOTHING,
         seats: Sequence[Seat] = (),
         part: Part | None = None,
-    ) -> World:
+    ) -> WorkerGroup:
         """Starts the ranks of a worker group. They initialise torch.distributed in their first task.
 
         variables: additions to their environment. seats: at least one for each rank; empty: rank N gets GPU N.
@@ -126,10 +126,10 @@ class ZygoteHandle(Child):
     def _start_error(self, size: int, error: str) -> StartError:
         return too_small(size, error)
 
-    def _left_by_others(self, world: World) -> list[int]:
+    def _left_by_others(self, worker_group: WorkerGroup) -> list[int]:
         """Waits for the ranks, which the kernel ends after the death of the forkserver."""
         deadline = time.monotonic() + _GONE_LIMIT_S
-        left = world.pids
+        left = worker_group.pids
         while left and time.monotonic() < deadline:
             left = [pid for pid in left if process_state(pid) not in ("", "Z")]
             time.sleep(0.01 if left else 0)
@@ -139,8 +139,8 @@ class ZygoteHandle(Child):
 class Zygotes:
     """Keeps the forkservers of one block of slots on this host: one for each set of preloaded modules.
 
-    folder: gets their logs. variables: additions to the environment of all ranks. seats: see ZygoteHandle.start_world.
-    Only ``terminate`` may be called from another thread.
+    folder: gets their logs. variables: additions to the environment of all ranks. seats: see
+    ZygoteHandle.start_worker_group. Only ``terminate`` may be called from another thread.
     """
 
     def __init__(self, folder: Path, *, variables: Mapping[str, str] = _NOTHING, seats: Sequence[Seat] = ()) -> None:
@@ -151,20 +151,20 @@ class Zygotes:
     def __iter__(self) -> Iterator[ZygoteHandle]:
         return (zygote for zygote in self._zygotes.values() if zygote.is_alive)
 
-    def prepare(self, config: WorldConfig) -> None:
+    def prepare(self, config: WorkerGroupConfig) -> None:
         """Starts to import the modules that a worker group of this config preloads, in the background."""
         with contextlib.suppress(OSError, StartError):  # the next worker group of this config will report the error
             self.of(config)
 
-    def start(self, config: WorldConfig) -> World:
+    def start(self, config: WorkerGroupConfig) -> WorkerGroup:
         """Starts the ranks of a worker group. Raises StartError."""
         try:
             zygote = self.of(config)
         except OSError as error:
             raise too_small(config.size, str(error.strerror)) from error
-        return zygote.start_world(config, variables=self._variables, seats=self._seats)
+        return zygote.start_worker_group(config, variables=self._variables, seats=self._seats)
 
-    def of(self, config: WorldConfig) -> ZygoteHandle:
+    def of(self, config: WorkerGroupConfig) -> ZygoteHandle:
         """Returns the live forkserver that has imported exactly the modules of ``config.preload``, or a new one."""
         zygote = self._zygotes.get(key := (config.python, config.preload))
         if zygote is None or not zygote.is_alive:

@@ -272,7 +272,7 @@ def unleased_use(places: Block) -> list[str]:
         if gpu in gpus_of(places) and used > MOST * whole and not is_leased(gpu, lease_folder()):
             found.append(
                 f"{used / GIB:.1f} of the {whole / GIB:.1f} GiB of {gpu} are taken without a lease, by other programs "
-                f"or by idle worlds of another run; cells that lack memory there are reported as out of memory: "
+                f"or by idle worker groups of another run; cells that lack memory there are reported as out of memory: "
                 f"end these programs (nvidia-smi), or leave the GPU out of {VISIBLE}"
             )
     return found

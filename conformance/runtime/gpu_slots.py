@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 from functools import cached_property
 from pathlib import Path
 
-from conformance.runtime import WorldConfig
+from conformance.runtime import WorkerGroupConfig
 from conformance.runtime.forkserver_client import Zygotes
 from conformance.runtime.gpu_inventory import gpus_of, memory_of_gpus, more_shares, network_of, seats_of, visible_to
 from conformance.runtime.gpu_leases import Busy, Ticket, blocks, holders, lease_folder, leases_by_process
@@ -40,7 +40,7 @@ class LeasedPlaces:
         """Returns the slots of one host."""
         raise NotImplementedError
 
-    def blocks_ahead(self, config: WorldConfig) -> list[Block]:
+    def blocks_ahead(self, config: WorkerGroupConfig) -> list[Block]:
         """See conformance.runtime.slots."""
         return []
 
@@ -51,7 +51,7 @@ class LeasedPlaces:
     def lease(
         self,
         who: str,
-        config: WorldConfig,
+        config: WorkerGroupConfig,
         *,
         prefer: Collection[Block],
         limit_s: float,
@@ -95,7 +95,7 @@ class LeasedPlaces:
             lease.release()
             self._given_back.notify_all()
 
-    def _wanted(self, config: WorldConfig) -> tuple[Block, int]:
+    def _wanted(self, config: WorkerGroupConfig) -> tuple[Block, int]:
         """Returns the slots to choose from, and the number of them that a worker group needs. Raises NoLease."""
         names = self.names() if config.room is None else self.names_of_a_host()
         if config.size > len(names):
@@ -132,7 +132,7 @@ class Gpus(LeasedPlaces):
     def names_of_a_host(self) -> Block:
         return self._gpus
 
-    def blocks_ahead(self, config: WorldConfig) -> list[Block]:
+    def blocks_ahead(self, config: WorkerGroupConfig) -> list[Block]:
         return blocks(*self._wanted(config)) if config.size <= len(self._gpus) else []
 
     def starter(self, block: Block) -> Zygotes:

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from conformance.runtime.config import WorldConfig
+from conformance.runtime.config import WorkerGroupConfig
 from conformance.runtime.forkserver_client import Zygotes
 from conformance.runtime.slots import Block, Lane, NoLease, Outcome, Places, failed
 from conformance.runtime.watchdog import SLOW
@@ -43,7 +43,7 @@ class Pool:
         self._zygotes = Zygotes(work_dir)
         self._own = Lane(self._zygotes)
         self._lanes: dict[Block, _Threaded] = {}
-        self._warm: dict[tuple[str, WorldConfig], set[Block]] = {}  # blocks with a worker group
+        self._warm: dict[tuple[str, WorkerGroupConfig], set[Block]] = {}  # blocks with a worker group
         self._making = threading.Lock()
         self._is_aborted = False
 
@@ -55,7 +55,7 @@ class Pool:
     ) -> None:
         self.close()
 
-    def prepare(self, config: WorldConfig) -> None:
+    def prepare(self, config: WorkerGroupConfig) -> None:
         """Starts to import the modules that a worker group of this config preloads, in the background. With slots: on
         each block that such a group may lease, so that no block is leased during the imports."""
         if self._places is None:
@@ -70,7 +70,7 @@ class Pool:
         self,
         *,
         key: str,
-        config: WorldConfig,
+        config: WorkerGroupConfig,
         task: str,
         kwargs: dict[str, Any],
         log_dir: Path,
@@ -110,7 +110,7 @@ class Pool:
         self,
         places: Places,
         key: str,
-        config: WorldConfig,
+        config: WorkerGroupConfig,
         budget_s: float,
         run_in: Callable[[Lane, tuple[int, ...]], Outcome],
     ) -> Outcome:
@@ -167,7 +167,7 @@ class Pool:
             threaded.thread.shutdown()
 
 
-def _check_call(config: WorldConfig, task: str, kwargs: dict[str, Any], *, is_here: bool) -> None:
+def _check_call(config: WorkerGroupConfig, task: str, kwargs: dict[str, Any], *, is_here: bool) -> None:
     """Checks the arguments of ``Pool.run``. Raises ValueError with advice."""
     if not re.fullmatch(r"[\w.]+:\w+", task):
         raise ValueError(f"task {task!r} is not of the form package.module:function")
@@ -182,6 +182,6 @@ def _check_call(config: WorldConfig, task: str, kwargs: dict[str, Any], *, is_he
 
         if (visible := torch.cuda.device_count()) < config.size:
             raise ValueError(
-                f"a cuda world of {config.size} ranks needs {config.size} GPUs, {visible} are visible; "
+                f"a cuda worker group of {config.size} ranks needs {config.size} GPUs, {visible} are visible; "
                 f"widen CUDA_VISIBLE_DEVICES, choose a smaller layout, or run on the cpu"
             )

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from conformance.runtime.config import StartError, WorldConfig
+from conformance.runtime.config import StartError, WorkerGroupConfig
 from conformance.runtime.failure import FailureKind
 from conformance.runtime.watchdog import TaskFailed, run_task
-from conformance.runtime.worker_groups import World
+from conformance.runtime.worker_groups import WorkerGroup
 
 logger = logging.getLogger(__name__)
 
@@ -46,10 +46,10 @@ class Outcome:
 class Starter(Protocol):
     """Starts the worker groups of a lane (conformance.runtime.forkserver_client.Zygotes, or several hosts)."""
 
-    def start(self, config: WorldConfig) -> World:
+    def start(self, config: WorkerGroupConfig) -> WorkerGroup:
         """Starts a worker group. Raises StartError."""
 
-    def prepare(self, config: WorldConfig) -> None:
+    def prepare(self, config: WorkerGroupConfig) -> None:
         """Prepares the start of a worker group of this config in the background. Raises nothing."""
 
     def terminate(self) -> None:
@@ -69,15 +69,15 @@ class Lane:
 
     def __init__(self, starter: Starter) -> None:
         self._starter = starter
-        self.worlds: dict[tuple[str, WorldConfig], World] = {}
+        self.worker_groups: dict[tuple[str, WorkerGroupConfig], WorkerGroup] = {}
         self._used: set[int] = set()  # numbers of worker groups that have run a task
-        self._running: World | None = None
+        self._running: WorkerGroup | None = None
 
     def run(
         self,
         *,
         key: str,
-        config: WorldConfig,
+        config: WorkerGroupConfig,
         task: str,
         kwargs: dict[str, Any],
         log_dir: Path,
@@ -92,20 +92,20 @@ class Lane:
         try:
             if fresh:
                 self._retire(key, config, why="the next task wants a fresh one", level=logging.DEBUG)
-            world = self._world(key, config)
-            used = world.number in self._used
-            self._used.add(world.number)
-            self._running = world
+            worker_group = self._worker_group(key, config)
+            used = worker_group.number in self._used
+            self._used.add(worker_group.number)
+            self._running = worker_group
             results, leaks, kept = run_task(
-                world, task=task, kwargs=kwargs, log_dir=log_dir, budget_s=budget_s, held=held
+                worker_group, task=task, kwargs=kwargs, log_dir=log_dir, budget_s=budget_s, held=held
             )
         except StartError as error:
             return failed(str(error), kind="raised", began=began)
         except TaskFailed as failure:
             self._retire(key, config, why=str(failure.cause))
             if failure.cause.kind == "out of memory":  # the next attempt needs the memory of idle worker groups
-                for other in list(self.worlds):
-                    self._retire(*other, why="another world here ran out of memory")
+                for other in list(self.worker_groups):
+                    self._retire(*other, why="another worker group here ran out of memory")
             return failed(str(failure), kind=failure.cause.kind, rank=failure.cause.rank, began=began, used=used)
         except BaseException:
             self._retire(key, config, why="interrupted")
@@ -120,17 +120,19 @@ class Lane:
         seconds = time.monotonic() - began
         return Outcome(state="done", reason="", kind="", rank=None, seconds=seconds, results=results, used=used)
 
-    def prepare(self, config: WorldConfig) -> None:
+    def prepare(self, config: WorkerGroupConfig) -> None:
         """See conformance.runtime.Pool.prepare."""
         self._starter.prepare(config)
 
     def phase(self) -> str:
         """Returns the phase of the rank that is furthest behind; empty if no task runs. Any thread may call it."""
-        world = self._running
-        if world is None:
+        worker_group = self._running
+        if worker_group is None:
             return ""
         with contextlib.suppress(ValueError):  # the worker group was ended meanwhile
-            return min((world.beats.read(rank) for rank in range(world.size)), key=lambda beat: beat.count).phase
+            return min(
+                (worker_group.beats.read(rank) for rank in range(worker_group.size)), key=lambda beat: beat.count
+            ).phase
         return ""
 
     def abort(self) -> None:
@@ -139,28 +141,30 @@ class Lane:
 
     def close(self) -> None:
         """Ends all processes. Only the logs remain."""
-        while self.worlds:
-            _, world = self.worlds.popitem()
-            world.bury()
+        while self.worker_groups:
+            _, worker_group = self.worker_groups.popitem()
+            worker_group.bury()
         self._starter.close()
 
-    def _world(self, key: str, config: WorldConfig) -> World:
+    def _worker_group(self, key: str, config: WorkerGroupConfig) -> WorkerGroup:
         """Returns the live worker group of this key and config, or a new one. Raises StartError."""
-        world = self.worlds.get((key, config))
-        if world is not None and not world.is_whole():
+        worker_group = self.worker_groups.get((key, config))
+        if worker_group is not None and not worker_group.is_whole():
             self._retire(key, config, why="a rank died while it was idle")
-            world = None
-        if world is None:
-            world = self.worlds[key, config] = self._starter.start(config)
-        return world
+            worker_group = None
+        if worker_group is None:
+            worker_group = self.worker_groups[key, config] = self._starter.start(config)
+        return worker_group
 
-    def _retire(self, key: str, config: WorldConfig, *, why: str, level: int = logging.INFO) -> None:
-        world = self.worlds.pop((key, config), None)
-        if world is not None:
+    def _retire(self, key: str, config: WorkerGroupConfig, *, why: str, level: int = logging.INFO) -> None:
+        worker_group = self.worker_groups.pop((key, config), None)
+        if worker_group is not None:
             ranks = f"{config.size} rank{'s' * (config.size > 1)}"
-            logger.log(level, "world %d (%s, %s) is retired: %s", world.number, key, ranks, why)
-            if left := world.bury():
-                logger.error("world %d: processes %s cannot be ended; they hang in the kernel", world.number, left)
+            logger.log(level, "worker group %d (%s, %s) is retired: %s", worker_group.number, key, ranks, why)
+            if left := worker_group.bury():
+                logger.error(
+                    "worker group %d: processes %s cannot be ended; they hang in the kernel", worker_group.number, left
+                )
 
 
 def failed(reason: str, *, kind: FailureKind, began: float, rank: int | None = None, used: bool = False) -> Outcome:
@@ -203,7 +207,7 @@ class Places(Protocol):
     def lease(
         self,
         who: str,
-        config: WorldConfig,
+        config: WorkerGroupConfig,
         *,
         prefer: Collection[Block],
         limit_s: float,
@@ -213,7 +217,7 @@ class Places(Protocol):
 
     def give_back(self, lease: Lease) -> None: ...
 
-    def blocks_ahead(self, config: WorldConfig) -> Collection[Block]:
+    def blocks_ahead(self, config: WorkerGroupConfig) -> Collection[Block]:
         """Returns the blocks that a worker group may lease, if they are known before and it helps to prepare them."""
 
     def starter(self, block: Block) -> Starter:

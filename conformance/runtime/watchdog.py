@@ -31,7 +31,7 @@ from conformance.runtime.failure import (
 )
 from conformance.runtime.heartbeat import Beat
 from conformance.runtime.messages import Garbage, Message
-from conformance.runtime.worker_groups import World, readable
+from conformance.runtime.worker_groups import WorkerGroup, readable
 
 COMPUTING = 4  # times the budget: limit without a mark for a task whose ranks compute
 SLOW = 12  # times the budget: limit of the whole task
@@ -42,9 +42,9 @@ class Patience:
     """Decides when the ranks of one task hang. ``limit_s``: allowed seconds without a mark. ``since``: start of the
     task, in seconds of CLOCK_MONOTONIC."""
 
-    def __init__(self, world: World, *, limit_s: float, since: float) -> None:
-        self._world, self._limit_s, self._since = world, limit_s, since
-        self._beats: list[Beat] = [world.beats.read(rank) for rank in range(world.size)]
+    def __init__(self, worker_group: WorkerGroup, *, limit_s: float, since: float) -> None:
+        self._worker_group, self._limit_s, self._since = worker_group, limit_s, since
+        self._beats: list[Beat] = [worker_group.beats.read(rank) for rank in range(worker_group.size)]
         self._used = self._used_s()
         self._marked = since
         self._longest: tuple[float, str] = (0.0, "")
@@ -60,7 +60,7 @@ class Patience:
         return f"no progress for {without:.1f} s, and the budget is {limit:g} s (--budget){self._longest_phase()}"
 
     def _update(self, now: float) -> None:
-        beats = [self._world.beats.read(rank) for rank in range(self._world.size)]
+        beats = [self._worker_group.beats.read(rank) for rank in range(self._worker_group.size)]
         if beats == self._beats:
             return
         for before, beat in zip(self._beats, beats, strict=True):
@@ -69,10 +69,10 @@ class Patience:
         self._beats, self._marked, self._used = beats, now, self._used_s()
 
     def _computes(self, seconds: float) -> bool:
-        return self._world.computes_when_busy and self._used_s() - self._used >= SHARE * seconds
+        return self._worker_group.computes_when_busy and self._used_s() - self._used >= SHARE * seconds
 
     def _used_s(self) -> float:
-        return self._world.processor_seconds()
+        return self._worker_group.processor_seconds()
 
     def _longest_phase(self) -> str:
         """Names the longest earlier phase: a long one suggests a slow machine instead of a hang."""
@@ -96,7 +96,13 @@ class TaskFailed(Exception):
 
 
 def run_task(
-    world: World, *, task: str, kwargs: dict[str, Any], log_dir: Path, budget_s: float, held: Sequence[int] = ()
+    worker_group: WorkerGroup,
+    *,
+    task: str,
+    kwargs: dict[str, Any],
+    log_dir: Path,
+    budget_s: float,
+    held: Sequence[int] = (),
 ) -> tuple[list[Any], str, int]:
     """Runs a task on all ranks. Returns the results by rank, a description of the leaks ("" if there are none), and the
     most bytes of memory that a rank keeps between tasks.
@@ -104,14 +110,14 @@ def run_task(
     ``budget_s``: allowed seconds without progress, from when all ranks have started the task to the end of the
     clean-up. ``held``: descriptors that ranks keep open until then. Raises TaskFailed.
     """
-    watch = _Watch(world, log_dir)
-    world.beats.reset("start")
-    for wire in world.wires:
+    watch = _Watch(worker_group, log_dir)
+    worker_group.beats.reset("start")
+    for wire in worker_group.wires:
         wire.send({"do": "task", "task": task, "kwargs": kwargs, "log_dir": str(log_dir)}, fds=held)
-    watch.expect("started", Patience(world, limit_s=START_LIMIT_S, since=time.monotonic()))
-    patience = Patience(world, limit_s=budget_s, since=time.monotonic())
+    watch.expect("started", Patience(worker_group, limit_s=START_LIMIT_S, since=time.monotonic()))
+    patience = Patience(worker_group, limit_s=budget_s, since=time.monotonic())
     done = watch.expect("done", patience)
-    for wire in world.wires:
+    for wire in worker_group.wires:
         wire.send({"do": "clean"})
     clean = watch.expect("clean", patience)
     leaks = [f"rank {rank}: {message['leaks']}" for rank, message in enumerate(clean) if message["leaks"]]
@@ -119,11 +125,11 @@ def run_task(
 
 
 class _Watch:
-    def __init__(self, world: World, log_dir: Path) -> None:
-        self._world = world
+    def __init__(self, worker_group: WorkerGroup, log_dir: Path) -> None:
+        self._worker_group = worker_group
         self._log_dir = log_dir
-        self._inbox: list[deque[Message]] = [deque() for _ in world.wires]
-        self._open = set(range(world.size))
+        self._inbox: list[deque[Message]] = [deque() for _ in worker_group.wires]
+        self._open = set(range(worker_group.size))
         self._failures: dict[int | None, Failure] = {}  # by rank, in the order in which they were noticed
         self._stopped_since: dict[int, float] = {}
         self._cut_since: dict[int, float] = {}
@@ -146,32 +152,32 @@ class _Watch:
 
     def _poll(self, *, limit_s: float) -> None:
         """Waits at most ``limit_s`` for messages, and records failures: exceptions, deaths, stopped ranks."""
-        world = self._world
-        ready = readable([world.handle, *(world.wires[rank] for rank in self._open)], limit_s=limit_s)
+        worker_group = self._worker_group
+        ready = readable([worker_group.handle, *(worker_group.wires[rank] for rank in self._open)], limit_s=limit_s)
         for rank in sorted(self._open):
-            if world.wires[rank].fileno() in ready:
+            if worker_group.wires[rank].fileno() in ready:
                 self._read(rank)
-        world.handle.receive()
-        if not world.handle.is_alive:
-            status = world.handle.close()
-            what = f"{world.handle.what} {exit_words(status)}, and its ranks with it"
+        worker_group.handle.receive()
+        if not worker_group.handle.is_alive:
+            status = worker_group.handle.close()
+            what = f"{worker_group.handle.what} {exit_words(status)}, and its ranks with it"
             self._failures[None] = Failure(rank=None, kind="killed" if status < 0 else "exited", what=what)
-        elif world.lost:
-            self._failures[None] = Failure(rank=None, kind="killed", what=world.lost[0])
-        for rank, status in world.statuses.items():
+        elif worker_group.lost:
+            self._failures[None] = Failure(rank=None, kind="killed", what=worker_group.lost[0])
+        for rank, status in worker_group.statuses.items():
             self._record_failure(rank, "killed" if status < 0 else "exited", exit_words(status))
         now = time.monotonic()
-        for rank in range(world.size):
+        for rank in range(worker_group.size):
             if now - self._cut_since.get(rank, now) > _CUT_GRACE_S:
                 self._record_failure(rank, "exited", "closed its connection to the controller")
-            if world.state(rank) != "T":
+            if worker_group.state(rank) != "T":
                 self._stopped_since.pop(rank, None)
             elif now - self._stopped_since.setdefault(rank, now) > GRACE_S:
                 self._record_failure(rank, "stopped", "was stopped (SIGSTOP, or job control)")
 
     def _read(self, rank: int) -> None:
         """Reads all messages that the rank has sent, because the last one may explain its death."""
-        wire = self._world.wires[rank]
+        wire = self._worker_group.wires[rank]
         while rank in self._open and readable([wire], limit_s=0.0):
             try:
                 message, _ = wire.receive()
@@ -193,7 +199,7 @@ class _Watch:
         self, rank: int, kind: FailureKind, what: str, *, detail: str = "", traceback: str = ""
     ) -> None:
         """Records a rank's first failure; later failures of the same rank are consequences and are ignored."""
-        phase = self._world.beats.read(rank).phase
+        phase = self._worker_group.beats.read(rank).phase
         what = f"rank {rank} {what}"
         failure = Failure(rank=rank, kind=kind, what=what, phase=phase, detail=detail, traceback=traceback)
         self._failures.setdefault(rank, failure)
@@ -217,18 +223,18 @@ class _Watch:
         """
         locations = self._stacks()
         late = self._ranks_without_report()
-        fewest = min(self._world.beats.read(rank).count for rank in late)
-        suspects = [rank for rank in late if self._world.beats.read(rank).count == fewest]
-        behind, ahead = flight.behind_and_ahead(self._log_dir, range(self._world.size))
+        fewest = min(self._worker_group.beats.read(rank).count for rank in late)
+        suspects = [rank for rank in late if self._worker_group.beats.read(rank).count == fewest]
+        behind, ahead = flight.behind_and_ahead(self._log_dir, range(self._worker_group.size))
         outside = {rank for rank in suspects if rank in locations and not locations[rank].in_collective}
         choices = outside & behind, outside - ahead, outside, behind & set(suspects)
         suspects = next((sorted(choice) for choice in choices if choice), suspects)
         names = f"rank{'s' if len(suspects) > 1 else ''} {', '.join(map(str, suspects))}"
         cause = Failure(
-            rank=suspects[0] if len(suspects) < self._world.size else None,
+            rank=suspects[0] if len(suspects) < self._worker_group.size else None,
             kind="hung",
             what=f"{names} hung",
-            phase=self._world.beats.read(suspects[0]).phase,
+            phase=self._worker_group.beats.read(suspects[0]).phase,
             detail=why,
         )
         self._fail(cause, locations)
@@ -241,9 +247,9 @@ class _Watch:
         ]
         files = {rank: self._log_dir / f"rank-{rank}.stacks" for rank in ranks}
         for rank in ranks:
-            self._world.signal(rank, signal.SIGUSR1)
-            self._world.signal(rank, signal.SIGCONT)  # a stopped rank writes them when it runs again
-            self._world.signal(rank, flight.ASK)
+            self._worker_group.signal(rank, signal.SIGUSR1)
+            self._worker_group.signal(rank, signal.SIGCONT)  # a stopped rank writes them when it runs again
+            self._worker_group.signal(rank, flight.ASK)
         deadline = time.monotonic() + _STACKS_LIMIT_S
         while time.monotonic() < deadline and not all(
             is_whole(file) and flight.flight_file(self._log_dir, rank).exists() for rank, file in files.items()
@@ -258,15 +264,15 @@ class _Watch:
         """Raises TaskFailed with the text: the cause, the other ranks, the names of logs, the end of the log."""
         lines = [str(cause)]
         now = time.monotonic()
-        for rank in range(self._world.size):
+        for rank in range(self._worker_group.size):
             other = self._failures.get(rank)
-            beat = self._world.beats.read(rank)
+            beat = self._worker_group.beats.read(rank)
             if other is not None and other is not cause:
                 lines.append(f"  then {other}")
             elif rank in locations:
                 lines.append(f"  rank {rank} is {locations[rank].text}, {beat.phase!r} for {now - beat.time:.1f} s")
-        lines += flight.uneven_collectives(self._log_dir, range(self._world.size))
-        flight.remove_empty(self._log_dir, range(self._world.size))
+        lines += flight.uneven_collectives(self._log_dir, range(self._worker_group.size))
+        flight.remove_empty(self._log_dir, range(self._worker_group.size))
         stacks = sorted(file.name for file in self._log_dir.glob("rank-*.stacks"))
         logs = sorted(file.name for file in self._log_dir.glob("rank-*.log"))
         lines.append(f"logs: {', '.join(logs) or 'none'}; stacks: {', '.join(stacks) or 'none'}")

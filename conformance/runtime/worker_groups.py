@@ -31,7 +31,7 @@ _ANSWER_LIMIT_S = 30.0  # a forkserver only forks, signals and reaps
 MOST_RANKS = MOST_FDS - 2  # of a worker group: one packet carries the descriptors of all its ranks, and two more
 RANK_BYTES = 40 * 2**20  # private memory of a forked rank with a tiny model; every rank needs at least this
 
-_world_numbers = itertools.count(1)
+_group_numbers = itertools.count(1)
 
 
 class Pollable(Protocol):
@@ -49,7 +49,7 @@ def too_small(size: int, reason: str) -> StartError:
 
 
 @dataclass(frozen=True, kw_only=True)
-class World:
+class WorkerGroup:
     """Controls a group of live ranks.
 
     pids, wires: by rank. computes_when_busy: whether a rank that uses the processor computes; on a GPU it may wait.
@@ -100,11 +100,11 @@ class Handle:
     """Controls a process that starts worker groups. One thread uses the handle and all its worker groups."""
 
     what: ClassVar[str]  # a description of the process, for messages
-    made: ClassVar[type[World]] = World
+    made: ClassVar[type[WorkerGroup]] = WorkerGroup
 
     def __init__(self, control: Wire) -> None:
         self._control = control
-        self._worlds: dict[int, World] = {}
+        self._worker_groups: dict[int, WorkerGroup] = {}
         self.is_alive = True
 
     def fileno(self) -> int:
@@ -117,10 +117,10 @@ class Handle:
 
     def launch(
         self, start: Message, *, size: int, files: Sequence[str], computes_when_busy: bool, limit_s: float
-    ) -> World:
+    ) -> WorkerGroup:
         """Sends ``start`` with a file in memory for each name of ``files`` (the first for heartbeats) and a socket for
         each rank; returns the worker group when its ranks are running. Raises StartError."""
-        number = next(_world_numbers)
+        number = next(_group_numbers)
         with contextlib.ExitStack() as child_ends, contextlib.ExitStack() as own_ends:
             try:
                 descriptors = []
@@ -135,15 +135,15 @@ class Handle:
                     wires.append(wire)
                     own_ends.callback(wire.close)
                     descriptors.append(child_ends.enter_context(child_end).fileno())
-                self._control.send({"do": "start", "world": number, **start}, fds=descriptors)
+                self._control.send({"do": "start", "worker_group": number, **start}, fds=descriptors)
             except OSError as error:
                 raise too_small(size, str(error.strerror)) from error
             child_ends.close()
-            started = self._answer("started", world=number, limit_s=limit_s)
+            started = self._answer("started", worker_group=number, limit_s=limit_s)
             if started["error"]:
                 raise self._start_error(size, started["error"])
             own_ends.pop_all()  # the worker group keeps them
-        world = self._worlds[number] = self.made(
+        worker_group = self._worker_groups[number] = self.made(
             number=number,
             handle=self,
             pids=started["pids"],
@@ -151,19 +151,19 @@ class Handle:
             beats=beats,
             computes_when_busy=computes_when_busy,
         )
-        return world
+        return worker_group
 
-    def bury(self, world: World) -> list[int]:
+    def bury(self, worker_group: WorkerGroup) -> list[int]:
         """Ends a worker group's processes; returns the pids that are left. If the process of this handle is dead, the
         kernel ends them."""
-        del self._worlds[world.number]
+        del self._worker_groups[worker_group.number]
         if self.is_alive:
-            self._control.send({"do": "bury", "world": world.number})
+            self._control.send({"do": "bury", "worker_group": worker_group.number})
             try:
-                return list(self._answer("buried", world=world.number, limit_s=_ANSWER_LIMIT_S)["left"])
+                return list(self._answer("buried", worker_group=worker_group.number, limit_s=_ANSWER_LIMIT_S)["left"])
             except StartError:
                 self.close()
-        return self._left_by_others(world)
+        return self._left_by_others(worker_group)
 
     def close(self) -> int:
         """Ends the process with all its ranks; returns its exit status."""
@@ -173,7 +173,7 @@ class Handle:
         """Makes the error for a worker group of ``size`` ranks that the process could not start."""
         return StartError(error)
 
-    def _left_by_others(self, world: World) -> list[int]:
+    def _left_by_others(self, worker_group: WorkerGroup) -> list[int]:
         """Returns the pids of a worker group that outlive the process of this handle."""
         return []
 
@@ -183,13 +183,13 @@ class Handle:
 
     def _dispatch(self, message: Message) -> None:
         """Processes a message of any type."""
-        if message["type"] == "exited" and (world := self._worlds.get(message["world"])):
-            world.statuses[message["rank"]] = message["status"]
+        if message["type"] == "exited" and (worker_group := self._worker_groups.get(message["worker_group"])):
+            worker_group.statuses[message["rank"]] = message["status"]
 
-    def _answer(self, kind: str, *, world: int | None, limit_s: float, since: float | None = None) -> Message:
+    def _answer(self, kind: str, *, worker_group: int | None, limit_s: float, since: float | None = None) -> Message:
         deadline = (time.monotonic() if since is None else since) + limit_s
         while (message := self._next_message(limit_s=deadline - time.monotonic())) is not None:
-            if message["type"] == kind and message.get("world") == world:
+            if message["type"] == kind and message.get("worker_group") == worker_group:
                 return message
         died = not self.is_alive
         status = self.close()

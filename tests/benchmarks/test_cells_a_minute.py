@@ -1,4 +1,4 @@
-"""benchmarks/cells_a_minute.py: the same judged cells in worlds that stay alive, and under a torchrun for each
+"""benchmarks/cells_a_minute.py: the same judged cells in worker groups that stay alive, and under a torchrun for each
 phase."""
 
 import json

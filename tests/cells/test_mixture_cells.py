@@ -9,7 +9,7 @@ from cells import BACKENDS, ROWS, STEPS, assert_honest, cell_of, exhaustive, rec
 from conformance.backends.protocol import BackendEntry, Unsupported
 from conformance.matrix.cell import Cell, Handover
 from conformance.records.header_checks import CHOICES, FLOAT64
-from conformance.runner.phases import world_config
+from conformance.runner.phases import group_config
 from conformance.runner.session import Session
 from conformance.spec.batch import expert_column, read_batches
 from conformance.spec.layout import Layout
@@ -145,8 +145,8 @@ def test_ranks_that_have_run_experts_keep_no_process_groups_and_are_used_again(s
     cell = cell_of(backend, "sft-packed", "mixtral", "ep2", "exact", steps=1)
     for _ in range(3):  # what a first cell opens is not held against it
         assert session.run(cell).verdict.state == "conforms"
-        ranks = world_config(cell.phases[0], "cpu")
-        assert any(config == ranks for _, config in session._pool._own.worlds)
+        ranks = group_config(cell.phases[0], "cpu")
+        assert any(config == ranks for _, config in session._pool._own.worker_groups)
 
 
 def experts_of(model: str) -> int:

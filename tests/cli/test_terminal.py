@@ -127,15 +127,15 @@ def test_the_verdict_has_its_colour_on_a_terminal_only(tty: Tty, capsys: pytest.
     assert tty.getvalue() == "\x1b[1;31mdiffers: 1\x1b[0m\nb\n"
 
 
-def test_a_world_that_is_retired_is_a_line_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_worker_group_that_is_retired_is_a_line_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
     logger = logging.getLogger("conformance.runtime.pool")
     for loudness in ("quiet", "normal", "verbose"):
         with Terminal(total=9, now=activity, loudness=loudness):
-            logger.info("world 1 (b, 2 ranks) is retired: it leaks")
-            logger.debug("world 2 (b, 2 ranks) is retired: the next task wants a fresh one")
+            logger.info("worker group 1 (b, 2 ranks) is retired: it leaks")
+            logger.debug("worker group 2 (b, 2 ranks) is retired: the next task wants a fresh one")
         logger.info("after the run")
     lines = capsys.readouterr().err.splitlines()
-    assert [line.partition(" (")[0] for line in lines] == ["world 1", "world 1", "world 2"]
+    assert [line.partition(" (")[0] for line in lines] == ["worker group 1", "worker group 1", "worker group 2"]
 
 
 @pytest.mark.exhaustive

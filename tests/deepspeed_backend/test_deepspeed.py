@@ -34,11 +34,11 @@ def in_ranks(
     task: str,
     layout: str,
     *,
-    world: str = "shared",
+    worker_group: str = "shared",
     precision: PrecisionName = "exact",
     scenario: str = "sft-padded",
 ) -> list[Any]:
-    """Results of a task of deepspeed_tasks, in the ranks of a world, with a scenario's frozen inputs."""
+    """Results of a task of deepspeed_tasks, in the ranks of a worker group, with a scenario's frozen inputs."""
     asked = cell_of("deepspeed", scenario, "qwen3", layout, precision)
     inputs = prepare_inputs(asked.scenario, folder)
     arguments = {
@@ -47,12 +47,14 @@ def in_ranks(
         "models": {role: str(model) for role, model in inputs.models.items()},
         "batches": str(inputs.batches),
     }
-    return run_task(pool, folder, f"deepspeed_tasks:{task}", asked.world_size, world=world, **arguments)
+    return run_task(pool, folder, f"deepspeed_tasks:{task}", asked.world_size, worker_group=worker_group, **arguments)
 
 
-def run_task(pool: Pool, folder: Path, task: str, size: int, *, world: str = "shared", **arguments: Any) -> list[Any]:
+def run_task(
+    pool: Pool, folder: Path, task: str, size: int, *, worker_group: str = "shared", **arguments: Any
+) -> list[Any]:
     outcome = pool.run(
-        key=world,
+        key=worker_group,
         config=ranks_of("deepspeed", size),
         task=task,
         kwargs=arguments,
@@ -76,7 +78,7 @@ LEAVING = [
 
 @pytest.mark.parametrize("layout", LEAVING)
 def test_nothing_outlives_a_teardown(pool: Pool, tmp_path: Path, layout: str) -> None:
-    for left in in_ranks(pool, tmp_path, "train", layout, world=f"fresh {layout}"):
+    for left in in_ranks(pool, tmp_path, "train", layout, worker_group=f"fresh {layout}"):
         assert left == {"changed": [], "attention": False, "groups": [], "autotp": False, "model_alive": False}
 
 
@@ -112,8 +114,8 @@ def test_a_compiled_layer_is_without_the_hooks_of_deepspeed(pool: Pool, tmp_path
 def test_deepspeed_ranks_hold_no_more_after_second_cell(pool: Pool, tmp_path: Path, layouts: tuple[str, ...]) -> None:
     held = []
     for layout in (*layouts, *layouts):
-        in_ranks(pool, tmp_path, "train", layout, world=f"cells {layouts}")
-        held.append(run_task(pool, tmp_path, "deepspeed_tasks:holdings", 2, world=f"cells {layouts}"))
+        in_ranks(pool, tmp_path, "train", layout, worker_group=f"cells {layouts}")
+        held.append(run_task(pool, tmp_path, "deepspeed_tasks:holdings", 2, worker_group=f"cells {layouts}"))
     assert held[len(layouts) - 1 :] == [held[-1]] * (len(layouts) + 1)
     assert all(of_rank["models"] == of_rank["parameters"] == 0 for of_rank in held[-1])
 
@@ -218,17 +220,17 @@ def test_fsdp2_gives_the_same_bits_before_and_after_deepspeed(pool: Pool, tmp_pa
     fsdp2 = cell_of("fsdp2", "sft-sgd", "qwen3", plain, "fp32")
     digests = []
     for asked, name in ((fsdp2, "before"), (between, "between"), (fsdp2, "after")):
-        outcome = train(pool, asked, tmp_path / name, world=f"before {layout}")
+        outcome = train(pool, asked, tmp_path / name, worker_group=f"before {layout}")
         assert outcome.state == "done", outcome.reason
         record = read_record(tmp_path / name / "record")
         digests.append([{k: t.numpy().tobytes() for k, t in step.tensors().items()} for step in record.steps])
     assert digests[0] == digests[2]
 
 
-def train(pool: Pool, asked: Cell, folder: Path, *, world: str) -> Outcome:
+def train(pool: Pool, asked: Cell, folder: Path, *, worker_group: str) -> Outcome:
     inputs = prepare_inputs(asked.scenario, folder.with_name("inputs"))
     return pool.run(
-        key=world,
+        key=worker_group,
         config=ranks_of("deepspeed", asked.world_size),
         task=TASK,
         kwargs=phase_spec(asked, 0, inputs, folder, None).kwargs,

@@ -99,7 +99,7 @@ def test_masters_moments_and_loss_scale_are_handed_over_in_lower_precisions(
 @pytest.mark.parametrize("layout", [exhaustive("dp1.zero0"), "dp1.zero2", exhaustive("dp1.zero3")])
 def test_a_loss_scale_that_is_not_the_first_is_handed_over(pool: Pool, tmp_path: Path, layout: str) -> None:
     """In a few steps of a cell it does not change."""
-    (told,) = in_ranks(pool, tmp_path, "progress", layout, world="one", precision="fp16")
+    (told,) = in_ranks(pool, tmp_path, "progress", layout, worker_group="one", precision="fp16")
     assert told == {"schedule": 4.0, "loss_scale": 512.0, "good_steps": 8.0}
 
 
@@ -188,8 +188,8 @@ def test_frozen_parameters_go_on_in_another_layout(
     """Also where they are not those of the model's folder."""
     assert_handed_over(assert_honest(session, handed(*layouts, save="checkpoint", scenario="sft-frozen")))
     before, after = layouts
-    in_ranks(pool, tmp_path, "save_numbered", before, world=before, scenario="sft-frozen")
-    for found in in_ranks(pool, tmp_path, "load_numbered", after, world=after, scenario="sft-frozen"):
+    in_ranks(pool, tmp_path, "save_numbered", before, worker_group=before, scenario="sft-frozen")
+    for found in in_ranks(pool, tmp_path, "load_numbered", after, worker_group=after, scenario="sft-frozen"):
         assert "model.embed_tokens.weight" in found
         assert all(found.values()), found
 
@@ -250,5 +250,5 @@ def test_what_is_refused_changes_nothing_and_what_is_converted_leaves_nothing(po
     for result in in_ranks(pool, tmp_path, "load_checkpoint", "dp2.zero2"):
         assert "of stage zero3 only into the same" in result.pop("said")
         assert result == {"changed": False, "left": ["checkpoint"]}
-    (result,) = in_ranks(pool, tmp_path, "load_checkpoint", "dp1.zero3", world="one")
+    (result,) = in_ranks(pool, tmp_path, "load_checkpoint", "dp1.zero3", worker_group="one")
     assert result == {"said": "", "changed": True, "left": ["checkpoint"]}

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from conformance.backends.protocol import Shard
-from conformance.runtime import Pool, WorldConfig
+from conformance.runtime import Pool, WorkerGroupConfig
 from conformance.worker import replicas
 from conformance.worker.replicas import _distance, compare, digest_of, hash_of_bits
 
@@ -20,7 +20,7 @@ MANY = torch.arange(12.0).reshape(3, 4)
 def in_ranks(pool: Pool, folder: Path, task: str, *, ranks: int, **arguments: Any) -> list[Any]:
     outcome = pool.run(
         key="replicas",
-        config=WorldConfig(size=ranks, device="cpu", preload=("replicas_tasks",)),
+        config=WorkerGroupConfig(size=ranks, device="cpu", preload=("replicas_tasks",)),
         task=f"replicas_tasks:{task}",
         kwargs=arguments,
         log_dir=folder,

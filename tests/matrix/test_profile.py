@@ -36,7 +36,7 @@ def factors(cell: Cell) -> set[tuple[str, object]]:
     axes = {axis for axis in ("dp", "rep", "tp", "sp") if getattr(layout, axis) > 1}
     return {
         ("family", scenario.model_name),
-        ("world", layout.world_size),
+        ("worker_group", layout.world_size),
         ("precision", scenario.precision),
         ("accumulation", scenario.accumulation),
         *(("axis", axis) for axis in axes),
@@ -46,7 +46,7 @@ def factors(cell: Cell) -> set[tuple[str, object]]:
 LEVELS = {
     "family": FAMILIES,
     "axis": ("dp", "rep", "tp", "sp"),
-    "world": (2, 4, 8),
+    "worker_group": (2, 4, 8),
     "precision": ("exact", "fp32"),
     "accumulation": (1, 3),
 }

@@ -21,7 +21,7 @@ from conformance.backends.protocol import BackendEntry, BackendInfo, Unsupported
 from conformance.backends.registry import adapter_of
 from conformance.core.errors import UsageError
 from conformance.core.packages import is_installed
-from conformance.runner.phases import world_config
+from conformance.runner.phases import group_config
 from conformance.runner.session import Session
 from conformance.runner.session_config import SessionConfig
 from conformance.runtime.gpu_inventory import gpus_of_host, shares_of
@@ -69,7 +69,7 @@ def test_cells_with_transformer_engine_have_ranks_of_their_own() -> None:
     """megatron-core asks once in a process whether it is there; and asking for a GPU must not happen before a fork."""
 
     def preload(layout: str) -> tuple[str, ...]:
-        return world_config(cell_of("megatron", "sft-packed", "llama", layout, "bf16").phases[0], "cuda").preload
+        return group_config(cell_of("megatron", "sft-packed", "llama", layout, "bf16").phases[0], "cuda").preload
 
     assert "impl.megatron.context" in preload("dp2")
     assert preload("dp2") == preload("tp2.seqpar")

@@ -299,7 +299,7 @@ def test_no_rank_has_imported_torchs_compiler(pool: Pool, tmp_path: Path) -> Non
     outcome = pool.run(
         key="compilers",
         config=ranks_of("megatron", 2),
-        task="world_tasks:imported",
+        task="worker_group_tasks:imported",
         kwargs={"modules": ["megatron.core", COMPILER]},
         log_dir=tmp_path / "logs",
         budget_s=240.0,

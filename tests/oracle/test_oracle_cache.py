@@ -43,7 +43,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def ask(root: Path, *cells: Cell, inputs: FrozenInputs | None = None) -> list[str]:
     """Have oracles run for cells in a session of their own; gives why they failed, or nothing.
 
-    Its folder ``worlds`` is made by the first run that is not in the cache.
+    Its folder ``worker_groups`` is made by the first run that is not in the cache.
     """
     with Oracles(root=root, device="cpu", budget_s=120.0) as oracles:
         for each in cells:

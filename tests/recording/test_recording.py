@@ -18,7 +18,7 @@ from torch import nn
 import parity
 from conformance.core.errors import UsageError
 from conformance.numerics.determinism import seed_of
-from conformance.runtime import Pool, WorldConfig
+from conformance.runtime import Pool, WorkerGroupConfig
 from parity.compare import Comparison, compare_records
 from parity.quantities import setting
 from parity.record_files import read_run
@@ -34,7 +34,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run_ranks(pool: Pool, tmp_path: Path, task: str, size: int) -> list[Any]:
     outcome = pool.run(
         key="recording",
-        config=WorldConfig(size=size, device="cpu", preload=("recording_tasks",)),
+        config=WorkerGroupConfig(size=size, device="cpu", preload=("recording_tasks",)),
         task=f"recording_tasks:{task}",
         kwargs={"out": str(tmp_path / task)},
         log_dir=tmp_path,

@@ -90,18 +90,18 @@ def test_a_run_has_the_memory_of_its_worst_cell_and_the_disk_of_all() -> None:
     estimates = [(one, estimate(one, SIZE)) for one in cells]
     of_all = total(estimates)
     assert of_all.worst is cells[2]
-    assert of_all.host > max(one.host for _, one in estimates)  # ranks of the other world hold on to something
+    assert of_all.host > max(one.host for _, one in estimates)  # ranks of the other worker group hold on to something
     oracles = {name: size for _, one in estimates for name, size in one.references.items()}
     assert len(oracles) == 2  # the exact cells have one oracle; its float64 run serves the other, too
     assert of_all.disk == sum(one.record for _, one in estimates) + sum(oracles.values())
 
 
 def test_workers_run_their_largest_cells_at_once_and_share_disk() -> None:
-    """pytest -n: every worker has ranks, an oracle and a judge of its own, and keeps its worlds."""
+    """pytest -n: every worker has ranks, an oracle and a judge of its own, and keeps its worker groups."""
     cells = [(one, estimate(one, SIZE)) for one in (cell(precision="fp32"), cell(), cell(layout="dp4.tp2"))]
     one, two, many = (total(cells, workers=workers) for workers in (1, 2, 99))
     least, middle, most = sorted(of_cell.host for _, of_cell in cells)
-    assert most <= one.host < most + 2e9  # two ranks wait for cells of another world
+    assert most <= one.host < most + 2e9  # two ranks wait for cells of another worker group
     assert middle <= two.host - one.host < middle + 2e9
     assert least <= many.host - two.host < least + 2e9  # there are no further cells
     assert {one.worst, two.worst, many.worst} == {one.worst}
@@ -131,7 +131,9 @@ def test_each_host_has_the_ranks_of_its_slots_and_one_the_oracle_and_the_judge()
     for slots in (1, 4):
         held, worst = on_slots(found, slots)
         assert worst is large
-        assert slots * of_large.rank < held < slots * of_large.rank + 2e9  # and ranks of the other world, which wait
+        assert (
+            slots * of_large.rank < held < slots * of_large.rank + 2e9
+        )  # and ranks of the other worker group, which wait
     both, _ = on_slots(found, 6)
     assert 2 * found[0][1].rank < both - 4 * of_large.rank < 2 * found[0][1].rank + 1e9
     assert of_large.oracle < of_large.controller < of_large.oracle + of_large.judge + 1e9

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from host_processes import Process, fleet, host, is_true_soon
 from torch.distributed import TCPStore
-from world_helpers import Runner, is_dead_soon, results
+from worker_group_helpers import Runner, is_dead_soon, results
 
 from conformance.cli import torchrun
 from conformance.runtime import Pool
@@ -93,11 +93,11 @@ def test_what_happens_to_a_rank_of_another_host_is_told_as_here(
     assert outcome.reason.startswith(reason)
     if kind == "hung":
         assert "stacks: rank-0.stacks, rank-1.stacks, rank-2.stacks" in outcome.reason
-    assert len(results(run("pids", size=3))) == 3  # the next task has a world again
+    assert len(results(run("pids", size=3))) == 3  # the next task has a worker group again
 
 
 def test_tasks_run_side_by_side_on_slots_of_their_own(run: Runner, tmp_path: Path) -> None:
-    """Two of two ranks at once, one on each host, in worlds that are used again; one of three waits for both."""
+    """Two of two ranks at once, one on each host, in worker groups that are used again; one of three waits for both."""
     with ThreadPoolExecutor(3) as threads:
         met: dict[str, Any] = {"of": 5, "folder": str(tmp_path / "met")}
         ask = [threads.submit(Runner(run.pool, tmp_path / str(n)), "meet", **met) for n in range(2)]
@@ -106,10 +106,10 @@ def test_tasks_run_side_by_side_on_slots_of_their_own(run: Runner, tmp_path: Pat
         time.sleep(0.5)  # it would have run
         assert not both.done()
         (tmp_path / "met" / "the test").touch()
-    worlds = [{pid for _, pid in results(asked.result())} for asked in ask]
-    assert worlds[0].isdisjoint(worlds[1])
+    worker_groups = [{pid for _, pid in results(asked.result())} for asked in ask]
+    assert worker_groups[0].isdisjoint(worker_groups[1])
     assert len({result["zygote"] for result in results(both.result())}) == 2
-    assert set(run.pids(size=2)) in worlds
+    assert set(run.pids(size=2)) in worker_groups
 
 
 def test_hosts_report_their_memory_and_disk(two: Two) -> None:

@@ -1,6 +1,7 @@
-"""Worlds and cells on leased GPUs. Ranks are real and compute on the CPU; a GPU is a name that they hold a lease of.
+"""Worker groups and cells on leased GPUs. Ranks are real and compute on the CPU; a GPU is a name that they hold a lease
+of.
 
-What CUDA does is shown by tests that need GPUs, here and in tests/runtime/test_world.py.
+What CUDA does is shown by tests that need GPUs, here and in tests/runtime/test_worker_groups.py.
 """
 
 import contextlib
@@ -18,7 +19,7 @@ from typing import Any
 
 import pytest
 from conftest import make_cell
-from world_helpers import results, world_config
+from worker_group_helpers import group_config, results
 
 from conformance.backends.protocol import BackendEntry
 from conformance.core.process import signal_process
@@ -27,7 +28,7 @@ from conformance.results.run_results import read_entry, read_output_json
 from conformance.runner.attempt import JudgedCell
 from conformance.runner.session import Session
 from conformance.runner.session_config import SessionConfig
-from conformance.runtime import Outcome, Pool, WorldConfig
+from conformance.runtime import Outcome, Pool, WorkerGroupConfig
 from conformance.runtime.gpu_inventory import shares_of
 from conformance.runtime.gpu_leases import Ticket, holders, lease_folder, leases_by_process
 from conformance.runtime.gpu_slots import Gpus
@@ -58,8 +59,8 @@ def pool(tmp_path: Path, gpus: Gpus) -> Iterator[Pool]:
 def run(pool: Pool, task: str, logs: Path, *, size: int = 1, budget_s: float = 60, **kwargs: Any) -> Outcome:
     return pool.run(
         key="test",
-        config=world_config(size=size),
-        task=f"world_tasks:{task}",
+        config=group_config(size=size),
+        task=f"worker_group_tasks:{task}",
         kwargs=kwargs,
         log_dir=logs / str(next(_numbers)),  # tasks that run side by side log side by side
         budget_s=budget_s,
@@ -74,7 +75,8 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 def test_tasks_run_side_by_side_and_each_sees_its_own_gpus(pool: Pool, tmp_path: Path, gpus: Gpus) -> None:
-    """Two tasks of one GPU each meet while they run; a task of both GPUs runs alone, and worlds are used again."""
+    """Two tasks of one GPU each meet while they run; a task of both GPUs runs alone, and worker groups are used
+    again."""
     met = tmp_path / "met"
     with ThreadPoolExecutor(3) as threads:
         ask = [threads.submit(run, pool, "meet", tmp_path, of=3, folder=str(met)) for _ in range(2)]
@@ -123,9 +125,9 @@ def test_lease_wait_for_other_process_is_logged(
 
     def waits() -> None:
         with pytest.raises(NoLease):
-            gpus.lease("fsdp2", world_config(size=2), prefer=(), limit_s=0.3, is_over=lambda: False)
+            gpus.lease("fsdp2", group_config(size=2), prefer=(), limit_s=0.3, is_over=lambda: False)
 
-    own = gpus.lease("megatron", world_config(size=1), prefer=(), limit_s=0.3, is_over=lambda: False)
+    own = gpus.lease("megatron", group_config(size=1), prefer=(), limit_s=0.3, is_over=lambda: False)
     waits()
     assert not caplog.messages
     with subprocess.Popen(
@@ -158,12 +160,12 @@ CONTROLLER = """\
 import sys
 from pathlib import Path
 from conformance.runtime.gpu_slots import Gpus
-from conformance.runtime import Pool, WorldConfig
+from conformance.runtime import Pool, WorkerGroupConfig
 here = Path(sys.argv[1])
 pool = Pool(work_dir=here, places=Gpus(("GPU-a",), work_dir=here))
-config = WorldConfig(size=1, device="cpu", preload=("world_tasks",))
+config = WorkerGroupConfig(size=1, device="cpu", preload=("worker_group_tasks",))
 kwargs = {"of": 2, "folder": sys.argv[1] + "/met"}
-pool.run(key="x", config=config, task="world_tasks:meet", kwargs=kwargs, log_dir=Path(sys.argv[1]), budget_s=60)
+pool.run(key="x", config=config, task="worker_group_tasks:meet", kwargs=kwargs, log_dir=Path(sys.argv[1]), budget_s=60)
 """
 
 
@@ -299,7 +301,7 @@ def test_two_runs_at_once_use_the_same_gpus_in_turn(tmp_path: Path) -> None:
 def test_prepare_imports_on_every_block_without_leases(pool: Pool, tmp_path: Path) -> None:
     """So that no GPU is leased while they are."""
     for size, blocks in ((2, 1), (1, 3), (3, 3)):  # three ranks have no place here
-        pool.prepare(WorldConfig(size=size, device="cpu", preload=("world_tasks",)))
+        pool.prepare(WorkerGroupConfig(size=size, device="cpu", preload=("worker_group_tasks",)))
         deadline = time.monotonic() + 10
         while len(list(tmp_path.rglob("zygote-*.log"))) < blocks and time.monotonic() < deadline:
             time.sleep(0.01)

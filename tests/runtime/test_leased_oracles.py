@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from conftest import make_cell
 from test_leased_cells import GPUS, cell_of, on_shares, wait_for
-from world_helpers import results
+from worker_group_helpers import results
 
 from conformance.data.prepare import prepare_inputs
 from conformance.models import synthetic
@@ -20,7 +20,7 @@ from conformance.models.folders import elements_of
 from conformance.runner.oracle_jobs import Oracles
 from conformance.runner.session import Session
 from conformance.runner.session_config import SessionConfig
-from conformance.runtime import Pool, WorldConfig
+from conformance.runtime import Pool, WorkerGroupConfig
 from conformance.runtime.gpu_inventory import shares_of
 from conformance.runtime.gpu_leases import Ticket, holders, lease_folder
 from conformance.runtime.gpu_slots import Gpus
@@ -55,8 +55,8 @@ def test_a_task_has_as_many_gpus_as_have_room_for_it(
         found = [
             pool.run(
                 key="oracle",
-                config=WorldConfig(size=1, device="cpu", preload=("world_tasks",), room=room),
-                task="world_tasks:visible",
+                config=WorkerGroupConfig(size=1, device="cpu", preload=("worker_group_tasks",), room=room),
+                task="worker_group_tasks:visible",
                 kwargs={},
                 log_dir=tmp_path / "logs" / str(room),
                 budget_s=60,
@@ -64,7 +64,7 @@ def test_a_task_has_as_many_gpus_as_have_room_for_it(
             for room in (gibibytes * 2**30, gibibytes * 2**30 - 1)
         ]
     assert [results(one) for one in found] == [[gpus], [gpus]]
-    assert [one.used for one in found] == [False, True]  # the world stays, for tasks of other sizes, too
+    assert [one.used for one in found] == [False, True]  # the worker group stays, for tasks of other sizes, too
 
 
 def test_ranks_have_a_gpu_each_however_little_room_they_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +72,7 @@ def test_ranks_have_a_gpu_each_however_little_room_they_need(tmp_path: Path, mon
     gpus = Gpus(GPUS, work_dir=tmp_path)
 
     def lease(ranks: int) -> Lease:
-        config = WorldConfig(size=ranks, device="cuda", preload=(), room=1)
+        config = WorkerGroupConfig(size=ranks, device="cuda", preload=(), room=1)
         return gpus.lease("ranks", config, prefer=(), limit_s=0.1, is_over=lambda: False)
 
     gpus.give_back(two := lease(2))
@@ -87,14 +87,14 @@ def test_task_sized_by_memory_gets_every_share_of_host(
 ) -> None:
     """Also where nothing is known of the memory of GPUs."""
     monkeypatch.setattr("conformance.runtime.gpu_slots.memory_of_gpus", lambda: told)
-    everything = WorldConfig(size=1, device="cpu", preload=("world_tasks",), room=1)
+    everything = WorkerGroupConfig(size=1, device="cpu", preload=("worker_group_tasks",), room=1)
     folder = tmp_path / "met"
     with on_shares(shares_of(GPUS, 2), tmp_path) as pool, ThreadPoolExecutor(1) as threads:
         oracle = threads.submit(
             pool.run,
             key="oracle",
             config=everything,
-            task="world_tasks:meet",
+            task="worker_group_tasks:meet",
             kwargs={"of": 2, "folder": str(folder)},
             log_dir=tmp_path / "logs",
             budget_s=60,
@@ -140,7 +140,7 @@ def test_large_oracle_retries_with_all_gpus(tmp_path: Path, monkeypatch: pytest.
     asked: list[int | None] = []
     lease = gpus.lease
 
-    def noted(who: str, config: WorldConfig, **rest: Any) -> Lease:
+    def noted(who: str, config: WorkerGroupConfig, **rest: Any) -> Lease:
         asked.append(config.room)
         return lease(who, config, **rest)
 

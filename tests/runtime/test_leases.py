@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from world_helpers import is_dead_soon
+from worker_group_helpers import is_dead_soon
 
 from conformance.core.errors import UsageError
 from conformance.runtime.gpu_inventory import Gpu, gpu_of, network_of, seats_of, shares_of, visible_gpus, visible_to
@@ -79,7 +79,7 @@ def test_blocks_of_two_four_and_eight_leave_no_gpu_between_them() -> None:
 
 
 def test_one_rank_per_gpu_is_the_gpu_and_more_are_shares_round_by_round() -> None:
-    """So the ranks of a world share a GPU only if there are more of them than GPUs."""
+    """So the ranks of a worker group share a GPU only if there are more of them than GPUs."""
     assert shares_of(GPUS[:2], 1) == GPUS[:2]
     shares = shares_of(GPUS[:2], 3)
     assert shares == ("GPU-a#0", "GPU-b#0", "GPU-a#1", "GPU-b#1", "GPU-a#2", "GPU-b#2")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from script_forks import Forker
-from world_helpers import is_dead_soon
+from worker_group_helpers import is_dead_soon
 
 SCRIPTS = {
     "succeeds": "print('fine')",

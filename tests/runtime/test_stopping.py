@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from world_helpers import Runner, is_dead_soon
+from worker_group_helpers import Runner, is_dead_soon
 
 from conformance.core.process import Stop, Stopped
 from conformance.runner.oracle_jobs import Oracles
@@ -261,7 +261,7 @@ def test_ctrl_c_stops_the_run_unless_it_begins_to_debug(
 
 
 def test_nobody_waits_for_an_oracle_when_the_run_is_stopped(tmp_path: Path) -> None:
-    """Its runs have a thread and a world of their own."""
+    """Its runs have a thread and a worker group of their own."""
     oracles = Oracles(root=tmp_path, device="cpu", budget_s=60)
     run = Runner(oracles._pool, tmp_path)
     pids: list[int] = oracles._thread.submit(run.pids, size=1).result()

@@ -20,9 +20,9 @@ from conformance.core.paths import FIXTURES
 from conformance.matrix.cell import Cell, Phase
 from conformance.records.step_tensors import Record, read_record
 from conformance.results.verdict import Verdict
-from conformance.runner.phases import world_config
+from conformance.runner.phases import group_config
 from conformance.runner.session import Session
-from conformance.runtime import WorldConfig
+from conformance.runtime import WorkerGroupConfig
 from conformance.spec.layout import Layout
 from conformance.spec.precision import PrecisionName
 
@@ -56,9 +56,9 @@ def one_of_each_stage(faults: Sequence[Fault], having: Callable[[str], Sequence[
     return found
 
 
-def ranks_of(backend: str, size: int) -> WorldConfig:
-    """The world that cells of a backend run in, for tests of other tasks."""
-    return world_config(Phase(backend=BACKENDS[backend], layout=Layout(dp=size), steps=1), "cpu")
+def ranks_of(backend: str, size: int) -> WorkerGroupConfig:
+    """The worker group that cells of a backend run in, for tests of other tasks."""
+    return group_config(Phase(backend=BACKENDS[backend], layout=Layout(dp=size), steps=1), "cpu")
 
 
 def cell_of(

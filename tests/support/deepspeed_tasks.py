@@ -52,7 +52,7 @@ def set_up(
 def train(
     context: RankContext, *, scenario: dict[str, Any], layout: str, models: dict[str, str], batches: str
 ) -> dict[str, Any]:
-    """Two steps and a teardown in a world that has seen no engine; says what outlives it."""
+    """Two steps and a teardown in a worker group that has seen no engine; says what outlives it."""
     from deepspeed.module_inject.layers import is_autotp_training_mode
     from deepspeed.utils import groups
 

@@ -9,7 +9,7 @@ from cells import BACKENDS, cell_of
 
 from conformance.backends.protocol import BackendEntry
 from conformance.data.prepare import prepare_inputs
-from conformance.runtime import Outcome, Pool, WorldConfig
+from conformance.runtime import Outcome, Pool, WorkerGroupConfig
 from conformance.spec.precision import PrecisionName
 from conformance.spec.scenario import scenario_to_json
 
@@ -44,7 +44,7 @@ class Ranks:
             (model / "config.json").write_text(json.dumps(config), encoding="utf-8")
         return self.pool.run(
             key=f"{self.backend} resumed",
-            config=WorldConfig(
+            config=WorkerGroupConfig(
                 size=cell.world_size,
                 device="cpu",
                 preload=(entry.target.partition(":")[0], "conformance.worker.phase", *entry.load().preload),  # type: ignore[attr-defined]

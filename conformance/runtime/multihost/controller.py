@@ -13,14 +13,14 @@ from itertools import groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from conformance.runtime import WorldConfig
+from conformance.runtime import WorkerGroupConfig
 from conformance.runtime.config import StartError
 from conformance.runtime.gpu_slots import LeasedPlaces
 from conformance.runtime.messages import Message, Wire, wire_pair
 from conformance.runtime.multihost.host import Wanted
 from conformance.runtime.multihost.relay import JoinedHost, Relay
 from conformance.runtime.slots import Block, NoLease
-from conformance.runtime.worker_groups import MOST_RANKS, Handle, World, too_small
+from conformance.runtime.worker_groups import MOST_RANKS, Handle, WorkerGroup, too_small
 
 _ANSWER_LIMIT_S = 180.0  # hosts import before they start ranks
 _STOP_LIMIT_S = 10.0
@@ -56,7 +56,7 @@ def hosts_of_engine(*, ranks_per_gpu: int) -> Hosts | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FarWorld(World):
+class RemoteWorkerGroup(WorkerGroup):
     """A worker group on several hosts, which report the states of its ranks, a moment later than a kernel would."""
 
     states: dict[int, str] = field(default_factory=dict)
@@ -137,17 +137,17 @@ class FarHandle(Handle):
     """Starts worker groups at fixed slots of hosts. One thread uses it, except for ``terminate``."""
 
     what = "the connection to the hosts"
-    made = FarWorld
+    made = RemoteWorkerGroup
 
     def __init__(self, control: Wire, fleet: Fleet, parts: Sequence[tuple[str, Sequence[int]]]) -> None:
         super().__init__(control)
         self._fleet, self._parts = fleet, parts
         self._is_over = False
 
-    def prepare(self, config: WorldConfig) -> None:
+    def prepare(self, config: WorkerGroupConfig) -> None:
         """Do nothing: a host imports what its first worker group needs."""
 
-    def start(self, config: WorldConfig) -> World:
+    def start(self, config: WorkerGroupConfig) -> WorkerGroup:
         """Start the ranks of a worker group, the first ones on the first host. Raises StartError."""
         if problem := "the run was stopped" if self._is_over else self._fleet.problem():
             raise StartError(problem)
@@ -167,8 +167,8 @@ class FarHandle(Handle):
             limit_s=_ANSWER_LIMIT_S,
         )
 
-    def signal(self, world: World, rank: int, number: int) -> None:
-        self._control.send({"do": "signal", "world": world.number, "rank": rank, "signal": int(number)})
+    def signal(self, worker_group: WorkerGroup, rank: int, number: int) -> None:
+        self._control.send({"do": "signal", "worker_group": worker_group.number, "rank": rank, "signal": int(number)})
 
     def terminate(self) -> None:
         """End the ranks of all handles, which the fleet ends together."""
@@ -183,13 +183,13 @@ class FarHandle(Handle):
 
     def _dispatch(self, message: Message) -> None:
         super()._dispatch(message)
-        world = self._worlds.get(message.get("world", -1))
-        if isinstance(world, FarWorld):
+        worker_group = self._worker_groups.get(message.get("worker_group", -1))
+        if isinstance(worker_group, RemoteWorkerGroup):
             if message["type"] == "lost":
-                world.lost.append(message["why"])
+                worker_group.lost.append(message["why"])
             elif message["type"] == "pulse":
-                world.states.update({int(rank): state for rank, state in message["states"].items()})
-                world.seconds[message["host"]] = message["seconds"]
+                worker_group.states.update({int(rank): state for rank, state in message["states"].items()})
+                worker_group.seconds[message["host"]] = message["seconds"]
 
 
 _SLOT = " slot "

@@ -36,7 +36,7 @@ from conformance.core.errors import UsageError
 from conformance.core.host_resources import room_of
 from conformance.core.packages import package_version
 from conformance.core.process import process_state, signal_process
-from conformance.runtime import WorldConfig
+from conformance.runtime import WorkerGroupConfig
 from conformance.runtime.config import StartError
 from conformance.runtime.forkserver_client import Part, ZygoteHandle, Zygotes
 from conformance.runtime.gpu_inventory import gpus_of_host, more_shares, seats_of, shares_of, visible_to
@@ -45,7 +45,7 @@ from conformance.runtime.messages import Garbage, Message, Wire, wire_pair
 from conformance.runtime.multihost.channel import LIVE_S, LOST_S, Closed, take
 from conformance.runtime.preload_server import environment
 from conformance.runtime.slots import Lease, Seat
-from conformance.runtime.worker_groups import World, readable
+from conformance.runtime.worker_groups import WorkerGroup, readable
 
 EXIT_REFUSED, EXIT_CLOSED = 2, 3
 PACKAGES = ("torch", "transformers", "ring-flash-attn", "deepspeed", "megatron-core")
@@ -103,7 +103,7 @@ class _Asked:
 
     number: int
     zygote: ZygoteHandle
-    config: WorldConfig
+    config: WorkerGroupConfig
     variables: dict[str, str]
     seats: tuple[Seat, ...]
     part: Part
@@ -118,7 +118,7 @@ class _Mine:
     """
 
     number: int
-    world: World
+    worker_group: WorkerGroup
     open: set[int]
     at_work: set[int] = field(default_factory=set)
     reported: set[int] = field(default_factory=set)
@@ -162,7 +162,7 @@ class Host:
                     raise Closed(f"it sent nothing for {LOST_S:g} s")
         finally:
             for mine in self._mine.values():
-                mine.world.bury()
+                mine.worker_group.bury()
             self._zygotes.close()
 
     def _send(self, message: Message) -> None:
@@ -177,7 +177,7 @@ class Host:
                 self._send({"type": "live"})
 
     def _open_of(self, mine: _Mine) -> Iterator[tuple[int, Any]]:
-        return ((rank, mine.world.wires[rank]) for rank in sorted(mine.open))
+        return ((rank, mine.worker_group.wires[rank]) for rank in sorted(mine.open))
 
     def _obey_all(self) -> bool:
         for message in take(self._wire, limit_s=0.0):
@@ -193,26 +193,26 @@ class Host:
     def _obey(self, message: Message) -> None:
         if message["do"] == "start":
             return self._ask(message)
-        mine = self._mine.get(message.get("world", -1))
+        mine = self._mine.get(message.get("worker_group", -1))
         if message["do"] == "bury":
-            self._asked.pop(message["world"], None)
-            left = mine.world.bury() if mine else []
-            self._mine.pop(message["world"], None)
-            self._send({"type": "buried", "world": message["world"], "left": left})
+            self._asked.pop(message["worker_group"], None)
+            left = mine.worker_group.bury() if mine else []
+            self._mine.pop(message["worker_group"], None)
+            self._send({"type": "buried", "worker_group": message["worker_group"], "left": left})
         elif mine is not None and message["do"] == "tell":
             rank, content = message["rank"], message["message"]
             if content.get("do") == "task":
-                mine.world.beats.write(rank, "start", count=0)
+                mine.worker_group.beats.write(rank, "start", count=0)
                 mine.at_work.add(rank)
-            mine.world.wires[rank].send(content)
+            mine.worker_group.wires[rank].send(content)
         elif mine is not None and message["do"] == "signal":
-            signal_process(mine.world.pids[message["rank"]], message["signal"])
+            signal_process(mine.worker_group.pids[message["rank"]], message["signal"])
         return None
 
     def _ask(self, message: Message) -> None:
-        spec, part, number = message["spec"], message["part"], message["world"]
+        spec, part, number = message["spec"], message["part"], message["worker_group"]
         store = part["store"] or [self._address, free_port(self._address)]
-        config = WorldConfig(
+        config = WorkerGroupConfig(
             size=part["size"],
             device="cpu" if self._device == "cpu" else "cuda",
             preload=tuple(spec["preload"]),
@@ -238,19 +238,21 @@ class Host:
         for asked in [asked for asked in self._asked.values() if asked.zygote.is_ready()]:
             del self._asked[asked.number]
             try:
-                world = asked.zygote.start_world(
+                worker_group = asked.zygote.start_worker_group(
                     asked.config, variables=asked.variables, seats=asked.seats, part=asked.part
                 )
             except (StartError, OSError) as error:
                 self._say_started(asked.number, error=str(error))
             else:
-                self._mine[asked.number] = _Mine(number=asked.number, world=world, open=set(range(world.size)))
-                self._say_started(asked.number, pids=world.pids, store=asked.part.store)
+                self._mine[asked.number] = _Mine(
+                    number=asked.number, worker_group=worker_group, open=set(range(worker_group.size))
+                )
+                self._say_started(asked.number, pids=worker_group.pids, store=asked.part.store)
 
     def _say_started(
         self, number: int, *, pids: list[int] | None = None, store: object = None, error: str = ""
     ) -> None:
-        started = {"type": "started", "world": number, "pids": pids or [], "store": store, "error": error}
+        started = {"type": "started", "worker_group": number, "pids": pids or [], "store": store, "error": error}
         self._send(started)
 
     def _network(self) -> dict[str, str]:
@@ -260,7 +262,7 @@ class Host:
 
     def _hear(self, mine: _Mine, rank: int) -> None:
         """Pass on all messages of a rank, because the last one may explain its death."""
-        wire = mine.world.wires[rank]
+        wire = mine.worker_group.wires[rank]
         while rank in mine.open and readable([wire], limit_s=0.0):
             try:
                 message, _ = wire.receive()
@@ -271,32 +273,32 @@ class Host:
             if message is None or message.get("type") in ("garbage", "clean"):
                 mine.at_work.discard(rank)
             self._pulse(mine)  # or a failure would be reported with an old phase
-            self._send({"type": "said", "world": mine.number, "rank": rank, "message": message})
+            self._send({"type": "said", "worker_group": mine.number, "rank": rank, "message": message})
 
     def _report_ends(self) -> None:
         for mine in self._mine.values():
-            mine.world.handle.receive()
-            for rank, status in mine.world.statuses.items():
+            mine.worker_group.handle.receive()
+            for rank, status in mine.worker_group.statuses.items():
                 if rank not in mine.reported:
                     mine.reported.add(rank)
                     self._hear(mine, rank)
                     self._pulse(mine)
-                    self._send({"type": "exited", "world": mine.number, "rank": rank, "status": status})
-            if not mine.world.handle.is_alive and not mine.is_lost:
+                    self._send({"type": "exited", "worker_group": mine.number, "rank": rank, "status": status})
+            if not mine.worker_group.handle.is_alive and not mine.is_lost:
                 mine.is_lost = True
                 why = "the process that ranks are forked from has ended, and its ranks with it"
-                self._send({"type": "lost", "world": mine.number, "why": why})
+                self._send({"type": "lost", "worker_group": mine.number, "why": why})
 
     def _pulse(self, mine: _Mine) -> None:
-        world, now = mine.world, time.monotonic()
-        beats = [world.beats.read(rank) for rank in range(world.size)]
+        worker_group, now = mine.worker_group, time.monotonic()
+        beats = [worker_group.beats.read(rank) for rank in range(worker_group.size)]
         self._send(
             {
                 "type": "pulse",
-                "world": mine.number,
+                "worker_group": mine.number,
                 "beats": [[beat.phase, beat.count, now - beat.time, beat.marks] for beat in beats],
-                "states": [process_state(pid) for pid in world.pids],
-                "seconds": world.processor_seconds(),
+                "states": [process_state(pid) for pid in worker_group.pids],
+                "seconds": worker_group.processor_seconds(),
             }
         )
 

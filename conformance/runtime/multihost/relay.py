@@ -53,7 +53,7 @@ class _Connection:
 
 
 @dataclass(kw_only=True, eq=False)
-class _World:
+class _WorkerGroup:
     """control: of the handle that started it. parts: each host, its first rank and the number of its ranks. wires: the
     relay's ends of the controller's sockets."""
 
@@ -83,7 +83,7 @@ class Relay(threading.Thread):
         self._handles: list[Wire] = []  # of the controller's threads
         self._new: queue.SimpleQueue[Wire] = queue.SimpleQueue()
         self._wanted, self._folder = wanted, folder
-        self._worlds: dict[int, _World] = {}
+        self._worker_groups: dict[int, _WorkerGroup] = {}
         self._starting: dict[int, Message] = {}  # worker groups whose first part has not started yet
         self._is_over = False
         self._wakeup = socket.socketpair()
@@ -104,8 +104,8 @@ class Relay(threading.Thread):
         finally:
             for host in self._hosts:
                 host.wire.send({"do": "end"})
-            for world in list(self._worlds.values()):
-                self._forget(world)
+            for worker_group in list(self._worker_groups.values()):
+                self._forget(worker_group)
             for wire in (*self._handles, *(host.wire for host in self._hosts)):
                 wire.close()
 
@@ -114,7 +114,11 @@ class Relay(threading.Thread):
         while not self._is_over:
             controls = {control.fileno(): control for control in self._handles}
             hosts = {host.wire.fileno(): host for host in self._hosts}
-            ranks = {w.fileno(): (world, rank) for world in self._worlds.values() for rank, w in enumerate(world.wires)}
+            ranks = {
+                w.fileno(): (worker_group, rank)
+                for worker_group in self._worker_groups.values()
+                for rank, w in enumerate(worker_group.wires)
+            }
             poll = select.poll()
             for fd in (self._wakeup[0].fileno(), *controls, *hosts, *ranks):
                 poll.register(fd, select.POLLIN)
@@ -174,12 +178,12 @@ class Relay(threading.Thread):
             return
         reason = f"host {host.name} was lost: {why}"
         self._remove(host, reason)
-        for world in list(self._worlds.values()):
-            if any(part[0] is host for part in world.parts):
-                world.control.send({"type": "lost", "world": world.number, "why": reason})
-                self._is_buried(world, host, [])
-                if world.number in self._starting:
-                    self._say_started(world, error=reason)
+        for worker_group in list(self._worker_groups.values()):
+            if any(part[0] is host for part in worker_group.parts):
+                worker_group.control.send({"type": "lost", "worker_group": worker_group.number, "why": reason})
+                self._is_buried(worker_group, host, [])
+                if worker_group.number in self._starting:
+                    self._say_started(worker_group, error=reason)
 
     def _remove(self, host: _Connection, problem: str) -> None:
         self._hosts.remove(host)
@@ -208,30 +212,30 @@ class Relay(threading.Thread):
         if message is None:
             self._handles.remove(control)
             control.close()
-            for left in [one for one in self._worlds.values() if one.control is control]:
+            for left in [one for one in self._worker_groups.values() if one.control is control]:
                 self._end_everywhere(left)
                 self._forget(left)
         elif message["do"] == "start":
             self._start(control, message, fds)
-        elif (world := self._worlds.get(message["world"])) is None:
+        elif (worker_group := self._worker_groups.get(message["worker_group"])) is None:
             if message["do"] == "bury":
-                control.send({"type": "buried", "world": message["world"], "left": []})
+                control.send({"type": "buried", "worker_group": message["worker_group"], "left": []})
         elif message["do"] == "bury":
-            world.buried = len(world.parts)
-            for host, _, _ in list(world.parts):
+            worker_group.buried = len(worker_group.parts)
+            for host, _, _ in list(worker_group.parts):
                 if host in self._hosts:
-                    self._tell(host, {"do": "bury", "world": world.number})
+                    self._tell(host, {"do": "bury", "worker_group": worker_group.number})
                 else:
-                    self._is_buried(world, host, [])
+                    self._is_buried(worker_group, host, [])
         else:
-            host, local = world.host_of(message["rank"])
+            host, local = worker_group.host_of(message["rank"])
             if host in self._hosts:
                 self._tell(host, {**message, "rank": local})
 
     def _start(self, control: Wire, message: Message, fds: list[int]) -> None:
         """Start the first part of a worker group; the other parts need the address at which its ranks meet."""
         beats_fd, *sockets = fds
-        size, number = int(message["spec"]["size"]), int(message["world"])
+        size, number = int(message["spec"]["size"]), int(message["worker_group"])
         here = {host.name: host for host in self._hosts if host.joined}
         parts, first, missing = [], 0, ""
         for name, slots in message["parts"]:
@@ -242,61 +246,67 @@ class Relay(threading.Thread):
                 missing = f"host {name} was lost"
             first += count
         wires = [Wire(socket.socket(fileno=fd)) for fd in sockets]
-        world = _World(number=number, control=control, beats=Heartbeats(beats_fd, size=size), wires=wires, parts=parts)
+        worker_group = _WorkerGroup(
+            number=number, control=control, beats=Heartbeats(beats_fd, size=size), wires=wires, parts=parts
+        )
         os.close(beats_fd)
-        self._worlds[number], self._starting[number] = world, message
+        self._worker_groups[number], self._starting[number] = worker_group, message
         if missing:
-            self._say_started(world, error=missing)
+            self._say_started(worker_group, error=missing)
         else:
-            self._start_part(world, message, 0, store=None)
+            self._start_part(worker_group, message, 0, store=None)
 
-    def _start_part(self, world: _World, message: Message, part: int, *, store: object) -> None:
-        host, first, size = world.parts[part]
+    def _start_part(self, worker_group: _WorkerGroup, message: Message, part: int, *, store: object) -> None:
+        host, first, size = worker_group.parts[part]
         of_part = {"first": first, "size": size, "slots": message["parts"][part][1], "store": store}
-        self._tell(host, {"do": "start", "world": world.number, "spec": message["spec"], "part": of_part})
+        self._tell(host, {"do": "start", "worker_group": worker_group.number, "spec": message["spec"], "part": of_part})
 
-    def _say_started(self, world: _World, *, error: str) -> None:
-        self._starting.pop(world.number, None)
-        pids = [world.pids.get(rank, 0) for rank in range(len(world.wires))]
-        world.control.send({"type": "started", "world": world.number, "pids": pids, "error": error})
+    def _say_started(self, worker_group: _WorkerGroup, *, error: str) -> None:
+        self._starting.pop(worker_group.number, None)
+        pids = [worker_group.pids.get(rank, 0) for rank in range(len(worker_group.wires))]
+        worker_group.control.send(
+            {"type": "started", "worker_group": worker_group.number, "pids": pids, "error": error}
+        )
         if error:
-            self._end_everywhere(world)
-            self._forget(world)
+            self._end_everywhere(worker_group)
+            self._forget(worker_group)
 
-    def _end_everywhere(self, world: _World) -> None:
-        for host, _, _ in world.parts:
+    def _end_everywhere(self, worker_group: _WorkerGroup) -> None:
+        for host, _, _ in worker_group.parts:
             if host in self._hosts:
-                self._tell(host, {"do": "bury", "world": world.number})
+                self._tell(host, {"do": "bury", "worker_group": worker_group.number})
 
-    def _pass_on(self, world: _World, rank: int) -> None:
+    def _pass_on(self, worker_group: _WorkerGroup, rank: int) -> None:
         """Pass on a message of the controller to a rank."""
-        if world.number not in self._worlds:  # it was lost a moment ago
+        if worker_group.number not in self._worker_groups:  # it was lost a moment ago
             return
-        message, held = world.wires[rank].receive()
+        message, held = worker_group.wires[rank].receive()
         for fd in held:  # a lease of slots is the controller's alone
             os.close(fd)
-        host, local = world.host_of(rank)
-        if message is None:  # the controller has closed it, and will bury the world
-            world.wires[rank].close()
-            self._forget(world)
+        host, local = worker_group.host_of(rank)
+        if message is None:  # the controller has closed it, and will bury the worker group
+            worker_group.wires[rank].close()
+            self._forget(worker_group)
         elif host in self._hosts:
-            self._tell(host, {"do": "tell", "world": world.number, "rank": local, "message": message})
+            self._tell(host, {"do": "tell", "worker_group": worker_group.number, "rank": local, "message": message})
 
-    def _is_buried(self, world: _World, host: _Connection, left: list[int]) -> None:
+    def _is_buried(self, worker_group: _WorkerGroup, host: _Connection, left: list[int]) -> None:
         """Note that a host has ended its part of a worker group, or was lost."""
-        world.left += left
-        if world.buried:
-            world.buried -= 1
-            if not world.buried:
-                world.control.send({"type": "buried", "world": world.number, "left": world.left})
-                self._forget(world)
+        worker_group.left += left
+        if worker_group.buried:
+            worker_group.buried -= 1
+            if not worker_group.buried:
+                worker_group.control.send(
+                    {"type": "buried", "worker_group": worker_group.number, "left": worker_group.left}
+                )
+                self._forget(worker_group)
 
-    def _forget(self, world: _World) -> None:
-        if self._worlds.pop(world.number, None) is not None:
-            for wire in world.wires:
+    def _forget(self, worker_group: _WorkerGroup) -> None:
+        if self._worker_groups.pop(worker_group.number, None) is not None:
+            for wire in worker_group.wires:
                 with contextlib.suppress(OSError):
                     wire.close()
-            world.beats.close()
+            worker_group.beats.close()
 
     # --- what hosts report ---
 
@@ -309,52 +319,52 @@ class Relay(threading.Thread):
                 if host.joined is None:
                     self._greet(host, message)
                     continue
-                world = self._worlds.get(message.get("world", -1))
-                part = next((part for part in world.parts if part[0] is host), None) if world else None
-                if world is not None and part is not None:
-                    self._hear_of(world, part, message)
+                worker_group = self._worker_groups.get(message.get("worker_group", -1))
+                part = next((part for part in worker_group.parts if part[0] is host), None) if worker_group else None
+                if worker_group is not None and part is not None:
+                    self._hear_of(worker_group, part, message)
         except (Closed, KeyError, TypeError, ValueError) as error:
             self._lose(host, str(error))
 
-    def _hear_of(self, world: _World, part: tuple[_Connection, int, int], message: Message) -> None:
+    def _hear_of(self, worker_group: _WorkerGroup, part: tuple[_Connection, int, int], message: Message) -> None:
         host, first, _ = part
         kind = message["type"]
         if kind == "pulse":
             for local, beat in enumerate(message["beats"]):
-                world.beats.put(first + local, *beat)
+                worker_group.beats.put(first + local, *beat)
             states = {str(first + local): state for local, state in enumerate(message["states"])}
             pulse = {"host": host.name, "states": states, "seconds": message["seconds"]}
-            world.control.send({"type": "pulse", "world": world.number, **pulse})
+            worker_group.control.send({"type": "pulse", "worker_group": worker_group.number, **pulse})
         elif kind == "said":
-            self._said(world, first + message["rank"], message["message"])
+            self._said(worker_group, first + message["rank"], message["message"])
         elif kind == "started":
-            self._has_started(world, part, message)
+            self._has_started(worker_group, part, message)
         elif kind == "exited":
-            world.control.send({**message, "rank": first + message["rank"]})
+            worker_group.control.send({**message, "rank": first + message["rank"]})
         elif kind == "buried":
-            self._is_buried(world, host, message["left"])
+            self._is_buried(worker_group, host, message["left"])
         elif kind == "lost":
             why = f"host {host.name}: {message['why']}"
-            world.control.send({"type": "lost", "world": world.number, "why": why})
+            worker_group.control.send({"type": "lost", "worker_group": worker_group.number, "why": why})
 
-    def _said(self, world: _World, rank: int, message: Message | None) -> None:
+    def _said(self, worker_group: _WorkerGroup, rank: int, message: Message | None) -> None:
         if message is None:
             with contextlib.suppress(OSError):
-                socket.socket(fileno=os.dup(world.wires[rank].fileno())).shutdown(socket.SHUT_WR)
+                socket.socket(fileno=os.dup(worker_group.wires[rank].fileno())).shutdown(socket.SHUT_WR)
         else:
-            world.wires[rank].send(message)
+            worker_group.wires[rank].send(message)
 
-    def _has_started(self, world: _World, part: tuple[_Connection, int, int], message: Message) -> None:
-        if (start := self._starting.get(world.number)) is None:
+    def _has_started(self, worker_group: _WorkerGroup, part: tuple[_Connection, int, int], message: Message) -> None:
+        if (start := self._starting.get(worker_group.number)) is None:
             return
         if message["error"]:
-            return self._say_started(world, error=f"host {part[0].name}: {message['error']}")
-        world.pids.update({part[1] + local: pid for local, pid in enumerate(message["pids"])})
+            return self._say_started(worker_group, error=f"host {part[0].name}: {message['error']}")
+        worker_group.pids.update({part[1] + local: pid for local, pid in enumerate(message["pids"])})
         if part[1] == 0:
-            for other in range(1, len(world.parts)):
-                self._start_part(world, start, other, store=message["store"])
-        if len(world.pids) == len(world.wires):
-            self._say_started(world, error="")
+            for other in range(1, len(worker_group.parts)):
+                self._start_part(worker_group, start, other, store=message["store"])
+        if len(worker_group.pids) == len(worker_group.wires):
+            self._say_started(worker_group, error="")
         return None
 
 

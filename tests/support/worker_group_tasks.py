@@ -79,7 +79,7 @@ def change_default_dtype(context: RankContext) -> str:
 
 def tensor_parallel(context: RankContext) -> dict[str, Any]:
     """Build two device meshes and a named group, train on one of them, release nothing."""
-    from torch.distributed.device_mesh import init_device_mesh  # a second, which other worlds do without
+    from torch.distributed.device_mesh import init_device_mesh  # a second, which other worker groups do without
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     torch.set_default_device(context.device)

@@ -1,13 +1,13 @@
-"""Worlds that a host has no room for: one clear line, nothing left behind, and the next task runs."""
+"""Worker groups that a host has no room for: one clear line, nothing left behind, and the next task runs."""
 
 import resource
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from world_helpers import Runner, is_gone, results
+from worker_group_helpers import Runner, is_gone, results
 
-from conformance.runtime import Pool, WorldConfig
+from conformance.runtime import Pool, WorkerGroupConfig
 from conformance.runtime.worker_groups import MOST_RANKS
 
 ADVICE = "; use a smaller layout, or a host that allows more processes, open files and memory"
@@ -28,7 +28,7 @@ def open_files() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-def test_a_world_that_no_host_starts_is_one_line(run: Runner) -> None:
+def test_a_worker_group_that_no_host_starts_is_one_line(run: Runner) -> None:
     before = run.pids()
     outcome = run("nothing", size=MOST_RANKS + 1)
     assert (outcome.state, outcome.used) == ("failed", False)
@@ -63,10 +63,15 @@ def test_start_at_process_limit_fails_and_ends_started_ranks(tmp_path: Path, mon
         "os.fork = limited\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    config = WorldConfig(size=3, device="cpu", preload=("few_processes", "world_tasks"))
+    config = WorkerGroupConfig(size=3, device="cpu", preload=("few_processes", "worker_group_tasks"))
     with Pool(work_dir=tmp_path / "pool") as pool:
         outcome = pool.run(
-            key="test", config=config, task="world_tasks:nothing", kwargs={}, log_dir=tmp_path / "logs", budget_s=20.0
+            key="test",
+            config=config,
+            task="worker_group_tasks:nothing",
+            kwargs={},
+            log_dir=tmp_path / "logs",
+            budget_s=20.0,
         )
         reason = "this host cannot start 3 ranks: after 2, Resource temporarily unavailable"
         assert outcome.reason == reason + ADVICE

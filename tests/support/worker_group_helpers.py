@@ -1,4 +1,4 @@
-"""Runs tasks of tests/support/world_tasks.py, and checks whether processes have ended."""
+"""Runs tasks of tests/support/worker_group_tasks.py, and checks whether processes have ended."""
 
 import time
 from dataclasses import dataclass
@@ -6,18 +6,20 @@ from pathlib import Path
 from typing import Any
 
 from conformance.core.process import process_state
-from conformance.runtime import Outcome, Pool, WorldConfig
+from conformance.runtime import Outcome, Pool, WorkerGroupConfig
 
 BUDGET_S = 20.0
 
 
-def world_config(*, size: int, memory_limit_bytes: int | None = None) -> WorldConfig:
-    return WorldConfig(size=size, device="cpu", preload=("world_tasks",), memory_limit_bytes=memory_limit_bytes)
+def group_config(*, size: int, memory_limit_bytes: int | None = None) -> WorkerGroupConfig:
+    return WorkerGroupConfig(
+        size=size, device="cpu", preload=("worker_group_tasks",), memory_limit_bytes=memory_limit_bytes
+    )
 
 
 @dataclass(frozen=True)
 class Runner:
-    """Runs tasks of world_tasks in worlds of a pool; logs go to a folder."""
+    """Runs tasks of worker_group_tasks in worker groups of a pool; logs go to a folder."""
 
     pool: Pool
     logs: Path
@@ -35,17 +37,17 @@ class Runner:
     ) -> Outcome:
         return self.pool.run(
             key=key,
-            config=world_config(size=size, memory_limit_bytes=memory),
-            task=f"world_tasks:{task}",
+            config=group_config(size=size, memory_limit_bytes=memory),
+            task=f"worker_group_tasks:{task}",
             kwargs=kwargs,
             log_dir=self.logs,
             budget_s=budget_s,
             fresh=fresh,
         )
 
-    def pids(self, **world: Any) -> list[int]:
+    def pids(self, **worker_group: Any) -> list[int]:
         """The ranks' process ids."""
-        return [result["rank"] for result in results(self("pids", **world))]
+        return [result["rank"] for result in results(self("pids", **worker_group))]
 
 
 def results(outcome: Outcome) -> list[Any]:

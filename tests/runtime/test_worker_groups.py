@@ -1,4 +1,4 @@
-"""Worlds: what a task gets that ends well, when a world is kept, and when a task gets a fresh one."""
+"""Worker groups: what a task gets that ends well, when a worker group is kept, and when a task gets a fresh one."""
 
 import logging
 import os
@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 from cells import exhaustive
-from world_helpers import Runner, is_dead_soon, is_gone, results
+from worker_group_helpers import Runner, is_dead_soon, is_gone, results
 
 from conformance.core.host_resources import available_memory
-from conformance.runtime import Pool, WorldConfig, beat
+from conformance.runtime import Pool, WorkerGroupConfig, beat
 from conformance.runtime.config import StartError
 from conformance.runtime.preload_server import COMMON, SHARED
 from conformance.runtime.worker_groups import RANK_BYTES, check_host
@@ -79,7 +79,7 @@ def test_a_task_does_not_inherit_the_default_dtype(run: Runner) -> None:
     assert results(run("change_default_dtype")) == ["torch.float32"] * 2
 
 
-def test_a_heartbeat_outside_a_world_is_ignored() -> None:
+def test_a_heartbeat_outside_a_worker_group_is_ignored() -> None:
     beat("step 1")
 
 
@@ -90,11 +90,11 @@ def test_ranks_stay_alive_between_tasks(run: Runner) -> None:
     assert run.pids() == run.pids()
 
 
-def test_worlds_that_preload_the_same_come_from_one_zygote(run: Runner) -> None:
+def test_worker_groups_that_preload_the_same_come_from_one_zygote(run: Runner) -> None:
     """Whatever their size and their key; but each key has its own ranks."""
     found = [results(run("pids", key=key, size=size)) for key in ("test", "other") for size in (1, 2, 4)]
-    assert len({result["zygote"] for world in found for result in world}) == 1
-    assert len({result["rank"] for world in found for result in world}) == 2 * (1 + 2 + 4)
+    assert len({result["zygote"] for worker_group in found for result in worker_group}) == 1
+    assert len({result["rank"] for worker_group in found for result in worker_group}) == 2 * (1 + 2 + 4)
 
 
 @pytest.mark.parametrize(("preload", "shared"), [((), ()), exhaustive(("transformers",), SHARED.values())])
@@ -105,10 +105,10 @@ def test_ranks_find_what_the_nursery_imports_once_for_all_and_no_library_on_top(
     asked = [*COMMON, *SHARED.values(), "deepspeed", "megatron", "datasets"]
     code = f"""
         from pathlib import Path
-        from conformance.runtime import Pool, WorldConfig
+        from conformance.runtime import Pool, WorkerGroupConfig
         with Pool(work_dir=Path("pool")) as pool:
-            config = WorldConfig(size=2, device="cpu", preload={preload})
-            outcome = pool.run(key="", config=config, task="world_tasks:imported", kwargs={{"modules": {asked}}},
+            config = WorkerGroupConfig(size=2, device="cpu", preload={preload})
+            outcome = pool.run(key="", config=config, task="worker_group_tasks:imported", kwargs={{"modules": {asked}}},
                                log_dir=Path("logs"), budget_s=60)
         print(outcome.reason, outcome.results)
     """
@@ -127,19 +127,19 @@ def test_a_fresh_task_runs_in_processes_that_have_seen_no_other(run: Runner) -> 
     assert all(is_gone(pid) for pid in before)
 
 
-def test_the_fresh_world_is_kept_for_the_next_task(run: Runner) -> None:
+def test_the_fresh_worker_group_is_kept_for_the_next_task(run: Runner) -> None:
     fresh = run.pids(fresh=True)
     assert run.pids() == fresh
     assert set(run.pids(fresh=True)).isdisjoint(fresh)
 
 
-def test_a_fresh_task_spares_worlds_of_other_keys_and_sizes(run: Runner) -> None:
+def test_a_fresh_task_spares_worker_groups_of_other_keys_and_sizes(run: Runner) -> None:
     others = run.pids(size=4), run.pids(key="other")
     run.pids(fresh=True)
     assert (run.pids(size=4), run.pids(key="other")) == others
 
 
-def test_a_fresh_world_and_a_warm_task_cost_little(run: Runner) -> None:
+def test_a_fresh_worker_group_and_a_warm_task_cost_little(run: Runner) -> None:
     """In processor time, which a loaded machine does not change: an import of torch alone costs about a second."""
     fresh = results(run("processor_seconds", fresh=True))
     warm = results(run("processor_seconds"))
@@ -156,11 +156,11 @@ def test_eight_tasks_with_meshes_leak_nothing(run: Runner, caplog: pytest.LogCap
     assert "retired" not in caplog.text
 
 
-def test_a_leak_retires_the_world_after_its_task(run: Runner, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_leak_retires_the_worker_group_after_its_task(run: Runner, caplog: pytest.LogCaptureFixture) -> None:
     before = run.pids()
     with caplog.at_level(logging.INFO):
         results(run("leak_files"))
-    leak = r"world \d+ [(].* is retired: it leaks: rank 0: open file descriptors \d+ -> \d+, among them 40 /dev/null;"
+    leak = r"group \d+ [(].* is retired: it leaks: rank 0: open file descriptors \d+ -> \d+, among them 40 /dev/null;"
     assert re.search(leak, caplog.text)
     assert all(is_gone(pid) for pid in before)
     assert set(run.pids()).isdisjoint(before)
@@ -194,7 +194,9 @@ def test_one_process_group_that_lives_on_is_a_leak(run: Runner, caplog: pytest.L
     assert set(run.pids()).isdisjoint(before)
 
 
-def test_a_world_that_keeps_much_memory_is_retired_as_planned(run: Runner, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_worker_group_that_keeps_much_memory_is_retired_as_planned(
+    run: Runner, caplog: pytest.LogCaptureFixture
+) -> None:
     """Compiled kernels of half precision would fill a machine in a run of hundreds of cells."""
     before = run.pids(fresh=True)
     with caplog.at_level(logging.DEBUG):
@@ -207,7 +209,7 @@ def test_a_world_that_keeps_much_memory_is_retired_as_planned(run: Runner, caplo
     assert set(run.pids()).isdisjoint(before)
 
 
-def test_a_world_whose_idle_rank_died_is_replaced_before_the_next_task(run: Runner) -> None:
+def test_a_worker_group_whose_idle_rank_died_is_replaced_before_the_next_task(run: Runner) -> None:
     before = run.pids()
     os.kill(before[1], signal.SIGKILL)
     assert is_dead_soon(before[1])
@@ -218,7 +220,7 @@ def test_a_pool_deletes_no_log_but_its_own(run: Runner, work_dir: Path, tmp_path
     """Workers of pytest-xdist share an output folder, and a zygote may write long after it has started."""
     run.pids()
     logs = set(work_dir.iterdir())
-    broken = WorldConfig(size=2, device="cpu", preload=("no_such_adapter",))
+    broken = WorkerGroupConfig(size=2, device="cpu", preload=("no_such_adapter",))
     with Pool(work_dir=work_dir) as other:
         other.run(key="test", config=broken, task="m:f", kwargs={}, log_dir=tmp_path, budget_s=1)
     assert len(logs) == 1
@@ -230,7 +232,7 @@ def test_a_pool_deletes_no_log_but_its_own(run: Runner, work_dir: Path, tmp_path
 
 def test_wrong_calls_say_what_to_change(pool: Pool, tmp_path: Path) -> None:
     def call(device: Any = "cpu", task: str = "m:f", kwargs: dict[str, Any] | None = None, size: int = 2) -> None:
-        wrong = WorldConfig(size=size, device=device, preload=())
+        wrong = WorkerGroupConfig(size=size, device=device, preload=())
         pool.run(key="x", config=wrong, task=task, kwargs=kwargs or {}, log_dir=tmp_path, budget_s=1)
 
     with pytest.raises(ValueError, match="needs at least one"):

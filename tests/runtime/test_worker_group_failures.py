@@ -1,4 +1,5 @@
-"""Worlds: whatever happens to a rank, its task ends in time with the right cause, nothing is left, the next task runs.
+"""Worker groups: whatever happens to a rank, its task ends in time with the right cause, nothing is left, the next task
+runs.
 
 Every failure here is real: real signals, real hangs in real collectives, a real memory limit.
 """
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from world_helpers import BUDGET_S, Runner, is_gone, results
+from worker_group_helpers import BUDGET_S, Runner, is_gone, results
 
 from conformance.runtime import Pool, watchdog
 from conformance.runtime.failure import Failure, first_cause
@@ -56,7 +57,7 @@ def _short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
             {"number": signal.SIGSTOP},
             "stopped",
             "rank 1 was stopped (SIGSTOP, or job control) during 'step 2'",
-            "rank 1 is in signal_self (world_tasks.py:",
+            "rank 1 is in signal_self (worker_group_tasks.py:",
         ),
         (
             "leave",
@@ -77,21 +78,21 @@ def _short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
             {},
             "raised",
             "rank 1 raised during 'step 1': ArithmeticError: the loss is not a number",
-            "rank 0 is in a collective called from _step (world_tasks.py:",
+            "rank 0 is in a collective called from _step (worker_group_tasks.py:",
         ),
         (
             "cut_connection",
             {},
             "exited",
             "rank 1 closed its connection to the controller during 'cuts'",
-            "rank 0 is in cut_connection (world_tasks.py:",
+            "rank 0 is in cut_connection (worker_group_tasks.py:",
         ),
         (
             "send_garbage",
             {},
             "exited",
             "rank 1 sent garbage to the controller during 'babbles': b'this is no message'",
-            "rank 0 is in send_garbage (world_tasks.py:",
+            "rank 0 is in send_garbage (worker_group_tasks.py:",
         ),
     ],
     ids=["sigkill", "sigsegv", "sigstop", "exit", "exit-0", "exception", "cut", "garbage"],
@@ -111,7 +112,7 @@ def test_a_failure_ends_its_task_at_once(
 
 @pytest.mark.usefixtures("_short_grace")
 def test_a_rank_out_of_memory_is_told_from_one_that_raised(run: Runner) -> None:
-    """Idle worlds are ended as well: their memory is what the next attempt needs."""
+    """Idle worker groups are ended as well: their memory is what the next attempt needs."""
     limit = 512 << 20
     before = [*run.pids(memory=limit), *run.pids(key="idle")]
     outcome = run("eat_memory", rank=1, memory=limit)
@@ -148,7 +149,7 @@ def test_a_rank_that_never_enters_a_collective_is_named(run: Runner, tmp_path: P
     assert (outcome.kind, outcome.rank) == ("hung", 1)
     said = r"rank 1 hung during 'step 1': no progress for [0-9.]+ s, and the budget is 0\.5 s \(--budget\)"
     assert re.match(said, outcome.reason.splitlines()[0])
-    assert "rank 0 is in a collective called from never_enter (world_tasks.py:" in outcome.reason
+    assert "rank 0 is in a collective called from never_enter (worker_group_tasks.py:" in outcome.reason
     assert "stacks: rank-0.stacks, rank-1.stacks" in outcome.reason
     group = "  collectives of group 0 default_pg: "
     counted = re.search(rf"{group}rank 0 at (\d+) \(gloo:(\w+)\), rank 1 at (\d+) \(", outcome.reason)
@@ -167,7 +168,7 @@ def test_a_rank_whose_collective_is_awaited_outside_of_collectives_is_named(run:
     outcome = run("never_arrive", rank=1, budget_s=1.0)
     assert (outcome.kind, outcome.rank) == ("hung", 1), outcome.reason
     assert outcome.reason.startswith("rank 1 hung during 'step 1'")
-    assert "rank 0 is in _ask_until_done (world_tasks.py:" in outcome.reason
+    assert "rank 0 is in _ask_until_done (worker_group_tasks.py:" in outcome.reason
     assert re.search(r"  collectives of group 0 default_pg: rank 0 at 2 .*, rank 1 at 1 ", outcome.reason)
 
 
@@ -279,14 +280,14 @@ def test_a_result_that_is_not_json_is_the_tasks_error(run: Runner) -> None:
 
 
 @pytest.mark.usefixtures("_short_grace")
-def test_a_failed_world_takes_no_other_world_with_it(run: Runner) -> None:
+def test_a_failed_worker_group_takes_no_other_worker_group_with_it(run: Runner) -> None:
     four = run.pids(size=4)
     run("fail", rank=0, size=2)
     assert run.pids(size=4) == four
 
 
 @pytest.mark.usefixtures("_short_grace")
-def test_a_fresh_world_that_fails_is_retired_as_any_other(run: Runner) -> None:
+def test_a_fresh_worker_group_that_fails_is_retired_as_any_other(run: Runner) -> None:
     outcome = run("fail", rank=0, fresh=True)
     assert (outcome.kind, outcome.rank) == ("raised", 0)
     assert results(run("remember", text="alone")) == [["alone"]] * 2

@@ -1,4 +1,4 @@
-"""Worlds: the processes around the ranks, which are zygotes and controllers, and ranks that are not forked."""
+"""Worker groups: the processes around the ranks, which are zygotes and controllers, and ranks that are not forked."""
 
 import os
 import signal
@@ -12,10 +12,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from world_helpers import BUDGET_S, Runner, is_dead_soon, is_gone, results
+from worker_group_helpers import BUDGET_S, Runner, is_dead_soon, is_gone, results
 
 from conformance.core.process import process_state
-from conformance.runtime import Pool, WorldConfig, forkserver, forkserver_client, preload_server
+from conformance.runtime import Pool, WorkerGroupConfig, forkserver, forkserver_client, preload_server
 from conformance.runtime.config import StartError
 from conformance.runtime.forkserver_client import Zygotes
 
@@ -62,7 +62,7 @@ def stopped_nursery(tmp_path: Path) -> Iterator[int]:
     os.kill(pid, signal.SIGCONT)
 
 
-WORLD = WorldConfig(size=1, device="cpu", preload=("json",))
+WORLD = WorkerGroupConfig(size=1, device="cpu", preload=("json",))
 
 
 def test_all_places_of_a_host_ask_a_nursery_that_still_imports_for_zygotes(
@@ -99,7 +99,7 @@ def test_a_nursery_that_reads_nothing_is_told(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(forkserver_client, "START_LIMIT_S", 0.2)  # of who does not get to know
     with pytest.raises(StartError, match=r"has read nothing for 0\.1 s"):
         Zygotes(tmp_path).start(WORLD)
-    Zygotes(tmp_path).prepare(WORLD)  # raises nothing: whoever wants the world is told
+    Zygotes(tmp_path).prepare(WORLD)  # raises nothing: whoever wants the worker group is told
 
 
 def fill_socket() -> None:
@@ -124,7 +124,7 @@ def children_of(parent: int) -> list[int]:
 
 
 def test_a_module_that_cannot_be_preloaded_fails_the_task_with_its_traceback(tmp_path: Path) -> None:
-    broken = WorldConfig(size=2, device="cpu", preload=("no_such_adapter",))
+    broken = WorkerGroupConfig(size=2, device="cpu", preload=("no_such_adapter",))
     with Pool(work_dir=tmp_path) as pool:
         outcome = pool.run(key="x", config=broken, task="m:f", kwargs={}, log_dir=tmp_path, budget_s=BUDGET_S)
     assert outcome.state == "failed"
@@ -133,12 +133,13 @@ def test_a_module_that_cannot_be_preloaded_fails_the_task_with_its_traceback(tmp
 
 SCRIPT = """
 import sys, pathlib
-from conformance.runtime import Pool, WorldConfig
+from conformance.runtime import Pool, WorkerGroupConfig
 here = pathlib.Path(sys.argv[1])
 with Pool(work_dir=here) as pool:
-    config = WorldConfig(size=2, device="cpu", preload=("world_tasks",))
+    config = WorkerGroupConfig(size=2, device="cpu", preload=("worker_group_tasks",))
     kwargs = {"pid_dir": str(here / "pids"), "new_session": True}
-    pool.run(key="x", config=config, task="world_tasks:hang_with_child", kwargs=kwargs, log_dir=here, budget_s=1000)
+    task = "worker_group_tasks:hang_with_child"
+    pool.run(key="x", config=config, task=task, kwargs=kwargs, log_dir=here, budget_s=1000)
 """
 
 
@@ -168,20 +169,25 @@ def test_a_zygote_that_is_still_importing_ends_at_once(tmp_path: Path, monkeypat
     monkeypatch.syspath_prepend(tmp_path)
     began = time.monotonic()
     with Pool(work_dir=tmp_path / "work") as pool:
-        pool.prepare(WorldConfig(size=2, device="cpu", preload=("slow",)))
+        pool.prepare(WorkerGroupConfig(size=2, device="cpu", preload=("slow",)))
     assert time.monotonic() - began < 5
     assert list((tmp_path / "work").iterdir()) == []
 
 
 def test_what_was_prepared_is_what_the_first_task_finds(tmp_path: Path) -> None:
-    config = WorldConfig(size=2, device="cpu", preload=("world_tasks",))
+    config = WorkerGroupConfig(size=2, device="cpu", preload=("worker_group_tasks",))
     with Pool(work_dir=tmp_path) as pool:
         pool.prepare(config)
         pool.prepare(config)
         logs = sorted(tmp_path.glob("zygote-*.log"))
         assert len(logs) == 1
         outcome = pool.run(
-            key="x", config=config, task="world_tasks:add", kwargs={"value": 1.0}, log_dir=tmp_path, budget_s=BUDGET_S
+            key="x",
+            config=config,
+            task="worker_group_tasks:add",
+            kwargs={"value": 1.0},
+            log_dir=tmp_path,
+            budget_s=BUDGET_S,
         )
         assert [result["sum"] for result in results(outcome)] == [3.0, 3.0]
         assert sorted(tmp_path.glob("zygote-*.log")) == logs
@@ -193,18 +199,23 @@ def test_a_module_that_starts_a_thread_costs_time_and_nothing_else(
 ) -> None:
     (tmp_path / "threaded.py").write_text("import threading; threading.Thread(target=threading.Event().wait).start()")
     monkeypatch.syspath_prepend(tmp_path)
-    threaded = WorldConfig(size=2, device="cpu", preload=("threaded", "world_tasks"))
+    threaded = WorkerGroupConfig(size=2, device="cpu", preload=("threaded", "worker_group_tasks"))
     with Pool(work_dir=tmp_path) as pool:
         for value in (1.0, 2.0):
             outcome = pool.run(
-                key="x", config=threaded, task="world_tasks:add", kwargs={"value": value}, log_dir=tmp_path, budget_s=30
+                key="x",
+                config=threaded,
+                task="worker_group_tasks:add",
+                kwargs={"value": value},
+                log_dir=tmp_path,
+                budget_s=30,
             )
             assert [result["sum"] for result in results(outcome)] == [2 * value + 1] * 2
             assert outcome.used == (value == 2.0)
         [log] = tmp_path.glob(f"zygote-{os.getpid()}-*.log")
         assert "importing threaded starts a thread" in log.read_text()
         asked = pool.run(
-            key="x", config=threaded, task="world_tasks:pids", kwargs={}, log_dir=tmp_path, budget_s=BUDGET_S
+            key="x", config=threaded, task="worker_group_tasks:pids", kwargs={}, log_dir=tmp_path, budget_s=BUDGET_S
         )
         pids = results(asked)
     assert all(is_gone(pid) for of_rank in pids for pid in of_rank.values())

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from world_helpers import is_gone, results
+from worker_group_helpers import is_gone, results
 
-from conformance.runtime import Outcome, Pool, WorldConfig
+from conformance.runtime import Outcome, Pool, WorkerGroupConfig
 from conformance.runtime.gpu_inventory import gpus_of_host, shares_of
 from conformance.runtime.gpu_slots import Gpus
 from conformance.runtime.slots import KEPT_BYTES
@@ -43,8 +43,8 @@ def pool_on(places: tuple[str, ...], folder: Path) -> Pool:
 def run(pool: Pool, task: str, logs: Path, *, size: int = 2, budget_s: float = 60, **kwargs: Any) -> Outcome:
     return pool.run(
         key="x",
-        config=WorldConfig(size=size, device="cuda", preload=("world_tasks",)),
-        task=f"world_tasks:{task}",
+        config=WorkerGroupConfig(size=size, device="cuda", preload=("worker_group_tasks",)),
+        task=f"worker_group_tasks:{task}",
         kwargs=kwargs,
         log_dir=logs / f"logs-{next(_numbers)}",
         budget_s=budget_s,
@@ -56,7 +56,7 @@ def test_ranks_compute_on_meshes_one_task_after_another(pool: Pool, tmp_path: Pa
         results(run(pool, "tensor_parallel", tmp_path))
 
 
-def test_workspaces_of_cublas_keep_no_memory_and_the_world_stays(pool: Pool, tmp_path: Path) -> None:
+def test_workspaces_of_cublas_keep_no_memory_and_the_worker_group_stays(pool: Pool, tmp_path: Path) -> None:
     """torch gives back a block of memory when nothing is in it, whatever its size."""
     before = results(run(pool, "pids", tmp_path))
     results(run(pool, "multiply_where_much_was", tmp_path, mib=2 * KEPT_BYTES // 2**20))
@@ -102,8 +102,8 @@ def test_the_rank_that_broke_is_named_and_the_next_task_runs(
     results(run(pool, "exchange", tmp_path))
 
 
-def test_a_cuda_error_that_stays_ends_its_own_world_only(pool: Pool, tmp_path: Path) -> None:
-    """A task of each place runs where it has its lease, and only the world that broke is a new one."""
+def test_a_cuda_error_that_stays_ends_its_own_worker_group_only(pool: Pool, tmp_path: Path) -> None:
+    """A task of each place runs where it has its lease, and only the worker group that broke is a new one."""
 
     def on_both() -> set[int]:
         """The processes that run tasks at the two places at once."""
