@@ -118,7 +118,7 @@ class TorchrunPool(Pool):
 
     def __init__(self, *, work_dir: Path, places: Places | None = None) -> None:
         super().__init__(work_dir=work_dir, places=places)
-        self._own = TorchrunLane(self._zygotes, ())
+        self._own = TorchrunLane(self._forkservers, ())
 
     def prepare(self, config: Any) -> None:
         """Does nothing, because no worker group of this config will be started."""

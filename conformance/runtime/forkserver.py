@@ -42,7 +42,7 @@ KILL_LIMIT_S = 5.0  # a process that is not dead by then hangs in the kernel: in
 _TICK_S = 0.002
 
 
-class Zygote:
+class Forkserver:
     """Forks ranks, reports their deaths, and ends and reaps them.
 
     Each rank leads its own process group. A dead rank is reaped only together with its worker group, because its pid,
@@ -90,7 +90,7 @@ class Zygote:
     def _start(self, message: Message, fds: list[int]) -> None:
         assert not self._forks or thread_count() == 1, "a fork copies one thread only; something started another"
         beats_fd, store_fd, *sockets = fds
-        zygote, pids, failure = os.getpid(), [], ""
+        forkserver, pids, failure = os.getpid(), [], ""
         for rank, socket_fd in enumerate(sockets):
             inherited = {"socket_fd": socket_fd, "beats_fd": beats_fd, "store_fd": store_fd}
             try:
@@ -101,7 +101,7 @@ class Zygote:
             if pid == 0:
                 os.environ.update(message["variables"])
                 seat = message["seats"][rank]
-                self._become_rank(zygote, {**message["spec"], **seat, "local_rank": rank, **inherited}, fds)
+                self._become_rank(forkserver, {**message["spec"], **seat, "local_rank": rank, **inherited}, fds)
             _lead_group(pid)
             pids.append(pid)
         for fd in fds:
@@ -111,11 +111,11 @@ class Zygote:
             self._bury(message["worker_group"])
         self._control.send({"type": "started", "worker_group": message["worker_group"], "pids": pids, "error": failure})
 
-    def _become_rank(self, zygote: int, spec: dict[str, Any], fds: list[int]) -> NoReturn:
-        """Continue as a rank, in the child of a fork. This must never return into the loop of the zygote."""
+    def _become_rank(self, forkserver: int, spec: dict[str, Any], fds: list[int]) -> NoReturn:
+        """Continue as a rank, in the child of a fork. This must never return into the loop of the forkserver."""
         status = 1
         try:
-            signal_at_death_of(zygote, signal.SIGKILL)
+            signal_at_death_of(forkserver, signal.SIGKILL)
             _lead_group(0)
             signal.set_wakeup_fd(-1)
             for number in (signal.SIGCHLD, signal.SIGTERM):
@@ -194,7 +194,7 @@ def _lead_group(pid: int) -> None:
 def _import(modules: list[str]) -> str:
     """Imports modules until one has an effect that does not survive a fork. Returns a description of it, or ""."""
     if harm := _harm():
-        return f"importing what all zygotes share {harm}"
+        return f"importing what all forkservers share {harm}"
     with _without_nvml() as refused:
         for module in modules:
             try:
@@ -272,7 +272,7 @@ def main(arguments: Sequence[str]) -> None:
 
         freeze()
     control.send({"type": "ready", "error": ""})
-    Zygote(control, forks=ranks == "forked").serve()
+    Forkserver(control, forks=ranks == "forked").serve()
 
 
 if __name__ == "__main__":

@@ -14,11 +14,11 @@ from conformance.core.host_resources import available_memory
 from conformance.core.process import process_state
 from conformance.runtime.config import START_LIMIT_S, StartError, WorkerGroupConfig
 from conformance.runtime.messages import Message, wire_pair
-from conformance.runtime.preload_server import Forked, environment, fork_zygote
+from conformance.runtime.preload_server import Forked, environment, fork_forkserver
 from conformance.runtime.slots import Seat
 from conformance.runtime.worker_groups import Child, WorkerGroup, check_host, start_child, too_small
 
-_ZYGOTE = "conformance.runtime.forkserver"
+_FORKSERVER = "conformance.runtime.forkserver"
 _STARTED_LIMIT_S = 30.0  # a forkserver only forks
 _GONE_LIMIT_S = 2.0
 _NOTHING: Mapping[str, str] = MappingProxyType({})
@@ -38,7 +38,7 @@ class Part:
     store: tuple[str, int]
 
 
-class ZygoteHandle(Child):
+class ForkserverHandle(Child):
     """Controls a running forkserver."""
 
     what = "the process that ranks are forked from"
@@ -49,11 +49,11 @@ class ZygoteHandle(Child):
         with child_end:
             if python:
                 env, arguments = environment(is_other=True), ["forked", *preload]
-                started = start_child(_ZYGOTE, arguments, control=child_end, log=log, env=env, python=python)
+                started = start_child(_FORKSERVER, arguments, control=child_end, log=log, env=env, python=python)
                 super().__init__(control, started, log=log)
             else:
                 with log.open("ab") as output:
-                    forked: Forked = fork_zygote(preload, control=child_end, log=output)
+                    forked: Forked = fork_forkserver(preload, control=child_end, log=output)
                 super().__init__(control, forked, log=log)
         self._ready: Message | None = None  # its message after the imports
 
@@ -136,20 +136,20 @@ class ZygoteHandle(Child):
         return left
 
 
-class Zygotes:
+class Forkservers:
     """Keeps the forkservers of one block of slots on this host: one for each set of preloaded modules.
 
     folder: gets their logs. variables: additions to the environment of all ranks. seats: see
-    ZygoteHandle.start_worker_group. Only ``terminate`` may be called from another thread.
+    ForkserverHandle.start_worker_group. Only ``terminate`` may be called from another thread.
     """
 
     def __init__(self, folder: Path, *, variables: Mapping[str, str] = _NOTHING, seats: Sequence[Seat] = ()) -> None:
         self._folder, self._variables, self._seats = folder, variables, seats
-        self._zygotes: dict[tuple[str, tuple[str, ...]], ZygoteHandle] = {}
+        self._forkservers: dict[tuple[str, tuple[str, ...]], ForkserverHandle] = {}
         self._is_over = False
 
-    def __iter__(self) -> Iterator[ZygoteHandle]:
-        return (zygote for zygote in self._zygotes.values() if zygote.is_alive)
+    def __iter__(self) -> Iterator[ForkserverHandle]:
+        return (forkserver for forkserver in self._forkservers.values() if forkserver.is_alive)
 
     def prepare(self, config: WorkerGroupConfig) -> None:
         """Starts to import the modules that a worker group of this config preloads, in the background."""
@@ -159,34 +159,34 @@ class Zygotes:
     def start(self, config: WorkerGroupConfig) -> WorkerGroup:
         """Starts the ranks of a worker group. Raises StartError."""
         try:
-            zygote = self.of(config)
+            forkserver = self.of(config)
         except OSError as error:
             raise too_small(config.size, str(error.strerror)) from error
-        return zygote.start_worker_group(config, variables=self._variables, seats=self._seats)
+        return forkserver.start_worker_group(config, variables=self._variables, seats=self._seats)
 
-    def of(self, config: WorkerGroupConfig) -> ZygoteHandle:
+    def of(self, config: WorkerGroupConfig) -> ForkserverHandle:
         """Returns the live forkserver that has imported exactly the modules of ``config.preload``, or a new one."""
-        zygote = self._zygotes.get(key := (config.python, config.preload))
-        if zygote is None or not zygote.is_alive:
+        forkserver = self._forkservers.get(key := (config.python, config.preload))
+        if forkserver is None or not forkserver.is_alive:
             self._folder.mkdir(parents=True, exist_ok=True)
-            log = self._folder / f"zygote-{os.getpid()}-{next(_log_numbers)}.log"  # processes may share the folder
-            zygote = ZygoteHandle(preload=config.preload, log=log, python=config.python)
-            self._zygotes[key] = zygote
+            log = self._folder / f"forkserver-{os.getpid()}-{next(_log_numbers)}.log"  # processes may share the folder
+            forkserver = ForkserverHandle(preload=config.preload, log=log, python=config.python)
+            self._forkservers[key] = forkserver
             if self._is_over:  # since its creation began
-                zygote.terminate()
-        return zygote
+                forkserver.terminate()
+        return forkserver
 
     def terminate(self) -> None:
         """Asks all current and later forkservers to end, from another thread."""
         self._is_over = True
-        for zygote in list(self._zygotes.values()):
-            zygote.terminate()
+        for forkserver in list(self._forkservers.values()):
+            forkserver.terminate()
 
     def close(self) -> None:
         """Ends all forkservers and their ranks. Only the logs remain."""
-        while self._zygotes:
-            _, zygote = self._zygotes.popitem()
-            zygote.close()
+        while self._forkservers:
+            _, forkserver = self._forkservers.popitem()
+            forkserver.close()
 
 
 def _free_port() -> int:

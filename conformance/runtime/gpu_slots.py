@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 
 from conformance.runtime import WorkerGroupConfig
-from conformance.runtime.forkserver_client import Zygotes
+from conformance.runtime.forkserver_client import Forkservers
 from conformance.runtime.gpu_inventory import gpus_of, memory_of_gpus, more_shares, network_of, seats_of, visible_to
 from conformance.runtime.gpu_leases import Busy, Ticket, blocks, holders, lease_folder, leases_by_process
 from conformance.runtime.slots import Block, Lease, NoLease, Starter
@@ -135,8 +135,8 @@ class Gpus(LeasedPlaces):
     def blocks_ahead(self, config: WorkerGroupConfig) -> list[Block]:
         return blocks(*self._wanted(config)) if config.size <= len(self._gpus) else []
 
-    def starter(self, block: Block) -> Zygotes:
-        return Zygotes(self._work_dir, variables=visible_to(block) | network_of(block), seats=seats_of(block))
+    def starter(self, block: Block) -> Forkservers:
+        return Forkservers(self._work_dir, variables=visible_to(block) | network_of(block), seats=seats_of(block))
 
     @cached_property
     def _bytes(self) -> dict[str, int]:

@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from conformance.runtime.config import WorkerGroupConfig
-from conformance.runtime.forkserver_client import Zygotes
+from conformance.runtime.forkserver_client import Forkservers
 from conformance.runtime.slots import Block, Lane, NoLease, Outcome, Places, failed
 from conformance.runtime.watchdog import SLOW
 
@@ -40,8 +40,8 @@ class Pool:
     def __init__(self, *, work_dir: Path, places: Places | None = None) -> None:
         """``work_dir``: for logs of forkservers, if there are no slots."""
         self._places = places
-        self._zygotes = Zygotes(work_dir)
-        self._own = Lane(self._zygotes)
+        self._forkservers = Forkservers(work_dir)
+        self._own = Lane(self._forkservers)
         self._lanes: dict[Block, _Threaded] = {}
         self._warm: dict[tuple[str, WorkerGroupConfig], set[Block]] = {}  # blocks with a worker group
         self._making = threading.Lock()
@@ -59,7 +59,7 @@ class Pool:
         """Starts to import the modules that a worker group of this config preloads, in the background. With slots: on
         each block that such a group may lease, so that no block is leased during the imports."""
         if self._places is None:
-            self._zygotes.prepare(config)
+            self._forkservers.prepare(config)
             return
         for block in self._places.blocks_ahead(config):
             with self._making:

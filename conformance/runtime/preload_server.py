@@ -49,8 +49,8 @@ _STATUS = struct.Struct("i")
 class Forked:
     """Controls a forked forkserver, with the needed part of subprocess.Popen's interface."""
 
-    def __init__(self, nursery: "_Nursery", number: int, status_fd: int) -> None:
-        self._nursery, self._number, self._status_fd = nursery, number, status_fd
+    def __init__(self, preload_server: "_PreloadServer", number: int, status_fd: int) -> None:
+        self._preload_server, self._number, self._status_fd = preload_server, number, status_fd
         self.returncode: int | None = None
 
     def terminate(self) -> None:
@@ -72,8 +72,10 @@ class Forked:
 
     def _signal(self, number: int) -> None:
         if self.returncode is None:
-            is_sent = self._nursery.wire.send({"do": "signal", "zygote": self._number, "signal": number})
-            if is_sent and not self._nursery.has_imported():  # not forked yet: it gets the signal right after the fork
+            is_sent = self._preload_server.wire.send({"do": "signal", "forkserver": self._number, "signal": number})
+            if (
+                is_sent and not self._preload_server.has_imported()
+            ):  # not forked yet: it gets the signal right after the fork
                 self._end(-number)
 
     def _end(self, status: int) -> None:
@@ -81,7 +83,7 @@ class Forked:
         os.close(self._status_fd)
 
 
-class _Nursery:
+class _PreloadServer:
     """Controls the preload server of this process. Threads may share it."""
 
     def __init__(self) -> None:
@@ -114,7 +116,7 @@ class _Nursery:
         """Requests a forkserver, and does not wait for it. Raises StartError if the preload server does not read the
         request in time, and OSError if this process cannot open more files."""
         number = next(self._numbers)
-        request: Message = {"do": "fork", "zygote": number, "preload": preload, "cwd": str(Path.cwd())}
+        request: Message = {"do": "fork", "forkserver": number, "preload": preload, "cwd": str(Path.cwd())}
         request |= {"environment": environment(), "path": absolute_path()}
         status_fd, write_fd = os.pipe()
         try:
@@ -133,21 +135,21 @@ class _Nursery:
             self._process.wait()
 
 
-_nursery: _Nursery | None = None
+_preload_server: _PreloadServer | None = None
 _starting = threading.Lock()
 
 
-def fork_zygote(preload: Sequence[str], *, control: socket.socket, log: IO[bytes]) -> Forked:
+def fork_forkserver(preload: Sequence[str], *, control: socket.socket, log: IO[bytes]) -> Forked:
     """Forks a forkserver that imports ``preload`` from the preload server of this process, which is started if needed.
 
     control: the forkserver's end of its control socket. log: gets its output. Raises OSError if the host lacks the
     resources, and StartError if the preload server reads no requests.
     """
-    global _nursery
+    global _preload_server
     with _starting:
-        if _nursery is None or not _nursery.is_alive:
-            _nursery = _Nursery()
-        server = _nursery
+        if _preload_server is None or not _preload_server.is_alive:
+            _preload_server = _PreloadServer()
+        server = _preload_server
     return server.fork(preload, control=control, log=log)
 
 
@@ -242,7 +244,7 @@ class _Server:
                     _import_shared(message["preload"])
                     self._fork(message, *fds)
                 else:
-                    self._signal(message["zygote"], message["signal"])
+                    self._signal(message["forkserver"], message["signal"])
 
     def _fork(self, message: Message, control_fd: int, log_fd: int, status_fd: int) -> None:
         parent = os.getpid()
@@ -258,8 +260,8 @@ class _Server:
                     os.close(fd)
                 for child in self._children.values():
                     os.close(child.status_fd)
-                _become_zygote(message, parent, control_fd, log_fd)
-            child = _Child(number=message["zygote"], pid=pid, status_fd=status_fd)
+                _become_forkserver(message, parent, control_fd, log_fd)
+            child = _Child(number=message["forkserver"], pid=pid, status_fd=status_fd)
             self._children[os.pidfd_open(pid)] = child
         os.close(control_fd)
         os.close(log_fd)
@@ -293,7 +295,7 @@ def _import(modules: Sequence[str]) -> None:
     gc.freeze()
 
 
-def _become_zygote(message: Message, parent: int, control_fd: int, log_fd: int) -> NoReturn:
+def _become_forkserver(message: Message, parent: int, control_fd: int, log_fd: int) -> NoReturn:
     """Continues as a forkserver in the child of a fork, with the controller's folder, environment and path."""
     status = 1
     try:

@@ -44,7 +44,7 @@ class Outcome:
 
 
 class Starter(Protocol):
-    """Starts the worker groups of a lane (conformance.runtime.forkserver_client.Zygotes, or several hosts)."""
+    """Starts the worker groups of a lane (conformance.runtime.forkserver_client.Forkservers, or several hosts)."""
 
     def start(self, config: WorkerGroupConfig) -> WorkerGroup:
         """Starts a worker group. Raises StartError."""

@@ -71,8 +71,8 @@ def test_ranks_of_two_hosts_are_one_worker_group(run: Runner) -> None:
     assert len({e["MASTER_ADDR"] for e in found}) == 1
     before = run.pids(size=3)
     assert run.pids(size=3) == before
-    zygotes = {result["zygote"] for result in results(run("pids", size=3))}
-    assert len(zygotes) == 2  # one on each host
+    forkservers = {result["forkserver"] for result in results(run("pids", size=3))}
+    assert len(forkservers) == 2  # one on each host
     text = "0123456789" * 100_000
     assert results(run("echo", size=3, text=text)) == [text] * 3
 
@@ -108,7 +108,7 @@ def test_tasks_run_side_by_side_on_slots_of_their_own(run: Runner, tmp_path: Pat
         (tmp_path / "met" / "the test").touch()
     worker_groups = [{pid for _, pid in results(asked.result())} for asked in ask]
     assert worker_groups[0].isdisjoint(worker_groups[1])
-    assert len({result["zygote"] for result in results(both.result())}) == 2
+    assert len({result["forkserver"] for result in results(both.result())}) == 2
     assert set(run.pids(size=2)) in worker_groups
 
 

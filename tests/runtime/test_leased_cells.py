@@ -180,11 +180,11 @@ def test_a_gpu_of_a_killed_controller_is_free_when_its_ranks_are_gone(tmp_path: 
             assert controller.poll() is None
             time.sleep(0.05)
         rank = int(next(met.iterdir()).name)
-        zygote = _parent(rank)
-        for pid in (rank, zygote):  # they are stopped, so they would end with nobody
+        forkserver = _parent(rank)
+        for pid in (rank, forkserver):  # they are stopped, so they would end with nobody
             stack.callback(signal_process, pid, signal.SIGKILL)
         os.kill(rank, signal.SIGSTOP)  # it does not see the controller's death, as one that hangs in a driver
-        os.kill(zygote, signal.SIGSTOP)
+        os.kill(forkserver, signal.SIGSTOP)
         controller.kill()
         controller.wait()
         ticket = Ticket(GPUS, 2, folder=lease_folder())
@@ -303,9 +303,9 @@ def test_prepare_imports_on_every_block_without_leases(pool: Pool, tmp_path: Pat
     for size, blocks in ((2, 1), (1, 3), (3, 3)):  # three ranks have no place here
         pool.prepare(WorkerGroupConfig(size=size, device="cpu", preload=("worker_group_tasks",)))
         deadline = time.monotonic() + 10
-        while len(list(tmp_path.rglob("zygote-*.log"))) < blocks and time.monotonic() < deadline:
+        while len(list(tmp_path.rglob("forkserver-*.log"))) < blocks and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert len(list(tmp_path.rglob("zygote-*.log"))) == blocks
+        assert len(list(tmp_path.rglob("forkserver-*.log"))) == blocks
     assert holders(GPUS, lease_folder()) == ""
 
 

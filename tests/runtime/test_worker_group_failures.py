@@ -244,7 +244,7 @@ def test_a_rank_whose_heartbeat_lags_is_named(run: Runner) -> None:
 
 def test_hang_of_all_ranks_blames_none_and_ends_children(run: Runner, tmp_path: Path) -> None:
     """Even if nobody heeds SIGTERM."""
-    zygote = results(run("pids"))[0]["zygote"]
+    forkserver = results(run("pids"))[0]["forkserver"]
     pid_dir = tmp_path / "pids"
     pid_dir.mkdir()
     outcome = run("hang_with_child", pid_dir=str(pid_dir), new_session=False, budget_s=0.5)
@@ -252,7 +252,7 @@ def test_hang_of_all_ranks_blames_none_and_ends_children(run: Runner, tmp_path: 
     assert outcome.reason.startswith("ranks 0, 1 hung during 'hangs'")
     started = {int(file.name) for file in pid_dir.iterdir()}
     assert len(started) == 5
-    assert [pid for pid in started if not is_gone(pid)] == [zygote]
+    assert [pid for pid in started if not is_gone(pid)] == [forkserver]
 
 
 def test_a_death_that_is_reported_late_is_still_the_cause(run: Runner) -> None:
@@ -266,11 +266,11 @@ def test_the_first_failure_that_is_no_echo_is_the_cause() -> None:
     error = Failure(rank=1, kind="raised", what="", detail="ValueError: no")
     later = Failure(rank=2, kind="raised", what="", detail="ValueError: no")
     death = Failure(rank=3, kind="killed", what="")
-    zygote = Failure(rank=None, kind="killed", what="")
+    forkserver = Failure(rank=None, kind="killed", what="")
     assert first_cause([echo]) is echo
     assert first_cause([echo, error, later]) is error
     assert first_cause([echo, error, death]) is death
-    assert first_cause([echo, error, death, zygote]) is zygote
+    assert first_cause([echo, error, death, forkserver]) is forkserver
 
 
 def test_a_result_that_is_not_json_is_the_tasks_error(run: Runner) -> None:

@@ -1,4 +1,5 @@
-"""Worker groups: the processes around the ranks, which are zygotes and controllers, and ranks that are not forked."""
+"""Worker groups: the processes around the ranks, which are forkservers and controllers, and ranks that are not
+forked."""
 
 import os
 import signal
@@ -17,44 +18,45 @@ from worker_group_helpers import BUDGET_S, Runner, is_dead_soon, is_gone, result
 from conformance.core.process import process_state
 from conformance.runtime import Pool, WorkerGroupConfig, forkserver, forkserver_client, preload_server
 from conformance.runtime.config import StartError
-from conformance.runtime.forkserver_client import Zygotes
+from conformance.runtime.forkserver_client import Forkservers
 
 
 def test_dead_forkserver_ends_ranks_and_is_replaced(tmp_path: Path) -> None:
     with Pool(work_dir=tmp_path / "before") as before:
-        Runner(before, tmp_path)("pids")  # from now on there is a nursery, which serves all pools
+        Runner(before, tmp_path)("pids")  # from now on there is a preload server, which serves all pools
     fds = set(Path("/proc/self/fd").iterdir())
     work_dir = tmp_path / "work"
     with Pool(work_dir=work_dir) as pool:
         run = Runner(pool, tmp_path)
         first = results(run("pids"))
-        outcome = run("kill_zygote")
+        outcome = run("kill_forkserver")
         assert (outcome.kind, outcome.rank) == ("killed", None)
         assert "the process that ranks are forked from was killed by SIGKILL" in outcome.reason
         assert outcome.seconds < 5
         assert all(is_dead_soon(result["rank"]) for result in first)
         second = results(run("pids"))
-        assert second[0]["zygote"] != first[0]["zygote"]
+        assert second[0]["forkserver"] != first[0]["forkserver"]
     assert all(is_gone(pid) for result in second for pid in result.values())
     assert set(Path("/proc/self/fd").iterdir()) == fds
     assert list(work_dir.iterdir()) == []
 
 
-def test_the_zygotes_of_all_pools_are_forked_from_one_process(tmp_path: Path) -> None:
+def test_the_forkservers_of_all_pools_are_forked_from_one_process(tmp_path: Path) -> None:
     forkserver_client = []
     for name in ("one", "other"):
         with Pool(work_dir=tmp_path / name) as pool:
-            forkserver_client.append(results(Runner(pool, tmp_path)("pids"))[0]["zygote"])
-            assert forkserver_client[-1] in children_of(nursery_of(os.getpid()))
+            forkserver_client.append(results(Runner(pool, tmp_path)("pids"))[0]["forkserver"])
+            assert forkserver_client[-1] in children_of(preload_server_of(os.getpid()))
     assert forkserver_client[0] != forkserver_client[1]
 
 
 @pytest.fixture
-def stopped_nursery(tmp_path: Path) -> Iterator[int]:
-    """The pid of this process's nursery, which receives nothing, as one that still imports torch from a slow disk."""
+def stopped_preload_server(tmp_path: Path) -> Iterator[int]:
+    """The pid of this process's preload server, which receives nothing, as one that still imports torch from a slow
+    disk."""
     with Pool(work_dir=tmp_path / "before") as before:
         Runner(before, tmp_path)("pids")
-    pid = nursery_of(os.getpid())
+    pid = preload_server_of(os.getpid())
     os.kill(pid, signal.SIGSTOP)
     while process_state(pid) != "T":
         time.sleep(0.01)
@@ -65,52 +67,52 @@ def stopped_nursery(tmp_path: Path) -> Iterator[int]:
 WORLD = WorkerGroupConfig(size=1, device="cpu", preload=("json",))
 
 
-def test_all_places_of_a_host_ask_a_nursery_that_still_imports_for_zygotes(
-    stopped_nursery: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_all_places_of_a_host_ask_a_preload_server_that_still_imports_for_forkservers(
+    stopped_preload_server: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sixteen shares of GPUs ask for one each, and with them goes the environment, which is long on many hosts."""
     monkeypatch.setenv("LONG", "x" * 20_000)
     monkeypatch.setattr(preload_server, "START_LIMIT_S", 1.0)
-    places = [Zygotes(tmp_path) for _ in range(16)]
+    places = [Forkservers(tmp_path) for _ in range(16)]
     began = time.monotonic()
     for each in places:
         each.prepare(WORLD)
     assert time.monotonic() - began < 2
-    os.kill(stopped_nursery, signal.SIGCONT)
+    os.kill(stopped_preload_server, signal.SIGCONT)
     for each in places:
         each.of(WORLD).wait_until_ready()
         each.close()
 
 
-def test_a_request_waits_for_room_until_the_nursery_reads(stopped_nursery: int, tmp_path: Path) -> None:
+def test_a_request_waits_for_room_until_the_preload_server_reads(stopped_preload_server: int, tmp_path: Path) -> None:
     fill_socket()
-    timer = threading.Timer(0.5, os.kill, (stopped_nursery, signal.SIGCONT))
+    timer = threading.Timer(0.5, os.kill, (stopped_preload_server, signal.SIGCONT))
     timer.start()
-    place = Zygotes(tmp_path)
+    place = Forkservers(tmp_path)
     place.of(WORLD).wait_until_ready()
     place.close()
     timer.join()
 
 
-@pytest.mark.usefixtures("stopped_nursery")
-def test_a_nursery_that_reads_nothing_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("stopped_preload_server")
+def test_a_preload_server_that_reads_nothing_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fill_socket()
     monkeypatch.setattr(preload_server, "START_LIMIT_S", 0.1)
     monkeypatch.setattr(forkserver_client, "START_LIMIT_S", 0.2)  # of who does not get to know
     with pytest.raises(StartError, match=r"has read nothing for 0\.1 s"):
-        Zygotes(tmp_path).start(WORLD)
-    Zygotes(tmp_path).prepare(WORLD)  # raises nothing: whoever wants the worker group is told
+        Forkservers(tmp_path).start(WORLD)
+    Forkservers(tmp_path).prepare(WORLD)  # raises nothing: whoever wants the worker group is told
 
 
 def fill_socket() -> None:
-    """Send the stopped nursery signals for nobody, until its socket takes no more."""
-    assert preload_server._nursery is not None
-    while preload_server._nursery.wire.send({"do": "signal", "zygote": -1, "signal": 0}, limit_s=0.0):
+    """Send the stopped preload server signals for nobody, until its socket takes no more."""
+    assert preload_server._preload_server is not None
+    while preload_server._preload_server.wire.send({"do": "signal", "forkserver": -1, "signal": 0}, limit_s=0.0):
         pass
 
 
-def nursery_of(controller: int) -> int:
-    """The pid of a process's nursery."""
+def preload_server_of(controller: int) -> int:
+    """The pid of a process's preload server."""
     children = children_of(controller)
     (found,) = [
         pid for pid in children if b"conformance.runtime.preload_server" in Path(f"/proc/{pid}/cmdline").read_bytes()
@@ -155,16 +157,16 @@ def test_nothing_outlives_a_controller_that_is_killed(tmp_path: Path) -> None:
     while len(started := [int(file.name) for file in pid_dir.iterdir()]) < 5 and controller.poll() is None:
         time.sleep(0.05)
     assert len(started) == 5
-    started.append(nursery_of(controller.pid))
+    started.append(preload_server_of(controller.pid))
     controller.kill()
     controller.wait()
     assert [pid for pid in started if not is_dead_soon(pid)] == []
     assert set(Path("/dev/shm").iterdir()) == shared_memory
-    logs = {"rank-0.log", "rank-1.log", "rank-0.stacks", "rank-1.stacks", f"zygote-{controller.pid}-1.log"}
+    logs = {"rank-0.log", "rank-1.log", "rank-0.stacks", "rank-1.stacks", f"forkserver-{controller.pid}-1.log"}
     assert {file.name for file in tmp_path.iterdir() if file.is_file()} == logs
 
 
-def test_a_zygote_that_is_still_importing_ends_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forkserver_that_is_still_importing_ends_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "slow.py").write_text("import time; time.sleep(60)")
     monkeypatch.syspath_prepend(tmp_path)
     began = time.monotonic()
@@ -179,7 +181,7 @@ def test_what_was_prepared_is_what_the_first_task_finds(tmp_path: Path) -> None:
     with Pool(work_dir=tmp_path) as pool:
         pool.prepare(config)
         pool.prepare(config)
-        logs = sorted(tmp_path.glob("zygote-*.log"))
+        logs = sorted(tmp_path.glob("forkserver-*.log"))
         assert len(logs) == 1
         outcome = pool.run(
             key="x",
@@ -190,7 +192,7 @@ def test_what_was_prepared_is_what_the_first_task_finds(tmp_path: Path) -> None:
             budget_s=BUDGET_S,
         )
         assert [result["sum"] for result in results(outcome)] == [3.0, 3.0]
-        assert sorted(tmp_path.glob("zygote-*.log")) == logs
+        assert sorted(tmp_path.glob("forkserver-*.log")) == logs
 
 
 @pytest.mark.exhaustive
@@ -212,7 +214,7 @@ def test_a_module_that_starts_a_thread_costs_time_and_nothing_else(
             )
             assert [result["sum"] for result in results(outcome)] == [2 * value + 1] * 2
             assert outcome.used == (value == 2.0)
-        [log] = tmp_path.glob(f"zygote-{os.getpid()}-*.log")
+        [log] = tmp_path.glob(f"forkserver-{os.getpid()}-*.log")
         assert "importing threaded starts a thread" in log.read_text()
         asked = pool.run(
             key="x", config=threaded, task="worker_group_tasks:pids", kwargs={}, log_dir=tmp_path, budget_s=BUDGET_S

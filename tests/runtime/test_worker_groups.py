@@ -90,18 +90,18 @@ def test_ranks_stay_alive_between_tasks(run: Runner) -> None:
     assert run.pids() == run.pids()
 
 
-def test_worker_groups_that_preload_the_same_come_from_one_zygote(run: Runner) -> None:
+def test_worker_groups_that_preload_the_same_come_from_one_forkserver(run: Runner) -> None:
     """Whatever their size and their key; but each key has its own ranks."""
     found = [results(run("pids", key=key, size=size)) for key in ("test", "other") for size in (1, 2, 4)]
-    assert len({result["zygote"] for worker_group in found for result in worker_group}) == 1
+    assert len({result["forkserver"] for worker_group in found for result in worker_group}) == 1
     assert len({result["rank"] for worker_group in found for result in worker_group}) == 2 * (1 + 2 + 4)
 
 
 @pytest.mark.parametrize(("preload", "shared"), [((), ()), exhaustive(("transformers",), SHARED.values())])
-def test_ranks_find_what_the_nursery_imports_once_for_all_and_no_library_on_top(
+def test_ranks_find_what_the_preload_server_imports_once_for_all_and_no_library_on_top(
     tmp_path: Path, preload: tuple[str, ...], shared: Collection[str]
 ) -> None:
-    """Each other import costs seconds in every zygote. A process of its own has a nursery of its own."""
+    """Each other import costs seconds in every forkserver. A process of its own has a preload server of its own."""
     asked = [*COMMON, *SHARED.values(), "deepspeed", "megatron", "datasets"]
     code = f"""
         from pathlib import Path
@@ -217,7 +217,7 @@ def test_a_worker_group_whose_idle_rank_died_is_replaced_before_the_next_task(ru
 
 
 def test_a_pool_deletes_no_log_but_its_own(run: Runner, work_dir: Path, tmp_path: Path) -> None:
-    """Workers of pytest-xdist share an output folder, and a zygote may write long after it has started."""
+    """Workers of pytest-xdist share an output folder, and a forkserver may write long after it has started."""
     run.pids()
     logs = set(work_dir.iterdir())
     broken = WorkerGroupConfig(size=2, device="cpu", preload=("no_such_adapter",))

@@ -61,7 +61,7 @@ def is_gone(pid: int) -> bool:
 
 
 def is_dead_soon(pid: int) -> bool:
-    """For a process whose zygote is gone: whoever adopts it reaps it, sooner or later."""
+    """For a process whose forkserver is gone: whoever adopts it reaps it, sooner or later."""
     deadline = time.monotonic() + 5
     while process_state(pid) not in ("", "Z") and time.monotonic() < deadline:
         time.sleep(0.02)

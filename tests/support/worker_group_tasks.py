@@ -28,7 +28,7 @@ def nothing(context: RankContext) -> None:
 
 
 def pids(context: RankContext) -> dict[str, int]:
-    return {"rank": os.getpid(), "zygote": os.getppid()}
+    return {"rank": os.getpid(), "forkserver": os.getppid()}
 
 
 def processor_seconds(context: RankContext) -> float:
@@ -144,7 +144,7 @@ def hear_of_a_death_first(context: RankContext) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def kill_zygote(context: RankContext) -> None:
+def kill_forkserver(context: RankContext) -> None:
     if context.rank == 0:
         os.kill(os.getppid(), signal.SIGKILL)
     time.sleep(1000)
@@ -379,8 +379,8 @@ def meet(context: RankContext, *, of: int, folder: str) -> tuple[str, int]:
 def kill_host_process(context: RankContext, *, rank: int) -> None:
     """Let a rank kill the process of its host, the grandparent of its forkserver, while all ranks wait."""
     if context.rank == rank:
-        nursery = _parent(os.getppid())
-        os.kill(_parent(nursery), signal.SIGKILL)
+        preload_server = _parent(os.getppid())
+        os.kill(_parent(preload_server), signal.SIGKILL)
     dist.barrier()
     time.sleep(60)
 

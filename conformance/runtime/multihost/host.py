@@ -38,7 +38,7 @@ from conformance.core.packages import package_version
 from conformance.core.process import process_state, signal_process
 from conformance.runtime import WorkerGroupConfig
 from conformance.runtime.config import StartError
-from conformance.runtime.forkserver_client import Part, ZygoteHandle, Zygotes
+from conformance.runtime.forkserver_client import ForkserverHandle, Forkservers, Part
 from conformance.runtime.gpu_inventory import gpus_of_host, more_shares, seats_of, shares_of, visible_to
 from conformance.runtime.gpu_leases import Ticket, lease_folder
 from conformance.runtime.messages import Garbage, Message, Wire, wire_pair
@@ -102,7 +102,7 @@ class _Asked:
     """A worker group that starts when its forkserver has imported; other worker groups go on meanwhile."""
 
     number: int
-    zygote: ZygoteHandle
+    forkserver: ForkserverHandle
     config: WorkerGroupConfig
     variables: dict[str, str]
     seats: tuple[Seat, ...]
@@ -128,7 +128,7 @@ class _Mine:
 class Host:
     def __init__(self, wire: Wire, *, address: str, device: str, gpus: tuple[str, ...], logs: Path) -> None:
         self._wire, self._address, self._device, self._gpus = wire, address, device, gpus
-        self._zygotes = Zygotes(logs)
+        self._forkservers = Forkservers(logs)
         self._asked: dict[int, _Asked] = {}
         self._mine: dict[int, _Mine] = {}
         self._interface = interface_of(address)
@@ -143,7 +143,7 @@ class Host:
             while is_running:
                 wires = {w.fileno(): (m, rank) for m in self._mine.values() for rank, w in self._open_of(m)}
                 poll = select.poll()
-                for fd in (self._wire.fileno(), *wires, *(zygote.fileno() for zygote in self._zygotes)):
+                for fd in (self._wire.fileno(), *wires, *(forkserver.fileno() for forkserver in self._forkservers)):
                     poll.register(fd, select.POLLIN)
                 ready = [fd for fd, _ in poll.poll(_PULSE_S * 1000)]
                 for fd in ready:
@@ -163,7 +163,7 @@ class Host:
         finally:
             for mine in self._mine.values():
                 mine.worker_group.bury()
-            self._zygotes.close()
+            self._forkservers.close()
 
     def _send(self, message: Message) -> None:
         if not self._wire.send(message, limit_s=LOST_S):
@@ -221,12 +221,12 @@ class Host:
         )
         gpus = tuple(self._gpus[slot] for slot in part["slots"]) if self._gpus else ()
         try:
-            zygote = self._zygotes.of(config)
+            forkserver = self._forkservers.of(config)
         except (OSError, StartError) as error:
             return self._say_started(number, error=str(error))
         self._asked[number] = _Asked(
             number=number,
-            zygote=zygote,
+            forkserver=forkserver,
             config=config,
             variables=self._network() | visible_to(gpus),
             seats=seats_of(gpus),
@@ -235,10 +235,10 @@ class Host:
         return None
 
     def _start_those_that_can(self) -> None:
-        for asked in [asked for asked in self._asked.values() if asked.zygote.is_ready()]:
+        for asked in [asked for asked in self._asked.values() if asked.forkserver.is_ready()]:
             del self._asked[asked.number]
             try:
-                worker_group = asked.zygote.start_worker_group(
+                worker_group = asked.forkserver.start_worker_group(
                     asked.config, variables=asked.variables, seats=asked.seats, part=asked.part
                 )
             except (StartError, OSError) as error:
