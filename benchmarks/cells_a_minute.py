@@ -29,7 +29,7 @@ from conformance.runtime import Outcome, Pool
 from conformance.runtime.gpu_inventory import gpus_of
 from conformance.runtime.pool import _Threaded
 from conformance.runtime.preload_server import environment as environment_of_ranks
-from conformance.runtime.slots import Block, Lane, Places, Starter, failed
+from conformance.runtime.slots import Block, Lane, SlotPool, Starter, failed
 from conformance.worker.phase_spec import TASK
 
 BY_TORCHRUN = "--by-torchrun"
@@ -116,18 +116,18 @@ class TorchrunLane(Lane):
 class TorchrunPool(Pool):
     """Runs the phases of cells in lanes of torchrun."""
 
-    def __init__(self, *, work_dir: Path, places: Places | None = None) -> None:
-        super().__init__(work_dir=work_dir, places=places)
+    def __init__(self, *, work_dir: Path, slots: SlotPool | None = None) -> None:
+        super().__init__(work_dir=work_dir, slots=slots)
         self._own = TorchrunLane(self._forkservers, ())
 
     def prepare(self, config: Any) -> None:
         """Does nothing, because no worker group of this config will be started."""
 
-    def _lane(self, places: Places, block: Block) -> _Threaded:
+    def _lane(self, slots: SlotPool, block: Block) -> _Threaded:
         if block not in self._lanes:
             thread = ThreadPoolExecutor(max_workers=1)
-            self._lanes[block] = _Threaded(lane=TorchrunLane(places.starter(block), block), thread=thread)
-        return super()._lane(places, block)
+            self._lanes[block] = _Threaded(lane=TorchrunLane(slots.starter(block), block), thread=thread)
+        return super()._lane(slots, block)
 
 
 if __name__ == "__main__":

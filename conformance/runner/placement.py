@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from conformance.runner.scheduler import CELLS_PER_PLACE
+from conformance.runner.scheduler import CELLS_PER_SLOT
 from conformance.runtime import Device, Pool
 from conformance.runtime.gpu_inventory import gpus_of
-from conformance.runtime.gpu_slots import Gpus, LeasedPlaces
+from conformance.runtime.gpu_slots import Gpus, LeasedSlots
 from conformance.runtime.multihost.controller import Fleet, Hosts, Slots
 from conformance.runtime.multihost.relay import JoinedHost
 
@@ -18,16 +18,16 @@ class Where:
         """gpus: GPUs to lease, or shares of them; empty: ranks run on this host without leases."""
         self.fleet = Fleet(hosts, device=device, folder=work_dir) if hosts else None
         self._gpus, self._device = gpus, device
-        self._places: LeasedPlaces | None = None
+        self._slots: LeasedSlots | None = None
         if self.fleet is not None:
-            self._places = Slots(self.fleet)
+            self._slots = Slots(self.fleet)
         elif gpus:
-            self._places = Gpus(gpus, work_dir=work_dir)
-        self.pool = Pool(work_dir=work_dir, places=self._places)
+            self._slots = Gpus(gpus, work_dir=work_dir)
+        self.pool = Pool(work_dir=work_dir, slots=self._slots)
 
     @property
     def is_leased(self) -> bool:
-        return self._places is not None
+        return self._slots is not None
 
     @property
     def hosts(self) -> Sequence[JoinedHost]:
@@ -46,12 +46,12 @@ class Where:
     @property
     def width(self) -> int:
         """Returns the number of cells that run at once, on the hosts that have joined."""
-        return CELLS_PER_PLACE * (self.fleet.slots if self.fleet is not None else len(self._gpus))
+        return CELLS_PER_SLOT * (self.fleet.slots if self.fleet is not None else len(self._gpus))
 
     @property
     def leased(self) -> dict[str, float]:
         """Returns the share of the session's time that each GPU, or slot of a host, was leased; see Busy.shares."""
-        return self._places.busy.shares() if self._places is not None else {}
+        return self._slots.busy.shares() if self._slots is not None else {}
 
     def close(self) -> None:
         self.pool.close()

@@ -28,7 +28,7 @@ from conformance.results.run_results import SUMMARY
 
 _Judged = TypeVar("_Judged")
 
-CELLS_PER_PLACE = 2  # one computes while the other one waits
+CELLS_PER_SLOT = 2  # one computes while the other one waits
 
 
 class AtOnce:

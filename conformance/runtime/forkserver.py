@@ -100,8 +100,8 @@ class Forkserver:
                 break
             if pid == 0:
                 os.environ.update(message["variables"])
-                seat = message["seats"][rank]
-                self._become_rank(forkserver, {**message["spec"], **seat, "local_rank": rank, **inherited}, fds)
+                slot = message["slots"][rank]
+                self._become_rank(forkserver, {**message["spec"], **slot, "local_rank": rank, **inherited}, fds)
             _lead_group(pid)
             pids.append(pid)
         for fd in fds:

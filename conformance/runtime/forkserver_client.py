@@ -15,7 +15,7 @@ from conformance.core.process import process_state
 from conformance.runtime.config import START_LIMIT_S, StartError, WorkerGroupConfig
 from conformance.runtime.messages import Message, wire_pair
 from conformance.runtime.preload_server import Forked, environment, fork_forkserver
-from conformance.runtime.slots import Seat
+from conformance.runtime.slots import Slot
 from conformance.runtime.worker_groups import Child, WorkerGroup, check_host, start_child, too_small
 
 _FORKSERVER = "conformance.runtime.forkserver"
@@ -80,12 +80,12 @@ class ForkserverHandle(Child):
         config: WorkerGroupConfig,
         *,
         variables: Mapping[str, str] = _NOTHING,
-        seats: Sequence[Seat] = (),
+        slots: Sequence[Slot] = (),
         part: Part | None = None,
     ) -> WorkerGroup:
         """Starts the ranks of a worker group. They initialise torch.distributed in their first task.
 
-        variables: additions to their environment. seats: at least one for each rank; empty: rank N gets GPU N.
+        variables: additions to their environment. slots: at least one for each rank; empty: rank N gets GPU N.
         part: for a worker group with ranks on other hosts, of which ``config.size`` are here.
         Raises StartError, also if the host lacks the resources for the ranks.
         """
@@ -105,7 +105,7 @@ class ForkserverHandle(Child):
             {
                 "spec": spec,
                 "variables": dict(variables),
-                "seats": [asdict(seat) for seat in seats or (Seat(gpu=rank) for rank in range(config.size))],
+                "slots": [asdict(slot) for slot in slots or (Slot(gpu=rank) for rank in range(config.size))],
             },
             size=config.size,
             files=("heartbeats", "store"),
@@ -139,12 +139,12 @@ class ForkserverHandle(Child):
 class Forkservers:
     """Keeps the forkservers of one block of slots on this host: one for each set of preloaded modules.
 
-    folder: gets their logs. variables: additions to the environment of all ranks. seats: see
+    folder: gets their logs. variables: additions to the environment of all ranks. slots: see
     ForkserverHandle.start_worker_group. Only ``terminate`` may be called from another thread.
     """
 
-    def __init__(self, folder: Path, *, variables: Mapping[str, str] = _NOTHING, seats: Sequence[Seat] = ()) -> None:
-        self._folder, self._variables, self._seats = folder, variables, seats
+    def __init__(self, folder: Path, *, variables: Mapping[str, str] = _NOTHING, slots: Sequence[Slot] = ()) -> None:
+        self._folder, self._variables, self._slots = folder, variables, slots
         self._forkservers: dict[tuple[str, tuple[str, ...]], ForkserverHandle] = {}
         self._is_over = False
 
@@ -162,7 +162,7 @@ class Forkservers:
             forkserver = self.of(config)
         except OSError as error:
             raise too_small(config.size, str(error.strerror)) from error
-        return forkserver.start_worker_group(config, variables=self._variables, seats=self._seats)
+        return forkserver.start_worker_group(config, variables=self._variables, slots=self._slots)
 
     def of(self, config: WorkerGroupConfig) -> ForkserverHandle:
         """Returns the live forkserver that has imported exactly the modules of ``config.preload``, or a new one."""

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from conformance.core.errors import UsageError, shown
-from conformance.runtime.slots import Block, Seat
+from conformance.runtime.slots import Block, Slot
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 LIMIT_S = 10.0  # for NVML, which hangs where a driver does
@@ -146,10 +146,10 @@ def shares_of(gpus: Sequence[str], ranks_per_gpu: int) -> Block:
     return tuple(f"{gpu}#{number}" for number in range(ranks_per_gpu) for gpu in gpus)
 
 
-def gpu_of(place: str) -> str:
+def gpu_of(slot: str) -> str:
     """Returns the GPU of a share, and any other slot unchanged."""
-    gpu, _, number = place.rpartition("#")
-    return gpu if gpu and number.isdecimal() else place
+    gpu, _, number = slot.rpartition("#")
+    return gpu if gpu and number.isdecimal() else slot
 
 
 def gpus_of(block: Block) -> Block:
@@ -175,8 +175,8 @@ def network_of(block: Block) -> dict[str, str]:
     return {name: value for name, value in _NETWORK.items() if is_shared and name not in os.environ}
 
 
-def seats_of(block: Block) -> tuple[Seat, ...]:
+def slots_of(block: Block) -> tuple[Slot, ...]:
     """Returns for each rank the index of its GPU among those of ``visible_to``, and its host name for NCCL."""
     gpus = gpus_of(block)
     is_shared = len(gpus) < len(block)
-    return tuple(Seat(gpu=gpus.index(gpu_of(place)), host=place if is_shared else "") for place in block)
+    return tuple(Slot(gpu=gpus.index(gpu_of(slot)), host=slot if is_shared else "") for slot in block)

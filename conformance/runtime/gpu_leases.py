@@ -56,8 +56,8 @@ class Busy:
         mean over its slots. Empty as long as nothing was leased."""
         passed, of_gpus = max(time.monotonic() - self._began, 1e-9), defaultdict[str, list[float]](list)
         with self._lock:
-            for place, seconds in self._seconds.items():
-                of_gpus[gpu_of(place)].append(seconds / passed)
+            for slot, seconds in self._seconds.items():
+                of_gpus[gpu_of(slot)].append(seconds / passed)
         means = {gpu: round(fmean(shares), 3) for gpu, shares in of_gpus.items()}
         return means if any(means.values()) else {}
 
@@ -262,14 +262,14 @@ MOST = 0.1  # of a GPU's memory; a few CUDA contexts explain less
 GIB = 2**30
 
 
-def unleased_use(places: Block) -> list[str]:
+def unleased_use(slots: Block) -> list[str]:
     """Writes a sentence about each GPU of these slots of which more than MOST is used although no run has leased it.
 
     GPUs whose memory NVML does not report, and parts of GPUs (MIG), are left out.
     """
     found = []
     for gpu, (used, whole) in memory_of_gpus().items():
-        if gpu in gpus_of(places) and used > MOST * whole and not is_leased(gpu, lease_folder()):
+        if gpu in gpus_of(slots) and used > MOST * whole and not is_leased(gpu, lease_folder()):
             found.append(
                 f"{used / GIB:.1f} of the {whole / GIB:.1f} GiB of {gpu} are taken without a lease, by other programs "
                 f"or by idle worker groups of another run; cells that lack memory there are reported as out of memory: "

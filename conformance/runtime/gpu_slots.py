@@ -10,7 +10,7 @@ from pathlib import Path
 
 from conformance.runtime import WorkerGroupConfig
 from conformance.runtime.forkserver_client import Forkservers
-from conformance.runtime.gpu_inventory import gpus_of, memory_of_gpus, more_shares, network_of, seats_of, visible_to
+from conformance.runtime.gpu_inventory import gpus_of, memory_of_gpus, more_shares, network_of, slots_of, visible_to
 from conformance.runtime.gpu_leases import Busy, Ticket, blocks, holders, lease_folder, leases_by_process
 from conformance.runtime.slots import Block, Lease, NoLease, Starter
 
@@ -20,7 +20,7 @@ _REPORT_S = 30.0  # until the first report of a wait, and between later ones
 logger = logging.getLogger(__name__)
 
 
-class LeasedPlaces:
+class LeasedSlots:
     """Leases names. Threads share it.
 
     names: the names known so far. what: their kind in the plural, for messages. folder: of their locks.
@@ -118,7 +118,7 @@ class LeasedPlaces:
         return f"{size} of {len(names)} {self._what}; leased are {taken}"
 
 
-class Gpus(LeasedPlaces):
+class Gpus(LeasedSlots):
     """Leases GPUs of this host by UUID, or shares of them. ``work_dir``: for the logs of forkservers."""
 
     def __init__(self, gpus: Block, *, work_dir: Path) -> None:
@@ -136,7 +136,7 @@ class Gpus(LeasedPlaces):
         return blocks(*self._wanted(config)) if config.size <= len(self._gpus) else []
 
     def starter(self, block: Block) -> Forkservers:
-        return Forkservers(self._work_dir, variables=visible_to(block) | network_of(block), seats=seats_of(block))
+        return Forkservers(self._work_dir, variables=visible_to(block) | network_of(block), slots=slots_of(block))
 
     @cached_property
     def _bytes(self) -> dict[str, int]:

@@ -19,7 +19,7 @@ from typing import Any, Self
 
 from conformance.runtime.config import WorkerGroupConfig
 from conformance.runtime.forkserver_client import Forkservers
-from conformance.runtime.slots import Block, Lane, NoLease, Outcome, Places, failed
+from conformance.runtime.slots import Block, Lane, NoLease, Outcome, SlotPool, failed
 from conformance.runtime.watchdog import SLOW
 
 
@@ -37,9 +37,9 @@ class Pool:
     If this process dies, its worker groups die with it.
     """
 
-    def __init__(self, *, work_dir: Path, places: Places | None = None) -> None:
+    def __init__(self, *, work_dir: Path, slots: SlotPool | None = None) -> None:
         """``work_dir``: for logs of forkservers, if there are no slots."""
-        self._places = places
+        self._slots = slots
         self._forkservers = Forkservers(work_dir)
         self._own = Lane(self._forkservers)
         self._lanes: dict[Block, _Threaded] = {}
@@ -58,12 +58,12 @@ class Pool:
     def prepare(self, config: WorkerGroupConfig) -> None:
         """Starts to import the modules that a worker group of this config preloads, in the background. With slots: on
         each block that such a group may lease, so that no block is leased during the imports."""
-        if self._places is None:
+        if self._slots is None:
             self._forkservers.prepare(config)
             return
-        for block in self._places.blocks_ahead(config):
+        for block in self._slots.blocks_ahead(config):
             with self._making:
-                threaded = self._lane(self._places, block)
+                threaded = self._lane(self._slots, block)
             threaded.thread.submit(threaded.lane.prepare, config)
 
     def run(
@@ -88,7 +88,7 @@ class Pool:
         begins with the lease. Raises ValueError for a malformed task, for ``kwargs`` that are not JSON values, and for
         more ranks than GPUs.
         """
-        _check_call(config, task, kwargs, is_here=self._places is None)
+        _check_call(config, task, kwargs, is_here=self._slots is None)
 
         def run_in(lane: Lane, held: tuple[int, ...] = ()) -> Outcome:
             return lane.run(
@@ -103,12 +103,12 @@ class Pool:
             )
 
         return (
-            run_in(self._own) if self._places is None else self._run_leased(self._places, key, config, budget_s, run_in)
+            run_in(self._own) if self._slots is None else self._run_leased(self._slots, key, config, budget_s, run_in)
         )
 
     def _run_leased(
         self,
-        places: Places,
+        slots: SlotPool,
         key: str,
         config: WorkerGroupConfig,
         budget_s: float,
@@ -118,7 +118,7 @@ class Pool:
         with self._making:
             warm = self._warm.setdefault((key, config), set())
         try:
-            lease = places.lease(key, config, prefer=warm, limit_s=SLOW * budget_s, is_over=lambda: self._is_aborted)
+            lease = slots.lease(key, config, prefer=warm, limit_s=SLOW * budget_s, is_over=lambda: self._is_aborted)
         except NoLease as none:
             return failed(str(none), kind="exited", began=began)
 
@@ -126,21 +126,21 @@ class Pool:
             try:
                 return run_in(threaded.lane, lease.fds)
             finally:
-                places.give_back(lease)
+                slots.give_back(lease)
 
         try:
             with self._making:
                 warm.add(lease.block)
-                threaded = self._lane(places, lease.block)
+                threaded = self._lane(slots, lease.block)
         except BaseException:
-            places.give_back(lease)
+            slots.give_back(lease)
             raise
         return threaded.thread.submit(run).result()
 
-    def _lane(self, places: Places, block: Block) -> _Threaded:
+    def _lane(self, slots: SlotPool, block: Block) -> _Threaded:
         if (threaded := self._lanes.get(block)) is None:
             thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="-".join(block))
-            threaded = self._lanes[block] = _Threaded(lane=Lane(places.starter(block)), thread=thread)
+            threaded = self._lanes[block] = _Threaded(lane=Lane(slots.starter(block)), thread=thread)
         if self._is_aborted:
             threaded.lane.abort()
         return threaded

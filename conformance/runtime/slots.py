@@ -181,7 +181,7 @@ class NoLease(Exception):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seat:
+class Slot:
     """Assigns a GPU to a rank. gpu: its index among the visible GPUs. host: the host name that NCCL gets; empty: the
     real one."""
 
@@ -201,7 +201,7 @@ class Lease:
             os.close(fd)
 
 
-class Places(Protocol):
+class SlotPool(Protocol):
     """Leases slots, one for each rank of a worker group. Threads share it."""
 
     def lease(

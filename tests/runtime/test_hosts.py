@@ -50,7 +50,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Two]:
     with fleet(folder, slots=2, codes=("pass", ANOTHER_HOST)) as (made, processes):
         made.wait(limit_s=START_S)
         assert made.problem() == ""
-        with Pool(work_dir=folder, places=Slots(made)) as pool:
+        with Pool(work_dir=folder, slots=Slots(made)) as pool:
             yield Two(fleet=made, pool=pool, processes={process.pid: process for process in processes})
 
 
@@ -146,8 +146,8 @@ def test_the_ranks_of_a_host_may_share_a_gpu(tmp_path: Path, monkeypatch: pytest
     with fleet(tmp_path, slots=2, codes=(GPU_HOST,), device="cuda", ranks_per_gpu=2) as (made, _):
         made.wait(limit_s=START_S)
         assert [joined.slots for joined in made.joined] == [2]
-        for place in ("GPU-a#1", "GPU-a"):
-            assert Ticket((place,), 1, folder=lease_folder()).serve() is None
+        for slot in ("GPU-a#1", "GPU-a"):
+            assert Ticket((slot,), 1, folder=lease_folder()).serve() is None
 
 
 def test_a_host_offers_no_more_ranks_than_its_gpus_have_room_for(
@@ -170,10 +170,10 @@ def test_ranks_of_a_host_that_share_a_gpu_are_told_so(tmp_path: Path) -> None:
     )
     with fleet(tmp_path, slots=3, codes=(code,)) as (made, _):
         made.wait(limit_s=START_S)
-        with Pool(work_dir=tmp_path, places=Slots(made)) as pool:
+        with Pool(work_dir=tmp_path, slots=Slots(made)) as pool:
             run = Runner(pool, tmp_path)
-            assert results(run("seat", size=2)) == [["GPU-a,GPU-b", own, ""] for own in ("0", "1")]
-            assert results(run("seat", size=3)) == [
+            assert results(run("slot", size=2)) == [["GPU-a,GPU-b", own, ""] for own in ("0", "1")]
+            assert results(run("slot", size=3)) == [
                 ["GPU-a,GPU-b", own, host] for own, host in (("0", "GPU-a#0"), ("1", "GPU-b#0"), ("0", "GPU-a#1"))
             ]
 
@@ -185,7 +185,7 @@ def test_ranks_of_a_host_that_share_a_gpu_are_told_so(tmp_path: Path) -> None:
 def test_when_the_run_ends_hosts_end_by_themselves(tmp_path: Path) -> None:
     with fleet(tmp_path) as (made, (alone,)):
         made.wait(limit_s=START_S)
-        with Pool(work_dir=tmp_path, places=Slots(made)) as pool:
+        with Pool(work_dir=tmp_path, slots=Slots(made)) as pool:
             (pid,) = Runner(pool, tmp_path).pids(size=1)
         made.close()
         ended(alone, 0, "")
@@ -197,7 +197,7 @@ def test_when_the_connection_ends_no_rank_is_left(tmp_path: Path) -> None:
     with host() as (wire, process):
         made = Fleet(Hosts(wires=(wire,)), device="cpu", folder=tmp_path)
         made.wait(limit_s=START_S)
-        (pid,) = Runner(pool := Pool(work_dir=tmp_path, places=Slots(made)), tmp_path).pids(size=1)
+        (pid,) = Runner(pool := Pool(work_dir=tmp_path, slots=Slots(made)), tmp_path).pids(size=1)
         wire.send(closing("torchrun's store is gone"))
         ended(process, 3, "the controller is gone: torchrun's store is gone")
         assert is_dead_soon(pid)
@@ -248,7 +248,7 @@ def test_messages_travel_by_the_keys_of_torchruns_store(tmp_path: Path, monkeypa
         node = Carrier(far, torchrun.Mailbox("from/1", "to/1"), why_closed=lambda: torchrun._why_ended(process))  # type: ignore[arg-type]
         made = Fleet(Hosts(wires=(wire,)), device="cpu", folder=tmp_path)
         made.wait(limit_s=START_S)
-        with Pool(work_dir=tmp_path, places=Slots(made)) as pool:
+        with Pool(work_dir=tmp_path, slots=Slots(made)) as pool:
             run = Runner(pool, tmp_path)
             text = "0123456789" * 100_000
             assert results(run("echo", size=2, text=text)) == [text] * 2

@@ -52,7 +52,7 @@ def gpus(tmp_path: Path, leases: Path) -> Gpus:
 
 @pytest.fixture
 def pool(tmp_path: Path, gpus: Gpus) -> Iterator[Pool]:
-    with Pool(work_dir=tmp_path / "worlds", places=gpus) as pool:
+    with Pool(work_dir=tmp_path / "worlds", slots=gpus) as pool:
         yield pool
 
 
@@ -162,7 +162,7 @@ from pathlib import Path
 from conformance.runtime.gpu_slots import Gpus
 from conformance.runtime import Pool, WorkerGroupConfig
 here = Path(sys.argv[1])
-pool = Pool(work_dir=here, places=Gpus(("GPU-a",), work_dir=here))
+pool = Pool(work_dir=here, slots=Gpus(("GPU-a",), work_dir=here))
 config = WorkerGroupConfig(size=1, device="cpu", preload=("worker_group_tasks",))
 kwargs = {"of": 2, "folder": sys.argv[1] + "/met"}
 pool.run(key="x", config=config, task="worker_group_tasks:meet", kwargs=kwargs, log_dir=Path(sys.argv[1]), budget_s=60)
@@ -204,14 +204,14 @@ def _parent(pid: int) -> int:
 # --- ranks that share a GPU ---
 
 
-def on_shares(places: tuple[str, ...], folder: Path) -> Pool:
-    return Pool(work_dir=folder / "worlds", places=Gpus(places, work_dir=folder / "worlds"))
+def on_shares(slots: tuple[str, ...], folder: Path) -> Pool:
+    return Pool(work_dir=folder / "worlds", slots=Gpus(slots, work_dir=folder / "worlds"))
 
 
 def test_ranks_that_share_a_gpu_see_it_once_and_have_a_host_each(tmp_path: Path) -> None:
     """A GPU with two shares: a task of two ranks gets both, and two tasks of one rank run side by side."""
     with on_shares(shares_of(GPUS[:1], 2), tmp_path) as pool:
-        assert results(run(pool, "seat", tmp_path, size=2)) == [
+        assert results(run(pool, "slot", tmp_path, size=2)) == [
             ["GPU-a", "0", "GPU-a#0"],
             ["GPU-a", "0", "GPU-a#1"],
         ]
@@ -219,13 +219,13 @@ def test_ranks_that_share_a_gpu_see_it_once_and_have_a_host_each(tmp_path: Path)
         with ThreadPoolExecutor(2) as threads:
             met = [threads.submit(run, pool, "meet", tmp_path, of=2, folder=folder) for _ in range(2)]
         assert [results(one.result())[0][0] for one in met] == ["GPU-a", "GPU-a"]
-        assert results(run(pool, "seat", tmp_path)) == [["GPU-a", "0", ""]]
+        assert results(run(pool, "slot", tmp_path)) == [["GPU-a", "0", ""]]
 
 
 def test_ranks_that_have_a_gpu_each_are_told_as_ever_though_others_share_it(tmp_path: Path) -> None:
     with on_shares(("GPU-a#1", "GPU-b#0", "GPU-a#0"), tmp_path) as pool:
-        assert results(run(pool, "seat", tmp_path, size=2)) == [["GPU-a,GPU-b", own, ""] for own in ("0", "1")]
-        found = results(run(pool, "seat", tmp_path, size=3))
+        assert results(run(pool, "slot", tmp_path, size=2)) == [["GPU-a,GPU-b", own, ""] for own in ("0", "1")]
+        found = results(run(pool, "slot", tmp_path, size=3))
     assert found == [["GPU-a,GPU-b", own, host] for own, host in (("0", "GPU-a#1"), ("1", "GPU-b#0"), ("0", "GPU-a#0"))]
 
 
@@ -300,7 +300,7 @@ def test_two_runs_at_once_use_the_same_gpus_in_turn(tmp_path: Path) -> None:
 
 def test_prepare_imports_on_every_block_without_leases(pool: Pool, tmp_path: Path) -> None:
     """So that no GPU is leased while they are."""
-    for size, blocks in ((2, 1), (1, 3), (3, 3)):  # three ranks have no place here
+    for size, blocks in ((2, 1), (1, 3), (3, 3)):  # three ranks have no slot here
         pool.prepare(WorkerGroupConfig(size=size, device="cpu", preload=("worker_group_tasks",)))
         deadline = time.monotonic() + 10
         while len(list(tmp_path.rglob("forkserver-*.log"))) < blocks and time.monotonic() < deadline:

@@ -51,7 +51,7 @@ def test_a_task_has_as_many_gpus_as_have_room_for_it(
     sizes = {"GPU-a": 80, "GPU-b": 60, "GPU-c": 80, "GPU-d": 80, "GPU-e": 80, "GPU-of-others": 1}
     told = {gpu: (2**30, size * 2**30) for gpu, size in sizes.items()}
     monkeypatch.setattr("conformance.runtime.gpu_slots.memory_of_gpus", lambda: told)
-    with Pool(work_dir=tmp_path / "worlds", places=Gpus(tuple(sizes)[:5], work_dir=tmp_path / "worlds")) as pool:
+    with Pool(work_dir=tmp_path / "worlds", slots=Gpus(tuple(sizes)[:5], work_dir=tmp_path / "worlds")) as pool:
         found = [
             pool.run(
                 key="oracle",
@@ -100,8 +100,8 @@ def test_task_sized_by_memory_gets_every_share_of_host(
             budget_s=60,
         )
         wait_for(lambda: folder.is_dir() and any(folder.iterdir()))
-        for place in ("GPU-b", "GPU-a#1", "GPU-b#1"):
-            ticket = Ticket((place,), 1, folder=lease_folder())
+        for slot in ("GPU-b", "GPU-a#1", "GPU-b#1"):
+            ticket = Ticket((slot,), 1, folder=lease_folder())
             assert ticket.serve() is None
             ticket.withdraw()
         (folder / "the test").touch()
@@ -119,7 +119,7 @@ def test_what_the_oracle_computes_on_a_gpu_takes_a_lease_like_any_cell(
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "none")
     cells = [make_cell("sft-sgd", "llama", "dp1", "fp32", steps=1, rows=12, seed=seed) for seed in (0, 1)]
     with (
-        Pool(work_dir=tmp_path / "worlds", places=gpus) as pool,
+        Pool(work_dir=tmp_path / "worlds", slots=gpus) as pool,
         Oracles(root=tmp_path / "out", device="cuda", budget_s=60, leased=pool, gpus=len(GPUS)) as oracles,
     ):
         for cell in cells:
@@ -148,7 +148,7 @@ def test_large_oracle_retries_with_all_gpus(tmp_path: Path, monkeypatch: pytest.
     cell = make_cell("sft-sgd", "llama", "dp1", "exact", steps=1, rows=12)
     inputs = prepare_inputs(cell.scenario, tmp_path / "out")
     with (
-        Pool(work_dir=tmp_path / "worlds", places=gpus) as pool,
+        Pool(work_dir=tmp_path / "worlds", slots=gpus) as pool,
         Oracles(root=tmp_path / "out", device="cuda", budget_s=60, leased=pool, gpus=len(GPUS)) as oracles,
     ):
         oracles.request(cell, inputs)

@@ -13,9 +13,9 @@ import pytest
 from worker_group_helpers import is_dead_soon
 
 from conformance.core.errors import UsageError
-from conformance.runtime.gpu_inventory import Gpu, gpu_of, network_of, seats_of, shares_of, visible_gpus, visible_to
+from conformance.runtime.gpu_inventory import Gpu, gpu_of, network_of, shares_of, slots_of, visible_gpus, visible_to
 from conformance.runtime.gpu_leases import Busy, Ticket, blocks, holders, lease_folder
-from conformance.runtime.slots import Lease, Seat
+from conformance.runtime.slots import Lease, Slot
 
 GPUS = tuple(f"GPU-{letter}" for letter in "abcdefgh")
 # The last GPU is divided into parts.
@@ -84,12 +84,12 @@ def test_one_rank_per_gpu_is_the_gpu_and_more_are_shares_round_by_round() -> Non
     shares = shares_of(GPUS[:2], 3)
     assert shares == ("GPU-a#0", "GPU-b#0", "GPU-a#1", "GPU-b#1", "GPU-a#2", "GPU-b#2")
     assert [gpu_of(share) for share in shares] == ["GPU-a", "GPU-b"] * 3
-    assert all({gpu_of(place) for place in block} == {"GPU-a", "GPU-b"} for block in blocks(shares, 2))
+    assert all({gpu_of(slot) for slot in block} == {"GPU-a", "GPU-b"} for block in blocks(shares, 2))
 
 
-@pytest.mark.parametrize("place", ["GPU-a", "MIG-GPU-5d5d/1/0", "host#1 (process 7) slot 0", "#0"])
-def test_what_is_no_share_is_a_place_of_its_own(place: str) -> None:
-    assert gpu_of(place) == place
+@pytest.mark.parametrize("slot", ["GPU-a", "MIG-GPU-5d5d/1/0", "host#1 (process 7) slot 0", "#0"])
+def test_what_is_no_share_is_a_place_of_its_own(slot: str) -> None:
+    assert gpu_of(slot) == slot
 
 
 @pytest.mark.parametrize(
@@ -108,8 +108,8 @@ def test_a_rank_is_told_which_of_the_gpus_that_it_sees_is_its_own(
 ) -> None:
     """And where ranks share, each has a host of its own, or NCCL would refuse them."""
     assert visible_to(block) == {"CUDA_VISIBLE_DEVICES": visible}
-    assert seats_of(block) == tuple(
-        Seat(gpu=gpu, host=host) for gpu, host in zip(gpus, block if hosts is None else hosts, strict=True)
+    assert slots_of(block) == tuple(
+        Slot(gpu=gpu, host=host) for gpu, host in zip(gpus, block if hosts is None else hosts, strict=True)
     )
 
 

@@ -30,14 +30,14 @@ def _leases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def pool(tmp_path: Path) -> Iterator[Pool]:
-    """Two places: two GPUs, or two shares of the only one."""
+    """Two slots: two GPUs, or two shares of the only one."""
     gpus = gpus_of_host()[:2]
     with pool_on(shares_of(gpus, 2 // len(gpus)), tmp_path) as pool:
         yield pool
 
 
-def pool_on(places: tuple[str, ...], folder: Path) -> Pool:
-    return Pool(work_dir=folder / "worlds", places=Gpus(places, work_dir=folder / "worlds"))
+def pool_on(slots: tuple[str, ...], folder: Path) -> Pool:
+    return Pool(work_dir=folder / "worlds", slots=Gpus(slots, work_dir=folder / "worlds"))
 
 
 def run(pool: Pool, task: str, logs: Path, *, size: int = 2, budget_s: float = 60, **kwargs: Any) -> Outcome:
@@ -103,10 +103,10 @@ def test_the_rank_that_broke_is_named_and_the_next_task_runs(
 
 
 def test_a_cuda_error_that_stays_ends_its_own_worker_group_only(pool: Pool, tmp_path: Path) -> None:
-    """A task of each place runs where it has its lease, and only the worker group that broke is a new one."""
+    """A task of each slot runs where it has its lease, and only the worker group that broke is a new one."""
 
     def on_both() -> set[int]:
-        """The processes that run tasks at the two places at once."""
+        """The processes that run tasks at the two slots at once."""
         folder = str(tmp_path / f"met-{next(_numbers)}")
         with ThreadPoolExecutor(2) as threads:
             met = [threads.submit(run, pool, "meet", tmp_path, size=1, of=2, folder=folder) for _ in range(2)]
@@ -116,6 +116,6 @@ def test_a_cuda_error_that_stays_ends_its_own_worker_group_only(pool: Pool, tmp_
     ((_, first),) = results(run(pool, "on_gpu", tmp_path, size=1))
     assert len(before) == 2
     assert first in before
-    broken = run(pool, "break_cuda", tmp_path, size=1, rank=0)  # at the first place, which is free
+    broken = run(pool, "break_cuda", tmp_path, size=1, rank=0)  # at the first slot, which is free
     assert (broken.state, broken.kind) == ("failed", "raised")
     assert before & on_both() == before - {first}

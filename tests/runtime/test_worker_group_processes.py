@@ -73,13 +73,13 @@ def test_all_places_of_a_host_ask_a_preload_server_that_still_imports_for_forkse
     """Sixteen shares of GPUs ask for one each, and with them goes the environment, which is long on many hosts."""
     monkeypatch.setenv("LONG", "x" * 20_000)
     monkeypatch.setattr(preload_server, "START_LIMIT_S", 1.0)
-    places = [Forkservers(tmp_path) for _ in range(16)]
+    slots = [Forkservers(tmp_path) for _ in range(16)]
     began = time.monotonic()
-    for each in places:
+    for each in slots:
         each.prepare(WORLD)
     assert time.monotonic() - began < 2
     os.kill(stopped_preload_server, signal.SIGCONT)
-    for each in places:
+    for each in slots:
         each.of(WORLD).wait_until_ready()
         each.close()
 
@@ -88,9 +88,9 @@ def test_a_request_waits_for_room_until_the_preload_server_reads(stopped_preload
     fill_socket()
     timer = threading.Timer(0.5, os.kill, (stopped_preload_server, signal.SIGCONT))
     timer.start()
-    place = Forkservers(tmp_path)
-    place.of(WORLD).wait_until_ready()
-    place.close()
+    slot = Forkservers(tmp_path)
+    slot.of(WORLD).wait_until_ready()
+    slot.close()
     timer.join()
 
 

@@ -360,7 +360,7 @@ def visible(context: RankContext) -> str:
     return os.environ["CUDA_VISIBLE_DEVICES"]
 
 
-def seat(context: RankContext) -> tuple[str, str, str]:
+def slot(context: RankContext) -> tuple[str, str, str]:
     """The GPUs that this rank sees, which of them is its own, and the host that it says it is on."""
     names = ("CUDA_VISIBLE_DEVICES", "LOCAL_RANK", "NCCL_HOSTID")
     visible, own, host = (os.environ.get(name, "") for name in names)

@@ -46,7 +46,7 @@ def take(wire: Wire, *, limit_s: float) -> list[Message]:
 
 
 def closing(why: str) -> Message:
-    """Return the last message of a side that is gone, which a carrier or an engine sends in its place."""
+    """Return the last message of a side that is gone, which a carrier or an engine sends in its slot."""
     return {"type": "closed", "why": why}
 
 

@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 
 from conformance.runtime import WorkerGroupConfig
 from conformance.runtime.config import StartError
-from conformance.runtime.gpu_slots import LeasedPlaces
+from conformance.runtime.gpu_slots import LeasedSlots
 from conformance.runtime.messages import Message, Wire, wire_pair
 from conformance.runtime.multihost.host import Wanted
 from conformance.runtime.multihost.relay import JoinedHost, Relay
@@ -195,7 +195,7 @@ class FarHandle(Handle):
 _SLOT = " slot "
 
 
-class Slots(LeasedPlaces):
+class Slots(LeasedSlots):
     def __init__(self, fleet: Fleet) -> None:
         super().__init__(what="slots of hosts", folder=fleet.own_folder)
         self._fleet = fleet

@@ -39,12 +39,12 @@ from conformance.core.process import process_state, signal_process
 from conformance.runtime import WorkerGroupConfig
 from conformance.runtime.config import StartError
 from conformance.runtime.forkserver_client import ForkserverHandle, Forkservers, Part
-from conformance.runtime.gpu_inventory import gpus_of_host, more_shares, seats_of, shares_of, visible_to
+from conformance.runtime.gpu_inventory import gpus_of_host, more_shares, shares_of, slots_of, visible_to
 from conformance.runtime.gpu_leases import Ticket, lease_folder
 from conformance.runtime.messages import Garbage, Message, Wire, wire_pair
 from conformance.runtime.multihost.channel import LIVE_S, LOST_S, Closed, take
 from conformance.runtime.preload_server import environment
-from conformance.runtime.slots import Lease, Seat
+from conformance.runtime.slots import Lease, Slot
 from conformance.runtime.worker_groups import WorkerGroup, readable
 
 EXIT_REFUSED, EXIT_CLOSED = 2, 3
@@ -105,7 +105,7 @@ class _Asked:
     forkserver: ForkserverHandle
     config: WorkerGroupConfig
     variables: dict[str, str]
-    seats: tuple[Seat, ...]
+    slots: tuple[Slot, ...]
     part: Part
 
 
@@ -229,7 +229,7 @@ class Host:
             forkserver=forkserver,
             config=config,
             variables=self._network() | visible_to(gpus),
-            seats=seats_of(gpus),
+            slots=slots_of(gpus),
             part=Part(first=part["first"], of=spec["size"], store=(str(store[0]), int(store[1]))),
         )
         return None
@@ -239,7 +239,7 @@ class Host:
             del self._asked[asked.number]
             try:
                 worker_group = asked.forkserver.start_worker_group(
-                    asked.config, variables=asked.variables, seats=asked.seats, part=asked.part
+                    asked.config, variables=asked.variables, slots=asked.slots, part=asked.part
                 )
             except (StartError, OSError) as error:
                 self._say_started(asked.number, error=str(error))
@@ -376,12 +376,12 @@ def _leased(slots: int | None, ranks_per_gpu: int) -> Lease:
         gpus = gpus_of_host()
     except UsageError as error:
         raise Refused(str(error)) from None
-    places = shares_of(gpus, ranks_per_gpu)
-    if (slots or 1) > len(places):
+    slots = shares_of(gpus, ranks_per_gpu)
+    if (slots or 1) > len(slots):
         each = f" for {ranks_per_gpu} ranks each" if ranks_per_gpu > 1 else ""
         more = f"; {more_shares(slots, len(gpus))} (parity run)" if slots and gpus else ""
         raise Refused(f"it has {len(gpus)} GPUs{each}, and was told to offer {slots or 1} slots{more}")
-    ticket = Ticket(places, slots or len(places), folder=lease_folder())
+    ticket = Ticket(slots, slots or len(slots), folder=lease_folder())
     if (lease := ticket.serve()) is None:
         ticket.withdraw()
         raise Refused("another run has leased its GPUs")
