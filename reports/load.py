@@ -20,7 +20,7 @@ from conformance.records.record_format import Lines, RecordError, read_lines
 from conformance.results.baseline import Outcome
 from conformance.results.changes import Since
 from conformance.results.run_results import SUMMARY, Run, inside, outcomes_of, read_output_json, states_of
-from conformance.results.trust import BelievedCell, read_cells
+from conformance.results.trust import CheckedCell, read_cells
 from conformance.results.verdict import STATES, Quantity, RunVerdict, State
 
 _PACKAGE = Path(__file__).resolve().parent
@@ -41,7 +41,7 @@ LOG_BYTES = 6000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cell(BelievedCell):
+class Cell(CheckedCell):
     """Holds one cell of a report.
 
     logs: the last lines of each rank's log, if the cell does not conform. files: the paths of these logs, relative to
@@ -146,7 +146,7 @@ def _status_of_files(out: Path) -> Iterator[object]:
             yield str(file), status.st_ino, status.st_size, status.st_ctime_ns
 
 
-def _complete(out: Path, cell: BelievedCell, noise: Callable[[Path, Path, str], tuple[Lines, ...]]) -> Cell:
+def _complete(out: Path, cell: CheckedCell, noise: Callable[[Path, Path, str], tuple[Lines, ...]]) -> Cell:
     """Adds the logs and the noise of its precision to a cell."""
     entry = cell.entry
     is_sound = entry.verdict.state in ("conforms", "partly_observed")

@@ -97,7 +97,7 @@ class Adapter(Protocol):
         ...
 
 
-class Here:
+class InProcessAdapter:
     """Queries an adapter in this process."""
 
     def __init__(self, adapter: type[Backend]) -> None:
@@ -171,7 +171,7 @@ class Here:
             raise AskFailed(f"{type(error).__name__} at {Path(where.filename).name}:{where.lineno}: {error}") from error
 
 
-class There:
+class SubprocessAdapter:
     """Queries an adapter in a subprocess with another environment. The subprocess ends with this process."""
 
     def __init__(self, name: str, python: str) -> None:
@@ -264,7 +264,7 @@ class There:
 
 
 _KNOWN = TypeAdapter(tuple[Known, ...])
-_there: dict[tuple[str, str], There] = {}  # by the requested name or target, and the executable
+_there: dict[tuple[str, str], SubprocessAdapter] = {}  # by the requested name or target, and the executable
 
 
 def find_backend(name: str, python: str = "") -> BackendEntry:
@@ -275,14 +275,14 @@ def find_backend(name: str, python: str = "") -> BackendEntry:
     if not python:
         return find_here(name)
     if (name, python) not in _there:
-        found = There(name, python)
+        found = SubprocessAdapter(name, python)
         _there[name, python] = _there[found.entry.target, python] = found
     return _there[name, python].entry
 
 
 def adapter_of(entry: BackendEntry) -> Adapter:
     """Returns the adapter of an entry that was found. Raises what BackendEntry.load raises."""
-    return _there[entry.target, entry.python] if entry.python else Here(entry.load())
+    return _there[entry.target, entry.python] if entry.python else InProcessAdapter(entry.load())
 
 
 def versions_of(entries: Sequence[BackendEntry]) -> dict[str, str]:
@@ -297,7 +297,7 @@ def versions_of(entries: Sequence[BackendEntry]) -> dict[str, str]:
             packages = adapter.traits.packages
         except (MissingExtra, BrokenBackend, UsageError):
             continue
-        if isinstance(adapter, There):
+        if isinstance(adapter, SubprocessAdapter):
             packages = {"python": adapter.version} | packages
         found |= {f"{name} ({entry.name})" if entry.python else name: value for name, value in packages.items()}
     return found
@@ -316,7 +316,7 @@ def main() -> None:
     suite = {"suite": conformance.__version__, "python": ".".join(map(str, sys.version_info[:3]))}
     try:
         entry = find_here(sys.argv[1])
-        adapter = Here(entry.load())
+        adapter = InProcessAdapter(entry.load())
         traits = TypeAdapter(Traits).dump_python(adapter.traits, mode="json")
     except Exception as error:
         return say(suite | _error_message(error))
@@ -328,7 +328,7 @@ def main() -> None:
             say(_error_message(error))
 
 
-def _reply(adapter: Here, query: dict[str, Any]) -> dict[str, Any]:
+def _reply(adapter: InProcessAdapter, query: dict[str, Any]) -> dict[str, Any]:
     scenario, layouts = parse_scenario(query["scenario"]), [Layout.parse(one) for one in query["layouts"]]
     if query["method"] == "known":
         return {"known": _KNOWN.dump_python(adapter.known(scenario, *layouts), mode="json")}

@@ -24,7 +24,7 @@ BISECT = "parity bisect"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Told:
+class Explanation:
     """A bisection in words. answer: one line. facts: pairs of a label and a text."""
 
     answer: str
@@ -36,11 +36,11 @@ class Told:
         return [self.answer, *(f"  {word}: {text}" for word, text in self.facts)]
 
 
-def describe(bisection: Bisection) -> Told:
+def describe(bisection: Bisection) -> Explanation:
     """Describes the bisection of a cell."""
     is_twin = bisection.traced != bisection.cell
     if not bisection.models:
-        return Told(answer=f"not bisected: {bisection.why_not}", facts=())
+        return Explanation(answer=f"not bisected: {bisection.why_not}", facts=())
     main, *rest = bisection.models
     facts = (
         [("traced", f"{bisection.traced}, because noise hides what is right in any other precision")] if is_twin else []
@@ -51,10 +51,10 @@ def describe(bisection: Bisection) -> Told:
     facts += [(f"also {one.model}", answer_of(one, bisection.stage)) for one in rest if not one.is_right]
     facts += [(one.model, "all that was compared is right") for one in rest if one.is_right and not main.is_right]
     of = "" if main.model == POLICY else f" of the {main.model}"
-    return Told(answer=f"step {bisection.step}: {answer_of(main, bisection.stage, of=of)}", facts=tuple(facts))
+    return Explanation(answer=f"step {bisection.step}: {answer_of(main, bisection.stage, of=of)}", facts=tuple(facts))
 
 
-def describe_stored(bisection: Bisection) -> Told:
+def describe_stored(bisection: Bisection) -> Explanation:
     """Describes a bisection that was read from a file, and says how far the file can be trusted."""
     description = describe(bisection)
     if not bisection.models:
@@ -63,7 +63,7 @@ def describe_stored(bisection: Bisection) -> Told:
         f"{BISECTION}, which anybody with access to the folder can write: its digest only shows that the file is "
         f"complete; {BISECT} {bisection.cell} runs cell and oracle again and proves the result"
     )
-    return Told(answer=description.answer, facts=(*description.facts, ("based on", source)))
+    return Explanation(answer=description.answer, facts=(*description.facts, ("based on", source)))
 
 
 def facts_of(found: Bisected, stage: str) -> list[tuple[str, str]]:

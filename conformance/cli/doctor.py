@@ -13,7 +13,7 @@ import torch
 from conformance.backends.protocol import BrokenBackend, MissingExtra, registered_backends
 from conformance.cli import EXIT
 from conformance.core.errors import UsageError
-from conformance.core.host_resources import room_of
+from conformance.core.host_resources import host_resources_of
 from conformance.core.packages import package_version
 from conformance.core.paths import cache_folder
 
@@ -96,7 +96,7 @@ def _backends() -> list[Check]:
 
 
 def _disk() -> Check:
-    room = room_of(Path())
+    room = host_resources_of(Path())
     free = room.disk / 2**30
     cache = "" if room.cache is None else f", {room.cache / 2**30:.0f} GiB for the oracle's cache ({cache_folder()})"
     message = f"{free:.0f} GiB free here{cache}; parity plan estimates the disk that cells need"

@@ -11,7 +11,7 @@ import torch
 
 from conformance.cli import EXIT
 from conformance.core.errors import UsageError
-from conformance.core.host_resources import room_of
+from conformance.core.host_resources import host_resources_of
 from conformance.matrix.cell import Cell
 from conformance.matrix.options import Demands, Portion, Ranks, Selection
 from conformance.matrix.plan import make_plan
@@ -54,7 +54,7 @@ def _plan(cells: Sequence[Cell], out: Path, *, ranks: Ranks) -> tuple[list[str],
     supported = [cell for cell, why in refused if why is None or (elsewhere and why.state == "not_run")]
     if not supported:
         raise UsageError(f"none of the {len(cells)} selected cells is supported; parity list shows the reasons")
-    room = room_of(out)
+    room = host_resources_of(out)
     needs = needs_of(supported, room, device=ranks.device)
     rates, processors = _rates(), os.cpu_count() or 1
     seconds = [one.seconds(rates, cell.scenario.precision, processors=processors) for cell, one in needs.cells]

@@ -11,7 +11,7 @@ from conformance.core.paths import cache_folder
 
 
 @dataclass(frozen=True, kw_only=True)
-class Room:
+class HostResources:
     """Holds free bytes. cache: for the oracle's cache; None if it is on the file system of the output."""
 
     memory: float
@@ -19,11 +19,11 @@ class Room:
     cache: float | None
 
 
-def room_of(out: Path) -> Room:
+def host_resources_of(out: Path) -> HostResources:
     """Measures this machine now; ``out`` need not exist yet."""
     folder, cache = free_of(out), free_of(cache_folder())
     own_disk = folder.stat().st_dev != cache.stat().st_dev
-    return Room(
+    return HostResources(
         memory=available_memory(),
         disk=shutil.disk_usage(folder).free,
         cache=shutil.disk_usage(cache).free if own_disk else None,

@@ -36,7 +36,7 @@ from conformance.judge.tolerance import NOISE_FACTOR, NORM_ROUNDINGS, ROUNDING, 
 from conformance.oracle.decoder import lora_of, merged
 from conformance.oracle.variant import UNNAMED_NORM
 from conformance.records.step_tensors import Record, StepRecord
-from conformance.results.verdict import BINS, Strip
+from conformance.results.verdict import BINS, TokenErrors
 from conformance.spec.layout import Layout
 from conformance.spec.lora import is_adapter
 from conformance.spec.observables import AGAINST_REBUILT, Observable, unobserved_step
@@ -83,7 +83,9 @@ def generators(observable: Observable, before: Record, after: Record, step: int)
             yield Measurement(stage=observable.stage, tensor=tensor, step=step, error=error, fixed=0.0)
 
 
-def strip_of(observable: Observable, step: int, off: torch.Tensor, lengths: Mapping[int, int], *, norm: float) -> Strip:
+def token_errors_of(
+    observable: Observable, step: int, off: torch.Tensor, lengths: Mapping[int, int], *, norm: float
+) -> TokenErrors:
     """Bins the errors of tokens. off: the absolute difference of each token, row after row. lengths: of each row, by
     its index. norm: what the error of the observable is relative to."""
     count = len(off)
@@ -98,7 +100,7 @@ def strip_of(observable: Observable, step: int, off: torch.Tensor, lengths: Mapp
         return rows[row], token - (ends[row - 1] if row else 0)
 
     row, target = place(int(off.argmax()))
-    return Strip(
+    return TokenErrors(
         stage=observable.stage,
         tensor=observable.key,
         step=step,
@@ -288,7 +290,7 @@ def _rows(
     x, ref, unit = (torch.cat([of[r].double() for r in order]) for of in (rows, reference, scale))
     found = tensor_off(stage, key, step, x, ref, floor=0.0)
     norm = unit.norm().item() or 1.0
-    strip = strip_of(observable, step, (x - ref).abs(), {int(r): len(reference[r]) for r in order}, norm=norm)
+    strip = token_errors_of(observable, step, (x - ref).abs(), {int(r): len(reference[r]) for r in order}, norm=norm)
     error = finite((x - ref).norm().item() / norm)
     by_unit = (ref.norm().item() or 1.0) / norm
     left, size = found.residual * by_unit, found.size * by_unit

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 from conformance.records.record_format import RecordError
-from conformance.results.verdict import Strip
+from conformance.results.verdict import TokenErrors
 from conformance.spec.observables import Observable
 from conformance.spec.precision import PRECISIONS, PrecisionName
 
@@ -71,7 +71,7 @@ class Measurement:
     broken: str = ""
     replica: bool = False
     typical: float = 0.0
-    strip: Strip | None = None
+    strip: TokenErrors | None = None
 
     @property
     def key(self) -> Key:

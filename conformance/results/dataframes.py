@@ -13,7 +13,7 @@ import pandas as pd
 
 from conformance.records.record_format import Lines, number
 from conformance.results.run_results import Run
-from conformance.results.trust import BelievedCell, read_cells
+from conformance.results.trust import CheckedCell, read_cells
 from conformance.results.verdict import STATES
 
 # Columns and dtypes of each table. A "category" is a text that many rows share.
@@ -78,7 +78,7 @@ def _table(rows: Iterator[tuple[Any, ...]], columns: dict[str, str]) -> pd.DataF
     return pd.DataFrame(list(rows), columns=list(columns)).astype(columns)
 
 
-def _cell(cell: BelievedCell) -> tuple[Any, ...]:
+def _cell(cell: CheckedCell) -> tuple[Any, ...]:
     entry, verdict = cell.entry, cell.entry.verdict
     worst = max((q.ratio for q in verdict.quantities), default=None)
     attempts = (1 if entry.records else 0) + (1 if entry.other else 0) + len(entry.before)
@@ -89,7 +89,7 @@ def _cell(cell: BelievedCell) -> tuple[Any, ...]:
     )
 
 
-def _steps(cell: BelievedCell) -> Iterator[tuple[Any, ...]]:
+def _steps(cell: CheckedCell) -> Iterator[tuple[Any, ...]]:
     reference = _values(cell.oracle) if cell.oracle else {}
     for phase, lines in enumerate(cell.phases):
         for (step, key), value in _values(lines).items():
@@ -101,7 +101,7 @@ def _values(lines: Lines) -> dict[tuple[int, str], float]:
     return {(line["step"], key): number(value) for line in lines.steps for key, value in line.get("values", {}).items()}
 
 
-def _quantities(cell: BelievedCell) -> Iterator[tuple[Any, ...]]:
+def _quantities(cell: CheckedCell) -> Iterator[tuple[Any, ...]]:
     for q in cell.entry.verdict.quantities:
         at = (cell.entry.cell, q.stage, q.tensor, q.step)
         yield *at, q.observed, q.allowed, q.ratio, number(q.max_abs), q.where, q.hint

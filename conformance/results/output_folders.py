@@ -33,7 +33,7 @@ from conformance.results.run_results import (
     write_entry,
     write_summary,
 )
-from conformance.results.trust import BelievedCell, read_cells
+from conformance.results.trust import CheckedCell, read_cells
 from conformance.results.verdict import NO_FAULT, NOT_STARTED, RunVerdict
 
 
@@ -300,11 +300,11 @@ def compare_runs(first: Path, second: Path) -> TwoRuns:
     )
 
 
-def _verdict(run: Run, cells: list[BelievedCell]) -> RunVerdict:
+def _verdict(run: Run, cells: list[CheckedCell]) -> RunVerdict:
     return run.verdict(states_of([cell.entry for cell in cells]))
 
 
-def _cell_of_two(cell: str, one: BelievedCell | None, two: BelievedCell | None) -> CellOfTwo:
+def _cell_of_two(cell: str, one: CheckedCell | None, two: CheckedCell | None) -> CellOfTwo:
     found = [side.entry if side else None for side in (one, two)]
     worst = [entry.verdict.worst if entry else {} for entry in found]
     stages = dict.fromkeys(stage for entry in found if entry for stage in (*entry.stages, *entry.verdict.worst))

@@ -190,7 +190,7 @@ CheckHeader = Callable[[Path, Line], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class BelievedCell:
+class CheckedCell:
     """Holds one cell after the check.
 
     entry: the cell with its verdict; the verdict is an infrastructure failure if the stored one cannot be trusted.
@@ -207,7 +207,7 @@ class BelievedCell:
     bisection: Bisection | None = None
 
 
-def read_cells(out: Path) -> tuple[Run, list[BelievedCell]]:
+def read_cells(out: Path) -> tuple[Run, list[CheckedCell]]:
     """Reads a run and its cells, in the planned order.
 
     Raises UsageError for a folder that is not a run's output, was cut short or edited, or contradicts itself.
@@ -218,7 +218,7 @@ def read_cells(out: Path) -> tuple[Run, list[BelievedCell]]:
     return run, [_check_entry(out, entry, oracle_lines, states) for entry in entries]
 
 
-def _check_entry(out: Path, entry: Entry, oracle_lines: ReadLines, states: Mapping[str, State]) -> BelievedCell:
+def _check_entry(out: Path, entry: Entry, oracle_lines: ReadLines, states: Mapping[str, State]) -> CheckedCell:
     folder = out / entry.folder
     is_own, is_oracle = partial(check_cell, cell=entry.cell), partial(check_oracle, precision=FLOAT64)
     found = [_read_checked(out, folder / record, _read_lines, is_own) for record in entry.records]
@@ -245,7 +245,7 @@ def _check_entry(out: Path, entry: Entry, oracle_lines: ReadLines, states: Mappi
         if bisection and phases and bisection.stage:
             why = find_contradiction(bisection, entry, phases[0].header, states)
             bisection = untrusted_bisection(entry.cell, digests, why) if why else bisection
-    return BelievedCell(entry=entry, phases=phases, oracle=oracle, problem=problem, bisection=bisection)
+    return CheckedCell(entry=entry, phases=phases, oracle=oracle, problem=problem, bisection=bisection)
 
 
 def _read_checked(out: Path, folder: Path, read: ReadLines, check: CheckHeader) -> tuple[Lines | None, str]:

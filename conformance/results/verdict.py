@@ -178,7 +178,7 @@ class Quantity:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Strip:
+class TokenErrors:
     """Holds the per-token errors of a quantity with one number per token, over the tokens of a step, in bins.
 
     stage, tensor, step: the quantity. tokens: number of tokens.
@@ -217,7 +217,7 @@ class Verdict:
     state: State
     reason: str
     quantities: tuple[Quantity, ...] = ()
-    strips: tuple[Strip, ...] = ()
+    strips: tuple[TokenErrors, ...] = ()
     second_class: str = ""
 
     @property

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from conformance.backends.protocol import BackendEntry
 from conformance.backends.registry import Adapter
 from conformance.core.errors import UsageError
-from conformance.core.host_resources import Room
+from conformance.core.host_resources import HostResources
 from conformance.matrix.cell import Cell
 from conformance.runner.resource_estimate import Estimate, Size, Total, estimate, on_slots, size_of, total
 from conformance.runtime import Device
@@ -37,7 +37,7 @@ class Needs:
 
 def needs_of(
     cells: Sequence[Cell],
-    room: Room,
+    room: HostResources,
     *,
     device: Device = "cpu",
     workers: int = 1,
@@ -68,9 +68,9 @@ def needs_of(
     return Needs(workers=workers, cells=found, total=of_all, impossible=tuple(impossible), doubtful=tuple(doubtful))
 
 
-def check_room(
+def check_resources(
     cells: Sequence[Cell],
-    room: Room,
+    room: HostResources,
     *,
     device: Device,
     warn: Callable[[str], None],
@@ -93,7 +93,7 @@ def check_room(
         warn(f"{message}; it may not fit")
 
 
-def advice(needs: Needs, room: Room) -> str:
+def advice(needs: Needs, room: HostResources) -> str:
     """Returns a selection that would fit, or ways to make cells smaller, in words."""
     fewer = (n for n in range(needs.workers - 1, 0, -1) if total(needs.cells, workers=n).host <= room.memory)
     if workers := next(fewer, None):
@@ -111,7 +111,7 @@ def advice(needs: Needs, room: Room) -> str:
     )
 
 
-def _limits(of_all: Total, room: Room, workers: int) -> list[tuple[float, float, str]]:
+def _limits(of_all: Total, room: HostResources, workers: int) -> list[tuple[float, float, str]]:
     """Returns (needed bytes, available bytes, message) of memory and disks."""
     who = f"{of_all.worst} needs" if workers == 1 else f"{workers} cells at once, the largest {of_all.worst}, need"
     memory = (
@@ -120,7 +120,7 @@ def _limits(of_all: Total, room: Room, workers: int) -> list[tuple[float, float,
     return [(of_all.host, room.memory, memory), *_disks(of_all, room)]
 
 
-def _disks(of_all: Total, room: Room) -> list[tuple[float, float, str]]:
+def _disks(of_all: Total, room: HostResources) -> list[tuple[float, float, str]]:
     on_disk = of_all.disk + (of_all.cache if room.cache is None else 0.0)
     disk = f"the records need about {on_disk / GB:.1f} GB of disk, and {room.disk / GB:.1f} GB are free"
     found = [(on_disk, room.disk, disk)]
@@ -131,13 +131,13 @@ def _disks(of_all: Total, room: Room) -> list[tuple[float, float, str]]:
 
 
 def _limits_of_hosts(
-    cells: Sequence[tuple[Cell, Estimate]], of_all: Total, room: Room, hosts: Sequence[JoinedHost]
+    cells: Sequence[tuple[Cell, Estimate]], of_all: Total, room: HostResources, hosts: Sequence[JoinedHost]
 ) -> list[tuple[float, float, str]]:
     """Returns (needed bytes, available bytes, message) for each host with slots, and for the controller's host.
 
     room: memory and disk of the controller's host.
     """
-    slots, rooms = defaultdict[str, int](int), dict[str, Room]()
+    slots, rooms = defaultdict[str, int](int), dict[str, HostResources]()
     for joined in hosts:
         slots[joined.host] += joined.slots
         rooms.setdefault(joined.host, joined.room)
@@ -159,5 +159,5 @@ def _limits_of_hosts(
     return [*found, (of_all.disk, least.disk, disk), *_disks(of_all, room)]
 
 
-def _memory_of_host(who: str, needed: float, room: Room) -> str:
+def _memory_of_host(who: str, needed: float, room: HostResources) -> str:
     return f"{who} need about {needed / GB:.1f} GB of memory, and {room.memory / GB:.1f} GB are free"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from conformance.backends.registry import versions_of
 from conformance.core.errors import UsageError
-from conformance.core.host_resources import room_of
+from conformance.core.host_resources import host_resources_of
 from conformance.data.prepare import FrozenInputs, prepare_inputs
 from conformance.matrix.cell import Cell
 from conformance.models.synthetic import is_large, is_sketched
@@ -26,7 +26,7 @@ from conformance.runner.oracle_jobs import Oracles
 from conformance.runner.phases import import_ahead
 from conformance.runner.placement import Where
 from conformance.runner.preflight import Refusals
-from conformance.runner.resource_check import check_room
+from conformance.runner.resource_check import check_resources
 from conformance.runner.result_writer import ResultWriter
 from conformance.runner.scheduler import Activities, Activity, AtOnce, check_output_folder, lasting, make_folder
 from conformance.runner.session_config import SessionConfig
@@ -114,8 +114,8 @@ class Session:
             self._where.fleet.wait(limit_s=self.config.budget_s)
             self._at_once = AtOnce(self._where.width)
         waiting = self._activities.waiting = tuple(cell for cell in cells if not self.refusal(cell))
-        room, device = room_of(self.config.out), self.config.device
-        check_room(waiting, room, device=device, warn=logger.warning, hosts=self._where.hosts)
+        room, device = host_resources_of(self.config.out), self.config.device
+        check_resources(waiting, room, device=device, warn=logger.warning, hosts=self._where.hosts)
         for message in unleased_use(self.config.gpus) if self._where.queues_oracles else ():
             logger.warning(message)
         for cell in self._at_once.ordered(waiting):

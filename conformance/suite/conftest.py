@@ -13,12 +13,12 @@ import pytest
 from conformance.bisect.run import any_differs, bisect_run
 from conformance.core import own_packages
 from conformance.core.errors import UsageError
-from conformance.core.host_resources import Room, room_of
+from conformance.core.host_resources import HostResources, host_resources_of
 from conformance.core.paths import resolve
 from conformance.matrix.cell import Cell
 from conformance.matrix.plan import Plan, make_plan
 from conformance.runner.preflight import Refusals, check_device, leased_gpus
-from conformance.runner.resource_check import check_room
+from conformance.runner.resource_check import check_resources
 from conformance.runner.session import Session
 from conformance.runner.session_config import SessionConfig
 from conformance.runtime.gpu_leases import unleased_use
@@ -137,8 +137,8 @@ def _check_room(cells: Sequence[Cell], config: pytest.Config) -> None:
         warnings.warn(pytest.PytestWarning(message), stacklevel=2)
 
     given = getattr(config, "workerinput", {})
-    room = Room(**given["parity_room"]) if given else room_of(config.stash[OUT])
-    check_room(able, room, device=where.device, warn=warn, workers=given.get("workercount", 1))
+    room = HostResources(**given["parity_room"]) if given else host_resources_of(config.stash[OUT])
+    check_resources(able, room, device=where.device, warn=warn, workers=given.get("workercount", 1))
 
 
 def suite_session(config: pytest.Config) -> Session:

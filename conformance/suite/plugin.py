@@ -20,7 +20,9 @@ from conformance.core.process import Stop, Stopped
 from conformance.matrix.options import NO_BISECT, Demands, Kept, Output, Portion, Ranks, Selection
 
 OUT = pytest.StashKey[Path]()
-ROOM = pytest.StashKey[dict[str, float | None]]()  # fields of a conformance.core.host_resources.Room, for workers
+ROOM = pytest.StashKey[
+    dict[str, float | None]
+]()  # fields of a conformance.core.host_resources.HostResources, for workers
 USAGE = pytest.StashKey[str]()  # the message of a UsageError that was raised when the cells were collected
 STOP = pytest.StashKey[Stop]()  # the handler of signals
 LINES = pytest.StashKey[list[str]]()
@@ -55,11 +57,11 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
     """Gives each new xdist worker the output folder, and the memory and disk that were free before the first worker."""
-    from conformance.core.host_resources import room_of
+    from conformance.core.host_resources import host_resources_of
 
     out, stash = node.config.stash[OUT], node.config.stash
     if ROOM not in stash:
-        stash[ROOM] = vars(room_of(out))
+        stash[ROOM] = vars(host_resources_of(out))
     node.workerinput |= {"parity_out": str(out), "parity_room": stash[ROOM]}
 
 

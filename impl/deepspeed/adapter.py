@@ -21,7 +21,7 @@ from conformance.spec.scenario import Scenario
 from impl.context_parallel.support import RING_DIFFERENCES, RING_MODULES, ring_support
 from impl.deepspeed.checkpoint_layout import Cut, check, engine_cut
 from impl.deepspeed.config import states_of, zero_stage
-from impl.engine.adapter import CHECKPOINT_SEAMS, RL_SEAMS, ROUTER_SEAMS, StrategyBackend
+from impl.engine.adapter import CHECKPOINT_SEAMS, RL_SEAMS, ROUTER_SEAMS, ReferenceBackend
 from impl.engine.memory_estimate import host_bytes
 from impl.models.family_quirks import quirks_of
 from impl.models.lora import adapter_support
@@ -86,7 +86,7 @@ STYLES = frozenset(
 _OPTIONS = ("ring", "zigzag", "torchcp", "ckpt", "compile", "leaf", "offload", "ownopt", "shipped")
 
 
-class DeepspeedBackend(StrategyBackend):
+class DeepspeedBackend(ReferenceBackend):
     """Runs DeepSpeed: ZeRO 0 to 3, with AutoTP, ring attention and Ulysses.
 
     A layout without a ZeRO stage runs at stage 3, which shards the same tensors as FSDP2.
@@ -110,10 +110,10 @@ class DeepspeedBackend(StrategyBackend):
         **RL_SEAMS,
         **CHECKPOINT_SEAMS,
         "write_model": "impl.deepspeed.model:write_model",
-        "forward_backward": "impl.deepspeed.model:DeepspeedTrainable.forward_backward",
+        "forward_backward": "impl.deepspeed.model:DeepspeedModel.forward_backward",
         "outputs_of": "impl.deepspeed.model:outputs_of",
         "read_slice": "impl.interface.sharded_safetensors:SliceReader.slice",
-        "load_model": "impl.deepspeed.model:DeepspeedTrainable.load_model",
+        "load_model": "impl.deepspeed.model:DeepspeedModel.load_model",
         "hugging_face_model": "impl.deepspeed.model:empty_model",
         "load_adapter": "impl.deepspeed.model:load_adapter",
         "trained_names": "impl.engine.optimizers:trained_names",
@@ -121,19 +121,19 @@ class DeepspeedBackend(StrategyBackend):
         "switch_off_dropout": "impl.engine.adapter:switch_off_dropout",
         "collate": "impl.engine.trainer:collate",
         "step_totals": "impl.engine.trainer:step_totals",
-        "backward": "impl.deepspeed.model:DeepspeedTrainable.backward",
-        "finish_gradients": "impl.deepspeed.model:DeepspeedTrainable.finish_gradients",
-        "gradient_scale": "impl.deepspeed.model:DeepspeedTrainable.gradient_scale",
+        "backward": "impl.deepspeed.model:DeepspeedModel.backward",
+        "finish_gradients": "impl.deepspeed.model:DeepspeedModel.finish_gradients",
+        "gradient_scale": "impl.deepspeed.model:DeepspeedModel.gradient_scale",
         "reduce_replicas": "deepspeed.runtime.engine:DeepSpeedEngine.buffered_allreduce_fallback",
         "clip_threshold": "impl.deepspeed.config:clip_threshold",
         "mark_cut_gradients": "impl.deepspeed.tensors:EngineTensors.mark_cut_gradients",
-        "forgotten_scale": "impl.deepspeed.model:DeepspeedTrainable.forgotten_scale",
-        "forget_steps": "impl.deepspeed.model:DeepspeedTrainable.forget_steps",
-        "optimizer_step": "impl.deepspeed.model:DeepspeedTrainable.optimizer_step",
+        "forgotten_scale": "impl.deepspeed.model:DeepspeedModel.forgotten_scale",
+        "forget_steps": "impl.deepspeed.model:DeepspeedModel.forget_steps",
+        "optimizer_step": "impl.deepspeed.model:DeepspeedModel.optimizer_step",
         "forget_overflow": "impl.deepspeed.model:forget_overflow",
         **ROUTER_SEAMS,
         "routers_of": "impl.deepspeed.model:routers_of",
-        "create_optimizer": "impl.deepspeed.model:DeepspeedTrainable.create_optimizer",
+        "create_optimizer": "impl.deepspeed.model:DeepspeedModel.create_optimizer",
         "summing_dtype": "impl.deepspeed.config:summing_dtype",
         "shard_inputs": "impl.context_parallel.sequence_sharding:shard_inputs",
         "merge_blocks": "impl.context_parallel.ring_functions:ring_varlen.update_out_and_lse",

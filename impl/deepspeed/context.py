@@ -15,7 +15,7 @@ from conformance.spec.batch import Batch, Row
 from conformance.spec.roles import Head
 from impl.context_parallel.ring_attention import RingAttention, RingConfig, register, ring_kind
 from impl.deepspeed import global_state
-from impl.deepspeed.model import DeepspeedTrainable
+from impl.deepspeed.model import DeepspeedModel
 from impl.interface.distributed import all_gather_value, all_reduce_number, all_reduce_over
 from impl.interface.protocol import ContextConfig
 
@@ -74,8 +74,8 @@ class DeepspeedContext:
     def all_gather(self, value: Any) -> list[Any]:
         return all_gather_value(value)
 
-    def new_trainable(self, head: Head) -> DeepspeedTrainable:
-        return DeepspeedTrainable(self, head)
+    def new_trainable(self, head: Head) -> DeepspeedModel:
+        return DeepspeedModel(self, head)
 
     def library_generators(self) -> dict[str, Tensor]:
         return {}

@@ -60,7 +60,7 @@ from impl.models.router import Routers, routers_of, with_router_terms
 from impl.models.tracing import hugging_face_modules, token_numbers
 
 
-class DeepspeedTrainable:
+class DeepspeedModel:
     """Implements impl.interface.protocol.Trainable, which has the contract of each method."""
 
     source: Path

@@ -90,7 +90,7 @@ VOCABULARY_SEAMS = {
 CHECKPOINT = "checkpoint"  # the checkpoint's folder inside the folder that the suite passes to save and load
 
 
-class StrategyBackend:
+class ReferenceBackend:
     """Adapts ``get_context(name)`` to the suite; subclasses define ``info``, ``supports``, ``preload``, ``seams``."""
 
     info: ClassVar[BackendInfo]

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from conformance.spec.batch import Batch, Row
 from conformance.spec.roles import Head
 from impl.context_parallel.ring_attention import RingAttention, RingConfig, register, ring_kind
-from impl.fsdp2.model import Fsdp2Trainable
+from impl.fsdp2.model import Fsdp2Model
 from impl.interface.distributed import all_gather_value, all_reduce_number, all_reduce_over
 from impl.interface.protocol import ContextConfig
 
@@ -84,8 +84,8 @@ class Fsdp2Context:
     def all_gather(self, value: Any) -> list[Any]:
         return all_gather_value(value)
 
-    def new_trainable(self, head: Head) -> Fsdp2Trainable:
-        return Fsdp2Trainable(self, head)
+    def new_trainable(self, head: Head) -> Fsdp2Model:
+        return Fsdp2Model(self, head)
 
     def library_generators(self) -> dict[str, Tensor]:
         return {}

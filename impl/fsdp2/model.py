@@ -62,7 +62,7 @@ def _second(parameter: torch.nn.Parameter) -> ShardAlong:
 GATHERED_AT_ONCE = 2**22  # elements
 
 
-class Fsdp2Trainable:
+class Fsdp2Model:
     """Implements impl.interface.protocol.Trainable, which has the contract of each method."""
 
     source: Path

@@ -23,7 +23,7 @@ from conformance.spec.layout import Layout
 from conformance.spec.precision import HALF_PRECISIONS, Precision
 from conformance.spec.scenario import Scenario
 from impl.context_parallel.support import INSTALL, RING_MODULES, available, ring_support
-from impl.engine.adapter import CHECKPOINT_SEAMS, RL_SEAMS, ROUTER_SEAMS, VOCABULARY_SEAMS, StrategyBackend
+from impl.engine.adapter import CHECKPOINT_SEAMS, RL_SEAMS, ROUTER_SEAMS, VOCABULARY_SEAMS, ReferenceBackend
 from impl.engine.memory_estimate import Shapes, States, cut, elements, layer_of
 from impl.megatron.hf_mapping import all_parameters, is_trained
 from impl.megatron.model_config import VALUE_HEAD, VOCABULARY_MULTIPLE, ModelShape, read_shape, stages
@@ -133,7 +133,7 @@ def _stages(layout: Layout, shapes: Shapes) -> list[dict[str, tuple[int, ...]]]:
     return found
 
 
-class MegatronBackend(StrategyBackend):
+class MegatronBackend(ReferenceBackend):
     """Trains with tensor, sequence, pipeline and context parallelism, with and without the distributed optimizer."""
 
     info = BackendInfo(
@@ -152,20 +152,20 @@ class MegatronBackend(StrategyBackend):
         "write_model": "impl.megatron.model:write_model",
         **VOCABULARY_SEAMS,
         **ROUTER_SEAMS,
-        "forward_backward": "impl.megatron.model:MegatronTrainable.forward_backward",
+        "forward_backward": "impl.megatron.model:MegatronModel.forward_backward",
         "outputs_of": "impl.megatron.model:outputs_of",
         "read_slice": "impl.interface.sharded_safetensors:SliceReader.slice",
-        "load_model": "impl.megatron.model:MegatronTrainable.load_model",
+        "load_model": "impl.megatron.model:MegatronModel.load_model",
         "collate": "impl.engine.trainer:collate",
         "step_totals": "impl.engine.trainer:step_totals",
-        "backward": "impl.megatron.model:MegatronTrainable.backward",
-        "finish_gradients": "impl.megatron.model:MegatronTrainable.finish_gradients",
-        "gradient_scale": "impl.megatron.model:MegatronTrainable.gradient_scale",
+        "backward": "impl.megatron.model:MegatronModel.backward",
+        "finish_gradients": "impl.megatron.model:MegatronModel.finish_gradients",
+        "gradient_scale": "impl.megatron.model:MegatronModel.gradient_scale",
         "reduce_replicas": "megatron.core.distributed:DistributedDataParallel.finish_grad_sync",
         "clip_threshold": "impl.megatron.config:clip_threshold",
-        "advance_schedule": "impl.megatron.model:MegatronTrainable.advance_schedule",
-        "optimizer_step": "impl.megatron.model:MegatronTrainable.optimizer_step",
-        "create_optimizer": "impl.megatron.model:MegatronTrainable.create_optimizer",
+        "advance_schedule": "impl.megatron.model:MegatronModel.advance_schedule",
+        "optimizer_step": "impl.megatron.model:MegatronModel.optimizer_step",
+        "create_optimizer": "impl.megatron.model:MegatronModel.create_optimizer",
         "summing_dtype": "impl.megatron.config:summing_dtype",
         "shard_inputs": "impl.context_parallel.sequence_sharding:shard_inputs",
         "merge_blocks": "impl.context_parallel.ring_functions:ring_varlen.update_out_and_lse",
@@ -178,7 +178,7 @@ class MegatronBackend(StrategyBackend):
         "routers_of": "impl.megatron.gpt_model:number_routers",
         "permute_tokens": "megatron.core.transformer.moe.token_dispatcher:permute",
         "gather_shared_key": ("megatron.core.transformer.multi_latent_attention:gather_from_sequence_parallel_region"),
-        "reduce_gradients": "impl.megatron.model:MegatronTrainable.reduce_gradients",
+        "reduce_gradients": "impl.megatron.model:MegatronModel.reduce_gradients",
         "counts_in_norm": "megatron.core.tensor_parallel:param_is_not_tensor_parallel_duplicate",
     }
 

@@ -23,7 +23,7 @@ from impl.interface.distributed import all_gather_value, all_reduce_number, all_
 from impl.interface.protocol import ContextConfig
 from impl.megatron.device_placement import placed
 from impl.megatron.global_state import MODEL_PARALLEL
-from impl.megatron.model import MegatronTrainable
+from impl.megatron.model import MegatronModel
 
 
 class MegatronContext:
@@ -79,8 +79,8 @@ class MegatronContext:
     def all_gather(self, value: Any) -> list[Any]:
         return all_gather_value(value)
 
-    def new_trainable(self, head: Head) -> MegatronTrainable:
-        return MegatronTrainable(self, head)
+    def new_trainable(self, head: Head) -> MegatronModel:
+        return MegatronModel(self, head)
 
     def library_generators(self) -> dict[str, Tensor]:
         with self.placed():

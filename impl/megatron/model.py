@@ -64,7 +64,7 @@ class ModelContext(Protocol):
     def placed(self) -> AbstractContextManager[None]: ...
 
 
-class MegatronTrainable:
+class MegatronModel:
     """Implements impl.interface.protocol.Trainable, which documents each method.
 
     chunks: this rank's chunks of the model, wrapped in DistributedDataParallel if the model is trained. optimizer: None

@@ -32,7 +32,7 @@ from impl.checkpoints import native
 from impl.checkpoints.folder import LATEST, TrainingFolder
 from impl.checkpoints.manifest import read_manifest
 from impl.checkpoints.training_state import DataPosition
-from impl.engine.adapter import StrategyBackend
+from impl.engine.adapter import ReferenceBackend
 from impl.engine.memory_estimate import elements
 from impl.interface.distributed import on_first
 from impl.interface.protocol import Adaptable
@@ -201,7 +201,7 @@ def training_folder(output: OutputConfig) -> TrainingFolder | None:
 class Checkpoints:
     """Writes and loads the checkpoints of one training in ``folder``, if any. All methods are collective."""
 
-    backend: StrategyBackend
+    backend: ReferenceBackend
     folder: TrainingFolder | None
 
     def save(self, position: DataPosition) -> None:
@@ -299,7 +299,7 @@ class Training:
     """Runs a training that has been set up. ``run`` is collective."""
 
     config: TrainConfig
-    backend: StrategyBackend
+    backend: ReferenceBackend
     source: Source
     checkpoints: Checkpoints
     evaluate: Evaluate | None

@@ -32,7 +32,7 @@ from conformance.spec.lora import ADAPTER
 from conformance.spec.roles import POLICY
 from conformance.spec.scenario import DataConfig
 from impl.checkpoints.training_state import DataPosition
-from impl.engine.adapter import StrategyBackend
+from impl.engine.adapter import ReferenceBackend
 from impl.engine.rollout_pass import output_rows
 from impl.interface.distributed import on_first
 from impl.interface.protocol import Context, Trainable
@@ -238,10 +238,10 @@ def check_save_path(config: TrainConfig) -> None:
             raise UsageError(f"save_path {output.save_path} would replace {name}, which lies in it; give another one")
 
 
-def backend_class(name: str) -> type[StrategyBackend]:
+def backend_class(name: str) -> type[ReferenceBackend]:
     """Returns the backend of this name. Raises UsageError for a third-party backend, which cannot train."""
     found = find_backend(name).load()
-    if not issubclass(found, StrategyBackend):
+    if not issubclass(found, ReferenceBackend):
         raise UsageError(f"the backend {name!r} is not built in; train with deepspeed, fsdp2 or megatron")
     return found
 
@@ -283,7 +283,7 @@ def adapter_folder(config: TrainConfig, *, resumes: bool) -> Path | None:
     return folder
 
 
-def set_up(config: TrainConfig, folders: Mapping[str, Path], device: str, adapter: Path | None) -> StrategyBackend:
+def set_up(config: TrainConfig, folders: Mapping[str, Path], device: str, adapter: Path | None) -> ReferenceBackend:
     """Returns the backend with all models loaded; collective."""
     backend = backend_class(config.backend)()
     backend.adapter = adapter
@@ -292,7 +292,7 @@ def set_up(config: TrainConfig, folders: Mapping[str, Path], device: str, adapte
 
 
 def source_of(
-    config: TrainConfig, backend: StrategyBackend, inputs: DocumentInputs | PromptInputs, device: str
+    config: TrainConfig, backend: ReferenceBackend, inputs: DocumentInputs | PromptInputs, device: str
 ) -> Source:
     """Returns the source of the training's work: documents, or rollouts of prompts."""
     scenario, rollout, policy = config.scenario, config.rollout, config.models[POLICY.name]
@@ -320,7 +320,7 @@ def source_of(
 
 
 def evaluation_of(
-    config: TrainConfig, backend: StrategyBackend, source: Source, inputs: DocumentInputs | PromptInputs
+    config: TrainConfig, backend: ReferenceBackend, source: Source, inputs: DocumentInputs | PromptInputs
 ) -> Evaluate | None:
     """Returns the evaluation on held-out data; None without such data."""
     data = held_out_data(config)

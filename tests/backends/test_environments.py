@@ -14,7 +14,7 @@ import pytest
 from plain_profile import write_profile
 
 from conformance.backends.protocol import BackendInfo, Unsupported
-from conformance.backends.registry import AskFailed, Here, adapter_of, find_backend, versions_of
+from conformance.backends.registry import AskFailed, InProcessAdapter, adapter_of, find_backend, versions_of
 from conformance.cli import main as cli
 from conformance.core.errors import UsageError
 from conformance.core.paths import FIXTURES
@@ -140,7 +140,7 @@ def test_a_phase_needs_the_suite_torch_and_little_else() -> None:
 
 def test_versions_of_what_an_adapter_names_are_in_the_environment_of_a_run() -> None:
     assert versions_of([find_backend("deepspeed")]).keys() >= {"torch", "deepspeed"}
-    assert Here(find_backend("fsdp2").load()).traits.packages.keys() >= {"torch", "transformers"}
+    assert InProcessAdapter(find_backend("fsdp2").load()).traits.packages.keys() >= {"torch", "transformers"}
 
 
 class _Vague:
@@ -158,7 +158,7 @@ def test_an_answer_that_is_none_is_a_defect_of_the_adapter_and_no_claim(layout: 
     with pytest.raises(
         AskFailed, match=r"supports\(\) returned .*it has to return Supported, or Unsupported with a reason"
     ):
-        Here(_Vague).supports(SCENARIO, Layout.parse(layout))  # type: ignore[arg-type]
+        InProcessAdapter(_Vague).supports(SCENARIO, Layout.parse(layout))  # type: ignore[arg-type]
 
 
 def test_an_environment_that_does_not_answer_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,7 +174,7 @@ def test_adapter_process_knows_objective_of_later_scenario() -> None:
     class Adapter(_Vague):
         objectives: ClassVar[dict[str, object]] = {"sft": None}
 
-    adapter = Here(Adapter)  # type: ignore[arg-type]
+    adapter = InProcessAdapter(Adapter)  # type: ignore[arg-type]
     assert [*adapter.traits.objectives] == ["sft"]
     Adapter.objectives["mine:Own"] = None
     assert [*adapter.traits.objectives] == ["sft", "mine:Own"]

@@ -27,7 +27,7 @@ from conformance.matrix.options import Selection
 from conformance.matrix.profile import select_cells
 from conformance.records.record_format import dumps
 from conformance.results.bisection import BISECTION, Bisection, read_bisection, write_bisection
-from conformance.results.trust import BelievedCell, read_cells
+from conformance.results.trust import CheckedCell, read_cells
 from conformance.runner.session import Session
 from conformance.runner.session_config import SessionConfig
 from reports.load import read_report
@@ -69,7 +69,7 @@ def out(ended: tuple[Path, str], tmp_path: Path) -> Path:
     return Path(shutil.copytree(ended[0], tmp_path / "out", symlinks=True))
 
 
-def cell(out: Path, name: str) -> BelievedCell:
+def cell(out: Path, name: str) -> CheckedCell:
     return next(one for one in read_cells(out)[1] if one.entry.cell == name)
 
 

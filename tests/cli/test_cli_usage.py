@@ -15,7 +15,7 @@ from plain_profile import PROFILE, SCENARIO
 from conformance.backends.protocol import find_backend
 from conformance.cli import main as cli
 from conformance.cli.commands import command_names
-from conformance.core.host_resources import Room
+from conformance.core.host_resources import HostResources
 from conformance.matrix.options import GROUPS
 from impl.train.flags import COMMANDS as TRAININGS
 
@@ -197,7 +197,9 @@ def test_a_machine_without_gpus_plans_for_one_that_has_some(
 ) -> None:
     """And says what it cannot know: that of its own memory, disk and GPUs nothing is said, and nothing refused."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    monkeypatch.setattr("conformance.cli.plan.room_of", lambda _: Room(memory=1.0, disk=1.0, cache=1.0))
+    monkeypatch.setattr(
+        "conformance.cli.plan.host_resources_of", lambda _: HostResources(memory=1.0, disk=1.0, cache=1.0)
+    )
     chosen = [*PLAIN, "--profile", profile(tmp_path, layouts='["dp2", "pp2", "dp4"]')]
     assert cli.main(["plan", *chosen, "--device", "cuda"]) == 0
     _, two, four, _, cells, memory, disk, gpus = capsys.readouterr().out.splitlines()

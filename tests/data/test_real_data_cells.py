@@ -16,7 +16,7 @@ from cells import BACKENDS, cell_of
 from gsm8k import write_problems
 from memory import memory_of_tree
 
-from conformance.core.host_resources import Room
+from conformance.core.host_resources import HostResources
 from conformance.core.paths import FIXTURES
 from conformance.matrix.options import Selection
 from conformance.matrix.profile import select_cells
@@ -91,7 +91,7 @@ def test_a_model_of_56_million_parameters_conforms_in_the_room_that_was_estimate
         model=str(large / "large"),
         cells=(f"*/{precision}",),
     )
-    needs = needs_of(select_cells(chosen), Room(memory=24 * GIB, disk=1e12, cache=None))
+    needs = needs_of(select_cells(chosen), HostResources(memory=24 * GIB, disk=1e12, cache=None))
     assert not needs.impossible
     out = tmp_path / "out"
     command = [

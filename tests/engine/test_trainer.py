@@ -12,7 +12,7 @@ from conformance.spec.objectives import Sft
 from impl.engine import trainer
 from impl.engine.trainer import of_all_ranks, sum_evaluations
 from impl.fsdp2 import dtensors
-from impl.fsdp2.model import Fsdp2Trainable
+from impl.fsdp2.model import Fsdp2Model
 from impl.interface.distributed import Reading
 from impl.interface.outputs import Evaluation
 from impl.train.experience import largest
@@ -85,7 +85,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_fsdp2_reads_its_norm_before_the_update(asked: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    nothing, trainable = lambda *_: None, Fsdp2Trainable.__new__(Fsdp2Trainable)
+    nothing, trainable = lambda *_: None, Fsdp2Model.__new__(Fsdp2Model)
     trainable.__dict__ |= {
         **{"model": torch.nn.Linear(1, 1), "max_grad_norm": None},
         "optimizer": SimpleNamespace(zero_grad=nothing),

@@ -16,7 +16,7 @@ from report_sample import edit
 from run_sample import EXACT, FOLDERS, JUDGED, write_sample_run
 
 from conformance.core.errors import UsageError
-from conformance.judge.observable_errors import strip_of
+from conformance.judge.observable_errors import token_errors_of
 from conformance.judge.rejudge import combine_verdicts, rejudge
 from conformance.results.run_results import read_entry
 from conformance.results.verdict import BINS, Verdict
@@ -66,7 +66,7 @@ def test_many_tokens_are_the_worst_of_their_bins() -> None:
     lengths = {row: rng.randrange(1, 40) for row in range(3, 60)}
     places = [(row, target) for row, length in lengths.items() for target in range(length)]
     off = torch.rand(len(places), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    strip = strip_of(LOGPROBS, 0, off, lengths, norm=10.0)
+    strip = token_errors_of(LOGPROBS, 0, off, lengths, norm=10.0)
     assert (strip.tokens, len(strip.errors)) == (len(places), BINS)
     assert strip.where == "row {}, target {}".format(*places[int(off.argmax())])
     edges = [*map(places.index, strip.starts), len(places)]

@@ -13,17 +13,17 @@ from plain_profile import write_profile
 
 from conformance.cli import main as cli
 from conformance.core.errors import UsageError
-from conformance.core.host_resources import Room
+from conformance.core.host_resources import HostResources
 from conformance.core.paths import FIXTURES
 from conformance.matrix.cell import Cell
 from conformance.models.families import read_architecture
 from conformance.models.parameter_shapes import parameter_shapes
-from conformance.runner.resource_check import DOUBT, advice, check_room, needs_of
+from conformance.runner.resource_check import DOUBT, advice, check_resources, needs_of
 from conformance.runner.resource_estimate import Estimate, Size, estimate, on_slots, size_of, total
 from conformance.runtime.multihost.relay import JoinedHost
 
 SIZE = Size(parameters=10**9, trained=10**9, recorded=10**9, vocabulary=32_000)
-PLENTY = Room(memory=1e15, disk=1e15, cache=None)
+PLENTY = HostResources(memory=1e15, disk=1e15, cache=None)
 
 
 def cell(backend: str = "fsdp2", layout: str = "dp2", precision: Any = "exact", **changes: Any) -> Cell:
@@ -120,7 +120,7 @@ def test_as_many_workers_are_advised_as_fit() -> None:
     assert "would fit" not in advice(needs_of(cells, alone, workers=2), alone)
 
 
-def joined(host: str, slots: int, room: Room = PLENTY) -> JoinedHost:
+def joined(host: str, slots: int, room: HostResources = PLENTY) -> JoinedHost:
     return JoinedHost(name=f"{host} (process 1)", host=host, slots=slots, room=room)
 
 
@@ -147,7 +147,7 @@ def test_a_host_without_room_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     cells = [cell(layout="dp4")]
     of_cell = estimate(cells[0], SIZE)
 
-    def said(hosts: list[JoinedHost], own: Room = PLENTY) -> tuple[str, ...]:
+    def said(hosts: list[JoinedHost], own: HostResources = PLENTY) -> tuple[str, ...]:
         return needs_of(cells, own, hosts=hosts).impossible
 
     two = replace(PLENTY, memory=2.1 * of_cell.rank)
@@ -167,7 +167,7 @@ def test_a_host_without_room_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     (one,) = said([joined("a", 4), joined("b", 4, replace(PLENTY, disk=1e9))])
     assert re.fullmatch(r"host b: the records need about [\d.]+ GB of disk, and 1.0 GB are free", one)
     with pytest.raises(UsageError, match=r"^host b: .* or take larger hosts"):
-        check_room(cells, PLENTY, device="cpu", warn=print, hosts=[joined("a", 2), joined("b", 4, two)])
+        check_resources(cells, PLENTY, device="cpu", warn=print, hosts=[joined("a", 2), joined("b", 4, two)])
 
 
 def test_only_what_would_not_fit_if_the_estimate_were_too_high_is_refused() -> None:

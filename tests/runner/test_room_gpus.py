@@ -10,9 +10,9 @@ from cells import cell_of
 from plain_variants import Vague
 
 from conformance.backends.protocol import BackendEntry, find_backend
-from conformance.backends.registry import Adapter, AskFailed, Here, adapter_of
+from conformance.backends.registry import Adapter, AskFailed, InProcessAdapter, adapter_of
 from conformance.core.errors import UsageError
-from conformance.core.host_resources import Room
+from conformance.core.host_resources import HostResources
 from conformance.core.paths import resolve
 from conformance.matrix.cell import Cell
 from conformance.matrix.options import Selection
@@ -115,8 +115,8 @@ def test_an_adapter_that_says_nonsense_is_named(answer: Any, said: str, monkeypa
     monkeypatch.setattr(Vague, "answer", answer)
     asked = cell("fsdp2", "dp2")
     with pytest.raises(AskFailed, match=said):
-        Here(Vague).host_bytes(asked.scenario, asked.phases[0].layout)
-    monkeypatch.setattr("conformance.runner.resource_estimate.adapter_of", lambda _: Here(Vague))
+        InProcessAdapter(Vague).host_bytes(asked.scenario, asked.phases[0].layout)
+    monkeypatch.setattr("conformance.runner.resource_estimate.adapter_of", lambda _: InProcessAdapter(Vague))
     with pytest.raises(UsageError, match=rf"^fsdp2 did not report .* \(dp2\): .*{said}.*; correct its adapter, or"):
         on_gpu(asked)
     assert estimate(asked, size_of(asked.scenario)).rank > 0, "on the CPU nobody is asked"
@@ -132,5 +132,5 @@ def test_an_adapter_is_made_once_for_all_cells(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr("conformance.runner.resource_estimate.adapter_of", counted)
     cells = [cell(backend, layout) for backend in ("fsdp2", "deepspeed") for layout in ("dp2", "dp4")]
-    needs_of(cells, Room(memory=1e15, disk=1e15, cache=None), device="cuda")
+    needs_of(cells, HostResources(memory=1e15, disk=1e15, cache=None), device="cuda")
     assert made == ["fsdp2", "deepspeed"]

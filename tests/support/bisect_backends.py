@@ -15,7 +15,7 @@ from conformance.backends.protocol import BackendEntry, BackendInfo, Support, Su
 from conformance.spec.batch import Batch
 from conformance.spec.layout import Layout
 from conformance.spec.scenario import Scenario
-from impl.engine.adapter import StrategyBackend
+from impl.engine.adapter import ReferenceBackend
 
 FAMILIES = ("llama", "qwen3", "gemma3", "pangu")
 MODULES = (
@@ -131,7 +131,7 @@ class Bare:
         return Supported()
 
 
-def __getattr__(name: str) -> type[StrategyBackend]:
+def __getattr__(name: str) -> type[ReferenceBackend]:
     if name.count(" ") != 3:
         raise AttributeError(name)
     backend, kind, role, module = name.split(" ")

@@ -25,7 +25,7 @@ from conformance.spec.scenario import OptimizerConfig, Scenario, ScheduleConfig,
 from impl.context_parallel.ring_attention import NAME, register
 from impl.deepspeed.adapter import DeepspeedBackend
 from impl.deepspeed.context import DeepspeedContext
-from impl.deepspeed.model import DeepspeedTrainable
+from impl.deepspeed.model import DeepspeedModel
 from impl.deepspeed.ulysses import exchange_heads
 from impl.interface.collate import collate
 from impl.interface.protocol import ContextConfig
@@ -155,7 +155,7 @@ def one_beside_another(
 
 def _opened(
     context: RankContext, config: Scenario, layout: str, folder: Path
-) -> tuple[DeepspeedContext, DeepspeedTrainable]:
+) -> tuple[DeepspeedContext, DeepspeedModel]:
     inside = DeepspeedContext(_context_config(context, config, layout))
     inside.setup_distributed()
     trainable = inside.new_trainable("causal")

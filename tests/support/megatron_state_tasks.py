@@ -19,10 +19,10 @@ from conformance.spec.precision import PrecisionName
 from impl.checkpoints.training_state import export_state, import_state
 from impl.megatron.checkpoint import FILE
 from impl.megatron.context import MegatronContext
-from impl.megatron.model import MegatronTrainable
+from impl.megatron.model import MegatronModel
 
 Handed = Literal["checkpoint", "state"]
-Models = dict[str, MegatronTrainable]
+Models = dict[str, MegatronModel]
 
 
 def models_of(context: MegatronContext, folders: dict[str, str], optimizer: str) -> Models:
@@ -39,7 +39,7 @@ def update(context: MegatronContext, models: Models, step: int) -> None:
     models["critic"].optimizer_step()
 
 
-def state_of(model: MegatronTrainable) -> dict[str, Tensor]:
+def state_of(model: MegatronModel) -> dict[str, Tensor]:
     """Masters and training state, by kind and name."""
     kinds: tuple[TensorKind, ...] = ("weight", *STATE_KINDS)
     return {f"{kind}/{name}": t.detach().cpu().clone() for kind in kinds for name, t in model.named_tensors(kind)}
@@ -55,14 +55,14 @@ def bits(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1).contiguous().view(torch.uint8)
 
 
-def hand_over(model: MegatronTrainable, how: Handed, folder: Path) -> None:
+def hand_over(model: MegatronModel, how: Handed, folder: Path) -> None:
     if how == "checkpoint":
         model.save_ckpt(folder)
     else:
         export_state(folder, model)
 
 
-def take_over(model: MegatronTrainable, how: Handed, folder: Path) -> None:
+def take_over(model: MegatronModel, how: Handed, folder: Path) -> None:
     if how == "checkpoint":
         model.load_ckpt(folder)
     else:
@@ -121,7 +121,7 @@ def handed_over(
     }
 
 
-def has_shared_steps(model: MegatronTrainable) -> bool:
+def has_shared_steps(model: MegatronModel) -> bool:
     (only,) = model.optimizer.chained_optimizers
     steps = [state["step"].data_ptr() for state in only.optimizer.state.values() if "step" in state]
     return len(steps) != len(set(steps))
@@ -152,7 +152,7 @@ def refused(rank: RankContext, *, layout: str, other: str, folders: dict[str, st
     return said
 
 
-def said_of(model: MegatronTrainable, folder: Path) -> str:
+def said_of(model: MegatronModel, folder: Path) -> str:
     before, said = state_of(model), ""
     try:
         model.load_ckpt(folder)

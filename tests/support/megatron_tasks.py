@@ -29,7 +29,7 @@ from impl.interface.collate import MicroBatch, collate
 from impl.interface.outputs import OutputName, Outputs
 from impl.interface.protocol import Context, ContextConfig, Trainable, get_context
 from impl.megatron.context import MegatronContext
-from impl.megatron.model import MegatronTrainable
+from impl.megatron.model import MegatronModel
 
 ACCUMULATION = 4
 WANTED: dict[str, frozenset[OutputName]] = {
@@ -62,7 +62,7 @@ def opened(rank: RankContext, layout: str, precision: PrecisionName = "exact") -
             context.teardown()
 
 
-def new(context: MegatronContext, folder: str, *, head: Head = "causal", optimizer: str = "adamw") -> MegatronTrainable:
+def new(context: MegatronContext, folder: str, *, head: Head = "causal", optimizer: str = "adamw") -> MegatronModel:
     """A model that is trained, or frozen where ``optimizer`` is empty."""
     trainable = context.new_trainable(head)
     trainable.prepare(trainable.load_model(Path(folder)), plain.OPTIMIZERS.get(optimizer), plain.SCHEDULE)
@@ -196,7 +196,7 @@ class Comparison:
         self.expected.update(norms, step)
 
 
-def dict_of_shards(model: MegatronTrainable, kind: Any) -> dict[Any, Tensor]:
+def dict_of_shards(model: MegatronModel, kind: Any) -> dict[Any, Tensor]:
     return {(shard.name, shard.region): shard.tensor.detach().clone() for shard in model.local_shards(kind)}
 
 

@@ -135,7 +135,7 @@ class ComputesAttentionInFloat32(Fsdp2Backend):
     """Of a model in half precision, MLPs are in it, and all else is in float32."""
 
     def setup(self, scenario: Scenario, layout: Layout, *arguments: Any) -> dict[str, Any]:
-        def shard(own: fsdp2_model.Fsdp2Trainable, model: Any) -> None:
+        def shard(own: fsdp2_model.Fsdp2Model, model: Any) -> None:
             mesh = own.reduction_mesh()
             for layer in model.model.layers:
                 half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -143,7 +143,7 @@ class ComputesAttentionInFloat32(Fsdp2Backend):
                 layer.mlp.register_forward_hook(lambda _, __, output: output.float())
             fully_shard(model, mesh=mesh)
 
-        with patch.object(fsdp2_model.Fsdp2Trainable, "_shard", shard):
+        with patch.object(fsdp2_model.Fsdp2Model, "_shard", shard):
             return super().setup(scenario, layout, *arguments)
 
 

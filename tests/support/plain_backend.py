@@ -32,7 +32,7 @@ from conformance.spec.batch import Batch, Row
 from conformance.spec.layout import Layout
 from conformance.spec.roles import Head
 from conformance.spec.scenario import OptimizerConfig, Scenario, ScheduleConfig
-from impl.engine.adapter import StrategyBackend
+from impl.engine.adapter import ReferenceBackend
 from impl.interface.collate import MicroBatch
 from impl.interface.micro_batch_loop import run_micro_batches
 from impl.interface.outputs import Loss, Outputs, Wanted
@@ -222,7 +222,7 @@ class PlainContext:
 CONTEXTS["plain"] = "plain_backend:PlainContext"
 
 
-class Plain(StrategyBackend):
+class Plain(ReferenceBackend):
     """The backend."""
 
     info = BackendInfo(name="plain", packages=("torch",))

@@ -19,7 +19,7 @@ from conformance.oracle.primitives import Function, Policy, Tap
 from conformance.oracle.variant import Weights
 from conformance.spec.roles import Head
 from conformance.spec.scenario import OptimizerConfig, ScheduleConfig
-from impl.engine.adapter import RL_SEAMS, StrategyBackend
+from impl.engine.adapter import RL_SEAMS, ReferenceBackend
 from impl.interface.collate import MicroBatch
 from impl.interface.protocol import CONTEXTS
 from impl.models.tracing import token_numbers
@@ -129,7 +129,7 @@ class WrongInFp32Context(TraceableContext):
 
 class Traceable(Plain):
     info = BackendInfo(name="traceable", packages=("torch",))
-    traced: Any = StrategyBackend.traced
+    traced: Any = ReferenceBackend.traced
     seams: ClassVar[dict[str, str]] = {**Plain.seams, **RL_SEAMS}
 
 

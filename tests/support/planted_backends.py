@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from conformance.backends.protocol import StepMetrics
 from conformance.spec.batch import Batch
 from impl.fsdp2.adapter import Fsdp2Backend
-from impl.fsdp2.model import Fsdp2Trainable
+from impl.fsdp2.model import Fsdp2Model
 
 WRONG_BY = 1.001
 ROW = 3  # of the second rank's shard
@@ -25,7 +25,7 @@ class Planted(Fsdp2Backend):
         def planted(model: str) -> None:
             if dist.get_rank() == 1:
                 trainable = self.models[model]
-                assert isinstance(trainable, Fsdp2Trainable)
+                assert isinstance(trainable, Fsdp2Model)
                 gradient = trainable.model.get_parameter(self.parameter).grad
                 assert isinstance(gradient, DTensor)
                 gradient.to_local()[self.rows].mul_(WRONG_BY)

@@ -16,7 +16,7 @@ from report_logs import write_logs
 
 from conformance.records import record_format
 from conformance.results.run_results import Entry, Run, cell_summary, read_entry, write_entry, write_summary
-from conformance.results.verdict import ANSWERED, Quantity, State, Strip, Verdict
+from conformance.results.verdict import ANSWERED, Quantity, State, TokenErrors, Verdict
 from conformance.spec.layout import Layout
 from conformance.spec.objectives import Ppo, Sft, all_observables
 from conformance.spec.observables import Observable, loaded_observables, observables_to_json, trained_observables
@@ -219,7 +219,7 @@ def quantities_of(
 
 def strips_of(
     observables: Sequence[Observable], quantities: Sequence[Quantity], rng: random.Random
-) -> tuple[Strip, ...]:
+) -> tuple[TokenErrors, ...]:
     """What would be kept of the tokens of all rows, two in a bin; what is outside its tolerance is so in WRONG_ROW."""
     rows = {(o.stage, o.key) for o in observables if o.kind == "rows"}
     starts = [(row, target) for row in range(ROWS) for target in range(0, TARGETS, 2)]
@@ -236,7 +236,7 @@ def strips_of(
                 for (row, t), e in zip(starts, errors, strict=True)
             ]
         strips.append(
-            Strip(
+            TokenErrors(
                 stage=q.stage,
                 tensor=q.tensor,
                 step=q.step,

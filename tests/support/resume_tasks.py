@@ -24,7 +24,7 @@ from conformance.worker.rank_state import generator_digests, seed_generators
 from impl.checkpoints import native
 from impl.checkpoints import native as generators
 from impl.checkpoints.folder import TrainingFolder
-from impl.engine.adapter import StrategyBackend
+from impl.engine.adapter import ReferenceBackend
 from impl.interface.distributed import on_first
 from impl.interface.protocol import Trainable
 
@@ -45,8 +45,8 @@ class Training:
     def config(self) -> Scenario:
         return parse_scenario(self.scenario)
 
-    def set_up(self, context: RankContext) -> StrategyBackend:
-        adapter: type[StrategyBackend] = BackendEntry(name="", target=self.target).load()  # type: ignore[assignment]
+    def set_up(self, context: RankContext) -> ReferenceBackend:
+        adapter: type[ReferenceBackend] = BackendEntry(name="", target=self.target).load()  # type: ignore[assignment]
         backend = adapter()
         folders = {role: Path(folder) for role, folder in self.models.items()}
         backend.setup(self.config, Layout.parse(self.layout), folders, context.device)

@@ -33,7 +33,7 @@ from typing import Any
 
 import conformance
 from conformance.core.errors import UsageError
-from conformance.core.host_resources import room_of
+from conformance.core.host_resources import host_resources_of
 from conformance.core.packages import package_version
 from conformance.core.process import process_state, signal_process
 from conformance.runtime import WorkerGroupConfig
@@ -321,7 +321,7 @@ def join(wire: Wire, *, slots: Callable[[Wanted], int]) -> Wanted:
         raise Refused(why) from None
     sign = Path(welcome["sign"])
     content = sign.read_text(encoding="utf-8") if sign.is_file() else ""
-    room = vars(room_of(sign.parent))
+    room = vars(host_resources_of(sign.parent))
     wire.send({"type": "offer", "sign": content, "slots": count, "host": socket.gethostname(), "room": room})
     _answer(wire)
     return wanted

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from conformance.core.host_resources import Room
+from conformance.core.host_resources import HostResources
 from conformance.runtime.heartbeat import Heartbeats
 from conformance.runtime.messages import Message, Wire
 from conformance.runtime.multihost.channel import LIVE_S, LOST_S, Closed, take
@@ -38,7 +38,7 @@ class JoinedHost:
     name: str
     host: str
     slots: int
-    room: Room
+    room: HostResources
 
 
 @dataclass(kw_only=True, eq=False)
@@ -162,7 +162,7 @@ class Relay(threading.Thread):
             if host.sign is None or message["sign"] != host.sign.name:
                 missing = f"it does not see {self._folder.resolve()}"
                 return self._refuse(host, f"{missing}; --out has to be in a folder that all hosts share")
-            slots, room = max(1, int(message["slots"])), Room(**message["room"])
+            slots, room = max(1, int(message["slots"])), HostResources(**message["room"])
             host.joined = JoinedHost(name=host.name, host=str(message["host"]), slots=slots, room=room)
             self._tell(host, {"do": "accepted"})
             host.sign.unlink()
