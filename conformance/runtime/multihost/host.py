@@ -376,12 +376,12 @@ def _leased(slots: int | None, ranks_per_gpu: int) -> Lease:
         gpus = gpus_of_host()
     except UsageError as error:
         raise Refused(str(error)) from None
-    slots = shares_of(gpus, ranks_per_gpu)
-    if (slots or 1) > len(slots):
+    shares = shares_of(gpus, ranks_per_gpu)
+    if (slots or 1) > len(shares):
         each = f" for {ranks_per_gpu} ranks each" if ranks_per_gpu > 1 else ""
         more = f"; {more_shares(slots, len(gpus))} (parity run)" if slots and gpus else ""
         raise Refused(f"it has {len(gpus)} GPUs{each}, and was told to offer {slots or 1} slots{more}")
-    ticket = Ticket(slots, slots or len(slots), folder=lease_folder())
+    ticket = Ticket(shares, slots or len(shares), folder=lease_folder())
     if (lease := ticket.serve()) is None:
         ticket.withdraw()
         raise Refused("another run has leased its GPUs")
