@@ -62,7 +62,7 @@ def test_markdown_has_each_cause_once_with_its_worst_finding_first(out: Path) ->
     change(out, SMALLER, verdict={"quantities": entry.verdict.quantities})
     text = write_markdown(out).read_text(encoding="utf-8")
     assert text.count("### ✗ `sft-packed/pangu/fsdp2") == 1
-    assert f"2 more cells alike: `{DIFFERS}`, `{LARGER}`" in text
+    assert f"2 more cells with the same cause: `{DIFFERS}`, `{LARGER}`" in text
     assert "Likely cause: `model.layers.1.self_attn.o_proj.bias`, step 0: Only biases" in text
 
 
