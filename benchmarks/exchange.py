@@ -29,7 +29,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 
 from conformance.backends.protocol import find_backend
-from conformance.core.paths import FIXTURES
+from conformance.core.host import FIXTURES
 from conformance.judge.tolerance import EXACT
 from conformance.numerics.float64_tier import exact_tier
 from conformance.spec.batch import Batch, Document, Row, read_batches, write_batches

@@ -35,7 +35,7 @@ from pydantic import TypeAdapter
 
 from conformance.backends.faults import Fault, catalogue
 from conformance.backends.protocol import BackendEntry, registered_backends
-from conformance.core.paths import FIXTURES
+from conformance.core.host import FIXTURES
 from conformance.matrix.cell import Cell
 from conformance.matrix.options import Selection
 from conformance.matrix.profile import select_cells
@@ -43,8 +43,8 @@ from conformance.records.record_format import dumps
 from conformance.records.step_tensors import read_record
 from conformance.results.run_results import VERDICT, read_entry
 from conformance.runner.environment import environment
+from conformance.runner.placement import SessionConfig
 from conformance.runner.session import Session
-from conformance.runner.session_config import SessionConfig
 from conformance.spec.layout import Layout
 from conformance.spec.precision import PRECISIONS, PrecisionName
 from conformance.spec.scenario import load_scenario

@@ -14,12 +14,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from conformance.core.paths import FIXTURES
+from conformance.core.host import FIXTURES
 from conformance.oracle.role_model import SPARE
 from conformance.runner.resource_estimate import LOGITS, ON_GPU
 from conformance.spec.layout import Layout
 from impl.engine.memory_estimate import Shapes, elements
-from impl.train.memory_estimate import parameter_shapes, states_of
+from impl.train.plan import parameter_shapes, states_of
 
 GIB, FLOAT64 = 2**30, 8
 GPU = 139 * GIB  # of an H200

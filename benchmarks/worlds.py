@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from conformance.backends.protocol import find_backend
-from conformance.core.paths import FIXTURES
+from conformance.core.host import FIXTURES
 from conformance.data.prepare import prepare_inputs
 from conformance.matrix.cell import Cell
 from conformance.records.step_tensors import read_record

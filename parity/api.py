@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 from conformance.cli.commands import COMMANDS
-from conformance.core import own_packages
+from conformance.core import packages
 from conformance.core.errors import UsageError
 from conformance.core.parser import Parser
 
@@ -58,7 +58,7 @@ def diff(
         assert not comparison.differs, comparison.text()
     """
     sides = [[side] if isinstance(side, str | PathLike) else side for side in (a, b, *others)]
-    with own_packages.preferred():
+    with packages.preferred():
         from reports.logdiff.command import compare_sides
 
         names = [[fspath(one) for one in side] for side in sides]
@@ -106,7 +106,7 @@ def run(
     COMMANDS["run"].add_arguments(parser)
     parsed = parser.parse_args(arguments)
     parsed.arguments = arguments
-    with own_packages.preferred():
+    with packages.preferred():
         from conformance.cli.run import plan_run, run_cells
 
         planned, config = plan_run(parsed)

@@ -1,7 +1,7 @@
 """Records a training loop: what each optimizer step read and wrote. It changes nothing in the loop.
 
 Gradients are read in place when an optimizer's step begins, and weights when it has ended, by torch's optimizer hooks.
-Both are kept as sketches (parity/sketch.py): no parameter is copied, no random number is drawn, nothing is written to.
+Both are kept as sketches (parity/shards.py): no parameter is copied, no random number is drawn, nothing is written to.
 Ranks communicate once per step, in one all_reduce of these sketches, and agree that no rank has failed. Rank 0 writes.
 """
 
@@ -26,6 +26,7 @@ from parity.quantities import Names
 from parity.record_files import FORMAT, VERSION, Line, Writer, why_not
 from parity.shards import (
     SQUARES,
+    WIDTH,
     Piece,
     Reduced,
     find_holders,
@@ -33,11 +34,11 @@ from parity.shards import (
     own_rank,
     pieces_of,
     reduce_over_ranks,
+    summarize,
     tied_names,
     together,
     world_size,
 )
-from parity.sketch import WIDTH, summarize
 from parity.training_loop import (
     Rows,
     fingerprint,

@@ -15,10 +15,10 @@ import pytest
 from chromium import Browser, running
 
 from conformance.backends.protocol import BackendEntry, find_backend
-from conformance.core.paths import FIXTURES
+from conformance.core.host import FIXTURES
 from conformance.matrix.cell import Cell, Phase
+from conformance.runner.placement import SessionConfig
 from conformance.runner.session import Session
-from conformance.runner.session_config import SessionConfig
 from conformance.runtime import Pool
 from conformance.spec.layout import Layout
 from conformance.spec.precision import PrecisionName

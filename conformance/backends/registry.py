@@ -35,7 +35,7 @@ from conformance.backends.protocol import (
     Unsupported,
 )
 from conformance.backends.protocol import find_backend as find_here
-from conformance.core import own_packages
+from conformance.core import packages as own_packages
 from conformance.core.errors import UsageError, one_line
 from conformance.core.packages import package_version
 from conformance.core.process import signal_at_death_of

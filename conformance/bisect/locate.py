@@ -23,8 +23,7 @@ from conformance.records.step_tensors import read_record
 from conformance.results.bisection import Bisected, Direction, First, Key, Side, Wrong, most_telling_first
 from conformance.runtime import RankContext
 from conformance.spec.batch import read_batches
-from conformance.spec.observables import model_key
-from conformance.spec.roles import Role
+from conformance.spec.observables import Role, model_key
 from conformance.spec.scenario import Scenario, parse_scenario
 from conformance.worker.activation_capture import Piece, read_pieces
 

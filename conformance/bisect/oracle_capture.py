@@ -12,7 +12,7 @@ from conformance.oracle.primitives import Function, Tap
 from conformance.oracle.run import observe_step
 from conformance.results.bisection import Key
 from conformance.spec.batch import Batch
-from conformance.spec.roles import Role
+from conformance.spec.observables import Role
 from conformance.spec.scenario import Scenario
 
 

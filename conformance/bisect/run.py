@@ -16,7 +16,7 @@ from pathlib import Path
 from conformance.backends.registry import adapter_of
 from conformance.bisect.explain import describe
 from conformance.core.errors import UsageError, one_line
-from conformance.core.paths import resolve
+from conformance.core.host import resolve
 from conformance.matrix.cell import Cell
 from conformance.models.families import is_written
 from conformance.models.synthetic import is_sketched

@@ -15,9 +15,9 @@ from conformance.matrix.options import Ranks, Selection
 from conformance.matrix.profile import select_cells
 from conformance.records.record_format import dumps
 from conformance.runner.phases import TraceFailed
+from conformance.runner.placement import SessionConfig
 from conformance.runner.preflight import check_device, leased_gpus
 from conformance.runner.session import Session
-from conformance.runner.session_config import SessionConfig
 
 
 def run(options: argparse.Namespace) -> int:

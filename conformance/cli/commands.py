@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
-from conformance.core.plugins import Command, announced_commands, load_command
+from conformance.core.packages import Command, announced_commands, load_command
 from conformance.matrix.options import (
     GROUPS,
     JOBS,

@@ -3,7 +3,7 @@
 import argparse
 
 from conformance.cli import EXIT
-from conformance.core import plugins
+from conformance.core import packages
 from conformance.core.errors import UsageError
 from conformance.records.record_format import dumps
 from conformance.results.output_folders import compare_runs
@@ -13,7 +13,7 @@ from conformance.results.run_results import SIDE_BY_SIDE, read_output_json
 def run(options: argparse.Namespace) -> int:
     runs = compare_runs(options.out, options.other) if options.other else None
     try:
-        text = plugins.compare(runs or options.out)
+        text = packages.compare(runs or options.out)
     except (LookupError, ImportError) as error:
         raise UsageError(f"no comparison: {error}; run: pip install 'backend-parity[report]'") from None
     if runs:

@@ -13,9 +13,8 @@ import torch
 from conformance.backends.protocol import BrokenBackend, MissingExtra, registered_backends
 from conformance.cli import EXIT
 from conformance.core.errors import UsageError
-from conformance.core.host_resources import host_resources_of
+from conformance.core.host import cache_folder, host_resources_of
 from conformance.core.packages import package_version
-from conformance.core.paths import cache_folder
 
 TESTED = {"torch": ("2.11", "2.13"), "transformers": ("5.17", "5.23")}
 

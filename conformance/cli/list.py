@@ -13,8 +13,8 @@ from conformance.matrix.options import Demands, Portion, Ranks, Selection
 from conformance.matrix.plan import make_plan
 from conformance.matrix.profile import load_profile, profile_names
 from conformance.results.verdict import STATES, State
+from conformance.runner.placement import SessionConfig
 from conformance.runner.session import Session
-from conformance.runner.session_config import SessionConfig
 
 NOT_HERE: dict[State, str] = {"not_run": "not here"}  # shown for a cell that another machine could run
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import conformance
 from conformance.cli import EXIT
 from conformance.cli.commands import command_names, find_command
-from conformance.core import own_packages
+from conformance.core import packages
 from conformance.core.errors import UsageError
 from conformance.core.io import Unwritable
 from conformance.core.parser import Parser
@@ -26,7 +26,7 @@ from conformance.core.process import stop_code
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code. A UsageError is printed as one message to standard error."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    with own_packages.preferred():
+    with packages.preferred():
         options = _parser(arguments).parse_args(arguments)
         options.arguments = arguments[1:]
         return _run(options)

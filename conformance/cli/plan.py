@@ -11,15 +11,14 @@ import torch
 
 from conformance.cli import EXIT
 from conformance.core.errors import UsageError
-from conformance.core.host_resources import host_resources_of
+from conformance.core.host import host_resources_of
 from conformance.matrix.cell import Cell
 from conformance.matrix.options import Demands, Portion, Ranks, Selection
 from conformance.matrix.plan import make_plan
-from conformance.runner.preflight import check_shared
-from conformance.runner.resource_check import GB, advice, needs_of
+from conformance.runner.placement import SessionConfig
+from conformance.runner.preflight import GB, advice, check_shared, needs_of
 from conformance.runner.resource_estimate import Estimate
 from conformance.runner.session import Session
-from conformance.runner.session_config import SessionConfig
 from conformance.spec.precision import PRECISIONS, FloatFormat, PrecisionName
 
 _NOT_HERE = (

@@ -6,7 +6,7 @@ from pathlib import Path
 from conformance.bisect.explain import describe
 from conformance.cli import EXIT
 from conformance.cli.terminal import print_summary
-from conformance.core.plugins import write_reports
+from conformance.core.packages import write_reports
 from conformance.records.record_format import dumps
 from conformance.results.requirements import summary_lines
 from conformance.results.run_results import SUMMARY, cell_summary, read_output_json, summary_of

@@ -23,7 +23,7 @@ from conformance.results.verdict import NO_FAULT, STATES, State, Verdict
 
 if TYPE_CHECKING:  # these import torch
     from conformance.matrix.cell import Cell
-    from conformance.runner.scheduler import Activity
+    from conformance.runner.placement import Activity
 
 Loudness = Literal["quiet", "normal", "verbose"]
 

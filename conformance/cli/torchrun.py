@@ -22,8 +22,8 @@ from typing import TextIO
 
 from torch.distributed import TCPStore
 
+from conformance.cli import EXIT
 from conformance.cli.main import main as parity
-from conformance.cli.run import EXIT
 from conformance.core.errors import UsageError, one_line
 from conformance.runtime.failure import exit_words
 from conformance.runtime.messages import Message, Wire

@@ -1,13 +1,41 @@
-"""Finds the declared package that is missing when the import of a backend fails.
+"""Finds packages: what a backend lacks, the ``impl`` and ``reports`` of this distribution, reporters and commands.
 
 A backend whose optional package is not installed is unsupported; any other import error is a failure. An adapter that
 cannot be imported cannot name the packages it needs. So they are read from the metadata of its distribution: from the
 extra that has the backend's name.
+
+``impl`` and ``reports`` are common names. A folder ``impl/`` or ``reports/`` on the user's path, such as the current
+one with ``PYTHONPATH=.``, comes before the installed package of this name. The processes of the suite (commands,
+ranks, the servers that fork ranks) call ``prefer``; a function that a user calls in a process of the user's own runs in
+``preferred``, which leaves the modules of the user as they were.
+
+``python -m conformance.core.packages MODULE ARGUMENTS...`` runs a module of this distribution.
+
+Installed packages register reporters and commands as entry points; conformance imports none of them.
+
+parity.reporters: each function takes the output folder, writes a file for readers, and returns its path.
+parity.comparisons: each function takes the output folder and returns a text that compares the backends. The function
+    also takes the TwoRuns of two folders (conformance.results.output_folders), and compares these.
+parity.commands: each is a Command object, whose entry point has the name of the command.
 """
 
+import argparse
+import contextlib
 import re
+import runpy
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint, PackageNotFoundError, distribution, version
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.metadata import EntryPoint, PackageNotFoundError, distribution, entry_points, version
+from pathlib import Path
+from pkgutil import extend_path
+from types import ModuleType
+from typing import Protocol
+
+from conformance.core.errors import UsageError, one_line
+from conformance.core.io import Unwritable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,3 +93,160 @@ def package_version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "not installed"
+
+
+NAMES = ("impl", "reports")
+ROOT = str(Path(__file__).parents[2])
+
+
+class _Finder(MetaPathFinder):
+    """Finds the packages next to ``conformance``, and modules that only the user's package of the same name has.
+
+    So an adapter that lives in a package ``impl`` of the user can be imported next to the reference backends.
+    """
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname not in NAMES or (spec := PathFinder.find_spec(fullname, [ROOT])) is None:
+            return None
+        spec.submodule_search_locations = [*extend_path(spec.submodule_search_locations or [], fullname)]
+        return spec
+
+
+_FINDER = _Finder()
+_set_aside: dict[str, ModuleType] = {}  # modules of this distribution while the user's modules have their names
+
+
+def prefer() -> None:
+    """Prefers the packages of this distribution from now on, in a process that belongs to the suite."""
+    if _FINDER not in sys.meta_path:
+        _take_out(foreign=True)
+        sys.meta_path.insert(0, _FINDER)
+
+
+@contextlib.contextmanager
+def preferred() -> Iterator[None]:
+    """Prefers the packages of this distribution inside the ``with`` statement."""
+    if _FINDER in sys.meta_path or not _is_hidden():
+        yield
+        return
+    users = _take_out(foreign=True)
+    sys.modules.update(_set_aside)
+    sys.meta_path.insert(0, _FINDER)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(_FINDER)
+        _set_aside.update(_take_out(foreign=False))
+        sys.modules.update(users)
+
+
+def _is_hidden() -> bool:
+    """Tells whether another package or module has, or would get, one of the names."""
+    found = [PathFinder.find_spec(name) for name in NAMES]
+    loaded = [sys.modules[name].__spec__ for name in NAMES if name in sys.modules]
+    return any(spec is None or not _is_own(spec) for spec in (*found, *loaded))
+
+
+def _is_own(spec: ModuleSpec) -> bool:
+    return spec.origin == str(Path(ROOT, spec.name, "__init__.py"))
+
+
+def _take_out(*, foreign: bool) -> dict[str, ModuleType]:
+    """Removes packages with these names and their modules from sys.modules: the user's (``foreign``), or all."""
+    packages = [
+        name
+        for name in NAMES
+        if name in sys.modules and not (foreign and (spec := sys.modules[name].__spec__) and _is_own(spec))
+    ]
+    taken = [name for name in sys.modules if name.partition(".")[0] in packages]
+    return {name: sys.modules.pop(name) for name in taken}
+
+
+def main() -> None:
+    """Runs the module that the first argument names, as ``python -m`` does."""
+    prefer()
+    del sys.argv[0]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()
+
+
+COMMANDS, REPORTERS, COMPARISONS = "parity.commands", "parity.reporters", "parity.comparisons"
+
+
+def write_reports(out: Path) -> list[str]:
+    """Calls all reporters; returns one line for the user about each, the HTML report last.
+
+    If files cannot be written, raises Unwritable after all reporters were called.
+    """
+    lines, failed = [], []
+    for entry in sorted(entry_points(group=REPORTERS), key=lambda entry: (entry.name == "html", entry.name)):
+        try:
+            write: Callable[[Path], Path] = entry.load()
+        except ImportError as error:
+            missing = f"{error.name} is not installed" if isinstance(error, ModuleNotFoundError) else str(error)
+            lines.append(f"no {entry.name} report: {missing}; run: pip install 'backend-parity[report]'")
+        else:
+            try:
+                lines.append(f"{'report' if entry.name == 'html' else entry.name}: {write(out)}")
+            except Unwritable as error:
+                failed.append(str(error))
+    if failed:
+        raise Unwritable("; ".join(failed))
+    return lines or ["no report: no reporter is installed"]
+
+
+def compare(runs: object) -> str:
+    """Returns the text of the first installed comparison.
+
+    runs: the path of an output folder, to compare its backends; or the TwoRuns of two folders.
+
+    Raises LookupError if none is installed.
+    """
+    for entry in entry_points(group=COMPARISONS):
+        to_text: Callable[[object], str] = entry.load()
+        return to_text(runs)
+    raise LookupError(f"no package registers a comparison under the entry-point group {COMPARISONS!r}")
+
+
+class Command(Protocol):
+    help: str  # one line
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
+
+    def run(self, options: argparse.Namespace) -> int:
+        """Runs the command and returns the exit code. A UsageError is shown to the user in one line."""
+        ...
+
+
+def announced_commands() -> dict[str, EntryPoint]:
+    """Returns the entry points of the commands of installed packages, by name. None is imported."""
+    return {entry.name: entry for entry in sorted(entry_points(group=COMMANDS), key=lambda entry: entry.name)}
+
+
+def load_command(name: str) -> Command:
+    """Imports a command. A command that cannot be imported raises UsageError with the reason when it is run."""
+    try:
+        command: Command = announced_commands()[name].load()
+    except Exception as error:  # one broken plugin must not stop the others
+        return _Missing(f"{type(error).__name__}: {one_line(error)}")
+    return command
+
+
+class _Missing:
+    """Stands for a command that cannot be imported; ``run`` raises UsageError with the reason."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = f"not available: {reason}"
+        self.help = self.reason.replace("%", "%%")  # argparse formats help texts with %
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.prefix_chars = "\0"  # accept all arguments and options: ``run`` only reports what is missing
+        parser.add_argument("ignored", nargs="*")
+
+    def run(self, options: argparse.Namespace) -> int:
+        raise UsageError(f"this command is {self.reason}")

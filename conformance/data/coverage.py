@@ -11,7 +11,7 @@ from itertools import chain, groupby
 
 import pandas as pd
 
-from conformance.core.paths import resolve
+from conformance.core.host import resolve
 from conformance.data.documents import load_documents, variety_of
 from conformance.data.prepare import batches_of
 from conformance.data.tokenizer import load_tokenizer

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from conformance.core.errors import UsageError
+from conformance.core.host import resolve
 from conformance.core.io import complete_or_nothing, locked
-from conformance.core.paths import resolve
 from conformance.data.documents import build_batches
 from conformance.data.rollouts import build_rollouts
 from conformance.models.folder_checks import check_model_folder, runs_code
@@ -19,7 +19,7 @@ from conformance.models.synthetic import draw_weights, random_model
 from conformance.oracle.role_model import Decoder, read_decoder
 from conformance.spec.batch import Batch, write_batches
 from conformance.spec.objectives import objective_to_json
-from conformance.spec.roles import POLICY
+from conformance.spec.observables import POLICY
 from conformance.spec.scenario import Scenario, scenario_to_json
 
 

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from conformance.core.errors import UsageError, shown
+from conformance.core.host import resolve
 from conformance.core.io import MIB
-from conformance.core.paths import resolve
 from conformance.data.samples import read_dataset
 from conformance.models.synthetic import random_model
 from conformance.oracle.role_model import read_decoder

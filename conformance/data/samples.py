@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from conformance.core.errors import UsageError, one_line, shown
+from conformance.core.host import resolve
 from conformance.core.io import MIB, check_file, not_utf8, parse_json
-from conformance.core.paths import resolve
 from conformance.spec.scenario import DataConfig
 
 LONGEST_TEXT = MIB  # characters; longer texts are mistakes

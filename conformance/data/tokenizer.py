@@ -21,8 +21,8 @@ from statistics import median_high
 from typing import Any, NoReturn
 
 from conformance.core.errors import UsageError, one_line
+from conformance.core.host import FIXTURES, resolve
 from conformance.core.io import MIB
-from conformance.core.paths import FIXTURES, resolve
 from conformance.models.folder_checks import CONFIG, Files, files_of, runs_code
 from conformance.spec.batch import Document
 from conformance.spec.scenario import DataConfig

@@ -136,7 +136,7 @@ def allowed_errors(
 
     noise: the same quantities of the single-process run. gradients: the stages to which Precision.noise_limit applies.
     amplified, drift: the noise of an update that an optimizer may make of the noise of gradients, and the factor by
-    which it may enlarge the noise of later steps (conformance.judge.noise). An amplified update has no noise limit,
+    which it may enlarge the noise of later steps (conformance.judge.rounding). An amplified update has no noise limit,
     because it is judged by being rebuilt. In the exact tier its bound follows from the rounding of the cell's own
     gradients, which are within their bound.
 

@@ -16,13 +16,12 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from conformance.judge.accumulation_precision import measure_accumulation_precision
 from conformance.judge.diagnosis import Facts, backward_place, circumstances, facts_of_steps, likely_cause
 from conformance.judge.layout_evidence import configurations, sizes_of
-from conformance.judge.noise import amplified_noise, leeway_of_rows
 from conformance.judge.observable_errors import measure
 from conformance.judge.optimizer_replay import rebuilt_updates
 from conformance.judge.provenance import read_records, second_class_of
+from conformance.judge.rounding import amplified_noise, leeway_of_rows, measure_accumulation_precision
 from conformance.judge.tolerance import (
     Measurement,
     allowed_errors,

@@ -23,8 +23,8 @@ from conformance.backends.faults import find_fault
 from conformance.backends.protocol import BackendEntry, registered_backends
 from conformance.backends.registry import find_backend
 from conformance.core.errors import STRICT, UsageError, did_you_mean, explain
+from conformance.core.host import FIXTURES
 from conformance.core.io import read_toml
-from conformance.core.paths import FIXTURES
 from conformance.matrix.cell import Cell, Handover, Phase
 from conformance.matrix.options import Selection
 from conformance.models.synthetic import with_skeleton

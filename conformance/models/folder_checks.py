@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from conformance.core.errors import UsageError
+from conformance.core.host import FIXTURES
 from conformance.core.io import check_file, read_json
-from conformance.core.paths import FIXTURES
 from conformance.spec.lora import ADAPTER
 
 Files = tuple[tuple[Path, int], ...]

@@ -22,11 +22,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from conformance.core.errors import UsageError, one_line, shown
+from conformance.core.host import resolve
 from conformance.core.io import read_json
-from conformance.core.paths import resolve
 from conformance.models.folder_checks import NOT_COPIED, check_model_folder
 from conformance.spec.lora import ADAPTER, CONFIG_FILE, FILE_PREFIX, WEIGHTS_FILE, LoraConfig
-from conformance.spec.roles import POLICY, Head, Role
+from conformance.spec.observables import POLICY, Head, Role
 from conformance.spec.scenario import Scenario
 
 B_SIZE = 0.2  # of B x for x of size 1; at the usual scales an adapter adds a third of the layer's own output

@@ -34,8 +34,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from conformance.core.errors import STRICT, UsageError, explain
+from conformance.core.host import cache_folder, resolve
 from conformance.core.io import complete_or_nothing, locked, read_json, read_toml
-from conformance.core.paths import cache_folder, resolve
 from conformance.models.components import Architecture
 from conformance.models.families import is_written, read_architecture
 from conformance.models.folder_checks import CONFIG, NOT_COPIED, check_model_folder
@@ -43,7 +43,7 @@ from conformance.models.folders import INDEX, generator_of, key_of, noisy, weigh
 from conformance.models.parameter_shapes import parameter_shapes
 from conformance.numerics.sketch import LARGE_MODELS, sketched_above
 from conformance.spec.lora import ADAPTER
-from conformance.spec.roles import POLICY, Role
+from conformance.spec.observables import POLICY, Role
 from conformance.spec.scenario import Count, Scenario
 
 

@@ -31,12 +31,7 @@ from conformance.models.components import Architecture, LatentAttention, Layer, 
 from conformance.models.folders import weight_files, weight_shapes
 from conformance.models.parameter_shapes import CORRECTION, parameter_shapes
 from conformance.oracle.attention import attention, hidden_keys, latent_attention
-from conformance.oracle.feed_forward import (
-    Routing,
-    feed_forward,
-    stacked,
-    stacked_shapes,
-)
+from conformance.oracle.feed_forward import Routing, feed_forward, stacked, stacked_shapes
 from conformance.oracle.primitives import (
     NO_TAP,
     Function,
@@ -49,7 +44,7 @@ from conformance.oracle.primitives import (
     rotary_table,
 )
 from conformance.oracle.variant import HONEST, Variant, Weights
-from conformance.runtime.heartbeat import mark
+from conformance.runtime.messages import mark
 from conformance.spec.lora import ADAPTER, FILE_PREFIX, PARTS, WEIGHTS_FILE, LoraConfig
 
 

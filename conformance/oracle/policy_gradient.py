@@ -15,7 +15,7 @@ from torch import Tensor
 from conformance.oracle.loss_terms import Term, target_logprobs, target_positions
 from conformance.spec.batch import Batch, Document
 from conformance.spec.objectives import REFERENCE_KL, Grpo, LossMode, PolicyGradient, Ppo, terms_of
-from conformance.spec.roles import CRITIC, POLICY, REFERENCE
+from conformance.spec.observables import CRITIC, POLICY, REFERENCE
 
 Responses = list[list[Tensor]]  # by mini-batch and document: one number for each token of the response
 

@@ -39,7 +39,7 @@ from conformance.oracle.primitives import NO_TAP, Policy, Tap
 from conformance.oracle.variant import HONEST, Variant, Weights
 from conformance.spec.batch import Document
 from conformance.spec.lora import LoraConfig
-from conformance.spec.roles import Head
+from conformance.spec.observables import Head
 from conformance.spec.scenario import Scenario
 
 SPARE = 0.3  # share of a GPU's free memory

@@ -1,4 +1,8 @@
-"""Trains a scenario with the oracle, document by document, and writes its record.
+"""Trains a scenario with the oracle, document by document, and writes its record and the choices of its routers.
+
+Below the exact tier, every backend replays the experts that the oracle's routers chose
+(conformance.runner.oracle_jobs). A pass is identified by its recording key: an update, or a pass over a rollout
+before its first update, by each model's own weights.
 
 Every cell is compared with the float64 record. The same run in a cell's precision measures the error that this
 precision causes when nothing is wrong. The oracle never packs or pads rows, so a packed row of a backend is compared
@@ -9,7 +13,7 @@ import contextlib
 import platform
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +21,7 @@ import torch
 from torch import Tensor
 
 import conformance
+from conformance.models.components import MixtureOfExperts
 from conformance.models.families import is_written
 from conformance.models.folders import elements_of
 from conformance.numerics.determinism import settings_of
@@ -28,20 +33,71 @@ from conformance.oracle.objectives import rollout_functions_of
 from conformance.oracle.optimizer import LossScale, clip_factor, global_norm, make_optimizer
 from conformance.oracle.primitives import Policy, Tap
 from conformance.oracle.role_model import Decoder, bytes_needed, devices_for, is_routed, read_decoder
-from conformance.oracle.rollout_pass import annotated, run_rollout_pass, with_columns
-from conformance.oracle.router_replay import Choices
+from conformance.oracle.rollout_pass import RowsByKey, annotated, run_rollout_pass, with_columns
 from conformance.oracle.step import EMBEDDING, Model, Observed, observe
 from conformance.oracle.variant import HONEST, UNNAMED, UNNAMED_NORM, Variant, Weights
 from conformance.records.header_checks import CHOICES, FLOAT64, noise_runs, precision_of_run
 from conformance.records.step_tensors import RecordWriter, file_sha256
-from conformance.runtime.heartbeat import mark
-from conformance.spec.batch import Batch
+from conformance.runtime.messages import mark
+from conformance.spec.batch import Batch, Column, Document, Row, expert_column, write_batches
 from conformance.spec.known_defects import Defect, defects_to_json
 from conformance.spec.objectives import all_observables
-from conformance.spec.observables import SHIFTED, SKIPPED, model_key
+from conformance.spec.observables import OLD_ROUTING, POLICY, ROUTING, SHIFTED, SKIPPED, Role, model_key
 from conformance.spec.precision import PRECISIONS
-from conformance.spec.roles import POLICY, Role
 from conformance.spec.scenario import Scenario, scenario_to_json
+
+NO_PASS = -1.0  # replaces an expert's number where the run ends before the pass
+
+
+@dataclass
+class Choices:
+    """Collects the choices of a run on ``batches``.
+
+    ``routers``: the same for all its models. ``of``: the chosen experts of each row, (T, routers, K), by step and key.
+    """
+
+    batches: Sequence[Batch]
+    routers: Sequence[MixtureOfExperts]
+    of: dict[tuple[int, str], dict[int, Tensor]] = field(default_factory=dict)
+
+    def note(self, step: int, rows: RowsByKey) -> None:
+        """Adds ``rows`` of a step, by key; observables other than routing are ignored."""
+        for key, weights in rows.items():
+            if self.routers and key.rpartition(".")[2] in (ROUTING, OLD_ROUTING):
+                self.of[step, key] = {row: self._chosen(tensor) for row, tensor in weights.items()}
+
+    def _chosen(self, weights: Tensor) -> Tensor:
+        of_tokens = weights.view(-1, len(self.routers), self.routers[0].experts)
+        return of_tokens.topk(self.routers[0].chosen, dim=-1).indices.cpu()  # unchosen experts have weight 0
+
+    def write(self, path: Path) -> None:
+        """Writes the batches with these columns."""
+        keys = sorted({key for _, key in self.of})
+        chosen = [replace(b, rows=tuple(self._row(b.step, row, keys) for row in b.rows)) for b in self.batches]
+        write_batches(path, chosen)
+
+    def _row(self, step: int, row: Row, keys: Sequence[str]) -> Row:
+        parts: dict[str, Sequence[Tensor]] = {}
+        for key in keys:
+            known = self.of.get((step, key))
+            if known:
+                parts[key] = known[row.index].split([len(document.tokens) for document in row.documents])
+        documents = []
+        for number, document in enumerate(row.documents):
+            own = {key: parts[key][number] for key in parts}
+            documents.append(replace(document, columns={**document.columns, **self._columns(document, keys, own)}))
+        return replace(row, documents=tuple(documents))
+
+    def _columns(self, document: Document, keys: Sequence[str], chosen: Mapping[str, Tensor]) -> dict[str, Column]:
+        columns: dict[str, Column] = {}
+        for key in keys:
+            for layer in range(len(self.routers)):
+                for slot in range(self.routers[0].chosen):
+                    numbers = [NO_PASS] * len(document.tokens)
+                    if key in chosen:
+                        numbers = chosen[key][:, layer, slot].double().tolist()
+                    columns[expert_column(layer, slot, key)] = tuple(numbers)
+        return columns
 
 
 def header(

@@ -20,8 +20,15 @@ from conformance.oracle.role_model import Decoder
 from conformance.oracle.variant import HONEST, Variant, Weights
 from conformance.spec.batch import Batch, Document, Row
 from conformance.spec.objectives import Objective
-from conformance.spec.observables import ROUTER_LOSS, ROUTER_TERMS, ROUTER_Z_LOSS, ROUTING, VALUE_GRADIENT, model_key
-from conformance.spec.roles import Role
+from conformance.spec.observables import (
+    ROUTER_LOSS,
+    ROUTER_TERMS,
+    ROUTER_Z_LOSS,
+    ROUTING,
+    VALUE_GRADIENT,
+    Role,
+    model_key,
+)
 
 EMBEDDING = "model.embed_tokens.weight"
 

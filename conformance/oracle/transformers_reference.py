@@ -29,7 +29,7 @@ from conformance.oracle.primitives import NO_TAP, Policy, Tap
 from conformance.oracle.variant import HONEST, Variant, Weights
 from conformance.spec.batch import Document
 from conformance.spec.lora import LoraConfig
-from conformance.spec.roles import Head
+from conformance.spec.observables import Head
 
 transformers.utils.logging.disable_progress_bar()  # it would be printed between the lines of a run
 

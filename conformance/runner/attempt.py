@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from conformance.core.paths import resolve
+from conformance.core.host import resolve
 from conformance.data.prepare import FrozenInputs
 from conformance.judge.expected_differences import judge_cell
 from conformance.judge.rejudge import combine
@@ -22,10 +22,8 @@ from conformance.results.run_results import Attempt
 from conformance.results.verdict import Verdict
 from conformance.runner.oracle_jobs import Oracles
 from conformance.runner.phases import TraceFailed, find_in_traced, run_phases, run_traced
-from conformance.runner.placement import Where
+from conformance.runner.placement import Activities, SessionConfig, Where
 from conformance.runner.preflight import Refusals
-from conformance.runner.scheduler import Activities
-from conformance.runner.session_config import SessionConfig
 from conformance.spec.known_defects import Defect, Known, defects_of
 from conformance.spec.objectives import all_observables
 from conformance.spec.observables import Observable

@@ -7,7 +7,7 @@ folder of the cache (default: ``~/.cache/backend-parity``).
 
 Below the exact tier, rounding may send a token to other experts, and then no later number can be compared: a single
 process in bf16 is as far from float64 as a wrong backend. So the choices of the oracle's float64 run are part of the
-batches there (conformance.oracle.router_replay). In the exact tier a backend makes its own choices, which are judged.
+batches there (conformance.oracle.run). In the exact tier a backend makes its own choices, which are judged.
 """
 
 import contextlib
@@ -27,8 +27,8 @@ from pathlib import Path
 import torch
 
 from conformance import oracle
+from conformance.core.host import cache_folder
 from conformance.core.io import complete_or_nothing, locked
-from conformance.core.paths import cache_folder
 from conformance.data.prepare import FrozenInputs, short_key
 from conformance.matrix.cell import Cell
 from conformance.models.families import is_written
@@ -42,7 +42,7 @@ from conformance.records.step_tensors import read_record
 from conformance.runtime import Device, Outcome, Pool, WorkerGroupConfig
 from conformance.spec.known_defects import Defect, defects_to_json
 from conformance.spec.lora import ADAPTER
-from conformance.spec.roles import POLICY
+from conformance.spec.observables import POLICY
 from conformance.spec.scenario import Scenario, scenario_to_json
 
 
@@ -64,7 +64,7 @@ COMPUTED_WITH = (
     *("numerics/determinism.py", "numerics/float64_tier.py", "numerics/sketch.py"),
     *("records/header_checks.py", "records/record_format.py", "records/step_tensors.py"),
     *("spec/batch.py", "spec/known_defects.py", "spec/layout.py", "spec/lora.py", "spec/objectives.py"),
-    *("spec/observables.py", "spec/precision.py", "spec/roles.py", "spec/scenario.py"),
+    *("spec/observables.py", "spec/precision.py", "spec/scenario.py"),
 )
 CACHE_SIZE = 4 * 2**30  # bytes; the least recently used records are removed first
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from conformance.backends.protocol import BackendEntry
 from conformance.backends.registry import Adapter, AskFailed, adapter_of
 from conformance.core.errors import UsageError
-from conformance.core.paths import resolve
+from conformance.core.host import resolve
 from conformance.matrix.cell import Cell, Phase
 from conformance.models.synthetic import is_large, shapes_of
 from conformance.numerics.sketch import numbers_kept, sketched_above

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from conformance.backends.registry import versions_of
 from conformance.core.errors import UsageError
-from conformance.core.host_resources import host_resources_of
+from conformance.core.host import host_resources_of
 from conformance.data.prepare import FrozenInputs, prepare_inputs
 from conformance.matrix.cell import Cell
 from conformance.models.synthetic import is_large, is_sketched
@@ -24,12 +24,18 @@ from conformance.runner.attempt import CellRunner, Expectations, JudgedCell
 from conformance.runner.environment import environment
 from conformance.runner.oracle_jobs import Oracles
 from conformance.runner.phases import import_ahead
-from conformance.runner.placement import Where
-from conformance.runner.preflight import Refusals
-from conformance.runner.resource_check import check_resources
+from conformance.runner.placement import (
+    Activities,
+    Activity,
+    AtOnce,
+    SessionConfig,
+    Where,
+    check_output_folder,
+    lasting,
+    make_folder,
+)
+from conformance.runner.preflight import Refusals, check_resources
 from conformance.runner.result_writer import ResultWriter
-from conformance.runner.scheduler import Activities, Activity, AtOnce, check_output_folder, lasting, make_folder
-from conformance.runner.session_config import SessionConfig
 from conformance.runtime.gpu_leases import unleased_use
 
 logger = logging.getLogger(__name__)

@@ -26,7 +26,7 @@ This package does not import torch before a rank or a forkserver does.
 """
 
 from conformance.runtime.config import Device, WorkerGroupConfig
-from conformance.runtime.heartbeat import RankContext, beat, mark
+from conformance.runtime.messages import RankContext, beat, mark
 from conformance.runtime.pool import Pool
 from conformance.runtime.slots import Outcome
 

@@ -23,7 +23,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
-from conformance.core import own_packages
+from conformance.core import packages
 from conformance.core.process import (
     adopt_orphans,
     children,
@@ -250,7 +250,7 @@ def _set(changed: contextlib.ExitStack, module: Any, name: str, value: Any) -> N
 
 
 def main(arguments: Sequence[str]) -> None:
-    own_packages.prefer()
+    packages.prefer()
     control_fd, parent, ranks, *preload = arguments
     signal_at_death_of(int(parent), signal.SIGTERM)
     adopt_orphans()

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from conformance.core.host_resources import available_memory
+from conformance.core.host import available_memory
 from conformance.core.process import process_state
 from conformance.runtime.config import START_LIMIT_S, StartError, WorkerGroupConfig
 from conformance.runtime.messages import Message, wire_pair

@@ -30,8 +30,8 @@ from importlib.util import cache_from_source, find_spec
 from pathlib import Path
 from typing import IO, NoReturn
 
-from conformance.core import own_packages
-from conformance.core.paths import cache_folder
+from conformance.core import packages as own_packages
+from conformance.core.host import cache_folder
 from conformance.runtime import forkserver
 from conformance.runtime.config import START_LIMIT_S, StartError
 from conformance.runtime.failure import ENTRIES

@@ -5,7 +5,7 @@ stopped, the task ends after a short grace period, in which the other ranks can 
 named and not one of its consequences. Only a task that hangs takes the whole budget.
 
 A slow task does not count as hung while a rank goes through phases, or through the smaller marks between them
-(conformance.runtime.heartbeat). Between two marks, for example in a long backward pass, processor time shows that ranks
+(conformance.runtime.messages). Between two marks, for example in a long backward pass, processor time shows that ranks
 compute, because ranks that wait for each other use almost none. On a GPU it shows nothing: a waiting rank polls.
 """
 
@@ -29,8 +29,7 @@ from conformance.runtime.failure import (
     read_location,
     tail,
 )
-from conformance.runtime.heartbeat import Beat
-from conformance.runtime.messages import Garbage, Message
+from conformance.runtime.messages import Beat, Garbage, Message
 from conformance.runtime.worker_groups import WorkerGroup, readable
 
 COMPUTING = 4  # times the budget: limit without a mark for a task whose ranks compute

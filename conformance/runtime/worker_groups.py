@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 from conformance.core.process import process_state, processor_seconds, signal_process
 from conformance.runtime.config import StartError
 from conformance.runtime.failure import exit_words, tail
-from conformance.runtime.heartbeat import Heartbeats
-from conformance.runtime.messages import MOST_FDS, Message, Wire, wire_pair
+from conformance.runtime.messages import MOST_FDS, Heartbeats, Message, Wire, wire_pair
 
 if TYPE_CHECKING:
     import socket

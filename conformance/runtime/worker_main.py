@@ -26,12 +26,11 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, Store, TCPStore
 
-from conformance.core import own_packages
-from conformance.runtime import heartbeat
+from conformance.core import packages
+from conformance.runtime import messages
 from conformance.runtime.cleanup import Cleaner, freeze
 from conformance.runtime.failure import FlightRecorder
-from conformance.runtime.heartbeat import Heartbeats, RankContext, beat
-from conformance.runtime.messages import Message, Wire
+from conformance.runtime.messages import Heartbeats, Message, RankContext, Wire, beat
 
 # The watchdog ends a task that hangs, and shows stacks. A timeout of the collective would hide which rank it waits for.
 COLLECTIVE_TIMEOUT = timedelta(days=1)
@@ -75,7 +74,7 @@ def serve(spec: RankSpec) -> None:
     """
     _limit_memory(spec.memory_limit_bytes)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # between tasks there is no file for stacks
-    heartbeat.attach(Heartbeats(spec.beats_fd, size=spec.local_size), spec.local_rank)
+    messages.attach(Heartbeats(spec.beats_fd, size=spec.local_size), spec.local_rank)
     device = "cpu" if spec.device == "cpu" else f"cuda:{spec.gpu}"
     context = RankContext(rank=spec.rank, world_size=spec.size, device=device, beat=beat)
     wire = Wire(socket.socket(fileno=spec.socket_fd))
@@ -214,7 +213,7 @@ def _limit_memory(limit: int | None) -> None:
 
 
 if __name__ == "__main__":
-    own_packages.prefer()
+    packages.prefer()
     values = json.loads(sys.argv[1])
     freeze()
     serve(RankSpec(**values))

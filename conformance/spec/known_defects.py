@@ -16,8 +16,8 @@ from pydantic import AfterValidator, Field, TypeAdapter
 from pydantic.dataclasses import dataclass
 
 from conformance.core.errors import STRICT, UsageError
+from conformance.core.host import resolve
 from conformance.core.io import read_json
-from conformance.core.paths import resolve
 from conformance.spec.layout import AXES, OPTIONS, Layout
 from conformance.spec.precision import HALF_PRECISIONS, PRECISIONS, PrecisionName
 from conformance.spec.scenario import Scenario

@@ -15,8 +15,8 @@ Conventions, where verl, TRL and OpenRLHF differ (docs/explanations/objectives.m
 A scenario selects an objective by ``[objective] kind = "sft"``. Objectives are a tagged union that can be extended:
 ``kind`` is the name of a built-in objective, or ``module:Class`` of another one. The class holds only configuration and
 declarations. The loss is implemented twice, independently, in conformance/oracle/objectives.py and in
-impl/objectives/registry.py, each with a table by kind. If one side does not know an objective, this is an error before
-anything runs, never a silent SFT.
+impl/objectives/policy_gradient.py, each with a table by kind. If one side does not know an objective, this is an
+error before anything runs, never a silent SFT.
 """
 
 import itertools
@@ -32,17 +32,20 @@ from conformance.core.errors import STRICT, UsageError, explain, one_line, shown
 from conformance.spec.batch import Batch
 from conformance.spec.observables import (
     CONFIGURATION,
+    CRITIC,
     GENERATORS,
     LOGPROBS,
     LOSS,
+    POLICY,
+    REFERENCE,
     TOKEN_COUNT,
     Observable,
+    Role,
     loaded_observables,
     rollout_routing_observable,
     routing_observables,
     trained_observables,
 )
-from conformance.spec.roles import CRITIC, POLICY, REFERENCE, Role
 
 AdvantageEstimator = Literal["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
 LossMode = Literal["vanilla", "gspo", "cispo"]  # each is a function in the oracle's and in impl's LOSS_MODES

@@ -1,4 +1,4 @@
-"""Declares the quantities that are recorded at every step and judged.
+"""Declares the roles of models in a cell, and the quantities that are recorded at every step and judged.
 
 This module declares weights, gradients, gradient norm and update of every trained model; an objective declares the rest
 (conformance.spec.objectives). The recorder, the judge, the comparison of backends and the reports iterate over these
@@ -8,6 +8,32 @@ declarations and have no lists of their own.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
+
+Head = Literal["causal", "value"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Role:
+    """Describes the role of one model.
+
+    ``head``: ``causal`` gives logits over the vocabulary, ``value`` one number per token. A model that is not
+    ``trained`` is frozen.
+    """
+
+    name: str
+    head: Head = "causal"
+    trained: bool = True
+
+    @property
+    def prefix(self) -> str:
+        """Returns the prefix of the keys of this model's observables; empty for the policy."""
+        return "" if self == POLICY else self.name
+
+
+POLICY = Role(name="policy")
+CRITIC = Role(name="critic", head="value")
+REFERENCE = Role(name="reference", trained=False)
+
 
 ObservableKind = Literal["tensors", "rows", "scalar", "setting", "evidence"]
 When = Literal["loaded", "every", "first", "later", "handover"]

@@ -34,8 +34,8 @@ from conformance.core.errors import STRICT, UsageError, did_you_mean, explain, s
 from conformance.core.io import read_toml
 from conformance.spec.lora import LoraConfig, is_adapter
 from conformance.spec.objectives import Objective, Sft, objective_to_json, parse_objective
+from conformance.spec.observables import POLICY, Role
 from conformance.spec.precision import PRECISIONS, Precision, PrecisionName
-from conformance.spec.roles import POLICY, Role
 
 NAME = "[a-z0-9][a-z0-9-]*"  # of a scenario
 TooLong = Literal["truncate", "drop", "error"]

@@ -11,16 +11,14 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from conformance.bisect.run import any_differs, bisect_run
-from conformance.core import own_packages
+from conformance.core import packages
 from conformance.core.errors import UsageError
-from conformance.core.host_resources import HostResources, host_resources_of
-from conformance.core.paths import resolve
+from conformance.core.host import HostResources, host_resources_of, resolve
 from conformance.matrix.cell import Cell
 from conformance.matrix.plan import Plan, make_plan
-from conformance.runner.preflight import Refusals, check_device, leased_gpus
-from conformance.runner.resource_check import check_resources
+from conformance.runner.placement import SessionConfig
+from conformance.runner.preflight import Refusals, check_device, check_resources, leased_gpus
 from conformance.runner.session import Session
-from conformance.runner.session_config import SessionConfig
 from conformance.runtime.gpu_leases import unleased_use
 from conformance.runtime.multihost.controller import hosts_of_engine
 from conformance.suite.plugin import (
@@ -39,7 +37,7 @@ from conformance.suite.plugin import (
     stop_at_signals,
 )
 
-own_packages.prefer()
+packages.prefer()
 
 PLAN_KEY = pytest.StashKey[Plan]()
 ON_HOSTS = pytest.StashKey[Session]()  # the session that has started the cells, on several hosts

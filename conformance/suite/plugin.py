@@ -20,9 +20,7 @@ from conformance.core.process import Stop, Stopped
 from conformance.matrix.options import NO_BISECT, Demands, Kept, Output, Portion, Ranks, Selection
 
 OUT = pytest.StashKey[Path]()
-ROOM = pytest.StashKey[
-    dict[str, float | None]
-]()  # fields of a conformance.core.host_resources.HostResources, for workers
+ROOM = pytest.StashKey[dict[str, float | None]]()  # fields of a conformance.core.host.HostResources, for workers
 USAGE = pytest.StashKey[str]()  # the message of a UsageError that was raised when the cells were collected
 STOP = pytest.StashKey[Stop]()  # the handler of signals
 LINES = pytest.StashKey[list[str]]()
@@ -57,7 +55,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
     """Gives each new xdist worker the output folder, and the memory and disk that were free before the first worker."""
-    from conformance.core.host_resources import host_resources_of
+    from conformance.core.host import host_resources_of
 
     out, stash = node.config.stash[OUT], node.config.stash
     if ROOM not in stash:
@@ -120,7 +118,7 @@ def write_results(session: pytest.Session) -> None:
         bisect(config, out)
     from conformance.core.errors import UsageError
     from conformance.core.io import Unwritable
-    from conformance.core.plugins import write_reports
+    from conformance.core.packages import write_reports
     from conformance.results.output_folders import slim
     from conformance.results.requirements import summary_lines
     from conformance.results.verdict import PASSES
@@ -169,9 +167,9 @@ def bisect(config: pytest.Config, out: Path) -> None:
     if not any_differs(out):
         return
     from conformance.matrix.plan import make_plan
+    from conformance.runner.placement import SessionConfig
     from conformance.runner.preflight import leased_gpus
     from conformance.runner.session import Session
-    from conformance.runner.session_config import SessionConfig
 
     where, lines = ranks(config), config.stash.setdefault(BISECTED, [])
     plan = make_plan(selection(config), demands(config), portion(config), ranks=where)

@@ -32,13 +32,20 @@ from conformance.runtime import RankContext, mark
 from conformance.spec.batch import Batch, read_batches
 from conformance.spec.lora import ADAPTER
 from conformance.spec.objectives import all_observables
-from conformance.spec.observables import STATE_KINDS, Observable, model_key, unobserved_step
-from conformance.spec.roles import POLICY, Role
+from conformance.spec.observables import POLICY, STATE_KINDS, Observable, Role, model_key, unobserved_step
 from conformance.spec.scenario import Scenario, scenario_to_json
 from conformance.worker.evidence import Watch
 from conformance.worker.phase_spec import PhaseSpec
-from conformance.worker.rank_state import PeakMemory, changed_settings, generator_digests, seed_generators
-from conformance.worker.replicas import Replicas, Source, compare, pieces
+from conformance.worker.rank_state import (
+    PeakMemory,
+    Replicas,
+    Source,
+    changed_settings,
+    compare,
+    generator_digests,
+    pieces,
+    seed_generators,
+)
 
 
 def run_phase(rank: RankContext, *, spec: dict[str, Any]) -> dict[str, int]:

@@ -1,5 +1,9 @@
 """Writes, verifies and removes the folders of checkpoints; a crash never leaves a checkpoint that is incomplete.
 
+An asynchronous save writes in a thread of every rank, while the training continues. The threads write copies that were
+made when the save was called. They communicate over a separate process group; over
+the training's group, their messages could be confused with those of the training.
+
 A folder is written under a temporary name, and renamed when all its files are on disk. All ranks share its file system.
 
 A training has a checkpoint in each ``ROOT/step-000012/``, and the name of the last one in ``ROOT/latest``. ``latest``
@@ -11,7 +15,8 @@ import contextlib
 import os
 import re
 import shutil
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,7 +26,6 @@ import conformance
 from conformance.core.errors import UsageError, shown
 from conformance.core.io import read_text
 from impl.checkpoints import manifest
-from impl.checkpoints.async_writer import Behind
 from impl.checkpoints.manifest import (
     PARTIAL,
     About,
@@ -37,6 +41,43 @@ from impl.checkpoints.manifest import (
 )
 from impl.interface.distributed import Group, agree, on_all_ranks, on_first
 from impl.interface.protocol import AT_ONCE, Writing
+
+
+class Behind:
+    """Collects work, and does it in a thread from ``start`` on. ``doing``: description of the work for messages.
+
+    The process does not end before the thread does, so a finished training leaves a complete checkpoint.
+    """
+
+    copies = True
+    group: Group = None
+
+    def __init__(self, doing: str) -> None:
+        self._doing = doing
+        self._work: list[Callable[[], object]] = []
+        self._thread = threading.Thread(target=self._run, name=doing)
+        self._error: BaseException | None = None
+
+    def add(self, work: Callable[[], object]) -> None:
+        self._work.append(work)
+
+    def start(self) -> None:
+        self.group = dist.new_group(backend="gloo")  # for tensors in the memory of the host
+        self._thread.start()
+
+    def wait(self) -> None:
+        self._thread.join()
+        dist.destroy_process_group(self.group)
+        if self._error:
+            raise self._error
+
+    def _run(self) -> None:
+        try:
+            while self._work:
+                work = self._work.pop(0)  # frees the memory of the copies after they are written
+                on_all_ranks(self._doing, work, group=self.group)
+        except BaseException as error:  # after any error, wait must not treat the checkpoint as complete
+            self._error = error
 
 
 @dataclass(frozen=True)

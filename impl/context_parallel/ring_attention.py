@@ -28,9 +28,8 @@ from conformance.spec.layout import Layout
 from impl.context_parallel import sequence_sharding
 from impl.context_parallel.flash_attn_shim import HEAD_SIZES, kernel
 from impl.context_parallel.sequence_sharding import Placement
-from impl.interface.collate import MicroBatch
 from impl.interface.distributed import moved
-from impl.interface.outputs import Outputs
+from impl.interface.micro_batches import MicroBatch, Outputs
 from impl.interface.protocol import ContextConfig
 
 

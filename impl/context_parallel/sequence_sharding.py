@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from impl.interface.collate import NO_TARGET, MicroBatch
+from impl.interface.micro_batches import NO_TARGET, MicroBatch
 
 SplitMode = Literal["slices", "documents", "rows"]
 

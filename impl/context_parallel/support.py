@@ -7,7 +7,7 @@ import json
 from importlib.util import find_spec
 
 from conformance.backends.protocol import Support, Supported, Unsupported
-from conformance.core.paths import resolve
+from conformance.core.host import resolve
 from conformance.spec.known_defects import ExpectedDifference, Unmodelled, WindowPerBlock, model_config
 from conformance.spec.layout import Layout
 from conformance.spec.scenario import Scenario

@@ -1,4 +1,4 @@
-"""Defines the commands ``parity inspect`` and ``parity convert``; conformance/core/plugins.py finds them.
+"""Defines the commands ``parity inspect`` and ``parity convert``; conformance/core/packages.py finds them.
 
 Their implementation is imported when they run, because the other commands do not need it.
 """
@@ -21,7 +21,7 @@ class Inspect:
         parser.add_argument("--json", action="store_true", help="machine-readable output")
 
     def run(self, options: argparse.Namespace) -> int:
-        from impl.convert.detect import open_checkpoint
+        from impl.convert.convert import open_checkpoint
 
         found = open_checkpoint(options.checkpoint)
         print(json.dumps(_values(found), default=str) if options.json else _text(found))

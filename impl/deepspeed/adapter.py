@@ -27,7 +27,7 @@ from impl.models.family_quirks import quirks_of
 from impl.models.lora import adapter_support
 from impl.models.support import compile_support, model_support, plan_styles
 
-FEWEST = 3  # summands for which the judge checks digits (conformance/judge/accumulation_precision.py)
+FEWEST = 3  # summands for which the judge checks digits (conformance/judge/rounding.py)
 
 
 def _half_precision_sums(scenario: Scenario, layout: Layout) -> Unmodelled | None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from conformance.spec.batch import Batch, Row
-from conformance.spec.roles import Head
+from conformance.spec.observables import Head
 from impl.context_parallel.ring_attention import RingAttention, RingConfig, register, ring_kind
 from impl.deepspeed import global_state
 from impl.deepspeed.model import DeepspeedModel

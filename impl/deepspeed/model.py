@@ -19,7 +19,7 @@ from deepspeed.utils import get_z3_leaf_modules, set_z3_leaf_modules
 from deepspeed.utils.groups import get_tensor_model_parallel_group
 
 from conformance.backends.protocol import NamedTensors, Shard, TensorKind, Traced
-from conformance.spec.roles import Head
+from conformance.spec.observables import Head
 from conformance.spec.scenario import OptimizerConfig, ScheduleConfig
 from impl.context_parallel.ring_attention import NAME, MeshContext, forward_over_ring
 from impl.deepspeed import checkpoint, global_state
@@ -37,7 +37,6 @@ from impl.deepspeed.config import (
 from impl.deepspeed.partition import RankPlace, cut_count
 from impl.deepspeed.tensors import EngineTensors, FrozenTensors
 from impl.deepspeed.ulysses import exchange_heads
-from impl.engine.compiling import compile_layers, forget_compiled, layers_of
 from impl.engine.optimizers import (
     freeze_others,
     learning_rates,
@@ -46,18 +45,16 @@ from impl.engine.optimizers import (
     torch_optimizer,
     trained_parameters,
 )
-from impl.interface.collate import MicroBatch
-from impl.interface.micro_batch_loop import run_micro_batches, set_mode
-from impl.interface.outputs import Loss, Outputs, RouterTerms, Wanted
+from impl.interface.micro_batches import Loss, MicroBatch, Outputs, RouterTerms, Wanted, run_micro_batches, set_mode
 from impl.interface.protocol import AT_ONCE, Dtype, Writing, WrittenKind
 from impl.interface.sharded_safetensors import SliceReader
 from impl.models.export import write_merged, write_model
+from impl.models.layers import compile_layers, forget_compiled, hugging_face_modules, layers_of, token_numbers
 from impl.models.lazy_weights import UnreadWeights, give_memory, published_buffers, untouched_zeros
 from impl.models.loading import empty_model
 from impl.models.lora import load_adapter
 from impl.models.outputs import outputs_of
 from impl.models.router import Routers, routers_of, with_router_terms
-from impl.models.tracing import hugging_face_modules, token_numbers
 
 
 class DeepspeedModel:

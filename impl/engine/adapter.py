@@ -13,19 +13,17 @@ from conformance.spec.batch import Batch
 from conformance.spec.known_defects import ExpectedDifference
 from conformance.spec.layout import Layout
 from conformance.spec.lora import ADAPTER
-from conformance.spec.observables import PROGRESS_OF_SCALE, SKIPPED, model_key
-from conformance.spec.roles import POLICY
+from conformance.spec.observables import POLICY, PROGRESS_OF_SCALE, SKIPPED, model_key
 from conformance.spec.scenario import LossScaleConfig, Scenario
 from impl.checkpoints import native, training_state
 from impl.checkpoints.folder import verified, writing
 from impl.checkpoints.manifest import About, Form
-from impl.engine.rollout_pass import Rollouts
-from impl.engine.trainer import step_inputs, train_step
+from impl.engine.trainer import Rollouts, step_inputs, train_step
 from impl.interface.protocol import Adaptable, Context, ContextConfig, Trainable, get_context
 from impl.models.family_quirks import quirks_in
+from impl.models.layers import numbered
 from impl.models.lora import adapter_shapes
-from impl.models.tracing import numbered
-from impl.objectives.registry import FUNCTIONS
+from impl.objectives.policy_gradient import FUNCTIONS
 
 
 def switch_off_dropout(model: torch.nn.Module) -> None:
@@ -44,9 +42,9 @@ def switch_off_dropout(model: torch.nn.Module) -> None:
 
 # Patch points (functions that a fault can replace) that all backends share; impl/faults/catalogue.py describes them.
 RL_SEAMS = {
-    "rollout_columns": "impl.engine.rollout_pass:rollout_columns",
-    "output_rows": "impl.engine.rollout_pass:output_rows",
-    "annotated": "impl.engine.rollout_pass:Rollouts.annotated",
+    "rollout_columns": "impl.engine.trainer:rollout_columns",
+    "output_rows": "impl.engine.trainer:output_rows",
+    "annotated": "impl.engine.trainer:Rollouts.annotated",
     "token_rewards": "impl.objectives.advantages:token_rewards",
     "kl_in_reward": "impl.objectives.advantages:kl_estimate",
     "of_groups": "impl.objectives.advantages:of_groups",

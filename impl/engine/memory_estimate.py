@@ -11,13 +11,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from conformance.core.host import resolve
 from conformance.core.io import read_json
-from conformance.core.paths import resolve
 from conformance.models.folders import EMBEDDING, HEAD
 from conformance.models.synthetic import shapes_of
 from conformance.spec.layout import Layout
+from conformance.spec.observables import POLICY, Role
 from conformance.spec.precision import PRECISIONS, Precision
-from conformance.spec.roles import POLICY, Role
 from conformance.spec.scenario import Scenario
 from impl.models.lora import adapter_shapes_of
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from conformance.backends.faults import Fault, FaultCells, Resumes
-from conformance.core.paths import resolve
+from conformance.core.host import resolve
 from conformance.matrix.cell import Cell
 from conformance.spec.layout import Layout
 from conformance.spec.precision import HALF_PRECISIONS, PRECISIONS, Precision, PrecisionName

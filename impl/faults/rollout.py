@@ -8,8 +8,8 @@ import torch
 
 from conformance.backends.faults import Fault, Function
 from conformance.spec.batch import Batch
-from conformance.spec.roles import POLICY, REFERENCE
-from impl.engine.rollout_pass import rollout_columns
+from conformance.spec.observables import POLICY, REFERENCE
+from impl.engine.trainer import rollout_columns
 from impl.faults.cells import FULL, rl
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from conformance.spec.batch import Batch, Row
-from conformance.spec.roles import Head
+from conformance.spec.observables import Head
 from impl.context_parallel.ring_attention import RingAttention, RingConfig, register, ring_kind
 from impl.fsdp2.model import Fsdp2Model
 from impl.interface.distributed import all_gather_value, all_reduce_number, all_reduce_over

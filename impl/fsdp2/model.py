@@ -20,10 +20,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as ShardAlong
 
 from conformance.backends.protocol import NamedTensors, Shard, TensorKind, Traced
-from conformance.spec.roles import Head
+from conformance.spec.observables import Head
 from conformance.spec.scenario import OptimizerConfig, ScheduleConfig
 from impl.context_parallel.ring_attention import NAME, MeshContext, forward_over_ring
-from impl.engine.compiling import compile_layers, forget_compiled, layers_of
 from impl.engine.optimizers import (
     freeze_others,
     learning_rates,
@@ -39,19 +38,17 @@ from impl.fsdp2 import dtensors
 from impl.fsdp2.dtensors import full_tensors, write_region
 from impl.fsdp2.expert_parallel import cut_experts, experts_of, is_of_experts
 from impl.fsdp2.tensor_parallel import apply_explicit_plan, apply_model_plan, vocabulary_shard
-from impl.interface.collate import MicroBatch
 from impl.interface.distributed import Reading
-from impl.interface.micro_batch_loop import run_micro_batches, set_mode
-from impl.interface.outputs import Loss, Outputs, RouterTerms, Wanted
+from impl.interface.micro_batches import Loss, MicroBatch, Outputs, RouterTerms, Wanted, run_micro_batches, set_mode
 from impl.interface.protocol import AT_ONCE, Dtype, Writing, WrittenKind
 from impl.interface.sharded_safetensors import SliceReader
 from impl.models.export import write_merged, write_model
+from impl.models.layers import compile_layers, forget_compiled, hugging_face_modules, layers_of, token_numbers
 from impl.models.lazy_weights import UnreadWeights, published_buffers
 from impl.models.loading import empty_model
 from impl.models.lora import load_adapter, named_parameters
 from impl.models.outputs import outputs_of
 from impl.models.router import Routers, routers_of, with_router_terms
-from impl.models.tracing import hugging_face_modules, token_numbers
 
 
 def _second(parameter: torch.nn.Parameter) -> ShardAlong:

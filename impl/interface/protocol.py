@@ -21,18 +21,17 @@ from conformance.backends.protocol import NamedTensors, Shard, TensorKind, Trace
 from conformance.core.errors import UsageError
 from conformance.spec.batch import Batch, Row
 from conformance.spec.layout import Layout
+from conformance.spec.observables import Head
 from conformance.spec.precision import PRECISIONS, Precision, PrecisionName
-from conformance.spec.roles import Head
 from conformance.spec.scenario import LossScaleConfig, OptimizerConfig, ScheduleConfig
-from impl.interface.collate import MicroBatch
 from impl.interface.distributed import Group
-from impl.interface.outputs import Loss, Outputs, RouterTerms, Wanted
+from impl.interface.micro_batches import Loss, MicroBatch, Outputs, RouterTerms, Wanted
 from impl.interface.sharded_safetensors import SliceReader
 
 CONTEXTS = {
     "deepspeed": "impl.deepspeed.context:DeepspeedContext",
     "fsdp2": "impl.fsdp2.context:Fsdp2Context",
-    "megatron": "impl.megatron.startup:megatron_context",
+    "megatron": "impl.megatron.adapter:megatron_context",
 }
 
 
@@ -153,7 +152,7 @@ class Trainable(Protocol):
     def traced(self, numbers: Sequence[MicroBatch]) -> Traced:
         """Returns the modules that this rank runs in an optimizer step, for `parity bisect`.
 
-        ``numbers`` are the step's micro-batches with token numbers instead of tokens (impl.models.tracing.numbered).
+        ``numbers`` are the step's micro-batches with token numbers instead of tokens (impl.models.layers.numbered).
         """
         ...
 

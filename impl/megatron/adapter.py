@@ -1,15 +1,24 @@
 """Declares Megatron as a backend of the suite: supported cells, known defects and patch points for faults.
 
+megatron-core looks for TransformerEngine once, when it is imported, and uses its optimizers, norms and layers. The
+layout option ``te`` needs the layers and their attention; other layouts need none of it (impl.megatron.context).
+So a process runs either layouts with ``te`` or layouts without.
+
 Cells with the layout option ``shipped`` keep the known defects of megatron-core.
 """
 
+import os
+import sys
+from importlib import import_module
 from importlib.util import find_spec
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
 
 from conformance.backends.protocol import BackendInfo, Support, Supported, Unsupported
 from conformance.core.errors import UsageError
+from conformance.core.host import resolve
 from conformance.core.packages import is_installed
-from conformance.core.paths import resolve
 from conformance.models.folders import EMBEDDING, HEAD
 from conformance.spec.known_defects import (
     Defect,
@@ -25,11 +34,60 @@ from conformance.spec.scenario import Scenario
 from impl.context_parallel.support import INSTALL, RING_MODULES, available, ring_support
 from impl.engine.adapter import CHECKPOINT_SEAMS, RL_SEAMS, ROUTER_SEAMS, VOCABULARY_SEAMS, ReferenceBackend
 from impl.engine.memory_estimate import Shapes, States, cut, elements, layer_of
+from impl.interface.protocol import ContextConfig
 from impl.megatron.hf_mapping import all_parameters, is_trained
 from impl.megatron.model_config import VALUE_HEAD, VOCABULARY_MULTIPLE, ModelShape, read_shape, stages
 from impl.megatron.moe_config import expert_sizes, mixture_support
-from impl.megatron.startup import begin
 from impl.models.family_quirks import quirks_in
+
+if TYPE_CHECKING:
+    from impl.megatron.context import MegatronContext
+
+ENGINE = "transformer_engine.pytorch"
+_TF32 = "NVIDIA_TF32_OVERRIDE"
+_admitted = False  # whether this process runs layouts with ``te``
+
+
+def megatron_context(config: ContextConfig) -> "MegatronContext":
+    """Creates a context. Raises UsageError as ``begin`` does."""
+    begin(config.layout)
+    return import_module("impl.megatron.context").MegatronContext(config)  # type: ignore[no-any-return]
+
+
+def begin(layout: Layout) -> None:
+    """Lets megatron-core find TransformerEngine if the layout has ``te``; call it before megatron-core is imported.
+
+    Raises UsageError if this process has begun with a layout of the other kind, or if TransformerEngine cannot run.
+    """
+    wanted = "te" in layout.options
+    if "megatron.core" in sys.modules and wanted != _admitted:
+        state, needed = ("with", "without") if _admitted else ("without", "with")
+        raise UsageError(
+            f"this process has imported megatron-core {state} TransformerEngine, but {layout} needs it {needed}; "
+            f"start a new process"
+        )
+    if wanted and not _admitted:
+        _admit_engine()
+
+
+def _admit_engine() -> None:
+    global _admitted
+    if not torch.cuda.is_available():
+        raise UsageError("TransformerEngine's layers need a GPU (--device cuda); leave the layout's option te out")
+    # TransformerEngine would use TF32 whatever torch's flags say (docs/findings/transformer-engine-tf32.md).
+    os.environ.setdefault(_TF32, "0")
+    try:
+        import_module(ENGINE)
+    except (ImportError, OSError, RuntimeError, AssertionError) as error:
+        raise UsageError(
+            f"TransformerEngine cannot be imported: {error}; run: pip install --no-build-isolation "
+            f"'transformer-engine[pytorch]', or leave the layout's option te out"
+        ) from error
+    # Without TransformerEngine's optimizers megatron-core uses torch's, whose states impl.megatron.tensors can read and
+    # write. TransformerEngine's kernels that clip gradients and copy masters stay.
+    optimizers = import_module(f"{ENGINE}.optimizers")
+    del optimizers.FusedAdam, optimizers.FusedSGD
+    _admitted = True
 
 
 def _padded(scenario: Scenario, layout: Layout) -> tuple[Defect, ...]:
@@ -84,7 +142,7 @@ def _engine_support(scenario: Scenario, layout: Layout, shape: ModelShape) -> Su
         return Unsupported(
             "context parallelism by TransformerEngine is not built in; use sp without te, or te without sp"
         )
-    if not is_installed("transformer-engine"):  # it may be hidden in this process (impl.megatron.global_state)
+    if not is_installed("transformer-engine"):  # it may be hidden in this process (impl.megatron.context)
         return Unsupported(
             "te needs TransformerEngine and a GPU; run: pip install --no-build-isolation 'transformer-engine[pytorch]'"
         )

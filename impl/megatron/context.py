@@ -1,29 +1,146 @@
-"""Sets up process groups, generators and context parallelism for all models of a Megatron layout.
+"""Sets up megatron-core in a process: its import, its process-wide state, and the groups of a layout.
+
+Import this module before megatron-core. megatron-core decorates functions by ``torch.compile``, which imports the
+compiler at once. That takes two thirds of the import time, in every process, for functions that few models call. Here
+these functions are compiled at their first call.
+
+Where TransformerEngine or Apex are installed, megatron-core uses their optimizers, norms and layers. These do not
+support float64, and their states have another layout. So both are hidden in this process, unless impl.megatron.adapter
+has admitted TransformerEngine before.
 
 The order of ranks, innermost first: tp, cp (the layout's ``sp``), dp, pp. megatron-core's data-parallel ranks are those
 of the layout's dp and ep; consecutive ranks of dp x cp hold different experts.
 """
 
-from impl.megatron import global_state  # noqa: F401 (it has to be imported before megatron-core)
-
-# isort: split
-from collections.abc import Mapping
+import functools
+import os
+import sys
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
+from unittest import mock
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.tensor_parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
+from megatron.core.tensor_parallel import random as megatron_random
 from torch import Tensor
 
+from conformance.core.errors import UsageError
 from conformance.spec.batch import Batch, Row
-from conformance.spec.roles import Head
+from conformance.spec.layout import Layout
+from conformance.spec.observables import Head
 from impl.context_parallel.ring_attention import RingAttention, RingConfig, ring_kind
 from impl.interface.distributed import all_gather_value, all_reduce_number, all_reduce_over
 from impl.interface.protocol import ContextConfig
 from impl.megatron.device_placement import placed
-from impl.megatron.global_state import MODEL_PARALLEL
 from impl.megatron.model import MegatronModel
+from impl.megatron.moe_config import expert_sizes
+from impl.megatron.router import forget as forget_routers
+
+FOREIGN = (
+    *("transformer_engine", "transformer_engine_torch"),
+    *("apex", "amp_C", "fused_weight_gradient_mlp_cuda", "fused_layer_norm_cuda"),
+)
+
+
+def at_first_call(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps ``function`` so that ``torch.compile`` compiles it at its first call."""
+    compiled = functools.cache(lambda: torch.compile(function))
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return compiled()(*args, **kwargs)
+
+    return call
+
+
+_modules: Any = sys.modules
+for _name in FOREIGN:
+    _modules.setdefault(_name, None)  # with None, importing raises ModuleNotFoundError
+
+with mock.patch.object(torch, "compile", at_first_call):
+    import megatron.core.jit  # noqa: F401 (it keeps the decorator that all of megatron-core uses)
+
+
+# megatron-core selects TransformerEngine's attention by these, and does not allow another choice in the same process.
+_ENVIRONMENT = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
+
+
+class ModelParallel:
+    """Holds the process groups and generators of one layout at a time, from the first ``enter`` to the last ``leave``.
+
+    Both methods are collective and must be called inside ``device_placement.placed``.
+    """
+
+    def __init__(self) -> None:
+        self._sizes: dict[str, int | None] = {}
+        self._entered = 0
+
+    def enter(self, layout: Layout, *, whole_experts: bool) -> None:
+        """Creates the groups and generators, or shares those of an equal layout. Raises UsageError for another one."""
+        experts = expert_sizes(layout, whole=whole_experts)
+        sizes: dict[str, int | None] = {
+            "tensor_model_parallel_size": layout.tp,
+            "pipeline_model_parallel_size": layout.pp,
+            "virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,
+            "context_parallel_size": layout.sp,
+            "expert_model_parallel_size": experts.ranks,
+            "expert_tensor_parallel_size": experts.cuts,
+        }
+        if not self._entered:
+            self._create(sizes)
+        elif sizes != self._sizes:
+            raise UsageError(
+                f"megatron-core supports one layout at a time, and this process uses {self._sizes}; "
+                f"tear down its contexts before you set up {layout}"
+            )
+        self._entered += 1
+
+    def leave(self) -> None:
+        assert self._entered
+        self._entered -= 1
+        if not self._entered:
+            self._destroy()
+
+    def _create(self, sizes: dict[str, int | None]) -> None:
+        self._sizes = sizes
+        self._groups = set(dist.distributed_c10d._world.pg_map)
+        self._environment = {name: os.environ.pop(name, None) for name in _ENVIRONMENT}
+        self._globals = [(module, _variables(module)) for module in (parallel_state, megatron_random)]
+        generator = torch.cuda.get_rng_state()
+        parallel_state.initialize_model_parallel(**sizes)
+        # No operation is random here, but layers switch to this generator under sequence parallelism.
+        model_parallel_cuda_manual_seed(1, force_reset_rng=True)
+        torch.cuda.set_rng_state(generator)
+
+    def _destroy(self) -> None:
+        """Destroys the groups and restores the globals.
+
+        megatron-core's ``destroy_model_parallel`` is not enough: it leaves the groups, with their sockets and threads.
+        """
+        for group in list(dist.distributed_c10d._world.pg_map):
+            if group not in self._groups:
+                dist.destroy_process_group(group)
+        for module, variables in self._globals:
+            vars(module).update(variables)
+        forget_routers()
+        for name, value in self._environment.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+
+def _variables(module: Any) -> dict[str, Any]:
+    """Returns a module's private global variables, without its functions."""
+    return {name: v for name, v in vars(module).items() if name.startswith("_") and not callable(v)}
+
+
+MODEL_PARALLEL = ModelParallel()
+
+
+# isort: split
 
 
 class MegatronContext:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from impl.context_parallel.ring_attention import RingAttention
-from impl.interface.collate import MicroBatch
+from impl.interface.micro_batches import MicroBatch
 from impl.interface.protocol import ContextConfig
 from impl.megatron.attention import Documents
 from impl.megatron.moe_config import Mixture

@@ -23,12 +23,10 @@ from torch import Tensor
 from conformance.backends.protocol import NamedTensors, Shard, TensorKind, Traced
 from conformance.core.errors import UsageError
 from conformance.models.folders import weight_files
-from conformance.spec.roles import Head
+from conformance.spec.observables import Head
 from conformance.spec.scenario import OptimizerConfig, ScheduleConfig
 from impl.context_parallel.ring_attention import RingAttention
-from impl.interface.collate import MicroBatch
-from impl.interface.micro_batch_loop import set_mode
-from impl.interface.outputs import Loss, Outputs, RouterTerms, Wanted
+from impl.interface.micro_batches import Loss, MicroBatch, Outputs, RouterTerms, Wanted, set_mode
 from impl.interface.protocol import AT_ONCE, ContextConfig, Dtype, Writing, WrittenKind
 from impl.interface.sharded_safetensors import SliceReader
 from impl.megatron import checkpoint

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from conformance.core.errors import UsageError
-from conformance.spec.roles import Head
+from conformance.spec.observables import Head
 from impl.megatron.moe_config import (
     DEEPSEEK_V2,
     DEEPSEEK_V3,

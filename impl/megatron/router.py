@@ -23,8 +23,7 @@ from megatron.core.transformer.moe.router_replay import RouterReplay, RouterRepl
 from torch import Tensor
 
 from conformance.spec.batch import expert_column
-from impl.interface.collate import MicroBatch
-from impl.interface.outputs import RouterTerms
+from impl.interface.micro_batches import MicroBatch, RouterTerms
 from impl.megatron.moe_config import Groups, Mixture
 from impl.models.router import Choice, replayed_choice, router_probabilities, router_sigmoids
 

@@ -84,7 +84,7 @@ def refuse_foreign(optimizer: Any) -> None:
     if not issubclass(kind, (torch.optim.AdamW, torch.optim.SGD)):
         raise UsageError(
             f"megatron-core uses {kind.__module__}.{kind.__name__}, whose state cannot be written or read here (only "
-            f"that of torch's AdamW and SGD can); call impl.megatron.startup.begin before transformer_engine and apex "
+            f"that of torch's AdamW and SGD can); call impl.megatron.adapter.begin before transformer_engine and apex "
             f"are imported"
         )
 

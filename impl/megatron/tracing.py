@@ -12,9 +12,9 @@ from megatron.core import parallel_state
 from megatron.core.transformer.identity_op import IdentityOp
 
 from conformance.backends.protocol import Cut, Traced, TracedModule
-from impl.interface.collate import MicroBatch
+from impl.interface.micro_batches import MicroBatch
 from impl.megatron.model_config import ModelShape, Stages
-from impl.models.tracing import token_numbers
+from impl.models.layers import token_numbers
 
 
 def traced_chunks(

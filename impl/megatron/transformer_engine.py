@@ -1,6 +1,6 @@
 """Builds megatron-core's GPTModel from TransformerEngine's layers, for the layout option ``te``.
 
-Import this module only in a process in which impl.megatron.startup has admitted TransformerEngine. TransformerEngine's
+Import this module only in a process in which impl.megatron.adapter has admitted TransformerEngine. TransformerEngine's
 linear layers contain the preceding norms, and all its layers need a GPU. Its attention supports documents laid end to
 end (``thd``) in half precision only; in float32, this package's attention is used. It does not support float64, so
 there is no exact tier.

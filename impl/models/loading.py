@@ -37,7 +37,7 @@ from transformers.utils import import_utils
 from conformance.core.errors import UsageError
 from conformance.models.folder_checks import BUNDLED_CODE, folder_code, runs_code
 from conformance.models.folders import weight_files
-from conformance.spec.roles import Head
+from conformance.spec.observables import Head
 from impl.interface.sharded_safetensors import fill
 from impl.models.family_quirks import needs_loop, unsupported_by_kernels
 from impl.models.lazy_weights import UnreadWeights, give_memory, published_buffers, reading_headers, take_origins

@@ -18,9 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from conformance.spec.roles import Head
-from impl.interface.collate import MicroBatch
-from impl.interface.outputs import Outputs, Wanted
+from conformance.spec.observables import Head
+from impl.interface.micro_batches import MicroBatch, Outputs, Wanted
 
 WIDENED_AT_ONCE = 2**25  # logits, 128 MiB in float32
 

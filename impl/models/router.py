@@ -20,8 +20,7 @@ from torch import Tensor
 
 from conformance.spec.batch import EXPERTS, expert_column
 from conformance.spec.observables import ROUTING
-from impl.interface.collate import MicroBatch
-from impl.interface.outputs import Loss, Outputs, RouterTerms
+from impl.interface.micro_batches import Loss, MicroBatch, Outputs, RouterTerms
 from impl.interface.protocol import Context, Trainable
 from impl.models.family_quirks import quirks_of
 

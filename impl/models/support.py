@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from conformance.backends.protocol import Support, Supported, Unsupported
-from conformance.core.paths import resolve
+from conformance.core.host import resolve
 from conformance.models.folder_checks import Files, files_of
 from conformance.spec.known_defects import model_config
 from conformance.spec.layout import Layout

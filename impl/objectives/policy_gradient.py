@@ -1,22 +1,22 @@
-"""Computes the columns of a rollout before its first update, and the GRPO and PPO losses of micro-batches.
+"""Computes the columns of a rollout and the losses of micro-batches, for GRPO, PPO and every other objective.
 
 The work is split as in verl. A controller, which here is every rank, computes the columns of a rollout (advantages,
 returns) from the log-probs and values of all ranks. Losses see one micro-batch. The oracle's functions were written
-independently (conformance/oracle/policy_gradient.py).
+independently (conformance/oracle/policy_gradient.py). All
+reference backends share the loss functions of each kind of objective.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from conformance.spec.batch import Batch, Document, Row
-from conformance.spec.objectives import Grpo, Ppo
-from conformance.spec.roles import CRITIC, POLICY, REFERENCE
-from impl.interface.collate import MicroBatch
-from impl.interface.outputs import Evaluation, Outputs, Wanted
+from conformance.spec.objectives import Grpo, Objective, Ppo, known_kinds
+from conformance.spec.observables import CRITIC, POLICY, REFERENCE
+from impl.interface.micro_batches import Evaluation, MicroBatch, Outputs, Wanted
 from impl.objectives.advantages import Estimate, Response, estimate
 from impl.objectives.losses import importance_weights, kl_estimate, policy_losses, token_weights, value_losses
 
@@ -25,7 +25,7 @@ RolloutOutputs = Mapping[str, Mapping[tuple[int, int], Tensor]]  # by model, by 
 
 @dataclass(frozen=True)
 class PolicyGradientFunctions:
-    """Implements impl.objectives.registry.ObjectiveFunctions and impl.engine.rollout_pass.RolloutFunctions."""
+    """Implements impl.objectives.policy_gradient.ObjectiveFunctions and impl.engine.trainer.RolloutFunctions."""
 
     objective: Grpo | Ppo
 
@@ -219,3 +219,95 @@ def _column(document: Document, numbers: Tensor) -> tuple[float, ...]:
     """Expands ``numbers`` (targets,) to a column of the document: one number per token, 0 without a target."""
     remaining: Iterator[float] = iter(numbers.tolist())
     return tuple(next(remaining) if target else 0.0 for target in document.targets)
+
+
+class ObjectiveFunctions(Protocol):
+    """Defines the functions of an objective that the trainer calls; ``model`` is the name of a role."""
+
+    @property
+    def temperature(self) -> float:
+        """Returns the divisor of the logits."""
+        ...
+
+    def wants(self, model: str) -> Wanted:
+        """Returns the outputs needed from ``model``; if there are none, the model runs no forward pass."""
+        ...
+
+    def totals(self, rows: Sequence[Row]) -> dict[str, float]:
+        """Returns sums over ``rows``, by observable; totals over the whole step are the denominators of the losses.
+
+        The totals are recorded, except for keys under which ``evaluate`` gives a value itself.
+        """
+        ...
+
+    def summary(self, batch: Batch) -> dict[str, float]:
+        """Returns recorded numbers of the whole batch, by observable, that need no forward pass of this step."""
+        ...
+
+    def evaluate(
+        self,
+        model: str,
+        outputs: Outputs,
+        inputs: MicroBatch,
+        *,
+        totals: Mapping[str, Tensor],
+        others: Mapping[str, Outputs],
+    ) -> Evaluation:
+        """Computes the loss and the recorded numbers of ``model`` for one micro-batch.
+
+        ``totals``: sums over the whole step on all ranks, scalars on the device in the dtype of the outputs.
+        ``others``: detached outputs for this micro-batch of the models that ran earlier in this step, by model.
+        """
+        ...
+
+
+class SftFunctions:
+    """Computes the SFT loss: the mean of weight times -log p over the target tokens of the whole step on all ranks.
+
+    Documents without a column ``weight`` have weight 1.
+    """
+
+    temperature = 1.0
+
+    def __init__(self, objective: Any) -> None:
+        pass
+
+    def wants(self, model: str) -> Wanted:
+        return frozenset({"logprobs", "targets"})
+
+    def totals(self, rows: Sequence[Row]) -> dict[str, float]:
+        return {"token_count": sum(row.target_count for row in rows)}
+
+    def summary(self, batch: Batch) -> dict[str, float]:
+        return {}
+
+    def evaluate(
+        self,
+        model: str,
+        outputs: Outputs,
+        inputs: MicroBatch,
+        *,
+        totals: Mapping[str, Tensor],
+        others: Mapping[str, Outputs],
+    ) -> Evaluation:
+        assert outputs.logprobs is not None
+        assert outputs.targets is not None
+        loss = minimised = -outputs.logprobs.sum() / totals["token_count"]
+        if "weight" in inputs.columns:
+            minimised = -(inputs.columns["weight"] * outputs.logprobs).sum() / totals["token_count"]
+        # Trained targets are counted, because the batch's own count would hide lost ones.
+        values = {"loss": loss, "token_count": outputs.targets.sum()}
+        return Evaluation(loss=minimised, values=values, rows={"logprob": outputs.logprobs})
+
+
+FUNCTIONS: dict[str, Callable[[Any], ObjectiveFunctions]] = {
+    "sft": SftFunctions,
+    "grpo": PolicyGradientFunctions,
+    "ppo": PolicyGradientFunctions,
+}
+
+
+def functions_of(objective: Objective) -> ObjectiveFunctions:
+    """Returns the functions of a scenario's objective. Raises UsageError for a kind that is not in FUNCTIONS."""
+    known_kinds(FUNCTIONS, objective, who="impl/objectives/policy_gradient.py")
+    return FUNCTIONS[objective.kind](objective)

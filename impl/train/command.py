@@ -1,4 +1,4 @@
-"""Runs the command ``parity train``, which conformance/core/plugins.py finds.
+"""Runs the command ``parity train``, which conformance/core/packages.py finds.
 
 Under torchrun this process is a rank of the training; otherwise it starts the ranks. Slow imports happen when the
 command runs.
@@ -74,7 +74,7 @@ class Train:
             from impl.train.setup import check_inputs
 
             check_inputs(config)
-            start = [sys.executable, "-m", "conformance.core.own_packages", RANK, str(file)]
+            start = [sys.executable, "-m", "conformance.core.packages", RANK, str(file)]
             return run_ranks(start, ranks=config.layout.world_size, device=config.device)
 
 

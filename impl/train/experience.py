@@ -1,7 +1,7 @@
 """Samples and rewards responses to prompts, and deals them into the mini-batches of a rollout.
 
 Every rank samples the responses to a share of the prompts, and all ranks get all responses. The columns of a rollout
-(impl/engine/rollout_pass.py) are then computed in the same way on every rank, as in cells.
+(impl/engine/trainer.py) are then computed in the same way on every rank, as in cells.
 """
 
 import random

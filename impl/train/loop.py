@@ -25,8 +25,8 @@ from conformance.core.process import not_ignored
 from conformance.models.folders import EMBEDDING, HEAD
 from conformance.numerics.float64_tier import exact_tier
 from conformance.spec.batch import Batch
+from conformance.spec.observables import POLICY, Head
 from conformance.spec.precision import PRECISIONS, PrecisionName
-from conformance.spec.roles import POLICY, Head
 from conformance.worker.rank_state import seed_generators
 from impl.checkpoints import native
 from impl.checkpoints.folder import LATEST, TrainingFolder
@@ -40,7 +40,7 @@ from impl.train.config import OutputConfig, TrainConfig
 from impl.train.data import Source
 from impl.train.experience import check_resumes, logprob_gap
 from impl.train.logging import Reporter, open_reporter
-from impl.train.memory_estimate import parameter_shapes, read_sizes
+from impl.train.plan import parameter_shapes, read_sizes
 from impl.train.setup import (
     Evaluate,
     adapter_folder,

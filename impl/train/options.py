@@ -15,8 +15,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from conformance.backends.protocol import MissingExtra, Unsupported, find_backend
 from conformance.core.errors import UsageError, explain
+from conformance.core.host import resolve
 from conformance.core.io import read_json
-from conformance.core.paths import resolve
 from conformance.data.samples import read_dataset
 from conformance.models.folder_checks import check_model_folder, runs_code
 from conformance.models.folders import weight_files
@@ -27,7 +27,7 @@ from conformance.spec.scenario import Scenario, parse_scenario
 from impl.models.family_quirks import PLANNED
 from impl.train.config import ARITHMETIC, OutputConfig, RolloutConfig, TrainConfig, Values
 from impl.train.flags import Value, written
-from impl.train.memory_estimate import parameter_shapes
+from impl.train.plan import parameter_shapes
 
 Device = Literal["cpu", "cuda"]
 DATASETS = {"sft": "data/word_problems.jsonl", "grpo": ARITHMETIC, "ppo": ARITHMETIC}  # defaults

@@ -1,12 +1,146 @@
-"""Prints the plan of a training for ``--dry-run``: ranks, rows, models, and the memory that a rank needs."""
+"""Plans a training for ``--dry-run``: ranks, rows, models, and the memory that a rank needs.
 
-from dataclasses import dataclass
+Activations that are kept for the backward pass are estimated by the terms of Korthikanti et al., arXiv 2205.05198,
+section 4 (the inputs that each operator keeps), for layers with RMSNorm, grouped queries and SwiGLU instead of theirs,
+without dropout, and with an attention kernel that keeps no scores. Sections 4.2.1 and 4.2.2 describe what tensor and
+sequence parallelism shard, section 5 what remains with recomputation.
+"""
 
-from conformance.spec.layout import AXES, OPTIONS
-from conformance.spec.roles import POLICY, Role
-from impl.engine.memory_estimate import States, elements, states_of_role
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from conformance.core.errors import UsageError
+from conformance.core.io import read_json
+from conformance.models.folders import EMBEDDING, HEAD
+from conformance.models.synthetic import random_model
+from conformance.spec.layout import AXES, OPTIONS, Layout
+from conformance.spec.observables import POLICY, Head, Role
+from conformance.spec.precision import PRECISIONS, PrecisionName
+from impl.deepspeed.config import states_of as deepspeed_states
+from impl.engine.memory_estimate import Shapes, States, StatesOf, elements, states_of_role, weight_shapes
+from impl.fsdp2.adapter import states_of as fsdp2_states
+from impl.megatron.adapter import states_of as megatron_states
+from impl.megatron.hf_mapping import all_parameters, parts
+from impl.megatron.model_config import VALUE_HEAD, VOCABULARY_MULTIPLE, ModelShape, read_shape
+from impl.megatron.spans import Rank
 from impl.train.config import TrainConfig
-from impl.train.memory_estimate import STATES_OF, Activations, activations_of, parameter_shapes, read_sizes
+
+STATES_OF: dict[str, StatesOf] = {"deepspeed": deepspeed_states, "fsdp2": fsdp2_states, "megatron": megatron_states}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Holds the sizes that activations depend on. ``queries``, ``keys``: the widths of all heads together."""
+
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    queries: int
+    keys: int
+    vocab: int
+
+
+def read_sizes(folder: Path) -> Sizes:
+    config = read_json(folder / "config.json")
+    config = config.get("text_config", config)
+    heads = config["num_attention_heads"]
+    width = config.get("head_dim") or config["hidden_size"] // heads
+    return Sizes(
+        layers=config["num_hidden_layers"],
+        hidden=config["hidden_size"],
+        ffn=config["intermediate_size"],
+        heads=heads,
+        queries=heads * width,
+        keys=(config.get("num_key_value_heads") or heads) * width,
+        vocab=config["vocab_size"],
+    )
+
+
+def parameter_shapes(folder: Path, head: Head) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of a folder's model with this head; a tied head is left out.
+
+    They are those of its weights, including weights still to be drawn. Without weights they follow from the
+    configuration, if impl/megatron/model_config.py knows the architecture. Raises UsageError for a folder with neither.
+    """
+    if any(folder.glob("*.safetensors")) or random_model(folder):
+        found = weight_shapes(folder)
+    else:
+        found = _of_configuration(replace(read_shape(folder), head="causal"))
+    if head == "causal":
+        return found
+    hidden = next(shape[1] for name, shape in found.items() if name.endswith(EMBEDDING))
+    return {n: s for n, s in found.items() if not n.endswith(HEAD)} | {VALUE_HEAD: (1, hidden)}
+
+
+def _of_configuration(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    if shape.mixture:
+        raise UsageError("the sizes of experts are read from weights only; give a folder with weights")
+    alone = Rank(rank=0, size=1)
+    return {part.name: part.shape for name in all_parameters(shape) for part in parts(name, shape, alone)}
+
+
+def states_of(backend: str, layout: Layout, precision: PrecisionName, shapes: Shapes, *, trained: bool) -> States:
+    """Estimates a model that is trained with AdamW, or a frozen model."""
+    return STATES_OF[backend](layout, PRECISIONS[precision], shapes, trained)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Activations:
+    """Holds the bytes of activations on a rank.
+
+    kept: an upper bound for all layers.
+    layer: the layer that is recomputed; 0 without recomputation.
+    logits: all copies of the logits that the loss holds at the same time.
+    """
+
+    kept: int
+    layer: int
+    logits: int
+
+
+def activations_of(
+    backend: str, layout: Layout, sizes: Sizes, *, compute: int, tokens: int, micro_batches: int, entropy: bool
+) -> Activations:
+    """Estimates activations.
+
+    tokens: of a micro-batch on a context-parallel rank.
+    compute: bytes of a number.
+    """
+    own = tokens // layout.tp if "seqpar" in layout.options else tokens
+    # Outside of tensor parallelism: norms and their outputs. Hugging Face's RMSNorm keeps its input in float32 and the
+    # normalised values, torch's keeps its input.
+    norm = max(4, compute) + compute if backend != "megatron" else compute
+    outside = 2 * (norm + compute) * sizes.hidden
+    # Inside: queries, keys, values, attention's output and a float32 per head; four times SwiGLU's width.
+    inside = compute * (2 * sizes.queries + 2 * sizes.keys + 4 * sizes.ffn) + 4 * sizes.heads
+    layer = outside * own + inside * tokens // layout.tp
+    at_once = min(layout.pp, micro_batches)  # on the first stage: micro-batches in flight
+    layers = -(-sizes.layers // layout.pp) * at_once
+    again = "ckpt" in layout.options
+    return Activations(
+        kept=layers * (compute * sizes.hidden * own if again else layer),
+        layer=layer if again else 0,
+        logits=_logits(backend, layout, sizes, compute=compute, tokens=tokens, entropy=entropy),
+    )
+
+
+def _logits(backend: str, layout: Layout, sizes: Sizes, *, compute: int, tokens: int, entropy: bool) -> int:
+    """Estimates the bytes of the loss (impl/models/outputs.py).
+
+    They are the logits, the softmax in float32 or wider (twice with entropy), and the gradient, which shares the
+    softmax's memory if it has the same dtype.
+    """
+    width = sizes.vocab
+    if backend == "megatron":
+        multiple = VOCABULARY_MULTIPLE * layout.tp
+        width = -(-sizes.vocab // multiple) * multiple // layout.tp
+    elif "losspar" in layout.options:
+        width = -(-sizes.vocab // layout.tp)
+    wide = max(4, compute)
+    gradient = compute if compute < 4 else 0
+    return tokens * width * (compute + wide * (2 if entropy else 1) + gradient)
+
 
 GIB = 2**30
 _AXES = {

@@ -29,22 +29,22 @@ from conformance.models.folder_checks import CONFIG, runs_code
 from conformance.models.folders import HEAD, value_config, weight_files, weight_shapes
 from conformance.spec.batch import Batch, Document, Row
 from conformance.spec.lora import ADAPTER
-from conformance.spec.roles import POLICY
+from conformance.spec.observables import POLICY
 from conformance.spec.scenario import DataConfig
 from impl.checkpoints.training_state import DataPosition
 from impl.engine.adapter import ReferenceBackend
-from impl.engine.rollout_pass import output_rows
+from impl.engine.trainer import output_rows
 from impl.interface.distributed import on_first
 from impl.interface.protocol import Context, Trainable
 from impl.megatron.model_config import VALUE_HEAD
 from impl.models.export import check_target, write_folder
 from impl.models.lora import check_same, write_start
-from impl.objectives.registry import functions_of
+from impl.objectives.policy_gradient import functions_of
 from impl.train.config import RolloutConfig, TrainConfig
 from impl.train.data import DocumentSource, Prompt, Reward, Source, fits, load_prompts, reward_of
 from impl.train.experience import RolloutSource, check_rollout, sample_responses, text_of
 from impl.train.generation import Sampling, make_engine
-from impl.train.memory_estimate import parameter_shapes
+from impl.train.plan import parameter_shapes
 
 
 def is_value_model(folder: Path) -> bool:

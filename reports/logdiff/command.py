@@ -1,6 +1,6 @@
 """Compares training logs, or records of ``parity.record``, with the first of them (``parity diff``, ``parity.diff``).
 
-conformance/core/plugins.py finds the command. What it does is imported when it is run: other commands need none of it.
+conformance/core/packages.py finds the command. What it does is imported when it is run: other commands need none of it.
 """
 
 import argparse

@@ -162,7 +162,7 @@ def test_asking_backends_what_they_support_imports_none_of_their_libraries() -> 
         from conformance.backends.registry import adapter_of
         from conformance.backends.protocol import registered_backends
         from conformance.spec.layout import Layout
-        from conformance.core.paths import FIXTURES
+        from conformance.core.host import FIXTURES
         from conformance.spec.scenario import load_scenario
         scenario = load_scenario(FIXTURES / "scenarios/sft-packed.toml", model="models/qwen3", precision="exact")
         for entry in registered_backends().values():

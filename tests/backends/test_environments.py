@@ -17,7 +17,7 @@ from conformance.backends.protocol import BackendInfo, Unsupported
 from conformance.backends.registry import AskFailed, InProcessAdapter, adapter_of, find_backend, versions_of
 from conformance.cli import main as cli
 from conformance.core.errors import UsageError
-from conformance.core.paths import FIXTURES
+from conformance.core.host import FIXTURES
 from conformance.spec.known_defects import RoundedMasters
 from conformance.spec.layout import Layout
 from conformance.spec.scenario import Scenario, load_scenario

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from conformance.core.paths import FIXTURES
+from conformance.core.host import FIXTURES
 
 ROOT = Path(__file__).parents[2]
 EXCHANGE = ROOT / "benchmarks" / "exchange.py"

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from conformance.core.paths import FIXTURES
+from conformance.core.host import FIXTURES
 from conformance.spec.layout import Layout
 
 ROOT = FIXTURES.parent

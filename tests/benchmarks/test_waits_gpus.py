@@ -37,7 +37,7 @@ def test_a_wait_is_placed_in_the_innermost_functions_around_it() -> None:
     functions = [  # in no order
         function("<built-in method to>", 20, 30),
         function("impl/interface/distributed.py(6): moved", 20, 30),
-        function("impl/interface/collate.py(39): to", 12, 40),
+        function("impl/interface/micro_batches.py(39): to", 12, 40),
         function("impl/engine/trainer.py(90): ended before", 11, 19),
         function("impl/engine/trainer.py(91): ends meanwhile", 13, 22),
         function("impl/engine/trainer.py(98): step_inputs", 10, 40),
@@ -48,7 +48,8 @@ def test_a_wait_is_placed_in_the_innermost_functions_around_it() -> None:
     of_device, of_event = {**call, "name": "cudaDeviceSynchronize"}, {**call, "name": "cudaEventSynchronize"}
     ending, launch = {**call, "ts": 95, "dur": 1}, {**call, "name": "cudaLaunchKernel"}
     kernel = {**call, "cat": "kernel"}
-    where = "impl/engine/trainer.py: step_inputs > impl/interface/collate.py: to > impl/interface/distributed.py: moved"
+    inner = "impl/interface/micro_batches.py: to > impl/interface/distributed.py: moved"
+    where = f"impl/engine/trainer.py: step_inputs > {inner}"
     found = places([*functions, call, launch, ending, kernel, of_device, of_event, {**call, "name": "cudaMemcpy"}])
     names = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
     assert found == [f"{where} [{name}]" for name in names]

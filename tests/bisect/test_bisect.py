@@ -23,15 +23,15 @@ from conformance.backends.protocol import Traced
 from conformance.bisect.explain import describe
 from conformance.bisect.locate import bisect, compare
 from conformance.bisect.oracle_capture import Reference, references
-from conformance.core.paths import FIXTURES
+from conformance.core.host import FIXTURES
 from conformance.data.prepare import FrozenInputs, prepare_inputs
 from conformance.numerics.float64_tier import exact_tier
 from conformance.results.bisection import Bisected, Bisection, Direction, First, Wrong
 from conformance.spec.batch import Batch, read_batches
 from conformance.worker.activation_capture import Issuing, Piece, capturing, read_issued, read_pieces
-from impl.interface.collate import collate
+from impl.interface.micro_batches import collate
+from impl.models.layers import hugging_face_modules, numbered, token_numbers
 from impl.models.loading import load_model
-from impl.models.tracing import hugging_face_modules, numbered, token_numbers
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,8 @@ from conformance.matrix.profile import select_cells
 from conformance.records.record_format import dumps
 from conformance.results.bisection import BISECTION, Bisection, read_bisection, write_bisection
 from conformance.results.trust import CheckedCell, read_cells
+from conformance.runner.placement import SessionConfig
 from conformance.runner.session import Session
-from conformance.runner.session_config import SessionConfig
 from reports.load import read_report
 from reports.wording import details
 

@@ -14,7 +14,7 @@ import torch
 from cells import BACKENDS, assert_honest, cell_of, exhaustive, record_of
 from safetensors.torch import load_file, save_file
 
-from conformance.core.paths import FIXTURES, resolve
+from conformance.core.host import FIXTURES, resolve
 from conformance.matrix.cell import Cell
 from conformance.runner.environment import model_sizes
 from conformance.runner.session import Session

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from cells import BACKENDS, STEPS, assert_honest, cell_of, exhaustive, record_of
 
-from conformance.core.paths import FIXTURES
+from conformance.core.host import FIXTURES
 from conformance.matrix.cell import Cell
 from conformance.runner.session import Session
 from conformance.spec.layout import Layout

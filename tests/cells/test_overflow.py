@@ -10,7 +10,7 @@ import torch
 from cells import cell_of, folder_of, record_of, small
 from safetensors.torch import save_file
 
-from conformance.core.paths import FIXTURES
+from conformance.core.host import FIXTURES
 from conformance.judge.optimizer_replay import UNCHANGED, rebuilt_updates
 from conformance.judge.pairwise import compare_lines
 from conformance.numerics.sketch import kept, sampled

@@ -23,16 +23,15 @@ from converted import assert_converted, train
 from safetensors.torch import load_file, save_file
 
 from conformance.cli import main as cli
-from conformance.core import plugins
+from conformance.core import packages
 from conformance.core.errors import UsageError
-from conformance.core.paths import FIXTURES
+from conformance.core.host import FIXTURES
 from conformance.models.families import read_architecture
 from conformance.oracle.decoder import forward
 from conformance.oracle.run import POLICIES
 from conformance.runtime import Pool
 from conformance.spec.precision import PrecisionName
-from impl.convert.convert import convert
-from impl.convert.detect import open_checkpoint
+from impl.convert.convert import convert, open_checkpoint
 from impl.interface.sharded_safetensors import replacing_folder
 from impl.models.export import check_target, stored_dtypes, write_folder
 
@@ -304,10 +303,10 @@ def test_code_in_a_checkpoint_is_refused_and_not_run(
 def announced(monkeypatch: pytest.MonkeyPatch) -> None:
     """The commands that this tree announces, installed or not."""
     project = tomllib.loads((FIXTURES.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    own = project["entry-points"][plugins.COMMANDS].items()
-    entries = [EntryPoint(name, value, plugins.COMMANDS) for name, value in own]
-    entries.append(EntryPoint("broken", "no_such_module:X", plugins.COMMANDS))
-    monkeypatch.setattr(plugins, "entry_points", lambda group: entries)
+    own = project["entry-points"][packages.COMMANDS].items()
+    entries = [EntryPoint(name, value, packages.COMMANDS) for name, value in own]
+    entries.append(EntryPoint("broken", "no_such_module:X", packages.COMMANDS))
+    monkeypatch.setattr(packages, "entry_points", lambda group: entries)
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,10 @@ from cells import cell_of, exhaustive
 from converted import assert_converted, train
 
 from conformance.core.errors import UsageError
-from conformance.core.paths import FIXTURES
+from conformance.core.host import FIXTURES
 from conformance.runtime import Pool
 from conformance.spec.precision import PrecisionName
-from impl.convert.convert import convert
-from impl.convert.detect import open_checkpoint
+from impl.convert.convert import convert, open_checkpoint
 
 universal = pytest.importorskip("impl.deepspeed.universal_checkpoint")
 

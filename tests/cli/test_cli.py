@@ -15,7 +15,7 @@ from plain_profile import write_profile
 
 from conformance.backends.protocol import Support
 from conformance.cli import main as cli
-from conformance.core.paths import FIXTURES
+from conformance.core.host import FIXTURES
 from conformance.matrix.options import Ranks, Selection
 from conformance.records.record_format import dumps, number
 from conformance.results.history import read_baseline

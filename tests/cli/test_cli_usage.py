@@ -15,7 +15,7 @@ from plain_profile import PROFILE, SCENARIO
 from conformance.backends.protocol import find_backend
 from conformance.cli import main as cli
 from conformance.cli.commands import command_names
-from conformance.core.host_resources import HostResources
+from conformance.core.host import HostResources
 from conformance.matrix.options import GROUPS
 from impl.train.flags import COMMANDS as TRAININGS
 

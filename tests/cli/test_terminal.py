@@ -16,10 +16,10 @@ from rich.console import Console
 from conformance.backends.protocol import BackendEntry
 from conformance.cli import main as cli
 from conformance.cli.terminal import Loudness, Terminal, duration, print_summary, seconds_left
-from conformance.core.paths import FIXTURES
+from conformance.core.host import FIXTURES
 from conformance.matrix.cell import Cell
 from conformance.results.verdict import Verdict
-from conformance.runner.scheduler import Activity
+from conformance.runner.placement import Activity
 from conformance.spec.layout import Layout
 from conformance.spec.scenario import load_scenario
 

@@ -11,7 +11,7 @@ from conftest import make_cell
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from conformance.core.paths import resolve
+from conformance.core.host import resolve
 from conformance.data.documents import build_batches
 from conformance.numerics.float64_tier import exact_tier
 from conformance.oracle.attention import packed_attention
@@ -20,7 +20,7 @@ from conformance.spec.batch import Column, Document, Row
 from impl.context_parallel import reference_kernel
 from impl.context_parallel.ring_attention import Ring
 from impl.context_parallel.sequence_sharding import SplitMode, place, restore, shard_inputs
-from impl.interface.collate import NO_TARGET, MicroBatch, collate
+from impl.interface.micro_batches import NO_TARGET, MicroBatch, collate
 
 # Odd lengths, a row with one document, documents shorter than the ring, rows of different lengths.
 PACKED = [[5, 16, 9], [7, 23, 1], [30]]

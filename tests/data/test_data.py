@@ -12,7 +12,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from conformance.core.errors import UsageError
-from conformance.core.paths import FIXTURES
+from conformance.core.host import FIXTURES
 from conformance.data.documents import build_batches, load_documents, pack
 from conformance.data.samples import read_samples
 from conformance.data.tokenizer import _loaded, load_tokenizer

@@ -7,7 +7,7 @@ import pytest
 from test_checkpoint_pickles import ABOUT
 
 from conformance.core.errors import UsageError
-from conformance.core.paths import FIXTURES
+from conformance.core.host import FIXTURES
 from conformance.data.samples import read_samples
 from conformance.spec.scenario import DataConfig
 from impl.checkpoints import manifest

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from conformance.core.paths import FIXTURES
+from conformance.core.host import FIXTURES
 from conformance.data.documents import load_documents
 from conformance.data.tokenizer import load_tokenizer
 from conformance.oracle.feed_forward import stacked

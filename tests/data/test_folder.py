@@ -12,7 +12,7 @@ import torch
 
 from conformance.backends.protocol import find_backend
 from conformance.core.errors import UsageError
-from conformance.core.paths import FIXTURES
+from conformance.core.host import FIXTURES
 from conformance.data.prepare import prepare_inputs
 from conformance.data.tokenizer import load_tokenizer
 from conformance.matrix.cell import Cell

@@ -13,8 +13,8 @@ import toy_objectives
 from safetensors import safe_open
 
 from conformance.core.errors import UsageError
+from conformance.core.host import FIXTURES
 from conformance.core.io import complete_or_nothing
-from conformance.core.paths import FIXTURES
 from conformance.data.documents import build_batches
 from conformance.data.prepare import FrozenInputs, prepare_inputs
 from conformance.models import folders

@@ -14,7 +14,7 @@ from cells import cell_of
 from safetensors.torch import load_file, save_file
 
 from conformance.core.errors import UsageError
-from conformance.core.paths import FIXTURES
+from conformance.core.host import FIXTURES
 from conformance.data.prepare import prepare_inputs
 
 Damage = Callable[[Path], object]

@@ -12,7 +12,7 @@ from gsm8k import write_problems
 from transformers import AutoTokenizer
 
 from conformance.core.errors import UsageError
-from conformance.core.paths import FIXTURES
+from conformance.core.host import FIXTURES
 from conformance.data import tokenizer as lazy
 from conformance.data.documents import build_batches, load_documents
 from conformance.data.rollouts import build_rollouts

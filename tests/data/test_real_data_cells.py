@@ -16,11 +16,10 @@ from cells import BACKENDS, cell_of
 from gsm8k import write_problems
 from memory import memory_of_tree
 
-from conformance.core.host_resources import HostResources
-from conformance.core.paths import FIXTURES
+from conformance.core.host import FIXTURES, HostResources
 from conformance.matrix.options import Selection
 from conformance.matrix.profile import select_cells
-from conformance.runner.resource_check import needs_of
+from conformance.runner.preflight import needs_of
 from conformance.runner.session import Session
 from conformance.spec.precision import PrecisionName
 

@@ -18,7 +18,7 @@ from cells import exhaustive
 from conformance.backends.protocol import BackendEntry
 from conformance.cli import main as cli
 from conformance.core.errors import UsageError
-from conformance.core.paths import FIXTURES
+from conformance.core.host import FIXTURES
 from conformance.data.coverage import measure_coverage
 from conformance.data.documents import build_batches
 from conformance.data.prepare import batches_of
@@ -30,7 +30,7 @@ from conformance.models.folder_checks import runs_code
 from conformance.models.folders import prepare_model
 from conformance.spec.batch import Batch, Document, read_batches, write_batches
 from conformance.spec.layout import Layout
-from conformance.spec.roles import Role
+from conformance.spec.observables import Role
 from conformance.spec.scenario import Scenario, load_scenario, parse_scenario
 
 LLAMA = FIXTURES / "models" / "llama"

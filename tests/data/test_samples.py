@@ -13,7 +13,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from conformance.core.errors import UsageError
-from conformance.core.paths import FIXTURES
+from conformance.core.host import FIXTURES
 from conformance.data.documents import build_batches, load_documents
 from conformance.data.samples import LONGEST_LINE, LONGEST_TEXT, read_samples
 from conformance.data.tokenizer import computing_at_most, load_tokenizer

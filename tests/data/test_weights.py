@@ -10,11 +10,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from conformance.core.errors import UsageError
-from conformance.core.paths import FIXTURES
+from conformance.core.host import FIXTURES
 from conformance.models.families import read_architecture
 from conformance.models.folders import INDEX, prepare_model, weight_files
 from conformance.oracle.decoder import load_weights
-from conformance.spec.roles import POLICY, Role
+from conformance.spec.observables import POLICY, Role
 from conformance.spec.scenario import OptimizerConfig, Scenario
 
 FAMILIES = ("pangu", "llama", "qwen3", "gemma3")

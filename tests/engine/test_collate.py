@@ -4,7 +4,7 @@ import torch
 
 from conformance.spec.batch import Document, Row
 from impl.engine.trainer import target_rows
-from impl.interface.collate import NO_TARGET, collate
+from impl.interface.micro_batches import NO_TARGET, collate
 
 N = NO_TARGET
 FIRST = Document((1, 2, 3), (False, False, True), {"weight": (0.1, 0.2, 0.3), "reward": 7.0})

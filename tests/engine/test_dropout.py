@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from conformance.backends.protocol import Supported, Unsupported
 from conformance.core.errors import UsageError
-from conformance.core.paths import FIXTURES
+from conformance.core.host import FIXTURES
 from conformance.models.families import read_architecture
 from conformance.runner.session import Session
 from conformance.spec.layout import Layout

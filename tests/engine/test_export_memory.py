@@ -11,7 +11,7 @@ import torch
 from memory import give_back, peak_above
 from resume_runs import Ranks
 
-from conformance.core.paths import FIXTURES
+from conformance.core.host import FIXTURES
 from conformance.models.folders import weight_shapes
 from conformance.runtime import Pool
 from impl.interface.sharded_safetensors import TensorWriter

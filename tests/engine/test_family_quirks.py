@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from conformance.core.paths import resolve
+from conformance.core.host import resolve
 from impl.models.family_quirks import PLANNED, QUIRKS, ROUTED, quirks_in, quirks_of
 from impl.models.loading import causal_class, read_config
 

@@ -9,7 +9,7 @@ import pytest
 from cells import exhaustive, ranks_of
 from fsdp2_tasks import OPTIMIZER, smaller_vocabulary, value_folder
 
-from conformance.core.paths import FIXTURES
+from conformance.core.host import FIXTURES
 from conformance.runtime import Pool
 from conformance.spec.layout import Layout
 

@@ -16,7 +16,7 @@ from resume_runs import Ranks
 from test_export_memory import large_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from conformance.core.paths import FIXTURES
+from conformance.core.host import FIXTURES
 from conformance.models.folders import weight_shapes
 from conformance.runtime import Pool
 from conformance.spec.layout import Layout

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from conformance.backends.protocol import BackendEntry, Unsupported
 from conformance.core.errors import UsageError
-from conformance.core.paths import resolve
+from conformance.core.host import resolve
 from conformance.data.prepare import FrozenInputs, prepare_inputs
 from conformance.matrix.cell import Cell, Handover, Phase
 from conformance.numerics.float64_tier import exact_tier
@@ -31,8 +31,8 @@ from conformance.runner.session import Session
 from conformance.runtime import Pool
 from conformance.spec.layout import Layout
 from conformance.spec.lora import ADAPTER, CONFIG_FILE, WEIGHTS_FILE, LoraConfig, is_adapter
+from conformance.spec.observables import POLICY
 from conformance.spec.precision import PrecisionName
-from conformance.spec.roles import POLICY
 from conformance.spec.scenario import Scenario, load_scenario, scenario_to_json
 from impl.faults.models import MERGE_FAULTS
 from impl.models.lora import named_parameters

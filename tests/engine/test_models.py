@@ -11,7 +11,7 @@ from fsdp2_tasks import value_folder
 from safetensors.torch import load_file, save_file
 
 from conformance.core.errors import UsageError
-from conformance.core.paths import FIXTURES
+from conformance.core.host import FIXTURES
 from conformance.spec.layout import Layout
 from impl.interface.protocol import CONTEXTS, ContextConfig, get_context
 from impl.models.loading import load_model

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from conformance.runtime import Pool
-from impl.interface.outputs import Outputs
+from impl.interface.micro_batches import Outputs
 from impl.models import outputs
 from impl.models.outputs import token_statistics
 

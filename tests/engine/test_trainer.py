@@ -14,7 +14,7 @@ from impl.engine.trainer import of_all_ranks, sum_evaluations
 from impl.fsdp2 import dtensors
 from impl.fsdp2.model import Fsdp2Model
 from impl.interface.distributed import Reading
-from impl.interface.outputs import Evaluation
+from impl.interface.micro_batches import Evaluation
 from impl.train.experience import largest
 
 

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from conformance.core.paths import FIXTURES
+from conformance.core.host import FIXTURES
 from impl.interface import sharded_safetensors
 from impl.interface.sharded_safetensors import SliceReader, chunks, fill
 from impl.models.lazy_weights import Computed, Unread, UnreadWeights, _Headers, _Whole

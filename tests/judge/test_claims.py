@@ -15,7 +15,7 @@ import torch
 from conformance.backends.protocol import BackendEntry
 from conformance.cli import doctor
 from conformance.cli import main as cli
-from conformance.core.paths import FIXTURES, resolve
+from conformance.core.host import FIXTURES, resolve
 from conformance.matrix.cell import Cell, Handover, Phase
 from conformance.matrix.options import Demands
 from conformance.results.run_results import OUTPUT_SCHEMA

@@ -12,7 +12,7 @@ import pytest
 import torch
 from judge_sample import OBSERVABLES, Change, Tensors, Values, evidence, scale, unchanged, verdict_of, write
 
-from conformance.judge.accumulation_precision import expert_summands, measure_accumulation_precision
+from conformance.judge.rounding import expert_summands, measure_accumulation_precision
 from conformance.judge.tolerance import OF_ROWS, Measurement, allowed_errors
 from conformance.judge.verdict import judge
 from conformance.records.record_format import RecordError

@@ -9,8 +9,8 @@ import torch
 
 from conformance.backends.protocol import Shard
 from conformance.runtime import Pool, WorkerGroupConfig
-from conformance.worker import replicas
-from conformance.worker.replicas import _distance, compare, digest_of, hash_of_bits
+from conformance.worker import rank_state
+from conformance.worker.rank_state import _distance, compare, digest_of, hash_of_bits
 
 MIB = 2**20
 ONES = torch.ones(3)
@@ -137,6 +137,6 @@ def test_a_hash_is_the_same_in_several_blocks_and_knows_in_which_each_word_was(m
     bits = torch.arange(8 * 10, dtype=torch.uint8)  # ten words
     swapped = torch.cat([bits[32:64], bits[:32], bits[64:]])
     whole = hash_of_bits(bits)
-    monkeypatch.setattr(replicas, "HASHED_AT_ONCE", 4)
+    monkeypatch.setattr(rank_state, "HASHED_AT_ONCE", 4)
     assert hash_of_bits(bits) == whole
     assert hash_of_bits(swapped) != whole

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from conformance.core.errors import UsageError
-from conformance.core.paths import FIXTURES
+from conformance.core.host import FIXTURES
 from impl.interface.sharded_safetensors import SliceReader, TensorWriter
 from impl.megatron.hf_mapping import HEAD, all_parameters, check_weights, is_cut, parts
 from impl.megatron.model_config import Latent, ModelShape, read_shape, stages

@@ -22,20 +22,19 @@ from conformance.backends.registry import adapter_of
 from conformance.core.errors import UsageError
 from conformance.core.packages import is_installed
 from conformance.runner.phases import group_config
+from conformance.runner.placement import SessionConfig
 from conformance.runner.session import Session
-from conformance.runner.session_config import SessionConfig
 from conformance.runtime.gpu_inventory import gpus_of_host, shares_of
-from conformance.runtime.heartbeat import RankContext
+from conformance.runtime.messages import RankContext
 from conformance.spec.layout import Layout
 from conformance.spec.precision import PrecisionName
 from conformance.worker.evidence import ENGINE, Watch
 from conformance.worker.phase import run_phase
 from conformance.worker.phase_spec import PhaseSpec
 from impl.interface.protocol import ContextConfig
-from impl.megatron import startup
-from impl.megatron.adapter import MegatronBackend
+from impl.megatron import adapter as startup
+from impl.megatron.adapter import MegatronBackend, megatron_context
 from impl.megatron.hf_mapping import FUSED
-from impl.megatron.startup import megatron_context
 
 INSTALLED = is_installed("transformer-engine")
 GPUS = torch.cuda.device_count()

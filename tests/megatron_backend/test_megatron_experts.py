@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from conformance.backends.protocol import Unsupported
 from conformance.core.errors import UsageError
-from conformance.core.paths import FIXTURES
+from conformance.core.host import FIXTURES
 from conformance.oracle.feed_forward import stacked
 from conformance.spec.layout import Layout
 from impl.convert.megatron import named
@@ -19,7 +19,7 @@ from impl.megatron.hf_mapping import all_parameters, check_weights, grouped_by_t
 from impl.megatron.model_config import read_shape
 from impl.megatron.moe_config import mixture_support
 from impl.megatron.spans import Part, Rank, Span, reader
-from impl.train.memory_estimate import parameter_shapes
+from impl.train.plan import parameter_shapes
 
 FAMILIES = ("qwen3-moe", "qwen2-moe", "mixtral", "gpt-oss")
 DEEPSEEK = ("deepseek-v2", "deepseek-v3")

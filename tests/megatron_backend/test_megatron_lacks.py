@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from conformance.core.errors import UsageError
-from conformance.core.paths import FIXTURES
+from conformance.core.host import FIXTURES
 from impl.megatron.model_config import LACKING, read_shape
 
 pytest.importorskip("megatron.core")

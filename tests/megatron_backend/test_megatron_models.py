@@ -17,12 +17,12 @@ from cells import exhaustive, ranks_of
 from safetensors.torch import load_file
 
 from conformance.core.errors import UsageError
-from conformance.core.paths import FIXTURES
+from conformance.core.host import FIXTURES
 from conformance.models.folders import prepare_model
 from conformance.runtime import Pool
 from conformance.spec.layout import Layout
+from conformance.spec.observables import Role
 from conformance.spec.precision import PrecisionName
-from conformance.spec.roles import Role
 from conformance.spec.scenario import load_scenario
 
 pytest.importorskip("megatron.core")
@@ -308,7 +308,7 @@ def test_no_rank_has_imported_torchs_compiler(pool: Pool, tmp_path: Path) -> Non
 
 
 def test_what_megatron_core_decorates_is_compiled_when_it_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    from impl.megatron.global_state import at_first_call
+    from impl.megatron.context import at_first_call
 
     compiled: list[Any] = []
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from cells import ranks_of
 
-from conformance.core.paths import FIXTURES
+from conformance.core.host import FIXTURES
 from conformance.runtime import Pool
 from conformance.spec.layout import Layout
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from conformance.core.errors import UsageError
-from conformance.core.paths import FIXTURES
+from conformance.core.host import FIXTURES
 from conformance.data.prepare import prepare_inputs
 from conformance.data.tokenizer import load_tokenizer
 from conformance.models.families import read_architecture

@@ -14,7 +14,7 @@ import pytest
 from cells import BACKENDS, STEPS, assert_honest, cell_of
 
 from conformance.backends.protocol import Supported, Unsupported, find_backend
-from conformance.core.paths import FIXTURES
+from conformance.core.host import FIXTURES
 from conformance.matrix.cell import Cell
 from conformance.matrix.profile import Overrides, expand, load_profile
 from conformance.runner.session import Session

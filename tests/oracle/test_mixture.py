@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from test_oracle import BATCH, FLOAT64, LONG, ROUTED, folder, observe_sft, policy_model, relative
 
 from conformance.core.errors import UsageError
-from conformance.core.paths import FIXTURES
+from conformance.core.host import FIXTURES
 from conformance.data.prepare import batches_of, prepare_inputs
 from conformance.judge.observable_errors import _of_terms
 from conformance.models.components import MixtureOfExperts

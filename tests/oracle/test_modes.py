@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from conformance.numerics.determinism import without_modes
 from conformance.numerics.float64_tier import LeakWatch, exact_tier
 from conformance.numerics.sketch import kept
-from conformance.worker.replicas import digest_of
+from conformance.worker.rank_state import digest_of
 
 
 class Below(TorchDispatchMode):

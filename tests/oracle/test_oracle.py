@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
 import conformance.oracle
-from conformance.core.paths import FIXTURES
+from conformance.core.host import FIXTURES
 from conformance.models.components import Attention
 from conformance.models.families import read_architecture
 from conformance.numerics.float64_tier import Leak, LeakWatch, exact_tier
@@ -30,7 +30,7 @@ from conformance.oracle.step import Model, Observed, observe
 from conformance.oracle.variant import Weights
 from conformance.spec.batch import Batch, Document, Row
 from conformance.spec.objectives import Sft
-from conformance.spec.roles import POLICY
+from conformance.spec.observables import POLICY
 from conformance.spec.scenario import OptimizerConfig
 
 BASE = ("pangu", "llama", "qwen3", "gemma3")

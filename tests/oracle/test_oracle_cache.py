@@ -17,7 +17,7 @@ from cells import exhaustive
 from conftest import make_cell
 
 import conformance.oracle
-from conformance.core.paths import cache_folder, resolve
+from conformance.core.host import cache_folder, resolve
 from conformance.data.prepare import FrozenInputs, prepare_inputs
 from conformance.matrix.cell import Cell, Phase
 from conformance.oracle.run import POLICIES

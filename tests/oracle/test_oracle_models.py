@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from conformance.core.paths import FIXTURES
+from conformance.core.host import FIXTURES
 from conformance.models.components import Attention, GatedMlp, Rotary
 from conformance.models.families import read_architecture
 from conformance.models.folders import prepare_model
@@ -21,7 +21,7 @@ from conformance.numerics.float64_tier import exact_tier
 from conformance.oracle.decoder import forward, load_weights
 from conformance.oracle.run import POLICIES
 from conformance.oracle.variant import Weights
-from conformance.spec.roles import Role
+from conformance.spec.observables import Role
 from conformance.spec.scenario import OptimizerConfig, Scenario
 from impl.models.loading import load_model
 

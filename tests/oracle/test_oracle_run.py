@@ -13,7 +13,7 @@ import toy_objectives
 from safetensors.torch import save_file
 from torch import Tensor
 
-from conformance.core.paths import FIXTURES
+from conformance.core.host import FIXTURES
 from conformance.models.families import read_architecture
 from conformance.models.folders import prepare_model
 from conformance.models.parameter_shapes import parameter_shapes

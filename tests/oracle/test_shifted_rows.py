@@ -20,7 +20,7 @@ from conformance.oracle.step import EMBEDDING, Model, Observed, observe
 from conformance.oracle.variant import HONEST
 from conformance.records.record_format import RecordError
 from conformance.spec.batch import Batch, Document, Row
-from conformance.spec.roles import CRITIC
+from conformance.spec.observables import CRITIC
 from conformance.spec.scenario import OptimizerConfig, Scenario
 
 OBJECTIVE = toy_objectives.PolicyAndValue()

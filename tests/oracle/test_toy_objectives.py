@@ -11,12 +11,12 @@ from cells import BACKENDS, HONEST, STEPS, assert_honest, cell_of, exhaustive, r
 from conftest import make_cell
 
 from conformance.backends.protocol import BackendEntry
-from conformance.core.plugins import write_reports
+from conformance.core.packages import write_reports
 from conformance.judge.cross_backend import write_side_by_side
 from conformance.matrix.cell import Cell
 from conformance.results.run_results import SIDE_BY_SIDE, read_output_json
+from conformance.runner.placement import SessionConfig
 from conformance.runner.session import Session
-from conformance.runner.session_config import SessionConfig
 
 WEIGHTED = {"kind": "toy_objectives:WeightedSft", "power": 2.0}
 SEVERAL = {"kind": "toy_objectives:PolicyAndValue"}

@@ -96,7 +96,7 @@ def test_the_package_parity_stands_beside_the_command_of_that_name(installed: In
 
 @pytest.mark.exhaustive
 def test_the_suite_in_it_has_an_item_per_cell_and_collecting_writes_nothing(installed: Installed) -> None:
-    where = "import conformance.core.paths as p; print(p.__file__, p.FIXTURES)"
+    where = "import conformance.core.host as p; print(p.__file__, p.FIXTURES)"
     for place in installed.run(sys.executable, "-c", where).split():
         assert Path(place).is_relative_to(installed.target)
     collected = installed.run(

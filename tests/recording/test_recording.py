@@ -22,7 +22,7 @@ from conformance.runtime import Pool, WorkerGroupConfig
 from parity.compare import Comparison, compare_records
 from parity.quantities import setting
 from parity.record_files import read_run
-from parity.sketch import ROWS_AT, SKETCH_AT, summarize, whole
+from parity.shards import ROWS_AT, SKETCH_AT, summarize, whole
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from conformance.numerics.determinism import seed_of
 from parity.quantities import canonical
-from parity.sketch import BUCKETS, ROWS_AT, SKETCH_AT, SUMS, WIDTH, Box, summarize, whole
+from parity.shards import BUCKETS, ROWS_AT, SKETCH_AT, SUMS, WIDTH, Box, summarize, whole
 from parity.training_loop import fingerprint
 
 SEED = seed_of("model.norm.weight")

@@ -18,7 +18,7 @@ from conformance.numerics.sketch import PROJECTIONS, SAMPLED, kept, numbers_kept
 from conformance.oracle.optimizer import clip_factor
 from conformance.records.record_format import RecordError
 from conformance.results.verdict import Verdict
-from conformance.worker.replicas import hash_of_bits
+from conformance.worker.rank_state import hash_of_bits
 
 CPU = torch.device("cpu")
 WEIGHT = torch.randn(300, 700, dtype=torch.float64, generator=torch.Generator().manual_seed(0))

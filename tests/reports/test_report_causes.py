@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from report_sample import CRASHED, DIFFERS, change, entries_of, entry_of, rewrite, sample_cell, write_sample
 
-from conformance.core.paths import CHECKOUT
+from conformance.core.host import CHECKOUT
 from conformance.results.verdict import Quantity, State, off
 from reports.html import linked, write_html
 from reports.load import MENTION, findings, read_report

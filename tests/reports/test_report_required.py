@@ -16,7 +16,7 @@ from report_sample import CRASHED, DIFFERS, LATE, RL, rewrite, sample_cell, writ
 from side_sample import write_run
 
 from conformance.cli import main as cli
-from conformance.core.plugins import write_reports
+from conformance.core.packages import write_reports
 from reports.html import write_html
 
 FAULT = "sft/pangu/fsdp2/dp2/fp32/fault-lost-bias"

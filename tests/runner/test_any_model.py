@@ -32,8 +32,8 @@ from conformance.runner.environment import model_sizes
 from conformance.runner.session import Session
 from conformance.spec.layout import Layout
 from conformance.spec.objectives import Sft
+from conformance.spec.observables import POLICY
 from conformance.spec.precision import PrecisionName
-from conformance.spec.roles import POLICY
 
 NAMED = "second-class oracle, transformers .*: errors that transformers itself makes are not seen"
 

@@ -7,7 +7,7 @@ import torch
 from conftest import make_cell
 
 from conformance.matrix.cell import Cell
-from conformance.runner.scheduler import AtOnce
+from conformance.runner.placement import AtOnce
 
 
 def test_as_many_cells_run_at_once_as_asked_for_and_no_more() -> None:

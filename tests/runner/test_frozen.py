@@ -11,7 +11,7 @@ from conftest import make_cell
 
 from conformance.backends.protocol import BackendEntry
 from conformance.core.errors import UsageError
-from conformance.core.paths import FIXTURES, resolve
+from conformance.core.host import FIXTURES, resolve
 from conformance.data.documents import build_batches
 from conformance.data.prepare import check_trained
 from conformance.oracle.role_model import read_decoder

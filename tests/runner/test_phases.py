@@ -8,7 +8,7 @@ import pytest
 
 from conformance.backends.protocol import find_backend
 from conformance.core.errors import UsageError
-from conformance.core.paths import FIXTURES
+from conformance.core.host import FIXTURES
 from conformance.matrix.cell import Cell, Handover, Phase
 from conformance.matrix.profile import Overrides, Profile, expand, load_profile
 from conformance.spec.layout import Layout

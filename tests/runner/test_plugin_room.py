@@ -11,7 +11,7 @@ pytest_plugins = ["pytester"]
 def test_a_machine_without_room_for_the_cells_runs_none(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("conformance.core.host_resources.available_memory", lambda: 1e6)
+    monkeypatch.setattr("conformance.core.host.available_memory", lambda: 1e6)
     run = run_pytest_here(pytester, *MINE, "--parity-backend", "odd:Odd", "--parity-cells", "*/dp2/*")
     assert run.code == pytest.ExitCode.USAGE_ERROR
     assert "GB of memory" in run.text
@@ -21,7 +21,7 @@ def test_a_machine_without_room_for_the_cells_runs_none(
 
 SMALL_MACHINE = """
 import os
-import conformance.core.host_resources as machine
+import conformance.core.host as machine
 
 def available_memory():  # workers take what their controller saw, so that all decide alike
     return 1e15 if "PYTEST_XDIST_WORKER" in os.environ else 3e9

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from conformance.cli import main as cli
-from conformance.core.paths import FIXTURES
+from conformance.core.host import FIXTURES
 from conformance.data.tokenizer import load_tokenizer
 from conformance.matrix.options import Ranks, Selection
 from conformance.results.verdict import NOT_STARTED

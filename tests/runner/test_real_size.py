@@ -16,8 +16,8 @@ from safetensors import safe_open
 from conformance.backends.protocol import BackendEntry, find_backend
 from conformance.cli import main as cli
 from conformance.core.errors import UsageError
+from conformance.core.host import FIXTURES
 from conformance.core.packages import is_installed
-from conformance.core.paths import FIXTURES
 from conformance.data.prepare import prepare_inputs
 from conformance.data.tokenizer import load_tokenizer
 from conformance.matrix.cell import Cell
@@ -31,13 +31,13 @@ from conformance.oracle.role_model import SPARE, bytes_needed, devices_for
 from conformance.oracle.run import POLICIES, run_oracle
 from conformance.records.step_tensors import Record, read_record
 from conformance.results.run_results import read_run
+from conformance.runner.placement import SessionConfig
 from conformance.runner.session import Session
-from conformance.runner.session_config import SessionConfig
 from conformance.runtime.gpu_inventory import gpus_of_host
 from conformance.spec.batch import read_batches
 from conformance.spec.layout import Layout
 from conformance.spec.lora import ADAPTER, WEIGHTS_FILE, LoraConfig
-from conformance.spec.roles import CRITIC, Role
+from conformance.spec.observables import CRITIC, Role
 from conformance.spec.scenario import Scenario, load_scenario
 
 SMALL = {

@@ -13,12 +13,11 @@ from plain_profile import write_profile
 
 from conformance.cli import main as cli
 from conformance.core.errors import UsageError
-from conformance.core.host_resources import HostResources
-from conformance.core.paths import FIXTURES
+from conformance.core.host import FIXTURES, HostResources
 from conformance.matrix.cell import Cell
 from conformance.models.families import read_architecture
 from conformance.models.parameter_shapes import parameter_shapes
-from conformance.runner.resource_check import DOUBT, advice, check_resources, needs_of
+from conformance.runner.preflight import DOUBT, advice, check_resources, needs_of
 from conformance.runner.resource_estimate import Estimate, Size, estimate, on_slots, size_of, total
 from conformance.runtime.multihost.relay import JoinedHost
 
@@ -143,7 +142,7 @@ def test_each_host_has_the_ranks_of_its_slots_and_one_the_oracle_and_the_judge()
 def test_a_host_without_room_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes of one host share its memory, and where the controller is, oracle and judge take theirs of it."""
     monkeypatch.setattr("socket.gethostname", lambda: "here")
-    monkeypatch.setattr("conformance.runner.resource_check.size_of", lambda _: SIZE)
+    monkeypatch.setattr("conformance.runner.preflight.size_of", lambda _: SIZE)
     cells = [cell(layout="dp4")]
     of_cell = estimate(cells[0], SIZE)
 

@@ -12,13 +12,12 @@ from plain_variants import Vague
 from conformance.backends.protocol import BackendEntry, find_backend
 from conformance.backends.registry import Adapter, AskFailed, InProcessAdapter, adapter_of
 from conformance.core.errors import UsageError
-from conformance.core.host_resources import HostResources
-from conformance.core.paths import resolve
+from conformance.core.host import HostResources, resolve
 from conformance.matrix.cell import Cell
 from conformance.matrix.options import Selection
 from conformance.matrix.profile import select_cells
 from conformance.models.synthetic import shapes_of
-from conformance.runner.resource_check import needs_of
+from conformance.runner.preflight import needs_of
 from conformance.runner.resource_estimate import ON_GPU, estimate, size_of
 from impl.engine.memory_estimate import elements
 

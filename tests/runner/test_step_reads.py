@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from cells import exhaustive, ranks_of
 
-from conformance.core.paths import FIXTURES
+from conformance.core.host import FIXTURES
 from conformance.runtime import Pool
 from conformance.spec.layout import Layout
 from conformance.spec.scenario import load_scenario, scenario_to_json

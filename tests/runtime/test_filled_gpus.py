@@ -12,8 +12,8 @@ import pytest
 from conftest import make_cell
 
 from conformance.matrix.options import Ranks
+from conformance.runner.placement import SessionConfig
 from conformance.runner.session import Session
-from conformance.runner.session_config import SessionConfig
 from conformance.runtime import Device, gpu_inventory
 from conformance.runtime.gpu_leases import Ticket, lease_folder, unleased_use
 from conformance.suite import conftest as suite

@@ -50,8 +50,8 @@ def test_when_a_host_does_not_join_every_cell_says_so(tmp_path: Path, capsys: py
 
 
 NO_MEMORY = (
-    "import conformance.core.host_resources, socket; socket.gethostname = lambda: 'far'; "
-    "conformance.core.host_resources.available_memory = lambda: 1e6"
+    "import conformance.core.host, socket; socket.gethostname = lambda: 'far'; "
+    "conformance.core.host.available_memory = lambda: 1e6"
 )
 
 

@@ -39,8 +39,8 @@ class Two:
 
 
 ANOTHER_HOST = (
-    "import conformance.core.host_resources, socket; socket.gethostname = lambda: 'far'; "
-    "conformance.core.host_resources.available_memory = lambda: 10**15"
+    "import conformance.core.host, socket; socket.gethostname = lambda: 'far'; "
+    "conformance.core.host.available_memory = lambda: 10**15"
 )
 
 

@@ -14,8 +14,8 @@ from conformance.judge.rejudge import combine, combine_verdicts, rejudge
 from conformance.matrix.cell import Cell, Phase
 from conformance.results.run_results import Attempt
 from conformance.results.verdict import Quantity, Verdict
+from conformance.runner.placement import SessionConfig
 from conformance.runner.session import Session
-from conformance.runner.session_config import SessionConfig
 from conformance.spec.layout import Layout
 from reports.load import read_report
 

@@ -26,8 +26,8 @@ from conformance.core.process import signal_process
 from conformance.matrix.cell import Cell
 from conformance.results.run_results import read_entry, read_output_json
 from conformance.runner.attempt import JudgedCell
+from conformance.runner.placement import SessionConfig
 from conformance.runner.session import Session
-from conformance.runner.session_config import SessionConfig
 from conformance.runtime import Outcome, Pool, WorkerGroupConfig
 from conformance.runtime.gpu_inventory import shares_of
 from conformance.runtime.gpu_leases import Ticket, holders, lease_folder, leases_by_process
@@ -271,7 +271,7 @@ import sys
 from pathlib import Path
 from conftest import make_cell
 from conformance.runner.session import Session
-from conformance.runner.session_config import SessionConfig
+from conformance.runner.placement import SessionConfig
 models = ("pangu", "llama") if sys.argv[2] == "first" else ("qwen3", "gemma3")
 cells = [make_cell("sft-packed", model, "dp2", "fp32", steps=1, rows=6) for model in models]
 with Session(SessionConfig(out=Path(sys.argv[1]) / sys.argv[2], gpus=("GPU-a", "GPU-b"), budget_s=120)) as session:

@@ -18,8 +18,8 @@ from conformance.data.prepare import prepare_inputs
 from conformance.models import synthetic
 from conformance.models.folders import elements_of
 from conformance.runner.oracle_jobs import Oracles
+from conformance.runner.placement import SessionConfig
 from conformance.runner.session import Session
-from conformance.runner.session_config import SessionConfig
 from conformance.runtime import Pool, WorkerGroupConfig
 from conformance.runtime.gpu_inventory import shares_of
 from conformance.runtime.gpu_leases import Ticket, holders, lease_folder

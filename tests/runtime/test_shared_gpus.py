@@ -11,8 +11,8 @@ from conformance.matrix.options import Ranks, Selection
 from conformance.results.requirements import summary_lines
 from conformance.results.run_results import read_entry, read_output_json
 from conformance.runner.environment import environment
+from conformance.runner.placement import SessionConfig
 from conformance.runner.session import Session
-from conformance.runner.session_config import SessionConfig
 from conformance.runtime.gpu_inventory import shares_of
 from reports.html import write_html
 from reports.load import read_report

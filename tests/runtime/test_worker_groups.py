@@ -15,7 +15,7 @@ import pytest
 from cells import exhaustive
 from worker_group_helpers import Runner, is_dead_soon, is_gone, results
 
-from conformance.core.host_resources import available_memory
+from conformance.core.host import available_memory
 from conformance.runtime import Pool, WorkerGroupConfig, beat
 from conformance.runtime.config import StartError
 from conformance.runtime.preload_server import COMMON, SHARED

@@ -9,17 +9,16 @@ from conftest import make_cell
 from pydantic.dataclasses import dataclass
 
 import conformance.oracle.objectives
-import impl.objectives.registry
+import impl.objectives.policy_gradient
 from conformance.backends.protocol import BackendEntry, BackendInfo, Supported
 from conformance.cli import main as cli
 from conformance.core.errors import STRICT, UsageError
-from conformance.core.paths import FIXTURES
+from conformance.core.host import FIXTURES
+from conformance.runner.placement import SessionConfig
 from conformance.runner.session import Session
-from conformance.runner.session_config import SessionConfig
 from conformance.spec.batch import Batch
 from conformance.spec.objectives import BUILT_IN, Objective, Sft, all_observables, objective_to_json, parse_objective
-from conformance.spec.observables import LOGPROBS, LOSS, Observable, stages
-from conformance.spec.roles import POLICY, Role
+from conformance.spec.observables import LOGPROBS, LOSS, POLICY, Observable, Role, stages
 from conformance.spec.scenario import load_scenario, parse_scenario, scenario_to_json
 
 
@@ -127,15 +126,17 @@ def test_built_in_scenarios_have_built_in_objectives(file: Path) -> None:
 def test_every_built_in_kind_has_functions_on_both_sides(kind: str) -> None:
     objective: Objective = BUILT_IN[kind]()
     assert objective.kind == kind
-    for side in (conformance.oracle.objectives, impl.objectives.registry):
+    for side in (conformance.oracle.objectives, impl.objectives.policy_gradient):
         assert isinstance(side.functions_of(objective), side.FUNCTIONS[kind])
-    functions: list[Any] = [side.FUNCTIONS[kind] for side in (conformance.oracle.objectives, impl.objectives.registry)]
+    functions: list[Any] = [
+        side.FUNCTIONS[kind] for side in (conformance.oracle.objectives, impl.objectives.policy_gradient)
+    ]
     assert functions[0] is not functions[1]
 
 
-@pytest.mark.parametrize("side", [conformance.oracle.objectives, impl.objectives.registry])
+@pytest.mark.parametrize("side", [conformance.oracle.objectives, impl.objectives.policy_gradient])
 def test_neither_side_takes_an_unknown_kind_for_another(side: Any) -> None:
-    who = "the oracle" if "oracle" in side.__name__ else "impl/objectives/registry.py"
+    who = "the oracle" if "oracle" in side.__name__ else "impl/objectives/policy_gradient.py"
     with pytest.raises(
         UsageError, match=rf"{who}.* does not know the objective 'test_objective_kinds:Nobodys' \(known: sft"
     ):

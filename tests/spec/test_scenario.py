@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from conformance.core.errors import UsageError
-from conformance.core.paths import FIXTURES
+from conformance.core.host import FIXTURES
 from conformance.spec.scenario import ScheduleConfig, load_scenario, parse_scenario, scenario_to_json
 
 VALID = {"name": "x", "model": "models/llama", "precision": "fp32", "optimizer": {"name": "sgd", "lr": 0.1}}

@@ -10,7 +10,7 @@ import torch
 import transformers
 from cells import cell_of
 
-from conformance.core.paths import FIXTURES
+from conformance.core.host import FIXTURES
 from conformance.matrix.cell import Cell
 from conformance.spec.layout import Layout
 from conformance.spec.precision import PrecisionName

@@ -15,8 +15,8 @@ from conftest import make_cell
 
 from conformance.backends.faults import Fault
 from conformance.backends.protocol import BackendEntry
+from conformance.core.host import FIXTURES
 from conformance.core.io import read_toml
-from conformance.core.paths import FIXTURES
 from conformance.matrix.cell import Cell, Phase
 from conformance.records.step_tensors import Record, read_record
 from conformance.results.verdict import Verdict

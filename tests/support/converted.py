@@ -10,8 +10,7 @@ from safetensors.torch import load_file
 from conformance.data.prepare import prepare_inputs
 from conformance.runtime import Pool
 from conformance.spec.scenario import scenario_to_json
-from impl.convert.convert import convert
-from impl.convert.detect import open_state, read
+from impl.convert.convert import convert, open_state, read
 from impl.models.export import stored_dtypes
 
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from conformance.core.paths import FIXTURES
+from conformance.core.host import FIXTURES
 from conformance.numerics.float64_tier import exact_tier
 from conformance.runtime import RankContext
 from conformance.spec.batch import Batch, Document, Row
@@ -26,8 +26,7 @@ from conformance.spec.precision import PrecisionName
 from conformance.spec.scenario import OptimizerConfig, ScheduleConfig
 from impl.engine.trainer import target_rows
 from impl.fsdp2.tensor_parallel import vocabulary_shard
-from impl.interface.collate import MicroBatch, collate
-from impl.interface.outputs import Outputs
+from impl.interface.micro_batches import MicroBatch, Outputs, collate
 from impl.interface.protocol import ContextConfig, get_context
 from impl.models.outputs import token_statistics
 

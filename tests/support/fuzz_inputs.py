@@ -21,7 +21,7 @@ from fuzz_mutations import TEMPLATES, WORDS, mutate_bytes, mutate_json, rewrite_
 from transformers import AutoTokenizer
 
 from conformance.core.errors import UsageError
-from conformance.core.paths import FIXTURES
+from conformance.core.host import FIXTURES
 from conformance.data.documents import load_documents
 from conformance.data.prepare import prepare_inputs
 from conformance.data.rollouts import build_rollouts

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from conformance.backends.protocol import find_backend
-from conformance.core.paths import resolve
+from conformance.core.host import resolve
 from conformance.data.prepare import batches_of
 from conformance.numerics.float64_tier import exact_tier
 from conformance.runtime import RankContext

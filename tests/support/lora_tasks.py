@@ -8,7 +8,7 @@ from conformance.numerics.float64_tier import exact_tier
 from conformance.runtime import RankContext
 from conformance.spec.batch import read_batches
 from conformance.spec.layout import Layout
-from conformance.spec.roles import POLICY
+from conformance.spec.observables import POLICY
 from conformance.spec.scenario import Scenario, parse_scenario
 
 

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from conformance.spec.batch import Batch, Document, Row
-from conformance.spec.roles import Head
+from conformance.spec.observables import Head
 from conformance.spec.scenario import OptimizerConfig, ScheduleConfig
-from impl.interface.collate import MicroBatch, collate
-from impl.interface.outputs import Outputs
+from impl.interface.micro_batches import MicroBatch, Outputs, collate
 from impl.models.loading import load_model
 
 OPTIMIZERS = {

@@ -22,11 +22,9 @@ from conformance.core.process import thread_count
 from conformance.numerics.float64_tier import exact_tier
 from conformance.runtime import RankContext
 from conformance.spec.layout import Layout
-from conformance.spec.observables import StateKind
+from conformance.spec.observables import Head, StateKind
 from conformance.spec.precision import PrecisionName
-from conformance.spec.roles import Head
-from impl.interface.collate import MicroBatch, collate
-from impl.interface.outputs import OutputName, Outputs
+from impl.interface.micro_batches import MicroBatch, OutputName, Outputs, collate
 from impl.interface.protocol import Context, ContextConfig, Trainable, get_context
 from impl.megatron.context import MegatronContext
 from impl.megatron.model import MegatronModel

@@ -30,12 +30,10 @@ from conformance.oracle.primitives import Policy
 from conformance.oracle.variant import Weights
 from conformance.spec.batch import Batch, Row
 from conformance.spec.layout import Layout
-from conformance.spec.roles import Head
+from conformance.spec.observables import Head
 from conformance.spec.scenario import OptimizerConfig, Scenario, ScheduleConfig
 from impl.engine.adapter import ReferenceBackend
-from impl.interface.collate import MicroBatch
-from impl.interface.micro_batch_loop import run_micro_batches
-from impl.interface.outputs import Loss, Outputs, Wanted
+from impl.interface.micro_batches import Loss, MicroBatch, Outputs, Wanted, run_micro_batches
 from impl.interface.protocol import AT_ONCE, CONTEXTS, ContextConfig, Dtype, Writing, WrittenKind
 from impl.interface.sharded_safetensors import SliceReader
 from impl.models.export import write_model

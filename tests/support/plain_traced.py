@@ -17,12 +17,12 @@ from conformance.backends.protocol import BackendInfo, Traced, TracedModule
 from conformance.oracle.decoder import forward
 from conformance.oracle.primitives import Function, Policy, Tap
 from conformance.oracle.variant import Weights
-from conformance.spec.roles import Head
+from conformance.spec.observables import Head
 from conformance.spec.scenario import OptimizerConfig, ScheduleConfig
 from impl.engine.adapter import RL_SEAMS, ReferenceBackend
-from impl.interface.collate import MicroBatch
+from impl.interface.micro_batches import MicroBatch
 from impl.interface.protocol import CONTEXTS
-from impl.models.tracing import token_numbers
+from impl.models.layers import token_numbers
 
 Defect = tuple[Callable[[torch.nn.Module], None], str]
 OF_LAYER = (

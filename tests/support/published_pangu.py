@@ -8,7 +8,7 @@ except for RoPE tables. Its configuration is a class with an older ``__init__``.
 import shutil
 from pathlib import Path
 
-from conformance.core.paths import FIXTURES
+from conformance.core.host import FIXTURES
 
 CONFIGURATION = """
 from transformers.configuration_utils import PretrainedConfig

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from conformance.backends.protocol import find_backend
-from conformance.core.paths import resolve
+from conformance.core.host import resolve
 from conformance.data.prepare import batches_of
 from conformance.runtime import RankContext
 from conformance.spec.layout import Layout

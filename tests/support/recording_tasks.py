@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 import parity
 from conformance.core.errors import UsageError
-from conformance.core.paths import FIXTURES
+from conformance.core.host import FIXTURES
 from conformance.runtime import RankContext
 
 ONE = RankContext(rank=0, world_size=1, device="cpu", beat=lambda phase: None)

@@ -9,13 +9,13 @@ from memory import give_back, peak_above
 
 from conformance.backends.protocol import Shard
 from conformance.runtime import RankContext
-from conformance.worker import replicas
+from conformance.worker import rank_state
 
 
 def compare_pieces(context: RankContext, *, held: list[list[tuple[str, str, list[float]]]]) -> dict[str, Any]:
     """What is found of the weights that each rank holds, as (name, region, numbers)."""
     own = [Shard(name, region, torch.tensor(numbers)) for name, region, numbers in held[context.rank]]
-    return vars(replicas.compare({"weight": lambda: own})["weight"])
+    return vars(rank_state.compare({"weight": lambda: own})["weight"])
 
 
 def drift_apart(context: RankContext, *, pieces: int, size: int, copied_at_once: int) -> dict[str, int]:
@@ -23,7 +23,7 @@ def drift_apart(context: RankContext, *, pieces: int, size: int, copied_at_once:
     that converts its gradients: how many differ, how often they were made, and the largest memory meanwhile. What a
     first comparison loads of libraries, which depends on what this process did before, is not in it."""
     give_back()
-    replicas.compare({"weight": lambda: [Shard("small", "full", torch.full((4,), 1.0 + context.rank))]})
+    rank_state.compare({"weight": lambda: [Shard("small", "full", torch.full((4,), 1.0 + context.rank))]})
     walks, found = 0, []
 
     def source() -> Iterator[Shard]:
@@ -32,6 +32,6 @@ def drift_apart(context: RankContext, *, pieces: int, size: int, copied_at_once:
         for number in range(pieces):
             yield Shard(f"w{number}", "full", torch.full((size // 4,), 1.0 + context.rank))
 
-    with mock.patch.object(replicas, "COPIED_AT_ONCE", copied_at_once):
-        peak = peak_above(lambda: found.append(replicas.compare({"weight": source})))
+    with mock.patch.object(rank_state, "COPIED_AT_ONCE", copied_at_once):
+        peak = peak_above(lambda: found.append(rank_state.compare({"weight": source})))
     return {"differing": len(found[0]["weight"].differing), "walks": walks, "peak": peak}

@@ -12,7 +12,7 @@ from conformance.oracle.attention import packed_attention
 from conformance.runtime import RankContext
 from impl.context_parallel.ring_attention import RingAttention, RingConfig, RingKind
 from impl.context_parallel.sequence_sharding import restore
-from impl.interface.collate import NO_TARGET, MicroBatch
+from impl.interface.micro_batches import NO_TARGET, MicroBatch
 
 HEADS, KV_HEADS, E = 4, 2, 8
 SCALE = 0.3

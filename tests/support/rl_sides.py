@@ -14,9 +14,8 @@ from torch import Tensor
 from conformance.oracle import policy_gradient as oracle
 from conformance.spec.batch import Batch, Column, Document, Row
 from conformance.spec.objectives import Grpo, LossAggMode, PolicyGradient, Ppo
-from conformance.spec.roles import CRITIC, POLICY, REFERENCE
-from impl.interface.collate import MicroBatch, collate
-from impl.interface.outputs import Outputs
+from conformance.spec.observables import CRITIC, POLICY, REFERENCE
+from impl.interface.micro_batches import MicroBatch, Outputs, collate
 from impl.objectives import advantages, losses
 from impl.objectives.policy_gradient import PolicyGradientFunctions
 

@@ -16,11 +16,9 @@ from torch import Tensor
 from conformance.core.errors import STRICT
 from conformance.oracle import objectives as oracle
 from conformance.spec.batch import Batch, Document, Row
-from conformance.spec.observables import LOGPROBS, LOSS, TOKEN_COUNT, Observable
-from conformance.spec.roles import CRITIC, POLICY, REFERENCE, Role
-from impl.interface.collate import MicroBatch
-from impl.interface.outputs import Evaluation, Outputs, Wanted
-from impl.objectives import registry as impl
+from conformance.spec.observables import CRITIC, LOGPROBS, LOSS, POLICY, REFERENCE, TOKEN_COUNT, Observable, Role
+from impl.interface.micro_batches import Evaluation, MicroBatch, Outputs, Wanted
+from impl.objectives import policy_gradient as impl
 
 
 def number_of(document: Document, place: int) -> float:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from conformance.core.paths import FIXTURES
+from conformance.core.host import FIXTURES
 from impl.train.command import TRAIN
 from impl.train.flags import read_recipe, resolve_values
 from impl.train.options import train_config

@@ -12,7 +12,7 @@ import pytest
 from cells import exhaustive
 from train_runs import Trainings, assert_same, lines_of, training, writing_to
 
-from conformance.core.paths import FIXTURES
+from conformance.core.host import FIXTURES
 from conformance.runtime import Pool
 from conformance.spec.layout import Layout
 from impl.train.config import TrainConfig, to_json

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from train_runs import training
 
 from conformance.core.errors import UsageError
-from conformance.core.paths import FIXTURES
+from conformance.core.host import FIXTURES
 from conformance.spec.batch import Batch, Document, Row
 from impl.models.loading import load_model
 from impl.train.config import from_json, to_json

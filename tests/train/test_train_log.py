@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from conformance.core.errors import UsageError
-from conformance.core.paths import FIXTURES
+from conformance.core.host import FIXTURES
 from conformance.spec.batch import Batch, Document, Row
 from impl.train.logging import follow, open_log, read_log
 from impl.train.loop import RENAMED, Speed

@@ -15,7 +15,7 @@ from train_runs import Trainings, assert_same, training, writing_to
 from transformers import AutoModelForCausalLM
 
 from conformance.core.errors import UsageError
-from conformance.core.paths import FIXTURES
+from conformance.core.host import FIXTURES
 from conformance.models.families import read_architecture
 from conformance.oracle.decoder import load_weights
 from conformance.runtime import Pool
@@ -24,8 +24,7 @@ from conformance.spec.lora import ADAPTER, CONFIG_FILE, WEIGHTS_FILE, LoraConfig
 from conformance.spec.scenario import Scenario, load_scenario, scenario_to_json
 from impl.models.lora import adapter_shapes_of, write_start
 from impl.train.config import TrainConfig
-from impl.train.memory_estimate import parameter_shapes, states_of
-from impl.train.plan import memory_of
+from impl.train.plan import memory_of, parameter_shapes, states_of
 
 LORA = LoraConfig(r=4, lora_alpha=6, target_modules=("q_proj", "v_proj", "down_proj"))
 LLAMA = FIXTURES / "models" / "llama"

@@ -8,16 +8,24 @@ import pytest
 from cells import exhaustive, ranks_of
 from fsdp2_tasks import value_folder
 
-from conformance.core.paths import FIXTURES
+from conformance.core.host import FIXTURES
 from conformance.models.folders import weight_shapes
 from conformance.runtime import Pool
 from conformance.spec.layout import Layout
+from conformance.spec.observables import CRITIC, POLICY
 from conformance.spec.precision import PRECISIONS
-from conformance.spec.roles import CRITIC, POLICY
 from conformance.spec.scenario import load_scenario, scenario_to_json
 from impl.engine.memory_estimate import States, elements
-from impl.train.memory_estimate import Activations, activations_of, parameter_shapes, read_sizes, states_of
-from impl.train.plan import ModelMemory, Sampler, peak_of
+from impl.train.plan import (
+    Activations,
+    ModelMemory,
+    Sampler,
+    activations_of,
+    parameter_shapes,
+    peak_of,
+    read_sizes,
+    states_of,
+)
 
 MODELS = FIXTURES / "models"
 

@@ -12,7 +12,7 @@ import torch
 from train_runs import training
 
 from conformance.core.errors import UsageError
-from conformance.core.paths import FIXTURES
+from conformance.core.host import FIXTURES
 from conformance.data.tokenizer import load_tokenizer
 from conformance.spec.batch import Document, Row
 from conformance.spec.scenario import Scenario

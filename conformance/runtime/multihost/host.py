@@ -33,7 +33,7 @@ from typing import Any
 
 import conformance
 from conformance.core.errors import UsageError
-from conformance.core.host_resources import host_resources_of
+from conformance.core.host import host_resources_of
 from conformance.core.packages import package_version
 from conformance.core.process import process_state, signal_process
 from conformance.runtime import WorkerGroupConfig

@@ -18,9 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from conformance.core.host_resources import HostResources
-from conformance.runtime.heartbeat import Heartbeats
-from conformance.runtime.messages import Message, Wire
+from conformance.core.host import HostResources
+from conformance.runtime.messages import Heartbeats, Message, Wire
 from conformance.runtime.multihost.channel import LIVE_S, LOST_S, Closed, take
 from conformance.runtime.multihost.host import Wanted, versions
 
