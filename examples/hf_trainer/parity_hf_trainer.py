@@ -10,21 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, get_scheduler
 
-from parity import (
-    BackendInfo,
-    Batch,
-    Layout,
-    Scenario,
-    Shard,
-    StepMetrics,
-    Support,
-    Supported,
-    TensorKind,
-    Unsupported,
-    flatten,
-    runs_code,
-    shards,
-)
+import parity
 
 
 class ObservedTrainer(Trainer):  # type: ignore[misc]
@@ -38,16 +24,22 @@ class ObservedTrainer(Trainer):  # type: ignore[misc]
 
 class HFTrainerBackend:
     @classmethod
-    def describe(cls) -> BackendInfo:
-        return BackendInfo(name="hf-trainer", packages=("torch", "transformers", "accelerate"))
+    def describe(cls) -> parity.BackendInfo:
+        return parity.BackendInfo(name="hf-trainer", packages=("torch", "transformers", "accelerate"))
 
     @classmethod
-    def supports(cls, scenario: Scenario, layout: Layout) -> Support:
-        if layout != Layout(dp=layout.dp):
-            return Unsupported(f"the Trainer runs on plain DDP here; use dp{layout.world_size}")
-        return Supported() if scenario.precision != "fp16" else Unsupported("fp16 loss scaling is not undone; use bf16")
+    def supports(cls, scenario: parity.Scenario, layout: parity.Layout) -> parity.Support:
+        if layout != parity.Layout(dp=layout.dp):
+            return parity.Unsupported(f"the Trainer runs on plain DDP here; use dp{layout.world_size}")
+        return (
+            parity.Supported()
+            if scenario.precision != "fp16"
+            else parity.Unsupported("fp16 loss scaling is not undone; use bf16")
+        )
 
-    def setup(self, scenario: Scenario, layout: Layout, weights: Mapping[str, Path], device: str) -> dict[str, Any]:
+    def setup(
+        self, scenario: parity.Scenario, layout: parity.Layout, weights: Mapping[str, Path], device: str
+    ) -> dict[str, Any]:
         o, s, k, (b1, b2) = scenario.optimizer, scenario.schedule, scenario.accumulation, scenario.optimizer.betas
         adamw = {"adam_beta1": b1, "adam_beta2": b2, "adam_epsilon": o.eps, "weight_decay": o.weight_decay}
         args = TrainingArguments(
@@ -59,16 +51,16 @@ class HFTrainerBackend:
             **{"output_dir": ".", "save_strategy": "no", "disable_tqdm": True},  # nothing is written
         )
         # The default dtype is float64 in the exact tier, else float32: these are the master weights.
-        code = runs_code(folder := weights["policy"], trusted=scenario.trust_remote_code)
+        code = parity.runs_code(folder := weights["policy"], trusted=scenario.trust_remote_code)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.get_default_dtype(), trust_remote_code=code)
-        self.trainer = ObservedTrainer(model, args, data_collator=lambda rows: flatten(rows).as_inputs)
+        self.trainer = ObservedTrainer(model, args, data_collator=lambda rows: parity.flatten(rows).as_inputs)
         name = s.name.replace("constant", "constant_with_warmup")
         # Otherwise the Trainer would create a new schedule in every train().
         self.trainer.lr_scheduler = get_scheduler(name, self.trainer.create_optimizer(), s.warmup_steps, s.total_steps)
         self.parts = (model, self.trainer.optimizer, self.trainer.lr_scheduler)
         return {"optimizer": repr(self.trainer.optimizer), "attention": model.config._attn_implementation}
 
-    def train_step(self, batch: Batch, on_gradients: Callable[[str], None]) -> StepMetrics:
+    def train_step(self, batch: parity.Batch, on_gradients: Callable[[str], None]) -> parity.StepMetrics:
         dp, k = self.trainer.args.world_size, self.trainer.args.gradient_accumulation_steps
         ranks = [batch.micro_batches(dp_rank=rank, dp_size=dp, accumulation=k) for rank in range(dp)]
         # The Trainer's loader deals micro-batches to the ranks in turn, like cards.
@@ -77,14 +69,14 @@ class HFTrainerBackend:
         self.trainer.train()
         log = self.trainer.state.log_history[0]
         values = {"loss": log["loss"], "grad_norm": log["grad_norm"], "lr": log["learning_rate"]}
-        return StepMetrics(values=values | {"token_count": self.trainer.token_count})
+        return parity.StepMetrics(values=values | {"token_count": self.trainer.token_count})
 
-    def named_tensors(self, kind: TensorKind, model: str) -> Iterator[tuple[str, torch.Tensor]]:
+    def named_tensors(self, kind: parity.TensorKind, model: str) -> Iterator[tuple[str, torch.Tensor]]:
         for name, parameter in self.trainer.model.named_parameters():
             yield name, parameter if kind == "weight" else parameter.grad
 
-    def local_shards(self, kind: TensorKind, model: str) -> Iterator[Shard]:
-        return shards(self.named_tensors(kind, model))
+    def local_shards(self, kind: parity.TensorKind, model: str) -> Iterator[parity.Shard]:
+        return parity.shards(self.named_tensors(kind, model))
 
     def save(self, path: Path) -> None:
         if self.trainer.is_world_process_zero():

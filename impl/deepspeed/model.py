@@ -37,6 +37,7 @@ from impl.deepspeed.config import (
 from impl.deepspeed.partition import RankPlace, cut_count
 from impl.deepspeed.tensors import EngineTensors, FrozenTensors
 from impl.deepspeed.ulysses import exchange_heads
+from impl.engine.compiling import compile_layers, forget_compiled, layers_of
 from impl.engine.optimizers import (
     freeze_others,
     learning_rates,
@@ -49,12 +50,12 @@ from impl.interface.micro_batches import Loss, MicroBatch, Outputs, RouterTerms,
 from impl.interface.protocol import AT_ONCE, Dtype, Writing, WrittenKind
 from impl.interface.sharded_safetensors import SliceReader
 from impl.models.export import write_merged, write_model
-from impl.models.layers import compile_layers, forget_compiled, hugging_face_modules, layers_of, token_numbers
 from impl.models.lazy_weights import UnreadWeights, give_memory, published_buffers, untouched_zeros
 from impl.models.loading import empty_model
 from impl.models.lora import load_adapter
 from impl.models.outputs import outputs_of
 from impl.models.router import Routers, routers_of, with_router_terms
+from impl.models.tracing import hugging_face_modules, token_numbers
 
 
 class DeepspeedModel:

@@ -21,8 +21,8 @@ from impl.checkpoints.manifest import About, Form
 from impl.engine.trainer import Rollouts, step_inputs, train_step
 from impl.interface.protocol import Adaptable, Context, ContextConfig, Trainable, get_context
 from impl.models.family_quirks import quirks_in
-from impl.models.layers import numbered
 from impl.models.lora import adapter_shapes
+from impl.models.tracing import numbered
 from impl.objectives.policy_gradient import FUNCTIONS
 
 

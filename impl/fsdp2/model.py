@@ -23,6 +23,7 @@ from conformance.backends.protocol import NamedTensors, Shard, TensorKind, Trace
 from conformance.spec.observables import Head
 from conformance.spec.scenario import OptimizerConfig, ScheduleConfig
 from impl.context_parallel.ring_attention import NAME, MeshContext, forward_over_ring
+from impl.engine.compiling import compile_layers, forget_compiled, layers_of
 from impl.engine.optimizers import (
     freeze_others,
     learning_rates,
@@ -43,12 +44,12 @@ from impl.interface.micro_batches import Loss, MicroBatch, Outputs, RouterTerms,
 from impl.interface.protocol import AT_ONCE, Dtype, Writing, WrittenKind
 from impl.interface.sharded_safetensors import SliceReader
 from impl.models.export import write_merged, write_model
-from impl.models.layers import compile_layers, forget_compiled, hugging_face_modules, layers_of, token_numbers
 from impl.models.lazy_weights import UnreadWeights, published_buffers
 from impl.models.loading import empty_model
 from impl.models.lora import load_adapter, named_parameters
 from impl.models.outputs import outputs_of
 from impl.models.router import Routers, routers_of, with_router_terms
+from impl.models.tracing import hugging_face_modules, token_numbers
 
 
 def _second(parameter: torch.nn.Parameter) -> ShardAlong:

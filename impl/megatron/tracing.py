@@ -14,7 +14,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from conformance.backends.protocol import Cut, Traced, TracedModule
 from impl.interface.micro_batches import MicroBatch
 from impl.megatron.model_config import ModelShape, Stages
-from impl.models.layers import token_numbers
+from impl.models.tracing import token_numbers
 
 
 def traced_chunks(

@@ -65,7 +65,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> str:
     venv.create(folder, with_pip=False)
     (site,) = folder.glob("lib/python*/site-packages")
     here = [path for path in sys.path if path.endswith("site-packages")]
-    (site / "paths.pth").write_text("\n".join([str(ROOT), str(ROOT / "tests"), *here]))
+    (site / "paths.pth").write_text("\n".join([str(ROOT), str(ROOT / "tests" / "support"), *here]))
     (site / "only_there.py").write_text("")
     (site / "pinned_adapter.py").write_text(ADAPTER)
     info = site / "only_there-9.9.dist-info"

@@ -30,8 +30,8 @@ from conformance.results.bisection import Bisected, Bisection, Direction, First,
 from conformance.spec.batch import Batch, read_batches
 from conformance.worker.activation_capture import Issuing, Piece, capturing, read_issued, read_pieces
 from impl.interface.micro_batches import collate
-from impl.models.layers import hugging_face_modules, numbered, token_numbers
 from impl.models.loading import load_model
+from impl.models.tracing import hugging_face_modules, numbered, token_numbers
 
 
 @dataclass(frozen=True)

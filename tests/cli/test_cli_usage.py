@@ -63,7 +63,10 @@ def test_a_name_that_is_nearly_right_is_told_the_right_one(
         ({"backends": '["fsdp2"]'}, "has no cell for plain; its tables are for fsdp2"),
         ({"modls": "1"}, "cells.0.modls: there is no such key (got 1)"),
         ({"models": '"llama"'}, "cells.0.models: must be a list (got 'llama')"),
-        ({"precisions": '["fp99"]'}, "cells.0.precisions.0: Input should be 'exact', 'fp32', 'bf16' or 'fp16'"),
+        (
+            {"precisions": '["fp99"]'},
+            "cells.0.precisions.0: Input should be 'exact', 'fp32', 'bf16', 'bf16-reduce' or 'fp16'",
+        ),
     ],
 )
 def test_a_profile_that_names_what_is_not_there_is_refused_by_list_and_by_run(

@@ -148,7 +148,7 @@ def test_last_megatron_context_of_layout_destroys_groups(run_ranks: Any, folders
         both, one, none = found["groups"]
         assert both == one > none == 1
         assert found["norm"] > 0
-        assert "tear its contexts down before you set up pp2" in found["refused"]
+        assert "tear down its contexts before you set up pp2" in found["refused"]
 
 
 @pytest.mark.parametrize(
@@ -291,7 +291,7 @@ def test_a_folder_with_another_head_is_refused(folders: Folders) -> None:
 
     config = ContextConfig(layout=Layout.parse("dp1"), precision="fp32", device="cpu", accumulation=1, packed=True)
     for role, asked in (("critic", "causal"), ("policy", "value")):
-        with pytest.raises(UsageError, match=f"where a {asked} head is asked for"):
+        with pytest.raises(UsageError, match=f"but a {asked} head is required"):
             MegatronContext(config).new_trainable(asked).load_model(Path(folders["llama"][role]))  # type: ignore[arg-type]
 
 

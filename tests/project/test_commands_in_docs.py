@@ -163,7 +163,8 @@ def check_program(words: list[str]) -> None:
         assert found.origin
         if "run" in words:
             check_parity(words[words.index("run") :])
-        own = words[words.index("-m") + 2 : words.index("run") if "run" in words else None]
+        inner = next((word for word in words if word in ("run", "pytest")), None)
+        own = words[words.index("-m") + 2 : words.index(inner) if inner else None]
         source = Path(found.origin)
     else:
         source = ROOT / next(word for word in words if word.endswith(".py"))

@@ -24,7 +24,10 @@ def test_built_in_scenarios_load_and_survive_json(file: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"precision": "fp8"}, r"precision: Input should be 'exact', 'fp32', 'bf16' or 'fp16' \(got 'fp8'\)"),
+        (
+            {"precision": "fp8"},
+            r"precision: Input should be 'exact', 'fp32', 'bf16', 'bf16-reduce' or 'fp16' \(got 'fp8'\)",
+        ),
         ({"optimizer": {"name": "sgd", "lr": -1}}, r"optimizer.lr: Input should be greater than 0 \(got -1\)"),
         ({"optimizer": {"name": "sgd", "lr": 1, "beta": 1}}, r"optimizer.beta: there is no such key"),
         ({"accumulation": 0}, "accumulation: Input should be greater than or equal to 1"),

@@ -250,7 +250,7 @@ def rollout_file(case: Case) -> Use:
         try:
             batches = build_rollouts(scenario, Path(scenario.model))
         except UsageError as error:
-            if any(word in str(error) for word in ("line ", "lines of", "is empty", "data.max_len", "roll-out of ")):
+            if any(word in str(error) for word in ("line ", "lines of", "is empty", "data.max_len", "rollout of ")):
                 raise
             raise AssertionError(f"no line is named: {error}") from None
         assert batches[0].rollout

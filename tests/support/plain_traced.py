@@ -22,7 +22,7 @@ from conformance.spec.scenario import OptimizerConfig, ScheduleConfig
 from impl.engine.adapter import RL_SEAMS, ReferenceBackend
 from impl.interface.micro_batches import MicroBatch
 from impl.interface.protocol import CONTEXTS
-from impl.models.layers import token_numbers
+from impl.models.tracing import token_numbers
 
 Defect = tuple[Callable[[torch.nn.Module], None], str]
 OF_LAYER = (
