@@ -1,24 +1,16 @@
-"""Sets up megatron-core in a process: its import, its process-wide state, and the groups of a layout.
-
-Import this module before megatron-core. megatron-core decorates functions by ``torch.compile``, which imports the
-compiler at once. That takes two thirds of the import time, in every process, for functions that few models call. Here
-these functions are compiled at their first call.
-
-Where TransformerEngine or Apex are installed, megatron-core uses their optimizers, norms and layers. These do not
-support float64, and their states have another layout. So both are hidden in this process, unless impl.megatron.adapter
-has admitted TransformerEngine before.
+"""Sets up megatron-core in a process: its process-wide state, and the groups of a layout.
 
 The order of ranks, innermost first: tp, cp (the layout's ``sp``), dp, pp. megatron-core's data-parallel ranks are those
 of the layout's dp and ep; consecutive ranks of dp x cp hold different experts.
 """
 
-import functools
+from impl.megatron import imports  # noqa: F401 (it has to be imported before megatron-core)
+
+# isort: split
 import os
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -38,31 +30,6 @@ from impl.megatron.device_placement import placed
 from impl.megatron.model import MegatronModel
 from impl.megatron.moe_config import expert_sizes
 from impl.megatron.router import forget as forget_routers
-
-FOREIGN = (
-    *("transformer_engine", "transformer_engine_torch"),
-    *("apex", "amp_C", "fused_weight_gradient_mlp_cuda", "fused_layer_norm_cuda"),
-)
-
-
-def at_first_call(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps ``function`` so that ``torch.compile`` compiles it at its first call."""
-    compiled = functools.cache(lambda: torch.compile(function))
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return compiled()(*args, **kwargs)
-
-    return call
-
-
-_modules: Any = sys.modules
-for _name in FOREIGN:
-    _modules.setdefault(_name, None)  # with None, importing raises ModuleNotFoundError
-
-with mock.patch.object(torch, "compile", at_first_call):
-    import megatron.core.jit  # noqa: F401 (it keeps the decorator that all of megatron-core uses)
-
 
 # megatron-core selects TransformerEngine's attention by these, and does not allow another choice in the same process.
 _ENVIRONMENT = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")

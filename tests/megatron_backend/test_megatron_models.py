@@ -308,7 +308,7 @@ def test_no_rank_has_imported_torchs_compiler(pool: Pool, tmp_path: Path) -> Non
 
 
 def test_what_megatron_core_decorates_is_compiled_when_it_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    from impl.megatron.context import at_first_call
+    from impl.megatron.imports import at_first_call
 
     compiled: list[Any] = []
 
