@@ -33,8 +33,16 @@ from conformance.oracle.objectives import rollout_functions_of
 from conformance.oracle.optimizer import LossScale, clip_factor, global_norm, make_optimizer
 from conformance.oracle.primitives import Policy, Tap
 from conformance.oracle.role_model import Decoder, bytes_needed, devices_for, is_routed, read_decoder
-from conformance.oracle.rollout_pass import RowsByKey, annotated, run_rollout_pass, with_columns
-from conformance.oracle.step import EMBEDDING, Model, Observed, observe
+from conformance.oracle.step import (
+    EMBEDDING,
+    Model,
+    Observed,
+    RowsByKey,
+    annotated,
+    observe,
+    run_rollout_pass,
+    with_columns,
+)
 from conformance.oracle.variant import HONEST, UNNAMED, UNNAMED_NORM, Variant, Weights
 from conformance.records.header_checks import CHOICES, FLOAT64, noise_runs, precision_of_run
 from conformance.records.step_tensors import RecordWriter, file_sha256

@@ -238,10 +238,7 @@ def universal(folder: Path, out: Path) -> Checkpoint:
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     # The conversion prints its steps and two progress bars; its errors are informative enough.
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        from impl.deepspeed.universal_checkpoint import (
-            add_parameter,
-            make_universal,
-        )  # only now: importing it takes seconds
+        from impl.deepspeed.checkpoint import add_parameter, make_universal  # only now: importing it takes seconds
 
         try:
             make_universal(tag, out, all_trained=not frozen)

@@ -15,7 +15,7 @@ from conformance.runtime import Pool
 from conformance.spec.precision import PrecisionName
 from impl.convert.convert import convert, open_checkpoint
 
-universal = pytest.importorskip("impl.deepspeed.universal_checkpoint")
+universal = pytest.importorskip("impl.deepspeed.checkpoint")
 
 LLAMA = FIXTURES / "models" / "llama"
 Written = Callable[[str, PrecisionName], Path]
