@@ -24,9 +24,9 @@ from conformance.matrix.plan import make_plan
 from conformance.results.output_folders import rewrite_summary, slim
 from conformance.results.run_results import SUMMARY
 from conformance.runner.attempt import JudgedCell
+from conformance.runner.earlier_run import cells_left, read_earlier
 from conformance.runner.placement import SessionConfig
 from conformance.runner.preflight import check_device, leased_gpus
-from conformance.runner.resume import cells_left, read_earlier
 from conformance.runner.session import Session
 from conformance.runtime.multihost.controller import hosts_of_engine
 

@@ -1,4 +1,4 @@
-"""Builds the frozen batches of every optimizer step from the questions and answers of a file.
+"""Builds the frozen batches of every optimizer step from questions and answers, and packs documents into rows.
 
 Batches are made so that the usual bugs cannot cancel out. Documents keep their different lengths, and for every data
 set the following rows have no target token:

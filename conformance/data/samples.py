@@ -1,4 +1,4 @@
-"""Reads pairs of texts from users' files.
+"""Reads pairs of question and answer from users' files.
 
 An unusable data set ends the run before it begins, with a message that names the first wrong sample.
 """

@@ -28,7 +28,7 @@ from conformance.core.io import Unwritable
 from conformance.matrix.cell import Cell
 from conformance.results.requirements import Floor
 from conformance.results.run_results import SUMMARY
-from conformance.runner.resume import Earlier
+from conformance.runner.earlier_run import Earlier
 from conformance.runtime import Device, Pool
 from conformance.runtime.gpu_inventory import gpus_of
 from conformance.runtime.gpu_slots import Gpus, LeasedSlots

@@ -17,9 +17,9 @@ from conformance.matrix.cell import Cell
 from conformance.records.record_format import peak_memory
 from conformance.results.run_results import CellSummary, Entry, Run, cell_summary, write_entry, write_summary
 from conformance.runner.attempt import Expectations, JudgedCell
+from conformance.runner.earlier_run import before
 from conformance.runner.oracle_jobs import Oracles
 from conformance.runner.placement import SessionConfig
-from conformance.runner.resume import before
 
 
 class ResultWriter:

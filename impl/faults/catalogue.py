@@ -1,4 +1,4 @@
-"""Lists every planted fault by group, and describes the seams that the faults wrap."""
+"""Lists every planted fault by group, describes the seams, and implements the faults of any training step."""
 
 import dataclasses
 from collections.abc import Mapping

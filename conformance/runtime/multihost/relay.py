@@ -1,4 +1,4 @@
-"""Speaks with all hosts of a run, in a thread of the controller. To its controller it is what a forkserver is.
+"""Relays messages between the controller and the hosts of a run, in a thread of the controller.
 
 It passes messages on between the sockets of the controller (one for each of the threads that have worker groups) and
 the wires of the hosts, writes the heartbeats of all ranks into the controller's memory, and knows which hosts have
