@@ -40,7 +40,7 @@ class Comparison(Protocol):
 def diff(
     a: File | Sequence[File],
     b: File | Sequence[File],
-    *others: File | Sequence[File],
+    *more_sides: File | Sequence[File],
     by: str = "step",
     threshold: float | None = None,
     metrics: Sequence[str] = (),
@@ -57,7 +57,7 @@ def diff(
         comparison = parity.diff("run-a", "run-b")
         assert not comparison.differs, comparison.text()
     """
-    sides = [[side] if isinstance(side, str | PathLike) else side for side in (a, b, *others)]
+    sides = [[side] if isinstance(side, str | PathLike) else side for side in (a, b, *more_sides)]
     with packages.preferred():
         from reports.logdiff.command import compare_sides
 
@@ -91,7 +91,7 @@ def run(
 
     profile: a name or a .toml file. backend: names or ``module:Class``; all registered ones if empty. cells: shell
     patterns of cell ids. device: ``cpu`` or ``cuda``. out: a new or empty folder; None: parity-out/DATE_TIME.
-    options: all others of ``parity run``, with underscores and as Python values, such as ``max_len=512``,
+    options: all other options of ``parity run``, with underscores and as Python values, such as ``max_len=512``,
     ``faults=["inverted-clip"]`` or ``quiet=True``. Raises UsageError for options that cannot be used. In a script, call
     it below ``if __name__ == "__main__":``.
 

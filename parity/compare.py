@@ -38,7 +38,7 @@ from parity.record_files import Line, Run, read_run
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """The comparisons of the first record with each of the others."""
+    """The comparisons of the first record with each of the other records."""
 
     pairs: tuple[Pair, ...]
 
@@ -74,10 +74,10 @@ def compare_records(folders: Sequence[Path], *, threshold: float | None) -> Comp
         raise UsageError(f"{len(folders)} record: name two or more, the one to compare with first")
     if threshold is not None and not 0 < threshold < 1:
         raise UsageError(f"threshold {threshold}: it has to lie between 0 and 1")
-    first, *others = (read_run(Path(folder)) for folder in folders)
+    first, *other_runs = (read_run(Path(folder)) for folder in folders)
     if len({Path(folder).resolve() for folder in folders}) < len(folders):
         raise UsageError("the same record is given twice; a record agrees with itself whatever is in it")
-    return Comparison(pairs=tuple(_compare(first, other, threshold) for other in others))
+    return Comparison(pairs=tuple(_compare(first, other, threshold) for other in other_runs))
 
 
 def _compare(a: Run, b: Run, threshold: float | None) -> Pair:
@@ -136,7 +136,7 @@ def _walk(a: Run, b: Run, threshold: float, of_loss: float, *, given: bool) -> I
             yield Stage(
                 name="update",
                 step=step,
-                quantities=tuple(q for q in quantities if q.said or q.what not in undetermined),
+                quantities=tuple(q for q in quantities if q.description or q.what not in undetermined),
                 undetermined=tuple(undetermined),
             )
             yield _replicas(a, b, here, there, kind="weight", step=step)

@@ -28,16 +28,16 @@ def exact(pair: Pair, stage: Stage) -> Iterator[str]:
     kept = all("tensors" in run.loaded for run in (pair.a, pair.b))
     if not kept or stage.name not in ("weights", "gradients", "update"):
         return
-    for name in [quantity.what for quantity in stage.different if not quantity.said][:COMPARED_WHOLE]:
+    for name in [quantity.what for quantity in stage.different if not quantity.description][:COMPARED_WHOLE]:
         x, y = (_whole_values(run, stage, name) for run in (pair.a, pair.b))
         if x is None or y is None:
             return
-        apart = (x - y).abs()
-        worst = [int(place) for place in np.unravel_index(int(apart.argmax()), apart.shape)]
+        errors = (x - y).abs()
+        worst = [int(place) for place in np.unravel_index(int(errors.argmax()), errors.shape)]
         size = max(float(x.norm()), float(y.norm()))
-        count = f"{int((apart > 0).sum())} of {apart.numel()} elements"
+        count = f"{int((errors > 0).sum())} of {errors.numel()} elements"
         yield (
-            f"{name}: exactly {float(apart.norm()) / size:.6g} apart, in {count}, "
+            f"{name}: exactly {float(errors.norm()) / size:.6g} apart, in {count}, "
             f"most at {worst}: {float(x[tuple(worst)]):.6g} and {float(y[tuple(worst)]):.6g}."
         )
 
@@ -86,7 +86,7 @@ def notes(pair: Pair) -> Iterator[str]:
         if unseen := max((line["unseen"] for line in run.steps), default=0):
             yield f"Not recorded: {unseen} parameters of the optimizers of {run.name}, which are not the model's."
         if run.steps and not any(line["computed_in"] for line in run.steps):
-            yield f"Not seen: what {run.name} computes in; taken for the dtype of its parameters."
+            yield f"Not recorded: the dtype that {run.name} computes in; the dtype of its parameters is assumed."
     yield from _optimizers(a, b)
     yield from _undetermined(pair)
 
@@ -100,18 +100,20 @@ def _optimizers(a: Run, b: Run) -> Iterator[str]:
     made = [
         (here, there) for here, there in zip(a.steps, b.steps, strict=False) if here["stepped"] and there["stepped"]
     ]
-    told: dict[str, None] = {}  # in order
+    sentences: dict[str, None] = {}  # in order
     for name in common(a, b, trained=True) if made else ():
         p, q = setting(a, made[0][0], name), setting(b, made[0][1], name)
         if p and q and p[CLASS] != q[CLASS]:
-            told[f"{a.name} steps with {p[CLASS]} and {b.name} with {q[CLASS]}; compared is what both are set to."] = (
-                None
-            )
+            sentences[
+                f"{a.name} steps with {p[CLASS]} and {b.name} with {q[CLASS]}; compared is what both are set to."
+            ] = None
         if p and q:
             for run, own, its in ((a, p, q), (b, q, p)):
                 if only := [key for key in own if key not in its]:
-                    told[f"Not compared: {_first_names(only)} of {own[CLASS]}, which only {run.name} is set to."] = None
-    yield from told
+                    sentences[
+                        f"Not compared: {_first_names(only)} of {own[CLASS]}, which only {run.name} is set to."
+                    ] = None
+    yield from sentences
 
 
 def _undetermined(pair: Pair) -> Iterator[str]:
@@ -129,7 +131,7 @@ def _first_names(names: Sequence[str]) -> str:
     return ", ".join(names[:NOTED]) + (f" and {len(names) - NOTED} more" if len(names) > NOTED else "")
 
 
-ALIKE = 0.01  # relative spread of factors that are taken for one
+FACTOR_SPREAD = 0.01  # relative spread of factors that are taken for one
 WHOLE = 1e-3  # relative error within which a factor is taken for a whole number
 GRADUAL = 10.0  # a distance that grows less than so much in a step grows gradually
 NAMED = 4
@@ -156,22 +158,22 @@ def likely_causes(pair: Pair, parted: Stage) -> Iterator[str]:
 def _of_gradients(stage: Stage) -> Iterator[str]:
     """Separate the factor that most gradients share from the gradients that are wrong by themselves."""
     every = [quantity for quantity in stage.quantities if quantity.differs or any(quantity.norms or ())]
-    factor, alike = _most_common_factor(every)
-    wrong = [quantity for quantity in every if quantity not in alike]
+    factor, same_factor = _most_common_factor(every)
+    wrong = [quantity for quantity in every if quantity not in same_factor]
     if not wrong:
-        mean = f"{said}, " if (said := _mean(factor)) else ""
+        mean = f"{cause}, " if (cause := _mean(factor)) else ""
         yield (
             f"All gradients of B are {factor:.6g} times those of A, in the same direction: {mean}clipping to another "
             "norm, or a loss scale."
         )
         return
-    if any(quantity.differs for quantity in alike):
+    if any(quantity.differs for quantity in same_factor):
         yield (
-            f"{len(alike)} gradients of B are {factor:.6g} times those of A, as clipping makes them where the norm of "
-            f"the others is wrong. The others: {_last_names([quantity.what for quantity in wrong])}."
+            f"{len(same_factor)} gradients of B are {factor:.6g} times those of A, as clipping makes them where the "
+            f"norm of the others is wrong. The others: {_last_names([quantity.what for quantity in wrong])}."
         )
     own = _one_factor(wrong)
-    if own is not None and alike:
+    if own is not None and same_factor:
         yield f"What is wrong by itself is {own / factor:.6g} times that of A, in the same direction: it is scaled."
     block = _block(wrong[-1].what)
     inside = [quantity.what for quantity in wrong if _block(quantity.what) == block]
@@ -188,8 +190,8 @@ def _most_common_factor(quantities: Sequence[Quantity]) -> tuple[float, list[Qua
         for one in quantities
         if one.scale
     ]
-    factor, alike = max(groups, key=lambda group: len(group[1]), default=(1.0, []))
-    return (factor, alike) if len(alike) > 1 or len(quantities) == 1 else (1.0, [])
+    factor, same_factor = max(groups, key=lambda group: len(group[1]), default=(1.0, []))
+    return (factor, same_factor) if len(same_factor) > 1 or len(quantities) == 1 else (1.0, [])
 
 
 def _one_factor(different: Sequence[Quantity]) -> float | None:
@@ -197,7 +199,7 @@ def _one_factor(different: Sequence[Quantity]) -> float | None:
     scales = [quantity.scale for quantity in different if quantity.scale is not None]
     if len(scales) < len(different) or not scales:
         return None
-    return scales[0] if max(scales) - min(scales) <= ALIKE * abs(scales[0]) else None
+    return scales[0] if max(scales) - min(scales) <= FACTOR_SPREAD * abs(scales[0]) else None
 
 
 def _mean(factor: float) -> str:
@@ -218,16 +220,16 @@ def _last_names(names: Sequence[str]) -> str:
 
 
 def _history(pair: Pair, parted: Stage) -> Iterator[str]:
-    """Tell whether the worst quantity drifted apart gradually or at once over the steps before."""
+    """State whether the worst quantity drifted apart gradually or at once over the steps before."""
     worst = parted.different[0]
     past = [q.observed for s in pair.stages if s.name == parted.name for q in s.quantities if q.what == worst.what]
-    if len(past) < 2 or worst.said:
+    if len(past) < 2 or worst.description:
         return
-    told = ", ".join(f"{distance:.1e}" for distance in past[-5:])
+    distances = ", ".join(f"{distance:.1e}" for distance in past[-5:])
     if all(later <= GRADUAL * earlier for earlier, later in pairwise(past)):
-        yield f"{worst.what} moved apart gradually ({told}): rounding that training amplifies, or a small cause."
+        yield f"{worst.what} moved apart gradually ({distances}): rounding that training amplifies, or a small cause."
     else:
-        yield f"{worst.what} moved apart at once ({told})."
+        yield f"{worst.what} moved apart at once ({distances})."
 
 
 LISTED = 10  # quantities of the stage that differs
@@ -275,7 +277,8 @@ def _values(quantity: Quantity) -> dict[str, Any]:
     found: dict[str, Any] = {"what": quantity.what, "observed": _json(quantity.observed), "allowed": quantity.allowed}
     if quantity.norms:
         found["norms"] = [_json(norm) for norm in quantity.norms]
-    return found | {name: value for name in ("scale", "rows", "said") if (value := getattr(quantity, name))}
+    optional = {"scale": quantity.scale, "rows": quantity.rows, "said": quantity.description}
+    return found | {name: value for name, value in optional.items() if value}
 
 
 def _json(number: float) -> float | str:
@@ -312,8 +315,8 @@ def _different(stage: Stage) -> Iterator[str]:
 
 
 def _described_quantity(quantity: Quantity) -> str:
-    if quantity.said:
-        return f"{quantity.what}: {quantity.said}"
+    if quantity.description:
+        return f"{quantity.what}: {quantity.description}"
     parts = [f"{quantity.what}: {quantity.observed:.2e} apart, allowed {quantity.allowed:.1e}"]
     if quantity.norms:
         parts.append("A {:.6g}, B {:.6g}".format(*quantity.norms))

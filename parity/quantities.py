@@ -1,4 +1,4 @@
-"""Measures how far apart two records are: stages in causal order, each with quantities and their bounds.
+"""Measures the differences between two records: stages in causal order, each with quantities and their bounds.
 
 Tensors are compared by their sketches: ``|x - y| / max(|x|, |y|, floor)``. The floor is 5 % of the root mean square of
 the stage's norms, below which a gradient is mostly rounding. docs/guides/recording.md derives the bounds.
@@ -33,9 +33,9 @@ def canonical(name: str) -> str:
     return PREFIX.sub("", ".".join(kept))
 
 
-def nearest(name: str, others: Iterable[str]) -> str:
-    """Find the name among ``others`` that is most similar to ``name``; empty if none is similar."""
-    return next(iter(difflib.get_close_matches(name, list(others), n=1, cutoff=0.75)), "")
+def nearest(name: str, candidates: Iterable[str]) -> str:
+    """Find the name among ``candidates`` that is most similar to ``name``; empty if none is similar."""
+    return next(iter(difflib.get_close_matches(name, list(candidates), n=1, cutoff=0.75)), "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +43,8 @@ class Quantity:
     """The difference of one number or tensor between two records A and B.
 
     observed, allowed: relative. norms: of A and of B. scale: the factor B / A, if the two differ by a factor only.
-    rows: the rows of a parameter whose norms differ, if they are few. said: the difference in words, if it is not a
-    number.
+    rows: the rows of a parameter whose norms differ, if they are few. description: the difference in words, if it is
+    not a number.
     """
 
     what: str
@@ -53,7 +53,7 @@ class Quantity:
     norms: tuple[float, float] | None = None
     scale: float | None = None
     rows: str = ""
-    said: str = ""
+    description: str = ""
 
     @property
     def differs(self) -> bool:
@@ -170,26 +170,26 @@ def parameters(a: Run, b: Run) -> Iterator[Quantity]:
                 yield _fact(name, f"not in {other.name}{hint}")
     for name in (name for name in a.parameters if name in b.parameters):
         p, q = a.parameters[name], b.parameters[name]
-        said = []
+        differences = []
         if p["shape"] != q["shape"]:
-            said.append(f"has shape {p['shape']} in {a.name} and {q['shape']} in {b.name}")
+            differences.append(f"has shape {p['shape']} in {a.name} and {q['shape']} in {b.name}")
         for run, own, its in ((a, p, q), (b, q, p)):
             if its["trained"] and not own["trained"]:
-                said.append(f"is frozen in {run.name}")
+                differences.append(f"is frozen in {run.name}")
             elif own["trained"] and own["group"] is None and its["group"] is not None:
-                said.append(f"is in no optimizer of {run.name}")
-        yield _fact(name, " and ".join(said))
+                differences.append(f"is in no optimizer of {run.name}")
+        yield _fact(name, " and ".join(differences))
 
 
-def _fact(what: str, said: str) -> Quantity:
-    return Quantity(what=what, observed=math.inf if said else 0.0, allowed=EXACT, said=said)
+def _fact(what: str, description: str) -> Quantity:
+    return Quantity(what=what, observed=math.inf if description else 0.0, allowed=EXACT, description=description)
 
 
 def common(a: Run, b: Run, *, trained: bool) -> tuple[str, ...]:
     """Give the parameters that both records have in the same shape, in the order of A."""
-    theirs = b.trained if trained else tuple(b.parameters)
+    names_of_b = b.trained if trained else tuple(b.parameters)
     names = a.trained if trained else tuple(a.parameters)
-    return tuple(n for n in names if n in theirs and a.parameters[n]["shape"] == b.parameters[n]["shape"])
+    return tuple(n for n in names if n in names_of_b and a.parameters[n]["shape"] == b.parameters[n]["shape"])
 
 
 def batch(a: Line, b: Line) -> Iterator[Quantity]:
@@ -212,19 +212,19 @@ def compared(
     names: Sequence[str], a: Tensors, b: Tensors, allowed: Sequence[float], *, runs: tuple[Run, Run]
 ) -> Iterator[Quantity]:
     """Compare the tensors of a stage by their sketches; ``allowed``: the bound of each of ``names``."""
-    apart = np.linalg.norm(a.sketches - b.sketches, axis=1)  # [P]
+    distances = np.linalg.norm(a.sketches - b.sketches, axis=1)  # [P]
     sizes = np.maximum(a.norms, b.norms)
     floor = FLOOR * float(np.sqrt(np.mean(sizes**2))) if len(names) else 0.0
     for i, name in enumerate(names):
         size = max(float(sizes[i]), floor)
-        observed, said = (float(apart[i]) / size if size else 0.0), ""
+        observed, description = (float(distances[i]) / size if size else 0.0), ""
         if a.not_finite[i] or b.not_finite[i]:  # what is not finite on both sides has no distance, and is no agreement
             counts = " and ".join(f"{int(t.not_finite[i])} in {run.name}" for t, run in zip((a, b), runs, strict=True))
-            observed, said = math.inf, f"numbers that are not finite: {counts}"
+            observed, description = math.inf, f"numbers that are not finite: {counts}"
         elif a.present[i] != b.present[i] and sizes[i]:  # a gradient of zeros is as good as none
             lacking = runs[0].name if a.present[i] < b.present[i] else runs[1].name
             part = min(a.present[i], b.present[i])
-            observed, said = math.inf, f"no gradient {f'of {1 - part:.0%} of it ' if part else ''}in {lacking}"
+            observed, description = math.inf, f"no gradient {f'of {1 - part:.0%} of it ' if part else ''}in {lacking}"
         yield Quantity(
             what=name,
             observed=observed,
@@ -232,7 +232,7 @@ def compared(
             norms=(float(a.norms[i]), float(b.norms[i])),
             scale=_scale(a.sketches[i], b.sketches[i], allowed[i]),
             rows=_rows(a.rows[i], b.rows[i], allowed[i]),
-            said=said,
+            description=description,
         )
 
 
@@ -261,8 +261,8 @@ def noise(a: Tensors, b: Tensors) -> Vector:
     """
     sizes = np.maximum(a.rows, b.rows)
     groups = np.maximum(1, (sizes > 0).sum(axis=1))
-    apart = np.linalg.norm(a.sketches - b.sketches, axis=1) / np.sqrt(groups)
-    relative: Vector = np.divide(apart[:, None], sizes, out=np.zeros_like(sizes), where=sizes > 0)
+    distances = np.linalg.norm(a.sketches - b.sketches, axis=1) / np.sqrt(groups)
+    relative: Vector = np.divide(distances[:, None], sizes, out=np.zeros_like(sizes), where=sizes > 0)
     return relative
 
 
@@ -333,5 +333,7 @@ def _several(value: float | list[float]) -> list[float]:
 def replicas(a: Run, b: Run, here: Mapping[str, float], there: Mapping[str, float]) -> Iterator[Quantity]:
     """Report parameters that several ranks of one record hold and that differ between them."""
     for run, drift in ((a, here), (b, there)):
-        for name, apart in drift.items():
-            yield Quantity(what=name, observed=apart, allowed=EXACT, said=f"ranks of {run.name} hold different numbers")
+        for name, distance in drift.items():
+            yield Quantity(
+                what=name, observed=distance, allowed=EXACT, description=f"ranks of {run.name} hold different numbers"
+            )

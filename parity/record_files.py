@@ -165,7 +165,7 @@ class Run:
 
     def arrays(self, line: Line) -> Arrays:
         """Read the summaries of a step, or of the loaded weights. Raises UsageError if they are damaged."""
-        path, is_step = self._beside(line["file"]), line is not self.loaded
+        path, is_step = self._path_of(line["file"]), line is not self.loaded
         try:
             found: Arrays = load(read_file(path, limit=LONGEST))
         except (Unreadable, FileNotFoundError, SafetensorError, KeyError) as error:
@@ -184,14 +184,14 @@ class Run:
         """The file with the whole tensors of a step, or of the loaded weights, if these were kept."""
         if "tensors" not in line:
             return None
-        path = self._beside(line["tensors"])
+        path = self._path_of(line["tensors"])
         try:
             file_size(path)
         except (Unreadable, FileNotFoundError) as error:
             raise UsageError(f"{path} cannot be read ({error}); record the training again") from None
         return path
 
-    def _beside(self, name: object) -> Path:
+    def _path_of(self, name: object) -> Path:
         """The path of a file of the record. Raises UsageError for one that lies elsewhere."""
         if not isinstance(name, str) or name in ("", ".", "..") or Path(name).name != name:
             raise UsageError(f"{self.folder / FILE} names the file {name!r}, which is not one of its folder; refused")
@@ -237,7 +237,7 @@ class Writer:
             self.line(line)
 
     def file(self, name: str, content: bytes) -> str:
-        """Write a file beside the lines, whole or not at all; its name."""
+        """Write a file next to the lines, whole or not at all; its name."""
         try:
             write_file(self.folder / name, content)
         except Unwritable as error:
@@ -287,8 +287,8 @@ def read_run(folder: Path) -> Run:
     ended = lines[-1].get("kind") == "end"
     kinds = ["header", "loaded", *(["step"] * (len(lines) - 2 - ended)), *(["end"] if ended else [])]
     for number, kind in enumerate(kinds):
-        if said := problem(texts[number], kind=kind):
-            raise UsageError(f"line {number + 1} of {path} is damaged ({said}); record the training again")
+        if message := problem(texts[number], kind=kind):
+            raise UsageError(f"line {number + 1} of {path} is damaged ({message}); record the training again")
     return Run(
         folder=folder,
         header=header,

@@ -17,7 +17,7 @@ A DTensor tells where its shard lies (the protocol of distributed checkpoints); 
 several ranks hold are counted once, on the first of these ranks, so that sums over ranks are sums over elements.
 
 All sums of a step are one all_reduce. Each rank has slots in it for a checksum of each of its pieces, by which replicas
-are compared. An error of one rank is raised on all ranks: the others would wait for it in their next collective.
+are compared. An error of one rank is raised on all ranks: the other ranks would wait for it in their next collective.
 """
 
 import math
@@ -139,12 +139,13 @@ def add_up(vector: Tensor) -> Tensor:
 def together(action: Callable[[], T]) -> T:
     """Run ``action``, which may differ from rank to rank, and return this rank's result; collective.
 
-    If it fails on a rank, all ranks raise: this rank its own error, the others a UsageError with the same message, or a
-    RuntimeError that names the failed rank if the error is not a UsageError. The action makes no collective calls.
+    If it fails on a rank, all ranks raise: this rank its own error, the other ranks a UsageError with the same
+    message, or a RuntimeError that names the failed rank if the error is not a UsageError. The action makes no
+    collective calls.
     """
     try:
         result = action()
-    except Exception as error:  # whatever it is, the others have to hear of it
+    except Exception as error:  # whatever it is, the other ranks need its message
         _agree(error)
         raise
     _agree(None)
@@ -152,15 +153,15 @@ def together(action: Callable[[], T]) -> T:
 
 
 def _agree(error: Exception | None) -> None:
-    """Raise the error of one rank on the others. If no rank has one, a single number is exchanged."""
+    """Raise the error of one rank on the other ranks. If no rank has one, a single number is exchanged."""
     if world_size() == 1 or not add_up(torch.tensor(float(error is not None))):
         return
     own = None if error is None else (isinstance(error, UsageError), one_line(error))
-    told: list[tuple[bool, str] | None] = [None] * world_size()
-    dist.all_gather_object(told, own)
+    errors: list[tuple[bool, str] | None] = [None] * world_size()
+    dist.all_gather_object(errors, own)
     if error is not None:
         return
-    rank, (is_usage, message) = next((rank, one) for rank, one in enumerate(told) if one is not None)
+    rank, (is_usage, message) = next((rank, one) for rank, one in enumerate(errors) if one is not None)
     raise UsageError(message) if is_usage else RuntimeError(f"rank {rank} failed: {message}")
 
 
@@ -232,10 +233,10 @@ def left_out(model: nn.Module, names: Names | None) -> dict[str, str]:
 def _parts(name: str, parameter: nn.Parameter, names: Names | None) -> dict[str, tuple[int, int]]:
     """Give the rows of a parameter, from and to, of each name. Raises UsageError for rows that it does not have."""
     count = whole(tuple(parameter.shape)).shape[0]
-    said = names(name) if names else name
-    parts = {said: slice(None)} if isinstance(said, str) else said
+    given = names(name) if names else name
+    parts = {given: slice(None)} if isinstance(given, str) else given
     if not isinstance(parts, Mapping) or "" in parts:
-        raise UsageError(f"names= gives {shown(said)} for {name}; it has to give a name, or the rows of several")
+        raise UsageError(f"names= gives {shown(given)} for {name}; it has to give a name, or the rows of several")
     found: dict[str, tuple[int, int]] = {}
     for part, rows in parts.items():
         start, stop, step = rows.indices(count) if isinstance(rows, slice) else (0, 0, 1)
@@ -354,7 +355,7 @@ def _drift(
 ) -> Iterator[tuple[str, float]]:
     """Yield pieces whose replicas differ: ``total`` [P, WIDTH], ``checksums`` [ranks, P]."""
     for column, name in enumerate(names):
-        apart = max(float(np.ptp(checksums[list(ranks), column])) for ranks in holders.ranks[name])
+        spread = max(float(np.ptp(checksums[list(ranks), column])) for ranks in holders.ranks[name])
         norm = float(np.sqrt(total[column, SQUARES]))
-        if apart > SAME * norm:
-            yield name, apart / norm if norm else float(np.finfo(np.float64).max)
+        if spread > SAME * norm:
+            yield name, spread / norm if norm else float(np.finfo(np.float64).max)

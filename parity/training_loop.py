@@ -121,8 +121,8 @@ def _comes_from(kind: type, package: str) -> bool:
     return f"{kind.__module__}.".startswith(f"{package}.")
 
 
-def watch_precision(model: nn.Module, seen: list[str]) -> RemovableHandle | None:
-    """Add to ``seen`` the dtype of the first forward pass: autocast's dtype, or that of the weights at that moment.
+def watch_precision(model: nn.Module, dtypes: list[str]) -> RemovableHandle | None:
+    """Add to ``dtypes`` the dtype of the first forward pass: autocast's dtype, or that of the weights at that moment.
 
     Nothing is watched in a compiled model, where a hook would be compiled too.
     """
@@ -137,7 +137,7 @@ def watch_precision(model: nn.Module, seen: list[str]) -> RemovableHandle | None
         weight = next(module.parameters(recurse=False))
         device = weight.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
-        seen.append(str(dtype).removeprefix("torch."))
+        dtypes.append(str(dtype).removeprefix("torch."))
         handle.remove()
 
     handle: RemovableHandle = inner.register_forward_pre_hook(look)

@@ -111,10 +111,10 @@ def _failure(cause: Cause) -> str:
         plain(explain(cell)),
         "",
     ]
-    if cause.others:
-        named = ", ".join(code(other.id) for other in cause.others[:FINDINGS])
-        more = f" and {len(cause.others) - FINDINGS} more" if len(cause.others) > FINDINGS else ""
-        lines += [f"{plural(len(cause.others), 'more cell')} with the same cause: {named}{more}", ""]
+    if cause.other_cells:
+        named = ", ".join(code(other.id) for other in cause.other_cells[:FINDINGS])
+        more = f" and {len(cause.other_cells) - FINDINGS} more" if len(cause.other_cells) > FINDINGS else ""
+        lines += [f"{plural(len(cause.other_cells), 'more cell')} with the same cause: {named}{more}", ""]
     if found := worst_first(cell):
         lines += ["| stage | tensor | step | observed | allowed | ratio |", "| :-- | :-- | --: | --: | --: | --: |"]
         lines += [

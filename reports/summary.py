@@ -33,7 +33,7 @@ class Cause:
         return self.cells[0]
 
     @property
-    def others(self) -> tuple[Cell, ...]:
+    def other_cells(self) -> tuple[Cell, ...]:
         return self.cells[1:]
 
     @cached_property
@@ -187,9 +187,9 @@ def _differs(report: Report) -> tuple[str, str]:
     differing, unanswered = report.counts["differs"], _unanswered(report)
     cause, *further = causes(report)
     text = f"Start with {cause.first.id}. First difference in {explain(cause.first)}."
-    if cause.others:
-        verb = "has" if len(cause.others) == 1 else "have"
-        text += f" {plural(len(cause.others), 'more cell')} {verb} the same cause."
+    if cause.other_cells:
+        verb = "has" if len(cause.other_cells) == 1 else "have"
+        text += f" {plural(len(cause.other_cells), 'more cell')} {verb} the same cause."
     if also := sum(other.first.state == "differs" for other in further):
         text += f" {plural(also, 'other cause')} below."
     if unanswered:

@@ -1,8 +1,8 @@
 """Runs a differing cell again up to its first differing step, with its activations captured, and bisects it.
 
-Only in the exact tier can right values be told from noise. In another precision, the exact twin of the cell is
-bisected. After a run, its first differing cells are bisected, one for each group and backend, which changes no verdict:
-small worker groups first, and the exact tier before others.
+Right values can be distinguished from noise only in the exact tier. In another precision, the exact twin of the cell
+is bisected. After a run, its first differing cells are bisected, one for each group and backend, which changes no
+verdict: small worker groups first, and the exact tier before other tiers.
 """
 
 import contextlib
@@ -129,7 +129,10 @@ def _why_no_twin(verdict: Verdict, precision: str) -> str:
             f"it agrees with the oracle in the exact tier, so the defect needs {precision}: look for values that are "
             f"computed, summed or stored in a wrong dtype"
         )
-    return f"right values can be told from noise only in the exact tier, where it gave no answer: {verdict.reason}"
+    return (
+        "right values can be distinguished from noise only in the exact tier, where it gave no answer: "
+        f"{verdict.reason}"
+    )
 
 
 def bisect_step(session: Session, cell: Cell, step: int, conforming: Cell | None = None) -> Found:
@@ -246,7 +249,7 @@ def _chosen(differ: Sequence[Cell]) -> Iterator[Cell]:
     return filter(None, chain.from_iterable(zip_longest(*of_backends.values())))
 
 
-def _most_similar(session: Session, cell: Cell, others: Sequence[Cell]) -> Cell | None:
+def _most_similar(session: Session, cell: Cell, candidates: Sequence[Cell]) -> Cell | None:
     """Returns the traceable cell with the most similar layout; the smallest one of several."""
     (phase,) = cell.phases
 
@@ -255,4 +258,4 @@ def _most_similar(session: Session, cell: Cell, others: Sequence[Cell]) -> Cell 
         same = [getattr(layout, f.name) == getattr(phase.layout, f.name) for f in fields(Layout)]
         return same.count(False), other.world_size
 
-    return min((other for other in others if not not_bisected(session, other)), key=distance, default=None)
+    return min((other for other in candidates if not not_bisected(session, other)), key=distance, default=None)

@@ -48,8 +48,8 @@ EXPECTED = (
 def states_of(layout: Layout, tier: Precision, shapes: Shapes, trained: bool) -> States:
     """Estimates the bytes of a model whose parameters are the masters, sharded by rows over dp x sp.
 
-    A layer is gathered whole, beside the next layer. Parameters outside of layers stay gathered from the forward pass
-    to the end of the backward pass.
+    A layer is gathered whole, together with the next layer. Parameters outside of layers stay gathered from the
+    forward pass to the end of the backward pass.
     """
     full, compute, own = tier.master.bytes, tier.compute.bytes, cut(shapes, layout.tp)
     shards = layout.dp // layout.rep * layout.sp
@@ -160,7 +160,7 @@ class Fsdp2Backend(ReferenceBackend):
 
     @classmethod
     def host_bytes(cls, scenario: Scenario, layout: Layout) -> int:
-        """Returns the host memory that ``offload`` needs beside a GPU."""
+        """Returns the host memory that ``offload`` needs in addition to a GPU."""
         return host_bytes(states_of, scenario, layout)
 
     @classmethod

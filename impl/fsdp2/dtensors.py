@@ -6,7 +6,7 @@ collective. Filling a DTensor from a file needs none.
 
 ``torch.nn.utils.clip_grad_norm_`` rejects parameters on different meshes (a tensor-parallel weight is a 2-D DTensor, a
 norm weight a 1-D one). To count every element once, a local sum of squares is summed over the mesh axes that shard the
-tensor, and over no others.
+tensor, and over no other axes.
 
 torch.distributed.checkpoint raises the failure of a rank on all ranks, but as a BaseException, with its traceback as
 the message. Here, the original error is raised.
@@ -107,7 +107,7 @@ def _packed_axis(tensor: DTensor) -> int | None:
 
 
 def axes_to_sum(gradient: DTensor) -> tuple[int, ...]:
-    """Returns the mesh dimensions that shard ``gradient``; over the others it is replicated and must count once."""
+    """Returns the mesh dimensions that shard ``gradient``; over other dimensions it is replicated and counts once."""
     return tuple(i for i, placement in enumerate(gradient.placements) if not placement.is_replicate())
 
 
@@ -145,7 +145,7 @@ _COPIES = StagingOptions(
 def save(state: dict[str, Any], path: Path, when: Writing) -> None:
     """Writes a state into the folder ``path``; collective.
 
-    A write beside the training uses the two halves of ``async_save``, which itself would start a thread for each model;
+    A write during the training uses the two halves of ``async_save``, which itself would start a thread for each model;
     all threads would use one process group at a time.
     """
     if when.copies:

@@ -1,8 +1,8 @@
 """Starts the ranks of a training on this host, with torchrun's environment variables.
 
 torchrun itself ends its ranks 30 s after a signal, and a checkpoint may take longer; here a signal is forwarded once,
-and there is no time limit. The first rank writes to the terminal, the others into files. The last lines of the first
-rank that fails are printed, because the others mostly fail as a consequence.
+and there is no time limit. The first rank writes to the terminal, the other ranks into files. The last lines of the
+first rank that fails are printed, because the other ranks mostly fail as a consequence.
 """
 
 import os
@@ -28,7 +28,7 @@ GRACE_S, _POLL_S = 5.0, 0.1
 def run_ranks(command: list[str], *, ranks: int, device: str) -> int:
     """Runs ``command`` in ``ranks`` processes, and returns an exit code.
 
-    0: all ranks succeeded. 1: a rank failed, and the others were ended. 2: a rank reported wrong usage. 128 + the
+    0: all ranks succeeded. 1: a rank failed, and the other ranks were ended. 2: a rank reported wrong usage. 128 + the
         signal: they ended after a signal.
     """
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -1,9 +1,9 @@
 """Alignment: the curves of several runs on common positions, by step or by tokens.
 
-A counter that begins at 0 in one log and at 1 in another is seen and put right. A log of every tenth step is compared
-at its own steps; where it logs means over the steps between (Hugging Face's Trainer, Megatron), the other run's steps
-are averaged alike. By tokens, curves are compared at the positions of the run with the fewest, between which the others
-are interpolated linearly.
+A counter that begins at 0 in one log and at 1 in another is detected and corrected. A log of every tenth step is
+compared at its own steps; where it logs means over the steps between (Hugging Face's Trainer, Megatron), the other
+run's steps are averaged in the same way. By tokens, curves are compared at the positions of the run with the fewest;
+the other curves are interpolated linearly.
 """
 
 from collections.abc import Sequence
@@ -49,9 +49,9 @@ def align(sides: tuple[Sequence[Run], Sequence[Run]], *, by: str, chosen: Sequen
     missing, notes, metrics = [], [], []
     shifts = []
     for run in runs:
-        shift, said = (0.0, "") if by == "tokens" else _shift(runs[0], run)
+        shift, note = (0.0, "") if by == "tokens" else _shift(runs[0], run)
         shifts.append(shift)
-        notes += [said] if said else []
+        notes += [note] if note else []
         if by == "tokens" and run.tokens_added:
             notes.append(f"{run.name} counts the tokens of each step, not those so far; they were added up")
     for name in names:
@@ -64,9 +64,9 @@ def align(sides: tuple[Sequence[Run], Sequence[Run]], *, by: str, chosen: Sequen
             for run, shift in zip(runs, shifts, strict=True)
         ]
         averaged = [name in run.averaged for run in runs]
-        positions, values, said = _common(curves, averaged, by=by)
-        if said:
-            notes.append(f"{name}: {said}")
+        positions, values, note = _common(curves, averaged, by=by)
+        if note:
+            notes.append(f"{name}: {note}")
         if len(positions) == 0:
             missing.append(f"{name}: no {by} in common")
             continue
@@ -110,10 +110,10 @@ def _shift(reference: Run, run: Run) -> tuple[float, str]:
         for name in reference.curves
         if name in run.curves and not name.startswith(EVALUATION)
     ]
-    alike = [(a, b) for a, b in shared if a.stride == b.stride]
-    if {_first(reference), _first(run)} != {0.0, 1.0} or not alike:
+    same_stride = [(a, b) for a, b in shared if a.stride == b.stride]
+    if {_first(reference), _first(run)} != {0.0, 1.0} or not same_stride:
         return 0.0, ""
-    votes = sum(_vote(_distance(a, b, shift), _distance(a, b, 0.0)) for a, b in alike)
+    votes = sum(_vote(_distance(a, b, shift), _distance(a, b, 0.0)) for a, b in same_stride)
     decided = "" if votes else ", although the values do not tell whether it is that or a first line that is missing"
     begins = f"{run.name} counts its steps from {_first(run):.0f} and {reference.name} from {_first(reference):.0f}"
     if votes > 0 or (votes == 0 and _last(reference) != _last(run)):
@@ -123,14 +123,14 @@ def _shift(reference: Run, run: Run) -> tuple[float, str]:
 
 
 def _vote(shifted: float, unshifted: float) -> int:
-    """1 for a shift, by the distances of a metric with and without it, -1 against it; 0 if they are alike."""
+    """1 for a shift, by the distances of a metric with and without it, -1 against it; 0 if they are similar."""
     return int(CLEARLY * shifted < unshifted) - int(CLEARLY * unshifted < shifted)
 
 
 def _distance(a: Curve, b: Curve, shift: float) -> float:
     """The median distance of two curves at the steps that both have; infinite without any."""
-    _, mine, yours = np.intersect1d(a.steps, b.steps + shift, return_indices=True)
-    between = np.abs(a.values[mine] - b.values[yours])
+    _, in_a, in_b = np.intersect1d(a.steps, b.steps + shift, return_indices=True)
+    between = np.abs(a.values[in_a] - b.values[in_b])
     between = between[np.isfinite(between)]
     return float(np.median(between)) if len(between) else np.inf
 
@@ -153,22 +153,22 @@ def _common(curves: list[Curve], averaged: list[bool], *, by: str) -> tuple[Floa
         if all(len(curve.steps) == len(sparse.steps) and (curve.steps == sparse.steps).all() for curve in curves):
             return positions, np.stack([curve.values for curve in curves]), ""
         return positions, np.stack([np.interp(positions, curve.steps, curve.values) for curve in curves]), ""
-    said = ""
+    note = ""
     if any(curve.stride < sparse.stride for curve in curves):
-        said = (
+        note = (
             f"logged every {min(curve.stride for curve in curves):.0f} and every {sparse.stride:.0f} steps; compared at"
         )
-        said += " those that all have"
+        note += " those that all have"
         if averaged[sparsest]:
             dense = [curve.stride < sparse.stride for curve in curves]
             curves = [
                 _means(one, sparse.steps) if is_dense else one for one, is_dense in zip(curves, dense, strict=True)
             ]
-            said += ", where the denser log is averaged over the steps between, as the other is"
+            note += ", where the denser log is averaged over the steps between, as the other is"
     positions = curves[0].steps
     for curve in curves[1:]:
         positions = np.intersect1d(positions, curve.steps)
-    return positions, np.stack([curve.values[np.isin(curve.steps, positions)] for curve in curves]), said
+    return positions, np.stack([curve.values[np.isin(curve.steps, positions)] for curve in curves]), note
 
 
 def _means(curve: Curve, ends: Floats) -> Curve:

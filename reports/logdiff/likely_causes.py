@@ -52,7 +52,7 @@ def constant_factor(d: Floats) -> Factor | None:
 def integer_of(factor: Factor) -> tuple[int, bool] | None:
     """Find the whole number that a factor or its inverse is, and whether as a square root; None if that is unclear.
 
-    Unclear is a factor whose error is not small beside the distance to the next number.
+    Unclear is a factor whose error is not small compared with the distance to the next number.
     """
     return whole_number(factor.log, within=max(3 * factor.error, 0.005), roots=True)
 
@@ -110,8 +110,8 @@ def _lag(steps: Floats, a: Floats, b: Floats) -> tuple[str, str] | None:
 
 def _restart(steps: Floats, a: Floats, b: Floats) -> tuple[str, str] | None:
     """Test whether the schedule of one side begins again after both were the same."""
-    apart = np.flatnonzero(np.abs(a - b) > EXACT * np.abs(a).max())
-    s = int(apart[0])
+    differing = np.flatnonzero(np.abs(a - b) > EXACT * np.abs(a).max())
+    s = int(differing[0])
     for at in (s, s - 1):
         count = len(a) - at
         for new, old, who in ((b, a, "B"), (a, b, "A")):
@@ -142,10 +142,10 @@ def _pace(steps: Floats, a: Floats, b: Floats) -> tuple[str, str] | None:
 
 
 def _other(steps: Floats, a: Floats, b: Floats) -> tuple[str, str]:
-    apart = int(np.flatnonzero(np.abs(a - b) > EXACT * np.abs(a).max())[0])
+    first = int(np.flatnonzero(np.abs(a - b) > EXACT * np.abs(a).max())[0])
     return (
         "learning rate",
-        f"the learning rates differ from step {steps[apart]:.0f} on ({a[apart]:.4g} and {b[apart]:.4g}): another"
+        f"the learning rates differ from step {steps[first]:.0f} on ({a[first]:.4g} and {b[first]:.4g}): another"
         " schedule, warm-up or number of steps",
     )
 
@@ -212,31 +212,29 @@ def _factors(evidence: Evidence) -> Iterator[LikelyCause]:
     loss, norm = evidence.ratio("loss"), evidence.ratio("grad_norm")
     of_loss, of_norm = (_steady(d, evidence) for d in (loss, norm))
     if of_loss is None and loss is not None and norm is not None and abs(loss[0]) > 0.1 > 5 * abs(loss[0] - norm[0]):
-        of_loss = of_norm = Factor(
-            log=float(loss[0]), error=SAME
-        )  # the same weights and batch: later the runs go apart
+        of_loss = of_norm = Factor(log=float(loss[0]), error=SAME)  # the same weights and batch: later the runs diverge
     if of_norm is None and norm is not None and evidence.same_start and abs(norm[0]) > 0.1:
         of_norm = Factor(log=float(norm[0]), error=SAME)
     if of_loss and of_norm and abs(of_loss.log - of_norm.log) < max(0.1 * abs(of_loss.log), 0.02):
         yield LikelyCause(
             name="loss and gradient factor",
-            text=f"loss and gradient norm are both {_said(of_loss, evidence)}: a mean over micro-batches or tokens is"
-            " taken differently (under gradient accumulation, a sum instead of a mean, or the reverse)",
+            text=f"loss and gradient norm are both {_in_words(of_loss, evidence)}: a mean over micro-batches or tokens"
+            " is taken differently (under gradient accumulation, a sum instead of a mean, or the reverse)",
             weight=0.9,
         )
         return
     if of_loss:
         yield LikelyCause(
             name="loss factor",
-            text=f"the loss is {_said(of_loss, evidence)}: it is logged as a sum instead of a mean over micro-batches,"
-            " ranks or tokens, or the reverse; the gradients show no such factor",
+            text=f"the loss is {_in_words(of_loss, evidence)}: it is logged as a sum instead of a mean over"
+            " micro-batches, ranks or tokens, or the reverse; the gradients show no such factor",
             weight=0.85,
         )
     if of_norm:
         yield LikelyCause(
             name="gradient factor",
-            text=f"the gradient norm is {_said(of_norm, evidence)}, and the loss is not: gradients are summed over the"
-            " data-parallel ranks or the micro-batches of an accumulation instead of averaged, or the reverse"
+            text=f"the gradient norm is {_in_words(of_norm, evidence)}, and the loss is not: gradients are summed over"
+            " the data-parallel ranks or the micro-batches of an accumulation instead of averaged, or the reverse"
             f"{_square_root(of_norm)}",
             weight=0.85,
         )
@@ -250,7 +248,7 @@ def _steady(d: Floats | None, evidence: Evidence) -> Factor | None:
     return found
 
 
-def _said(factor: Factor, evidence: Evidence) -> str:
+def _in_words(factor: Factor, evidence: Evidence) -> str:
     """Describe a factor: its size, the whole number that it is, and the entries of logs' headers with this number."""
     text = f"{factor.size:.4g} times {'larger' if factor.log > 0 else 'smaller'} on side B"
     found = integer_of(factor)
@@ -371,4 +369,4 @@ def _detrended(values: Floats) -> Floats:
 
 
 GUESSES: tuple[Callable[[Evidence], Iterator[LikelyCause]], ...] = (_factors, _jump, _data_order, _growing)
-CONSEQUENCES = ("growing", "rounding")  # of whatever else was found: they are told where nothing else was
+CONSEQUENCES = ("growing", "rounding")  # of any other cause: reported only where no other cause was found

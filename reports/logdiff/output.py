@@ -51,9 +51,9 @@ def _lines(comparison: Comparison) -> list[str]:
     if comparison.differs:
         lines += ["", "Likely causes:"]
         lines += [f"{place}. {cause}" for place, cause in enumerate(cause_texts(comparison), 1)]
-    said = notes(comparison)
-    if said:
-        lines += ["", "Notes:", *(f"- {note}" for note in said)]
+    noted = notes(comparison)
+    if noted:
+        lines += ["", "Notes:", *(f"- {note}" for note in noted)]
     return lines
 
 
@@ -89,11 +89,11 @@ def sides(comparison: Comparison) -> list[str]:
 
 
 def _side(side: Side) -> str:
-    said = []
+    texts = []
     for run in side.runs:
         steps = [step for curve in run.curves.values() for step in (curve.steps[0], curve.steps[-1])]
-        said.append(f"{run.name} ({run.format}, steps {min(steps):.0f} to {max(steps):.0f})")
-    return ", ".join(said)
+        texts.append(f"{run.name} ({run.format}, steps {min(steps):.0f} to {max(steps):.0f})")
+    return ", ".join(texts)
 
 
 def band(comparison: Comparison) -> str:
@@ -137,18 +137,18 @@ def cause_texts(comparison: Comparison) -> list[str]:
 
 def notes(comparison: Comparison) -> list[str]:
     """What had to be put right or left out, and what is not finite."""
-    said = [f"{run.name}: {note}" for side in comparison.sides for run in side.runs for note in run.notes]
-    said += [*comparison.alignment.notes, *(f"not compared: {text}" for text in comparison.alignment.missing)]
+    texts = [f"{run.name}: {note}" for side in comparison.sides for run in side.runs for note in run.notes]
+    texts += [*comparison.alignment.notes, *(f"not compared: {text}" for text in comparison.alignment.missing)]
     for one in comparison.metrics:
         for letter, values, side in zip("AB", one.aligned.sides, comparison.sides, strict=True):
             for run, curve in zip(side.runs, values, strict=True):
                 wrong = [float(x) for x, y in zip(one.aligned.positions, curve, strict=True) if y - y != 0]
                 if wrong:
-                    said.append(
+                    texts.append(
                         f"{one.name} of {run.name} (side {letter}) is not finite at {len(wrong)} positions,"
                         f" first at {wrong[0]:.0f}"
                     )
-    return said
+    return texts
 
 
 def _comparison(comparison: Comparison) -> dict[str, Any]:
@@ -188,9 +188,9 @@ def _block(comparison: Comparison) -> str:
     if comparison.metrics:
         lines += ["", f"| {' | '.join(HEADS)} |", f"| :-- |{' --: |' * (len(HEADS) - 1)}"]
         lines += [f"| {' | '.join(map(plain, row))} |" for row in rows(comparison)]
-    said = cause_texts(comparison)
-    if said:
-        lines += ["", "Likely causes:", "", *(f"{place}. {plain(cause)}" for place, cause in enumerate(said, 1))]
+    causes = cause_texts(comparison)
+    if causes:
+        lines += ["", "Likely causes:", "", *(f"{place}. {plain(cause)}" for place, cause in enumerate(causes, 1))]
     if noted := notes(comparison):
         lines += ["", "Notes:", "", *(f"- {plain(note)}" for note in noted)]
     return "\n".join(lines) + "\n"

@@ -18,7 +18,7 @@ the metric was due, on a step that has what it usually comes with, is NaN. Any o
 A run: the curves of one training log, under canonical names, each step once and in order.
 
 What had to be put right on the way (steps logged twice after a resume, lines out of order, a log without a step
-counter) is kept as notes, in words, and told with the result.
+counter) is kept as notes, in words, and reported with the result.
 """
 
 import math
@@ -149,8 +149,8 @@ def _due(metric: str, logged: Mapping[str, Set[int]], blank: Set[int]) -> list[i
     it is an evaluation's.
     """
     own = logged.get(metric, set())
-    others = [steps for name, steps in logged.items() if name != metric and not name.startswith(EVALUATION)]
-    company = sorted(set().union(*(steps for steps in others if not own or steps & own)))
+    other_steps = [steps for name, steps in logged.items() if name != metric and not name.startswith(EVALUATION)]
+    company = sorted(set().union(*(steps for steps in other_steps if not own or steps & own)))
     places = {step: place for place, step in enumerate(company)}
     numbered = [places[step] for step in sorted(own) if step in places]
     if len(numbered) > 1:
@@ -298,13 +298,13 @@ def _counted(rows: list[Row]) -> tuple[list[Row], list[str]]:
 
 def _resumes(rows: Iterable[Row]) -> tuple[tuple[int, ...], list[str]]:
     """Where the log begins again at a step that it already had, and sentences about that and about disorder."""
-    seen: dict[int, set[str]] = {}
+    logged: dict[int, set[str]] = {}
     highest, resumed, twice, behind = -1, [], 0, 0
     again = False
     for row in rows:
         assert row.step is not None
         metrics = {own for own in row.values if canonical(own)}
-        repeats = not seen.get(row.step, set()).isdisjoint(metrics)
+        repeats = not logged.get(row.step, set()).isdisjoint(metrics)
         if repeats:
             twice += 1
             if not again:
@@ -312,7 +312,7 @@ def _resumes(rows: Iterable[Row]) -> tuple[tuple[int, ...], list[str]]:
         elif row.step < highest:
             behind += 1
         again = repeats or (again and row.step <= highest)
-        seen.setdefault(row.step, set()).update(metrics)
+        logged.setdefault(row.step, set()).update(metrics)
         highest = max(highest, row.step)
     notes = []
     if twice:

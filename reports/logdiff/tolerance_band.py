@@ -1,4 +1,4 @@
-"""The band: how far two sides may lie apart before they part. docs/guides/comparing-runs.md explains and measures it.
+"""Derives the band within which two sides agree. docs/guides/comparing-runs.md explains and measures it.
 
 With one run a side, a relative threshold, but for learning rates, which are exact. With several, the spread of the
 seeds: the difference of the sides' means over its standard error is compared with a quantile of Student's t, at every
@@ -32,7 +32,7 @@ SMALLEST = 1e-4  # size of a metric of order one; below it are what cancelled su
 CANCELLED = 1e-2  # of its size; a difference of sums of either sign that is smaller is rounding
 QUARTILE = 0.75  # of a metric's values, whose size is its size: one spike among them says nothing about the others
 SHORT = 0.05  # relative; half a unit of a second digit: what is printed as 1e-05 is that, and not rounded from 1.4e-05
-SMALL = 1e-3  # of a metric's size: beside values that are smaller, differences are no ratios any more
+SMALL = 1e-3  # of a metric's size: differences of smaller values are not taken as ratios
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -130,7 +130,7 @@ def parameters_of(folders: Sequence[Path]) -> dict[str, str]:
     parted = compare_records(folders, threshold=None).pairs[0].parted
     assert parted is not None
     assert parted.name == "parameters"
-    return {quantity.what: quantity.said for quantity in parted.different}
+    return {quantity.what: quantity.description for quantity in parted.different}
 
 
 def test_a_head_of_its_own_beside_one_that_is_tied_is_told_from_either_side(tmp_path: Path) -> None:

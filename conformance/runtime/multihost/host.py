@@ -84,12 +84,12 @@ def start_host(*, address: str, slots: int | None) -> tuple[Wire, "subprocess.Po
     address: this machine's IPv4 address that the other hosts can reach. slots: how many ranks it offers; None: one for
     each visible GPU, or for each processor.
     """
-    wire, theirs = wire_pair()
-    with theirs:
-        arguments = [str(theirs.fileno()), address, str(slots or 0)]
+    wire, host_wire = wire_pair()
+    with host_wire:
+        arguments = [str(host_wire.fileno()), address, str(slots or 0)]
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", __name__, *arguments],
-            pass_fds=[theirs.fileno()],
+            pass_fds=[host_wire.fileno()],
             stdin=subprocess.DEVNULL,
             start_new_session=True,
             env=environment(),
@@ -110,7 +110,7 @@ class _Asked:
 
 
 @dataclass(kw_only=True, eq=False)
-class _Mine:
+class _LocalGroup:
     """The ranks of a worker group that are on this host.
 
     open: the ranks that have not closed their sockets. at_work: those that run a task, or clean up after it. reported:
@@ -130,7 +130,7 @@ class Host:
         self._wire, self._address, self._device, self._gpus = wire, address, device, gpus
         self._forkservers = Forkservers(logs)
         self._asked: dict[int, _Asked] = {}
-        self._mine: dict[int, _Mine] = {}
+        self._local_groups: dict[int, _LocalGroup] = {}
         self._interface = interface_of(address)
         self._heard = time.monotonic()
 
@@ -141,7 +141,11 @@ class Host:
             pulsed = 0.0
             is_running = True
             while is_running:
-                wires = {w.fileno(): (m, rank) for m in self._mine.values() for rank, w in self._open_of(m)}
+                wires = {
+                    w.fileno(): (group, rank)
+                    for group in self._local_groups.values()
+                    for rank, w in self._open_of(group)
+                }
                 poll = select.poll()
                 for fd in (self._wire.fileno(), *wires, *(forkserver.fileno() for forkserver in self._forkservers)):
                     poll.register(fd, select.POLLIN)
@@ -153,16 +157,16 @@ class Host:
                 self._report_ends()
                 if time.monotonic() - pulsed > _PULSE_S:
                     pulsed = time.monotonic()
-                    for mine in self._mine.values():
-                        if mine.at_work:
-                            self._pulse(mine)
+                    for local_group in self._local_groups.values():
+                        if local_group.at_work:
+                            self._pulse(local_group)
                 if self._wire.fileno() in ready:
                     is_running = self._obey_all()
                 if time.monotonic() - self._heard > LOST_S:
                     raise Closed(f"it sent nothing for {LOST_S:g} s")
         finally:
-            for mine in self._mine.values():
-                mine.worker_group.bury()
+            for local_group in self._local_groups.values():
+                local_group.worker_group.bury()
             self._forkservers.close()
 
     def _send(self, message: Message) -> None:
@@ -176,8 +180,8 @@ class Host:
                 time.sleep(LIVE_S)
                 self._send({"type": "live"})
 
-    def _open_of(self, mine: _Mine) -> Iterator[tuple[int, Any]]:
-        return ((rank, mine.worker_group.wires[rank]) for rank in sorted(mine.open))
+    def _open_of(self, local_group: _LocalGroup) -> Iterator[tuple[int, Any]]:
+        return ((rank, local_group.worker_group.wires[rank]) for rank in sorted(local_group.open))
 
     def _obey_all(self) -> bool:
         for message in take(self._wire, limit_s=0.0):
@@ -193,20 +197,20 @@ class Host:
     def _obey(self, message: Message) -> None:
         if message["do"] == "start":
             return self._ask(message)
-        mine = self._mine.get(message.get("worker_group", -1))
+        local_group = self._local_groups.get(message.get("worker_group", -1))
         if message["do"] == "bury":
             self._asked.pop(message["worker_group"], None)
-            left = mine.worker_group.bury() if mine else []
-            self._mine.pop(message["worker_group"], None)
+            left = local_group.worker_group.bury() if local_group else []
+            self._local_groups.pop(message["worker_group"], None)
             self._send({"type": "buried", "worker_group": message["worker_group"], "left": left})
-        elif mine is not None and message["do"] == "tell":
+        elif local_group is not None and message["do"] == "tell":
             rank, content = message["rank"], message["message"]
             if content.get("do") == "task":
-                mine.worker_group.beats.write(rank, "start", count=0)
-                mine.at_work.add(rank)
-            mine.worker_group.wires[rank].send(content)
-        elif mine is not None and message["do"] == "signal":
-            signal_process(mine.worker_group.pids[message["rank"]], message["signal"])
+                local_group.worker_group.beats.write(rank, "start", count=0)
+                local_group.at_work.add(rank)
+            local_group.worker_group.wires[rank].send(content)
+        elif local_group is not None and message["do"] == "signal":
+            signal_process(local_group.worker_group.pids[message["rank"]], message["signal"])
         return None
 
     def _ask(self, message: Message) -> None:
@@ -244,7 +248,7 @@ class Host:
             except (StartError, OSError) as error:
                 self._say_started(asked.number, error=str(error))
             else:
-                self._mine[asked.number] = _Mine(
+                self._local_groups[asked.number] = _LocalGroup(
                     number=asked.number, worker_group=worker_group, open=set(range(worker_group.size))
                 )
                 self._say_started(asked.number, pids=worker_group.pids, store=asked.part.store)
@@ -260,42 +264,42 @@ class Host:
         names = {"GLOO_SOCKET_IFNAME": self._interface}
         return names | ({} if "NCCL_SOCKET_IFNAME" in os.environ else {"NCCL_SOCKET_IFNAME": self._interface})
 
-    def _hear(self, mine: _Mine, rank: int) -> None:
+    def _hear(self, local_group: _LocalGroup, rank: int) -> None:
         """Pass on all messages of a rank, because the last one may explain its death."""
-        wire = mine.worker_group.wires[rank]
-        while rank in mine.open and readable([wire], limit_s=0.0):
+        wire = local_group.worker_group.wires[rank]
+        while rank in local_group.open and readable([wire], limit_s=0.0):
             try:
                 message, _ = wire.receive()
             except Garbage as garbage:
                 message = {"type": "garbage", "what": str(garbage)}
             if message is None or message.get("type") == "garbage":
-                mine.open.discard(rank)
+                local_group.open.discard(rank)
             if message is None or message.get("type") in ("garbage", "clean"):
-                mine.at_work.discard(rank)
-            self._pulse(mine)  # or a failure would be reported with an old phase
-            self._send({"type": "said", "worker_group": mine.number, "rank": rank, "message": message})
+                local_group.at_work.discard(rank)
+            self._pulse(local_group)  # or a failure would be reported with an old phase
+            self._send({"type": "said", "worker_group": local_group.number, "rank": rank, "message": message})
 
     def _report_ends(self) -> None:
-        for mine in self._mine.values():
-            mine.worker_group.handle.receive()
-            for rank, status in mine.worker_group.statuses.items():
-                if rank not in mine.reported:
-                    mine.reported.add(rank)
-                    self._hear(mine, rank)
-                    self._pulse(mine)
-                    self._send({"type": "exited", "worker_group": mine.number, "rank": rank, "status": status})
-            if not mine.worker_group.handle.is_alive and not mine.is_lost:
-                mine.is_lost = True
+        for local_group in self._local_groups.values():
+            local_group.worker_group.handle.receive()
+            for rank, status in local_group.worker_group.statuses.items():
+                if rank not in local_group.reported:
+                    local_group.reported.add(rank)
+                    self._hear(local_group, rank)
+                    self._pulse(local_group)
+                    self._send({"type": "exited", "worker_group": local_group.number, "rank": rank, "status": status})
+            if not local_group.worker_group.handle.is_alive and not local_group.is_lost:
+                local_group.is_lost = True
                 why = "the process that ranks are forked from has ended, and its ranks with it"
-                self._send({"type": "lost", "worker_group": mine.number, "why": why})
+                self._send({"type": "lost", "worker_group": local_group.number, "why": why})
 
-    def _pulse(self, mine: _Mine) -> None:
-        worker_group, now = mine.worker_group, time.monotonic()
+    def _pulse(self, local_group: _LocalGroup) -> None:
+        worker_group, now = local_group.worker_group, time.monotonic()
         beats = [worker_group.beats.read(rank) for rank in range(worker_group.size)]
         self._send(
             {
                 "type": "pulse",
-                "worker_group": mine.number,
+                "worker_group": local_group.number,
                 "beats": [[beat.phase, beat.count, now - beat.time, beat.marks] for beat in beats],
                 "states": [process_state(pid) for pid in worker_group.pids],
                 "seconds": worker_group.processor_seconds(),
