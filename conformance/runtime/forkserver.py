@@ -223,13 +223,13 @@ def _without_nvml() -> Iterator[list[str]]:
     """
     import torch  # imports pynvml, if it is installed
 
-    count = len(list(DEVICES.glob("nvidia[0-9]*")))
-    if count and (named := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        count = len(list(filter(None, named.split(","))))
+    installed = len(list(DEVICES.glob("nvidia[0-9]*")))
     refused = list[str]()
-    if not count or torch.version.cuda is None:
+    if not installed or torch.version.cuda is None:
         yield refused
         return
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    count = installed if named is None else len(list(filter(None, named.split(","))))
     nvml: Any = sys.modules.get("pynvml")
 
     def refuse() -> None:
@@ -238,7 +238,7 @@ def _without_nvml() -> Iterator[list[str]]:
 
     with contextlib.ExitStack() as changed:
         _set(changed, torch.cuda, "device_count", lambda: count)
-        _set(changed, torch.cuda, "is_available", lambda: True)
+        _set(changed, torch.cuda, "is_available", lambda: count > 0)
         if nvml is not None:
             _set(changed, nvml, "nvmlInit", refuse)
         yield refused

@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 from conformance.core.host import available_memory
 from conformance.core.process import process_state
-from conformance.runtime.config import START_LIMIT_S, StartError, WorkerGroupConfig
+from conformance.runtime.config import START_LIMIT_S, Device, StartError, WorkerGroupConfig
 from conformance.runtime.messages import Message, wire_pair
 from conformance.runtime.preload_server import Forked, environment, fork_forkserver
 from conformance.runtime.slots import Slot
@@ -43,17 +43,17 @@ class ForkserverHandle(Child):
 
     what = "the process that ranks are forked from"
 
-    def __init__(self, *, preload: tuple[str, ...], log: Path, python: str = "") -> None:
+    def __init__(self, *, preload: tuple[str, ...], device: Device, log: Path, python: str = "") -> None:
         self._begun = time.monotonic()
         control, child_end = wire_pair()
         with child_end:
             if python:
-                env, arguments = environment(is_other=True), ["forked", *preload]
+                env, arguments = environment(device, is_other=True), ["forked", *preload]
                 started = start_child(_FORKSERVER, arguments, control=child_end, log=log, env=env, python=python)
                 super().__init__(control, started, log=log)
             else:
                 with log.open("ab") as output:
-                    forked: Forked = fork_forkserver(preload, control=child_end, log=output)
+                    forked: Forked = fork_forkserver(preload, device=device, control=child_end, log=output)
                 super().__init__(control, forked, log=log)
         self._ready: Message | None = None  # its message after the imports
 
@@ -137,7 +137,7 @@ class ForkserverHandle(Child):
 
 
 class Forkservers:
-    """Keeps the forkservers of one block of slots on this host: one for each set of preloaded modules.
+    """Keeps the forkservers of one block of slots on this host: one for each device and set of preloaded modules.
 
     folder: gets their logs. variables: additions to the environment of all ranks. slots: see
     ForkserverHandle.start_worker_group. Only ``terminate`` may be called from another thread.
@@ -145,7 +145,7 @@ class Forkservers:
 
     def __init__(self, folder: Path, *, variables: Mapping[str, str] = _NOTHING, slots: Sequence[Slot] = ()) -> None:
         self._folder, self._variables, self._slots = folder, variables, slots
-        self._forkservers: dict[tuple[str, tuple[str, ...]], ForkserverHandle] = {}
+        self._forkservers: dict[tuple[str, tuple[str, ...], Device], ForkserverHandle] = {}
         self._is_over = False
 
     def __iter__(self) -> Iterator[ForkserverHandle]:
@@ -166,11 +166,11 @@ class Forkservers:
 
     def of(self, config: WorkerGroupConfig) -> ForkserverHandle:
         """Returns the live forkserver that has imported exactly the modules of ``config.preload``, or a new one."""
-        forkserver = self._forkservers.get(key := (config.python, config.preload))
+        forkserver = self._forkservers.get(key := (config.python, config.preload, config.device))
         if forkserver is None or not forkserver.is_alive:
             self._folder.mkdir(parents=True, exist_ok=True)
             log = self._folder / f"forkserver-{os.getpid()}-{next(_log_numbers)}.log"  # processes may share the folder
-            forkserver = ForkserverHandle(preload=config.preload, log=log, python=config.python)
+            forkserver = ForkserverHandle(preload=config.preload, device=config.device, log=log, python=config.python)
             self._forkservers[key] = forkserver
             if self._is_over:  # since its creation began
                 forkserver.terminate()

@@ -33,7 +33,7 @@ from typing import IO, NoReturn
 from conformance.core import packages as own_packages
 from conformance.core.host import cache_folder
 from conformance.runtime import forkserver
-from conformance.runtime.config import START_LIMIT_S, StartError
+from conformance.runtime.config import START_LIMIT_S, Device, StartError
 from conformance.runtime.failure import ENTRIES
 from conformance.runtime.messages import Message, Wire, wire_pair
 
@@ -42,6 +42,8 @@ COMMON = ("conformance.runtime.worker_main",)
 # By package: the module that takes most of the time of its imports, imported for the first forkserver that preloads the
 # package. It also imports torch._dynamo and torch.distributed.tensor. Worker groups without models do not need it.
 SHARED = {"transformers": "transformers.modeling_utils"}
+# The second makes torch count GPUs without the driver, which a process without GPUs would otherwise load.
+_NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 _ENVIRONMENTS = 3  # number of environments whose bytecode is kept, the last ones used; 110 MB each
 _STATUS = struct.Struct("i")
 
@@ -112,12 +114,12 @@ class _PreloadServer:
         self._has_imported = self._has_imported or _is_readable(self.wire.fileno(), limit_s=0)
         return self._has_imported
 
-    def fork(self, preload: Sequence[str], *, control: socket.socket, log: IO[bytes]) -> Forked:
+    def fork(self, preload: Sequence[str], *, device: Device, control: socket.socket, log: IO[bytes]) -> Forked:
         """Requests a forkserver, and does not wait for it. Raises StartError if the preload server does not read the
         request in time, and OSError if this process cannot open more files."""
         number = next(self._numbers)
         request: Message = {"do": "fork", "forkserver": number, "preload": preload, "cwd": str(Path.cwd())}
-        request |= {"environment": environment(), "path": absolute_path()}
+        request |= {"environment": environment(device), "path": absolute_path()}
         status_fd, write_fd = os.pipe()
         try:
             if not self.wire.send(request, fds=[control.fileno(), log.fileno(), write_fd], limit_s=START_LIMIT_S):
@@ -139,27 +141,30 @@ _preload_server: _PreloadServer | None = None
 _starting = threading.Lock()
 
 
-def fork_forkserver(preload: Sequence[str], *, control: socket.socket, log: IO[bytes]) -> Forked:
+def fork_forkserver(preload: Sequence[str], *, device: Device, control: socket.socket, log: IO[bytes]) -> Forked:
     """Forks a forkserver that imports ``preload`` from the preload server of this process, which is started if needed.
 
-    control: the forkserver's end of its control socket. log: gets its output. Raises OSError if the host lacks the
-    resources, and StartError if the preload server reads no requests.
+    device: of its ranks. control: the forkserver's end of its control socket. log: gets its output. Raises OSError if
+    the host lacks the resources, and StartError if the preload server reads no requests.
     """
     global _preload_server
     with _starting:
         if _preload_server is None or not _preload_server.is_alive:
             _preload_server = _PreloadServer()
         server = _preload_server
-    return server.fork(preload, control=control, log=log)
+    return server.fork(preload, device=device, control=control, log=log)
 
 
-def environment(*, is_other: bool = False) -> dict[str, str]:
+def environment(device: Device | None = None, *, is_other: bool = False) -> dict[str, str]:
     """Returns the environment variables of a forkserver and its ranks.
 
+    device: of the ranks; on the CPU they see no GPU, because libraries would query, open and compile for it. None: for
+        a process that starts both kinds.
     is_other: for another Python environment, which imports its own packages and those of the user's PYTHONPATH.
     """
     return {
         **os.environ,
+        **(_NO_GPU if device == "cpu" else {}),
         **({} if is_other else {"PYTHONPATH": os.pathsep.join(absolute_path()), **_bytecode()}),
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",

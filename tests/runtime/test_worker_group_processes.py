@@ -248,47 +248,56 @@ except pynvml.NVMLError:
 
 
 @pytest.mark.parametrize(("visible", "found"), [(None, 2), ("GPU-a", 1), ("", 0)])
-def test_what_is_imported_is_told_of_gpus_without_their_driver(
-    visible: str | None, found: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_imports_count_gpus_without_their_driver(
+    visible: str | None, found: int, two_gpus: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where none is visible, torch is asked itself, which says 0 without initialising anything."""
-    for name in ("nvidia0", "nvidia1", "nvidiactl"):
-        (tmp_path / name).touch()
     (tmp_path / "asking.py").write_text(ASKING)
-    monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "asking", raising=False)
-    monkeypatch.setattr(forkserver, "DEVICES", tmp_path)
-    monkeypatch.setattr(forkserver, "thread_count", lambda: 1)  # this process may have more
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    nvml = SimpleNamespace(nvmlInit=lambda: None, NVMLError=LookupError, NVML_ERROR_UNINITIALIZED=1)
-    monkeypatch.setitem(sys.modules, "pynvml", nvml)
     monkeypatch.setattr(torch.cuda, "device_count", itself := lambda: 0)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert forkserver._import(["asking"]) == ""
     assert sys.modules["asking"].found == (found, found > 0)
-    assert sys.modules["asking"].has_nvml == (found == 0)
+    assert not sys.modules["asking"].has_nvml
     assert torch.cuda.device_count is itself
-    nvml.nvmlInit()
+    two_gpus.nvmlInit()
 
 
-def test_a_module_that_cannot_do_without_nvml_has_it_in_ranks_that_are_started(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "nvidia0").touch()
+@pytest.mark.usefixtures("two_gpus")
+def test_a_module_that_needs_nvml_has_it_in_started_ranks(tmp_path: Path) -> None:
     (tmp_path / "insisting.py").write_text("import pynvml; pynvml.nvmlInit()")
     (tmp_path / "broken.py").write_text("raise LookupError")
+    assert forkserver._import(["insisting"]) == "importing insisting needs NVML"
+    with pytest.raises(LookupError):
+        forkserver._import(["broken"])
+
+
+@pytest.fixture
+def two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Lets forkservers see the files of two GPUs, a torch for CUDA, and this NVML; modules come from ``tmp_path``.
+
+    What this process has open and its threads are no matter: another test may have used a real GPU.
+    """
+    for name in ("nvidia0", "nvidia1", "nvidiactl"):
+        (tmp_path / name).touch()
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(forkserver, "DEVICES", tmp_path)
-    monkeypatch.setattr(forkserver, "thread_count", lambda: 1)  # this process may have more
+    monkeypatch.setattr(forkserver, "_harm", lambda: "")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     nvml = SimpleNamespace(nvmlInit=lambda: None, NVMLError=LookupError, NVML_ERROR_UNINITIALIZED=1)
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert forkserver._import(["insisting"]) == "importing insisting needs NVML"
-    with pytest.raises(LookupError):
-        forkserver._import(["broken"])
+    return nvml
+
+
+@pytest.mark.parametrize("visible", [None, "0,1"])
+def test_ranks_on_the_cpu_see_no_gpu(visible: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron compiles for a GPU that is visible, also in a rank on the CPU, and FSDP2 opens it."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    with Pool(work_dir=tmp_path / "work") as pool:
+        assert set(results(Runner(pool, tmp_path)("visible"))) == {""}
 
 
 @pytest.mark.parametrize(
