@@ -10,7 +10,6 @@ import base64
 import hashlib
 import re
 from functools import cache
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +18,12 @@ from markupsafe import Markup
 
 from conformance.core.io import write_file
 from conformance.records.record_format import dumps
+from conformance.results.baseline import by_backend, counts_text
 from conformance.results.changes import KINDS
 from conformance.results.requirements import leased
-from conformance.results.verdict import STATES
+from conformance.results.verdict import STATES, margin
 from reports import side_by_side, summary, tables, wording
-from reports.load import MENTION, Report, findings, read_report
+from reports.load import MENTION, Cell, Report, findings, read_report
 from reports.page_data import SHADES, Shared, cell_data, pack
 from reports.summary import causes, headline
 
@@ -31,7 +31,7 @@ TEMPLATES = Path(__file__).with_name("templates")
 STYLES = ("style", "earlier")
 SCRIPTS = (  # in the order in which they run
     *("make", "words", "data", "charts", "curves", "zoom", "heatmap", "strips", "told", "bisect", "cell", "sides"),
-    *("tip", "filter", "keyboard", "page", "print"),
+    *("tip", "filter", "keyboard", "page"),
 )
 
 
@@ -74,7 +74,7 @@ def write_html(out: Path) -> Path:
 @cache
 def _template() -> jinja2.Template:
     own = environment()
-    own.filters.update(number=wording.number, ratio=wording.ratio, plural=wording.plural, linked=linked)
+    own.filters.update(number=wording.number, margin=margin, plural=wording.plural, linked=linked)
     own.globals.update(STATES=STATES, KINDS=KINDS, SHADES=SHADES, anchor=anchor, explain=wording.explain)
     return own.get_template("page.html")
 
@@ -96,29 +96,19 @@ def anchor(cell: str) -> str:
 
 
 def matrix(report: Report) -> dict[str, Any]:
-    """Returns the matrix of all cells. Rows are (backend, layout), columns are (scenario, model, variant), both in the
-    order of first appearance."""
-    cells = [(cell.entry, cell) for cell in report.cells]
-    scenarios, models = (list(dict.fromkeys(getattr(e, part) for e, _ in cells)) for part in ("scenario", "model"))
-    backends = list(dict.fromkeys(entry.backend for entry, _ in cells))
-    columns = sorted(
-        dict.fromkeys((entry.scenario, entry.model, entry.variant) for entry, _ in cells),
-        key=lambda column: (scenarios.index(column[0]), models.index(column[1])),
-    )
-    rows = sorted(dict.fromkeys((e.backend, e.layout) for e, _ in cells), key=lambda row: backends.index(row[0]))
-    table = {(e.backend, e.layout, e.scenario, e.model, e.variant): cell for e, cell in cells}
-    groups = []
-    for backend, group in groupby(rows, key=lambda row: row[0]):
-        lines = [(layout, [table.get((backend, layout, *column)) for column in columns]) for _, layout in group]
-        states = [cell.state for entry, cell in cells if entry.backend == backend]
-        groups.append({"name": backend, "conform": states.count("conforms"), "total": len(states), "rows": lines})
-    return {
-        "scenarios": [(name, len(list(group))) for name, group in groupby(columns, key=lambda column: column[0])],
-        "models": [(name[1], len(list(group))) for name, group in groupby(columns, key=lambda column: column[:2])],
-        "columns": columns,
-        "backends": groups,
-        "ranks": {entry.layout: entry.world_size for entry, _ in cells if entry.world_size},
-    }
+    """Returns the matrix of all cells: ``backends`` with how many cells conform, and ``scenarios`` with their rows.
+
+    A row is a model and a variant, with the cells of each backend, all in the order of first appearance. Every scenario
+    needs few layouts of all that occur, so a column for each layout would be empty but for a few squares.
+    """
+    backends = {name: counts_text(counts).partition(",")[0] for name, counts in by_backend(report.outcomes).items()}
+    scenarios: dict[str, dict[tuple[str, str], dict[str, list[Cell]]]] = {c.entry.scenario: {} for c in report.cells}
+    models = list(dict.fromkeys(cell.entry.model for cell in report.cells))
+    for cell in sorted(report.cells, key=lambda cell: models.index(cell.entry.model)):
+        entry = cell.entry
+        row = scenarios[entry.scenario].setdefault((entry.model, entry.variant), {name: [] for name in backends})
+        row[entry.backend].append(cell)
+    return {"backends": backends, "scenarios": scenarios}
 
 
 def linked(text: str) -> Markup:

@@ -75,9 +75,9 @@ class Cell(CheckedCell):
         return self.entry.verdict.findings
 
     @cached_property
-    def worst(self) -> Quantity | None:
-        """Returns the quantity with the highest ratio; None if there are no quantities."""
-        return max(self.entry.verdict.quantities, key=lambda q: q.ratio, default=None)
+    def closest(self) -> Quantity | None:
+        """Returns the quantity that is closest to its tolerance, or furthest outside; None without quantities."""
+        return self.entry.verdict.closest
 
 
 @dataclass(frozen=True, kw_only=True)

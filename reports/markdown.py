@@ -9,16 +9,16 @@ from pathlib import Path
 from conformance.bisect.explain import describe_stored
 from conformance.core.io import encoded, write_file
 from conformance.results.requirements import leased
-from conformance.results.verdict import NO_ANSWER, STATES, number
+from conformance.results.verdict import NO_ANSWER, STATES, margin, number
 from reports import side_by_side, summary, tables
 from reports.load import Report, read_report
 from reports.summary import Cause, causes, headline
-from reports.wording import code, explain, plain, plural, ratio, worst_first
+from reports.wording import code, explain, plain, plural, worst_first
 
 LIMIT = 900_000  # bytes
 ROOM = 1_000  # bytes reserved for the note about omitted blocks
 FINDINGS = 10  # per cell
-LIST_HEAD = "| cell | worst ratio | |\n| :-- | --: | :-- |\n"
+LIST_HEAD = "| cell | margin | |\n| :-- | --: | :-- |\n"
 
 
 def write_markdown(out: Path) -> Path:
@@ -64,8 +64,8 @@ def _blocks(report: Report, groups: tuple[side_by_side.Group, ...]) -> Iterator[
         if cells and state not in ("differs", *NO_ANSWER):
             yield f"\n### {STATES[state].symbol} {STATES[state].name} ({len(cells)})\n\n{LIST_HEAD}"
             for cell in cells:
-                worst = ratio(cell.worst.ratio) if cell.worst else ""
-                yield f"| {code(cell.id)} | {plain(worst)} | {plain(explain(cell))} |\n"
+                closest = margin(cell.closest.ratio) if cell.closest else ""
+                yield f"| {code(cell.id)} | {plain(closest)} | {plain(explain(cell))} |\n"
     shares = leased(report.run.leased)
     head = {"profile": report.run.profile, "device": report.run.device, **({"leased": shares} if shares else {})}
     facts = {**head, **report.run.environment}
@@ -116,10 +116,10 @@ def _failure(cause: Cause) -> str:
         more = f" and {len(cause.other_cells) - FINDINGS} more" if len(cause.other_cells) > FINDINGS else ""
         lines += [f"{plural(len(cause.other_cells), 'more cell')} with the same cause: {named}{more}", ""]
     if found := worst_first(cell):
-        lines += ["| stage | tensor | step | observed | allowed | ratio |", "| :-- | :-- | --: | --: | --: | --: |"]
+        lines += ["| stage | tensor | step | observed | allowed | margin |", "| :-- | :-- | --: | --: | --: | --: |"]
         lines += [
             f"| {plain(f.stage)} | {code(f.tensor)} | {f.step} | {number(f.observed)} | "
-            f"{number(f.allowed)} | **{plain(ratio(f.ratio))}** |"
+            f"{number(f.allowed)} | **{plain(margin(f.ratio))}** |"
             for f in found[:FINDINGS]
         ]
         if len(found) > FINDINGS:

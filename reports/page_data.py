@@ -21,6 +21,7 @@ from conformance.bisect.explain import describe_stored
 from conformance.judge.tolerance import EXACT, NOISE_FACTOR
 from conformance.records.record_format import Line, Lines, dumps
 from conformance.results.verdict import STATES, Quantity, Verdict
+from conformance.spec.observables import AGAINST_REBUILT
 from reports.load import Cell
 from reports.wording import worst_first
 
@@ -118,7 +119,7 @@ class Shared:
             "kinds": PARAMETER_KINDS,
             "shades": SHADES,
             "states": states,
-            "rule": {"exact": EXACT, "factor": NOISE_FACTOR},
+            "rule": {"exact": EXACT, "factor": NOISE_FACTOR, "rebuilt": AGAINST_REBUILT},
         }
         return f'{dumps(head)[:-1]}, "values": [{", ".join(self._values)}]}}'
 

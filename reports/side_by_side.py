@@ -17,18 +17,18 @@ from conformance.core.errors import UsageError
 from conformance.records.record_format import first_error
 from conformance.results.output_folders import CellOfTwo, TwoRuns
 from conformance.results.run_results import SIDE_BY_SIDE, SUMMARY, Listed, read_output_json
-from conformance.results.verdict import STATES, Quantity, State, number
+from conformance.results.verdict import STATES, Quantity, State, margin, number
 from reports.load import Report
-from reports.wording import code, plain, plural, ratio
+from reports.wording import code, plain, plural
 
 RATIOS_NOTE = (
-    "Numbers are the worst observed / allowed of a stage, in the first run and in the second; one number if they are "
-    "equal. 1 is the tolerance."
+    "Numbers are the margins of a stage in digits, log10(allowed / observed), in the first run and in the second; one "
+    "number if they are equal. A number below 0 is a difference."
 )
 
 
 def two_runs_to_markdown(runs: TwoRuns) -> str:
-    """Formats verdicts, changed versions and states, and the worst ratios of two runs."""
+    """Formats verdicts, changed versions and states, and the margins of two runs."""
     return "".join(_blocks(runs))
 
 
@@ -65,7 +65,7 @@ def _state(state: State | None) -> str:
 
 
 def _pair_square(before: float | None, now: float | None) -> str:
-    texts = [ratio(value) if value is not None else "not compared" for value in (before, now)]
+    texts = [margin(value) if value is not None else "not compared" for value in (before, now)]
     return texts[0] if texts[0] == texts[1] else " → ".join(texts)
 
 
@@ -78,7 +78,7 @@ WORDS: dict[State, str] = {
 SYMBOLS: dict[State, str] = {"conforms": "✅", "differs": "❌", "expected_difference": "✅", "infrastructure": "⚠️"}
 NOTE = (
     "Numbers are the largest relative error against the oracle, over all steps, for the worst tensor; in the last row, "
-    "the largest difference between two backends; in brackets, observed / allowed."
+    "the largest difference between two backends; in brackets, the margin in digits, log10(allowed / observed)."
 )
 PAIRS = 10  # maximum number of pairs per group that are listed as outside their tolerance
 STALE = (
@@ -228,7 +228,7 @@ def blocks(groups: tuple[Group, ...]) -> Iterator[str]:
         squares = [_square(group.worst_over_pairs(column)) for column in group.columns]
         lines.append(f"| *any two of them* | | {' | '.join(squares)} |")
         if group.outside:
-            lines += ["", "| outside their tolerance | in | step | observed | allowed | ratio |"]
+            lines += ["", "| outside their tolerance | in | step | observed | allowed | margin |"]
             lines += ["| :-- | :-- | --: | --: | --: | --: |"]
             lines += [_outside(group, pair) for pair in group.outside[:PAIRS]]
         if len(group.outside) > PAIRS:
@@ -240,12 +240,12 @@ def _outside(group: Group, pair: Pair) -> str:
     q = pair.furthest
     assert q
     where = q.stage if q.tensor == q.stage else f"{q.stage}: {q.tensor}"
-    values = f"{q.step} | {number(q.observed)} | {number(q.allowed)} | **{plain(ratio(q.ratio))}**"
+    values = f"{q.step} | {number(q.observed)} | {number(q.allowed)} | **{plain(margin(q.ratio))}**"
     return f"| {plain(f'{group.members[pair.a]} and {group.members[pair.b]}')} | {plain(where)} | {values} |"
 
 
 def _square(quantity: Quantity | None) -> str:
-    return f"{number(quantity.observed)} ({plain(ratio(quantity.ratio))})" if quantity else "not compared"
+    return f"{number(quantity.observed)} ({plain(margin(quantity.ratio))})" if quantity else "not compared"
 
 
 def _is_current(group: Group, report: Report) -> bool:

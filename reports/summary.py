@@ -17,9 +17,9 @@ from functools import cached_property
 from conformance.results.baseline import Counts, by_backend, counts_text
 from conformance.results.changes import KINDS, Comparison, Since
 from conformance.results.requirements import shared_gpus
-from conformance.results.verdict import ANSWERED, NO_ANSWER, NOT_SEEN, STATES, State
+from conformance.results.verdict import ANSWERED, NO_ANSWER, NOT_SEEN, STATES, State, margin
 from reports.load import Cell, Report
-from reports.wording import code, explain, first_finding, first_line, plain, plural, ratio
+from reports.wording import code, explain, first_finding, first_line, plain, plural
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class Cause:
         """Sorts causes: by state, then by the earliest stage, the fewest ranks, and the highest ratio."""
         finding, stages = first_finding(self.first), self.first.entry.stages
         stage = stages.index(finding.stage) if finding and finding.stage in stages else len(stages)
-        worst = max((cell.worst.ratio for cell in self.cells if cell.worst), default=0.0)
+        worst = max((cell.closest.ratio for cell in self.cells if cell.closest), default=0.0)
         return list(STATES).index(self.first.state), stage, self.first.entry.world_size, -worst
 
 
@@ -226,10 +226,10 @@ def _conforms(report: Report) -> tuple[str, str]:
     conforming, known = report.counts["conforms"], report.counts["expected_difference"]
     text = "Every judged cell agrees with the oracle"
     text += f", but for {plural(known, 'known difference')}." if known else "."
-    judged = [(cell.worst, cell) for cell in report.cells if cell.state == "conforms" and cell.worst]
+    judged = [(cell.closest, cell) for cell in report.cells if cell.state == "conforms" and cell.closest]
     if judged:
         worst, closest = max(judged, key=lambda pair: pair[0].ratio)
-        text += f" Closest to its tolerance: {closest.id}, {worst.stage}, {ratio(worst.ratio)} of the tolerance."
+        text += f" Closest to its tolerance: {closest.id}, {worst.stage}, margin {margin(worst.ratio)} digits."
     return f"{plural(conforming, 'cell')} of {len(report.cells)} conform{'s' if conforming == 1 else ''}", text
 
 

@@ -1,10 +1,9 @@
 """Formats sentences and numbers for all reports, so that HTML, Markdown and JUnit agree."""
 
-import math
 import re
 
 from conformance.bisect.explain import describe
-from conformance.results.verdict import NO_ANSWER, STATES, Quantity, number, off
+from conformance.results.verdict import NO_ANSWER, STATES, Quantity, margin, number, off
 from reports.load import Cell
 
 FINDINGS = 50  # maximum number of findings of a cell in a test report; verdict.json has all
@@ -20,25 +19,6 @@ def percent(value: float) -> str:
     """Formats a relative difference with three significant digits: ``+5.76%``, ``-0.0012%``, ``+300%``, ``NaN``."""
     text = number(100 * value)
     return text if text == "NaN" else f"{'+' if value >= 0 else ''}{text}%"
-
-
-def ratio(value: float) -> str:
-    """Formats observed / allowed, short enough for a matrix: ``0``, ``<0.01``, ``0.31``, ``12``, ``3e5``, ``∞``.
-
-    Never rounds to 1, the line between conforming and differing, but returns ``<1`` or ``>1``.
-    """
-    if not math.isfinite(value):
-        return "∞"
-    if value == 0:
-        return "0"
-    if value < 0.01:
-        return "<0.01"
-    if value >= 9999.5:
-        return f"{value:.0e}".replace("e+0", "e").replace("e+", "e")
-    text = f"{value:.2f}" if value < 0.995 else f"{value:.1f}" if value < 9.95 else f"{value:.0f}"
-    if text == "1.0" and value != 1:
-        return "<1" if value < 1 else ">1"
-    return text
 
 
 def tensor_at_step(quantity: Quantity) -> str:
@@ -80,8 +60,8 @@ def _explain(cell: Cell) -> str:
     finding = first_finding(cell)
     if cell.state == "differs" and finding:
         return f"{finding.stage}: {tensor_at_step(finding)}, {off(finding)}"
-    if cell.state == "conforms" and cell.worst:
-        return f"worst {ratio(cell.worst.ratio)} of the tolerance, in {cell.worst.stage}"
+    if cell.state == "conforms" and cell.closest:
+        return f"margin {margin(cell.closest.ratio)} digits, in {cell.closest.stage}"
     return first_line(cell.reason) or STATES[cell.state].meaning
 
 
@@ -89,7 +69,7 @@ def details(cell: Cell) -> str:
     """Returns the details of a cell that did not pass: the reason, its first findings or the ends of its logs, and the
     command that runs it again."""
     lines = [
-        f"{f.stage}: {tensor_at_step(f)}: {off(f)}, ratio {ratio(f.ratio)}" + (f" ({f.hint})" if f.hint else "")
+        f"{f.stage}: {tensor_at_step(f)}: {off(f)}, margin {margin(f.ratio)}" + (f" ({f.hint})" if f.hint else "")
         for f in cell.findings[:FINDINGS]
     ]
     if len(cell.findings) > FINDINGS:

@@ -19,7 +19,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from conformance.results.verdict import NO_FAULT, STATES, State, Verdict
+from conformance.results.verdict import NO_FAULT, STATES, State, Verdict, margin
 
 if TYPE_CHECKING:  # these import torch
     from conformance.matrix.cell import Cell
@@ -84,9 +84,8 @@ class Terminal:
             self._took.append((cell, seconds))
         if self._loudness == "quiet" and verdict.state in (*NO_FAULT, "unsupported"):
             return
-        ratios = [worst.ratio for worst in verdict.worst.values()]
-        worst = f"worst {max(ratios):.1e} of allowed" if ratios else ""
-        text = worst if verdict.state == "conforms" else verdict.reason.partition("\n")[0]
+        closest = f"margin {margin(verdict.closest.ratio)} digits" if verdict.closest else ""
+        text = closest if verdict.state == "conforms" else verdict.reason.partition("\n")[0]
         word = f"{STATES[verdict.state].word:<8}"
         self._print(
             Text.assemble(

@@ -39,8 +39,8 @@ class Frames:
     run: the fields of ``summary.json`` about the run as a whole.
     cells: a row for each cell, in the planned order. ``state`` is a category in the order of
         conformance.results.verdict. ``second_class`` is the implementation that was the reference, empty for the
-        oracle's own. ``worst`` is the highest observed / allowed (NaN if nothing was compared). ``first_stage`` is the
-        first stage that differs, or empty. ``attempts`` is the number of runs of the cell.
+        oracle's own. ``worst`` is observed / allowed of ``Verdict.closest`` (NaN if nothing was compared).
+        ``first_stage`` is the first stage that differs, or empty. ``attempts`` is the number of runs of the cell.
     steps: a row for each number that a backend reported at an optimizer step. ``value`` is the backend's number,
         ``oracle`` that of the float64 oracle (NaN if it has none).
     quantities: a row for each judged number (conformance.results.verdict.Quantity). ``step`` is -1 for loaded weights.
@@ -80,7 +80,7 @@ def _table(rows: Iterator[tuple[Any, ...]], columns: dict[str, str]) -> pd.DataF
 
 def _cell(cell: CheckedCell) -> tuple[Any, ...]:
     entry, verdict = cell.entry, cell.entry.verdict
-    worst = max((q.ratio for q in verdict.quantities), default=None)
+    worst = verdict.closest.ratio if verdict.closest else None
     attempts = (1 if entry.records else 0) + (1 if entry.other else 0) + len(entry.before)
     return (
         *(entry.cell, entry.scenario, entry.model, entry.backend, entry.layout),

@@ -140,6 +140,16 @@ def off(quantity: Judged) -> str:
     return f"{size_off(quantity.observed)}, allowed {allowed}"
 
 
+def margin(ratio: float) -> str:
+    """Formats observed / allowed as a margin in digits, log10(allowed / observed): ``+2.4`` within the tolerance,
+    ``-11`` outside of it, ``=`` without an error."""
+    if ratio == 0:
+        return "="
+    digits = abs(math.log10(ratio)) if math.isfinite(ratio) else math.inf
+    size = "∞" if digits == math.inf else f"{digits:.1f}" if digits < 9.95 else f"{digits:.0f}"
+    return f"{'+' if ratio <= 1 else '-'}{size}"
+
+
 BINS = 48  # maximum number of bins of per-token errors
 NOT_SEEN = "errors that transformers itself makes are not seen"  # with a second-class oracle
 
@@ -171,6 +181,14 @@ class Quantity:
         if math.isnan(self.observed) or not self.allowed > 0:
             return math.inf
         return self.observed / self.allowed
+
+    @property
+    def urgency(self) -> tuple[bool, float]:
+        """Sorts quantities by what they say about a cell, the most urgent last: by ratio, but a comparison with a
+        rebuilt number within its tolerance comes before all others. Its bound is a few units in the last place, so its
+        ratio says nothing about the errors of the computation."""
+        outside = not self.ratio <= 1
+        return outside or not self.tensor.endswith(AGAINST_REBUILT), self.ratio
 
     def __str__(self) -> str:
         hint = f" ({self.hint})" if self.hint else ""
@@ -232,12 +250,17 @@ class Verdict:
 
     @property
     def worst(self) -> dict[str, Quantity]:
-        """Returns the quantity with the highest ratio of each compared stage, in the order of first appearance."""
+        """Returns the most urgent quantity of each compared stage, in the order of first appearance."""
         worst: dict[str, Quantity] = {}
         for q in self.quantities:
-            if q.stage not in worst or q.ratio > worst[q.stage].ratio:
+            if q.stage not in worst or q.urgency > worst[q.stage].urgency:
                 worst[q.stage] = q
         return worst
+
+    @property
+    def closest(self) -> Quantity | None:
+        """Returns the quantity that is closest to its tolerance, or furthest outside; None without quantities."""
+        return max(self.quantities, key=lambda q: q.urgency, default=None)
 
     @property
     def errors(self) -> dict[str, float]:

@@ -57,10 +57,10 @@ function overview(cell, state) {
 
 function firstDifference(cell) {
   const { stage, step, findings, more, hints, later } = cell.first;
-  const heads = ["tensor", "step", "observed", "allowed", "ratio", "largest, absolute", left("where")];
+  const heads = ["tensor", "step", "observed", "allowed", "margin", "largest, absolute", left("where")];
   const found = findings.map(([tensor, observed, allowed, ...rest]) => [tensor, judged({ observed, allowed }), ...rest]);
   const rows = found.map(([tensor, q, largest, where]) => {
-    const numbers = [step, number(q.observed), number(q.allowed), make("td", judgedRatio(q)), number(numeric(largest))];
+    const numbers = [step, number(q.observed), number(q.allowed), make("td", judgedMargin(q)), number(numeric(largest))];
     return [make("td.name", tensor), ...numbers, make("td.left", where)];
   });
   return make(
@@ -98,13 +98,13 @@ function stages(cell) {
   const heads = [
     make("th", "stage"),
     make("th.scale", make("span.ticks", { "aria-hidden": "true" }, ticks)),
-    make("th", "ratio"),
+    make("th", "margin"),
     make("th.wide", "observed"),
     make("th.wide", "allowed"),
     make("th.left.wide", "worst at"),
   ];
   const worst = new Map();
-  for (const q of cell.quantities) if (!(worst.get(q.stage)?.ratio >= q.ratio)) worst.set(q.stage, q);
+  for (const q of [...cell.quantities].sort(byUrgency)) if (!worst.has(q.stage)) worst.set(q.stage, q);
   const rows = [...new Set([...cell.stages, ...worst.keys()])].map((stage) => {
     const q = worst.get(stage);
     const name = make("th", { scope: "row" }, stage, stage === cell.first?.stage && [" ", make("em", "first")]);
@@ -114,11 +114,11 @@ function stages(cell) {
     return make(
       "tr",
       { class: [q.ratio > 1 && "over", stage === cell.first?.stage && "origin"].filter(Boolean).join(" ") },
-      [name, make("td.scale", make("span.track", fill)), make("td", make("b", ratio(q.ratio)))],
+      [name, make("td.scale", make("span.track", fill)), make("td", judgedMargin(q))],
       [make("td.wide", number(q.observed)), make("td.wide", number(q.allowed)), make("td.name.left.wide", tensorAtStep(q))],
     );
   });
-  const title = ["Stages, in causal order ", make("small", "worst observed / allowed of each, log scale")];
+  const title = ["Stages, in causal order ", make("small", "smallest margin of each; bars: observed / allowed, log scale")];
   return make(
     "section",
     make("h3", title),
@@ -149,7 +149,7 @@ function maps(cell) {
   if (!compared.length) return null;
   const equal = compared.filter((stage) => parametersOf(cell, stage).every((q) => q.ratio === 0));
   const drawn = compared.filter((stage) => !equal.includes(stage));
-  const remark = "worst observed / allowed of all steps, by layer and kind of parameter";
+  const remark = "smallest margin of all steps in digits, by layer and kind of parameter";
   return make(
     "section",
     make("h3", "Where in the network ", make("small", remark), " ", shadeLegend(cell.legend.shades, "tolerance"), boundaries(cell)),
@@ -168,22 +168,22 @@ function boundaries(cell) {
 }
 
 function shadeLegend(shades, limit) {
-  const steps = shades.map((top, i) => [make(`i.h${i + 1}`), `≤ ${top}`, top === 1 && make("b", limit)]);
-  return legendOf([[make("i.h0"), "0"], ...steps, [make(`i.h${shades.length + 1}`), `> ${shades.at(-1)}`]], "heatkey");
+  const steps = shades.map((top, i) => [make(`i.h${i + 1}`), `≥ ${margin(top)}`, top === 1 && make("b", limit)]);
+  return legendOf([[make("i.h0"), "="], ...steps, [make(`i.h${shades.length + 1}`), `< ${margin(shades.at(-1))}`]], "heatkey");
 }
 
 function worst(cell) {
-  const found = [...cell.quantities].sort((a, b) => b.ratio - a.ratio || 0).slice(0, WORST);
+  const found = [...cell.quantities].sort(byUrgency).slice(0, WORST);
   const rows = found.map((q) => [
     ...[make("td.left", q.stage), make("td.name", q.tensor), q.step, number(q.observed), number(q.allowed)],
-    make("td", judgedRatio(q)),
+    make("td", judgedMargin(q)),
   ]);
   const button = (kind) =>
     make("button", { type: "button", "data-download": kind, "data-only": cell.number }, kind.toUpperCase());
   return folded(
     cell.state !== "conforms",
     `Worst ${found.length} of ${cell.quantities.length} quantities`,
-    table("Worst quantities", "numbers", ["stage", left("tensor"), "step", "observed", "allowed", "ratio"], rows),
+    table("Worst quantities", "numbers", ["stage", left("tensor"), "step", "observed", "allowed", "margin"], rows),
     make("p.note.screen", "All of them: ", button("csv"), " ", button("json")),
   );
 }

@@ -104,8 +104,8 @@ function errorChart(cells, title, points, view, key) {
       else if (q.observed === 0) body.push(make("path", { class: `zero ${kind}`, d: zero(x, axis.y(axis.low) - 8) }));
       else body.push(cross(x));
       const equal = q.observed === 0 ? " (exactly equal)" : "";
-      const alone = `error ${number(q.observed)}${equal}\nallowed ${number(q.allowed)}\nratio ${ratio(q.ratio)}`;
-      const among = `${who(cells[i], cells)}: ${number(q.observed)}, ${ratio(q.ratio)} of allowed`;
+      const alone = `error ${number(q.observed)}${equal}\nallowed ${number(q.allowed)}\nmargin ${margin(q.ratio)}`;
+      const among = `${who(cells[i], cells)}: ${number(q.observed)}, margin ${margin(q.ratio)}`;
       if (!tips.has(q.step)) tips.set(q.step, []);
       tips.get(q.step).push([q.ratio, cells.length === 1 ? alone : among]);
     }

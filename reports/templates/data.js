@@ -30,13 +30,14 @@ function judged(q) {
 // Unpacks the block of a cell and resolves its references to the shared block.
 async function readCell(number) {
   const { strings, values, places, ...legend } = await shared();
+  const { rebuilt } = legend.rule;
   const cell = await unpack(`block-${number}`);
   for (const key of ["stages", "charts", "maps"]) cell[key] = values[cell[key]];
   cell.quantities = cell.tables.flatMap(([stage, names, steps, allowed, observed]) =>
     observed.map((error, row) => {
       const name = values[names][row];
       const at = { stage: strings[stage], tensor: strings[name], step: values[steps][row], place: places[name] };
-      return judged({ ...at, observed: error, allowed: values[allowed][row] });
+      return judged({ ...at, rebuilt: at.tensor.endsWith(rebuilt), observed: error, allowed: values[allowed][row] });
     }),
   );
   cell.strips = cell.strips.map(([at, classes, largest, where]) => {

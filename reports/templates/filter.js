@@ -1,6 +1,6 @@
 // Filters cells: they have to match all words, and no word with a minus in front. A word that is part of a cell's name,
 // or a state such as is:differs, is searched in names; any other in reasons and in the stages and tensors that differ.
-// Other cells are hidden, with rows and columns that are then empty. The address keeps the filter.
+// Other cells are hidden, with rows that are then empty. The address keeps the filter.
 const filter = document.getElementById("filter");
 const boxes = all("#cells .box");
 const boxOf = new Map(boxes.map((box) => [Number(box.dataset.n), box]));
@@ -28,38 +28,12 @@ function applyFilter() {
   const first = document.querySelector(".attention");
   if (first) first.hidden = all("[data-cells]", first).every((element) => element.hidden);
   for (const body of all("#cells tbody")) {
-    const rows = all("tr:not(.group)", body);
+    const rows = all("tr", body);
     for (const row of rows) row.hidden = !row.querySelector(".box:not(.away)");
     body.hidden = rows.every((row) => row.hidden);
   }
-  const columns = columnsOf(cellTable);
-  showColumns(cellTable, columns.map((cells) => cells.some((cell) => cell.querySelector(".box:not(.away)"))));
   document.getElementById("matches").value = filter.value.trim() ? `${found.size} of ${boxes.length}` : "";
   for (const button of all("[data-filter]")) button.setAttribute("aria-pressed", filter.value === button.dataset.filter);
-}
-
-// Returns the cells of each column of a matrix, without heads.
-const cellTable = document.getElementById("cells");
-function columnsOf(matrix) {
-  const rows = all("tbody tr:not(.group)", matrix).map((row) => all("td", row));
-  return rows.length ? rows[0].map((_, column) => rows.map((row) => row[column])) : [];
-}
-
-// Hides columns of a matrix; heads that span several become narrower.
-function showColumns(matrix, shown) {
-  columnsOf(matrix).forEach((cells, column) => cells.forEach((cell) => (cell.hidden = !shown[column])));
-  for (const row of all("thead tr", matrix)) {
-    let start = 0;
-    for (const head of all("th:not(.key)", row)) {
-      head.dataset.span ??= head.colSpan;
-      const end = start + Number(head.dataset.span);
-      const left = shown.slice(start, end).filter(Boolean).length;
-      head.hidden = !left;
-      head.colSpan = left || 1;
-      start = end;
-    }
-  }
-  for (const cell of all("tr.group td", matrix)) cell.colSpan = shown.filter(Boolean).length || 1;
 }
 
 // The address has the open cell and the filter: #cell-NAME?filter=WORDS.

@@ -1,6 +1,6 @@
-// Draws heat maps: worst observed / allowed of all steps, by layer and kind of parameter (see reports/page_data.py), with
+// Draws heat maps: the smallest margin of all steps, by layer and kind of parameter (see reports/page_data.py), with
 // the boundaries of pipeline stages, and the number of tensor-parallel pieces of sharded parameters.
-const WIDE = 8; // up to so many columns there is room for the ratio in each square
+const WIDE = 8; // up to so many columns there is room for the margin in each square
 
 function shade(value, shades) {
   if (value === 0) return "h0";
@@ -19,7 +19,7 @@ function heatMap(cell, stage) {
     const [column, kind] = q.place;
     if (!rows.has(kind)) rows.set(kind, new Map());
     const row = rows.get(kind);
-    if (!(row.get(column)?.ratio > q.ratio)) row.set(column, q);
+    if (!row.has(column) || byUrgency(row.get(column), q) > 0) row.set(column, q);
   }
   const depth = (column) => (column === "in" ? -1 : column === "out" ? Infinity : Number(column));
   const columns = [...new Set(found.map((q) => q.place[0]))].sort((a, b) => (depth(a) < depth(b) ? -1 : 1));
@@ -31,7 +31,7 @@ function heatMap(cell, stage) {
   const head = columns.map((c) => make(`th${seam(c)}`, wide || !(Number(c) % 4) ? c : ""));
   const square = (q, column) => {
     if (!q) return make(`td${seam(column)}`);
-    const text = wide ? ratio(q.ratio) : q.ratio > 1 ? "×" : "";
+    const text = wide ? margin(q.ratio) : q.ratio > 1 ? "×" : "";
     const tip = `${tensorAtStep(q)}\n${off(q)}${placed(cell, q.tensor)}`;
     return make(`td.${shade(q.ratio, shades)}${seam(column)}`, { "data-tip": tip }, text);
   };

@@ -1,20 +1,17 @@
 // Handles keys: "/" filters, arrows move between shown cells, Escape clears the filter or closes the cell. Left and right
-// continue in the next row, up and down go to the nearest cell, so that every shown cell can be reached.
+// continue in the next row, up and down go to the nearest cell of the next line, so that every shown cell can be reached.
 const MOVES = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] };
 
 function step(box, down, right) {
-  const shown = (cell) => cell.querySelector(".box:not(.away)");
-  const rows = all("tbody tr:not([hidden])", box.closest("table"))
-    .map((row) => all("td", row).map(shown))
-    .filter((row) => row.some((cell) => cell));
-  if (right) {
-    const every = rows.flat().filter((cell) => cell);
-    return every[every.indexOf(box) + right]?.focus();
-  }
-  const row = rows.findIndex((cells) => cells.includes(box));
-  const column = rows[row].indexOf(box);
-  const near = (rows[row + down] ?? []).map((cell, at) => [Math.abs(at - column), cell]).filter(([, cell]) => cell);
-  near.sort(([a], [b]) => a - b)[0]?.[1].focus();
+  const shown = all(".box:not(.away)", box.closest("table"));
+  if (right) return shown[shown.indexOf(box) + right]?.focus();
+  const at = box.getBoundingClientRect();
+  const beyond = shown.flatMap((one) => {
+    const { top, left } = one.getBoundingClientRect();
+    const distance = down * (top - at.top);
+    return distance > 1 ? [[distance, Math.abs(left - at.left), one]] : [];
+  });
+  beyond.sort((a, b) => a[0] - b[0] || a[1] - b[1])[0]?.[2].focus();
 }
 
 document.addEventListener("keydown", (event) => {

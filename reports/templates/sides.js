@@ -40,10 +40,10 @@ function members(group, states, shades) {
 function againstOracle(q) {
   if (!q) return make("small", "none");
   const tip = `${tensorAtStep(q)}\nerror ${number(q.observed)}, allowed ${number(q.allowed)}`;
-  return make("span", { "data-tip": tip }, number(q.observed), " ", judgedRatio(q));
+  return make("span", { "data-tip": tip }, number(q.observed), " ", judgedMargin(q));
 }
 
-// Draws the squares of each row: the largest difference of two members, in the colour of the worst observed / allowed.
+// Draws the squares of each row: the largest difference of two members, in the colour of the smallest margin.
 function pairSquares(group, shades) {
   const drawn = group.members.map((_, row) =>
     group.members.map((_, column) => (row === column ? () => make("td.square.self") : () => make("td.square", "?"))),
@@ -52,7 +52,7 @@ function pairSquares(group, shades) {
     const found = (columns ?? []).map(difference).filter((q) => q);
     if (!found.length) continue;
     const largest = Math.max(...found.map((q) => (Number.isNaN(q.observed) ? Infinity : q.observed)));
-    const lines = found.map((q) => `${q.stage}: ${number(q.observed)}, ${ratio(q.ratio)} of allowed\n  ${tensorAtStep(q)}`);
+    const lines = found.map((q) => `${q.stage}: ${number(q.observed)}, margin ${margin(q.ratio)}\n  ${tensorAtStep(q)}`);
     const names = [a, b].map((i) => `${group.members[i].backend} ${group.members[i].layout}`).join(" and ");
     const colour = shade(Math.max(...found.map((q) => q.ratio)), shades);
     const text = number(Number(largest.toPrecision(1)));
@@ -69,7 +69,7 @@ function between(group) {
     const at = make("td.left", { title: tensorAtStep(q) }, q.stage);
     return [make("td.left", names), count, make("td.left", pair), at, ...apart(q)];
   });
-  const heads = ["between", "pairs", left("furthest apart"), left("in"), "difference", "allowed", "ratio"];
+  const heads = ["between", "pairs", left("furthest apart"), left("in"), "difference", "allowed", "margin"];
   return table("Furthest apart, by backend", "numbers", heads, rows);
 }
 
@@ -79,7 +79,7 @@ function outside(group) {
     const q = difference(values);
     return [make("td.left", pair), make("td.left", q.stage), make("td.name", tensorAtStep(q)), ...apart(q)];
   });
-  const heads = ["pair", left("in"), left("at"), "difference", "allowed", "ratio"];
+  const heads = ["pair", left("in"), left("at"), "difference", "allowed", "margin"];
   return make(
     "div",
     make("h3", "Outside their tolerance"),
@@ -88,7 +88,7 @@ function outside(group) {
   );
 }
 
-const apart = (q) => [number(q.observed), number(q.allowed), make("td", judgedRatio(q))];
+const apart = (q) => [number(q.observed), number(q.allowed), make("td", judgedMargin(q))];
 
 function groupCurves(cells, panel) {
   const drawn = adjustable(cells, panel);

@@ -18,7 +18,7 @@ function batch(cell) {
   const remark = "error / allowed of each token, in the order of the batch; a line where a row begins";
   const seen = Object.keys(SPECIALS).filter((kind) => cell.strips.some(({ classes }) => classes.includes(kind)));
   const specials = seen.map((kind) => legendOf([[make("b", SPECIALS[kind][1]), ` ${SPECIALS[kind][0]}`]]));
-  const heads = [left("observable"), "step", make("th.tokens.left", "tokens"), "ratio", make("th.wide", "largest, absolute"), left("worst token")];
+  const heads = [left("observable"), "step", make("th.tokens.left", "tokens"), "margin", make("th.wide", "largest, absolute"), left("worst token")];
   return folded(
     cell.state !== "conforms",
     ["Where in the batch ", make("small", remark)],
@@ -32,7 +32,7 @@ function stripRow(cell, strip, name) {
   const q = cell.quantities.find((q) => q.stage === strip.stage && q.tensor === strip.tensor && q.step === strip.step);
   return make(
     name ? "tr.begins" : "tr",
-    [make("td.left", name), make("td", String(strip.step)), make("td.tokens", bins(cell, strip)), make("td", judgedRatio(q))],
+    [make("td.left", name), make("td", String(strip.step)), make("td.tokens", bins(cell, strip)), make("td", judgedMargin(q))],
     [make("td.wide", number(strip.largest)), make("td.name", q.ratio ? strip.where : "")],
   );
 }

@@ -33,7 +33,7 @@ function denominators(cell) {
   const rows = batches.map(({ step, tokens, targets }) => {
     const all = sum(targets.flat());
     const ranks = targets.map((parts) => {
-      const share = sum(parts) ? ratio((all / targets.length) / sum(parts)) : "no";
+      const share = sum(parts) ? Number((all / targets.length / sum(parts)).toPrecision(4)) : "no";
       const tip = `a mean per rank would give a target of this rank ${share} times its weight`;
       return make("td", { "data-tip": tip }, parts.join(" + "), parts.length > 1 && ` = ${sum(parts)}`);
     });

@@ -9,20 +9,21 @@ function number(value) {
   return `${Number(mantissa)}e${Number(exponent)}`;
 }
 
-// Never rounds to 1, the line between conforming and differing.
-function ratio(value) {
-  if (!Number.isFinite(value)) return "∞";
-  if (value === 0) return "0";
-  if (value < 0.01) return "<0.01";
-  if (value >= 9999.5) return value.toExponential(0).replace("e+", "e");
-  const text = value.toFixed(value < 0.995 ? 2 : value < 9.95 ? 1 : 0);
-  return text === "1.0" && value !== 1 ? (value < 1 ? "<1" : ">1") : text;
+// Formats observed / allowed as a margin in digits.
+function margin(ratio) {
+  if (ratio === 0) return "=";
+  const digits = Number.isFinite(ratio) ? Math.abs(Math.log10(ratio)) : Infinity;
+  return `${ratio <= 1 ? "+" : "-"}${digits === Infinity ? "∞" : digits.toFixed(digits < 9.95 ? 1 : 0)}`;
 }
+
+// Sorts quantities, the most urgent first: a comparison with a rebuilt number within its tolerance comes last.
+const isUrgent = (q) => q.ratio > 1 || !q.rebuilt;
+const byUrgency = (a, b) => isUrgent(b) - isUrgent(a) || b.ratio - a.ratio || 0;
 
 const plural = (count, word) => (count === 1 ? `${count} ${word}` : `${count} ${word}s`);
 const when = (step) => (step < 0 ? "as loaded" : `at step ${step}`);
 const tensorAtStep = (q) => `${q.tensor}, ${when(q.step)}`;
-const judgedRatio = (q, tag = "b") => make(q.ratio > 1 ? `${tag}.over` : tag, ratio(q.ratio));
+const judgedMargin = (q) => make(q.ratio > 1 ? "b.over" : "b", margin(q.ratio));
 
 // Formats an error and its bound in words.
 function off(q) {

@@ -29,6 +29,7 @@ from report_sample import (
     write_sample,
 )
 
+from conformance.results.verdict import margin
 from conformance.spec.objectives import Ppo, all_observables
 from reports import wording
 from reports.html import write_html
@@ -105,7 +106,7 @@ def test_the_keyboard_filters_walks_opens_and_closes(browser: Browser, address: 
     assert browser.run("document.getElementById('matches').value") == "2 of 25"
     browser.press("ArrowDown")
     assert browser.run(FOCUSED).startswith("sft-packed/pangu/fsdp2/dp2.tp2/exact")
-    browser.press("ArrowDown")
+    browser.press("ArrowRight")
     assert browser.run(FOCUSED).startswith("sft-packed/pangu/deepspeed/dp4/exact")
     browser.press("Enter")
     browser.wait(f"({OPENED}) === 'sft-packed/pangu/deepspeed/dp4/exact'")
@@ -159,7 +160,7 @@ def test_stages_are_in_causal_order_and_the_first_that_differs_is_marked(
     assert names == list(entry_of(sample, DIFFERS).stages)
     assert text(browser, ".stages .origin th") == "gradients first"
     worst = entry_of(sample, DIFFERS).verdict.worst
-    assert browser.run(f"{rows}.map((row) => row.cells[2].innerText)") == [wording.ratio(worst[n].ratio) for n in names]
+    assert browser.run(f"{rows}.map((row) => row.cells[2].innerText)") == [margin(worst[n].ratio) for n in names]
 
 
 def test_every_observable_that_asks_for_it_has_a_curve_and_an_error(browser: Browser, address: str) -> None:
@@ -327,10 +328,10 @@ def test_the_script_writes_numbers_as_the_other_reports_do(browser: Browser, add
     rng = random.Random(0)
     values = [10 ** rng.uniform(-16, 9) for _ in range(300)]
     values += [0.0, 1.0, 0.9999, 1.0001, 0.0049, 0.995, 9.96, 999.96, 9999.4, 9999.6, 99999.7, 1e-3, 2e5]
-    script = f"{json.dumps(values)}.map((value) => [number(value), ratio(value)])"
-    assert browser.run(script) == [[wording.number(value), wording.ratio(value)] for value in values]
-    special = "[NaN, Infinity].map((value) => [number(value), ratio(value)])"
-    assert browser.run(special) == [[wording.number(v), wording.ratio(v)] for v in (math.nan, math.inf)]
+    script = f"{json.dumps(values)}.map((value) => [number(value), margin(value)])"
+    assert browser.run(script) == [[wording.number(value), margin(value)] for value in values]
+    special = "[NaN, Infinity].map((value) => [number(value), margin(value)])"
+    assert browser.run(special) == [[wording.number(v), margin(v)] for v in (math.nan, math.inf)]
 
 
 # How it looks

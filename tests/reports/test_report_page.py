@@ -4,6 +4,7 @@ import base64
 import gzip
 import json
 import math
+import random
 import re
 import shutil
 import xml.etree.ElementTree as ET
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from chromium import Browser
 from report_sample import (
     CELLS,
     CONFORMS,
@@ -22,6 +24,7 @@ from report_sample import (
     RESUMED,
     RL,
     ROWS,
+    RUN,
     STEPS,
     TARGETS,
     WRONG_ROW,
@@ -30,18 +33,25 @@ from report_sample import (
     entry_of,
     folder_of,
     rewrite,
+    sample_cell,
     write_sample,
 )
 
-from conformance.results.verdict import STATES
+from conformance.backends.protocol import find_backend
+from conformance.matrix.profile import Overrides, expand, load_profile
+from conformance.results.run_results import cell_summary, write_summary
+from conformance.results.verdict import STATES, margin
 from conformance.spec.objectives import Ppo, all_observables
-from reports import wording
 from reports.ci_formats import write_junit
 from reports.html import write_html
 from reports.load import read_report
 from reports.markdown import write_markdown
 from reports.page_data import SHADES, locate
 
+SCREEN = 1440, 900  # px: of a small laptop
+TOP = 260  # px: the matrix begins above it if every cell conforms
+BACKENDS = ("fsdp2", "deepspeed", "megatron")
+QUICK = [str(cell) for cell in expand(load_profile("quick"), list(map(find_backend, BACKENDS)), Overrides())]
 HOSTILE = '<script>alert("x")</script>'
 
 
@@ -55,6 +65,15 @@ def sample(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def out(sample: Path, tmp_path: Path) -> Path:
     """A copy of the sample that a test may damage."""
     return Path(shutil.copytree(sample, tmp_path / "out"))
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of the quick profile in which every cell conforms."""
+    out, rng = tmp_path_factory.mktemp("quick") / "out", random.Random(0)
+    entries = [sample_cell(out, cell, str(number), rng) for number, cell in enumerate(QUICK)]
+    write_summary(out, RUN, [cell_summary(entry) for entry in entries])
+    return out
 
 
 @pytest.fixture(scope="module")
@@ -99,12 +118,33 @@ def test_the_first_screen_has_the_verdict_every_count_and_every_cell(sample: Pat
     assert len(re.findall(r'<a class="box ', page)) == len(CELLS)
 
 
-def test_the_matrix_shows_symbol_and_worst_ratio(sample: Path, page: str) -> None:
+def test_squares_show_symbol_and_margin(sample: Path, page: str) -> None:
     for cell in read_report(sample).cells:
         box = re.search(rf'<a class="box {cell.state}" href="#cell-{re.escape(cell.id)}".*?</a>', page)
         assert box
-        assert f'aria-hidden="true">{STATES[cell.state].symbol}</span>' in box[0]
-        assert (f">{wording.ratio(cell.worst.ratio)}</span>" if cell.worst else "</span></a>") in box[0]
+        assert f'aria-hidden="true">{STATES[cell.state].symbol}</span><span>{cell.entry.layout}</span>' in box[0]
+        assert (f">{margin(cell.closest.ratio)}</span>" if cell.closest else "</span></a>") in box[0]
+
+
+def test_quick_profile_fits_one_screen(quick: Path) -> None:
+    page = write_html(quick).read_text(encoding="utf-8")
+    line = re.search(r"--line: (\d+)px", page)
+    assert line
+    rows = [
+        re.findall(r"<td[^>]*>(.*?)</td>", row, re.DOTALL) for row in re.findall(r"<tr>.*?</tr>", page, re.DOTALL)[1:]
+    ]
+    assert sum(found.count("data-cell=") for row in rows for found in row) == len(QUICK)
+    assert TOP + len(rows) * int(line[1]) <= SCREEN[1]
+
+
+@pytest.mark.slow
+def test_browser_shows_all_of_quick_on_one_screen(browser: Browser, quick: Path) -> None:
+    browser.open(write_html(quick).as_uri(), width=SCREEN[0], height=SCREEN[1])
+    boxes = browser.run("boxes.map((box) => box.getBoundingClientRect().toJSON())")
+    assert len(boxes) == len(QUICK)
+    assert min(box["top"] for box in boxes) <= TOP
+    assert max(box["bottom"] for box in boxes) <= SCREEN[1]
+    assert max(box["right"] for box in boxes) <= SCREEN[0]
 
 
 def test_a_seed_or_a_planted_fault_has_its_own_place_in_the_matrix(out: Path) -> None:

@@ -9,6 +9,7 @@ import sys
 import tomllib
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
@@ -36,8 +37,9 @@ from report_sample import (
 )
 
 from conformance.core.errors import UsageError
-from conformance.results.verdict import STATES, Quantity, Verdict
-from reports import markdown, wording
+from conformance.results.verdict import STATES, Quantity, Verdict, margin
+from conformance.spec.observables import AGAINST_REBUILT
+from reports import markdown
 from reports.ci_formats import write_junit
 from reports.html import write_html
 from reports.load import Cell, read_report
@@ -75,7 +77,7 @@ def test_a_conforming_run_conforms_and_names_the_cell_closest_to_its_tolerance(o
     title, text = headline(report)
     assert report.verdict == "conforms"
     assert title == "17 cells of 17 conform"
-    assert re.search(r"Closest to its tolerance: \S+, .*, 0\.\d+ of the tolerance", text)
+    assert re.search(r"Closest to its tolerance: \S+, .*, margin \+\d\.\d digits", text)
 
 
 def test_known_differences_are_not_said_to_compute_what_the_oracle_computes(out: Path) -> None:
@@ -287,21 +289,33 @@ def test_reporting_needs_neither_torch_nor_a_backend() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "text"),
+    ("ratio", "text"),
     [
-        (0, "0"),
-        (1e-5, "<0.01"),
-        (0.314, "0.31"),
-        (12.3, "12"),
-        (1, "1.0"),
-        (0.9999, "<1"),
-        (1.0001, ">1"),
-        (234567, "2e5"),
-        (math.inf, "∞"),
+        (0, "="),
+        (1e-5, "+5.0"),
+        (0.314, "+0.5"),
+        (12.3, "-1.1"),
+        (1, "+0.0"),
+        (0.9999, "+0.0"),
+        (1.0001, "-0.0"),
+        (2e11, "-11"),
+        (math.inf, "-∞"),
     ],
 )
-def test_ratios_are_short_and_never_rounded_onto_the_tolerance(value: float, text: str) -> None:
-    assert wording.ratio(value) == text
+def test_sign_of_a_margin_says_on_which_side_of_the_tolerance(ratio: float, text: str) -> None:
+    assert margin(ratio) == text
+
+
+@pytest.mark.parametrize(("rounding", "closest"), [(0.5, "weight"), (2.0, f"weight{AGAINST_REBUILT}")])
+def test_rounding_check_is_closest_only_if_it_differs(rounding: float, closest: str) -> None:
+    ulp = 2.0**-52
+    computed = Quantity(stage="update", tensor="weight", step=0, observed=3e-14, allowed=1e-11)
+    rebuilt = replace(computed, tensor=f"weight{AGAINST_REBUILT}", observed=rounding * ulp, allowed=ulp)
+    for quantities in ((computed, rebuilt), (rebuilt, computed)):
+        verdict = Verdict(state="conforms", reason="", quantities=quantities)
+        assert verdict.closest == verdict.worst["update"]
+        assert verdict.closest is not None
+        assert verdict.closest.tensor == closest
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def test_cells_say_what_the_report_says(out: Path, frames: Frames) -> None:
     for cell in read_report(out).cells:
         row = rows.loc[cell.id]
         assert (row["state"], row["reason"]) == (cell.state, cell.reason)
-        assert row["worst"] == pytest.approx(cell.worst.ratio) if cell.worst else pd.isna(row["worst"])
+        assert row["worst"] == pytest.approx(cell.closest.ratio) if cell.closest else pd.isna(row["worst"])
     assert rows.loc[DIFFERS, "first_stage"] == "gradients"
     assert (rows.loc[NOT_RUN, "attempts"], rows.loc[CONFORMS, "attempts"]) == (0, 1)
     assert frames.run.profile == "quick"

@@ -1,4 +1,4 @@
-"""``parity compare A B``: two runs cell by cell, with the worst ratio of every stage, states and versions."""
+"""``parity compare A B``: two runs cell by cell, with the margin of every stage, states and versions."""
 
 import json
 import re
@@ -9,7 +9,8 @@ from nights import LENT, NIGHTLY, VERSIONS, night
 from report_sample import CONFORMS, DIFFERS, PARTLY, RESUMED, UNSUPPORTED, edit, entry_of
 
 from conformance.cli import main as cli
-from reports.wording import plain, ratio
+from conformance.results.verdict import margin
+from reports.wording import plain
 
 
 @pytest.fixture(scope="module")
@@ -42,10 +43,10 @@ def test_two_runs_are_set_side_by_side(two: tuple[Path, Path], capsys: pytest.Ca
     (row,) = re.findall(rf"\n\| `{re.escape(DIFFERS)}` \| (.*) \|", text)
     squares = row.split(" | ")
     assert squares[:2] == ["✓ conforms", "✗ differs"]
-    changed = [stage for stage in before if ratio(before[stage].ratio) != ratio(now[stage].ratio)]
+    changed = [stage for stage in before if margin(before[stage].ratio) != margin(now[stage].ratio)]
     assert "gradients" in changed
     for stage in changed:
-        assert plain(f"{ratio(before[stage].ratio)} → {ratio(now[stage].ratio)}") in squares
+        assert plain(f"{margin(before[stage].ratio)} → {margin(now[stage].ratio)}") in squares
     assert f"`{UNSUPPORTED}` |" not in text  # nothing of it was compared
 
 
