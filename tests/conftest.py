@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import time
 
 # Before torch is imported: threads that wait for each other keep the cores busy, which workers and ranks share.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -20,6 +21,8 @@ from conformance.matrix.cell import Cell, Phase
 from conformance.runner.placement import SessionConfig
 from conformance.runner.session import Session
 from conformance.runtime import Pool
+from conformance.runtime.gpu_inventory import gpus_of_host
+from conformance.runtime.gpu_leases import Ticket, lease_folder
 from conformance.spec.layout import Layout
 from conformance.spec.precision import PrecisionName
 from conformance.spec.scenario import load_scenario
@@ -127,6 +130,16 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
 def pool(session: Session) -> Pool:
     """The session's own, so that a worker imports each backend once, for cells and for tests of other tasks."""
     return session._pool
+
+
+@pytest.fixture
+def leased_gpus() -> Iterator[None]:
+    """Leases all GPUs of this host, as a cell does, so that no other worker of pytest and no run fills them."""
+    ticket = Ticket(gpus := gpus_of_host(), len(gpus), folder=lease_folder())
+    while (lease := ticket.serve()) is None:
+        time.sleep(0.1)
+    yield
+    lease.release()
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@
 Device meshes and Megatron's parallel state never destroy their process groups, and each group keeps threads and
 sockets. So the clean-up destroys every group except WORLD. A destroyed group lives on while objects of the task
 reference it, for example a model in a cycle through its autograd graph, which Python does not see. Each gloo group has
-one thread that is named after its loop, so such groups are counted exactly, and a single one is a leak.
+threads with a name of their own, so such groups are counted exactly, and a single one is a leak.
 
 Other threads belong to pools of libraries, or are leaks. A pool starts once, at its first use, with as many threads as
 there are processors or devices; a leak repeats. So the first growth beyond the allowance counts as a pool, and any
@@ -57,7 +57,7 @@ class Holdings:
 # device, a log). Leaks are far larger: Megatron's parallel state left 17 groups, 75 descriptors and 51 threads a task.
 ALLOWANCE = Holdings(groups=0, undead=0, fds=16, threads=8)
 _MIN_REPORTED = 4  # new descriptors of a kind that a message names; a task's logs are fewer
-_GLOO_LOOP = "gloo_tcp_loop"  # the thread of a gloo group's device
+_GLOO_THREAD, _THREADS_PER_GROUP = "pt_gloo_runloop", 2  # they run a group's collectives
 SETTLE_S = 2.0  # limit of the wait for threads of destroyed groups, which end with a delay on a loaded machine
 _TICK_S = 0.01
 # Importing these takes a second, so they are only imported if the task has used DTensor; else no cache exists.
@@ -143,7 +143,11 @@ def _current_holdings() -> Holdings:
     groups, open_on = dist.distributed_c10d._world.pg_map, open_files()
     return Holdings(
         groups=len(groups),
-        undead=max(0, threads_called(_GLOO_LOOP) - sum("gloo" in backend for backend, _ in groups.values())),
+        undead=max(
+            0,
+            threads_called(_GLOO_THREAD) // _THREADS_PER_GROUP
+            - sum("gloo" in backend for backend, _ in groups.values()),
+        ),
         fds=open_on.total(),
         threads=thread_count(),
         open_on=open_on,

@@ -56,6 +56,7 @@ def test_a_wait_is_placed_in_the_innermost_functions_around_it() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a GPU")
+@pytest.mark.usefixtures("leased_gpus")
 def test_tensors_get_to_a_gpu_as_they_are_whatever_their_strides() -> None:
     numbers = torch.arange(6.0)
     for tensor in (numbers, numbers.expand(3, 6), numbers.view(2, 3).T, numbers[::2], numbers[:0], numbers.cuda()):

@@ -64,6 +64,7 @@ def test_a_number_that_is_nan_is_not_lost_behind_another() -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.usefixtures("leased_gpus")
 def test_numbers_are_read_when_the_gpu_has_them_and_no_later() -> None:
     numbers = torch.zeros(3, device="cuda", dtype=torch.float64)
     torch.cuda._sleep(10**9)

@@ -23,7 +23,10 @@ def folder(tmp_path: Path) -> Path:
 
 
 def run(folder: Path, *command: str) -> str:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([".", str(ROOT), str(SUPPORT)])}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([".", str(ROOT), str(SUPPORT), os.environ.get("PYTHONPATH", "")]),
+    }
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "of the user" not in done.stderr

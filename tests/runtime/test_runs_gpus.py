@@ -37,7 +37,7 @@ sys.stdin.read()
 
 
 @pytest.fixture(autouse=True)
-def _leases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _leases(leased_gpus: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PARITY_LEASES", str(tmp_path / "leases"))
 
 

@@ -24,7 +24,7 @@ _numbers = itertools.count()
 
 
 @pytest.fixture(autouse=True)
-def _leases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _leases(leased_gpus: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PARITY_LEASES", str(tmp_path / "leases"))
 
 
