@@ -33,7 +33,7 @@ from conformance.spec.layout import Layout
 from conformance.spec.objectives import Sft
 from conformance.spec.scenario import ScheduleConfig
 from impl.engine.trainer import train_step
-from impl.interface.protocol import ContextConfig, get_context
+from impl.interface.trainable import ContextConfig, get_context
 
 TOKENS, STEPS = 8, 10
 

@@ -15,7 +15,7 @@ from conformance.spec.layout import Layout
 from conformance.spec.objectives import Sft
 from conformance.spec.scenario import OptimizerConfig, ScheduleConfig
 from impl.engine.trainer import train_step
-from impl.interface.protocol import ContextConfig, get_context
+from impl.interface.trainable import ContextConfig, get_context
 
 # The default of torch's AdamW, which the plain programs use.
 ADAMW = OptimizerConfig(name="adamw", lr=1e-5, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, max_grad_norm=1.0)

@@ -40,7 +40,7 @@ from impl.checkpoints.manifest import (
     share,
 )
 from impl.interface.distributed import Group, agree, on_all_ranks, on_first
-from impl.interface.protocol import AT_ONCE, Writing
+from impl.interface.trainable import AT_ONCE, Writing
 
 
 class Behind:

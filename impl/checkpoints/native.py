@@ -22,7 +22,7 @@ from conformance.core.io import read_json
 from impl.checkpoints.folder import Draft, verified
 from impl.checkpoints.manifest import About
 from impl.interface.distributed import on_all_ranks
-from impl.interface.protocol import Context, Trainable
+from impl.interface.trainable import Context, Trainable
 
 FOLDER = "generators"
 Bytes = Annotated[  # a state is a tensor of bytes

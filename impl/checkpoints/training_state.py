@@ -28,8 +28,8 @@ from conformance.core.errors import STRICT, UsageError, shown
 from conformance.core.io import read_json
 from conformance.spec.observables import STATE_KINDS
 from impl.interface.distributed import on_first
-from impl.interface.protocol import WrittenKind
 from impl.interface.sharded_safetensors import FILE_SIZE, SliceReader, write_tensors
+from impl.interface.trainable import WrittenKind
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -70,7 +70,7 @@ assert set(WRITTEN) == {"weight", *STATE_KINDS} - {"progress"}
 
 
 class HasTrainingState(Protocol):
-    """Lists the part of impl.interface.protocol.Trainable that a training state needs."""
+    """Lists the part of impl.interface.trainable.Trainable that a training state needs."""
 
     def named_tensors(self, kind: TensorKind) -> NamedTensors: ...
 

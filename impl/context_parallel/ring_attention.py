@@ -30,7 +30,7 @@ from impl.context_parallel.flash_attn_shim import HEAD_SIZES, kernel
 from impl.context_parallel.sequence_sharding import Placement
 from impl.interface.distributed import moved
 from impl.interface.micro_batches import MicroBatch, Outputs
-from impl.interface.protocol import ContextConfig
+from impl.interface.trainable import ContextConfig
 
 
 def with_sinks(

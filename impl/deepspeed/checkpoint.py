@@ -28,7 +28,7 @@ from conformance.core.errors import UsageError
 from impl.deepspeed.checkpoint_layout import Cut, check, fits, frozen_parts, how_cut
 from impl.deepspeed.partition import ReadRegion
 from impl.interface.distributed import agree, on_first
-from impl.interface.protocol import Writing
+from impl.interface.trainable import Writing
 
 WEIGHT, *MOMENTS = "fp32", "exp_avg", "exp_avg_sq"
 

@@ -23,7 +23,7 @@ from conformance.spec.layout import Layout
 from conformance.spec.precision import BF16, F16, F32, Precision
 from conformance.spec.scenario import OptimizerConfig
 from impl.engine.memory_estimate import Shapes, States, cut, elements
-from impl.interface.protocol import ContextConfig
+from impl.interface.trainable import ContextConfig
 from impl.models.lora import NAME
 
 NEVER_GROWS = 2**62  # updates

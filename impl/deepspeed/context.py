@@ -17,11 +17,11 @@ from impl.context_parallel.ring_attention import RingAttention, RingConfig, regi
 from impl.deepspeed import global_state
 from impl.deepspeed.model import DeepspeedModel
 from impl.interface.distributed import all_gather_value, all_reduce_number, all_reduce_over
-from impl.interface.protocol import ContextConfig
+from impl.interface.trainable import ContextConfig
 
 
 class DeepspeedContext:
-    """Implements impl.interface.protocol.Context, which has the contract of each method."""
+    """Implements impl.interface.trainable.Context, which has the contract of each method."""
 
     ring: RingAttention | None = None
 

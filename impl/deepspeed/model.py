@@ -47,8 +47,8 @@ from impl.engine.optimizers import (
     trained_parameters,
 )
 from impl.interface.micro_batches import Loss, MicroBatch, Outputs, RouterTerms, Wanted, run_micro_batches, set_mode
-from impl.interface.protocol import AT_ONCE, Dtype, Writing, WrittenKind
 from impl.interface.sharded_safetensors import SliceReader
+from impl.interface.trainable import AT_ONCE, Dtype, Writing, WrittenKind
 from impl.models.export import write_merged, write_model
 from impl.models.lazy_weights import UnreadWeights, give_memory, published_buffers, untouched_zeros
 from impl.models.loading import empty_model
@@ -59,7 +59,7 @@ from impl.models.tracing import hugging_face_modules, token_numbers
 
 
 class DeepspeedModel:
-    """Implements impl.interface.protocol.Trainable, which has the contract of each method."""
+    """Implements impl.interface.trainable.Trainable, which has the contract of each method."""
 
     source: Path
     model: transformers.PreTrainedModel

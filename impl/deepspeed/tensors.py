@@ -21,7 +21,7 @@ from deepspeed.utils import (
 
 from conformance.backends.protocol import NamedTensors, Shard, TensorKind
 from impl.deepspeed.partition import RankPlace, ReadRegion, SteppedTensors, cut_of
-from impl.interface.protocol import WrittenKind
+from impl.interface.trainable import WrittenKind
 from impl.models.lora import named_parameters
 
 

@@ -1,4 +1,4 @@
-"""Implements the suite's backend protocol for all built-in backends, on impl.interface.protocol."""
+"""Implements the suite's backend protocol for all built-in backends, on impl.interface.trainable."""
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -19,7 +19,7 @@ from impl.checkpoints import native, training_state
 from impl.checkpoints.folder import verified, writing
 from impl.checkpoints.manifest import About, Form
 from impl.engine.trainer import Rollouts, step_inputs, train_step
-from impl.interface.protocol import Adaptable, Context, ContextConfig, Trainable, get_context
+from impl.interface.trainable import Adaptable, Context, ContextConfig, Trainable, get_context
 from impl.models.family_quirks import quirks_in
 from impl.models.lora import adapter_shapes
 from impl.models.tracing import numbered

@@ -18,7 +18,7 @@ from conformance.spec.objectives import Objective
 from conformance.spec.observables import ROUTER_LOSS, ROUTER_Z_LOSS, ROUTING, Role, model_key, rollout_routing
 from impl.interface.distributed import Reading, moved
 from impl.interface.micro_batches import Evaluation, Loss, MicroBatch, Outputs, Wanted, collate
-from impl.interface.protocol import Context, Trainable
+from impl.interface.trainable import Context, Trainable
 from impl.models.router import balance_of, choices_for, router_terms, routing_rows, z_loss_of
 from impl.objectives.policy_gradient import ObjectiveFunctions, functions_of
 

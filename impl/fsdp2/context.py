@@ -19,13 +19,13 @@ from conformance.spec.observables import Head
 from impl.context_parallel.ring_attention import RingAttention, RingConfig, register, ring_kind
 from impl.fsdp2.model import Fsdp2Model
 from impl.interface.distributed import all_gather_value, all_reduce_number, all_reduce_over
-from impl.interface.protocol import ContextConfig
+from impl.interface.trainable import ContextConfig
 
 MESH_DIM_NAMES = ("rep", "ep", "dp", "sp", "tp")
 
 
 class Fsdp2Context:
-    """Implements impl.interface.protocol.Context, which has the contract of each method."""
+    """Implements impl.interface.trainable.Context, which has the contract of each method."""
 
     ring: RingAttention | None = None
 

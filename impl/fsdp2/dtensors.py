@@ -31,8 +31,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from impl.engine.optimizers import sums_of_squares
 from impl.interface.distributed import Group
-from impl.interface.protocol import Writing
 from impl.interface.sharded_safetensors import Regions, fill
+from impl.interface.trainable import Writing
 
 
 def full_tensors(tensors: Sequence[DTensor]) -> list[torch.Tensor]:

@@ -41,8 +41,8 @@ from impl.fsdp2.expert_parallel import cut_experts, experts_of, is_of_experts
 from impl.fsdp2.tensor_parallel import apply_explicit_plan, apply_model_plan, vocabulary_shard
 from impl.interface.distributed import Reading
 from impl.interface.micro_batches import Loss, MicroBatch, Outputs, RouterTerms, Wanted, run_micro_batches, set_mode
-from impl.interface.protocol import AT_ONCE, Dtype, Writing, WrittenKind
 from impl.interface.sharded_safetensors import SliceReader
+from impl.interface.trainable import AT_ONCE, Dtype, Writing, WrittenKind
 from impl.models.export import write_merged, write_model
 from impl.models.lazy_weights import UnreadWeights, published_buffers
 from impl.models.loading import empty_model
@@ -61,7 +61,7 @@ GATHERED_AT_ONCE = 2**22  # elements
 
 
 class Fsdp2Model:
-    """Implements impl.interface.protocol.Trainable, which has the contract of each method."""
+    """Implements impl.interface.trainable.Trainable, which has the contract of each method."""
 
     source: Path
     model: transformers.PreTrainedModel

@@ -34,7 +34,7 @@ from conformance.spec.scenario import Scenario
 from impl.context_parallel.support import INSTALL, RING_MODULES, available, ring_support
 from impl.engine.adapter import CHECKPOINT_SEAMS, RL_SEAMS, ROUTER_SEAMS, VOCABULARY_SEAMS, ReferenceBackend
 from impl.engine.memory_estimate import Shapes, States, cut, elements, layer_of
-from impl.interface.protocol import ContextConfig
+from impl.interface.trainable import ContextConfig
 from impl.megatron.hf_mapping import all_parameters, is_trained
 from impl.megatron.model_config import VALUE_HEAD, VOCABULARY_MULTIPLE, ModelShape, read_shape, stages
 from impl.megatron.moe_config import expert_sizes, mixture_support

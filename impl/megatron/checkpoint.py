@@ -25,7 +25,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from conformance.core.errors import UsageError
 from impl.interface.distributed import Group, on_all_ranks, on_first
-from impl.interface.protocol import Writing
+from impl.interface.trainable import Writing
 from impl.megatron.device_placement import replaced
 from impl.megatron.model_config import ModelShape
 from impl.megatron.tensors import refuse_foreign

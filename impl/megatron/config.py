@@ -13,7 +13,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from conformance.spec.precision import BF16, F16
 from conformance.spec.scenario import OptimizerConfig, ScheduleConfig
 from impl.engine.optimizers import updates_in_one_kernel
-from impl.interface.protocol import ContextConfig
+from impl.interface.trainable import ContextConfig
 
 
 def clip_threshold(max_grad_norm: float | None) -> float:

@@ -25,7 +25,7 @@ from conformance.spec.layout import Layout
 from conformance.spec.observables import Head
 from impl.context_parallel.ring_attention import RingAttention, RingConfig, ring_kind
 from impl.interface.distributed import all_gather_value, all_reduce_number, all_reduce_over
-from impl.interface.protocol import ContextConfig
+from impl.interface.trainable import ContextConfig
 from impl.megatron.device_placement import placed
 from impl.megatron.model import MegatronModel
 from impl.megatron.moe_config import expert_sizes
@@ -111,7 +111,7 @@ MODEL_PARALLEL = ModelParallel()
 
 
 class MegatronContext:
-    """Implements impl.interface.protocol.Context, which documents each method."""
+    """Implements impl.interface.trainable.Context, which documents each method."""
 
     ring: RingAttention
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from impl.context_parallel.ring_attention import RingAttention
 from impl.interface.micro_batches import MicroBatch
-from impl.interface.protocol import ContextConfig
+from impl.interface.trainable import ContextConfig
 from impl.megatron.attention import Documents
 from impl.megatron.moe_config import Mixture
 from impl.megatron.router import StepLoss, routed

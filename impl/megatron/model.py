@@ -27,8 +27,8 @@ from conformance.spec.observables import Head
 from conformance.spec.scenario import OptimizerConfig, ScheduleConfig
 from impl.context_parallel.ring_attention import RingAttention
 from impl.interface.micro_batches import Loss, MicroBatch, Outputs, RouterTerms, Wanted, set_mode
-from impl.interface.protocol import AT_ONCE, ContextConfig, Dtype, Writing, WrittenKind
 from impl.interface.sharded_safetensors import SliceReader
+from impl.interface.trainable import AT_ONCE, ContextConfig, Dtype, Writing, WrittenKind
 from impl.megatron import checkpoint
 from impl.megatron.config import (
     optimizer_settings,
@@ -63,7 +63,7 @@ class ModelContext(Protocol):
 
 
 class MegatronModel:
-    """Implements impl.interface.protocol.Trainable, which documents each method.
+    """Implements impl.interface.trainable.Trainable, which documents each method.
 
     chunks: this rank's chunks of the model, wrapped in DistributedDataParallel if the model is trained. optimizer: None
     if the model is frozen.

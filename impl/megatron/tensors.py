@@ -19,8 +19,8 @@ from conformance.backends.protocol import NamedTensors, Shard, TensorKind
 from conformance.core.errors import UsageError
 from conformance.models.folders import weight_files
 from impl.engine.optimizers import update_count
-from impl.interface.protocol import WrittenKind
 from impl.interface.sharded_safetensors import SliceReader
+from impl.interface.trainable import WrittenKind
 from impl.megatron.hf_mapping import (
     CORRECTION,
     EMBEDDING,

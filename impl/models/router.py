@@ -21,7 +21,7 @@ from torch import Tensor
 from conformance.spec.batch import EXPERTS, expert_column
 from conformance.spec.observables import ROUTING
 from impl.interface.micro_batches import Loss, MicroBatch, Outputs, RouterTerms
-from impl.interface.protocol import Context, Trainable
+from impl.interface.trainable import Context, Trainable
 from impl.models.family_quirks import quirks_of
 
 if TYPE_CHECKING:

@@ -111,7 +111,7 @@ class OutputConfig:
 class TrainConfig:
     """Configures a whole training, as ``parity train`` runs it.
 
-    backend: a name of impl.interface.protocol.CONTEXTS.
+    backend: a name of impl.interface.trainable.CONTEXTS.
     models: the Hugging Face folder of each role of the objective.
     scenario: ``steps`` counts optimizer steps; ``grpo`` and ``ppo`` make ``mini_batches * ppo_epochs`` for each
         rollout, and their ``data.path`` may be ARITHMETIC.

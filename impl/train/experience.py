@@ -18,7 +18,7 @@ from conformance.spec.batch import Batch, Document, Row, with_rollouts
 from conformance.spec.objectives import PolicyGradient
 from conformance.spec.scenario import Scenario
 from impl.checkpoints.training_state import DataPosition
-from impl.interface.protocol import Context, Trainable
+from impl.interface.trainable import Context, Trainable
 from impl.models.lora import merged_weights
 from impl.train.config import RolloutConfig
 from impl.train.data import Prompt, Reward, Work

@@ -35,7 +35,7 @@ from impl.checkpoints.training_state import DataPosition
 from impl.engine.adapter import ReferenceBackend
 from impl.engine.memory_estimate import elements
 from impl.interface.distributed import on_first
-from impl.interface.protocol import Adaptable
+from impl.interface.trainable import Adaptable
 from impl.train.config import OutputConfig, TrainConfig
 from impl.train.data import Source
 from impl.train.experience import check_resumes, logprob_gap

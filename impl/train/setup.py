@@ -35,7 +35,7 @@ from impl.checkpoints.training_state import DataPosition
 from impl.engine.adapter import ReferenceBackend
 from impl.engine.trainer import output_rows
 from impl.interface.distributed import on_first
-from impl.interface.protocol import Context, Trainable
+from impl.interface.trainable import Context, Trainable
 from impl.megatron.model_config import VALUE_HEAD
 from impl.models.export import check_target, write_folder
 from impl.models.lora import check_same, write_start

@@ -23,7 +23,7 @@ from conformance.spec.precision import PrecisionName
 from conformance.spec.scenario import scenario_to_json
 from conformance.worker.evidence import Watch
 from conformance.worker.phase_spec import TASK
-from impl.interface.protocol import ContextConfig
+from impl.interface.trainable import ContextConfig
 
 pytest.importorskip("deepspeed")
 

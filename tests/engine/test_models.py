@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from conformance.core.errors import UsageError
 from conformance.core.host import FIXTURES
 from conformance.spec.layout import Layout
-from impl.interface.protocol import CONTEXTS, ContextConfig, get_context
+from impl.interface.trainable import CONTEXTS, ContextConfig, get_context
 from impl.models.loading import load_model
 
 MODELS = FIXTURES / "models"

@@ -31,7 +31,7 @@ from conformance.spec.precision import PrecisionName
 from conformance.worker.evidence import ENGINE, Watch
 from conformance.worker.phase import run_phase
 from conformance.worker.phase_spec import PhaseSpec
-from impl.interface.protocol import ContextConfig
+from impl.interface.trainable import ContextConfig
 from impl.megatron import adapter as startup
 from impl.megatron.adapter import MegatronBackend, megatron_context
 from impl.megatron.hf_mapping import FUSED

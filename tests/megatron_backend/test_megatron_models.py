@@ -286,7 +286,7 @@ def test_a_cell_conforms_where_apex_is_installed(with_apex: dict[str, str], tmp_
 
 
 def test_a_folder_with_another_head_is_refused(folders: Folders) -> None:
-    from impl.interface.protocol import ContextConfig
+    from impl.interface.trainable import ContextConfig
     from impl.megatron.context import MegatronContext
 
     config = ContextConfig(layout=Layout.parse("dp1"), precision="fp32", device="cpu", accumulation=1, packed=True)

@@ -56,7 +56,7 @@ def test_adamw_as_one_kernel_trains_as_many_kernels_do(run_ranks: Any) -> None:
     ],
 )
 def test_adamw_is_one_kernel_where_that_is_right(device: str, precision: Any, fused: bool) -> None:
-    from impl.interface.protocol import ContextConfig
+    from impl.interface.trainable import ContextConfig
     from impl.megatron.config import update_in_one_kernel
 
     inner = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))])

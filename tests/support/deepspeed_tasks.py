@@ -28,7 +28,7 @@ from impl.deepspeed.context import DeepspeedContext
 from impl.deepspeed.model import DeepspeedModel
 from impl.deepspeed.ulysses import exchange_heads
 from impl.interface.micro_batches import collate
-from impl.interface.protocol import ContextConfig
+from impl.interface.trainable import ContextConfig
 from impl.models.loading import load_model
 from impl.models.lora import named_parameters
 

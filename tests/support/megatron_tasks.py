@@ -25,7 +25,7 @@ from conformance.spec.layout import Layout
 from conformance.spec.observables import Head, StateKind
 from conformance.spec.precision import PrecisionName
 from impl.interface.micro_batches import MicroBatch, OutputName, Outputs, collate
-from impl.interface.protocol import Context, ContextConfig, Trainable, get_context
+from impl.interface.trainable import Context, ContextConfig, Trainable, get_context
 from impl.megatron.context import MegatronContext
 from impl.megatron.model import MegatronModel
 

@@ -34,8 +34,8 @@ from conformance.spec.observables import Head
 from conformance.spec.scenario import OptimizerConfig, Scenario, ScheduleConfig
 from impl.engine.adapter import ReferenceBackend
 from impl.interface.micro_batches import Loss, MicroBatch, Outputs, Wanted, run_micro_batches
-from impl.interface.protocol import AT_ONCE, CONTEXTS, ContextConfig, Dtype, Writing, WrittenKind
 from impl.interface.sharded_safetensors import SliceReader
+from impl.interface.trainable import AT_ONCE, CONTEXTS, ContextConfig, Dtype, Writing, WrittenKind
 from impl.models.export import write_model
 
 
@@ -45,7 +45,7 @@ def clip_coefficient(norm: float, max_norm: float | None) -> float:
 
 
 class PlainTrainable:
-    """See impl.interface.protocol.Trainable for the contract of each method."""
+    """See impl.interface.trainable.Trainable for the contract of each method."""
 
     source: Path
     weights: Weights
@@ -171,7 +171,7 @@ class PlainTrainable:
 
 
 class PlainContext:
-    """See impl.interface.protocol.Context."""
+    """See impl.interface.trainable.Context."""
 
     sequence_multiple = 1
 

@@ -21,7 +21,7 @@ from conformance.spec.observables import Head
 from conformance.spec.scenario import OptimizerConfig, ScheduleConfig
 from impl.engine.adapter import RL_SEAMS, ReferenceBackend
 from impl.interface.micro_batches import MicroBatch
-from impl.interface.protocol import CONTEXTS
+from impl.interface.trainable import CONTEXTS
 from impl.models.tracing import token_numbers
 
 Defect = tuple[Callable[[torch.nn.Module], None], str]
@@ -67,7 +67,7 @@ class Dropless(dict[str, Tensor]):
 
 
 class TraceableTrainable(PlainTrainable):
-    """See impl.interface.protocol.Trainable."""
+    """See impl.interface.trainable.Trainable."""
 
     def __init__(self, head: Head, defect: Defect | None) -> None:
         super().__init__(head)
@@ -111,7 +111,7 @@ def _documents(tokens: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
 
 
 class TraceableContext(PlainContext):
-    """See impl.interface.protocol.Context."""
+    """See impl.interface.trainable.Context."""
 
     defect: ClassVar[Defect | None] = None
 

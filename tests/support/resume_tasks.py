@@ -26,7 +26,7 @@ from impl.checkpoints import native as generators
 from impl.checkpoints.folder import TrainingFolder
 from impl.engine.adapter import ReferenceBackend
 from impl.interface.distributed import on_first
-from impl.interface.protocol import Trainable
+from impl.interface.trainable import Trainable
 
 SHARE = 0.1  # of what is dropped
 
