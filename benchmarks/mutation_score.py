@@ -48,7 +48,7 @@ from conformance.runner.session import Session
 from conformance.spec.layout import Layout
 from conformance.spec.precision import PRECISIONS, PrecisionName
 from conformance.spec.scenario import load_scenario
-from impl.faults.cells import with_program
+from impl.faults.declaration import with_program
 from reports.mutation_score import BLANK, MARKDOWN, QUICK, Row, to_markdown, write_score
 
 LOSSES, NORMS = ("loss", "critic.loss"), ("grad_norm", "critic.grad_norm")

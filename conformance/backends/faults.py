@@ -64,15 +64,6 @@ class Fault:
     wrap: Callable[[Function], Function]
 
 
-def not_called(function: Function) -> Function:
-    """Replaces a function without a result by one that does nothing."""
-
-    def faulty(*args: Any, **kwargs: Any) -> None:
-        return None
-
-    return faulty
-
-
 ENTRY_POINT_GROUP = "parity.faults"
 
 

@@ -1,22 +1,18 @@
-"""Lists every planted fault by group, describes the seams, and implements the faults of any training step."""
+"""Lists every planted fault by group, and describes the seams that faults replace."""
 
-import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import chain
-from typing import Any
 
-import torch
-
-from conformance.backends.faults import Fault, Function
-from impl.faults.cells import ROUNDING, sft
+from conformance.backends.faults import Fault
 from impl.faults.experts import EXPERT_FAULTS
 from impl.faults.loss_normalization import MEANS_FAULTS
-from impl.faults.models import ADAPTER_FAULTS, ARCHITECTURE_FAULTS, MERGE_FAULTS, MODELS_FAULTS, read_as_zeros
+from impl.faults.models import ADAPTER_FAULTS, ARCHITECTURE_FAULTS, MERGE_FAULTS, MODELS_FAULTS
 from impl.faults.optimizer import ENGINE_FAULTS, OPTIMIZER_FAULTS, OVERFLOW_FAULTS
 from impl.faults.parallelism import MODEL_PARALLEL_FAULTS, RING_FAULTS
 from impl.faults.policy import POLICY_FAULTS
 from impl.faults.resume import RESUME_FAULTS
 from impl.faults.rollout import ROLLOUT_FAULTS
+from impl.faults.training_step import STEP_FAULTS
 
 SEAMS: Mapping[str, str] = {
     # Models and what is loaded into them
@@ -106,206 +102,9 @@ SEAMS: Mapping[str, str] = {
     "write_model": "(folder, *, source, weights, ...): writes a Hugging Face folder from weights by name",
 }
 
-
-def _rotary_in_bf16(load_model: Function) -> Function:
-    def in_bf16(value: Any) -> Any:
-        return value.bfloat16().to(value.dtype) if isinstance(value, torch.Tensor) else value
-
-    def of_rounded_positions(forward: Function) -> Function:
-        def faulty(*values: Any, **named: Any) -> Any:
-            positions = {name: in_bf16(value) for name, value in named.items() if name == "position_ids"}
-            return forward(*map(in_bf16, values), **named | positions)
-
-        return faulty
-
-    def faulty(trainable: Any, path: Any) -> Any:
-        model = load_model(trainable, path)
-        for module in model.modules():
-            frequencies = [name for name in dir(module) if name.endswith("inv_freq")]
-            for name in frequencies:
-                setattr(module, name, in_bf16(getattr(module, name)))
-            if frequencies:
-                module.forward = of_rounded_positions(module.forward)
-        return model
-
-    return faulty
-
-
-def _leaking_documents(collate: Function) -> Function:
-    def faulty(rows: Any, **options: Any) -> Any:
-        inputs = collate(rows, **options)
-        count, length = inputs.positions.shape
-        return dataclasses.replace(inputs, positions=torch.arange(length).expand(count, length))
-
-    return faulty
-
-
-def _local_token_mean(step_totals: Function) -> Function:
-    def faulty(context: Any, functions: Any, micro_batches: Any) -> dict[str, torch.Tensor]:
-        # The mean over the rank's own tokens, which the data-parallel reduction averages over ranks.
-        own = functions.totals([row for rows in micro_batches for row in rows])
-        every = step_totals(context, functions, micro_batches)
-        return {key: torch.full_like(every[key], max(1, value) * context.data_size) for key, value in own.items()}
-
-    return faulty
-
-
-def _cleared_gradients(start_micro_batch: Function) -> Function:
-    def faulty(trainable: Any, index: int, count: int) -> None:
-        trainable.optimizer.zero_grad()
-        start_micro_batch(trainable, index, count)
-
-    return faulty
-
-
-def _replicas_counted(axes: Function) -> Function:
-    def faulty(gradient: Any) -> tuple[int, ...]:
-        return tuple(range(gradient.device_mesh.ndim))
-
-    return faulty
-
-
-def _inverted_clip(clip_coefficient: Function) -> Function:
-    def faulty(norm: float, max_norm: float) -> float:
-        return max(1.0, max_norm / (norm + 1e-6))
-
-    return faulty
-
-
-def _clip_always(clip_coefficient: Function) -> Function:
-    def faulty(norm: float, max_norm: float) -> float:
-        return max_norm / (norm + 1e-6)
-
-    return faulty
-
-
-def _clip_on_one_replica(clip_coefficient: Function) -> Function:
-    def faulty(norm: float, max_norm: float) -> float:
-        return float(clip_coefficient(norm, max_norm)) if torch.distributed.get_rank() == 0 else 1.0
-
-    return faulty
-
-
-def _schedule_per_micro_batch(advance_schedule: Function) -> Function:
-    def faulty(trainable: Any) -> None:
-        for _ in range(trainable.context.config.accumulation):
-            advance_schedule(trainable)
-
-    return faulty
-
-
-_FAULTS = (
-    Fault(
-        name="dropped-o-bias",
-        summary="the bias of o_proj is not loaded",
-        source="converters without attention biases: verl sets add_bias_linear=False, Megatron-Bridge maps none",
-        seam="read_slice",
-        stage="weights",
-        cells=sft("sft-padded", "pangu", fsdp2="dp2", deepspeed="dp2.zero1", megatron="dp2"),
-        needs="a model with a bias on o_proj",
-        wrap=read_as_zeros("o_proj.bias"),
-    ),
-    Fault(
-        name="rotary-in-bf16",
-        summary="positions and frequencies are rounded to bf16 before rotary angles are computed",
-        source="https://github.com/huggingface/transformers/pull/29285",
-        seam="load_model",
-        stage="log-probs",
-        cells=sft("sft-long", "pangu", fsdp2="dp2", deepspeed="dp2.zero2", megatron="dp2", only=ROUNDING),
-        needs="positions above 256, which bf16 cannot distinguish from their neighbors",
-        wrap=_rotary_in_bf16,
-    ),
-    Fault(
-        name="leaking-documents",
-        summary="packed documents attend to each other",
-        source="https://github.com/axolotl-ai-cloud/axolotl/issues/3608",
-        seam="collate",
-        stage="log-probs",
-        cells=sft("sft-packed", "llama", fsdp2="dp2", deepspeed="dp2.zero2", megatron="tp2"),
-        needs="packed rows",
-        wrap=_leaking_documents,
-    ),
-    Fault(
-        name="local-token-mean",
-        summary="each rank divides by its own token count before gradients are averaged",
-        source="https://github.com/pytorch/torchtitan/pull/2206",
-        seam="step_totals",
-        stage="loss",
-        cells=sft("sft-padded", "pangu", fsdp2="dp2", deepspeed="dp2.zero3", megatron="dp2.zero1"),
-        needs="dp of 2 or more and ranks with different token counts",
-        wrap=_local_token_mean,
-    ),
-    Fault(
-        name="cleared-gradients",
-        summary="gradients are cleared before every micro-batch, so only the last one trains",
-        source="https://github.com/pytorch/torchtitan/pull/3575",
-        seam="start_micro_batch",
-        stage="gradients",
-        cells=sft("sft-packed", "llama", fsdp2="dp2"),
-        blind=("loss",),
-        needs="accumulation of 2 or more",
-        wrap=_cleared_gradients,
-    ),
-    Fault(
-        name="replicas-counted",
-        summary="the gradient norm counts replicated parameters once per rank",
-        source="https://github.com/ROCm/TransformerEngine/pull/715",
-        seam="norm_axes",
-        stage="gradient norm",
-        cells=sft("sft-sgd", "llama", fsdp2="tp2.seqpar"),
-        blind=("loss",),
-        needs="a parameter that is replicated over an axis of its mesh, such as a norm with seqpar",
-        wrap=_replicas_counted,
-    ),
-    Fault(
-        name="inverted-clip",
-        summary="the clip coefficient is bounded below instead of above: large gradients are never clipped",
-        source="https://github.com/deepspeedai/DeepSpeed/pull/5150",
-        seam="clip_coefficient",
-        stage="clipped update",
-        cells=sft("sft-sgd", "llama", fsdp2="dp2"),
-        blind=("loss",),
-        needs="max_grad_norm other than the norm itself",
-        wrap=_inverted_clip,
-    ),
-    Fault(
-        name="clip-always",
-        summary="gradients below max_grad_norm are scaled up to it",
-        source="the other half of https://github.com/deepspeedai/DeepSpeed/pull/5150",
-        seam="clip_coefficient",
-        stage="weights after N steps",
-        cells=sft("sft-packed", "llama", fsdp2="dp2"),
-        blind=("loss",),
-        needs="a step whose gradient norm is below max_grad_norm",
-        wrap=_clip_always,
-    ),
-    Fault(
-        name="clip-on-one-replica",
-        summary="only the first rank clips, so replicas drift apart",
-        source="https://github.com/deepspeedai/DeepSpeed/issues/1801",
-        seam="clip_coefficient",
-        stage="weight replicas",
-        cells=sft("sft-sgd", "llama", fsdp2="dp2.rep2"),
-        blind=("loss",),
-        needs="replicas (rep of 2 or more) and active clipping",
-        wrap=_clip_on_one_replica,
-    ),
-    Fault(
-        name="schedule-per-micro-batch",
-        summary="the learning-rate schedule advances with every micro-batch",
-        source="https://github.com/huggingface/accelerate/issues/963",
-        seam="advance_schedule",
-        stage="clipped update",
-        cells=sft("sft-sgd", "llama", fsdp2="dp2", megatron="dp2"),
-        blind=("loss",),
-        needs="accumulation of 2 or more and a schedule that is not constant",
-        wrap=_schedule_per_micro_batch,
-    ),
-)
-
 RL_FAULTS = (*ROLLOUT_FAULTS, *MEANS_FAULTS, *POLICY_FAULTS, *MODELS_FAULTS)
-GROUPS: Mapping[str, tuple[Fault, ...]] = {
-    "Any training step": _FAULTS,
+GROUPS: Mapping[str, Sequence[Fault]] = {
+    "Any training step": STEP_FAULTS,
     "Engines that accumulate, reduce and clip by themselves": ENGINE_FAULTS,
     "Optimizer and accumulation precision": OPTIMIZER_FAULTS,
     "Overflow in fp16": OVERFLOW_FAULTS,

@@ -7,21 +7,28 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from conformance.backends.faults import Fault, Function
+from conformance.backends.faults import Function
 from conformance.spec.observables import OLD_ROUTING, ROUTING
-from impl.faults.cells import OWN_CHOICES, REPLAY, rl, sft
-from impl.faults.models import read_as_zeros
+from impl.faults.declaration import OWN_CHOICES, REPLAY, Faults, rl, sft
+from impl.faults.models import zeros_for
+
+EXPERT_FAULTS = Faults()
 
 
-def _gradient_of_first_rank(routers_of: Function) -> Function:
-    def faulty(model: Any, *more: Any) -> Any:
-        found = routers_of(model, *more)
-        for gate in (module for module in model.modules() if type(module).__name__.endswith("TopKRouter")):
-            if dist.get_rank():
-                _without_gradient(gate)
-        return found
-
-    return faulty
+@EXPERT_FAULTS.add(
+    summary="the gradient of a router's weight comes from the tokens of the first rank only",
+    source="https://github.com/pytorch/torchtitan/issues/2387",
+    stage="gradients",
+    cells=sft("sft-packed", "qwen3-moe", fsdp2="dp2", deepspeed="dp2.zero2", megatron="dp2"),
+    blind=("loss",),
+    needs="dp of 2 or more and a model with routers",
+)
+def router_not_reduced(routers_of: Function, model: Any, *more: Any) -> Any:
+    found = routers_of(model, *more)
+    for gate in (module for module in model.modules() if type(module).__name__.endswith("TopKRouter")):
+        if dist.get_rank():
+            _without_gradient(gate)
+    return found
 
 
 def _without_gradient(module: Any) -> None:
@@ -37,268 +44,182 @@ def _without_gradient(module: Any) -> None:
     module.register_forward_pre_hook(attach)
 
 
-def _normalisation_inverted(routers_of: Function) -> Function:
-    def faulty(model: Any, *more: Any) -> Any:
-        for module in model.modules():
-            if hasattr(module, "norm_topk_prob"):
-                module.norm_topk_prob = not module.norm_topk_prob
-            elif hasattr(module, "router_replay"):  # Megatron configures whether the softmax comes first
-                module.config = copy(module.config)
-                module.config.moe_router_pre_softmax = not module.config.moe_router_pre_softmax
-        return routers_of(model, *more)
-
-    return faulty
-
-
-def _shared_twice(routers_of: Function) -> Function:
-    def faulty(model: Any, *more: Any) -> Any:
-        for name, module in model.named_modules():
-            if name.endswith(("shared_expert", "shared_experts")):  # the names of Hugging Face and Megatron
-                module.register_forward_hook(lambda module, inputs, output: 2 * output)
-        return routers_of(model, *more)
-
-    return faulty
-
-
-def _router_loss_dropped(router_loss: Function) -> Function:
-    def faulty(factor: float, *arguments: Any) -> Tensor:
-        dropped: Tensor = router_loss(0.0, *arguments)
-        return dropped
-
-    return faulty
-
-
-def _router_loss_of_micro_batch(router_loss: Function) -> Function:
-    def faulty(factor: float, balance: Any, weights: Tensor, probabilities: Tensor) -> Tensor:
-        counts = (weights > 0).sum(dim=0).to(probabilities.dtype)
-        own = counts.shape[0] * (counts @ probabilities.sum(dim=0)) / len(weights) ** 2
-        share: Tensor = (
-            factor * own * len(weights) / balance.choosers
-        )  # the mean over micro-batches, weighted by tokens
-        return share
-
-    return faulty
-
-
-def _z_loss_of_micro_batch(z_loss: Function) -> Function:
-    def faulty(factor: float, tokens: float, squares: Tensor) -> Tensor:
-        own: Tensor = z_loss(factor, float(len(squares)), squares)
-        return own
-
-    return faulty
-
-
-def _replay_of_another_pass(choices_for: Function) -> Function:
-    def faulty(inputs: Any, key: str) -> Any:
-        return choices_for(inputs, OLD_ROUTING if key == ROUTING else key)
-
-    return faulty
-
-
-def _tokens_off_by_one(sorted_by_expert: Function) -> Function:
-    def faulty(chosen: Tensor) -> tuple[Tensor, Tensor]:
-        order, token = sorted_by_expert(chosen)
-        return order, token.roll(1)
-
-    return faulty
-
-
-def _not_divided(expert_divisor: Function) -> Function:
-    def faulty(group: Any) -> float:
-        assert expert_divisor(group) > 1
-        return 1.0
-
-    return faulty
-
-
-def _permutation_off_by_one(permute_tokens: Function) -> Function:
-    def faulty(*arguments: Any, **options: Any) -> Any:
-        permuted, *others = permute_tokens(*arguments, **options)
-        return permuted.roll(1, dims=0), *others
-
-    return faulty
-
-
-def _groups_not_limited(routers_of: Function) -> Function:
-    def faulty(model: Any, *more: Any) -> Any:
-        found = routers_of(model, *more)
-        for module in model.modules():
-            if hasattr(module, "topk_group"):
-                module.topk_group = module.num_group
-            elif getattr(module, "groups", None):  # Megatron
-                module.groups = module.groups._replace(chosen=module.groups.many)
-        return found
-
-    return faulty
-
-
-def _correction_bias_moved(pipeline_config: Function) -> Function:
-    def faulty(*arguments: Any) -> Any:
-        config = pipeline_config(*arguments)
-        config.moe_router_bias_update_rate = 1e-3  # the library's default
-        return config
-
-    return faulty
-
-
-def _averaged_over_their_ranks(reduce_gradients: Function) -> Function:
-    def faulty(trainable: Any) -> None:
-        reduce_gradients(trainable)
-        for chunk in trainable.chunks:
-            for group in chunk.expert_parallel_bucket_groups:
-                for bucket in group.buckets:
-                    bucket.gradient_scaling_factor *= trainable.context.config.layout.ep
-
-    return faulty
-
-
-EXPERT_FAULTS = (
-    Fault(
-        name="router-not-reduced",
-        summary="the gradient of a router's weight comes from the tokens of the first rank only",
-        source="https://github.com/pytorch/torchtitan/issues/2387",
-        seam="routers_of",
-        stage="gradients",
-        cells=sft("sft-packed", "qwen3-moe", fsdp2="dp2", deepspeed="dp2.zero2", megatron="dp2"),
-        blind=("loss",),
-        needs="dp of 2 or more and a model with routers",
-        wrap=_gradient_of_first_rank,
-    ),
-    Fault(
-        name="experts-normalised-otherwise",
-        summary="weights of the chosen experts are divided by their sum where the model does not, or the reverse",
-        source="https://github.com/databricks/megablocks/pull/87",
-        seam="routers_of",
-        stage="routing",
-        cells=sft("sft-packed", "qwen3-moe", fsdp2="dp2", deepspeed="dp2.zero1", megatron="ep2"),
-        needs="a model whose configuration has norm_topk_prob",
-        wrap=_normalisation_inverted,
-    ),
-    Fault(
-        name="shared-expert-twice",
-        summary="the output of the shared expert is added twice, because it is summed over ranks that all hold it",
-        source="https://github.com/sgl-project/sglang/pull/26845",
-        seam="routers_of",
-        stage="log-probs",
-        cells=sft("sft-packed", "qwen2-moe", fsdp2="tp2", deepspeed="dp2.zero2", megatron="ep2"),
-        needs="a model with a shared expert",
-        wrap=_shared_twice,
-    ),
-    Fault(
-        name="router-loss-dropped",
-        summary="the load-balancing loss is computed and reported, but not added to the loss that is minimized",
-        source="https://github.com/jingyaogong/minimind/issues/140",
-        seam="router_loss",
-        stage="gradients",
-        cells=sft("sft-packed", "mixtral", fsdp2="dp2", deepspeed="dp2.zero2", megatron="pp2"),
-        blind=("loss",),
-        needs="a model whose configuration adds its routers' loss",
-        wrap=_router_loss_dropped,
-    ),
-    Fault(
-        name="router-loss-of-micro-batch",
-        summary="the load-balancing loss is a mean over micro-batches, each with its own counts of experts",
-        source="https://github.com/IBM/ModuleFormer/issues/5",
-        seam="router_loss",
-        stage="gradients",
-        cells=sft("sft-packed", "qwen3-moe", fsdp2="dp2", deepspeed="dp2.zero3", megatron="pp2"),
-        blind=("loss",),
-        needs="a model whose configuration adds its routers' loss, and several micro-batches",
-        wrap=_router_loss_of_micro_batch,
-    ),
-    Fault(
-        name="z-loss-of-micro-batch",
-        summary="the z-loss of routers is a mean over a micro-batch instead of the step, so it is added several times",
-        source="https://github.com/NVIDIA-NeMo/Automodel/pull/3359",
-        seam="z_loss",
-        stage="gradients",
-        cells=sft("sft-z-loss", "qwen2-moe", fsdp2="dp2", deepspeed="dp2.zero2", megatron="pp2"),
-        blind=("loss",),
-        needs="a scenario with router_z_loss, and several micro-batches",
-        wrap=_z_loss_of_micro_batch,
-    ),
-    Fault(
-        name="replay-of-another-pass",
-        summary="an update replays the experts that were recorded for the old log-probs, with other weights",
-        source="https://github.com/areal-project/AReaL/pull/1166, whose queue may return the choices of another pass",
-        seam="choices_for",
-        stage="routing",
-        cells=rl("grpo", model="qwen3-moe", fsdp2="dp2", deepspeed="dp2.zero2", megatron="ep2", only=REPLAY),
-        blind=("loss",),
-        needs="rollouts of a model with routers, below the exact tier, and a second update",
-        wrap=_replay_of_another_pass,
-    ),
-    Fault(
-        name="tokens-off-by-one",
-        summary="tokens are sent to the experts of their neighbors, because they are sorted in another order",
-        source="https://github.com/pytorch/torchtitan/pull/2842, where a rank of the wrong group cut the tokens",
-        seam="sorted_by_expert",
-        stage="routing",
-        cells=sft("sft-packed", "qwen3-moe", fsdp2="ep2"),
-        needs="ep of 2 or more",
-        wrap=_tokens_off_by_one,
-    ),
-    Fault(
-        name="experts-not-divided",
-        summary="gradients of experts are averaged over the ranks that hold them instead of over all that sent tokens",
-        source="https://github.com/NVIDIA/Megatron-LM/pull/5956",
-        seam="expert_divisor",
-        stage="gradients",
-        cells=sft("sft-packed", "qwen2-moe", fsdp2="ep2"),
-        blind=("loss",),
-        needs="ep of 2 or more",
-        wrap=_not_divided,
-    ),
-    Fault(
-        name="permutation-off-by-one",
-        summary="tokens reach the experts shifted by one against the order in which outputs are put back",
-        source="https://github.com/pytorch/torchtitan/pull/1340",
-        seam="permute_tokens",
-        stage="routing",
-        cells=sft("sft-packed", "qwen3-moe", megatron="ep2"),
-        needs="a model with routers in several layers",
-        wrap=_permutation_off_by_one,
-    ),
-    Fault(
-        name="experts-averaged-over-their-ranks",
-        summary="gradients of experts are divided by the number of ranks that hold them instead of all data ranks",
-        source="https://github.com/databricks/megablocks/pull/20",
-        seam="reduce_gradients",
-        stage="gradients",
-        cells=sft("sft-packed", "qwen2-moe", megatron="ep2"),
-        blind=("loss",),
-        needs="ep of 2 or more",
-        wrap=_averaged_over_their_ranks,
-    ),
-    Fault(
-        name="groups-not-limited",
-        summary="experts are chosen from all groups instead of from the best groups for the token",
-        source="https://github.com/vllm-project/vllm/pull/13474",
-        seam="routers_of",
-        stage="routing",
-        cells=sft("sft-packed", "deepseek-v3", fsdp2="dp2", deepspeed="dp2.zero2", megatron="ep2", only=OWN_CHOICES),
-        needs="a model that chooses groups of experts, in the exact tier",
-        wrap=_groups_not_limited,
-    ),
-    Fault(
-        name="correction-bias-not-loaded",
-        summary="the bias for the choice of experts, a buffer, is not loaded, so it is zero",
-        source="https://github.com/alibaba/Pai-Megatron-Patch/pull/497, before which it was not converted",
-        seam="read_slice",
-        stage="weights",
-        cells=sft("sft-packed", "deepseek-v3", fsdp2="dp2", deepspeed="dp2.zero1", megatron="dp2"),
-        needs="a model whose experts are chosen by scores with a bias",
-        wrap=read_as_zeros("e_score_correction_bias"),
-    ),
-    Fault(
-        name="correction-bias-moved",
-        summary="the bias for the choice of experts moves by the default rate of the library at each step",
-        source="https://github.com/alibaba/Pai-Megatron-Patch/issues/467, which asks for a fixed one",
-        seam="pipeline_config",
-        stage="clipped update",
-        cells=sft("sft-packed", "deepseek-v3", megatron="dp2"),
-        blind=("loss",),
-        needs="a model whose experts are chosen by scores with a bias",
-        wrap=_correction_bias_moved,
-    ),
+@EXPERT_FAULTS.add(
+    summary="weights of the chosen experts are divided by their sum where the model does not, or the reverse",
+    source="https://github.com/databricks/megablocks/pull/87",
+    stage="routing",
+    cells=sft("sft-packed", "qwen3-moe", fsdp2="dp2", deepspeed="dp2.zero1", megatron="ep2"),
+    needs="a model whose configuration has norm_topk_prob",
 )
+def experts_normalised_otherwise(routers_of: Function, model: Any, *more: Any) -> Any:
+    for module in model.modules():
+        if hasattr(module, "norm_topk_prob"):
+            module.norm_topk_prob = not module.norm_topk_prob
+        elif hasattr(module, "router_replay"):  # Megatron configures whether the softmax comes first
+            module.config = copy(module.config)
+            module.config.moe_router_pre_softmax = not module.config.moe_router_pre_softmax
+    return routers_of(model, *more)
+
+
+@EXPERT_FAULTS.add(
+    summary="the output of the shared expert is added twice, because it is summed over ranks that all hold it",
+    source="https://github.com/sgl-project/sglang/pull/26845",
+    stage="log-probs",
+    cells=sft("sft-packed", "qwen2-moe", fsdp2="tp2", deepspeed="dp2.zero2", megatron="ep2"),
+    needs="a model with a shared expert",
+)
+def shared_expert_twice(routers_of: Function, model: Any, *more: Any) -> Any:
+    for name, module in model.named_modules():
+        if name.endswith(("shared_expert", "shared_experts")):  # the names of Hugging Face and Megatron
+            module.register_forward_hook(lambda module, inputs, output: 2 * output)
+    return routers_of(model, *more)
+
+
+@EXPERT_FAULTS.add(
+    summary="the load-balancing loss is computed and reported, but not added to the loss that is minimized",
+    source="https://github.com/jingyaogong/minimind/issues/140",
+    stage="gradients",
+    cells=sft("sft-packed", "mixtral", fsdp2="dp2", deepspeed="dp2.zero2", megatron="pp2"),
+    blind=("loss",),
+    needs="a model whose configuration adds its routers' loss",
+)
+def router_loss_dropped(router_loss: Function, factor: float, *arguments: Any) -> Tensor:
+    dropped: Tensor = router_loss(0.0, *arguments)
+    return dropped
+
+
+@EXPERT_FAULTS.add(
+    summary="the load-balancing loss is a mean over micro-batches, each with its own counts of experts",
+    source="https://github.com/IBM/ModuleFormer/issues/5",
+    stage="gradients",
+    cells=sft("sft-packed", "qwen3-moe", fsdp2="dp2", deepspeed="dp2.zero3", megatron="pp2"),
+    blind=("loss",),
+    needs="a model whose configuration adds its routers' loss, and several micro-batches",
+)
+def router_loss_of_micro_batch(
+    router_loss: Function, factor: float, balance: Any, weights: Tensor, probabilities: Tensor
+) -> Tensor:
+    counts = (weights > 0).sum(dim=0).to(probabilities.dtype)
+    own = counts.shape[0] * (counts @ probabilities.sum(dim=0)) / len(weights) ** 2
+    share: Tensor = factor * own * len(weights) / balance.choosers  # the mean over micro-batches, weighted by tokens
+    return share
+
+
+@EXPERT_FAULTS.add(
+    summary="the z-loss of routers is a mean over a micro-batch instead of the step, so it is added several times",
+    source="https://github.com/NVIDIA-NeMo/Automodel/pull/3359",
+    stage="gradients",
+    cells=sft("sft-z-loss", "qwen2-moe", fsdp2="dp2", deepspeed="dp2.zero2", megatron="pp2"),
+    blind=("loss",),
+    needs="a scenario with router_z_loss, and several micro-batches",
+)
+def z_loss_of_micro_batch(z_loss: Function, factor: float, tokens: float, squares: Tensor) -> Tensor:
+    own: Tensor = z_loss(factor, float(len(squares)), squares)
+    return own
+
+
+@EXPERT_FAULTS.add(
+    summary="an update replays the experts that were recorded for the old log-probs, with other weights",
+    source="https://github.com/areal-project/AReaL/pull/1166, whose queue may return the choices of another pass",
+    stage="routing",
+    cells=rl("grpo", model="qwen3-moe", fsdp2="dp2", deepspeed="dp2.zero2", megatron="ep2", only=REPLAY),
+    blind=("loss",),
+    needs="rollouts of a model with routers, below the exact tier, and a second update",
+)
+def replay_of_another_pass(choices_for: Function, inputs: Any, key: str) -> Any:
+    return choices_for(inputs, OLD_ROUTING if key == ROUTING else key)
+
+
+@EXPERT_FAULTS.add(
+    summary="tokens are sent to the experts of their neighbors, because they are sorted in another order",
+    source="https://github.com/pytorch/torchtitan/pull/2842, where a rank of the wrong group cut the tokens",
+    stage="routing",
+    cells=sft("sft-packed", "qwen3-moe", fsdp2="ep2"),
+    needs="ep of 2 or more",
+)
+def tokens_off_by_one(sorted_by_expert: Function, chosen: Tensor) -> tuple[Tensor, Tensor]:
+    order, token = sorted_by_expert(chosen)
+    return order, token.roll(1)
+
+
+@EXPERT_FAULTS.add(
+    summary="gradients of experts are averaged over the ranks that hold them instead of over all that sent tokens",
+    source="https://github.com/NVIDIA/Megatron-LM/pull/5956",
+    stage="gradients",
+    cells=sft("sft-packed", "qwen2-moe", fsdp2="ep2"),
+    blind=("loss",),
+    needs="ep of 2 or more",
+)
+def experts_not_divided(expert_divisor: Function, group: Any) -> float:
+    assert expert_divisor(group) > 1
+    return 1.0
+
+
+@EXPERT_FAULTS.add(
+    summary="tokens reach the experts shifted by one against the order in which outputs are put back",
+    source="https://github.com/pytorch/torchtitan/pull/1340",
+    stage="routing",
+    cells=sft("sft-packed", "qwen3-moe", megatron="ep2"),
+    needs="a model with routers in several layers",
+)
+def permutation_off_by_one(permute_tokens: Function, *arguments: Any, **options: Any) -> Any:
+    permuted, *others = permute_tokens(*arguments, **options)
+    return permuted.roll(1, dims=0), *others
+
+
+@EXPERT_FAULTS.add(
+    summary="experts are chosen from all groups instead of from the best groups for the token",
+    source="https://github.com/vllm-project/vllm/pull/13474",
+    stage="routing",
+    cells=sft("sft-packed", "deepseek-v3", fsdp2="dp2", deepspeed="dp2.zero2", megatron="ep2", only=OWN_CHOICES),
+    needs="a model that chooses groups of experts, in the exact tier",
+)
+def groups_not_limited(routers_of: Function, model: Any, *more: Any) -> Any:
+    found = routers_of(model, *more)
+    for module in model.modules():
+        if hasattr(module, "topk_group"):
+            module.topk_group = module.num_group
+        elif getattr(module, "groups", None):  # Megatron
+            module.groups = module.groups._replace(chosen=module.groups.many)
+    return found
+
+
+@EXPERT_FAULTS.add(
+    summary="the bias for the choice of experts moves by the default rate of the library at each step",
+    source="https://github.com/alibaba/Pai-Megatron-Patch/issues/467, which asks for a fixed one",
+    stage="clipped update",
+    cells=sft("sft-packed", "deepseek-v3", megatron="dp2"),
+    blind=("loss",),
+    needs="a model whose experts are chosen by scores with a bias",
+)
+def correction_bias_moved(pipeline_config: Function, *arguments: Any) -> Any:
+    config = pipeline_config(*arguments)
+    config.moe_router_bias_update_rate = 1e-3  # the library's default
+    return config
+
+
+@EXPERT_FAULTS.add(
+    summary="gradients of experts are divided by the number of ranks that hold them instead of all data ranks",
+    source="https://github.com/databricks/megablocks/pull/20",
+    stage="gradients",
+    cells=sft("sft-packed", "qwen2-moe", megatron="ep2"),
+    blind=("loss",),
+    needs="ep of 2 or more",
+)
+def experts_averaged_over_their_ranks(reduce_gradients: Function, trainable: Any) -> None:
+    reduce_gradients(trainable)
+    for chunk in trainable.chunks:
+        for group in chunk.expert_parallel_bucket_groups:
+            for bucket in group.buckets:
+                bucket.gradient_scaling_factor *= trainable.context.config.layout.ep
+
+
+@EXPERT_FAULTS.add(
+    summary="the bias for the choice of experts, a buffer, is not loaded, so it is zero",
+    source="https://github.com/alibaba/Pai-Megatron-Patch/pull/497, before which it was not converted",
+    stage="weights",
+    cells=sft("sft-packed", "deepseek-v3", fsdp2="dp2", deepspeed="dp2.zero1", megatron="dp2"),
+    needs="a model whose experts are chosen by scores with a bias",
+)
+def correction_bias_not_loaded(read_slice: Function, reader: Any, name: str, spans: Any) -> Tensor:
+    return zeros_for("e_score_correction_bias", name, read_slice(reader, name, spans))

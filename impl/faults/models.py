@@ -4,42 +4,23 @@ A fault of an architecture ignores a part of the model's configuration when the 
 """
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from conformance.backends.faults import Fault, Function, not_called
+from conformance.backends.faults import Function
 from conformance.spec.lora import CONFIG_FILE, is_adapter
-from impl.faults.cells import merge, rl, sft
+from impl.faults.declaration import Faults, merge, rl, sft
 from impl.interface.sharded_safetensors import SliceReader
 from impl.models.lazy_weights import Origin
 from impl.models.lora import NAME, is_adapted
 
 BASE = "model.layers.1.mlp.up_proj.weight"  # has no adapter in the scenarios
 FIRST = "model.layers.0."
-
-
-def _of_adapted(change: Callable[[Any], None]) -> Callable[[Function], Function]:
-    """Applies ``change`` to every layer that has an adapter, after the adapter was loaded."""
-
-    def wrap(load_adapter: Function) -> Function:
-        def faulty(model: torch.nn.Module, folder: Path) -> Any:
-            adapted = load_adapter(model, folder)
-            for module in model.modules():
-                if hasattr(module, "base_layer"):
-                    change(module)
-            return adapted
-
-        return faulty
-
-    return wrap
-
-
-def _scaled_twice(layer: Any) -> None:
-    layer.scaling[NAME] *= layer.scaling[NAME]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,169 +33,172 @@ class _Merged:
     rank: int
     scale: float
 
-    def region(self, read: SliceReader, start: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
+    def region(self, read: SliceReader, start: Sequence[int], shape: Sequence[int]) -> Tensor:
         a = self.a.region(read, (0, start[1]), (self.rank, shape[1]))
         b = self.b.region(read, (start[0], 0), (shape[0], self.rank))
         return self.base.region(read, start, shape) + self.scale * (b @ a)
 
 
-def _added_to_base(load_adapter: Function) -> Function:
-    def faulty(model: torch.nn.Module, folder: Path) -> Any:
-        adapted = load_adapter(model, folder)
-        unread: Any = model.unread
-        for name, layer in model.named_modules():
-            if is_adapted(layer):
-                base, a, b = (unread.origins[f"{name}.{part}weight"] for part in ("", "lora_A.", "lora_B."))
-                unread.origins[f"{name}.weight"] = _Merged(
-                    base=base, a=a, b=b, rank=layer.r[NAME], scale=layer.scaling[NAME]
-                )
-        return adapted
-
-    return faulty
+def zeros_for(endings: str | tuple[str, ...], name: str, tensor: Tensor) -> Tensor:
+    """Returns zeros for a tensor whose name has one of these endings, and other tensors as they are."""
+    return torch.zeros_like(tensor) if name.endswith(endings) else tensor
 
 
-def _first_layer_frozen(trained_names: Function) -> Function:
-    def faulty(*arguments: Any) -> frozenset[str]:
-        return frozenset(n for n in trained_names(*arguments) if not (is_adapter(n) and n.startswith(FIRST)))
-
-    return faulty
+ADAPTER_FAULTS = Faults()
 
 
-def _base_trained(trained_names: Function) -> Function:
-    def faulty(model: torch.nn.Module, config: Any) -> frozenset[str]:
-        model.get_parameter(BASE).requires_grad_()  # before a library builds its engine
-        return frozenset({*trained_names(model, config), BASE})
-
-    return faulty
-
-
-def _unscaled(merge_adapter: Function) -> Function:
-    def faulty(model: Any, folder: Path) -> Any:
-        file = folder / CONFIG_FILE
-        config = json.loads(file.read_text(encoding="utf-8"))
-        file.write_text(json.dumps(config | {"lora_alpha": config["r"], "use_rslora": False}), encoding="utf-8")
-        return merge_adapter(model, folder)
-
-    return faulty
-
-
-ADAPTER_FAULTS = (
-    Fault(
-        name="adapter-scaled-twice",
-        summary="the output of an adapter is multiplied by its scale twice",
-        source="https://github.com/Blaizzy/mlx-vlm/issues/841",
-        seam="load_adapter",
-        stage="log-probs",
-        cells=sft("sft-lora", "llama", fsdp2="tp2", deepspeed="dp2.zero2"),
-        needs="adapters (lora) with a scale that is not 1, and B that is not 0",
-        wrap=_of_adapted(_scaled_twice),
-    ),
-    Fault(
-        name="adapter-counted-twice",
-        summary="the adapter is added to the base that it is trained on, so it counts twice",
-        source="https://github.com/radixark/miles/pull/1087",
-        seam="load_adapter",
-        stage="weights",
-        cells=sft("sft-lora", "llama", fsdp2="dp2", deepspeed="dp2.zero1"),
-        needs="adapters (lora), and B that is not 0",
-        wrap=_added_to_base,
-    ),
-    Fault(
-        name="adapters-of-a-layer-frozen",
-        summary="adapters of the first layer are not trained",
-        source="https://github.com/meta-pytorch/torchforge/issues/592",
-        seam="trained_names",
-        stage="gradients",
-        cells=sft("sft-lora", "llama", fsdp2="dp2", deepspeed="dp2.zero3"),
-        blind=("loss",),
-        needs="adapters (lora) in the first layer",
-        wrap=_first_layer_frozen,
-    ),
-    Fault(
-        name="base-trained-too",
-        summary="a matrix of the base is trained beside the adapters",
-        source="https://github.com/NVIDIA-NeMo/Automodel/issues/547",
-        seam="trained_names",
-        stage="gradients",
-        cells=sft("sft-lora", "llama", fsdp2="dp2", deepspeed="dp2.zero2"),
-        blind=("loss",),
-        needs="adapters (lora)",
-        wrap=_base_trained,
-    ),
+@ADAPTER_FAULTS.add(
+    summary="the adapter is added to the base that it is trained on, so it counts twice",
+    source="https://github.com/radixark/miles/pull/1087",
+    stage="weights",
+    cells=sft("sft-lora", "llama", fsdp2="dp2", deepspeed="dp2.zero1"),
+    needs="adapters (lora), and B that is not 0",
 )
-MERGE_FAULTS = (
-    Fault(
-        name="merged-without-scale",
-        summary="the adapter is merged into the base without its scale",
-        source="https://github.com/hao-ai-lab/FastVideo/pull/870",
-        seam="merge_adapter",
-        stage="weights",
-        cells=merge(),
-        needs="a phase that merges adapters (lora) whose scale is not 1",
-        wrap=_unscaled,
-    ),
+def adapter_counted_twice(load_adapter: Function, model: torch.nn.Module, folder: Path) -> Any:
+    adapted = load_adapter(model, folder)
+    unread: Any = model.unread
+    for name, layer in model.named_modules():
+        if is_adapted(layer):
+            base, a, b = (unread.origins[f"{name}.{part}weight"] for part in ("", "lora_A.", "lora_B."))
+            unread.origins[f"{name}.weight"] = _Merged(
+                base=base, a=a, b=b, rank=layer.r[NAME], scale=layer.scaling[NAME]
+            )
+    return adapted
+
+
+@ADAPTER_FAULTS.add(
+    summary="adapters of the first layer are not trained",
+    source="https://github.com/meta-pytorch/torchforge/issues/592",
+    stage="gradients",
+    cells=sft("sft-lora", "llama", fsdp2="dp2", deepspeed="dp2.zero3"),
+    blind=("loss",),
+    needs="adapters (lora) in the first layer",
 )
+def adapters_of_a_layer_frozen(trained_names: Function, *arguments: Any) -> frozenset[str]:
+    return frozenset(n for n in trained_names(*arguments) if not (is_adapter(n) and n.startswith(FIRST)))
 
 
-def _of_loaded(change: Callable[[Any, Path], None]) -> Callable[[Function], Function]:
-    """Applies ``change`` to a model and its folder, after the model was loaded."""
+@ADAPTER_FAULTS.add(
+    summary="a matrix of the base is trained beside the adapters",
+    source="https://github.com/NVIDIA-NeMo/Automodel/issues/547",
+    stage="gradients",
+    cells=sft("sft-lora", "llama", fsdp2="dp2", deepspeed="dp2.zero2"),
+    blind=("loss",),
+    needs="adapters (lora)",
+)
+def base_trained_too(trained_names: Function, model: torch.nn.Module, config: Any) -> frozenset[str]:
+    model.get_parameter(BASE).requires_grad_()  # before a library builds its engine
+    return frozenset({*trained_names(model, config), BASE})
 
-    def wrap(load: Function) -> Function:
-        def faulty(*arguments: Any, **options: Any) -> Any:
-            model = load(*arguments, **options)
-            change(model, next(argument for argument in arguments if isinstance(argument, Path)))
-            return model
 
-        return faulty
+@ADAPTER_FAULTS.add(
+    summary="the output of an adapter is multiplied by its scale twice",
+    source="https://github.com/Blaizzy/mlx-vlm/issues/841",
+    stage="log-probs",
+    cells=sft("sft-lora", "llama", fsdp2="tp2", deepspeed="dp2.zero2"),
+    needs="adapters (lora) with a scale that is not 1, and B that is not 0",
+)
+def adapter_scaled_twice(load_adapter: Function, model: Any, folder: Path) -> Any:
+    adapted = load_adapter(model, folder)
+    for layer in filter(is_adapted, model.modules()):
+        layer.scaling[NAME] *= layer.scaling[NAME]
+    return adapted
 
-    return wrap
+
+MERGE_FAULTS = Faults()
 
 
-def _unscaled_positions(model: Any, path: Path) -> None:
+@MERGE_FAULTS.add(
+    summary="the adapter is merged into the base without its scale",
+    source="https://github.com/hao-ai-lab/FastVideo/pull/870",
+    stage="weights",
+    cells=merge(),
+    needs="a phase that merges adapters (lora) whose scale is not 1",
+)
+def merged_without_scale(merge_adapter: Function, model: Any, folder: Path) -> Any:
+    file = folder / CONFIG_FILE
+    config = json.loads(file.read_text(encoding="utf-8"))
+    file.write_text(json.dumps(config | {"lora_alpha": config["r"], "use_rslora": False}), encoding="utf-8")
+    return merge_adapter(model, folder)
+
+
+ARCHITECTURE_FAULTS = Faults()
+
+
+@ARCHITECTURE_FAULTS.add(
+    summary="rotary positions have the frequencies of the base alone, without the configuration's scaling",
+    source="https://github.com/unslothai/unsloth/pull/6197",
+    stage="log-probs",
+    cells=sft("sft-packed", "llama3", fsdp2="tp2", deepspeed="dp2.zero2", megatron="pp2"),
+    needs="a model with scaled rotary positions",
+)
+def positions_not_scaled(load_model: Function, trainable: Any, path: Path) -> Any:
+    model = load_model(trainable, path)
     theta = json.loads((path / "config.json").read_text(encoding="utf-8"))["rope_parameters"]["rope_theta"]
     for module in model.modules():
-        if isinstance(scaled := getattr(module, "inv_freq", None), torch.Tensor):
+        if isinstance(scaled := getattr(module, "inv_freq", None), Tensor):
             exponents = torch.arange(len(scaled), dtype=torch.float64) / len(scaled)
             module.inv_freq = (1.0 / theta**exponents).to(scaled)
             module.attention_scaling = 1.0
+    return model
 
 
-def _one_key_more(model: Any, path: Path) -> None:
-    if hasattr(model, "config") and getattr(
-        model.config, "sliding_window", None
-    ):  # Hugging Face computes masks from it
-        model.config.sliding_window += 1
+@ARCHITECTURE_FAULTS.add(
+    summary="queries of a layer with a sliding window see one key more, because a kernel does not count their own",
+    source="https://github.com/huggingface/transformers/issues/39408",
+    stage="log-probs",
+    cells=sft("sft-packed", "mistral", fsdp2="sp2", deepspeed="dp2.zero1", megatron="sp2"),
+    needs="a model with a sliding window, and documents that are longer",
+)
+def window_one_longer(load_model: Function, trainable: Any, path: Path) -> Any:
+    model = load_model(trainable, path)
+    if getattr(getattr(model, "config", None), "sliding_window", None):
+        model.config.sliding_window += 1  # Hugging Face computes masks from it
     for module in model.modules():
         if isinstance(window := getattr(module, "sliding_window", None), int):
             module.sliding_window = window + 1
         if isinstance(window := getattr(module, "window", None), tuple) and window[0] >= 0:  # the Megatron backend
             module.window = (window[0] + 1, window[1])
+    return model
 
 
-def read_as_zeros(*endings: str) -> Callable[[Function], Function]:
-    """Reads tensors whose names have one of these endings as zeros."""
-
-    def wrap(read_slice: Function) -> Function:
-        def faulty(reader: Any, name: str, spans: Any) -> torch.Tensor:
-            tensor: torch.Tensor = read_slice(reader, name, spans)
-            return torch.zeros_like(tensor) if name.endswith(endings) else tensor
-
-        return faulty
-
-    return wrap
+@ARCHITECTURE_FAULTS.add(
+    summary="the biases of q, k and v are not loaded, as if the model were a Llama",
+    source="https://github.com/ServiceNow/Fast-LLM/pull/398",
+    stage="weights",
+    cells=sft("sft-packed", "qwen2", fsdp2="dp2", deepspeed="dp2.zero1", megatron="dp2"),
+    needs="a model with biases on q, k and v",
+)
+def lost_qkv_biases(read_slice: Function, reader: Any, name: str, spans: Any) -> Tensor:
+    return zeros_for(("q_proj.bias", "k_proj.bias", "v_proj.bias"), name, read_slice(reader, name, spans))
 
 
-def _uncapped_scores(model: Any, path: Path) -> None:
+@ARCHITECTURE_FAULTS.add(
+    summary="scores of attention are not soft-capped, because the kernel cannot",
+    source="https://github.com/vllm-project/vllm-metal/issues/665",
+    stage="log-probs",
+    cells=sft("sft-packed", "gemma2", fsdp2="dp2", deepspeed="dp2.zero2"),
+    needs="a model that soft-caps scores",
+)
+def scores_not_capped(hugging_face_model: Function, *arguments: Any, **options: Any) -> Any:
+    model = hugging_face_model(*arguments, **options)
     for module in model.modules():
         if hasattr(module, "attn_logit_softcapping"):
             module.attn_logit_softcapping = None
+    return model
 
 
-def _without_sinks(model: Any, path: Path) -> None:
-    """Drops attention sinks: selects a kernel of transformers that ignores them, or patches the Megatron backend.
-
-    The gradients of the sinks are 0. Missing gradients would be found for another reason.
-    """
+@ARCHITECTURE_FAULTS.add(
+    summary="the softmax of attention is without its learned sinks, because the kernel knows none",
+    source="https://github.com/vllm-project/vllm-metal/pull/550",
+    stage="routing",
+    cells=sft("sft-packed", "gpt-oss", fsdp2="sp2", deepspeed="dp2.zero2", megatron="tp2.seqpar"),
+    needs="a model with attention sinks",
+)
+def sinks_dropped(load_model: Function, trainable: Any, path: Path) -> Any:
+    # transformers gets a kernel that ignores sinks, the Megatron backend is patched. The gradients of the sinks are 0;
+    # missing gradients would be found for another reason.
+    model = load_model(trainable, path)
     if hasattr(model, "config"):
         model.config._attn_implementation = "sdpa"
     for module in model.modules():
@@ -222,114 +206,57 @@ def _without_sinks(model: Any, path: Path) -> None:
             module.register_forward_hook(lambda own, _, output: (output[0] + 0 * _local(own.sinks).sum(), *output[1:]))
         if hasattr(module, "softmax_offset"):
             _forget_sinks(module)
+    return model
 
 
-def _local(parameter: Any) -> torch.Tensor:
+def _local(parameter: Any) -> Tensor:
     """Returns the local part of a DTensor, or the parameter itself. The controller does not import torch's DTensor."""
-    part: torch.Tensor = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+    part: Tensor = parameter.to_local() if hasattr(parameter, "to_local") else parameter
     return part
 
 
 def _forget_sinks(attention: Any) -> None:
     forward, sinks = attention.forward, attention.softmax_offset
 
-    def without(*arguments: Any, **options: Any) -> torch.Tensor:
+    def without(*arguments: Any, **options: Any) -> Tensor:
         attention.softmax_offset = None
         output = forward(*arguments, **options)
         attention.softmax_offset = sinks
-        with_gradient: torch.Tensor = output + 0 * sinks.sum()
+        with_gradient: Tensor = output + 0 * sinks.sum()
         return with_gradient
 
     attention.forward = without
 
 
-ARCHITECTURE_FAULTS = (
-    Fault(
-        name="positions-not-scaled",
-        summary="rotary positions have the frequencies of the base alone, without the configuration's scaling",
-        source="https://github.com/unslothai/unsloth/pull/6197",
-        seam="load_model",
-        stage="log-probs",
-        cells=sft("sft-packed", "llama3", fsdp2="tp2", deepspeed="dp2.zero2", megatron="pp2"),
-        needs="a model with scaled rotary positions",
-        wrap=_of_loaded(_unscaled_positions),
-    ),
-    Fault(
-        name="window-one-longer",
-        summary="queries of a layer with a sliding window see one key more, because a kernel does not count their own",
-        source="https://github.com/huggingface/transformers/issues/39408",
-        seam="load_model",
-        stage="log-probs",
-        cells=sft("sft-packed", "mistral", fsdp2="sp2", deepspeed="dp2.zero1", megatron="sp2"),
-        needs="a model with a sliding window, and documents that are longer",
-        wrap=_of_loaded(_one_key_more),
-    ),
-    Fault(
-        name="lost-qkv-biases",
-        summary="the biases of q, k and v are not loaded, as if the model were a Llama",
-        source="https://github.com/ServiceNow/Fast-LLM/pull/398",
-        seam="read_slice",
-        stage="weights",
-        cells=sft("sft-packed", "qwen2", fsdp2="dp2", deepspeed="dp2.zero1", megatron="dp2"),
-        needs="a model with biases on q, k and v",
-        wrap=read_as_zeros("q_proj.bias", "k_proj.bias", "v_proj.bias"),
-    ),
-    Fault(
-        name="scores-not-capped",
-        summary="scores of attention are not soft-capped, because the kernel cannot",
-        source="https://github.com/vllm-project/vllm-metal/issues/665",
-        seam="hugging_face_model",
-        stage="log-probs",
-        cells=sft("sft-packed", "gemma2", fsdp2="dp2", deepspeed="dp2.zero2"),
-        needs="a model that soft-caps scores",
-        wrap=_of_loaded(_uncapped_scores),
-    ),
-    Fault(
-        name="sinks-dropped",
-        summary="the softmax of attention is without its learned sinks, because the kernel knows none",
-        source="https://github.com/vllm-project/vllm-metal/pull/550",
-        seam="load_model",
-        stage="routing",
-        cells=sft("sft-packed", "gpt-oss", fsdp2="sp2", deepspeed="dp2.zero2", megatron="tp2.seqpar"),
-        needs="a model with attention sinks",
-        wrap=_of_loaded(_without_sinks),
-    ),
+MODELS_FAULTS = Faults()
+
+
+@MODELS_FAULTS.add(
+    summary="old log-probs are computed in training mode, with dropout",
+    source="https://github.com/verl-project/verl/pull/4708",
+    stage="old log-probs",
+    cells=rl("grpo", fsdp2="dp2", deepspeed="dp2.zero2", dropout=True),
+    needs="dropout in the model's configuration, and in the attention that a backend uses",
 )
+def logprobs_in_train_mode(switch_off_dropout: Function, model: torch.nn.Module) -> None:
+    train = model.train
+    model.train = lambda mode=True: train()  # type: ignore[method-assign]
 
 
-def _always_training(switch_off_dropout: Function) -> Function:
-    def faulty(model: torch.nn.Module) -> None:
-        train = model.train
-        model.train = lambda mode=True: train()  # type: ignore[method-assign]
-
-    return faulty
-
-
-def _library_default(transformer_config: Function) -> Function:
-    def faulty(*arguments: Any) -> Any:
-        config = transformer_config(*arguments)
-        config.hidden_dropout = type(config).hidden_dropout  # the default of the dataclass
-        return config
-
-    return faulty
+@MODELS_FAULTS.add(
+    summary="updates are made with the dropout that is the library's default, and not the model's",
+    source="https://github.com/Human-Agent-Society/reef/pull/536",
+    stage="log-probs",
+    cells=rl("grpo", megatron="dp2"),
+    needs="megatron-core",
+)
+def dropout_by_default(pipeline_config: Function, *arguments: Any) -> Any:
+    config = pipeline_config(*arguments)
+    config.hidden_dropout = type(config).hidden_dropout  # the default of the dataclass
+    return config
 
 
-def _critic_leaks(finish_gradients: Function) -> Function:
-    of_critic: dict[str, torch.Tensor] = {}
-
-    def faulty(trainable: Any) -> None:
-        finish_gradients(trainable)
-        gradients = dict(_gradients(trainable))
-        if trainable.head == "value":
-            of_critic.update({name: gradient.clone() for name, gradient in gradients.items()})
-            return
-        for name in gradients.keys() & of_critic.keys():
-            gradients[name].add_(of_critic[name])
-
-    return faulty
-
-
-def _gradients(trainable: Any) -> Iterator[tuple[str, torch.Tensor]]:
+def _gradients(trainable: Any) -> Iterator[tuple[str, Tensor]]:
     """Yields the gradients that the update reads, by name. Parameters have none where ZeRO 1 to 3 shard gradients."""
     modules = [chunk.module for chunk in trainable.chunks] if hasattr(trainable, "chunks") else [trainable.model]
     for module in modules:
@@ -337,46 +264,31 @@ def _gradients(trainable: Any) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, parameter.main_grad if hasattr(parameter, "main_grad") else parameter.grad
 
 
-MODELS_FAULTS = (
-    Fault(
-        name="logprobs-in-train-mode",
-        summary="old log-probs are computed in training mode, with dropout",
-        source="https://github.com/verl-project/verl/pull/4708",
-        seam="switch_off_dropout",
-        stage="old log-probs",
-        cells=rl("grpo", fsdp2="dp2", deepspeed="dp2.zero2", dropout=True),
-        needs="dropout in the model's configuration, and in the attention that a backend uses",
-        wrap=_always_training,
-    ),
-    Fault(
-        name="dropout-in-updates",
-        summary="old log-probs are computed in evaluation mode, and updates are made with dropout",
-        source="https://github.com/huggingface/trl/pull/3234",
-        seam="switch_off_dropout",
-        stage="log-probs",
-        cells=rl("grpo", fsdp2="dp2", deepspeed="dp2.zero2", dropout=True),
-        needs="dropout in the model's configuration, and in the attention that a backend uses",
-        wrap=not_called,
-    ),
-    Fault(
-        name="dropout-by-default",
-        summary="updates are made with the dropout that is the library's default, and not the model's",
-        source="https://github.com/Human-Agent-Society/reef/pull/536",
-        seam="pipeline_config",
-        stage="log-probs",
-        cells=rl("grpo", megatron="dp2"),
-        needs="megatron-core",
-        wrap=_library_default,
-    ),
-    Fault(
-        name="critic-leaks-into-policy",
-        summary="the critic's gradients are added to those of the policy's parameters of the same names",
-        source="https://github.com/huggingface/trl/issues/1108",
-        seam="finish_gradients",
-        stage="gradients",
-        cells=rl("ppo", fsdp2="dp2", deepspeed="dp2.zero0", megatron="dp2"),
-        blind=("loss", "loss and norm"),
-        needs="a critic, and a second update: the critic's gradients come after the policy's",
-        wrap=_critic_leaks,
-    ),
+@MODELS_FAULTS.add(
+    summary="old log-probs are computed in evaluation mode, and updates are made with dropout",
+    source="https://github.com/huggingface/trl/pull/3234",
+    stage="log-probs",
+    cells=rl("grpo", fsdp2="dp2", deepspeed="dp2.zero2", dropout=True),
+    needs="dropout in the model's configuration, and in the attention that a backend uses",
 )
+def dropout_in_updates(switch_off_dropout: Function, *arguments: Any) -> None:
+    pass
+
+
+@MODELS_FAULTS.add(
+    summary="the critic's gradients are added to those of the policy's parameters of the same names",
+    source="https://github.com/huggingface/trl/issues/1108",
+    stage="gradients",
+    cells=rl("ppo", fsdp2="dp2", deepspeed="dp2.zero0", megatron="dp2"),
+    blind=("loss", "loss and norm"),
+    needs="a critic, and a second update: the critic's gradients come after the policy's",
+)
+def critic_leaks_into_policy(finish_gradients: Function, trainable: Any) -> None:
+    finish_gradients(trainable)
+    gradients = dict(_gradients(trainable))
+    of_critic = vars(trainable.context).setdefault("gradients_of_critic", {})
+    if trainable.head == "value":
+        of_critic.update({name: gradient.clone() for name, gradient in gradients.items()})
+        return
+    for name in gradients.keys() & of_critic.keys():
+        gradients[name].add_(of_critic[name])

@@ -21,7 +21,7 @@ from conformance.models.families import read_architecture
 from conformance.runner.session import Session
 from conformance.spec.layout import Layout
 from impl.engine.adapter import switch_off_dropout
-from impl.faults.cells import DROPOUT, with_dropout
+from impl.faults.declaration import DROPOUT, with_dropout
 
 EPOCHS_AND_ONE = 5  # steps: all updates of a roll-out, and the first of the next
 FIRST = (0, 4)

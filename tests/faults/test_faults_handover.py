@@ -10,7 +10,7 @@ from conformance.backends.faults import catalogue
 from conformance.matrix.cell import Cell
 from conformance.runner.session import Session
 from conformance.spec.precision import PrecisionName
-from impl.faults.cells import with_resume
+from impl.faults.declaration import with_resume
 from impl.faults.resume import RESUME_FAULTS
 
 pytestmark = pytest.mark.slow

@@ -23,7 +23,7 @@ from conformance.records.step_tensors import read_record
 from conformance.results.run_results import VERDICT, read_entry
 from conformance.runner.session import Session
 from impl.faults.catalogue import RL_FAULTS
-from impl.faults.cells import RL_LAYOUTS, with_program
+from impl.faults.declaration import RL_LAYOUTS, with_program
 
 pytestmark = pytest.mark.slow
 

@@ -10,7 +10,7 @@ from cells import BACKENDS, cell_of, one_of_each_stage
 from conformance.backends.faults import catalogue
 from conformance.matrix.cell import Cell
 from impl.faults.catalogue import RL_FAULTS
-from impl.faults.cells import RL_LAYOUTS
+from impl.faults.declaration import RL_LAYOUTS
 
 SCENARIOS = {fault.name: fault.cells.scenario for fault in RL_FAULTS}
 ROWS = 4

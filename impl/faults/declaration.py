@@ -1,20 +1,64 @@
-"""Builds the ``cells`` of a fault's row: the cheapest cell for each backend in which the fault changes something.
+"""Declares faults by a decorator, and the cheapest cell for each backend in which a fault changes something.
 
-Tests plant a fault there with fewer steps and rows; ``benchmarks/mutation_score.py`` with all of them.
+Tests plant a fault in these cells with fewer steps and rows; ``benchmarks/mutation_score.py`` with all of them.
 """
 
 import contextlib
+import inspect
 import json
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
-from conformance.backends.faults import Fault, FaultCells, Resumes
+from conformance.backends.faults import Fault, FaultCells, Function, Gate, Resumes
 from conformance.core.host import resolve
 from conformance.matrix.cell import Cell
 from conformance.spec.layout import Layout
 from conformance.spec.precision import HALF_PRECISIONS, PRECISIONS, Precision, PrecisionName
+
+
+class Faults(list[Fault]):
+    """Collects the faults of a group. ``blind`` holds for each of them that does not say otherwise."""
+
+    def __init__(self, *, blind: tuple[Gate, ...] = ()) -> None:
+        super().__init__()
+        self._blind = blind
+
+    def add(
+        self,
+        *,
+        summary: str,
+        source: str,
+        stage: str,
+        cells: FaultCells,
+        needs: str,
+        blind: tuple[Gate, ...] | None = None,
+    ) -> Callable[[Function], Function]:
+        """Declares a function as the fault of its name, with dashes.
+
+        The function replaces the seam that its first parameter names, and gets the original function there.
+        """
+
+        def declare(function: Function) -> Function:
+            self.append(
+                Fault(
+                    name=function.__name__.replace("_", "-"),
+                    summary=summary,
+                    source=source,
+                    seam=next(iter(inspect.signature(function).parameters)),
+                    stage=stage,
+                    cells=cells,
+                    blind=self._blind if blind is None else blind,
+                    needs=needs,
+                    wrap=lambda original: partial(function, original),
+                )
+            )
+            return function
+
+        return declare
+
 
 Reasons = Mapping[PrecisionName, str]  # why a fault changes nothing that could be observed, by precision
 

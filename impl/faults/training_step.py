@@ -1,0 +1,153 @@
+"""Plants faults that any training step may have: in loading, packing, accumulation, clipping and schedule."""
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from conformance.backends.faults import Function
+from impl.faults.declaration import ROUNDING, Faults, sft
+from impl.faults.models import zeros_for
+
+STEP_FAULTS = Faults()
+
+
+@STEP_FAULTS.add(
+    summary="packed documents attend to each other",
+    source="https://github.com/axolotl-ai-cloud/axolotl/issues/3608",
+    stage="log-probs",
+    cells=sft("sft-packed", "llama", fsdp2="dp2", deepspeed="dp2.zero2", megatron="tp2"),
+    needs="packed rows",
+)
+def leaking_documents(collate: Function, rows: Any, **options: Any) -> Any:
+    inputs = collate(rows, **options)
+    count, length = inputs.positions.shape
+    return dataclasses.replace(inputs, positions=torch.arange(length).expand(count, length))
+
+
+@STEP_FAULTS.add(
+    summary="each rank divides by its own token count before gradients are averaged",
+    source="https://github.com/pytorch/torchtitan/pull/2206",
+    stage="loss",
+    cells=sft("sft-padded", "pangu", fsdp2="dp2", deepspeed="dp2.zero3", megatron="dp2.zero1"),
+    needs="dp of 2 or more and ranks with different token counts",
+)
+def local_token_mean(step_totals: Function, context: Any, functions: Any, micro_batches: Any) -> dict[str, Tensor]:
+    # The mean over the rank's own tokens, which the data-parallel reduction averages over ranks.
+    own = functions.totals([row for rows in micro_batches for row in rows])
+    every = step_totals(context, functions, micro_batches)
+    return {key: torch.full_like(every[key], max(1, value) * context.data_size) for key, value in own.items()}
+
+
+@STEP_FAULTS.add(
+    summary="gradients are cleared before every micro-batch, so only the last one trains",
+    source="https://github.com/pytorch/torchtitan/pull/3575",
+    stage="gradients",
+    cells=sft("sft-packed", "llama", fsdp2="dp2"),
+    blind=("loss",),
+    needs="accumulation of 2 or more",
+)
+def cleared_gradients(start_micro_batch: Function, trainable: Any, index: int, count: int) -> None:
+    trainable.optimizer.zero_grad()
+    start_micro_batch(trainable, index, count)
+
+
+@STEP_FAULTS.add(
+    summary="the gradient norm counts replicated parameters once per rank",
+    source="https://github.com/ROCm/TransformerEngine/pull/715",
+    stage="gradient norm",
+    cells=sft("sft-sgd", "llama", fsdp2="tp2.seqpar"),
+    blind=("loss",),
+    needs="a parameter that is replicated over an axis of its mesh, such as a norm with seqpar",
+)
+def replicas_counted(norm_axes: Function, gradient: Any) -> tuple[int, ...]:
+    return tuple(range(gradient.device_mesh.ndim))
+
+
+@STEP_FAULTS.add(
+    summary="the clip coefficient is bounded below instead of above: large gradients are never clipped",
+    source="https://github.com/deepspeedai/DeepSpeed/pull/5150",
+    stage="clipped update",
+    cells=sft("sft-sgd", "llama", fsdp2="dp2"),
+    blind=("loss",),
+    needs="max_grad_norm other than the norm itself",
+)
+def inverted_clip(clip_coefficient: Function, norm: float, max_norm: float) -> float:
+    return max(1.0, max_norm / (norm + 1e-6))
+
+
+@STEP_FAULTS.add(
+    summary="gradients below max_grad_norm are scaled up to it",
+    source="the other half of https://github.com/deepspeedai/DeepSpeed/pull/5150",
+    stage="weights after N steps",
+    cells=sft("sft-packed", "llama", fsdp2="dp2"),
+    blind=("loss",),
+    needs="a step whose gradient norm is below max_grad_norm",
+)
+def clip_always(clip_coefficient: Function, norm: float, max_norm: float) -> float:
+    return max_norm / (norm + 1e-6)
+
+
+@STEP_FAULTS.add(
+    summary="only the first rank clips, so replicas drift apart",
+    source="https://github.com/deepspeedai/DeepSpeed/issues/1801",
+    stage="weight replicas",
+    cells=sft("sft-sgd", "llama", fsdp2="dp2.rep2"),
+    blind=("loss",),
+    needs="replicas (rep of 2 or more) and active clipping",
+)
+def clip_on_one_replica(clip_coefficient: Function, norm: float, max_norm: float) -> float:
+    return float(clip_coefficient(norm, max_norm)) if torch.distributed.get_rank() == 0 else 1.0
+
+
+@STEP_FAULTS.add(
+    summary="the learning-rate schedule advances with every micro-batch",
+    source="https://github.com/huggingface/accelerate/issues/963",
+    stage="clipped update",
+    cells=sft("sft-sgd", "llama", fsdp2="dp2", megatron="dp2"),
+    blind=("loss",),
+    needs="accumulation of 2 or more and a schedule that is not constant",
+)
+def schedule_per_micro_batch(advance_schedule: Function, trainable: Any) -> None:
+    for _ in range(trainable.context.config.accumulation):
+        advance_schedule(trainable)
+
+
+@STEP_FAULTS.add(
+    summary="the bias of o_proj is not loaded",
+    source="converters without attention biases: verl sets add_bias_linear=False, Megatron-Bridge maps none",
+    stage="weights",
+    cells=sft("sft-padded", "pangu", fsdp2="dp2", deepspeed="dp2.zero1", megatron="dp2"),
+    needs="a model with a bias on o_proj",
+)
+def dropped_o_bias(read_slice: Function, reader: Any, name: str, spans: Any) -> Tensor:
+    return zeros_for("o_proj.bias", name, read_slice(reader, name, spans))
+
+
+@STEP_FAULTS.add(
+    summary="positions and frequencies are rounded to bf16 before rotary angles are computed",
+    source="https://github.com/huggingface/transformers/pull/29285",
+    stage="log-probs",
+    cells=sft("sft-long", "pangu", fsdp2="dp2", deepspeed="dp2.zero2", megatron="dp2", only=ROUNDING),
+    needs="positions above 256, which bf16 cannot distinguish from their neighbors",
+)
+def rotary_in_bf16(load_model: Function, trainable: Any, path: Any) -> Any:
+    model = load_model(trainable, path)
+    for module in model.modules():
+        frequencies = [name for name in dir(module) if name.endswith("inv_freq")]
+        for name in frequencies:
+            setattr(module, name, _in_bf16(getattr(module, name)))
+        if frequencies:
+            module.forward = partial(_with_rounded_positions, module.forward)
+    return model
+
+
+def _with_rounded_positions(forward: Function, *values: Any, **named: Any) -> Any:
+    positions = {name: _in_bf16(value) for name, value in named.items() if name == "position_ids"}
+    return forward(*map(_in_bf16, values), **named | positions)
+
+
+def _in_bf16(value: Any) -> Any:
+    return value.bfloat16().to(value.dtype) if isinstance(value, Tensor) else value
