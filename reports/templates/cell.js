@@ -91,42 +91,43 @@ function logs(cell) {
   );
 }
 
-// Draws the worst ratio of each stage on a log axis from 1e-4 to 1e4; larger and smaller ratios are at its ends.
+// Draws a square for each stage and step. Read down each column, then to the right: the first red square is the cause.
 function stages(cell) {
-  const exponents = [-4, -2, 0, 2, 4];
-  const ticks = exponents.map((e) => make("i", { style: `left:${(e + 4) * 12.5}%` }, e ? power10(e) : "1"));
-  const heads = [
-    make("th", "stage"),
-    make("th.scale", make("span.ticks", { "aria-hidden": "true" }, ticks)),
-    make("th", "margin"),
-    make("th.wide", "observed"),
-    make("th.wide", "allowed"),
-    make("th.left.wide", "worst at"),
-  ];
-  const worst = new Map();
-  for (const q of [...cell.quantities].sort(byUrgency)) if (!worst.has(q.stage)) worst.set(q.stage, q);
-  const rows = [...new Set([...cell.stages, ...worst.keys()])].map((stage) => {
+  const worst = new Map(); // by stage, and by stage and step
+  for (const q of [...cell.quantities].sort(byUrgency)) {
+    for (const at of [q.stage, `${q.stage} ${q.step}`]) if (!worst.has(at)) worst.set(at, q);
+  }
+  const steps = [...new Set(cell.quantities.map((q) => q.step))].sort((a, b) => a - b);
+  const wide = steps.length <= 2 * WIDE;
+  const square = (stage, step) => {
+    const q = worst.get(`${stage} ${step}`);
+    if (!q) return make("td.square");
+    const isFirst = stage === cell.first?.stage && step === cell.first.step;
+    const classes = `${shade(q.ratio, cell.legend.shades)}${isFirst ? ".begins" : ""}`;
+    return make(`td.square.${classes}`, { "data-tip": `${tensorAtStep(q)}\n${off(q)}` }, wide ? margin(q.ratio) : q.ratio > 1 ? "×" : "");
+  };
+  const names = [...new Set([...cell.stages, ...cell.quantities.map((q) => q.stage)])];
+  const rows = names.map((stage) => {
     const q = worst.get(stage);
     const name = make("th", { scope: "row" }, stage, stage === cell.first?.stage && [" ", make("em", "first")]);
-    if (!q) return make("tr.absent", name, make("td.scale", { colspan: 5 }, "not compared"));
-    const width = 100 * Math.min(Math.max((Math.log10(q.ratio) + 4) / 8, 0), 1);
-    const fill = q.ratio > 0 && make("span.fill", { style: `width:${width.toFixed(1)}%` });
+    if (!q) return make("tr.absent", name, make("td.left", { colspan: steps.length + 4 }, "not compared"));
     return make(
       "tr",
       { class: [q.ratio > 1 && "over", stage === cell.first?.stage && "origin"].filter(Boolean).join(" ") },
-      [name, make("td.scale", make("span.track", fill)), make("td", judgedMargin(q))],
+      [name, steps.map((step) => square(stage, step)), make("td.least", judgedMargin(q))],
       [make("td.wide", number(q.observed)), make("td.wide", number(q.allowed)), make("td.name.left.wide", tensorAtStep(q))],
     );
   });
-  const title = ["Stages, in causal order ", make("small", "smallest margin of each; bars: observed / allowed, log scale")];
+  const heads = [make("th", "stage"), ...steps.map((step) => make("th.square", step < 0 ? "loaded" : wide ? `step ${step}` : step % 4 ? "" : step))];
+  heads.push(make("th", "margin"), make("th.wide", "observed"), make("th.wide", "allowed"), make("th.left.wide", "closest at"));
+  const drawn = make("table.stages", make("thead", make("tr", heads)), make("tbody", rows));
   return make(
     "section",
-    make("h3", title),
-    make("table.stages", make("thead", make("tr", heads)), make("tbody", rows)),
+    make("h3", "Stages, in causal order ", make("small", "smallest margin of each step, in digits "), shadeLegend(cell.legend.shades, "tolerance")),
+    make("div.scroll", { tabindex: 0, role: "region", "aria-label": "Stages" }, drawn),
     make("p.note", provenance(cell)),
   );
 }
-const power10 = (exponent) => ["10", make("sup", String(exponent).replace("-", "\u2212"))];
 
 // Draws the curves of one panel; panels that only some objectives have are folded.
 function curves(cell, panel) {

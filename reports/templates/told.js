@@ -63,7 +63,7 @@ function costs(cell) {
 // Returns the rule for the bounds of a cell; docs/explanations/tolerances.md has the reasons.
 function provenance(cell) {
   const { exact, factor } = cell.legend.rule;
-  if (cell.precision === "exact") return `Tolerance in the exact tier: ${number(exact)}, or this error after the optimizer; less for values that are not computed.`;
+  if (cell.precision === "exact") return `Tolerance in the exact tier: ${number(exact)}, more where the optimizer amplifies the rounding of gradients, less for values that are not computed.`;
   return `Tolerance: ${factor} times the error of a single process in ${cell.precision}, measured in this run on the same data; fixed for values that are not computed, and for comparisons of ranks or of the cell's own numbers.`;
 }
 

@@ -31,8 +31,8 @@ from report_sample import (
 
 from conformance.results.verdict import margin
 from conformance.spec.objectives import Ppo, all_observables
-from reports import wording
 from reports.html import write_html
+from reports.wording import number, tensor_at_step
 
 pytestmark = pytest.mark.slow
 
@@ -159,8 +159,14 @@ def test_stages_are_in_causal_order_and_the_first_that_differs_is_marked(
     names = [name.removesuffix(" first") for name in browser.run(f"{rows}.map((row) => row.cells[0].innerText)")]
     assert names == list(entry_of(sample, DIFFERS).stages)
     assert text(browser, ".stages .origin th") == "gradients first"
-    worst = entry_of(sample, DIFFERS).verdict.worst
-    assert browser.run(f"{rows}.map((row) => row.cells[2].innerText)") == [margin(worst[n].ratio) for n in names]
+    verdict = entry_of(sample, DIFFERS).verdict
+    margins = browser.run(f"{rows}.map((row) => row.querySelector('.least').innerText)")
+    assert margins == [margin(verdict.worst[name].ratio) for name in names]
+    colours = browser.run(f"{rows}.map((row) => [...row.querySelectorAll('.square')].map((one) => one.className))")
+    red = {(name, at - 1) for name, row in zip(names, colours, strict=True) for at, c in enumerate(row) if "h6" in c}
+    first, *_ = findings = verdict.findings
+    assert red == {(found.stage, found.step) for found in findings}
+    assert browser.run("document.querySelector('.stages .begins').dataset.tip").startswith(f"{tensor_at_step(first)}\n")
 
 
 def test_every_observable_that_asks_for_it_has_a_curve_and_an_error(browser: Browser, address: str) -> None:
@@ -329,9 +335,9 @@ def test_the_script_writes_numbers_as_the_other_reports_do(browser: Browser, add
     values = [10 ** rng.uniform(-16, 9) for _ in range(300)]
     values += [0.0, 1.0, 0.9999, 1.0001, 0.0049, 0.995, 9.96, 999.96, 9999.4, 9999.6, 99999.7, 1e-3, 2e5]
     script = f"{json.dumps(values)}.map((value) => [number(value), margin(value)])"
-    assert browser.run(script) == [[wording.number(value), margin(value)] for value in values]
+    assert browser.run(script) == [[number(value), margin(value)] for value in values]
     special = "[NaN, Infinity].map((value) => [number(value), margin(value)])"
-    assert browser.run(special) == [[wording.number(v), margin(v)] for v in (math.nan, math.inf)]
+    assert browser.run(special) == [[number(v), margin(v)] for v in (math.nan, math.inf)]
 
 
 # How it looks

@@ -59,7 +59,7 @@ BESIDE: dict[str, tuple[tuple[str, str], ...]] = {
     "R8": (("table.stages", "clipped update"), ("table.stages", "weights after N steps")),
     "R13": (("footer dl", "torch"),),
     "R14": ((".command code", "parity run"), (".command button", "Copy")),
-    "R15": (("table.stages + .note", "Tolerance"),),
+    "R15": ((".scroll:has(table.stages) + .note", "Tolerance"),),
     "R16": ((".earlier", "newly differing"),),
     "R17": ((".trend", "conform"),),
     "R18": ((".cell .reason", "rank 1 of 2 raised RuntimeError in setup"), (".logs pre", "")),
