@@ -28,6 +28,7 @@ from reports.page_data import SHADES, Shared, cell_data, pack
 from reports.summary import causes, headline
 
 TEMPLATES = Path(__file__).with_name("templates")
+FIRST = 5  # causes that are shown above the matrix; a reader unfolds more
 STYLES = ("style", "earlier")
 SCRIPTS = (  # in the order in which they run
     *("make", "words", "data", "charts", "curves", "zoom", "heatmap", "strips", "told", "bisect", "cell", "sides"),
@@ -75,7 +76,7 @@ def write_html(out: Path) -> Path:
 def _template() -> jinja2.Template:
     own = environment()
     own.filters.update(number=wording.number, margin=margin, plural=wording.plural, linked=linked)
-    own.globals.update(STATES=STATES, KINDS=KINDS, SHADES=SHADES, anchor=anchor, explain=wording.explain)
+    own.globals.update(FIRST=FIRST, STATES=STATES, KINDS=KINDS, SHADES=SHADES, anchor=anchor, explain=wording.explain)
     return own.get_template("page.html")
 
 

@@ -76,8 +76,8 @@ class Cell(CheckedCell):
 
     @cached_property
     def closest(self) -> Quantity | None:
-        """Returns the quantity that is closest to its tolerance, or furthest outside; None without quantities."""
-        return self.entry.verdict.closest
+        """Returns the quantity that is closest to its tolerance, or furthest outside; None if nothing was judged."""
+        return self.entry.verdict.closest if STATES[self.state].answered else None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from reports.logdiff.comparison import Compared, Comparison
 from reports.logdiff.output import HEADS, band, cause_texts, headline, notes, rows, sides, title
 from reports.page_data import pack
 
-SCRIPTS = ("make", "data", "charts", "tip", "runs")  # in the order in which they run
+SCRIPTS = ("make", "words", "data", "charts", "tip", "runs")  # in the order in which they run
 POINTS = 400  # of a curve that are drawn
 
 

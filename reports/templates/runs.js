@@ -12,7 +12,7 @@ function runsChart(metric) {
   const finite = metric.runs.flatMap((run) => run.values).filter(Number.isFinite);
   if (!finite.length) return null;
   const axis = { ...axes(metric.positions[0], metric.positions.at(-1), ...limits(finite)), unit: metric.unit };
-  const body = [frame(axis, rounds(axis.low, axis.high).map((v) => [axis.y(v), String(v)]))];
+  const body = [frame(axis, rounds(axis.low, axis.high).map((v) => [axis.y(v), number(v)]))];
   for (const run of metric.runs) {
     const points = metric.positions.map((x, i) => ({ x: axis.x(x), y: axis.y(run.values[i]) }));
     for (const part of split(points, (p) => Number.isFinite(p.y))) body.push(line(part.map((p) => [p.x, p.y]), SHAPES[run.side]));
@@ -35,7 +35,7 @@ function differenceChart(metric) {
   const usual = [...allowed].sort((a, b) => a - b)[allowed.length >> 1];
   const [low, high] = limits([...finite, usual, -usual]);
   const axis = { ...axes(metric.positions[0], metric.positions.at(-1), low, high), unit: metric.unit };
-  const percent = (v) => `${Number((100 * v).toPrecision(3))}%`;
+  const percent = (v) => `${number(100 * v)}%`;
   const y = (v) => axis.y(Math.min(Math.max(v, low), high)).toFixed(1);
   const edge = (sign) => metric.positions.map((x, i) => `${axis.x(x).toFixed(1)} ${y(sign * allowed[i])}`);
   const body = [
@@ -62,8 +62,8 @@ unpack("curves").then((comparisons) => {
       metric.allowed = metric.allowed.map(numeric);
       for (const run of metric.runs) run.values = run.values.map(numeric);
       const drawn = [
-        [metric.name, "of every run", runsChart(metric)],
-        [`${metric.name}: difference`, "B less A, and the band", differenceChart(metric)],
+        [metric.name, "per step", runsChart(metric)],
+        [`${metric.name}: difference`, "B \u2212 A, and the band", differenceChart(metric)],
       ];
       place.append(...drawn.filter(([, , chart]) => chart).map(figure));
     }

@@ -75,13 +75,16 @@ function configurations(heads, configs) {
   });
   const rank = ({ same, everywhere }) => (same ? (everywhere ? 1 : 2) : 0);
   rows.sort((a, b) => rank(a) - rank(b));
-  const drawn = rows.map(({ name, same, everywhere }) => {
+  const lines = rows.map(({ name, same, everywhere }) => {
     const texts = configs.map((config, i) => make("td.name", same && everywhere && i ? "same" : (config.get(name) ?? "\u2013")));
     return make(same ? "tr" : "tr.changed", make("td.name", name), texts);
   });
   const count = (test) => rows.filter(test).length;
   const remark = `${count(({ same }) => !same)} differ, ${count(({ same, everywhere }) => same && everywhere)} are the same, ${count(({ everywhere }) => !everywhere)} are not in all`;
-  return { remark, drawn: table("Configuration", "numbers.config", ["key", ...heads], drawn) };
+  const differing = rows.filter(({ same }) => !same).length;
+  const part = (...range) => table("Configuration", "numbers.config", ["key", ...heads], lines.slice(...range));
+  const others = make("details", make("summary", plural(rows.length - differing, "other key")), part(differing));
+  return { remark, drawn: [differing > 0 && part(0, differing), others] };
 }
 
 // Draws the configurations and environments of the phases and the oracle.

@@ -246,7 +246,7 @@ def test_the_curve_of_a_cell_with_phases_says_where_the_next_begins(browser: Bro
     open_cell(browser, address, RESUMED)
     assert count(browser, ".chart .phase") == 4
     assert "the next phase begins" in browser.run(TEXT)
-    heads = "[...document.querySelectorAll('.config thead th')].map((e) => e.textContent)"
+    heads = "[...document.querySelector('.config').querySelectorAll('thead th')].map((e) => e.textContent)"
     assert browser.run(heads) == ["key", "phase 0", "phase 1", "oracle"]
     open_cell(browser, address, CONFORMS)
     assert count(browser, ".chart .phase") == 0

@@ -13,6 +13,7 @@ from report_large import write_large
 from report_sample import CELLS, write_sample
 
 from reports.html import write_html
+from reports.load import read_report
 
 FULL, FULL_BYTES = 2000, 15_000_000
 QUICK, QUICK_BYTES = 28, 2_000_000
@@ -44,6 +45,11 @@ def test_a_large_report_is_small_and_opens_at_once(browser: Browser, tmp_path: P
     assert interactive < OPEN_SECONDS
     assert filtered + opened < OPEN_SECONDS
     assert browser.problems == []
+
+
+def test_large_run_has_judged_cells(tmp_path: Path) -> None:
+    counts = read_report(write_large(tmp_path / "out", 50)).counts
+    assert {state: count for state, count in counts.items() if count} == {"differs": 1, "conforms": 49}
 
 
 def test_the_report_of_a_quick_run_is_small(tmp_path: Path) -> None:

@@ -9,7 +9,18 @@ from dataclasses import replace
 from itertools import islice, product
 from pathlib import Path
 
-from report_sample import RUN, SCENARIO, curve, parameters, quantities_of, strips_of, told, write_cell, write_record
+from report_sample import (
+    RUN,
+    SCENARIO,
+    curve,
+    parameters,
+    quantities_of,
+    strips_of,
+    told,
+    write_cell,
+    write_oracle,
+    write_record,
+)
 
 from conformance.results.run_results import cell_summary, write_summary
 from conformance.results.verdict import Quantity, Verdict
@@ -43,8 +54,7 @@ def write_large(out: Path, cells: int) -> Path:
             observables = PPO if scenario == SCENARIOS[-1] else SFT
             judged = _bounds(observables, PRECISIONS[precision], rng)
             oracle = f"oracle/{scenario}-{model}-{precision}"
-            header = {"cell": "oracle", "layout": "dp1", "scenario": SCENARIO, "environment": RUN.environment}
-            write_record(out / oracle / "float64", header, observables, curve(model, observables, 0, rng))
+            write_oracle(out / oracle / "float64", observables, curve(model, observables, 0, rng))
         cell, folder = f"{scenario}/{model}/{backend}/{layout}/{precision}", f"cells/{number:04d}"
         resolved = {f"setting {n}": f"{backend} value {n}" for n in range(40)} | {"layout": layout}
         header = {"cell": cell, "layout": layout, "scenario": SCENARIO, "environment": RUN.environment}

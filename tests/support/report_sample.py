@@ -142,13 +142,10 @@ def sample_cell(out: Path, cell: str, number: str, rng: random.Random) -> Entry:
             write_record(
                 out / folder / f"legs/{phase}/record", header, observables, part, first_step=first, told=footer
             )
-        oracle = {**header, "cell": "oracle", "layout": "dp1", "resolved": {"optimizer": "oracle"}}
-        oracle |= {"backend": {"name": "oracle", "precision": "float64", "defects": []}}
-        write_record(out / "oracle" / key / "float64", oracle, observables, curve(model, observables, 0, rng))
+        write_oracle(out / "oracle" / key / "float64", observables, curve(model, observables, 0, rng))
         if variant[0] != "exact":
-            single = {**oracle, "backend": {"name": "oracle", "precision": variant[0], "defects": []}}
             noisy = curve(model, observables, noise / 3, random.Random(0))
-            write_record(out / "oracle" / key / variant[0], single, observables, noisy)
+            write_oracle(out / "oracle" / key / variant[0], observables, noisy)
     if state == "infrastructure":
         write_logs(out / folder / "legs/0/logs")
     phases = 2 if cell == RESUMED else 1
@@ -319,6 +316,14 @@ def write_record(
     footer["sha256"] = record_format.record_digest(text.encode(), footer)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / record_format.RECORD_FILE).write_text(text + record_format.dumps(footer) + "\n", encoding="utf-8")
+
+
+def write_oracle(folder: Path, observables: Sequence[Observable], steps: Sequence[dict[str, Any]]) -> None:
+    """Write the record of the oracle in the precision that names the folder."""
+    header = {"cell": "oracle", "layout": "dp1", "scenario": SCENARIO, "environment": RUN.environment}
+    header |= {"resolved": {"optimizer": "oracle"}}
+    header |= {"backend": {"name": "oracle", "precision": folder.name, "defects": []}}
+    write_record(folder, header, observables, steps)
 
 
 def told(layout: str, steps: Sequence[int], *, layers: int) -> dict[str, Any]:
