@@ -16,7 +16,7 @@ from conformance.data.documents import load_documents, variety_of
 from conformance.data.prepare import batches_of
 from conformance.data.tokenizer import load_tokenizer
 from conformance.matrix.cell import Cell
-from conformance.oracle.role_model import Decoder, read_decoder
+from conformance.oracle.role_model import Decoder, decoder_of
 from conformance.spec.batch import Batch, Row
 from conformance.spec.scenario import Scenario
 
@@ -192,8 +192,7 @@ def _shards(scenario: Scenario, batches: Sequence[Batch], tp: int, *, padded: bo
 
 
 def _decoder(scenario: Scenario) -> Decoder:
-    disable, trusted = scenario.objective.disable_dropout, scenario.trust_remote_code
-    return read_decoder(resolve(scenario.model), disable_dropout=disable, trusted=trusted)
+    return decoder_of(scenario, resolve(scenario.model))
 
 
 def _cut(scenario: Scenario, batches: Sequence[Batch], dp: int) -> CutReach:

@@ -20,7 +20,7 @@ from typing import Any
 from conformance.core.errors import UsageError
 from conformance.data.samples import read_samples
 from conformance.data.tokenizer import Documents, load_tokenizer
-from conformance.oracle.role_model import read_decoder
+from conformance.oracle.role_model import decoder_of
 from conformance.spec.batch import Batch, Document, Row
 from conformance.spec.scenario import DataConfig, Scenario
 
@@ -53,8 +53,7 @@ def build_batches(scenario: Scenario, model: Path) -> list[Batch]:
         raise documents.none_left() from None
     documents.warn_of_length()
     _check_variety(batches, documents, model)
-    disable, trusted = scenario.objective.disable_dropout, scenario.trust_remote_code
-    size = read_decoder(model, disable_dropout=disable, trusted=trusted).vocab_size
+    size = decoder_of(scenario, model).vocab_size
     check_vocabulary([document for batch in batches for document in batch.documents], model, size)
     return batches
 

@@ -16,7 +16,7 @@ from conformance.data.rollouts import build_rollouts
 from conformance.models.folder_checks import check_model_folder, runs_code
 from conformance.models.folders import prepare_model
 from conformance.models.synthetic import draw_weights, random_model
-from conformance.oracle.role_model import Decoder, read_decoder
+from conformance.oracle.role_model import Decoder, decoder_of
 from conformance.spec.batch import Batch, write_batches
 from conformance.spec.objectives import objective_to_json
 from conformance.spec.observables import POLICY
@@ -45,8 +45,7 @@ def prepare_inputs(scenario: Scenario, root: Path, *, draws: bool = True) -> Fro
     drawn = random_model(source)
     runs_code(source, trusted=scenario.trust_remote_code)
     # A model that no oracle can compute cannot be judged, so it is rejected here.
-    disable, trusted = scenario.objective.disable_dropout, scenario.trust_remote_code
-    decoder = read_decoder(source, disable_dropout=disable, trusted=trusted)
+    decoder = decoder_of(scenario, source)
     check_trained(scenario, decoder)
     models = {}
     with locked(folder / "lock"):

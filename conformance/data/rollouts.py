@@ -22,7 +22,7 @@ from conformance.core.host import resolve
 from conformance.core.io import MIB
 from conformance.data.samples import read_dataset
 from conformance.models.synthetic import random_model
-from conformance.oracle.role_model import read_decoder
+from conformance.oracle.role_model import decoder_of
 from conformance.spec.batch import Batch, Document, Row, with_rollouts
 from conformance.spec.objectives import PolicyGradient
 from conformance.spec.scenario import Scenario
@@ -44,7 +44,7 @@ def build_rollouts(scenario: Scenario, model: Path) -> list[Batch]:
     objective = scenario.objective
     assert isinstance(objective, PolicyGradient), "only policy-gradient objectives read rollouts"
     count, data = objective.mini_batches, scenario.data
-    decoder = read_decoder(model, disable_dropout=objective.disable_dropout, trusted=scenario.trust_remote_code)
+    decoder = decoder_of(scenario, model)
     groups = read_groups(scenario, vocabulary=decoder.vocab_size)
     random.Random(scenario.seed).shuffle(groups)
     endless = _repeated_groups(groups)

@@ -232,6 +232,18 @@ def second_class_of(oracle: Record) -> str:
     return author
 
 
+def not_judged_of(oracle: Record) -> list[str]:
+    """Returns the features of the published training that an oracle's record names as not judged. Raises RecordError.
+
+    Records of earlier versions name none.
+    """
+    resolved = oracle.header.get("resolved")
+    features = resolved.get("not_judged", []) if isinstance(resolved, dict) else []
+    if not isinstance(features, list) or not all(isinstance(feature, str) for feature in features):
+        raise RecordError(f"{oracle.path} names features that are not judged other than by strings; {AGAIN}")
+    return features
+
+
 def _check_shapes(record: Record) -> None:
     """Checks that each weight has one nonempty shape, as loaded and after every step."""
     loaded = record.loaded.shapes()

@@ -20,7 +20,7 @@ from conformance.judge.diagnosis import Facts, backward_place, circumstances, fa
 from conformance.judge.layout_evidence import configurations, sizes_of
 from conformance.judge.observable_errors import measure
 from conformance.judge.optimizer_replay import rebuilt_updates
-from conformance.judge.provenance import read_records, second_class_of
+from conformance.judge.provenance import not_judged_of, read_records, second_class_of
 from conformance.judge.rounding import amplified_noise, leeway_of_rows, measure_accumulation_precision
 from conformance.judge.tolerance import (
     Measurement,
@@ -158,6 +158,7 @@ def judge(
     author = second_class_of(oracle)
     verdict = Verdict(state="conforms", reason="", quantities=tuple(quantities), strips=strips, second_class=author)
     notes = [f"second-class oracle, {author}: {NOT_SEEN}"] if author else []
+    notes += [f"not judged: {', '.join(features)}"] if (features := not_judged_of(oracle)) else []
     notes += _sketched(oracle.loaded.names())
     if verdict.findings:
         more = [*circumstances(quantities, phases, observables), *notes]

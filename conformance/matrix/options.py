@@ -253,6 +253,14 @@ class Selection(Options):
         action="store_true",
         group=INPUTS,
     )
+    assume_inert: tuple[str, ...] = _option(
+        "a key of the model's config.json that the oracle does not know and that changes nothing in a training; the "
+        "verdict names it; may be repeated",
+        default=(),
+        action="append",
+        metavar="KEY",
+        group=INPUTS,
+    )
 
     def text(self, where: Ranks) -> str:
         """Describes the selection, for a history of runs. Files count by name, because folders differ between jobs."""

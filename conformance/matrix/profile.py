@@ -93,7 +93,7 @@ class Profile:
 class Overrides:
     """Holds the user's replacements for a profile's values: model folder, fields of ``data``, seed, stride of a ring.
 
-    ``sketch``, ``trust_remote_code``: see Scenario.
+    ``sketch``, ``trust_remote_code``, ``assume_inert``: see Scenario.
     """
 
     model: str | None = None
@@ -102,6 +102,7 @@ class Overrides:
     data: tuple[tuple[str, Any], ...] = ()
     sketch: int | None = None
     trust_remote_code: bool = False
+    assume_inert: tuple[str, ...] = ()
 
 
 def select_cells(selection: Selection) -> list[Cell]:
@@ -120,6 +121,7 @@ def select_cells(selection: Selection) -> list[Cell]:
         data=tuple((key, value) for key, value in data.items() if value is not None),
         sketch=selection.sketch,
         trust_remote_code=selection.trust_remote_code,
+        assume_inert=selection.assume_inert,
     )
     faults = tuple(find_fault(name).name for name in selection.faults)
     profile, backends = load_profile(selection.profile), selected_backends(selection)
@@ -195,6 +197,8 @@ def expand(
         for scenario_name, model, precision in itertools.product(table.scenarios, models, table.precisions):
             trusted = overrides.trust_remote_code
             values: dict[str, Any] = {"model": model, "precision": precision, "trust_remote_code": trusted}
+            if overrides.assume_inert:
+                values["assume_inert"] = overrides.assume_inert
             if overrides.seed is not None:
                 values["seed"] = overrides.seed
             if overrides.sketch is not None:

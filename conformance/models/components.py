@@ -230,7 +230,7 @@ class Architecture:
     c tanh(logits / c). padding_token: its embedding gets no gradient as an input (torch.nn.Embedding's padding_idx,
     which transformers always sets). value_head: a linear layer without bias maps the last hidden state to one number
     per token, instead of logits. lora: adapters, or None. router_loss: the factor of the load-balancing loss in the
-    loss of an optimizer step.
+    loss of an optimizer step. not_judged: features of the published training that nothing here computes.
     """
 
     vocab_size: int
@@ -244,6 +244,7 @@ class Architecture:
     value_head: bool = False
     lora: Lora | None = None
     router_loss: float = 0.0
+    not_judged: tuple[str, ...] = ()
 
     @property
     def routers(self) -> tuple[MixtureOfExperts, ...]:

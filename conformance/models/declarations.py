@@ -148,10 +148,6 @@ def deepseek_of(
     config.must_be("pretraining_tp", 1)
     config.must_be("output_router_logits", False)
     config.must_be("moe_layer_freq", 1)
-    for key in ("ep_size", "aux_loss_alpha", "seq_aux"):
-        config.take(key, None)
-    if config.take("quantization_config", None) is not None:
-        raise config.error("has quantized weights; convert them to bfloat16, and remove the key")
     mlp = mlp_of(config, bias=mlp_bias)
     expert = replace(mlp, size=config.size("moe_intermediate_size"), bias=False)
     moe = replace(

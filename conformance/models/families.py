@@ -3,7 +3,7 @@
 Another family is a function that returns an Architecture, and a line in FAMILIES (docs/guides/adding-a-model.md).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,27 +29,48 @@ from conformance.models.declarations import (
 from conformance.models.hf_config import FULL, SLIDING, Config, rotary_by_kind
 
 
-def read_architecture(model: Path, *, disable_dropout: bool = False) -> Architecture:
+def read_architecture(
+    model: Path, *, disable_dropout: bool = False, assume_inert: Collection[str] = ()
+) -> Architecture:
     """Returns what the model in the Hugging Face folder ``model`` computes, for an objective with ``disable_dropout``.
 
-    Raises UsageError for an unreadable file, an unknown model_type, a missing key, an impossible size, and any setting
-    that is not implemented.
+    ``assume_inert``: keys that the user says change nothing. Raises UsageError for an unreadable file, an unknown
+    model_type, a missing key, an impossible size, and any setting that is not implemented.
     """
+    config = _config(model, disable_dropout=disable_dropout, assume_inert=assume_inert)
+    architecture = FAMILIES[config.model_type](config)
+    config.finish()
+    return replace(architecture, not_judged=(*config.not_judged, *_updates_of_others(architecture)))
+
+
+def has_routers(model: Path) -> bool:
+    """Tells whether the model in a folder has a mixture of experts. Raises UsageError, but not for unknown keys."""
+    config = _config(model, disable_dropout=True, assume_inert=())
+    return bool(FAMILIES[config.model_type](config).routers)
+
+
+def _config(model: Path, *, disable_dropout: bool, assume_inert: Collection[str]) -> Config:
+    """Opens the configuration of a family that the oracle knows. Raises UsageError."""
     file = model / "config.json"
     try:
         values = read_json(file)
     except FileNotFoundError:
         raise UsageError(f"{model} holds no config.json; give the folder of a Hugging Face model") from None
-    config = Config(values, str(file), disable_dropout=disable_dropout)
+    config = Config(values, str(file), disable_dropout=disable_dropout, assume_inert=assume_inert)
     kind = values.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise config.error(
             f"has model_type {shown(kind)}; the oracle knows {', '.join(FAMILIES)} (to add one, see "
             f"docs/guides/adding-a-model.md)"
         )
-    architecture = FAMILIES[kind](config)
-    config.finish()
-    return architecture
+    return config
+
+
+def _updates_of_others(architecture: Architecture) -> tuple[str, ...]:
+    """Names what trainings change outside of the optimizer, which nothing here does."""
+    if not any(mixture.corrected for mixture in architecture.routers):
+        return ()
+    return ("updates of the routers' correction bias from the load of experts",)
 
 
 def _llama(config: Config) -> Architecture:
@@ -93,6 +114,7 @@ def _mixtral(config: Config) -> Architecture:
     config.demand("num_key_value_heads", "num_local_experts", "num_experts_per_tok", "sliding_window")
     if config.take("router_jitter_noise", 0.0) != 0.0:
         raise config.error("sets router_jitter_noise, which is random; set it to 0.0")
+    config.must_be("norm_topk_prob", True)
     attention = attention_of(config, window=config.size("sliding_window", None))
     moe = mixture_of(config, "num_local_experts", mlp_of(config), normalised=True)
     return replace(decoder_of(config, attention, moe), router_loss=router_loss_of(config))
@@ -125,16 +147,12 @@ def _gpt_oss(config: Config) -> Architecture:
 
     Before 5.18, transformers has the two constants of the experts' activation in its code.
     """
-    if config.take("quantization_config", None) is not None:
-        raise config.error(
-            "has quantized experts (MXFP4), which cannot be trained; save it with Mxfp4Config(dequantize=True)"
-        )
     config.demand("num_key_value_heads", "head_dim", "sliding_window")
     config.demand("num_local_experts", "num_experts_per_tok")
     config.must_be("hidden_act", "silu")
+    config.must_be("norm_topk_prob", True)
     config.must_be("swiglu_alpha", 1.702)
     config.must_be("swiglu_limit", 7.0)
-    config.take("experts_per_token", None)  # published files have it in addition to the keys that are read
     config.take("initial_context_length", None)
     every_second = [FULL if i % 2 else SLIDING for i in range(config.size("num_hidden_layers"))]
     windows = windows_of(config, config.texts("layer_types", every_second), config.size("sliding_window", None))
@@ -173,7 +191,6 @@ def _deepseek_v3(config: Config) -> Architecture:
     config.demand("norm_topk_prob")
     config.must_be("topk_method", "noaux_tc")
     config.must_be("scoring_func", "sigmoid")
-    config.take("num_nextn_predict_layers", None)
     return deepseek_of(config, normalised=config.flag("norm_topk_prob"), best=2, corrected=True)
 
 
@@ -183,8 +200,6 @@ def _phi3(config: Config) -> Architecture:
     The rope_type longrope is unsupported; its frequencies depend on the length of the input.
     """
     config.demand("num_key_value_heads", "pad_token_id")
-    config.check_dropout("embd_pdrop")
-    config.check_dropout("resid_pdrop")
     config.take("original_max_position_embeddings", None)  # read by longrope only
     attention = attention_of(config, window=config.size("sliding_window", None), rope_types=("default",), partial=True)
     return decoder_of(config, replace(attention, fused=True), replace(mlp_of(config), fused=True))

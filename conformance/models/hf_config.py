@@ -1,7 +1,7 @@
 """Reads the values of a Hugging Face ``config.json`` in their types, and rejects keys that were not read.
 
-No key that changes the mathematics is ever ignored. A key that is neither read by the model's family nor listed in
-INERT is an error, so a new feature stops the oracle instead of silently making it wrong.
+No key that changes the mathematics is ever ignored. A key that the family does not read is judged by its meaning
+(conformance.models.config_keys), so a new feature stops the oracle instead of silently making it wrong.
 
 Rotary positions are read in every spelling of transformers. transformers 5 writes ``rope_parameters``, flat or nested
 per kind of layer; before, there were ``rope_theta``, ``rope_scaling`` and ``partial_rotary_factor`` at the top level.
@@ -9,28 +9,13 @@ The older keys count where ``rope_parameters`` lacks a value.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from conformance.core.errors import UsageError, shown
 from conformance.models.components import Linear, Llama3, Rotary, Yarn
+from conformance.models.config_keys import QUANTIZED_ADVICE, meaning_of
 
-# Keys that do not change the forward pass of a training step.
-INERT = (
-    "_name_or_path",
-    "architectures",
-    "auto_map",
-    "bos_token_id",
-    "cache_implementation",
-    "dtype",
-    "eos_token_id",
-    "initializer_range",
-    "max_position_embeddings",
-    "model_type",
-    "torch_dtype",
-    "transformers_version",
-    "use_cache",
-)
 NULLABLE = ("pad_token_id", "q_lora_rank", "sliding_window", "attn_logit_softcapping", "final_logit_softcapping")
 # Real models are far below these. A larger number is a mistake in the file, and would exhaust the memory.
 LARGEST: dict[str, float] = {
@@ -69,15 +54,24 @@ LARGEST_NUMBER = 1e12  # for other keys: bases, scales
 
 
 class Config:
-    """Reads values of a config.json, and remembers which keys were read."""
+    """Reads values of a config.json, and remembers which keys were read.
+
+    not_judged: what ``finish`` finds in the file that no verdict covers.
+    """
 
     def __init__(
-        self, values: dict[str, Any], source: str, *, disable_dropout: bool, inert: tuple[str, ...] = INERT
+        self, values: dict[str, Any], source: str, *, disable_dropout: bool, assume_inert: Collection[str] = ()
     ) -> None:
         self._values = values
         self._source = source
         self._disable_dropout = disable_dropout
-        self._read: set[str] = set(inert)
+        self._assumed = assume_inert
+        self._read: set[str] = set()
+        self.not_judged: list[str] = []
+
+    @property
+    def model_type(self) -> Any:
+        return self._values["model_type"]
 
     def take(self, key: str, *default: Any) -> Any:
         """Returns the value of ``key``, or ``default`` if it is absent or null. Raises UsageError without either."""
@@ -136,7 +130,7 @@ class Config:
             raise self.error(f"sets {key}={shown(found)}; the oracle only computes {key}={value!r}")
 
     def check_dropout(self, key: str) -> None:
-        """Reads a dropout rate. Raises UsageError if it is not a share, and if it is not switched off."""
+        """Raises UsageError for a dropout rate that is not a share, and for one that is not switched off."""
         self._read.add(key)
         share = self._values.get(key, 0.0)
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share <= 1:
@@ -148,18 +142,43 @@ class Config:
             )
 
     def finish(self) -> None:
-        """Raises UsageError if a key is left that was not read."""
-        unread = sorted(key for key, value in self._values.items() if value is not None and key not in self._read)
-        if unread:
-            names = ", ".join(name[:60] for name in unread[:12])
+        """Judges the keys that were not read by their meaning.
+
+        Raises UsageError for quantized weights, dropout, a key that contradicts another, and keys of unknown meaning.
+        """
+        if known := sorted(self._read & {*self._assumed} & self._values.keys()):
+            raise self.error(f"has {known[0]}, which the oracle reads; leave out --assume-inert {known[0]}")
+        unread = {key: value for key, value in self._values.items() if key not in self._read}
+        meanings = {key: meaning_of(key, self._values, read=self._read) for key in sorted(unread)}
+        unknown = []
+        for key, meaning in meanings.items():
+            entry = f"{key[:60]}={shown(unread[key])}"
+            if meaning.kind == "random":
+                self.check_dropout(key)
+            elif meaning.kind == "quantized":
+                raise self.error(f"sets {entry}: {QUANTIZED_ADVICE}")
+            elif meaning.kind == "contradicts":
+                raise self.error(f"sets {entry}, but {meaning.why}; correct one of them, or remove {key[:60]}")
+            elif meaning.kind == "not judged":
+                self.not_judged.append(f"{entry} ({meaning.why})")
+            elif meaning.kind == "unknown" and key in self._assumed:
+                self.not_judged.append(f"{entry} (assumed to be inert by --assume-inert)")
+            elif meaning.kind == "unknown":
+                unknown.append(f"{entry}, {meaning.why}" if meaning.why else entry)
+        if unknown:
             raise self.error(
-                f"has keys that the oracle does not know for this model: {names}; if they change what is computed, "
-                f"implement them in conformance/oracle, otherwise add them to INERT in conformance/models/hf_config.py"
+                f"has keys that the oracle does not know for this model: {'; '.join(unknown[:12])}; any of them may "
+                f"change what is computed. If the model's authors say that a key changes nothing in a training, add "
+                f"--assume-inert KEY, and the verdict will name it; otherwise see docs/guides/adding-a-model.md"
             )
 
     def inside(self, values: dict[str, Any], name: str) -> "Config":
         """Returns a Config for an object among the values."""
-        return Config(values, f"{self._source}, in {name}:", disable_dropout=self._disable_dropout, inert=())
+        config = Config(
+            values, f"{self._source}, in {name}:", disable_dropout=self._disable_dropout, assume_inert=self._assumed
+        )
+        config.not_judged = self.not_judged
+        return config
 
     def error(self, message: str) -> UsageError:
         return UsageError(f"{self._source} {message}")

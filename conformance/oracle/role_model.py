@@ -11,7 +11,7 @@ another copy of the model. Each GPU also needs memory for one document: its acti
 tensor during its update, and on the first GPU a few copies of the logits. SPARE reserves it.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from conformance.models.components import Architecture, MixtureOfExperts
-from conformance.models.families import is_written, read_architecture
+from conformance.models.families import has_routers, is_written, read_architecture
 from conformance.models.folders import elements_of, weight_shapes
 from conformance.models.parameter_shapes import parameter_shapes
 from conformance.oracle.decoder import (
@@ -75,8 +75,8 @@ class Decoder(Protocol):
     """Runs a causal decoder with a head for logits or, as a value model, for one number per token.
 
     vocab_size, padding_token: of the configuration. window: the shortest of all layers; None without any.
-    second_class: names the implementation; empty for a model that is written from the papers. router_loss: the factor
-    of the load-balancing loss.
+    second_class: names the implementation; empty for a model that is written from the papers. not_judged: features of
+    the published training that nothing computes. router_loss: the factor of the load-balancing loss.
     """
 
     @property
@@ -90,6 +90,9 @@ class Decoder(Protocol):
 
     @property
     def second_class(self) -> str: ...
+
+    @property
+    def not_judged(self) -> tuple[str, ...]: ...
 
     @property
     def router_loss(self) -> float: ...
@@ -170,6 +173,10 @@ class Written:
         return self.architecture.padding_token
 
     @property
+    def not_judged(self) -> tuple[str, ...]:
+        return self.architecture.not_judged
+
+    @property
     def window(self) -> int | None:
         return min((w for layer in self.architecture.layers if (w := layer.attention.window)), default=None)
 
@@ -233,18 +240,32 @@ class Written:
         return asdict(self.architecture)
 
 
-def read_decoder(folder: Path, *, disable_dropout: bool = False, trusted: bool = False) -> Decoder:
+def read_decoder(
+    folder: Path, *, disable_dropout: bool = False, trusted: bool = False, assume_inert: Collection[str] = ()
+) -> Decoder:
     """Returns the decoder of the Hugging Face folder ``folder``, for an objective with this ``disable_dropout``.
 
-    ``trusted``: whether the folder's Python code may run, which only a second-class oracle needs. Raises UsageError for
-    an unreadable folder and for a model that neither the oracle nor transformers can compute.
+    ``trusted``: whether the folder's Python code may run, which only a second-class oracle needs. ``assume_inert``: see
+    Scenario. Raises UsageError for an unreadable folder and for a model that neither the oracle nor transformers can
+    compute.
     """
     if is_written(folder):
-        return Written(architecture=read_architecture(folder, disable_dropout=disable_dropout))
+        architecture = read_architecture(folder, disable_dropout=disable_dropout, assume_inert=assume_inert)
+        return Written(architecture=architecture)
     # Importing transformers takes seconds, and most runs do not need it.
     from conformance.oracle.transformers_reference import TransformersDecoder
 
-    return TransformersDecoder(folder, disable_dropout=disable_dropout, trusted=trusted)
+    return TransformersDecoder(folder, disable_dropout=disable_dropout, trusted=trusted, assume_inert=assume_inert)
+
+
+def decoder_of(scenario: Scenario, folder: Path) -> Decoder:
+    """Returns the decoder of a folder with a model of ``scenario``. Raises UsageError as ``read_decoder`` does."""
+    return read_decoder(
+        folder,
+        disable_dropout=scenario.objective.disable_dropout,
+        trusted=scenario.trust_remote_code,
+        assume_inert=scenario.assume_inert,
+    )
 
 
 def is_routed(folder: Path) -> bool:
@@ -259,4 +280,4 @@ def is_routed(folder: Path) -> bool:
 
 @lru_cache(maxsize=64)
 def _is_routed(folder: Path, version: object) -> bool:
-    return is_written(folder) and bool(read_architecture(folder, disable_dropout=True).routers)
+    return is_written(folder) and has_routers(folder)

@@ -32,7 +32,7 @@ from conformance.oracle.defects import variant_of
 from conformance.oracle.objectives import rollout_functions_of
 from conformance.oracle.optimizer import LossScale, clip_factor, global_norm, make_optimizer
 from conformance.oracle.primitives import Policy, Tap
-from conformance.oracle.role_model import Decoder, bytes_needed, devices_for, is_routed, read_decoder
+from conformance.oracle.role_model import Decoder, bytes_needed, decoder_of, devices_for, is_routed
 from conformance.oracle.step import (
     EMBEDDING,
     Model,
@@ -142,6 +142,7 @@ def header(
             "micro_batch": "one document",
             "architecture": {name: decoder.described() for name, decoder in decoders.items()},
             "second_class": list(decoders.values())[-1].second_class,
+            "not_judged": list(decoders.values())[-1].not_judged,
         },
     }
 
@@ -178,7 +179,7 @@ def run_oracle(
     its tier (conformance.numerics.determinism). A model that is too large for one GPU is spread over several by layers.
     restarts: steps at which optimizer and schedule begin anew, because the cell resumes from exported weights.
     merges: steps at which the policy's adapter is merged into the base and then begins anew. defects: known defects to
-    reproduce. trusted: whether the Python code of a model's folder may run (read_decoder).
+    reproduce. trusted: whether the Python code of a model's folder may run (decoder_of).
 
     Raises ValueError for a model or an objective that the oracle does not know, too few batches, a step without target
     tokens, and gradients that are not finite.
@@ -274,8 +275,7 @@ def observe_step(
 def _load(
     role: Role, folder: Path, scenario: Scenario, policy: Policy, variant: Variant, devices: Sequence[str], trust: bool
 ) -> Model:
-    disable = scenario.objective.disable_dropout
-    decoder = read_decoder(folder, disable_dropout=disable, trusted=trust)
+    decoder = decoder_of(replace(scenario, trust_remote_code=trust), folder)
     if scenario.lora and role == POLICY:
         decoder = decoder.adapted(scenario.lora)
     decoder = decoder.varied(variant)

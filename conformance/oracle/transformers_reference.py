@@ -8,7 +8,7 @@ import functools
 import inspect
 import itertools
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,6 +21,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from conformance.core.errors import UsageError, one_line, shown
 from conformance.core.io import read_json
+from conformance.models.config_keys import QUANTIZED_ADVICE, changes_training, known_keys, meaning_of
 from conformance.models.folder_checks import runs_code
 from conformance.models.folders import weight_files
 from conformance.oracle.decoder import is_buffer
@@ -34,8 +35,6 @@ from conformance.spec.observables import Head
 transformers.utils.logging.disable_progress_bar()  # it would be printed between the lines of a run
 
 SCORE = "score.weight"  # the head of a value model: a linear layer without bias on the last hidden state
-RANDOM = ("drop", "jitter")  # parts of the names of options that make training random
-OF_CLASSIFIERS = ("classifier", "summary")  # name prefixes of options that only classification heads read
 
 
 class TransformersDecoder:
@@ -46,11 +45,14 @@ class TransformersDecoder:
     it is not ``trusted``.
     """
 
-    def __init__(self, folder: Path, *, disable_dropout: bool, trusted: bool) -> None:
+    def __init__(
+        self, folder: Path, *, disable_dropout: bool, trusted: bool, assume_inert: Collection[str] = ()
+    ) -> None:
         self._folder = folder
         self._code = runs_code(folder, trusted=trusted)
         values = read_json(folder / "config.json")
-        _check(values, str(folder / "config.json"), disable_dropout=disable_dropout)
+        source = str(folder / "config.json")
+        self.not_judged = _check(values, source, disable_dropout=disable_dropout, assume_inert=assume_inert)
         try:
             self._config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=self._code)
             self._class = self._causal_class()
@@ -224,28 +226,41 @@ class _Module:
         return functional_call(self._model, given, args=(), kwargs=inputs, tie_weights=False)
 
 
-def _check(values: dict[str, Any], source: str, *, disable_dropout: bool) -> None:
-    """Raises UsageError for options that make training random, and for a loss that no objective includes."""
-    for key, value in _numbers(values):
-        random = any(part in key for part in RANDOM) and not key.startswith(OF_CLASSIFIERS)
-        if value and random and not disable_dropout:
-            raise UsageError(
-                f"{source} sets {key}={shown(value)}, which makes two runs differ at random: set {key} to 0.0"
-            )
+def _check(
+    values: Mapping[str, Any], source: str, *, disable_dropout: bool, assume_inert: Collection[str]
+) -> tuple[str, ...]:
+    """Returns what the file says about the training that is not judged, because transformers does not compute it.
+
+    Raises UsageError for quantized weights, for options that make training random, and for a router's auxiliary loss,
+    which no objective includes.
+    """
     if values.get("output_router_logits"):
         raise UsageError(
             f"{source} sets output_router_logits=true, but no objective includes a router's auxiliary loss: set it to "
             f"false"
         )
-
-
-def _numbers(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yields all numbers of a configuration and its sub-configurations, by key."""
-    for key, value in values.items():
-        if isinstance(value, dict):
-            yield from _numbers(value)
-        elif isinstance(value, int | float) and not isinstance(value, bool):
-            yield key, value
+    known = known_keys(values.get("model_type"))
+    remarks = []
+    for part in (values, *(value for value in values.values() if isinstance(value, dict))):
+        for key in sorted(part.keys() - {"router_aux_loss_coef"}):  # output_router_logits switches it on
+            entry = f"{key[:60]}={shown(part[key])}"
+            meaning = changes_training(key, part[key])
+            if meaning is None and part is values and known and key not in known:
+                meaning = meaning_of(key, values, read=known)
+            kind = "inert" if meaning is None else meaning.kind
+            if kind == "quantized":
+                raise UsageError(f"{source} sets {entry}: {QUANTIZED_ADVICE}")
+            if kind == "random" and not disable_dropout:
+                raise UsageError(f"{source} sets {entry}, which makes two runs differ at random: set {key[:60]} to 0.0")
+            if kind == "not judged":
+                assert meaning is not None
+                remarks.append(f"{entry} ({meaning.why})")
+            if kind in ("unknown", "contradicts"):
+                why = (
+                    "assumed to be inert by --assume-inert" if key in assume_inert else "transformers does not read it"
+                )
+                remarks.append(f"{entry} ({why})")
+    return tuple(remarks)
 
 
 def _is_value_model(values: Mapping[str, Any]) -> bool:

@@ -60,7 +60,7 @@ Defects = tuple[Defect, ...]
 # Files outside of the oracle's package that determine numbers and names in its records.
 COMPUTED_WITH = (
     *("core/io.py", "models/components.py", "models/declarations.py", "models/families.py", "models/folder_checks.py"),
-    *("models/folders.py", "models/hf_config.py", "models/parameter_shapes.py"),
+    *("models/config_keys.py", "models/folders.py", "models/hf_config.py", "models/parameter_shapes.py"),
     *("numerics/determinism.py", "numerics/float64_tier.py", "numerics/sketch.py"),
     *("records/header_checks.py", "records/record_format.py", "records/step_tensors.py"),
     *("spec/batch.py", "spec/known_defects.py", "spec/layout.py", "spec/lora.py", "spec/objectives.py"),

@@ -16,7 +16,7 @@ from conformance.core.host import resolve
 from conformance.matrix.cell import Cell, Phase
 from conformance.models.synthetic import is_large, shapes_of
 from conformance.numerics.sketch import numbers_kept, sketched_above
-from conformance.oracle.role_model import Decoder, read_decoder
+from conformance.oracle.role_model import Decoder, decoder_of
 from conformance.records.header_checks import FLOAT64, noise_runs
 from conformance.runtime import Device
 from conformance.spec.observables import unobserved_step
@@ -119,8 +119,7 @@ def size_of(scenario: Scenario) -> Size:
     model = resolve(scenario.model)
     shapes = shapes_of(model).values()
     count = sum(map(math.prod, shapes))
-    disable, trusted = scenario.objective.disable_dropout, scenario.trust_remote_code
-    decoder = read_decoder(model, disable_dropout=disable, trusted=trusted)
+    decoder = decoder_of(scenario, model)
     roles = scenario.objective.roles
     above = sketched_above(scenario.sketch, count * len(roles))
     recorded = count * sum(role.trained for role in roles)

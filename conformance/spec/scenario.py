@@ -146,8 +146,9 @@ class Scenario:
     every step. ``lora``: adapters of the policy; only they are trained. ``router_z_loss``: the factor of the routers'
     z-loss in the loss of each trained model (Zoph et al., arXiv 2202.08906, equation 5); 0 adds none.
     ``trust_remote_code``: Python code of the model's folder may run; only the command line can set it, not a scenario
-    file. ``sketch``: records keep sketches of matrices with more elements than this (conformance.numerics.sketch);
-    None: the default for the model's size.
+    file. ``assume_inert``: keys of the model's config.json that the user says change nothing. ``sketch``: records keep
+    sketches of matrices with more elements than this (conformance.numerics.sketch); None: the default for the model's
+    size.
     """
 
     name: Annotated[str, Field(pattern=rf"^{NAME}$", max_length=100)]
@@ -166,6 +167,7 @@ class Scenario:
     lora: LoraConfig | None = None
     router_z_loss: Annotated[float, Field(strict=True, ge=0, le=1000)] = 0.0
     trust_remote_code: Flag = False
+    assume_inert: tuple[str, ...] = ()
     sketch: Annotated[int, Field(strict=True, ge=0, le=2**50)] | None = None
 
     def __post_init__(self) -> None:

@@ -200,9 +200,16 @@ def test_what_autotp_knows_is_what_deepspeed_says() -> None:
 # --- cells -----------------------------------------------------------------------------------------------------------
 
 
-def test_unknown_architecture_conforms_and_names_reference(session: Session, models: Any) -> None:
-    cell = cell_with(models("GPTNeoX"), backend="fsdp2", scenario="sft-packed", layout="dp2", precision="exact")
+def test_unknown_architecture_conforms_and_names_reference(session: Session, models: Any, tmp_path: Path) -> None:
+    published = Path(shutil.copytree(models("GPTNeoX"), tmp_path / "published"))
+    file = published / "config.json"
+    file.write_text(
+        json.dumps(json.loads(file.read_text()) | {"num_mtp_layers": 1, "use_magic": 3, "use_mrope": False})
+    )
+    cell = cell_with(published, backend="fsdp2", scenario="sft-packed", layout="dp2", precision="exact")
     verdict = assert_honest(session, cell)
+    unread = "num_mtp_layers=1 (multi-token prediction), use_magic=3 (transformers does not read it)"
+    assert f"not judged: {unread}" in verdict.reason
     assert verdict.second_class == read_decoder(models("GPTNeoX")).second_class
     entry = read_entry(session.config.out / "cells" / cell.slug / "verdict.json")
     assert entry.verdict == verdict
