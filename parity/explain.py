@@ -6,6 +6,7 @@ exact distances and the elements that differ most.
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from conformance.core.errors import UsageError, one_line
-from conformance.numerics.factors import whole_number
+from conformance.numerics.factors import common_factor, mean_over, times
 from parity.quantities import CLASS, Pair, Quantity, Stage, common, setting
 from parity.record_files import Line, Run
 
@@ -132,7 +133,7 @@ def _first_names(names: Sequence[str]) -> str:
 
 
 FACTOR_SPREAD = 0.01  # relative spread of factors that are taken for one
-WHOLE = 1e-3  # relative error within which a factor is taken for a whole number
+times_a = partial(times, of="those of A", digits=6)
 GRADUAL = 10.0  # a distance that grows less than so much in a step grows gradually
 NAMED = 4
 
@@ -144,9 +145,9 @@ def likely_causes(pair: Pair, parted: Stage) -> Iterator[str]:
         yield from _of_gradients(parted)
     elif (factor := _one_factor(different)) is not None:
         if parted.name == "update":
-            yield f"The updates of B are {factor:.6g} times those of A, in the same direction: another rate."
-        elif mean := _mean(factor):
-            yield f"B is {factor:.6g} times A: {mean}."
+            yield f"The updates of B are {times_a(factor)}, in the same direction: another rate."
+        elif mean := mean_over(factor):
+            yield f"B is {times_a(factor, of='A')}: {mean}."
     if parted.name == "update":
         for quantity in (q for q in different if q.norms and not all(q.norms)):
             assert quantity.norms is not None
@@ -161,20 +162,21 @@ def _of_gradients(stage: Stage) -> Iterator[str]:
     factor, same_factor = _most_common_factor(every)
     wrong = [quantity for quantity in every if quantity not in same_factor]
     if not wrong:
-        mean = f"{cause}, " if (cause := _mean(factor)) else ""
+        mean = f"{cause}, " if (cause := mean_over(factor)) else ""
         yield (
-            f"All gradients of B are {factor:.6g} times those of A, in the same direction: {mean}clipping to another "
+            f"All gradients of B are {times_a(factor)}, in the same direction: {mean}clipping to another "
             "norm, or a loss scale."
         )
         return
     if any(quantity.differs for quantity in same_factor):
         yield (
-            f"{len(same_factor)} gradients of B are {factor:.6g} times those of A, as clipping makes them where the "
+            f"{len(same_factor)} gradients of B are {times_a(factor)}, as clipping makes them where the "
             f"norm of the others is wrong. The others: {_last_names([quantity.what for quantity in wrong])}."
         )
     own = _one_factor(wrong)
     if own is not None and same_factor:
-        yield f"What is wrong by itself is {own / factor:.6g} times that of A, in the same direction: it is scaled."
+        scaled = times_a(own / factor, of="that of A")
+        yield f"What is wrong by itself is {scaled}, in the same direction: it is scaled."
     block = _block(wrong[-1].what)
     inside = [quantity.what for quantity in wrong if _block(quantity.what) == block]
     yield (
@@ -197,15 +199,7 @@ def _most_common_factor(quantities: Sequence[Quantity]) -> tuple[float, list[Qua
 def _one_factor(different: Sequence[Quantity]) -> float | None:
     """Give the one factor by which all different quantities differ; None if their factors are not the same."""
     scales = [quantity.scale for quantity in different if quantity.scale is not None]
-    if len(scales) < len(different) or not scales:
-        return None
-    return scales[0] if max(scales) - min(scales) <= FACTOR_SPREAD * abs(scales[0]) else None
-
-
-def _mean(factor: float) -> str:
-    """Name the likely cause of a factor n or 1/n; empty for any other factor."""
-    found = whole_number(math.log(factor), within=WHOLE) if factor > 0 else None
-    return f"a mean over {found[0]} micro-batches or ranks that one side takes and the other does not" if found else ""
+    return common_factor(scales, within=FACTOR_SPREAD) if len(scales) == len(different) else None
 
 
 def _block(name: str) -> str:

@@ -1,7 +1,7 @@
 """Measures the differences between two records: stages in causal order, each with quantities and their bounds.
 
-Tensors are compared by their sketches: ``|x - y| / max(|x|, |y|, floor)``. The floor is 5 % of the root mean square of
-the stage's norms, below which a gradient is mostly rounding. docs/guides/recording.md derives the bounds.
+Tensors are compared by their sketches: ``|x - y| / max(|x|, |y|, floor)``, with the floor of
+conformance.numerics.comparison. docs/guides/recording.md derives the bounds.
 
 Parameters are compared by their Hugging Face names, because every framework either keeps these names or converts to
 them. Prefixes and infixes of wrappers are removed.
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from conformance.numerics.comparison import floor_of, ratio, relative, scale_of
 from parity.record_files import Arrays, Line, Run
 
 WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "base_layer")  # anywhere in a name
@@ -79,7 +80,7 @@ class Stage:
 
     @property
     def worst(self) -> Quantity | None:
-        return max(self.quantities, key=lambda q: q.observed / q.allowed, default=None)
+        return max(self.quantities, key=lambda q: ratio(q.observed, q.allowed), default=None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +106,6 @@ class Pair:
 EPSILON = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 COARSEST = 2.0**-3  # of any dtype that is not listed: eight bits
 EXACT = 1e-9  # where there is no arithmetic: weights as loaded, settings
-FLOOR = 0.05
 CLASS = "optimizer"  # a setting that is reported and not compared, because one algorithm has many classes
 NEAR_ZERO = 4.0  # see ``allowed_update``
 MOST = 0.9  # the largest bound of an update: a missing update differs by 1, one in another direction by 1.4
@@ -203,8 +203,7 @@ def batch(a: Line, b: Line) -> Iterator[Quantity]:
 
 def number(what: str, a: float, b: float, allowed: float) -> Quantity:
     """Compare two numbers, relative to the larger of the two."""
-    size = max(abs(a), abs(b))
-    observed = abs(a - b) / size if size and math.isfinite(size) else 0.0 if a == b == 0 else math.inf
+    observed = relative(abs(a - b), max(abs(a), abs(b)))
     return Quantity(what=what, observed=observed, allowed=allowed, norms=(a, b), scale=b / a if a and b else None)
 
 
@@ -214,10 +213,9 @@ def compared(
     """Compare the tensors of a stage by their sketches; ``allowed``: the bound of each of ``names``."""
     distances = np.linalg.norm(a.sketches - b.sketches, axis=1)  # [P]
     sizes = np.maximum(a.norms, b.norms)
-    floor = FLOOR * float(np.sqrt(np.mean(sizes**2))) if len(names) else 0.0
+    floor = floor_of(sizes**2)
     for i, name in enumerate(names):
-        size = max(float(sizes[i]), floor)
-        observed, description = (float(distances[i]) / size if size else 0.0), ""
+        observed, description = relative(float(distances[i]), max(float(sizes[i]), floor)), ""
         if a.not_finite[i] or b.not_finite[i]:  # what is not finite on both sides has no distance, and is no agreement
             counts = " and ".join(f"{int(t.not_finite[i])} in {run.name}" for t, run in zip((a, b), runs, strict=True))
             observed, description = math.inf, f"numbers that are not finite: {counts}"
@@ -238,17 +236,15 @@ def compared(
 
 def _scale(a: Vector, b: Vector, allowed: float) -> float | None:
     """Give the factor of ``a`` that is nearest to ``b``; None if what is left without it exceeds the bound."""
-    if not a.any() or not b.any():
-        return None
-    factor = float(a @ b / (a @ a))
-    return factor if np.linalg.norm(b - factor * a) <= min(allowed, 0.1) * np.linalg.norm(b) else None
+    factor, left = scale_of(b, a)
+    return factor if b.any() and left <= min(allowed, 0.1) * np.linalg.norm(b) else None
 
 
 def _rows(a: Vector, b: Vector, allowed: float) -> str:
     """Name the groups of rows whose norms differ, as ``3 of 64``; empty if they are half of all or more."""
     size = np.maximum(a, b)
     used = int((size > 0).sum())
-    places = np.flatnonzero(np.abs(a - b) > allowed * np.maximum(size, FLOOR * np.sqrt(np.mean(size**2))))
+    places = np.flatnonzero(np.abs(a - b) > allowed * np.maximum(size, floor_of(size**2)))
     if not 0 < len(places) * 2 < used:
         return ""
     return f"row groups {', '.join(map(str, places[:4]))}{', ...' if len(places) > 4 else ''} of {len(a)}"

@@ -4,6 +4,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from conformance.judge.tolerance import EXACT
+from conformance.numerics.factors import times
 from conformance.results.bisection import (
     BISECTION,
     OUTSIDE,
@@ -18,7 +20,7 @@ from conformance.results.bisection import (
 from conformance.results.verdict import size_off
 
 MOST = 4  # most parameters that are listed
-ALLOWED = "1e-11"  # conformance.judge.tolerance.EXACT
+ALLOWED = f"{EXACT:g}"
 POLICY = "policy"
 BISECT = "parity bisect"
 
@@ -164,7 +166,7 @@ def _of_parameters(found: Bisected) -> str:
     some = ", ".join(f"{name} ({size_off(found.parameters[name])})" for name in worst[:MOST])
     more = f" and {len(worst) - MOST} more" if len(worst) > MOST else ""
     text = f"{len(worst)} of {found.gradients} are wrong: {some}{more}"
-    return text if found.factor is None else f"{text}; all are {found.factor:.10g} times what they should be"
+    return text if found.factor is None else f"{text}; all are {times(found.factor, digits=10)}"
 
 
 def _of_collectives(collectives: Collectives, first: First) -> list[tuple[str, str]]:

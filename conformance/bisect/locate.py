@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from conformance.bisect.oracle_capture import Reference, references
-from conformance.judge.tensor_views import scale_of
 from conformance.judge.tolerance import EXACT
+from conformance.numerics.comparison import not_finite, relative, scale_of
+from conformance.numerics.factors import common_factor, times
 from conformance.records.step_tensors import read_record
 from conformance.results.bisection import Bisected, Direction, First, Key, Side, Wrong, most_telling_first
 from conformance.runtime import RankContext
@@ -74,7 +75,7 @@ def compare(key: Key, pieces: Sequence[Piece], reference: Reference, *, shown: S
         is_wrong = ~((one.found - one.right).abs() <= EXACT * size)  # NaN is wrong
         tokens.update(one.tokens[is_wrong.any(dim=1)].tolist())
         features.update((torch.where(is_wrong.any(dim=0))[0] + one.piece.first_feature).tolist())
-    error = max((one.error / size if size else math.inf for one in bad), default=math.inf)
+    error = max((relative(one.error, size) for one in bad), default=math.inf)
     places = [reference.places[token] for token in sorted(tokens)]
     return Wrong(
         key=key,
@@ -102,8 +103,8 @@ def _align(piece: Piece, right: Tensor, known: Tensor) -> _Compared:
 
 def _explained(compared: Sequence[_Compared], bad: Sequence[_Compared], right: Tensor, *, bound: float) -> str:
     """Names the likely cause of wrong pieces: the simplest change that would make them right."""
-    if any(not one.found.isfinite().all() for one in bad):
-        return "there are numbers that are not finite"
+    if broken := next(filter(None, (not_finite(one.found) for one in bad)), ""):
+        return f"it holds {broken}"
     if all(not one.found.any() for one in bad):
         return "it is zero"
     return (
@@ -125,11 +126,9 @@ def _by_factor(bad: Sequence[_Compared], bound: float) -> str:
         known = factors.setdefault(one.piece.rank, factor)
         if not math.isclose(known, factor, rel_tol=1e-9):
             return ""
-    factor = next(iter(factors.values()))
-    if all(math.isclose(factor, other, rel_tol=1e-9) for other in factors.values()):
-        return f"it is {factor:.10g} times what it should be"
-    each = ", ".join(f"{factor:.10g} on rank {rank}" for rank, factor in factors.items())
-    return f"it is what it should be times a factor of each rank: {each}"
+    if (factor := common_factor(factors.values(), within=1e-9)) is not None:
+        return f"it is {times(factor, digits=10)}"
+    return "; ".join(f"on rank {rank} it is {times(factor, digits=10)}" for rank, factor in factors.items())
 
 
 def _by_reduction(compared: Sequence[_Compared], bad: Sequence[_Compared], bound: float) -> str:
@@ -213,13 +212,12 @@ def wrong_parameters(found: Mapping[str, Tensor], reference: Reference) -> dict[
     for name, right in reference.gradients.items():
         size = float(right.norm())
         distance = float((found[name].to(right.dtype) - right).norm()) if name in found else math.inf
-        error = distance / size if size else (math.inf if distance else 0.0)
-        if not error <= EXACT:
+        if not (error := relative(distance, size)) <= EXACT:
             errors[name] = error
     return errors
 
 
-def common_factor(found: Mapping[str, Tensor], reference: Reference) -> float | None:
+def factor_of_all(found: Mapping[str, Tensor], reference: Reference) -> float | None:
     """Returns the one factor between the gradients of all parameters and the oracle's; None if there is none."""
     if not found.keys() >= reference.gradients.keys():
         return None
@@ -248,7 +246,7 @@ def bisect(model: str, pieces: Sequence[Piece], gradients: Mapping[str, Tensor],
         unknown=tuple(name for name in unseen if not _around(name, found)),
         parameters=parameters,
         gradients=len(reference.gradients),
-        factor=common_factor(gradients, reference) if parameters else None,
+        factor=factor_of_all(gradients, reference) if parameters else None,
     )
 
 

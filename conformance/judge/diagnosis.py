@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from conformance.judge.tolerance import Measurement, gradient_stages
-from conformance.numerics.factors import likely_causes, powers_of
+from conformance.numerics.factors import likely_causes, powers_of, times
 from conformance.records.step_tensors import Record
 from conformance.results.verdict import Quantity
 from conformance.spec.layout import Layout
@@ -101,9 +101,9 @@ def likely_cause(m: Measurement, facts: Facts, *, allowed: float) -> str:
         return "" if m.residual else _zero(m, facts)
     factors = _known_factors(m, facts, allowed)
     if factors:
-        return f"{m.scale:.4g} times the reference, which is {' or '.join(factors)}"
-    factor, fits = f"{m.scale:.4g}", m.left_without(m.scale) <= allowed
-    return f"{factor} times the reference" if m.scalar and fits and factor != "1" else ""
+        return times(m.scale, causes=factors)
+    fits = m.left_without(m.scale) <= allowed
+    return times(m.scale) if m.scalar and fits and f"{m.scale:.4g}" != "1" else ""
 
 
 def _another_step(m: Measurement, facts: Facts, allowed: float) -> str:

@@ -27,12 +27,12 @@ from conformance.judge.tensor_views import (
     Leeway,
     StepViews,
     Tensors,
-    finite,
     infinite,
     number_off,
     tensor_off,
 )
 from conformance.judge.tolerance import NOISE_FACTOR, NORM_ROUNDINGS, ROUNDING, Key, Measurement
+from conformance.numerics.comparison import finite
 from conformance.oracle.decoder import lora_of, merged
 from conformance.oracle.variant import UNNAMED_NORM
 from conformance.records.step_tensors import Record, StepRecord

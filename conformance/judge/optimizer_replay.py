@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import torch
 
 from conformance.judge.observable_errors import unnamed_norm
-from conformance.judge.tensor_views import StepViews, TensorView, finite, place
+from conformance.judge.tensor_views import StepViews, TensorView, place
 from conformance.judge.tolerance import NORM_ROUNDINGS, ROUNDING, Measurement
+from conformance.numerics.comparison import finite
 from conformance.numerics.sketch import sampled
 from conformance.oracle.optimizer import clip_factor, make_optimizer
 from conformance.records.step_tensors import Record

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from conformance.judge.tensor_views import Lazy, StepViews, Tensors, TensorView, floor_of
+from conformance.judge.tensor_views import Lazy, StepViews, Tensors, TensorView, floor_of_tensors
+from conformance.numerics.comparison import ratio
 from conformance.records.record_format import Line, number
 from conformance.records.step_tensors import Record, StepRecord
 from conformance.spec.observables import AGAINST_REBUILT, Observable, unobserved_step
@@ -41,10 +42,7 @@ class Difference:
 
     @property
     def ratio(self) -> float:
-        """Observed / allowed."""
-        if self.observed == 0:
-            return 0.0
-        return self.observed / self.allowed if self.allowed else math.inf
+        return ratio(self.observed, self.allowed)
 
 
 def column_of(observables: Sequence[Observable], stage: str, tensor: str) -> str | None:
@@ -141,7 +139,7 @@ def _view(file: Any, key: str) -> TensorView:
 
 def _units(reference: Tensors, members: Sequence[Tensors]) -> list[tuple[str, float]]:
     """Returns the name of each tensor that the oracle or a member has, and the norm that its errors are relative to."""
-    floor = floor_of(reference)
+    floor = floor_of_tensors(reference)
     names = {name: None for tensors in members for name in tensors}
     norms = {name: tensor.double().norm().item() for name, tensor in reference.items()}
     return [(name, max(norms.get(name, 0.0), floor)) for name in {**norms, **names}]

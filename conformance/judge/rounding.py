@@ -34,7 +34,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from conformance.judge.tensor_views import Leeway, StepViews, Tensors, floor_of, movement
+from conformance.judge.tensor_views import Leeway, StepViews, Tensors, floor_of_tensors, movement
 from conformance.judge.tolerance import EXACT, NOISE_FACTOR, OF_ROWS, Key, Measurement
 from conformance.oracle.optimizer import clip_factor
 from conformance.records.record_format import AGAIN, RecordError
@@ -102,7 +102,7 @@ def _of_model(
             least = 0.0 if exact else NOISY * relative
             moved[name] = moved[name] + torch.where(d > least * size, lr * (d / size).clamp(max=2.0), 0.0)
         movements = movement(weights, start)
-        floor = floor_of(movements)
+        floor = floor_of_tensors(movements)
         errors = {
             name: m.norm().item() / (max(movements[name].norm().item(), floor) or 1.0) for name, m in moved.items()
         }
@@ -113,7 +113,7 @@ def _of_model(
 
 def _noise(own: Tensors, reference: Tensors, *, most: float) -> dict[str, torch.Tensor]:
     """Returns the errors of gradients, without gradients whose relative error exceeds ``most``."""
-    floor = floor_of(reference)
+    floor = floor_of_tensors(reference)
     errors = {name: own[name] - g for name, g in reference.items() if name in own and own[name].shape == g.shape}
     return {name: e for name, e in errors.items() if e.norm() <= most * max(reference[name].norm().item(), floor)}
 

@@ -18,7 +18,8 @@ from types import MappingProxyType
 import numpy as np
 import torch
 
-from conformance.judge.tolerance import FLOOR, NOISE_FACTOR, NOISE_LIMIT_OF_ALL, OF_ROWS, ROW_FLOOR, Key, Measurement
+from conformance.judge.tolerance import NOISE_FACTOR, NOISE_LIMIT_OF_ALL, OF_ROWS, ROW_FLOOR, Key, Measurement
+from conformance.numerics.comparison import finite, floor_of, not_finite, relative, scale_of
 from conformance.numerics.sketch import COLUMNS, NORMS, SAMPLE
 from conformance.spec.observables import Observable
 
@@ -44,10 +45,9 @@ class Leeway:
         return torch.maximum(units, torch.minimum(self.rows, most) / self.bound)
 
 
-def floor_of(reference: Tensors) -> float:
+def floor_of_tensors(reference: Tensors) -> float:
     """Returns the least norm that an error of these tensors is relative to."""
-    squares = [t.double().square().sum().item() for t in reference.values()]
-    return FLOOR * math.sqrt(sum(squares) / max(1, len(squares)))
+    return floor_of(tensor.double().square().sum().item() for tensor in reference.values())
 
 
 def tensor_off(stage: str, name: str, step: int, x: torch.Tensor, ref: torch.Tensor, *, floor: float) -> Measurement:
@@ -62,25 +62,14 @@ def tensor_off(stage: str, name: str, step: int, x: torch.Tensor, ref: torch.Ten
         stage=stage,
         tensor=name,
         step=step,
-        error=finite(off / unit),
+        error=relative(off, unit),
         max_abs=finite(furthest),
         where=place(at, ref),
         scale=scale,
         residual=left / unit,
         size=norm / unit,
-        broken="" if math.isfinite(off) else _broken(x),
+        broken="" if math.isfinite(off) else not_finite(x),
     )
-
-
-def scale_of(x: torch.Tensor, ref: torch.Tensor) -> tuple[float | None, float]:
-    """Returns the factor of ``ref`` that is nearest to ``x``, and the norm of the rest of ``x``. The factor is None
-    where ``ref`` is zero."""
-    flat, ref = x.reshape(-1), ref.reshape(-1)
-    square = ref.dot(ref).item()
-    if not square:
-        return None, math.inf
-    scale = flat.dot(ref).item() / square
-    return scale, finite(torch.sub(flat, ref, alpha=scale).norm().item())
 
 
 def worst_row(
@@ -114,7 +103,7 @@ def worst_row(
     at = int(errors.argmax()) if len(errors) else 0
     unit = units[at].item() if len(errors) else 1.0
     scale, left = scale_of(x[at], ref[at]) if len(errors) else (None, math.inf)
-    broken = _broken(x[at]) if len(errors) and not math.isfinite(off[at].item()) else ""
+    broken = not_finite(x[at]) if len(errors) and not math.isfinite(off[at].item()) else ""
     # No element of a sketched row is further off than the norm of the row.
     furthest = 0.0 if not x.numel() else off[at].item() if sketched else (x[at] - ref[at]).abs().max().item()
     return Measurement(
@@ -140,14 +129,14 @@ def number_off(
         stage=stage,
         tensor=name,
         step=step,
-        error=finite(abs(x - ref) / (abs(unit) or 1.0)),
+        error=relative(abs(x - ref), abs(unit) or 1.0),
         scalar=True,
         value=x,
         fixed=fixed,
         max_abs=finite(abs(x - ref)),
         scale=x / ref if ref else None,
         size=abs(ref) / (abs(unit) or 1.0),
-        broken=_broken(torch.tensor(x, dtype=torch.float64)),
+        broken=not_finite(np.float64(x)),
     )
 
 
@@ -160,15 +149,6 @@ def place(at: int, tensor: torch.Tensor) -> str:
     """Returns the index of element number ``at`` of the flattened tensor; empty for a scalar or an empty tensor."""
     # torch's own unravel_index imports sympy, which takes a second.
     return str([int(i) for i in np.unravel_index(at, tensor.shape)]) if tensor.ndim and tensor.numel() else ""
-
-
-def _broken(x: torch.Tensor) -> str:
-    return "NaN" if x.isnan().any() else "infinite numbers" if x.isinf().any() else ""
-
-
-def finite(error: float) -> float:
-    """Maps NaN to infinity, because NaN would pass every comparison."""
-    return math.inf if math.isnan(error) else error
 
 
 KEPT_ROUNDING = 2.0**-40  # relative, of a row's norm: far above its float64 rounding, far below that of float32
@@ -253,7 +233,7 @@ class TensorView:
     ) -> Iterator[Measurement]:
         """Measures every tensor of the reference, and its worst row; infinite for a tensor that only one side has.
         ``leeway``: of rows, by the key of the measurement of the worst row."""
-        stage, floor = observable.stage, floor_of(reference.tensors)
+        stage, floor = observable.stage, floor_of_tensors(reference.tensors)
         for name in reference.tensors:
             if name not in self.tensors:
                 yield infinite(stage, f"{name} (missing)", step)

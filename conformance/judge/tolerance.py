@@ -34,7 +34,6 @@ NOISE_LIMIT_OF_ALL = 1 / 6
 # A worst row is an extreme of many: above NOISE_LIMIT_OF_ALL its bound is 1/2, which is at least twice its noise.
 NOISE_LIMIT_OF_ROWS = 1 / 4
 TOO_EXACT = 0.1  # times the single-process error; a cell below it did not compute in its precision
-FLOOR = 0.05  # times the RMS norm of the stage's tensors: the least norm that an error is relative to
 OF_ROWS = "(worst row)"  # suffix of the name of a measurement of one row
 ROW_FLOOR = 0.25  # times the RMS norm of a tensor's rows
 

@@ -5,8 +5,9 @@ with the counts that it knows. Nothing here imports torch.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
+WHOLE = 1e-3  # relative error within which a factor is taken for a whole number
 LARGEST = 1024  # count of ranks or micro-batches that a factor is taken for
 
 
@@ -26,6 +27,23 @@ def powers_of(counts: Mapping[str, float]) -> dict[str, float]:
             (f"1/sqrt({name})", n**-0.5),
         )
     }
+
+
+def common_factor(factors: Iterable[float], *, within: float) -> float | None:
+    """Returns the factor that all ``factors`` are, to a relative spread of ``within``; None if there is no such one."""
+    found = list(factors)
+    return found[0] if found and max(found) - min(found) <= within * abs(found[0]) else None
+
+
+def times(factor: float, *, of: str = "the reference", digits: int = 4, causes: Sequence[str] = ()) -> str:
+    """Describes a factor: ``0.5 times the reference, which is dp or accumulation``."""
+    return f"{factor:.{digits}g} times {of}" + (f", which is {' or '.join(causes)}" if causes else "")
+
+
+def mean_over(factor: float) -> str:
+    """Names the likely cause of a factor n or 1/n whose counts are not known; empty for any other factor."""
+    found = whole_number(math.log(factor), within=WHOLE) if factor > 0 else None
+    return f"a mean over {found[0]} micro-batches or ranks that one side takes and the other does not" if found else ""
 
 
 def likely_causes(scale: float, factors: Mapping[str, float], *, within: float) -> list[str]:

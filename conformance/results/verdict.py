@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from conformance.numerics.comparison import ratio
 from conformance.spec.observables import AGAINST_REBUILT
 
 State = Literal[
@@ -176,11 +177,7 @@ class Quantity:
     @property
     def ratio(self) -> float:
         """Returns observed / allowed; infinite if ``observed`` is NaN, or if it is above a tolerance of 0."""
-        if self.observed == 0:
-            return 0.0
-        if math.isnan(self.observed) or not self.allowed > 0:
-            return math.inf
-        return self.observed / self.allowed
+        return ratio(self.observed, self.allowed)
 
     @property
     def urgency(self) -> tuple[bool, float]:

@@ -139,7 +139,7 @@ def test_a_defect_of_a_module_is_found_there_and_in_its_direction(
     assert found.where == module
     assert (found.forward is None) == (kind == "backward")
     assert 1e-7 < first.wrong.error < 1e-5
-    assert first.wrong.would_be_right == "it is 1.000001 times what it should be"
+    assert first.wrong.would_be_right == "it is 1.000001 times the reference"
 
 
 @pytest.mark.parametrize("family", [exhaustive(family) for family in FAMILIES[1:]])
@@ -234,7 +234,7 @@ def test_what_is_wrong_from_the_loss_on_is_outside_the_model(steps: Steps, tmp_p
     found = bisect("policy", read_pieces(tmp_path), backend.gradients(), step.oracle)
     assert found.backward
     assert (found.backward.module, found.where) == ("lm_head", "outside the model")
-    assert found.backward.wrong.would_be_right == "it is 2 times what it should be"
+    assert found.backward.wrong.would_be_right == "it is 2 times the reference"
 
 
 def test_a_module_that_runs_again_cannot_be_bisected(steps: Steps, tmp_path: Path) -> None:
@@ -300,10 +300,10 @@ CASES = {
         [(ALL, 0, RIGHT + RIGHT.flip(0)), (ALL, 0, RIGHT - RIGHT.flip(0))],
         "the mean over ranks 0, 1 would be right: a reduction is missing, or a mean was left out",
     ),
-    "a doubled sum": ([(ALL, 0, 2 * RIGHT), (ALL, 0, 2 * RIGHT)], "it is 2 times what it should be"),
+    "a doubled sum": ([(ALL, 0, 2 * RIGHT), (ALL, 0, 2 * RIGHT)], "it is 2 times the reference"),
     "a factor of each rank": (
         [(ALL, 0, 2 * RIGHT), (ALL, 0, 3 * RIGHT)],
-        "it is what it should be times a factor of each rank: 2 on rank 0, 3 on rank 1",
+        "on rank 0 it is 2 times the reference; on rank 1 it is 3 times the reference",
     ),
     "another order of tokens": (
         [([0, 1, 2], 0, RIGHT[3:]), ([3, 4, 5], 0, RIGHT[:3])],
@@ -330,7 +330,7 @@ CASES = {
         "every token is off by the same vector, as by a bias that is missing or added again",
     ),
     "zero": ([(ALL, 0, 0 * RIGHT)], "it is zero"),
-    "not a number": ([(ALL, 0, RIGHT / 0)], "there are numbers that are not finite"),
+    "not a number": ([(ALL, 0, RIGHT / 0)], "it holds infinite numbers"),
     "anything else": ([(ALL, 0, RIGHT.square())], ""),
     "a token that nobody has": ([(ALL[1:], 0, RIGHT[1:])], ""),
 }

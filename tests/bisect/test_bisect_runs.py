@@ -88,7 +88,7 @@ def test_the_first_differing_cell_of_each_group_is_bisected(ended: tuple[Path, s
     assert (main.where, found.traced, found.step, found.stage) == ("model.layers.1.mlp", EXACT, 0, "log-probs")
     assert main.forward
     assert (main.forward.wrong.ranks, main.forward.wrong.hold) == ((1,), (0, 1))
-    assert main.forward.wrong.would_be_right == "it is 2 times what it should be"
+    assert main.forward.wrong.would_be_right == "it is 2 times the reference"
     assert found.collectives
     assert found.collectives.conforming == "tiny/llama/wrongmlp/dp1/exact"
     assert f"bisect {EXACT}: {ANSWER}" in said

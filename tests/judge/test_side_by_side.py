@@ -26,7 +26,7 @@ from side_sample import (
 
 from conformance.cli import main as cli
 from conformance.judge.cross_backend import write_side_by_side
-from conformance.judge.tensor_views import floor_of
+from conformance.judge.tensor_views import floor_of_tensors
 from conformance.judge.tolerance import EXACT
 from conformance.records.step_tensors import read_record
 from conformance.spec.objectives import all_observables
@@ -88,7 +88,7 @@ def test_pair_difference_is_relative_to_oracle_norm(sample: Path) -> None:
         reference = {n: t for n, t in oracle[step].tensors().items() if n.startswith("gradient/")}
         one, other = (record[step].tensors() for record in records)
         for name, ref in reference.items():
-            unit = max(ref.norm().item(), floor_of(reference))
+            unit = max(ref.norm().item(), floor_of_tensors(reference))
             worst = max(worst, (one[name] - other[name]).norm().item() / unit)
     assert pair_of(group_of(sample), DEEPSPEED, FSDP2)["gradients"]["observed"] == pytest.approx(worst, rel=1e-12)
 
