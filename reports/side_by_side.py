@@ -1,7 +1,7 @@
 """Reads ``side_by_side.json`` and formats it as Markdown, and formats the comparison of two runs.
 
 The tables show loss, gradients, norms and updates of one scenario on every backend, against the oracle and against each
-other. The numbers and texts come from conformance.judge.cross_backend. This module needs no records, so it also works
+other. The numbers and texts come from conformance.judge.side_by_side. This module needs no records, so it also works
 for a published run.
 """
 

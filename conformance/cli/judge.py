@@ -4,8 +4,8 @@ import argparse
 import sys
 
 from conformance.cli.report import finish
-from conformance.judge.cross_backend import write_side_by_side
 from conformance.judge.rejudge import rejudge
+from conformance.judge.side_by_side import write_side_by_side
 from conformance.results.run_results import read_run
 from conformance.results.verdict import STATES
 

@@ -6,7 +6,7 @@ from functools import partial
 
 from conformance.cli.report import finish
 from conformance.cli.run import output_folder
-from conformance.judge.cross_backend import write_side_by_side
+from conformance.judge.side_by_side import write_side_by_side
 from conformance.matrix.options import Kept
 from conformance.results.history import read_baseline
 from conformance.results.output_folders import merge, slim

@@ -17,7 +17,7 @@ from conformance.cli.terminal import Terminal
 from conformance.core.errors import UsageError
 from conformance.core.io import Unwritable
 from conformance.core.process import Stop, stop_code
-from conformance.judge.cross_backend import write_side_by_side
+from conformance.judge.side_by_side import write_side_by_side
 from conformance.matrix.cell import Cell
 from conformance.matrix.options import Again, Demands, Kept, Portion, Ranks, Selection
 from conformance.matrix.plan import make_plan

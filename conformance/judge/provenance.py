@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
-from conformance.judge.observable_errors import is_lost
+from conformance.judge.measurements import is_lost
 from conformance.numerics.sketch import is_projected, key_of
 from conformance.records.header_checks import CHOICES, FLOAT64, check_cell, check_oracle, noise_runs, second_class
 from conformance.records.record_format import AGAIN, RecordError

@@ -18,9 +18,9 @@ from pathlib import Path
 
 from conformance.judge.diagnosis import Facts, backward_place, circumstances, facts_of_steps, likely_cause
 from conformance.judge.layout_evidence import configurations, sizes_of
-from conformance.judge.observable_errors import measure
-from conformance.judge.optimizer_replay import rebuilt_updates
+from conformance.judge.measurements import measure
 from conformance.judge.provenance import not_judged_of, read_records, second_class_of
+from conformance.judge.rebuilt import rebuilt_updates
 from conformance.judge.rounding import amplified_noise, leeway_of_rows, measure_accumulation_precision
 from conformance.judge.tolerance import (
     Measurement,

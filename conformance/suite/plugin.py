@@ -149,7 +149,7 @@ def merge(out: Path, *, compare: bool = True) -> dict[str, Any]:
 
     The comparison needs the records of all cells, so it is made once, at the end.
     """
-    from conformance.judge.cross_backend import write_side_by_side
+    from conformance.judge.side_by_side import write_side_by_side
     from conformance.results.output_folders import rewrite_summary
     from conformance.results.run_results import read_summary
 

@@ -11,8 +11,8 @@ from cells import cell_of, folder_of, record_of, small
 from safetensors.torch import save_file
 
 from conformance.core.host import FIXTURES
-from conformance.judge.optimizer_replay import UNCHANGED, rebuilt_updates
-from conformance.judge.pairwise import compare_lines
+from conformance.judge.rebuilt import UNCHANGED, rebuilt_updates
+from conformance.judge.side_by_side.distances import compare_lines
 from conformance.numerics.sketch import kept, sampled
 from conformance.oracle.optimizer import LARGEST, MARGIN, LossScale
 from conformance.oracle.run import POLICIES

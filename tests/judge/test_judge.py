@@ -10,7 +10,7 @@ import pytest
 import torch
 from judge_sample import EQUAL, OBSERVABLES, STEPS, Tensors, Values, scale, unchanged, verdict_of, write
 
-from conformance.judge.observable_errors import _of_parts
+from conformance.judge.measurements import _of_parts
 from conformance.judge.tensor_views import Lazy
 from conformance.judge.tolerance import EXACT, NOISE_FACTOR
 from conformance.judge.verdict import judge, judge_folders

@@ -2,7 +2,7 @@
 
 import pytest
 
-from conformance.judge.optimizer_replay import _reported
+from conformance.judge.rebuilt import _reported
 from conformance.spec.precision import PRECISIONS, PrecisionName
 
 

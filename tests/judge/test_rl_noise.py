@@ -12,7 +12,7 @@ import torch
 from conftest import make_cell
 
 from conformance.data.prepare import prepare_inputs
-from conformance.judge.observable_errors import _of_terms, _Start, _step
+from conformance.judge.measurements import _of_terms, _Start, _step
 from conformance.judge.tensor_views import StepViews
 from conformance.oracle.policy_gradient import GrpoFunctions
 from conformance.oracle.run import run_oracle

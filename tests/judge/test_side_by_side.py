@@ -25,7 +25,7 @@ from side_sample import (
 )
 
 from conformance.cli import main as cli
-from conformance.judge.cross_backend import write_side_by_side
+from conformance.judge.side_by_side import write_side_by_side
 from conformance.judge.tensor_views import floor_of_tensors
 from conformance.judge.tolerance import EXACT
 from conformance.records.step_tensors import read_record

@@ -12,7 +12,7 @@ from conftest import make_cell
 
 from conformance.backends.protocol import BackendEntry
 from conformance.core.packages import write_reports
-from conformance.judge.cross_backend import write_side_by_side
+from conformance.judge.side_by_side import write_side_by_side
 from conformance.matrix.cell import Cell
 from conformance.results.run_results import SIDE_BY_SIDE, read_output_json
 from conformance.runner.placement import SessionConfig

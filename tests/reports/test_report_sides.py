@@ -262,7 +262,7 @@ def test_a_wrong_member_is_seen_in_the_squares_and_its_pairs_are_listed(browser:
 
 
 def test_a_pair_that_was_not_compared_in_all_columns_has_no_number(browser: Browser, tmp_path: Path) -> None:
-    from conformance.judge.cross_backend import write_side_by_side
+    from conformance.judge.side_by_side import write_side_by_side
 
     out = write_run(tmp_path / "out")
     for file in (out / "cells/01/legs/0/record").glob("*.safetensors"):

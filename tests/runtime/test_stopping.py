@@ -95,7 +95,7 @@ from plain_backend import Plain as Waits
 def pytest_terminal_summary():
     os.kill(os.getpid(), signal.SIGTERM)
 """
-COMPARES, REMOVES = "conformance.judge.cross_backend", "conformance.results.output_folders"
+COMPARES, REMOVES = "conformance.judge.side_by_side", "conformance.results.output_folders"
 CHOSEN = ("profile mine.toml", "backend waits:Waits", "out out")
 COMMAND_LINE = ["conformance.cli.main", "run", *(part for text in CHOSEN for part in f"--{text}".split())]
 PYTEST = ["pytest", "-p", "no:cacheprovider", "--pyargs", "conformance.suite"]

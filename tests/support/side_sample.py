@@ -12,8 +12,8 @@ import torch
 from judge_sample import evidence
 from report_sample import RUN, write_cell
 
-from conformance.judge.cross_backend import write_side_by_side
 from conformance.judge.rejudge import rejudge
+from conformance.judge.side_by_side import write_side_by_side
 from conformance.records.step_tensors import RecordWriter
 from conformance.results.run_results import cell_summary, write_summary
 from conformance.results.verdict import Verdict

@@ -3,10 +3,6 @@
 The same measurement is applied to a cell and to the single-process run that gives the noise.
 conformance.judge.tolerance decides whether an error is small enough, conformance.judge.verdict what it means.
 
-After a resume, the expected weights are those at the end of the previous phase. Saving and loading compute nothing, so
-they are equal to the bit. Where an adapter was merged into the weights, the merge is computed here as the oracle does
-it, from the weights that the cell itself had.
-
 Rows are judged as one vector, and reports read no tensors. So a verdict keeps the errors of the tokens in the order of
 the batch, in at most BINS bins, with the largest error of each bin. A token has no bound of its own: the worst token
 gets the error of the whole observable, and the others are in proportion to it. So a token is outside of its tolerance
@@ -22,6 +18,8 @@ from itertools import accumulate, pairwise
 
 import torch
 
+from conformance.judge.rebuilt import rebuilt_norm, rebuilt_of_rows
+from conformance.judge.resume import errors_after_resume
 from conformance.judge.tensor_views import (
     NO_LEEWAY,
     Leeway,
@@ -31,56 +29,12 @@ from conformance.judge.tensor_views import (
     number_off,
     tensor_off,
 )
-from conformance.judge.tolerance import NOISE_FACTOR, NORM_ROUNDINGS, ROUNDING, Key, Measurement
+from conformance.judge.tolerance import ROUNDING, Key, Measurement
 from conformance.numerics.comparison import finite
-from conformance.oracle.decoder import lora_of, merged
-from conformance.oracle.variant import UNNAMED_NORM
 from conformance.records.step_tensors import Record, StepRecord
 from conformance.results.verdict import BINS, TokenErrors
 from conformance.spec.layout import Layout
-from conformance.spec.lora import is_adapter
-from conformance.spec.observables import AGAINST_REBUILT, Observable, unobserved_step
-
-# float32 roundings of W + scale B A, relative to W: the product is summed over the rank, scaled, added and rounded.
-MERGE_ROUNDINGS = 4
-
-
-def end_of(before: Record, after: Record, key: str, last: Tensors, start: Tensors) -> dict[str, torch.Tensor]:
-    """Returns the weights, by name, that ``after`` should have loaded for the model whose weights have this ``key``.
-
-    last: the weights at the end of the previous phase, by name. start: the weights that the first phase loaded.
-    """
-    if not _is_merged(after, key) or not last:
-        return dict(last)
-    lora = before.scenario.lora
-    assert lora, "a phase merges adapters only where there are some"
-    exact = {name: tensor.double() for name, tensor in last.items()}
-    shapes = {name: tuple(tensor.shape) for name, tensor in exact.items() if not is_adapter(name)}
-    return merged(exact, lora_of(lora, shapes)) | {name: t for name, t in start.items() if is_adapter(name)}
-
-
-def bound_of(after: Record, key: str, name: str) -> float:
-    """Returns the largest relative distance that a weight may have from the result of ``end_of``."""
-    return MERGE_ROUNDINGS * ROUNDING if _is_merged(after, key) and not is_adapter(name) else 0.0
-
-
-def _is_merged(after: Record, key: str) -> bool:
-    return bool(after.header["loads"] == "merge") and key == "weight"
-
-
-def generators(observable: Observable, before: Record, after: Record, step: int) -> Iterator[Measurement]:
-    """Compares digests of random generators, which are equal or not. They are restored by a checkpoint if the backend
-    and the layout stay the same."""
-    same = all(before.header[key] == after.header[key] for key in ("backend", "layout"))
-    if not same or after.header["loads"] != "checkpoint":
-        return
-    end = before.steps[-1] if before.steps else before.loaded
-    ranks = zip(after.loaded.line["generators"], end.line["generators"], strict=True)
-    for rank, (loaded, saved) in enumerate(ranks):
-        for name, digest in saved.items():
-            error = 0.0 if loaded.get(name) == digest else math.inf
-            tensor = f"{name} of rank {rank}"
-            yield Measurement(stage=observable.stage, tensor=tensor, step=step, error=error, fixed=0.0)
+from conformance.spec.observables import Observable, unobserved_step
 
 
 def token_errors_of(
@@ -135,7 +89,7 @@ def measure(phases: Sequence[Record], oracle: Record, *, leeway: Mapping[Key, Le
     start = _Start(own=StepViews(phases[0].loaded.tensors()), reference=StepViews(oracle.loaded.tensors()))
     found = [m for o in observables if o.applies(-1) for m in start.own[o.key].errors(start.reference[o.key], o, -1)]
     for before, after in pairwise(phases):
-        found += _after_resume(before, after, observables, start)
+        found += errors_after_resume(before, after, observables, start.own)
     steps = {step.step: (step, phase) for phase in phases for step in phase.steps}
     unobserved = {unobserved_step(phase.header["first_step"], len(phase.steps)) for phase in phases}
     for reference in oracle.steps:
@@ -149,36 +103,6 @@ def measure(phases: Sequence[Record], oracle: Record, *, leeway: Mapping[Key, Le
     lost = {(o, step.step) for step in oracle.steps for o in observables if is_lost(o, step)}
     found += _gaps(list(steps.values()), observables, unobserved, lost)
     return found
-
-
-def _after_resume(
-    before: Record, after: Record, observables: Sequence[Observable], start: _Start
-) -> Iterator[Measurement]:
-    """Compares what a phase loaded with the end of the previous phase: saving and loading compute nothing.
-
-    Measurements belong to the step that comes next. Training state and generators are compared if the optimizer is
-    loaded. Backends may round frozen weights differently; everything else is equal to the bit.
-    """
-    end, number = before.steps[-1] if before.steps else before.loaded, after.loaded.step + 1
-    last, first = StepViews(end.tensors()), StepViews(after.loaded.tensors())
-    resumes = after.header["optimizer"] == "loaded"
-    for o in observables:
-        if o.when == "loaded":
-            # The weights of a model that is not trained are recorded only as loaded.
-            saved = last[o.key] if last[o.key].tensors else StepViews(before.loaded.tensors())[o.key]
-            saved = replace(saved, tensors=end_of(before, after, o.key, saved.tensors, start.own[o.key].tensors))
-            for found in first[o.key].errors(saved, o, number):
-                yield found if o.rounded else replace(found, fixed=bound_of(after, o.key, found.tensor))
-        elif o.when == "handover" and o.kind == "tensors" and resumes:
-            for found in first[o.key].errors(last[o.key], o, number):
-                yield replace(found, tensor=f"{o.key.rpartition('.')[2]} of {found.tensor}")
-            own, reference = first[o.key].elements, last[o.key].elements
-            for name in own.keys() & reference.keys():
-                if own[name].dtype != reference[name].dtype:
-                    dtypes = f"{own[name].dtype} instead of {reference[name].dtype}"
-                    yield infinite(o.stage, f"{o.key} of {name} ({dtypes})", number)
-        elif o.when == "handover" and o.kind == "evidence" and resumes:
-            yield from generators(o, before, after, number)
 
 
 def _gaps(
@@ -231,14 +155,14 @@ def _step(
             continue
         own, reference = views[o.key], references[o.key]
         if o.is_of_rows:
-            yield _of_rows(o, step, views)
+            yield rebuilt_of_rows(o, step, views)
         elif o.kind in ("scalar", "setting"):
             parts, independent = o.norm_of or o.made_of, not (o.norm_of or o.one_direction)
             typical = _of_parts(views[parts].tensors, references[parts].tensors, independent=independent)
             if o.sum_of:
                 unit = oracle.value(o.scale or o.key)
                 typical = _of_terms(views[o.sum_of].tensors, references[o.sum_of].tensors, unit=unit)
-            for found in _scalar(o, step, oracle, views):
+            for found in (*_scalar(o, step, oracle), *rebuilt_norm(o, step, oracle, views)):
                 yield replace(found, typical=found.typical or typical)
         elif o.kind == "rows":
             yield from _rows(o, step.step, own.tensors, reference.tensors, references[o.scale or o.key].tensors)
@@ -297,8 +221,8 @@ def _rows(
     yield replace(found, error=error, scalar=True, residual=left, size=size, where=strip.where, strip=strip)
 
 
-def _scalar(o: Observable, step: StepRecord, oracle: StepRecord, views: StepViews) -> Iterator[Measurement]:
-    """Measures a scalar or setting. ``views``: the tensors of the cell's step."""
+def _scalar(o: Observable, step: StepRecord, oracle: StepRecord) -> Iterator[Measurement]:
+    """Measures a scalar or setting."""
     own, reference = step.value(o.key), oracle.value(o.key)
     assert reference is not None, f"the oracle did not record {o.key}"
     if own is None:
@@ -308,21 +232,6 @@ def _scalar(o: Observable, step: StepRecord, oracle: StepRecord, views: StepView
     unit = oracle.value(o.scale) if o.scale else reference
     assert unit is not None, f"the oracle did not record {o.scale}"
     yield number_off(o.stage, o.key, step.step, own, reference, unit=unit, fixed=o.exact_bound)
-    if o.norm_of and views[o.norm_of].tensors:
-        unnamed = unnamed_norm(oracle, o.key.removesuffix("grad_norm"))
-        rebuilt = math.hypot(unnamed, views[o.norm_of].norm)
-        name, bound = o.key + AGAINST_REBUILT, NORM_ROUNDINGS * ROUNDING
-        found = number_off(o.stage, name, step.step, own, rebuilt, unit=rebuilt, fixed=None if unnamed else bound)
-        # The unnamed norm is the oracle's, and the cell's has the noise of its precision.
-        yield replace(found, typical=bound / NOISE_FACTOR) if unnamed else found
-
-
-def unnamed_norm(oracle: StepRecord, prefix: str) -> float:
-    """Returns the norm of gradients that a known defect adds to the cell's norm but not to its record; else 0.
-
-    ``prefix``: of the model's keys. The number is the oracle's, so it carries the noise of the cell's precision.
-    """
-    return oracle.value(prefix + UNNAMED_NORM) or 0.0
 
 
 def _of_parts(parts: Tensors, reference: Tensors, *, independent: bool) -> float:
@@ -344,31 +253,3 @@ def _of_terms(terms: Tensors, reference: Tensors, *, unit: float | None) -> floa
         return 0.0
     squares = sum((terms[name].double() - ref.double()).square().sum().item() for name, ref in reference.items())
     return finite(math.sqrt(squares) / abs(unit or 1.0))
-
-
-def _of_rows(o: Observable, step: StepRecord, views: StepViews) -> Measurement:
-    """Compares a number that follows from rows with the same number recomputed from the cell's own rows.
-
-    The error of a mean is relative to the mean size of the numbers. The error of an explained variance, 1 - ratio, is
-    relative to the ratio, whose denominator is verl's.
-    """
-    own, rows = step.value(o.key), _in_order(views[o.mean_of or o.max_of or o.explains].tensors)
-    if own is None or rows is None:
-        return infinite(o.stage, f"{o.key} (missing)", step.step)
-    if o.mean_of:
-        rebuilt, unit = rows.mean(), rows.abs().mean()
-    elif o.max_of:
-        rebuilt = unit = rows.max()
-    else:
-        explaining = _in_order(views[o.made_of].tensors)
-        if explaining is None or explaining.shape != rows.shape:
-            return infinite(o.stage, f"{o.key} (rows of {o.made_of} are missing or of another length)", step.step)
-        unit = (rows - explaining).var() / (rows.var() + 1e-5)
-        rebuilt = 1 - unit
-    bound = NORM_ROUNDINGS * ROUNDING
-    return number_off(o.stage, o.judged_as, step.step, own, rebuilt.item(), unit=unit.item(), fixed=bound)
-
-
-def _in_order(rows: Tensors) -> torch.Tensor | None:
-    """Concatenates the numbers of all rows; None if there are none."""
-    return torch.cat([rows[name].double().flatten() for name in sorted(rows)]) if rows else None

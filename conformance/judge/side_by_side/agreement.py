@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 
-from conformance.judge.pairwise import Difference, Pair
+from conformance.judge.side_by_side.distances import Difference, Pair
 from conformance.results.verdict import State
 
 ORACLE = -1  # the oracle's number among the members

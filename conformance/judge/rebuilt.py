@@ -1,25 +1,26 @@
-"""Rebuilds the weights after a step from the cell's own records: its gradients and its weights before the step.
+"""Rebuilds what follows from a cell's own record: the gradient norm, the update, numbers made of rows.
 
 A cell's own gradients carry the noise of its precision, so against the oracle an update can only be judged as loosely
 as the gradients are: in bf16 a lost weight decay disappears in the noise. Given the gradients, an update has no noise
 but the rounding of the optimizer's own arithmetic, which is float32 in every precision below the exact tier. So the
-update is computed again in float64 and compared element by element: clipping, moments, decay, bias correction and rate.
-Of a sketched tensor, the elements of its sample are compared, among them one of each row and one of each column.
+update is computed again in float64 from the cell's gradients and its weights before the step, and compared element by
+element: clipping, moments, decay, bias correction and rate. Of a sketched tensor, the elements of its sample are
+compared, among them one of each row and one of each column.
 """
 
 import math
 from collections.abc import Iterator, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from conformance.judge.observable_errors import unnamed_norm
-from conformance.judge.tensor_views import StepViews, TensorView, place
-from conformance.judge.tolerance import NORM_ROUNDINGS, ROUNDING, Measurement
+from conformance.judge.tensor_views import StepViews, Tensors, TensorView, infinite, number_off, place
+from conformance.judge.tolerance import NOISE_FACTOR, NORM_ROUNDINGS, ROUNDING, Measurement
 from conformance.numerics.comparison import finite
 from conformance.numerics.sketch import sampled
 from conformance.oracle.optimizer import clip_factor, make_optimizer
-from conformance.records.step_tensors import Record
+from conformance.oracle.variant import UNNAMED_NORM
+from conformance.records.step_tensors import Record, StepRecord
 from conformance.spec.observables import AGAINST_REBUILT, SKIPPED, Observable
 from conformance.spec.precision import FloatFormat
 from conformance.spec.scenario import Scenario
@@ -28,6 +29,54 @@ REBUILT_ROUNDINGS = 4  # of a weight; a multiplication for decay and a subtracti
 UPDATE_ROUNDINGS = 64  # of an update: norm and clipping, two moments, a square root, divisions, and the rate
 
 UNCHANGED = " where the update is skipped"
+
+
+def rebuilt_norm(o: Observable, step: StepRecord, oracle: StepRecord, views: StepViews) -> Iterator[Measurement]:
+    """Compares a reported norm with the norm of the tensors that the cell recorded, ``views``, by a sharp bound."""
+    own = step.value(o.key)
+    if own is not None and o.norm_of and views[o.norm_of].tensors:
+        unnamed = unnamed_norm(oracle, o.key.removesuffix("grad_norm"))
+        rebuilt = math.hypot(unnamed, views[o.norm_of].norm)
+        name, bound = o.key + AGAINST_REBUILT, NORM_ROUNDINGS * ROUNDING
+        found = number_off(o.stage, name, step.step, own, rebuilt, unit=rebuilt, fixed=None if unnamed else bound)
+        # The unnamed norm is the oracle's, and the cell's has the noise of its precision.
+        yield replace(found, typical=bound / NOISE_FACTOR) if unnamed else found
+
+
+def unnamed_norm(oracle: StepRecord, prefix: str) -> float:
+    """Returns the norm of gradients that a known defect adds to the cell's norm but not to its record; else 0.
+
+    ``prefix``: of the model's keys. The number is the oracle's, so it carries the noise of the cell's precision.
+    """
+    return oracle.value(prefix + UNNAMED_NORM) or 0.0
+
+
+def rebuilt_of_rows(o: Observable, step: StepRecord, views: StepViews) -> Measurement:
+    """Compares a number that follows from rows with the same number recomputed from the cell's own rows.
+
+    The error of a mean is relative to the mean size of the numbers. The error of an explained variance, 1 - ratio, is
+    relative to the ratio, whose denominator is verl's.
+    """
+    own, rows = step.value(o.key), _in_order(views[o.mean_of or o.max_of or o.explains].tensors)
+    if own is None or rows is None:
+        return infinite(o.stage, f"{o.key} (missing)", step.step)
+    if o.mean_of:
+        rebuilt, unit = rows.mean(), rows.abs().mean()
+    elif o.max_of:
+        rebuilt = unit = rows.max()
+    else:
+        explaining = _in_order(views[o.made_of].tensors)
+        if explaining is None or explaining.shape != rows.shape:
+            return infinite(o.stage, f"{o.key} (rows of {o.made_of} are missing or of another length)", step.step)
+        unit = (rows - explaining).var() / (rows.var() + 1e-5)
+        rebuilt = 1 - unit
+    bound = NORM_ROUNDINGS * ROUNDING
+    return number_off(o.stage, o.judged_as, step.step, own, rebuilt.item(), unit=unit.item(), fixed=bound)
+
+
+def _in_order(rows: Tensors) -> torch.Tensor | None:
+    """Concatenates the numbers of all rows; None if there are none."""
+    return torch.cat([rows[name].double().flatten() for name in sorted(rows)]) if rows else None
 
 
 def rebuilt_updates(phases: Sequence[Record], oracle: Record, scenario: Scenario) -> Iterator[Measurement]:

@@ -16,8 +16,8 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from conformance.core.errors import UsageError
-from conformance.judge.agreement import ORACLE, Member, agreement
-from conformance.judge.pairwise import Bounds, Difference, column_of, compare_lines, compare_tensors
+from conformance.judge.side_by_side.agreement import ORACLE, Member, agreement
+from conformance.judge.side_by_side.distances import Bounds, Difference, column_of, compare_lines, compare_tensors
 from conformance.records.header_checks import FLOAT64, check_cell, check_oracle
 from conformance.records.record_format import Line, Lines, RecordError, read_lines
 from conformance.records.step_tensors import Record, read_record
