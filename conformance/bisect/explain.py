@@ -61,10 +61,7 @@ def describe_stored(bisection: Bisection) -> Explanation:
     description = describe(bisection)
     if not bisection.models:
         return description
-    source = (
-        f"{BISECTION}, which anybody with access to the folder can write: its digest only shows that the file is "
-        f"complete; {BISECT} {bisection.cell} runs cell and oracle again and proves the result"
-    )
+    source = f"{BISECTION}, which is not proven; {BISECT} {bisection.cell} runs cell and oracle again"
     return Explanation(answer=description.answer, facts=(*description.facts, ("based on", source)))
 
 

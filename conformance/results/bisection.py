@@ -4,7 +4,6 @@ A bisection changes no verdict. The place of the defect is computed on demand an
 belongs to other records than the cell's is not shown (see docs/principles.md#9-incomplete-is-never-green).
 """
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, StrictInt, TypeAdapter, ValidationError
 
 from conformance.core.io import Unreadable, read_file
-from conformance.records.record_format import Count, dumps, first_error, parse_strict_json
+from conformance.records.record_format import Count, first_error, parse_strict_json
 from conformance.results.run_results import write_output_json
 
 BISECTION = "bisect.json"
@@ -183,10 +182,9 @@ class Bisection:
 
 @dataclass(frozen=True, kw_only=True)
 class _File(Bisection):
-    """Adds the fields of the file. sha256: the digest of all other values, in the order of the file."""
+    """Adds the version of the file."""
 
     schema: Annotated[int, Field(ge=BISECTION_SCHEMA, le=BISECTION_SCHEMA)]
-    sha256: str
 
 
 _FILE, _BISECTED = TypeAdapter(_File), TypeAdapter(tuple[Bisected, ...])
@@ -199,32 +197,19 @@ def bisected_from_json(values: Any) -> tuple[Bisected, ...]:
 
 def write_bisection(folder: Path, bisection: Bisection) -> None:
     """Writes ``bisect.json`` of a cell. Raises Unwritable."""
-    values = {"schema": BISECTION_SCHEMA, **asdict(bisection)}
-    write_output_json(folder / BISECTION, {**values, "sha256": _digest(values)}, indent=None)
-
-
-def _digest(values: Mapping[str, Any]) -> str:
-    return hashlib.sha256(
-        dumps({name: value for name, value in values.items() if name != "sha256"}).encode()
-    ).hexdigest()
-
-
-def untrusted_bisection(cell: str, records: tuple[str, ...], why: str) -> Bisection:
-    """Returns a bisection without findings, for a file that cannot be trusted. why: the words after the file's name."""
-    again = f"run: parity bisect {cell}"
-    return Bisection(cell=cell, records=records, stage="", traced=cell, why_not=f"{BISECTION} {why}; {again}")
+    write_output_json(folder / BISECTION, {"schema": BISECTION_SCHEMA, **asdict(bisection)}, indent=None)
 
 
 def read_bisection(folder: Path, *, cell: str, records: tuple[str, ...]) -> Bisection | None:
     """Reads the bisection of ``cell`` from its ``folder``; None if there is none. records: the digests of the cell's
-    records. For a file that cannot be trusted, returns a bisection that only says why."""
+    records. For a file that does not belong to these or is malformed, returns a bisection that only says why."""
 
     def refused(why: str) -> Bisection:
-        return untrusted_bisection(cell, records, why)
+        why_not = f"{BISECTION} {why}; run: parity bisect {cell}"
+        return Bisection(cell=cell, records=records, stage="", traced=cell, why_not=why_not)
 
     try:
-        values = parse_strict_json(read_file(folder / BISECTION, limit=LONGEST))
-        found = _FILE.validate_python(values)
+        found = _FILE.validate_python(parse_strict_json(read_file(folder / BISECTION, limit=LONGEST)))
     except FileNotFoundError:
         return None
     except Unreadable as error:
@@ -233,11 +218,8 @@ def read_bisection(folder: Path, *, cell: str, records: tuple[str, ...]) -> Bise
         return refused(f"is not as the suite wrote it ({first_error(error)})")
     except ValueError as error:
         return refused(f"is not valid JSON ({error})")
-    if found.sha256 != _digest(values):
-        return refused("was edited: its digest does not match its content")
     if (found.cell, found.records) != (cell, records):
         return refused("belongs to another run of the cell, or to another cell")
     if not found.models and not found.why_not:
         return refused("holds no result")
-    values_of_bisection = {name: value for name, value in vars(found).items() if name not in ("schema", "sha256")}
-    return Bisection(**values_of_bisection)
+    return Bisection(**{name: value for name, value in vars(found).items() if name != "schema"})

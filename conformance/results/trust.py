@@ -4,11 +4,9 @@ A passing verdict needs complete records of the cell and of its oracle, and a qu
 each step at which it applies, for the same tensors at every step. Otherwise the cell is an infrastructure failure,
 whatever its file says (see docs/principles.md#9-incomplete-is-never-green). The command line and the reports both read
 cells with this module, so the exit code and the report agree. No tensor is read, because tensors may have been removed.
-
-A bisect.json is not shown if it contradicts the cell's verdict or records (unknown stage, step, module, rank or cell).
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import pairwise
@@ -17,13 +15,11 @@ from pathlib import Path
 from conformance.core.errors import UsageError
 from conformance.records.header_checks import FLOAT64, check_cell, check_oracle, second_class
 from conformance.records.record_format import Line, Lines, RecordError, read_lines
-from conformance.results.bisection import Bisected, Bisection, First, read_bisection, untrusted_bisection
-from conformance.results.run_results import Entry, Run, inside, read_run, states_of
-from conformance.results.verdict import NO_FAULT, STATES, Quantity, State
+from conformance.results.bisection import Bisection, read_bisection
+from conformance.results.run_results import Entry, Run, inside, read_run
+from conformance.results.verdict import NO_FAULT, STATES, Quantity
 from conformance.spec.known_defects import defects_of
-from conformance.spec.layout import Layout
-from conformance.spec.objectives import parse_objective
-from conformance.spec.observables import Observable, stages, unobserved_step
+from conformance.spec.observables import Observable, unobserved_step
 
 AGAIN = "Run it again."
 
@@ -89,102 +85,6 @@ def _lost(observable: Observable, line: Line) -> bool:
     return bool(observable.lost_if and line.get("values", {}).get(observable.lost_if))
 
 
-TIED = "lm_head"  # has no weight of its own if the weights are tied to the embedding
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Cell:
-    """Holds the names and numbers that may occur in the bisection of a cell."""
-
-    modules: Set[str]
-    parameters: Set[str]
-    ranks: int
-    rows: int
-
-
-def find_contradiction(found: Bisection, entry: Entry, header: Line, states: Mapping[str, State]) -> str:
-    """Returns the first contradiction between a bisection and its cell, in words; empty if there is none.
-
-    header: the header of the record of the cell's first phase. states: the states of the run's cells by id.
-    """
-    try:
-        return next(_contradictions(found, entry, header, states), "")
-    except (KeyError, TypeError, ValueError) as error:  # UsageError among them
-        return f"cannot be compared with the record of the cell ({error!r})"
-
-
-def _contradictions(found: Bisection, entry: Entry, header: Line, states: Mapping[str, State]) -> Iterator[str]:
-    precision, _, rest = entry.variant.partition("/")
-    variant = "/".join(filter(None, ("exact", rest)))
-    twin = "/".join([entry.scenario, entry.model, entry.backend, entry.layout, variant])
-    if found.traced != twin:
-        yield f"is about {found.traced}, but the exact tier of this cell is {twin}"
-    if found.stage not in stages(entry.observables):
-        yield f"names the stage {found.stage!r}, which this cell does not have"
-    if precision == "exact" and entry.verdict.findings:
-        first = entry.verdict.findings[0]
-        if found.stage != first.stage:
-            yield f"names the stage {found.stage}, but in the verdict {first.stage} differs first"
-        if found.models and found.step != max(0, first.step):
-            yield f"is about step {found.step}, but in the verdict step {first.step} differs first"
-    scenario = header["scenario"]
-    if not 0 <= found.step < scenario["steps"]:
-        yield f"is about step {found.step} of {scenario['steps']}"
-    roles = [role.name for role in parse_objective(scenario["objective"]).roles if role.trained]
-    if found.models and sorted(model.model for model in found.models) != sorted(roles):
-        yield f"is about the models {', '.join(model.model for model in found.models)}; trained are {', '.join(roles)}"
-    parameters = {name for quantity in entry.verdict.quantities if "." in (name := _parameter(quantity.tensor))}
-    cell = _Cell(
-        modules={
-            TIED,
-            *(".".join(parts[:n]) for p in parameters for parts in [p.split(".")] for n in range(1, len(parts))),
-        },
-        parameters=parameters,
-        ranks=Layout.parse(entry.layout).world_size,
-        rows=scenario["data"]["rows"],
-    )
-    for model in found.models:
-        yield from _of_model(model, cell)
-    if found.collectives and (other := found.collectives.conforming) and states.get(other) != "conforms":
-        yield f"compares collectives with {other}, which does not conform in this run"
-
-
-def _parameter(tensor: str) -> str:
-    """Returns the parameter in the name of a quantity, without annotations such as '(missing)'; empty for a quantity
-    of all parameters."""
-    return "" if ": " in tensor else tensor.partition(" ")[0]
-
-
-def _of_model(found: Bisected, cell: _Cell) -> Iterator[str]:
-    named = [*found.unseen, *found.unknown]
-    for first, direction in ((found.forward, "forward"), (found.backward, "backward")):
-        if first:
-            named += [first.module, first.wrong.key[0], *([first.before[0]] if first.before else [])]
-            yield from _of_first(first, direction, cell)
-    if unknown := [name for name in named if name not in cell.modules]:
-        yield f"names the module {unknown[0]!r}, which this model does not have"
-    if unknown := [name for name in found.parameters if name not in cell.parameters]:
-        yield f"names the parameter {unknown[0]!r}, which this model does not have"
-    if len(found.parameters) > found.gradients or not set(found.unknown) <= set(found.unseen):
-        yield "has more wrong gradients or unknown modules than there are"
-    if found.forward and found.backward:
-        yield "names a wrong backward pass, although wrong gradients follow from the wrong forward pass"
-
-
-def _of_first(first: First, direction: str, cell: _Cell) -> Iterator[str]:
-    wrong, (name, side) = first.wrong, first.wrong.key
-    sides = ("input", "output") if direction == "forward" else ("gradient of the output", "gradient of the input")
-    if first.direction != direction or side not in sides:
-        yield f"gives the {side} of {name} as the wrong value of the {direction} pass"
-    if not (name == first.module or name.startswith(f"{first.module}.")):
-        yield f"names the module {first.module}, but the wrong value is the {side} of {name}"
-    ranks: Sequence[int] = (*wrong.ranks, *wrong.hold, *wrong.silent, *first.given_by)
-    if any(rank >= cell.ranks for rank in ranks) or not set(wrong.ranks) <= set(wrong.hold):
-        yield f"names ranks {', '.join(map(str, sorted(set(ranks))))} of {cell.ranks}"
-    if any(row >= cell.rows for row, _ in wrong.places) or wrong.tokens > wrong.compared or wrong.rows > cell.rows:
-        yield f"names rows or tokens that a step of {cell.rows} rows does not have"
-
-
 ReadLines = Callable[[Path], tuple[Lines | None, str]]
 CheckHeader = Callable[[Path, Line], None]
 
@@ -214,11 +114,10 @@ def read_cells(out: Path) -> tuple[Run, list[CheckedCell]]:
     """
     run, entries = read_run(out)
     oracle_lines = cache(_read_lines)  # many cells share an oracle
-    states = states_of(entries)
-    return run, [_check_entry(out, entry, oracle_lines, states) for entry in entries]
+    return run, [_check_entry(out, entry, oracle_lines) for entry in entries]
 
 
-def _check_entry(out: Path, entry: Entry, oracle_lines: ReadLines, states: Mapping[str, State]) -> CheckedCell:
+def _check_entry(out: Path, entry: Entry, oracle_lines: ReadLines) -> CheckedCell:
     folder = out / entry.folder
     is_own, is_oracle = partial(check_cell, cell=entry.cell), partial(check_oracle, precision=FLOAT64)
     found = [_read_checked(out, folder / record, _read_lines, is_own) for record in entry.records]
@@ -242,9 +141,6 @@ def _check_entry(out: Path, entry: Entry, oracle_lines: ReadLines, states: Mappi
     if verdict.state == "differs":
         digests = tuple(lines.digest for lines in phases)
         bisection = read_bisection(inside(out, folder), cell=entry.cell, records=digests)
-        if bisection and phases and bisection.stage:
-            why = find_contradiction(bisection, entry, phases[0].header, states)
-            bisection = untrusted_bisection(entry.cell, digests, why) if why else bisection
     return CheckedCell(entry=entry, phases=phases, oracle=oracle, problem=problem, bisection=bisection)
 
 

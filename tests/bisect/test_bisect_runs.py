@@ -3,7 +3,6 @@
 import base64
 import contextlib
 import gzip
-import hashlib
 import io
 import json
 import os
@@ -12,7 +11,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +23,6 @@ from conformance.cli import main as cli
 from conformance.core.process import Stop, Stopped
 from conformance.matrix.options import Selection
 from conformance.matrix.profile import select_cells
-from conformance.records.record_format import dumps
 from conformance.results.bisection import BISECTION, Bisection, read_bisection, write_bisection
 from conformance.results.trust import CheckedCell, read_cells
 from conformance.runner.placement import SessionConfig
@@ -124,7 +121,7 @@ def test_all_reports_show_what_is_stored(out: Path, capsys: pytest.CaptureFixtur
     word, rests = shown["facts"][-1]  # a forged file with a digest of its own cannot be told from this one
     assert word == "based on"
     assert f"parity bisect {EXACT} runs cell and oracle again" in rests
-    assert "proves nothing else" in (out / "report.md").read_text()
+    assert "which is not proven" in (out / "report.md").read_text()
 
 
 @pytest.mark.exhaustive
@@ -191,89 +188,15 @@ DAMAGE: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-def rewrite(file: Path, change: Callable[[Any], None]) -> None:
-    """Change the values of a stored bisection, and its digest with them."""
-    values = json.loads(file.read_text())
-    del values["sha256"]
-    change(values)
-    digest = hashlib.sha256(dumps(values).encode()).hexdigest()
-    file.write_text(json.dumps({**values, "sha256": digest}))
-
-
-def test_a_stored_bisection_that_was_edited_is_not_believed(out: Path) -> None:
-    file = file_of(out, EXACT)
-    file.write_text(file.read_text().replace("model.layers.1.mlp", "model.layers.0.mlp"))
-    assert "was edited: its digest does not match its content" in describe(cell(out, EXACT).bisection).answer  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_stored_bisection_is_not_believed(damage: str, out: Path) -> None:
     changed, why = DAMAGE[damage]
-    rewrite(file_of(out, EXACT), lambda values: values.update(changed))
+    file = file_of(out, EXACT)
+    file.write_text(json.dumps(json.loads(file.read_text()) | changed))
     found = cell(out, EXACT).bisection
     assert found
     assert why in describe(found).answer
     assert found.models == ()
-
-
-def first(values: Any) -> Any:
-    return values["models"][0]["forward"]
-
-
-NO_MODULE = ["model.layers.9.mlp", "output"]
-FORGED: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "a stage of no objective": (
-        lambda v: v.update(stage="magic"),
-        "names the stage 'magic', which this cell does not have",
-    ),
-    "another stage": (lambda v: v.update(stage="loss"), "names the stage loss, but in the verdict log-probs"),
-    "another step": (lambda v: v.update(step=1), "is about step 1, but in the verdict step 0 differs first"),
-    "another cell": (
-        lambda v: v.update(traced="tiny/llama/wrongmlp/dp1/exact"),
-        "is about tiny/llama/wrongmlp/dp1/exact",
-    ),
-    "a module of no model": (
-        lambda v: first(v).update(
-            module="model.layers.9.mlp", wrong=first(v)["wrong"] | {"key": ["model.layers.9.mlp", "output"]}
-        ),
-        "names the module 'model.layers.9.mlp', which this model does not have",
-    ),
-    "another module": (
-        lambda v: first(v).update(module="model.layers.0.mlp"),
-        "names the module model.layers.0.mlp, but",
-    ),
-    "a rank too many": (lambda v: first(v)["wrong"].update(ranks=[2], hold=[2]), "names ranks"),
-    "a row too many": (lambda v: first(v)["wrong"].update(places=[[10**6, 0]]), "names rows or tokens"),
-    "a gradient as the forward pass": (
-        lambda v: first(v)["wrong"].update(key=["model.layers.1.mlp", "gradient of the output"]),
-        "as the wrong value of the forward pass",
-    ),
-    "a parameter of no model": (lambda v: v["models"][0]["parameters"].update(bias=1.0), "names the parameter 'bias'"),
-    "another model": (
-        lambda v: v["models"][0].update(model="critic"),
-        "is about the models critic; trained are",
-    ),
-    "another layout": (
-        lambda v: v["collectives"].update(conforming="tiny/llama/wrongmlp/dp8/exact"),
-        "which does not conform in this run",
-    ),
-}
-
-
-@pytest.mark.parametrize("forged", FORGED)
-def test_what_the_cell_cannot_have_is_not_told(forged: str, out: Path) -> None:
-    change, why = FORGED[forged]
-    rewrite(file_of(out, EXACT), change)
-    found = cell(out, EXACT).bisection
-    assert found
-    assert why in describe(found).answer
-    assert describe(found).answer.endswith(f"run: parity bisect {EXACT}")
-    assert found.models == ()
-
-
-def test_a_twin_that_is_another_cell_is_not_told(out: Path) -> None:
-    rewrite(file_of(out, FP32), lambda values: values.update(traced=FP32))
-    assert f"the exact tier of this cell is {EXACT}" in describe(cell(out, FP32).bisection).answer  # type: ignore[arg-type]
 
 
 def test_a_stored_bisection_that_is_no_json_or_no_file_is_not_believed(out: Path) -> None:
