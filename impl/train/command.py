@@ -15,12 +15,11 @@ from conformance.core.errors import UsageError
 from impl.train.flags import (
     COMMANDS,
     Parser,
-    Value,
     add_flags,
     given_values,
     merge_values,
     read_recipe,
-    resolve_values,
+    resolve_options,
 )
 
 RANK = "impl.train.worker"  # the module that runs a rank
@@ -45,15 +44,15 @@ class Train:
         command: str = options.train
         given = given_values(options, command)
         recipe = read_recipe(options.config, command) if options.config else {}
-        values = resolve_values(given, recipe, command)
+        resolved = resolve_options(given, recipe, command)
         ranks = _torchrun_ranks()
         if ranks is not None:
-            _check_requested_ranks(values["nproc_per_node"])
+            _check_requested_ranks(resolved.nproc_per_node)
 
         from impl.train.options import train_config
 
         explicit = merge_values(given, recipe)
-        config = train_config(command, values, given=explicit, ranks=ranks, dry_run=options.dry_run)
+        config = train_config(command, resolved, given=explicit, ranks=ranks, dry_run=options.dry_run)
         if options.dry_run:
             from impl.train.plan import plan
 
@@ -93,7 +92,7 @@ def _torchrun_ranks() -> int | None:
         ) from None
 
 
-def _check_requested_ranks(requested: Value) -> None:
+def _check_requested_ranks(requested: int | None) -> None:
     """Raises UsageError if torchrun has started another number of ranks on this host."""
     started = os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])
     if requested is not None and str(requested) != started:

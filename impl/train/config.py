@@ -1,4 +1,4 @@
-"""Reads the options of ``parity train`` in their types, and holds the configuration of a training.
+"""Holds the configuration of a training.
 
 Settings that decide a step (objective, optimizer, schedule, precision, micro-batches, seed) form a scenario, and the
 arrangement of ranks is a layout, as in a cell of the suite: a training runs the code that cells judge. TrainConfig adds
@@ -15,49 +15,6 @@ from pydantic import PlainSerializer, PlainValidator, TypeAdapter, ValidationErr
 from conformance.core.errors import UsageError, explain
 from conformance.spec.layout import Layout
 from conformance.spec.scenario import Scenario, parse_scenario, scenario_to_json
-from impl.train.flags import SAME_SIZE, Value, written
-
-
-class Values:
-    """Reads values that resolve_values has checked, in their types."""
-
-    def __init__(self, values: Mapping[str, Value]) -> None:
-        self._values = values
-
-    def text(self, name: str) -> str:
-        return str(self._values[name])
-
-    def whole(self, name: str) -> int:
-        value = self._values[name]
-        assert isinstance(value, int)
-        return value
-
-    def number(self, name: str) -> float:
-        value = self._values[name]
-        assert isinstance(value, float)
-        return value
-
-    def flag(self, name: str) -> bool:
-        return bool(self._values[name])
-
-    def path(self, name: str) -> Path | None:
-        return None if self._values[name] is None else Path(self.text(name)).expanduser().absolute()
-
-    def given(self, name: str) -> bool:
-        return self._values[name] is not None
-
-    def cut(self, name: str) -> int:
-        """Returns a size that has two names; only one may be given."""
-        other = SAME_SIZE[name]
-        if self.given(name) and self.given(other) and self.whole(name) != self.whole(other):
-            names = f"{written(name)} {self.whole(name)} and {written(other)} {self.whole(other)}"
-            raise UsageError(f"{names} are two names of one size; give one")
-        return self.whole(name) if self.given(name) else self.whole(other) if self.given(other) else 1
-
-    @property
-    def stages(self) -> int:
-        return self.whole("pipeline_model_parallel_size")
-
 
 ARITHMETIC = "arithmetic"  # path of the embedded data set (impl/train/data.py)
 Engine = Literal["hf", "vllm"]

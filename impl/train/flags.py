@@ -1,6 +1,6 @@
-"""Declares the options of ``parity train`` in one table, for the command line and for recipes.
+"""Declares the options of ``parity train`` as fields of one class, for the command line and for recipes.
 
-The names are those of OpenRLHF, Megatron-LM and transformers. A default of ``None`` follows from other options
+The names are those of OpenRLHF, Megatron-LM and transformers. An option that is ``None`` follows from other options
 (impl/train/options.py). A recipe is a TOML or YAML file with the same names as its keys; the command line overrides the
 recipe, also under an alternative name.
 """
@@ -9,16 +9,16 @@ import argparse
 import contextlib
 import difflib
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args, get_type_hints
 
 from conformance.core import parser
 from conformance.core.errors import UsageError, one_line, shown
 from conformance.core.io import MIB, read_text, read_toml
-from conformance.spec.objectives import LossMode
-from conformance.spec.precision import PRECISIONS
+from conformance.spec.objectives import AdvantageEstimator, LossMode
+from conformance.spec.precision import PRECISIONS, PrecisionName
 
 COMMANDS = {
     "sft": "supervised fine-tuning on inputs and outputs",
@@ -29,6 +29,8 @@ ROLLOUT = ("grpo", "ppo")
 SAME_SIZE = {"tensor_model_parallel_size": "fsdp_tensor_parallel_size", "ring_attn_size": "context_parallel_size"}
 ALTERNATIVES = (*SAME_SIZE.items(), ("max_steps", "max_epochs", "num_episodes"))  # only one of each may be given
 Value = str | int | float | bool | None
+_BY_WIDTH = tuple(tier.name for tier in sorted(PRECISIONS.values(), key=lambda tier: tier.compute.bytes))
+_TP = "give --tensor-model-parallel-size, which every backend has"
 
 
 def written(name: str) -> str:
@@ -36,11 +38,159 @@ def written(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
+def option(help: str, *, default: Value = None, **rules: Any) -> Any:
+    """Declares an option; ``rules`` are fields of Flag."""
+    return field(default=default, metadata={"help": help, **rules})
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions:
+    """Holds a value for every option; a ``bool`` is a switch, ``--name`` or ``--no-name``."""
+
+    backend: Literal["deepspeed", "fsdp2", "megatron"] = option("training backend")
+    # Models
+    pretrain: str = option("Hugging Face folder of the policy, and of the reference if there is one")
+    critic_pretrain: str | None = option(
+        "Hugging Face folder of the critic: a value model (score.weight), or a language model, which gets a "
+        "new value head (default: as --pretrain)",
+        commands=("ppo",),
+    )
+    trust_remote_code: bool = option("run Python code of model folders", default=False, in_recipe=False)
+    # Data
+    dataset: str | None = option("JSONL or Parquet file, or a saved Hugging Face dataset (default: embedded)")
+    eval_dataset: str | None = option("held-out data, in the same form (default: none)")
+    input_key: str = option("field of the input or prompt", default="question")
+    output_key: str = option("field of the output or reference answer", default="answer")
+    max_len: int = option("tokens of a row at most, prompt and response together", default=2048)
+    packing_samples: bool = option("put several documents into a row", default=False)
+    # Steps
+    train_batch_size: int = option("rows of an optimizer step, over all ranks", default=32)
+    micro_train_batch_size: int = option("rows of a forward pass of one rank", default=1)
+    max_steps: int | None = option("optimizer steps (default: by --max-epochs or --num-episodes)")
+    max_epochs: int | None = option("passes over the data (default: 1)", commands=("sft",))
+    num_episodes: int | None = option("passes over the prompts (default: 1)", commands=ROLLOUT)
+    seed: int = option("order of the data, sampling of responses, a new value head", default=0, least=0, most=2**32 - 1)
+    # Optimizer
+    learning_rate: float = option("peak of AdamW's learning rate", default=5e-6, above=0)
+    lr_scheduler: Literal["constant", "linear", "cosine"] = option("schedule", default="cosine")
+    lr_warmup_ratio: float = option(
+        "share of the steps in which the learning rate rises", default=0.03, least=0, most=1
+    )
+    weight_decay: float = option("decoupled; biases and norms are exempt", default=0.0, least=0)
+    adam_eps: float = option("epsilon of AdamW", default=1e-8, above=0)
+    max_norm: float = option("norm to which gradients are clipped; 0 for no clipping", default=1.0, least=0)
+    param_dtype: PrecisionName = option(
+        "dtype of forward and backward; masters are float32. exact: all in float64, for comparisons",
+        default="bf16",
+        choices=_BY_WIDTH,
+    )
+    # Adapters
+    lora_rank: int | None = option(
+        "train adapters of this rank (LoRA) on the frozen policy (default: none, the whole policy is trained)",
+        most=2**16,
+        unsupported={"megatron": "megatron-core has no adapters; use fsdp2 or deepspeed"},
+    )
+    lora_alpha: int | None = option("adapters are scaled by this / rank (default: 16)", most=2**16)
+    target_modules: str | None = option("linear layers with an adapter, such as q_proj,v_proj (default: all-linear)")
+    lora_save: Literal["adapter", "merged"] | None = option(
+        "--save-path gets the adapter beside the base, or merged into it (default: adapter)"
+    )
+    # Ranks
+    nproc_per_node: int | None = option("ranks to start (default: one per GPU; on the CPU, the fewest for the layout)")
+    device: Literal["cpu", "cuda"] | None = option("where ranks compute (default: cuda if there is any)")
+    zero_stage: int | None = option(
+        "what data-parallel ranks shard: ZeRO 0 to 3 of deepspeed (default: 3), the distributed optimizer of "
+        "megatron (1; default: 0); fsdp2 is always 3",
+        least=0,
+        most=3,
+    )
+    tensor_model_parallel_size: int | None = option("tensor-parallel ranks (default: 1)")
+    fsdp_tensor_parallel_size: int | None = option(
+        "the same, by its name in FSDP programs", unsupported={"deepspeed": _TP, "megatron": _TP}
+    )
+    use_hf_tp_plan: bool = option(
+        "tensor parallelism by the plan of the model's class instead of an explicit plan",
+        default=False,
+        unsupported={
+            "deepspeed": "AutoTP plans the sharding of a model itself; leave it out",
+            "megatron": "megatron-core's layers are sharded by their own classes; leave it out",
+        },
+    )
+    sequence_parallel: bool = option(
+        "norms and residuals sharded along the sequence between tensor-parallel blocks", default=False
+    )
+    ring_attn_size: int | None = option("context-parallel ranks, which share rows (default: 1)")
+    context_parallel_size: int | None = option("the same, by its name in Megatron-LM")
+    ring_head_stride: int = option("key-value heads that the ring gathers at a time", default=1)
+    pipeline_model_parallel_size: int = option("pipeline stages", default=1)
+    gradient_checkpointing: bool = option("recompute activations in the backward pass", default=False)
+    torch_compile: bool = option(
+        "compile each layer by torch.compile",
+        default=False,
+        unsupported={"megatron": "megatron-core's layers cannot be compiled; leave it out"},
+    )
+    offload: bool = option("parameters, gradients and optimizer state on the CPU", default=False)
+    # Rollouts
+    rollout_batch_size: int = option("prompts of a rollout", default=8, commands=ROLLOUT)
+    n_samples_per_prompt: int = option("responses to each prompt", default=4, commands=ROLLOUT)
+    generate_max_len: int = option("tokens of a response at most", default=1024, commands=ROLLOUT)
+    temperature: float = option("of sampling and of log-probs", default=1.0, above=0, commands=ROLLOUT)
+    rollout_engine: Literal["hf", "vllm"] = option("engine that samples responses", default="hf", commands=ROLLOUT)
+    greedy: bool = option("the likeliest token instead of sampling", default=False, commands=ROLLOUT)
+    # Objective
+    ppo_epochs: int = option("passes over a rollout", default=1, commands=ROLLOUT)
+    eps_clip: float = option("the ratio is clipped to 1 -/+ this", default=0.2, above=0, commands=ROLLOUT)
+    loss_mode: LossMode = option(
+        "loss of the policy (docs/explanations/objectives.md)", default="vanilla", commands=ROLLOUT
+    )
+    kl_coef: float = option("KL to the reference, in the reward", default=0.0, least=0, commands=ROLLOUT)
+    kl_loss_coef: float = option("KL to the reference, in the loss", default=0.0, least=0, commands=ROLLOUT)
+    advantage_estimator: AdvantageEstimator = option(
+        "how rewards become advantages", default="grpo", commands=("grpo",)
+    )
+    gamma: float = option("discount of rewards", default=1.0, least=0, most=1, commands=ROLLOUT)
+    lambd: float = option("lambda of generalised advantage estimation", default=1.0, least=0, most=1, commands=("ppo",))
+    value_clip: float = option("values are clipped to the old -/+ this", default=0.5, above=0, commands=("ppo",))
+    # Output
+    save_path: str | None = option("Hugging Face folder that is written at the end (default: none)")
+    ckpt_path: str | None = option("folder of checkpoints (default: none)")
+    load_checkpoint: bool = option("resume from the last checkpoint in --ckpt-path", default=False)
+    save_steps: int = option("updates between two checkpoints", default=100)
+    async_save: bool = option("write checkpoints while the training continues", default=False)
+    max_ckpt_num: int = option("checkpoints to keep", default=2)
+    eval_steps: int = option("updates between two evaluations", default=100)
+    logging: str | None = option(
+        "file of JSON lines, one a step (default: log.jsonl in --ckpt-path, else in parity-train/DATE_TIME)"
+    )
+    use_tensorboard: bool = option("write the numbers for TensorBoard, too", default=False)
+    use_wandb: bool = option("send the numbers to Weights & Biases, too", default=False)
+
+    @property
+    def tp(self) -> int:
+        return self._size("tensor_model_parallel_size")
+
+    @property
+    def sp(self) -> int:
+        return self._size("ring_attn_size")
+
+    @property
+    def pp(self) -> int:
+        return self.pipeline_model_parallel_size
+
+    def _size(self, name: str) -> int:
+        """Returns a size that has two names. Raises UsageError if they are given different sizes."""
+        sizes = {each: size for each in (name, SAME_SIZE[name]) if (size := getattr(self, each)) is not None}
+        if len({*sizes.values()}) > 1:
+            names = " and ".join(f"{written(each)} {size}" for each, size in sizes.items())
+            raise UsageError(f"{names} are two names of one size; give one")
+        return next(iter(sizes.values()), 1)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Flag:
-    """Declares one option. ``kind`` is its type; a ``bool`` is a switch, ``--name`` or ``--no-name``.
+    """Describes one option.
 
-    least, above, most: the range of a number.
+    least, above, most: the range of a number; a whole number is 1 or more unless ``least`` says otherwise.
     commands: the commands that have the option.
     unsupported: by backend, the reason why it does not support the option.
     in_recipe: whether a recipe may contain it.
@@ -49,7 +199,7 @@ class Flag:
     name: str
     kind: type[str] | type[int] | type[float] | type[bool]
     help: str
-    default: Value = None
+    default: Value
     choices: tuple[str, ...] = ()
     least: float | None = None
     above: float | None = None
@@ -89,237 +239,24 @@ class Flag:
 
 
 _WORDS = {str: "a text", int: "a whole number", float: "a number", bool: "true or false"}
-_TP = "give --tensor-model-parallel-size, which every backend has"
 
-FLAGS = (
-    Flag(name="backend", kind=str, choices=("deepspeed", "fsdp2", "megatron"), help="training backend"),
-    # Models
-    Flag(name="pretrain", kind=str, help="Hugging Face folder of the policy, and of the reference if there is one"),
-    Flag(
-        name="critic_pretrain",
-        kind=str,
-        commands=("ppo",),
-        help="Hugging Face folder of the critic: a value model (score.weight), or a language model, which gets a new "
-        "value head (default: as --pretrain)",
-    ),
-    Flag(
-        name="trust_remote_code",
-        kind=bool,
-        default=False,
-        in_recipe=False,
-        help="run Python code of model folders",
-    ),
-    # Data
-    Flag(name="dataset", kind=str, help="JSONL or Parquet file, or a saved Hugging Face dataset (default: embedded)"),
-    Flag(name="eval_dataset", kind=str, help="held-out data, in the same form (default: none)"),
-    Flag(name="input_key", kind=str, default="question", help="field of the input or prompt"),
-    Flag(name="output_key", kind=str, default="answer", help="field of the output or reference answer"),
-    Flag(name="max_len", kind=int, least=1, default=2048, help="tokens of a row at most, prompt and response together"),
-    Flag(name="packing_samples", kind=bool, default=False, help="put several documents into a row"),
-    # Steps
-    Flag(name="train_batch_size", kind=int, least=1, default=32, help="rows of an optimizer step, over all ranks"),
-    Flag(name="micro_train_batch_size", kind=int, least=1, default=1, help="rows of a forward pass of one rank"),
-    Flag(name="max_steps", kind=int, least=1, help="optimizer steps (default: by --max-epochs or --num-episodes)"),
-    Flag(name="max_epochs", kind=int, least=1, commands=("sft",), help="passes over the data (default: 1)"),
-    Flag(name="num_episodes", kind=int, least=1, commands=ROLLOUT, help="passes over the prompts (default: 1)"),
-    Flag(
-        name="seed",
-        kind=int,
-        least=0,
-        most=2**32 - 1,
-        default=0,
-        help="order of the data, sampling of responses, a new value head",
-    ),
-    # Optimizer
-    Flag(name="learning_rate", kind=float, above=0, default=5e-6, help="peak of AdamW's learning rate"),
-    Flag(name="lr_scheduler", kind=str, default="cosine", choices=("constant", "linear", "cosine"), help="schedule"),
-    Flag(
-        name="lr_warmup_ratio",
-        kind=float,
-        least=0,
-        most=1,
-        default=0.03,
-        help="share of the steps in which the learning rate rises",
-    ),
-    Flag(name="weight_decay", kind=float, least=0, default=0.0, help="decoupled; biases and norms are exempt"),
-    Flag(name="adam_eps", kind=float, above=0, default=1e-8, help="epsilon of AdamW"),
-    Flag(
-        name="max_norm", kind=float, least=0, default=1.0, help="norm to which gradients are clipped; 0 for no clipping"
-    ),
-    Flag(
-        name="param_dtype",
-        kind=str,
-        default="bf16",
-        choices=tuple(tier.name for tier in sorted(PRECISIONS.values(), key=lambda tier: tier.compute.bytes)),
-        help="dtype of forward and backward; masters are float32. exact: all in float64, for comparisons",
-    ),
-    # Adapters
-    Flag(
-        name="lora_rank",
-        kind=int,
-        least=1,
-        most=2**16,
-        unsupported={"megatron": "megatron-core has no adapters; use fsdp2 or deepspeed"},
-        help="train adapters of this rank (LoRA) on the frozen policy (default: none, the whole policy is trained)",
-    ),
-    Flag(name="lora_alpha", kind=int, least=1, most=2**16, help="adapters are scaled by this / rank (default: 16)"),
-    Flag(
-        name="target_modules",
-        kind=str,
-        help="linear layers with an adapter, such as q_proj,v_proj (default: all-linear)",
-    ),
-    Flag(
-        name="lora_save",
-        kind=str,
-        choices=("adapter", "merged"),
-        help="--save-path gets the adapter beside the base, or merged into it (default: adapter)",
-    ),
-    # Ranks
-    Flag(
-        name="nproc_per_node",
-        kind=int,
-        least=1,
-        help="ranks to start (default: one per GPU; on the CPU, the fewest for the layout)",
-    ),
-    Flag(name="device", kind=str, choices=("cpu", "cuda"), help="where ranks compute (default: cuda if there is any)"),
-    Flag(
-        name="zero_stage",
-        kind=int,
-        least=0,
-        most=3,
-        help="what data-parallel ranks shard: ZeRO 0 to 3 of deepspeed (default: 3), the distributed optimizer of "
-        "megatron (1; default: 0); fsdp2 is always 3",
-    ),
-    Flag(name="tensor_model_parallel_size", kind=int, least=1, help="tensor-parallel ranks (default: 1)"),
-    Flag(
-        name="fsdp_tensor_parallel_size",
-        kind=int,
-        least=1,
-        unsupported={"deepspeed": _TP, "megatron": _TP},
-        help="the same, by its name in FSDP programs",
-    ),
-    Flag(
-        name="use_hf_tp_plan",
-        kind=bool,
-        default=False,
-        unsupported={
-            "deepspeed": "AutoTP plans the sharding of a model itself; leave it out",
-            "megatron": "megatron-core's layers are sharded by their own classes; leave it out",
-        },
-        help="tensor parallelism by the plan of the model's class instead of an explicit plan",
-    ),
-    Flag(
-        name="sequence_parallel",
-        kind=bool,
-        default=False,
-        help="norms and residuals sharded along the sequence between tensor-parallel blocks",
-    ),
-    Flag(
-        name="ring_attn_size",
-        kind=int,
-        least=1,
-        help="context-parallel ranks, which share rows (default: 1)",
-    ),
-    Flag(name="context_parallel_size", kind=int, least=1, help="the same, by its name in Megatron-LM"),
-    Flag(
-        name="ring_head_stride",
-        kind=int,
-        least=1,
-        default=1,
-        help="key-value heads that the ring gathers at a time",
-    ),
-    Flag(name="pipeline_model_parallel_size", kind=int, least=1, default=1, help="pipeline stages"),
-    Flag(name="gradient_checkpointing", kind=bool, default=False, help="recompute activations in the backward pass"),
-    Flag(
-        name="torch_compile",
-        kind=bool,
-        default=False,
-        unsupported={"megatron": "megatron-core's layers cannot be compiled; leave it out"},
-        help="compile each layer by torch.compile",
-    ),
-    Flag(name="offload", kind=bool, default=False, help="parameters, gradients and optimizer state on the CPU"),
-    # Rollouts
-    Flag(name="rollout_batch_size", kind=int, least=1, default=8, commands=ROLLOUT, help="prompts of a rollout"),
-    Flag(name="n_samples_per_prompt", kind=int, least=1, default=4, commands=ROLLOUT, help="responses to each prompt"),
-    Flag(
-        name="generate_max_len", kind=int, least=1, default=1024, commands=ROLLOUT, help="tokens of a response at most"
-    ),
-    Flag(name="temperature", kind=float, above=0, default=1.0, commands=ROLLOUT, help="of sampling and of log-probs"),
-    Flag(
-        name="rollout_engine",
-        kind=str,
-        default="hf",
-        choices=("hf", "vllm"),
-        commands=ROLLOUT,
-        help="engine that samples responses",
-    ),
-    Flag(name="greedy", kind=bool, default=False, commands=ROLLOUT, help="the likeliest token instead of sampling"),
-    # Objective
-    Flag(name="ppo_epochs", kind=int, least=1, default=1, commands=ROLLOUT, help="passes over a rollout"),
-    Flag(
-        name="eps_clip", kind=float, above=0, default=0.2, commands=ROLLOUT, help="the ratio is clipped to 1 -/+ this"
-    ),
-    Flag(
-        name="loss_mode",
-        kind=str,
-        default="vanilla",
-        choices=get_args(LossMode),
-        commands=ROLLOUT,
-        help="loss of the policy (docs/explanations/objectives.md)",
-    ),
-    Flag(
-        name="kl_coef",
-        kind=float,
-        least=0,
-        default=0.0,
-        commands=ROLLOUT,
-        help="KL to the reference, in the reward",
-    ),
-    Flag(
-        name="kl_loss_coef", kind=float, least=0, default=0.0, commands=ROLLOUT, help="KL to the reference, in the loss"
-    ),
-    Flag(
-        name="advantage_estimator",
-        kind=str,
-        default="grpo",
-        choices=("grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"),
-        commands=("grpo",),
-        help="how rewards become advantages",
-    ),
-    Flag(name="gamma", kind=float, least=0, most=1, default=1.0, commands=ROLLOUT, help="discount of rewards"),
-    Flag(
-        name="lambd",
-        kind=float,
-        least=0,
-        most=1,
-        default=1.0,
-        commands=("ppo",),
-        help="lambda of generalised advantage estimation",
-    ),
-    Flag(
-        name="value_clip",
-        kind=float,
-        above=0,
-        default=0.5,
-        commands=("ppo",),
-        help="values are clipped to the old -/+ this",
-    ),
-    # Output
-    Flag(name="save_path", kind=str, help="Hugging Face folder that is written at the end (default: none)"),
-    Flag(name="ckpt_path", kind=str, help="folder of checkpoints (default: none)"),
-    Flag(name="load_checkpoint", kind=bool, default=False, help="resume from the last checkpoint in --ckpt-path"),
-    Flag(name="save_steps", kind=int, least=1, default=100, help="updates between two checkpoints"),
-    Flag(name="async_save", kind=bool, default=False, help="write checkpoints while the training continues"),
-    Flag(name="max_ckpt_num", kind=int, least=1, default=2, help="checkpoints to keep"),
-    Flag(name="eval_steps", kind=int, least=1, default=100, help="updates between two evaluations"),
-    Flag(
-        name="logging",
-        kind=str,
-        help="file of JSON lines, one a step (default: log.jsonl in --ckpt-path, else in parity-train/DATE_TIME)",
-    ),
-    Flag(name="use_tensorboard", kind=bool, default=False, help="write the numbers for TensorBoard, too"),
-    Flag(name="use_wandb", kind=bool, default=False, help="send the numbers to Weights & Biases, too"),
-)
+
+def _flag(option: Field[Any]) -> Flag:
+    """Describes a field of TrainOptions. A Literal has the choices; None is not a kind."""
+    kind = get_args(_KINDS[option.name] | None)[0]
+    choices = get_args(kind)
+    rules: dict[str, Any] = {"choices": choices} if choices else {"least": 1} if kind is int else {}
+    rules |= {"default": option.default, **option.metadata}
+    return Flag(name=option.name, kind=str if choices else kind, **rules)
+
+
+_KINDS = get_type_hints(TrainOptions)
+FLAGS = {option.name: _flag(option) for option in fields(TrainOptions)}
+
+
+def flags_of(command: str) -> dict[str, Flag]:
+    """Returns the options of a command by name."""
+    return {name: flag for name, flag in FLAGS.items() if command in flag.commands}
 
 
 class Parser(parser.Parser):
@@ -331,9 +268,7 @@ class Parser(parser.Parser):
 
 def add_flags(to: argparse.ArgumentParser, command: str) -> None:
     """Declares a command's options. Options that are not given are not in the namespace."""
-    for flag in FLAGS:
-        if command not in flag.commands:
-            continue
+    for flag in flags_of(command).values():
         default = "" if flag.default is None or flag.kind is bool else f" (default: {flag.default})"
         about: dict[str, Any] = {"help": flag.help + default, "default": argparse.SUPPRESS}
         if flag.kind is bool:
@@ -356,11 +291,10 @@ def read_recipe(path: Path, command: str) -> dict[str, Value]:
         values = _read_yaml(path) if path.suffix in (".yaml", ".yml") else read_toml(path)
     except FileNotFoundError:
         raise UsageError(f"there is no recipe {path}; give --config a TOML or YAML file") from None
-    by_name = {flag.name: flag for flag in FLAGS}
+    flags = flags_of(command)
     found: dict[str, Value] = {}
     for name, value in values.items():
-        flag = by_name.get(name)
-        if flag is None or command not in flag.commands:
+        if (flag := flags.get(name)) is None:
             raise UsageError(f"{path}: {_unknown(str(name), command)}")
         if not flag.in_recipe:
             raise UsageError(f"{path}: {name} is not allowed in a recipe; use the option {written(name)}")
@@ -374,38 +308,31 @@ def merge_values(given: Mapping[str, Value], recipe: Mapping[str, Value]) -> dic
     return {name: value for name, value in recipe.items() if name not in replaced} | dict(given)
 
 
-def resolve_values(given: Mapping[str, Value], recipe: Mapping[str, Value], command: str) -> dict[str, Value]:
-    """Returns a value for every option of a command: the command line's, else the recipe's, else the default.
+def resolve_options(given: Mapping[str, Value], recipe: Mapping[str, Value], command: str) -> TrainOptions:
+    """Returns the command line's value of every option, else the recipe's, else the default.
 
     Raises UsageError for an option that the backend does not support, with the reason.
     """
-    flags = [flag for flag in FLAGS if command in flag.commands]
-    explicit = merge_values(given, recipe)
-    values = {flag.name: explicit.get(flag.name, flag.default) for flag in flags}
-    for name in ("backend", "pretrain"):
-        if values[name] is None:
-            raise UsageError(f"{written(name)} is missing; {_advice(name)}")
-    backend = str(values["backend"])
-    for flag in flags:
-        flag.check(values[flag.name])
-        if explicit.get(flag.name) and backend in flag.unsupported:
-            raise UsageError(f"--backend {backend} does not support {written(flag.name)}: {flag.unsupported[backend]}")
-    return values
-
-
-def _advice(name: str) -> str:
-    flag = next(flag for flag in FLAGS if flag.name == name)
-    return f"give one of {', '.join(flag.choices)}" if flag.choices else f"give the {flag.help}"
+    flags, explicit = flags_of(command), merge_values(given, recipe)
+    options = TrainOptions(**{name: explicit[name] for name in flags if name in explicit})  # type: ignore[arg-type]
+    if options.backend is None:
+        raise UsageError(f"--backend is missing; give one of {', '.join(FLAGS['backend'].choices)}")
+    if options.pretrain is None:
+        raise UsageError(f"--pretrain is missing; give the {FLAGS['pretrain'].help}")
+    for name, flag in flags.items():
+        flag.check(getattr(options, name))
+        if explicit.get(name) and (reason := flag.unsupported.get(options.backend)):
+            raise UsageError(f"--backend {options.backend} does not support {written(name)}: {reason}")
+    return options
 
 
 def _unknown(name: str, command: str, *, written: Callable[[str], str] = str) -> str:
     """Explains that a command does not have an option. ``written``: how names of options are written."""
     bare = name.removeprefix("--").removeprefix("no-").replace("-", "_")
-    commands = next((flag.commands for flag in FLAGS if flag.name == bare), ())
-    if commands and command not in commands:
-        return f"{written(bare)} is an option of {' and '.join(commands)}, not of {command}; leave it out"
-    names = [flag.name for flag in FLAGS if command in flag.commands]
-    close = difflib.get_close_matches(bare, names, n=3, cutoff=0.5)
+    flags = flags_of(command)
+    if bare in FLAGS and bare not in flags:
+        return f"{written(bare)} is an option of {' and '.join(FLAGS[bare].commands)}, not of {command}; leave it out"
+    close = difflib.get_close_matches(bare, flags, n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(map(written, close))}?" if close else "see --help for all options"
     return f"there is no option {shown(name)}; {hint}"
 
@@ -424,5 +351,4 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 def given_values(options: argparse.Namespace, command: str) -> dict[str, Value]:
     """Returns the options of the command line."""
-    names: Sequence[str] = [flag.name for flag in FLAGS if command in flag.commands]
-    return {name: value for name, value in vars(options).items() if name in names}
+    return {name: value for name, value in vars(options).items() if name in flags_of(command)}

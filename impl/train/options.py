@@ -25,114 +25,108 @@ from conformance.spec.layout import Layout
 from conformance.spec.lora import ALL_LINEAR, LoraConfig
 from conformance.spec.scenario import Scenario, parse_scenario
 from impl.models.family_quirks import PLANNED
-from impl.train.config import ARITHMETIC, OutputConfig, RolloutConfig, TrainConfig, Values
-from impl.train.flags import Value, written
+from impl.train.config import ARITHMETIC, OutputConfig, RolloutConfig, TrainConfig
+from impl.train.flags import TrainOptions, Value, written
 from impl.train.plan import parameter_shapes
 
-Device = Literal["cpu", "cuda"]
 DATASETS = {"sft": "data/word_problems.jsonl", "grpo": ARITHMETIC, "ppo": ARITHMETIC}  # defaults
 
 
 def train_config(
-    command: str, values: Mapping[str, Value], *, given: Mapping[str, Value], ranks: int | None, dry_run: bool = False
+    command: str, options: TrainOptions, *, given: Mapping[str, Value], ranks: int | None, dry_run: bool = False
 ) -> TrainConfig:
-    """Builds the training configuration from ``values``, which has one for every option of the command.
+    """Builds the training configuration of a command.
 
-    given: the user's options, which the log repeats.
+    given: the options that the user has given, which the log repeats.
     ranks: the number of running ranks under torchrun; else None.
     dry_run: weights, the model's code and GPUs may be missing.
     Raises UsageError, with numbers that would work, for options that do not fit together or that the backend does not
     support.
     """
-    read = Values(values)
-    backend, device = read.text("backend"), device_of(values, dry_run=dry_run)
-    model = _model(read, "pretrain", dry_run=dry_run)
-    layout = _layout(read, backend, ranks or ranks_to_start(values, dry_run=dry_run))
-    batch = _Batch.of(read, layout, command)
-    scenario = _scenario(read, command, model=model, batch=batch)
+    backend, device = options.backend, device_of(options, dry_run=dry_run)
+    model = _model(options.pretrain, options, dry_run=dry_run)
+    layout = _layout(options, backend, ranks or ranks_to_start(options, dry_run=dry_run))
+    batch = _Batch.of(options, layout, command)
+    scenario = _scenario(options, command, model=model, batch=batch)
     layout.validate(**model_sizes(model), rows=scenario.data.rows, accumulation=scenario.accumulation)
     _check_support(backend, scenario, layout)
     models = {role.name: model for role in scenario.objective.roles}
     if command == "ppo":
-        models["critic"] = _model(read, "critic_pretrain", dry_run=dry_run) if read.given("critic_pretrain") else model
+        models["critic"] = _model(options.critic_pretrain or options.pretrain, options, dry_run=dry_run)
     return TrainConfig(
         backend=backend,
         layout=layout,
         device=device,
         scenario=scenario,
         models=models,
-        output=_output(read, under_torchrun=ranks is not None),
-        rollout=None if command == "sft" else _rollout(read),
-        eval_dataset=Path(_dataset(read, "eval_dataset", command)) if read.given("eval_dataset") else None,
-        eval_steps=read.whole("eval_steps"),
+        output=_output(options, under_torchrun=ranks is not None),
+        rollout=None if command == "sft" else _rollout(options),
+        eval_dataset=Path(_dataset(options.eval_dataset, command)) if options.eval_dataset is not None else None,
+        eval_steps=options.eval_steps,
         options=dict(given),
     )
 
 
-def _model(read: Values, name: str, *, dry_run: bool) -> Path:
+def _model(folder: str, options: TrainOptions, *, dry_run: bool) -> Path:
     """Returns a model's folder. Raises UsageError if it cannot be loaded; a dry run needs no weights."""
-    model = resolve(read.text(name))
+    model = resolve(folder)
     check_model_folder(model)
     if not dry_run:
-        runs_code(model, trusted=read.flag("trust_remote_code"))
+        runs_code(model, trusted=options.trust_remote_code)
         weight_files(model)
     return model
 
 
-def device_of(values: Mapping[str, Value], *, dry_run: bool) -> Device:
+def device_of(options: TrainOptions, *, dry_run: bool) -> Literal["cpu", "cuda"]:
     import torch
 
-    if values["device"] == "cuda" and not dry_run and not torch.cuda.is_available():
+    if options.device == "cuda" and not dry_run and not torch.cuda.is_available():
         raise UsageError("--device cuda: no GPU is visible; use --device cpu, or check CUDA_VISIBLE_DEVICES")
-    device = values["device"] or ("cuda" if torch.cuda.is_available() else "cpu")
-    return "cuda" if device == "cuda" else "cpu"
+    return options.device or ("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def ranks_to_start(values: Mapping[str, Value], *, dry_run: bool) -> int:
+def ranks_to_start(options: TrainOptions, *, dry_run: bool) -> int:
     """Returns ``nproc_per_node``, else the number of visible GPUs, else the smallest number for the layout.
 
     Raises UsageError if there are fewer GPUs than ranks.
     """
     import torch
 
-    read, gpus = Values(values), torch.cuda.device_count()
-    on_gpus = device_of(values, dry_run=dry_run) == "cuda"
-    if values["nproc_per_node"] is not None:
-        requested = read.whole("nproc_per_node")
+    requested, gpus = options.nproc_per_node, torch.cuda.device_count()
+    on_gpus = device_of(options, dry_run=dry_run) == "cuda"
+    if requested is not None:
         if on_gpus and requested > gpus and not dry_run:
             raise UsageError(f"--nproc-per-node {requested}: only {gpus} GPUs are visible; use {gpus} or less")
         return requested
-    return (
-        gpus if on_gpus and gpus else read.cut("tensor_model_parallel_size") * read.cut("ring_attn_size") * read.stages
-    )
+    return gpus if on_gpus and gpus else options.tp * options.sp * options.pp
 
 
-def _layout(read: Values, backend: str, ranks: int) -> Layout:
-    tp, sp = read.cut("tensor_model_parallel_size"), read.cut("ring_attn_size")
-    _check_ranks(ranks, {"tensor-parallel": tp, "context-parallel": sp, "pipeline": read.stages})
-    sized = Layout.for_world(ranks, tp=tp, sp=sp, pp=read.stages)
-    if read.flag("use_hf_tp_plan") and (tp == 1 or read.flag("sequence_parallel")):
+def _layout(options: TrainOptions, backend: str, ranks: int) -> Layout:
+    tp, sp, pp = options.tp, options.sp, options.pp
+    _check_ranks(ranks, {"tensor-parallel": tp, "context-parallel": sp, "pipeline": pp})
+    sized = Layout.for_world(ranks, tp=tp, sp=sp, pp=pp)
+    if options.use_hf_tp_plan and (tp == 1 or options.sequence_parallel):
         raise UsageError(
             "--use-hf-tp-plan is for tensor parallelism without --sequence-parallel, which needs an explicit plan; "
             + ("give --fsdp-tensor-parallel-size 2, or leave it out" if tp == 1 else "leave one of the two out")
         )
-    explicit = backend == "fsdp2" and tp > 1 and not read.flag("use_hf_tp_plan")
-    zero = _stage(read, backend)
-    options = {
-        "plan": explicit and not read.flag("sequence_parallel"),
-        "seqpar": read.flag("sequence_parallel"),
-        "ckpt": read.flag("gradient_checkpointing"),
-        "compile": read.flag("torch_compile"),
+    explicit = backend == "fsdp2" and tp > 1 and not options.use_hf_tp_plan
+    zero = _stage(options, backend)
+    switches = {
+        "plan": explicit and not options.sequence_parallel,
+        "seqpar": options.sequence_parallel,
+        "ckpt": options.gradient_checkpointing,
+        "compile": options.torch_compile,
         # Gathering the weights of a layer together costs the host less, and layers compile
         # (docs/measurements/speed.md).
         "leaf": backend == "deepspeed" and zero is None,
-        "offload": read.flag("offload"),
+        "offload": options.offload,
     }
     return dataclasses.replace(
         sized,
-        stride=read.whole("ring_head_stride"),
+        stride=options.ring_head_stride,
         zero=zero,
-        options=tuple(option for option, is_on in options.items() if is_on),
+        options=tuple(option for option, is_on in switches.items() if is_on),
     )
 
 
@@ -148,11 +142,11 @@ def _check_ranks(ranks: int, sizes: Mapping[str, int]) -> None:
         )
 
 
-def _stage(read: Values, backend: str) -> int | None:
+def _stage(options: TrainOptions, backend: str) -> int | None:
     """Returns the layout's ZeRO stage; None if the backend uses the requested stage by default."""
-    if not read.given("zero_stage"):
+    if options.zero_stage is None:
         return None
-    stage = read.whole("zero_stage")
+    stage = options.zero_stage
     return None if stage == _adapter(backend).describe().default_zero else stage
 
 
@@ -170,8 +164,8 @@ class _Batch:
     mini_batches: int = 1
 
     @classmethod
-    def of(cls, read: Values, layout: Layout, command: str) -> "_Batch":
-        rows, micro = read.whole("train_batch_size"), read.whole("micro_train_batch_size")
+    def of(cls, options: TrainOptions, layout: Layout, command: str) -> "_Batch":
+        rows, micro = options.train_batch_size, options.micro_train_batch_size
         at_once = micro * layout.dp
         accumulation, left = divmod(rows, at_once)
         if left or not accumulation:
@@ -182,9 +176,9 @@ class _Batch:
             )
         if command == "sft":
             return cls(rows=rows, accumulation=accumulation)
-        prompts, samples = read.whole("rollout_batch_size"), read.whole("n_samples_per_prompt")
+        prompts, samples = options.rollout_batch_size, options.n_samples_per_prompt
         responses = prompts * samples
-        if read.flag("packing_samples"):
+        if options.packing_samples:
             if responses < rows:
                 raise UsageError(
                     f"--rollout-batch-size {prompts} x --n-samples-per-prompt {samples} = {responses} responses do not "
@@ -202,63 +196,63 @@ class _Batch:
         return cls(rows=rows, accumulation=accumulation, mini_batches=responses // rows)
 
 
-def _scenario(read: Values, command: str, *, model: Path, batch: _Batch) -> Scenario:
-    path = _dataset(read, "dataset", command)
+def _scenario(options: TrainOptions, command: str, *, model: Path, batch: _Batch) -> Scenario:
+    path = _dataset(options.dataset, command)
     data = {
         "path": path,
-        "input_key": read.text("input_key"),
-        "output_key": read.text("output_key"),
-        "max_len": read.whole("max_len"),
-        "packed": read.flag("packing_samples"),
+        "input_key": options.input_key,
+        "output_key": options.output_key,
+        "max_len": options.max_len,
+        "packed": options.packing_samples,
         "rows": batch.rows,
     }
-    steps = _steps(read, command, path, batch)
+    steps = _steps(options, command, path, batch)
     return parse_scenario(
         {
             "name": command,
             "model": str(model),
-            "precision": read.text("param_dtype"),
-            "seed": read.whole("seed"),
-            "trust_remote_code": read.flag("trust_remote_code"),
+            "precision": options.param_dtype,
+            "seed": options.seed,
+            "trust_remote_code": options.trust_remote_code,
             "accumulation": batch.accumulation,
             "steps": steps,
             "data": data,
             "optimizer": {
                 "name": "adamw",
-                "lr": read.number("learning_rate"),
-                "eps": read.number("adam_eps"),
-                "weight_decay": read.number("weight_decay"),
-                "max_grad_norm": read.number("max_norm") or None,
+                "lr": options.learning_rate,
+                "eps": options.adam_eps,
+                "weight_decay": options.weight_decay,
+                "max_grad_norm": options.max_norm or None,
             },
             "schedule": {
-                "name": read.text("lr_scheduler"),
-                "warmup_steps": math.ceil(steps * read.number("lr_warmup_ratio")),
+                "name": options.lr_scheduler,
+                "warmup_steps": math.ceil(steps * options.lr_warmup_ratio),
                 "total_steps": steps,
             },
-            "objective": {"kind": command} if command == "sft" else _policy_gradient(read, command, batch),
-            "lora": _lora(read, model),
+            "objective": {"kind": command} if command == "sft" else _policy_gradient(options, command, batch),
+            "lora": _lora(options, model),
         },
         source="the options",
     )
 
 
-def _lora(read: Values, model: Path) -> dict[str, Any] | None:
+def _lora(options: TrainOptions, model: Path) -> dict[str, Any] | None:
     """Returns the scenario's adapters. Raises UsageError for targets that the model does not have."""
-    if not read.given("lora_rank"):
+    if options.lora_rank is None:
         for name in ("lora_alpha", "target_modules", "lora_save"):
-            if read.given(name):
+            if getattr(options, name) is not None:
                 raise UsageError(
                     f"{written(name)} configures adapters, but without --lora-rank there are none; give a rank"
                 )
         return None
-    modules = read.text("target_modules") if read.given("target_modules") else ALL_LINEAR
+    modules = ALL_LINEAR if options.target_modules is None else options.target_modules
     targets = modules if modules == ALL_LINEAR else tuple(name.strip() for name in modules.split(","))
     values = {
-        "r": read.whole("lora_rank"),
-        "lora_alpha": read.whole("lora_alpha") if read.given("lora_alpha") else 16,
+        "r": options.lora_rank,
+        "lora_alpha": options.lora_alpha or 16,
         "target_modules": targets,
     }
-    if read.given("lora_save") and read.text("lora_save") == "merged" and not read.given("save_path"):
+    if options.lora_save == "merged" and options.save_path is None:
         raise UsageError("--lora-save merged needs a folder; give --save-path")
     try:
         TypeAdapter(LoraConfig).validate_python(values).targets(parameter_shapes(model, "causal"))
@@ -267,104 +261,105 @@ def _lora(read: Values, model: Path) -> dict[str, Any] | None:
     return values
 
 
-def _dataset(read: Values, name: str, command: str) -> str:
+def _dataset(path: str | None, command: str) -> str:
     """Returns the path of a data set; embedded data has a name instead."""
-    path = read.text(name) if read.given(name) else DATASETS[command]
+    path = DATASETS[command] if path is None else path
     return path if path == ARITHMETIC == DATASETS[command] else str(resolve(path))
 
 
-def _steps(read: Values, command: str, data: str, batch: _Batch) -> int:
+def _steps(options: TrainOptions, command: str, data: str, batch: _Batch) -> int:
     """Returns the number of optimizer steps: the requested one, or the whole batches of the passes over the data."""
-    passes = "max_epochs" if command == "sft" else "num_episodes"
-    if read.given("max_steps"):
-        if read.given(passes):
-            raise UsageError(f"--max-steps and {written(passes)} both set the length of the training; give one of them")
-        return _whole_rollouts(read.whole("max_steps"), read, command, batch)
-    if read.flag("packing_samples") and command == "sft":
+    passes = "--max-epochs" if command == "sft" else "--num-episodes"
+    epochs = options.max_epochs or options.num_episodes
+    if options.max_steps is not None:
+        if epochs is not None:
+            raise UsageError(f"--max-steps and {passes} both set the length of the training; give one of them")
+        return _whole_rollouts(options.max_steps, options, command, batch)
+    if options.packing_samples and command == "sft":
         raise UsageError(
             "--packing-samples: the number of rows in a pass over the data depends on its lengths; give --max-steps"
         )
     if data == ARITHMETIC:
         raise UsageError("the embedded arithmetic has no end; give --max-steps, or a --dataset")
-    count, epochs = len(read_dataset(Path(data))), read.whole(passes) if read.given(passes) else 1
-    each, what = (batch.rows, "train") if command == "sft" else (read.whole("rollout_batch_size"), "rollout")
-    if count * epochs < each:
+    count = len(read_dataset(Path(data)))
+    samples = count * (epochs or 1)
+    each, what = (batch.rows, "train") if command == "sft" else (options.rollout_batch_size, "rollout")
+    if samples < each:
         raise UsageError(
             f"{data} has {count} samples, but --{what}-batch-size is {each}; use --{what}-batch-size {count} or less, "
-            f"or {written(passes)} {-(-each // count)}"
+            f"or {passes} {-(-each // count)}"
         )
-    made = count * epochs // each
-    return made if command == "sft" else made * batch.mini_batches * read.whole("ppo_epochs")
+    return samples // each if command == "sft" else samples // each * batch.mini_batches * options.ppo_epochs
 
 
-def _whole_rollouts(steps: int, read: Values, command: str, batch: _Batch) -> int:
+def _whole_rollouts(steps: int, options: TrainOptions, command: str, batch: _Batch) -> int:
     if command == "sft":
         return steps
-    each = batch.mini_batches * read.whole("ppo_epochs")
+    each = batch.mini_batches * options.ppo_epochs
     if steps % each:
         below, above = steps // each * each, -(-steps // each) * each
         raise UsageError(
             f"--max-steps {steps} ends within a rollout, which has {batch.mini_batches} mini-batches x "
-            f"{read.whole('ppo_epochs')} epochs = {each} steps; use {f'{below} or ' if below else ''}{above}"
+            f"{options.ppo_epochs} epochs = {each} steps; use {f'{below} or ' if below else ''}{above}"
         )
     return steps
 
 
-def _policy_gradient(read: Values, command: str, batch: _Batch) -> dict[str, Any]:
+def _policy_gradient(options: TrainOptions, command: str, batch: _Batch) -> dict[str, Any]:
     common = {
         "kind": command,
-        "temperature": read.number("temperature"),
+        "temperature": options.temperature,
         "mini_batches": batch.mini_batches,
-        "ppo_epochs": read.whole("ppo_epochs"),
-        "clip_ratio_low": read.number("eps_clip"),
-        "clip_ratio_high": read.number("eps_clip"),
-        "loss_mode": read.text("loss_mode"),
-        "kl_coef": read.number("kl_coef"),
-        "kl_loss_coef": read.number("kl_loss_coef"),
-        "gamma": read.number("gamma"),
+        "ppo_epochs": options.ppo_epochs,
+        "clip_ratio_low": options.eps_clip,
+        "clip_ratio_high": options.eps_clip,
+        "loss_mode": options.loss_mode,
+        "kl_coef": options.kl_coef,
+        "kl_loss_coef": options.kl_loss_coef,
+        "gamma": options.gamma,
     }
     if command == "ppo":
-        return common | {"lam": read.number("lambd"), "cliprange_value": read.number("value_clip")}
-    estimator, samples = read.text("advantage_estimator"), read.whole("n_samples_per_prompt")
+        return common | {"lam": options.lambd, "cliprange_value": options.value_clip}
+    estimator, samples = options.advantage_estimator, options.n_samples_per_prompt
     if samples == 1 and estimator != "reinforce_plus_plus":
         raise UsageError(
             f"--advantage-estimator {estimator} compares the responses to one prompt, but --n-samples-per-prompt is 1; "
             f"use 2 or more, or reinforce_plus_plus"
         )
-    if read.number("gamma") != 1 and estimator != "reinforce_plus_plus":
+    if options.gamma != 1 and estimator != "reinforce_plus_plus":
         raise UsageError(
-            f"--gamma {read.number('gamma'):g}: --advantage-estimator {estimator} gives all tokens of a response the "
+            f"--gamma {options.gamma:g}: --advantage-estimator {estimator} gives all tokens of a response the "
             f"same reward, without a discount; leave it out, or use reinforce_plus_plus"
         )
     return common | {"adv_estimator": estimator}
 
 
-def _rollout(read: Values) -> RolloutConfig:
-    longest, row = read.whole("generate_max_len"), read.whole("max_len")
+def _rollout(options: TrainOptions) -> RolloutConfig:
+    longest, row = options.generate_max_len, options.max_len
     if longest >= row:
         raise UsageError(
             f"--generate-max-len {longest} leaves no room for a prompt in --max-len {row}; use --max-len "
             f"{longest * 2} or --generate-max-len {max(1, row // 2)}"
         )
-    samples = read.whole("n_samples_per_prompt")
-    if read.flag("greedy") and samples > 1:
+    samples = options.n_samples_per_prompt
+    if options.greedy and samples > 1:
         raise UsageError(
             f"--greedy: all {samples} responses to a prompt would be the same; use --n-samples-per-prompt 1 (for grpo "
             f"with --advantage-estimator reinforce_plus_plus), or leave it out"
         )
     return RolloutConfig(
-        prompts=read.whole("rollout_batch_size"),
+        prompts=options.rollout_batch_size,
         n_samples_per_prompt=samples,
         max_new_tokens=longest,
-        engine="vllm" if read.text("rollout_engine") == "vllm" else "hf",
-        greedy=read.flag("greedy"),
+        engine=options.rollout_engine,
+        greedy=options.greedy,
     )
 
 
-def _output(read: Values, *, under_torchrun: bool) -> OutputConfig:
-    if read.flag("load_checkpoint") and not read.given("ckpt_path"):
+def _output(options: TrainOptions, *, under_torchrun: bool) -> OutputConfig:
+    if options.load_checkpoint and options.ckpt_path is None:
         raise UsageError("--load-checkpoint needs the folder of checkpoints; give --ckpt-path")
-    log, checkpoints = read.path("logging"), read.path("ckpt_path")
+    log, checkpoints = _path(options.logging), _path(options.ckpt_path)
     if log is None and checkpoints is None and under_torchrun:
         raise UsageError("under torchrun, all ranks need the same log; give --logging or --ckpt-path")
     if log is None:
@@ -373,17 +368,21 @@ def _output(read: Values, *, under_torchrun: bool) -> OutputConfig:
     return OutputConfig(
         log=log,
         trackers=(
-            *(("tensorboard",) if read.flag("use_tensorboard") else ()),
-            *(("wandb",) if read.flag("use_wandb") else ()),
+            *(("tensorboard",) if options.use_tensorboard else ()),
+            *(("wandb",) if options.use_wandb else ()),
         ),
-        save_path=read.path("save_path"),
-        merged=read.given("lora_save") and read.text("lora_save") == "merged",
+        save_path=_path(options.save_path),
+        merged=options.lora_save == "merged",
         ckpt_path=checkpoints,
-        save_steps=read.whole("save_steps"),
-        keep=read.whole("max_ckpt_num"),
-        async_save=read.flag("async_save"),
-        load_checkpoint=read.flag("load_checkpoint"),
+        save_steps=options.save_steps,
+        keep=options.max_ckpt_num,
+        async_save=options.async_save,
+        load_checkpoint=options.load_checkpoint,
     )
+
+
+def _path(text: str | None) -> Path | None:
+    return None if text is None else Path(text).expanduser().absolute()
 
 
 def _adapter(backend: str) -> Any:

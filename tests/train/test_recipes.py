@@ -13,7 +13,7 @@ import pytest
 
 from conformance.core.host import FIXTURES
 from impl.train.command import TRAIN
-from impl.train.flags import read_recipe, resolve_values
+from impl.train.flags import read_recipe, resolve_options
 from impl.train.options import train_config
 from impl.train.plan import GIB, memory_of, peak_of, sampler_of
 
@@ -61,7 +61,7 @@ def test_there_is_a_recipe_for_every_training_that_is_asked_for() -> None:
 def test_a_recipe_is_taken_by_its_backend_and_fits_gpus_of_80_gb(recipe: Path) -> None:
     command = command_of(recipe)
     said = read_recipe(recipe, command)
-    config = train_config(command, resolve_values({}, said, command), given=said, ranks=None, dry_run=True)
+    config = train_config(command, resolve_options({}, said, command), given=said, ranks=None, dry_run=True)
     assert config.backend in recipe.stem
     assert config.layout.world_size == said["nproc_per_node"]
     models = memory_of(config)
