@@ -28,6 +28,7 @@ from conformance.runner.earlier_run import cells_left, read_earlier
 from conformance.runner.placement import SessionConfig
 from conformance.runner.preflight import check_device, leased_gpus
 from conformance.runner.session import Session
+from conformance.runtime.gpu_slots import lanes_of_host
 from conformance.runtime.multihost.controller import hosts_of_engine
 
 
@@ -57,6 +58,7 @@ def plan_run(options: argparse.Namespace) -> tuple[list[Cell], SessionConfig]:
         command=shlex.join(["parity", "run", *options.arguments]),
         arguments=(*selection.arguments(without="cells"), *ranks.arguments()),
         gpus=() if hosts else leased_gpus(ranks),  # hosts lease their own
+        lanes=lanes_of_host(),
         ranks_per_gpu=ranks.ranks_per_gpu,
         hosts=hosts,
         budget_s=ranks.budget,

@@ -1,6 +1,6 @@
 """Decides where and when the cells of a session run: its configuration, leased slots, parallel threads, its disk.
 
-Ranks run on this host without leases, on its leased GPUs, or on several hosts.
+Ranks run on the processors of this host, in one or more lanes, on its leased GPUs, or on several hosts.
 
 On leased slots (GPUs, or slots of hosts) a cell waits for its lease, its oracle and its judge. Other cells use the
 slots meanwhile, so more cells are started than there are slots. The largest worker groups start first, because small
@@ -31,7 +31,7 @@ from conformance.results.run_results import SUMMARY
 from conformance.runner.earlier_run import Earlier
 from conformance.runtime import Device, Pool
 from conformance.runtime.gpu_inventory import gpus_of
-from conformance.runtime.gpu_slots import Gpus, LeasedSlots
+from conformance.runtime.gpu_slots import Gpus, Lanes, LeasedSlots
 from conformance.runtime.multihost.controller import Fleet, Hosts, Slots
 from conformance.runtime.multihost.relay import JoinedHost
 
@@ -42,7 +42,8 @@ class SessionConfig:
 
     out: the output folder. profile, command: the profile and the user's command line, for the summary.
     arguments: the arguments that select cells; they become part of the command that reproduces a cell.
-    gpus: the GPUs that cells lease, or shares of them, to run in parallel; empty: cells run sequentially.
+    gpus: the GPUs that cells lease, or shares of them, to run in parallel; empty: cells run on processors.
+    lanes: the largest number of cells that run at once on processors; fewer run at once if memory is scarce.
     ranks_per_gpu: how many ranks may share a GPU. hosts: the hosts that start ranks; None: only this host.
     budget_s: seconds that a phase, or an oracle run, may go without progress. fail_fast: end after the first failure.
     floor, selected: see conformance.matrix.plan. selection: see conformance.results.run_results.Run.
@@ -55,6 +56,7 @@ class SessionConfig:
     command: str = ""
     arguments: tuple[str, ...] = ()
     gpus: tuple[str, ...] = ()
+    lanes: int = 1
     ranks_per_gpu: int = 1
     hosts: Hosts | None = None
     budget_s: float = 300.0
@@ -72,20 +74,23 @@ class SessionConfig:
 class Where:
     """Holds the ``pool`` of all worker groups, and the ``fleet`` of hosts; None if ranks run on this host alone."""
 
-    def __init__(self, *, device: Device, gpus: tuple[str, ...], hosts: Hosts | None, work_dir: Path) -> None:
-        """gpus: GPUs to lease, or shares of them; empty: ranks run on this host without leases."""
-        self.fleet = Fleet(hosts, device=device, folder=work_dir) if hosts else None
-        self._gpus, self._device = gpus, device
+    def __init__(self, config: SessionConfig) -> None:
+        device, gpus, work_dir = config.device, config.gpus, config.out / "worlds"
+        self.fleet = Fleet(config.hosts, device=device, folder=work_dir) if config.hosts else None
+        self._gpus, self._device, self._lanes = gpus, device, config.lanes
         self._slots: LeasedSlots | None = None
         if self.fleet is not None:
             self._slots = Slots(self.fleet)
         elif gpus:
             self._slots = Gpus(gpus, work_dir=work_dir)
+        elif config.lanes > 1:
+            self._slots = Lanes(config.lanes, work_dir=work_dir)
         self.pool = Pool(work_dir=work_dir, slots=self._slots)
 
     @property
     def is_leased(self) -> bool:
-        return self._slots is not None
+        """Whether ranks run on slots that drivers and links can break."""
+        return self.fleet is not None or bool(self._gpus)
 
     @property
     def hosts(self) -> Sequence[JoinedHost]:
@@ -104,12 +109,14 @@ class Where:
     @property
     def width(self) -> int:
         """Returns the number of cells that run at once, on the hosts that have joined."""
+        if not self.is_leased:
+            return self._lanes
         return CELLS_PER_SLOT * (self.fleet.slots if self.fleet is not None else len(self._gpus))
 
     @property
     def leased(self) -> dict[str, float]:
         """Returns the share of the session's time that each GPU, or slot of a host, was leased; see Busy.shares."""
-        return self._slots.busy.shares() if self._slots is not None else {}
+        return self._slots.busy.shares() if self._slots is not None and self.is_leased else {}
 
     def close(self) -> None:
         self.pool.close()

@@ -252,10 +252,18 @@ def check_resources(
         warn(f"{message}; it may not fit")
 
 
+def workers_that_fit(cells: Sequence[Cell], room: HostResources, *, most: int) -> int:
+    """Returns how many cells can run at once on the CPU in the free memory: at most ``most``, and at least 1."""
+    return _fitting(needs_of(cells, room), room, most=most) or 1
+
+
+def _fitting(needs: Needs, room: HostResources, *, most: int) -> int | None:
+    return next((n for n in range(most, 0, -1) if total(needs.cells, workers=n).host <= room.memory), None)
+
+
 def advice(needs: Needs, room: HostResources) -> str:
     """Returns a selection that would fit, or ways to make cells smaller, in words."""
-    fewer = (n for n in range(needs.workers - 1, 0, -1) if total(needs.cells, workers=n).host <= room.memory)
-    if workers := next(fewer, None):
+    if workers := _fitting(needs, room, most=needs.workers - 1):
         return f"{workers} of the {needs.workers} workers would fit: -n {workers}"
     fitting = [(cell, one) for cell, one in needs.cells if one.host <= room.memory]
     several = len(needs.cells) > 1

@@ -34,7 +34,7 @@ from conformance.runner.placement import (
     lasting,
     make_folder,
 )
-from conformance.runner.preflight import Refusals, check_resources
+from conformance.runner.preflight import Refusals, check_resources, workers_that_fit
 from conformance.runner.result_writer import ResultWriter
 from conformance.runtime.gpu_leases import unleased_use
 
@@ -58,7 +58,7 @@ class Session:
         config, device = self.config, self.config.device
         started = environment(ranks_per_gpu=config.ranks_per_gpu)
         make_folder(config.out)
-        where = Where(device=device, gpus=config.gpus, hosts=config.hosts, work_dir=config.out / "worlds")
+        where = Where(config)
         self._where, self._pool, self._at_once = where, where.pool, AtOnce(where.width)
         self._refusals = Refusals(device, ranks_per_gpu=config.ranks_per_gpu, fleet=where.fleet)
         budget_s, leased = config.budget_s, self._pool if where.is_leased else None
@@ -122,6 +122,8 @@ class Session:
         waiting = self._activities.waiting = tuple(cell for cell in cells if not self.refusal(cell))
         room, device = host_resources_of(self.config.out), self.config.device
         check_resources(waiting, room, device=device, warn=logger.warning, hosts=self._where.hosts)
+        if waiting and not self._where.is_leased and self._at_once.is_parallel:
+            self._at_once = AtOnce(workers_that_fit(waiting, room, most=self._where.width))
         for message in unleased_use(self.config.gpus) if self._where.queues_oracles else ():
             logger.warning(message)
         for cell in self._at_once.ordered(waiting):

@@ -1,4 +1,4 @@
-"""Leases slots to worker groups, one for each rank: GPUs of this host, shares of GPUs, or slots of several hosts."""
+"""Leases slots to worker groups: GPUs of this host, shares of GPUs, its processors, or slots of several hosts."""
 
 import logging
 import os
@@ -151,3 +151,35 @@ class Gpus(LeasedSlots):
 
     def _advice(self, ranks: int) -> str:
         return f"; {more_shares(ranks, len(gpus_of(self._gpus)))}"
+
+
+PROCESSORS_PER_LANE = 4  # most cells have two ranks, which wait for each other, for their oracle and for their judge
+
+
+def lanes_of_host() -> int:
+    """Returns the number of cells that this host's processors run at once."""
+    return max(1, len(os.sched_getaffinity(0)) // PROCESSORS_PER_LANE)
+
+
+class Lanes(LeasedSlots):
+    """Leases lanes of this run, each of which runs the ranks of one cell on the processors of this host.
+
+    work_dir: for the logs of forkservers, and for locks, because a lane is no resource that other runs lease.
+    """
+
+    def __init__(self, count: int, *, work_dir: Path) -> None:
+        names = tuple(f"lane-{number}" for number in range(count))
+        super().__init__(names, what="lanes", folder=work_dir / "lanes")
+        self._names, self._work_dir = names, work_dir
+
+    def names(self) -> Block:
+        return self._names
+
+    def blocks_ahead(self, config: WorkerGroupConfig) -> list[Block]:
+        return blocks(self._names, 1)
+
+    def starter(self, block: Block) -> Forkservers:
+        return Forkservers(self._work_dir)
+
+    def _wanted(self, config: WorkerGroupConfig) -> tuple[Block, int]:
+        return self._names, 1

@@ -2,12 +2,52 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
+import pytest
 import torch
 from conftest import make_cell
 
+from conformance.backends.protocol import BackendEntry
+from conformance.core.host import HostResources, host_resources_of
 from conformance.matrix.cell import Cell
-from conformance.runner.placement import AtOnce
+from conformance.results.run_results import read_output_json
+from conformance.runner import session as sessions
+from conformance.runner.attempt import JudgedCell
+from conformance.runner.placement import AtOnce, SessionConfig
+from conformance.runner.preflight import needs_of
+from conformance.runner.resource_estimate import total
+from conformance.runner.session import Session
+
+PLAIN = BackendEntry(name="plain", target="plain_backend:Plain")
+
+
+@pytest.mark.parametrize("fitting", [1, 2])
+def test_lanes_run_cells_at_once_as_memory_allows(
+    fitting: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cells = [make_cell("sft-sgd", "llama", "dp2", "exact", backend=PLAIN, seed=seed, rows=12) for seed in range(3)]
+    needs = needs_of(cells, room := host_resources_of(tmp_path))
+    memory = total(needs.cells, workers=fitting).host
+    monkeypatch.setattr(
+        sessions, "host_resources_of", lambda out: HostResources(memory=memory, disk=room.disk, cache=room.cache)
+    )
+    done: list[JudgedCell] = []
+    running, at_once, judged_alone = set[Cell](), set[int](), Session.judged
+
+    def judged(session: Session, cell: Cell) -> JudgedCell:
+        running.add(cell)
+        at_once.add(len(running))
+        found = judged_alone(session, cell)
+        running.remove(cell)
+        return found
+
+    monkeypatch.setattr(Session, "judged", judged)
+    with Session(SessionConfig(out=tmp_path / "out", lanes=2, budget_s=60)) as session:
+        session.run_all(cells, progress=done.append)
+    assert [one.verdict.state for one in done] == ["conforms"] * 3, [one.verdict.reason for one in done]
+    assert max(at_once) == fitting
+    assert read_output_json(tmp_path / "out" / "summary.json")["leased"] == {}
 
 
 def test_as_many_cells_run_at_once_as_asked_for_and_no_more() -> None:
