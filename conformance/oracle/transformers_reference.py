@@ -24,6 +24,7 @@ from conformance.core.io import read_json
 from conformance.models.config_keys import QUANTIZED_ADVICE, changes_training, known_keys, meaning_of
 from conformance.models.folder_checks import runs_code
 from conformance.models.folders import weight_files
+from conformance.models.listed_ties import listed_ties
 from conformance.oracle.decoder import is_buffer
 from conformance.oracle.feed_forward import Routing
 from conformance.oracle.primitives import NO_TAP, Policy, Tap
@@ -95,7 +96,7 @@ class TransformersDecoder:
         return transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(self._config)]  # type: ignore[no-any-return]
 
     def parameter_names(self, head: Head) -> tuple[str, ...]:
-        with torch.device("meta"):
+        with torch.device("meta"), listed_ties():
             model = self._class(self._config)
         names = tuple(name for name, _ in model.named_parameters())
         if head == "causal":
@@ -171,7 +172,7 @@ class TransformersDecoder:
         """Loads the model with the weights of ``folder``, in evaluation mode. Raises UsageError if they do not fit."""
         value = self._head == "value"
         loader = transformers.AutoModel if value else transformers.AutoModelForCausalLM
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), listed_ties():
             warnings.simplefilter("ignore")
             model, found = loader.from_pretrained(
                 folder,

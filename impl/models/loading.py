@@ -37,6 +37,7 @@ from transformers.utils import import_utils
 from conformance.core.errors import UsageError
 from conformance.models.folder_checks import BUNDLED_CODE, folder_code, runs_code
 from conformance.models.folders import weight_files
+from conformance.models.listed_ties import listed_ties
 from conformance.spec.observables import Head
 from impl.interface.sharded_safetensors import fill
 from impl.models.family_quirks import needs_loop, unsupported_by_kernels
@@ -174,7 +175,7 @@ def empty_model(
     are not exactly the model's.
     """
     code, config = runs_code(path, trusted=trusted), read_config(path, trusted=trusted)
-    with older_transformers(path, runs_code=code) as are_needed, reading_headers():
+    with older_transformers(path, runs_code=code) as are_needed, listed_ties(), reading_headers():
         loader = value_class(causal_class(config, path)) if head == "value" else _auto_class(config)
         model, found = loader.from_pretrained(
             path,

@@ -93,14 +93,43 @@ def test_layouts_are_those_of_a_model_without_a_plan(folder: Path, backend: str,
 @pytest.mark.parametrize(
     ("backend", "scenario", "layout"),
     [
-        exhaustive("fsdp2", "sft-packed", "dp2"),
-        exhaustive("fsdp2", "sft-packed", "tp2.plan"),
         exhaustive("fsdp2", "sft-packed", "sp2"),
         exhaustive("fsdp2", "ppo", "dp2"),
         exhaustive("deepspeed", "sft-packed", "dp2.zero3"),
-        exhaustive("deepspeed", "sft-packed", "tp2"),
     ],
 )
 def test_cells_of_it_conform(session: Session, folder: Path, backend: str, scenario: str, layout: str) -> None:
     cell = cell_with(folder, backend=backend, scenario=scenario, layout=layout, precision="exact", trusted=True)
     assert not assert_honest(session, cell).second_class
+
+
+REPLICATED = [("fsdp2", "dp2"), ("deepspeed", "dp2.zero3"), ("megatron", "dp2")]
+SHARDED = [("fsdp2", "tp2.plan"), ("deepspeed", "tp2"), ("megatron", "tp2"), ("megatron", "pp2")]
+
+
+@pytest.mark.parametrize(
+    ("shape", "tied", "backend", "layout"),
+    [
+        *(("1b", True, backend, layout) for backend, layout in REPLICATED[:2]),
+        exhaustive("1b", True, *REPLICATED[2]),
+        *(exhaustive("1b", True, backend, layout) for backend, layout in SHARDED),
+        *(
+            exhaustive(shape, tied, backend, layout)
+            for shape, tied in (("1b", False), ("7b", True), ("7b", False))
+            for backend, layout in REPLICATED + SHARDED
+        ),
+    ],
+)
+def test_tied_and_untied_shapes_conform(
+    session: Session, tmp_path: Path, shape: str, tied: bool, backend: str, layout: str
+) -> None:
+    model = published_folder(tmp_path / f"openpangu-{shape}", shape=shape, tied=tied)
+    cell = cell_with(model, backend=backend, scenario="sft-packed", layout=layout, precision="exact", trusted=True)
+    assert not assert_honest(session, cell).second_class
+
+
+def test_a_list_of_tied_weights_ties_them(tmp_path: Path) -> None:
+    for tied in (True, False):
+        model = published_folder(tmp_path / str(tied), shape="1b", tied=tied)
+        loaded = load_model(model, dtype=torch.float64, attention="eager", trusted=True)
+        assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) is tied

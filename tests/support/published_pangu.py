@@ -2,13 +2,19 @@
 
 Its modeling file imports torch_npu and queries it for the device, imports a name that transformers has removed, reads
 the default RoPE from a table without it, calls the mask function with older arguments, and initialises weights itself,
-except for RoPE tables. Its configuration is a class with an older ``__init__``.
+except for RoPE tables. Its tied weights are a list. Its configuration is a class with an older ``__init__``.
 """
 
+import json
 import shutil
 from pathlib import Path
 
+import torch
+from safetensors.torch import save_file
+
 from conformance.core.host import FIXTURES
+from conformance.models.families import read_architecture
+from conformance.models.parameter_shapes import parameter_shapes
 
 CONFIGURATION = """
 from transformers.configuration_utils import PretrainedConfig
@@ -299,9 +305,26 @@ class PanguEmbeddedForCausalLM(PanguEmbeddedPreTrainedModel, GenerationMixin):
 """
 
 
-def published_folder(to: Path) -> Path:
-    """The fixture's weights, tokenizer and configuration with these two Python files."""
+# Sizes in the proportions of the published models: heads per key-value head, and width of the MLP.
+SHAPES: dict[str, dict[str, int]] = {
+    "7b": {"hidden_size": 64, "intermediate_size": 200, "num_attention_heads": 8, "num_key_value_heads": 2},
+    "1b": {"hidden_size": 96, "intermediate_size": 384, "num_attention_heads": 12, "num_key_value_heads": 6},
+}
+
+
+def published_folder(to: Path, *, shape: str = "", tied: bool = False) -> Path:
+    """The fixture with these two Python files, and with random weights if it has another ``shape``."""
     shutil.copytree(FIXTURES / "models" / "pangu", to)
     (to / "configuration_openpangu_dense.py").write_text(CONFIGURATION)
     (to / "modeling_openpangu_dense.py").write_text(MODELING)
+    if shape:
+        config = json.loads((to / "config.json").read_text())
+        del config["head_dim"]
+        (to / "config.json").write_text(json.dumps({**config, **SHAPES[shape], "tie_word_embeddings": tied}))
+        generator = torch.Generator().manual_seed(0)
+        weights = {
+            name: 0.12 * torch.randn(size, generator=generator) + name.endswith("norm.weight")
+            for name, size in parameter_shapes(read_architecture(to)).items()
+        }
+        save_file(weights, to / "model.safetensors", metadata={"format": "pt"})
     return to
