@@ -1,11 +1,9 @@
 """Reads ``side_by_side.json`` and formats it as Markdown, and formats the comparison of two runs.
 
 The tables show loss, gradients, norms and updates of one scenario on every backend, against the oracle and against each
-other. The numbers and texts come from conformance.judge.side_by_side. This module needs no records, so it also works
-for a published run.
+other. conformance.judge.side_by_side computes them. This module needs no records, so it also works for a published run.
 """
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,9 +13,11 @@ from pydantic import TypeAdapter, ValidationError
 
 from conformance.core.errors import UsageError
 from conformance.records.record_format import first_error
+from conformance.results import side_by_side
 from conformance.results.output_folders import CellOfTwo, TwoRuns
-from conformance.results.run_results import SIDE_BY_SIDE, SUMMARY, Listed, read_output_json
-from conformance.results.verdict import STATES, Quantity, State, margin, number
+from conformance.results.run_results import SUMMARY, Listed, read_output_json
+from conformance.results.side_by_side import Difference, Group, GroupState, Pair
+from conformance.results.verdict import STATES, State, margin, number
 from reports.load import Report
 from reports.wording import code, plain, plural
 
@@ -69,13 +69,13 @@ def _pair_square(before: float | None, now: float | None) -> str:
     return texts[0] if texts[0] == texts[1] else " → ".join(texts)
 
 
-WORDS: dict[State, str] = {
+WORDS: dict[GroupState, str] = {
     "conforms": "all agree",
     "differs": "not all agree",
     "expected_difference": "not all agree, as expected",
     "infrastructure": "not all compared",
 }
-SYMBOLS: dict[State, str] = {"conforms": "✅", "differs": "❌", "expected_difference": "✅", "infrastructure": "⚠️"}
+SYMBOLS: dict[GroupState, str] = {"conforms": "✅", "differs": "❌", "expected_difference": "✅", "infrastructure": "⚠️"}
 NOTE = (
     "Numbers are the largest relative error against the oracle, over all steps, for the worst tensor; in the last row, "
     "the largest difference between two backends; in brackets, the margin in digits, log10(allowed / observed)."
@@ -88,77 +88,6 @@ STALE = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Member:
-    """Holds one cell of a group.
-
-    records: digests of the compared records.
-    problem: why the cell is not compared with the others in all columns; empty if it is.
-    worst: the worst difference from the oracle in each column.
-    """
-
-    cell: str
-    state: State
-    records: tuple[str, ...]
-    problem: str
-    worst: dict[str, Quantity]
-
-    @property
-    def backend(self) -> str:
-        return self.cell.split("/")[2]
-
-    @property
-    def layout(self) -> str:
-        return self.cell.split("/")[3]
-
-    def __str__(self) -> str:
-        return f"{self.backend} {self.layout}"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Pair:
-    """Holds the numbers of two members, and their worst difference from each other in each column."""
-
-    a: int
-    b: int
-    worst: dict[str, Quantity]
-
-    @property
-    def furthest(self) -> Quantity | None:
-        """Returns the difference with the highest ratio over all columns; None without differences."""
-        return max(self.worst.values(), key=lambda q: q.ratio, default=None)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Group:
-    """Holds the cells of one scenario, model and precision.
-
-    text: which members agree, in sentences. columns: the names of the compared quantities, in causal order.
-    """
-
-    name: str
-    state: State
-    text: str
-    columns: tuple[str, ...]
-    members: tuple[Member, ...]
-    pairs: tuple[Pair, ...]
-
-    @property
-    def backends(self) -> list[str]:
-        return list(dict.fromkeys(member.backend for member in self.members))
-
-    @property
-    def outside(self) -> list[Pair]:
-        """Returns the pairs that exceed their tolerance, the worst first."""
-        beyond = [(q.ratio, pair) for pair in self.pairs if (q := pair.furthest) and q.ratio > 1]
-        return [pair for _, pair in sorted(beyond, key=lambda found: -found[0])]
-
-    def worst_over_pairs(self, column: str) -> Quantity | None:
-        """Returns the difference with the highest ratio in one column, over all pairs; None if no pair has the
-        column."""
-        return max((p.worst[column] for p in self.pairs if column in p.worst), key=lambda q: q.ratio, default=None)
-
-
-@dataclass(frozen=True, kw_only=True)
 class _Run:
     """Holds the fields of the summary that are shown. A published run may have only these fields."""
 
@@ -168,7 +97,7 @@ class _Run:
     cells: tuple[Listed, ...]
 
 
-_GROUP, _RUN = TypeAdapter(Group), TypeAdapter(_Run)
+_RUN = TypeAdapter(_Run)
 
 
 def read_groups(out: Path, report: Report | None = None) -> tuple[Group, ...] | None:
@@ -177,15 +106,14 @@ def read_groups(out: Path, report: Report | None = None) -> tuple[Group, ...] | 
     If ``report`` is given, a group whose comparison does not belong to the present verdicts and records gets the state
     ``infrastructure`` and the text STALE. Raises UsageError for a file that cannot be trusted.
     """
-    file = out / SIDE_BY_SIDE
-    if not os.path.lexists(file):
+    groups = side_by_side.read_groups(out)
+    if groups is None:
         return None
-    groups = _groups(read_output_json(file).get("groups"), file)
     if report:
-        groups = [
+        groups = tuple(
             group if _is_current(group, report) else replace(group, state="infrastructure", text=STALE)
             for group in groups
-        ]
+        )
     return tuple(sorted(groups, key=lambda group: list(STATES).index(group.state)))
 
 
@@ -219,11 +147,11 @@ def to_markdown(out: Path | TwoRuns) -> str:
 def blocks(groups: tuple[Group, ...]) -> Iterator[str]:
     """Yields one block of Markdown per group."""
     for group in groups:
-        lines = [f"\n#### {code(group.name)}: {WORDS[group.state]} {SYMBOLS[group.state]}\n", plain(group.text), ""]
+        lines = [f"\n#### {code(group.group)}: {WORDS[group.state]} {SYMBOLS[group.state]}\n", plain(group.text), ""]
         heads = " | ".join(plain(column) for column in group.columns)
         lines += [f"| backend | layout | {heads} |", f"| :-- | :-- |{' --: |' * len(group.columns)}"]
         for member in group.members:
-            squares = [_square(member.worst.get(column)) for column in group.columns]
+            squares = [_square(member.oracle.get(column)) for column in group.columns]
             lines.append(f"| {plain(member.backend)} | {code(member.layout)} | {' | '.join(squares)} |")
         squares = [_square(group.worst_over_pairs(column)) for column in group.columns]
         lines.append(f"| *any two of them* | | {' | '.join(squares)} |")
@@ -237,15 +165,20 @@ def blocks(groups: tuple[Group, ...]) -> Iterator[str]:
 
 
 def _outside(group: Group, pair: Pair) -> str:
-    q = pair.furthest
-    assert q
-    where = q.stage if q.tensor == q.stage else f"{q.stage}: {q.tensor}"
-    values = f"{q.step} | {number(q.observed)} | {number(q.allowed)} | **{plain(margin(q.ratio))}**"
-    return f"| {plain(f'{group.members[pair.a]} and {group.members[pair.b]}')} | {plain(where)} | {values} |"
+    worst = pair.furthest
+    assert worst
+    where = worst.column if worst.tensor == worst.column else f"{worst.column}: {worst.tensor}"
+    values = f"{worst.step} | {number(worst.observed)} | {number(worst.allowed)} | **{plain(margin(worst.ratio))}**"
+    return f"| {plain(pair_name(group, pair))} | {plain(where)} | {values} |"
 
 
-def _square(quantity: Quantity | None) -> str:
-    return f"{number(quantity.observed)} ({plain(margin(quantity.ratio))})" if quantity else "not compared"
+def pair_name(group: Group, pair: Pair) -> str:
+    """Names the members of a pair: ``fsdp2 dp2 and megatron tp2``."""
+    return " and ".join(str(group.members[number]) for number in pair.members)
+
+
+def _square(worst: Difference | None) -> str:
+    return f"{number(worst.observed)} ({plain(margin(worst.ratio))})" if worst else "not compared"
 
 
 def _is_current(group: Group, report: Report) -> bool:
@@ -264,43 +197,3 @@ def _read_run(file: Path) -> _Run:
         return _RUN.validate_python(read_output_json(file))
     except ValidationError as error:
         raise UsageError(f"{file} is not as the suite wrote it ({first_error(error)}): it was edited") from None
-
-
-def _groups(values: Any, file: Path) -> list[Group]:
-    try:
-        groups = [_GROUP.validate_python(_with_own_names(group)) for group in values]
-        for group in groups:
-            _check(group)
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        what = first_error(error) if isinstance(error, ValidationError) else repr(error)
-        raise UsageError(f"{file} is not as the suite wrote it ({what}); judge again") from None
-    for group in groups:
-        if group.state == "conforms" and group.outside:
-            raise UsageError(
-                f"{group.name} has the state 'conforms', but a pair is outside its tolerance: {SIDE_BY_SIDE} was "
-                f"edited; judge again"
-            )
-    return groups
-
-
-def _with_own_names(group: dict[str, Any]) -> dict[str, Any]:
-    """Renames the JSON values of a group to the fields of Group, Member and Pair."""
-    members = [{**member, "worst": _worst(member["oracle"])} for member in group["members"]]
-    pairs = [
-        {"a": a, "b": b, "worst": _worst(pair["columns"])} for pair in group["pairs"] for a, b in [pair["members"]]
-    ]
-    return {**group, "name": group["group"], "members": members, "pairs": pairs}
-
-
-def _worst(columns: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    return {column: {**difference, "stage": column, "max_abs": None} for column, difference in columns.items()}
-
-
-def _check(group: Group) -> None:
-    """Raises ValueError for an unknown state, a pair of unknown members, or an id that is not a cell's."""
-    if group.state not in WORDS:
-        raise ValueError(f"{group.name} is {group.state}")
-    if not all(0 <= number < len(group.members) for pair in group.pairs for number in (pair.a, pair.b)):
-        raise ValueError(f"{group.name} has pairs of unknown members")
-    if not all(len(member.cell.split("/")) > 3 for member in group.members):
-        raise ValueError(f"{group.name} has members that are not cells")

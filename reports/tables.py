@@ -16,9 +16,10 @@ from itertools import combinations_with_replacement
 from typing import Any
 
 from conformance.results.requirements import TO
-from conformance.results.verdict import Quantity, State
+from conformance.results.side_by_side import Difference, Group, Pair
+from conformance.results.verdict import State
 from reports.load import Cell, Report
-from reports.side_by_side import PAIRS, Group, Pair
+from reports.side_by_side import PAIRS, pair_name
 from reports.wording import first_finding
 
 LEAST = 4  # minimum number of cells of a table; fewer cells are only in the matrix
@@ -163,7 +164,7 @@ def group_data(group: Group, report: Report) -> dict[str, Any]:
     members = {member.cell for member in group.members}
     numbers = {cell.id: number for number, cell in enumerate(report.cells) if cell.id in members}
     return {
-        "name": group.name,
+        "name": group.group,
         "columns": group.columns,
         "members": [
             {
@@ -171,28 +172,28 @@ def group_data(group: Group, report: Report) -> dict[str, Any]:
                 "backend": member.backend,
                 "layout": member.layout,
                 "state": member.state,
-                "worst": [_difference(member.worst.get(column)) for column in group.columns],
+                "worst": [_difference(member.oracle.get(column)) for column in group.columns],
             }
             for member in group.members
         ],
         "squares": [_square(group, pair) for pair in group.pairs] if small else None,
         "between": [] if small else _between(group),
-        "outside": [[_names(group, pair), _difference(pair.furthest)] for pair in group.outside[:PAIRS]],
+        "outside": [[pair_name(group, pair), _difference(pair.furthest)] for pair in group.outside[:PAIRS]],
         "more": len(group.outside[PAIRS:]),
         "drawn": [number for number in numbers.values() if report.cells[number].phases],
     }
 
 
-def furthest(group: Group) -> Quantity | None:
+def furthest(group: Group) -> Difference | None:
     """Returns the difference with the highest ratio, over all pairs and columns."""
-    return max(filter(None, map(group.worst_over_pairs, group.columns)), key=lambda q: q.ratio, default=None)
+    return max(filter(None, map(group.worst_over_pairs, group.columns)), key=lambda one: one.ratio, default=None)
 
 
 def _square(group: Group, pair: Pair) -> list[Any]:
     """Returns two members and their differences by column; None instead if they were not compared in all columns."""
-    compared = not any(group.members[number].problem for number in (pair.a, pair.b))
-    columns = [_difference(pair.worst.get(column)) for column in group.columns]
-    return [pair.a, pair.b, columns if compared and pair.worst else None]
+    compared = not any(group.members[number].problem for number in pair.members)
+    columns = [_difference(pair.columns.get(column)) for column in group.columns]
+    return [*pair.members, columns if compared and pair.columns else None]
 
 
 def _between(group: Group) -> list[list[Any]]:
@@ -203,23 +204,19 @@ def _between(group: Group) -> list[list[Any]]:
         pairs = [
             (furthest_difference.ratio, pair)
             for pair in group.pairs
-            if {group.members[pair.a].backend, group.members[pair.b].backend} == {one, other}
+            if {group.members[number].backend for number in pair.members} == {one, other}
             and (furthest_difference := pair.furthest)
         ]
         if pairs:
             worst = max(pairs, key=lambda found: found[0])[1]
             between = f"layouts of {one}" if one == other else f"{one} and {other}"
-            lines.append([between, len(pairs), _names(group, worst), _difference(worst.furthest)])
+            lines.append([between, len(pairs), pair_name(group, worst), _difference(worst.furthest)])
     return lines
 
 
-def _names(group: Group, pair: Pair) -> str:
-    return f"{group.members[pair.a]} and {group.members[pair.b]}"
-
-
-def _difference(quantity: Quantity | None) -> dict[str, Any] | None:
-    """Returns the fields of a quantity as JSON values; ``stage`` is the name of the column."""
-    if quantity is None:
+def _difference(worst: Difference | None) -> dict[str, Any] | None:
+    """Returns the fields of a difference as JSON values; ``stage`` is the name of the column."""
+    if worst is None:
         return None
-    fields = ("stage", "tensor", "step", "observed", "allowed")
-    return {field: getattr(quantity, field) for field in fields}
+    names = {"stage": "column", "tensor": "tensor", "step": "step", "observed": "observed", "allowed": "allowed"}
+    return {name: getattr(worst, field) for name, field in names.items()}

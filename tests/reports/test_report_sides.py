@@ -108,11 +108,11 @@ def test_a_comparison_of_cells_that_are_gone_is_shown_without_their_links(browse
         ({"columns": [1]}, "columns.0: Input should be a valid string"),
         ({"text": None}, "text: Input should be a valid string"),
         ({"state": "fine"}, "state: Input should be"),
-        ({"state": "not_run"}, "is not_run"),
+        ({"state": "not_run"}, "state: Input should be"),
         ({"pairs": [{"members": [0, 9], "columns": {}}]}, "has pairs of unknown members"),
         ({"pairs": [{"members": [-1, 0], "columns": {}}]}, "has pairs of unknown members"),
-        ({"pairs": [{"members": [0], "columns": {}}]}, "ValueError"),
-        ({"pairs": [{"members": [0, 1], "columns": {"loss": {"tensor": "loss"}}}]}, "pairs.0.worst.loss.step"),
+        ({"pairs": [{"members": [0], "columns": {}}]}, "pairs.0.members.1: Field required"),
+        ({"pairs": [{"members": [0, 1], "columns": {"loss": {"tensor": "loss"}}}]}, "pairs.0.columns.loss.observed"),
     ],
 )
 def test_a_comparison_of_other_types_is_refused(out: Path, changes: dict[str, object], words: str) -> None:

@@ -1,42 +1,31 @@
 """Compares the cells of one scenario on several backends with the oracle and with each other.
 
-Reads the verdicts and records of a run and writes ``side_by_side.json`` (docs/explanations/architecture.md has its
-fields). Needs no GPU, no backend and no workers. A cell without a complete record is listed with the reason, and is
-left out of the comparisons that need the missing part.
+Reads the verdicts and records of a run and writes ``side_by_side.json`` (conformance.results.side_by_side). Needs no
+GPU, no backend and no workers. A cell without a complete record is listed with the reason, and is left out of the
+comparisons that need the missing part.
 """
 
 import os
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
-
-from pydantic import TypeAdapter
 
 from conformance.core.errors import UsageError
-from conformance.judge.side_by_side.agreement import ORACLE, Member, agreement
-from conformance.judge.side_by_side.distances import Bounds, Difference, column_of, compare_lines, compare_tensors
+from conformance.judge.side_by_side.agreement import ORACLE, agreement
+from conformance.judge.side_by_side.distances import Bounds, column_of, compare_lines, compare_tensors
 from conformance.records.header_checks import FLOAT64, check_cell, check_oracle
 from conformance.records.record_format import Line, Lines, RecordError, read_lines
 from conformance.records.step_tensors import Record, read_record
-from conformance.results.run_results import (
-    OUTPUT_SCHEMA,
-    SIDE_BY_SIDE,
-    Entry,
-    inside,
-    read_output_json,
-    read_run,
-    write_output_json,
-)
+from conformance.results.run_results import Entry, inside, read_run
+from conformance.results.side_by_side import Difference, Group, Member, Pair, read_groups, write_groups
 from conformance.results.verdict import NOT_SEEN
 from conformance.spec.observables import Observable, columns
 
 # The differences of two records by column; a record is named by its cell and the digests of its phases.
 Compared = dict[frozenset[tuple[str, ...]], dict[str, Difference]]
 NOT_KEPT = "only its scalars were compared with some others, because its tensors were not kept (--keep all keeps them)"
-_DIFFERENCE = TypeAdapter(Difference)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,31 +55,23 @@ def write_side_by_side(out: Path, *, parts: Sequence[Path] = ()) -> None:
             groups.setdefault("/".join([entry.scenario, entry.model, entry.variant]), []).append(entry)
     several = {name: entries for name, entries in groups.items() if len({e.backend for e in entries}) > 1}
     earlier = {key: found for folder in (*parts, out) for key, found in _read_earlier(folder).items()}
-    values = [_group(out, name, entries, earlier) for name, entries in several.items()]
-    write_output_json(out / SIDE_BY_SIDE, {"schema": OUTPUT_SCHEMA, "groups": values}, indent=None)
+    write_groups(out, [_group(out, name, entries, earlier) for name, entries in several.items()])
 
 
 def _read_earlier(out: Path) -> Compared:
     """Returns the differences between every two records in ``side_by_side.json``; empty without that file."""
-    if not (out / SIDE_BY_SIDE).is_file():
-        return {}
-    found: Compared = {}
-    names = [f.name for f in fields(Difference)]
     try:
-        for group in read_output_json(out / SIDE_BY_SIDE)["groups"]:
-            members = [(one["cell"], *one["records"]) for one in group["members"]]
-            for pair in group["pairs"]:
-                a, b = (members[number] for number in pair["members"])
-                found[frozenset({a, b})] = {
-                    column: _DIFFERENCE.validate_python({name: worst[name] for name in names})
-                    for column, worst in pair["columns"].items()
-                }
-    except (KeyError, IndexError, TypeError, ValueError):  # UsageError and pydantic's among them
+        groups = read_groups(out) or ()
+    except UsageError:
         return {}
-    return found
+    return {
+        frozenset((group.members[n].cell, *group.members[n].records) for n in pair.members): dict(pair.columns)
+        for group in groups
+        for pair in group.pairs
+    }
 
 
-def _group(out: Path, name: str, entries: Sequence[Entry], earlier: Compared) -> dict[str, Any]:
+def _group(out: Path, name: str, entries: Sequence[Entry], earlier: Compared) -> Group:
     folder = next((path for entry in entries if entry.verdict.quantities and (path := _oracle(out, entry))), None)
     reference = _read_oracle(out, folder) if folder else _Observed(problem="no cell of this scenario was judged")
     observed = [_observe(out, entry, folder, reference) for entry in entries]
@@ -121,29 +102,20 @@ def _group(out: Path, name: str, entries: Sequence[Entry], earlier: Compared) ->
                 lost = next(number for number in (a, b) if entries[number].slim)
                 observed[lost] = replace(observed[lost], problem=NOT_KEPT)
     members = [_member(entry, one) for entry, one in zip(entries, observed, strict=True)]
-    found = agreement(members, pairs, shown)
+    found = agreement(members, pairs, shown, elsewhere=[entry.verdict.first_stage for entry in entries])
     cells = [entry.cell for entry in entries]
-    return {
-        "group": name,
-        "columns": list(shown),
-        "state": found.state,
-        "text": " ".join([found.text, *_reference_note(entries)]),
-        "families": {
-            column: [["oracle" if n == ORACLE else cells[n] for n in family] for family in families]
+    return Group(
+        group=name,
+        columns=shown,
+        state=found.state,
+        text=" ".join([found.text, *_reference_note(entries)]),
+        families={
+            column: tuple(tuple("oracle" if n == ORACLE else cells[n] for n in family) for family in families)
             for column, families in found.families.items()
         },
-        "members": [
-            {
-                "cell": cell,
-                "state": member.state,
-                "records": one.digests,
-                "problem": one.problem,
-                "oracle": _columns(member.oracle),
-            }
-            for cell, one, member in zip(cells, observed, members, strict=True)
-        ],
-        "pairs": [{"members": list(pair), "columns": _columns(worst)} for pair, worst in pairs.items()],
-    }
+        members=tuple(members),
+        pairs=tuple(Pair(members=pair, columns=worst) for pair, worst in pairs.items()),
+    )
 
 
 def _reference_note(entries: Sequence[Entry]) -> list[str]:
@@ -206,7 +178,7 @@ def _member(entry: Entry, observed: _Observed) -> Member:
     found: dict[str, list[Difference]] = defaultdict(list)
     for q in entry.verdict.quantities:
         if column := column_of(entry.observables, q.stage, q.tensor):
-            one = Difference(observed=q.observed, allowed=q.allowed, tensor=q.tensor, step=q.step)
+            one = Difference(column=column, observed=q.observed, allowed=q.allowed, tensor=q.tensor, step=q.step)
             found[column].append(one)
     worst = {
         column: replace(
@@ -216,14 +188,9 @@ def _member(entry: Entry, observed: _Observed) -> Member:
         for column, differences in found.items()
     }
     return Member(
-        backend=entry.backend,
-        layout=entry.layout,
+        cell=entry.cell,
         state=entry.verdict.state,
-        oracle=worst,
-        elsewhere=entry.verdict.first_stage,
+        records=observed.digests,
         problem=observed.problem,
+        oracle=worst,
     )
-
-
-def _columns(worst: Any) -> dict[str, dict[str, Any]]:
-    return {name: {**asdict(difference), "ratio": difference.ratio} for name, difference in worst.items()}

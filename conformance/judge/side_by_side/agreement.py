@@ -7,36 +7,16 @@ share.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import combinations
 
-from conformance.judge.side_by_side.distances import Difference, Pair
-from conformance.results.verdict import State
+from conformance.judge.side_by_side.distances import Pair
+from conformance.results.side_by_side import Columns, Difference, GroupState, Member
 
 ORACLE = -1  # the oracle's number among the members
 LAYOUTS_LISTED = 4  # most layouts of one backend that a sentence names
 
 Families = tuple[tuple[int, ...], ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Member:
-    """One cell of a group.
-
-    oracle: its worst difference from the oracle in each column.
-    elsewhere: the first stage at which the cell differs from the oracle; empty if it conforms.
-    problem: why it is not compared with other members, or not in all columns; empty if it is compared in all columns.
-    """
-
-    backend: str
-    layout: str
-    state: State
-    oracle: Mapping[str, Difference] = field(default_factory=dict)
-    elsewhere: str = ""
-    problem: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.backend} {self.layout}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,22 +29,27 @@ class Agreement:
     families: by column, tuples of numbers of members that agree; the family of ORACLE comes first.
     """
 
-    state: State
+    state: GroupState
     text: str
     families: dict[str, Families]
 
 
 def agreement(
-    members: Sequence[Member], pairs: Mapping[Pair, Mapping[str, Difference]], columns: Sequence[str]
+    members: Sequence[Member],
+    pairs: Mapping[Pair, Columns],
+    columns: Sequence[str],
+    *,
+    elsewhere: Sequence[str],
 ) -> Agreement:
     """Finds out which members agree with which.
 
     pairs: the differences between every two members in each column, by the members' numbers in ascending order.
-    columns: the columns in which members are compared, in causal order.
+    columns: the columns in which members are compared, in causal order. elsewhere: for each member, the first stage at
+    which it differs from the oracle; empty if it conforms.
     """
     table = _Table(members, pairs, columns)
     outside = [pair for column in columns for pair in table.pairs_outside(column)]
-    state: State = "conforms"
+    state: GroupState = "conforms"
     if any(m.state == "differs" for m in members) or not all(map(table.is_known, outside)):
         state = "differs"
     elif any(m.problem for m in members):
@@ -72,15 +57,13 @@ def agreement(
     elif outside:
         state = "expected_difference"
     families = {column: table.families(column) for column in columns}
-    return Agreement(state=state, text=" ".join(_sentences(table)), families=families)
+    return Agreement(state=state, text=" ".join(_sentences(table, elsewhere)), families=families)
 
 
 class _Table:
     """Holds the members, the columns, and the differences between members and from the oracle."""
 
-    def __init__(
-        self, members: Sequence[Member], pairs: Mapping[Pair, Mapping[str, Difference]], columns: Sequence[str]
-    ) -> None:
+    def __init__(self, members: Sequence[Member], pairs: Mapping[Pair, Columns], columns: Sequence[str]) -> None:
         self.members, self._pairs, self.columns = members, pairs, columns
 
     def nodes(self, column: str) -> list[int]:
@@ -137,7 +120,7 @@ class _Table:
         return _joined(parts)
 
 
-def _sentences(table: _Table) -> list[str]:
+def _sentences(table: _Table, elsewhere: Sequence[str]) -> list[str]:
     compared = [number for number, member in enumerate(table.members) if not member.problem]
     agreed = [column for column in table.columns if not table.pairs_outside(column)]
     disputed: dict[Families, list[str]] = {}  # columns with the same families share a sentence
@@ -155,9 +138,9 @@ def _sentences(table: _Table) -> list[str]:
     for families, columns in disputed.items():
         lines += _dispute(table, families, columns)
     for number in compared:
-        member = table.members[number]
-        if member.elsewhere and not any((ORACLE, number) in table.pairs_outside(column) for column in table.columns):
-            lines.append(f"{member} differs from the oracle at a stage without a column: {member.elsewhere}.")
+        if elsewhere[number] and not any((ORACLE, number) in table.pairs_outside(column) for column in table.columns):
+            stage = elsewhere[number]
+            lines.append(f"{table.members[number]} differs from the oracle at a stage without a column: {stage}.")
     for problem in dict.fromkeys(member.problem for member in table.members if member.problem):
         whose = [number for number, member in enumerate(table.members) if member.problem == problem]
         lines.append(f"Not compared: {table.names(whose)}, {problem}")

@@ -10,39 +10,19 @@ their errors against the oracle. So the bound of a pair is twice the bound of a 
 import contextlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
 import torch
 
 from conformance.judge.tensor_views import Lazy, StepViews, Tensors, TensorView, floor_of_tensors
-from conformance.numerics.comparison import ratio
 from conformance.records.record_format import Line, number
 from conformance.records.step_tensors import Record, StepRecord
+from conformance.results.side_by_side import Difference
 from conformance.spec.observables import AGAINST_REBUILT, Observable, unobserved_step
 
 Bounds = Mapping[tuple[str, str, int], float]
 Pair = tuple[int, int]  # numbers of two members
-
-
-@dataclass(frozen=True, kw_only=True)
-class Difference:
-    """The worst difference of one column, of a record from the oracle or between two records, and its tensor and step.
-
-    ``observed`` and ``allowed`` are relative. ``since``: the first step at which a quantity of the column exceeds its
-    tolerance; None if none does.
-    """
-
-    observed: float
-    allowed: float
-    tensor: str
-    step: int
-    since: int | None = None
-
-    @property
-    def ratio(self) -> float:
-        return ratio(self.observed, self.allowed)
 
 
 def column_of(observables: Sequence[Observable], stage: str, tensor: str) -> str | None:
@@ -192,12 +172,13 @@ class _Worst:
         """Removes a member: its pairs have no difference in this column."""
         self.ratio[member, :] = self.ratio[:, member] = -1.0
 
-    def difference(self, pair: Pair) -> Difference | None:
+    def difference(self, pair: Pair, column: str) -> Difference | None:
         """Returns the worst difference of a pair; None if neither member has the column."""
         if self.ratio[pair] < 0:
             return None
         tensor, step = self.places[int(self.at[pair])]
         return Difference(
+            column=column,
             observed=self.observed[pair].item(),
             allowed=self.allowed[pair].item(),
             tensor=tensor,
@@ -209,6 +190,6 @@ class _Worst:
 def _by_pair(found: Mapping[str, _Worst]) -> dict[Pair, dict[str, Difference]]:
     members = max((len(worst.ratio) for worst in found.values()), default=0)
     return {
-        pair: {column: worst for column, worsts in found.items() if (worst := worsts.difference(pair))}
+        pair: {column: worst for column, worsts in found.items() if (worst := worsts.difference(pair, column))}
         for pair in combinations(range(members), 2)
     }
