@@ -2,6 +2,7 @@
 
 import gc
 import os
+import shutil
 import signal
 import time
 
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 from chromium import Browser, running
+from report_sample import write_sample
 
 from conformance.backends.protocol import BackendEntry, find_backend
 from conformance.core.host import FIXTURES
@@ -26,6 +28,7 @@ from conformance.runtime.gpu_leases import Ticket, lease_folder
 from conformance.spec.layout import Layout
 from conformance.spec.precision import PrecisionName
 from conformance.spec.scenario import load_scenario
+from reports.html import write_html
 
 # Files that take long come first: a worker runs a file whole, and none is to be left over at the end.
 LONG = (
@@ -145,6 +148,24 @@ def leased_gpus() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     yield from running()
+
+
+@pytest.fixture(scope="session")
+def sample(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns the sample of a run. Tests write nothing but reports into it."""
+    return write_sample(tmp_path_factory.mktemp("sample") / "out")
+
+
+@pytest.fixture(scope="session")
+def address(sample: Path) -> str:
+    """Returns the address of the sample's report."""
+    return write_html(sample).as_uri()
+
+
+@pytest.fixture
+def out(sample: Path, tmp_path: Path) -> Path:
+    """Returns a copy of the sample that a test may damage."""
+    return Path(shutil.copytree(sample, tmp_path / "out"))
 
 
 @pytest.fixture(scope="session")

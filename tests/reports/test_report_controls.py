@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cells import exhaustive
 from chromium import Browser
 from report_sample import (
     CELLS,
@@ -20,9 +21,7 @@ from report_sample import (
     STEPS,
     UNSUPPORTED,
     change,
-    entry_of,
     sample_cell,
-    write_sample,
 )
 
 from conformance.results.run_results import cell_summary, write_summary
@@ -31,20 +30,8 @@ from reports.html import write_html
 pytestmark = pytest.mark.slow
 
 STAGES = "scenario-2/pangu/megatron/dp2.tp2.pp2/fp32"
-WIDTHS = (390, 1024, 1440)
 SHOWN = "boxes.filter((box) => box.checkVisibility({visibilityProperty: true})).map((box) => box.dataset.cell)"
 TIP = "document.getElementById('tip')"
-
-
-@pytest.fixture(scope="module")
-def sample(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Never written to by a test, but for the reports."""
-    return write_sample(tmp_path_factory.mktemp("sample") / "out")
-
-
-@pytest.fixture(scope="module")
-def address(sample: Path) -> str:
-    return write_html(sample).as_uri()
 
 
 @pytest.fixture(scope="module")
@@ -63,11 +50,6 @@ def type_filter(browser: Browser, text: str) -> list[str]:
     found = browser.run(SHOWN)
     assert isinstance(found, list)
     return found
-
-
-def open_cell(browser: Browser, address: str, cell: str, *, width: int = 1024, dark: bool = False) -> None:
-    browser.open(f"{address}#cell-{cell}", width=width, dark=dark)
-    browser.wait(f"document.querySelector('.cell')?.dataset.cell === {json.dumps(cell)}")
 
 
 # Filter and address
@@ -151,7 +133,7 @@ def test_arrow_keys_reach_every_cell_that_is_shown(browser: Browser, address: st
 
 
 def test_a_tap_reads_out_a_square_and_a_tap_elsewhere_hides_it(browser: Browser, address: str) -> None:
-    open_cell(browser, address, DIFFERS, width=390)
+    browser.open_cell(address, DIFFERS, width=390)
     browser.tap(".heat .h6")
     assert not browser.run(f"{TIP}.hidden")
     assert "model.layers.1.self_attn.o_proj.bias, at step" in browser.run(f"{TIP}.textContent")
@@ -165,7 +147,7 @@ def test_a_tap_reads_out_a_square_and_a_tap_elsewhere_hides_it(browser: Browser,
 # Heads
 
 
-@pytest.mark.parametrize("width", WIDTHS[1:])
+@pytest.mark.parametrize("width", [1024, 1440])
 def test_names_of_backends_stay_when_the_page_is_scrolled(browser: Browser, wide: str, width: int) -> None:
     browser.open(wide, width=width, height=300)
     browser.run("document.querySelector('#cells tbody:nth-of-type(15)').scrollIntoView({behavior: 'instant'})")
@@ -179,7 +161,7 @@ AXES = "[...document.querySelectorAll('.cell .charts figcaption')].map((e) => e.
 
 
 def test_errors_are_drawn_on_a_log_axis_a_linear_one_or_with_their_sign(browser: Browser, address: str) -> None:
-    open_cell(browser, address, CONFORMS)
+    browser.open_cell(address, CONFORMS)
     assert browser.run(AXES)[1] == "loss: error relative, log axis"
     browser.click("[data-of=errors][data-choice=linear]")
     assert browser.run(AXES)[1] == "loss: error relative, linear axis"
@@ -195,7 +177,7 @@ def test_errors_are_drawn_on_a_log_axis_a_linear_one_or_with_their_sign(browser:
 
 
 def test_steps_are_chosen_by_dragging_or_by_their_numbers(browser: Browser, address: str) -> None:
-    open_cell(browser, address, CONFORMS)
+    browser.open_cell(address, CONFORMS)
     count = "document.querySelectorAll('.charts figure:first-child .hover').length"
     browser.hover(".charts .hover[data-step='1'] rect")
     browser.page.mouse.down()
@@ -210,7 +192,7 @@ def test_steps_are_chosen_by_dragging_or_by_their_numbers(browser: Browser, addr
 
 
 def test_the_noise_floor_is_drawn_under_the_errors_and_told(browser: Browser, address: str) -> None:
-    open_cell(browser, address, CONFORMS)
+    browser.open_cell(address, CONFORMS)
     assert browser.run("document.querySelectorAll('.cell .chart .noise').length") == 2
     assert "noise: a single process in fp32" in browser.run("document.querySelector('.cell').textContent")
     tips = browser.run("[...document.querySelectorAll('.charts figure:nth-child(2) .hover')].map((e) => e.dataset.tip)")
@@ -225,7 +207,7 @@ ROWS = (
 
 
 def test_boundaries_of_stages_and_cuts_over_tensor_parallel_ranks_are_marked(browser: Browser, wide: str) -> None:
-    open_cell(browser, wide, STAGES)
+    browser.open_cell(wide, STAGES)
     heads = "[...document.querySelectorAll('.maps figure:first-child tr:first-child th')]"
     names = browser.run(f"{heads}.map((head) => head.textContent)")
     assert names == ["", "in", "0", "1", "2", "out"]
@@ -239,7 +221,7 @@ def test_boundaries_of_stages_and_cuts_over_tensor_parallel_ranks_are_marked(bro
 
 
 def test_denominators_evidence_memory_and_speed_are_told(browser: Browser, wide: str) -> None:
-    open_cell(browser, wide, STAGES)
+    browser.open_cell(wide, STAGES)
     first, *_ = browser.run(ROWS.format("Denominators"))
     assert first == ["0", "1000", "100 + 7 = 107", "101 + 7 = 108", "215", "811", "811"]
     ran = browser.run(ROWS.format("Observed"))
@@ -254,11 +236,10 @@ def test_denominators_evidence_memory_and_speed_are_told(browser: Browser, wide:
 # Reasons and findings
 
 
-def test_an_infrastructure_reason_keeps_its_lines_and_is_said_once(browser: Browser, tmp_path: Path) -> None:
-    out = write_sample(tmp_path / "out")
+def test_an_infrastructure_reason_keeps_its_lines_and_is_said_once(browser: Browser, out: Path) -> None:
     reason = "rank 1 raised during 'setup': RuntimeError: aborted\n\nTraceback (most recent call last):\n  a line of it"
     change(out, CRASHED, verdict={"reason": reason})
-    open_cell(browser, write_html(out).as_uri(), CRASHED)
+    browser.open_cell(write_html(out).as_uri(), CRASHED)
     assert browser.run("document.querySelector('.cell .reason').textContent") == reason.splitlines()[0]
     assert "(most recent call last):\n  a line" in browser.run("document.querySelector('.cell .more').innerText")
     assert browser.run("document.querySelector('.attention').textContent.includes('a line of it')") is False
@@ -267,10 +248,9 @@ def test_an_infrastructure_reason_keeps_its_lines_and_is_said_once(browser: Brow
     assert (out / link).is_file()
 
 
-def test_a_finding_that_a_reason_names_is_in_the_page(browser: Browser, tmp_path: Path) -> None:
-    out = write_sample(tmp_path / "out")
+def test_a_finding_that_a_reason_names_is_in_the_page(browser: Browser, out: Path) -> None:
     change(out, EXPECTED, verdict={"reason": "rounded masters: docs/findings/deepspeed-rounded-masters.md"})
-    open_cell(browser, write_html(out).as_uri(), EXPECTED)
+    browser.open_cell(write_html(out).as_uri(), EXPECTED)
     browser.click(".cell .reason a")
     browser.wait("document.querySelector('#finding-deepspeed-rounded-masters').open")
     assert "DeepSpeed" in browser.run("document.querySelector('#finding-deepspeed-rounded-masters pre').textContent")
@@ -280,20 +260,14 @@ def test_a_finding_that_a_reason_names_is_in_the_page(browser: Browser, tmp_path
 # How it looks
 
 
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("dark", [False, True])
-@pytest.mark.exhaustive
-def test_no_page_scrolls_sideways_at_any_width(
-    browser: Browser, address: str, wide: str, width: int, dark: bool
-) -> None:
+@pytest.mark.parametrize(
+    ("width", "dark"), [(390, False), exhaustive(390, True), exhaustive(1024, True), exhaustive(1440, False)]
+)
+def test_no_page_scrolls_sideways(browser: Browser, address: str, wide: str, width: int, dark: bool) -> None:
     browser.open(wide, width=width, dark=dark)
     assert browser.run("document.documentElement.scrollWidth") <= width
     for cell in (DIFFERS, CRASHED, RESUMED, RL, EXPECTED):
-        open_cell(browser, address, cell, width=width, dark=dark)
+        browser.open_cell(address, cell, width=width, dark=dark)
         browser.run("document.querySelectorAll('.cell details').forEach((part) => (part.open = true))")
         assert browser.run("document.documentElement.scrollWidth") <= width
         assert browser.problems == []
-
-
-def test_the_state_of_the_sample_is_what_the_tests_say(sample: Path) -> None:
-    assert entry_of(sample, UNSUPPORTED).verdict.state == "unsupported"

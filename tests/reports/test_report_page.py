@@ -6,7 +6,6 @@ import json
 import math
 import random
 import re
-import shutil
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 from pathlib import Path
@@ -34,7 +33,6 @@ from report_sample import (
     folder_of,
     rewrite,
     sample_cell,
-    write_sample,
 )
 
 from conformance.backends.protocol import find_backend
@@ -53,18 +51,6 @@ TOP = 260  # px: the matrix begins above it if every cell conforms
 BACKENDS = ("fsdp2", "deepspeed", "megatron")
 QUICK = [str(cell) for cell in expand(load_profile("quick"), list(map(find_backend, BACKENDS)), Overrides())]
 HOSTILE = '<script>alert("x")</script>'
-
-
-@pytest.fixture(scope="module")
-def sample(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Never written to by a test, but for the reports."""
-    return write_sample(tmp_path_factory.mktemp("sample") / "out")
-
-
-@pytest.fixture
-def out(sample: Path, tmp_path: Path) -> Path:
-    """A copy of the sample that a test may damage."""
-    return Path(shutil.copytree(sample, tmp_path / "out"))
 
 
 @pytest.fixture(scope="module")

@@ -23,50 +23,42 @@ FAULT = "sft/pangu/fsdp2/dp2/fp32/fault-lost-bias"
 ENDS = ("dp2", "tp2", "dp2-to-tp2", "tp2-to-dp2")
 HANDED = [f"sft-warmup/qwen3/megatron/{ends}/exact/state" for ends in ENDS]
 SAMPLE, NIGHT, OTHERS, SIDES = "sample", "night", "others", "sides"
-# The headings that show each requirement (the table in the documentation of reports).
-TITLES: dict[str, tuple[str, ...]] = {
-    "R2": ("Every cell",),
-    "R4": ("Curves",),
-    "R6": ("First difference",),
-    "R7": ("Where in the network",),
-    "R8": ("clipped update", "weights after N steps"),
-    "R9": ("Policy and critic", "Where in the batch"),
-    "R10": ("Denominators",),
-    "R11": ("Resume",),
-    "R12": ("Configuration of the members", "Resolved configuration and environment"),
-    "R13": ("This run",),
-    "R15": ("Stages",),
-    "R16": ("Since earlier runs",),
-    "R17": ("Since earlier runs",),
-    "R19": ("Last lines of each rank",),
-    "R22": ("Mutation score",),
-}
-# Of each row the pages, and the cells there that are opened, in which it is to be seen; and selectors with a text.
-WHERE: dict[str, tuple[tuple[str, str], ...]] = {
-    **{"R1": ((SAMPLE, ""),), "R2": ((SAMPLE, ""),), "R3": ((SAMPLE, ""),), "R4": ((SAMPLE, DIFFERS), (SIDES, ""))},
-    **{"R5": ((SAMPLE, DIFFERS),), "R6": ((SAMPLE, DIFFERS),), "R7": ((SAMPLE, DIFFERS),), "R8": ((SAMPLE, DIFFERS),)},
-    **{"R9": ((SAMPLE, RL),), "R10": ((SAMPLE, DIFFERS),), "R11": ((OTHERS, ""),), "R13": ((SAMPLE, ""),)},
-    **{"R14": ((SAMPLE, DIFFERS),), "R15": ((SAMPLE, DIFFERS),), "R16": ((NIGHT, ""),), "R17": ((NIGHT, ""),)},
-    **{"R18": ((SAMPLE, CRASHED),), "R19": ((SAMPLE, CRASHED),), "R20": ((SAMPLE, ""),), "R22": ((OTHERS, ""),)},
-    **{"R12": ((SAMPLE, DIFFERS), (SIDES, "")), "R21": (), "R23": ((SAMPLE, DIFFERS),)},
-}
-BESIDE: dict[str, tuple[tuple[str, str], ...]] = {
-    "R1": ((".banner h1", "differ"), (".counts", "infrastructure failure")),
-    "R2": (("#cells", "sft-packed"),),
-    "R3": (*((f".count.{state} .symbol", symbol) for state, symbol in (("differs", "✗"), ("conforms", "✓"))),),
-    "R5": ((".cell", "signed"), (".cell", "noise: ")),
-    "R6": ((".first .said", "o_proj.bias is"),),
-    "R8": (("table.stages", "clipped update"), ("table.stages", "weights after N steps")),
-    "R13": (("footer dl", "torch"),),
-    "R14": ((".command code", "parity run"), (".command button", "Copy")),
-    "R15": ((".scroll:has(table.stages) + .note", "Tolerance"),),
-    "R16": ((".earlier", "newly differing"),),
-    "R17": ((".trend", "conform"),),
-    "R18": ((".cell .reason", "rank 1 of 2 raised RuntimeError in setup"), (".logs pre", "")),
-    "R19": ((".logs summary a", "whole file"),),
-    "R20": (("[data-download=csv]", "CSV"), ("[data-download=json]", "JSON")),
-    "R22": ((".score table", "lost-bias"),),
-    "R23": ((".cell .meta", " s"), (".cell .meta", "tokens/s")),
+HEADS = "h2, h3"
+# What shows the requirements (docs/explanations/report.md): by page and opened cell, selectors with a text.
+SEEN: dict[tuple[str, str], dict[str, tuple[tuple[str, str], ...]]] = {
+    (SAMPLE, ""): {
+        "R1": ((".banner h1", "differ"), (".counts", "infrastructure failure")),
+        "R2": ((HEADS, "Every cell"), ("#cells", "sft-packed")),
+        "R3": ((".count.differs .symbol", "✗"), (".count.conforms .symbol", "✓")),
+        "R13": ((HEADS, "This run"), ("footer dl", "torch")),
+        "R20": (("[data-download=csv]", "CSV"), ("[data-download=json]", "JSON")),
+    },
+    (SAMPLE, DIFFERS): {
+        "R4": ((HEADS, "Curves"),),
+        "R5": ((".cell", "signed"), (".cell", "noise: ")),
+        "R6": ((HEADS, "First difference"), (".first .said", "o_proj.bias is")),
+        "R7": ((HEADS, "Where in the network"),),
+        "R8": (("table.stages th", "clipped update"), ("table.stages th", "weights after N steps")),
+        "R10": ((HEADS, "Denominators"),),
+        "R12": ((HEADS, "Resolved configuration and environment"),),
+        "R14": ((".command code", "parity run"), (".command button", "Copy")),
+        "R15": ((HEADS, "Stages"), (".scroll:has(table.stages) + .note", "Tolerance")),
+        "R23": ((".cell .meta", " s"), (".cell .meta", "tokens/s")),
+    },
+    (SAMPLE, RL): {"R9": ((HEADS, "Policy and critic"), (HEADS, "Where in the batch"))},
+    (SAMPLE, CRASHED): {
+        "R18": ((".cell .reason", "rank 1 of 2 raised RuntimeError in setup"), (".logs pre", "")),
+        "R19": ((HEADS, "Last lines of each rank"), (".logs summary a", "whole file")),
+    },
+    (NIGHT, ""): {
+        "R16": ((HEADS, "Since earlier runs"), (".earlier", "newly differing")),
+        "R17": ((HEADS, "Since earlier runs"), (".trend", "conform")),
+    },
+    (OTHERS, ""): {
+        "R11": ((HEADS, "Resume"),),
+        "R22": ((HEADS, "Mutation score"), (".score table", "lost-bias")),
+    },
+    (SIDES, ""): {"R4": ((HEADS, "Curves"),), "R12": ((HEADS, "Configuration of the members"),)},
 }
 FILES = {"badge.svg", "report.md", "junit.xml", "ctrf.json", "badge.json", "summary.json", "side_by_side.json"}
 VISIBLE = """([selector, text]) => {
@@ -106,20 +98,16 @@ def test_every_requirement_is_seen_where_the_table_says(
     browser: Browser, pages: dict[str, str], width: int, dark: bool
 ) -> None:
     problems = []
-    for page, cell in dict.fromkeys(place for places in WHERE.values() for place in places):
+    for (page, cell), rows in SEEN.items():
         browser.open(pages[page] + (f"#cell-{cell}" if cell else ""), width=width, dark=dark)
         if cell:
             browser.wait(f"document.querySelector('.cell')?.dataset.cell === {json.dumps(cell)}")
         browser.run("document.querySelectorAll('details').forEach((part) => (part.open = true))")
         if page == SIDES:
             browser.wait("document.querySelector('.side .chart') !== null")
-        for row in (row for row, places in WHERE.items() if (page, cell) in places):
-            here = [] if len(WHERE[row]) > 1 else BESIDE.get(row, ())
-            elsewhere = "Configuration of the members" if page == SAMPLE else "Resolved configuration and environment"
-            looked = [("h2, h3, table.stages th", title) for title in TITLES.get(row, ()) if title != elsewhere]
-            for selector, words in (*looked, *here):
-                if wrong := browser.page.evaluate(VISIBLE, [selector, words]):
-                    problems.append(f"{row}: {words!r} in {selector} of {page} {cell} {wrong}")
+        for row, selector, words in ((row, *shown) for row, places in rows.items() for shown in places):
+            if wrong := browser.page.evaluate(VISIBLE, [selector, words]):
+                problems.append(f"{row}: {words!r} in {selector} of {page} {cell} {wrong}")
         assert browser.problems == []
     assert "\n".join(problems) == ""
 

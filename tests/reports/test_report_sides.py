@@ -57,12 +57,6 @@ def open_side(browser: Browser, out: Path, *, width: int = 1280, dark: bool = Fa
     browser.wait("document.querySelector('.side .chart') !== null")
 
 
-def texts(browser: Browser, selector: str) -> list[str]:
-    found = browser.run(f"[...document.querySelectorAll({json.dumps(selector)})].map((e) => e.textContent)")
-    assert isinstance(found, list)
-    return found
-
-
 # What is believed
 
 
@@ -95,8 +89,8 @@ def test_a_comparison_of_cells_that_are_gone_is_shown_without_their_links(browse
     run, entries = read_run(out)
     write_summary(out, run, [cell_summary(entry) for entry in entries[:-1]])
     open_side(browser, out)
-    assert STALE in texts(browser, ".side .reason")[0]
-    assert texts(browser, ".sides a[href]") == ["dp2", "dp2", "dp2.tp2"]
+    assert STALE in browser.texts(".side .reason")[0]
+    assert browser.texts(".sides a[href]") == ["dp2", "dp2", "dp2.tp2"]
     assert browser.problems == []
 
 
@@ -223,19 +217,19 @@ def test_a_group_that_differs_as_expected_is_said_to_agree_but_for_that(wrong: P
 def test_the_configuration_of_members_is_held_against_each_other(browser: Browser, sample: Path) -> None:
     open_side(browser, sample)
     heads = ["key", *(member.replace("/", " ") for member in MEMBERS)]
-    assert texts(browser, ".side .config thead th") == heads * 2  # of keys that differ, and of others
-    changed = texts(browser, ".side .config .changed td:first-child")
+    assert browser.texts(".side .config thead th") == heads * 2  # of keys that differ, and of others
+    changed = browser.texts(".side .config .changed td:first-child")
     assert {"layout", "backend.name"} <= set(changed)
     assert not [key for key in changed if key.startswith("scenario")]
 
 
 def test_an_opened_group_has_every_pair_and_the_curves_of_all_members(browser: Browser, sample: Path) -> None:
     open_side(browser, sample)
-    assert len(texts(browser, ".sides .square[data-tip]")) == 12  # each of six pairs twice
-    assert texts(browser, ".sides a[href]") == [member.split("/")[1] for member in MEMBERS]
+    assert len(browser.texts(".sides .square[data-tip]")) == 12  # each of six pairs twice
+    assert browser.texts(".sides a[href]") == [member.split("/")[1] for member in MEMBERS]
     (group,) = json.loads((sample / "side_by_side.json").read_text())["groups"]
-    assert texts(browser, ".sides thead .value") == group["columns"]
-    assert len(texts(browser, ".side .chart:not(.key)")) == 4
+    assert browser.texts(".sides thead .value") == group["columns"]
+    assert len(browser.texts(".side .chart:not(.key)")) == 4
     loss = "document.querySelector('.side .chart:not(.key)')"
     for kind, members in (("b0", 1), ("b1", 2), ("b2", 1)):
         assert browser.run(f"{loss}.querySelectorAll('.mark.{kind}').length") == members * STEPS
@@ -245,7 +239,7 @@ def test_an_opened_group_has_every_pair_and_the_curves_of_all_members(browser: B
 def test_a_square_is_the_largest_difference_of_its_two_members(browser: Browser, sample: Path) -> None:
     open_side(browser, sample)
     (group,) = json.loads((sample / "side_by_side.json").read_text())["groups"]
-    squares = texts(browser, ".sides .square:not(.self)")
+    squares = browser.texts(".sides .square:not(.self)")
     for pair in group["pairs"]:
         a, b = pair["members"]
         largest = max(difference["observed"] for difference in pair["columns"].values())
@@ -256,9 +250,9 @@ def test_a_square_is_the_largest_difference_of_its_two_members(browser: Browser,
 
 def test_a_wrong_member_is_seen_in_the_squares_and_its_pairs_are_listed(browser: Browser, wrong: Path) -> None:
     open_side(browser, wrong)
-    assert texts(browser, ".sides .h6") == ["0.01"] * 6
-    assert "Outside their tolerance" in texts(browser, ".side h3")
-    assert sum("deepspeed dp2 and" in name for name in texts(browser, ".side td.left")) == 3
+    assert browser.texts(".sides .h6") == ["0.01"] * 6
+    assert "Outside their tolerance" in browser.texts(".side h3")
+    assert sum("deepspeed dp2 and" in name for name in browser.texts(".side td.left")) == 3
 
 
 def test_a_pair_that_was_not_compared_in_all_columns_has_no_number(browser: Browser, tmp_path: Path) -> None:
@@ -269,7 +263,7 @@ def test_a_pair_that_was_not_compared_in_all_columns_has_no_number(browser: Brow
         file.unlink()
     write_side_by_side(out)
     open_side(browser, out)
-    squares = texts(browser, ".sides .square:not(.self)")
+    squares = browser.texts(".sides .square:not(.self)")
     assert squares[:3] == ["?", "?", "?"]
     assert squares.count("?") == 6
 
@@ -278,11 +272,11 @@ def test_of_many_members_each_two_backends_show_their_furthest_pair(browser: Bro
     layouts = [f"dp{n}" for n in range(1, MATRIX)]
     members = (*(f"deepspeed/{layout}" for layout in layouts), *(f"fsdp2/{layout}" for layout in layouts))
     open_side(browser, write_run(tmp_path / "out", {members[3]: WRONG}, members=members))
-    assert texts(browser, ".square") == []
-    found = texts(browser, ".side td.left")
+    assert browser.texts(".square") == []
+    found = browser.texts(".side td.left")
     for between in ("layouts of deepspeed", "deepspeed and fsdp2", "layouts of fsdp2"):
         assert between in found
-    assert f"{2 * len(layouts) - 1 - PAIRS} more pairs in side_by_side.json." in texts(browser, ".side .note")
+    assert f"{2 * len(layouts) - 1 - PAIRS} more pairs in side_by_side.json." in browser.texts(".side .note")
 
 
 def test_a_step_is_marked_in_all_charts_of_a_group(browser: Browser, sample: Path) -> None:
@@ -297,7 +291,7 @@ def test_of_several_groups_that_agree_each_is_drawn_when_it_is_opened(browser: B
     (group,) = json.loads((out / "side_by_side.json").read_text())["groups"]
     edit(out / "side_by_side.json", groups=[group, {**group, "group": "another"}])
     browser.open(write_html(out).as_uri())
-    assert texts(browser, ".side .chart") == []
+    assert browser.texts(".side .chart") == []
     browser.click(".side:nth-of-type(2) summary")
     browser.wait("document.querySelector('.side .chart') !== null")
     browser.run("document.querySelectorAll('.side')[1].open = false")

@@ -33,7 +33,6 @@ from report_sample import (
     only_conforming,
     rewrite,
     write_logs,
-    write_sample,
 )
 
 from conformance.core.errors import UsageError
@@ -45,18 +44,6 @@ from reports.html import write_html
 from reports.load import Cell, read_report
 from reports.markdown import write_markdown
 from reports.summary import headline
-
-
-@pytest.fixture(scope="module")
-def sample(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Never written to by a test, but for the reports."""
-    return write_sample(tmp_path_factory.mktemp("sample") / "out")
-
-
-@pytest.fixture
-def out(sample: Path, tmp_path: Path) -> Path:
-    """A copy of the sample that a test may damage."""
-    return Path(shutil.copytree(sample, tmp_path / "out"))
 
 
 def cell_of(out: Path, cell: str) -> Cell:

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
@@ -23,23 +22,12 @@ from report_sample import (
     folder_of,
     only_conforming,
     rewrite,
-    write_sample,
 )
 
 from reports.ci_formats import COLOURS, STATUSES, write_badge, write_ctrf
 from reports.load import read_report
 
 SVG = "{http://www.w3.org/2000/svg}"
-
-
-@pytest.fixture(scope="module")
-def sample(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_sample(tmp_path_factory.mktemp("sample") / "out")
-
-
-@pytest.fixture
-def out(sample: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(sample, tmp_path / "out"))
 
 
 def ctrf(out: Path) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:

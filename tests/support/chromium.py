@@ -46,6 +46,22 @@ class Browser:
         self.page.emulate_media(media="screen", color_scheme="dark" if dark else "light")
         self.page.goto(address)
 
+    def open_cell(self, address: str, cell: str, *, width: int = 1280, dark: bool = False) -> None:
+        """Load a report with ``cell`` open."""
+        self.open(f"{address}#cell-{cell}", width=width, dark=dark)
+        self.wait(f"document.querySelector('.cell')?.dataset.cell === {json.dumps(cell)}")
+
+    def count(self, selector: str) -> int:
+        return int(self.run(f"document.querySelectorAll({json.dumps(selector)}).length"))
+
+    def text(self, selector: str) -> str:
+        """The text of the first element that matches, as it is shown."""
+        return str(self.run(f"document.querySelector({json.dumps(selector)}).innerText"))
+
+    def texts(self, selector: str) -> list[str]:
+        """The texts of all elements that match, shown or not."""
+        return list(self.run(f"[...document.querySelectorAll({json.dumps(selector)})].map((e) => e.textContent)"))
+
     def wait(self, condition: str, seconds: float = 20.0) -> None:
         """Wait until a JavaScript expression is true."""
         # The page's policy forbids eval, which playwright's own way of waiting needs.
