@@ -20,15 +20,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import deepspeed
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 import transformers
-from ours import ADAMW
+from ours import ADAMW, random_batch
+from plain_deepspeed import engine_of, step_of
 from timing import WARM_UP, random_rows
 
-from conformance.spec.batch import Batch, Document, Row
 from conformance.spec.layout import Layout
 from conformance.spec.objectives import Sft
 from conformance.spec.scenario import ScheduleConfig
@@ -83,13 +81,9 @@ def ours(model: Path, layout: Layout) -> Callable[[int], object]:
     context.setup_distributed()
     policy = context.new_trainable("causal")
     policy.prepare(policy.load_model(model), ADAMW, ScheduleConfig())
-    vocabulary = json.loads((model / "config.json").read_text(encoding="utf-8"))["vocab_size"]
 
     def step(number: int) -> None:
-        tokens = [random_rows(vocabulary, rows=1, seq=TOKENS, step=number, rank=rank) for rank in range(layout.dp)]
-        documents = [Document(tuple(row), (False, *(True,) * (TOKENS - 1))) for row in torch.cat(tokens).tolist()]
-        rows = tuple(Row(i, (document,)) for i, document in enumerate(documents))
-        batch = Batch(step=number, max_len=TOKENS, rows=rows)
+        batch = random_batch(model, layout, rows=1, seq=TOKENS, step=number)
         train_step(context, {"policy": policy}, Sft(), batch, on_gradients=lambda model: None, with_rows=False)
 
     return step
@@ -103,28 +97,10 @@ def plain(folder: Path, layout: Layout) -> Callable[[int], object]:
     if "ckpt" in layout.options:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     whole = max(parameter.numel() for parameter in model.parameters() if parameter.ndim < 2)
-    engine, *_ = deepspeed.initialize(
-        model=model,
-        optimizer=torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True),
-        config={
-            "train_micro_batch_size_per_gpu": 1,
-            "bf16": {"enabled": True},
-            "gradient_clipping": 1.0,
-            "communication_data_type": "fp32",
-            "data_types": {"grad_accum_dtype": "fp32"},
-            "zero_optimization": {"stage": layout.zero, "stage3_param_persistence_threshold": whole},
-            "zero_allow_untested_optimizer": True,
-            "steps_per_print": 10**9,
-        },
-        dist_init_required=False,
-    )
+    engine = engine_of(model, rows=1, stage=layout.zero or 0, stage3_param_persistence_threshold=whole)
 
     def step(number: int) -> None:
-        rows = random_rows(model.config.vocab_size, rows=1, seq=TOKENS, step=number, rank=dist.get_rank())
-        loss = F.cross_entropy(engine(input_ids=rows).logits[:, :-1].flatten(0, 1), rows[:, 1:].flatten())
-        engine.backward(loss)
-        engine.step()
-        loss.item()
+        step_of(engine, random_rows(model.config.vocab_size, rows=1, seq=TOKENS, step=number, rank=dist.get_rank()))
 
     return step
 

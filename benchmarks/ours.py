@@ -5,6 +5,7 @@ See throughput.py.
 
 import json
 import os
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -37,16 +38,9 @@ def main() -> None:
     context.setup_distributed()
     policy = context.new_trainable("causal")
     policy.prepare(policy.load_model(options.model), ADAMW, ScheduleConfig())
-    vocabulary = json.loads((options.model / "config.json").read_text(encoding="utf-8"))["vocab_size"]
-    targets = (False, *(True,) * (options.seq - 1))
-
-    def batch(number: int) -> Batch:
-        size = {"rows": options.rows, "seq": options.seq}
-        tokens = [random_rows(vocabulary, **size, step=number, rank=rank) for rank in range(layout.dp)]
-        rows = [Row(i, (Document(tuple(row), targets),)) for i, row in enumerate(torch.cat(tokens).tolist())]
-        return Batch(step=number, max_len=options.seq, rows=tuple(rows))
-
-    batches = [batch(number) for number in range(BATCHES)]
+    batches = [
+        random_batch(options.model, layout, rows=options.rows, seq=options.seq, step=step) for step in range(BATCHES)
+    ]
 
     def step(number: int) -> float:
         models, given = {"policy": policy}, batches[number % BATCHES]
@@ -56,6 +50,14 @@ def main() -> None:
     measure(step, options=options, data_ranks=layout.dp)
     context.teardown()
     dist.destroy_process_group()
+
+
+def random_batch(model: Path, layout: Layout, *, rows: int, seq: int, step: int) -> Batch:
+    """Returns the random tokens of a step; all but the first of a row are targets. rows: of each data rank."""
+    vocabulary = json.loads((model / "config.json").read_text(encoding="utf-8"))["vocab_size"]
+    tokens = [random_rows(vocabulary, rows=rows, seq=seq, step=step, rank=rank) for rank in range(layout.dp)]
+    documents = [Document(tuple(row), (False, *(True,) * (seq - 1))) for row in torch.cat(tokens).tolist()]
+    return Batch(step=step, max_len=seq, rows=tuple(Row(i, (document,)) for i, document in enumerate(documents)))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ Gradients are reduced and added up in float32, as the reference backend does; De
 """
 
 import os
+from typing import Any
 
 import deepspeed
 import torch
@@ -22,33 +23,43 @@ def main() -> None:
     ).cuda()
     model.config.use_cache = False
     model.train().gradient_checkpointing_enable({"use_reentrant": False})
+    engine = engine_of(model, rows=options.rows, stage=int(options.layout[-1]))
+    vocabulary = model.config.vocab_size
+
+    def step(number: int) -> float:
+        rows = random_rows(vocabulary, rows=options.rows, seq=options.seq, step=number, rank=dist.get_rank()).cuda()
+        return step_of(engine, rows)
+
+    measure(step, options=options, data_ranks=dist.get_world_size())
+    dist.destroy_process_group()
+
+
+def engine_of(model: transformers.PreTrainedModel, *, rows: int, stage: int, **zero: int) -> Any:
+    """Returns the engine of ZeRO's ``stage`` in bf16, with ``zero`` as further options of ZeRO."""
     engine, *_ = deepspeed.initialize(
         model=model,
         optimizer=torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True),
         config={
-            "train_micro_batch_size_per_gpu": options.rows,
+            "train_micro_batch_size_per_gpu": rows,
             "bf16": {"enabled": True},
             "gradient_clipping": 1.0,
             "communication_data_type": "fp32",
             "data_types": {"grad_accum_dtype": "fp32"},
-            "zero_optimization": {"stage": int(options.layout[-1])},
+            "zero_optimization": {"stage": stage, **zero},
             "zero_allow_untested_optimizer": True,
             "steps_per_print": 10**9,
         },
         dist_init_required=False,
     )
-    vocabulary = model.config.vocab_size
+    return engine
 
-    def step(number: int) -> float:
-        rows = random_rows(vocabulary, rows=options.rows, seq=options.seq, step=number, rank=dist.get_rank()).cuda()
-        logits = engine(input_ids=rows).logits
-        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), rows[:, 1:].flatten())
-        engine.backward(loss)
-        engine.step()
-        return float(loss)
 
-    measure(step, options=options, data_ranks=dist.get_world_size())
-    dist.destroy_process_group()
+def step_of(engine: Any, rows: torch.Tensor) -> float:
+    """Trains on rows of tokens and returns the loss."""
+    loss = F.cross_entropy(engine(input_ids=rows).logits[:, :-1].flatten(0, 1), rows[:, 1:].flatten())
+    engine.backward(loss)
+    engine.step()
+    return float(loss)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Runs one cell under its own torchrun, as trainers are usually started; benchmarks/worlds.py compares it to the pool.
+"""Runs one cell under its own torchrun, as trainers are usually started; cells_a_minute.py compares it to the pool.
 
 torchrun --nproc-per-node N benchmarks/torchrun_cell.py cpu|cuda KWARGS.json
 """
