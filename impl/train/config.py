@@ -16,7 +16,6 @@ from conformance.core.errors import UsageError, explain
 from conformance.spec.layout import Layout
 from conformance.spec.scenario import Scenario, parse_scenario, scenario_to_json
 
-ARITHMETIC = "arithmetic"  # path of the embedded data set (impl/train/data.py)
 Engine = Literal["hf", "vllm"]
 Tracker = Literal["tensorboard", "wandb"]
 
@@ -30,6 +29,7 @@ class RolloutConfig:
     max_new_tokens: the longest response.
     engine: the sampling engine.
     greedy: takes the likeliest token instead of sampling.
+    reward: a name in impl.train.rewards.REWARDS; None selects it by the data set.
     """
 
     prompts: int
@@ -37,6 +37,7 @@ class RolloutConfig:
     max_new_tokens: int
     engine: Engine = "hf"
     greedy: bool = False
+    reward: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

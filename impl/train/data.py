@@ -1,70 +1,22 @@
-"""Selects the data of each step: documents in order, and prompts whose answers can be verified, with their rewards.
+"""Selects the data of each step: documents in order, and prompts whose answers can be verified.
 
 The order of documents follows from the seed and the epoch (impl/checkpoints/training_state.py). The documents of a step
 follow from the position alone, not from ranks or checkpoints. A training that was interrupted therefore neither loses
-nor repeats any, also when it resumes with another number of ranks. Rollouts are in experience.py.
-
-A reward compares the last number of a response with the reference's answer: the text after ``####``, as GSM8K writes
-it, or else its last number. A sign belongs to a number unless a digit stands in front of it ("7-2" ends with 2, "-2"
-and "= -2" with -2), commas may separate thousands, 3.0 is 3, and .5 is 0.5.
+nor repeats any, also when it resumes with another number of ranks.
 """
 
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any, Protocol
 
-from conformance.core.errors import UsageError, one_line, shown
+from conformance.core.errors import UsageError, one_line
 from conformance.data.samples import read_samples
 from conformance.data.tokenizer import SAMPLE_LIMIT_S, computing_at_most, encode_prompt
 from conformance.spec.batch import Batch, Document, Row
 from conformance.spec.scenario import DataConfig
 from impl.checkpoints.training_state import DataPosition
-from impl.train.config import ARITHMETIC
-
-Reward = Callable[[str, Decimal], float]  # (response, answer) -> reward
-
-MARK = "####"
-NUMBER_REWARD, NEARNESS_REWARD, FAR = 0.2, 0.3, 10
-_WHOLE, _PART = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)", r"\.[0-9]+"
-_NUMBER = re.compile(rf"(?:(?<![0-9])[-+\u2212])?(?:{_WHOLE}(?:{_PART})?|(?<![0-9.]){_PART})")
-
-
-def last_number(text: str) -> Decimal | None:
-    """Returns the last number in a text; None if there is none."""
-    found = _NUMBER.findall(text)
-    return Decimal(found[-1].replace(",", "").replace("\u2212", "-")) if found else None
-
-
-def reference_answer(reference: str, place: str) -> Decimal:
-    """Returns the number that a right response ends with. Raises UsageError that names ``place`` if there is none."""
-    answer = last_number(reference.rpartition(MARK)[2])
-    if answer is None:
-        raise UsageError(
-            f"{place}: the reference {shown(reference)} has no number{' after ' + MARK if MARK in reference else ''}, "
-            f"but the reward compares numbers; give answers that end with a number, or leave the sample out"
-        )
-    return answer
-
-
-def exact_answer(response: str, answer: Decimal) -> float:
-    """Returns 1 if the response ends with the right number, else 0."""
-    return float(last_number(response) == answer)
-
-
-def near_answer(response: str, answer: Decimal) -> float:
-    """Returns 1 for the right number; for a wrong number 0.2, plus up to 0.3 for its nearness within a distance of 10.
-
-    It serves the embedded arithmetic, which a tiny random model learns: this model hardly ever gives the right number
-    by chance, and it cannot learn from rewards that are all 0.
-    """
-    given = last_number(response)
-    if given is None:
-        return 0.0
-    if given == answer:
-        return 1.0
-    return NUMBER_REWARD + NEARNESS_REWARD * (1 - min(float(abs(given - answer)), FAR) / FAR)
+from impl.train.rewards import ARITHMETIC, reference_answer
 
 
 @dataclass(frozen=True)
@@ -102,11 +54,6 @@ def load_prompts(data: DataConfig, tokenizer: Any, *, vocabulary: int, max_new_t
             f"{max_new_tokens}; use data.max_len={longest + max_new_tokens}, or shorter responses"
         )
     return prompts
-
-
-def reward_of(data: DataConfig) -> Reward:
-    """Returns the reward function for the prompts of a data set."""
-    return near_answer if data.path == ARITHMETIC else exact_answer
 
 
 def _samples(data: DataConfig) -> Sequence[tuple[str, str]]:

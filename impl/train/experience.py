@@ -21,8 +21,9 @@ from impl.checkpoints.training_state import DataPosition
 from impl.interface.trainable import Context, Trainable
 from impl.models.lora import merged_weights
 from impl.train.config import RolloutConfig
-from impl.train.data import Prompt, Reward, Work
+from impl.train.data import Prompt, Work
 from impl.train.generation import Response, RolloutEngine, seed_of
+from impl.train.rewards import Reward
 
 
 @dataclass

@@ -19,6 +19,7 @@ from conformance.core.errors import UsageError, one_line, shown
 from conformance.core.io import MIB, read_text, read_toml
 from conformance.spec.objectives import AdvantageEstimator, LossMode
 from conformance.spec.precision import PRECISIONS, PrecisionName
+from impl.train.rewards import REWARDS
 
 COMMANDS = {
     "sft": "supervised fine-tuning on inputs and outputs",
@@ -137,6 +138,11 @@ class TrainOptions:
     temperature: float = option("of sampling and of log-probs", default=1.0, above=0, commands=ROLLOUT)
     rollout_engine: Literal["hf", "vllm"] = option("engine that samples responses", default="hf", commands=ROLLOUT)
     greedy: bool = option("the likeliest token instead of sampling", default=False, commands=ROLLOUT)
+    reward: str | None = option(
+        "score of a response (default: near-answer for the embedded arithmetic, else exact-answer)",
+        choices=tuple(REWARDS),
+        commands=ROLLOUT,
+    )
     # Objective
     ppo_epochs: int = option("passes over a rollout", default=1, commands=ROLLOUT)
     eps_clip: float = option("the ratio is clipped to 1 -/+ this", default=0.2, above=0, commands=ROLLOUT)

@@ -25,9 +25,10 @@ from conformance.spec.layout import Layout
 from conformance.spec.lora import ALL_LINEAR, LoraConfig
 from conformance.spec.scenario import Scenario, parse_scenario
 from impl.models.family_quirks import PLANNED
-from impl.train.config import ARITHMETIC, OutputConfig, RolloutConfig, TrainConfig
+from impl.train.config import OutputConfig, RolloutConfig, TrainConfig
 from impl.train.flags import TrainOptions, Value, written
 from impl.train.plan import parameter_shapes
+from impl.train.rewards import ARITHMETIC
 
 DATASETS = {"sft": "data/word_problems.jsonl", "grpo": ARITHMETIC, "ppo": ARITHMETIC}  # defaults
 
@@ -353,6 +354,7 @@ def _rollout(options: TrainOptions) -> RolloutConfig:
         max_new_tokens=longest,
         engine=options.rollout_engine,
         greedy=options.greedy,
+        reward=options.reward,
     )
 
 

@@ -41,10 +41,11 @@ from impl.models.export import check_target, write_folder
 from impl.models.lora import check_same, write_start
 from impl.objectives.policy_gradient import functions_of
 from impl.train.config import RolloutConfig, TrainConfig
-from impl.train.data import DocumentSource, Prompt, Reward, Source, fits, load_prompts, reward_of
+from impl.train.data import DocumentSource, Prompt, Source, fits, load_prompts
 from impl.train.experience import RolloutSource, check_rollout, sample_responses, text_of
 from impl.train.generation import Sampling, make_engine
 from impl.train.plan import parameter_shapes
+from impl.train.rewards import Reward, reward_of
 
 
 def is_value_model(folder: Path) -> bool:
@@ -312,7 +313,7 @@ def source_of(
         config=rollout,
         engine=make_engine(rollout.engine, policy, scenario, sampling, device),
         prompts=inputs.prompts,
-        reward=reward_of(scenario.data),
+        reward=reward_of(scenario.data.path, rollout.reward),
         tokenizer=inputs.tokenizer,
         position=DataPosition(seed=scenario.seed, documents=len(inputs.prompts)),
         targets=scenario.lora.targets(parameter_shapes(policy, POLICY.head)) if scenario.lora else (),
@@ -330,7 +331,7 @@ def evaluation_of(
         assert isinstance(source, RolloutSource)
         assert inputs.held_out is not None
         prompts = inputs.held_out
-        return lambda: held_out_reward(source, prompts, reward_of(data))
+        return lambda: held_out_reward(source, prompts, reward_of(data.path, source.config.reward))
     assert inputs.held_out is not None
     batches = held_out_batches(inputs.held_out, data)
     return lambda: held_out_loss(backend.context, backend.models[POLICY.name], batches)

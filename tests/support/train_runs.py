@@ -11,8 +11,9 @@ from conformance.core.host import FIXTURES
 from conformance.runtime import Outcome, Pool
 from conformance.spec.layout import Layout
 from conformance.spec.scenario import parse_scenario
-from impl.train.config import ARITHMETIC, OutputConfig, RolloutConfig, TrainConfig, to_json
+from impl.train.config import OutputConfig, RolloutConfig, TrainConfig, to_json
 from impl.train.logging import read_log
+from impl.train.rewards import ARITHMETIC
 
 ADAMW = {"name": "adamw", "lr": 3e-3, "eps": 1e-8, "max_grad_norm": 1.0}
 OF_TIME = {"seconds", "rollout_seconds", "tokens_per_second", "peak_memory_bytes"}

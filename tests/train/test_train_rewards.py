@@ -5,7 +5,8 @@ from decimal import Decimal
 import pytest
 
 from conformance.core.errors import UsageError
-from impl.train.data import arithmetic, exact_answer, last_number, near_answer, reference_answer
+from impl.train.data import arithmetic
+from impl.train.rewards import ARITHMETIC, exact_answer, last_number, near_answer, reference_answer, reward_of
 
 
 @pytest.mark.parametrize(
@@ -47,6 +48,14 @@ def test_an_exact_answer_is_all_or_nothing() -> None:
 def test_reward_grows_with_closeness_below_right_answer() -> None:
     rewards = [near_answer(text, Decimal(5)) for text in ("?", "99", "9", "6", "5")]
     assert rewards == pytest.approx([0.0, 0.2, 0.38, 0.47, 1.0])
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "reward"),
+    [("x.jsonl", None, exact_answer), (ARITHMETIC, None, near_answer), (ARITHMETIC, "exact-answer", exact_answer)],
+)
+def test_reward_is_found_by_name_or_data_set(path: str, name: str | None, reward: object) -> None:
+    assert reward_of(path, name) is reward
 
 
 def test_the_embedded_questions_have_their_answers() -> None:
