@@ -20,6 +20,7 @@ from torch import Tensor
 from impl.context_parallel import reference_kernel
 from impl.context_parallel.support import INSTALL, available
 
+Forward = tuple[Tensor, Tensor, None, Tensor | None]
 HEAD_SIZES = 8  # the kernels of flash-attn and of PyTorch need a multiple of it as head size
 
 
@@ -49,22 +50,9 @@ def _flash_attn_forward(
     softcap: float,
     alibi_slopes: Tensor | None,
     return_softmax: bool,
-) -> tuple[Tensor, Tensor, None, Tensor | None]:
+) -> Forward:
     """Returns out (rows, Q, heads, E), log-sum-exp (rows, heads, Q), None, state of the dropout's random numbers."""
-    arguments = dict(locals())
-    _check(dropout_p, softcap, alibi_slopes)
-    match kernel(q.device, q.dtype):
-        case "flash-attn":
-            result: tuple[Tensor, Tensor, None, Tensor | None] = _flash_attn()._flash_attn_forward(**arguments)
-            return result
-        case "aten":
-            limits = {"window_size_left": window_size_left, "window_size_right": window_size_right}
-            out, lse, rng_state, _, _ = torch.ops.aten._flash_attention_forward(
-                q, k, v, None, None, q.shape[1], k.shape[1], 0.0, causal, False, scale=softmax_scale, **limits
-            )
-            return out, lse, None, rng_state
-    window = reference_kernel.Window(causal=causal, left=window_size_left, right=window_size_right)
-    return *reference_kernel.forward(q, k, v, scale=softmax_scale, window=window), None, None
+    return _forward("_flash_attn_forward", locals())
 
 
 def _flash_attn_backward(
@@ -88,23 +76,7 @@ def _flash_attn_backward(
     rng_state: Tensor | None = None,
 ) -> None:
     """Writes dq, dk, dv; shapes as in ``_flash_attn_forward``."""
-    arguments = dict(locals())
-    _check(dropout_p, softcap, alibi_slopes)
-    match kernel(q.device, q.dtype):
-        case "flash-attn":
-            _flash_attn()._flash_attn_backward(**arguments)
-            return
-        case "aten":
-            limits = {"window_size_left": window_size_left, "window_size_right": window_size_right}
-            gradients = torch.ops.aten._flash_attention_backward(
-                *(dout.contiguous(), q, k, v, out, softmax_lse.contiguous(), None, None, q.shape[1], k.shape[1]),
-                *(0.0, causal, *_no_dropout(q)),
-                **{"scale": softmax_scale, **limits},
-            )
-        case _:
-            window = reference_kernel.Window(causal=causal, left=window_size_left, right=window_size_right)
-            gradients = reference_kernel.backward(dout, q, k, v, out, softmax_lse, scale=softmax_scale, window=window)
-    _write((dq, dk, dv), gradients)
+    _backward("_flash_attn_backward", locals())
 
 
 def _flash_attn_varlen_forward(
@@ -123,24 +95,9 @@ def _flash_attn_varlen_forward(
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     return_softmax: bool = False,
-) -> tuple[Tensor, Tensor, None, Tensor | None]:
+) -> Forward:
     """Returns out (Q, heads, E), log-sum-exp (heads, Q), None, state of the dropout's random numbers."""
-    arguments = dict(locals())
-    _check(dropout_p, softcap, alibi_slopes)
-    match kernel(q.device, q.dtype):
-        case "flash-attn":
-            result: tuple[Tensor, Tensor, None, Tensor | None] = _flash_attn()._flash_attn_varlen_forward(**arguments)
-            return result
-        case "aten":
-            limits = {"window_size_left": window_size_left, "window_size_right": window_size_right}
-            out, lse, rng_state, _, _ = torch.ops.aten._flash_attention_forward(
-                *(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, 0.0, causal, False),
-                **{"scale": softmax_scale, **limits},
-            )
-            return out, lse, None, rng_state
-    window = reference_kernel.Window(causal=causal, left=window_size_left, right=window_size_right)
-    out, lse = reference_kernel.forward_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, scale=softmax_scale, window=window)
-    return out, lse, None, None
+    return _forward("_flash_attn_varlen_forward", locals())
 
 
 def _flash_attn_varlen_backward(
@@ -168,43 +125,78 @@ def _flash_attn_varlen_backward(
     rng_state: Tensor | None = None,
 ) -> None:
     """Writes dq, dk, dv; shapes as in ``_flash_attn_varlen_forward``."""
-    arguments = dict(locals())
-    _check(dropout_p, softcap, alibi_slopes)
-    starts = (cu_seqlens_q, cu_seqlens_k)
+    _backward("_flash_attn_varlen_backward", locals())
+
+
+def _forward(function: str, arguments: dict[str, Any]) -> Forward:
+    """Computes what flash-attn's ``function`` does, with the kernel for its tensors."""
+    _check(**arguments)
+    q, k, v = (arguments[name] for name in ("q", "k", "v"))
+    starts = _starts(arguments)
     match kernel(q.device, q.dtype):
         case "flash-attn":
-            _flash_attn()._flash_attn_varlen_backward(**arguments)
+            result: Forward = getattr(_flash_attn(), function)(**arguments)
+            return result
+        case "aten":
+            out, lse, rng_state, _, _ = torch.ops.aten._flash_attention_forward(
+                *(q, k, v, *_aten_lengths(arguments), 0.0, arguments["causal"], False), **_aten_options(arguments)
+            )
+            return out, lse, None, rng_state
+    compute = reference_kernel.forward_varlen if starts else reference_kernel.forward
+    return *compute(q, k, v, *starts, scale=arguments["softmax_scale"], window=_window(arguments)), None, None
+
+
+def _backward(function: str, arguments: dict[str, Any]) -> None:
+    """Writes dq, dk and dv as flash-attn's ``function`` does, with the kernel for its tensors."""
+    _check(**arguments)
+    dout, q, k, v, out, lse = (arguments[name] for name in ("dout", "q", "k", "v", "out", "softmax_lse"))
+    starts = _starts(arguments)
+    match kernel(q.device, q.dtype):
+        case "flash-attn":
+            getattr(_flash_attn(), function)(**arguments)
             return
         case "aten":
-            limits = {"window_size_left": window_size_left, "window_size_right": window_size_right}
+            # A placeholder for the state of dropout's random numbers, which a kernel without dropout does not read.
+            state = torch.zeros(2, dtype=torch.uint64, device=q.device)
             gradients = torch.ops.aten._flash_attention_backward(
-                *(dout.contiguous(), q, k, v, out, softmax_lse.contiguous(), *starts, max_seqlen_q, max_seqlen_k),
-                *(0.0, causal, *_no_dropout(q)),
-                **{"scale": softmax_scale, **limits},
+                *(dout.contiguous(), q, k, v, out, lse.contiguous(), *_aten_lengths(arguments)),
+                *(0.0, arguments["causal"], state, state.new_empty(())),
+                **_aten_options(arguments),
             )
         case _:
-            window = reference_kernel.Window(causal=causal, left=window_size_left, right=window_size_right)
-            gradients = reference_kernel.backward_varlen(
-                dout, q, k, v, out, softmax_lse, *starts, scale=softmax_scale, window=window
-            )
-    _write((dq, dk, dv), gradients)
+            compute = reference_kernel.backward_varlen if starts else reference_kernel.backward
+            scale, window = arguments["softmax_scale"], _window(arguments)
+            gradients = compute(dout, q, k, v, out, lse, *starts, scale=scale, window=window)
+    # The package passes slices of larger buffers and reads them afterwards; aten returns new tensors.
+    for name, gradient in zip(("dq", "dk", "dv"), gradients, strict=True):
+        arguments[name].copy_(gradient)
 
 
-def _check(dropout: float, softcap: float, slopes: Tensor | None) -> None:
-    if dropout or softcap or slopes is not None:
+def _check(*, dropout_p: float, softcap: float, alibi_slopes: Tensor | None, **_: Any) -> None:
+    if dropout_p or softcap or alibi_slopes is not None:
         raise ValueError("ring attention supports no dropout, softcap or ALiBi; switch them off in the model's config")
 
 
-def _no_dropout(q: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns a placeholder for the state of dropout's random numbers, which a kernel without dropout does not read."""
-    state = torch.zeros(2, dtype=torch.uint64, device=q.device)
-    return state, state.new_empty(())
+def _starts(arguments: dict[str, Any]) -> tuple[Tensor, ...]:
+    """Returns the starts of documents laid end to end, of queries and of keys; nothing for whole rows."""
+    return tuple(arguments[name] for name in ("cu_seqlens_q", "cu_seqlens_k") if name in arguments)
 
 
-def _write(buffers: tuple[Tensor, Tensor, Tensor], gradients: tuple[Tensor, Tensor, Tensor]) -> None:
-    # The package passes slices of larger buffers and reads them afterwards; aten returns new tensors.
-    for buffer, gradient in zip(buffers, gradients, strict=True):
-        buffer.copy_(gradient)
+def _window(arguments: dict[str, Any]) -> reference_kernel.Window:
+    left, right = arguments["window_size_left"], arguments["window_size_right"]
+    return reference_kernel.Window(causal=arguments["causal"], left=left, right=right)
+
+
+def _aten_lengths(arguments: dict[str, Any]) -> tuple[Tensor | int | None, ...]:
+    """Returns aten's four arguments for the starts and the longest lengths of queries and keys."""
+    if starts := _starts(arguments):
+        return *starts, arguments["max_seqlen_q"], arguments["max_seqlen_k"]
+    return None, None, arguments["q"].shape[1], arguments["k"].shape[1]
+
+
+def _aten_options(arguments: dict[str, Any]) -> dict[str, Any]:
+    window = {name: arguments[name] for name in ("window_size_left", "window_size_right")}
+    return {"scale": arguments["softmax_scale"], **window}
 
 
 _NAMES = ("_flash_attn_forward", "_flash_attn_backward", "_flash_attn_varlen_forward", "_flash_attn_varlen_backward")

@@ -137,7 +137,7 @@ def test_a_roll_out_is_cut_into_steps() -> None:
     assert (rollout.prompts, rollout.n_samples_per_prompt, rollout.max_new_tokens, rollout.greedy) == (6, 4, 32, False)
     assert set(config.models) == {"reference", "policy"}
     alone = "--greedy --n-samples-per-prompt 1 --rollout-batch-size 32 --advantage-estimator reinforce_plus_plus"
-    greedy = config_of("grpo", "fsdp2", *TINY, *alone.split(), *"--gamma 0.9 --reward exact-answer".split())
+    greedy = config_of("grpo", "fsdp2", *TINY, *alone.split(), "--gamma", "0.9", "--reward", "exact-answer")
     assert greedy.rollout is not None
     assert (greedy.rollout.greedy, greedy.rollout.reward) == (True, "exact-answer")
     assert isinstance(greedy.scenario.objective, Grpo)
