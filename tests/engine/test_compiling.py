@@ -54,7 +54,7 @@ def test_ranks_compute_alike_where_tensors_are_cut(
     outcome = pool.run(
         key="shared",
         config=ranks_of(backend, 2),
-        task="compiling_tasks:asked_for",
+        task="backend_tasks:asked_for",
         kwargs=asked,
         log_dir=tmp_path / "logs",
         budget_s=120.0,

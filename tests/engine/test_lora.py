@@ -257,12 +257,12 @@ def test_an_adapter_is_loaded_by_peft_alone_and_what_is_merged_computes_the_same
     outcome = pool.run(
         key=f"lora {backend}",
         config=ranks_of(backend, 2),
-        task="lora_tasks:export",
+        task="backend_tasks:export",
         kwargs={
-            "target": BACKENDS[backend].target,
+            "backend": backend,
             "scenario": scenario_to_json(scenario()),
             "layout": layout,
-            "model": str(inputs.models["policy"]),
+            "models": {"policy": str(inputs.models["policy"])},
             "batches": str(inputs.batches),
             "out": str(tmp_path),
         },
@@ -369,7 +369,7 @@ def test_what_a_backend_lacks_for_adapters_is_unsupported_with_advice(
 
 
 def test_a_backend_that_knows_nothing_of_adapters_is_not_asked_to_train_them(session: Session) -> None:
-    unaware = BackendEntry(name="unaware", target="lora_tasks:Unaware")
+    unaware = BackendEntry(name="unaware", target="backend_tasks:Unaware")
     refused = session.refusal(make_cell("sft-lora", "llama", "dp2", "exact", backend=unaware))
     assert refused is not None
     assert (refused.state, refused.reason) == (

@@ -27,7 +27,7 @@ def reads(pool: Pool, tmp_path: Path, backend: str, layout: str, *, accumulation
     outcome = pool.run(
         key=backend,
         config=ranks_of(backend, Layout.parse(layout).world_size),
-        task="reading_tasks:reads_of_a_step",
+        task="backend_tasks:reads_of_a_step",
         kwargs={
             **{"backend": backend, "scenario": scenario_to_json(scenario), "layout": layout},
             "models": {"policy": str(FIXTURES / "models" / "llama")},

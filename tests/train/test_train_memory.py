@@ -37,7 +37,7 @@ def held(
     outcome = pool.run(
         key=backend,  # the world of its cells
         config=ranks_of(backend, Layout.parse(layout).world_size),
-        task="held_tasks:held_bytes",
+        task="backend_tasks:held_bytes",
         kwargs={"backend": backend, "scenario": scenario, "layout": layout, "models": models},
         log_dir=tmp_path,
         budget_s=120,
