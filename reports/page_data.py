@@ -76,7 +76,7 @@ def locate(name: str) -> tuple[str, str]:
     return column, kind
 
 
-FINDINGS = 10  # maximum number of findings shown for the first stage that differs
+FINDINGS = 5  # maximum number of findings shown for the first stage that differs
 NO_CONFIGURATION = ("type", "schema", "observables")  # keys of a record's header that are not shown
 
 

@@ -207,7 +207,9 @@ def _nearest_the_loss(first: Quantity, quantities: Sequence[Quantity]) -> list[s
     names, nearest = list(dict.fromkeys(map(_parameter, here))), _parameter(first.tensor)
     if _is_of_all(first.tensor) or not any(name.startswith("model.") for name in names):
         return []  # their order is not known
-    return [f"nearest the loss: {nearest}, after {names.index(nearest)} parameters that are right"]
+    right = names.index(nearest)
+    after = f", after {right} parameter{'s' if right > 1 else ''} within tolerance" if right else ""
+    return [f"nearest the loss: {nearest}{after}"]
 
 
 def _is_of_all(tensor: str) -> bool:

@@ -14,9 +14,9 @@ function drawCell(cell, anchor, previous, next) {
     ),
     overview(cell, state),
     cell.first && firstDifference(cell),
+    cell.quantities.length ? stages(cell) : null,
     firstModule(cell),
     Object.keys(cell.logs).length || cell.state === "infrastructure" ? logs(cell) : null,
-    cell.quantities.length ? stages(cell) : null,
     panels([cell]).map((panel) => curves(cell, panel)),
     batch(cell),
     maps(cell),
@@ -119,7 +119,7 @@ function stages(cell) {
     );
   });
   const heads = [make("th", "stage"), ...steps.map((step) => make("th.square", step < 0 ? "loaded" : wide ? `step ${step}` : step % 4 ? "" : step))];
-  heads.push(make("th", "margin"), make("th.wide", "observed"), make("th.wide", "allowed"), make("th.left.wide", "closest at"));
+  heads.push(make("th.least", "margin"), make("th.wide", "observed"), make("th.wide", "allowed"), make("th.left.wide", "closest at"));
   const drawn = make("table.stages", make("thead", make("tr", heads)), make("tbody", rows));
   return make(
     "section",

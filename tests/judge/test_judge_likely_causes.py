@@ -234,12 +234,12 @@ def test_diagnosis_wrong_gradients_names_one_nearest_loss(
     verdict = verdict_of_a_model(tmp_path, EMBEDDING, HEAD)
     wrong = [f.tensor for f in verdict.findings if (f.stage, f.step) == ("gradients", 0)]
     assert list(dict.fromkeys(name.partition(" ")[0] for name in wrong)) == [HEAD, EMBEDDING]
-    assert f"; nearest the loss: {HEAD}, after 0 parameters that are right" in verdict.reason
+    assert verdict.reason.endswith(f"; nearest the loss: {HEAD}")
 
 
 def test_parameters_nearer_the_loss_than_the_first_wrong_one_are_counted(tmp_path: Path) -> None:
     verdict = verdict_of_a_model(tmp_path, EMBEDDING)
-    assert f"; nearest the loss: {EMBEDDING}, after 1 parameters that are right" in verdict.reason
+    assert f"; nearest the loss: {EMBEDDING}, after 1 parameter within tolerance" in verdict.reason
 
 
 def test_names_that_are_not_known_have_no_order(tmp_path: Path) -> None:
@@ -280,7 +280,7 @@ def test_what_is_said_of_all_gradients_is_no_parameter(tmp_path: Path) -> None:
 
     summed = judge([write(tmp_path / "2", rounded, precision="bf16")], oracle=oracle, noise=[noise])
     assert any("added up in it" in finding.tensor for finding in summed.findings)
-    assert f"nearest the loss: {HEAD}, after 0" in summed.reason
+    assert summed.reason.endswith(f"nearest the loss: {HEAD}")
 
 
 @pytest.mark.parametrize(("step", "told"), [(1, True), (2, False)])
