@@ -109,7 +109,7 @@ def _folder(parser: argparse.ArgumentParser) -> None:
 def _compare(parser: argparse.ArgumentParser) -> None:
     _folder(parser)
     parser.add_argument(
-        "other", type=Path, nargs="?", help="another run: compares states and worst ratios of both, cell by cell"
+        "other", type=Path, nargs="?", help="another run: compares states and margins of both, cell by cell"
     )
 
 
