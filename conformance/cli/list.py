@@ -36,7 +36,7 @@ def run(options: argparse.Namespace) -> int:
     ]
     coverage = None
     if options.coverage:
-        from conformance.data.coverage import measure_coverage  # loads transformers
+        from conformance.runner.coverage import measure_coverage  # loads transformers
 
         coverage = measure_coverage(cell for cell, why in zip(cells, refused, strict=True) if not why)
     if options.json:

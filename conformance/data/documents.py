@@ -1,4 +1,4 @@
-"""Builds the frozen batches of every optimizer step from questions and answers, and packs documents into rows.
+"""Builds the frozen batches of every optimizer step from conversations, and packs documents into rows.
 
 Batches are made so that the usual bugs cannot cancel out. Documents keep their different lengths, and for every data
 set the following rows have no target token:
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from conformance.core.errors import UsageError
-from conformance.data.samples import read_samples
+from conformance.data.forms import read_samples
 from conformance.data.tokenizer import Documents, load_tokenizer
 from conformance.oracle.role_model import decoder_of
 from conformance.spec.batch import Batch, Document, Row
@@ -40,7 +40,7 @@ def build_batches(scenario: Scenario, model: Path) -> list[Batch]:
     Raises UsageError if the data, the tokenizer or ``max_len`` do not allow this.
     """
     data = scenario.data
-    samples = [(number, *texts) for number, texts in enumerate(read_samples(data), start=1)]
+    samples = list(enumerate(read_samples(data), start=1))
     random.Random(scenario.seed).shuffle(samples)
     tokenizer = load_tokenizer(model, trusted=scenario.trust_remote_code)
     documents = Documents(samples, data, tokenizer, likely=scenario.steps * data.rows)
@@ -108,7 +108,7 @@ def load_documents(config: DataConfig, tokenizer: Any) -> list[Document]:
     Raises UsageError if the tokenizer cannot encode a sample, if ``config.max_len`` is too short, and if all documents
     are left out.
     """
-    samples = [(number, *texts) for number, texts in enumerate(read_samples(config), start=1)]
+    samples = list(enumerate(read_samples(config), start=1))
     documents = Documents(samples, config, tokenizer, likely=len(samples))
     kept = [document for index in range(len(documents)) if (document := documents[index])]
     documents.warn_of_length()

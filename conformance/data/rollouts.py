@@ -20,7 +20,7 @@ from typing import Any, TypeGuard
 from conformance.core.errors import UsageError, shown
 from conformance.core.host import resolve
 from conformance.core.io import MIB
-from conformance.data.samples import read_dataset
+from conformance.data.samples import ROLLOUT_COLUMNS, read_dataset
 from conformance.models.synthetic import random_model
 from conformance.oracle.role_model import decoder_of
 from conformance.spec.batch import Batch, Document, Row, with_rollouts
@@ -28,6 +28,9 @@ from conformance.spec.objectives import PolicyGradient
 from conformance.spec.scenario import Scenario
 
 Group = list[Document]
+TOKEN_MASKS = frozenset(  # what TRL, verl, OpenRLHF and chat templates call the mask of trained tokens
+    {"assistant_masks", "completion_mask", "loss_mask", "response_mask"}
+)
 MOST_TOKENS = MIB  # of one prompt or response; longer ones are mistakes
 FILLED = 0.8  # share of the tokens of packed rows that a rollout should fill, so that whole groups fit
 
@@ -79,9 +82,9 @@ def read_groups(scenario: Scenario, *, vocabulary: int) -> list[Group]:
         )
     drawn = random_model(resolve(scenario.model))
     path = resolve(scenario.data.path.replace("{model}", drawn.like if drawn else scenario.model_name))
-    records = read_dataset(path)
+    records = read_dataset(path, split=scenario.data.split)
     place, first = records[0]
-    if not first.keys() & {"prompt_ids", "completion_ids"}:
+    if not first.keys() & ROLLOUT_COLUMNS:
         raise UsageError(
             f"{place}: not a rollout, but the objective {scenario.objective.kind!r} reads rollouts; found "
             f"{shown([*first])}; give --data (data.path) a file of responses with group, "
@@ -106,6 +109,7 @@ def _document(record: dict[str, Any], place: str, max_len: int, vocabulary: int)
             f"{place}: prompt and response have {len(prompt) + len(completion)} tokens, and --max-len (data.max_len) "
             f"is {max_len}; raise it, or leave the response out (a response that is cut would have another reward)"
         )
+    _check_masks(record, place, len(completion))
     logprobs = record.get("logprobs")
     if not isinstance(logprobs, list) or len(logprobs) != len(completion) or not all(map(_is_logprob, logprobs)):
         raise UsageError(
@@ -126,6 +130,16 @@ def _document(record: dict[str, Any], place: str, max_len: int, vocabulary: int)
             "rollout_logprob": (0.0,) * len(prompt) + tuple(map(float, logprobs)),
         },
     )
+
+
+def _check_masks(record: dict[str, Any], place: str, count: int) -> None:
+    """Raises UsageError for a mask that takes a token of the response out of the loss, because all are trained on."""
+    for name in TOKEN_MASKS & record.keys():
+        if record[name] not in (None, [1] * count):
+            raise UsageError(
+                f"{place}: {name!r} masks tokens of the response, but every token of 'completion_ids' is trained on; "
+                f"leave out responses with masked tokens, or remove the column to train on all tokens"
+            )
 
 
 def _tokens(record: dict[str, Any], key: str, place: str, vocabulary: int) -> list[int]:

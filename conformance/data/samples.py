@@ -1,107 +1,135 @@
-"""Reads pairs of question and answer from users' files.
+"""Reads the records of users' data sets: JSON lines, JSON arrays, Parquet files, and datasets saved on disk.
 
-An unusable data set ends the run before it begins, with a message that names the first wrong sample.
+Text files may be compressed by gzip or zstd. An unusable data set ends the run before it begins, with a message that
+names the first wrong sample.
 """
 
-from collections.abc import Iterable, Iterator
+import contextlib
+import gzip
+import io
+import zlib
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, Literal
 
 from conformance.core.errors import UsageError, one_line, shown
-from conformance.core.host import resolve
+from conformance.core.host import FIXTURES
 from conformance.core.io import MIB, check_file, not_utf8, parse_json
-from conformance.spec.scenario import DataConfig
 
-LONGEST_TEXT = MIB  # characters; longer texts are mistakes
+LARGEST = 512 * MIB  # bytes of a file that is read as a whole
 LONGEST_LINE = 8 * MIB  # bytes; JSON may need six bytes for one character
 
+ROLLOUT_COLUMNS = frozenset({"prompt_ids", "completion_ids"})
+
+Record = dict[str, Any]
 Place = str  # where a record was found, for messages: "FILE, line 3"
 
 
-def read_samples(config: DataConfig) -> list[tuple[str, str]]:
-    """Reads (input, output) texts from a JSONL file, a Parquet file, or a Hugging Face dataset on disk.
-
-    At most ``config.max_samples`` are read. Raises UsageError, which names the file and the line or the number of the
-    sample, for a wrong sample.
-    """
-    return [
-        (_text(record, config.input_key, place), _text(record, config.output_key, place))
-        for place, record in read_dataset(resolve(config.path), most=config.max_samples)
-    ]
-
-
-def read_dataset(path: Path, *, most: int | None = None) -> list[tuple[Place, dict[str, Any]]]:
+def read_dataset(path: Path, *, most: int | None = None, split: str | None = None) -> list[tuple[Place, Record]]:
     """Reads the records of a data set, the first ``most`` of them or all, as (place, record).
 
-    Raises UsageError, which names the file, if it cannot be read.
+    split: of a dataset that was saved with several. Raises UsageError, which names the file, if it cannot be read.
     """
+    if split is not None and not (path.is_dir() and (path / "dataset_dict.json").is_file()):
+        raise UsageError(f"{path} has no splits; leave out --split (data.split)")
+    kind = path.with_suffix("").suffix if path.suffix in _OPENED else path.suffix
     if path.is_dir():
-        records = _numbered(path, _read_saved_dataset(path))[:most]
-    elif path.suffix == ".jsonl":
-        records = list(islice(_read_jsonl(path), most))
+        records = _numbered(path, _read_saved_dataset(path, split))[:most]
+    elif kind in (".jsonl", ".json"):
+        records = list(islice(_read_array(path) if _is_array(path) else _read_lines(path), most))
     elif path.suffix == ".parquet":
         records = _numbered(path, _read_parquet(path))[:most]
     else:
         raise UsageError(
-            f"{path}: cannot read {path.suffix or 'a file without a suffix'}; give a .jsonl or .parquet file, or the "
-            f"folder that datasets' save_to_disk wrote"
+            f"{path}: cannot read {path.suffix or 'a file without a suffix'}; give a .jsonl, .json or .parquet file "
+            f"(.jsonl.gz, .json.gz, .jsonl.zst), or the folder that datasets' save_to_disk wrote"
         )
     if not records:
         raise UsageError(f"{path} is empty; it needs at least one sample")
     return records
 
 
-def _text(record: dict[str, Any], key: str, place: Place) -> str:
-    if key not in record:
-        if record.keys() >= {"prompt_ids", "completion_ids"}:
-            raise UsageError(
-                f"{place}: this is a rollout, but the objective reads pairs of texts; give --data (data.path) a file "
-                f"of such pairs, or use a scenario whose objective is 'grpo' or 'ppo'"
-            )
-        raise UsageError(
-            f"{place}: no column {key!r}; found {', '.join(map(repr, record)) or 'none'}; "
-            f"name the columns with --input-key and --output-key (data.input_key, data.output_key)"
-        )
-    text = record[key]
-    if not isinstance(text, str) or not text.strip():
-        raise UsageError(f"{place}: {key!r} must be a non-empty text, got {shown(text)}; correct or remove the sample")
-    if len(text) > LONGEST_TEXT:
-        raise UsageError(f"{place}: {key!r} has {len(text)} characters, but at most {LONGEST_TEXT} are allowed; cut it")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        half = f"U+{ord(text[error.start]):04X}"
-        raise UsageError(
-            f"{place}: {key!r} holds {half}, half of a surrogate pair; correct or remove the sample"
-        ) from None
-    return text
+def reads_of(path: Path, *, split: str | None = None) -> Literal["samples", "rollouts"]:
+    """Returns what a data set holds, by the columns of its first record: samples to tokenize, or rollouts.
+
+    Raises UsageError, which names the file, if it cannot be read.
+    """
+    _, first = read_dataset(path, most=1, split=split)[0]
+    return "rollouts" if first.keys() & ROLLOUT_COLUMNS else "samples"
 
 
-def _numbered(path: Path, records: Iterable[dict[str, Any]]) -> list[tuple[Place, dict[str, Any]]]:
+def _numbered(path: Path, records: Iterable[Any]) -> list[tuple[Place, Any]]:
     return [(f"{path}, sample {number}", record) for number, record in enumerate(records, start=1)]
 
 
-def _read_jsonl(path: Path) -> Iterator[tuple[Place, dict[str, Any]]]:
-    """Yields records of lines that end at \\n alone: JSON allows U+2028 inside texts. A byte order mark is left out."""
+def is_builtin(path: Path) -> bool:
+    """Returns whether a data set belongs to the suite; what is unusual in it is meant."""
+    return path.is_relative_to(FIXTURES)
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[IO[bytes]]:
+    """Opens a text file, or a compressed one, for reading. Raises UsageError for damaged compression."""
     check_file(path)
-    with path.open("rb") as file:
+    try:
+        with _OPENED.get(path.suffix, Path.open)(path, "rb") as file:
+            yield file
+    except (EOFError, OSError, zlib.error) as error:
+        if path.suffix not in _OPENED:
+            raise
+        raise UsageError(f"{path} cannot be decompressed: {one_line(error)}; copy it again") from None
+
+
+def _open_zstd(path: Path, mode: str) -> Any:
+    try:
+        import pyarrow  # an optional package
+    except ImportError:
+        raise UsageError(f"reading {path} needs pyarrow; run: pip install 'backend-parity[data]'") from None
+    return io.BufferedReader(pyarrow.input_stream(str(path), compression="zstd"))
+
+
+_OPENED: dict[str, Callable[[Path, str], Any]] = {".gz": gzip.open, ".zst": _open_zstd}
+
+
+def _read_lines(path: Path) -> Iterator[tuple[Place, Record]]:
+    """Yields records of lines that end at \\n alone: JSON allows U+2028 inside texts. A byte order mark is left out."""
+    with _opened(path) as file:
         for number, line in enumerate(iter(lambda: file.readline(LONGEST_LINE + 1), b""), start=1):
             place = f"{path}, line {number}"
             if len(line) > LONGEST_LINE:
                 raise UsageError(
                     f"{place} has more than {LONGEST_LINE // MIB} MiB; give every sample a line of its own"
                 )
-            try:
-                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-            except UnicodeDecodeError as error:
-                raise UsageError(f"{place}: {not_utf8(error)}") from None
-            if not text.strip():
-                continue
-            record = parse_json(text, place)
-            if not isinstance(record, dict):
-                raise UsageError(f'{place}: expected an object such as {{"question": ...}}, got {shown(record)}')
-            yield place, record
+            if (text := _decoded(line, place, is_first=number == 1)).strip():
+                yield place, _object(parse_json(text, place), place)
+
+
+def _is_array(path: Path) -> bool:
+    with _opened(path) as file:
+        return file.read(64).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
+
+
+def _read_array(path: Path) -> Iterator[tuple[Place, Record]]:
+    with _opened(path) as file:
+        content = file.read(LARGEST + 1)
+    if len(content) > LARGEST:
+        raise UsageError(f"{path} has more than {LARGEST // MIB} MiB; write one sample a line, as .jsonl")
+    for place, record in _numbered(path, parse_json(_decoded(content, str(path), is_first=True), str(path))):
+        yield place, _object(record, place)
+
+
+def _decoded(content: bytes, place: Place, *, is_first: bool) -> str:
+    try:
+        return content.decode("utf-8-sig" if is_first else "utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{place}: {not_utf8(error)}") from None
+
+
+def _object(record: Any, place: Place) -> Record:
+    if not isinstance(record, dict):
+        raise UsageError(f'{place}: expected an object such as {{"question": ...}}, got {shown(record)}')
+    return record
 
 
 def _read_parquet(path: Path) -> list[dict[str, Any]]:
@@ -117,7 +145,7 @@ def _read_parquet(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-def _read_saved_dataset(path: Path) -> list[dict[str, Any]]:
+def _read_saved_dataset(path: Path, split: str | None) -> list[dict[str, Any]]:
     try:
         from datasets import Dataset, load_from_disk  # an optional package, slow to import
     except ImportError:
@@ -127,11 +155,17 @@ def _read_saved_dataset(path: Path) -> list[dict[str, Any]]:
             check_file(file)
     try:
         dataset = load_from_disk(str(path))
+        if split is not None and not isinstance(dataset, Dataset):
+            if split not in dataset:
+                raise UsageError(f"{path} has no split {split!r}; its splits are {', '.join(dataset)}")
+            dataset = dataset[split]
         records = dataset.to_list() if isinstance(dataset, Dataset) else []
+    except UsageError:
+        raise
     except FileNotFoundError:
         raise UsageError(f"{path} is a folder, but not one that datasets' save_to_disk wrote") from None
     except Exception as error:  # datasets and pyarrow raise errors of many types for broken files
         raise UsageError(f"{path} is not a readable dataset: {one_line(error)}") from None
     if not isinstance(dataset, Dataset):
-        raise UsageError(f"{path} holds several splits; give one of them: {', '.join(str(path / s) for s in dataset)}")
+        raise UsageError(f"{path} holds several splits; add --split (data.split): {', '.join(dataset)}")
     return list(records)

@@ -21,12 +21,15 @@ from statistics import median_high
 from typing import Any, NoReturn
 
 from conformance.core.errors import UsageError, one_line
-from conformance.core.host import FIXTURES, resolve
+from conformance.core.host import resolve
 from conformance.core.io import MIB
+from conformance.data.forms import Sample
+from conformance.data.samples import is_builtin
 from conformance.models.folder_checks import CONFIG, Files, files_of, runs_code
 from conformance.spec.batch import Document
 from conformance.spec.scenario import DataConfig
 
+Encoded = tuple[tuple[int, ...], tuple[bool, ...]]  # the tokens, and whether each is a target
 LONGEST_RENDERED_TEXT = 4 * MIB  # characters that a chat template may render for one sample
 
 
@@ -68,53 +71,103 @@ def _loaded(model: Path, files: Files, *, trusted: bool) -> Any:
     return tokenizer
 
 
-def encode(question: str, answer: str, tokenizer: Any) -> tuple[tuple[int, ...], int]:
-    """Returns the tokens of a sample, and how many of them are the prompt.
+def encode(sample: Sample, tokenizer: Any) -> Encoded:
+    """Returns the tokens of a sample, and which of them are targets: the turns of an assistant with their end tokens.
 
-    Raises UsageError if the prompt or the answer has no token. Errors of the template and the tokenizer propagate.
+    A chat template that marks ``{% generation %}`` says itself which tokens an assistant generates. Otherwise the turns
+    are found by rendering the conversation up to each of them. Raises UsageError if a turn has no token, is not found,
+    or has nothing before it. Errors of the template and the tokenizer propagate.
     """
-    end: list[int] = []
-    prompt = _prompt(question, tokenizer)
-    if tokenizer.chat_template is not None:
-        user = {"role": "user", "content": question}
-        assistant = {"role": "assistant", "content": answer}
-        whole = tokenizer.apply_chat_template([user, assistant], tokenize=False).rstrip()
-        if (longer := max(len(prompt), len(whole))) > LONGEST_RENDERED_TEXT:
-            raise UsageError(
-                f"the chat template renders {longer} characters, but at most {LONGEST_RENDERED_TEXT} are allowed"
-            )
+    if tokenizer.chat_template is None:
+        tokens, spans = _without_template(sample, tokenizer)
+    elif not sample.is_pair and "{% generation" in str(tokenizer.chat_template).replace("{%-", "{%"):
+        return _as_marked(sample, tokenizer)
     else:
-        if tokenizer.eos_token_id is None:
+        whole = _render(sample, len(sample.messages), tokenizer).rstrip()
+        tokens = _tokens(whole, tokenizer)
+        spans = [_span(sample, turn, tokens, whole, tokenizer) for turn in sample.trained]
+    targets = [False] * len(tokens)
+    for turn, (start, end) in zip(sample.trained, spans, strict=True):
+        answer = repr(str(sample.messages[turn]["content"])[:40])
+        if not start:
             raise UsageError(
-                "the tokenizer has neither a chat template nor an end-of-sequence token, so an answer would have no "
-                "end; set one of them in tokenizer_config.json"
+                f"nothing comes before the first token of the answer {answer}, so there is nothing to predict it from; "
+                f"give every sample an input, or the tokenizer a chat template that keeps the user's turn in front"
             )
-        whole, end = question + answer, [tokenizer.eos_token_id]
-    tokens = [*_tokens(whole, tokenizer), *end]
-    # Compared as tokens, not as text: a tokenizer may join the end of the prompt and the start of the answer.
-    size = 0
-    for prompt_token, token in zip(_tokens(prompt, tokenizer), tokens, strict=False):
-        if prompt_token != token:
-            break
-        size += 1
-    if not size:
+        if start >= end:
+            raise UsageError(f"the chat template leaves out the answer {answer}; correct the tokenizer's files")
+        targets[start:end] = [True] * (end - start)
+    return tuple(tokens), tuple(targets)
+
+
+def _without_template(sample: Sample, tokenizer: Any) -> tuple[list[int], list[tuple[int, int]]]:
+    """Joins the two texts of a sample and the end-of-sequence token."""
+    if not sample.is_pair:
         raise UsageError(
-            f"nothing comes before the first token of the answer {answer[:40]!r}, so there is nothing to predict it "
-            f"from; give every sample an input, or the tokenizer a chat template that keeps the user's turn in front"
+            "a conversation needs a chat template, and the tokenizer has none; give chat_template.jinja to the model's "
+            "folder, or two columns of texts"
         )
-    if size == len(tokens):
-        raise UsageError(f"the chat template leaves out the answer {answer[:40]!r}; correct the tokenizer's files")
-    return tuple(tokens), size
+    if tokenizer.eos_token_id is None:
+        raise UsageError(
+            "the tokenizer has neither a chat template nor an end-of-sequence token, so an answer would have no "
+            "end; set one of them in tokenizer_config.json"
+        )
+    question = str(sample.messages[0]["content"])
+    tokens = [*_tokens(question + sample.answer, tokenizer), tokenizer.eos_token_id]
+    return tokens, [(_common(_tokens(question, tokenizer), tokens), len(tokens))]
 
 
-def encode_prompt(question: str, tokenizer: Any) -> tuple[int, ...]:
+def _as_marked(sample: Sample, tokenizer: Any) -> Encoded:
+    """Takes the targets from the marks of the template. The turns before ``sample.first`` are no targets."""
+    made = tokenizer.apply_chat_template(
+        list(sample.messages), tools=list(sample.tools) or None, return_dict=True, return_assistant_tokens_mask=True
+    )
+    tokens, targets = list(made["input_ids"]), [bool(mark) for mark in made["assistant_masks"]]
+    if sample.first:
+        before = _common(_tokens(_render(sample, sample.first, tokenizer), tokenizer), tokens)
+        targets[:before] = [False] * before
+    if not any(targets[1:]):
+        raise UsageError("the chat template marks no token of this conversation by {% generation %}; correct it")
+    return tuple(tokens), tuple(targets)
+
+
+def _span(sample: Sample, turn: int, tokens: list[int], whole: str, tokenizer: Any) -> tuple[int, int]:
+    """Returns the first token of a turn and the one after its last, in the ``tokens`` of the ``whole`` text.
+
+    Compared as tokens, not as text: a tokenizer may join the end of the prompt and the start of the answer.
+    """
+    start = _common(_tokens(_render(sample, turn, tokenizer, waits=True), tokenizer), tokens)
+    if turn == len(sample.messages) - 1:
+        return start, len(tokens)
+    until = _render(sample, turn + 1, tokenizer).rstrip()
+    if not whole.startswith(until):
+        raise UsageError(
+            f"the chat template writes message {turn + 1} otherwise once other messages follow, so what was generated "
+            f"cannot be told; mark it in the template by {{% generation %}}, or end the conversation there"
+        )
+    return start, _common(_tokens(until, tokenizer), tokens)
+
+
+def _common(tokens: Sequence[int], others: Sequence[int]) -> int:
+    """Counts the tokens that two lists have in common at their start."""
+    pairs = enumerate(zip(tokens, others, strict=False))
+    return next((at for at, (one, other) in pairs if one != other), min(len(tokens), len(others)))
+
+
+def encode_prompt(sample: Sample, tokenizer: Any) -> tuple[int, ...]:
     """Returns the tokens of a prompt that waits for its answer: those that ``encode`` puts before the answer.
 
     Raises UsageError if there are none. Errors of the template and the tokenizer propagate.
     """
-    prompt = _prompt(question, tokenizer)
-    if not (tokens := _tokens(prompt, tokenizer)):
-        raise UsageError(f"the tokenizer gives no token for the question {question[:40]!r}, so nothing can follow it")
+    turns = sample.prompt
+    if tokenizer.chat_template is None:
+        _without_template(sample, tokenizer)
+        text = str(turns[0]["content"])
+    else:
+        text = _render(sample, len(turns), tokenizer, waits=True)
+    if not (tokens := _tokens(text, tokenizer)):
+        question = repr(str(turns[-1]["content"])[:40])
+        raise UsageError(f"the tokenizer gives no token for the question {question}, so nothing can follow it")
     return tuple(tokens)
 
 
@@ -124,12 +177,16 @@ def _tokens(text: str, tokenizer: Any) -> list[int]:
     return tokens
 
 
-def _prompt(question: str, tokenizer: Any) -> str:
-    if tokenizer.chat_template is None:
-        return question
-    user = {"role": "user", "content": question}
-    prompt: str = tokenizer.apply_chat_template([user], tokenize=False, add_generation_prompt=True)
-    return prompt
+def _render(sample: Sample, turns: int, tokenizer: Any, *, waits: bool = False) -> str:
+    """Renders the first ``turns`` of a conversation by the chat template. waits: for an answer of the assistant."""
+    text: str = tokenizer.apply_chat_template(
+        list(sample.messages[:turns]), tools=list(sample.tools) or None, tokenize=False, add_generation_prompt=waits
+    )
+    if len(text) > LONGEST_RENDERED_TEXT:
+        raise UsageError(
+            f"the chat template renders {len(text)} characters, but at most {LONGEST_RENDERED_TEXT} are allowed"
+        )
+    return text
 
 
 @contextlib.contextmanager
@@ -160,21 +217,19 @@ REPORT_EVERY_S = 10.0
 _HAPPENS = {"truncate": "were cut at the end", "drop": "were left out"}
 
 logger = logging.getLogger(__name__)
-Encoded = tuple[tuple[int, ...], int]  # the tokens, and how many of these are the prompt
 
 
 class Documents:
-    """Tokenizes ``samples``, which are (number in the data set, input, output), into documents in this order.
+    """Tokenizes ``samples``, which are (number in the data set, sample), into documents in this order.
 
-    The input is the user's turn of the tokenizer's chat template, and the output is the assistant's turn. The tokens
-    that the output adds are targets, including the template's end token but not the white space after it. If the
-    tokenizer has no chat template, a document is the input, the output and the end-of-sequence token.
+    The tokens that an assistant's turn adds are targets, including the template's end token but not the white space
+    after it. If the tokenizer has no chat template, a document is the input, the output and the end-of-sequence token.
 
     likely: the least number of documents, from the first one, that will be used.
     """
 
     def __init__(
-        self, samples: Sequence[tuple[int, str, str]], config: DataConfig, tokenizer: Any, *, likely: int
+        self, samples: Sequence[tuple[int, Sample]], config: DataConfig, tokenizer: Any, *, likely: int
     ) -> None:
         self._samples, self.config, self._tokenizer = samples, config, tokenizer
         self._likely = likely
@@ -189,14 +244,16 @@ class Documents:
 
         Raises UsageError for a document that is too long and may not be cut or left out, or that cannot be encoded.
         """
-        (tokens, prompt), limit = self._encode(index), self.config.max_len
+        (tokens, targets), limit = self._encode(index), self.config.max_len
         if len(tokens) > limit and self.config.too_long == "drop":
             return None
-        if prompt >= limit:
-            self._raise_too_long("leaves no room for a target token in", lambda one: one[1] >= limit, instead="drop")
+        if not any(targets[:limit]):
+            self._raise_too_long(
+                "leaves no room for a target token in", lambda one: not any(one[1][:limit]), instead="drop"
+            )
         if len(tokens) > limit and self.config.too_long == "error":
             self._raise_too_long("is too short for", lambda one: len(one[0]) > limit, instead="truncate")
-        return Document(tokens[:limit], tuple(i >= prompt for i in range(len(tokens)))[:limit])
+        return Document(tokens[:limit], targets[:limit])
 
     def check_packing(self) -> None:
         """Raises UsageError if half of the documents that are likely to be used fit no second one beside them."""
@@ -254,7 +311,7 @@ class Documents:
     def warn_of_length(self) -> None:
         """Warns how many of the documents so far were too long. Built-in data are exempt: there it is intended."""
         long = sum(len(tokens) > self.config.max_len for tokens, _ in self._encoded.values())
-        if long and not resolve(self.config.path).is_relative_to(FIXTURES):
+        if long and not is_builtin(resolve(self.config.path)):
             logger.warning(
                 "%s: %d of the %d documents that were tokenized have more than %d tokens and %s",
                 *(self.config.path, long, len(self._encoded), self.config.max_len, _HAPPENS[self.config.too_long]),
@@ -262,10 +319,10 @@ class Documents:
 
     def _encode(self, index: int) -> Encoded:
         if index not in self._encoded:
-            number, question, answer = self._samples[index]
+            number, sample = self._samples[index]
             try:
                 with computing_at_most(SAMPLE_LIMIT_S):
-                    self._encoded[index] = encode(question, answer, self._tokenizer)
+                    self._encoded[index] = encode(sample, self._tokenizer)
             except Exception as error:  # a user's template may raise anything
                 raise UsageError(
                     f"the tokenizer in {self._tokenizer.name_or_path} cannot encode sample {number} of "
@@ -291,7 +348,7 @@ class Documents:
         if self.config.too_long == "error":
             needed = max(len(tokens) for tokens, _ in every)
         else:
-            needed = max(prompt for _, prompt in every) + 1
+            needed = max(targets.index(True) for _, targets in every) + 1
         if self.config.packed:
             lengths = [len(tokens) for tokens, _ in every[: self._likely]]
             needed = max(needed, median_high(lengths) + min(lengths))

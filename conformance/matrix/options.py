@@ -219,9 +219,10 @@ class Selection(Options):
         "plant a fault in every cell; may be repeated", default=(), action="append", metavar="NAME"
     )
     model: str | None = _option("Hugging Face folder to use instead of the profile's models")
-    data: str | None = _option("JSONL or Parquet file, or a Hugging Face dataset on disk")
-    input_key: str | None = _option("column of the prompt", group=INPUTS)
+    data: str | None = _option("JSON lines, a JSON array, a Parquet file, or a Hugging Face dataset on disk")
+    input_key: str | None = _option("column of the prompt; a.b for an entry of a column", group=INPUTS)
     output_key: str | None = _option("column of the answer", group=INPUTS)
+    split: str | None = _option("split of a dataset that was saved with several", metavar="NAME", group=INPUTS)
     max_len: int | None = _option("longest row, in tokens", type=_count, metavar="N", group=INPUTS)
     too_long: str | None = _option(
         "documents of more tokens: cut at the end (truncate, the default), left out (drop), or an error",

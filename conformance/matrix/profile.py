@@ -11,6 +11,7 @@ several phases are written ``dp2-to-tp2`` and ``fsdp2-to-megatron``; a single la
 import dataclasses
 import fnmatch
 import itertools
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,8 +24,9 @@ from conformance.backends.faults import find_fault
 from conformance.backends.protocol import BackendEntry, registered_backends
 from conformance.backends.registry import find_backend
 from conformance.core.errors import STRICT, UsageError, did_you_mean, explain
-from conformance.core.host import FIXTURES
+from conformance.core.host import FIXTURES, resolve
 from conformance.core.io import read_toml
+from conformance.data.samples import reads_of
 from conformance.matrix.cell import Cell, Handover, Phase
 from conformance.matrix.options import Selection
 from conformance.models.synthetic import with_skeleton
@@ -32,6 +34,8 @@ from conformance.results.requirements import TO
 from conformance.spec.layout import Layout
 from conformance.spec.precision import PrecisionName
 from conformance.spec.scenario import Count, Scenario, Steps, load_scenario
+
+logger = logging.getLogger(__name__)
 
 
 def _check_layouts(text: str) -> str:
@@ -111,7 +115,7 @@ def select_cells(selection: Selection) -> list[Cell]:
     Raises UsageError for an unknown backend, profile, fault or scenario, for a profile that has no cell for the
     backends, for a stride that changes no cell, and for a pattern that matches no cell.
     """
-    named = ("input_key", "output_key", "max_len", "too_long", "max_samples")
+    named = ("input_key", "output_key", "max_len", "too_long", "max_samples", "split")
     data = {"path": selection.data, **{name: getattr(selection, name) for name in named}}
     data["packed"] = selection.packing_samples or None
     overrides = Overrides(
@@ -140,7 +144,27 @@ def select_cells(selection: Selection) -> list[Cell]:
             f"--ring-head-stride {selection.ring_head_stride} changes no cell of profile {selection.profile}: none has "
             f"a ring that gathers (sp2); leave it out"
         )
-    return select(cells, selection.cells)
+    return _fitting(select(cells, selection.cells), selection)
+
+
+def _fitting(cells: list[Cell], selection: Selection) -> list[Cell]:
+    """Leaves out the cells whose objective does not read what the user's data set holds, unless none would be left.
+
+    Those that are left out are told in one line. Raises UsageError if the data set cannot be read.
+    """
+    if (data := selection.data) is None:
+        return cells
+    reads = reads_of(resolve(data), split=selection.split)
+    fitting = [cell for cell in cells if cell.scenario.objective.reads == reads]
+    if not fitting or len(fitting) == len(cells):
+        return cells  # none reads the data: reading it for a cell raises an error with advice
+    others = sorted({cell.scenario.name for cell in cells} - {cell.scenario.name for cell in fitting})
+    needed = {"samples": "rollouts", "rollouts": "texts"}[reads]
+    logger.warning(
+        "left out %d of %d cells, because %s needs %s, and %s holds none",
+        *(len(cells) - len(fitting), len(cells), ", ".join(others), needed, data),
+    )
+    return fitting
 
 
 def selected_backends(selection: Selection) -> list[BackendEntry]:

@@ -56,6 +56,7 @@ class DataConfig:
 
     ``path``: a JSONL or Parquet file or a Hugging Face dataset saved on disk, relative to the working directory or to
     the built-in fixtures. ``max_len`` is in tokens; ``rows`` is per optimizer step, over all ranks and micro-batches.
+    ``split``: of a dataset that was saved with several.
     ``too_long``: documents of more than ``max_len`` tokens are cut at the end, left out, or an error. ``max_samples``:
     read only the first samples; None: all. The last two are for pairs of texts, not for rollouts.
     """
@@ -68,6 +69,7 @@ class DataConfig:
     rows: Count = 24
     too_long: TooLong = "truncate"
     max_samples: Count | None = None
+    split: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -11,7 +11,7 @@ from decimal import Decimal
 from typing import Any, Protocol
 
 from conformance.core.errors import UsageError, one_line
-from conformance.data.samples import read_samples
+from conformance.data.forms import Sample, pair, read_samples
 from conformance.data.tokenizer import SAMPLE_LIMIT_S, computing_at_most, encode_prompt
 from conformance.spec.batch import Batch, Document, Row
 from conformance.spec.scenario import DataConfig
@@ -34,11 +34,11 @@ def load_prompts(data: DataConfig, tokenizer: Any, *, vocabulary: int, max_new_t
     than ``max_new_tokens`` tokens in ``data.max_len``.
     """
     prompts = []
-    for number, (question, reference) in enumerate(_samples(data), start=1):
+    for number, sample in enumerate(_samples(data), start=1):
         place = f"sample {number} of {data.path}"
         try:
             with computing_at_most(SAMPLE_LIMIT_S):
-                tokens = encode_prompt(question, tokenizer)
+                tokens = encode_prompt(sample, tokenizer)
         except Exception as error:  # a template may raise anything
             raise UsageError(f"the tokenizer in {tokenizer.name_or_path} fails on {place}: {one_line(error)}") from None
         if max(tokens) >= vocabulary:
@@ -46,7 +46,7 @@ def load_prompts(data: DataConfig, tokenizer: Any, *, vocabulary: int, max_new_t
                 f"the tokenizer in {tokenizer.name_or_path} returns token {max(tokens)}, but the model's vocabulary "
                 f"has {vocabulary}; put the tokenizer of this model into the folder"
             )
-        prompts.append(Prompt(tokens, reference_answer(reference, place)))
+        prompts.append(Prompt(tokens, reference_answer(sample.answer, place)))
     longest = max(len(prompt.tokens) for prompt in prompts)
     if longest + max_new_tokens > data.max_len:
         raise UsageError(
@@ -56,8 +56,8 @@ def load_prompts(data: DataConfig, tokenizer: Any, *, vocabulary: int, max_new_t
     return prompts
 
 
-def _samples(data: DataConfig) -> Sequence[tuple[str, str]]:
-    return arithmetic() if data.path == ARITHMETIC else read_samples(data)
+def _samples(data: DataConfig) -> Sequence[Sample]:
+    return [pair(*texts) for texts in arithmetic()] if data.path == ARITHMETIC else read_samples(data)
 
 
 def arithmetic() -> list[tuple[str, str]]:

@@ -23,7 +23,7 @@ from safetensors import safe_open
 from conformance.backends.protocol import Unsupported, find_backend
 from conformance.core.errors import UsageError
 from conformance.data.documents import check_vocabulary, load_documents
-from conformance.data.samples import read_samples
+from conformance.data.forms import read_samples
 from conformance.data.tokenizer import load_tokenizer
 from conformance.models.folder_checks import CONFIG, runs_code
 from conformance.models.folders import HEAD, value_config, weight_files, weight_shapes

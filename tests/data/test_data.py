@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from conformance.core.errors import UsageError
 from conformance.core.host import FIXTURES
 from conformance.data.documents import build_batches, load_documents, pack
-from conformance.data.samples import read_samples
+from conformance.data.forms import pair, read_samples
 from conformance.data.tokenizer import _loaded, load_tokenizer
 from conformance.spec.batch import Batch, Document
 from conformance.spec.scenario import DataConfig, OptimizerConfig, Scenario
@@ -60,7 +60,7 @@ def few(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The first 60 samples of the built-in data, where the number does not matter."""
     samples = read_samples(DataConfig())[:60]
     file = tmp_path_factory.mktemp("data") / "few.jsonl"
-    return write(file, [{"question": question, "answer": answer} for question, answer in samples])
+    return write(file, [{"question": one.messages[0]["content"], "answer": one.answer} for one in samples])
 
 
 @pytest.fixture
@@ -137,7 +137,7 @@ def test_all_formats_give_the_same_samples(tmp_path: Path, kind: str) -> None:
         datasets = pytest.importorskip("datasets")
         path = str(tmp_path / "d")
         datasets.Dataset.from_list(SAMPLES).save_to_disk(path)
-    assert read_samples(DataConfig(path=path)) == [(s["question"], s["answer"]) for s in SAMPLES]
+    assert read_samples(DataConfig(path=path)) == [pair(s["question"], s["answer"]) for s in SAMPLES]
 
 
 # --- batches ----------------------------------------------------------------------------------------------------------
@@ -250,13 +250,18 @@ def test_a_step_of_few_rows_still_has_targets(rows: int, few: str) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("d.csv", "question,answer\n", r"cannot read \.csv; give a \.jsonl or \.parquet file"),
+        ("d.csv", "question,answer\n", r"cannot read \.csv; give a \.jsonl, \.json or \.parquet file"),
         ("d.jsonl", "", "is empty"),
-        ("d.jsonl", '{"prompt": "a", "answer": "b"}\n', r"no column 'question'; found 'prompt', 'answer'"),
+        (
+            "d.jsonl",
+            '{"prompt": "a", "answer": "b"}\n',
+            r"no columns of questions and answers; found 'prompt', 'answer'",
+        ),
         ("d.jsonl", '{"question": "a", "answer": " "}\n', r"line 1: 'answer' must be a non-empty text"),
         ("d.jsonl", '{"question": "a", "answer": 5}\n', r"'answer' must be a non-empty text, got 5"),
         ("d.jsonl", '{"question": "a"', "line 1 is not JSON"),
-        ("d.jsonl", "[1]\n", "line 1: expected an object"),
+        ("d.jsonl", "[1]\n", "sample 1: expected an object"),
+        ("d.jsonl", "5\n", "line 1: expected an object"),
     ],
 )
 def test_a_file_that_does_not_serve_is_explained(tmp_path: Path, name: str, content: str, message: str) -> None:
@@ -286,7 +291,7 @@ def test_a_folder_that_is_no_dataset_is_explained(tmp_path: Path) -> None:
 def test_a_dataset_with_several_splits_lists_them(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     datasets.DatasetDict({"train": datasets.Dataset.from_list(SAMPLES)}).save_to_disk(str(tmp_path / "d"))
-    with pytest.raises(UsageError, match=r"several splits; give one of them: .*d/train"):
+    with pytest.raises(UsageError, match=r"several splits; add --split .*: train"):
         read_samples(DataConfig(path=str(tmp_path / "d")))
 
 

@@ -8,7 +8,7 @@ from test_checkpoint_pickles import ABOUT
 
 from conformance.core.errors import UsageError
 from conformance.core.host import FIXTURES
-from conformance.data.samples import read_samples
+from conformance.data.forms import read_samples
 from conformance.spec.scenario import DataConfig
 from impl.checkpoints import manifest
 from impl.checkpoints.manifest import Manifest
@@ -30,7 +30,9 @@ def train(position: DataPosition, *, ranks: int, rows: int, steps: int) -> tuple
 
 def test_epoch_resumed_on_more_ranks_uses_documents_once() -> None:
     """In the middle of the epoch the position goes through a manifest."""
-    samples = read_samples(DataConfig(path=str(FIXTURES / "data" / "word_problems.jsonl")))
+    samples = [
+        sample.answer for sample in read_samples(DataConfig(path=str(FIXTURES / "data" / "word_problems.jsonl")))
+    ]
     position = DataPosition(seed=SEED, documents=len(samples))
     first, position = train(position, ranks=2, rows=6, steps=5)
     text = manifest.to_text(Manifest(suite_version="", about=replace(ABOUT, data=position), files={}))

@@ -15,8 +15,8 @@ from conformance.core.errors import UsageError
 from conformance.core.host import FIXTURES
 from conformance.data import tokenizer as lazy
 from conformance.data.documents import build_batches, load_documents
+from conformance.data.forms import Sample, pair, read_samples
 from conformance.data.rollouts import build_rollouts
-from conformance.data.samples import read_samples
 from conformance.matrix.options import Selection
 from conformance.matrix.profile import select_cells
 from conformance.spec.batch import Batch
@@ -152,9 +152,9 @@ def test_only_documents_that_are_needed_are_tokenized(
     texts = [(f"what is {n} and {n}?", str(2 * n)) for n in range(5000)]
     tokenized, encode = [], lazy.encode
 
-    def counted(question: str, answer: str, tokenizer: Any) -> lazy.Encoded:
-        tokenized.append(question)
-        return encode(question, answer, tokenizer)
+    def counted(sample: Sample, tokenizer: Any) -> lazy.Encoded:
+        tokenized.append(sample)
+        return encode(sample, tokenizer)
 
     monkeypatch.setattr(lazy, "encode", counted)
     used = sum(len(row.documents) for batch in build(texts, packed=packed) for row in batch.rows)
@@ -199,13 +199,13 @@ def test_a_line_of_json_ends_at_a_line_feed_and_nowhere_else(tmp_path: Path, cha
     text = f"one{character}two"
     inside = json.dumps(text, ensure_ascii=ord(character) < 32)  # JSON wants other control characters escaped
     file.write_bytes(f'{{"question": {inside}, "answer": "b"}}\r\n{{"question": "c", "answer": "d"}}'.encode())
-    assert read_samples(DataConfig(path=str(file))) == [(text, "b"), ("c", "d")]
+    assert read_samples(DataConfig(path=str(file))) == [pair(text, "b"), pair("c", "d")]
 
 
 def test_a_byte_order_mark_at_the_beginning_is_no_text(tmp_path: Path) -> None:
     file = tmp_path / "d.jsonl"
     file.write_bytes(b'\xef\xbb\xbf{"question": "\xef\xbb\xbfa", "answer": "b"}\n')
-    assert read_samples(DataConfig(path=str(file))) == [("\ufeffa", "b")]
+    assert read_samples(DataConfig(path=str(file))) == [pair("\ufeffa", "b")]
 
 
 @pytest.mark.parametrize(
@@ -228,7 +228,7 @@ def test_transformers_says_nothing_of_texts_beyond_the_models_positions(caplog: 
     logger = logging.getLogger("transformers")
     logger.addHandler(caplog.handler)
     try:
-        assert len(lazy.encode("how many " * 20, "ten", tokenizer)[0]) > 10
+        assert len(lazy.encode(pair("how many " * 20, "ten"), tokenizer)[0]) > 10
     finally:
         logger.removeHandler(caplog.handler)
     assert caplog.records == []

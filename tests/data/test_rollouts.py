@@ -19,7 +19,6 @@ from conformance.backends.protocol import BackendEntry
 from conformance.cli import main as cli
 from conformance.core.errors import UsageError
 from conformance.core.host import FIXTURES
-from conformance.data.coverage import measure_coverage
 from conformance.data.documents import build_batches
 from conformance.data.prepare import batches_of
 from conformance.data.rollouts import build_rollouts, read_groups
@@ -28,6 +27,7 @@ from conformance.matrix.options import Selection
 from conformance.matrix.profile import select_cells
 from conformance.models.folder_checks import runs_code
 from conformance.models.folders import prepare_model
+from conformance.runner.coverage import measure_coverage
 from conformance.spec.batch import Batch, Document, read_batches, write_batches
 from conformance.spec.layout import Layout
 from conformance.spec.observables import Role
@@ -256,6 +256,14 @@ def test_samples_are_no_roll_outs_and_roll_outs_no_samples(tmp_path: Path) -> No
         UsageError, match=r"llama.jsonl, line 1: this is a rollout, but the objective reads pairs.*'grpo'"
     ):
         build_batches(sft, LLAMA)
+
+
+@pytest.mark.parametrize("name", ["assistant_masks", "completion_mask", "loss_mask", "response_mask"])
+def test_masked_tokens_of_a_response_are_refused(name: str, tmp_path: Path) -> None:
+    whole, cut = ({**line(0, 3), name: mask} for mask in ([1, 1, 1], [1, 0, 1]))
+    assert read_groups(scenario_of(written(tmp_path, [whole])), vocabulary=99)
+    with pytest.raises(UsageError, match=rf"line 1: '{name}' masks tokens of the response, .* remove the column"):
+        read_groups(scenario_of(written(tmp_path, [cut])), vocabulary=99)
 
 
 def test_a_phase_begins_with_a_roll_out() -> None:

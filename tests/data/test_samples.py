@@ -15,7 +15,8 @@ from transformers import AutoTokenizer
 from conformance.core.errors import UsageError
 from conformance.core.host import FIXTURES
 from conformance.data.documents import build_batches, load_documents
-from conformance.data.samples import LONGEST_LINE, LONGEST_TEXT, read_samples
+from conformance.data.forms import LONGEST_TEXT, pair, read_samples
+from conformance.data.samples import LONGEST_LINE
 from conformance.data.tokenizer import computing_at_most, load_tokenizer
 from conformance.spec.scenario import DataConfig, parse_scenario
 
@@ -58,7 +59,7 @@ def test_a_line_that_cannot_be_used_is_named_by_its_number(line: bytes, message:
 def test_separators_of_lines_in_a_text_separate_no_samples(tmp_path: Path) -> None:
     file = tmp_path / "mine.jsonl"
     file.write_text(json.dumps({"question": "a\u2028b\x85", "answer": "c\u2029"}, ensure_ascii=False) + "\n")
-    assert read_samples(DataConfig(path=str(file))) == [("a\u2028b\x85", "c\u2029")]
+    assert read_samples(DataConfig(path=str(file))) == [pair("a\u2028b\x85", "c\u2029")]
 
 
 @pytest.mark.parametrize("name", ["mine.jsonl", "mine.parquet"])
@@ -85,7 +86,7 @@ def test_a_broken_dataset_is_named(name: str, content: bytes, tmp_path: Path) ->
     datasets.Dataset.from_list([json.loads(GOOD)]).save_to_disk(str(folder))
     (folder / name).write_bytes(content)
     with contextlib.suppress(UsageError):  # some of it datasets can do without
-        assert read_samples(DataConfig(path=str(folder))) == [("2 plus 3?", "5.")]
+        assert read_samples(DataConfig(path=str(folder))) == [pair("2 plus 3?", "5.")]
     (folder / name).unlink()
     os.mkfifo(folder / name)
     with pytest.raises(UsageError, match=rf"{name} is a pipe"):

@@ -13,9 +13,9 @@ import pytest
 
 from conformance.backends.protocol import find_backend
 from conformance.cli.main import main
-from conformance.data.coverage import Coverage, DocumentReach, measure_coverage
 from conformance.matrix.cell import Cell
 from conformance.matrix.profile import Overrides, expand, load_profile, profile_names
+from conformance.runner.coverage import Coverage, DocumentReach, measure_coverage
 
 pytestmark = pytest.mark.slow
 

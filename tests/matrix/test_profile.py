@@ -2,8 +2,10 @@
 
 import dataclasses
 import itertools
+import json
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cells import exhaustive
@@ -243,6 +245,29 @@ def test_options_of_the_user_reach_every_cell() -> None:
         assert all(cell.scenario.data.packed == (packed or plain[cell.scenario.name]) for cell in cells)
         for layout in (phase.layout for cell in cells for phase in cell.phases):
             assert layout.stride == ((stride or 1) if layout.gathers else 1)
+
+
+@pytest.mark.parametrize(
+    ("record", "kept"),
+    [({"question": "2?", "answer": "2"}, "samples"), ({"prompt_ids": [1], "completion_ids": [2]}, "rollouts")],
+)
+def test_cells_that_cannot_read_the_data_are_left_out(
+    record: dict[str, Any], kept: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (file := tmp_path / "mine.jsonl").write_text(json.dumps(record))
+    cells = select_cells(Selection(backend=("fsdp2",), data=str(file)))
+    assert {cell.scenario.objective.reads for cell in cells} == {kept}
+    count = len(cells_of("quick", "fsdp2"))
+    assert f"left out {count - len(cells)} of {count} cells" in caplog.text
+    left_out = {cell.scenario.name for cell in cells_of("quick", "fsdp2")} - {cell.scenario.name for cell in cells}
+    assert ", ".join(sorted(left_out)) in caplog.text
+
+
+def test_cells_that_the_user_names_are_not_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (file := tmp_path / "mine.jsonl").write_text('{"question": "2?", "answer": "2"}')
+    cells = select_cells(Selection(backend=("fsdp2",), data=str(file), cells=("grpo*",)))
+    assert {cell.scenario.name for cell in cells} == {"grpo"}
+    assert not caplog.text
 
 
 def test_a_pattern_need_not_name_seed_and_faults() -> None:

@@ -222,9 +222,9 @@ def test_the_number_of_ranks_is_torchruns_where_there_is_one(
 @pytest.mark.parametrize(
     ("command", "said", "told"),
     [
-        ("sft", "--eval-dataset other.jsonl", "no column 'question'"),
-        ("sft", "--dataset other.jsonl", "no column 'question'"),
-        ("grpo", "--eval-dataset other.jsonl", "no column 'question'"),
+        ("sft", "--eval-dataset other.jsonl", "no columns of questions"),
+        ("sft", "--dataset other.jsonl", "no columns of questions"),
+        ("grpo", "--eval-dataset other.jsonl", "no columns of questions"),
         (
             "grpo",
             "--packing-samples --train-batch-size 1 --max-len 64 --generate-max-len 8",

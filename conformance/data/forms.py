@@ -1,0 +1,230 @@
+"""Recognizes the form in which a user's data set holds questions and answers, and reads its samples.
+
+A record is recognized by its columns: two texts (under many usual names), TRL's ``prompt`` and ``completion``, a
+conversation (``messages``, or ShareGPT's ``conversations``), and verl's prompts, whose answers are in ``extra_info``.
+Columns that are not used are named once, because one of them may hold what should have been trained on.
+"""
+
+import functools
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from conformance.core.errors import UsageError, shown
+from conformance.core.host import resolve
+from conformance.data.samples import ROLLOUT_COLUMNS, Place, is_builtin, read_dataset
+from conformance.spec.scenario import DataConfig
+
+LONGEST_TEXT = 2**20  # characters; longer texts are mistakes
+# The column of the input and of the output, in the order in which they are looked for; a dot leads into a mapping.
+PAIRS = (
+    ("question", "answer"),
+    ("prompt", "completion"),
+    ("prompt", "response"),
+    ("instruction", "output"),
+    ("instruction", "response"),
+    ("query", "response"),
+    ("prompt", "extra_info.answer"),  # verl
+    ("input", "output"),
+)
+CONVERSATIONS = ("messages", "conversations")
+_TARGETS = {"answer", "chosen", "completion", "label", "labels", "output", "rejected", "response", "target"}
+# ShareGPT's names of roles, with those that transformers' chat templates know.
+_ROLES = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}
+_KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool")
+
+logger = logging.getLogger(__name__)
+Message = Mapping[str, Any]  # role, content, and what the template reads besides, such as tool_calls
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """Holds one conversation; a pair of texts is one of two turns.
+
+    messages: the turns, in order. first: the number of the first turn that may be trained on; assistant turns from
+    there on are. tools: what the chat template gets as such. is_pair: whether the texts can do without a template.
+    """
+
+    messages: tuple[Message, ...]
+    first: int = 0
+    tools: tuple[Any, ...] = ()
+    is_pair: bool = False
+
+    @property
+    def trained(self) -> list[int]:
+        """The numbers of the turns that are trained on."""
+        return [i for i, turn in enumerate(self.messages) if i >= self.first and turn["role"] == "assistant"]
+
+    @property
+    def prompt(self) -> tuple[Message, ...]:
+        """The turns before the last one that is trained on."""
+        return self.messages[: self.trained[-1]]
+
+    @property
+    def answer(self) -> str:
+        """The text of the last turn that is trained on."""
+        return str(self.messages[self.trained[-1]]["content"])
+
+
+def pair(question: str, answer: str) -> Sample:
+    """Makes the sample of a question and its answer."""
+    turns = {"role": "user", "content": question}, {"role": "assistant", "content": answer}
+    return Sample(messages=turns, first=1, is_pair=True)
+
+
+def read_samples(config: DataConfig) -> list[Sample]:
+    """Reads the samples of a data set, at most ``config.max_samples``.
+
+    Raises UsageError, which names the file and the line or the number of the sample, for a wrong sample.
+    """
+    path = resolve(config.path)
+    records = read_dataset(path, most=config.max_samples, split=config.split)
+    place, first = records[0]
+    columns = _columns(first, config, place)
+    if not is_builtin(path):
+        _name_unused(first, columns, config.path)
+    return [_sample(record, columns, place) for place, record in records]
+
+
+def _columns(record: Mapping[str, Any], config: DataConfig, place: Place) -> tuple[str, ...]:
+    """Returns the columns of the input and the output, or the one of a conversation. Raises UsageError."""
+    asked = config.input_key, config.output_key
+    if asked != PAIRS[0]:
+        if missing := [key for key in asked if not _has(record, key)]:
+            raise UsageError(
+                f"{place}: no column {missing[0]!r}; found {_names(record)}; name the columns with --input-key and "
+                f"--output-key (data.input_key, data.output_key)"
+            )
+        return (asked[0],) if asked[0] == asked[1] else asked
+    for key in CONVERSATIONS:
+        if _has(record, key):
+            return (key,)
+    for keys in PAIRS:
+        if all(_has(record, key) for key in keys):
+            return keys
+    if record.keys() >= ROLLOUT_COLUMNS:
+        raise UsageError(
+            f"{place}: this is a rollout, but the objective reads pairs of texts or conversations; give --data "
+            f"(data.path) a file of such samples, or use a scenario whose objective is 'grpo' or 'ppo'"
+        )
+    if {"chosen", "rejected"} <= record.keys():
+        advice = "these are preferences; to train on what was chosen, give --input-key prompt --output-key chosen"
+    elif "reward_model" in record:
+        advice = "these are prompts for rollouts without an answer to train on; name one with --output-key"
+    else:
+        advice = "name the columns with --input-key and --output-key (data.input_key, data.output_key)"
+    raise UsageError(f"{place}: no columns of questions and answers; found {_names(record)}; {advice}")
+
+
+def _name_unused(record: Mapping[str, Any], columns: Sequence[str], path: str) -> None:
+    used = {column.partition(".")[0] for column in columns} | {"tools"}
+    if unused := [name for name in record if name not in used]:
+        targets = [name for name in unused if name in _TARGETS]
+        hint = f"; {' and '.join(targets)} look like targets: --output-key names what is trained on" if targets else ""
+        _warn_once(f"{path}: columns that are not used: {', '.join(unused)}{hint}")
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    logger.warning("%s", message)
+
+
+def _sample(record: Mapping[str, Any], columns: Sequence[str], place: Place) -> Sample:
+    values = [_value(record, column, place) for column in columns]
+    tools = tuple(_tools(record.get("tools"), place))
+    if all(isinstance(value, str) for value in values) and len(values) == 2:
+        question, answer = (_text(value, key, place) for value, key in zip(values, columns, strict=True))
+        return pair(question, answer)
+    *before, last = [_turns(value, key, place) for value, key in zip(values, columns, strict=True)]
+    if len(values) == 2 and isinstance(values[1], str):
+        last = [{"role": "assistant", "content": _text(values[1], columns[1], place)}]
+    if before and last[0]["role"] != "assistant":  # TRL's implicit prompt: the output repeats the input
+        before = []
+    messages = [*(before[0] if before else []), *last]
+    sample = Sample(messages=tuple(messages), first=len(before[0]) if before else 0, tools=tools)
+    if not sample.trained:
+        raise UsageError(f"{place}: no turn of an assistant, so nothing would be trained on; leave the sample out")
+    return sample
+
+
+def _turns(value: Any, key: str, place: Place) -> list[Message]:
+    """Returns the turns of a conversation with the roles of chat templates. Raises UsageError."""
+    if isinstance(value, str):
+        return [{"role": "user", "content": _text(value, key, place)}]
+    if not isinstance(value, list) or not value or not all(isinstance(turn, dict) for turn in value):
+        raise UsageError(
+            f"{place}: {key!r} must be a text, or a list of messages with 'role' and 'content', got {shown(value)}"
+        )
+    turns: list[Message] = []
+    for number, turn in enumerate(value, start=1):
+        where = f"{place}, message {number} of {key!r}"
+        kept = {name: part for name, part in turn.items() if part is not None}  # Parquet gives all turns all keys
+        if "from" in kept and "role" not in kept:
+            kept |= {"role": kept.pop("from"), "content": kept.pop("value", None)}
+        role = _ROLES.get(str(kept.get("role")), kept.get("role"))
+        if role not in _KNOWN_ROLES:
+            raise UsageError(f"{where}: the role must be one of {', '.join(_KNOWN_ROLES)}, got {shown(role)}")
+        if kept.get("content") is None and not kept.get("tool_calls"):
+            raise UsageError(f"{where}: there is neither 'content' nor 'tool_calls'; correct or remove the sample")
+        if isinstance(content := kept.get("content", ""), str):
+            _check_text(content, "content", where)
+        elif not isinstance(content, list):
+            raise UsageError(f"{where}: 'content' must be a text, got {shown(content)}")
+        turns.append({**kept, "role": role, "content": content})
+    return turns
+
+
+def _tools(value: Any, place: Place) -> list[Any]:
+    if isinstance(value, str) and value:
+        try:
+            value = json.loads(value)
+        except ValueError:
+            raise UsageError(f"{place}: 'tools' is a text that is not JSON: {shown(value)}") from None
+    if not value:
+        return []
+    if not isinstance(value, list):
+        raise UsageError(f"{place}: 'tools' must be a list, got {shown(value)}")
+    return value
+
+
+def _text(value: Any, key: str, place: Place) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise UsageError(f"{place}: {key!r} must be a non-empty text, got {shown(value)}; correct or remove the sample")
+    return _check_text(value, key, place)
+
+
+def _check_text(text: str, key: str, place: Place) -> str:
+    if len(text) > LONGEST_TEXT:
+        raise UsageError(f"{place}: {key!r} has {len(text)} characters, but at most {LONGEST_TEXT} are allowed; cut it")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = f"U+{ord(text[error.start]):04X}"
+        raise UsageError(
+            f"{place}: {key!r} holds {half}, half of a surrogate pair; correct or remove the sample"
+        ) from None
+    return text
+
+
+def _has(record: Mapping[str, Any], key: str) -> bool:
+    """Tells whether a record has a column; ``a.b`` is the entry ``b`` of the column ``a``."""
+    name, _, rest = key.partition(".")
+    return name in record and (not rest or (isinstance(record[name], dict) and _has(record[name], rest)))
+
+
+def _value(record: Mapping[str, Any], key: str, place: Place) -> Any:
+    if not _has(record, key):
+        raise UsageError(f"{place}: no column {key!r}, which the first sample has; found {_names(record)}")
+    name, _, rest = key.partition(".")
+    value = record[name]
+    if rest:
+        return _value(value, rest, place)
+    if not isinstance(value, str | list):
+        return _text(value, key, place)
+    return value
+
+
+def _names(record: Mapping[str, Any]) -> str:
+    return ", ".join(map(repr, record)) or "none"
