@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from conformance.models.components import Architecture
-from conformance.oracle.variant import UNNAMED, Several, Variant, Weights
+from conformance.oracle.variant import UNNAMED, Variant, Weights, in_order
 from conformance.spec.batch import Batch, Row
 from conformance.spec.known_defects import (
     Defect,
@@ -165,4 +165,4 @@ VARIANTS: dict[type[Any], Callable[[Any], Variant]] = {
 
 def variant_of(defects: Sequence[Defect]) -> Variant:
     """Returns the oracle's variant with these defects; without any, the correct oracle."""
-    return Several([VARIANTS[type(defect)](defect) for defect in defects])
+    return in_order([VARIANTS[type(defect)](defect) for defect in defects])

@@ -1,10 +1,12 @@
 """Defines the points where the oracle can reproduce a known defect of a library.
 
 The base class changes nothing, so it is the correct oracle. A defect overrides what it changes (defects.py). Several
-defects act one after another (``Several``).
+defects act one after another (``in_order``).
 """
 
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 from torch import Tensor
 
@@ -48,46 +50,18 @@ class Variant:
         return gradients
 
 
-class Several(Variant):
-    """Applies several variants in order."""
+def in_order(variants: Sequence[Variant]) -> Variant:
+    """Returns a variant in which each method passes its value through all ``variants``, one after another."""
 
-    def __init__(self, variants: Sequence[Variant]) -> None:
-        self._variants = variants
+    def passed_on(name: str, value: Any, *args: Any, **options: Any) -> Any:
+        for variant in variants:
+            value = getattr(variant, name)(value, *args, **options)
+        return value
 
-    def architecture(self, a: Architecture) -> Architecture:
-        for variant in self._variants:
-            a = variant.architecture(a)
-        return a
-
-    def loaded(self, weights: Weights, a: Architecture | None, *, trained: bool) -> Weights:
-        for variant in self._variants:
-            weights = variant.loaded(weights, a, trained=trained)
-        return weights
-
-    def head(self, matrix: Tensor, weights: Weights) -> Tensor:
-        for variant in self._variants:
-            matrix = variant.head(matrix, weights)
-        return matrix
-
-    def hidden_keys(self, hidden: Tensor, window: int | None) -> Tensor:
-        for variant in self._variants:
-            hidden = variant.hidden_keys(hidden, window)
-        return hidden
-
-    def micro_batches(self, parts: Sequence[Sequence[Row]], batch: Batch) -> Sequence[Sequence[Row]]:
-        for variant in self._variants:
-            parts = variant.micro_batches(parts, batch)
-        return parts
-
-    def carried(self, gradients: Weights) -> Weights:
-        for variant in self._variants:
-            gradients = variant.carried(gradients)
-        return gradients
-
-    def reduced(self, gradients: Weights) -> Weights:
-        for variant in self._variants:
-            gradients = variant.reduced(gradients)
-        return gradients
+    all_of_them = Variant()
+    for name in (name for name in vars(Variant) if not name.startswith("_")):
+        setattr(all_of_them, name, partial(passed_on, name))
+    return all_of_them
 
 
 HONEST = Variant()

@@ -134,21 +134,6 @@ def test_ranks_that_say_different_things_are_a_finding_even_if_rank_zero_is_righ
     assert "ranks that should hold the same numbers do not" in verdict.reason
 
 
-@pytest.mark.parametrize(
-    ("factor", "words"),
-    [
-        (2.0, "which is dp"),
-        (1 / 3, r"which is 1/\(accumulation\)"),
-        (4.0, "which is world size"),
-        (2.5, "which is tokens / dp"),
-        (1.37, ""),
-    ],
-)
-def test_a_known_factor_is_named(tmp_path: Path, factor: float, words: str) -> None:
-    hint = verdict_of(tmp_path, scale("gradient/a", factor)).findings[0].hint
-    assert (words.replace("\\", "") in hint) if words else hint == ""
-
-
 def test_a_missing_an_unexpected_and_a_misshapen_tensor_are_named(tmp_path: Path) -> None:
     def change(step: int, values: Values, tensors: Tensors) -> None:
         if step == 0:
@@ -165,10 +150,11 @@ def test_nan_never_passes(tmp_path: Path, key: str) -> None:
     assert verdict_of(tmp_path, scale(key, math.nan)).state == "differs"
 
 
-def test_a_record_with_fewer_steps_than_the_oracle_differs(tmp_path: Path) -> None:
-    verdict = verdict_of(tmp_path, unchanged, until=1)
+@pytest.mark.parametrize("until", [1, 2])
+def test_a_record_with_fewer_steps_than_the_oracle_differs(tmp_path: Path, until: int) -> None:
+    verdict = verdict_of(tmp_path, unchanged, until=until)
     assert verdict.state == "differs"
-    assert "steps from 1 on are missing" in verdict.reason
+    assert f"steps from {until} on are missing" in verdict.reason
 
 
 def test_phases_are_judged_as_one_run(tmp_path: Path) -> None:
@@ -183,33 +169,6 @@ def test_phases_are_judged_as_one_run(tmp_path: Path) -> None:
     judged, at_once = ({(q.stage, q.tensor, q.step) for q in of.quantities} for of in (verdict, whole))
     assert judged - at_once >= {(q.stage, q.tensor, q.step) for q in handed_over}
     assert at_once <= judged
-
-
-def test_judge_weights_lost_on_resume_differ_at_first_step(tmp_path: Path) -> None:
-    oracle = write(tmp_path / "oracle")
-    after = write(tmp_path / "2", scale("weight/b", 1 + 1e-7, at=0), first=1)
-    verdict = judge([write(tmp_path / "1", until=1), after], oracle=oracle, noise=())
-    assert [(f.stage, f.step, f.tensor) for f in verdict.findings] == [
-        ("weights", 1, "b"),
-        ("weights after N steps", 1, "b against rebuilt"),
-    ]
-
-
-def test_a_phase_that_is_missing_is_no_pass(tmp_path: Path) -> None:
-    oracle = write(tmp_path / "oracle")
-    verdict = judge([write(tmp_path / "1", until=2)], oracle=oracle, noise=())
-    assert verdict.state == "differs"
-    assert "steps from 2 on are missing" in verdict.reason
-
-
-def test_a_record_that_cannot_be_read_is_an_infrastructure_failure_not_a_pass(tmp_path: Path) -> None:
-    write(tmp_path / "oracle" / "float64", oracle="float64")
-    write(tmp_path / "cell")
-    file = tmp_path / "cell" / "record.jsonl"
-    file.write_text("".join(file.read_text().splitlines(keepends=True)[:-1]))
-    verdict = judge_folders("x/m/b/dp2.tp2/exact", [tmp_path / "cell"], tmp_path / "oracle")
-    assert verdict.state == "infrastructure"
-    assert "has no footer" in verdict.reason
 
 
 def test_below_the_exact_tier_the_noise_of_a_single_process_sets_the_bound(tmp_path: Path) -> None:

@@ -167,31 +167,29 @@ def test_shifted_row_gets_own_tolerance_only(tmp_path: Path, row: int) -> None:
     assert ratio(tmp_path / "beyond", row, 3 * allowed) == pytest.approx(3, abs=0.06)
 
 
-@pytest.mark.parametrize("runs", [(noisy, quiet), (quiet, noisy)])
-def test_of_several_single_process_runs_the_noisiest_counts(tmp_path: Path, runs: tuple[Change, ...]) -> None:
-    assert ratio(tmp_path, CANCELS, 3 * BOUND * MOVES, runs=runs) == pytest.approx(3, abs=0.06)
+def without_values(step: int, values: Values, tensors: Tensors) -> None:
+    noisy(step, values, tensors)
+    tensors.pop("value_gradient/0", None)
 
 
-def test_what_a_row_is_allowed_is_of_the_errors_at_its_step(tmp_path: Path) -> None:
-    """A tenth of those at the first one, so the row is allowed what any other is."""
-    assert ratio(tmp_path, CANCELS, 3 * BOUND, at=2) == pytest.approx(3, abs=0.06)
-
-
-def test_a_run_that_lost_values_gives_no_leeway(tmp_path: Path) -> None:
-    def fewer(step: int, values: Values, tensors: Tensors) -> None:
-        noisy(step, values, tensors)
-        tensors.pop("value_gradient/0", None)
-
-    assert ratio(tmp_path, CANCELS, 3 * BOUND, runs=(fewer,)) == pytest.approx(3, abs=0.06)
-
-
-def test_where_the_oracle_does_not_say_how_far_rows_move_every_bound_is_as_it_was(tmp_path: Path) -> None:
-    assert ratio(tmp_path, CANCELS, 2 * BOUND, told=False) == pytest.approx(2, abs=0.02)
-
-
-def test_however_far_a_row_moves_one_that_is_lost_is_not_allowed(tmp_path: Path) -> None:
-    assert ratio(tmp_path / "lost", CANCELS, -1.0, far=1e9) == pytest.approx(2, abs=0.02)
-    assert ratio(tmp_path / "half", CANCELS, 0.4, far=1e9) == pytest.approx(0.8, abs=0.02)
+@pytest.mark.parametrize(
+    ("off", "options", "expected"),
+    [
+        (3 * BOUND * MOVES, {"runs": (noisy, quiet)}, 3),
+        (3 * BOUND * MOVES, {"runs": (quiet, noisy)}, 3),
+        (3 * BOUND, {"at": 2}, 3),  # errors of values are a tenth of those of the first step
+        (3 * BOUND, {"runs": (without_values,)}, 3),
+        (2 * BOUND, {"told": False}, 2),
+        (-1.0, {"far": 1e9}, 2),
+        (0.4, {"far": 1e9}, 0.8),
+        (2e-11, {"precision": "exact"}, 2),
+    ],
+    ids=["noisiest first", "noisiest last", "later step", "no values", "not told", "lost", "halved", "exact"],
+)
+def test_leeway_comes_from_the_noise_of_its_step(
+    tmp_path: Path, off: float, options: dict[str, Any], expected: float
+) -> None:
+    assert ratio(tmp_path, CANCELS, off, **options) == pytest.approx(expected, rel=0.02)
 
 
 def test_an_oracle_that_says_it_of_other_rows_than_it_has_is_not_judged_by(tmp_path: Path) -> None:
@@ -202,7 +200,3 @@ def test_an_oracle_that_says_it_of_other_rows_than_it_has_is_not_judged_by(tmp_p
     oracle, noise = write(tmp_path / "oracle", fewer), write(tmp_path / "noise", noisy, precision="fp32")
     with pytest.raises(RecordError, match=r"gives the movement of .3,. rows of a, but has .4,.; run the cell again"):
         judge([write(tmp_path / "cell", precision="fp32")], oracle=oracle, noise=[noise])
-
-
-def test_in_the_exact_tier_nothing_is_allowed_for_it(tmp_path: Path) -> None:
-    assert ratio(tmp_path, CANCELS, 2e-11, precision="exact") == pytest.approx(2, abs=0.02)

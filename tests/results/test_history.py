@@ -160,7 +160,7 @@ def test_a_baseline_that_is_not_there_says_what_to_do(name: str, tmp_path: Path)
     said = str(refused.value)
     assert said.startswith(f"--baseline {given}: there is no {given}")
     assert f"parity history {given} --add OUT starts" in said
-    assert "leave it out of the first run" in said
+    assert "omit --baseline in the first run" in said
 
 
 def test_other_selections_are_no_baseline(nightly: Path) -> None:

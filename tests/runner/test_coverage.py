@@ -102,51 +102,38 @@ def test_a_change_of_a_cell_has_a_name_and_may_lose_coverage(
     assert floor.unmet(states) == ((expected,) if lost else ())
 
 
-def test_coverage_is_held_against_the_last_run_that_passed() -> None:
-    """Or else a loss would be forgotten after a night."""
-    judged, refused = Outcome(state="conforms"), Outcome(state="unsupported")
-    green: RunFacts = "", "conforms", {}, {ONE: judged, TWO: judged}
-    red: RunFacts = "", "incomplete", {}, {ONE: judged, TWO: refused}
-    now: dict[str, State] = {ONE: "conforms", TWO: "unsupported"}
-    assert Floor(baseline=make_baseline("old", [green, red])).unmet(now)
-    assert not Floor(baseline=make_baseline("old", [red])).unmet(now)
-
-
 def run(verdict: RunVerdict, **states: State) -> RunFacts:
     named = {"one": ONE, "two": TWO}
     return "", verdict, {}, {named[name]: Outcome(state=state) for name, state in states.items()}
 
 
-def lost_after(*nights: RunFacts, one: State = "conforms", two: State | None) -> bool:
-    now: dict[str, State] = {ONE: one, **({TWO: two} if two else {})}
-    return bool(Floor(baseline=make_baseline("old", nights)).unmet(now))
+WHOLE = run("conforms", one="conforms", two="conforms")
+REFUSED = run("conforms", one="conforms", two="unsupported")
+DECLARED = run("conforms", one="conforms", two="expected_difference")
+RED, RED_REFUSED = (run("differs", one="differs", two=two) for two in ("conforms", "unsupported"))
+NARROW = run("conforms", one="conforms")
 
 
-def test_a_loss_is_not_forgotten_where_no_run_was_green() -> None:
-    nights = [run("differs", one="differs", two="conforms"), run("differs", one="differs", two="unsupported")]
-    assert lost_after(*nights, two="unsupported")
-    assert not lost_after(*nights, two="conforms")
-
-
-def test_a_green_run_of_fewer_cells_says_nothing_of_the_others() -> None:
-    whole, narrow = run("conforms", one="conforms", two="conforms"), run("conforms", one="conforms")
-    assert lost_after(whole, narrow, two=None)
-    assert lost_after(whole, narrow, two="unsupported")
-    accepted = run("conforms", one="conforms", two="unsupported")
-    assert not lost_after(whole, accepted, two="unsupported")
-
-
-def test_what_a_run_after_the_last_green_one_showed_is_demanded_too() -> None:
-    nights = [run("conforms", one="conforms"), run("differs", one="differs", two="conforms")]
-    assert lost_after(*nights, two="unsupported")
-
-
-def test_a_defect_that_is_declared_is_a_loss_until_it_is_accepted() -> None:
-    before = run("conforms", one="conforms", two="conforms")
-    declared = run("incomplete", one="conforms", two="expected_difference")
-    assert lost_after(before, declared, two="expected_difference")
-    accepted = run("conforms", one="conforms", two="expected_difference")
-    assert not lost_after(before, declared, accepted, two="expected_difference")
+@pytest.mark.parametrize(
+    ("nights", "two", "is_lost"),
+    [
+        ((WHOLE, RED_REFUSED), "unsupported", True),  # or else a loss would be forgotten after a night
+        ((RED_REFUSED,), "unsupported", False),
+        ((RED, RED_REFUSED), "unsupported", True),
+        ((RED, RED_REFUSED), "conforms", False),
+        ((WHOLE, NARROW), None, True),
+        ((WHOLE, NARROW), "unsupported", True),
+        ((WHOLE, REFUSED), "unsupported", False),  # a green run accepts it
+        ((NARROW, RED), "unsupported", True),
+        ((WHOLE, run("incomplete", one="conforms", two="expected_difference")), "expected_difference", True),
+        ((WHOLE, DECLARED), "expected_difference", False),
+    ],
+)
+def test_coverage_is_held_against_the_last_run_that_passed(
+    nights: tuple[RunFacts, ...], two: State | None, is_lost: bool
+) -> None:
+    now: dict[str, State] = {ONE: "conforms", **({TWO: two} if two else {})}
+    assert bool(Floor(baseline=make_baseline("old", nights)).unmet(now)) == is_lost
 
 
 def test_a_history_without_an_earlier_run_is_no_baseline_in_silence() -> None:
