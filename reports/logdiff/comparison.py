@@ -154,9 +154,29 @@ def _evidence(metrics: Sequence[Compared], runs: Sequence[Run], *, by: str, seed
     for one in metrics:
         kept = np.isfinite(one.means[0]) & np.isfinite(one.means[1])
         curves[one.name] = one.aligned.positions[kept], one.means[0][kept], one.means[1][kept]
-        if one.first:
+        if one.first and one.first.position in curves[one.name][0]:
             firsts[one.name] = int(np.searchsorted(curves[one.name][0], one.first.position))
-    return Evidence(curves=curves, firsts=firsts, numbers=_numbers(runs), resumed=_resumed(runs), by=by, seeds=seeds)
+    return Evidence(
+        curves=curves,
+        firsts=firsts,
+        broken=_broken(metrics),
+        numbers=_numbers(runs),
+        resumed=_resumed(runs),
+        by=by,
+        seeds=seeds,
+    )
+
+
+def _broken(metrics: Sequence[Compared]) -> tuple[tuple[str, str, float, bool], ...]:
+    """Find where a metric stops being finite on one side alone: metric, side, first position, whether to the end."""
+    found = []
+    for one in metrics:
+        a, b = (np.isfinite(mean) for mean in one.means)
+        for side, own, other in (("A", a, b), ("B", b, a)):
+            if len(alone := np.flatnonzero(~own & other)):
+                to_end = not own[alone[0] :].any()
+                found.append((one.name, side, float(one.aligned.positions[alone[0]]), bool(to_end)))
+    return tuple(found)
 
 
 def _resumed(runs: Sequence[Run]) -> dict[int, str]:

@@ -16,6 +16,7 @@ from reports.logdiff.run import Floats
 from reports.wording import percent
 
 LEAST = 0.05  # of a logarithm: a smaller factor is a difference like any other
+HELD = 0.8  # of the steps, at least, at which a factor holds within a quarter of its logarithm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +35,8 @@ class Factor:
 def constant_factor(d: Floats) -> Factor | None:
     """Find the factor exp(d) of logarithms ``d`` [T] if it is the same from the first third to the last; else None.
 
-    Its median has to stand out of what varies about it, whose scale is the median absolute deviation.
+    Its median has to stand out of what varies about it, whose scale is the median absolute deviation, and most steps
+    have to be near it.
     """
     if len(d) < 3:
         return None
@@ -44,7 +46,8 @@ def constant_factor(d: Floats) -> Factor | None:
     begin, end = float(np.median(d[:third])), float(np.median(d[-third:]))
     error = 1.2533 * spread / math.sqrt(len(d))  # of a median of normally distributed numbers
     steady = abs(begin - end) <= max(0.1 * abs(middle), 4 * 1.2533 * spread * math.sqrt(2 / third))
-    if abs(middle) < LEAST or spread > 0.5 * abs(middle) or not steady or begin * end <= 0:
+    held = float(np.mean(np.abs(d - middle) <= 0.25 * abs(middle)))
+    if abs(middle) < LEAST or spread > 0.5 * abs(middle) or held < HELD or not steady or begin * end <= 0:
         return None
     return Factor(log=middle, error=error)
 
@@ -171,12 +174,14 @@ class LikelyCause:
 class Evidence:
     """The positions [T] and both sides' means [T] of each metric; ``firsts``: the index at which a metric differs.
 
+    ``broken``: metric, side, first position of values that are not finite on that side alone, and whether they stay so.
     ``numbers`` are counts of ranks and micro-batches in the logs' headers, ``resumed`` steps at which a log begins
     again; ``seeds`` says that the curves are means of several seeds, each of which has an order of its own.
     """
 
     curves: Mapping[str, tuple[Floats, Floats, Floats]]
     firsts: Mapping[str, int]
+    broken: tuple[tuple[str, str, float, bool], ...]
     numbers: Mapping[int, list[str]]
     resumed: Mapping[int, str]
     by: str
@@ -207,6 +212,18 @@ def likely_causes(evidence: Evidence) -> tuple[LikelyCause, ...]:
     return tuple(sorted(causes or found, key=lambda cause: -cause.weight))
 
 
+def _not_finite(evidence: Evidence) -> Iterator[LikelyCause]:
+    """Name the first metric that is not finite on one side alone."""
+    for metric, side, position, to_end in sorted(evidence.broken, key=lambda one: one[2])[:1]:
+        course = "to the end" if to_end else "for some time"
+        yield LikelyCause(
+            name="not finite",
+            text=f"the {metric} of side {side} is not finite from {evidence.by} {position:.0f} on, {course}: an"
+            " overflow, a division by zero, or a learning rate that is too high; look at the step before",
+            weight=0.9,
+        )
+
+
 def _factors(evidence: Evidence) -> Iterator[LikelyCause]:
     """Look for a constant factor of the loss, of the gradient norm, or of both."""
     loss, norm = evidence.ratio("loss"), evidence.ratio("grad_norm")
@@ -227,13 +244,15 @@ def _factors(evidence: Evidence) -> Iterator[LikelyCause]:
         yield LikelyCause(
             name="loss factor",
             text=f"the loss is {_in_words(of_loss, evidence)}: it is logged as a sum instead of a mean over"
-            " micro-batches, ranks or tokens, or the reverse; the gradients show no such factor",
+            " micro-batches, ranks or tokens, or the reverse; "
+            + ("the logs have no gradient norm" if norm is None else "the gradients show no such factor"),
             weight=0.85,
         )
     if of_norm:
         yield LikelyCause(
             name="gradient factor",
-            text=f"the gradient norm is {_in_words(of_norm, evidence)}, and the loss is not: gradients are summed over"
+            text=f"the gradient norm is {_in_words(of_norm, evidence)}"
+            f"{'' if loss is None else ', and the loss is not'}: gradients are summed over"
             " the data-parallel ranks or the micro-batches of an accumulation instead of averaged, or the reverse"
             f"{_square_root(of_norm)}",
             weight=0.85,
@@ -290,10 +309,11 @@ def _jump(evidence: Evidence) -> Iterator[LikelyCause]:
         fades = len(tail) > SOON and float(tail[-len(tail) // 4 :].mean()) < 0.25 * abs(peak)
         course = ", and the difference fades, as moments fill again" if fades else ""
         again = "".join(f"; the log of {name} begins again at step {step}" for step, name in evidence.resumed.items())
+        cause = "a resume without its state" if again else "as after a resume without its state, which no log shows"
         yield LikelyCause(
             name="jump",
             text=f"both agree before {evidence.by} {steps[at]:.0f}, from which the {metric} differs"
-            f" by up to {percent(np.expm1(peak))}{course}: a resume without its state (optimizer moments, step count,"
+            f" by up to {percent(np.expm1(peak))}{course}: {cause} (optimizer moments, step count,"
             f" schedule or data position){again}",
             weight=0.8,
         )
@@ -368,5 +388,5 @@ def _detrended(values: Floats) -> Floats:
     return values - np.convolve(padded, np.ones(width) / width, mode="valid")
 
 
-GUESSES: tuple[Callable[[Evidence], Iterator[LikelyCause]], ...] = (_factors, _jump, _data_order, _growing)
+GUESSES: tuple[Callable[[Evidence], Iterator[LikelyCause]], ...] = (_not_finite, _factors, _jump, _data_order, _growing)
 CONSEQUENCES = ("growing", "rounding")  # of any other cause: reported only where no other cause was found

@@ -128,6 +128,20 @@ def test_a_value_that_is_not_finite_on_one_side_parts_the_runs(
     assert "loss of b.jsonl (side B) is not finite at 1 positions, first at 50" in told
 
 
+@pytest.mark.parametrize("lacking", [{"loss", "lr", "tokens"}, {"grad_norm", "lr", "tokens"}, set()])
+def test_nan_to_the_end_is_named(lacking: set[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("a.jsonl", "b.jsonl"):
+        rows = [json.loads(line) for line in Path(write(tmp_path, name)).read_text(encoding="utf-8").splitlines()]
+        rows = [{key: value for key, value in row.items() if key not in lacking} for row in rows]
+        for row in rows[40:] if name == "b.jsonl" else []:
+            row.update(dict.fromkeys(set(row) & {"loss", "grad_norm"}, math.nan))
+        (tmp_path / name).write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    assert diff(tmp_path / "a.jsonl", tmp_path / "b.jsonl") == 1
+    said = capsys.readouterr().out
+    assert "of side B is not finite from step 41 on, to the end" in said
+    assert ("loss" in said) == ("loss" not in lacking)
+
+
 def test_logs_without_a_common_step_end_with_3(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "late.jsonl").write_text('{"step": 900, "loss": 1.5}\n{"step": 901, "loss": 1.5}\n', encoding="utf-8")
     assert diff(write(tmp_path, "a.jsonl"), tmp_path / "late.jsonl") == 3
@@ -236,7 +250,7 @@ def test_the_page_draws_every_metric_and_its_difference(written: Path, browser: 
     assert captions == [
         f"{metric}{text}"
         for metric in ("loss", "grad_norm", "lr")
-        for text in (" of every run", ": difference B less A, and the band")
+        for text in (" per step", ": difference B \u2212 A, and the band")
     ]
     assert browser.run("document.querySelectorAll('#curves-0 polyline.b1').length") == 4  # the loss in two parts
     assert browser.run("document.querySelectorAll('#curves-0 .mark.over').length") == 1

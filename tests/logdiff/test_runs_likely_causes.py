@@ -101,15 +101,19 @@ def test_a_factor_is_constant_from_the_first_third_to_the_last() -> None:
 
 
 def names(firsts: dict[str, int], *, seeds: bool = False, **curves: tuple[Floats, Floats]) -> list[str]:
-    evidence = Evidence(
+    return [cause.name for cause in likely_causes(evidence_of(firsts, seeds=seeds, **curves))]
+
+
+def evidence_of(firsts: dict[str, int], *, seeds: bool = False, **curves: tuple[Floats, Floats]) -> Evidence:
+    return Evidence(
         curves={name: (STEPS, a, b) for name, (a, b) in curves.items()},
         firsts=firsts,
+        broken=(),
         numbers={},
         resumed={},
         by="step",
         seeds=seeds,
     )
-    return [cause.name for cause in likely_causes(evidence)]
 
 
 def test_a_loss_that_is_logged_as_a_sum_is_no_gradient() -> None:
@@ -120,6 +124,20 @@ def test_a_loss_that_is_logged_as_a_sum_is_no_gradient() -> None:
 def test_a_gradient_norm_that_is_a_root_too_large() -> None:
     norm = 1 + NOISE[0]
     assert names({"grad_norm": 0}, loss=(LOSS, LOSS), grad_norm=(norm, math.sqrt(8) * norm)) == ["gradient factor"]
+
+
+def test_a_cause_speaks_of_metrics_in_the_logs_alone() -> None:
+    norm = 1 + NOISE[0]
+    (cause,) = likely_causes(evidence_of({"grad_norm": 0}, grad_norm=(norm, 2 * norm)))
+    assert cause.name == "gradient factor"
+    assert "loss" not in cause.text
+    (cause,) = likely_causes(evidence_of({"loss": 0}, loss=(LOSS, 2 * LOSS)))
+    assert "the logs have no gradient norm" in cause.text
+
+
+def test_a_factor_holds_at_most_steps() -> None:
+    wild = np.where(STEPS % 3 == 0, 0.1, math.log(4))  # its median is steady, and a third of the steps lack it
+    assert constant_factor(wild) is None
 
 
 def test_a_factor_that_the_first_step_has_is_named_although_the_runs_go_apart() -> None:
@@ -144,6 +162,7 @@ def test_a_jump_is_told_where_it_begins_and_not_where_it_leaves_the_band() -> No
     evidence = Evidence(
         curves={"loss": (STEPS, LOSS, jumped)},
         firsts={"loss": 61},
+        broken=(),
         numbers={},
         resumed={50: "b"},
         by="step",
