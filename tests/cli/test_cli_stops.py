@@ -56,6 +56,7 @@ def run(happens: Happens, profile: str, out: Path, monkeypatch: pytest.MonkeyPat
         return run_cell(session, cell)
 
     monkeypatch.setattr(Session, "judged", run_second)
+    monkeypatch.setattr("conformance.cli.run.lanes_of_host", lambda: 1)  # one cell after another
     return cli.main(["run", "--backend", "plain_backend:Plain", "--profile", profile, "--out", str(out)])
 
 
