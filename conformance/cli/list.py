@@ -11,7 +11,7 @@ from conformance.backends.protocol import registered_backends
 from conformance.cli import EXIT
 from conformance.matrix.options import Demands, Portion, Ranks, Selection
 from conformance.matrix.plan import make_plan
-from conformance.matrix.profile import load_profile, profile_names
+from conformance.matrix.profile import profile_names, profile_of
 from conformance.results.verdict import STATES, State
 from conformance.runner.placement import SessionConfig
 from conformance.runner.session import Session
@@ -45,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
         print(json.dumps(known | ({"coverage": dataclasses.asdict(coverage)} if coverage else {})))
         return EXIT["conforms"]
     print(f"profiles: {', '.join(profile_names())}; faults: {', '.join(catalogue())}")
-    print(f"{len(rows)} cells of {selection.profile} ({load_profile(selection.profile).description}):")
+    print(f"{len(rows)} cells of {selection.profile_name} ({profile_of(selection).description}):")
     for row in rows:
         print(f"  {row['id']}  [{row['world_size']} ranks] {row['refused']}")
     if coverage:

@@ -54,7 +54,7 @@ def plan_run(options: argparse.Namespace) -> tuple[list[Cell], SessionConfig]:
     config = SessionConfig(
         out=out,
         device=ranks.device,
-        profile=selection.profile,
+        profile=selection.profile_name,
         command=shlex.join(["parity", "run", *options.arguments]),
         arguments=(*selection.arguments(without="cells"), *ranks.arguments()),
         gpus=() if hosts else leased_gpus(ranks),  # hosts lease their own

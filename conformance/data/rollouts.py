@@ -31,6 +31,7 @@ Group = list[Document]
 TOKEN_MASKS = frozenset(  # what TRL, verl, OpenRLHF and chat templates call the mask of trained tokens
     {"assistant_masks", "completion_mask", "loss_mask", "response_mask"}
 )
+OF_MODEL = "{model}"  # in the path of a data set: the name of the scenario's model
 MOST_TOKENS = MIB  # of one prompt or response; longer ones are mistakes
 FILLED = 0.8  # share of the tokens of packed rows that a rollout should fill, so that whole groups fit
 
@@ -80,8 +81,7 @@ def read_groups(scenario: Scenario, *, vocabulary: int) -> list[Group]:
             f"--too-long and --max-samples are for pairs of texts, but the objective {scenario.objective.kind!r} "
             f"reads rollouts, which are used unchanged; leave them out, or select cells with --cells 'sft*'"
         )
-    drawn = random_model(resolve(scenario.model))
-    path = resolve(scenario.data.path.replace("{model}", drawn.like if drawn else scenario.model_name))
+    drawn, path = random_model(resolve(scenario.model)), _path(scenario)
     records = read_dataset(path, split=scenario.data.split)
     place, first = records[0]
     if not first.keys() & ROLLOUT_COLUMNS:
@@ -98,6 +98,29 @@ def read_groups(scenario: Scenario, *, vocabulary: int) -> list[Group]:
     if len({key for key, _ in grouped}) < len(grouped):
         raise UsageError(f"{path}: the lines of one group must be consecutive; sort the file by group")
     return [group for _, group in grouped]
+
+
+def has_data(scenario: Scenario) -> bool:
+    """Tells whether there are rollouts of the scenario's model; True for data that do not depend on the model."""
+    try:
+        return OF_MODEL not in scenario.data.path or _path(scenario).exists()
+    except UsageError:
+        return False
+
+
+def _path(scenario: Scenario) -> Path:
+    """Returns the path of the rollouts. Raises UsageError if it does not exist."""
+    drawn = random_model(resolve(scenario.model))
+    name = drawn.like if drawn else scenario.model_name
+    try:
+        return resolve(scenario.data.path.replace(OF_MODEL, name))
+    except UsageError as error:
+        if OF_MODEL not in scenario.data.path:
+            raise
+        raise UsageError(
+            f"there are no rollouts of {name}, which scenario {scenario.name} needs ({error}); give --data a file of "
+            f"responses with group, prompt_ids, completion_ids, logprobs and reward"
+        ) from None
 
 
 def _document(record: dict[str, Any], place: str, max_len: int, vocabulary: int) -> Document:

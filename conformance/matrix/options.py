@@ -53,6 +53,14 @@ def _size(text: str) -> int:
     return int(text)
 
 
+def _several(text: str) -> list[str]:
+    """Parses values that commas separate."""
+    values = [value.strip() for value in text.split(",")]
+    if not all(values):
+        raise argparse.ArgumentTypeError(f"must be one value, or several with commas between, got {text!r}")
+    return values
+
+
 def _option(help_text: str, *, default: Any = None, group: str = COMMON, **arguments: Any) -> Any:
     return field(default=default, metadata={"group": group, "about": {"help": help_text, **arguments}})
 
@@ -203,7 +211,7 @@ class Selection(Options):
     An empty ``backend`` selects all registered backends, and an empty ``cells`` all cells of the profile.
     """
 
-    profile: str = _option("name (parity list shows them) or .toml file (default: quick)", default="quick")
+    profile: str | None = _option("name (parity list shows them) or .toml file (default: quick)")
     backend: tuple[str, ...] = _option(
         "name or module:Class; may be repeated (default: all)", default=(), action="append"
     )
@@ -215,10 +223,31 @@ class Selection(Options):
         group=WHERE,
     )
     cells: tuple[str, ...] = _option("cell ids; may be repeated", default=(), action="append", metavar="GLOB")
+    scenario: tuple[str, ...] = _option(
+        "name or .toml file; with --layout, --precision and --model, each combination is a cell, instead of those of a "
+        "profile; several with commas (default then: sft-packed)",
+        default=(),
+        action="extend",
+        type=_several,
+    )
+    layout: tuple[str, ...] = _option(
+        "such as dp2.tp2, to choose cells as --scenario does (default then: dp2)",
+        default=(),
+        action="extend",
+        type=_several,
+    )
+    precision: tuple[str, ...] = _option(
+        "such as exact or bf16, to choose cells as --scenario does (default then: exact)",
+        default=(),
+        action="extend",
+        type=_several,
+    )
     faults: tuple[str, ...] = _option(
         "plant a fault in every cell; may be repeated", default=(), action="append", metavar="NAME"
     )
-    model: str | None = _option("Hugging Face folder to use instead of the profile's models")
+    model: str | None = _option(
+        "Hugging Face folder, or ORG/NAME on the Hugging Face Hub, to use instead of the profile's models"
+    )
     data: str | None = _option("JSON lines, a JSON array, a Parquet file, or a Hugging Face dataset on disk")
     input_key: str | None = _option("column of the prompt; a.b for an entry of a column", group=INPUTS)
     output_key: str | None = _option("column of the answer", group=INPUTS)
@@ -263,9 +292,19 @@ class Selection(Options):
         group=INPUTS,
     )
 
+    @property
+    def chooses_cells(self) -> bool:
+        """Tells whether scenario, layout or precision choose the cells, and not a profile."""
+        return bool(self.scenario or self.layout or self.precision)
+
+    @property
+    def profile_name(self) -> str:
+        """Returns the name or file of the profile, also of the one whose cells the options choose."""
+        return self.profile or ("options" if self.chooses_cells else "quick")
+
     def text(self, where: Ranks) -> str:
         """Describes the selection, for a history of runs. Files count by name, because folders differ between jobs."""
-        profile = ("--profile", self.profile) if self.profile == "quick" else ()  # the default, which is no argument
+        profile = () if self.profile or self.chooses_cells else ("--profile", self.profile_name)
         there = where.arguments(without="budget")
         parts = [PurePath(part).name or part for part in (*profile, *self.arguments(without="cells"), *there)]
         return " ".join([*parts, *(f"--cells {cell}" for cell in sorted(self.cells))])

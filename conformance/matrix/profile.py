@@ -15,7 +15,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass as validated
@@ -25,14 +25,16 @@ from conformance.backends.protocol import BackendEntry, registered_backends
 from conformance.backends.registry import find_backend
 from conformance.core.errors import STRICT, UsageError, did_you_mean, explain
 from conformance.core.host import FIXTURES, resolve
+from conformance.core.hub import model_folder
 from conformance.core.io import read_toml
+from conformance.data.rollouts import has_data
 from conformance.data.samples import reads_of
 from conformance.matrix.cell import Cell, Handover, Phase
 from conformance.matrix.options import Selection
 from conformance.models.synthetic import with_skeleton
 from conformance.results.requirements import TO
 from conformance.spec.layout import Layout
-from conformance.spec.precision import PrecisionName
+from conformance.spec.precision import PRECISIONS, PrecisionName
 from conformance.spec.scenario import Count, Scenario, Steps, load_scenario
 
 logger = logging.getLogger(__name__)
@@ -119,7 +121,7 @@ def select_cells(selection: Selection) -> list[Cell]:
     data = {"path": selection.data, **{name: getattr(selection, name) for name in named}}
     data["packed"] = selection.packing_samples or None
     overrides = Overrides(
-        model=selection.model,
+        model=selection.model and model_folder(selection.model),
         seed=selection.seed,
         stride=selection.ring_head_stride,
         data=tuple((key, value) for key, value in data.items() if value is not None),
@@ -128,21 +130,21 @@ def select_cells(selection: Selection) -> list[Cell]:
         assume_inert=selection.assume_inert,
     )
     faults = tuple(find_fault(name).name for name in selection.faults)
-    profile, backends = load_profile(selection.profile), selected_backends(selection)
+    profile, backends, name = profile_of(selection), selected_backends(selection), selection.profile_name
     try:
         cells = expand(profile, backends, overrides, faults=faults)
     except UsageError as error:
-        raise UsageError(f"profile {selection.profile}: {error}") from None
+        raise error if selection.chooses_cells else UsageError(f"profile {name}: {error}") from None
     if not cells:
         meant = sorted({chain for table in profile.cells for chain in table.backends})
         raise UsageError(
-            f"profile {selection.profile} has no cell for {', '.join(entry.name for entry in backends)}; its tables "
-            f"are for {', '.join(meant)}"
+            f"profile {name} has no cell for {', '.join(entry.name for entry in backends)}; its tables are for "
+            f"{', '.join(meant)}"
         )
     if selection.ring_head_stride and not any(phase.layout.gathers for cell in cells for phase in cell.phases):
         raise UsageError(
-            f"--ring-head-stride {selection.ring_head_stride} changes no cell of profile {selection.profile}: none has "
-            f"a ring that gathers (sp2); leave it out"
+            f"--ring-head-stride {selection.ring_head_stride} changes no cell of profile {name}: none has a ring that "
+            f"gathers (sp2); leave it out"
         )
     return _fitting(select(cells, selection.cells), selection)
 
@@ -150,19 +152,20 @@ def select_cells(selection: Selection) -> list[Cell]:
 def _fitting(cells: list[Cell], selection: Selection) -> list[Cell]:
     """Leaves out the cells whose objective does not read what the user's data set holds, unless none would be left.
 
-    Those that are left out are told in one line. Raises UsageError if the data set cannot be read.
+    Without a data set of the user, those without rollouts of the user's model are left out. One line names what was
+    left out. Raises UsageError if the data set cannot be read.
     """
-    if (data := selection.data) is None:
-        return cells
-    reads = reads_of(resolve(data), split=selection.split)
-    fitting = [cell for cell in cells if cell.scenario.objective.reads == reads]
+    data = selection.data
+    reads = reads_of(resolve(data), split=selection.split) if data else None
+    fitting = [cell for cell in cells if (cell.scenario.objective.reads == reads if data else has_data(cell.scenario))]
     if not fitting or len(fitting) == len(cells):
         return cells  # none reads the data: reading it for a cell raises an error with advice
     others = sorted({cell.scenario.name for cell in cells} - {cell.scenario.name for cell in fitting})
-    needed = {"samples": "rollouts", "rollouts": "texts"}[reads]
+    needed = "texts" if reads == "rollouts" else "rollouts"
+    why = f"and {data} holds none" if data else f"and there are none of {selection.model}; --data gives them"
     logger.warning(
-        "left out %d of %d cells, because %s needs %s, and %s holds none",
-        *(len(cells) - len(fitting), len(cells), ", ".join(others), needed, data),
+        "left out %d of %d cells, because %s needs %s, %s",
+        *(len(cells) - len(fitting), len(cells), ", ".join(others), needed, why),
     )
     return fitting
 
@@ -186,6 +189,33 @@ def selected_backends(selection: Selection) -> list[BackendEntry]:
 
 def profile_names() -> list[str]:
     return sorted(path.stem for path in (FIXTURES / "profiles").glob("*.toml"))
+
+
+def profile_of(selection: Selection) -> Profile:
+    """Returns the profile that a selection names, or one of the scenarios, layouts and precisions that it lists.
+
+    Raises UsageError for both at once, and for values that do not exist.
+    """
+    if not selection.chooses_cells:
+        return load_profile(selection.profile_name)
+    if selection.profile:
+        raise UsageError(
+            f"--scenario, --layout and --precision choose cells instead of --profile {selection.profile}; leave out "
+            f"one or the other (--cells selects from a profile)"
+        )
+    for layout in selection.layout:
+        Layout.parse(layout)
+    for precision in selection.precision:
+        if precision not in PRECISIONS:
+            near = did_you_mean(precision, PRECISIONS)
+            raise UsageError(f"--precision {precision}: {near}the precisions are {', '.join(PRECISIONS)}")
+    table = CellTable(
+        scenarios=selection.scenario or ("sft-packed",),
+        models=("pangu",),
+        layouts=selection.layout or ("dp2",),
+        precisions=cast("tuple[PrecisionName, ...]", selection.precision) or ("exact",),
+    )
+    return Profile(description="cells of --scenario, --layout and --precision", cells=(table,))
 
 
 def load_profile(name: str) -> Profile:

@@ -191,8 +191,13 @@ class Scenario:
 
     @property
     def model_name(self) -> str:
-        """Returns the last part of the model's path, which is the family in a cell's id."""
-        return Path(os.path.realpath(self.model)).name  # resolve() raises for a link to itself
+        """Returns the last part of the model's path or, in the cache of the Hugging Face Hub, of the model's name.
+
+        It is the family in a cell's id.
+        """
+        path = Path(os.path.realpath(self.model))  # resolve() raises for a link to itself
+        is_cached = path.parent.name == "snapshots" and path.parent.parent.name.startswith("models--")
+        return path.parent.parent.name.rpartition("--")[2] if is_cached else path.name
 
     @property
     def tier(self) -> Precision:

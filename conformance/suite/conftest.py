@@ -146,7 +146,7 @@ def suite_session(config: pytest.Config) -> Session:
     config_of_all = SessionConfig(
         out=config.stash[OUT],
         device=where.device,
-        profile=chosen.profile,
+        profile=chosen.profile_name,
         arguments=(*chosen.arguments(without="cells"), *where.arguments()),
         gpus=() if hosts else leased_gpus(where),  # hosts lease their own
         ranks_per_gpu=where.ranks_per_gpu,

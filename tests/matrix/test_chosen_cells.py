@@ -1,0 +1,116 @@
+"""Cells that options choose: scenarios, layouts and precisions instead of a profile, models by their name on a hub."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+
+from conformance.cli import main as cli
+from conformance.core.errors import UsageError
+from conformance.core.host import FIXTURES
+from conformance.core.hub import model_folder
+from conformance.matrix.options import Ranks, Selection
+from conformance.matrix.profile import select_cells
+
+
+def chosen(*arguments: str) -> Selection:
+    return Selection.from_options(cli._parser().parse_args(["run", "--backend", "fsdp2", *arguments]))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "ids"),
+    [
+        (["--layout", "dp2.tp2"], ["sft-packed/pangu/fsdp2/dp2.tp2/exact"]),
+        (["--precision", "bf16"], ["sft-packed/pangu/fsdp2/dp2/bf16"]),
+        (
+            ["--scenario", "sft-sgd,grpo", "--model", "models/llama"],
+            ["grpo/llama/fsdp2/dp2/exact", "sft-sgd/llama/fsdp2/dp2/exact"],
+        ),
+        (
+            ["--layout", "tp2, dp2", "--layout", "dp4", "--precision", "fp32,exact"],
+            [f"sft-packed/pangu/fsdp2/{layout}" for layout in ("dp2", "tp2", "dp4") for _ in range(2)],
+        ),
+    ],
+)
+def test_each_combination_of_the_options_is_a_cell(arguments: list[str], ids: list[str]) -> None:
+    cells = select_cells(chosen(*arguments))
+    assert len(cells) == len(ids)
+    assert all(str(cell).startswith(name) for cell, name in zip(cells, ids, strict=True))
+
+
+def test_chosen_cells_are_described_by_their_options() -> None:
+    """A report names them, a history tells them from those of a profile, and the arguments choose them again."""
+    selection = chosen("--layout", "dp2,tp2", "--precision", "bf16")
+    assert selection.profile_name == "options"
+    assert "profile" not in selection.text(Ranks())
+    assert chosen(*Selection(layout=("dp2", "tp2"), precision=("bf16",)).arguments()) == selection
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--layout", "dp2.zp4"], "'zp4' is neither an axis"),
+        (["--layout", "dp2-to-tp2"], "is neither an axis"),
+        (["--precision", "fp23"], "--precision fp23: did you mean 'fp32'"),
+        (["--scenario", "sft-paked"], "did you mean 'sft-packed'"),
+        (["--layout", "dp2", "--profile", "full"], "instead of --profile full; leave out one or the other"),
+    ],
+)
+def test_what_cannot_be_chosen_is_explained(arguments: list[str], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        select_cells(chosen(*arguments))
+
+
+# --- models of a hub --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Puts a model into an empty cache of the hub, which is offline; returns the folder of the model."""
+    repository = tmp_path / "models--acme--tiny-7B"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("a1b2")
+    folder = repository / "snapshots" / "a1b2"
+    shutil.copytree(FIXTURES / "models" / "llama", folder)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    return folder
+
+
+def test_a_model_is_found_by_its_name_in_the_cache(hub: Path) -> None:
+    assert model_folder("acme/tiny-7B") == str(hub)
+    (cell,) = select_cells(chosen("--layout", "tp2", "--model", "acme/tiny-7B"))
+    assert (cell.scenario.model, str(cell)) == (str(hub), "sft-packed/tiny-7B/fsdp2/tp2/exact")
+
+
+def test_a_folder_goes_before_a_model_of_the_hub(hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "acme" / "tiny-7B").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert model_folder("acme/tiny-7B") == "acme/tiny-7B"
+
+
+@pytest.mark.usefixtures("hub")
+def test_an_unknown_model_is_not_downloaded_offline() -> None:
+    with pytest.raises(UsageError, match=r"there is no 'acme/none', .*HF_HUB_OFFLINE is set: unset it, or run: hf"):
+        model_folder("acme/none")
+    with pytest.raises(UsageError, match=r"there is no 'models/lama', .*did you mean 'models/llama'[^;]*$"):
+        model_folder("models/lama")
+
+
+def test_a_model_without_weights_in_the_cache_is_downloaded(
+    hub: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls = []
+
+    def download(name: str, *, local_files_only: bool = False, **_: Any) -> str:
+        calls.append(local_files_only)
+        return str(hub)
+
+    (hub / "model.safetensors").unlink()
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    assert model_folder("acme/tiny-7B") == str(hub)
+    assert calls == [True, False]
+    assert "downloading acme/tiny-7B" in capsys.readouterr().err
