@@ -1,6 +1,7 @@
 """Runs cells, judges and bisects them, and writes the reports (`parity run`)."""
 
 import argparse
+import contextlib
 import shlex
 import shutil
 import signal
@@ -81,7 +82,7 @@ def run_cells(cells: Sequence[Cell], config: SessionConfig, options: argparse.Na
 
 def _run_cells(cells: Sequence[Cell], config: SessionConfig, stop: Stop, options: argparse.Namespace) -> int:
     out, as_json = config.out, options.json
-    existed, is_compared = out.exists(), False
+    missing, is_compared = [folder for folder in (out, *out.parents) if not folder.exists()], False
     session = Session(config, check=stop.check)
     terminal = Terminal(total=len(cells), now=session.activity, loudness=options.loudness)
 
@@ -100,8 +101,8 @@ def _run_cells(cells: Sequence[Cell], config: SessionConfig, stop: Stop, options
             slim(out)
         return finish(out, as_json=as_json)
     except UsageError:
-        if not existed and not terminal.done:  # nothing was run: the corrected command may use the same folder
-            shutil.rmtree(out, ignore_errors=True)
+        if not terminal.done:  # nothing was run: the corrected command may use the same folder
+            _remove(missing)
         raise
     except KeyboardInterrupt as stopped:
         print(
@@ -112,13 +113,22 @@ def _run_cells(cells: Sequence[Cell], config: SessionConfig, stop: Stop, options
             rewrite_summary(out)
             # The backends are not compared, because that reads all records, which takes too long after Ctrl-C.
             _report_what_is_left(out, as_json=as_json)
-        elif not existed:  # the cells were still being listed
-            shutil.rmtree(out, ignore_errors=True)
+        else:  # the cells were still being listed
+            _remove(missing)
         return stop_code(stopped)
     except Unwritable as error:
         when = "" if is_compared else f"stopped after {terminal.done} of {len(cells)} cells: "
         print(f"parity: {when}{error}", file=sys.stderr)
         return _report_what_is_left(out, as_json=as_json, compare=not is_compared)
+
+
+def _remove(folders: Sequence[Path]) -> None:
+    """Removes an output folder that this run created, and the folders above it, unless they hold something else."""
+    for folder in folders[:1]:
+        shutil.rmtree(folder, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        for folder in folders[1:]:
+            folder.rmdir()
 
 
 def _report_what_is_left(out: Path, *, as_json: bool, compare: bool = False) -> int:

@@ -114,3 +114,15 @@ def test_a_model_without_weights_in_the_cache_is_downloaded(
     assert model_folder("acme/tiny-7B") == str(hub)
     assert calls == [True, False]
     assert "downloading acme/tiny-7B" in capsys.readouterr().err
+
+
+def test_cells_without_rollouts_of_the_model_are_left_out(
+    hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = ("--model", str(hub))
+    assert {cell.scenario.objective.reads for cell in select_cells(chosen(*own))} == {"samples"}
+    assert len(select_cells(chosen(*own, "--scenario", "sft-sgd,grpo"))) == 1
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["run", "--backend", "fsdp2", *own, "--scenario", "grpo"]) == 2
+    assert "there are no rollouts of tiny-7B, which scenario grpo needs" in capsys.readouterr().err
+    assert not (tmp_path / "parity-out").exists()

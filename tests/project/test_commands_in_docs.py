@@ -129,14 +129,15 @@ def check_parity(words: list[str]) -> None:
         options.cells = [options.cell]
     selection = Selection.from_options(options)
     assert set(selection.faults) <= set(catalogue())
-    names = cells_of(selection.profile, selection.backend, selection.model)
+    choosing = ("profile", "backend", "model", "scenario", "layout", "precision")
+    names = cells_of(Selection(**{name: getattr(selection, name) for name in choosing}))
     for pattern in selection.cells or ("*",):
-        assert fnmatch.filter(names, pattern), f"no cell of {selection.profile} is {pattern}"
+        assert fnmatch.filter(names, pattern), f"no cell of {selection.profile_name} is {pattern}"
 
 
 @cache
-def cells_of(profile: str, backend: tuple[str, ...], model: str | None) -> list[str]:
-    return [str(cell) for cell in select_cells(Selection(profile=profile, backend=backend, model=model))]
+def cells_of(selection: Selection) -> list[str]:
+    return [str(cell) for cell in select_cells(selection)]
 
 
 def check_pytest(words: list[str]) -> None:
