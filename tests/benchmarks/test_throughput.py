@@ -61,22 +61,6 @@ def test_a_program_that_failed_has_no_ratio() -> None:
     assert told["of_plain"] == [{"failed": "out of memory"}]
 
 
-def test_scaling_is_that_of_the_same_backend_and_layout_on_fewer_gpus() -> None:
-    """The published files of four and of two GPUs: the last columns of docs/measurements/speed.md."""
-    runs = BENCHMARKS.parent / "reports" / "published" / "2026-11-26-throughput"
-    four, two = (json.loads((runs / f"4xh200-{of}-gpus.json").read_text(encoding="utf-8")) for of in ("four", "two"))
-    throughput.comparable({**four, "in_turn": False}, two)
-    found = {pair["ours"]: throughput.by_fewer_gpus(pair, two["pairs"]) for pair in four["pairs"]}
-    assert found == {
-        "fsdp2 dp4.ckpt": {"ours": 1.0304, "plain": 0.9955},
-        "deepspeed dp4.zero2.ckpt": {"ours": 1.0072, "plain": 1.0095},
-        "deepspeed dp4.zero3.ckpt": {"ours": 0.9657, "plain": 1.0546},
-        "deepspeed dp4.zero3.ckpt.leaf": {"ours": 0.9289, "plain": 1.0546},
-        "megatron dp4.zero1.overlap.ckpt": {"ours": 1.0058, "plain": 0.9955},
-        "megatron dp2.tp2.zero1.overlap.ckpt": {},
-    }
-
-
 def test_a_run_writes_the_scaling_of_its_pairs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -267,8 +267,9 @@ def test_every_reporter_that_is_announced_writes_into_the_folder(out: Path) -> N
 
 
 def test_reporting_needs_neither_torch_nor_a_backend() -> None:
-    names = "reports.ci_formats, reports.ci_formats, reports.html, reports.ci_formats, reports.markdown"
-    code = f"import sys, {names}; print({{'torch', 'impl'}} & sys.modules.keys())"
+    code = (
+        "import sys, reports.ci_formats, reports.html, reports.markdown; print({'torch', 'impl'} & sys.modules.keys())"
+    )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "set()"
 
 

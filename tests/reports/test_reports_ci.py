@@ -4,11 +4,13 @@ import json
 import os
 import re
 import xml.etree.ElementTree as ET
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from report_sample import (
+    CELLS,
     CONFORMS,
     CRASHED,
     DIFFERS,
@@ -17,13 +19,13 @@ from report_sample import (
     PARTLY,
     UNSUPPORTED,
     change,
-    edit,
     entries_of,
     folder_of,
     only_conforming,
     rewrite,
 )
 
+from conformance.results.verdict import RunVerdict
 from reports.ci_formats import COLOURS, STATUSES, write_badge, write_ctrf
 from reports.load import read_report
 
@@ -84,30 +86,19 @@ def test_reporters_share_what_was_read_until_a_file_changes(out: Path) -> None:
     assert ctrf(out)[1][CONFORMS]["status"] == "failed"
 
 
-def _as_it_is(out: Path) -> None:
-    pass
-
-
-def _one_partly(out: Path) -> None:
-    rewrite(out, [entry for entry in entries_of(out) if entry.cell in (CONFORMS, PARTLY)])
-
-
-def _damaged(out: Path) -> None:
-    rewrite(out, [entry for entry in entries_of(out) if entry.cell == CONFORMS])
-    edit(out / "summary.json", finished=None)
-
-
 @pytest.mark.parametrize(
-    ("make", "verdict", "message"),
+    ("kept", "run", "verdict", "message"),
     [
-        (_as_it_is, "differs", "3 cells differ"),
-        (only_conforming, "conforms", "17 cells conform"),
-        (_one_partly, "partly_observed", "1 cell partly observed"),
-        (_damaged, "incomplete", "incomplete"),
+        (CELLS, {}, "differs", "3 cells differ"),
+        ((CONFORMS,), {}, "conforms", "1 cell conforms"),
+        ((CONFORMS, PARTLY), {}, "partly_observed", "1 cell partly observed"),
+        ((CONFORMS,), {"finished": None}, "incomplete", "incomplete"),
     ],
 )
-def test_a_badge_says_the_verdict_and_only_a_pass_is_green(make: Any, verdict: Any, message: str, out: Path) -> None:
-    make(out)
+def test_a_badge_says_the_verdict_and_only_a_pass_is_green(
+    out: Path, kept: Sequence[str], run: dict[str, Any], verdict: RunVerdict, message: str
+) -> None:
+    rewrite(out, [entry for entry in entries_of(out) if entry.cell in kept], **run)
     picture = ET.parse(write_badge(out)).getroot()
     assert [text.text for text in picture.iter(f"{SVG}text")] == ["backend parity", message]
     assert picture.get("aria-label") == f"backend parity: {message}"

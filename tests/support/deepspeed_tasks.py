@@ -49,9 +49,7 @@ def set_up(
         backend.teardown()
 
 
-def train(
-    context: RankContext, *, scenario: dict[str, Any], layout: str, models: dict[str, str], batches: str
-) -> dict[str, Any]:
+def train(context: RankContext, *, batches: str, **training: Any) -> dict[str, Any]:
     """Two steps and a teardown in a worker group that has seen no engine; says what outlives it."""
     from deepspeed.module_inject.layers import is_autotp_training_mode
     from deepspeed.utils import groups
@@ -59,7 +57,7 @@ def train(
     register()  # ours, in transformers for good
     before = {name: _attributes(name) for name in PATCHED}
     attention = dict(transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS)
-    with set_up(context, scenario, layout, models) as backend:
+    with set_up(context, **training) as backend:
         for batch in read_batches(Path(batches))[:2]:
             backend.train_step(batch, lambda model: None)
         model = weakref.ref(backend.models["policy"].engine.module)  # type: ignore[attr-defined]
@@ -74,9 +72,7 @@ def train(
     }
 
 
-def kept_weights(
-    context: RankContext, *, scenario: dict[str, Any], layout: str, models: dict[str, str], batches: str
-) -> int:
+def kept_weights(context: RankContext, *, batches: str, **training: Any) -> int:
     """How many views of weights a step keeps for its backward passes. Each keeps a weight that ZeRO-3 has gathered."""
     views = 0
 
@@ -85,7 +81,7 @@ def kept_weights(
         views += kept.ndim == 2 and not kept.is_contiguous() and kept.untyped_storage().data_ptr() in gathered()
         return kept
 
-    with set_up(context, scenario, layout, models) as backend:
+    with set_up(context, **training) as backend:
         module = backend.models["policy"].engine.module  # type: ignore[attr-defined]
 
         def gathered() -> set[int]:
@@ -96,12 +92,10 @@ def kept_weights(
     return views
 
 
-def compiled_code(
-    context: RankContext, *, scenario: dict[str, Any], layout: str, models: dict[str, str], batches: str
-) -> list[str]:
+def compiled_code(context: RankContext, *, batches: str, **training: Any) -> list[str]:
     """The files of the functions that a step has compiled."""
     dynamo.clear_compilation_metrics()
-    with set_up(context, scenario, layout, models) as backend:
+    with set_up(context, **training) as backend:
         backend.train_step(read_batches(Path(batches))[0], lambda model: None)
     return sorted({metrics.co_filename or "" for metrics in dynamo.get_compilation_metrics()})
 
@@ -173,13 +167,11 @@ def _context_config(context: RankContext, config: Scenario, layout: str) -> Cont
     )
 
 
-def refusals(
-    context: RankContext, *, scenario: dict[str, Any], layout: str, models: dict[str, str], batches: str
-) -> list[str]:
+def refusals(context: RankContext, *, batches: str, **training: Any) -> list[str]:
     """What is said to a second context that cuts otherwise, and to a model with other heads; under Ulysses."""
-    config = parse_scenario(scenario)
+    config = parse_scenario(training["scenario"])
     said = []
-    with set_up(context, scenario, layout, models) as backend:
+    with set_up(context, **training) as backend:
         other = DeepspeedContext(_context_config(context, config, f"tp{context.world_size}"))
         group = backend.context.mesh.get_group("ulysses")  # type: ignore[attr-defined]
         small = transformers.LlamaConfig(
@@ -212,11 +204,9 @@ def cut_by_tensor_parallelism(context: RankContext, *, layout: str, model: str) 
     return cut
 
 
-def half_precision(
-    context: RankContext, *, scenario: dict[str, Any], layout: str, models: dict[str, str], batches: str
-) -> dict[str, Any]:
+def half_precision(context: RankContext, *, batches: str, **training: Any) -> dict[str, Any]:
     """One step; says whether oneDNN computes in float16 here, in what the model did, and how far the weights went."""
-    with set_up(context, scenario, layout, models) as backend:
+    with set_up(context, **training) as backend:
         before = {name: weight.clone() for name, weight in backend.named_tensors("weight", "policy")}
         backend.train_step(read_batches(Path(batches))[0], lambda model: None)
         moved = [float((weight - before[name]).norm()) for name, weight in backend.named_tensors("weight", "policy")]
@@ -228,13 +218,11 @@ def half_precision(
     }
 
 
-def optimizer_state(
-    context: RankContext, *, scenario: dict[str, Any], layout: str, models: dict[str, str], batches: str
-) -> dict[str, float]:
+def optimizer_state(context: RankContext, *, batches: str, **training: Any) -> dict[str, float]:
     """Largest error, by state, of AdamW's moments after one step: they follow from its gradients."""
-    config = parse_scenario(scenario)
+    config = parse_scenario(training["scenario"])
     gradients: dict[str, torch.Tensor] = {}
-    with set_up(context, scenario, layout, models) as backend:
+    with set_up(context, **training) as backend:
         backend.train_step(
             read_batches(Path(batches))[0],
             lambda model: gradients.update({n: g.clone() for n, g in backend.named_tensors("gradient", model)}),
@@ -250,21 +238,17 @@ def optimizer_state(
     return errors
 
 
-def save_checkpoint(
-    context: RankContext, *, scenario: dict[str, Any], layout: str, models: dict[str, str], batches: str
-) -> None:
+def save_checkpoint(context: RankContext, *, batches: str, **training: Any) -> None:
     """One step, and DeepSpeed's own checkpoint after it."""
-    with set_up(context, scenario, layout, models) as backend:
+    with set_up(context, **training) as backend:
         backend.train_step(read_batches(Path(batches))[0], lambda model: None)
         backend.save(Path(batches).with_name("saved"))
 
 
-def load_checkpoint(
-    context: RankContext, *, scenario: dict[str, Any], layout: str, models: dict[str, str], batches: str
-) -> dict[str, Any]:
+def load_checkpoint(context: RankContext, *, batches: str, **training: Any) -> dict[str, Any]:
     """What is said to one who loads it, whether weights have changed then, and what is in its folder after all."""
     folder, said = Path(batches).with_name("saved"), ""
-    with set_up(context, scenario, layout, models) as backend:
+    with set_up(context, **training) as backend:
         before = {name: tensor.clone() for name, tensor in backend.named_tensors("weight", "policy")}
         try:
             backend.load(folder)
@@ -281,32 +265,26 @@ def numbered(name: str, start: Sequence[int], shape: Sequence[int]) -> torch.Ten
     return sum(grid * 1e-3**n / 512 for n, grid in enumerate(torch.meshgrid(*places, indexing="ij")))  # type: ignore[return-value]
 
 
-def rewritten(
-    context: RankContext, *, scenario: dict[str, Any], layout: str, models: dict[str, str], batches: str
-) -> dict[str, bool]:
+def rewritten(context: RankContext, *, batches: str, **training: Any) -> dict[str, bool]:
     """Of every frozen parameter that is written after a step, whether it is what was written."""
-    with set_up(context, scenario, layout, models) as backend:
+    with set_up(context, **training) as backend:
         backend.train_step(read_batches(Path(batches))[0], lambda model: None)
         policy: Any = backend.models["policy"]
         policy.tensors.write_frozen(numbered)
         return _numbered(policy)
 
 
-def save_numbered(
-    context: RankContext, *, scenario: dict[str, Any], layout: str, models: dict[str, str], batches: str
-) -> None:
+def save_numbered(context: RankContext, *, batches: str, **training: Any) -> None:
     """One step, and a checkpoint after it; frozen parameters are not those of the model's folder."""
-    with set_up(context, scenario, layout, models) as backend:
+    with set_up(context, **training) as backend:
         backend.models["policy"].tensors.write_frozen(numbered)  # type: ignore[attr-defined]
         backend.train_step(read_batches(Path(batches))[0], lambda model: None)
         backend.save(Path(batches).with_name("saved"))
 
 
-def load_numbered(
-    context: RankContext, *, scenario: dict[str, Any], layout: str, models: dict[str, str], batches: str
-) -> dict[str, bool]:
+def load_numbered(context: RankContext, *, batches: str, **training: Any) -> dict[str, bool]:
     """Of every frozen parameter, whether it is the checkpoint's."""
-    with set_up(context, scenario, layout, models) as backend:
+    with set_up(context, **training) as backend:
         backend.load(Path(batches).with_name("saved"))
         return _numbered(backend.models["policy"])
 
@@ -318,11 +296,9 @@ def _numbered(policy: Any) -> dict[str, bool]:
     return {name: torch.equal(t, numbered(name, [0] * t.ndim, t.shape)) for name, t in weights.items()}
 
 
-def progress(
-    context: RankContext, *, scenario: dict[str, Any], layout: str, models: dict[str, str], batches: str
-) -> dict[str, float]:
+def progress(context: RankContext, *, batches: str, **training: Any) -> dict[str, float]:
     """What is told of the progress after it has been set to other numbers than training begins with, and one step."""
-    with set_up(context, scenario, layout, models) as backend:
+    with set_up(context, **training) as backend:
         backend.models["policy"].set_progress({"schedule": 3.0, "loss_scale": 512.0, "good_steps": 7.0})
         backend.train_step(read_batches(Path(batches))[0], lambda model: None)
         return {name: float(number) for name, number in backend.named_tensors("progress", "policy")}
