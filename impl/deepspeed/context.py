@@ -3,30 +3,21 @@
 Mesh axes, outermost first: ``dp``, ``sp`` (context parallel), ``ulysses``, ``tp``. ZeRO shards over all but ``tp``.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from conformance.spec.batch import Batch, Row
 from conformance.spec.observables import Head
 from impl.context_parallel.ring_attention import RingAttention, RingConfig, register, ring_kind
 from impl.deepspeed import global_state
 from impl.deepspeed.model import DeepspeedModel
-from impl.interface.distributed import all_gather_value, all_reduce_number, all_reduce_over
-from impl.interface.trainable import ContextConfig
+from impl.engine.context import ReferenceContext
 
 
-class DeepspeedContext:
+class DeepspeedContext(ReferenceContext):
     """Implements impl.interface.trainable.Context, which has the contract of each method."""
 
     ring: RingAttention | None = None
-
-    def __init__(self, config: ContextConfig) -> None:
-        self.config = config
 
     @property
     def sequence_multiple(self) -> int:
@@ -55,33 +46,12 @@ class DeepspeedContext:
         slices = self.mesh.get_group("ulysses") if layout.ulysses > 1 else None
         self.ring = RingAttention(self.mesh.get_group("sp"), config, slices=slices)
 
-    def setup_dataloader(self, batch: Batch) -> list[tuple[Row, ...]]:
-        return batch.micro_batches(
-            dp_rank=self.data_rank, dp_size=self.data_size, accumulation=self.config.accumulation
-        )
-
-    def all_reduce(self, value: float) -> float:
-        return all_reduce_number(value, groups=self._data_groups, device=self.config.device)
-
-    def all_reduce_tensor(self, tensor: Tensor) -> Tensor:
-        return all_reduce_over(tensor, groups=self._data_groups)
-
     @property
-    def _data_groups(self) -> list[dist.ProcessGroup]:
-        """Returns the groups of ranks with different rows."""
+    def data_groups(self) -> list[dist.ProcessGroup]:
         return [self.mesh.get_group("dp")]  # ranks that share rows have the same number
-
-    def all_gather(self, value: Any) -> list[Any]:
-        return all_gather_value(value)
 
     def new_trainable(self, head: Head) -> DeepspeedModel:
         return DeepspeedModel(self, head)
-
-    def library_generators(self) -> dict[str, Tensor]:
-        return {}
-
-    def set_library_generators(self, states: Mapping[str, Tensor]) -> None:
-        assert not states, f"{type(self).__name__} has no generators {', '.join(states)}"
 
     def teardown(self) -> None:
         self.ring = None

@@ -7,7 +7,6 @@ division by the number of micro-batches. A frozen model has an engine without an
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,10 @@ import transformers
 from deepspeed.utils import get_z3_leaf_modules, set_z3_leaf_modules
 from deepspeed.utils.groups import get_tensor_model_parallel_group
 
-from conformance.backends.protocol import NamedTensors, Shard, TensorKind, Traced
+from conformance.backends.protocol import NamedTensors, Shard, TensorKind
 from conformance.spec.observables import Head
 from conformance.spec.scenario import OptimizerConfig, ScheduleConfig
-from impl.context_parallel.ring_attention import NAME, MeshContext, forward_over_ring
+from impl.context_parallel.ring_attention import MeshContext
 from impl.deepspeed import checkpoint, global_state
 from impl.deepspeed.checkpoint_layout import Cut, engine_cut, largest_group_last
 from impl.deepspeed.config import (
@@ -38,53 +37,32 @@ from impl.deepspeed.partition import RankPlace, cut_count
 from impl.deepspeed.tensors import EngineTensors, FrozenTensors
 from impl.deepspeed.ulysses import exchange_heads
 from impl.engine.compiling import compile_layers, forget_compiled, layers_of
+from impl.engine.hugging_face import HuggingFaceModel, resolved_optimizer
 from impl.engine.optimizers import (
     freeze_others,
     learning_rates,
     parameter_groups,
     set_schedule,
-    torch_optimizer,
     trained_parameters,
 )
 from impl.interface.micro_batches import Loss, MicroBatch, Outputs, RouterTerms, Wanted, run_micro_batches, set_mode
 from impl.interface.sharded_safetensors import SliceReader
-from impl.interface.trainable import AT_ONCE, Dtype, Writing, WrittenKind
-from impl.models.export import write_merged, write_model
+from impl.interface.trainable import AT_ONCE, Writing, WrittenKind
 from impl.models.lazy_weights import UnreadWeights, give_memory, published_buffers, untouched_zeros
-from impl.models.loading import empty_model
-from impl.models.lora import load_adapter
 from impl.models.outputs import outputs_of
-from impl.models.router import Routers, routers_of, with_router_terms
-from impl.models.tracing import hugging_face_modules, token_numbers
+from impl.models.router import routers_of, with_router_terms
 
 
-class DeepspeedModel:
+class DeepspeedModel(HuggingFaceModel):
     """Implements impl.interface.trainable.Trainable, which has the contract of each method."""
 
-    source: Path
-    model: transformers.PreTrainedModel
     engine: deepspeed.DeepSpeedEngine
     optimizer: torch.optim.Optimizer
     tensors: EngineTensors | FrozenTensors
-    skipped: bool = False
-    routers: Routers | None = None
-    adapted: Any = None  # peft's PeftModel, if the model has an adapter
 
     def __init__(self, context: MeshContext, head: Head) -> None:
-        self.context, self.head = context, head
-        self.options = context.config.layout.options
+        super().__init__(context, head)
         self.stage = zero_stage(context.config.layout)
-
-    def load_model(self, path: Path) -> transformers.PreTrainedModel:
-        """Builds the model without its numbers; ``prepare`` reads those that this rank holds."""
-        self.source = path
-        attention = NAME if self.context.ring else None
-        dtype = self.context.config.tier.master.dtype
-        trusted = self.context.config.trust_remote_code
-        return empty_model(path, dtype=dtype, attention=attention, head=self.head, trusted=trusted)
-
-    def add_adapter(self, model: transformers.PreTrainedModel, folder: Path) -> None:
-        self.adapted = load_adapter(model, folder)
 
     def prepare(
         self, model: transformers.PreTrainedModel, optimizer: OptimizerConfig | None, schedule: ScheduleConfig
@@ -106,7 +84,7 @@ class DeepspeedModel:
         self._initialize(
             model,
             optimizer=None if own else self.create_optimizer(model, optimizer),
-            model_parameters=self._parameter_groups(model, optimizer) if own else None,
+            model_parameters=self.parameter_groups(model, optimizer) if own else None,
             lr_scheduler=lambda made: learning_rates(made, schedule),
         )
         freeze_others(model, optimizer)  # after AutoTP, which registers gradient hooks
@@ -174,12 +152,7 @@ class DeepspeedModel:
         """Clears AdamW's state: at ZeRO-0 in half precision, DeepSpeed has made a step to allocate it."""
         self.engine.basic_optimizer.state.clear()
 
-    def create_optimizer(self, model: transformers.PreTrainedModel, config: OptimizerConfig) -> torch.optim.Optimizer:
-        groups = self._parameter_groups(model, config)
-        device = "cpu" if "offload" in self.options else self.context.config.device
-        return torch_optimizer(groups, config, device=device, precision=self.context.config.precision)
-
-    def _parameter_groups(self, model: transformers.PreTrainedModel, config: OptimizerConfig) -> list[dict[str, Any]]:
+    def parameter_groups(self, model: transformers.PreTrainedModel, config: OptimizerConfig) -> list[dict[str, Any]]:
         def dims(parameter: torch.nn.Parameter) -> int:
             return len(getattr(parameter, "ds_shape", parameter.shape))  # a sharded parameter has lost its shape
 
@@ -205,12 +178,7 @@ class DeepspeedModel:
         if index:
             self.engine.step()  # counts the micro-batch before this one; the engine cleared the gradients itself
 
-    def forward(self, inputs: MicroBatch, *, want: Wanted, temperature: float) -> Outputs:
-        outputs = partial(self._own_outputs, want=want, temperature=temperature)
-        return forward_over_ring(self.context.ring, inputs, outputs)
-
-    def _own_outputs(self, inputs: MicroBatch, *, want: Wanted, temperature: float, **options: Any) -> Outputs:
-        """Returns the outputs of the tokens that this rank holds, in the shape of ``inputs``."""
+    def own_outputs(self, inputs: MicroBatch, *, want: Wanted, temperature: float, **options: Any) -> Outputs:
         if self.routers:
             self.routers.begin(inputs)
         logits = self.engine(input_ids=inputs.tokens, position_ids=inputs.positions, use_cache=False, **options).logits
@@ -254,20 +222,6 @@ class DeepspeedModel:
         reported = self.engine.get_global_grad_norm()
         return None if reported is None else float(reported) / scale
 
-    @property
-    def router_loss_factor(self) -> float:
-        return self.routers.loss_factor if self.routers else 0.0
-
-    def traced(self, numbers: Sequence[MicroBatch]) -> Traced:
-        tp, ring = self.context.config.layout.tp, self.context.ring
-        modules = hugging_face_modules(self.model, tp=tp, tp_rank=self.context.mesh.get_local_rank("tp"))
-        parts = [ring.shard(whole)[0] if ring else whole for whole in numbers]
-        return Traced(
-            modules=modules,
-            tokens=tuple(token_numbers(part) for part in parts),
-            gradient_scale=self.gradient_scale(),
-        )
-
     def learning_rate(self) -> float:
         return float(self.engine.get_lr()[0])
 
@@ -309,17 +263,13 @@ class DeepspeedModel:
             yield Shard(name, "full", buffer)
 
     def resolved(self) -> dict[str, Any]:
-        model, mesh, ring = self.model, self.context.mesh, self.context.ring
+        model = self.model
         compute = next(model.parameters()).dtype
         return {
-            "model_class": type(model).__name__,
-            "attention": model.config._attn_implementation,
-            "mesh": dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)),
-            "ring": ring.resolved(self.context.config.device, compute) if ring else None,
+            **self.resolved_model(compute),
             "zero_stage": self.engine.zero_optimization_stage(),
             "offloads_parameters": self.engine.zero_offload_param() is not None,
             "checkpointing": bool(model.is_gradient_checkpointing),
-            "compiled": "compile" in self.options,
             "leaf_modules": len(get_z3_leaf_modules(model)),
             "cut_by_tensor_parallelism": cut_count(model),
             "compute_dtype": str(compute),
@@ -329,13 +279,11 @@ class DeepspeedModel:
 
     def _resolved_optimizer(self) -> dict[str, Any]:
         basic = self.engine.basic_optimizer
-        group = basic.param_groups[0]
         return {
             "offloads_optimizer": self.engine.zero_use_cpu_optimizer(),
             "accumulation_dtype": str(self.engine.get_data_types()[1]),
-            "optimizer": type(basic).__name__,
             "optimizer_wrapper": type(self.engine.optimizer).__name__,
-            "optimizer_defaults": {k: v for k, v in group.items() if isinstance(v, (int, float, str, bool, tuple))},
+            **resolved_optimizer(basic),
         }
 
     def save_ckpt(self, path: Path, when: Writing = AT_ONCE) -> None:
@@ -348,13 +296,6 @@ class DeepspeedModel:
     def _cut(self) -> Cut:
         config, optimizer = self.context.config, type(self.engine.basic_optimizer).__name__
         return engine_cut(config.layout, config.precision, optimizer=optimizer)
-
-    def save_model(self, path: Path, *, dtype: Dtype = "source") -> None:
-        weights = self.named_tensors("weight")
-        write_model(path, source=self.source, weights=weights, dtype=dtype, adapted=self.adapted)
-
-    def save_merged(self, path: Path, *, dtype: Dtype = "source") -> None:
-        write_merged(path, dtype=dtype, write=self.save_model, trusted=self.context.config.trust_remote_code)
 
     def teardown(self) -> None:
         self.engine.destroy()

@@ -6,31 +6,23 @@ experts over dp x sp, ``expert_shard``.
 """
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from conformance.spec.batch import Batch, Row
 from conformance.spec.observables import Head
 from impl.context_parallel.ring_attention import RingAttention, RingConfig, register, ring_kind
+from impl.engine.context import ReferenceContext
 from impl.fsdp2.model import Fsdp2Model
-from impl.interface.distributed import all_gather_value, all_reduce_number, all_reduce_over
-from impl.interface.trainable import ContextConfig
 
 MESH_DIM_NAMES = ("rep", "ep", "dp", "sp", "tp")
 
 
-class Fsdp2Context:
+class Fsdp2Context(ReferenceContext):
     """Implements impl.interface.trainable.Context, which has the contract of each method."""
 
     ring: RingAttention | None = None
-
-    def __init__(self, config: ContextConfig) -> None:
-        self.config = config
 
     @property
     def sequence_multiple(self) -> int:
@@ -65,33 +57,12 @@ class Fsdp2Context:
         )
         self.ring = RingAttention(self.mesh.get_group("sp"), config)
 
-    def setup_dataloader(self, batch: Batch) -> list[tuple[Row, ...]]:
-        return batch.micro_batches(
-            dp_rank=self.data_rank, dp_size=self.data_size, accumulation=self.config.accumulation
-        )
-
-    def all_reduce(self, value: float) -> float:
-        return all_reduce_number(value, groups=self._data_groups, device=self.config.device)
-
-    def all_reduce_tensor(self, tensor: Tensor) -> Tensor:
-        return all_reduce_over(tensor, groups=self._data_groups)
-
     @property
-    def _data_groups(self) -> list[dist.ProcessGroup]:
-        """Returns the groups of ranks with different rows; context-parallel ranks have the same numbers already."""
+    def data_groups(self) -> list[dist.ProcessGroup]:
         return [self.mesh.get_group(axis) for axis in ("rep", "ep", "dp")]
-
-    def all_gather(self, value: Any) -> list[Any]:
-        return all_gather_value(value)
 
     def new_trainable(self, head: Head) -> Fsdp2Model:
         return Fsdp2Model(self, head)
-
-    def library_generators(self) -> dict[str, Tensor]:
-        return {}
-
-    def set_library_generators(self, states: Mapping[str, Tensor]) -> None:
-        assert not states, f"{type(self).__name__} has no generators {', '.join(states)}"
 
     def teardown(self) -> None:
         # The mesh's process groups stay open: DTensor's caches refer to them, and reuse them for an equal mesh later.

@@ -5,7 +5,6 @@ these ranks, because the objective has divided by the whole step's totals alread
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,20 +18,18 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as ShardAlong
 
-from conformance.backends.protocol import NamedTensors, Shard, TensorKind, Traced
+from conformance.backends.protocol import NamedTensors, Shard, TensorKind
 from conformance.spec.observables import Head
 from conformance.spec.scenario import OptimizerConfig, ScheduleConfig
-from impl.context_parallel.ring_attention import NAME, MeshContext, forward_over_ring
+from impl.context_parallel.ring_attention import MeshContext
 from impl.engine.compiling import compile_layers, forget_compiled, layers_of
+from impl.engine.hugging_face import HuggingFaceModel, resolved_optimizer
 from impl.engine.optimizers import (
     freeze_others,
     learning_rates,
-    parameter_groups,
     read_progress,
     set_loss_scale,
     set_schedule,
-    torch_optimizer,
-    trained_parameters,
     update_count,
 )
 from impl.fsdp2 import dtensors
@@ -42,14 +39,11 @@ from impl.fsdp2.tensor_parallel import apply_explicit_plan, apply_model_plan, vo
 from impl.interface.distributed import Reading
 from impl.interface.micro_batches import Loss, MicroBatch, Outputs, RouterTerms, Wanted, run_micro_batches, set_mode
 from impl.interface.sharded_safetensors import SliceReader
-from impl.interface.trainable import AT_ONCE, Dtype, Writing, WrittenKind
-from impl.models.export import write_merged, write_model
+from impl.interface.trainable import AT_ONCE, Writing, WrittenKind
 from impl.models.lazy_weights import UnreadWeights, published_buffers
-from impl.models.loading import empty_model
-from impl.models.lora import load_adapter, named_parameters
+from impl.models.lora import named_parameters
 from impl.models.outputs import outputs_of
-from impl.models.router import Routers, routers_of, with_router_terms
-from impl.models.tracing import hugging_face_modules, token_numbers
+from impl.models.router import routers_of, with_router_terms
 
 
 def _second(parameter: torch.nn.Parameter) -> ShardAlong:
@@ -60,22 +54,16 @@ def _second(parameter: torch.nn.Parameter) -> ShardAlong:
 GATHERED_AT_ONCE = 2**22  # elements
 
 
-class Fsdp2Model:
+class Fsdp2Model(HuggingFaceModel):
     """Implements impl.interface.trainable.Trainable, which has the contract of each method."""
 
-    source: Path
-    model: transformers.PreTrainedModel
     trained: bool
     optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LRScheduler
     max_grad_norm: float | None
-    skipped: bool = False
-    routers: Routers | None = None
-    adapted: Any = None  # peft's PeftModel, if the model has an adapter
 
     def __init__(self, context: MeshContext, head: Head) -> None:
-        self.context, self.head = context, head
-        self.options = context.config.layout.options
+        super().__init__(context, head)
         # Loss scaling is for fp16 only: its gradients underflow, those of bf16 have the range of fp32.
         self.scaler = torch.amp.GradScaler(
             torch.device(context.config.device).type,
@@ -83,17 +71,6 @@ class Fsdp2Model:
             growth_interval=context.config.loss_scale.growth_interval,
             enabled=context.config.tier.is_loss_scaled,
         )
-
-    def load_model(self, path: Path) -> transformers.PreTrainedModel:
-        """Builds the model without its numbers; ``prepare`` reads those that this rank holds."""
-        self.source = path
-        attention = NAME if self.context.ring else None
-        dtype = self.context.config.tier.master.dtype
-        trusted = self.context.config.trust_remote_code
-        return empty_model(path, dtype=dtype, attention=attention, head=self.head, trusted=trusted)
-
-    def add_adapter(self, model: transformers.PreTrainedModel, folder: Path) -> None:
-        self.adapted = load_adapter(model, folder)
 
     def prepare(
         self, model: transformers.PreTrainedModel, optimizer: OptimizerConfig | None, schedule: ScheduleConfig
@@ -176,11 +153,6 @@ class Fsdp2Model:
         layout = self.context.config.layout
         return layout.data * layout.sp
 
-    def create_optimizer(self, model: transformers.PreTrainedModel, config: OptimizerConfig) -> torch.optim.Optimizer:
-        groups = parameter_groups(trained_parameters(model, config), config)
-        device = "cpu" if "offload" in self.options else self.context.config.device
-        return torch_optimizer(groups, config, device=device, precision=self.context.config.precision)
-
     def forward_backward(
         self,
         inputs: Sequence[MicroBatch],
@@ -202,12 +174,7 @@ class Fsdp2Model:
         if "lastsync" in self.options:
             cast(FSDPModule, self.model).set_requires_gradient_sync(index == count - 1)
 
-    def forward(self, inputs: MicroBatch, *, want: Wanted, temperature: float) -> Outputs:
-        outputs = partial(self._own_outputs, want=want, temperature=temperature)
-        return forward_over_ring(self.context.ring, inputs, outputs)
-
-    def _own_outputs(self, inputs: MicroBatch, *, want: Wanted, temperature: float, **options: Any) -> Outputs:
-        """Returns the outputs of the tokens that this rank holds, in the shape of ``inputs``."""
+    def own_outputs(self, inputs: MicroBatch, *, want: Wanted, temperature: float, **options: Any) -> Outputs:
         if self.routers:
             self.routers.begin(inputs)
         logits: Tensor = self.model(
@@ -248,28 +215,6 @@ class Fsdp2Model:
             self.advance_schedule()
         self.optimizer.zero_grad()
         return reading.numbers()[0]
-
-    @property
-    def router_loss_factor(self) -> float:
-        return self.routers.loss_factor if self.routers else 0.0
-
-    def traced(self, numbers: Sequence[MicroBatch]) -> Traced:
-        layout, ring = self.context.config.layout, self.context.ring
-        tp_rank = self.context.mesh["tp"].get_local_rank() if layout.tp > 1 else 0
-        vocabulary = -(-self.model.config.vocab_size // layout.tp)  # as torch.chunk cuts it
-        modules = hugging_face_modules(
-            self.model,
-            tp=layout.tp,
-            tp_rank=tp_rank,
-            sequence="seqpar" in self.options,
-            vocabulary_start=tp_rank * vocabulary if "losspar" in self.options else 0,
-        )
-        parts = [ring.shard(whole)[0] if ring else whole for whole in numbers]
-        return Traced(
-            modules=modules,
-            tokens=tuple(token_numbers(part) for part in parts),
-            gradient_scale=self.gradient_scale(),
-        )
 
     def advance_schedule(self) -> None:
         self.scheduler.step()
@@ -333,27 +278,16 @@ class Fsdp2Model:
         set_loss_scale(self.scaler, progress)
 
     def resolved(self) -> dict[str, Any]:
-        config, mesh, ring = self.context.config, self.context.mesh, self.context.ring
+        config = self.context.config
         master = next(self.model.parameters()).dtype
         compute = config.tier.half_dtype or master
         return {
-            "model_class": type(self.model).__name__,
-            "attention": self.model.config._attn_implementation,
-            "mesh": {axis: mesh.size(i) for i, axis in enumerate(mesh.mesh_dim_names or ())},
-            "ring": ring.resolved(config.device, compute) if ring else None,
+            **self.resolved_model(compute),
             "master_dtype": str(master),
             "compute_dtype": str(compute),
             "accumulation": config.accumulation,
-            "compiled": "compile" in self.options,
-            **(self._resolved_optimizer() if self.trained else {"optimizer": None}),
-        }
-
-    def _resolved_optimizer(self) -> dict[str, Any]:
-        group = self.optimizer.param_groups[0]
-        return {
-            "optimizer": type(self.optimizer).__name__,
-            "optimizer_defaults": {k: v for k, v in group.items() if isinstance(v, (int, float, str, bool, tuple))},
-            "max_grad_norm": self.max_grad_norm,
+            **(resolved_optimizer(self.optimizer) if self.trained else {"optimizer": None}),
+            **({"max_grad_norm": self.max_grad_norm} if self.trained else {}),
         }
 
     def _state(self) -> dict[str, Any]:
@@ -375,13 +309,6 @@ class Fsdp2Model:
         set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])
         self.scaler.load_state_dict(state["scaler"])
-
-    def save_model(self, path: Path, *, dtype: Dtype = "source") -> None:
-        weights = self.named_tensors("weight")
-        write_model(path, source=self.source, weights=weights, dtype=dtype, adapted=self.adapted)
-
-    def save_merged(self, path: Path, *, dtype: Dtype = "source") -> None:
-        write_merged(path, dtype=dtype, write=self.save_model, trusted=self.context.config.trust_remote_code)
 
     def teardown(self) -> None:
         if "compile" in self.options:

@@ -20,11 +20,10 @@ from megatron.core.tensor_parallel import random as megatron_random
 from torch import Tensor
 
 from conformance.core.errors import UsageError
-from conformance.spec.batch import Batch, Row
 from conformance.spec.layout import Layout
 from conformance.spec.observables import Head
 from impl.context_parallel.ring_attention import RingAttention, RingConfig, ring_kind
-from impl.interface.distributed import all_gather_value, all_reduce_number, all_reduce_over
+from impl.engine.context import ReferenceContext
 from impl.interface.trainable import ContextConfig
 from impl.megatron.device_placement import placed
 from impl.megatron.model import MegatronModel
@@ -110,13 +109,13 @@ MODEL_PARALLEL = ModelParallel()
 # isort: split
 
 
-class MegatronContext:
+class MegatronContext(ReferenceContext):
     """Implements impl.interface.trainable.Context, which documents each method."""
 
     ring: RingAttention
 
     def __init__(self, config: ContextConfig) -> None:
-        self.config = config
+        super().__init__(config)
         self.data_size = config.layout.data
 
     @property
@@ -144,24 +143,9 @@ class MegatronContext:
         )
         self.ring = RingAttention(parallel_state.get_context_parallel_group(), config)
 
-    def setup_dataloader(self, batch: Batch) -> list[tuple[Row, ...]]:
-        return batch.micro_batches(
-            dp_rank=self.data_rank, dp_size=self.data_size, accumulation=self.config.accumulation
-        )
-
-    def all_reduce(self, value: float) -> float:
-        return all_reduce_number(value, groups=self._data_groups, device=self.config.device)
-
-    def all_reduce_tensor(self, tensor: Tensor) -> Tensor:
-        return all_reduce_over(tensor, groups=self._data_groups)
-
     @property
-    def _data_groups(self) -> list[dist.ProcessGroup]:
-        """Returns the groups of ranks with different rows."""
+    def data_groups(self) -> list[dist.ProcessGroup]:
         return [parallel_state.get_data_parallel_group()]  # ranks on the other axes hold the same numbers
-
-    def all_gather(self, value: Any) -> list[Any]:
-        return all_gather_value(value)
 
     def new_trainable(self, head: Head) -> MegatronModel:
         return MegatronModel(self, head)

@@ -1,0 +1,119 @@
+"""Loads, calls and writes a Hugging Face model: what the backends that run one have in common."""
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from conformance.backends.protocol import NamedTensors, TensorKind, Traced
+from conformance.spec.observables import Head
+from conformance.spec.scenario import OptimizerConfig
+from impl.context_parallel.ring_attention import NAME, MeshContext, forward_over_ring
+from impl.engine.optimizers import parameter_groups, torch_optimizer, trained_parameters
+from impl.interface.micro_batches import MicroBatch, Outputs, Wanted
+from impl.interface.trainable import Dtype
+from impl.models.export import write_merged, write_model
+from impl.models.loading import empty_model
+from impl.models.lora import load_adapter
+from impl.models.router import Routers
+from impl.models.tracing import hugging_face_modules, token_numbers
+
+
+class HuggingFaceModel:
+    """Implements a part of impl.interface.trainable.Trainable, which has the contract of each method."""
+
+    source: Path
+    model: transformers.PreTrainedModel
+    skipped: bool = False
+    routers: Routers | None = None
+    adapted: Any = None  # peft's PeftModel, if the model has an adapter
+
+    def __init__(self, context: MeshContext, head: Head) -> None:
+        self.context, self.head = context, head
+        self.options = context.config.layout.options
+
+    def load_model(self, path: Path) -> transformers.PreTrainedModel:
+        """Builds the model without its numbers; ``prepare`` reads those that this rank holds."""
+        self.source = path
+        attention = NAME if self.context.ring else None
+        dtype = self.context.config.tier.master.dtype
+        trusted = self.context.config.trust_remote_code
+        return empty_model(path, dtype=dtype, attention=attention, head=self.head, trusted=trusted)
+
+    def add_adapter(self, model: transformers.PreTrainedModel, folder: Path) -> None:
+        self.adapted = load_adapter(model, folder)
+
+    def parameter_groups(self, model: transformers.PreTrainedModel, config: OptimizerConfig) -> list[dict[str, Any]]:
+        return parameter_groups(trained_parameters(model, config), config)
+
+    def create_optimizer(self, model: transformers.PreTrainedModel, config: OptimizerConfig) -> torch.optim.Optimizer:
+        groups = self.parameter_groups(model, config)
+        device = "cpu" if "offload" in self.options else self.context.config.device
+        return torch_optimizer(groups, config, device=device, precision=self.context.config.precision)
+
+    def forward(self, inputs: MicroBatch, *, want: Wanted, temperature: float) -> Outputs:
+        outputs = partial(self.own_outputs, want=want, temperature=temperature)
+        return forward_over_ring(self.context.ring, inputs, outputs)
+
+    def own_outputs(self, inputs: MicroBatch, *, want: Wanted, temperature: float, **options: Any) -> Outputs:
+        """Returns the outputs of the tokens that this rank holds, in the shape of ``inputs``."""
+        raise NotImplementedError
+
+    def gradient_scale(self) -> float:
+        """Returns the factor for the loss: the number of ranks that the library averages gradients over."""
+        raise NotImplementedError
+
+    @property
+    def router_loss_factor(self) -> float:
+        return self.routers.loss_factor if self.routers else 0.0
+
+    def traced(self, numbers: Sequence[MicroBatch]) -> Traced:
+        tp, ring = self.context.config.layout.tp, self.context.ring
+        tp_rank = self.context.mesh.get_local_rank("tp")
+        vocabulary = -(-self.model.config.vocab_size // tp)  # as torch.chunk cuts it
+        modules = hugging_face_modules(
+            self.model,
+            tp=tp,
+            tp_rank=tp_rank,
+            sequence="seqpar" in self.options,
+            vocabulary_start=tp_rank * vocabulary if "losspar" in self.options else 0,
+        )
+        parts = [ring.shard(whole)[0] if ring else whole for whole in numbers]
+        return Traced(
+            modules=modules,
+            tokens=tuple(token_numbers(part) for part in parts),
+            gradient_scale=self.gradient_scale(),
+        )
+
+    def named_tensors(self, kind: TensorKind) -> NamedTensors:
+        raise NotImplementedError
+
+    def resolved_model(self, compute: torch.dtype) -> dict[str, Any]:
+        """Returns the part of ``resolved`` that describes model, mesh and context parallelism."""
+        mesh, ring = self.context.mesh, self.context.ring
+        return {
+            "model_class": type(self.model).__name__,
+            "attention": self.model.config._attn_implementation,
+            "mesh": dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)),
+            "ring": ring.resolved(self.context.config.device, compute) if ring else None,
+            "compiled": "compile" in self.options,
+        }
+
+    def save_model(self, path: Path, *, dtype: Dtype = "source") -> None:
+        weights = self.named_tensors("weight")
+        write_model(path, source=self.source, weights=weights, dtype=dtype, adapted=self.adapted)
+
+    def save_merged(self, path: Path, *, dtype: Dtype = "source") -> None:
+        write_merged(path, dtype=dtype, write=self.save_model, trusted=self.context.config.trust_remote_code)
+
+
+def resolved_optimizer(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Returns the part of ``resolved`` that describes an optimizer of torch."""
+    group = optimizer.param_groups[0]
+    return {
+        "optimizer": type(optimizer).__name__,
+        "optimizer_defaults": {k: v for k, v in group.items() if isinstance(v, (int, float, str, bool, tuple))},
+    }
