@@ -47,15 +47,16 @@ def _loaded(model: Path, files: Files, *, trusted: bool) -> Any:
     """Loads the tokenizer; ``files`` are only the key of the cache."""
     from transformers import AutoConfig, AutoTokenizer  # takes a second, which other commands need not wait for
 
-    options = {"trust_remote_code": runs_code(model, trusted=trusted), "local_files_only": True}
+    code = runs_code(model, trusted=trusted, tokenizer=True)
     config = None
     try:
         if (model / CONFIG).is_file():
-            config = AutoConfig.from_pretrained(model, **options)
+            of_model = runs_code(model, trusted=trusted)
+            config = AutoConfig.from_pretrained(model, trust_remote_code=of_model, local_files_only=True)
     except Exception as error:  # transformers raises errors of many types for unexpected values
         raise UsageError(f"{model / CONFIG} cannot be used by transformers: {one_line(error)}") from None
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model, config=config, **options)
+        tokenizer = AutoTokenizer.from_pretrained(model, config=config, trust_remote_code=code, local_files_only=True)
     except Exception as error:  # the tokenizers library, for example, raises a bare Exception
         raise UsageError(
             f"{model} has no tokenizer that transformers can load ({one_line(error)}); copy the tokenizer files of the "

@@ -26,6 +26,7 @@ from conformance.models.declarations import (
     windows_of,
     with_experts,
 )
+from conformance.models.folder_checks import code_remarks
 from conformance.models.hf_config import FULL, SLIDING, Config, rotary_by_kind
 
 
@@ -40,7 +41,8 @@ def read_architecture(
     config = _config(model, disable_dropout=disable_dropout, assume_inert=assume_inert)
     architecture = FAMILIES[config.model_type](config)
     config.finish()
-    return replace(architecture, not_judged=(*config.not_judged, *_updates_of_others(architecture)))
+    remarks = (*config.not_judged, *code_remarks(model), *_updates_of_others(architecture))
+    return replace(architecture, not_judged=remarks)
 
 
 def has_routers(model: Path) -> bool:

@@ -73,20 +73,51 @@ def _check_link(link: Path, roots: list[Path]) -> None:
         raise UsageError(f"{link} is a link to a folder; put a copy in its place")
 
 
-def runs_code(folder: Path, *, trusted: bool) -> bool:
-    """Returns ``trust_remote_code`` for transformers: whether it has to run Python code of the folder.
+def runs_code(folder: Path, *, trusted: bool, tokenizer: bool = False) -> bool:
+    """Returns ``trust_remote_code`` for transformers: whether its model, or ``tokenizer``, runs code of the folder.
 
-    ``trusted``: the user has allowed it. Raises UsageError if the folder has code that the user has not allowed.
+    ``trusted``: the user has allowed it. A model never runs code if transformers has a class of its own for it. Raises
+    UsageError if the folder has code that would run and that the user has not allowed, and if it lacks such code.
     """
     references = _references(folder)
-    if not references:
-        return False
-    if trusted or folder_code(folder) == BUNDLED_CODE:
-        return True
-    raise UsageError(
-        f"{folder / next(iter(references))} names Python code of the folder (auto_map), and loading the model would "
-        f"run it; read the code, and add --trust-remote-code if you trust it"
-    )
+    if replaced_code(folder):
+        del references[CONFIG]
+    if references and not (trusted or folder_code(folder) == BUNDLED_CODE):
+        raise UsageError(
+            f"{folder / next(iter(references))} names Python code of the folder (auto_map), and loading the model "
+            f"would run it; read the code, and add --trust-remote-code if you trust it"
+        )
+    for file, named in references.items():
+        _check_code_files(folder, file, named)
+    return bool(references) if tokenizer else CONFIG in references
+
+
+def _check_code_files(folder: Path, file: str, references: object) -> None:
+    """Raises UsageError if an ``auto_map`` names a module that the folder lacks, apart from other repositories."""
+    values = references.values() if isinstance(references, dict) else [references]
+    names = [name for value in values for name in (value if isinstance(value, list) else [value])]
+    for name in (name for name in names if isinstance(name, str) and "--" not in name):
+        module = f"{name.split('.')[0]}.py"
+        if not (folder / module).is_file():
+            raise UsageError(f"{folder} lacks {module}, which {file} names in auto_map; download it into the folder")
+
+
+def replaced_code(folder: Path) -> str:
+    """Names the model type whose code in the folder transformers' own class replaces; empty if the folder has none."""
+    if CONFIG not in _references(folder):
+        return ""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES  # takes seconds
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    kind = read_json(folder / CONFIG).get("model_type")
+    known = isinstance(kind, str) and kind in CONFIG_MAPPING_NAMES and kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    return str(kind) if known else ""
+
+
+def code_remarks(folder: Path) -> tuple[str, ...]:
+    """Remarks for a verdict that the folder's model code was not run, if transformers' own class replaced it."""
+    kind = replaced_code(folder)
+    return (f"the folder's Python code (auto_map): transformers' own class of {kind} took its place",) if kind else ()
 
 
 def folder_code(folder: Path) -> str:

@@ -22,7 +22,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from conformance.core.errors import UsageError, one_line, shown
 from conformance.core.io import read_json
 from conformance.models.config_keys import QUANTIZED_ADVICE, changes_training, known_keys, meaning_of
-from conformance.models.folder_checks import runs_code
+from conformance.models.folder_checks import code_remarks, runs_code
 from conformance.models.folders import weight_files
 from conformance.models.listed_ties import listed_ties
 from conformance.oracle.decoder import is_buffer
@@ -53,7 +53,8 @@ class TransformersDecoder:
         self._code = runs_code(folder, trusted=trusted)
         values = read_json(folder / "config.json")
         source = str(folder / "config.json")
-        self.not_judged = _check(values, source, disable_dropout=disable_dropout, assume_inert=assume_inert)
+        remarks = _check(values, source, disable_dropout=disable_dropout, assume_inert=assume_inert)
+        self.not_judged = (*remarks, *code_remarks(folder))
         try:
             self._config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=self._code)
             self._class = self._causal_class()

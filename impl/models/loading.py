@@ -176,7 +176,7 @@ def empty_model(
     """
     code, config = runs_code(path, trusted=trusted), read_config(path, trusted=trusted)
     with older_transformers(path, runs_code=code) as are_needed, listed_ties(), reading_headers():
-        loader = value_class(causal_class(config, path)) if head == "value" else _auto_class(config)
+        loader = value_class(causal_class(config, path, code=code)) if head == "value" else _auto_class(config)
         model, found = loader.from_pretrained(
             path,
             config=config,
@@ -252,9 +252,14 @@ def read_config(path: Path, *, trusted: bool = False) -> transformers.Pretrained
     return config
 
 
-def causal_class(config: transformers.PretrainedConfig, path: Path) -> type[transformers.PreTrainedModel]:
-    """Returns the causal language model class of this configuration. Raises UsageError if transformers has none."""
-    if reference := (getattr(config, "auto_map", None) or {}).get("AutoModelForCausalLM"):
+def causal_class(
+    config: transformers.PretrainedConfig, path: Path, *, code: bool
+) -> type[transformers.PreTrainedModel]:
+    """Returns the causal language model class of this configuration, from the folder if its ``code`` runs.
+
+    Raises UsageError if there is none.
+    """
+    if code and (reference := (getattr(config, "auto_map", None) or {}).get("AutoModelForCausalLM")):
         with older_transformers(path, runs_code=True):
             found: type[transformers.PreTrainedModel] = get_class_from_dynamic_module(reference, path)
         return found

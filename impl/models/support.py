@@ -8,7 +8,7 @@ import torch
 
 from conformance.backends.protocol import Support, Supported, Unsupported
 from conformance.core.host import resolve
-from conformance.models.folder_checks import Files, files_of
+from conformance.models.folder_checks import Files, files_of, runs_code
 from conformance.spec.known_defects import model_config
 from conformance.spec.layout import Layout
 from conformance.spec.scenario import Scenario
@@ -83,9 +83,10 @@ def _read(folder: Path, files: Files, *, trusted: bool) -> _Model:
     from impl.models.loading import causal_class, read_config  # imports transformers, which takes seconds
 
     config = read_config(folder, trusted=trusted)
-    model = causal_class(config, folder)
+    code = runs_code(folder, trusted=trusted)
+    model = causal_class(config, folder, code=code)
     return _Model(
         name=model.__name__,
         plan_styles=frozenset((config.get_text_config().base_model_tp_plan or {}).values()),
-        takes_attention=bool(model._supports_attention_backend or getattr(config, "auto_map", None)),
+        takes_attention=code or model._supports_attention_backend,
     )

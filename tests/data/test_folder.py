@@ -17,10 +17,12 @@ from conformance.data.prepare import prepare_inputs
 from conformance.data.tokenizer import load_tokenizer
 from conformance.matrix.cell import Cell
 from conformance.models.folder_checks import BUNDLED_CODE, check_model_folder, folder_code, runs_code
+from conformance.oracle.role_model import decoder_of
 from conformance.runner.session import Session
 from conformance.spec.layout import Layout
 from conformance.spec.scenario import Scenario, parse_scenario
 from impl.models.loading import load_model, read_config
+from impl.models.support import plan_styles
 
 MODELS = FIXTURES / "models"
 FAMILIES = ("pangu", "llama", "qwen3", "gemma3")
@@ -137,15 +139,19 @@ def evil(family: str, folder: Path, *, file: str, references: Any) -> tuple[Path
     return made, mark
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+OF_MODELS: list[dict[str, Any]] = [
+    {"AutoConfig": "evil.Any"},
+    {"AutoModelForCausalLM": "evil.Any"},
+    {"AutoConfig": "somebody/else--evil.Any"},
+]
+OF_TOKENIZERS: list[Any] = [{"AutoTokenizer": ["evil.Any", None]}, ["evil.Any", "evil.Any"]]
+
+
 @pytest.mark.parametrize(
-    ("file", "references"),
+    ("family", "file", "references"),
     [
-        ("config.json", {"AutoConfig": "evil.Any"}),
-        ("config.json", {"AutoModelForCausalLM": "evil.Any"}),
-        ("config.json", {"AutoConfig": "somebody/else--evil.Any"}),
-        ("tokenizer_config.json", {"AutoTokenizer": ["evil.Any", None]}),
-        ("tokenizer_config.json", ["evil.Any", "evil.Any"]),
+        *(("pangu", "config.json", references) for references in OF_MODELS),
+        *((family, "tokenizer_config.json", references) for family in FAMILIES for references in OF_TOKENIZERS),
     ],
 )
 def test_code_is_refused_before_any_of_it_runs_wherever_it_would(
@@ -165,6 +171,29 @@ def test_code_is_refused_before_any_of_it_runs_wherever_it_would(
             load()
     assert not mark.exists()
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+@pytest.mark.parametrize("references", OF_MODELS)
+def test_code_of_a_family_of_transformers_never_runs(references: Any, trusted: bool, tmp_path: Path) -> None:
+    """As the published folder of DeepSeek-V3, whose code no current transformers can import."""
+    folder, mark = evil("qwen3", tmp_path, file="config.json", references=references)
+    given = scenario(folder, trust_remote_code=trusted)
+    assert "took its place" in decoder_of(given, folder).not_judged[0]
+    prepared = prepare_inputs(given, tmp_path / "out").models["policy"]
+    load_tokenizer(folder, trusted=trusted)
+    model = load_model(prepared, dtype=torch.float32, attention="eager", trusted=trusted)
+    assert type(model).__module__ == "transformers.models.qwen3.modeling_qwen3"
+    assert plan_styles(given)
+    assert not mark.exists()
+
+
+def test_code_that_the_folder_lacks_is_named(tmp_path: Path) -> None:
+    folder = copy("pangu", tmp_path)
+    (folder / "modeling_openpangu_dense.py").unlink()
+    message = r"pangu lacks modeling_openpangu_dense\.py, which config\.json names in auto_map; download it"
+    with pytest.raises(UsageError, match=message):
+        runs_code(folder, trusted=True)
 
 
 def test_trusted_code_is_run(tmp_path: Path) -> None:
