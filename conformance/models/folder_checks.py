@@ -82,13 +82,13 @@ def runs_code(folder: Path, *, trusted: bool, tokenizer: bool = False) -> bool:
     references = _references(folder)
     if replaced_code(folder):
         del references[CONFIG]
+    for file, named in references.items():
+        _check_code_files(folder, file, named)
     if references and not (trusted or folder_code(folder) == BUNDLED_CODE):
         raise UsageError(
             f"{folder / next(iter(references))} names Python code of the folder (auto_map), and loading the model "
             f"would run it; read the code, and add --trust-remote-code if you trust it"
         )
-    for file, named in references.items():
-        _check_code_files(folder, file, named)
     return bool(references) if tokenizer else CONFIG in references
 
 

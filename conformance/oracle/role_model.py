@@ -76,7 +76,8 @@ class Decoder(Protocol):
 
     vocab_size, padding_token: of the configuration. window: the shortest of all layers; None without any.
     second_class: names the implementation; empty for a model that is written from the papers. not_judged: features of
-    the published training that nothing computes. router_loss: the factor of the load-balancing loss.
+    the published training that nothing computes. untrained: parameters that the model's code freezes. router_loss: the
+    factor of the load-balancing loss.
     """
 
     @property
@@ -93,6 +94,9 @@ class Decoder(Protocol):
 
     @property
     def not_judged(self) -> tuple[str, ...]: ...
+
+    @property
+    def untrained(self) -> frozenset[str]: ...
 
     @property
     def router_loss(self) -> float: ...
@@ -163,6 +167,7 @@ class Written:
 
     architecture: Architecture
     second_class: str = ""
+    untrained: frozenset[str] = frozenset()
 
     @property
     def vocab_size(self) -> int:

@@ -282,7 +282,7 @@ def _load(
     # Trained weights are kept as masters, frozen weights in the compute dtype.
     dtype = policy.stable if role.trained else policy.compute
     weights = decoder.load(folder, dtype, variant, trained=role.trained, devices=devices)
-    own = (name for name in weights if not is_buffer(name))
+    own = (name for name in weights if not is_buffer(name) and name not in decoder.untrained)
     trained = frozenset(name for name in own if scenario.trains(role, name.removeprefix(UNNAMED)))
     return Model(role=role, decoder=decoder, weights=weights, trained=trained, z_loss=scenario.router_z_loss)
 

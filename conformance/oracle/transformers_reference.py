@@ -4,6 +4,7 @@ Each document is a batch of its own without padding, packing or a mask, so that 
 cause an error. Weights are passed in as arguments: gradients, optimizer and masters stay the oracle's own.
 """
 
+import contextlib
 import functools
 import inspect
 import itertools
@@ -58,13 +59,19 @@ class TransformersDecoder:
         try:
             self._config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=self._code)
             self._class = self._causal_class()
+            self._empty = self._built_empty()
         except UsageError:
             raise
-        except Exception as error:  # transformers raises errors of many types for unexpected values
+        except Exception as error:  # transformers and code of folders raise errors of many types
+            whose = "the Python code of the folder" if self._code else "transformers"
             raise UsageError(
                 f"{folder / 'config.json'} has model_type {shown(values.get('model_type'))}, which the oracle does not "
-                f"know, and transformers cannot use it as a causal language model: {one_line(error)}"
+                f"know, and {whose} cannot build a causal language model of it with transformers "
+                f"{transformers.__version__}: {type(error).__name__}: {one_line(error)}"
             ) from None
+        self.untrained = frozenset(name for name, p in self._empty.named_parameters() if not p.requires_grad)
+        if self.untrained:
+            self.not_judged = (*self.not_judged, f"updates of {min(self.untrained)}, which the model's code freezes")
         taken = inspect.signature(self._class.forward).parameters
         # Code in a folder may accept position_ids as keyword arguments.
         if "position_ids" not in taken and not self._code:
@@ -96,13 +103,23 @@ class TransformersDecoder:
             return get_class_from_dynamic_module(reference, self._folder)  # type: ignore[no-any-return]
         return transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(self._config)]  # type: ignore[no-any-return]
 
-    def parameter_names(self, head: Head) -> tuple[str, ...]:
+    def _built_empty(self) -> transformers.PreTrainedModel:
+        """Builds the model without weights, on torch's meta device. Errors of its code propagate.
+
+        The code of a folder may be older than the installed transformers, so it is also called with two tokens.
+        """
         with torch.device("meta"), listed_ties():
             model = self._class(self._config)
-        names = tuple(name for name, _ in model.named_parameters())
+            if self._code:
+                with contextlib.suppress(NotImplementedError, RuntimeError):  # routing needs numbers
+                    model(input_ids=torch.zeros(1, 2, dtype=torch.int64), use_cache=False)
+        return model
+
+    def parameter_names(self, head: Head) -> tuple[str, ...]:
+        names = tuple(name for name, _ in self._empty.named_parameters())
         if head == "causal":
             return names
-        inside = f"{model.base_model_prefix}."
+        inside = f"{self._empty.base_model_prefix}."
         return (*(name for name in names if name.startswith(inside)), SCORE)
 
     def check_weights(self, folder: Path) -> None:

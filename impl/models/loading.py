@@ -189,6 +189,7 @@ def empty_model(
         )
         if are_needed:
             fill_rotary_tables(model)
+        model.untrained = _untrained(model)
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if names := sorted(map(str, found[kind])):
             raise UsageError(
@@ -201,6 +202,16 @@ def empty_model(
     for buffer in published_buffers(model).values():
         buffer.data = buffer.data.to(torch.promote_types(buffer.dtype, dtype))  # some stay float32 in a float64 model
     return model.train()
+
+
+def _untrained(model: transformers.PreTrainedModel) -> frozenset[str]:
+    """Returns the names of the parameters that the model's code freezes; loading makes all of them trainable."""
+    code = inspect.getmodule(type(model.base_model))
+    if code is None or "requires_grad" not in inspect.getsource(code):
+        return frozenset()
+    with torch.device("meta"):
+        built = type(model)(model.config)
+    return frozenset(name for name, parameter in built.named_parameters() if not parameter.requires_grad)
 
 
 def load_model(

@@ -84,8 +84,12 @@ def named_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Par
 
 
 def trained_names(model: torch.nn.Module, config: OptimizerConfig) -> frozenset[str]:
-    """Returns the names of the trained parameters: those of the adapter, if any, that ``config`` does not freeze."""
-    names = [name for name, _ in named_parameters(model)]
+    """Returns the names of the trained parameters: those of the adapter, if any, that ``config`` does not freeze.
+
+    The model's own code may freeze others (impl.models.loading).
+    """
+    untrained: frozenset[str] = getattr(model, "untrained", frozenset())
+    names = [name for name, _ in named_parameters(model) if name not in untrained]
     candidates = [name for name in names if is_adapter(name)] or names
     return frozenset(name for name in candidates if config.trains(name))
 

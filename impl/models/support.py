@@ -1,8 +1,11 @@
 """Decides which layouts a Hugging Face model itself supports, whatever the backend; needs no ranks."""
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,11 +24,13 @@ class _Model:
 
     name: the name of its class.
     plan_styles: the styles of its tensor-parallel plan; empty without a plan.
+    plan_cuts: whether this plan shards anything in the layers of a model with this configuration.
     takes_attention: whether its attention can be replaced, as far as that is known.
     """
 
     name: str
     plan_styles: frozenset[str]
+    plan_cuts: bool
     takes_attention: bool
 
 
@@ -43,6 +48,8 @@ def model_support(scenario: Scenario, layout: Layout, *, has_plan: bool = False,
     model = _model_of(scenario)
     if layout.tp > 1 and not has_plan and not model.plan_styles:
         return Unsupported(f"{model.name} carries no tensor-parallel plan; {without}")
+    if layout.tp > 1 and not has_plan and not model.plan_cuts:
+        return Unsupported(f"the tensor-parallel plan of {model.name} shards nothing of this model; {without}")
     if shards_sequence and not model.takes_attention:
         return Unsupported(f"the attention of {model.name} cannot be replaced by ring attention; use sp1")
     return Supported()
@@ -85,8 +92,20 @@ def _read(folder: Path, files: Files, *, trusted: bool) -> _Model:
     config = read_config(folder, trusted=trusted)
     code = runs_code(folder, trusted=trusted)
     model = causal_class(config, folder, code=code)
+    plan: dict[str, str] = config.get_text_config().base_model_tp_plan or {}
     return _Model(
         name=model.__name__,
-        plan_styles=frozenset((config.get_text_config().base_model_tp_plan or {}).values()),
+        plan_styles=frozenset(plan.values()),
+        plan_cuts=bool(plan) and _cuts(model, config, plan),
         takes_attention=code or model._supports_attention_backend,
     )
+
+
+def _cuts(model: Any, config: Any, plan: Mapping[str, str]) -> bool:
+    """Tells whether a plan names a module or a parameter of the layers, other than to replicate it."""
+    with torch.device("meta"):
+        base = model._from_config(config).base_model
+    names = [*dict(base.named_modules()), *dict(base.named_parameters())]
+    keys = [key for key, style in plan.items() if "layers." in key and not style.startswith("replicated")]
+    patterns = [re.compile(r"(^|\.)" + re.escape(key).replace(r"\*", r"\d+") + "$") for key in keys]
+    return any(pattern.search(name) for pattern in patterns for name in names)

@@ -167,6 +167,11 @@ def test_weights_of_another_model_are_refused(models: Any, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("backend", "layout", "reason"),
     [
+        (
+            "fsdp2",
+            "tp2",
+            "the tensor-parallel plan of GraniteMoeHybridForCausalLM shards nothing of this model; use tp1",
+        ),
         ("fsdp2", "tp2", "StableLmForCausalLM carries no tensor-parallel plan; use tp1"),
         ("deepspeed", "tp2", "StableLmForCausalLM carries no tensor-parallel plan; use tp1"),
         ("fsdp2", "sp2", "the attention of StableLmForCausalLM cannot be replaced"),
@@ -178,7 +183,8 @@ def test_weights_of_another_model_are_refused(models: Any, tmp_path: Path) -> No
 def test_a_layout_that_the_model_does_not_allow_is_refused_with_the_reason(
     models: Any, backend: str, layout: str, reason: str
 ) -> None:
-    cell = cell_with(models("StableLm"), backend=backend, scenario="sft-packed", layout=layout, precision="exact")
+    kind = "GraniteMoeHybrid" if "Granite" in reason else "StableLm"
+    cell = cell_with(models(kind), backend=backend, scenario="sft-packed", layout=layout, precision="exact")
     answer = cell.phases[0].backend.load().supports(cell.scenario, Layout.parse(layout))
     assert isinstance(answer, Unsupported)
     assert answer.reason.startswith(reason)
@@ -261,13 +267,10 @@ def test_models_that_nobody_made_a_fixture_of_conform(
 def test_documents_are_kept_apart_in_code_that_makes_masks_without_positions(
     session: Session, models: Any, backend: str, layout: str
 ) -> None:
-    """AFMoE's code balances experts by a parameter that gets no gradient, which the scenario has to say."""
+    """AFMoE's code balances experts by a parameter that it freezes."""
     cell = cell_with(models("Afmoe"), backend=backend, scenario="sft-packed", layout=layout, precision="exact")
-    unsaid = session.run(cell).verdict
-    assert "no gradient reaches model.layers.1.mlp.expert_bias" in unsaid.reason
-    assert "name them in optimizer.frozen" in unsaid.reason
-    frozen = replace(cell.scenario.optimizer, frozen=("*.expert_bias",))
-    assert_honest(session, replace(cell, scenario=replace(cell.scenario, optimizer=frozen)))
+    verdict = assert_honest(session, cell)
+    assert "not judged: updates of model.layers.1.mlp.expert_bias, which the model's code freezes" in verdict.reason
 
 
 @pytest.mark.exhaustive
@@ -289,17 +292,41 @@ def test_roll_outs_and_critics_work_with_any_model(
     assert verdict.second_class
 
 
-LISTED = '{"lm_head.weight": "model.embed_tokens.weight"}', '["lm_head.weight"]'  # as in transformers 4
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ("        super().__init__(config)", "KeyError: 'type'"),
+        ("        outputs = self.model(", "AttributeError: 'HomeMadeConfig' object has no attribute 'type'"),
+    ],
+)
+def test_code_older_than_transformers_is_refused(place: str, message: str, tmp_path: Path) -> None:
+    """As InternLM2.5's, which reads rope_scaling as transformers 4 gave it."""
+    mine = home_made(tmp_path)
+    file = mine / "modeling_openpangu_dense.py"
+    fails = "{}['type']" if "KeyError" in message else "self.config.type"
+    before, _, last = file.read_text().rpartition(place)
+    file.write_text(f"{before}        {fails}\n{place}{last}")
+    with pytest.raises(UsageError, match=f"the Python code of the folder cannot build .* transformers .*: {message}"):
+        read_decoder(mine, trusted=True)
 
 
-@pytest.mark.exhaustive
-def test_code_of_a_folder_is_the_reference_where_nobody_else_knows_the_model(session: Session, tmp_path: Path) -> None:
+def home_made(tmp_path: Path) -> Path:
+    """A folder with code of a model type that nobody knows, whose tied weights are a list."""
     mine = Path(shutil.copytree(folder("pangu"), tmp_path / "mine"))
     for file in (*mine.glob("*.py"), mine / "config.json"):
         text = file.read_text().replace("PanguEmbedded", "HomeMade").replace(*LISTED)
         file.write_text(text.replace('"tie_word_embeddings": false', '"tie_word_embeddings": true'))
     weights = load_file(mine / "model.safetensors")
     save_file({n: w for n, w in weights.items() if n != "lm_head.weight"}, mine / "model.safetensors", {"format": "pt"})
+    return mine
+
+
+LISTED = '{"lm_head.weight": "model.embed_tokens.weight"}', '["lm_head.weight"]'  # as in transformers 4
+
+
+@pytest.mark.exhaustive
+def test_code_of_a_folder_is_the_reference_where_nobody_else_knows_the_model(session: Session, tmp_path: Path) -> None:
+    mine = home_made(tmp_path)
     cell = cell_with(mine, backend="fsdp2", scenario="sft-packed", layout="dp2", precision="exact", trusted=True)
     assert assert_honest(session, cell).second_class == "the folder's own HomeMadeForCausalLM"
     with pytest.raises(UsageError, match="add --trust-remote-code if you trust it"):

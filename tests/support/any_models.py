@@ -33,6 +33,7 @@ SIZES = {
 # rotary positions on a quarter of a head, other names. StableLM: attention of its own, no tensor-parallel plan.
 # OLMoE: a mixture of experts. AFMoE (Trinity): another, with windows, whose code makes masks without positions.
 # GLM-4-MoE: routers with a bias that is a buffer. GPT-2: learned positions, a configuration with other names, tied.
+# Granite-4-micro: neither experts nor recurrent layers, and a plan that shards experts alone.
 KINDS: dict[str, dict[str, Any]] = {
     "GPTNeoX": {"hidden_size": 64, "intermediate_size": 96, "rotary_pct": 0.25},
     "StableLm": {"hidden_size": 64, "num_key_value_heads": 2, "use_qkv_bias": True},
@@ -43,6 +44,15 @@ KINDS: dict[str, dict[str, Any]] = {
         **{"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 9},
     },
     "GPT2": {"hidden_size": 64, "n_inner": 96, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    "GraniteMoeHybrid": {
+        **{"num_key_value_heads": 2, "num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 96},
+        **{
+            "layer_types": ["attention", "attention"],
+            "position_embedding_type": "rope",
+            "mamba_n_heads": 4,
+            "mamba_n_groups": 1,
+        },
+    },
     "Glm4Moe": {
         **{"num_key_value_heads": 2, "head_dim": 12, "n_routed_experts": 4, "num_experts_per_tok": 2},
         **{"moe_intermediate_size": 32, "n_shared_experts": 1, "first_k_dense_replace": 1},
