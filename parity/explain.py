@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from conformance.core.errors import UsageError, one_line
+from conformance.core.errors import UsageError, first_few, one_line
 from conformance.numerics.factors import common_factor, mean_over, times
 from parity.quantities import CLASS, Pair, Quantity, Stage, common, setting
 from parity.record_files import Line, Run
@@ -67,9 +67,6 @@ def _read(run: Run, line: Line, key: str) -> "Tensor | None":
     return found.double()
 
 
-NOTED = 4
-
-
 def notes(pair: Pair) -> Iterator[str]:
     """Yield sentences about what was not compared and why, and about what only one record observed."""
     a, b = pair.a, pair.b
@@ -112,7 +109,7 @@ def _optimizers(a: Run, b: Run) -> Iterator[str]:
             for run, own, its in ((a, p, q), (b, q, p)):
                 if only := [key for key in own if key not in its]:
                     sentences[
-                        f"Not compared: {_first_names(only)} of {own[CLASS]}, which only {run.name} is set to."
+                        f"Not compared: {first_few(only, most=NAMED)} of {own[CLASS]}, which only {run.name} is set to."
                     ] = None
     yield from sentences
 
@@ -124,18 +121,14 @@ def _undetermined(pair: Pair) -> Iterator[str]:
         compared = sum(len(stage.quantities) for stage in pair.stages if stage.name == "update")
         yield (
             f"Not compared: {len(found)} of {len(found) + compared} updates, which rounding decides, in {len(steps)} "
-            f"steps, of {_first_names(names)}."
+            f"steps, of {first_few(names, most=NAMED)}."
         )
-
-
-def _first_names(names: Sequence[str]) -> str:
-    return ", ".join(names[:NOTED]) + (f" and {len(names) - NOTED} more" if len(names) > NOTED else "")
 
 
 FACTOR_SPREAD = 0.01  # relative spread of factors that are taken for one
 times_a = partial(times, of="those of A", digits=6)
 GRADUAL = 10.0  # a distance that grows less than so much in a step grows gradually
-NAMED = 4
+NAMED = 4  # names that a sentence lists
 
 
 def likely_causes(pair: Pair, parted: Stage) -> Iterator[str]:

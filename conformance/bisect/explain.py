@@ -4,6 +4,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from conformance.core.errors import first_few
 from conformance.judge.tolerance import EXACT
 from conformance.numerics.factors import times
 from conformance.results.bisection import (
@@ -133,7 +134,7 @@ def _of_value(first: First) -> list[tuple[str, str]]:
         text = f"everything up to the {of} of {before}; so the defect is {_place(first)}"
         facts.append(("right", text))
         if not first.inside and first.given_by != wrong.ranks:
-            facts.append(("exchange", f"from {_ranks(first.given_by)} to {_ranks(wrong.hold)}"))
+            facts.append(("exchange", f"from {name_ranks(first.given_by)} to {name_ranks(wrong.hold)}"))
     if wrong.ranks:
         facts.append(("ranks", f"wrong on {_listed(wrong.ranks)} of {_listed(wrong.hold)}"))
     if wrong.tokens:
@@ -144,7 +145,7 @@ def _of_value(first: First) -> list[tuple[str, str]]:
         low, high, width = wrong.features
         facts.append(("features", f"{low} to {high} of {width}"))
     if wrong.silent:
-        facts.append(("silent", f"no gradient came back on {_ranks(wrong.silent)}"))
+        facts.append(("silent", f"no gradient came back on {name_ranks(wrong.silent)}"))
     if wrong.missing:
         facts.append(("missing", f"{wrong.missing} tokens are on no rank"))
     if wrong.would_be_right:
@@ -160,9 +161,8 @@ def _place(first: First) -> str:
 
 def _of_parameters(found: Bisected) -> str:
     worst = sorted(found.parameters, key=lambda name: -found.parameters[name])
-    some = ", ".join(f"{name} ({size_off(found.parameters[name])})" for name in worst[:MOST])
-    more = f" and {len(worst) - MOST} more" if len(worst) > MOST else ""
-    text = f"{len(worst)} of {found.gradients} are wrong: {some}{more}"
+    some = first_few([f"{name} ({size_off(found.parameters[name])})" for name in worst], most=MOST)
+    text = f"{len(worst)} of {found.gradients} are wrong: {some}"
     return text if found.factor is None else f"{text}; all are {times(found.factor, digits=10)}"
 
 
@@ -176,12 +176,12 @@ def _of_collectives(collectives: Collectives, first: First) -> list[tuple[str, s
 def issued(found: Sequence[Issued]) -> str:
     """Lists collectives in one line."""
     return "; ".join(
-        f"{one.times} {one.kind} of {one.size} ranks, {one.dtype}, {one.elements} elements, on {_ranks(one.ranks)}"
+        f"{one.times} {one.kind} of {one.size} ranks, {one.dtype}, {one.elements} elements, on {name_ranks(one.ranks)}"
         for one in found
     ) or ("none")
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def name_ranks(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {_listed(ranks)}"
 
 

@@ -16,6 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from conformance.bisect.explain import name_ranks
 from conformance.bisect.oracle_capture import Reference, references
 from conformance.judge.tolerance import EXACT
 from conformance.numerics.comparison import not_finite, relative, scale_of
@@ -142,7 +143,7 @@ def _by_reduction(compared: Sequence[_Compared], bad: Sequence[_Compared], bound
     for word, kind in (("sum", torch.sum), ("mean", torch.mean)):
         together = [(kind(torch.stack([one.found for one in group]), dim=0), group[0].right) for group in concerned]
         if all(_rms(found - right) <= bound for found, right in together):
-            ranks = _ranks(sorted({one.piece.rank for group in concerned for one in group}))
+            ranks = name_ranks(sorted({one.piece.rank for group in concerned for one in group}))
             lacks = "reduction is missing" if word == "sum" else "reduction is missing, or a mean was left out"
             return f"the {word} over {ranks} would be right: a {lacks}"
     return ""
@@ -196,10 +197,6 @@ def _by_vector(bad: Sequence[_Compared], bound: float) -> str:
         if len(errors) < 2 or not _rms(errors - errors[:1]) <= bound:
             return ""
     return "every token is off by the same vector, as by a bias that is missing or added again"
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"ranks {', '.join(map(str, ranks))}" if len(ranks) > 1 else f"rank {ranks[0]}"
 
 
 def _rms(x: Tensor) -> float:

@@ -61,6 +61,12 @@ def shown(value: object) -> str:
     return text if len(text) <= 120 else f"{text[:120]}..."
 
 
+def first_few(names: Sequence[object], *, most: int) -> str:
+    """Lists the first names and counts the rest: ``a, b and 3 more``."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(map(str, names[:most])) + more
+
+
 def one_line(error: BaseException) -> str:
     """Returns a library's error message in one line, cut after 300 characters; its type if the message is empty."""
     text = " ".join(str(error).split()) or type(error).__name__

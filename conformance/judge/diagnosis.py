@@ -61,7 +61,8 @@ def facts_of_steps(
     for step in (None, *oracle.steps):
         number = step.step if step else -1
         norms = {o.norm_of: step.value(o.key) for o in observables if o.norm_of} if step else {}
-        clip = {o.stage: _clip(norms.get(_gradient_of(o.key)), scenario.optimizer.max_grad_norm) for o in parameters}
+        norm_of = {o.stage: norms.get(re.sub("weight$", "gradient", o.key)) for o in parameters}
+        clip = {stage: _clip(norm, scenario.optimizer.max_grad_norm) for stage, norm in norm_of.items()}
         known[number] = Facts(
             scenario=scenario,
             layout=layouts.get(number, phases[0].layout),
@@ -71,10 +72,6 @@ def facts_of_steps(
             updates=frozenset(o.stage for o in observables if o.change),
         )
     return known
-
-
-def _gradient_of(key: str) -> str:
-    return re.sub("weight$", "gradient", key)
 
 
 def _clip(norm: float | None, max_norm: float | None) -> float | None:

@@ -29,7 +29,6 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -211,14 +210,10 @@ def measure_accumulation_precision(
 def summands_of_steps(phase: Record, accumulation: int) -> Mapping[int, int]:
     """Returns the number of summands of a gradient by step: one for each micro-batch with targets of each data-parallel
     rank, times the ranks that share its rows. Older records do not say which micro-batches have targets."""
-    counts = {given["step"]: sum(bool(count) for rank in given["targets"] for count in rank) for given in _given(phase)}
+    batches = phase.footer.get("batches", ())
+    counts = {given["step"]: sum(bool(count) for rank in given["targets"] for count in rank) for given in batches}
     ranks = phase.layout.sp * phase.layout.ulysses
     return {step.step: ranks * counts.get(step.step, accumulation * phase.layout.data) for step in phase.steps}
-
-
-def _given(phase: Record) -> Sequence[Mapping[str, Any]]:
-    given: Sequence[Mapping[str, Any]] = phase.footer.get("batches", ())
-    return given
 
 
 def _of_experts(phase: Record, gradient: Observable, scenario: Scenario, batches: Sequence[Batch]) -> list[float]:

@@ -12,6 +12,7 @@ from itertools import pairwise
 from statistics import median
 from typing import Any, Literal
 
+from conformance.core.errors import first_few
 from conformance.results.baseline import CHANGED, COMMIT, Baseline, EarlierRun, Outcome, backend_of
 from conformance.results.verdict import FAILED, NO_ANSWER, NO_FAULT, STATES, RunVerdict, State, depth
 
@@ -270,9 +271,8 @@ def _by_oracle(changes: Sequence[OracleChange]) -> Iterator[str]:
 
 
 def list_cells(changes: Sequence[Change | OracleChange]) -> str:
-    """Returns the first cells and the number of further ones, in words."""
-    more = f" and {len(changes) - CELLS_LISTED} more" if len(changes) > CELLS_LISTED else ""
-    return ", ".join(change.cell for change in changes[:CELLS_LISTED]) + more
+    """Lists the first cells and counts the rest."""
+    return first_few([change.cell for change in changes], most=CELLS_LISTED)
 
 
 def since_to_json(since: Since) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from conformance.core.errors import first_few
 from conformance.results.baseline import RANKS_PER_GPU, Baseline, backend_of, baseline_from_json
 from conformance.results.changes import changes_between
 from conformance.results.verdict import ANSWERED, NOT_SEEN, STATES, State
@@ -102,14 +103,9 @@ def _shards(values: Any) -> tuple[str, ...]:
     return tuple(map(str, values))
 
 
-def _word(state: State | None) -> str:
-    return STATES[state].name if state else "not in the run"
-
-
 def _list_cells(cells: list[str], states: States) -> str:
-    """Returns ``cell (state)`` for the first cells, and the number of further ones, in words."""
-    first = ", ".join(f"{cell} ({_word(states.get(cell))})" for cell in cells[:CELLS_LISTED])
-    return first + (f" and {len(cells) - CELLS_LISTED} more" if len(cells) > CELLS_LISTED else "") or "the run has none"
+    named = [f"{cell} ({STATES[states[cell]].name if cell in states else 'not in the run'})" for cell in cells]
+    return first_few(named, most=CELLS_LISTED) or "the run has none"
 
 
 def claims(cells: Mapping[str, tuple[State, str]]) -> dict[str, dict[str, Any]]:

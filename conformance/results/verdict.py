@@ -269,10 +269,7 @@ class Verdict:
         errors: dict[str, float] = {}
         for q in self.quantities:
             if not q.tensor.endswith(AGAINST_REBUILT):
-                errors[q.stage] = _larger(errors.get(q.stage, 0.0), q.observed)
+                largest = errors.get(q.stage, 0.0)
+                # NaN is larger than any number.
+                errors[q.stage] = q.observed if math.isnan(q.observed) or q.observed > largest else largest
         return errors
-
-
-def _larger(a: float, b: float) -> float:
-    """Returns the larger of two errors; NaN is larger than any number."""
-    return b if math.isnan(b) or b > a else a

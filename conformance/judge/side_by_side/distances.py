@@ -50,7 +50,8 @@ def compare_lines(
         for step, reference in enumerate(oracle):
             if o.lost_if and number(reference["values"][o.lost_if]):
                 continue
-            values = [line.get("values", {}).get(o.key) for line in _lines_of_step(members, step)]
+            lines = [steps[step] if step < len(steps) else {} for steps in members]
+            values = [line.get("values", {}).get(o.key) for line in lines]
             scalars = [None if value is None else torch.tensor(number(value), dtype=torch.float64) for value in values]
             allowed = 2 * bounds.get((o.stage, o.key, step), 0.0)
             unit = abs(number(reference["values"][o.scale or o.key]))
@@ -60,11 +61,6 @@ def compare_lines(
             if all(line.get("values", {}).get(o.key) is None for line in steps):  # a backend may report no norm
                 found[o.column].leave_out(member)
     return _by_pair(found)
-
-
-def _lines_of_step(members: Sequence[Sequence[Line]], step: int) -> list[Line]:
-    """Returns the line of one step of each member; an empty line for a member that did not record this step."""
-    return [steps[step] if step < len(steps) else {} for steps in members]
 
 
 def compare_tensors(
