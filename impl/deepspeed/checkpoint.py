@@ -71,8 +71,11 @@ def add_parameter(out: Path, name: str, parts: Sequence[torch.Tensor], info: Map
 
 
 @contextlib.contextmanager
-def files_written(engine: Any, when: Writing) -> Iterator[None]:
-    """Raises a failed write on all ranks, after the ``with`` statement or in the work added to ``when``; collective."""
+def _files_written(engine: Any, when: Writing) -> Iterator[None]:
+    """Raises a failed write on all ranks, after the ``with`` statement or in the work added to ``when``; collective.
+
+    The engine writes nothing else to the disk, so no rank raises while the others wait in the engine's barriers.
+    """
     failed: list[Exception] = []
     copies: list[tuple[Path, io.BytesIO]] = []
     library, write = engine.checkpoint_engine, engine.checkpoint_engine.save
@@ -87,11 +90,11 @@ def files_written(engine: Any, when: Writing) -> Iterator[None]:
         except Exception as error:
             failed.append(error)
 
-    library.save = save
+    library.save, engine._copy_recovery_script = save, lambda path: None
     try:
         yield
     finally:
-        del library.save
+        del library.save, engine._copy_recovery_script
     agree("DeepSpeed writes a checkpoint", next(iter(failed), None))
     when.add(lambda: _write(copies))
 
@@ -101,15 +104,21 @@ def _write(copies: list[tuple[Path, io.BytesIO]]) -> None:
         path.write_bytes(copy.getbuffer())
 
 
-TAG, FILE = "state", "cut.json"
+TAG, LATEST, FILE = "state", "latest", "cut.json"
 
 
 def save(engine: DeepSpeedEngine, path: Path, own: Cut, when: Writing) -> None:
     """Writes a checkpoint into the folder ``path``; collective."""
-    with files_written(engine, when):
-        engine.save_checkpoint(str(path), tag=TAG)
-    partition = json.dumps(dataclasses.asdict(own))
-    on_first(f"writing {path / FILE}", lambda: (path / FILE).write_text(partition, encoding="utf-8"))
+    on_first(f"making {path / TAG}", lambda: (path / TAG).mkdir(parents=True, exist_ok=True))
+    with _files_written(engine, when):
+        engine.save_checkpoint(str(path), tag=TAG, save_latest=False)
+
+    def write_others() -> None:
+        (path / FILE).write_text(json.dumps(dataclasses.asdict(own)), encoding="utf-8")
+        (path / LATEST).write_text(TAG, encoding="utf-8")
+        engine._copy_recovery_script(str(path))
+
+    on_first(f"writing {path}", write_others)
 
 
 def load(engine: DeepSpeedEngine, path: Path, own: Cut, *, write_frozen: Callable[[ReadRegion], None]) -> None:

@@ -47,6 +47,7 @@ def test_a_resumed_training_drops_out_what_an_uninterrupted_one_does(
         ("plain", "dp3", "impl.interface.sharded_safetensors:TensorWriter.add", 0, True),
         exhaustive("fsdp2", "dp2", "torch.distributed.checkpoint.filesystem:FileSystemWriter.write_data", 1, False),
         exhaustive("deepspeed", "dp2.zero1", "torch:save", 1, False),
+        ("deepspeed", "dp2.zero1", "deepspeed.runtime.engine:copyfile", 0, False),
         exhaustive("megatron", "tp2", f"{WRITER}.write_preloaded_data", 0, False),
     ],
 )
