@@ -1,7 +1,7 @@
 """Log-probs and entropy from logits: against plain autograd in float64, on whole logits and on vocabulary shards."""
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,12 @@ def error(found: Tensor, expected: Tensor) -> float:
     return float((found.double() - expected.double()).norm() / expected.double().norm())
 
 
+def assert_close(found: Sequence[Tensor | None], expected: Sequence[Tensor], limit: float) -> None:
+    for output, reference in zip(found, expected, strict=True):
+        assert output is not None
+        assert error(output, reference) < limit
+
+
 @pytest.mark.parametrize("used", [(0,), (1,), (0, 1)], ids=["log-probs", "entropy", "both"])
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 2.5])
 def test_outputs_and_gradients_are_those_of_log_softmax(temperature: float, used: tuple[int, ...]) -> None:
@@ -43,10 +49,7 @@ def test_outputs_and_gradients_are_those_of_log_softmax(temperature: float, used
         parts = [both(statistics)[i] * given["upstream"][i] for i in used]
         loss = torch.stack([part.sum() for part in parts]).sum()
         gradients.append(torch.autograd.grad(loss, logits)[0])
-    for i in used:
-        output = found[i]
-        assert output is not None
-        assert error(output, expected[i]) < HONEST
+    assert_close([found[i] for i in used], [expected[i] for i in used], HONEST)
     assert error(*gradients) < HONEST
 
 
@@ -129,9 +132,7 @@ def test_logits_far_from_zero_lose_no_digits() -> None:
     moved = (given["logits"] * 2**10).round() / 2**10 + 2**12  # exact in float32
     found = token_statistics(moved, given["labels"])
     expected = plain_statistics(moved.double(), given["labels"], 1.0)
-    for output, reference in zip(found, expected, strict=True):
-        assert output is not None
-        assert error(output, reference) < 1e-6
+    assert_close(found, expected, 1e-6)
 
 
 def test_a_masked_logit_counts_for_nothing() -> None:
@@ -146,9 +147,7 @@ def test_a_masked_logit_counts_for_nothing() -> None:
     upstream = tuple(1e3 * given["upstream"])
     (gradient,) = torch.autograd.grad(both(found), logits, upstream)
     (expected_gradient,) = torch.autograd.grad(expected, kept, upstream)
-    for output, reference in zip(found, expected, strict=True):
-        assert output is not None
-        assert error(output, reference) < HONEST
+    assert_close(found, expected, HONEST)
     assert error(gradient[..., :7], expected_gradient) < HONEST
     assert not gradient[..., 7:].any()
 

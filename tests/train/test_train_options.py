@@ -11,8 +11,8 @@ from conformance.spec.objectives import Grpo, PolicyGradient, Ppo
 from impl.checkpoints.folder import TrainingFolder
 from impl.objectives.losses import LOSS_MODES
 from impl.train.command import TRAIN
-from impl.train.config import TrainConfig, from_json, to_json
-from impl.train.flags import COMMANDS, FLAGS, given_values, merge_values, read_recipe, resolve_options
+from impl.train.config import TrainConfig
+from impl.train.flags import FLAGS, given_values, merge_values, read_recipe, resolve_options
 from impl.train.loop import training_folder
 from impl.train.options import train_config
 
@@ -255,12 +255,6 @@ def test_packed_responses_share_rows() -> None:
     assert (config.scenario.data.rows, config.scenario.objective.mini_batches) == (6, 1)
     with pytest.raises(UsageError, match="use --rollout-batch-size 10 or more"):
         config_of("grpo", "fsdp2", *TINY, *said.replace("size 6", "size 40").split())
-
-
-def test_a_training_goes_through_json_unchanged() -> None:
-    for command in COMMANDS:
-        config = config_of(command, "megatron", *TINY)
-        assert from_json(to_json(config)) == config
 
 
 def test_a_recipe_has_the_names_of_the_options_and_the_command_line_comes_first(tmp_path: Path) -> None:
