@@ -21,7 +21,7 @@ from conformance.spec.scenario import Scenario
 from impl.context_parallel.support import RING_DIFFERENCES, RING_MODULES, ring_support
 from impl.deepspeed.checkpoint_layout import Cut, check, engine_cut
 from impl.deepspeed.config import states_of, zero_stage
-from impl.engine.adapter import CHECKPOINT_SEAMS, RL_SEAMS, ROUTER_SEAMS, ReferenceBackend
+from impl.engine.adapter import HUGGING_FACE_SEAMS, SHARED_SEAMS, ReferenceBackend, seams_of_model
 from impl.engine.memory_estimate import host_bytes
 from impl.models.family_quirks import quirks_of
 from impl.models.lora import adapter_support
@@ -107,36 +107,16 @@ class DeepspeedBackend(ReferenceBackend):
     )
     expected = EXPECTED
     seams: ClassVar[dict[str, str]] = {
-        **RL_SEAMS,
-        **CHECKPOINT_SEAMS,
-        "write_model": "impl.engine.hugging_face:write_model",
-        "forward_backward": "impl.deepspeed.model:DeepspeedModel.forward_backward",
+        **SHARED_SEAMS,
+        **HUGGING_FACE_SEAMS,
+        **seams_of_model("impl.deepspeed.model:DeepspeedModel", "forgotten_scale", "forget_steps"),
         "outputs_of": "impl.deepspeed.model:outputs_of",
-        "read_slice": "impl.interface.sharded_safetensors:SliceReader.slice",
-        "load_model": "impl.deepspeed.model:DeepspeedModel.load_model",
-        "hugging_face_model": "impl.engine.hugging_face:empty_model",
-        "load_adapter": "impl.engine.hugging_face:load_adapter",
-        "trained_names": "impl.engine.optimizers:trained_names",
-        "merge_adapter": "impl.models.export:merge_adapter",
-        "switch_off_dropout": "impl.engine.adapter:switch_off_dropout",
-        "collate": "impl.engine.trainer:collate",
-        "step_totals": "impl.engine.trainer:step_totals",
-        "backward": "impl.deepspeed.model:DeepspeedModel.backward",
-        "finish_gradients": "impl.deepspeed.model:DeepspeedModel.finish_gradients",
-        "gradient_scale": "impl.deepspeed.model:DeepspeedModel.gradient_scale",
         "reduce_replicas": "deepspeed.runtime.engine:DeepSpeedEngine.buffered_allreduce_fallback",
         "clip_threshold": "impl.deepspeed.config:clip_threshold",
         "mark_cut_gradients": "impl.deepspeed.tensors:EngineTensors.mark_cut_gradients",
-        "forgotten_scale": "impl.deepspeed.model:DeepspeedModel.forgotten_scale",
-        "forget_steps": "impl.deepspeed.model:DeepspeedModel.forget_steps",
-        "optimizer_step": "impl.deepspeed.model:DeepspeedModel.optimizer_step",
         "forget_overflow": "impl.deepspeed.model:forget_overflow",
-        **ROUTER_SEAMS,
         "routers_of": "impl.deepspeed.model:routers_of",
-        "create_optimizer": "impl.deepspeed.model:DeepspeedModel.create_optimizer",
         "summing_dtype": "impl.deepspeed.config:summing_dtype",
-        "shard_inputs": "impl.context_parallel.sequence_sharding:shard_inputs",
-        "merge_blocks": "impl.context_parallel.ring_functions:ring_varlen.update_out_and_lse",
     }
 
     @classmethod

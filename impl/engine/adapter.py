@@ -66,23 +66,40 @@ RL_SEAMS = {
     "value_losses": "impl.objectives.policy_gradient:value_losses",
     "of_all_ranks": "impl.engine.trainer:of_all_ranks",
 }
-# Patch points in loading a training state; all backends share them.
-CHECKPOINT_SEAMS = {
+SHARED_SEAMS = {
+    **RL_SEAMS,
+    "read_slice": "impl.interface.sharded_safetensors:SliceReader.slice",
+    "collate": "impl.engine.trainer:collate",
+    "step_totals": "impl.engine.trainer:step_totals",
+    "shard_inputs": "impl.context_parallel.sequence_sharding:shard_inputs",
+    "merge_blocks": "impl.context_parallel.ring_functions:ring_varlen.update_out_and_lse",
     "load_kind": "impl.checkpoints.training_state:load_kind",
     "load_progress": "impl.checkpoints.training_state:load_progress",
     "read_generators": "impl.checkpoints.native:read_file",
-}
-# Patch points of the backends that run models with routers.
-ROUTER_SEAMS = {
     "router_loss": "impl.models.router:router_loss",
     "z_loss": "impl.models.router:z_loss",
     "choices_for": "impl.engine.trainer:choices_for",
+}
+# Patch points of the backends that run a Hugging Face model.
+HUGGING_FACE_SEAMS = {
+    "write_model": "impl.engine.hugging_face:write_model",
+    "hugging_face_model": "impl.engine.hugging_face:empty_model",
+    "load_adapter": "impl.engine.hugging_face:load_adapter",
+    "trained_names": "impl.engine.optimizers:trained_names",
+    "merge_adapter": "impl.models.export:merge_adapter",
+    "switch_off_dropout": "impl.engine.adapter:switch_off_dropout",
 }
 # Patch points of the backends that can leave logits sharded along the vocabulary.
 VOCABULARY_SEAMS = {
     "through_softmax": "impl.models.outputs:through_softmax_",
     "through_label": "impl.models.outputs:through_label_",
 }
+
+
+def seams_of_model(model: str, *others: str) -> dict[str, str]:
+    """Returns the methods of a trainable that are patch points: those of every backend, and ``others``."""
+    shared = ("load_model", "create_optimizer", "forward_backward", "backward", "gradient_scale", "finish_gradients")
+    return {name: f"{model}.{name}" for name in (*shared, "optimizer_step", *others)}
 
 
 CHECKPOINT = "checkpoint"  # the checkpoint's folder inside the folder that the suite passes to save and load

@@ -13,7 +13,7 @@ from conformance.spec.layout import Layout
 from conformance.spec.precision import Precision
 from conformance.spec.scenario import Scenario
 from impl.context_parallel.support import RING_DIFFERENCES, RING_MODULES, ring_support
-from impl.engine.adapter import CHECKPOINT_SEAMS, RL_SEAMS, ROUTER_SEAMS, VOCABULARY_SEAMS, ReferenceBackend
+from impl.engine.adapter import HUGGING_FACE_SEAMS, SHARED_SEAMS, VOCABULARY_SEAMS, ReferenceBackend, seams_of_model
 from impl.engine.memory_estimate import Shapes, States, cut, elements, host_bytes, largest_layer, layer_of
 from impl.models.family_quirks import ROUTED, quirks_of
 from impl.models.lora import adapter_support
@@ -86,39 +86,19 @@ class Fsdp2Backend(ReferenceBackend):
     )
     expected = EXPECTED
     seams: ClassVar[dict[str, str]] = {
-        **RL_SEAMS,
-        **CHECKPOINT_SEAMS,
-        "write_model": "impl.engine.hugging_face:write_model",
+        **SHARED_SEAMS,
+        **HUGGING_FACE_SEAMS,
+        **seams_of_model(
+            "impl.fsdp2.model:Fsdp2Model", "start_micro_batch", "advance_schedule", "reduction_mesh", "summing_dtype"
+        ),
         **VOCABULARY_SEAMS,
-        "forward_backward": "impl.fsdp2.model:Fsdp2Model.forward_backward",
         "outputs_of": "impl.fsdp2.model:outputs_of",
-        "read_slice": "impl.interface.sharded_safetensors:SliceReader.slice",
-        "load_model": "impl.fsdp2.model:Fsdp2Model.load_model",
-        "hugging_face_model": "impl.engine.hugging_face:empty_model",
-        "load_adapter": "impl.engine.hugging_face:load_adapter",
-        "trained_names": "impl.engine.optimizers:trained_names",
-        "merge_adapter": "impl.models.export:merge_adapter",
-        "switch_off_dropout": "impl.engine.adapter:switch_off_dropout",
-        "collate": "impl.engine.trainer:collate",
-        "step_totals": "impl.engine.trainer:step_totals",
-        "start_micro_batch": "impl.fsdp2.model:Fsdp2Model.start_micro_batch",
-        "backward": "impl.fsdp2.model:Fsdp2Model.backward",
-        "finish_gradients": "impl.fsdp2.model:Fsdp2Model.finish_gradients",
         "norm_axes": "impl.fsdp2.dtensors:axes_to_sum",
         "clip_coefficient": "impl.fsdp2.dtensors:clip_coefficient",
-        "advance_schedule": "impl.fsdp2.model:Fsdp2Model.advance_schedule",
-        "optimizer_step": "impl.fsdp2.model:Fsdp2Model.optimizer_step",
         "find_overflow": "torch.amp.grad_scaler:GradScaler._unscale_grads_",
-        "gradient_scale": "impl.fsdp2.model:Fsdp2Model.gradient_scale",
-        **ROUTER_SEAMS,
         "routers_of": "impl.fsdp2.model:routers_of",
         "sorted_by_expert": "impl.fsdp2.expert_parallel:sorted_by_expert",
         "expert_divisor": "impl.fsdp2.expert_parallel:expert_divisor",
-        "reduction_mesh": "impl.fsdp2.model:Fsdp2Model.reduction_mesh",
-        "create_optimizer": "impl.fsdp2.model:Fsdp2Model.create_optimizer",
-        "summing_dtype": "impl.fsdp2.model:Fsdp2Model.summing_dtype",
-        "shard_inputs": "impl.context_parallel.sequence_sharding:shard_inputs",
-        "merge_blocks": "impl.context_parallel.ring_functions:ring_varlen.update_out_and_lse",
     }
 
     @classmethod

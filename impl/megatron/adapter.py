@@ -32,7 +32,7 @@ from conformance.spec.layout import Layout
 from conformance.spec.precision import HALF_PRECISIONS, Precision
 from conformance.spec.scenario import Scenario
 from impl.context_parallel.support import INSTALL, RING_MODULES, available, ring_support
-from impl.engine.adapter import CHECKPOINT_SEAMS, RL_SEAMS, ROUTER_SEAMS, VOCABULARY_SEAMS, ReferenceBackend
+from impl.engine.adapter import SHARED_SEAMS, VOCABULARY_SEAMS, ReferenceBackend, seams_of_model
 from impl.engine.memory_estimate import Shapes, States, cut, elements, layer_of
 from impl.interface.trainable import ContextConfig
 from impl.megatron.hf_mapping import all_parameters, is_trained
@@ -205,28 +205,14 @@ class MegatronBackend(ReferenceBackend):
     preload_apart: ClassVar = {"te": ("transformers.modeling_utils", *RING_MODULES)}
     expected = EXPECTED
     seams: ClassVar[dict[str, str]] = {
-        **RL_SEAMS,
-        **CHECKPOINT_SEAMS,
+        **SHARED_SEAMS,
+        **seams_of_model("impl.megatron.model:MegatronModel", "advance_schedule", "reduce_gradients"),
         "write_model": "impl.megatron.model:write_model",
         **VOCABULARY_SEAMS,
-        **ROUTER_SEAMS,
-        "forward_backward": "impl.megatron.model:MegatronModel.forward_backward",
         "outputs_of": "impl.megatron.model:outputs_of",
-        "read_slice": "impl.interface.sharded_safetensors:SliceReader.slice",
-        "load_model": "impl.megatron.model:MegatronModel.load_model",
-        "collate": "impl.engine.trainer:collate",
-        "step_totals": "impl.engine.trainer:step_totals",
-        "backward": "impl.megatron.model:MegatronModel.backward",
-        "finish_gradients": "impl.megatron.model:MegatronModel.finish_gradients",
-        "gradient_scale": "impl.megatron.model:MegatronModel.gradient_scale",
         "reduce_replicas": "megatron.core.distributed:DistributedDataParallel.finish_grad_sync",
         "clip_threshold": "impl.megatron.config:clip_threshold",
-        "advance_schedule": "impl.megatron.model:MegatronModel.advance_schedule",
-        "optimizer_step": "impl.megatron.model:MegatronModel.optimizer_step",
-        "create_optimizer": "impl.megatron.model:MegatronModel.create_optimizer",
         "summing_dtype": "impl.megatron.config:summing_dtype",
-        "shard_inputs": "impl.context_parallel.sequence_sharding:shard_inputs",
-        "merge_blocks": "impl.context_parallel.ring_functions:ring_varlen.update_out_and_lse",
         "pipeline_config": "impl.megatron.model:transformer_config",
         "qkv_spans": "impl.megatron.hf_mapping:qkv_spans",
         "project_output": "impl.megatron.gpt_model:BiasedRowParallelLinear.forward",
@@ -236,7 +222,6 @@ class MegatronBackend(ReferenceBackend):
         "routers_of": "impl.megatron.gpt_model:number_routers",
         "permute_tokens": "megatron.core.transformer.moe.token_dispatcher:permute",
         "gather_shared_key": ("megatron.core.transformer.multi_latent_attention:gather_from_sequence_parallel_region"),
-        "reduce_gradients": "impl.megatron.model:MegatronModel.reduce_gradients",
         "counts_in_norm": "megatron.core.tensor_parallel:param_is_not_tensor_parallel_duplicate",
     }
 
