@@ -79,25 +79,22 @@ def test_a_rank_that_names_a_piece_twice_is_told() -> None:
 # --- distances --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("at", [0, 1])
-@pytest.mark.parametrize("wrong", [math.nan, math.inf])
-def test_a_copy_that_is_not_finite_is_infinitely_far_off(at: int, wrong: float) -> None:
-    copies = [torch.ones(3) for _ in range(2)]
-    copies[at][1] = wrong
-    assert _distance(*copies) == math.inf
+HUGE = torch.full((4,), 1e300, dtype=torch.float64)
+NOT_FINITE = [torch.tensor([1.0, wrong, 1.0]) for wrong in (math.nan, math.inf)]
 
 
-def test_copies_of_another_shape_are_infinitely_far_off() -> None:
-    assert _distance(torch.ones(3), torch.ones(4)) == math.inf
-
-
-def test_copies_whose_norms_are_no_numbers_are_infinitely_far_off() -> None:
-    huge = torch.full((4,), 1e300, dtype=torch.float64)
-    assert _distance(huge, -huge) == math.inf
-
-
-def test_a_distance_is_relative_to_the_first_copy() -> None:
-    assert _distance(torch.full((4,), 2.0), torch.full((4,), 3.0)) == pytest.approx(0.5)
+@pytest.mark.parametrize(
+    ("copy", "other", "distance"),
+    [
+        *((ONES, wrong, math.inf) for wrong in NOT_FINITE),
+        *((wrong, ONES, math.inf) for wrong in NOT_FINITE),
+        (ONES, torch.ones(4), math.inf),
+        (HUGE, -HUGE, math.inf),  # the norms are not numbers
+        (torch.full((4,), 2.0), torch.full((4,), 3.0), 0.5),  # relative to the first
+    ],
+)
+def test_distance_of_copies_is_relative_and_never_nan(copy: torch.Tensor, other: torch.Tensor, distance: float) -> None:
+    assert _distance(copy.clone(), other.clone()) == pytest.approx(distance)
 
 
 # --- digests ----------------------------------------------------------------------------------------------------------
