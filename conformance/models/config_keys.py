@@ -22,7 +22,7 @@ INERT = re.compile(
 )
 RANDOM = re.compile(r"dropout|pdrop|layer_?drop|drop_(path|rate|prob)|_drop$|jitter")
 OF_CLASSIFIERS = re.compile(r"(classifier|summary)_")  # starts of names that only classification heads read
-QUANTIZED = re.compile(r"quant|compression_config")
+QUANTIZED = re.compile(r"^_?quantiz(e|ed|ation)(_config)?$|^quant_(config|method)$|^compression_config$")
 QUANTIZED_ADVICE = (
     "quantized weights cannot be trained; convert them to bfloat16 (with dequantize=True of transformers' "
     "FineGrainedFP8Config or Mxfp4Config, for example), save the model, and remove the key"

@@ -36,6 +36,7 @@ from conformance.spec.observables import Head
 
 transformers.utils.logging.disable_progress_bar()  # it would be printed between the lines of a run
 
+OF_ROUTER_LOGITS = {"aux_loss_coef", "router_aux_loss_coef"}  # without output_router_logits they do nothing
 SCORE = "score.weight"  # the head of a value model: a linear layer without bias on the last hidden state
 
 
@@ -63,7 +64,7 @@ class TransformersDecoder:
         except UsageError:
             raise
         except Exception as error:  # transformers and code of folders raise errors of many types
-            whose = "the Python code of the folder" if self._code else "transformers"
+            whose = "the Python code of the folder" if self._code else "transformers' own code"
             raise UsageError(
                 f"{folder / 'config.json'} has model_type {shown(values.get('model_type'))}, which the oracle does not "
                 f"know, and {whose} cannot build a causal language model of it with transformers "
@@ -109,11 +110,17 @@ class TransformersDecoder:
         The code of a folder may be older than the installed transformers, so it is also called with two tokens.
         """
         with torch.device("meta"), listed_ties():
-            model = self._class(self._config)
+            model = self._class(self._config if self._code else self._text_config())
             if self._code:
                 with contextlib.suppress(NotImplementedError, RuntimeError):  # routing needs numbers
                     model(input_ids=torch.zeros(1, 2, dtype=torch.int64), use_cache=False)
         return model
+
+    def _text_config(self) -> transformers.PretrainedConfig:
+        """Returns the configuration that transformers' class takes, which may be the text part of a multimodal one."""
+        text: transformers.PretrainedConfig = self._config.get_text_config()
+        takes = self._class.config_class
+        return text if isinstance(text, takes) and not isinstance(self._config, takes) else self._config
 
     def parameter_names(self, head: Head) -> tuple[str, ...]:
         names = tuple(name for name, _ in self._empty.named_parameters())
@@ -261,7 +268,7 @@ def _check(
     known = known_keys(values.get("model_type"))
     remarks = []
     for part in (values, *(value for value in values.values() if isinstance(value, dict))):
-        for key in sorted(part.keys() - {"router_aux_loss_coef"}):  # output_router_logits switches it on
+        for key in sorted(part.keys() - OF_ROUTER_LOGITS):
             entry = f"{key[:60]}={shown(part[key])}"
             meaning = changes_training(key, part[key])
             if meaning is None and part is values and known and key not in known:
