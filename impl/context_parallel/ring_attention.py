@@ -33,26 +33,13 @@ from impl.interface.micro_batches import MicroBatch, Outputs
 from impl.interface.trainable import ContextConfig
 
 
-def with_sinks(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor,
-    documents: tuple[Any, ...],
-    group: dist.ProcessGroup,
-    scale: float,
-    window: tuple[int, int],
-) -> Tensor:
+class _WithSinks(torch.autograd.Function):
     """Computes causal attention of ``q`` (Q, heads, E) over all ranks' ``k``, ``v`` (K, kv_heads, E) with sinks.
 
     The result has the dtype of ``q``. ``sinks``: (heads,). ``documents``: arguments of the package's function that
     describe the documents. ``window``: as in Ring.
     """
-    out: Tensor = _WithSinks.apply(q, k, v, sinks, documents, group, scale, window)  # type: ignore[no-untyped-call]
-    return out
 
-
-class _WithSinks(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -251,8 +238,10 @@ class Ring:
                     raise ValueError(
                         "only default context parallelism has attention sinks; leave ring, zigzag and torchcp out"
                     )
-                return with_sinks(q[0], k[0], v[0], sinks, documents, self._attention.group, scale, window)[None]
-            out: Tensor = apply(q[0], k[0], v[0], *documents, *options)  # type: ignore[no-untyped-call]
+                arguments = (q[0], k[0], v[0], sinks, documents, self._attention.group, scale, window)
+                out: Tensor = _WithSinks.apply(*arguments)  # type: ignore[no-untyped-call]
+            else:
+                out = apply(q[0], k[0], v[0], *documents, *options)  # type: ignore[no-untyped-call]
             return out[None]
         dense: Tensor = apply(q, k, v, *options)  # type: ignore[no-untyped-call]
         return dense
