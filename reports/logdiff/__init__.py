@@ -1,12 +1,15 @@
 """Compares training logs of any framework: ``parity diff``.
 
-    readers.py, tensorboard.py   read a file into rows
-    run.py                       makes curves of the rows under canonical names, with NaN where a value is missing
-    alignment.py                 puts the curves of several runs on common positions
-    tolerance_band.py            says how far two runs may differ
-    comparison.py                finds where the runs first differ
-    likely_causes.py             names likely causes
-    output.py, page.py, console.py   write text, Markdown, JSON and HTML
+    readers.py            read a file into rows: JSON, tables, event files, wandb's runs
+    lines.py, formats.py  read the lines of a console; list the formats with a sample each
+    rows.py               hold rows, and number those that name no step
+    metrics.py            name metrics
+    run.py                makes curves of the rows under canonical names, with NaN where a value is missing
+    alignment.py          puts the curves of several runs on common positions
+    tolerance_band.py     says how far two runs may differ
+    comparison.py         finds where the runs first differ
+    likely_causes.py      names likely causes
+    output.py, page.py    write text, Markdown, JSON and HTML
 
 docs/guides/comparing-runs.md gives the statistics and their sources.
 """

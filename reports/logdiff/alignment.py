@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from conformance.core.errors import UsageError
-from reports.logdiff.run import EVALUATION, EXACT, Curve, Floats, Run
+from reports.logdiff.metrics import METRICS, is_evaluation, is_known, is_rate
+from reports.logdiff.run import SHOWN, Curve, Floats, Run
 
 CLEARLY = 2.0  # times nearer: then a metric says whether a counter is shifted
 
@@ -21,7 +22,7 @@ CLEARLY = 2.0  # times nearer: then a metric says whether a counter is shifted
 class Aligned:
     """One metric of all runs: positions [T] (steps or tokens, rising), and of each side its runs' values [R, T].
 
-    ``exact``: these are values of EXACT as they were logged; between the positions of a log they are interpolated.
+    ``exact``: these are rates as they were logged; between the positions of a log they are interpolated.
     """
 
     metric: str
@@ -45,8 +46,9 @@ def align(sides: tuple[Sequence[Run], Sequence[Run]], *, by: str, chosen: Sequen
     runs = [*sides[0], *sides[1]]
     if by == "tokens" and (without := [run.name for run in runs if run.tokens is None]):
         raise UsageError(f"{', '.join(without)} counts no tokens; leave out --by tokens, or log them cumulatively")
-    names = list(chosen or dict.fromkeys(name for run in runs for name in run.curves))
+    names = list(chosen or sorted(dict.fromkeys(name for run in runs for name in run.curves), key=_in_order))
     missing, notes, metrics = [], [], []
+    unknown: list[str] = []
     shifts = []
     for run in runs:
         shift, note = (0.0, "") if by == "tokens" else _shift(runs[0], run)
@@ -56,6 +58,9 @@ def align(sides: tuple[Sequence[Run], Sequence[Run]], *, by: str, chosen: Sequen
             notes.append(f"{run.name} counts the tokens of each step, not those so far; they were added up")
     for name in names:
         lacking = [run.name for run in runs if name not in run.curves]
+        if lacking and not is_known(name) and not chosen:
+            unknown.append(name)
+            continue
         if lacking:
             missing.append(f"{name}: not in {', '.join(lacking)}")
             continue
@@ -74,8 +79,14 @@ def align(sides: tuple[Sequence[Run], Sequence[Run]], *, by: str, chosen: Sequen
             missing.append(f"{name}: no finite value in any of them")
             continue
         split = len(sides[0])
-        exact = name in EXACT and by == "step"
+        exact = is_rate(name) and by == "step"
         metrics.append(Aligned(metric=name, positions=positions, sides=(values[:split], values[split:]), exact=exact))
+    if unknown:
+        missing.append(f"{listed(unknown)}: not in every log, under names that no table knows")
+    if both := [own for own in runs[0].ignored if all(own in run.ignored for run in runs)]:
+        missing.append(
+            f"{len(both)} columns that every log has: {listed(both)}; they are no loss, norm, reward or rate"
+        )
     ends = [_last(run) + shift for run, shift in zip(runs, shifts, strict=True)]
     if by == "step" and max(ends) > min(ends):
         last, first = runs[ends.index(max(ends))].name, runs[ends.index(min(ends))].name
@@ -85,15 +96,24 @@ def align(sides: tuple[Sequence[Run], Sequence[Run]], *, by: str, chosen: Sequen
     return Alignment(by=by, metrics=tuple(metrics), notes=tuple(notes), missing=tuple(missing))
 
 
+def _in_order(metric: str) -> int:
+    return list(METRICS).index(metric) if is_known(metric) else len(METRICS)
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first names, and how many more there are."""
+    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+
+
 def _first(run: Run) -> float:
     """The first step of training; an evaluation may come before it."""
-    trained = [curve.steps[0] for name, curve in run.curves.items() if not name.startswith(EVALUATION)]
+    trained = [curve.steps[0] for name, curve in run.curves.items() if not is_evaluation(name)]
     return float(min(trained or [curve.steps[0] for curve in run.curves.values()]))
 
 
 def _last(run: Run) -> float:
     """The last step of training."""
-    trained = [curve.steps[-1] for name, curve in run.curves.items() if not name.startswith(EVALUATION)]
+    trained = [curve.steps[-1] for name, curve in run.curves.items() if not is_evaluation(name)]
     return float(max(trained or [curve.steps[-1] for curve in run.curves.values()]))
 
 
@@ -108,7 +128,7 @@ def _shift(reference: Run, run: Run) -> tuple[float, str]:
     shared = [
         (reference.curves[name], run.curves[name])
         for name in reference.curves
-        if name in run.curves and not name.startswith(EVALUATION)
+        if name in run.curves and not is_evaluation(name)
     ]
     same_stride = [(a, b) for a, b in shared if a.stride == b.stride]
     if {_first(reference), _first(run)} != {0.0, 1.0} or not same_stride:

@@ -4,6 +4,7 @@ conformance/core/packages.py finds the command. What it does is imported when it
 """
 
 import argparse
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +13,7 @@ from conformance.core.errors import UsageError
 
 if TYPE_CHECKING:
     from parity.compare import Comparison as RecordComparison
-    from reports.logdiff.comparison import Side
+    from reports.logdiff.comparison import Comparison, Side
     from reports.logdiff.output import Comparisons
 
 AGREE, PART, NOT_COMPARABLE = 0, 1, 3
@@ -91,7 +92,26 @@ def compare_sides(
 
     allowed = THRESHOLD if threshold is None else threshold
     first, *others = _named(sides)
-    return Comparisons(pairs=tuple(compare(first, one, by=by, threshold=allowed, chosen=metrics) for one in others))
+    pairs = tuple(compare(first, one, by=by, threshold=allowed, chosen=metrics) for one in others)
+    return Comparisons(pairs=pairs, next_command=_next_command(sides, pairs, by=by, threshold=allowed))
+
+
+def _next_command(sides: Sequence[Sequence[str]], pairs: "Sequence[Comparison]", *, by: str, threshold: float) -> str:
+    """The command that tells more, with a word on what it does."""
+    several = any(len(side) > 1 for side in sides)
+    logs = [f"--side {shlex.join(side)}" if several else shlex.join(side) for side in sides]
+    command = f"parity diff {' '.join(logs)}"
+    parted = next((one for one in pairs if one.differs), None)
+    if parted and parted.first:
+        return f"{command} --metric {shlex.quote(parted.first.name)} --out diff   (draws its curves: diff/diff.html)"
+    if not all(one.comparable for one in pairs):
+        counted = all(run.tokens for one in pairs for side in one.sides for run in side.runs)
+        if by == "step" and counted:
+            return f"{command} --by tokens   (the logs have no step in common, but both count tokens)"
+        return "parity diff --help   (the notes say what the logs lack)"
+    if several:
+        return f"{command} --out diff   (draws the curves and the band: diff/diff.html)"
+    return f"{command} --threshold {threshold / 5:g}   (a narrower band)"
 
 
 def _records(sides: Sequence[Sequence[str]]) -> list[str]:

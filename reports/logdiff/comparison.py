@@ -9,7 +9,8 @@ import numpy as np
 from conformance.core.errors import UsageError
 from reports.logdiff.alignment import Aligned, Alignment, align
 from reports.logdiff.likely_causes import Evidence, LikelyCause, likely_causes
-from reports.logdiff.run import METRICS, OF_ANY_SIZE, Floats, Run
+from reports.logdiff.metrics import METRICS, RATIOS, of_any_size
+from reports.logdiff.run import Floats, Run
 from reports.logdiff.tolerance_band import Judged, within_digits, within_spread, within_threshold
 
 COUNTED = re.compile(r"accum|micro|world|rank|parallel|dp|gpu|node")  # in the names of a header's counts
@@ -101,21 +102,25 @@ class Comparison:
 
 def compare(a: Side, b: Side, *, by: str, threshold: float, chosen: Sequence[str] = ()) -> Comparison:
     """Compare two sides: by the spread of seeds if one has several runs, else by the relative ``threshold``."""
-    unknown = [name for name in chosen if name not in METRICS]
+    own = {name for side in (a, b) for run in side.runs for name in run.curves}
+    unknown = [name for name in chosen if name not in METRICS and name not in own]
     if unknown:
-        raise UsageError(f"no metric is called {', '.join(unknown)}; there are {', '.join(METRICS)}")
+        raise UsageError(
+            f"no metric is called {', '.join(unknown)}; there are {', '.join(dict.fromkeys((*METRICS, *sorted(own))))}"
+        )
     alignment = align((a.runs, b.runs), by=by, chosen=chosen)
     spread = len(a.runs) + len(b.runs) > 2
     metrics = []
     for one in alignment.metrics:
         x, y = one.sides
-        any_size = one.metric in OF_ANY_SIZE
+        any_size = of_any_size(one.metric)
         if spread:
             judged = within_spread(x, y, metrics=len(alignment.metrics), any_size=any_size, exact=one.exact)
         elif one.exact:
             judged = within_digits(x[0], y[0])
         else:
-            judged = within_threshold(x[0], y[0], threshold, any_size=any_size)
+            noisy = one.metric in RATIOS
+            judged = within_threshold(x[0], y[0], threshold, any_size=any_size, noisy=noisy)
         means = x.mean(axis=0), y.mean(axis=0)
         metrics.append(Compared(aligned=one, means=means, judged=judged, first=_first(one, judged)))
     found: tuple[LikelyCause, ...] = ()

@@ -1,10 +1,13 @@
 """Writes a comparison of training logs as text for the terminal, as JSON values and as Markdown."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from reports.logdiff.alignment import listed
 from reports.logdiff.comparison import Compared, Comparison, Side
+from reports.logdiff.metrics import is_known
 from reports.wording import percent, plain
 
 HEADS = ("metric", "compared at", "first outside", "difference", "allowed", "outside", "largest difference")
@@ -13,9 +16,10 @@ NO_CAUSE = "no likely cause: the difference has none of the known shapes"
 
 @dataclass(frozen=True, kw_only=True)
 class Comparisons:
-    """Every other side compared with the first."""
+    """Every other side compared with the first; ``next_command``: what to run next, and what it tells."""
 
     pairs: tuple[Comparison, ...]
+    next_command: str
 
     @property
     def differs(self) -> bool:
@@ -27,7 +31,7 @@ class Comparisons:
 
     def text(self) -> str:
         """What ``parity diff`` prints."""
-        return to_text(self.pairs)
+        return f"{to_text(self.pairs)}\n\nNext: {self.next_command}"
 
     def to_json(self) -> dict[str, Any]:
         """``differs``, ``comparable``, and of each comparison sides, metrics, likely causes (as "hints") and notes."""
@@ -35,6 +39,7 @@ class Comparisons:
             "differs": self.differs,
             "comparable": self.comparable,
             "comparisons": [_comparison(one) for one in self.pairs],
+            "next": self.next_command,
         }
 
 
@@ -68,6 +73,9 @@ def headline(comparison: Comparison) -> str:
         count = len(comparison.metrics)
         return f"{names} agree within the band in {count} metric{'s' * (count != 1)}."
     assert first.first
+    if not math.isfinite(first.first.difference):
+        where = f"{comparison.alignment.by} {first.first.position:.0f}"
+        return f"{names} part at {where}: {first.name} is not finite on one side."
     mean = f" in the mean of {first.first.span} positions" if first.first.span > 1 else ""
     return (
         f"{names} part at {comparison.alignment.by} {first.first.position:.0f}: {first.name}"
@@ -138,6 +146,8 @@ def cause_texts(comparison: Comparison) -> list[str]:
 def notes(comparison: Comparison) -> list[str]:
     """What had to be put right or left out, and what is not finite."""
     texts = [f"{run.name}: {note}" for side in comparison.sides for run in side.runs for note in run.notes]
+    if own := [one.name for one in comparison.metrics if not is_known(one.name)]:
+        texts.append(f"{listed(own)}: no table knows this name; compared under it")
     texts += [*comparison.alignment.notes, *(f"not compared: {text}" for text in comparison.alignment.missing)]
     for one in comparison.metrics:
         for letter, values, side in zip("AB", one.aligned.sides, comparison.sides, strict=True):

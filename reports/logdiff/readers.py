@@ -1,8 +1,8 @@
-"""Reads training logs: CSV, JSON, TensorBoard's event files, and consoles. The content tells the format.
+"""Reads training logs: CSV, JSON, TensorBoard's event files, wandb's runs, and consoles. The content tells the format.
 
 CSV has a header with a counter of steps. wandb exports a panel in this format: it names a column ``RUN - METRIC`` and
 adds ``__MIN`` and ``__MAX`` of the interval that a point stands for, which are not metrics here (docs.wandb.ai, "Export
-data from a panel"). A panel of several runs is read one run at a time: ``panel.csv#RUN``.
+data from a panel"); SwanLab names it ``RUN-METRIC``. Of several runs one is read at a time: ``panel.csv#RUN``.
 
 JSON is lines of objects (this project's log, wandb's history, verl's file logger), or Hugging Face's
 trainer_state.json. An object with a counter of steps is a row. The first object without one is the header, which holds
@@ -16,95 +16,148 @@ record, and drops the rows that a resumed run has logged again.
 """
 
 import csv
-import io
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from conformance.core.errors import UsageError, shown
 from conformance.core.io import Unreadable, read_file
-from reports.logdiff.console import CONSOLES, lines_of
-from reports.logdiff.run import STEP, Log, Row
+from reports.logdiff.formats import FORMATS, format_of
+from reports.logdiff.lines import lines_of, read_lines
+from reports.logdiff.metrics import STEP, canonical, is_known, plain_name
+from reports.logdiff.rows import LARGEST_STEP, NO_STEP, Log, Row, number_in, numbered, row_of
 
 BETWEEN = " - "
+METRIC_FILE = re.compile(r"\d{10,16} \S{1,40} \d{1,15}\Z")  # of MLflow: time, value, step
 
 
 def read_table(text: str, *, name: str, chosen: str | None) -> Log | None:
-    """The log in ``text``, or None if its first line is no header with a counter of steps. ``chosen``: a wandb run."""
+    """The log in ``text``, or None if its first line is no header with a counter of steps. ``chosen``: a run of it."""
     text = text.lstrip("\ufeff\r\n ")
-    first = text.splitlines()[0] if text else ""
-    delimiter = max(",;\t", key=first.count)
-    header = [column.strip() for column in next(csv.reader([first], delimiter=delimiter), [])]
-    lower = [column.lower() for column in header]
-    counter = next((lower.index(column) for column in STEP if column in lower), None)
+    lines = re.split(r"\r\n|\n|\r", text)
+    if METRIC_FILE.match(lines[0].strip()):
+        lines = ["time,value,step", *(line.replace(" ", ",") for line in lines)]
+    delimiter = max(",;\t", key=lines[0].count)
+    delimiter = "|" if lines[0].startswith("|") else delimiter
+    header = _cells(lines[:1], delimiter, name=name)[0]
+    lower = [plain_name(column) for column in header]
+    counter = next((lower.index(plain_name(column)) for column in STEP if plain_name(column) in lower), None)
     if counter is None or len(header) < 2:
         return None
-    table = [line for line in csv.reader(io.StringIO(text, newline=None), delimiter=delimiter) if line]
+    _, *table = _cells(lines, delimiter, name=name)
+    form = "MLflow metric file" if lower == ["time", "value", "step"] else "CSV"
     names = {place: column for place, column in enumerate(header) if place != counter}
-    exported = any(BETWEEN in column for column in names.values())
-    if exported:
-        names = _of_one_run(names, name=name, chosen=chosen)
+    if {"key", "value"} <= set(lower):
+        return _long_table(table, lower, counter)
+    if split := _split_columns(names.values()):
+        names = _of_one_run(names, split, name=name, chosen=chosen)
+        form = "wandb CSV" if any(BETWEEN in column for column in split) else "SwanLab CSV"
+    elif lower == ["wall_time", "step", "value"] or form != "CSV":
+        tag = re.split(r"-tag-|[/\\]", name)[-1].removesuffix(".csv")
+        names = {
+            place: tag if (own := canonical(tag)) and is_known(own.metric) else "value"
+            for place in names
+            if lower[place] == "value"
+        }
+        form = "TensorBoard CSV" if form == "CSV" else form
+    elif any(column.startswith("lr_") for column in lower) and "epoch" in lower:
+        form = "Lightning CSV"
     rows, broken = [], 0
-    for line in table[1:]:
-        step = _number(line[counter]) if counter < len(line) else None
-        if step is None or not step.is_integer():
+    for line in table:
+        step = _step(line[counter]) if counter < len(line) else None
+        if step is None:
             broken += 1
             continue
-        cells = {column: _number(line[place]) for place, column in names.items() if place < len(line)}
-        values = {column: value for column, value in cells.items() if value is not None}
-        rows.append(Row(int(step), values, frozenset(cells.keys() - values.keys())))
+        cells = {column: line[place].strip() for place, column in names.items() if place < len(line)}
+        values = {column: value for column, cell in cells.items() if (value := number_in(cell)) is not None}
+        rows.append(Row(step, values, frozenset(column for column, cell in cells.items() if not cell)))
     notes = (f"{broken} lines have no whole number as their step; they were left out",) if broken else ()
-    return Log(format="wandb CSV" if exported else "CSV", rows=rows, notes=notes)
+    return Log(format=form, rows=rows, notes=notes)
 
 
-def _of_one_run(names: dict[int, str], *, name: str, chosen: str | None) -> dict[int, str]:
+def _cells(lines: Sequence[str], delimiter: str, *, name: str) -> list[list[str]]:
+    """The cells of each line that has any; of a table in Markdown, without its outer bars and the line of hyphens."""
+    bars = delimiter == "|"
+    reader = csv.reader((line.strip().strip("|") if bars else line for line in lines), delimiter=delimiter)
+    try:
+        cells = [line for line in reader if line and not (bars and set("".join(line)) <= set(" -:"))]
+    except csv.Error as error:
+        raise UsageError(f"{name}, line {reader.line_num}: {error}") from None
+    return [[cell.strip() for cell in line] for line in cells] or [[]]
+
+
+def _step(cell: str) -> int | None:
+    number = number_in(cell)
+    return int(number) if number is not None and number.is_integer() and abs(number) < 10**LARGEST_STEP else None
+
+
+def _long_table(table: Sequence[Sequence[str]], header: Sequence[str], counter: int) -> Log:
+    """A table with a line for each number, as MLflow exports it."""
+    key, value = header.index("key"), header.index("value")
+    whole = [line for line in table if len(line) == len(header)]
+    found = [(_step(line[counter]), line[key], number_in(line[value])) for line in whole]
+    rows: dict[int, dict[str, float]] = {}
+    for step, own, number in found:
+        if step is not None and number is not None:
+            rows.setdefault(step, {})[own] = number
+    return Log(format="MLflow CSV", rows=[Row(step, values) for step, values in rows.items()])
+
+
+def _split_columns(columns: Any) -> dict[str, tuple[str, str]]:
+    """The columns that are named after a run and a metric, with both."""
+    found = {}
+    for column in columns:
+        run, between, metric = column.rpartition(BETWEEN)
+        cuts = [] if between or is_metric(column) else [match.start() for match in re.finditer("-", column)]
+        cut = next((at for at in cuts if is_metric(column[at + 1 :])), None)
+        if between or cut:
+            found[column] = (run, metric) if cut is None else (column[:cut], column[cut + 1 :])
+    return found
+
+
+def is_metric(own: str) -> bool:
+    return (place := canonical(own)) is not None and is_known(place.metric)
+
+
+def _of_one_run(
+    names: dict[int, str], split: dict[str, tuple[str, str]], *, name: str, chosen: str | None
+) -> dict[int, str]:
     """The columns of the run that was asked for, or of the only one, without its name."""
-    parts = {place: column.rpartition(BETWEEN) for place, column in names.items() if BETWEEN in column}
-    runs = list(dict.fromkeys(run for run, _, _ in parts.values()))
+    runs = list(dict.fromkeys(run for run, _ in split.values()))
     if chosen is None and len(runs) > 1:
         raise UsageError(f"{name} holds {len(runs)} runs; name one: " + " or ".join(f"{name}#{run}" for run in runs))
     if chosen is not None and chosen not in runs:
         raise UsageError(f"{name} holds no run {chosen!r}; it has {', '.join(runs)}")
-    return {place: metric for place, (run, _, metric) in parts.items() if run == (chosen or runs[0])}
+    one = chosen or runs[0]
+    return {place: split[column][1] for place, column in names.items() if column in split and split[column][0] == one}
 
 
-def _number(cell: str) -> float | None:
-    try:
-        return float(cell)
-    except ValueError:
+OURS = {"kl": "ppo_kl"}  # the divergence from the rollout's policy, where others mean that from the reference
+
+
+def read_json(text: str, *, name: str) -> Log | None:
+    """The log in ``text``, or None if this is no JSON with numbers of a training."""
+    if not text.lstrip("\ufeff\r\n ").startswith(("{", "[")):
         return None
-
-
-TRANSPARENT = "data"
-LARGEST = 2**63  # of whole numbers; an identifier may be larger
-NOT_FINITE = ("nan", "inf", "-inf", "infinity", "-infinity")  # as texts, since JSON has no such numbers
-OURS = {"kl": "ppo_kl"}  # the divergence from the roll-out's policy, where others mean that from the reference
-
-
-def read_json(text: str) -> Log | None:
-    """The log in ``text``, or None if this is no JSON with a counter of steps."""
-    if not text.lstrip().startswith(("{", "[")):
-        return None
+    text = text.lstrip("\ufeff")
     try:
         whole = json.loads(text)
     except (ValueError, RecursionError):
         return _read_lines(text)
     history = whole.get("log_history") if isinstance(whole, dict) else None
     if isinstance(history, list):
-        logged = [
-            one for one in history if isinstance(one, dict) and "train_runtime" not in one
-        ]  # that sums the run up
-        rows = [row for one in logged for row in _rows(one)]
+        rows = [row for one in history if isinstance(one, dict) and (row := _row(one)) and row.values]
         return Log(format="Hugging Face trainer_state.json", rows=rows, averaged=frozenset({"loss"}))
-    objects = whole if isinstance(whole, list) else [whole]
-    return _log(objects, broken=0)
+    return _log(whole if isinstance(whole, list) else [whole], broken=0)
 
 
 def _read_lines(text: str) -> Log | None:
     objects: list[Any] = []
     broken = 0
-    for line in text.splitlines():
+    for line in text.split("\n"):  # and at no other separator of Unicode, which texts may hold
         if line.strip():
             try:
                 objects.append(json.loads(line))
@@ -113,49 +166,56 @@ def _read_lines(text: str) -> Log | None:
     return _log(objects, broken=broken)
 
 
+def _row(one: dict[str, Any]) -> Row | None:
+    """The row that an object is; None if it is nested too deeply, or its step is no step."""
+    try:
+        row = row_of(one)
+    except RecursionError:
+        return None
+    return None if row.step == NO_STEP else row
+
+
 def _log(objects: list[Any], *, broken: int) -> Log | None:
     objects = [one for one in objects if isinstance(one, dict)]
-    rows = [row for one in objects for row in _rows(one)]
-    if not rows:
+    found = [(one, row) for one in objects if (row := _row(one))]
+    rows, counted = numbered([row for _, row in found if row.step is not None or row.trains])
+    if not any(row.trains or row.blank or row.step is not None for row in rows):
         return None
     notes = (f"{broken} lines are no JSON, perhaps cut off; they were left out",) if broken else ()
-    header = objects[0] if not list(_rows(objects[0])) else {}
+    header = objects[0] if (first := _row(objects[0])) and first.step is None and not first.trains else {}
     if "run" in header:
         rows = [
-            Row(
-                row.step,
-                {OURS.get(name, name): value for name, value in row.values.items()},
-                frozenset(OURS.get(name, name) for name in row.blank),
+            replace(
+                row,
+                values={OURS.get(own, own): value for own, value in row.values.items()},
+                blank=frozenset(OURS.get(own, own) for own in row.blank),
             )
             for row in rows
         ]
-    wandb = any("_step" in one and "_timestamp" in one for one in objects)
-    return Log(format="wandb history" if wandb else "JSON lines", rows=rows, facts=header, notes=notes)
+    keys = set().union(*objects)
+    marks = {"_timestamp": "wandb history", "current_steps": "LLaMA-Factory", "global_step/max_steps": "ms-swift"}
+    form = next((form for key, form in marks.items() if key in keys), "JSON lines")
+    return Log(format=form, rows=rows, facts=header, notes=(*notes, *counted))
 
 
-def _rows(one: Mapping[str, Any]) -> Iterator[Row]:
-    """The row that an object is; none without a whole number as its step."""
-    named = dict(_flat(one))
-    values = {name: value for name, value in named.items() if value is not None}
-    lower = {name.lower(): name for name in values}
-    counter = next((lower[name] for name in STEP if name in lower), None)
-    if counter is not None and values[counter].is_integer():
-        step = int(values[counter])
-        blank = frozenset(name for name, value in named.items() if value is None)
-        yield Row(step, {name: value for name, value in values.items() if name.lower() not in STEP}, blank)
+WANDB = "wandb:"
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float | None]]:
-    """Names with their numbers, or None for null."""
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, prefix if name == TRANSPARENT else f"{prefix}{name}/")
-        elif value is None:
-            yield f"{prefix}{name}", None
-        elif isinstance(value, bool) or (isinstance(value, int) and abs(value) > LARGEST):
-            continue
-        elif isinstance(value, int | float) or (isinstance(value, str) and value.lower() in NOT_FINITE):
-            yield f"{prefix}{name}", float(value)
+def read_wandb(path: str) -> Log:
+    """The history of a run of wandb, by its package. ``path``: entity/project/run."""
+    try:
+        import wandb
+    except ImportError:
+        raise UsageError(f"{WANDB}{path} is read by the package wandb: pip install wandb") from None
+    try:
+        history = list(wandb.Api().run(path).scan_history())
+    except Exception as error:  # of the network, of rights, or of a run that is not there: wandb has many classes
+        raise UsageError(
+            f"{WANDB}{path} cannot be read: {shown(str(error))}; the form is {WANDB}entity/project/run"
+        ) from None
+    if not (found := _log(history, broken=0)):
+        raise UsageError(f"{WANDB}{path} has no history")
+    return replace(found, format="wandb history")
 
 
 EVENT_FILES = "*tfevents*"
@@ -234,17 +294,15 @@ def _scalar(value: Any) -> float | None:
 
 
 LONGEST = 2**30  # bytes of a log
-LOOKED_FOR = (
-    "JSON lines with a `step`, trainer_state.json, CSV with a header that has a `step`, TensorBoard event files, and"
-    " the consoles of verl, torchtitan, Megatron, OpenRLHF and Hugging Face's Trainer"
-)
 
 
 def read_log(name: str) -> Log:
-    """The log that the argument ``name`` names: a file, a folder of event files, or ``panel.csv#RUN``.
+    """The log that the argument ``name`` names: a file, a folder of event files, ``panel.csv#RUN``, or a run of wandb.
 
     Raises UsageError, with what was looked for and the first line, if no reader knows it.
     """
+    if name.startswith(WANDB):
+        return read_wandb(name.removeprefix(WANDB))
     path, chosen = Path(name), None
     if not path.exists() and "#" in name:
         before, _, chosen = name.rpartition("#")
@@ -257,17 +315,29 @@ def read_log(name: str) -> Log:
     data = _read(path)
     if is_event_file(data):
         return read_events([path])
-    text = data.decode(errors="replace")
-    found = read_json(text) or read_table(text, name=str(path), chosen=chosen)
+    if data.startswith(b"\x1f\x8b"):
+        raise UsageError(f"{path} is packed by gzip; unpack it first: gunzip {path}")
+    wide = data.startswith((b"\xff\xfe", b"\xfe\xff"))  # as PowerShell writes what it redirects
+    return read_text(data.decode("utf-16" if wide else "utf-8", errors="replace"), name=str(path), chosen=chosen)
+
+
+def read_text(text: str, *, name: str, chosen: str | None = None) -> Log:
+    """The log that a text holds. Raises UsageError if it holds none."""
+    found = read_json(text, name=name) or read_table(text, name=name, chosen=chosen)
     if found is None:
-        lines = lines_of(text)
-        found = max((read(lines) for read in CONSOLES), key=lambda log: len(log.rows))
-    if chosen is not None and found.format != "wandb CSV":
-        raise UsageError(f"{path} is no panel of wandb with several runs; name it without #{chosen}")
+        lines = list(lines_of(text))
+        rows, notes = read_lines(lines, name=name)
+        form = format_of(line.text for line in lines)
+        found = Log(format=form.name, rows=rows, averaged=frozenset({"loss"} if form.averaged else ()), notes=notes)
+    if chosen is not None and found.format not in ("wandb CSV", "SwanLab CSV"):
+        raise UsageError(f"{name} is no panel of wandb with several runs; name it without #{chosen}")
     if not found.rows:
-        first = next((line for line in text.splitlines() if line.strip()), "")
+        first = next((line for line in text.split("\n") if line.strip()), "")
+        looked_for = ", ".join(dict.fromkeys(one.name for one in FORMATS))
         raise UsageError(
-            f"{path} is no training log that can be read; looked for: {LOOKED_FOR}. It begins {shown(first)}"
+            f"{name} is no training log that can be read; looked for: {looked_for}, TensorBoard's event files, and"
+            f" lines with a step and numbers. It begins {shown(first)}. Another log is read as JSON lines, such as"
+            ' {"step": 1, "loss": 2.5}'
         )
     return found
 

@@ -1,31 +1,20 @@
-"""The canonical names of metrics, and what each framework calls them: one table.
+"""Makes a run of a log's rows: its curves under canonical names, each step once and in order.
 
-Only what is in the table is compared, because two logs that share a name such as ``time`` or ``memory`` need not agree
-in it. Where one framework has several quantities that another has once, each keeps its own canonical name: a policy
-loss is not a language-modelling loss, and the KL divergence from the reference not the one from the roll-out's policy.
+Blanks: where a log names a metric at a step and says no number, JSON's null or an empty cell of a table. JSON has no
+NaN, and serializers write null for it (orjson, JavaScript, pandas; pandas leaves the cell of a CSV empty). The same is
+written of a metric that a step does not have, such as an evaluation. The other steps tell: a blank where the metric was
+due, on a step that has what it usually comes with, is NaN. Any other blank is no value.
 
-Sources: Hugging Face Trainer and its integrations (transformers/trainer.py, integrations/integration_utils.py), TRL
-(trl/trainer/grpo_trainer.py, ppo_trainer.py), verl (verl/workers/actor, verl/trainer/ppo/metric_utils.py,
-verl/trainer/sft_trainer.py), OpenRLHF (openrlhf/trainer), DeepSpeed's monitor (deepspeed/runtime/engine.py),
-Megatron-LM (megatron/training/training.py), torchtitan (torchtitan/components/metrics.py).
+Several processes may log each step. Their numbers are averaged, as a trainer averages a loss over ranks. Where a log
+goes back to a step that it had (a resume), the later lines count.
 
-Blanks: where a log names a metric at a step and says no number, JSON's null or an empty cell of a table.
-
-JSON has no NaN, and serializers write null for it (orjson, JavaScript, pandas; pandas leaves the cell of a CSV empty).
-The same is written of a metric that a step does not have, such as an evaluation. The other steps tell: a blank where
-the metric was due, on a step that has what it usually comes with, is NaN. Any other blank is no value.
-
-A run: the curves of one training log, under canonical names, each step once and in order.
-
-What had to be put right on the way (steps logged twice after a resume, lines out of order, a log without a step
-counter) is kept as notes, in words, and reported with the result.
+What had to be put right on the way is kept as notes, in words, and reported with the result.
 """
 
 import math
-import re
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Set
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from statistics import median_low
@@ -35,102 +24,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from conformance.core.errors import UsageError
+from reports.logdiff.metrics import METRICS, TOKENS, Place, canonical, is_evaluation, is_known, plain_name
+from reports.logdiff.rows import Log, Row
 
-EVALUATION = "eval_"  # of metrics that a log may have before its first step of training, and not at every step
-
-STEP = (
-    "step",
-    "global_step",
-    "train/global_step",
-    "training/global_step",
-    "trainer/global_step",
-    "eval/global_step",
-    "iteration",
-    "iter",
-    "steps",
-    "_step",
-)
-"""Names of the counter of optimizer steps; where a row has several, the first of these counts."""
-
-TOKENS = (
-    "tokens",
-    "tokens_seen",
-    "ntokens_seen",
-    "consumed tokens",
-    "consumed_tokens",
-    "num_input_tokens_seen",
-    "num_tokens",
-    "total_tokens",
-)
-
-METRICS: dict[str, tuple[str, ...]] = {
-    "loss": (
-        "loss",
-        "train_loss",
-        "train/samples/train_loss",
-        "training_loss",
-        "lm loss",
-        "lm_loss",
-        "gpt_loss",
-        "loss_metrics/global_avg_loss",
-    ),
-    "policy_loss": ("policy_loss", "actor/pg_loss", "pg_loss", "loss/policy_avg"),
-    "critic_loss": ("critic_loss", "critic/vf_loss", "vf_loss", "value_loss", "loss/value_avg"),
-    "grad_norm": ("grad_norm", "gradient_norm", "grad norm", "grad-norm", "actor/grad_norm"),
-    "critic_grad_norm": ("critic_grad_norm", "critic/grad_norm"),
-    "lr": ("lr", "learning_rate", "learning rate", "learning-rate", "actor/lr", "actor_lr", "train/samples/lr"),
-    "critic_lr": ("critic_lr", "critic/lr"),
-    "reward": ("reward", "reward_mean", "mean_reward", "critic/score/mean", "objective/scores"),
-    "reward_after_kl": ("reward_after_kl", "critic/rewards/mean", "objective/rlhf_reward"),
-    "return": ("return", "returns", "critic/returns/mean"),
-    "kl": ("kl", "actor/kl_loss", "kl_loss", "actor/reward_kl_penalty", "objective/kl"),
-    "ppo_kl": ("ppo_kl", "actor/ppo_kl", "approx_kl", "policy/approxkl_avg"),
-    "entropy": ("entropy", "actor/entropy", "actor/entropy_loss", "entropy_loss", "objective/entropy"),
-    "clip_fraction": (
-        "clip_fraction",
-        "actor/pg_clipfrac",
-        "clip_ratio",
-        "clip_ratio/region_mean",
-        "policy/clipfrac_avg",
-    ),
-    "response_length": ("response_length", "response_length/mean", "completions/mean_length", "completion_length"),
-    "eval_reward": ("eval_reward", "eval/reward"),
-    "eval_loss": (
-        "eval_loss",
-        "eval/loss",
-        "val/loss",
-        "val_loss",
-        "validation_loss",
-        "validation_metrics/loss",
-        "lm loss validation",
-        "eval/gpt_loss",
-    ),
-}
-
-OF_ANY_SIZE = ("grad_norm", "critic_grad_norm", "lr", "critic_lr")
-"""Metrics that may be as small as they like; the others are of order one, or differences of such numbers."""
-
-EXACT = ("lr", "critic_lr")
-"""Metrics that follow from the configuration alone, and are the same to the last digit that a log prints."""
-
-_PLACES = {alias: (name, rank) for name, aliases in METRICS.items() for rank, alias in enumerate(aliases)}
-SUMMARY = "train/train_loss"  # the mean of a whole run, which the Trainer's integrations log at its end
-_UNIT = re.compile(r"\((1e-\d+)\)$")  # verl writes lr(1e-3):0.02 of a learning rate of 2e-5
-
-
-def canonical(own: str) -> tuple[str, int, float] | None:
-    """A log's own name as (canonical name, rank, unit); None for what is not compared.
-
-    Of two names of one metric in a log the lower rank counts. A value times its unit is in the canonical unit.
-    """
-    name, unit = own.strip().lower(), 1.0
-    if name == SUMMARY:
-        return None
-    found = _UNIT.search(name)
-    if found:
-        name, unit = name[: found.start()], float(found[1])
-    place = _PLACES.get(name) or _PLACES.get(name.removeprefix("train/"))
-    return (*place, unit) if place else None
+SHOWN = 5  # places of a resume, and names, in a note
 
 
 def nan_steps(logged: Mapping[str, Set[int]], blank: Mapping[str, Set[int]]) -> dict[str, list[int]]:
@@ -149,13 +46,13 @@ def _due(metric: str, logged: Mapping[str, Set[int]], blank: Set[int]) -> list[i
     it is an evaluation's.
     """
     own = logged.get(metric, set())
-    other_steps = [steps for name, steps in logged.items() if name != metric and not name.startswith(EVALUATION)]
+    other_steps = [steps for name, steps in logged.items() if name != metric and not is_evaluation(name)]
     company = sorted(set().union(*(steps for steps in other_steps if not own or steps & own)))
     places = {step: place for place, step in enumerate(company)}
     numbered = [places[step] for step in sorted(own) if step in places]
     if len(numbered) > 1:
         every = median_low([b - a for a, b in pairwise(numbered)])
-    elif metric.startswith(EVALUATION):
+    elif is_evaluation(metric):
         return []
     else:
         every = 1
@@ -169,34 +66,6 @@ def _distance(place: int, numbered: list[int]) -> int:
 
 
 Floats = NDArray[np.float64]
-
-
-@dataclass(frozen=True)
-class Row:
-    """What a log says at one step, under its own names. ``step`` is None in logs that count no steps.
-
-    ``blank``: names that have no number there, but JSON's null or an empty cell: NaN, as many programs write it, or
-    nothing (blanks.py).
-    """
-
-    step: int | None
-    values: Mapping[str, float]
-    blank: frozenset[str] = frozenset()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Log:
-    """What a reader found: rows in the order of the file.
-
-    ``averaged``: canonical names whose values are means over the steps since the line before. ``facts``: what the log
-    says of how it was made, such as its options. ``notes``: sentences about what could not be read.
-    """
-
-    format: str
-    rows: list[Row]
-    averaged: frozenset[str] = frozenset()
-    facts: Mapping[str, Any] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -217,7 +86,8 @@ class Run:
     """One training log. ``tokens`` [T] at steps are cumulative; None if the log counts none,
     and ``tokens_added`` says that the log has each step's own.
 
-    ``resumed`` are the steps at which the log goes back and begins again.
+    ``resumed`` are the steps at which the log goes back and begins again. ``ignored`` are columns that are not
+    compared, under the log's own names.
     """
 
     name: str
@@ -229,48 +99,60 @@ class Run:
     facts: Mapping[str, Any]
     notes: tuple[str, ...]
     resumed: tuple[int, ...]
+    ignored: tuple[str, ...]
+
+
+Points = dict[str, dict[int, dict[str, tuple[int, float]]]]  # metric, step, process: rank of the name, value
 
 
 def run_of(log: Log, *, name: str) -> Run:
-    """The curves of ``log``. Raises UsageError if it has none of the metrics that are compared."""
-    rows, notes = _counted(log.rows)
-    resumed, order = _resumes(rows)
-    notes = [*log.notes, *notes, *order]
-    found: dict[str, dict[int, tuple[int, float]]] = {}
-    ignored: dict[str, None] = {}
+    """The curves of ``log``. Raises UsageError if it has no metric that is compared."""
+    rows, resumed, order = _by_process(log.rows)
+    notes = [*log.notes, *order]
+    points: Points = {}
     blank: dict[str, set[int]] = {}
+    ignored: dict[str, None] = {}
     highest, again = -1, False
     for row in rows:
         assert row.step is not None
         again = row.step < highest or (again and row.step == highest)
         highest = max(highest, row.step)
         for own, value in row.values.items():
-            place = ("tokens", TOKENS.index(own.lower()), 1.0) if own.lower() in TOKENS else canonical(own)
-            if place is None:
+            if (place := _place(own)) is None:
                 ignored[own] = None
                 continue
-            metric, rank, unit = place
-            points = found.setdefault(metric, {})
-            if row.step not in points or rank <= points[row.step][0]:
-                points[row.step] = rank, value * unit
+            processes = points.setdefault(place.metric, {}).setdefault(row.step, {})
+            if row.process not in processes or place.rank <= processes[row.process][0]:
+                processes[row.process] = place.rank, value * place.unit
         for own in row.blank:
             if place := canonical(own):
-                blank.setdefault(place[0], set()).add(row.step)
+                blank.setdefault(place.metric, set()).add(row.step)
                 if again:  # of a step that is logged twice, the later line counts
-                    found.get(place[0], {}).pop(row.step, None)
+                    points.get(place.metric, {}).pop(row.step, None)
+    notes += _told_of_processes(points)
+    found = {
+        metric: {step: float(np.mean([value for _, value in one.values()])) for step, one in steps.items()}
+        for metric, steps in points.items()
+    }
     tokens = _curve(found.pop("tokens")) if "tokens" in found else None
     added = tokens is not None and not _grows(tokens)
     if tokens and added:
         tokens = Curve(tokens.steps, np.cumsum(tokens.values))
-    lost = nan_steps({metric: set(points) for metric, points in found.items()}, blank)
+    lost = nan_steps({metric: set(steps) for metric, steps in found.items()}, blank)
     for metric, steps in lost.items():
-        found.setdefault(metric, {}).update(dict.fromkeys(steps, (0, math.nan)))
+        found.setdefault(metric, {}).update(dict.fromkeys(steps, math.nan))
         notes.append(f"{metric} has no number at {len(steps)} steps that have all else; it was taken to be NaN there")
-    curves = {metric: _curve(found[metric]) for metric in METRICS if found.get(metric)}
+    curves = {
+        metric: _curve(found[metric])
+        for metric in (*METRICS, *(m for m in found if not is_known(m)))
+        if found.get(metric)
+    }
     if not curves:
-        known = ", ".join(METRICS)
         names = ", ".join(list(ignored)[:12]) or "nothing"
-        raise UsageError(f"{name}: no metric that can be compared ({known}); it has {names}")
+        raise UsageError(
+            f"{name}: no metric that can be compared ({', '.join(METRICS)}, or a name with loss, norm, reward or lr);"
+            f" it has {names}"
+        )
     return Run(
         name=name,
         format=log.format,
@@ -281,30 +163,104 @@ def run_of(log: Log, *, name: str) -> Run:
         facts=log.facts,
         notes=tuple(notes),
         resumed=resumed,
+        ignored=tuple(ignored),
     )
 
 
-def _counted(rows: list[Row]) -> tuple[list[Row], list[str]]:
-    """The rows with steps. Without a counter, each line that says more than an evaluation is a step: 1, 2, 3, ..."""
-    if all(row.step is not None for row in rows):
-        return rows, []
-    step, counted = 0, []
-    for row in rows:
-        named = {place[0] for own in row.values if (place := canonical(own))}
-        step += any(not name.startswith(EVALUATION) for name in named)
-        counted.append(replace(row, step=step))
-    return counted, ["the log counts no steps: its lines are counted instead (1, 2, 3, ...)"]
+def _place(own: str) -> Place | None:
+    name = plain_name(own)
+    return Place("tokens", TOKENS.index(name), 1.0) if name in TOKENS else canonical(own)
 
 
-def _resumes(rows: Iterable[Row]) -> tuple[tuple[int, ...], list[str]]:
-    """Where the log begins again at a step that it already had, and sentences about that and about disorder."""
+def _told_of_processes(points: Points) -> list[str]:
+    """A note on metrics that several processes log at a step."""
+    counts = {metric: max(map(len, steps.values()), default=0) for metric, steps in points.items()}
+    several = {metric: count for metric, count in counts.items() if count > 1}
+    if not several:
+        return []
+    differing = [
+        metric
+        for metric in several
+        if any(len({value for _, value in one.values() if value == value}) > 1 for one in points[metric].values())
+    ]
+    what = f"their means are compared ({', '.join(differing)})" if differing else "all say the same"
+    return [f"{max(several.values())} processes log each step: {what}"]
+
+
+def _by_process(rows: Sequence[Row]) -> tuple[list[Row], tuple[int, ...], list[str]]:
+    """The rows with the process that each is of; where a process goes back to a step that it had; and notes."""
+    rows = [replace(row, process=name) for row, name in zip(rows, _chained(rows), strict=True)]
+    groups: dict[str, list[int]] = {}
+    for place, row in enumerate(rows):
+        groups.setdefault(row.process, []).append(place)
+    resumed: dict[int, None] = {}
+    twice = behind = 0
+    for places in groups.values():
+        own = [rows[place] for place in places]
+        copies = _copies(own)
+        for place, copy in zip(places, copies, strict=True):
+            rows[place] = replace(rows[place], process=f"{rows[place].process} {copy}")
+        again, repeated, disordered = _resumes([row for row, copy in zip(own, copies, strict=True) if not copy])
+        resumed |= dict.fromkeys(again)
+        twice, behind = max(twice, repeated), behind + disordered
+    notes = []
+    if twice:
+        more = f" and {len(resumed) - SHOWN} more" if len(resumed) > SHOWN else ""
+        places_said = ", ".join(map(str, list(resumed)[:SHOWN])) + more
+        notes.append(
+            f"{twice} steps are logged twice, beginning at step {places_said} (a resume); the later lines count"
+        )
+    if behind:
+        notes.append(f"{behind} lines are out of order; they were sorted by step")
+    return rows, tuple(resumed), notes
+
+
+def _chained(rows: Sequence[Row]) -> list[str]:
+    """The process of each row: its ranks, and Ray's process, where processes of Ray that follow each other are one."""
+    spans: dict[tuple[str, str], tuple[int, int]] = {}
+    for place, row in enumerate(rows):
+        first, _ = spans.get((row.process, row.pid), (place, place))
+        spans[row.process, row.pid] = first, place
+    ends: dict[tuple[str, int], int] = {}
+    lanes: dict[tuple[str, str], int] = {}
+    for (process, pid), (first, last) in sorted(spans.items(), key=lambda item: item[1]):
+        lane = next(lane for lane in range(len(spans)) if ends.get((process, lane), -1) < first)
+        ends[process, lane] = last
+        lanes[process, pid] = lane
+    return [f"{row.process} {lanes[row.process, row.pid]}" for row in rows]
+
+
+def _copies(rows: Sequence[Row]) -> list[int]:
+    """Which of several unnamed processes each row is of: its place among neighbours that repeat a step's metrics.
+
+    All are 0 where fewer than half of the steps are repeated so: then a line was logged again.
+    """
+    copies, seen = [], set[str]()
+    for place, row in enumerate(rows):
+        metrics = {own for own in row.values if canonical(own)}
+        if not place or row.step != rows[place - 1].step:
+            copies.append(0)
+            seen = metrics
+        elif row.replaces or metrics.isdisjoint(seen):
+            copies.append(copies[-1])
+            seen |= metrics
+        else:
+            copies.append(copies[-1] + 1)
+            seen = metrics
+    steps = {row.step for row in rows}
+    repeated = {row.step for row, copy in zip(rows, copies, strict=True) if copy}
+    return copies if 2 * len(repeated) > len(steps) else [0] * len(rows)
+
+
+def _resumes(rows: Iterable[Row]) -> tuple[list[int], int, int]:
+    """Where a process begins again at a step that it had; how many steps it logs twice; how many are out of order."""
     logged: dict[int, set[str]] = {}
     highest, resumed, twice, behind = -1, [], 0, 0
     again = False
     for row in rows:
         assert row.step is not None
         metrics = {own for own in row.values if canonical(own)}
-        repeats = not logged.get(row.step, set()).isdisjoint(metrics)
+        repeats = not logged.get(row.step, set()).isdisjoint(metrics) and not row.replaces
         if repeats:
             twice += 1
             if not again:
@@ -314,18 +270,12 @@ def _resumes(rows: Iterable[Row]) -> tuple[tuple[int, ...], list[str]]:
         again = repeats or (again and row.step <= highest)
         logged.setdefault(row.step, set()).update(metrics)
         highest = max(highest, row.step)
-    notes = []
-    if twice:
-        places = ", ".join(map(str, resumed))
-        notes.append(f"{twice} steps are logged twice, beginning at step {places} (a resume); the later lines count")
-    if behind:
-        notes.append(f"{behind} lines are out of order; they were sorted by step")
-    return tuple(resumed), notes
+    return resumed, twice, behind
 
 
-def _curve(points: Mapping[int, tuple[int, float]]) -> Curve:
+def _curve(points: Mapping[int, float]) -> Curve:
     steps = sorted(points)
-    return Curve(np.array(steps, dtype=np.float64), np.array([points[step][1] for step in steps], dtype=np.float64))
+    return Curve(np.array(steps, dtype=np.float64), np.array([points[step] for step in steps], dtype=np.float64))
 
 
 def _grows(tokens: Curve) -> bool:

@@ -15,7 +15,7 @@ hundred of honest sides is flagged at most.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from statistics import NormalDist
 
@@ -52,19 +52,51 @@ class Judged:
     bound: Floats
 
 
-def within_threshold(a: Floats, b: Floats, threshold: float, *, any_size: bool) -> Judged:
+def within_threshold(a: Floats, b: Floats, threshold: float, *, any_size: bool, noisy: bool = False) -> Judged:
     """One run a side, [T] each: b - a relative to a; digits that a log does not print are allowed.
 
     A metric that changes its sign is measured by its size at least: next to a zero, a ratio says nothing. Unless it is
     of ``any_size``, it is measured by SMALLEST at least: the policy loss of normalised advantages is 0 but for
     rounding, and its ratios are noise.
+
+    ``noisy``: of a ratio, such as a divergence or the share of clipped tokens, in which two honest runs differ by its
+    noise from step to step. That noise is allowed as well; means over more steps, whose noise is smaller, are judged.
     """
     known = _known(a, b)
     size = _size(known, any_size=any_size)
     signed = bool((known < 0).any() and (known > 0).any())
     scale = np.maximum(np.abs(a), max(size if signed else SMALL * size, 0.0 if any_size else SMALLEST))
     digits = unprinted(a, any_size=any_size) + unprinted(b, any_size=any_size)
+    if noisy:
+        return _within_noise(a, b, scale=scale, allowed=threshold * scale + digits)
     return _judged(a, b, scale=scale, allowed=threshold * scale + digits)
+
+
+def _within_noise(a: Floats, b: Floats, *, scale: Floats, allowed: Floats) -> Judged:
+    """Judge each position, and the means of a twentieth and of all: what is ``allowed`` plus the noise of that mean.
+
+    The noise of one value is taken from the differences of neighbours, on the quieter side.
+    """
+    judged = _judged(a, b, scale=scale, allowed=allowed)
+    where = np.flatnonzero(np.isfinite(a) & np.isfinite(b))
+    count = len(where)
+    if count < 2:
+        return judged
+    noise = min(float(np.sqrt(np.mean(np.diff(side[where]) ** 2) / 2)) for side in (a, b))
+    spans = sorted({1, max(1, count // BLOCKS), count}, reverse=True)
+    factor = NormalDist().inv_cdf(1 - ERROR / (2 * sum(math.ceil(count / span) for span in spans)))
+    found = np.where(judged.outside & ~np.isin(np.arange(len(a)), where), 1, 0)
+    shown, bound = judged.difference.copy(), judged.allowed.copy()
+    for span in spans:
+        starts = np.arange(0, count, span)
+        sizes = np.diff([*starts, count])
+        gap, size, band = (np.add.reduceat(one[where], starts) / sizes for one in (b - a, scale, allowed))
+        band = band + factor * noise * np.sqrt(2 / sizes)
+        beyond = np.repeat(np.abs(gap) > band, sizes)
+        found[where[beyond]] = span
+        shown[where[beyond]] = np.repeat(gap / size, sizes)[beyond]
+        bound[where[beyond]] = np.repeat(band / size, sizes)[beyond]
+    return replace(judged, outside=found > 0, spans=found, shown=shown, bound=bound)
 
 
 def within_digits(a: Floats, b: Floats) -> Judged:

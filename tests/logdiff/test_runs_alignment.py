@@ -5,7 +5,8 @@ import pytest
 
 from conformance.core.errors import UsageError
 from reports.logdiff.alignment import Alignment, align
-from reports.logdiff.run import Log, Row, Run, run_of
+from reports.logdiff.rows import Log, Row
+from reports.logdiff.run import Run, run_of
 
 LOSSES = {step: 3 * 0.9**step + 0.1 * np.sin(7.0 * step) for step in range(200)}
 

@@ -131,6 +131,30 @@ def test_a_policy_loss_that_is_0_but_for_rounding_does_not_differ() -> None:
     assert within_spread(seeds[:3], seeds[3:], metrics=1, any_size=True).outside.any()
 
 
+def ratios(a: np.ndarray, b: np.ndarray) -> list[bool]:
+    return list(within_threshold(a, b, 0.05, any_size=False, noisy=True).outside)
+
+
+@pytest.mark.parametrize("size", [1e-3, 0.1, 2.0])
+def test_a_ratio_may_differ_by_its_own_noise(size: float) -> None:
+    a, b = size * np.exp(0.3 * np.random.default_rng(0).normal(size=(2, 100)))
+    assert not any(ratios(a, b))
+    assert any(judged(list(a), list(b)))
+    assert any(ratios(a, 1.5 * b)), "its mean over the run"
+    spike = b.copy()
+    spike[50] *= 20
+    assert ratios(a, spike)[50]
+    broken = b.copy()
+    broken[50] = np.nan
+    assert ratios(a, broken)[50]
+
+
+def test_a_ratio_without_noise_has_the_threshold() -> None:
+    a = np.full(40, 0.0200001)
+    assert not any(ratios(a, 1.04 * a))
+    assert all(ratios(a, 1.06 * a))
+
+
 def test_digits_that_are_not_printed_are_no_difference() -> None:
     assert judged([1.234, 2.345], [1.2343219871, 2.3448219871], threshold=1e-6) == [False, False]
     assert judged([1.234, 2.345], [1.2359219871, 2.3448219871], threshold=1e-6) == [True, False]

@@ -3,6 +3,7 @@
 import argparse
 import json
 import math
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -126,6 +127,46 @@ def test_a_value_that_is_not_finite_on_one_side_parts_the_runs(
     told = capsys.readouterr().out
     assert "part at step 50: loss" in told
     assert "loss of b.jsonl (side B) is not finite at 1 positions, first at 50" in told
+
+
+def columns(folder: Path, name: str, **values: float) -> str:
+    """A log of constant columns; a double underscore stands for a slash."""
+    rows = [{"step": step, **{own.replace("__", "/"): value for own, value in values.items()}} for step in STEPS]
+    (folder / name).write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    return str(folder / name)
+
+
+def test_unknown_columns_are_compared_or_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    same = {"grad_norm": 1.0, "time": 1.0, "mfu": 0.5, "memory__gib": 3.0, "perf__a": 1.0, "perf__b": 1.0, "x": 1.0}
+    a = columns(tmp_path, "a.jsonl", mtp_loss=2.00001, aux__z_norm=1.0, **same)
+    b = columns(tmp_path, "b.jsonl", mtp_loss=4.00002, **same)
+    assert diff(a, b) == 1
+    said = capsys.readouterr().out
+    assert "part at step 1: mtp_loss +100% where ±5% is allowed." in said
+    assert "- mtp_loss: no table knows this name; compared under it" in said
+    assert "- not compared: aux/z_norm: not in every log, under names that no table knows" in said
+    assert (
+        "- not compared: 6 columns that every log has: time, mfu, memory/gib, perf/a, perf/b and 1 more; they" in said
+    )
+    assert diff(a, b, "--metric", "mtp_loss") == 1
+    assert diff(a, b, "--metric", "grad_norm") == 0
+
+
+def test_each_answer_ends_with_a_command_that_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, b, c, d = (write(tmp_path, f"{name}.jsonl", factor=n) for name, n in (("a b", 1), ("b", 1), ("c", 2), ("d", 1)))
+    late = tmp_path / "late.jsonl"
+    late.write_text('{"step": 900, "loss": 1.5, "tokens": 64}\n{"step": 901, "loss": 1.5, "tokens": 128}\n', "utf-8")
+    for arguments in ([a, b], [a, c], [a, b, c], ["--side", a, b, "--side", c, d], [a, late], [a, b, "--metric", "kl"]):
+        diff(*arguments)
+        last = capsys.readouterr().out.strip().splitlines()[-1]
+        assert last.startswith("Next: parity diff ")
+        command, _, why = last.removeprefix("Next: parity diff ").partition("   ")
+        assert why.startswith("(")
+        if command == "--help":
+            continue
+        out = ["--out", str(tmp_path / "diff")] if "--out diff" in command else []
+        assert diff(*shlex.split(command.removesuffix(" --out diff")), *out) in (0, 1)
+        capsys.readouterr()
 
 
 @pytest.mark.parametrize("lacking", [{"loss", "lr", "tokens"}, {"grad_norm", "lr", "tokens"}, set()])

@@ -15,8 +15,9 @@ import pytest
 from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c as masked
 
 from conformance.core.errors import UsageError
+from reports.logdiff.metrics import METRICS, STEP, TOKENS
 from reports.logdiff.readers import read_log
-from reports.logdiff.run import METRICS, STEP, TOKENS, Run, run_of
+from reports.logdiff.run import Run, run_of
 
 VERL = """\
 \x1b[36m(TaskRunner pid=3165)\x1b[0m step:0 - val-core/openai/gsm8k/reward/mean@1:0.104
@@ -276,7 +277,7 @@ def test_the_trainers_mean_of_a_whole_run_is_no_loss_of_its_last_step(opened: Op
 def test_what_no_reader_knows_is_refused_with_its_first_line(tmp_path: Path) -> None:
     file = tmp_path / "notes.txt"
     file.write_text("\nDear diary, the loss fell.\n", encoding="utf-8")
-    with pytest.raises(UsageError, match=r"looked for: JSON lines .*verl.*It begins 'Dear diary, the loss fell.'"):
+    with pytest.raises(UsageError, match=r"looked for: JSON lines, .*verl.*It begins 'Dear diary, the loss fell.'"):
         read_log(str(file))
     with pytest.raises(UsageError, match="there is no log"):
         read_log(str(tmp_path / "missing"))

@@ -6,7 +6,8 @@ import pytest
 from small_runs import Recipe, train
 
 from reports.logdiff.comparison import Comparison, Side, compare
-from reports.logdiff.run import Log, Row, Run, run_of
+from reports.logdiff.rows import Log, Row
+from reports.logdiff.run import Run, run_of
 
 STEPS = 120
 PAIRS = 20

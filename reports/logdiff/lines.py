@@ -1,0 +1,218 @@
+"""Reads the lines of consoles: one core for all frameworks.
+
+Colours, carriage returns and what stands before a line (Ray's ``(TaskRunner pid=1)``, torchrun's ``[default0]:``,
+srun's ``0:``, pdsh's host, kubernetes' time, dates, levels) are taken off first; ranks among them tell processes apart.
+A line is then a step with numbers, in one of four forms:
+
+    a dictionary          Global step 1: {'policy_loss': 0.1}       {'loss': '2.5', 'epoch': '0.5'} has no step
+    names with numbers    step: 1  loss: 2.5       iter 0: loss 2.5, time 3ms       step=1, skipped=0, lr=[1e-06]
+    a bar                 1/60 [00:01<01:00, 1.02s/it, gpt_loss=3.05]
+    a block               step:1, and then a line for each number
+
+formats.py lists the frameworks with a sample each. Patterns have bounded repetitions: a hostile line costs no time.
+"""
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from conformance.core.errors import UsageError
+from reports.logdiff.metrics import canonical
+from reports.logdiff.rows import LARGEST_STEP, NO_STEP, Bar, Row, numbered, row_of
+
+ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+NUMBER = (
+    r"[-+]?(?:(?:\d{1,3}(?:,\d{3}){1,8}|\d{1,40})(?:\.\d{0,40})?(?:[eE][-+]?\d{1,4})?(?![\d])|(?:nan|inf)(?![A-Za-z]))"
+)
+VALUE = rf"(?:np\.\w{{1,12}}\(|tensor\()?\[?['\"]?({NUMBER})"
+WORD = r"[A-Za-z_][\w./()@+%-]{0,120}"
+PREFIX = re.compile(
+    r"""\s{0,40}(?:
+      \((?P<actor>[\w.:]{1,80})\s(?:rank=\d{1,6},\s)?pid=(?P<pid>\d{1,10})(?:,\s?ip=[\w.:]{1,60})?\)
+    | \[(?!(?:step|iter|epoch|global|train)\b)(?P<tag>[A-Za-z][^\[\]{}'"=]{0,100})\]:?    # [default0]:
+    | (?P<rank>\d{1,6}):(?=\s)    # srun -l
+    | (?P<host>localhost|(?=[\w.-]{0,80}[\d.-])[A-Za-z][\w-]{0,60}(?:\.[\w-]{1,60}){0,5})(?::(?=\s)|\s{1,20}\|(?=\s))
+    | [\[(]?(?:\d{2,4}[-/])?\d\d[-/]\d\d[T\s]\d\d:\d\d:\d\d(?:[.,]\d{1,9})?(?:Z|[+-]\d\d:?\d\d)?[\])]?
+      (?:\sstd(?:out|err)\s[FP]\s)?
+    | [\[(]?\d\d:\d\d:\d\d(?:[.,]\d{1,9})?[\])]?(?=\s)
+    | [IWE]\d{4}\s\d\d:\d\d:\d\d\.\d{1,9}\s{1,8}\d{1,10}    # glog
+    | \[?(?:DEBUG|INFO|WARNING|SUCCESS|NOTICE)\]?(?=[\s:|>]):?
+    | [\w./]{1,120}\.py:\d{1,6}\]?
+    | (?:root|mmengine|__main__)(?=\s-)
+    | (?:-|>{1,3}|\|)(?=\s)
+    )\s{0,40}""",
+    re.VERBOSE,
+)
+UNIT = r"(?: ?[A-Za-z%/][\w%/]*)?(?:\(.*\))?"
+NAMED = re.compile(rf"\s?({WORD}(?: {WORD}){{0,5}}?)(?:\s?[:=]\s?|\s){VALUE}['\")\]]{{0,3}}{UNIT}")
+COUNTER = re.compile(
+    r"(?i)(?<![\w/])(?:(?:global|train)[ _])?(?:steps?|iter(?:ation)?s?|update|rollout)(?:\((?:train|val)\))?"
+    r"\s{0,12}[:=#]?\s{0,12}\[?\s{0,12}(?P<step>\d{1,5000})(?P<of>\s{0,8}/\s{0,8}\d{1,12})?\]?(?![\w.]\w)[:,]?"
+)
+BAR = re.compile(r"\|\s{0,8}(\d{1,12})/(\d{1,12}) \[([^\]]{0,2000})\]?")
+BARE = re.compile(r"[=\-*#\s]{0,200}$")
+LM_LOSS, SKIPPED = "lm loss", "number of skipped iterations"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """A line without colours and prefixes. process: the ranks and hosts of its prefixes; pid: that of Ray."""
+
+    number: int
+    text: str
+    process: str
+    pid: str
+
+
+def lines_of(text: str) -> Iterator[Line]:
+    """The lines; a bar's return to the start of a line ends one. Other separators of Unicode end none."""
+    for number, line in enumerate(re.split(r"\r?\n", ANSI.sub("", text)), 1):
+        for part in re.split(r"\r", line):
+            yield _without_prefixes(part, number)
+
+
+def _without_prefixes(text: str, number: int) -> Line:
+    at, names, pid = 0, [], ""
+    while (found := PREFIX.match(text, at)) and found.end() > at:
+        if found["actor"]:
+            pid = f"{found['actor']} {found['pid']}"
+        elif found["tag"] and (rank := re.search(r"(?i)(?:default|rank|trainer)\s?_?(\d+)", found["tag"])):
+            names.append(f"rank {int(rank[1])}")
+        elif found["rank"] or found["host"]:
+            names.append(f"rank {int(found['rank'])}" if found["rank"] else found["host"])
+        at = found.end()
+    return Line(number=number, text=text[at:], process=" ".join(names), pid=pid)
+
+
+def read_lines(lines: Sequence[Line], *, name: str) -> tuple[list[Row], tuple[str, ...]]:
+    """The rows of a console, in order, and notes. What names no step is numbered by bars, epochs or lines."""
+    rows: list[Row] = []
+    bars: list[Bar] = []
+    block: Row | None = None
+    for line in lines:
+        marks = [(found, int(found[1]), int(found[2])) for found in BAR.finditer(line.text)]
+        for found, done, whole in marks:
+            bars.append((len(rows), done, whole))
+            values = pairs(found[3].partition(", ")[2])
+            if compared(values):
+                epoch = re.search(r"(?i)epoch (\d{1,6})", line.text[: found.start()])
+                step = done + whole * int(epoch[1]) if epoch else done
+                rows.append(_row(line, step, values, bar=True))
+        text = line.text[marks[-1][0].end() :] if marks else line.text
+        if marks and "{" not in text:
+            continue
+        row = _row_of_line(replace(line, text=text), name=name)
+        item = NAMED.fullmatch(line.text.strip(" \t-•*")[:400]) if block and not row else None
+        if row and not row.values:
+            block = row
+            rows.append(block)
+        elif row:
+            rows.append(row)
+        elif block and item:
+            rows[-1] = block = replace(block, values={**block.values, item[1]: number_of(item[2])})
+    return numbered(_megatron([row for row in rows if compared(row.values)]), bars)
+
+
+def _row(line: Line, step: int | None, values: Mapping[str, float], *, bar: bool = False) -> Row:
+    return Row(step, values, process=line.process, pid=line.pid, replaces=bar)
+
+
+def _row_of_line(line: Line, *, name: str) -> Row | None:
+    """The row that a line is: without values if it begins a block; None if it is none."""
+    counter = COUNTER.search(line.text)
+    begin = line.text.find("{")
+    if begin >= 0:
+        row = _row_of_dictionary(line, begin)
+        if row is not None:
+            inside = counter is None or counter.start() > begin
+            step = row.step if inside or row.step is not None else _step(counter, line, name=name)
+            if step is None and "epoch" not in row.values:
+                return None
+            return replace(row, step=step) if compared(row.values) else None
+    if counter is None:
+        return None
+    before, after = line.text[: counter.start()], line.text[counter.end() :]
+    if re.match(r"\s?on (?:validation|test) set", after):
+        return None
+    values = pairs(before) | pairs(after)
+    if re.search(r"(?i)valid|eval", before[-40:]):
+        values = {f"eval/{own}": value for own, value in values.items()}
+    if compared(values):
+        return _row(line, _step(counter, line, name=name), values)
+    if BARE.match(before) and BARE.match(after):
+        return _row(line, _step(counter, line, name=name), {})
+    return None
+
+
+def _step(counter: re.Match[str] | None, line: Line, *, name: str) -> int:
+    assert counter is not None
+    if len(counter["step"]) > LARGEST_STEP:
+        raise UsageError(
+            f"{name}, line {line.number}: a step of {len(counter['step'])} digits is no step of a training"
+        )
+    return int(counter["step"])
+
+
+def _row_of_dictionary(line: Line, begin: int) -> Row | None:
+    end = line.text.rfind("}")
+    try:
+        row = row_of(json.loads(line.text[begin : end + 1]))
+    except (ValueError, RecursionError):
+        quoted = re.findall(
+            rf"['\"]([^'\"]{{1,120}})['\"]:\s{{0,4}}(?:np\.\w{{1,12}}\(|tensor\()?\[?(['\"]?{NUMBER}(?:/\d+['\"])?)(?=['\")\],}}\s])",
+            line.text[begin:],
+        )
+        row = row_of({own: value.strip("'\"") for own, value in quoted})
+    return None if row.step == NO_STEP else replace(row, process=line.process, pid=line.pid)
+
+
+def pairs(text: str) -> dict[str, float]:
+    """The names with numbers in a text: ``loss: 2.5``, ``loss=2.5``, or ``loss 2.5`` between separators."""
+    found: dict[str, float] = {}
+    for piece in re.split(r"\s?\|\s?|[,;]\s|\s-\s|\t| {2,}", re.sub(r"([:=])\s+", r"\1 ", text[:20_000])):
+        whole = NAMED.fullmatch(piece[:400])
+        named = [(whole[1], whole[2])] if whole else re.findall(rf"(?<!\w)({WORD})\s?[:=]\s?{VALUE}", piece)
+        found |= {own: number_of(value) for own, value in named}
+    return found
+
+
+def number_of(text: str) -> float:
+    return float(text.replace(",", ""))
+
+
+def compared(values: Mapping[str, float]) -> bool:
+    return any(canonical(own) for own in values)
+
+
+def _megatron(rows: Sequence[Row]) -> list[Row]:
+    """The rows, with NaN where Megatron prints no loss although iterations had one.
+
+    megatron/training/training.py, ``training_log``: losses are means over the iterations of the interval that were not
+    skipped, and a mean that is not above 0 is not printed, as of NaN (``if avg > 0.0``). So a missing loss is NaN,
+    unless all iterations were skipped; the first line's interval is not known.
+    """
+    found, before, known = [], None, False
+    for row in rows:
+        assert row.step is not None or SKIPPED not in row.values
+        if SKIPPED in row.values and row.step is not None:
+            known = known or LM_LOSS in row.values  # else the model may be one that has other losses
+            due = known or not any(name.endswith("loss") for name in row.values)
+            if (
+                LM_LOSS not in row.values
+                and due
+                and _has_trained(row.values, None if before is None else row.step - before)
+            ):
+                row = replace(row, values={**row.values, LM_LOSS: math.nan})
+            before = row.step
+        known = known or LM_LOSS in row.values
+        found.append(row)
+    return found
+
+
+def _has_trained(values: Mapping[str, float], interval: int | None) -> bool:
+    """Whether a line of Megatron is of iterations that had a loss, NaN or not. ``interval``: how many it is of."""
+    skipped = values[SKIPPED]
+    some_were_not = skipped == 0 if interval is None else skipped < interval
+    return some_were_not or values.get("number of nan iterations", 0) > 0
