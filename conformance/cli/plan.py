@@ -11,10 +11,11 @@ import torch
 
 from conformance.cli import EXIT
 from conformance.core.errors import UsageError
-from conformance.core.host import host_resources_of
+from conformance.core.host import host_resources_of, resolve
 from conformance.matrix.cell import Cell
 from conformance.matrix.options import Demands, Portion, Ranks, Selection
 from conformance.matrix.plan import make_plan
+from conformance.models.synthetic import is_without_weights
 from conformance.runner.placement import SessionConfig
 from conformance.runner.preflight import GB, advice, check_shared, needs_of
 from conformance.runner.resource_estimate import Estimate
@@ -48,7 +49,7 @@ def _plan(cells: Sequence[Cell], out: Path, *, ranks: Ranks) -> tuple[list[str],
     with tempfile.TemporaryDirectory() as folder:
         config = SessionConfig(out=Path(folder), device=ranks.device, ranks_per_gpu=ranks.ranks_per_gpu)
         with Session(config) as session:
-            refused = [(cell, session.refusal(cell)) for cell in cells]
+            refused = [(cell, session.refusal(cell, plans=True)) for cell in cells]
     # The verdict of a cell that only lacks GPUs is "not_run".
     supported = [cell for cell, why in refused if why is None or (elsewhere and why.state == "not_run")]
     if not supported:
@@ -68,6 +69,11 @@ def _plan(cells: Sequence[Cell], out: Path, *, ranks: Ranks) -> tuple[list[str],
         f"memory  {needs.total.host / GB:.1f} GB at the peak{memory}",
         f"disk    {needs.total.disk / GB:.1f} GB of records and {needs.total.cache / GB:.1f} GB of oracles in the cache"
         f"{cached}{disk}; tensors of cells that conform are removed",
+    ]
+    lines += [
+        f"model   {model} has no weights: shapes are those of its config.json; tokenizer and data were not checked"
+        for model in dict.fromkeys(cell.scenario.model for cell in supported)
+        if is_without_weights(resolve(model))
     ]
     if elsewhere:
         return [*lines, f"gpus    {_NOT_HERE}"], True

@@ -161,6 +161,11 @@ def _make_value_model(folder: Path, *, key: str) -> None:
         shards.write_text(json.dumps(index), encoding="utf-8")
 
 
+def has_weights(model: Path) -> bool:
+    """Tells whether a Hugging Face folder has safetensors weights, whole or not."""
+    return (model / INDEX).exists() or (model / SINGLE).is_file()
+
+
 def weight_files(model: Path) -> list[Path]:
     """Returns the safetensors files with the weights of a Hugging Face folder.
 

@@ -23,7 +23,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Annotated
 
@@ -33,13 +33,13 @@ from pydantic.dataclasses import dataclass as validated
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from conformance.core.errors import STRICT, UsageError, explain
+from conformance.core.errors import STRICT, UsageError, explain, one_line
 from conformance.core.host import cache_folder, resolve
 from conformance.core.io import complete_or_nothing, locked, read_json, read_toml
 from conformance.models.components import Architecture
 from conformance.models.families import is_written, read_architecture
-from conformance.models.folder_checks import CONFIG, NOT_COPIED, check_model_folder
-from conformance.models.folders import INDEX, generator_of, key_of, noisy, weight_shapes, write_adapter
+from conformance.models.folder_checks import CONFIG, NOT_COPIED, Files, check_model_folder, files_of, runs_code
+from conformance.models.folders import INDEX, generator_of, has_weights, key_of, noisy, weight_shapes, write_adapter
 from conformance.models.parameter_shapes import parameter_shapes
 from conformance.numerics.sketch import LARGE_MODELS, sketched_above
 from conformance.spec.lora import ADAPTER
@@ -111,7 +111,7 @@ def with_skeleton(model: str) -> str:
     check_model_folder(folder)
     check_model_folder(like)
     if not is_written(folder):
-        f"{file}: only models that the oracle computes from the papers can have random weights, not this one"
+        raise UsageError(f"{file}: only models that the oracle computes from the papers can have random weights")
     architecture, tokens = read_architecture(folder), int(read_json(like / CONFIG).get("vocab_size", 0))
     if not KEPT_TOKENS < tokens <= architecture.vocab_size:
         raise UsageError(f"{file}: the vocabulary of {like} has {tokens} tokens; it must be the smaller one")
@@ -170,16 +170,47 @@ def _write_skeleton(model: RandomModel, folder: Path, like: Path, out: Path) -> 
     (out / TOKENIZER).write_text(json.dumps(tokenizer, ensure_ascii=False), encoding="utf-8")
 
 
-def shapes_of(folder: Path) -> Mapping[str, tuple[int, ...]]:
-    """Returns the shape of each tensor of a model folder, also of weights not yet drawn. Raises UsageError."""
-    drawn = random_model(folder)
-    return drawn.shapes() if drawn else weight_shapes(folder)
+def is_without_weights(folder: Path) -> bool:
+    """Tells whether a model folder has neither weights nor a recipe for them, which suffices to plan a run."""
+    return not (has_weights(folder) or random_model(folder))
+
+
+def shapes_of(folder: Path, *, trusted: bool = False) -> Mapping[str, tuple[int, ...]]:
+    """Returns the shape of each tensor of a model folder, also of weights not yet drawn. Raises UsageError.
+
+    Without weights they are those of the configuration. ``trusted``: Python code of the folder may run for this.
+    """
+    if drawn := random_model(folder):
+        return drawn.shapes()
+    if has_weights(folder):
+        return weight_shapes(folder)
+    if is_written(folder):
+        return parameter_shapes(read_architecture(folder, disable_dropout=True))
+    return _shapes_of_transformers(folder, files_of(folder), code=runs_code(folder, trusted=trusted))
+
+
+@lru_cache(maxsize=8)
+def _shapes_of_transformers(folder: Path, files: Files, *, code: bool) -> Mapping[str, tuple[int, ...]]:
+    """Builds a model without numbers, by its configuration alone; ``files`` are only part of the cache's key."""
+    import transformers  # takes seconds
+
+    from conformance.models.listed_ties import listed_ties
+
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=code)
+        with torch.device("meta"), listed_ties():
+            model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=code)
+    except Exception as error:  # transformers raises errors of many types for unexpected values
+        raise UsageError(f"transformers cannot build a model of {folder / CONFIG}: {one_line(error)}") from None
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
 @cache
 def elements(scenario: Scenario) -> int:
     """Counts the elements of all models of a scenario."""
-    each = sum(math.prod(shape) for shape in shapes_of(resolve(scenario.model)).values())
+    each = sum(
+        math.prod(shape) for shape in shapes_of(resolve(scenario.model), trusted=scenario.trust_remote_code).values()
+    )
     return each * len(scenario.objective.roles)
 
 

@@ -24,7 +24,7 @@ from conformance.core.errors import UsageError, one_line, shown
 from conformance.core.io import read_json
 from conformance.models.config_keys import QUANTIZED_ADVICE, changes_training, known_keys, meaning_of
 from conformance.models.folder_checks import code_remarks, runs_code
-from conformance.models.folders import weight_files
+from conformance.models.folders import weight_files, weight_shapes
 from conformance.models.listed_ties import listed_ties
 from conformance.oracle.decoder import is_buffer
 from conformance.oracle.feed_forward import Routing
@@ -130,7 +130,16 @@ class TransformersDecoder:
         return (*(name for name in names if name.startswith(inside)), SCORE)
 
     def check_weights(self, folder: Path) -> None:
-        self._loaded(folder, "meta", self._config.dtype or torch.float32)
+        weight_shapes(folder)
+        try:
+            self._loaded(folder, "meta", self._config.dtype or torch.float32)
+        except UsageError:
+            raise
+        except Exception as error:  # transformers and code of folders raise errors of many types
+            raise UsageError(
+                f"transformers {transformers.__version__} cannot load the weights in {folder}: "
+                f"{type(error).__name__}: {one_line(error)}"
+            ) from None
 
     @property
     def adapter_names(self) -> tuple[str, ...]:

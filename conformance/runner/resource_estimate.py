@@ -117,13 +117,14 @@ def size_of(scenario: Scenario) -> Size:
     """Returns the size of a scenario's models; reads only headers of files. Raises UsageError for a model that cannot
     be used."""
     model = resolve(scenario.model)
-    shapes = shapes_of(model).values()
+    by_name = shapes_of(model, trusted=scenario.trust_remote_code)
+    shapes = by_name.values()
     count = sum(map(math.prod, shapes))
     decoder = decoder_of(scenario, model)
     roles = scenario.objective.roles
     above = sketched_above(scenario.sketch, count * len(roles))
     recorded = count * sum(role.trained for role in roles)
-    adapters = _adapters(scenario, decoder, shapes_of(model))
+    adapters = _adapters(scenario, decoder, by_name)
     return Size(
         parameters=count * len(roles) + adapters,
         trained=recorded - count + adapters if scenario.lora else recorded,  # of the policy only the adapters

@@ -13,11 +13,14 @@ from pathlib import Path
 
 from conformance.backends.registry import versions_of
 from conformance.core.errors import UsageError
-from conformance.core.host import host_resources_of
-from conformance.data.prepare import FrozenInputs, prepare_inputs
+from conformance.core.host import host_resources_of, resolve
+from conformance.data.prepare import FrozenInputs, check_trained, prepare_inputs
 from conformance.matrix.cell import Cell
-from conformance.models.synthetic import is_large, is_sketched
+from conformance.models.families import is_written
+from conformance.models.folder_checks import check_model_folder
+from conformance.models.synthetic import is_large, is_sketched, is_without_weights
 from conformance.oracle.objectives import functions_of
+from conformance.oracle.role_model import decoder_of
 from conformance.results.bisection import Bisected
 from conformance.results.verdict import FAILED, NOT_STARTED, Verdict
 from conformance.runner.attempt import CellRunner, Expectations, JudgedCell
@@ -39,6 +42,7 @@ from conformance.runner.result_writer import ResultWriter
 from conformance.runtime.gpu_leases import unleased_use
 
 logger = logging.getLogger(__name__)
+ONLY_WRITTEN = "are judged only for families that the oracle computes itself (docs/reference/models.md); leave them out"
 
 
 class Session:
@@ -190,18 +194,26 @@ class Session:
             self._oracles.request(cell, inputs, self._expectations.of(cell).defects)
         return inputs
 
-    def refusal(self, cell: Cell) -> Verdict | None:
+    def refusal(self, cell: Cell, *, plans: bool = False) -> Verdict | None:
         """Returns the verdict of a cell that cannot run; None if it can.
 
-        Raises UsageError for a model, data set or objective that cannot be used, because no backend could run it.
+        ``plans``: the cell is not run, so a model may be a configuration without weights and tokenizer. Raises
+        UsageError for a model, data set or objective that cannot be used, because no backend could run it.
         """
         if is_sketched(cell.scenario) and any(phase.save == "merge" for phase in cell.phases):
             raise UsageError(
                 f"{cell} merges an adapter, which is judged by whole matrices, but its records keep only sketches; "
                 f"give --sketch a number that no matrix exceeds, or select other cells"
             )
+        if (cell.scenario.lora or cell.scenario.router_z_loss) and not is_written(resolve(cell.scenario.model)):
+            option = "adapters" if cell.scenario.lora else "a z-loss of routers"
+            return Verdict(state="unsupported", reason=f"{option} {ONLY_WRITTEN}")
         with self._asking:
             functions_of(cell.scenario.objective)
+            if plans and is_without_weights(model := resolve(cell.scenario.model)):
+                check_model_folder(model)
+                check_trained(cell.scenario, decoder_of(cell.scenario, model))
+                return self._refusals.refusal(cell, model)
             inputs = prepare_inputs(cell.scenario, self.config.out, draws=False)
             return self._refusals.refusal(cell, next(iter(inputs.models.values())))
 

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from test_oracle import BASE, BATCH, FLOAT64, FURTHER, ROUTED, folder, relative, worst
 
 from conformance.backends.protocol import BackendEntry, Unsupported
+from conformance.cli.main import main
 from conformance.core.errors import UsageError
 from conformance.matrix.cell import Cell
 from conformance.numerics.float64_tier import exact_tier
@@ -32,6 +33,7 @@ from conformance.results.run_results import Run, cell_summary, read_entry, summa
 from conformance.runner.environment import model_sizes
 from conformance.runner.session import Session
 from conformance.spec.layout import Layout
+from conformance.spec.lora import LoraConfig
 from conformance.spec.objectives import Sft
 from conformance.spec.observables import POLICY
 from conformance.spec.precision import PrecisionName
@@ -188,6 +190,36 @@ def test_a_layout_that_the_model_does_not_allow_is_refused_with_the_reason(
     answer = cell.phases[0].backend.load().supports(cell.scenario, Layout.parse(layout))
     assert isinstance(answer, Unsupported)
     assert answer.reason.startswith(reason)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("lora", LoraConfig(r=2, lora_alpha=4, target_modules=("q_proj",))), ("router_z_loss", 0.1)]
+)
+def test_what_only_the_oracle_computes_is_unsupported(session: Session, models: Any, option: str, value: Any) -> None:
+    cell = cell_with(models("Olmoe"), backend="fsdp2", scenario="sft-packed", layout="dp2", precision="exact")
+    refused = session.refusal(replace(cell, scenario=replace(cell.scenario, **{option: value})))
+    assert refused
+    assert refused.state == "unsupported"
+    assert "are judged only for families that the oracle computes itself" in refused.reason
+
+
+@pytest.mark.parametrize("kind", ["GPTNeoX", "llama"])
+def test_a_plan_needs_a_configuration_only(
+    kind: str, models: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = folder(kind) if kind == "llama" else models(kind)
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    shutil.copy(whole / "config.json", bare)
+    chosen = ["--backend", "fsdp2", "--scenario", "sft-packed", "--layout", "dp2,tp2", "--precision", "fp32"]
+    planned = []
+    for model in (whole, bare):
+        assert main(["plan", "--model", str(model), *chosen]) == 0
+        planned.append(capsys.readouterr().out.replace(f"/{model.name}/", "/any/").splitlines())
+    assert [line.split()[1:5] for line in planned[0][:3]] == [line.split()[1:5] for line in planned[1][:3]]
+    assert f"{bare} has no weights: shapes are those of its config.json" in planned[1][-1]
+    assert main(["run", "--model", str(bare), *chosen, "--out", str(tmp_path / "out")]) == 2
+    assert "has no model.safetensors" in capsys.readouterr().err
 
 
 def test_a_plan_with_what_autotp_does_not_know_is_refused(models: Any) -> None:
