@@ -1,20 +1,23 @@
 """Recognizes the form in which a user's data set holds questions and answers, and reads its samples.
 
 A record is recognized by its columns: two texts (under many usual names), TRL's ``prompt`` and ``completion``, a
-conversation (``messages``, or ShareGPT's ``conversations``), and verl's prompts, whose answers are in ``extra_info``.
+conversation (``messages``, or ShareGPT's ``conversations``), verl's prompts, whose answers are in ``extra_info``, and
+tokens with labels or masks.
 Columns that are not used are named once, because one of them may hold what should have been trained on.
 """
 
 import functools
 import json
 import logging
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from conformance.core.errors import UsageError, shown
 from conformance.core.host import resolve
 from conformance.data.samples import ROLLOUT_COLUMNS, Place, is_builtin, read_dataset
+from conformance.data.token_masks import check_unmasked, labelled_tokens, masks_of
 from conformance.spec.scenario import DataConfig
 
 LONGEST_TEXT = 2**20  # characters; longer texts are mistakes
@@ -30,7 +33,11 @@ PAIRS = (
     ("input", "output"),
 )
 CONVERSATIONS = ("messages", "conversations")
-_TARGETS = {"answer", "chosen", "completion", "label", "labels", "output", "rejected", "response", "target"}
+TOKENS = "input_ids"
+_TARGET = re.compile(
+    "answer|chosen|completion|label|output|rejected|response|solution|target|ground_truth", re.IGNORECASE
+)
+_SWITCHES = ("weight", "train", "training", "loss")  # of a turn: of OpenAI, axolotl, Tunix and ms-swift
 # ShareGPT's names of roles, with those that transformers' chat templates know.
 _ROLES = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}
 _KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -44,18 +51,21 @@ class Sample:
     """Holds one conversation; a pair of texts is one of two turns.
 
     messages: the turns, in order. first: the number of the first turn that may be trained on; assistant turns from
-    there on are. tools: what the chat template gets as such. is_pair: whether the texts can do without a template.
+    there on are, unless a turn says that it is not. tools: what the chat template gets as such. is_pair: whether the
+    texts can do without a template. tokens, targets: of a sample that has been tokenized before, which has no turns.
     """
 
-    messages: tuple[Message, ...]
+    messages: tuple[Message, ...] = ()
     first: int = 0
     tools: tuple[Any, ...] = ()
     is_pair: bool = False
+    tokens: tuple[int, ...] = ()
+    targets: tuple[bool, ...] = ()
 
     @property
     def trained(self) -> list[int]:
         """The numbers of the turns that are trained on."""
-        return [i for i, turn in enumerate(self.messages) if i >= self.first and turn["role"] == "assistant"]
+        return [i for i, turn in enumerate(self.messages) if i >= self.first and _is_trained(turn)]
 
     @property
     def prompt(self) -> tuple[Message, ...]:
@@ -66,6 +76,11 @@ class Sample:
     def answer(self) -> str:
         """The text of the last turn that is trained on."""
         return str(self.messages[self.trained[-1]]["content"])
+
+
+def _is_trained(turn: Message) -> bool:
+    """Tells whether a turn may be trained on: one of an assistant, if none of its switches is off."""
+    return turn["role"] == "assistant" and all(turn.get(name) in (None, 1) for name in _SWITCHES)
 
 
 def pair(question: str, answer: str) -> Sample:
@@ -84,7 +99,7 @@ def read_samples(config: DataConfig) -> list[Sample]:
     place, first = records[0]
     columns = _columns(first, config, place)
     if not is_builtin(path):
-        _name_unused(first, columns, config.path)
+        _name_unused([record for _, record in records], columns, config.path)
     return [_sample(record, columns, place) for place, record in records]
 
 
@@ -98,7 +113,7 @@ def _columns(record: Mapping[str, Any], config: DataConfig, place: Place) -> tup
                 f"--output-key (data.input_key, data.output_key)"
             )
         return (asked[0],) if asked[0] == asked[1] else asked
-    for key in CONVERSATIONS:
+    for key in (*CONVERSATIONS, TOKENS):
         if _has(record, key):
             return (key,)
     for keys in PAIRS:
@@ -118,11 +133,13 @@ def _columns(record: Mapping[str, Any], config: DataConfig, place: Place) -> tup
     raise UsageError(f"{place}: no columns of questions and answers; found {_names(record)}; {advice}")
 
 
-def _name_unused(record: Mapping[str, Any], columns: Sequence[str], path: str) -> None:
-    used = {column.partition(".")[0] for column in columns} | {"tools"}
-    if unused := [name for name in record if name not in used]:
-        targets = [name for name in unused if name in _TARGETS]
-        hint = f"; {' and '.join(targets)} look like targets: --output-key names what is trained on" if targets else ""
+def _name_unused(records: Sequence[Mapping[str, Any]], columns: Sequence[str], path: str) -> None:
+    used = {column.partition(".")[0] for column in columns}
+    used |= {"labels"} if columns == (TOKENS,) else {"system", "tools"}
+    names = dict.fromkeys(name for record in records for name in record if name not in used)
+    if unused := [name for name in names if not masks_of({name: True})]:
+        targets = [name for name in unused if _TARGET.search(name)]
+        hint = f"; {' and '.join(targets)} could be targets: --output-key names what is trained on" if targets else ""
         _warn_once(f"{path}: columns that are not used: {', '.join(unused)}{hint}")
 
 
@@ -133,10 +150,15 @@ def _warn_once(message: str) -> None:
 
 def _sample(record: Mapping[str, Any], columns: Sequence[str], place: Place) -> Sample:
     values = [_value(record, column, place) for column in columns]
+    if columns == (TOKENS,):
+        return _tokenized(record, values[0], place)
+    check_unmasked(record, place)
     tools = tuple(_tools(record.get("tools"), place))
-    if all(isinstance(value, str) for value in values) and len(values) == 2:
+    if len(values) == 2 and not any(isinstance(value, list) for value in values):
         question, answer = (_text(value, key, place) for value, key in zip(values, columns, strict=True))
-        return pair(question, answer)
+        return _with_system(record, replace(pair(question, answer), tools=tools, is_pair=not tools), place)
+    if len(values) == 1 and isinstance(values[0], str):
+        raise UsageError(f"{place}: {columns[0]!r} must be a list of messages, got the text {shown(values[0])}")
     *before, last = [_turns(value, key, place) for value, key in zip(values, columns, strict=True)]
     if len(values) == 2 and isinstance(values[1], str):
         last = [{"role": "assistant", "content": _text(values[1], columns[1], place)}]
@@ -145,8 +167,35 @@ def _sample(record: Mapping[str, Any], columns: Sequence[str], place: Place) -> 
     messages = [*(before[0] if before else []), *last]
     sample = Sample(messages=tuple(messages), first=len(before[0]) if before else 0, tools=tools)
     if not sample.trained:
-        raise UsageError(f"{place}: no turn of an assistant, so nothing would be trained on; leave the sample out")
+        raise UsageError(
+            f"{place}: no turn of an assistant that is trained on, so nothing would be; leave the sample out"
+        )
+    sample = _with_system(record, sample, place)
+    if sample.trained[0] == 0:
+        raise UsageError(
+            f"{place}: the conversation begins with the assistant, whose first token nothing comes before; begin it "
+            f"with a turn of the user or the system, or leave the sample out"
+        )
     return sample
+
+
+def _with_system(record: Mapping[str, Any], sample: Sample, place: Place) -> Sample:
+    """Puts the column ``system`` in front of the conversation, unless that is empty or there is a system turn."""
+    text = record.get("system")
+    if text in (None, "") or sample.messages[0]["role"] == "system":
+        return sample
+    first = {"role": "system", "content": _text(text, "system", place)}
+    return replace(sample, messages=(first, *sample.messages), first=sample.first + 1, is_pair=False)
+
+
+def _tokenized(record: Mapping[str, Any], tokens: Any, place: Place) -> Sample:
+    """Returns the sample of a record with tokens. Its first token is never a target: nothing comes before it."""
+    if not isinstance(tokens, list) or not all(type(token) is int and token >= 0 for token in tokens):
+        raise UsageError(f"{place}: {TOKENS!r} must be a list of tokens, got {shown(tokens)}")
+    targets = (False, *labelled_tokens(record, place, tokens)[1:])
+    if not any(targets):
+        raise UsageError(f"{place}: no token of {TOKENS!r} is trained on; leave the sample out")
+    return Sample(tokens=tuple(tokens), targets=targets)
 
 
 def _turns(value: Any, key: str, place: Place) -> list[Message]:
@@ -168,11 +217,14 @@ def _turns(value: Any, key: str, place: Place) -> list[Message]:
             raise UsageError(f"{where}: the role must be one of {', '.join(_KNOWN_ROLES)}, got {shown(role)}")
         if kept.get("content") is None and not kept.get("tool_calls"):
             raise UsageError(f"{where}: there is neither 'content' nor 'tool_calls'; correct or remove the sample")
-        if isinstance(content := kept.get("content", ""), str):
-            _check_text(content, "content", where)
-        elif not isinstance(content, list):
-            raise UsageError(f"{where}: 'content' must be a text, got {shown(content)}")
-        turns.append({**kept, "role": role, "content": content})
+        content = _check_text(_joined(kept.get("content", "")), "content", where)
+        for name in _SWITCHES:
+            if role == "assistant" and kept.get(name) not in (None, 0, 1):
+                raise UsageError(f"{where}: {name!r} must be 0 or 1 (false or true), got {shown(kept[name])}")
+        turn = {**kept, "role": role, "content": content}
+        if _is_trained(turn) and not content.strip() and not kept.get("tool_calls"):
+            raise UsageError(f"{where}: the answer is empty, so nothing would be trained on; leave the sample out")
+        turns.append(turn)
     return turns
 
 
@@ -195,7 +247,17 @@ def _text(value: Any, key: str, place: Place) -> str:
     return _check_text(value, key, place)
 
 
-def _check_text(text: str, key: str, place: Place) -> str:
+def _joined(content: Any) -> Any:
+    """Joins a content of several parts, if all of them are texts."""
+    parts = content if isinstance(content, list) else []
+    texts = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "text"]
+    is_text = parts and len(texts) == len(parts) and all(isinstance(text, str) for text in texts)
+    return "".join(texts) if is_text else content
+
+
+def _check_text(text: Any, key: str, place: Place) -> str:
+    if not isinstance(text, str):
+        raise UsageError(f"{place}: {key!r} must be a text, or a list of parts of the type 'text', got {shown(text)}")
     if len(text) > LONGEST_TEXT:
         raise UsageError(f"{place}: {key!r} has {len(text)} characters, but at most {LONGEST_TEXT} are allowed; cut it")
     try:
@@ -219,11 +281,7 @@ def _value(record: Mapping[str, Any], key: str, place: Place) -> Any:
         raise UsageError(f"{place}: no column {key!r}, which the first sample has; found {_names(record)}")
     name, _, rest = key.partition(".")
     value = record[name]
-    if rest:
-        return _value(value, rest, place)
-    if not isinstance(value, str | list):
-        return _text(value, key, place)
-    return value
+    return _value(value, rest, place) if rest else value
 
 
 def _names(record: Mapping[str, Any]) -> str:

@@ -7,7 +7,9 @@ record of a Parquet file or of a Hugging Face dataset on disk, is one response::
 
 Responses to one prompt have the same ``group`` and are on consecutive lines. ``logprobs`` are the log-probs of the
 inference engine that sampled the response, at the objective's temperature. A response may be empty, and a truncated
-response has no end-of-sequence token.
+response has no end-of-sequence token. Masks (conformance.data.token_masks) name the tokens that the policy did not
+sample, such as the answers of tools. These are in the context, and in no sum, mean or advantage. As in verl,
+generalized advantages pass over them from one sampled token to the next; the reward is that of the last sampled token.
 """
 
 import random
@@ -21,6 +23,7 @@ from conformance.core.errors import UsageError, shown
 from conformance.core.host import resolve
 from conformance.core.io import MIB
 from conformance.data.samples import ROLLOUT_COLUMNS, read_dataset
+from conformance.data.token_masks import trained_tokens
 from conformance.models.synthetic import random_model
 from conformance.oracle.role_model import decoder_of
 from conformance.spec.batch import Batch, Document, Row, with_rollouts
@@ -28,9 +31,6 @@ from conformance.spec.objectives import PolicyGradient
 from conformance.spec.scenario import Scenario
 
 Group = list[Document]
-TOKEN_MASKS = frozenset(  # what TRL, verl, OpenRLHF and chat templates call the mask of trained tokens
-    {"assistant_masks", "completion_mask", "loss_mask", "response_mask"}
-)
 OF_MODEL = "{model}"  # in the path of a data set: the name of the scenario's model
 MOST_TOKENS = MIB  # of one prompt or response; longer ones are mistakes
 FILLED = 0.8  # share of the tokens of packed rows that a rollout should fill, so that whole groups fit
@@ -132,8 +132,10 @@ def _document(record: dict[str, Any], place: str, max_len: int, vocabulary: int)
             f"{place}: prompt and response have {len(prompt) + len(completion)} tokens, and --max-len (data.max_len) "
             f"is {max_len}; raise it, or leave the response out (a response that is cut would have another reward)"
         )
-    _check_masks(record, place, len(completion))
+    trained = trained_tokens(record, place, prompt=len(prompt), response=len(completion))
     logprobs = record.get("logprobs")
+    if isinstance(logprobs, list) and len(logprobs) == len(completion):  # a masked token was not sampled
+        logprobs = [logprob if one else 0.0 for logprob, one in zip(logprobs, trained, strict=True)]
     if not isinstance(logprobs, list) or len(logprobs) != len(completion) or not all(map(_is_logprob, logprobs)):
         raise UsageError(
             f"{place}: 'logprobs' must be a list of {len(completion)} numbers from -1e4 to 0, one for "
@@ -146,23 +148,13 @@ def _document(record: dict[str, Any], place: str, max_len: int, vocabulary: int)
         raise UsageError(f"{place}: 'reward' must be a number between -1e6 and 1e6, got {shown(reward)}")
     return Document(
         (*prompt, *completion),
-        (False,) * len(prompt) + (True,) * len(completion),
+        (False,) * len(prompt) + trained,
         {
             "group": float(group),
             "reward": float(reward),
             "rollout_logprob": (0.0,) * len(prompt) + tuple(map(float, logprobs)),
         },
     )
-
-
-def _check_masks(record: dict[str, Any], place: str, count: int) -> None:
-    """Raises UsageError for a mask that takes a token of the response out of the loss, because all are trained on."""
-    for name in TOKEN_MASKS & record.keys():
-        if record[name] not in (None, [1] * count):
-            raise UsageError(
-                f"{place}: {name!r} masks tokens of the response, but every token of 'completion_ids' is trained on; "
-                f"leave out responses with masked tokens, or remove the column to train on all tokens"
-            )
 
 
 def _tokens(record: dict[str, Any], key: str, place: str, vocabulary: int) -> list[int]:

@@ -11,10 +11,12 @@ suffices for all of them.
 import contextlib
 import functools
 import logging
+import re
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from statistics import median_high
@@ -30,6 +32,7 @@ from conformance.spec.batch import Document
 from conformance.spec.scenario import DataConfig
 
 Encoded = tuple[tuple[int, ...], tuple[bool, ...]]  # the tokens, and whether each is a target
+_ELSEWHERE = "\ue000answer\ue001"  # characters of private use
 LONGEST_RENDERED_TEXT = 4 * MIB  # characters that a chat template may render for one sample
 
 
@@ -79,14 +82,15 @@ def encode(sample: Sample, tokenizer: Any) -> Encoded:
     are found by rendering the conversation up to each of them. Raises UsageError if a turn has no token, is not found,
     or has nothing before it. Errors of the template and the tokenizer propagate.
     """
+    if sample.tokens:
+        return sample.tokens, sample.targets
     if tokenizer.chat_template is None:
         tokens, spans = _without_template(sample, tokenizer)
-    elif not sample.is_pair and "{% generation" in str(tokenizer.chat_template).replace("{%-", "{%"):
-        return _as_marked(sample, tokenizer)
     else:
-        whole = _render(sample, len(sample.messages), tokenizer).rstrip()
-        tokens = _tokens(whole, tokenizer)
-        spans = [_span(sample, turn, tokens, whole, tokenizer) for turn in sample.trained]
+        _check_calls(sample, tokenizer)
+        if not sample.is_pair and re.search(r"\{%-?\s*generation\b", str(tokenizer.chat_template)):
+            return _as_marked(sample, tokenizer)
+        tokens, spans = _turns_of(sample, tokenizer)
     targets = [False] * len(tokens)
     for turn, (start, end) in zip(sample.trained, spans, strict=True):
         answer = repr(str(sample.messages[turn]["content"])[:40])
@@ -118,18 +122,39 @@ def _without_template(sample: Sample, tokenizer: Any) -> tuple[list[int], list[t
     return tokens, [(_common(_tokens(question, tokenizer), tokens), len(tokens))]
 
 
+def _check_calls(sample: Sample, tokenizer: Any) -> None:
+    """Raises UsageError if the chat template leaves out calls of tools, which would be trained on."""
+    if not any(sample.messages[turn].get("tool_calls") for turn in sample.trained):
+        return
+    without = tuple({k: v for k, v in turn.items() if k != "tool_calls"} for turn in sample.messages)
+    count = len(sample.messages)
+    if _render(sample, count, tokenizer) == _render(replace(sample, messages=without), count, tokenizer):
+        raise UsageError(
+            "the chat template leaves out 'tool_calls'; give the model's folder a template that writes them, or write "
+            "them into 'content'"
+        )
+
+
 def _as_marked(sample: Sample, tokenizer: Any) -> Encoded:
-    """Takes the targets from the marks of the template. The turns before ``sample.first`` are no targets."""
+    """Takes the targets from the marks of the template. Turns that are not trained on are no targets."""
     made = tokenizer.apply_chat_template(
         list(sample.messages), tools=list(sample.tools) or None, return_dict=True, return_assistant_tokens_mask=True
     )
     tokens, targets = list(made["input_ids"]), [bool(mark) for mark in made["assistant_masks"]]
-    if sample.first:
-        before = _common(_tokens(_render(sample, sample.first, tokenizer), tokenizer), tokens)
-        targets[:before] = [False] * before
-    if not any(targets[1:]):
+    targets[0] = False
+    if any(turn["role"] == "assistant" and i not in sample.trained for i, turn in enumerate(sample.messages)):
+        spans = _turns_of(sample, tokenizer)[1]
+        targets = [one and any(start <= i < end for start, end in spans) for i, one in enumerate(targets)]
+    if not any(targets):
         raise UsageError("the chat template marks no token of this conversation by {% generation %}; correct it")
     return tuple(tokens), tuple(targets)
+
+
+def _turns_of(sample: Sample, tokenizer: Any) -> tuple[list[int], list[tuple[int, int]]]:
+    """Returns the tokens of a conversation, and for each turn that is trained on its first token and its end."""
+    whole = _render(sample, len(sample.messages), tokenizer).rstrip()
+    tokens = _tokens(whole, tokenizer)
+    return tokens, [_span(sample, turn, tokens, whole, tokenizer) for turn in sample.trained]
 
 
 def _span(sample: Sample, turn: int, tokens: list[int], whole: str, tokenizer: Any) -> tuple[int, int]:
@@ -137,16 +162,38 @@ def _span(sample: Sample, turn: int, tokens: list[int], whole: str, tokenizer: A
 
     Compared as tokens, not as text: a tokenizer may join the end of the prompt and the start of the answer.
     """
+    if not sample.is_pair and not whole.startswith(_render(sample, turn, tokenizer).rstrip()):
+        raise _rewritten(turn)
     start = _common(_tokens(_render(sample, turn, tokenizer, waits=True), tokenizer), tokens)
     if turn == len(sample.messages) - 1:
         return start, len(tokens)
     until = _render(sample, turn + 1, tokenizer).rstrip()
     if not whole.startswith(until):
-        raise UsageError(
-            f"the chat template writes message {turn + 1} otherwise once other messages follow, so what was generated "
-            f"cannot be told; mark it in the template by {{% generation %}}, or end the conversation there"
-        )
+        until = _until(sample, turn, whole, tokenizer)
     return start, _common(_tokens(until, tokenizer), tokens)
+
+
+def _until(sample: Sample, turn: int, whole: str, tokenizer: Any) -> str:
+    """Returns the part of the ``whole`` text that ends with a turn which is written otherwise where it is the last.
+
+    Some templates write an empty block of reasoning into the last answer only. The end of the turn is looked for behind
+    an answer that occurs nowhere else.
+    """
+    turns = list(sample.messages)
+    turns[turn] = {**turns[turn], "content": _ELSEWHERE}
+    changed = replace(sample, messages=tuple(turns))
+    after = _render(changed, len(turns), tokenizer).rstrip().partition(_ELSEWHERE)[2]
+    end = _render(changed, turn + 1, tokenizer).rstrip().partition(_ELSEWHERE)[2]
+    if not (after and end and whole.endswith(after) and after.startswith(end)):
+        raise _rewritten(turn)
+    return whole[: len(whole) - len(after) + len(end)]
+
+
+def _rewritten(turn: int) -> UsageError:
+    return UsageError(
+        f"the chat template writes message {turn + 1} or those before it otherwise once other messages follow, so what "
+        f"was generated cannot be told; mark it in the template by {{% generation %}}, or end the conversation there"
+    )
 
 
 def _common(tokens: Sequence[int], others: Sequence[int]) -> int:
@@ -160,6 +207,8 @@ def encode_prompt(sample: Sample, tokenizer: Any) -> tuple[int, ...]:
 
     Raises UsageError if there are none. Errors of the template and the tokenizer propagate.
     """
+    if sample.tokens:
+        raise UsageError("the sample is tokenized already, but a rollout begins with a prompt as text; give texts")
     turns = sample.prompt
     if tokenizer.chat_template is None:
         _without_template(sample, tokenizer)

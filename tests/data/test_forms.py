@@ -81,11 +81,13 @@ SHAREGPT = [
         ({"prompt": "2 plus 3?", "messages": TURNS}, CONVERSATION),
         ({"conversations": SHAREGPT}, CONVERSATION),
         ({"messages": [{**turn, "tool_calls": None} for turn in TURNS]}, CONVERSATION),
+        ({"messages": [{**t, "content": [{"type": "text", "text": t["content"]}]} for t in TURNS]}, CONVERSATION),
+        ({"system": "Be brief.", "conversations": SHAREGPT[1:]}, Sample(messages=TURNS, first=1)),
         ({"prompt": TURNS[:4], "completion": TURNS[4:]}, Sample(messages=TURNS, first=4)),
         ({"prompt": TURNS[:4], "response": "9."}, Sample(messages=TURNS, first=4)),
         ({"prompt": TURNS[:4], "extra_info": {"answer": "9."}}, Sample(messages=TURNS, first=4)),
     ],
-    ids=["messages", "ultrachat", "sharegpt", "parquet", "trl", "prompt-and-text", "verl"],
+    ids=["messages", "ultrachat", "sharegpt", "parquet", "parts", "system", "trl", "prompt-and-text", "verl"],
 )
 def test_conversations_are_read_in_every_form(record: dict[str, Any], sample: Sample, tmp_path: Path) -> None:
     assert read_samples(saved(tmp_path, record)) == [sample]
@@ -110,7 +112,7 @@ def test_unused_columns_are_named_once(tmp_path: Path, caplog: pytest.LogCapture
     read_samples(saved(tmp_path, record, record))
     (message,) = caplog.messages
     assert message.endswith(
-        "columns that are not used: input, chosen; chosen look like targets: --output-key names what is trained on"
+        "columns that are not used: input, chosen; chosen could be targets: --output-key names what is trained on"
     )
 
 
@@ -121,8 +123,21 @@ def test_unused_columns_are_named_once(tmp_path: Path, caplog: pytest.LogCapture
         ({"messages": ["hello"]}, "'messages' must be a text, or a list of messages"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "message 1 of 'messages': the role must be one of system"),
         ({"messages": [{"role": "user"}]}, "message 1 .*: there is neither 'content' nor 'tool_calls'"),
-        ({"messages": [{"role": "user", "content": 5}]}, "'content' must be a text, got 5"),
-        ({"messages": TURNS[:2]}, "no turn of an assistant, so nothing would be trained on"),
+        ({"messages": [{"role": "user", "content": 5}]}, "'content' must be a text, or a list of parts .*, got 5"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "'content' must be a text"),
+        ({"messages": TURNS[:2]}, "no turn of an assistant that is trained on"),
+        ({"messages": [TURNS[0], {**TURNS[2], "weight": 0}]}, "no turn of an assistant that is trained on"),
+        ({"messages": [{**TURNS[2], "weight": 0.5}]}, "message 1 .*: 'weight' must be 0 or 1"),
+        ({"messages": TURNS[2:]}, "the conversation begins with the assistant"),
+        ({"messages": [TURNS[1], {"role": "assistant", "content": " "}]}, "message 2 .*: the answer is empty"),
+        ({"messages": "[]"}, "'messages' must be a list of messages, got the text"),
+        ({"messages": TURNS, "loss_mask": [0, 1]}, "'loss_mask' masks tokens, but the texts are tokenized here"),
+        ({"question": "a", "answer": "b", "completion_mask": [0]}, "'completion_mask' masks tokens"),
+        ({"input_ids": [1, 2]}, "'input_ids' without 'labels' or a mask do not say what is trained on"),
+        ({"input_ids": [1, 2], "labels": [2, -100]}, "entry 1 of 'labels' is 2, but must be 1 .* are not shifted"),
+        ({"input_ids": [1, 2], "labels": [1]}, "'labels' must be a list of 2 tokens or -100"),
+        ({"input_ids": [1, 2], "labels": [1, -100]}, "no token of 'input_ids' is trained on"),
+        ({"input_ids": [1, True], "labels": [1, 2]}, "'input_ids' must be a list of tokens"),
         ({"messages": TURNS, "tools": "{"}, "'tools' is a text that is not JSON"),
         ({"prompt": TURNS[:2], "reward_model": {}}, "these are prompts for rollouts without an answer"),
         ({"text": "a"}, "no columns of questions and answers; found 'text'; name the columns"),
@@ -168,12 +183,53 @@ def test_tools_reach_the_template(tmp_path: Path) -> None:
     assert [tokenizer.decode(document.tokens)[:5] for document in documents] == ["[add]", "[add]"]
 
 
+THINKING = (  # as Qwen3's: the last answer alone gets an empty block of reasoning
+    "{% for m in messages %}<{{ m['role'] }}>{{ '<think>' if loop.last and m['role'] == 'assistant' else '' }}"
+    "{{ m['content'] }}{{ eos_token }}\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def test_reasoning_of_the_last_answer_alone_is_no_hindrance(tmp_path: Path) -> None:
+    tokenizer = tokenizer_with(THINKING)
+    (document,) = load_documents(saved(tmp_path, {"messages": TURNS}), tokenizer)
+    assert trained_texts(document, tokenizer) == ["5.<eos>", "<think>9.<eos>"]
+
+
+@pytest.mark.parametrize("template", [CHATML, THINKING])
+@pytest.mark.parametrize("switch", [{"weight": 0}, {"train": False}, {"loss": False}])
+def test_turns_that_are_switched_off_are_no_targets(template: str, switch: dict[str, Any], tmp_path: Path) -> None:
+    tokenizer, off = tokenizer_with(template), [*TURNS[:2], {**TURNS[2], **switch}, *TURNS[3:]]
+    (document,) = load_documents(saved(tmp_path, {"messages": off}), tokenizer)
+    assert [text.removeprefix("<think>") for text in trained_texts(document, tokenizer)] == ["9.<eos>"]
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [{"labels": [-100, 5, -100, 7]}, {"assistant_masks": [0, 1, 0, 1]}, {"loss_mask": [1, 1, 0, 1]}],
+    ids=lambda columns: next(iter(columns)),
+)
+def test_tokenized_samples_keep_the_gaps_of_their_masks(columns: dict[str, list[int]], tmp_path: Path) -> None:
+    config = saved(tmp_path, {"input_ids": [4, 5, 6, 7], "attention_mask": [1, 1, 1, 1], **columns})
+    (document,) = load_documents(config, tokenizer_with(None))
+    assert (document.tokens, document.targets) == ((4, 5, 6, 7), (False, True, False, True))
+
+
+def test_calls_of_tools_that_a_template_leaves_out_are_refused(tmp_path: Path) -> None:
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {}}}]}
+    config = saved(tmp_path, {"messages": [TURNS[1], call, {"role": "tool", "content": "5"}, TURNS[2]]})
+    with pytest.raises(UsageError, match=r"the chat template leaves out 'tool_calls'"):
+        load_documents(config, tokenizer_with(THINKING))
+    writing = THINKING.replace("{{ m['content'] }}", "{{ m['content'] }}{{ m['tool_calls'] or '' }}")
+    (document,) = load_documents(config, tokenizer_with(writing))
+    assert "add" in trained_texts(document, tokenizer_with(writing))[0]
+
+
 def test_a_template_that_rewrites_earlier_turns_is_refused(tmp_path: Path) -> None:
     """As those that drop the reasoning of all answers but the last."""
     rewriting = (
         "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] if loop.last else m['content'][:1] }}\n{% endfor %}"
     )
-    with pytest.raises(UsageError, match=r"message 3 otherwise once other messages follow.*mark it"):
+    with pytest.raises(UsageError, match=r"message 3 or those before it otherwise once other.*mark it"):
         load_documents(saved(tmp_path, {"messages": TURNS}), tokenizer_with(rewriting))
 
 

@@ -258,12 +258,30 @@ def test_samples_are_no_roll_outs_and_roll_outs_no_samples(tmp_path: Path) -> No
         build_batches(sft, LLAMA)
 
 
-@pytest.mark.parametrize("name", ["assistant_masks", "completion_mask", "loss_mask", "response_mask"])
-def test_masked_tokens_of_a_response_are_refused(name: str, tmp_path: Path) -> None:
-    whole, cut = ({**line(0, 3), name: mask} for mask in ([1, 1, 1], [1, 0, 1]))
-    assert read_groups(scenario_of(written(tmp_path, [whole])), vocabulary=99)
-    with pytest.raises(UsageError, match=rf"line 1: '{name}' masks tokens of the response, .* remove the column"):
-        read_groups(scenario_of(written(tmp_path, [cut])), vocabulary=99)
+@pytest.mark.parametrize("name", ["assistant_masks", "completion_mask", "loss_mask", "response_mask", "tool_mask"])
+@pytest.mark.parametrize("whole", [False, True])
+def test_masked_tokens_are_context_and_no_targets(name: str, whole: bool, tmp_path: Path) -> None:
+    record = line(0, 3)
+    record[name] = [0] * (len(record["prompt_ids"]) if whole else 0) + [1, 0, 1]
+    record["logprobs"][1] = None  # the inference engine did not sample it
+    ((document,),) = read_groups(scenario_of(written(tmp_path, [record])), vocabulary=99)
+    assert document.tokens == (*record["prompt_ids"], *record["completion_ids"])
+    assert document.targets[-4:] == (False, True, False, True)
+
+
+@pytest.mark.parametrize(
+    ("column", "words"),
+    [
+        ({"completion_mask": [1, 0]}, "'completion_mask' has 2 numbers, but the response has 3 tokens"),
+        ({"response_mask": [1, 2, 1]}, r"'response_mask' must be a list of 0 and 1, got \[1, 2, 1\]"),
+        ({"loss_mask": 1}, "'loss_mask' must be a list of 0 and 1, got 1"),
+        ({"attention_mask": [1, 1, 0]}, "'attention_mask' marks padding; leave the padded tokens out"),
+    ],
+)
+def test_a_mask_that_does_not_fit_is_refused(column: dict[str, Any], words: str, tmp_path: Path) -> None:
+    record = line(0, 3, **column)
+    with pytest.raises(UsageError, match=f"line 1: {words}"):
+        read_groups(scenario_of(written(tmp_path, [record])), vocabulary=99)
 
 
 def test_a_phase_begins_with_a_roll_out() -> None:
