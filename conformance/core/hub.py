@@ -1,4 +1,4 @@
-"""Finds models of the Hugging Face Hub by name: in its cache first, and by a download where that is allowed."""
+"""Finds models and data sets of the Hugging Face Hub by name: in the cache first, else by a download if allowed."""
 
 import re
 import sys
@@ -16,13 +16,9 @@ def model_folder(model: str) -> str:
 
     A model that is not in the cache is downloaded, unless HF_HUB_OFFLINE is set. Raises UsageError if that fails.
     """
-    try:
-        resolve(model)
+    missing = _missing(model, model)
+    if missing is None:
         return model
-    except UsageError as error:
-        if not _NAME.fullmatch(model) or (FIXTURES / model.partition("/")[0]).is_dir():
-            raise
-        missing = error
     from huggingface_hub import constants, snapshot_download  # takes a while to import
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -41,3 +37,48 @@ def model_folder(model: str) -> str:
         return str(snapshot_download(model, ignore_patterns=_NOT_NEEDED))
     except Exception as error:  # the hub's client and those below it raise errors of many types
         raise UsageError(f"{missing}; the Hugging Face Hub does not give it either: {one_line(error)}") from None
+
+
+def dataset_folder(data: str) -> str:
+    """Returns the path of a data set: ``data`` itself if it exists, else the cached folder of ``ORG/NAME[:CONFIG]``.
+
+    A data set that is not in the cache of the package ``datasets`` is downloaded, unless HF_HUB_OFFLINE is set. Raises
+    UsageError if that fails, and for one of several configurations without a name.
+    """
+    name, _, config = data.partition(":")
+    missing = _missing(data, name)
+    if missing is None:
+        return data
+    try:
+        import datasets  # an optional package, slow to import
+        from datasets.naming import camelcase_to_snakecase
+    except ImportError:
+        raise UsageError(f"{missing}; data sets of the hub need datasets: pip install 'backend-parity[data]'") from None
+    owner, _, own = name.partition("/")
+    folder = Path(datasets.config.HF_DATASETS_CACHE) / f"{owner}___{camelcase_to_snakecase(own)}"
+    cached = sorted(folder.glob(f"{config or '*'}/*/*/dataset_info.json"), key=lambda file: file.stat().st_mtime)
+    names = sorted({file.parents[2].name for file in cached})
+    if len(names) > 1:
+        raise UsageError(f"{name} has several configurations in the cache; give one of {', '.join(names)}: {name}:NAME")
+    if cached:
+        return str(cached[-1].parent)
+    if datasets.config.HF_HUB_OFFLINE:
+        raise UsageError(f"{missing}; {folder} does not hold it either, and HF_HUB_OFFLINE is set: unset it once")
+    print(f"downloading {data} from the Hugging Face Hub", file=sys.stderr, flush=True)
+    try:
+        builder = datasets.load_dataset_builder(name, config or None)
+        builder.download_and_prepare()
+    except Exception as error:  # the hub's client and those below it raise errors of many types
+        raise UsageError(f"{missing}; the Hugging Face Hub does not give it either: {one_line(error)}") from None
+    return str(builder.cache_dir)
+
+
+def _missing(path: str, name: str) -> UsageError | None:
+    """Returns None if ``path`` exists, else the error that says so. Raises it if ``name`` is none of the hub."""
+    try:
+        resolve(path)
+    except UsageError as error:
+        if not _NAME.fullmatch(name) or (FIXTURES / name.partition("/")[0]).is_dir():
+            raise
+        return error
+    return None

@@ -33,6 +33,36 @@ PAIRS = (
     ("input", "output"),
 )
 CONVERSATIONS = ("messages", "conversations")
+_ASKED, _ANSWERED = {"role": "user", "content": "2 + 3?"}, {"role": "assistant", "content": "5"}
+EXAMPLES: tuple[tuple[str, str, dict[str, Any]], ...] = (
+    ("two texts", "the second, as the assistant's turn of the chat template", {"question": "2 + 3?", "answer": "5"}),
+    (
+        "a conversation, with `tools` and `system`",
+        "each turn of the assistant whose `weight`, `train` or `loss` is not 0; with `{% generation %}` in the "
+        "template, the tokens that it marks",
+        {"messages": [_ASKED, _ANSWERED]},
+    ),
+    ("ShareGPT", "the same", {"conversations": [{"from": "human", "value": "2 + 3?"}, {"from": "gpt", "value": "5"}]}),
+    ("TRL's conversations", "each turn of the completion", {"prompt": [_ASKED], "completion": [_ANSWERED]}),
+    ("verl's prompts", "`extra_info.answer`", {"prompt": [_ASKED], "extra_info": {"answer": "5"}}),
+    (
+        "tokens",
+        "those that neither a label of -100 nor a column that is called a mask takes away",
+        {"input_ids": [1, 4, 7, 9, 2], "labels": [-100, -100, 7, -100, 2]},
+    ),
+    (
+        "rollouts, for GRPO and PPO",
+        "the tokens of the response that no column that is called a mask takes away",
+        {
+            "group": 3,
+            "prompt_ids": [1, 4],
+            "completion_ids": [7, 9, 2],
+            "completion_mask": [1, 0, 1],
+            "logprobs": [-1.2, None, -0.1],
+            "reward": 0.5,
+        },
+    ),
+)  # the form, what is trained on, and a record
 TOKENS = "input_ids"
 _TARGET = re.compile(
     "answer|chosen|completion|label|output|rejected|response|solution|target|ground_truth", re.IGNORECASE
@@ -250,9 +280,8 @@ def _text(value: Any, key: str, place: Place) -> str:
 def _joined(content: Any) -> Any:
     """Joins a content of several parts, if all of them are texts."""
     parts = content if isinstance(content, list) else []
-    texts = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "text"]
-    is_text = parts and len(texts) == len(parts) and all(isinstance(text, str) for text in texts)
-    return "".join(texts) if is_text else content
+    texts = [part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str)]
+    return "".join(texts) if parts and len(texts) == len(parts) else content
 
 
 def _check_text(text: Any, key: str, place: Place) -> str:

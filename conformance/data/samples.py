@@ -15,7 +15,7 @@ from typing import IO, Any, Literal
 
 from conformance.core.errors import UsageError, one_line, shown
 from conformance.core.host import FIXTURES
-from conformance.core.io import MIB, check_file, not_utf8, parse_json
+from conformance.core.io import MIB, check_file, not_utf8, parse_json, read_json
 
 LARGEST = 512 * MIB  # bytes of a file that is read as a whole
 LONGEST_LINE = 8 * MIB  # bytes; JSON may need six bytes for one character
@@ -31,7 +31,7 @@ def read_dataset(path: Path, *, most: int | None = None, split: str | None = Non
 
     split: of a dataset that was saved with several. Raises UsageError, which names the file, if it cannot be read.
     """
-    if split is not None and not (path.is_dir() and (path / "dataset_dict.json").is_file()):
+    if split is not None and not ((path / "dataset_dict.json").is_file() or _is_cached(path)):
         raise UsageError(f"{path} has no splits; leave out --split (data.split)")
     kind = path.with_suffix("").suffix if path.suffix in _OPENED else path.suffix
     if path.is_dir():
@@ -145,6 +145,23 @@ def _read_parquet(path: Path) -> list[dict[str, Any]]:
     return records
 
 
+def _is_cached(folder: Path) -> bool:
+    """Tells whether ``datasets`` keeps a data set of the hub in this folder of its cache."""
+    return (folder / "dataset_info.json").is_file() and not (folder / "state.json").exists()
+
+
+def _cached(folder: Path) -> Any:
+    """Returns all splits of such a folder, whose files are called NAME-SPLIT[-K-of-N].arrow."""
+    from datasets import Dataset, DatasetDict, concatenate_datasets
+
+    found = {}
+    for split in read_json(folder / "dataset_info.json").get("splits") or ():
+        files = [file for end in ("", "-*-of-*") for file in sorted(folder.glob(f"*-{split}{end}.arrow"))]
+        parts = [Dataset.from_file(str(file)) for file in files if not file.name.startswith("cache-")]
+        found[split] = concatenate_datasets(parts)
+    return DatasetDict(found)
+
+
 def _read_saved_dataset(path: Path, split: str | None) -> list[dict[str, Any]]:
     try:
         from datasets import Dataset, load_from_disk  # an optional package, slow to import
@@ -154,7 +171,7 @@ def _read_saved_dataset(path: Path, split: str | None) -> list[dict[str, Any]]:
         if not file.is_dir():
             check_file(file)
     try:
-        dataset = load_from_disk(str(path))
+        dataset = _cached(path) if _is_cached(path) else load_from_disk(str(path))
         if split is not None and not isinstance(dataset, Dataset):
             if split not in dataset:
                 raise UsageError(f"{path} has no split {split!r}; its splits are {', '.join(dataset)}")

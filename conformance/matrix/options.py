@@ -248,10 +248,12 @@ class Selection(Options):
     model: str | None = _option(
         "Hugging Face folder, or ORG/NAME on the Hugging Face Hub, to use instead of the profile's models"
     )
-    data: str | None = _option("JSON lines, a JSON array, a Parquet file, or a Hugging Face dataset on disk")
+    data: str | None = _option(
+        "JSON lines, a JSON array, a Parquet file, a Hugging Face dataset on disk, or ORG/NAME[:CONFIG] of the hub"
+    )
     input_key: str | None = _option("column of the prompt; a.b for an entry of a column", group=INPUTS)
     output_key: str | None = _option("column of the answer", group=INPUTS)
-    split: str | None = _option("split of a dataset that was saved with several", metavar="NAME", group=INPUTS)
+    split: str | None = _option("split of a data set that has several", metavar="NAME", group=INPUTS)
     max_len: int | None = _option("longest row, in tokens", type=_count, metavar="N", group=INPUTS)
     too_long: str | None = _option(
         "documents of more tokens: cut at the end (truncate, the default), left out (drop), or an error",

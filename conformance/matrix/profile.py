@@ -25,7 +25,7 @@ from conformance.backends.protocol import BackendEntry, registered_backends
 from conformance.backends.registry import find_backend
 from conformance.core.errors import STRICT, UsageError, did_you_mean, explain
 from conformance.core.host import FIXTURES, resolve
-from conformance.core.hub import model_folder
+from conformance.core.hub import dataset_folder, model_folder
 from conformance.core.io import read_toml
 from conformance.data.rollouts import has_data
 from conformance.data.samples import reads_of
@@ -118,7 +118,8 @@ def select_cells(selection: Selection) -> list[Cell]:
     backends, for a stride that changes no cell, and for a pattern that matches no cell.
     """
     named = ("input_key", "output_key", "max_len", "too_long", "max_samples", "split")
-    data = {"path": selection.data, **{name: getattr(selection, name) for name in named}}
+    path = selection.data and dataset_folder(selection.data)
+    data: dict[str, Any] = {"path": path, **{name: getattr(selection, name) for name in named}}
     data["packed"] = selection.packing_samples or None
     overrides = Overrides(
         model=selection.model and model_folder(selection.model),
@@ -146,23 +147,22 @@ def select_cells(selection: Selection) -> list[Cell]:
             f"--ring-head-stride {selection.ring_head_stride} changes no cell of profile {name}: none has a ring that "
             f"gathers (sp2); leave it out"
         )
-    return _fitting(select(cells, selection.cells), selection)
+    return _fitting(select(cells, selection.cells), selection, path)
 
 
-def _fitting(cells: list[Cell], selection: Selection) -> list[Cell]:
+def _fitting(cells: list[Cell], selection: Selection, path: str | None) -> list[Cell]:
     """Leaves out the cells whose objective does not read what the user's data set holds, unless none would be left.
 
     Without a data set of the user, those without rollouts of the user's model are left out. One line names what was
     left out. Raises UsageError if the data set cannot be read.
     """
-    data = selection.data
-    reads = reads_of(resolve(data), split=selection.split) if data else None
-    fitting = [cell for cell in cells if (cell.scenario.objective.reads == reads if data else has_data(cell.scenario))]
+    reads = reads_of(resolve(path), split=selection.split) if path else None
+    fitting = [cell for cell in cells if (cell.scenario.objective.reads == reads if path else has_data(cell.scenario))]
     if not fitting or len(fitting) == len(cells):
         return cells  # none reads the data: reading it for a cell raises an error with advice
     others = sorted({cell.scenario.name for cell in cells} - {cell.scenario.name for cell in fitting})
     needed = "texts" if reads == "rollouts" else "rollouts"
-    why = f"and {data} holds none" if data else f"and there are none of {selection.model}; --data gives them"
+    why = f"and {selection.data} holds none" if path else f"and there are none of {selection.model}; --data gives them"
     logger.warning(
         "left out %d of %d cells, because %s needs %s, %s",
         *(len(cells) - len(fitting), len(cells), ", ".join(others), needed, why),

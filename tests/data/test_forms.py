@@ -11,10 +11,13 @@ from transformers import AutoTokenizer
 from conformance.core.errors import UsageError
 from conformance.core.host import FIXTURES
 from conformance.data.documents import load_documents
-from conformance.data.forms import Sample, pair, read_samples
+from conformance.data.forms import EXAMPLES, Sample, pair, read_samples
+from conformance.data.rollouts import read_groups
+from conformance.data.samples import reads_of
 from conformance.spec.batch import Document
-from conformance.spec.scenario import DataConfig
+from conformance.spec.scenario import DataConfig, Scenario, parse_scenario
 
+LLAMA = FIXTURES / "models" / "llama"
 CHATML = (
     "{% for m in messages %}<{{ m['role'] }}>{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}"
     "{{ eos_token }}{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}\n{% endfor %}"
@@ -35,7 +38,7 @@ def saved(folder: Path, *records: Any, name: str = "mine.jsonl") -> DataConfig:
 
 
 def tokenizer_with(template: str | None) -> Any:
-    tokenizer = AutoTokenizer.from_pretrained(FIXTURES / "models" / "llama")
+    tokenizer = AutoTokenizer.from_pretrained(LLAMA)
     tokenizer.chat_template = template
     return tokenizer
 
@@ -91,6 +94,27 @@ SHAREGPT = [
 )
 def test_conversations_are_read_in_every_form(record: dict[str, Any], sample: Sample, tmp_path: Path) -> None:
     assert read_samples(saved(tmp_path, record)) == [sample]
+
+
+@pytest.mark.parametrize(("form", "trained", "record"), EXAMPLES, ids=[form for form, _, _ in EXAMPLES])
+def test_each_form_of_the_documentation_is_read(
+    form: str, trained: str, record: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = saved(tmp_path, record)
+    reads = reads_of(Path(config.path))
+    assert reads == ("rollouts" if "rollouts" in form else "samples")
+    if reads == "samples":
+        (document,) = load_documents(config, tokenizer_with(CHATML))
+        assert any(document.targets), trained
+        assert not caplog.messages
+    else:
+        ((response,),) = read_groups(rollouts_of(config), vocabulary=99)
+        assert response.targets == (False, False, True, False, True)
+
+
+def rollouts_of(config: DataConfig) -> Scenario:
+    values = {"name": "mine", "model": str(LLAMA), "precision": "exact", "optimizer": {"name": "sgd", "lr": 0.1}}
+    return parse_scenario({**values, "data": {"path": config.path}, "objective": {"kind": "grpo"}})
 
 
 def test_named_columns_may_lie_inside_others(tmp_path: Path) -> None:

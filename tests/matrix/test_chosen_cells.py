@@ -6,11 +6,13 @@ from typing import Any
 
 import huggingface_hub
 import pytest
+from huggingface_hub import constants
 
 from conformance.cli import main as cli
 from conformance.core.errors import UsageError
 from conformance.core.host import FIXTURES
-from conformance.core.hub import model_folder
+from conformance.core.hub import dataset_folder, model_folder
+from conformance.data.forms import pair, read_samples
 from conformance.matrix.options import Ranks, Selection
 from conformance.matrix.profile import select_cells
 
@@ -74,8 +76,8 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (repository / "refs" / "main").write_text("a1b2")
     folder = repository / "snapshots" / "a1b2"
     shutil.copytree(FIXTURES / "models" / "llama", folder)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     return folder
 
 
@@ -110,7 +112,7 @@ def test_a_model_without_weights_in_the_cache_is_downloaded(
 
     (hub / "model.safetensors").unlink()
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     assert model_folder("acme/tiny-7B") == str(hub)
     assert calls == [True, False]
     assert "downloading acme/tiny-7B" in capsys.readouterr().err
@@ -126,3 +128,38 @@ def test_cells_without_rollouts_of_the_model_are_left_out(
     assert cli.main(["run", "--backend", "fsdp2", *own, "--scenario", "grpo"]) == 2
     assert "there are no rollouts of tiny-7B, which scenario grpo needs" in capsys.readouterr().err
     assert not (tmp_path / "parity-out").exists()
+
+
+@pytest.fixture
+def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Prepares a data set of two splits in an empty cache of datasets, which is offline; returns its name's folder."""
+    datasets = pytest.importorskip("datasets")
+    for split, answer in (("train", "b"), ("test", "d")):
+        rows = "".join(f'{{"question": "a{n}", "answer": "{answer}"}}\n' for n in range(2))
+        (tmp_path / f"{split}.jsonl").write_text(rows)
+    files = {split: str(tmp_path / f"{split}.jsonl") for split in ("train", "test")}
+    builder = datasets.load_dataset_builder("json", data_files=files, cache_dir=str(tmp_path / "made"))
+    builder.download_and_prepare()
+    folder = tmp_path / "acme___my_sums"
+    shutil.copytree(Path(builder.cache_dir), folder / "main" / "0.0.0" / "a1b2")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path))
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    return folder
+
+
+@pytest.mark.parametrize("name", ["acme/MySums", "acme/MySums:main"])
+def test_a_data_set_is_found_by_its_name_in_the_cache(cached: Path, name: str) -> None:
+    own = chosen("--layout", "dp2", "--data", name, "--split", "test", "--max-len", "50")
+    (cell,) = select_cells(own)
+    assert read_samples(cell.scenario.data) == [pair("a0", "d"), pair("a1", "d")]
+    with pytest.raises(UsageError, match=r"several splits; add --split .*: train, test"):
+        select_cells(chosen("--layout", "dp2", "--data", name))
+
+
+def test_a_data_set_that_is_not_in_the_cache_is_explained(cached: Path) -> None:
+    with pytest.raises(UsageError, match=r"there is no 'acme/none', .*HF_HUB_OFFLINE is set"):
+        dataset_folder("acme/none")
+    shutil.copytree(cached / "main", cached / "socratic")
+    with pytest.raises(UsageError, match=r"several configurations .*give one of main, socratic: acme/MySums:NAME"):
+        dataset_folder("acme/MySums")
+    assert dataset_folder("acme/MySums:socratic") == str(cached / "socratic" / "0.0.0" / "a1b2")

@@ -13,7 +13,7 @@ from conformance.core.errors import UsageError
 from conformance.oracle import policy_gradient as oracle
 from conformance.spec.objectives import Grpo, LossAggMode, LossMode, PolicyGradient, Ppo
 from impl.objectives import losses as impl_losses
-from impl.objectives.advantages import Response, estimate
+from impl.objectives.advantages import Response, estimate, gae
 from impl.objectives.losses import importance_weights, policy_losses, sequence_mean, token_weights
 
 NAN = float("nan")
@@ -125,3 +125,22 @@ def test_importance_weights_have_no_gradient() -> None:
     weights = importance_weights(old, torch.tensor([-1.0, 1.0]), threshold=2.0)
     assert not weights.requires_grad
     torch.testing.assert_close(weights, torch.tensor([2.0, 0.3678794]))
+
+
+@pytest.mark.parametrize("mask", [(1, 1, 0, 0, 1, 1), (1, 0, 1, 0, 1, 0), (0, 1, 1, 1, 0, 1)])
+def test_advantages_pass_over_masked_tokens_as_in_verl(mask: tuple[int, ...]) -> None:
+    """verl's loop goes through all tokens; both sides get the numbers of the sampled ones."""
+    objective, generator = Ppo(gamma=0.9, lam=0.8, kl_coef=0.0), torch.Generator().manual_seed(0)
+    rewards, values = torch.randn(2, len(mask), generator=generator, dtype=torch.float64)
+    following, advantage = 0.0, 0.0
+    expected: list[float] = []
+    for t in reversed(range(len(mask))):
+        if mask[t]:
+            delta = rewards[t].item() + objective.gamma * following - values[t].item()
+            advantage, following = delta + objective.gamma * objective.lam * advantage, values[t].item()
+            expected.insert(0, advantage + values[t].item())
+    at = torch.tensor(mask, dtype=torch.bool)
+    ours = gae(rewards[at], values[at], gamma=objective.gamma, lam=objective.lam).returns
+    found = oracle.PpoFunctions(objective).advantages([], [rewards[at]], [], [values[at]], torch.float64)
+    for returns in (ours, found["return"][0]):
+        torch.testing.assert_close(returns, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-12)
