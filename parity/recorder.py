@@ -1,13 +1,14 @@
 """Records a training loop: what each optimizer step read and wrote. It changes nothing in the loop.
 
 Gradients are read in place when an optimizer's step begins, and weights when it has ended, by torch's optimizer hooks.
+Where an optimizer steps masters or flat shards, parity/optimizer_shards.py finds the parameters' elements in them.
 Both are kept as sketches (parity/shards.py): no parameter is copied, no random number is drawn, nothing is written to.
 Ranks communicate once per step, in one all_reduce of these sketches, and agree that no rank has failed. Rank 0 writes.
 """
 
 import platform
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import TracebackType
@@ -22,19 +23,21 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from conformance.core.errors import UsageError, one_line
+from parity.optimizer_shards import held_parameters, torch_optimizers
 from parity.quantities import Names
 from parity.record_files import FORMAT, VERSION, Line, Writer, why_not
 from parity.shards import (
+    PRESENT,
     SQUARES,
     WIDTH,
     Piece,
     Reduced,
-    find_holders,
+    assemble,
+    find_layout,
     left_out,
     own_rank,
     pieces_of,
     reduce_over_ranks,
-    summarize,
     tied_names,
     together,
     world_size,
@@ -44,19 +47,17 @@ from parity.training_loop import (
     fingerprint,
     grouped,
     hexadecimal,
-    refusal,
     settings,
-    torch_optimizers,
     watch_precision,
 )
 
 WEIGHT, GRADIENT = KINDS = ("weight", "gradient")
-LIBRARIES = ("backend-parity", "torch", "transformers", "accelerate", "peft", "trl")
+LIBRARIES = ("backend-parity", "torch", "transformers", "accelerate", "peft", "trl", "deepspeed", "megatron-core")
 
 
 def record(
-    model: nn.Module,
-    optimizer: Optimizer | Sequence[Optimizer],
+    model: nn.Module | Sequence[nn.Module],
+    optimizer: Any,
     *,
     out: str | Path,
     names: Names | None = None,
@@ -64,8 +65,8 @@ def record(
 ) -> "Recorder":
     """Record a training loop: ``with parity.record(model, optimizer, out="run-a") as r: ... r.step(loss=loss)``.
 
-    model, optimizer: as they train, after DDP, ``fully_shard`` or ``accelerator.prepare``; several optimizers as a
-        list.
+    model, optimizer: as they train, after DDP, ``fully_shard``, ``accelerator.prepare``, ``deepspeed.initialize`` or
+        ``get_megatron_optimizer``; several optimizers, and the models of a pipeline stage, as a list.
     out: a folder that holds no record.
     names: maps a parameter's name without wrappers to its Hugging Face name, or, for a fused parameter, to the rows of
         each part (``{"q_proj.weight": slice(0, 64), ...}``).
@@ -83,19 +84,22 @@ class Recorder:
 
     def __init__(
         self,
-        model: nn.Module,
-        optimizer: Optimizer | Sequence[Optimizer],
+        model: nn.Module | Sequence[nn.Module],
+        optimizer: Any,
         *,
         out: Path,
         names: Names | None,
         full: bool,
     ) -> None:
-        self._model, self._names, self._full, self._writer = model, names, full, Writer(out)
-        self._optimizers, self._pieces = together(lambda: self._observed(optimizer))
+        self._models = (model,) if isinstance(model, nn.Module) else tuple(model)
+        self._names, self._full, self._writer = names, full, Writer(out)
+        together(lambda: self._observe(optimizer))
+        self._local = {piece.name: piece for piece in self._pieces}
         self._trained = tuple(piece for piece in self._pieces if piece.parameter.requires_grad)
         self._frozen = tuple(piece for piece in self._pieces if not piece.parameter.requires_grad)
         self._first_group = grouped(self._optimizers)
-        self._holders = find_holders(self._pieces)
+        self._groups = {id(piece.stepped): piece.group for piece in self._pieces if piece.group}
+        self._layout = find_layout(self._pieces, self._first_group)
         device = self._pieces[0].parameter.device
         self._device = device if device.type == "cuda" else torch.device("cpu")  # where summaries meet
         self._handles: list[RemovableHandle] = []
@@ -104,34 +108,36 @@ class Recorder:
         self._steps = 0
         self._begin_step()
 
-    def _observed(self, optimizer: Optimizer | Sequence[Optimizer]) -> tuple[tuple[Optimizer, ...], tuple[Piece, ...]]:
+    def _observe(self, optimizer: Any) -> None:
         """Find the optimizers and parameters to record. Raises UsageError if they cannot be, or rank 0 cannot write."""
-        optimizers = torch_optimizers(optimizer)
-        if problem := refusal(self._model) or (why_not(self._writer.folder) if own_rank() == 0 else ""):
+        found = torch_optimizers(optimizer)
+        self._optimizers = tuple(inner for _, inner in found)
+        if problem := why_not(self._writer.folder) if own_rank() == 0 else "":
             raise UsageError(problem)
-        pieces, group = pieces_of(self._model, self._names), grouped(optimizers)
-        if not any(piece.parameter.requires_grad and id(piece.parameter) in group for piece in pieces):
+        self._held = held_parameters(self._models, found)
+        self._pieces, group = pieces_of(self._held, self._names), grouped(self._optimizers)
+        if not any(p.parameter.requires_grad and (id(p.stepped) in group or p.group) for p in self._pieces):
             raise UsageError(
                 "the optimizer has none of the model's parameters; give both as they are trained, after all wrapping"
             )
-        return optimizers, pieces
 
     def _begin_step(self) -> None:
         self._gradients: dict[str, Tensor] = {}  # summaries
-        self._tensors: dict[str, Tensor] = {}  # whole ones, by kind and name
+        self._values: dict[str, dict[str, list[Tensor]]] = {kind: {} for kind in KINDS}  # of fragments, by name
+        self._stepped: set[int] = set()  # tensors that an optimizer has stepped
         self._settings: dict[str, Line] = {}  # of the groups of the optimizers that stepped
 
     @torch.no_grad()
     def __enter__(self) -> Self:
-        summaries = [self._summary(WEIGHT, piece, piece.parameter) for piece in self._pieces]
-        self._weights = {piece.name: summary for piece, summary in zip(self._pieces, summaries, strict=True)}
-        reduced = reduce_over_ranks(torch.stack(summaries)[None], (), names=list(self._weights), holders=self._holders)
-        together(lambda: self._begin(reduced) if own_rank() == 0 else None)
+        self._weights = {piece.name: self._summary(WEIGHT, piece, piece.stepped) for piece in self._pieces}
+        reduced = self._reduced(list(self._layout.parameters), [self._weights], ())
+        whole = self._whole(list(self._layout.parameters), reduced, KINDS[:1])
+        together(lambda: self._begin(reduced, whole) if own_rank() == 0 else None)
         self._begin_step()
         for optimizer in self._optimizers:
             self._handles.append(optimizer.register_step_pre_hook(self._before_step))
             self._handles.append(optimizer.register_step_post_hook(self._after_step))
-        if watch := watch_precision(self._model, self._precision):
+        if watch := watch_precision(self._models[0], self._precision):
             self._handles.append(watch)
         return self
 
@@ -164,23 +170,36 @@ class Recorder:
         is raised on all ranks.
         """
         numbers = together(lambda: _numbers(loss, tokens, batch))
-        names = [piece.name for piece in self._trained]
-        nothing = torch.zeros(WIDTH, dtype=torch.float64, device=self._device)
-        weights = torch.stack([self._weights[name] for name in names])
-        gradients = torch.stack([self._gradients.get(name, nothing) for name in names])
-        summaries = torch.stack([weights, gradients])
-        reduced = reduce_over_ranks(summaries, numbers, names=names, holders=self._holders)
+        names = self._layout.trained
+        reduced = self._reduced(names, [self._weights, self._gradients], numbers)
         counted, uncounted = reduced.numbers[3:5]
         if counted and uncounted:
             raise UsageError("some ranks hand a loss with tokens= and some without; hand tokens= with every loss")
-        together(lambda: self._writer.line(self._line(reduced)) if own_rank() == 0 else None)
+        whole = self._whole(names, reduced, KINDS)
+        together(lambda: self._writer.line(self._line(reduced, whole)) if own_rank() == 0 else None)
         self._steps += 1
         self._begin_step()
 
-    def _line(self, reduced: Reduced) -> Line:
+    def _reduced(
+        self, names: Sequence[str], summaries: Sequence[Mapping[str, Tensor]], numbers: Sequence[float]
+    ) -> Reduced:
+        nothing = torch.zeros(WIDTH, dtype=torch.float64, device=self._device)
+        stacked = torch.stack([torch.stack([one.get(name, nothing) for name in names]) for one in summaries])
+        return reduce_over_ranks(stacked, numbers, names=names, layout=self._layout)
+
+    def _whole(self, names: Sequence[str], reduced: Reduced, kinds: Sequence[str]) -> dict[str, Tensor]:
+        """Assemble the whole tensors that ``full`` keeps, of what any rank has read in this step; collective."""
+        return {
+            f"{kind}/{name}": assemble(self._local, self._values[kind], self._layout, name)
+            for row, name in enumerate(names)
+            for kind, summaries in zip(kinds, reduced.summaries, strict=True)
+            if self._full and summaries[row, PRESENT]
+        }
+
+    def _line(self, reduced: Reduced, whole: dict[str, Tensor]) -> Line:
         total, weight, tokens, counted, _, rows, *words = reduced.numbers
         group = grouped(self._optimizers)
-        known = {id(piece.parameter) for piece in self._pieces}
+        known = {id(piece.stepped) for piece in self._pieces}
         line: Line = {
             "kind": "step",
             "step": self._steps,
@@ -193,18 +212,18 @@ class Recorder:
             "regrouped": {
                 piece.name: own
                 for piece in self._trained
-                if (own := group.get(id(piece.parameter))) != self._first_group.get(id(piece.parameter))
+                if not piece.group and (own := group.get(id(piece.stepped))) != self._first_group.get(id(piece.stepped))
             },
             "unseen": len(group.keys() - known),
             "computed_in": self._precision[0] if self._precision else None,
         }
-        return line | (self._files(f"step-{self._steps:06d}", reduced, KINDS) if self._settings else {})
+        return line | (self._files(f"step-{self._steps:06d}", reduced, whole, KINDS) if self._settings else {})
 
-    def _files(self, stem: str, reduced: Reduced, kinds: Sequence[str]) -> Line:
+    def _files(self, stem: str, reduced: Reduced, whole: dict[str, Tensor], kinds: Sequence[str]) -> Line:
         """Write the files of a line's tensors; returns the line's fields about them."""
         line: Line = {"replicas": dict(zip(kinds, reduced.drift, strict=True))}
         if self._full:
-            line["tensors"] = self._writer.file(f"{stem}-tensors.safetensors", save(self._tensors))
+            line["tensors"] = self._writer.file(f"{stem}-tensors.safetensors", save(whole))
         return line | {"file": self._writer.file(f"{stem}.safetensors", save_arrays(reduced.arrays(kinds)))}
 
     @torch.no_grad()
@@ -215,22 +234,25 @@ class Recorder:
                 "gradients still have the loss scale in them; call scaler.unscale_(optimizer) before its step"
             )
         number = next(number for number, own in enumerate(self._optimizers) if own is optimizer)
-        own = settings(optimizer, number=number)
-        if own.keys() & self._settings.keys():
-            raise UsageError("an optimizer has stepped twice since r.step(); call r.step() after each of its steps")
-        self._settings |= own
         stepped, late = grouped([optimizer]), [p for p in self._frozen if p.parameter.requires_grad]
+        if stepped.keys() & self._stepped:
+            raise UsageError("an optimizer has stepped twice since r.step(); call r.step() after each of its steps")
+        self._stepped |= stepped.keys()
+        self._settings |= settings(optimizer, number=number, places=self._groups)
         if thawed := next((piece.name for piece in late if id(piece.parameter) in stepped), ""):
             raise UsageError(f"{thawed} was frozen when the recording began and is trained now; begin it afterwards")
         for piece in self._stepped_by(optimizer):
-            if piece.parameter.grad is not None:
-                self._gradients[piece.name] = self._summary(GRADIENT, piece, piece.parameter.grad)
+            gradient = (
+                piece.stepped.grad if piece.stepped.grad is not None else getattr(piece.stepped, "decoupled_grad", None)
+            )
+            if gradient is not None:
+                self._gradients[piece.name] = self._summary(GRADIENT, piece, gradient)
 
     @torch.no_grad()
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Read the weights when an optimizer's step has ended."""
         for piece in self._stepped_by(optimizer):
-            self._weights[piece.name] = self._summary(WEIGHT, piece, piece.parameter)
+            self._weights[piece.name] = self._summary(WEIGHT, piece, piece.stepped)
 
     def _stepped_by(self, optimizer: Optimizer) -> list[Piece]:
         """Give the trained pieces of an optimizer. Pieces without an optimizer belong to the first."""
@@ -239,31 +261,20 @@ class Recorder:
         return [
             piece
             for piece in self._trained
-            if id(piece.parameter) in own or (first and id(piece.parameter) not in every)
+            if id(piece.stepped) in own or (first and not piece.group and id(piece.stepped) not in every)
         ]
 
     def _summary(self, kind: str, piece: Piece, tensor: Tensor) -> Tensor:
+        values = piece.values(tensor)
         if self._full:
-            whole = piece.gathered(tensor)
-            if own_rank() == 0:
-                self._tensors[f"{kind}/{piece.name}"] = whole.cpu().clone()
-        return summarize(piece.local(tensor), piece.box, seed=piece.seed).to(self._device)
+            self._values[kind][piece.name] = [value.clone() for value in values]
+        return piece.summary(values, device=self._device)
 
-    def _begin(self, reduced: Reduced) -> None:
+    def _begin(self, reduced: Reduced, whole: dict[str, Tensor]) -> None:
         self._writer.begin(self._header())
-        self._writer.line({"kind": "loaded", **self._files("loaded", reduced, KINDS[:1])})
+        self._writer.line({"kind": "loaded", **self._files("loaded", reduced, whole, KINDS[:1])})
 
     def _header(self) -> Line:
-        parameters = {
-            piece.name: {
-                "shape": list(piece.box.shape),
-                "dtype": str(piece.parameter.dtype).removeprefix("torch."),
-                "trained": piece.parameter.requires_grad,
-                "group": self._first_group.get(id(piece.parameter)),
-                "shards": len(self._holders.ranks[piece.name]),
-            }
-            for piece in self._pieces
-        }
         return {
             "kind": "header",
             "format": FORMAT,
@@ -271,9 +282,9 @@ class Recorder:
             "ranks": world_size(),
             "python": platform.python_version(),
             "libraries": {library: found for library in LIBRARIES if (found := _version(library))},
-            "parameters": parameters,
-            "tied": tied_names(self._model, self._pieces, self._names),
-            "left_out": left_out(self._model, self._names),
+            "parameters": self._layout.parameters,
+            "tied": tied_names(self._models, self._held, self._names),
+            "left_out": left_out(self._held, self._names),
         }
 
 

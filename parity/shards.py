@@ -13,7 +13,7 @@ the distance itself. A difference in a single element is exact. Sign and bucket 
 the element's place in the whole parameter, so the sketches of shards add up to the sketch of the whole, whatever the
 sharding.
 
-A DTensor tells where its shard lies (the protocol of distributed checkpoints); a plain tensor is whole. Pieces that
+Where a rank's elements lie in the whole parameter is found by parity/optimizer_shards.py. Pieces that
 several ranks hold are counted once, on the first of these ranks, so that sums over ranks are sums over elements.
 
 All sums of a step are one all_reduce. Each rank has slots in it for a checksum of each of its pieces, by which replicas
@@ -23,7 +23,7 @@ are compared. An error of one rank is raised on all ranks: the other ranks would
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -35,8 +35,9 @@ from torch.distributed.tensor import DTensor
 
 from conformance.core.errors import UsageError, one_line, shown
 from conformance.numerics.determinism import seed_of, splitmix64
+from parity.optimizer_shards import Box, Fragment, Held, fragments_of, whole_shape
 from parity.quantities import Names, canonical
-from parity.record_files import Arrays
+from parity.record_files import Arrays, Line
 
 BUCKETS = 64
 ROW_GROUPS = 64
@@ -48,21 +49,6 @@ WIDTH = SKETCH_AT + BUCKETS
 # Every bucket is added up in so many places: threads of a GPU that add to one place wait for each other.
 LANES = 256
 CPU_BLOCK, GPU_BLOCK = 2**15, 2**22  # elements at a time; on a GPU 32 MiB for each of about six temporaries
-
-
-@dataclass(frozen=True, kw_only=True)
-class Box:
-    """The part of a whole tensor that a piece holds: offsets and sizes in every dimension (at least one)."""
-
-    shape: tuple[int, ...]  # of the whole tensor
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-
-def whole(shape: tuple[int, ...]) -> Box:
-    """Give the box of a tensor that is not sharded."""
-    shape = shape or (1,)
-    return Box(shape=shape, offsets=(0,) * len(shape), sizes=shape)
 
 
 @torch.no_grad()
@@ -167,72 +153,94 @@ def _agree(error: Exception | None) -> None:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Piece:
-    """The part of one canonical name that a rank holds: of a parameter, or of some rows of a fused one."""
+    """What a rank holds of one canonical name: boxes of a parameter, or of some rows of a fused one.
+
+    shape: of all boxes together. stepped: the tensor that holds these boxes, and their gradient.
+    place: where the name comes in the order of the model: by part of the model, if a rank has several, and number.
+    """
 
     name: str
     parameter: nn.Parameter
-    part: slice  # its rows of the whole parameter
-    rows: slice  # its rows of the local tensor
-    box: Box
-    seed: int
+    stepped: Tensor
+    fragments: tuple[Fragment, ...]
+    shape: tuple[int, ...]
+    place: tuple[int, int]
+    group: str | None
 
-    def local(self, tensor: Tensor) -> Tensor:
-        """Give this rank's part of the weight or gradient, which is sharded like the parameter."""
+    @property
+    def boxes(self) -> tuple[Any, ...]:
+        return tuple((fragment.box.offsets, fragment.box.sizes) for fragment in self.fragments)
+
+    def values(self, tensor: Tensor) -> list[Tensor]:
+        """Read the values of each fragment from a tensor that is sharded like the stepped one."""
         if isinstance(tensor, DTensor):
-            assert isinstance(self.parameter, DTensor)
-            if tensor.placements != self.parameter.placements:  # a gradient that waits for its sum, of a copy here
-                tensor = tensor.redistribute(self.parameter.device_mesh, self.parameter.placements)
+            assert isinstance(self.stepped, DTensor)
+            if tensor.placements != self.stepped.placements:  # a gradient that waits for its sum, of a copy here
+                tensor = tensor.redistribute(self.stepped.device_mesh, self.stepped.placements)
             tensor = tensor.to_local()
-        return _rows(tensor, self.rows)
+        return [fragment.values(tensor) for fragment in self.fragments]
 
-    def gathered(self, tensor: Tensor) -> Tensor:
-        """Gather the whole weight or gradient from all ranks."""
-        return _rows(tensor.full_tensor() if isinstance(tensor, DTensor) else tensor, self.part)
+    def summary(self, values: Sequence[Tensor], *, device: torch.device) -> Tensor:
+        """Sum the summaries of the fragments' values: float64 [WIDTH]."""
+        total = torch.zeros(WIDTH, dtype=torch.float64, device=device)
+        for fragment, value in zip(self.fragments, values, strict=True):
+            total += summarize(value, fragment.box, seed=seed_of(self.name)).to(device)
+        total[SUMS.index("present")] = float(bool(self.fragments))
+        return total
 
 
-def _rows(tensor: Tensor, rows: slice) -> Tensor:
-    return (tensor.detach() if tensor.dim() else tensor.detach().reshape(1))[rows]
-
-
-def pieces_of(model: nn.Module, names: Names | None) -> tuple[Piece, ...]:
-    """List the pieces of all parameters, tied ones once, in the order in which the model defines them."""
+def pieces_of(parameters: Sequence[Held], names: Names | None) -> tuple[Piece, ...]:
+    """List the pieces of what a rank holds of all parameters, in the order in which the model defines them."""
     found: dict[str, Piece] = {}
-    for raw, parameter in model.named_parameters():
-        for piece in _named(canonical(raw), parameter, names):
-            if piece.name in found:
-                raise UsageError(
-                    f"two parameters have the canonical name {piece.name}, one of them is {raw}; give names="
-                )
-            found[piece.name] = piece
+    for held in parameters:
+        shape, fragments = whole_shape(held), fragments_of(held)
+        for name, (start, stop) in _parts(held.name, shape, names).items():
+            if name in found:
+                raise UsageError(f"two parameters have the canonical name {name}, one is {held.name}; give names=")
+            found[name] = Piece(
+                name=name,
+                parameter=held.parameter,
+                stepped=held.stepped,
+                fragments=tuple(
+                    part for one in fragments for part in one.within(0, start, stop, to=0, length=stop - start)
+                ),
+                shape=(stop - start, *shape[1:]),
+                place=(held.chunk, len(found)),
+                group=held.group,
+            )
     return tuple(found.values())
 
 
-def tied_names(model: nn.Module, pieces: Sequence[Piece], names: Names | None) -> dict[str, str]:
+def tied_names(models: Sequence[nn.Module], parameters: Sequence[Held], names: Names | None) -> dict[str, str]:
     """Map further names of tied parameters to the name that each is recorded under."""
-    own = {(id(piece.parameter), piece.part.start, piece.part.stop): piece.name for piece in pieces}
-    first = {raw for raw, _ in model.named_parameters()}
+    own = {id(held.parameter): held for held in parameters}
     found: dict[str, str] = {}
-    for raw, parameter in model.named_parameters(remove_duplicate=False):
-        for name, (start, stop) in _parts(canonical(raw), parameter, names).items() if raw not in first else ():
-            if (kept := own.get((id(parameter), start, stop), name)) != name:
-                found[name] = kept
+    for model in models:
+        first = {raw for raw, _ in model.named_parameters()}
+        for raw, parameter in model.named_parameters(remove_duplicate=False):
+            if raw in first or (held := own.get(id(parameter))) is None:
+                continue
+            kept = {rows: name for name, rows in _parts(held.name, whole_shape(held), names).items()}
+            for name, rows in _parts(canonical(raw), whole_shape(held), names).items():
+                if kept.get(rows, name) != name:
+                    found[name] = kept[rows]
     return found
 
 
-def left_out(model: nn.Module, names: Names | None) -> dict[str, str]:
+def left_out(parameters: Sequence[Held], names: Names | None) -> dict[str, str]:
     """Map parameters that ``names`` leaves without a name, in whole or in part, to the number of these rows."""
     found = {}
-    for raw, parameter in model.named_parameters() if names else ():
-        rows = whole(tuple(parameter.shape)).shape[0]
-        named = sum(stop - start for start, stop in _parts(canonical(raw), parameter, names).values())
-        if named < rows:
-            found[canonical(raw)] = f"{rows - named} of {rows} rows"
+    for held in parameters if names else ():
+        shape = whole_shape(held)
+        named = sum(stop - start for start, stop in _parts(held.name, shape, names).values())
+        if named < shape[0]:
+            found[held.name] = f"{shape[0] - named} of {shape[0]} rows"
     return found
 
 
-def _parts(name: str, parameter: nn.Parameter, names: Names | None) -> dict[str, tuple[int, int]]:
+def _parts(name: str, shape: tuple[int, ...], names: Names | None) -> dict[str, tuple[int, int]]:
     """Give the rows of a parameter, from and to, of each name. Raises UsageError for rows that it does not have."""
-    count = whole(tuple(parameter.shape)).shape[0]
+    count = shape[0]
     given = names(name) if names else name
     parts = {given: slice(None)} if isinstance(given, str) else given
     if not isinstance(parts, Mapping) or "" in parts:
@@ -248,59 +256,73 @@ def _parts(name: str, parameter: nn.Parameter, names: Names | None) -> dict[str,
     return found
 
 
-def _named(name: str, parameter: nn.Parameter, names: Names | None) -> Iterator[Piece]:
-    box = _box(parameter)
-    for part, (start, stop) in _parts(name, parameter, names).items():
-        # The rows of this rank that belong to the part, as places in the local tensor.
-        low = min(max(start - box.offsets[0], 0), box.sizes[0])
-        high = max(low, min(stop - box.offsets[0], box.sizes[0]))
-        yield Piece(
-            name=part,
-            parameter=parameter,
-            part=slice(start, stop),
-            rows=slice(low, high),
-            box=Box(
-                shape=(stop - start, *box.shape[1:]),
-                offsets=(max(box.offsets[0] - start, 0), *box.offsets[1:]),
-                sizes=(high - low, *box.sizes[1:]),
-            ),
-            seed=seed_of(part),
-        )
-
-
-def _box(parameter: Tensor) -> Box:
-    if not isinstance(parameter, DTensor):
-        return whole(tuple(parameter.shape))
-    (chunk,) = parameter.__create_chunk_list__()
-    return replace(whole(tuple(parameter.shape)), offsets=tuple(chunk.offsets), sizes=tuple(chunk.sizes))
-
-
 @dataclass(frozen=True, kw_only=True)
-class Holders:
-    """The ranks that hold each box of a piece, by the piece's name. The first of them is counted."""
+class Layout:
+    """The parameters of all ranks, in the order of the model.
 
+    parameters: what a record's header says of each name. ranks: the ranks that hold each set of boxes of a name. The
+    first of them is counted.
+    """
+
+    parameters: dict[str, Line]
     ranks: dict[str, tuple[tuple[int, ...], ...]]
+
+    @property
+    def trained(self) -> list[str]:
+        return [name for name, line in self.parameters.items() if line["trained"]]
 
     def counts(self, name: str, rank: int) -> bool:
         return any(holders[0] == rank for holders in self.ranks[name])
 
 
-def find_holders(pieces: Sequence[Piece]) -> Holders:
-    """Gather the pieces of all ranks. Raises UsageError on every rank if one has other names."""
-    own: dict[str, Any] = {p.name: (p.box.offsets, p.box.sizes) for p in pieces}
+def find_layout(pieces: Sequence[Piece], groups: Mapping[int, str]) -> Layout:
+    """Gather the pieces of all ranks; ``groups`` are those of the stepped tensors. Collective.
+
+    Raises UsageError on every rank if one has a parameter of another shape.
+    """
+    own: dict[str, Any] = {
+        piece.name: (
+            {
+                "shape": list(piece.shape),
+                "dtype": str(piece.parameter.dtype).removeprefix("torch."),
+                "trained": piece.parameter.requires_grad,
+                "group": groups.get(id(piece.stepped), piece.group),
+            },
+            piece.place,
+            piece.boxes,
+        )
+        for piece in pieces
+    }
     everybody = [own] * world_size()
     if world_size() > 1:
         dist.all_gather_object(everybody, own)
-    for rank, boxes in enumerate(everybody):
-        if list(boxes) != list(everybody[0]):
-            raise UsageError(
-                f"rank {rank} has other parameters than rank 0, as in a pipeline; record a run without pipeline stages"
-            )
-    ranks: dict[str, dict[Any, list[int]]] = {piece.name: defaultdict(list) for piece in pieces}
-    for rank, boxes in enumerate(everybody):
-        for name, box in boxes.items():
-            ranks[name][box].append(rank)
-    return Holders(ranks={name: tuple(map(tuple, boxes.values())) for name, boxes in ranks.items()})
+    lines: dict[str, Line] = {}
+    places: dict[str, tuple[int, int, int]] = {}  # a pipeline's parts in turn, and the first rank of each
+    ranks: dict[str, dict[Any, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for rank, parameters in enumerate(everybody):
+        for name, (line, (part, number), boxes) in parameters.items():
+            known = lines.setdefault(name, line)
+            places.setdefault(name, (part, rank, number))
+            if line["shape"] != known["shape"]:
+                raise UsageError(f"{name} is of shape {line['shape']} on rank {rank} and of {known['shape']} on others")
+            known["group"] = known["group"] or line["group"]
+            if boxes:
+                ranks[name][boxes].append(rank)
+    ordered = sorted(lines, key=places.__getitem__)
+    holders = {name: tuple(map(tuple, ranks[name].values())) for name in ordered}
+    return Layout(parameters={name: lines[name] | {"shards": len(holders[name])} for name in ordered}, ranks=holders)
+
+
+def assemble(pieces: Mapping[str, Piece], values: Mapping[str, Sequence[Tensor]], layout: Layout, name: str) -> Tensor:
+    """Put a whole tensor together from the fragments' values of all ranks; collective."""
+    line = layout.parameters[name]
+    dtype = getattr(torch, line["dtype"])
+    found = torch.zeros(line["shape"], dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+    if layout.counts(name, own_rank()) and name in values:
+        for fragment, value in zip(pieces[name].fragments, values[name], strict=True):
+            box = fragment.box
+            found[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))] = value.cpu()
+    return add_up(found).cpu()
 
 
 PRESENT, SQUARES, NOT_FINITE = (SUMS.index(name) for name in ("present", "squares", "not_finite"))
@@ -329,15 +351,13 @@ class Reduced:
         return found
 
 
-def reduce_over_ranks(
-    summaries: Tensor, numbers: Sequence[float], *, names: Sequence[str], holders: Holders
-) -> Reduced:
+def reduce_over_ranks(summaries: Tensor, numbers: Sequence[float], *, names: Sequence[str], layout: Layout) -> Reduced:
     """Sum the summaries [K, P, WIDTH] of the pieces with ``names``, and ``numbers``, over all ranks.
 
     A piece that several ranks hold is counted once. ``present`` becomes the part of all pieces that there are.
     """
     ranks, rank = world_size(), own_rank()
-    counted = torch.tensor([holders.counts(name, rank) for name in names], device=summaries.device)
+    counted = torch.tensor([layout.counts(name, rank) for name in names], device=summaries.device)
     slots = torch.zeros(ranks, *summaries.shape[:2], dtype=torch.float64, device=summaries.device)
     slots[rank] = summaries[..., SKETCH_AT:].sum(-1) + summaries[..., NOT_FINITE]
     sums = summaries.where(counted[:, None], 0.0)
@@ -345,17 +365,17 @@ def reduce_over_ranks(
     parts = add_up(torch.cat([sums.flatten(), slots.flatten(), further])).cpu().numpy()
     total = parts[: sums.numel()].reshape(sums.shape).copy()
     everybody = parts[sums.numel() : sums.numel() + slots.numel()].reshape(slots.shape)
-    total[..., PRESENT] /= [len(holders.ranks[name]) for name in names]
-    drift = tuple(dict(_drift(total[k], everybody[:, k], names=names, holders=holders)) for k in range(len(total)))
+    total[..., PRESENT] /= [len(layout.ranks[name]) or 1 for name in names]
+    drift = tuple(dict(_drift(total[k], everybody[:, k], names=names, layout=layout)) for k in range(len(total)))
     return Reduced(summaries=total, numbers=parts[sums.numel() + slots.numel() :].tolist(), drift=drift)
 
 
 def _drift(
-    total: NDArray[np.float64], checksums: NDArray[np.float64], *, names: Sequence[str], holders: Holders
+    total: NDArray[np.float64], checksums: NDArray[np.float64], *, names: Sequence[str], layout: Layout
 ) -> Iterator[tuple[str, float]]:
     """Yield pieces whose replicas differ: ``total`` [P, WIDTH], ``checksums`` [ranks, P]."""
     for column, name in enumerate(names):
-        spread = max(float(np.ptp(checksums[list(ranks), column])) for ranks in holders.ranks[name])
+        spread = max((float(np.ptp(checksums[list(ranks), column])) for ranks in layout.ranks[name]), default=0.0)
         norm = float(np.sqrt(total[column, SQUARES]))
         if spread > SAME * norm:
             yield name, spread / norm if norm else float(np.finfo(np.float64).max)

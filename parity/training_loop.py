@@ -2,12 +2,10 @@
 
 A group is known by its place, ``0.1`` for the second group of the first optimizer, because ``load_state_dict`` puts a
 new group into the place of each, and ``add_param_group`` appends one.
-
-A model or optimizer that keeps its gradients outside of the parameters is refused: its record would have none.
 """
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -60,12 +58,16 @@ def grouped(optimizers: Sequence[Optimizer]) -> dict[int, str]:
     }
 
 
-def settings(optimizer: Optimizer, *, number: int) -> dict[str, Line]:
-    """Give the optimizer's class and its numeric settings (a list for betas), by group."""
-    return {
-        f"{number}.{place}": {"optimizer": type(optimizer).__name__, **_numbers(group)}
-        for place, group in enumerate(optimizer.param_groups)
-    }
+def settings(optimizer: Optimizer, *, number: int, places: Mapping[int, str]) -> dict[str, Line]:
+    """Give the optimizer's class and its numeric settings (a list for betas), by group.
+
+    places: the groups of tensors that a library steps a group at a time, under another number.
+    """
+    found: dict[str, Line] = {}
+    for place, group in enumerate(optimizer.param_groups):
+        known = next((places[id(one)] for one in group["params"] if id(one) in places), f"{number}.{place}")
+        found[known] = {"optimizer": type(optimizer).__name__, **_numbers(group)}
+    return found
 
 
 def _numbers(group: dict[str, Any]) -> Line:
@@ -79,46 +81,6 @@ def _numbers(group: dict[str, Any]) -> Line:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1 and value.dim() == 0)
-
-
-DEEPSPEED = (
-    "DeepSpeed keeps gradients and masters outside of the parameters, where no record sees them. Record the training "
-    "without it, and compare losses by parity diff of the logs; per parameter, use parity run --backend deepspeed"
-)
-
-
-def torch_optimizers(optimizer: Any) -> tuple[Optimizer, ...]:
-    """Take torch optimizers out of wrappers such as Accelerate's. Raises UsageError for any other object."""
-    given = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
-    return tuple(_inside(one) for one in given)
-
-
-def _inside(optimizer: Any) -> Optimizer:
-    if any(_comes_from(kind, "deepspeed") or "DeepSpeed" in kind.__name__ for kind in type(optimizer).__mro__):
-        raise UsageError(DEEPSPEED)
-    if type(optimizer).__module__.startswith("accelerate.") and hasattr(optimizer, "optimizer"):
-        return _inside(optimizer.optimizer)
-    if not isinstance(optimizer, Optimizer):
-        raise UsageError(
-            f"{type(optimizer).__name__} is not a torch.optim.Optimizer; give the ones that it steps, as a list"
-        )
-    return optimizer
-
-
-def refusal(model: nn.Module) -> str:
-    """Tell why a model cannot be recorded, with advice; empty if it can."""
-    for module in model.modules():
-        if _comes_from(type(module), "deepspeed.runtime"):
-            return DEEPSPEED
-        if type(module).__name__ == "FullyShardedDataParallel":
-            return "FSDP1 flattens parameters, and a record is by parameter; shard the model by fully_shard (FSDP2)"
-    if any(getattr(parameter, "tensor_model_parallel", False) for parameter in model.parameters()):
-        return "Megatron's tensor-parallel weights do not say which rows they hold; record with tensor parallel size 1"
-    return ""
-
-
-def _comes_from(kind: type, package: str) -> bool:
-    return f"{kind.__module__}.".startswith(f"{package}.")
 
 
 def watch_precision(model: nn.Module, dtypes: list[str]) -> RemovableHandle | None:

@@ -1,0 +1,83 @@
+"""Recording inside the loops of libraries whose optimizers step masters and flat shards of the parameters."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from recording_tasks import recorded
+from test_recording import agree_closely
+
+from conformance.core.host import FIXTURES
+from conformance.runtime import Pool, WorkerGroupConfig
+from parity.compare import compare_records
+from parity.explain import likely_causes
+from parity.record_files import read_run
+
+UP = "layers.1.mlp.up_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return recorded(tmp_path_factory.mktemp("plain") / "run", full=True)
+
+
+@pytest.fixture
+def run_ranks(pool: Pool, tmp_path: Path) -> Any:
+    def run(task: str, size: int, name: str = "run", **kwargs: Any) -> Path:
+        outcome = pool.run(
+            key=f"recording {task}",
+            config=WorkerGroupConfig(size=size, device="cpu", preload=("recording_libraries",)),
+            task=f"recording_libraries:{task}",
+            kwargs={"out": str(tmp_path / name), **kwargs},
+            log_dir=tmp_path,
+            budget_s=240,
+        )
+        assert outcome.state == "done", outcome.reason
+        return tmp_path / name
+
+    return run
+
+
+def exhaustive(*case: Any) -> Any:
+    return pytest.param(*case, marks=pytest.mark.exhaustive)
+
+
+@pytest.mark.parametrize("stage", [exhaustive(0), exhaustive(1), 2, 3])
+def test_deepspeed_agrees_with_one_process(stage: int, plain: Path, run_ranks: Any) -> None:
+    pytest.importorskip("deepspeed")
+    run = run_ranks("deepspeed", 2, stage=stage)
+    agree_closely(compare_records([plain, run], threshold=None))
+    assert all(line["replicas"] == {"weight": {}, "gradient": {}} for line in read_run(run).steps)
+
+
+@pytest.mark.parametrize("stage", [exhaustive(0), 1, exhaustive(2), exhaustive(3)])
+def test_deepspeed_fault_is_named_by_parameter(stage: int, plain: Path, run_ranks: Any) -> None:
+    pytest.importorskip("deepspeed")
+    pair = compare_records([plain, run_ranks("deepspeed", 2, stage=stage, fault=UP)], threshold=None).pairs[0]
+    assert pair.parted is not None
+    assert (pair.parted.step, pair.parted.name) == (0, "gradients")
+    different = {quantity.what: quantity.scale for quantity in pair.parted.different}
+    assert different == {f"model.{UP}": pytest.approx(3, rel=1e-3)}
+
+
+@pytest.mark.parametrize(
+    ("layout", "size"), [("tp2", 2), exhaustive("dp2.zero1", 2), exhaustive("pp2", 2), exhaustive("pp2.vpp2", 2)]
+)
+def test_megatron_agrees_with_one_rank(layout: str, size: int, run_ranks: Any) -> None:
+    pytest.importorskip("megatron.core")
+    folder = str(FIXTURES / "models" / "llama")
+    one = run_ranks("megatron", 1, "one", layout="dp1", folder=folder)
+    many = run_ranks("megatron", size, "many", layout=layout, folder=folder)
+    agree_closely(compare_records([one, many], threshold=None))
+    assert list(read_run(many).parameters) == list(read_run(one).parameters)
+
+
+def test_megatron_fault_is_named_by_parameter(run_ranks: Any) -> None:
+    pytest.importorskip("megatron.core")
+    folder, fault = str(FIXTURES / "models" / "llama"), "decoder.layers.0.mlp.linear_fc2.weight"
+    runs = [run_ranks("megatron", 2, f"run{bad}", layout="tp2", folder=folder, fault=bad) for bad in ("", fault)]
+    pair = compare_records(runs, threshold=None).pairs[0]
+    assert pair.parted is not None
+    assert (pair.parted.step, pair.parted.name) == (0, "gradients")
+    assert any(cause.startswith("What is wrong by itself is 3 times") for cause in likely_causes(pair, pair.parted))
+    assert f"The others: {fault}." in next(likely_causes(pair, pair.parted))

@@ -1,0 +1,74 @@
+"""Trains a tiny Llama in the loops of DeepSpeed, Megatron, FSDP1 and TRL, in ranks, for tests of parity.record.
+
+``fault`` names a parameter of which every gradient is multiplied by 3 in the backward pass.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from recording_tasks import adamw, batches, tiny
+from torch import nn
+
+import parity
+from conformance.runtime import RankContext
+from conformance.spec.layout import Layout
+
+
+def plant(models: Sequence[nn.Module], fault: str) -> None:
+    found = [p for model in models for name, p in model.named_parameters() if fault and name.endswith(fault)]
+    for parameter in found:
+        parameter.register_hook(lambda gradient: 3 * gradient)
+
+
+def deepspeed(
+    context: RankContext, *, out: str, stage: int, fault: str = "", half: bool = False, **options: Any
+) -> None:
+    """Every row is a micro-batch; the engine takes the mean over ranks."""
+    import deepspeed
+
+    from impl.deepspeed import global_state
+
+    global_state.enter("cpu", Layout.parse("dp2"))
+    model = tiny()
+    plant([model], fault)
+    per_rank = len(batches()[0]) // context.world_size
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": per_rank,
+        "zero_allow_untested_optimizer": True,
+        "gradient_clipping": 1e6,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, **options},
+        "bf16": {"enabled": half},
+    }
+    engine, optimizer, *_ = deepspeed.initialize(
+        model=model, optimizer=adamw(model), config=config, dist_init_required=False
+    )
+    with parity.record(engine, optimizer, out=out, full=True) as recorder:
+        for rows in batches():
+            own = rows[context.rank :: context.world_size]
+            total, tokens, summed = sum(len(row) - 1 for row in rows), sum(len(row) - 1 for row in own), 0.0
+            for row in own:
+                logits = engine(input_ids=row[None]).logits[0, :-1].float()
+                loss = nn.functional.cross_entropy(logits, row[1:], reduction="sum")
+                engine.backward(loss * context.world_size * per_rank / total)
+                engine.step()
+                summed += float(loss.detach())
+            recorder.step(loss=summed / tokens, tokens=tokens, batch=own)
+    engine.destroy()
+    global_state.leave()
+
+
+def megatron(
+    context: RankContext, *, out: str, layout: str, folder: str, fault: str = "", precision: Any = "exact"
+) -> None:
+    """Megatron's DDP, schedules and optimizer, as impl.megatron sets them up on the CPU."""
+    from megatron_tasks import new, opened, train
+
+    with opened(context, layout, precision) as ranks:
+        model = new(ranks, folder)
+        plant(model.chunks, fault)
+        with parity.record(list(model.chunks), model.optimizer, out=out, full=True) as recorder:
+            for step in range(3):
+                train(ranks, model, step)
+                recorder.step()
+        model.teardown()
