@@ -164,9 +164,10 @@ def _masters(outer: Any, inner: Optimizer, number: int) -> Iterator[Held]:
 
 def _distributed(outer: Any, inner: Optimizer, number: int) -> Iterator[Held]:
     """Yield the shards of Megatron's distributed optimizer, each a tensor of its own."""
-    owned = getattr(outer, "model_param_group_index_map", {})
-    for parameter in getattr(outer, "model_param_gbuf_map", ()):
-        if parameter in owned:
+    owned = getattr(outer, "model_param_group_index_map", None)
+    buffers = outer.buffers if owned is not None else ()
+    for parameter in (parameter for buffer in buffers for parameter in buffer.params):
+        if owned and parameter in owned:
             group, place = owned[parameter]
             span = outer._get_model_param_range_map(parameter)["param"]
             stepped = inner.param_groups[group]["params"][place]

@@ -293,7 +293,7 @@ def test_what_cannot_be_seen_is_refused_with_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"weight is cut by tensor parallelism outside of megatron.core"):
         parity.record(sliced, torch.optim.SGD(sliced.parameters(), lr=0.1), out=tmp_path / "run")
     with pytest.raises(UsageError, match=r"StepLR is not a torch.optim.Optimizer; give the ones that it steps"):
-        parity.record(model, torch.optim.lr_scheduler.StepLR(optimizer, 1), out=tmp_path / "run")  # type: ignore[arg-type]
+        parity.record(model, torch.optim.lr_scheduler.StepLR(optimizer, 1), out=tmp_path / "run")
     with pytest.raises(UsageError, match=r"weight the rows slice\(5, 9, None\) of weight, which has 4; give some"):
         parity.record(model, optimizer, out=tmp_path / "run", names=lambda name: {name: slice(5, 9)})
     with pytest.raises(UsageError, match="names= gives rows of weight to q and again to k; give each to one"):
