@@ -106,6 +106,17 @@ def _folder(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help=_JSON)
 
 
+def _judge(parser: argparse.ArgumentParser) -> None:
+    _folder(parser)
+    parser.add_argument(
+        "--objective",
+        action="append",
+        default=[],
+        metavar="MODULE:CLASS",
+        help="import an objective of your own that the records name; may be repeated",
+    )
+
+
 def _compare(parser: argparse.ArgumentParser) -> None:
     _folder(parser)
     parser.add_argument(
@@ -140,7 +151,7 @@ COMMANDS: Mapping[str, Declared] = {
         ("plan", "estimate the memory, disk and time of the selected cells", _plan),
         ("run", "run cells, judge them, write the report", _run),
         ("merge", "put the folders of several shards, or jobs, of a run together", _merge),
-        ("judge", "judge the records of an earlier run again", _folder),
+        ("judge", "judge the records of an earlier run again", _judge),
         ("report", "write report.html, report.md and junit.xml of an earlier run", _folder),
         ("compare", "print the backends of a run side by side, or two runs, as Markdown", _compare),
         ("bisect", "name the first wrong module of a cell, forward and backward", _bisect),

@@ -8,9 +8,12 @@ from conformance.judge.rejudge import rejudge
 from conformance.judge.side_by_side import write_side_by_side
 from conformance.results.run_results import read_run
 from conformance.results.verdict import STATES
+from conformance.spec.objectives import objective_class
 
 
 def run(options: argparse.Namespace) -> int:
+    for kind in options.objective:
+        objective_class(kind)
     if slim_cells := rejudge(options.out):
         print(
             f"parity: {slim_cells} cells keep their verdicts, because their tensors were not kept (parity run --keep "

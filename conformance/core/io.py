@@ -100,9 +100,14 @@ def parse_json(text: str, source: str) -> Any:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Holds an exclusive lock on ``path`` between processes. The lock ends with its process; the file stays."""
+    """Holds an exclusive lock on ``path`` between processes. The lock ends with its process; the file stays.
+
+    Raises UsageError for a link or a pipe at ``path``, which may lead to a file of the user.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as file:
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        raise UsageError(f"{path} is not a file, but the suite keeps a lock there; remove it")
+    with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "rb+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 

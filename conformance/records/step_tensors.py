@@ -33,6 +33,7 @@ from conformance.records.record_format import (
     record_digest,
 )
 from conformance.spec.layout import Layout
+from conformance.spec.objectives import check_imported
 from conformance.spec.observables import Observable, observables_to_json
 from conformance.spec.scenario import Scenario, parse_scenario
 
@@ -96,7 +97,9 @@ class Record:
 
     @cached_property
     def scenario(self) -> Scenario:
-        """Parses the scenario of the header."""
+        """Parses the scenario of the header. Raises UsageError where that would import a module."""
+        objective = self.header["scenario"].get("objective")
+        check_imported(objective.get("kind") if isinstance(objective, dict) else None)
         return parse_scenario(self.header["scenario"])
 
     @cached_property

@@ -4,7 +4,9 @@ A cell that runs again keeps its earlier state in its verdict (``Entry.before``)
 is still reported.
 """
 
+import os
 import re
+import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +35,7 @@ def read_earlier(out: Path, plan: Plan, ranks: Ranks, *, selection: str) -> Earl
 
     selection: the selection of this run, as text.
     """
+    _refuse_links(out)
     earlier = read_part(out)
     if earlier.run.selected != plan.digest and (changes := _option_changes(earlier.run.selection, selection)):
         raise UsageError(
@@ -59,6 +62,20 @@ def read_earlier(out: Path, plan: Plan, ranks: Ranks, *, selection: str) -> Earl
         if cell.entry != stored:
             write_entry(out, cell.entry)
     return Earlier(run=run, entries=tuple(cell.entry for cell in cells))
+
+
+def _refuse_links(out: Path) -> None:
+    """Raises UsageError for links, pipes and devices below ``out``: the run would write to wherever they lead.
+
+    Inputs contain links to the weights of the user's model, which are only read.
+    """
+    for folder, folders, files in os.walk(out):
+        is_model = Path(folder).parent == out / "inputs"
+        for path in (Path(folder, name) for name in (*folders, *files)):
+            mode = path.lstat().st_mode
+            linked_weights = stat.S_ISLNK(mode) and is_model and path.suffix == ".safetensors"
+            if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode) or linked_weights):
+                raise UsageError(f"{path} is a link, pipe or device, and a run only resumes in files; remove it")
 
 
 def _option_changes(then: str, now: str) -> str:

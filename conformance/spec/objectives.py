@@ -20,6 +20,7 @@ error before anything runs, never a silent SFT.
 """
 
 import itertools
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib import import_module
@@ -352,7 +353,7 @@ def parse_objective(values: Any) -> Objective:
         raise UsageError(f'[objective] must be a table with a kind, such as kind = "sft", got {shown(values)}')
     kind = values.get("kind", "sft")
     try:
-        objective: Objective = TypeAdapter(_find(kind)).validate_python({**values, "kind": kind})
+        objective: Objective = TypeAdapter(objective_class(kind)).validate_python({**values, "kind": kind})
     except ValidationError as error:
         raise explain(error, source=f"[objective] of kind {shown(kind)}", what="objective") from None
     return objective
@@ -364,6 +365,16 @@ def objective_to_json(objective: Objective) -> dict[str, Any]:
     return values
 
 
+def check_imported(kind: Any) -> None:
+    """Raises UsageError for an objective whose module this process has not imported: a record runs no code."""
+    module, is_own, _ = str(kind).partition(":")
+    if is_own and kind not in BUILT_IN and module not in sys.modules:
+        raise UsageError(
+            f"the record names the objective {shown(kind)}, and no module is imported because a record names it; if "
+            f"the objective is yours, add --objective {shown(kind)}"
+        )
+
+
 def known_kinds(table: Sequence[str] | dict[str, Any], objective: Objective, *, who: str) -> None:
     """Raises UsageError if the objective's kind is not in ``table``. ``who``: whose table it is, for the message."""
     if objective.kind not in table:
@@ -373,7 +384,8 @@ def known_kinds(table: Sequence[str] | dict[str, Any], objective: Objective, *, 
         )
 
 
-def _find(kind: Any) -> type[Any]:
+def objective_class(kind: Any) -> type[Any]:
+    """Returns the class of a kind; imports the module of ``module:Class``. Raises UsageError."""
     if isinstance(kind, str) and kind in BUILT_IN:
         return BUILT_IN[kind]
     module, _, name = str(kind).partition(":")

@@ -1,6 +1,7 @@
 """Files of an output folder: only regular ones are read, and nothing is written through a link or outside of it."""
 
 import contextlib
+import json
 import os
 import resource
 import shutil
@@ -14,7 +15,7 @@ from run_sample import EXACT, FOLDERS, record_folders, write_sample_run
 
 from conformance.cli import main as cli
 from conformance.core.io import Unreadable, Unwritable, encoded, read_end, read_file, write_file
-from conformance.records.record_format import RecordError, parse_strict_json, read_lines
+from conformance.records.record_format import RecordError, parse_strict_json, read_lines, record_digest
 from conformance.records.step_tensors import read_record
 
 
@@ -224,3 +225,20 @@ def test_a_report_that_cannot_be_written_does_not_keep_the_others_from_it(
     assert cli.main(["report", str(out)]) == 3
     assert "junit.xml cannot be written: Is a directory" in capsys.readouterr().err
     assert (out / "report.html").is_file()
+
+
+def test_judge_imports_no_module_that_a_record_names(
+    out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "planted_objective.py").write_text(f"open({str(tmp_path / 'run')!r}, 'w')\nclass Planted: roles = ()")
+    monkeypatch.syspath_prepend(tmp_path)
+    kind, record = "planted_objective:Planted", out / record_folders(EXACT)[0] / "record.jsonl"
+    *lines, footer = map(parse_strict_json, record.read_bytes().splitlines())
+    lines[0]["scenario"]["objective"]["kind"] = kind
+    body = "".join(f"{json.dumps(line)}\n" for line in lines)
+    record.write_text(body + json.dumps(footer | {"sha256": record_digest(body.encode(), footer)}) + "\n")
+    assert cli.main(["judge", str(out)]) == 3
+    assert f"names the objective '{kind}'" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+    cli.main(["judge", str(out), "--objective", kind])
+    assert (tmp_path / "run").exists()

@@ -1,6 +1,7 @@
 """Going on in the folder of an earlier run: what has a verdict is not run again, and what failed once is told."""
 
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,8 @@ from plain_profile import SCENARIO
 
 from conformance.backends.protocol import Support
 from conformance.cli import main as cli
+from conformance.core.errors import UsageError
+from conformance.core.io import locked
 from conformance.results.run_results import read_run
 from conformance.results.verdict import NOT_STARTED
 from conformance.spec.layout import Layout
@@ -158,3 +161,35 @@ def test_a_folder_of_another_run_is_not_continued(
     assert cli.main(["run", *chosen, *given]) == 2
     assert message in capsys.readouterr().err
     assert {path: path.stat().st_mtime_ns for path in run.rglob("verdict.json")} == before
+
+
+@pytest.mark.parametrize("place", ["inputs/lock", "inputs", "cells", "run.json", "cells/new", "oracles/a/b.lock"])
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_resume_refuses_links_and_pipes_in_the_folder(
+    chosen: list[str], out: Path, place: str, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    victim, path = out.with_name("victim"), out / place
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists():
+        path.rename(victim)
+    else:
+        victim.write_text("precious")
+    before = _contents(victim)
+    path.symlink_to(victim) if kind == "link" else os.mkfifo(path)
+    assert cli.main(["run", *chosen, "--resume", str(out)]) == 2
+    assert f"{path} is a link, pipe or device" in capsys.readouterr().err
+    assert _contents(victim) == before
+
+
+def _contents(path: Path) -> dict[str, bytes]:
+    return {str(one): one.read_bytes() for one in (path, *path.rglob("*")) if one.is_file()}
+
+
+def test_lock_does_not_follow_a_link_or_empty_a_file(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("precious")
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    with pytest.raises(UsageError, match="link is not a file"), locked(tmp_path / "link"):
+        pass
+    with locked(tmp_path / "file"):
+        pass
+    assert (tmp_path / "file").read_text() == "precious"
