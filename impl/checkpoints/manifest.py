@@ -158,6 +158,22 @@ def verify(folder: Path, wanted: About) -> Manifest:
     return found
 
 
+def verify_part(folder: Path) -> None:
+    """Verifies the files below ``folder`` by the manifest of the checkpoint around it. Does nothing without one.
+
+    Raises UsageError.
+    """
+    part = folder.resolve()
+    for whole in (part, *part.parents)[:3]:  # a model's folder, and DeepSpeed's folder of files in it
+        file = whole / FILE
+        if file.is_file() and FORMAT in read_text(file, limit=64 * MIB):
+            found = read_manifest(whole)
+            check_names(whole, found)
+            for name, entry in found.files.items():
+                if (whole / name).is_relative_to(part):
+                    check_file(whole, name, entry)
+
+
 def read_manifest(folder: Path) -> Manifest:
     """Reads the manifest of a checkpoint. Raises UsageError if it is missing, half-written, damaged or too new."""
     unfinished = folder.with_name(folder.name + PARTIAL)

@@ -30,7 +30,7 @@ ALLOWED_IN_METADATA = {
     *((module, "PosixPath") for module in ("pathlib", "pathlib._local")),  # path of the save; _local is Python 3.13's
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
-    *(("torch", dtype) for dtype in ("float64", "float32", "bfloat16", "float16")),
+    *(("torch", name) for name, value in vars(torch).items() if isinstance(value, torch.dtype)),
 }
 # In addition to what torch allows with weights_only=True.
 ALLOWED_IN_TORCH_FILES = {

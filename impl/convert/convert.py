@@ -15,17 +15,20 @@ from typing import Literal
 import torch
 from safetensors import SafetensorError, safe_open
 
-from conformance.core.errors import UsageError, one_line
+from conformance.core.errors import UsageError, first_few, one_line
 from conformance.core.io import read_json
 from conformance.models.folder_checks import CONFIG, check_model_folder
 from conformance.models.folders import EMBEDDING, HEAD, weight_files, weight_shapes
 from impl.checkpoints import training_state
+from impl.checkpoints.manifest import verify_part
 from impl.checkpoints.safe_pickle import METADATA
 from impl.checkpoints.training_state import WRITTEN
-from impl.convert import deepspeed, megatron, torch_distributed
+from impl.convert import deepspeed, foreign, megatron, torch_distributed
 from impl.convert.contents import Checkpoint, StoredTensor
 from impl.interface.sharded_safetensors import SAFETENSORS_DTYPES, TensorWriter, replacing_folder
 from impl.models.export import write_folder
+
+OPTIMIZER = "optimizer.pt"  # of transformers' Trainer
 
 
 def open_model(folder: Path) -> Checkpoint:
@@ -33,6 +36,8 @@ def open_model(folder: Path) -> Checkpoint:
     config = read_json(folder / CONFIG)
     facts = {"architectures": config.get("architectures"), "tied": bool(config.get("tie_word_embeddings"))}
     tensors = tuple(_describe("weight", weight_files(folder)))
+    if (folder / OPTIMIZER).exists():
+        facts["not read"] = OPTIMIZER
     return Checkpoint(format="Hugging Face folder", facts=facts, tensors=tensors, read=read)
 
 
@@ -77,22 +82,45 @@ def _describe(kind: str, files: Iterable[Path]) -> Iterable[StoredTensor]:
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
+    """Describes a form of checkpoints. converts: whether ``convert`` reads it, in words for the documentation."""
+
+    name: str
+    converts: str = "yes"
     is_in: Callable[[Path], bool]
     open: Callable[[Path], Checkpoint]
 
 
-TRAINING_STATE = Format(is_in=lambda folder: (folder / training_state.FILE).is_file(), open=open_state)
+TRAINING_STATE = Format(
+    name="training state of this suite", is_in=lambda folder: (folder / training_state.FILE).is_file(), open=open_state
+)
 UNIVERSAL = Format(
+    name="DeepSpeed universal",
     is_in=lambda folder: (folder / "zero").is_dir() and any(folder.glob(deepspeed.MODEL_FILES)),
     open=deepspeed.open_universal,
 )
-DEEPSPEED = Format(is_in=lambda folder: deepspeed.tag_folder(folder) is not None, open=deepspeed.open_native)
+DEEPSPEED = Format(
+    name="DeepSpeed ZeRO-0 to 3, with and without AutoTP",
+    is_in=lambda folder: deepspeed.tag_folder(folder) is not None,
+    open=deepspeed.open_native,
+)
 MEGATRON = Format(
-    is_in=lambda folder: all((folder / name).is_file() for name in (METADATA, megatron.FILE, megatron.COMMON)),
+    name="megatron-core's dist_checkpointing",
+    converts="with `--model`; layers apart; moments need `common.pt`",
+    is_in=lambda folder: all((folder / name).exists() for name in (METADATA, megatron.FILE)),
     open=megatron.open_megatron,
 )
-FSDP2 = Format(is_in=lambda folder: (folder / METADATA).is_file(), open=torch_distributed.open_fsdp2)
-MODEL = Format(is_in=lambda folder: (folder / CONFIG).is_file(), open=open_model)
+FSDP2 = Format(
+    name="torch.distributed.checkpoint, with a model's Hugging Face names",
+    converts="yes; a tensor that is no part of a training state is refused",
+    is_in=lambda folder: (folder / METADATA).exists(),
+    open=torch_distributed.open_fsdp2,
+)
+MODEL = Format(
+    name="Hugging Face folder, also of transformers' Trainer",
+    converts="needs none; `optimizer.pt` is not read",
+    is_in=lambda folder: (folder / CONFIG).is_file(),
+    open=open_model,
+)
 FORMATS = (TRAINING_STATE, UNIVERSAL, DEEPSPEED, MEGATRON, FSDP2, MODEL)  # the first match counts
 
 
@@ -100,12 +128,20 @@ def find_format(folder: Path) -> Format:
     """Returns the format of a checkpoint. Raises UsageError for unknown formats."""
     if not folder.is_dir():
         raise UsageError(f"{folder} is not a folder; give the folder of a checkpoint")
+    foreign.refuse(folder)
     for known in FORMATS:
         if known.is_in(folder):
+            foreign.check_files(folder)
             return known
-    below = [path for path in sorted(folder.iterdir()) if path.is_dir() and any(f.is_in(path) for f in FORMATS)]
+    forms = (*FORMATS, *foreign.FOREIGN)
+    below = [
+        path
+        for pattern in ("*", "*/*")
+        for path in sorted(folder.glob(pattern))
+        if path.is_dir() and any(form.is_in(path) for form in forms)
+    ]
     if below:
-        raise UsageError(f"{folder} is not a checkpoint of one model; give one of {', '.join(map(str, below))}")
+        raise UsageError(f"{folder} is not a checkpoint of one model; give one of {first_few(below, most=8)}")
     raise UsageError(
         f"{folder} is not a checkpoint of a known format (training state, Hugging Face folder, checkpoint of "
         f"DeepSpeed, torch.distributed.checkpoint or megatron-core); check the path"
@@ -119,11 +155,18 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
 def open_as(known: Format, folder: Path) -> Checkpoint:
     """Opens a checkpoint of a format. Raises UsageError, also if files have the right names but other content."""
-    try:
+    with _readable(folder):
         return known.open(folder)
+
+
+@contextlib.contextmanager
+def _readable(folder: Path) -> Iterator[None]:
+    """Raises UsageError for any error of reading: values of a damaged file may have any type."""
+    try:
+        yield
     except UsageError:
         raise
-    except (ArithmeticError, AttributeError, LookupError, OSError, RuntimeError, TypeError, ValueError) as error:
+    except Exception as error:
         raise UsageError(
             f"{folder} cannot be read; it is damaged or of another version: {type(error).__name__}: {one_line(error)}"
         ) from None
@@ -147,7 +190,7 @@ def convert(source: Path, target: Path, *, to: Target, model: Path | None, repor
         check_model_folder(model)
     with _opened(source, model, target=target) as found:
         checkpoint = _without_tied_head(found)
-        _check_state(checkpoint, source)
+        _check_state(checkpoint, source, to=to)
         if model is not None:
             _check_fits(checkpoint, source, model)
         if to == "hf":
@@ -163,11 +206,17 @@ def _opened(source: Path, model: Path | None, *, target: Path) -> Iterator[Check
     """Opens the checkpoint with readable tensors; assembles DeepSpeed's pieces in a folder beside ``target`` first."""
     kind = find_format(source)
     if kind is MODEL:
-        raise UsageError(f"{source} is a Hugging Face folder, which every training reads; it needs no conversion")
+        lost = (
+            f"; its {OPTIMIZER} numbers moments without names and is not read" if (source / OPTIMIZER).exists() else ""
+        )
+        raise UsageError(f"{source} is a Hugging Face folder, which every training reads; it needs no conversion{lost}")
+    verify_part(source)
     if kind is MEGATRON:
         if model is None:
             raise UsageError(f"{source} is a checkpoint of Megatron, which fuses tensors: add --model")
-        yield megatron.named(source, model)
+        with _readable(source):
+            named = megatron.named(source, model)
+        yield named
         return
     found = open_as(kind, source)
     if found.read is not None:
@@ -176,7 +225,9 @@ def _opened(source: Path, model: Path | None, *, target: Path) -> Iterator[Check
     assert kind is DEEPSPEED
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as folder:
-        yield deepspeed.universal(source, Path(folder) / "universal")  # it also writes beside this folder
+        with _readable(source):
+            whole = deepspeed.universal(source, Path(folder) / "universal")  # it also writes beside this folder
+        yield whole
 
 
 def _without_tied_head(found: Checkpoint) -> Checkpoint:
@@ -193,11 +244,21 @@ def _without_tied_head(found: Checkpoint) -> Checkpoint:
     return replace(found, tensors=tuple(stored for stored in found.tensors if stored is not heads[0]))
 
 
-def _check_state(found: Checkpoint, source: Path) -> None:
+def _check_state(found: Checkpoint, source: Path, *, to: Target) -> None:
     """Raises UsageError if a checkpoint cannot be a training state: weights, and state of the same shapes."""
+    if found.format.endswith("torchtitan"):
+        raise UsageError(
+            f"{source} has torchtitan's names; run first torchtitan's python "
+            f"scripts/checkpoint_conversion/convert_to_hf.py {source} NEW, with its options for the model"
+        )
     shapes = {stored.name: stored.shape for stored in found.of_kind("weight")}
     if not shapes:
         raise UsageError(f"{source} has no weights with names of a model; is it a checkpoint of something else?")
+    if to == "state" and found.of_kind("exp_avg") and not found.of_kind("step"):
+        raise UsageError(
+            f"{source} has Adam's moments and does not say after how many updates, so no training state can be made; "
+            f"convert only the weights, with --to hf"
+        )
     if foreign := found.of_kind("other"):
         names = ", ".join(stored.name for stored in foreign[:3])
         raise UsageError(f"{source} has {len(foreign)} tensors that a training state cannot contain: {names}")

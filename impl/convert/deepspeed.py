@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from conformance.core.errors import UsageError, one_line
+from conformance.core.io import MIB, read_text
 from impl.checkpoints.safe_pickle import check_pickle, read_torch_file
 from impl.checkpoints.training_state import WRITTEN
 from impl.convert.contents import Checkpoint, StoredTensor
@@ -22,6 +23,7 @@ from impl.deepspeed.checkpoint_layout import HOW_CUT, frozen_dtype, frozen_parts
 
 LATEST = "latest"
 MODEL_FILES, OPTIMIZER_FILES = "*_model_states.pt", "*_optim_states.pt"
+_COUNTS = ("global_steps", "dp_world_size", "mp_world_size")
 MOMENTS = tuple(kind for kind in WRITTEN if kind not in ("weight", "step"))
 
 
@@ -31,8 +33,8 @@ def tag_folder(folder: Path) -> Path | None:
         return folder
     if not (folder / LATEST).is_file():
         return None
-    tag = (folder / LATEST).read_text(encoding="utf-8").strip()
-    inside = Path(tag).name == tag and any((folder / tag).glob(MODEL_FILES))
+    tag = read_text(folder / LATEST, limit=MIB).strip()
+    inside = len(tag.encode()) < 256 and Path(tag).name == tag and any((folder / tag).glob(MODEL_FILES))
     return folder / tag if inside else None
 
 
@@ -66,6 +68,10 @@ def _model_states(folder: Path) -> dict[str, Any]:
     found = read_torch_file(file)
     if not isinstance(found, dict) or not {"module", "ds_config", "global_steps"} <= found.keys():
         raise UsageError(f"{file} was not written by DeepSpeed's save_checkpoint; give the folder of a checkpoint")
+    sizes = found.get("checkpoint_parallel_dimensions") or {}
+    for name, value in (*((name, found.get(name)) for name in _COUNTS), ("pp_degree", sizes.get("pp_degree"))):
+        if not isinstance(value, int | None):  # its repr may have any length
+            raise UsageError(f"{file}: {name} must be a number, got a {type(value).__name__}; give another checkpoint")
     return found
 
 
@@ -76,7 +82,7 @@ def _facts(model: Mapping[str, Any]) -> dict[str, Any]:
         "dp": model.get("dp_world_size"),
         "tp": model.get("mp_world_size"),
         **({"pp": sizes["pp_degree"]} if "pp_degree" in sizes else {}),
-        "version": model.get("ds_version"),
+        "version": version if isinstance(version := model.get("ds_version"), str) else None,
     }
 
 

@@ -4,6 +4,7 @@ The rows of a fused tensor follow from the model's configuration, so reading nee
 the one that ranks use for loading and saving (impl/megatron/hf_mapping.py), for a single rank that holds everything.
 """
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from impl.megatron.model_config import read_shape
 from impl.megatron.spans import Part, Rank, copy_to_full
 
 FILE, COMMON = "metadata.json", "common.pt"
+STACKED = re.compile(r"(^|\.)decoder\.layers\.(?!\d)")
 ALONE = Rank(rank=0, size=1)
 # Prefixes of a parameter's name for each kind; the first one found is used. Without a prefix, the tensor is the weight
 # that ranks compute with. It is the master in float32 and of frozen parameters.
@@ -43,7 +45,7 @@ def open_megatron(folder: Path) -> Checkpoint:
     """Opens a checkpoint with the library's names and stacked layers; see ``named`` for Hugging Face's names."""
     settings = read_json(folder / FILE)
     metadata = read_metadata(folder / METADATA)
-    common = read_torch_file(folder / COMMON)
+    common = _common(folder)
     step = _step(common)
     tensors = tuple(
         StoredTensor(
@@ -79,7 +81,13 @@ def named(folder: Path, model: Path) -> Checkpoint:
         )
     metadata = read_metadata(folder / METADATA)
     stored, whole = stored_tensors(metadata), tensor_reader(folder, metadata)
-    found, step = open_megatron(folder), _step(read_torch_file(folder / COMMON))
+    if any(STACKED.search(key) for key in stored):
+        raise UsageError(
+            f"{folder} stores all layers of a parameter stacked in one tensor, which is not read; export a Hugging "
+            f"Face folder with Megatron Bridge: python examples/conversion/convert_checkpoints.py export --hf-model "
+            f"{model} --megatron-path {folder} --hf-path NEW"
+        )
+    found, step = open_megatron(folder), _step(_common(folder))
     tensors = []
     for name in all_parameters(shape):
         for kind, prefixes in PREFIXES.items():
@@ -102,6 +110,14 @@ def named(folder: Path, model: Path) -> Checkpoint:
     return Checkpoint(
         format=found.format, facts=found.facts, tensors=tuple(tensors), progress=found.progress, read=_reading(whole)
     )
+
+
+def _common(folder: Path) -> dict[str, Any]:
+    """Reads the file that all ranks share; newer versions of the library may write none."""
+    if not (folder / COMMON).exists():
+        return {}
+    found: dict[str, Any] = read_torch_file(folder / COMMON)
+    return found
 
 
 def _reading(whole: Callable[[str], torch.Tensor]) -> Callable[[StoredTensor], torch.Tensor]:

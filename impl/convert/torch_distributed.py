@@ -12,21 +12,26 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta, TensorStorageMetadata
 
-from conformance.core.errors import UsageError
+from conformance.core.errors import UsageError, one_line, shown
 from impl.checkpoints.safe_pickle import METADATA, read_metadata, read_torch_bytes
 from impl.checkpoints.training_state import WRITTEN
 from impl.convert.contents import Checkpoint, StoredTensor
 
+HEAD_ALONE = "lm_head.weight"  # its name in a model's own state dict, which some trainers save without a prefix
+TORCHTITAN = re.compile(r"tok_embeddings\.weight|layers\.\d+\.(attention|feed_forward)\..+")
 _STATE = re.compile(r"optimizer\.state\.(.+)\.([^.]+)")
 
 
 def open_fsdp2(folder: Path) -> Checkpoint:
     """Opens a checkpoint of FSDP2: ``model.NAME``, ``optimizer.state.NAME.KIND``, schedule and loss scale."""
     metadata = read_metadata(folder / METADATA)
-    tensors = tuple(_describe(key, entry) for key, entry in stored_tensors(metadata).items())
-
+    stored = stored_tensors(metadata)
+    prefix = "" if HEAD_ALONE in stored else "model."
+    tensors = tuple(_describe(key, entry, prefix) for key, entry in stored.items())
+    of = " of torchtitan" if any(map(TORCHTITAN.fullmatch, stored)) else ""
     whole = tensor_reader(folder, metadata)
 
     def read(tensor: StoredTensor) -> torch.Tensor:
@@ -43,7 +48,7 @@ def open_fsdp2(folder: Path) -> Checkpoint:
     }
     steps = {float(read(tensor)) for tensor in tensors if tensor.kind == "step"}
     return Checkpoint(
-        format="torch.distributed.checkpoint",
+        format=f"torch.distributed.checkpoint{of}",
         facts={"writers": writers(metadata), **({"step": max(steps)} if steps else {})},
         tensors=tensors,
         progress={name: float(value) for name, value in values.items()},
@@ -57,8 +62,16 @@ def tensor_reader(folder: Path, metadata: Metadata) -> Callable[[str], torch.Ten
 
     def read(key: str) -> torch.Tensor:
         tensor = torch.empty(tuple(stored[key].size), dtype=stored[key].properties.dtype)
-        with warnings.catch_warnings(action="ignore", category=UserWarning):  # it warns of a single process
-            dcp.load({key: tensor}, storage_reader=reader, no_dist=True)
+        try:
+            with warnings.catch_warnings(action="ignore", category=UserWarning):  # it warns of a single process
+                dcp.load({key: tensor}, storage_reader=reader, no_dist=True)
+        except (Exception, CheckpointException) as error:  # the latter is not an Exception
+            failures = getattr(error, "failures", {})
+            cause = next((one for one, _ in failures.values()), error)
+            raise UsageError(
+                f"{folder}: the tensor {shown(key)} cannot be read: {type(cause).__name__}: {one_line(cause)}; a file "
+                f"is missing or damaged, give another checkpoint"
+            ) from None
         return tensor
 
     return read
@@ -69,13 +82,13 @@ def stored_tensors(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
     return {key: entry for key, entry in found if isinstance(entry, TensorStorageMetadata)}
 
 
-def _describe(key: str, entry: TensorStorageMetadata) -> StoredTensor:
+def _describe(key: str, entry: TensorStorageMetadata, prefix: str) -> StoredTensor:
     kind, name = "other", key
     if match := _STATE.fullmatch(key):
         if match[2] in WRITTEN:
             name, kind = match.groups()
-    elif key.startswith("model."):
-        kind, name = "weight", key.removeprefix("model.")
+    elif key.startswith("model.") or key == HEAD_ALONE:
+        kind, name = "weight", key.removeprefix(prefix)
     return StoredTensor(kind=kind, name=name, shape=tuple(entry.size), dtype=entry.properties.dtype, place=key)
 
 
