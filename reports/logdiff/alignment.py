@@ -14,6 +14,7 @@ import numpy as np
 from conformance.core.errors import UsageError
 from reports.logdiff.metrics import METRICS, is_evaluation, is_known, is_rate
 from reports.logdiff.run import SHOWN, Curve, Floats, Run
+from reports.wording import plural
 
 CLEARLY = 2.0  # times nearer: then a metric says whether a counter is shifted
 
@@ -84,9 +85,7 @@ def align(sides: tuple[Sequence[Run], Sequence[Run]], *, by: str, chosen: Sequen
     if unknown:
         missing.append(f"{listed(unknown)}: not in every log, under names that no table knows")
     if both := [own for own in runs[0].ignored if all(own in run.ignored for run in runs)]:
-        missing.append(
-            f"{len(both)} columns that every log has: {listed(both)}; they are no loss, norm, reward or rate"
-        )
+        missing.append(f"{plural(len(both), 'column')} of every log, no loss, norm, reward or rate: {listed(both)}")
     ends = [_last(run) + shift for run, shift in zip(runs, shifts, strict=True)]
     if by == "step" and max(ends) > min(ends):
         last, first = runs[ends.index(max(ends))].name, runs[ends.index(min(ends))].name

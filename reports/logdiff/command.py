@@ -20,7 +20,8 @@ AGREE, PART, NOT_COMPARABLE = 0, 1, 3
 THRESHOLD = 0.05
 RECORD = "record.jsonl"  # in a folder that parity.record wrote
 HELP_OF_LOGS = (
-    "two or more logs or records, each held against the first; of a wandb panel with several runs, panel.csv#RUN"
+    "two or more logs or records, each held against the first; of a panel with several runs panel.csv#RUN, or the panel"
+    " alone for all its runs; wandb:ENTITY/PROJECT/RUN where wandb is installed"
 )
 HELP_OF_SIDE = "logs of one side, differing by their seeds; give it twice or more, instead of LOG"
 
@@ -72,6 +73,10 @@ def compare_sides(
     sides: Sequence[Sequence[str]], *, by: str = "step", threshold: float | None = None, metrics: Sequence[str] = ()
 ) -> "Comparisons | RecordComparison":
     """Compare the logs of each side, or records, with those of the first. Raises UsageError for unusable input."""
+    if len(sides) == 1 and len(sides[0]) == 1:
+        from reports.logdiff.readers import runs_in
+
+        sides = [[f"{sides[0][0]}#{run}"] for run in runs_in(sides[0][0])]
     if len(sides) < 2:
         raise UsageError("diff needs two logs or more, such as: parity diff A.jsonl B.jsonl")
     if threshold is not None and not 0 < threshold < float("inf"):

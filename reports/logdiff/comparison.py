@@ -114,13 +114,14 @@ def compare(a: Side, b: Side, *, by: str, threshold: float, chosen: Sequence[str
     for one in alignment.metrics:
         x, y = one.sides
         any_size = of_any_size(one.metric)
+        zeros = [side.runs[0].zeros.get(one.metric, 0.0) for side in (a, b)]
         if spread:
             judged = within_spread(x, y, metrics=len(alignment.metrics), any_size=any_size, exact=one.exact)
         elif one.exact:
-            judged = within_digits(x[0], y[0])
+            judged = within_digits(x[0], y[0], zeros=zeros)
         else:
             noisy = one.metric in RATIOS
-            judged = within_threshold(x[0], y[0], threshold, any_size=any_size, noisy=noisy)
+            judged = within_threshold(x[0], y[0], threshold, any_size=any_size, noisy=noisy, zeros=zeros)
         means = x.mean(axis=0), y.mean(axis=0)
         metrics.append(Compared(aligned=one, means=means, judged=judged, first=_first(one, judged)))
     found: tuple[LikelyCause, ...] = ()

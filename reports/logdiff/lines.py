@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 from conformance.core.errors import UsageError
 from reports.logdiff.metrics import canonical
-from reports.logdiff.rows import LARGEST_STEP, NO_STEP, Bar, Row, numbered, row_of
+from reports.logdiff.rows import LARGEST_STEP, NO_STEP, Bar, RoundedZero, Row, numbered, row_of
 
 ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 NUMBER = (
@@ -109,6 +109,7 @@ def read_lines(lines: Sequence[Line], *, name: str) -> tuple[list[Row], tuple[st
             block = row
             rows.append(block)
         elif row:
+            block = None
             rows.append(row)
         elif block and item:
             rows[-1] = block = replace(block, values={**block.values, item[1]: number_of(item[2])})
@@ -179,6 +180,9 @@ def pairs(text: str) -> dict[str, float]:
 
 
 def number_of(text: str) -> float:
+    """The number that a text is; one such as ``0.000`` is a RoundedZero."""
+    if zero := re.fullmatch(r"[-+]?0\.(00+)", text):
+        return RoundedZero(half_unit=0.5 * 10.0 ** -len(zero[1]))
     return float(text.replace(",", ""))
 
 

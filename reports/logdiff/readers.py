@@ -293,7 +293,7 @@ def _scalar(value: Any) -> float | None:
     return float(array.item()) if array.size == 1 else None
 
 
-LONGEST = 2**30  # bytes of a log
+LONGEST, LONGEST_HEADER = 2**30, 2**16  # bytes of a log, and of a table's first line
 
 
 def read_log(name: str) -> Log:
@@ -340,6 +340,14 @@ def read_text(text: str, *, name: str, chosen: str | None = None) -> Log:
             ' {"step": 1, "loss": 2.5}'
         )
     return found
+
+
+def runs_in(name: str) -> list[str]:
+    """The runs whose columns a table of several runs has; none of any other log."""
+    path = Path(name)
+    first = _read(path)[:LONGEST_HEADER].decode(errors="replace").split("\n")[0] if path.is_file() else ""
+    columns = _cells([first.strip("\ufeff\r")], max(",;\t", key=first.count), name=name)[0]
+    return list(dict.fromkeys(run for run, _ in _split_columns(columns).values()))
 
 
 def _read(path: Path) -> bytes:

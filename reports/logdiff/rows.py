@@ -17,6 +17,16 @@ NO_STEP = -1  # of a row whose step is no whole number, or too large
 COUNTED = "the log counts no steps: its lines are counted instead (1, 2, 3, ...)"
 
 
+class RoundedZero(float):
+    """A zero that a log printed with a number of decimals, so any number below half a unit of the last one."""
+
+    def __new__(cls, *, half_unit: float) -> "RoundedZero":
+        return super().__new__(cls, 0.0)
+
+    def __init__(self, *, half_unit: float) -> None:
+        self.half_unit = half_unit
+
+
 @dataclass(frozen=True)
 class Row:
     """What a log says at one step, under its own names. ``step`` is None in logs that count no steps.

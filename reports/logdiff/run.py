@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from conformance.core.errors import UsageError
 from reports.logdiff.metrics import METRICS, TOKENS, Place, canonical, is_evaluation, is_known, plain_name
-from reports.logdiff.rows import Log, Row
+from reports.logdiff.rows import Log, RoundedZero, Row
 
 SHOWN = 5  # places of a resume, and names, in a note
 
@@ -86,6 +86,7 @@ class Run:
     """One training log. ``tokens`` [T] at steps are cumulative; None if the log counts none,
     and ``tokens_added`` says that the log has each step's own.
 
+    ``zeros``: of metrics that the log printed as ``0.000``, half a unit of the last decimal, in the canonical unit.
     ``resumed`` are the steps at which the log goes back and begins again. ``ignored`` are columns that are not
     compared, under the log's own names.
     """
@@ -100,6 +101,7 @@ class Run:
     notes: tuple[str, ...]
     resumed: tuple[int, ...]
     ignored: tuple[str, ...]
+    zeros: Mapping[str, float]
 
 
 Points = dict[str, dict[int, dict[str, tuple[int, float]]]]  # metric, step, process: rank of the name, value
@@ -112,6 +114,7 @@ def run_of(log: Log, *, name: str) -> Run:
     points: Points = {}
     blank: dict[str, set[int]] = {}
     ignored: dict[str, None] = {}
+    zeros: dict[str, float] = {}
     highest, again = -1, False
     for row in rows:
         assert row.step is not None
@@ -121,6 +124,8 @@ def run_of(log: Log, *, name: str) -> Run:
             if (place := _place(own)) is None:
                 ignored[own] = None
                 continue
+            if isinstance(value, RoundedZero):
+                zeros[place.metric] = max(zeros.get(place.metric, 0.0), value.half_unit * place.unit)
             processes = points.setdefault(place.metric, {}).setdefault(row.step, {})
             if row.process not in processes or place.rank <= processes[row.process][0]:
                 processes[row.process] = place.rank, value * place.unit
@@ -164,6 +169,7 @@ def run_of(log: Log, *, name: str) -> Run:
         notes=tuple(notes),
         resumed=resumed,
         ignored=tuple(ignored),
+        zeros=zeros,
     )
 
 

@@ -15,6 +15,7 @@ hundred of honest sides is flagged at most.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from statistics import NormalDist
@@ -52,7 +53,9 @@ class Judged:
     bound: Floats
 
 
-def within_threshold(a: Floats, b: Floats, threshold: float, *, any_size: bool, noisy: bool = False) -> Judged:
+def within_threshold(
+    a: Floats, b: Floats, threshold: float, *, any_size: bool, noisy: bool = False, zeros: Sequence[float] = (0.0, 0.0)
+) -> Judged:
     """One run a side, [T] each: b - a relative to a; digits that a log does not print are allowed.
 
     A metric that changes its sign is measured by its size at least: next to a zero, a ratio says nothing. Unless it is
@@ -61,12 +64,13 @@ def within_threshold(a: Floats, b: Floats, threshold: float, *, any_size: bool, 
 
     ``noisy``: of a ratio, such as a divergence or the share of clipped tokens, in which two honest runs differ by its
     noise from step to step. That noise is allowed as well; means over more steps, whose noise is smaller, are judged.
+    ``zeros``: what each side's printed zeros stand for at most.
     """
     known = _known(a, b)
     size = _size(known, any_size=any_size)
     signed = bool((known < 0).any() and (known > 0).any())
     scale = np.maximum(np.abs(a), max(size if signed else SMALL * size, 0.0 if any_size else SMALLEST))
-    digits = unprinted(a, any_size=any_size) + unprinted(b, any_size=any_size)
+    digits = unprinted(a, any_size=any_size) + unprinted(b, any_size=any_size) + _of_zeros(a, b, zeros)
     if noisy:
         return _within_noise(a, b, scale=scale, allowed=threshold * scale + digits)
     return _judged(a, b, scale=scale, allowed=threshold * scale + digits)
@@ -99,13 +103,17 @@ def _within_noise(a: Floats, b: Floats, *, scale: Floats, allowed: Floats) -> Ju
     return replace(judged, outside=found > 0, spans=found, shown=shown, bound=bound)
 
 
-def within_digits(a: Floats, b: Floats) -> Judged:
+def _of_zeros(a: Floats, b: Floats, zeros: Sequence[float]) -> Floats:
+    return np.where(a == 0, zeros[0], 0.0) + np.where(b == 0, zeros[1], 0.0)
+
+
+def within_digits(a: Floats, b: Floats, *, zeros: Sequence[float] = (0.0, 0.0)) -> Judged:
     """One run a side, [T] each, of a metric that is exact: b - a relative to a.
 
     Allowed are the digits that a log does not print, and LEAST of the largest value: a schedule multiplies that one.
     """
     largest = float(np.abs(_known(a, b)).max(initial=0.0))
-    digits = unprinted(a, any_size=True, exact=True) + unprinted(b, any_size=True, exact=True)
+    digits = unprinted(a, any_size=True, exact=True) + unprinted(b, any_size=True, exact=True) + _of_zeros(a, b, zeros)
     return _judged(a, b, scale=np.maximum(np.abs(a), SMALL * largest), allowed=LEAST * largest + digits)
 
 

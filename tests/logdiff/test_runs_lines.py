@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 
 from conformance.core.errors import UsageError
+from reports.logdiff.command import compare_sides
 from reports.logdiff.formats import FORMATS, Format
 from reports.logdiff.metrics import canonical
+from reports.logdiff.output import Comparisons
 from reports.logdiff.readers import read_log, read_text
 from reports.logdiff.run import Run, run_of
 
@@ -250,6 +252,27 @@ def test_columns_of_two_runs_are_read_by_name(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"holds 2 runs; name one: .*#run-a or .*#run-b"):
         read_log(str(panel))
     assert points(run_of(read_log(f"{panel}#run-b"), name="b")) == {1: 3.5}
+
+
+@pytest.mark.parametrize("between", ["-", " - "])
+def test_the_runs_of_one_panel_are_compared(between: str, tmp_path: Path) -> None:
+    panel = tmp_path / "panel.csv"
+    columns = ",".join(f"run-{letter}{between}train/loss" for letter in "abc")
+    panel.write_text(f"step,{columns}\n" + "".join(f"{n},2.5123,2.5124,3.5\n" for n in range(5)), encoding="utf-8")
+    found = compare_sides([[str(panel)]])
+    assert isinstance(found, Comparisons)
+    assert [one.differs for one in found.pairs] == [False, True]
+    panel.write_text("step,loss\n1,2.5\n", encoding="utf-8")
+    with pytest.raises(UsageError, match="needs two logs or more"):
+        compare_sides([[str(panel)]])
+
+
+@pytest.mark.parametrize(("rate", "differs"), [("4e-4", False), ("6e-4", True)])
+def test_a_printed_zero_is_any_smaller_number(rate: str, differs: bool, tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("".join(f"step:{n} - actor/lr:0.000 - actor/pg_loss:0.5\n" for n in range(9)))
+    (tmp_path / "b").write_text("".join(f"step:{n} - actor/lr:{rate} - actor/pg_loss:0.5\n" for n in range(9)))
+    for names in (("a", "b"), ("b", "a")):
+        assert compare_sides([[str(tmp_path / name)] for name in names]).differs == differs
 
 
 def test_tables_of_one_metric_are_named_by_their_file() -> None:
