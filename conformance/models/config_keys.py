@@ -39,6 +39,10 @@ COMPUTED = re.compile(
 )
 # 0 switches off a number of parts. It does not switch off a factor, for which 1 is neutral, or a size.
 FACTORS = re.compile(r"scal|multiplier|factor|ratio|percent|pct|temperature|theta|base|eps|alpha|size|dim|window")
+# Factors for which 1 is neutral. A factor of attention scores is not among them: it replaces 1 / sqrt(head_dim).
+NEUTRAL_AT_1 = re.compile(
+    r"(embedding|residual|logits?|lm_head|interpolat\w*|mup|width|rope)s?_(multiplier|scal\w*|factor)"
+)
 ALIASES = (
     {"hidden_act", "hidden_activation", "activation_function"},
     {"num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"},
@@ -82,6 +86,8 @@ def meaning_of(key: str, values: Mapping[str, Any], *, read: Collection[str]) ->
             if values[other] == value:
                 return _INERT
             return Meaning(kind="contradicts", why=f"it is another name of {other}, which is {shown(values[other])}")
+    if NEUTRAL_AT_1.fullmatch(key) and type(value) in (int, float) and value == 1:
+        return _INERT
     declared = _declared(kind)
     if value is None or (key in declared and value == declared[key]):
         return _INERT

@@ -26,6 +26,7 @@ INERT: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"id2label": {"0": "A"}, "embedding_init_std": 0.1, "_attn_implementation_autoset": True}),
     ("llama", {"classifier_dropout": None, "unsloth_version": "2026.1", "transformers.js_config": {"dtype": "q4"}}),
     ("gpt-oss", {"swiglu_beta": 0}),
+    ("llama", {"embedding_multiplier": 1.0, "interpolate_factor": 1, "logits_scaling": 1}),
 ]
 
 
@@ -44,6 +45,7 @@ def test_inert_keys_change_nothing(tmp_path: Path, family: str, keys: dict[str, 
         ("llama", {"use_rope": False}, "use_rope=False"),
         ("llama", {"is_causal": False}, "is_causal=False"),
         ("llama", {"residual_multiplier": 0}, "residual_multiplier=0"),
+        ("llama", {"attention_multiplier": 1.0}, "attention_multiplier=1.0"),
         ("mixtral", {"norm_topk_prob": False}, "only computes norm_topk_prob=True"),
         ("gemma2", {"hidden_act": "silu"}, "sets hidden_act='silu', but it is another name of hidden_activation"),
         ("qwen3-moe", {"num_local_experts": 7}, "num_local_experts=7, but it is another name of num_experts"),
