@@ -22,7 +22,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from conformance.core.errors import UsageError, did_you_mean
-from conformance.core.packages import missing_package
+from conformance.core.packages import UnsupportedVersion, missing_package
 from conformance.spec.batch import Batch
 from conformance.spec.layout import Layout
 from conformance.spec.observables import StateKind
@@ -282,7 +282,7 @@ class BackendEntry:
         """Imports the adapter.
 
         Raises UsageError if the target does not exist or is not a backend, MissingExtra if a package that the backend
-        declares is not installed, and BrokenBackend for every other error of the import.
+        declares is not installed or has an unsupported version, and BrokenBackend for every other error of the import.
         """
         module_name, _, attribute = self.target.partition(":")
         try:
@@ -292,6 +292,8 @@ class BackendEntry:
             if missing := missing_package(_registration(self), error.name or ""):
                 raise MissingExtra(str(missing)) from error
             raise BrokenBackend(self, error) from error
+        except UnsupportedVersion as error:
+            raise MissingExtra(str(error)) from error
         except (Exception, SystemExit) as error:  # one broken plug-in must not stop the others
             raise BrokenBackend(self, error) from error
         if not hasattr(module, attribute):

@@ -73,6 +73,21 @@ def _extra(requirements: list[str], extra: str) -> list[str]:
     return [_canonical(re.split(r"[^\w.-]", requirement.strip(), maxsplit=1)[0]) for requirement in chosen]
 
 
+class UnsupportedVersion(ImportError):
+    """Reports that a package is installed in a version that the backend does not support."""
+
+
+def check_version(package: str, *, supported: str, backend: str) -> None:
+    """Raises UnsupportedVersion unless the installed version begins with ``supported``, such as ``0.16``."""
+    found = package_version(package)
+    if is_installed(package) and not f"{found}.".startswith(f"{supported}."):
+        raise UnsupportedVersion(
+            f"{package} {found} is installed, and only {supported} is supported; install it beside the other one: "
+            f"python -m venv VENV, VENV/bin/pip install 'backend-parity[{backend}]', and add "
+            f"--python {backend}=VENV/bin/python"
+        )
+
+
 def is_installed(package: str) -> bool:
     """Tells whether a distribution of this name is installed."""
     try:

@@ -18,7 +18,7 @@ import torch
 from conformance.backends.protocol import BackendInfo, Support, Supported, Unsupported
 from conformance.core.errors import UsageError
 from conformance.core.host import resolve
-from conformance.core.packages import is_installed
+from conformance.core.packages import check_version, is_installed
 from conformance.models.folders import EMBEDDING, HEAD
 from conformance.spec.known_defects import (
     Defect,
@@ -124,6 +124,7 @@ EXPECTED = (
 
 if find_spec("megatron") is None or find_spec("megatron.core") is None:  # importing it would take seconds
     raise ModuleNotFoundError("megatron-core is not installed", name="megatron-core")
+check_version("megatron-core", supported="0.16", backend="megatron")
 
 _OPTIONS = ("seqpar", "losspar", "ring", "zigzag", "torchcp", "ckpt", "te", "overlap", "shipped")
 

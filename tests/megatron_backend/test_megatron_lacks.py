@@ -6,11 +6,14 @@ for here is not noticed.
 
 import inspect
 import re
+import sys
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
+from conformance.backends.protocol import MissingExtra, registered_backends
+from conformance.core import packages
 from conformance.core.errors import UsageError
 from conformance.core.host import FIXTURES
 from impl.megatron.model_config import LACKING, read_shape
@@ -71,3 +74,10 @@ def test_embeddings_are_not_scaled() -> None:
 
     forward = inspect.getsource(LanguageModelEmbedding.forward)
     assert not re.search(r"scale|multiplier|\*[^*]|\bmul\b", forward.split('"""')[2])
+
+
+def test_newer_library_is_unsupported_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packages, "package_version", lambda name: "0.19.2")
+    monkeypatch.delitem(sys.modules, "impl.megatron.adapter", raising=False)
+    with pytest.raises(MissingExtra, match=r"0\.19\.2 is installed, and only 0\.16 is supported; .*--python megatron="):
+        registered_backends()["megatron"].load()

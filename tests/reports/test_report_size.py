@@ -41,6 +41,7 @@ def test_a_large_report_is_small_and_opens_at_once(browser: Browser, tmp_path: P
         f"{cells} cells: {size / 1e6:.2f} MB, written in {written:.1f} s, interactive after {interactive:.2f} s, "
         f"filtered in {filtered:.3f} s, a cell opened in {opened:.2f} s"
     )
+    assert read_report(out).counts["differs"] + read_report(out).counts["conforms"] == cells
     assert size < FULL_BYTES * cells / FULL
     assert interactive < OPEN_SECONDS
     assert filtered + opened < OPEN_SECONDS
