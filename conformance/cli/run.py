@@ -29,7 +29,7 @@ from conformance.runner.earlier_run import cells_left, read_earlier
 from conformance.runner.placement import SessionConfig
 from conformance.runner.preflight import check_device, leased_gpus
 from conformance.runner.session import Session
-from conformance.runtime.gpu_slots import lanes_of_host
+from conformance.runtime.leased_slots import lanes_of_host
 from conformance.runtime.multihost.controller import hosts_of_engine
 
 

@@ -153,7 +153,7 @@ class ResponseFunctions:
         means = {
             "ppo_kl": policy.approx_kl,
             "pg_clipfrac": policy.clipped.to(stable),
-            "pg_clipfrac_lower": policy.lower.to(stable),
+            "pg_clipfrac_lower": policy.clipped_lower.to(stable),
             "ratio_mean": ratio,
         }
         values = {key: terms.sum().item() for key, terms in parts.items()}
@@ -272,14 +272,14 @@ class PolicyTerms:
     """Holds the policy loss of one response before aggregation; every tensor is (targets,).
 
     losses: to be minimised. ratio: new to old policy, before clipping. approx_kl: log p_old - log p, an estimate of the
-    KL to the old policy. clipped: whether the clip changed the gain. lower: whether dual clip raised it.
+    KL to the old policy. clipped: whether the clip changed the gain. clipped_lower: whether dual clip raised it.
     """
 
     losses: Tensor
     ratio: Tensor
     approx_kl: Tensor
     clipped: Tensor
-    lower: Tensor
+    clipped_lower: Tensor
 
 
 def vanilla(logprobs: Tensor, old: Tensor, advantage: Tensor, objective: PolicyGradient) -> PolicyTerms:
@@ -292,7 +292,7 @@ def vanilla(logprobs: Tensor, old: Tensor, advantage: Tensor, objective: PolicyG
         least = objective.clip_ratio_c * advantage
         lower = (advantage < 0) & (gain < least)
         gain = torch.where(advantage < 0, torch.maximum(gain, least), gain)
-    return PolicyTerms(losses=-gain, ratio=ratio, approx_kl=-log_ratio, clipped=clipped, lower=lower)
+    return PolicyTerms(losses=-gain, ratio=ratio, approx_kl=-log_ratio, clipped=clipped, clipped_lower=lower)
 
 
 def gspo(logprobs: Tensor, old: Tensor, advantage: Tensor, objective: PolicyGradient) -> PolicyTerms:
@@ -301,7 +301,7 @@ def gspo(logprobs: Tensor, old: Tensor, advantage: Tensor, objective: PolicyGrad
     ratio = (log_ratio.mean().detach() + logprobs - logprobs.detach()).clamp(max=10).exp()
     gain, clipped = _clipped_gain(ratio, advantage, objective)
     lower = torch.zeros_like(clipped)
-    return PolicyTerms(losses=-gain, ratio=ratio, approx_kl=-log_ratio, clipped=clipped, lower=lower)
+    return PolicyTerms(losses=-gain, ratio=ratio, approx_kl=-log_ratio, clipped=clipped, clipped_lower=lower)
 
 
 def cispo(logprobs: Tensor, old: Tensor, advantage: Tensor, objective: PolicyGradient) -> PolicyTerms:
@@ -311,7 +311,7 @@ def cispo(logprobs: Tensor, old: Tensor, advantage: Tensor, objective: PolicyGra
     weight = ratio.clamp(1 - objective.clip_ratio_low, 1 + objective.clip_ratio_high)
     gain = weight.detach() * advantage * logprobs
     lower = torch.zeros_like(gain, dtype=torch.bool)
-    return PolicyTerms(losses=-gain, ratio=ratio, approx_kl=-log_ratio, clipped=weight != ratio, lower=lower)
+    return PolicyTerms(losses=-gain, ratio=ratio, approx_kl=-log_ratio, clipped=weight != ratio, clipped_lower=lower)
 
 
 def _clipped_gain(ratio: Tensor, advantage: Tensor, objective: PolicyGradient) -> tuple[Tensor, Tensor]:

@@ -31,7 +31,7 @@ from conformance.results.run_results import SUMMARY
 from conformance.runner.earlier_run import Earlier
 from conformance.runtime import Device, Pool
 from conformance.runtime.gpu_inventory import gpus_of
-from conformance.runtime.gpu_slots import Gpus, Lanes, LeasedSlots
+from conformance.runtime.leased_slots import Gpus, Lanes, LeasedSlots
 from conformance.runtime.multihost.controller import Fleet, Hosts, Slots
 from conformance.runtime.multihost.relay import JoinedHost
 

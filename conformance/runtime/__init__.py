@@ -19,7 +19,7 @@ Linux only, because it uses fork, /proc, memfd_create and PR_SET_PDEATHSIG.
     messages.py           messages between these processes
     gpu_inventory.py      the GPUs of this host, by NVML, and shares of them
     gpu_leases.py         leases of GPUs between runs
-    gpu_slots.py          what worker groups lease: GPUs, shares, or slots of several hosts
+    leased_slots.py          what worker groups lease: GPUs, shares, or slots of several hosts
     multihost/            ranks on several hosts, by torchrun or Ray
 
 This package does not import torch before a rank or a forkserver does.

@@ -1,9 +1,10 @@
 """Runs tasks in live worker groups, and keeps a group whose task is done for the next one.
 
 This is the interface for the rest of the suite. Without slots, worker groups run on this host, and tasks in the
-caller's thread. With slots (GPUs, or slots of several hosts: conformance.runtime.gpu_slots), a task of any thread waits
-for the lease of a block of slots, runs in the live worker group on that block, or in a new one, and releases the lease.
-Each block has its own lane and thread, so a CUDA error that outlives its task harms no other worker group.
+caller's thread. With slots (GPUs, lanes, or slots of several hosts: conformance.runtime.leased_slots), a task of any
+thread waits for the lease of a block of slots, runs in the live worker group on that block, or in a new one, and
+releases the lease. Each block has its own lane and thread, so a CUDA error that outlives its task harms no other
+worker group.
 """
 
 import json

@@ -31,7 +31,7 @@ from conformance.runner.session import Session
 from conformance.runtime import Outcome, Pool, WorkerGroupConfig
 from conformance.runtime.gpu_inventory import shares_of
 from conformance.runtime.gpu_leases import Ticket, holders, lease_folder, leases_by_process
-from conformance.runtime.gpu_slots import Gpus
+from conformance.runtime.leased_slots import Gpus
 from conformance.runtime.preload_server import absolute_path
 from conformance.runtime.slots import NoLease
 
@@ -120,8 +120,8 @@ sys.stdin.read()
 def test_lease_wait_for_other_process_is_logged(
     gpus: Gpus, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("conformance.runtime.gpu_slots._REPORT_S", 0.05)
-    caplog.set_level("INFO", logger="conformance.runtime.gpu_slots")
+    monkeypatch.setattr("conformance.runtime.leased_slots._REPORT_S", 0.05)
+    caplog.set_level("INFO", logger="conformance.runtime.leased_slots")
 
     def waits() -> None:
         with pytest.raises(NoLease):
@@ -159,7 +159,7 @@ def test_a_run_that_is_stopped_gives_its_gpus_back(pool: Pool, tmp_path: Path) -
 CONTROLLER = """\
 import sys
 from pathlib import Path
-from conformance.runtime.gpu_slots import Gpus
+from conformance.runtime.leased_slots import Gpus
 from conformance.runtime import Pool, WorkerGroupConfig
 here = Path(sys.argv[1])
 pool = Pool(work_dir=here, slots=Gpus(("GPU-a",), work_dir=here))

@@ -23,7 +23,7 @@ from conformance.runner.session import Session
 from conformance.runtime import Pool, WorkerGroupConfig
 from conformance.runtime.gpu_inventory import shares_of
 from conformance.runtime.gpu_leases import Ticket, holders, lease_folder
-from conformance.runtime.gpu_slots import Gpus
+from conformance.runtime.leased_slots import Gpus
 from conformance.runtime.slots import Lease, NoLease
 
 
@@ -50,7 +50,7 @@ def test_a_task_has_as_many_gpus_as_have_room_for_it(
     """An oracle of a large model, whose only rank spreads it over GPUs."""
     sizes = {"GPU-a": 80, "GPU-b": 60, "GPU-c": 80, "GPU-d": 80, "GPU-e": 80, "GPU-of-others": 1}
     told = {gpu: (2**30, size * 2**30) for gpu, size in sizes.items()}
-    monkeypatch.setattr("conformance.runtime.gpu_slots.memory_of_gpus", lambda: told)
+    monkeypatch.setattr("conformance.runtime.leased_slots.memory_of_gpus", lambda: told)
     with Pool(work_dir=tmp_path / "worlds", slots=Gpus(tuple(sizes)[:5], work_dir=tmp_path / "worlds")) as pool:
         found = [
             pool.run(
@@ -68,7 +68,7 @@ def test_a_task_has_as_many_gpus_as_have_room_for_it(
 
 
 def test_ranks_have_a_gpu_each_however_little_room_they_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("conformance.runtime.gpu_slots.memory_of_gpus", lambda: dict.fromkeys(GPUS, (0, 2**30)))
+    monkeypatch.setattr("conformance.runtime.leased_slots.memory_of_gpus", lambda: dict.fromkeys(GPUS, (0, 2**30)))
     gpus = Gpus(GPUS, work_dir=tmp_path)
 
     def lease(ranks: int) -> Lease:
@@ -86,7 +86,7 @@ def test_task_sized_by_memory_gets_every_share_of_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: dict[str, tuple[int, int]]
 ) -> None:
     """Also where nothing is known of the memory of GPUs."""
-    monkeypatch.setattr("conformance.runtime.gpu_slots.memory_of_gpus", lambda: told)
+    monkeypatch.setattr("conformance.runtime.leased_slots.memory_of_gpus", lambda: told)
     everything = WorkerGroupConfig(size=1, device="cpu", preload=("worker_group_tasks",), room=1)
     folder = tmp_path / "met"
     with on_shares(shares_of(GPUS, 2), tmp_path) as pool, ThreadPoolExecutor(1) as threads:

@@ -264,7 +264,7 @@ def _oracle_losses(
     new: Tensor, old: Tensor, advantage: Tensor, *, objective: PolicyGradient
 ) -> tuple[Tensor, Tensor, Tensor]:
     terms = oracle.LOSS_MODES[objective.loss_mode](new, old, advantage, objective)
-    return terms.losses, terms.clipped, terms.lower
+    return terms.losses, terms.clipped, terms.clipped_lower
 
 
 def _oracle_weights(

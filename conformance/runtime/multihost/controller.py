@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 
 from conformance.runtime import WorkerGroupConfig
 from conformance.runtime.config import StartError
-from conformance.runtime.gpu_slots import LeasedSlots
+from conformance.runtime.leased_slots import LeasedSlots
 from conformance.runtime.messages import Message, Wire, wire_pair
 from conformance.runtime.multihost.host import Wanted
 from conformance.runtime.multihost.relay import JoinedHost, Relay

@@ -144,7 +144,7 @@ class Gpus(LeasedSlots):
         return {gpu: whole for gpu, (_, whole) in memory_of_gpus().items()}
 
     def _with_room(self, names: Block, room: int) -> int:
-        """Returns a power of two if not all, the usual size of worker groups, so that no GPU is left between blocks."""
+        """Returns the smallest power of two of GPUs that suffices, or all: blocks of powers of two leave no gaps."""
         smallest = min(self._bytes.get(name, 0) for name in names)
         powers = (2**power for power in range(len(names)) if 2**power < len(names))
         return next((count for count in powers if count * smallest >= room), len(names))
@@ -153,7 +153,7 @@ class Gpus(LeasedSlots):
         return f"; {more_shares(ranks, len(gpus_of(self._gpus)))}"
 
 
-PROCESSORS_PER_LANE = 4  # most cells have two ranks, which wait for each other, for their oracle and for their judge
+PROCESSORS_PER_LANE = 4  # a cell of two ranks is often idle: they wait for each other, the oracle and the judge
 
 
 def lanes_of_host() -> int:
