@@ -224,16 +224,16 @@ LISTED = 10  # quantities of the stage that differs
 
 def text(pair: Pair) -> str:
     """Describe where and how two records differ, or how closely they agree."""
-    lines = [f"{run.name}: {_described_run(run)}" for run in (pair.a, pair.b)]
+    lines = [f"{run.name}: {described_run(run)}" for run in (pair.a, pair.b)]
     allowed = f"{pair.threshold:.1e} of gradients and updates, {pair.loss_threshold:.1e} of the loss"
     lines += [f"Allowed: {allowed}, because {pair.because}.", ""]
     if parted := pair.parted:
-        lines += [f"The records part at {_where(parted)}.", *_different(parted)]
+        lines += [f"The records part at {where(parted)}.", *_different(parted)]
         lines += [*exact(pair, parted), *(f"Likely cause: {cause}" for cause in likely_causes(pair, parted))]
     else:
         lines.append("The records agree.")
     lines += ["", "Largest differences before that:" if parted else "Largest differences:"]
-    return "\n".join([*lines, *(f"- {_line(stage, worst)}" for stage, worst in _largest(pair)), *notes(pair)])
+    return "\n".join([*lines, *(f"- {_line(stage, worst)}" for stage, worst in largest(pair)), *notes(pair)])
 
 
 def values(pair: Pair) -> dict[str, Any]:
@@ -254,7 +254,7 @@ def values(pair: Pair) -> dict[str, Any]:
             "hints": [*exact(pair, parted), *likely_causes(pair, parted)],
         },
         "largest": [
-            {"stage": stage.name, "step": stage.step, **_values(quantity)} for stage, quantity in _largest(pair)
+            {"stage": stage.name, "step": stage.step, **_values(quantity)} for stage, quantity in largest(pair)
         ],
         "notes": list(notes(pair)),
     }
@@ -272,7 +272,7 @@ def _json(number: float) -> float | str:
     return number if math.isfinite(number) else str(number)
 
 
-def _described_run(run: Run) -> str:
+def described_run(run: Run) -> str:
     steps, ranks = len(run.steps), run.header["ranks"]
     dtypes = sorted({parameter["dtype"] for parameter in run.parameters.values()})
     computed = next((line["computed_in"] for line in run.steps if line["computed_in"]), None)
@@ -287,7 +287,7 @@ def _count(number: int, word: str) -> str:
     return f"{number} {word}" if number == 1 else f"{number} {word}s"
 
 
-def _where(stage: Stage) -> str:
+def where(stage: Stage) -> str:
     return stage.name if stage.step is None else f"step {stage.step}, {stage.name}"
 
 
@@ -314,11 +314,11 @@ def _described_quantity(quantity: Quantity) -> str:
 
 def _line(stage: Stage, quantity: Quantity) -> str:
     if not quantity.observed:
-        return f"{_where(stage)}: equal"
-    return f"{_where(stage)}: {quantity.observed:.1e} ({quantity.what}), allowed {quantity.allowed:.1e}"
+        return f"{where(stage)}: equal"
+    return f"{where(stage)}: {quantity.observed:.1e} ({quantity.what}), allowed {quantity.allowed:.1e}"
 
 
-def _largest(pair: Pair) -> list[tuple[Stage, Quantity]]:
+def largest(pair: Pair) -> list[tuple[Stage, Quantity]]:
     """Give, for every kind of stage that does not differ, the quantity that is nearest to its bound."""
     found: dict[str, tuple[Stage, Quantity]] = {}
     for stage in (stage for stage in pair.stages if not stage.different):

@@ -48,8 +48,6 @@ class Diff:
         if options.logs and options.side:
             raise UsageError("give the logs either with --side or without it, not both")
         sides: list[list[str]] = options.side or [[log] for log in options.logs]
-        if options.out and _records(sides):
-            raise UsageError("--out is for logs; a record is compared whole, step by step")
         found = compare_sides(sides, by=options.by, threshold=options.threshold, metrics=options.metric)
         if options.out:
             _write(found, options.out)
@@ -146,15 +144,18 @@ def _write(found: "Comparisons | RecordComparison", out: Path) -> None:
     from conformance.core.io import write_file
     from reports.logdiff.output import Comparisons, to_markdown
 
-    assert isinstance(found, Comparisons)
-
     try:
         from reports.logdiff.page import to_html
+        from reports.logdiff.record_page import records_to_html
     except ModuleNotFoundError as error:
         raise UsageError(f"--out needs {error.name}; run: pip install 'backend-parity[report]'") from None
+    if isinstance(found, Comparisons):
+        html, markdown = to_html(found.pairs), to_markdown(found.pairs)
+    else:
+        html, markdown = records_to_html(found), found.text()
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"--out {out} cannot be a folder: {error.strerror}") from None
-    write_file(out / "diff.html", to_html(found.pairs))
-    write_file(out / "diff.md", to_markdown(found.pairs))
+    write_file(out / "diff.html", html)
+    write_file(out / "diff.md", markdown)

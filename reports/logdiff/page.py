@@ -1,4 +1,4 @@
-"""Writes comparisons of training logs as one HTML file that opens offline: verdict, likely causes and curves."""
+"""Writes comparisons of training logs or records as one HTML file that opens offline: verdict, causes and curves."""
 
 import base64
 import hashlib
@@ -20,20 +20,36 @@ POINTS = 400  # of a curve that are drawn
 
 
 def to_html(comparisons: Sequence[Comparison]) -> str:
-    script = "\n".join((TEMPLATES / f"{name}.js").read_text(encoding="utf-8") for name in SCRIPTS)
-    template = environment().get_template("runs.html")
     state = "differs" if any(one.differs for one in comparisons) else "conforms"
-    return template.render(
+    return render(
         title=title(comparisons),
         state=state if all(one.comparable for one in comparisons) or state == "differs" else "incomplete",
-        version=conformance.__version__,
         heads=HEADS,
         comparisons=[_said(one) for one in comparisons],
-        points=POINTS,
-        style=Markup((TEMPLATES / "style.css").read_text(encoding="utf-8")),
-        script=Markup(script),
-        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-        curves=pack(dumps([[_drawn(metric, one) for metric in one.metrics] for one in comparisons])),
+        curves=[[_drawn(metric, one) for metric in one.metrics] for one in comparisons],
+    )
+
+
+def render(
+    *, title: str, state: str, heads: Sequence[str], comparisons: Sequence[dict[str, Any]], curves: Sequence[Any]
+) -> str:
+    """Fill the page with one section for each comparison, and with its curves."""
+    script = "\n".join((TEMPLATES / f"{name}.js").read_text(encoding="utf-8") for name in SCRIPTS)
+    return (
+        environment()
+        .get_template("runs.html")
+        .render(
+            title=title,
+            state=state,
+            version=conformance.__version__,
+            heads=heads,
+            comparisons=comparisons,
+            points=POINTS,
+            style=Markup((TEMPLATES / "style.css").read_text(encoding="utf-8")),
+            script=Markup(script),
+            script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+            curves=pack(dumps(curves)),
+        )
     )
 
 

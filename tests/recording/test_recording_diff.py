@@ -103,7 +103,7 @@ def agree(compared: Comparison) -> None:
     assert "The records agree." in compared.text()
 
 
-@pytest.mark.parametrize("name", ["hf_trainer", "accelerate_loop"])
+@pytest.mark.parametrize("name", ["hf_trainer", "accelerate_loop", "trl_grpo"])
 def test_a_script_is_short_and_recording_takes_three_lines_of_it(name: str) -> None:
     lines = (EXAMPLES / f"{name}.py").read_text(encoding="utf-8").splitlines()
     assert len(lines) < 60

@@ -5,8 +5,10 @@ from typing import Any
 
 import pytest
 from recording_tasks import recorded
+from rl_libraries import root
 from test_recording import agree_closely
 
+from conformance.cli.main import main
 from conformance.core.host import FIXTURES
 from conformance.runtime import Pool, WorkerGroupConfig
 from parity.compare import compare_records
@@ -81,3 +83,27 @@ def test_megatron_fault_is_named_by_parameter(run_ranks: Any) -> None:
     assert (pair.parted.step, pair.parted.name) == (0, "gradients")
     assert any(cause.startswith("What is wrong by itself is 3 times") for cause in likely_causes(pair, pair.parted))
     assert f"The others: {fault}." in next(likely_causes(pair, pair.parted))
+
+
+def test_trl_fault_is_named_by_parameter(run_ranks: Any) -> None:
+    library = str(root("trl"))
+    runs = [run_ranks("trl", 2, f"run{bad}", library=library, fault=bad) for bad in ("", UP)]
+    again = run_ranks("trl", 2, "again", library=library)
+    assert not compare_records([runs[0], again], threshold=None).differs
+    pair = compare_records(runs, threshold=None).pairs[0]
+    assert pair.parted is not None
+    assert (pair.parted.step, pair.parted.name) == (0, "gradients")
+    causes = list(likely_causes(pair, pair.parted))
+    assert f"The others: model.{UP}." in causes[0]
+    assert causes[1].startswith("What is wrong by itself is 3 times")
+
+
+def test_records_diff_writes_html(plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = recorded(tmp_path / "other", order=lambda rows: [row.flip(0) for row in rows])
+    assert main(["diff", str(plain), str(plain.parent / "run"), "--out", str(tmp_path / "same")]) == 2
+    assert main(["diff", str(plain), str(other), "--out", str(tmp_path / "html")]) == 1
+    html = (tmp_path / "html" / "diff.html").read_text(encoding="utf-8")
+    assert "<h1>The records part</h1>" in html
+    assert f"{plain} and {other} part at step 0, batch" in html
+    assert (tmp_path / "html" / "diff.md").read_text(encoding="utf-8").startswith(f"{plain}: 3 steps")
+    assert capsys.readouterr().out.rstrip().endswith("diff.html")

@@ -3,13 +3,16 @@
 ``fault`` names a parameter of which every gradient is multiplied by 3 in the backward pass.
 """
 
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from recording_tasks import adamw, batches, tiny
 from torch import nn
 
 import parity
+from conformance.core.host import FIXTURES
 from conformance.runtime import RankContext
 from conformance.spec.layout import Layout
 
@@ -72,3 +75,18 @@ def megatron(
                 train(ranks, model, step)
                 recorder.step()
         model.teardown()
+
+
+def trl(context: RankContext, *, out: str, library: str, fault: str = "") -> None:
+    """The example's GRPOTrainer, with DDP over the ranks."""
+    sys.path.append(library)
+    sys.path.append(str(Path(__file__).parents[2] / "examples" / "record"))
+    import trl_grpo
+    from datasets import Dataset
+    from transformers import AutoTokenizer
+
+    model = tiny()
+    plant([model], fault)
+    tokenizer = AutoTokenizer.from_pretrained(FIXTURES / "models" / "llama")
+    prompts = Dataset.from_list([{"prompt": f"What is {n} + {n}?"} for n in range(8)])
+    trl_grpo.train(model, tokenizer, prompts, out, use_cpu=True, disable_tqdm=True)
