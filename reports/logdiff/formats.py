@@ -30,7 +30,7 @@ FORMATS: tuple[Format, ...] = (
     ),
     Format("wandb history", "", '{"_step": 0, "_timestamp": 1.5, "train/loss": 2.5, "train/global_step": 1}'),
     Format("LLaMA-Factory", "", '{"current_steps": 1, "total_steps": 30, "loss": 2.5, "lr": 1e-06, "epoch": 0.03}'),
-    Format("ms-swift", "", '{"loss": 2.5, "grad_norm": 0.5, "global_step/max_steps": "1/30", "memory(GiB)": 16.5}'),
+    Format("ms-swift", "", '{"loss": 2.5, "grad_norm": 0.5, "global_step/max_steps": "10/30", "memory(GiB)": 16.5}'),
     Format("CSV", "", "step,loss,grad_norm\n1,2.5,0.5"),
     Format("CSV", "", "Step\tTraining Loss\tValidation Loss\n1\t2.5\t2.25"),
     Format("wandb CSV", "", '"Step","run-a - train/loss","run-a - train/loss__MIN"\n"1","2.5","2.4"'),

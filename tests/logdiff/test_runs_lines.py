@@ -31,6 +31,14 @@ IN_SAMPLES = {
     "value": 2.5,
     "total_loss": 2.5,
 }
+FIRST_STEPS = {
+    "Hugging Face trainer_state.json": 10,
+    "ms-swift": 10,
+    "Megatron console": 10,
+    "ms-swift console": 10,
+    "slime console": 0,
+    "nanoGPT console": 0,
+}
 COUNTED = "the log counts no steps: its lines are counted instead (1, 2, 3, ...)"
 
 
@@ -51,6 +59,7 @@ def test_each_sample_of_the_documentation_is_read(form: Format) -> None:
     assert {name: curve.values[0] for name, curve in run.curves.items()} == {
         name: IN_SAMPLES[name] for name in run.curves
     }
+    assert {curve.steps[0] for curve in run.curves.values()} == {FIRST_STEPS.get(form.name, 1)}
     doubled = form.sample.replace("2.5", "5.0").replace("-0.25", "-0.5")
     main = next(name for name in ("loss", "policy_loss", "value") if name in run.curves)
     assert opened(doubled).curves[main].values[0] == 2 * IN_SAMPLES[main]
@@ -195,6 +204,7 @@ def test_many_resumes_are_told_in_short() -> None:
 def test_only_newlines_end_lines(separator: str) -> None:
     lines = [json.dumps({"step": s, "loss": s / 2, "text": f"a{separator}b"}, ensure_ascii=False) for s in (1, 2)]
     run = opened("\n".join(lines))
+    assert run.format == "JSON lines"
     assert points(run) == {1: 0.5, 2: 1.0}
     assert run.notes == ()
 
