@@ -191,7 +191,7 @@ def _flat_parameters(model: nn.Module) -> dict[int, list[Held]]:
             begin, end = (info.intra_param_start_idx, info.intra_param_end_idx + 1) if info.in_shard else (0, 0)
             start = info.offset_in_shard or 0 if parameter is flat else 0
             held = replace(_held(parameter, parameter, start, begin, end), shape=tuple(shape))
-            found.setdefault(id(parameter), []).append(replace(held, name=f"{prefix}.{name}"))
+            found.setdefault(id(parameter), []).append(replace(held, name=f"{prefix}.{name}".removeprefix(".")))
     return found
 
 

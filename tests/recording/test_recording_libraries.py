@@ -107,3 +107,8 @@ def test_records_diff_writes_html(plain: Path, tmp_path: Path, capsys: pytest.Ca
     assert f"{plain} and {other} part at step 0, batch" in html
     assert (tmp_path / "html" / "diff.md").read_text(encoding="utf-8").startswith(f"{plain}: 3 steps")
     assert capsys.readouterr().out.rstrip().endswith("diff.html")
+
+
+@pytest.mark.parametrize("originals", [True, False])
+def test_fsdp1_agrees_with_one_process(originals: bool, plain: Path, run_ranks: Any) -> None:
+    agree_closely(compare_records([plain, run_ranks("fsdp1", 2, originals=originals)], threshold=None))

@@ -8,8 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from recording_tasks import adamw, batches, tiny
+import torch
+from recording_tasks import adamw, batches, tiny, train
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import parity
 from conformance.core.host import FIXTURES
@@ -65,14 +68,15 @@ def megatron(
     context: RankContext, *, out: str, layout: str, folder: str, fault: str = "", precision: Any = "exact"
 ) -> None:
     """Megatron's DDP, schedules and optimizer, as impl.megatron sets them up on the CPU."""
-    from megatron_tasks import new, opened, train
+    from megatron_tasks import new, opened
+    from megatron_tasks import train as train_step
 
     with opened(context, layout, precision) as ranks:
         model = new(ranks, folder)
         plant(model.chunks, fault)
         with parity.record(list(model.chunks), model.optimizer, out=out, full=True) as recorder:
             for step in range(3):
-                train(ranks, model, step)
+                train_step(ranks, model, step)
                 recorder.step()
         model.teardown()
 
@@ -90,3 +94,18 @@ def trl(context: RankContext, *, out: str, library: str, fault: str = "") -> Non
     tokenizer = AutoTokenizer.from_pretrained(FIXTURES / "models" / "llama")
     prompts = Dataset.from_list([{"prompt": f"What is {n} + {n}?"} for n in range(8)])
     trl_grpo.train(model, tokenizer, prompts, out, use_cpu=True, disable_tqdm=True)
+
+
+def fsdp1(context: RankContext, *, out: str, originals: bool, fault: str = "") -> None:
+    """Every layer and the rest are flattened and sharded."""
+    model = tiny()
+    plant([model], fault)
+    sharded = FullyShardedDataParallel(
+        model,
+        use_orig_params=originals,
+        device_id=torch.device("cpu"),
+        auto_wrap_policy=ModuleWrapPolicy({type(model.model.layers[0])}),
+    )
+    optimizer = adamw(sharded)
+    with parity.record(sharded, optimizer, out=out, full=True) as recorder:
+        train(sharded, optimizer, recorder, context=context)
