@@ -103,6 +103,7 @@ FORMATS: tuple[Format, ...] = (
         r"^Step \d+ \| loss:",
         "Step 1 | loss:2.5 lr:1e-06 tokens_per_second_per_gpu:12.5 grad_norm:0.5",
     ),
+    Format("torchtune console", r"^\d+\|\d+\|Loss: ", "1|1|Loss: 2.5: 100%|#####| 1/60 [00:01<01:00,  1.02s/it]"),
     Format(
         "xtuner console",
         r"Epoch \d+ Step \d+/\d+ ",

@@ -52,6 +52,7 @@ COUNTER = re.compile(
     r"\s{0,12}[:=#]?\s{0,12}\[?\s{0,12}(?P<step>\d{1,5000})(?P<of>\s{0,8}/\s{0,8}\d{1,12})?\]?(?![\w.]\w)[:,]?"
 )
 BAR = re.compile(r"\|\s{0,8}(\d{1,12})/(\d{1,12}) \[([^\]]{0,2000})\]?")
+TUNED = re.compile(r"\d{1,6}\|(\d{1,15})\|(Loss: [^\s:]{1,40}):\s")  # what torchtune writes before a bar
 BARE = re.compile(r"[=\-*#\s]{0,200}$")
 LM_LOSS, SKIPPED = "lm loss", "number of skipped iterations"
 
@@ -93,6 +94,8 @@ def read_lines(lines: Sequence[Line], *, name: str) -> tuple[list[Row], tuple[st
     block: Row | None = None
     for line in lines:
         marks = [(found, int(found[1]), int(found[2])) for found in BAR.finditer(line.text)]
+        if marks and (tuned := TUNED.search(line.text)):
+            rows.append(_row(line, int(tuned[1]), pairs(tuned[2]), bar=True))
         for found, done, whole in marks:
             bars.append((len(rows), done, whole))
             values = pairs(found[3].partition(", ")[2])

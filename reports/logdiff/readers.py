@@ -307,6 +307,8 @@ def read_log(name: str) -> Log:
     if not path.exists() and "#" in name:
         before, _, chosen = name.rpartition("#")
         path = Path(before)
+    if path.is_dir() and (metrics := path / "metrics").is_dir():
+        return _read_mlflow(metrics)
     if path.is_dir():
         files = _event_files(path)
         for file in files:
@@ -319,6 +321,22 @@ def read_log(name: str) -> Log:
         raise UsageError(f"{path} is packed by gzip; unpack it first: gunzip {path}")
     wide = data.startswith((b"\xff\xfe", b"\xfe\xff"))  # as PowerShell writes what it redirects
     return read_text(data.decode("utf-16" if wide else "utf-8", errors="replace"), name=str(path), chosen=chosen)
+
+
+def _read_mlflow(metrics: Path) -> Log:
+    """The log in a run's folder of MLflow: a file for each metric, whose path is its name."""
+    rows: list[Row] = []
+    for file in sorted(one for one in metrics.rglob("*") if one.is_file()):
+        text = _read(file).decode(errors="replace")
+        is_metric_file = METRIC_FILE.match(text.partition("\n")[0].strip())
+        log = read_table(text, name=str(file), chosen=None) if is_metric_file else None
+        if log is None:
+            raise UsageError(f"{file} is no metric of MLflow: its lines are not a time, a value and a step")
+        own = file.relative_to(metrics).as_posix()
+        rows += [replace(row, values={own: value}) for row in log.rows for value in row.values.values()]
+    if not rows:
+        raise UsageError(f"{metrics} holds no metric")
+    return Log(format="MLflow run", rows=sorted(rows, key=lambda row: row.step or 0))
 
 
 def read_text(text: str, *, name: str, chosen: str | None = None) -> Log:

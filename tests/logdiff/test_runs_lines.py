@@ -293,6 +293,25 @@ def test_tables_of_one_metric_are_named_by_their_file() -> None:
     ]
 
 
+def test_a_run_of_mlflow_is_a_folder_of_metrics(tmp_path: Path) -> None:
+    (tmp_path / "metrics" / "train").mkdir(parents=True)
+    for own, factor in (("loss", 1), ("train/grad_norm", 2)):
+        lines = [f"17676072000{step:02d} {factor / step} {step}" for step in range(1, 9)]
+        (tmp_path / "metrics" / own).write_text("\n".join(lines), encoding="utf-8")
+    run = run_of(read_log(str(tmp_path)), name="run")
+    assert points(run) == {step: 1 / step for step in range(1, 9)}
+    assert points(run, "grad_norm") == {step: 2 / step for step in range(1, 9)}
+    assert run.notes == ()
+    (tmp_path / "metrics" / "lr").write_text("1e-3\n", encoding="utf-8")
+    with pytest.raises(UsageError, match="lr is no metric of MLflow"):
+        read_log(str(tmp_path))
+
+
+def test_a_bar_of_torchtune_counts_steps_over_epochs() -> None:
+    bars = [f"{1 + step // 5}|{step}|Loss: {1 / step}: 20%|##| {step % 5 + 1}/5 [00:01<00:02]" for step in range(1, 12)]
+    assert points(opened("\r".join(bars))) == {step: 1 / step for step in range(1, 12)}
+
+
 def test_a_table_in_markdown_is_read() -> None:
     assert points(opened("| Step | Training Loss |\n|---|:--|\n| 1 | 2.5 |\n| 2 | No log |\n")) == {1: 2.5}
 
