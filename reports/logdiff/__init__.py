@@ -1,6 +1,7 @@
 """Compares training logs of any framework: ``parity diff``.
 
-    readers.py            read a file into rows: JSON, tables, event files, wandb's runs
+    readers.py            read a file into rows: JSON, tables, folders, wandb's runs
+    event_files.py        read TensorBoard's event files
     lines.py, formats.py  read the lines of a console; list the formats with a sample each
     rows.py               hold rows, and number those that name no step
     metrics.py            name metrics

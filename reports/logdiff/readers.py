@@ -10,9 +10,6 @@ the options of the run. Nested objects are flattened with ``/``; verl's ``{"step
 (verl/utils/tracking.py, FileLogger) is flattened without it. ``trainer_state.json`` holds its rows under
 ``log_history`` (transformers/trainer_callback.py, TrainerState), and the Trainer logs the mean loss since the last line
 (transformers/trainer.py, ``_maybe_log_save_evaluate``).
-
-Event files are read by the ``tensorboard`` package, record by record: its EventAccumulator ends silently at a damaged
-record, and drops the rows that a resumed run has logged again.
 """
 
 import csv
@@ -25,10 +22,11 @@ from typing import Any
 
 from conformance.core.errors import UsageError, shown
 from conformance.core.io import Unreadable, read_file
+from reports.logdiff.event_files import EVENT_FILES, is_event_file, read_events
 from reports.logdiff.formats import FORMATS, format_of
 from reports.logdiff.lines import lines_of, read_lines
 from reports.logdiff.metrics import STEP, canonical, is_known, plain_name
-from reports.logdiff.rows import LARGEST_STEP, NO_STEP, Log, Row, number_in, numbered, row_of
+from reports.logdiff.rows import LARGEST_STEP, NO_STEP, Log, Row, flat, number_in, numbered, row_of
 
 BETWEEN = " - "
 METRIC_FILE = re.compile(r"\d{10,16} \S{1,40} \d{1,15}\Z")  # of MLflow: time, value, step
@@ -151,19 +149,33 @@ def read_json(text: str, *, name: str) -> Log | None:
     if isinstance(history, list):
         rows = [row for one in history if isinstance(one, dict) and (row := _row(one)) and row.values]
         return Log(format="Hugging Face trainer_state.json", rows=rows, averaged=frozenset({"loss"}))
-    return _log(whole if isinstance(whole, list) else [whole], broken=0)
+    return _log(whole if isinstance(whole, list) else [whole])
 
 
 def _read_lines(text: str) -> Log | None:
     objects: list[Any] = []
-    broken = 0
-    for line in text.split("\n"):  # and at no other separator of Unicode, which texts may hold
+    broken: list[int] = []
+    wrong: dict[str, list[str]] = {}
+    for number, line in enumerate(text.split("\n"), 1):  # no other separator of Unicode, which texts may hold
         if line.strip():
             try:
                 objects.append(json.loads(line))
             except (ValueError, RecursionError):
-                broken += 1
-    return _log(objects, broken=broken)
+                broken.append(number)
+                continue
+            for own, value in _no_numbers(objects[-1]):
+                wrong.setdefault(own, []).append(f"first {shown(value)} in line {number}")
+    notes = [f"{own} is no number in {len(lines)} lines, {lines[0]}" for own, lines in wrong.items()]
+    if broken:
+        notes.append(f"{len(broken)} lines are no JSON, perhaps cut off, first line {broken[0]}; they were left out")
+    return _log(objects, notes=notes)
+
+
+def _no_numbers(one: Any) -> Iterator[tuple[str, Any]]:
+    """The metrics of an object that have a value which is no number."""
+    for own, value in one.items() if isinstance(one, dict) else ():
+        if value is not None and not isinstance(value, dict) and is_metric(own) and not dict(flat({own: value})):
+            yield own, value
 
 
 def _row(one: dict[str, Any]) -> Row | None:
@@ -175,13 +187,12 @@ def _row(one: dict[str, Any]) -> Row | None:
     return None if row.step == NO_STEP else row
 
 
-def _log(objects: list[Any], *, broken: int) -> Log | None:
+def _log(objects: list[Any], *, notes: Sequence[str] = ()) -> Log | None:
     objects = [one for one in objects if isinstance(one, dict)]
     found = [(one, row) for one in objects if (row := _row(one))]
     rows, counted = numbered([row for _, row in found if row.step is not None or row.trains])
     if not any(row.trains or row.blank or row.step is not None for row in rows):
         return None
-    notes = (f"{broken} lines are no JSON, perhaps cut off; they were left out",) if broken else ()
     header = objects[0] if (first := _row(objects[0])) and first.step is None and not first.trains else {}
     if "run" in header:
         rows = [
@@ -213,84 +224,9 @@ def read_wandb(path: str) -> Log:
         raise UsageError(
             f"{WANDB}{path} cannot be read: {shown(str(error))}; the form is {WANDB}entity/project/run"
         ) from None
-    if not (found := _log(history, broken=0)):
+    if not (found := _log(history)):
         raise UsageError(f"{WANDB}{path} has no history")
     return replace(found, format="wandb history")
-
-
-EVENT_FILES = "*tfevents*"
-
-
-def is_event_file(start: bytes) -> bool:
-    """Tell by the version record, with which every writer of event files begins."""
-    return b"brain.Event:" in start[:64]
-
-
-def read_events(files: Sequence[Path]) -> Log:
-    """Read the scalars of one run's event files, in the given order.
-
-    Raises UsageError for a damaged file, and if tensorboard is not installed.
-    """
-    try:
-        import tensorboard  # noqa: F401
-    except ImportError:
-        raise UsageError(
-            "TensorBoard's event files are read by the package tensorboard: pip install 'backend-parity[tensorboard]'"
-        ) from None
-    rows: list[Row] = []
-    notes = []
-    for file in files:
-        try:
-            rows.extend(_event_rows(file))
-        except _CutOff:
-            notes.append(f"{file.name} ends within a record (the run goes on, or was killed)")
-    return Log(format="TensorBoard", rows=rows, notes=tuple(notes))
-
-
-class _CutOff(Exception):
-    """Raised where an event file ends within a record."""
-
-
-def _event_rows(file: Path) -> Iterator[Row]:
-    from google.protobuf.message import DecodeError
-    from tensorboard.compat.proto.event_pb2 import Event
-    from tensorboard.compat.tensorflow_stub import errors
-    from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import PyRecordReader_New
-
-    reader, position = PyRecordReader_New(str(file)), 0
-    while True:
-        try:
-            reader.GetNext()
-            record = reader.record()
-            event = Event.FromString(record)
-        except errors.OutOfRangeError:
-            return
-        except errors.DataLossError as error:
-            if "truncated" in str(error):
-                raise _CutOff from None
-            raise UsageError(f"{file.name} is damaged at byte {position}: a record has another checksum") from None
-        except DecodeError:
-            raise UsageError(f"{file.name} has a record that is not an event of TensorBoard") from None
-        scalars = ((value.tag, _scalar(value)) for value in event.summary.value)
-        if values := {tag: scalar for tag, scalar in scalars if scalar is not None}:
-            yield Row(event.step, values)
-        position += len(record) + 16  # the length of a record, its checksum, and the checksum of the data
-
-
-def _scalar(value: Any) -> float | None:
-    """Return the number of a summary's value, which TensorFlow 2 writes as a tensor; None for any other value."""
-    from tensorboard.compat.proto import types_pb2
-    from tensorboard.util.tensor_util import make_ndarray
-
-    if value.HasField("simple_value"):
-        return float(value.simple_value)
-    if not value.HasField("tensor") or value.tensor.dtype not in (types_pb2.DT_FLOAT, types_pb2.DT_DOUBLE):
-        return None
-    try:
-        array = make_ndarray(value.tensor)
-    except ValueError:
-        return None
-    return float(array.item()) if array.size == 1 else None
 
 
 LONGEST, LONGEST_HEADER = 2**30, 2**16  # bytes of a log, and of a table's first line

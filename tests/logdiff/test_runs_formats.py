@@ -158,7 +158,7 @@ def test_wandbs_history_counts_by_the_trainers_step_and_not_by_its_own(opened: O
 def test_a_line_that_a_kill_has_cut_is_left_out_and_told(opened: Opened) -> None:
     run = opened('{"step": 1, "loss": 3.0}\n{"step": 2, "loss": 2.0}\n{"step": 3, "lo')
     assert points(run, "loss") == {1: 3.0, 2: 2.0}
-    assert run.notes == ("1 lines are no JSON, perhaps cut off; they were left out",)
+    assert run.notes == ("1 lines are no JSON, perhaps cut off, first line 3; they were left out",)
 
 
 @pytest.mark.parametrize("delimiter", [",", ";", "\t"])

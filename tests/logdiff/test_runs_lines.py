@@ -293,14 +293,22 @@ def test_tables_of_one_metric_are_named_by_their_file() -> None:
     ]
 
 
+@pytest.mark.parametrize("value", ["oops", [1, 2], True, ""])
+def test_a_loss_that_is_no_number_is_told_with_its_line(value: object) -> None:
+    rows = [{"step": step, "lr": 1e-3, "loss": value if step in (3, 5) else 1 / step} for step in range(1, 9)]
+    run = opened("\n".join(map(json.dumps, rows)))
+    assert list(points(run)) == [1, 2, 4, 6, 7, 8]
+    assert run.notes == (f"loss is no number in 2 lines, first {value!r} in line 3",)
+
+
 def test_a_run_of_mlflow_is_a_folder_of_metrics(tmp_path: Path) -> None:
-    (tmp_path / "metrics" / "train").mkdir(parents=True)
-    for own, factor in (("loss", 1), ("train/grad_norm", 2)):
+    (tmp_path / "metrics" / "eval").mkdir(parents=True)
+    for own, factor in (("loss", 1), ("eval/loss", 2)):
         lines = [f"17676072000{step:02d} {factor / step} {step}" for step in range(1, 9)]
         (tmp_path / "metrics" / own).write_text("\n".join(lines), encoding="utf-8")
     run = run_of(read_log(str(tmp_path)), name="run")
     assert points(run) == {step: 1 / step for step in range(1, 9)}
-    assert points(run, "grad_norm") == {step: 2 / step for step in range(1, 9)}
+    assert points(run, "eval_loss") == {step: 2 / step for step in range(1, 9)}
     assert run.notes == ()
     (tmp_path / "metrics" / "lr").write_text("1e-3\n", encoding="utf-8")
     with pytest.raises(UsageError, match="lr is no metric of MLflow"):
