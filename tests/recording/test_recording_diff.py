@@ -3,7 +3,6 @@
 The trainings are the scripts of examples/record, real libraries on a tiny model.
 """
 
-import importlib.util
 import json
 import math
 import re
@@ -11,12 +10,11 @@ import shutil
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from recording_tasks import adamw, recorded, tiny, train
+from recording_tasks import EXAMPLES, adamw, recorded, script, tiny, train
 from torch import Tensor, nn
 from transformers import AutoTokenizer
 
@@ -29,17 +27,7 @@ from parity.record_files import read_run
 
 pytestmark = pytest.mark.slow
 
-EXAMPLES = Path(__file__).parents[2] / "examples" / "record"
 O_PROJ = "model.layers.1.self_attn.o_proj"
-
-
-def script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +91,7 @@ def agree(compared: Comparison) -> None:
     assert "The records agree." in compared.text()
 
 
-@pytest.mark.parametrize("name", ["hf_trainer", "accelerate_loop", "trl_grpo"])
+@pytest.mark.parametrize("name", ["hf_trainer", "accelerate_loop", "trl_grpo", "deepspeed_loop"])
 def test_a_script_is_short_and_recording_takes_three_lines_of_it(name: str) -> None:
     lines = (EXAMPLES / f"{name}.py").read_text(encoding="utf-8").splitlines()
     assert len(lines) < 60

@@ -44,12 +44,29 @@ def exhaustive(*case: Any) -> Any:
     return pytest.param(*case, marks=pytest.mark.exhaustive)
 
 
-@pytest.mark.parametrize("stage", [exhaustive(0), exhaustive(1), 2, 3])
-def test_deepspeed_agrees_with_one_process(stage: int, plain: Path, run_ranks: Any) -> None:
+OFFLOADED = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+
+
+@pytest.mark.parametrize(
+    ("stage", "changes"),
+    [exhaustive(0, {}), exhaustive(1, {}), (2, {}), (3, {}), exhaustive(2, OFFLOADED)],
+    ids=["0", "1", "2", "3", "offloaded"],
+)
+def test_deepspeed_agrees_with_one_process(stage: int, changes: Any, plain: Path, run_ranks: Any) -> None:
     pytest.importorskip("deepspeed")
-    run = run_ranks("deepspeed", 2, stage=stage)
+    run = run_ranks("deepspeed", 2, stage=stage, **changes)
     agree_closely(compare_records([plain, run], threshold=None))
     assert all(line["replicas"] == {"weight": {}, "gradient": {}} for line in read_run(run).steps)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_deepspeed_in_bf16_agrees_to_its_rounding(stage: int, plain: Path, run_ranks: Any) -> None:
+    pytest.importorskip("deepspeed")
+    run = run_ranks("deepspeed", 2, stage=stage, bf16={"enabled": True})
+    compared = compare_records([plain, run], threshold=None)
+    assert not compared.differs, compared.text()
+    assert read_run(run).steps[0]["computed_in"] == "bfloat16"
 
 
 @pytest.mark.parametrize("stage", [exhaustive(0), 1, exhaustive(2), exhaustive(3)])

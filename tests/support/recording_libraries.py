@@ -5,11 +5,10 @@
 
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-from recording_tasks import adamw, batches, tiny, train
+from recording_tasks import adamw, batches, script, tiny, train
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -26,41 +25,13 @@ def plant(models: Sequence[nn.Module], fault: str) -> None:
         parameter.register_hook(lambda gradient: 3 * gradient)
 
 
-def deepspeed(
-    context: RankContext, *, out: str, stage: int, fault: str = "", half: bool = False, **options: Any
-) -> None:
-    """Every row is a micro-batch; the engine takes the mean over ranks."""
-    import deepspeed
-
+def deepspeed(context: RankContext, *, out: str, fault: str = "", **settings: Any) -> None:
     from impl.deepspeed import global_state
 
     global_state.enter("cpu", Layout.parse("dp2"))
     model = tiny()
     plant([model], fault)
-    per_rank = len(batches()[0]) // context.world_size
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": per_rank,
-        "zero_allow_untested_optimizer": True,
-        "gradient_clipping": 1e6,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, **options},
-        "bf16": {"enabled": half},
-    }
-    engine, optimizer, *_ = deepspeed.initialize(
-        model=model, optimizer=adamw(model), config=config, dist_init_required=False
-    )
-    with parity.record(engine, optimizer, out=out, full=True) as recorder:
-        for rows in batches():
-            own = rows[context.rank :: context.world_size]
-            total, tokens, summed = sum(len(row) - 1 for row in rows), sum(len(row) - 1 for row in own), 0.0
-            for row in own:
-                logits = engine(input_ids=row[None]).logits[0, :-1].float()
-                loss = nn.functional.cross_entropy(logits, row[1:], reduction="sum")
-                engine.backward(loss * context.world_size * per_rank / total)
-                engine.step()
-                summed += float(loss.detach())
-            recorder.step(loss=summed / tokens, tokens=tokens, batch=own)
-    engine.destroy()
+    script("deepspeed_loop").train(model, batches(), out, **settings)
     global_state.leave()
 
 
@@ -84,8 +55,6 @@ def megatron(
 def trl(context: RankContext, *, out: str, library: str, fault: str = "") -> None:
     """The example's GRPOTrainer, with DDP over the ranks."""
     sys.path.append(library)
-    sys.path.append(str(Path(__file__).parents[2] / "examples" / "record"))
-    import trl_grpo
     from datasets import Dataset
     from transformers import AutoTokenizer
 
@@ -93,7 +62,7 @@ def trl(context: RankContext, *, out: str, library: str, fault: str = "") -> Non
     plant([model], fault)
     tokenizer = AutoTokenizer.from_pretrained(FIXTURES / "models" / "llama")
     prompts = Dataset.from_list([{"prompt": f"What is {n} + {n}?"} for n in range(8)])
-    trl_grpo.train(model, tokenizer, prompts, out, use_cpu=True, disable_tqdm=True)
+    script("trl_grpo").train(model, tokenizer, prompts, out, use_cpu=True, disable_tqdm=True)
 
 
 def fsdp1(context: RankContext, *, out: str, originals: bool, fault: str = "") -> None:

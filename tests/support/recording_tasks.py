@@ -1,7 +1,9 @@
 """Trains a tiny Llama in plain loops, in this process or in ranks, for tests of parity.record."""
 
+import importlib.util
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -18,6 +20,19 @@ from conformance.core.host import FIXTURES
 from conformance.runtime import RankContext
 
 ONE = RankContext(rank=0, world_size=1, device="cpu", beat=lambda phase: None)
+
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "record"
+
+
+def script(name: str) -> ModuleType:
+    """A script of examples/record, as a module."""
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def tiny(family: str = "llama") -> Any:
