@@ -102,10 +102,11 @@ def test_megatron_fault_is_named_by_parameter(run_ranks: Any) -> None:
     assert f"The others: {fault}." in next(likely_causes(pair, pair.parted))
 
 
-def test_trl_fault_is_named_by_parameter(run_ranks: Any) -> None:
-    library = str(root("trl"))
-    runs = [run_ranks("trl", 2, f"run{bad}", library=library, fault=bad) for bad in ("", UP)]
-    again = run_ranks("trl", 2, "again", library=library)
+@pytest.mark.parametrize("zero", [None, exhaustive(2)])
+def test_trl_fault_is_named_by_parameter(zero: int | None, run_ranks: Any) -> None:
+    options = {"library": str(root("trl")), "zero": zero}
+    runs = [run_ranks("trl", 2, f"run{bad}", fault=bad, **options) for bad in ("", UP)]
+    again = run_ranks("trl", 2, "again", **options)
     assert not compare_records([runs[0], again], threshold=None).differs
     pair = compare_records(runs, threshold=None).pairs[0]
     assert pair.parted is not None

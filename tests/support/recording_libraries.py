@@ -52,17 +52,24 @@ def megatron(
         model.teardown()
 
 
-def trl(context: RankContext, *, out: str, library: str, fault: str = "") -> None:
-    """The example's GRPOTrainer, with DDP over the ranks."""
+def trl(context: RankContext, *, out: str, library: str, fault: str = "", zero: int | None = None) -> None:
+    """The example's GRPOTrainer, with DDP over the ranks, or a stage of ZeRO."""
     sys.path.append(library)
     from datasets import Dataset
     from transformers import AutoTokenizer
 
+    config: dict[str, Any] = {}
+    if zero is not None:
+        from impl.deepspeed import global_state
+
+        global_state.enter("cpu", Layout.parse("dp2"))
+        settings = {"train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": zero}}
+        config = {"deepspeed": settings | {"zero_allow_untested_optimizer": True, "gradient_clipping": "auto"}}
     model = tiny()
     plant([model], fault)
     tokenizer = AutoTokenizer.from_pretrained(FIXTURES / "models" / "llama")
     prompts = Dataset.from_list([{"prompt": f"What is {n} + {n}?"} for n in range(8)])
-    script("trl_grpo").train(model, tokenizer, prompts, out, use_cpu=True, disable_tqdm=True)
+    script("trl_grpo").train(model, tokenizer, prompts, out, use_cpu=True, disable_tqdm=True, **config)
 
 
 def fsdp1(context: RankContext, *, out: str, originals: bool, fault: str = "") -> None:
