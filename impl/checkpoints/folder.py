@@ -192,6 +192,10 @@ LATEST = "latest"
 _NAME = re.compile(r"step-(\d{6,})")
 
 
+def checkpoint_name(step: int) -> str:
+    return f"step-{step:06d}"
+
+
 @dataclass(kw_only=True)
 class TrainingFolder:
     """Manages the checkpoints of one training in ``root``; only one training may write there at a time.
@@ -217,7 +221,7 @@ class TrainingFolder:
         Raises the error of the previous asynchronous save.
         """
         self.finish()
-        name = f"step-{about.step:06d}"
+        name = checkpoint_name(about.step)
         on_first(f"removing unfinished checkpoints in {self.root}", lambda: self._remove_unfinished(name))
         when = Behind(f"writing the checkpoint {self.root / name}") if self.asynchronous else AT_ONCE
         with writing(self.root / name, about, when=when) as draft:

@@ -20,6 +20,7 @@ from impl.train.flags import (
     merge_values,
     read_recipe,
     resolve_options,
+    summary,
 )
 
 RANK = "impl.train.worker"  # the module that runs a rank
@@ -48,6 +49,8 @@ class Train:
         ranks = _torchrun_ranks()
         if ranks is not None:
             _check_requested_ranks(resolved.nproc_per_node)
+        if os.environ.get("RANK", "0") == "0":
+            print(summary(resolved, command), flush=True)
 
         from impl.train.options import train_config
 

@@ -19,7 +19,7 @@ from conformance.core.errors import UsageError, one_line, shown
 from conformance.core.io import MIB, read_text, read_toml
 from conformance.spec.objectives import AdvantageEstimator, LossMode
 from conformance.spec.precision import PRECISIONS, PrecisionName
-from impl.train.rewards import REWARDS
+from impl.train.rewards import ARITHMETIC, REWARDS, reward_name
 
 COMMANDS = {
     "sft": "supervised fine-tuning on inputs and outputs",
@@ -27,6 +27,7 @@ COMMANDS = {
     "ppo": "proximal policy optimisation with a critic: rollouts of the policy, rewards, updates",
 }
 ROLLOUT = ("grpo", "ppo")
+EMBEDDED = {"sft": "data/word_problems.jsonl", "grpo": ARITHMETIC, "ppo": ARITHMETIC}  # data without --dataset
 SAME_SIZE = {"tensor_model_parallel_size": "fsdp_tensor_parallel_size", "ring_attn_size": "context_parallel_size"}
 ALTERNATIVES = (*SAME_SIZE.items(), ("max_steps", "max_epochs", "num_episodes"))  # only one of each may be given
 Value = str | int | float | bool | None
@@ -330,6 +331,16 @@ def resolve_options(given: Mapping[str, Value], recipe: Mapping[str, Value], com
         if explicit.get(name) and (reason := flag.unsupported.get(options.backend)):
             raise UsageError(f"--backend {options.backend} does not support {written(name)}: {reason}")
     return options
+
+
+def summary(options: TrainOptions, command: str) -> str:
+    """Describes what is trained on what; needs no slow import, so that a user sees it at once."""
+    data = options.dataset or f"{EMBEDDED[command]}, embedded in the package (--dataset gives your own)"
+    parts = [f"{command} of {options.pretrain} on {options.backend}", f"data: {data}"]
+    if command in ROLLOUT:
+        by_default = "" if options.reward else " (--reward gives another)"
+        parts.append(f"reward: {reward_name(options.dataset or ARITHMETIC, options.reward)}{by_default}")
+    return "; ".join(parts)
 
 
 def _unknown(name: str, command: str, *, written: Callable[[str], str] = str) -> str:

@@ -12,7 +12,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
@@ -173,6 +173,9 @@ SHOWN = {  # numbers of a log line that the terminal shows, with their formats
 }
 
 
+RESULTS = ("loss", "reward_mean", "eval_loss", "eval_reward")
+
+
 class Progress:
     """Shows a bar with the remaining time on a terminal, else lines; nothing on ranks without ``shown``.
 
@@ -214,8 +217,10 @@ class Reporter:
     log: RunLog | None
     followers: Sequence[Follower]
     progress: Progress
+    last: dict[str, float | None] = field(default_factory=dict)  # the last value of every number
 
     def step(self, step: int, numbers: Numbers) -> None:
+        self.last.update(numbers)
         if self.log is not None:
             self.log.write(step, numbers)
             for follower in self.followers:
@@ -224,6 +229,10 @@ class Reporter:
 
     def say(self, text: str) -> None:
         self.progress.say(text)
+
+    def result(self) -> str:
+        """Returns the last losses and rewards, training and held out."""
+        return _to_text({name: self.last.get(name) for name in RESULTS}) or "nothing was left to train"
 
 
 @contextlib.contextmanager
@@ -250,7 +259,8 @@ def open_reporter(config: TrainConfig, *, done: int) -> Iterator[Reporter]:
         opened: list[tuple[RunLog | None, list[Follower]]] = []
         on_all_ranks(f"beginning the log {output.log}", lambda: opened.append(begin()))
         log, followers = opened[0]
-        progress.say(f"{'resuming' if done else 'beginning'} at update {done} of {config.scenario.steps}")
+        begins = "resuming" if done else "beginning"
+        progress.say(f"{begins} at update {done} of {config.scenario.steps}; log: {output.log}")
         yield Reporter(log=log, followers=followers, progress=progress)
 
 

@@ -29,7 +29,7 @@ from conformance.spec.observables import POLICY, Head
 from conformance.spec.precision import PRECISIONS, PrecisionName
 from conformance.worker.rank_state import seed_generators
 from impl.checkpoints import native
-from impl.checkpoints.folder import LATEST, TrainingFolder
+from impl.checkpoints.folder import LATEST, TrainingFolder, checkpoint_name
 from impl.checkpoints.manifest import read_manifest
 from impl.checkpoints.training_state import DataPosition
 from impl.engine.adapter import ReferenceBackend
@@ -322,9 +322,18 @@ class Training:
             if output.ckpt_path and (last or crosses(before, after, output.save_steps)):
                 self.checkpoints.save(self.source.position)
         self.checkpoints.finish()
-        if stopped and self.backend.step < steps:
-            advice = "resume with load_checkpoint" if output.ckpt_path else "without ckpt_path there is no checkpoint"
-            self.reporter.say(f"stopped after update {self.backend.step} of {steps}; {advice}")
+        self._report_result()
+
+    def _report_result(self) -> None:
+        step, steps, output = self.backend.step, self.config.scenario.steps, self.config.output
+        parts = [f"{'finished' if step >= steps else 'stopped'} after update {step} of {steps}"]
+        parts += [self.reporter.result(), f"log: {output.log}"]
+        if output.ckpt_path:
+            advice = "" if step >= steps else " (resume with --load-checkpoint)"
+            parts.append(f"checkpoint: {output.ckpt_path / checkpoint_name(step)}{advice}")
+        elif step < steps:
+            parts.append("no checkpoint, because --ckpt-path was not given")
+        self.reporter.say("; ".join(parts))
 
     def _work(self) -> bool:
         """Does one unit of work; returns whether a rank has received a signal to stop."""

@@ -26,11 +26,9 @@ from conformance.spec.lora import ALL_LINEAR, LoraConfig
 from conformance.spec.scenario import Scenario, parse_scenario
 from impl.models.family_quirks import PLANNED
 from impl.train.config import OutputConfig, RolloutConfig, TrainConfig
-from impl.train.flags import TrainOptions, Value, written
+from impl.train.flags import EMBEDDED, TrainOptions, Value, written
 from impl.train.plan import parameter_shapes
 from impl.train.rewards import ARITHMETIC
-
-DATASETS = {"sft": "data/word_problems.jsonl", "grpo": ARITHMETIC, "ppo": ARITHMETIC}  # defaults
 
 
 def train_config(
@@ -264,8 +262,8 @@ def _lora(options: TrainOptions, model: Path) -> dict[str, Any] | None:
 
 def _dataset(path: str | None, command: str) -> str:
     """Returns the path of a data set; embedded data has a name instead."""
-    path = DATASETS[command] if path is None else path
-    return path if path == ARITHMETIC == DATASETS[command] else str(resolve(path))
+    path = EMBEDDED[command] if path is None else path
+    return path if path == ARITHMETIC == EMBEDDED[command] else str(resolve(path))
 
 
 def _steps(options: TrainOptions, command: str, data: str, batch: _Batch) -> int:

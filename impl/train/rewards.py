@@ -59,6 +59,10 @@ def near_answer(response: str, answer: Decimal) -> float:
 REWARDS: Mapping[str, Reward] = {"exact-answer": exact_answer, "near-answer": near_answer}
 
 
+def reward_name(path: str, name: str | None) -> str:
+    """Returns ``name``, or without a name the reward for the data set at ``path``."""
+    return name or ("near-answer" if path == ARITHMETIC else "exact-answer")
+
+
 def reward_of(path: str, name: str | None) -> Reward:
-    """Returns the reward called ``name``, or without a name the one for the data set at ``path``."""
-    return REWARDS[name or ("near-answer" if path == ARITHMETIC else "exact-answer")]
+    return REWARDS[reward_name(path, name)]

@@ -1,6 +1,7 @@
 """Trainings in ranks: interrupted and resumed, the same in every layout and on every backend, and learning."""
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -150,6 +151,7 @@ def test_a_rank_is_a_process_that_torchrun_starts(tmp_path: Path) -> None:
     told = subprocess.run([sys.executable, *ranks, str(file)], capture_output=True, text=True, timeout=240, check=True)
     assert [line["step"] for line in lines_of(config)] == [1, 2]
     assert "step 2/2  loss" in told.stdout
+    assert re.search(rf"^finished after update 2 of 2; loss \d.*; log: {config.output.log}$", told.stdout, re.M)
     assert (tmp_path / "model" / "model.safetensors").is_file()
     again = subprocess.run([sys.executable, *ranks, str(file)], capture_output=True, text=True, timeout=240)
     assert again.returncode != 0

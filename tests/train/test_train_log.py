@@ -11,7 +11,7 @@ import pytest
 from conformance.core.errors import UsageError
 from conformance.core.host import FIXTURES
 from conformance.spec.batch import Batch, Document, Row
-from impl.train.logging import follow, open_log, read_log
+from impl.train.logging import Progress, Reporter, follow, open_log, read_log
 from impl.train.loop import RENAMED, Speed
 from reports.logdiff.readers import read_log as read_any_log
 
@@ -62,6 +62,14 @@ def test_numbers_that_are_not_finite_are_strings_and_unknown_ones_null(tmp_path:
     with open_log(path, HEADER, done=0, resumes=False) as log:
         log.write(1, {"loss": float("nan"), "grad_norm": float("inf"), "mfu": None})
     assert json.loads(path.read_text().splitlines()[1]) == {"step": 1, "loss": "nan", "grad_norm": "inf", "mfu": None}
+
+
+def test_result_has_last_losses_and_rewards() -> None:
+    reporter = Reporter(log=None, followers=[], progress=Progress(steps=2, done=0, shown=True))
+    assert reporter.result() == "nothing was left to train"
+    for step, numbers in enumerate([{"loss": 3.0, "reward_mean": 0.5, "lr": 1.0}, {"loss": 2.0}], start=1):
+        reporter.step(step, numbers)
+    assert reporter.result() == "loss 2.0000  reward_mean 0.500"
 
 
 def test_every_name_of_the_log_is_explained() -> None:

@@ -1,6 +1,9 @@
 """The options of ``parity train``: what they become, and what is refused with which advice."""
 
 import argparse
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -246,6 +249,26 @@ def test_what_cannot_be_used_is_refused_before_a_rank_is_started(
     monkeypatch.setattr("impl.train.launch.run_ranks", started)
     with pytest.raises(UsageError, match=told):
         run(command, "--backend", "fsdp2", *TINY, "--trust-remote-code", *said.split())
+
+
+@pytest.mark.parametrize(
+    ("command", "said", "told"),
+    [
+        ("sft", "", "data: data/word_problems.jsonl, embedded"),
+        ("grpo", "", "data: arithmetic, embedded.*; reward: near-answer "),
+        ("ppo", "--dataset my.jsonl", "data: my.jsonl; reward: exact-answer "),
+        ("grpo", "--dataset my.jsonl --reward near-answer", "data: my.jsonl; reward: near-answer$"),
+    ],
+)
+def test_first_line_names_data_and_reward(command: str, said: str, told: str, capsys: Any) -> None:
+    with pytest.raises(UsageError):  # there are no such models
+        run(command, "--backend", "fsdp2", "--pretrain", "no/model", *said.split())
+    assert re.search(told, capsys.readouterr().out.splitlines()[0])
+
+
+def test_first_line_needs_no_torch() -> None:
+    code = "import sys; import impl.train.command; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 def test_packed_responses_share_rows() -> None:
