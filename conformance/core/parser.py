@@ -33,7 +33,7 @@ class Parser(argparse.ArgumentParser):
         """Reports an unknown option from the command's own parser, which knows similar options."""
         given = None if args is None else [self._with_dashes(text) for text in args]
         found, unknown = super().parse_known_args(given, namespace)
-        for option in (text.partition("=")[0] for text in unknown if text.startswith("-")):
+        for option in (text.partition("=")[0] for text in unknown if text.startswith("-") or "=" in text):
             self.error(self.unknown(option))
         return found, unknown
 

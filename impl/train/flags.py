@@ -19,6 +19,7 @@ from conformance.core.errors import UsageError, one_line, shown
 from conformance.core.io import MIB, read_text, read_toml
 from conformance.spec.objectives import AdvantageEstimator, LossMode
 from conformance.spec.precision import PRECISIONS, PrecisionName
+from impl.train.foreign_options import FOREIGN, endings
 from impl.train.rewards import ARITHMETIC, REWARDS, reward_name
 
 COMMANDS = {
@@ -347,8 +348,16 @@ def _unknown(name: str, command: str, *, written: Callable[[str], str] = str) ->
     """Explains that a command does not have an option. ``written``: how names of options are written."""
     bare = name.removeprefix("--").removeprefix("no-").replace("-", "_")
     flags = flags_of(command)
-    if bare in FLAGS and bare not in flags:
-        return f"{written(bare)} is an option of {' and '.join(FLAGS[bare].commands)}, not of {command}; leave it out"
+    known = next((FOREIGN.get(end, end) for end in endings(bare) if end in FOREIGN or end in FLAGS), "")
+    names, _, difference = known.partition(", ")
+    own = next((each for each in names.split("|") if each in flags), names.split("|")[0])
+    if own in FLAGS and own not in flags:
+        return f"{written(own)} is an option of {' and '.join(FLAGS[own].commands)}, not of {command}; leave it out"
+    if difference and not own:
+        return f"there is no option {shown(name)}: {difference}; leave it out"
+    if own:
+        about = f" ({difference})" if difference else ""
+        return f"there is no option {shown(name)}; in parity train this is {written(own)}{about}"
     close = difflib.get_close_matches(bare, flags, n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(map(written, close))}?" if close else "see --help for all options"
     return f"there is no option {shown(name)}; {hint}"

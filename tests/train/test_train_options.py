@@ -16,6 +16,7 @@ from impl.objectives.losses import LOSS_MODES
 from impl.train.command import TRAIN
 from impl.train.config import TrainConfig
 from impl.train.flags import FLAGS, given_values, merge_values, read_recipe, resolve_options
+from impl.train.foreign_options import FOREIGN
 from impl.train.loop import training_folder
 from impl.train.options import train_config
 
@@ -339,6 +340,13 @@ def test_a_recipe_that_is_wrong_is_refused_by_name(text: str, said: str, tmp_pat
         ("--learning 1", "did you mean --learning-rate"),  # no abbreviations
         ("--kl-coef 1", "of grpo and ppo, not of sft"),
         ("--max-steps many", "invalid int value"),
+        ("--per_device_train_batch_size 1", "is --micro-train-batch-size"),
+        ("--num-generations 4", "--n-samples-per-prompt is an option of grpo and ppo, not of sft"),
+        ("--num_train_epochs=2", "is --max-epochs"),
+        ("--optim.lr 1", "is --learning-rate"),
+        ("trainer.total_training_steps=1", "is --max-steps"),
+        ("+data.train_files=x.parquet", "is --dataset"),
+        ("--actor_rollout_ref.actor.optim.weight_decay 1", "is --weight-decay"),
     ],
 )
 def test_an_unknown_option_is_wrong_usage(said: str, told: str, capsys: Any) -> None:
@@ -346,6 +354,33 @@ def test_an_unknown_option_is_wrong_usage(said: str, told: str, capsys: Any) -> 
         config_of("sft", "fsdp2", *TINY, *said.split())
     assert end.value.code == 2
     assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "own"),
+    [
+        ("actor_rollout_ref.actor.ppo_mini_batch_size", r"--train-batch-size \(which counts responses"),
+        ("data.train_batch_size", "--rollout-batch-size$"),
+        ("num_train_epochs", "--num-episodes$"),
+        ("actor_rollout_ref.rollout.tensor_model_parallel_size", "every rank samples from a whole replica"),
+    ],
+)
+def test_foreign_option_is_answered_with_its_own_name(name: str, own: str, capsys: Any) -> None:
+    with pytest.raises(SystemExit):
+        config_of("grpo", "fsdp2", *TINY, f"--{name}=1")
+    assert re.search(own, capsys.readouterr().err.strip())
+
+
+def test_recipe_with_foreign_key_is_answered_in_its_own_names(tmp_path: Path) -> None:
+    (recipe := tmp_path / "trl.yaml").write_text("num_generations: 4\n")
+    with pytest.raises(UsageError, match=r"in parity train this is n_samples_per_prompt$"):
+        read_recipe(recipe, "grpo")
+
+
+def test_foreign_names_lead_to_existing_options() -> None:
+    own = {each for to in FOREIGN.values() for each in to.partition(", ")[0].split("|") if each}
+    assert own <= FLAGS.keys()
+    assert not FOREIGN.keys() & FLAGS.keys()
 
 
 def test_every_option_is_explained_and_takes_its_default() -> None:
