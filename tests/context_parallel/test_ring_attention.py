@@ -59,8 +59,17 @@ def errors(pool: Pool, logs: Path, *, size: int = 2, device: Device = "cpu", **a
     ids=lambda value: value if isinstance(value, str) else "packed" if value is PACKED else "rows",
 )
 def test_every_ring_is_full_attention(
-    pool: Pool, tmp_path: Path, kind: str, documents: list[list[int]], dtype: str, size: int, device: Device
+    request: pytest.FixtureRequest,
+    pool: Pool,
+    tmp_path: Path,
+    kind: str,
+    documents: list[list[int]],
+    dtype: str,
+    size: int,
+    device: Device,
 ) -> None:
+    if device == "cuda":
+        request.getfixturevalue("leased_gpus")
     if device == "cuda" and torch.cuda.device_count() < size:
         pytest.skip(f"needs {size} GPUs")
     found = errors(pool, tmp_path, kind=kind, documents=documents, dtype=dtype, size=size, device=device)

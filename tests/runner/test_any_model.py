@@ -133,8 +133,8 @@ def test_the_oracle_of_its_own_is_taken_wherever_there_is_one(models: Any) -> No
     [
         ({"hidden_dropout": 0.1}, "sets hidden_dropout=0.1, which makes two runs differ at random"),
         ({"output_router_logits": True}, "no objective includes a router's auxiliary loss"),
-        ({"model_type": "no-such"}, "which the oracle does not know, and transformers cannot use it"),
-        ({"model_type": "t5"}, "which the oracle does not know, and transformers cannot use it"),
+        ({"model_type": "no-such"}, "which the oracle does not know, and transformers' own code cannot build"),
+        ({"model_type": "t5"}, "which the oracle does not know, and transformers' own code cannot build"),
         ({"model_type": "mamba"}, "names MambaForCausalLM, which takes no position_ids"),
         (
             {"model_type": "granitemoehybrid", "layer_types": ["mamba", "attention"]},
