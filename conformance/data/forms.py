@@ -11,7 +11,7 @@ import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from conformance.core.errors import UsageError, shown
@@ -83,6 +83,7 @@ class Sample:
     messages: the turns, in order. first: the number of the first turn that may be trained on; assistant turns from
     there on are, unless a turn says that it is not. tools: what the chat template gets as such. is_pair: whether the
     texts can do without a template. tokens, targets: of a sample that has been tokenized before, which has no turns.
+    record: all columns, as they were read.
     """
 
     messages: tuple[Message, ...] = ()
@@ -91,6 +92,7 @@ class Sample:
     is_pair: bool = False
     tokens: tuple[int, ...] = ()
     targets: tuple[bool, ...] = ()
+    record: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def trained(self) -> list[int]:
@@ -130,7 +132,7 @@ def read_samples(config: DataConfig) -> list[Sample]:
     columns = _columns(first, config, place)
     if not is_builtin(path):
         _name_unused([record for _, record in records], columns, config.path)
-    return [_sample(record, columns, place) for place, record in records]
+    return [replace(_sample(record, columns, place), record=record) for place, record in records]
 
 
 def _columns(record: Mapping[str, Any], config: DataConfig, place: Place) -> tuple[str, ...]:

@@ -29,7 +29,7 @@ class RolloutConfig:
     max_new_tokens: the longest response.
     engine: the sampling engine.
     greedy: takes the likeliest token instead of sampling.
-    reward: a name in impl.train.rewards.REWARDS; None selects it by the data set.
+    reward: a name in impl.train.rewards.REWARDS, or MODULE:FUNCTION; None selects it by the data set.
     """
 
     prompts: int

@@ -6,7 +6,7 @@ nor repeats any, also when it resumes with another number of ranks.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from typing import Any, Protocol
 
@@ -21,17 +21,24 @@ from impl.train.rewards import ARITHMETIC, reference_answer
 
 @dataclass(frozen=True)
 class Prompt:
-    """Holds the ``tokens`` up to the response, and the ``answer``, the number that a right response ends with."""
+    """Holds the ``tokens`` up to the response, and what rewards read.
+
+    answer: the number that a right response ends with; None if the reward does not compare numbers.
+    """
 
     tokens: tuple[int, ...]
-    answer: Decimal
+    answer: Decimal | None
+    sample: Sample = field(default_factory=Sample)
 
 
-def load_prompts(data: DataConfig, tokenizer: Any, *, vocabulary: int, max_new_tokens: int) -> list[Prompt]:
+def load_prompts(
+    data: DataConfig, tokenizer: Any, *, vocabulary: int, max_new_tokens: int, numeric: bool = True
+) -> list[Prompt]:
     """Loads the prompts of a data set: the user's turn of the chat template, and the number in the reference.
 
-    Raises UsageError for an unusable file or template, a reference without a number, and a prompt that leaves fewer
-    than ``max_new_tokens`` tokens in ``data.max_len``.
+    numeric: whether the reward compares numbers.
+    Raises UsageError for an unusable file or template, a reference without a number if ``numeric``, and a prompt that
+    leaves fewer than ``max_new_tokens`` tokens in ``data.max_len``.
     """
     prompts = []
     for number, sample in enumerate(_samples(data), start=1):
@@ -46,7 +53,7 @@ def load_prompts(data: DataConfig, tokenizer: Any, *, vocabulary: int, max_new_t
                 f"the tokenizer in {tokenizer.name_or_path} returns token {max(tokens)}, but the model's vocabulary "
                 f"has {vocabulary}; put the tokenizer of this model into the folder"
             )
-        prompts.append(Prompt(tokens, reference_answer(sample.answer, place)))
+        prompts.append(Prompt(tokens, reference_answer(sample.answer, place) if numeric else None, sample))
     longest = max(len(prompt.tokens) for prompt in prompts)
     if longest + max_new_tokens > data.max_len:
         raise UsageError(
@@ -57,7 +64,9 @@ def load_prompts(data: DataConfig, tokenizer: Any, *, vocabulary: int, max_new_t
 
 
 def _samples(data: DataConfig) -> Sequence[Sample]:
-    return [pair(*texts) for texts in arithmetic()] if data.path == ARITHMETIC else read_samples(data)
+    if data.path != ARITHMETIC:
+        return read_samples(data)
+    return [replace(pair(q, a), record={"question": q, "answer": a}) for q, a in arithmetic()]
 
 
 def arithmetic() -> list[tuple[str, str]]:

@@ -18,12 +18,13 @@ from conformance.spec.batch import Batch, Document, Row, with_rollouts
 from conformance.spec.objectives import PolicyGradient
 from conformance.spec.scenario import Scenario
 from impl.checkpoints.training_state import DataPosition
+from impl.interface.distributed import on_first
 from impl.interface.trainable import Context, Trainable
 from impl.models.lora import merged_weights
 from impl.train.config import RolloutConfig
 from impl.train.data import Prompt, Work
 from impl.train.generation import Response, RolloutEngine, seed_of
-from impl.train.rewards import Reward
+from impl.train.rewards import FunctionReward, Reward
 
 
 @dataclass
@@ -40,7 +41,7 @@ class RolloutSource:
     config: RolloutConfig
     engine: RolloutEngine
     prompts: Sequence[Prompt]
-    reward: Reward
+    reward: Reward | FunctionReward
     tokenizer: Any
     position: DataPosition
     targets: tuple[str, ...] = ()
@@ -53,10 +54,7 @@ class RolloutSource:
         samples = range(self.config.n_samples_per_prompt)
         seeds = [[seed_of(self.scenario.seed, rollout, place, n) for n in samples] for place in range(len(prompts))]
         groups = sample_responses(self.context, self.engine, prompts, seeds, greedy=self.config.greedy)
-        rewards = [
-            [self.reward(text_of(response, self.tokenizer), prompt.answer) for response in group]
-            for prompt, group in zip(prompts, groups, strict=True)
-        ]
+        rewards = score(self.reward, prompts, texts_of(groups, self.tokenizer))
         documents = [
             document_of(prompt, response, group=number, reward=reward)
             for number, (prompt, group, group_rewards) in enumerate(zip(prompts, groups, rewards, strict=True))
@@ -104,9 +102,34 @@ def sample_responses(
     return [responses[number] for number in range(len(prompts))]
 
 
-def text_of(response: Response, tokenizer: Any) -> str:
-    text: str = tokenizer.decode(response.tokens, skip_special_tokens=True)
-    return text
+def texts_of(groups: Sequence[Sequence[Response]], tokenizer: Any) -> list[list[str]]:
+    return [[tokenizer.decode(one.tokens, skip_special_tokens=True) for one in group] for group in groups]
+
+
+def score(
+    reward: Reward | FunctionReward, prompts: Sequence[Prompt], groups: Sequence[Sequence[str]]
+) -> list[list[float]]:
+    """Returns the rewards of the responses to each prompt. Collective: the first rank calls a user's function."""
+    pairs = [(prompt, text) for prompt, group in zip(prompts, groups, strict=True) for text in group]
+    if isinstance(reward, FunctionReward):
+        arguments = function_arguments(pairs)
+        flat = iter(on_first(f"computing the reward {reward.name}", lambda: reward(*arguments)))
+    else:
+        flat = iter([reward(text, prompt.answer) for prompt, text in pairs if prompt.answer is not None])
+    return [[next(flat) for _ in group] for group in groups]
+
+
+def function_arguments(pairs: Sequence[tuple[Prompt, str]]) -> tuple[list[Any], list[Any], dict[str, list[Any]]]:
+    """Returns prompts, completions and columns as TRL gives them to a function."""
+    samples = [prompt.sample for prompt, _ in pairs]
+    prompts = [one.prompt[-1]["content"] if one.is_pair else [*one.prompt] for one in samples]
+    completions = [
+        text if one.is_pair else [{"role": "assistant", "content": text}]
+        for one, (_, text) in zip(samples, pairs, strict=True)
+    ]
+    names = {name for one in samples for name in one.record} - {"prompt", "prompts", "completion", "completions"}
+    columns = {name: [one.record.get(name) for one in samples] for name in sorted(names)}
+    return prompts, completions, columns | {"reference": [one.answer for one in samples]}
 
 
 def document_of(prompt: Prompt, response: Response, *, group: int, reward: float) -> Document:

@@ -141,8 +141,8 @@ class TrainOptions:
     rollout_engine: Literal["hf", "vllm"] = option("engine that samples responses", default="hf", commands=ROLLOUT)
     greedy: bool = option("the likeliest token instead of sampling", default=False, commands=ROLLOUT)
     reward: str | None = option(
-        "score of a response (default: near-answer for the embedded arithmetic, else exact-answer)",
-        choices=tuple(REWARDS),
+        f"score of a response: {', '.join(REWARDS)}, or MODULE:FUNCTION in TRL's form (default: near-answer for the "
+        "embedded arithmetic, else exact-answer)",
         commands=ROLLOUT,
     )
     # Objective

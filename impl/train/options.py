@@ -28,7 +28,7 @@ from impl.models.family_quirks import PLANNED
 from impl.train.config import OutputConfig, RolloutConfig, TrainConfig
 from impl.train.flags import EMBEDDED, TrainOptions, Value, written
 from impl.train.plan import parameter_shapes
-from impl.train.rewards import ARITHMETIC
+from impl.train.rewards import ARITHMETIC, reward_of
 
 
 def train_config(
@@ -340,6 +340,7 @@ def _rollout(options: TrainOptions) -> RolloutConfig:
             f"--generate-max-len {longest} leaves no room for a prompt in --max-len {row}; use --max-len "
             f"{longest * 2} or --generate-max-len {max(1, row // 2)}"
         )
+    reward_of(options.dataset or ARITHMETIC, options.reward)  # raises UsageError before ranks are started
     samples = options.n_samples_per_prompt
     if options.greedy and samples > 1:
         raise UsageError(

@@ -42,10 +42,10 @@ from impl.models.lora import check_same, write_start
 from impl.objectives.policy_gradient import functions_of
 from impl.train.config import RolloutConfig, TrainConfig
 from impl.train.data import DocumentSource, Prompt, Source, fits, load_prompts
-from impl.train.experience import RolloutSource, check_rollout, sample_responses, text_of
+from impl.train.experience import RolloutSource, check_rollout, sample_responses, score, texts_of
 from impl.train.generation import Sampling, make_engine
 from impl.train.plan import parameter_shapes
-from impl.train.rewards import Reward, reward_of
+from impl.train.rewards import FunctionReward, Reward, reward_of
 
 
 def is_value_model(folder: Path) -> bool:
@@ -135,7 +135,9 @@ def _prompts(config: TrainConfig, rollout: RolloutConfig) -> PromptInputs:
     tokenizer, size = load_tokenizer(model, trusted=trusted), _vocabulary_size(model, trusted=trusted)
 
     def load(data: DataConfig) -> list[Prompt]:
-        return load_prompts(data, tokenizer, vocabulary=size, max_new_tokens=rollout.max_new_tokens)
+        numeric = not isinstance(reward_of(data.path, rollout.reward), FunctionReward)
+        longest = rollout.max_new_tokens
+        return load_prompts(data, tokenizer, vocabulary=size, max_new_tokens=longest, numeric=numeric)
 
     prompts, held_out = load(config.scenario.data), held_out_data(config)
     check_rollout(config.scenario, rollout, prompts)
@@ -193,15 +195,13 @@ def held_out_loss(context: Context, policy: Trainable, batches: Sequence[Batch])
     return {"eval_loss": context.all_reduce(total) / count}
 
 
-def held_out_reward(source: RolloutSource, prompts: Sequence[Prompt], reward: Reward) -> dict[str, float]:
+def held_out_reward(
+    source: RolloutSource, prompts: Sequence[Prompt], reward: Reward | FunctionReward
+) -> dict[str, float]:
     """Computes the mean ``reward`` of the likeliest response to each prompt; collective."""
     source.load_engine()
     groups = sample_responses(source.context, source.engine, prompts, [[0]] * len(prompts), greedy=True)
-    rewards = [
-        reward(text_of(response, source.tokenizer), prompt.answer)
-        for prompt, (response,) in zip(prompts, groups, strict=True)
-    ]
-    return {"eval_reward": fmean(rewards)}
+    return {"eval_reward": fmean(chain.from_iterable(score(reward, prompts, texts_of(groups, source.tokenizer))))}
 
 
 Evaluate = Callable[[], dict[str, float]]  # collective; numbers for the log

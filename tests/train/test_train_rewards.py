@@ -1,12 +1,42 @@
 """Rewards: numbers in texts, GSM8K's answers, and the embedded arithmetic."""
 
+import sys
+from dataclasses import replace
 from decimal import Decimal
+from pathlib import Path
+from typing import Any
 
 import pytest
+from cells import exhaustive
+from train_runs import Trainings, training
 
 from conformance.core.errors import UsageError
-from impl.train.data import arithmetic
-from impl.train.rewards import ARITHMETIC, exact_answer, last_number, near_answer, reference_answer, reward_of
+from conformance.data.forms import Sample, pair
+from conformance.runtime import Pool
+from impl.train.data import Prompt, arithmetic
+from impl.train.experience import function_arguments
+from impl.train.rewards import (
+    ARITHMETIC,
+    FunctionReward,
+    exact_answer,
+    last_number,
+    near_answer,
+    reference_answer,
+    reward_of,
+)
+
+FUNCTIONS = """
+SEEN = {}
+def told(**arguments):
+    SEEN.update(arguments)
+    return arguments["level"]
+def too_few(**_):
+    return [1.0]
+def infinite(completions, **_):
+    return [float("inf")] * len(completions)
+def nothing(**_):
+    pass
+"""
 
 
 @pytest.mark.parametrize(
@@ -56,6 +86,65 @@ def test_reward_grows_with_closeness_below_right_answer() -> None:
 )
 def test_reward_is_found_by_name_or_data_set(path: str, name: str | None, reward: object) -> None:
     assert reward_of(path, name) is reward
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    (tmp_path / "my_rewards.py").write_text(FUNCTIONS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "my_rewards", raising=False)
+    return "my_rewards"
+
+
+def test_function_gets_trls_arguments(module: str) -> None:
+    record = {"question": "2+3=", "level": 4, "prompt": "hidden"}
+    texts = replace(pair("2+3=", "5"), record=record)
+    turns = ({"role": "user", "content": "2+3="}, {"role": "assistant", "content": "5"})
+    chat = Sample(messages=turns, first=1, record={"level": 6})
+    arguments = function_arguments([(Prompt((1,), None, texts), "five"), (Prompt((1,), None, chat), "5")])
+    reward = reward_of("x.jsonl", f"{module}:told")
+    assert isinstance(reward, FunctionReward)
+    assert reward(*arguments) == [4.0, 6.0]
+    function: Any = sys.modules[module]
+    assert {
+        "prompts": ["2+3=", [turns[0]]],
+        "completions": ["five", [{"role": "assistant", "content": "5"}]],
+        "question": ["2+3=", None],
+        "level": [4, 6],
+        "reference": ["5", "5"],
+    } == function.SEEN
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("exact-anser", "did you mean 'exact-answer'"),
+        ("no_such_module:f", "cannot be imported: .*no_such_module"),
+        ("my_rewards:missing", "cannot be imported: .*missing"),
+        ("my_rewards:SEEN", "must be a function"),
+        ("my_rewards:too_few", "list of 2 finite numbers.*got \\[1.0\\]"),
+        ("my_rewards:infinite", "list of 2 finite numbers"),
+        ("my_rewards:nothing", "list of 2 finite numbers.*got None"),
+    ],
+)
+def test_unusable_function_is_refused(module: str, name: str, message: str) -> None:
+    def call() -> None:
+        reward: Any = reward_of("x.jsonl", name)
+        reward(["", ""], ["", ""], {})
+
+    with pytest.raises(UsageError, match=message):
+        call()
+
+
+@pytest.mark.parametrize("kind", ["grpo", exhaustive("ppo")])
+def test_training_uses_the_function(pool: Pool, tmp_path: Path, kind: str) -> None:
+    config = training(tmp_path, kind, steps=1)
+    assert config.rollout
+    config = replace(config, rollout=replace(config.rollout, reward="reward_functions:by_difference"))
+    (line,) = Trainings(pool, tmp_path / "logs")(config)
+    assert line["reward_mean"] in {hits / 4 - 1 for hits in range(5)}  # near-answer is never below 0
+    assert line["reward_mean"] < 0
 
 
 def test_the_embedded_questions_have_their_answers() -> None:
