@@ -36,7 +36,7 @@ class About:
 
     form: ``native``, in the backend's own files, or ``state``, which every backend reads. step: finished optimizer
     steps. models: for each trained model, the shapes of the tensors in its folder. optimizer: its kind. data: position
-    in the data, if the training counts documents.
+    in the data, if the training counts documents. settings: the scenario's optimizer and schedule of such a training.
     """
 
     form: Form
@@ -49,6 +49,7 @@ class About:
     world_size: PositiveInt
     models: dict[str, Shapes]
     data: DataPosition | None = None
+    settings: dict[str, dict[str, Any]] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -27,6 +27,7 @@ from conformance.numerics.float64_tier import exact_tier
 from conformance.spec.batch import Batch
 from conformance.spec.observables import POLICY, Head
 from conformance.spec.precision import PRECISIONS, PrecisionName
+from conformance.spec.scenario import Scenario
 from conformance.worker.rank_state import seed_generators
 from impl.checkpoints import native
 from impl.checkpoints.folder import LATEST, TrainingFolder, checkpoint_name
@@ -45,10 +46,12 @@ from impl.train.setup import (
     Evaluate,
     adapter_folder,
     check,
+    check_same_settings,
     evaluation_of,
     model_folders,
     read_inputs,
     set_up,
+    settings_of,
     source_of,
 )
 
@@ -184,6 +187,8 @@ def found_checkpoint(config: TrainConfig) -> tuple[Path, int] | None:
             )
         folder = TrainingFolder(root=root).latest()
         about = read_manifest(folder).about
+        if about.settings is not None:
+            check_same_settings(config.scenario, about.settings, step=about.step, source=folder)
         if config.rollout is not None and about.data is not None:
             check_resumes(config.scenario, config.rollout, step=about.step, position=about.data)
         return folder, about.step
@@ -202,12 +207,13 @@ class Checkpoints:
     """Writes and loads the checkpoints of one training in ``folder``, if any. All methods are collective."""
 
     backend: ReferenceBackend
+    scenario: Scenario
     folder: TrainingFolder | None
 
     def save(self, position: DataPosition) -> None:
         """Writes a checkpoint of the current state; the data before ``position`` has been trained on."""
         assert self.folder
-        about = replace(self.backend.about("native"), data=position)
+        about = replace(self.backend.about("native"), data=position, settings=settings_of(self.scenario))
         with self.folder.writing(about) as draft:
             native.write(draft, self.backend.context, self.backend.trained)
 
@@ -266,7 +272,7 @@ def train(config: TrainConfig) -> None:
         adapter = adapter_folder(config, resumes=checkpoint is not None)
         backend = set_up(config, folders, device, adapter)
         source = source_of(config, backend, inputs, device)
-        checkpoints = Checkpoints(backend, training_folder(output))
+        checkpoints = Checkpoints(backend, scenario, training_folder(output))
         if checkpoint:
             source.position = checkpoints.load(checkpoint[0], source.position)
         training = Training(

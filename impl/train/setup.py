@@ -21,7 +21,7 @@ import transformers
 from safetensors import safe_open
 
 from conformance.backends.protocol import Unsupported, find_backend
-from conformance.core.errors import UsageError
+from conformance.core.errors import UsageError, shown
 from conformance.data.documents import check_vocabulary, load_documents
 from conformance.data.forms import read_samples
 from conformance.data.tokenizer import load_tokenizer
@@ -30,7 +30,7 @@ from conformance.models.folders import HEAD, value_config, weight_files, weight_
 from conformance.spec.batch import Batch, Document, Row
 from conformance.spec.lora import ADAPTER
 from conformance.spec.observables import POLICY
-from conformance.spec.scenario import DataConfig
+from conformance.spec.scenario import DataConfig, Scenario, ScheduleConfig, scenario_to_json
 from impl.checkpoints.training_state import DataPosition
 from impl.engine.adapter import ReferenceBackend
 from impl.engine.trainer import output_rows
@@ -226,6 +226,33 @@ def check(config: TrainConfig) -> None:
     supported = backend_class(config.backend).supports(scenario, layout)
     if isinstance(supported, Unsupported):
         raise UsageError(f"{config.backend} does not support {layout} in {scenario.precision}: {supported.reason}")
+
+
+def settings_of(scenario: Scenario) -> dict[str, dict[str, Any]]:
+    """Returns what the state of the optimizer and the position in the schedule depend on, as JSON values."""
+    values = scenario_to_json(scenario)
+    return {part: {k: v for k, v in values[part].items() if k != "max_grad_norm"} for part in ("optimizer", "schedule")}
+
+
+def check_same_settings(scenario: Scenario, before: dict[str, dict[str, Any]], *, step: int, source: Path) -> None:
+    """Raises UsageError if a training of ``step`` updates cannot go on with this optimizer and schedule.
+
+    Backends load the optimizer's settings with its state. Another schedule is fine if it goes on with the same rates.
+    """
+    now, old = settings_of(scenario), ScheduleConfig(**before["schedule"])
+    if all(old.factor(at) == scenario.schedule.factor(at) for at in range(step, scenario.steps)):
+        now = now | {"schedule": before["schedule"]}
+    if changes := [
+        f"{part}.{name} {shown(before[part].get(name))}, now {shown(value)}"
+        for part, values in now.items()
+        for name, value in values.items()
+        if before[part].get(name) != value
+    ]:
+        raise UsageError(
+            f"{source} was trained with {', '.join(changes)}; the learning rate would jump or the option would have no "
+            f"effect, so resume with the same options and number of steps, or begin a new training with the saved "
+            f"model as --pretrain (only --lr-scheduler constant can be lengthened, after its warm-up)"
+        )
 
 
 def check_save_path(config: TrainConfig) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from cells import exhaustive
-from train_runs import Trainings, assert_same, lines_of, training, writing_to
+from train_runs import ADAMW, Trainings, assert_same, lines_of, training, writing_to
 
 from conformance.core.host import FIXTURES
 from conformance.runtime import Pool
@@ -177,6 +177,22 @@ def test_a_training_does_not_go_on_with_other_roll_outs(trainings: Trainings, tm
     other = replace(config, scenario=scenario, rollout=replace(config.rollout, prompts=4))
     reason = trainings.outcome(writing_to(other, load_checkpoint=True)).reason
     assert "the checkpoint has 1 updates on 2 prompts, but this training makes 1 per rollout of 4" in reason
+
+
+@pytest.mark.parametrize("backend", ["fsdp2", exhaustive("deepspeed"), exhaustive("megatron")])
+def test_lengthened_schedule_is_refused_unless_rates_stay(trainings: Trainings, tmp_path: Path, backend: str) -> None:
+    def lasting(steps: int, name: str, **optimizer: Any) -> TrainConfig:
+        schedule = {"name": name, "total_steps": steps, "warmup_steps": 1}
+        changes: dict[str, Any] = {"optimizer": ADAMW | optimizer, "schedule": schedule}
+        config = training(tmp_path / name, "sft", backend=backend, steps=steps, **changes)
+        return writing_to(config, ckpt_path=tmp_path / name / "checkpoints", load_checkpoint=steps > 2)
+
+    for name in ("cosine", "constant"):
+        trainings(lasting(2, name))
+    reason = trainings.outcome(lasting(3, "cosine")).reason
+    assert "schedule.total_steps 2, now 3; the learning rate would jump" in reason
+    assert "optimizer.lr 0.003, now 0.1" in trainings.outcome(lasting(3, "constant", lr=0.1)).reason
+    assert [line["step"] for line in trainings(lasting(3, "constant"))] == [1, 2, 3]
 
 
 def held_out(folder: Path) -> Path:
