@@ -169,10 +169,11 @@ def test_weights_of_another_model_are_refused(models: Any, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("backend", "layout", "reason"),
     [
+        # transformers 5.17 has no plan for it; 5.23 has one, for layers that this model lacks.
         (
             "fsdp2",
             "tp2",
-            "the tensor-parallel plan of GraniteMoeHybridForCausalLM shards nothing of this model; use tp1",
+            "(the .* plan of Granite.* shards nothing of this model|Granite.* carries no .* plan); use tp1",
         ),
         ("fsdp2", "tp2", "StableLmForCausalLM carries no tensor-parallel plan; use tp1"),
         ("deepspeed", "tp2", "StableLmForCausalLM carries no tensor-parallel plan; use tp1"),
@@ -189,7 +190,7 @@ def test_a_layout_that_the_model_does_not_allow_is_refused_with_the_reason(
     cell = cell_with(models(kind), backend=backend, scenario="sft-packed", layout=layout, precision="exact")
     answer = cell.phases[0].backend.load().supports(cell.scenario, Layout.parse(layout))
     assert isinstance(answer, Unsupported)
-    assert answer.reason.startswith(reason)
+    assert re.match(reason, answer.reason)
 
 
 @pytest.mark.parametrize(
