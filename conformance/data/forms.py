@@ -145,10 +145,12 @@ def _columns(record: Mapping[str, Any], config: DataConfig, place: Place) -> tup
                 f"--output-key (data.input_key, data.output_key)"
             )
         return (asked[0],) if asked[0] == asked[1] else asked
+    if all(_has(record, key) for key in asked):  # the user may have named them
+        return asked
     for key in (*CONVERSATIONS, TOKENS):
         if _has(record, key):
             return (key,)
-    for keys in PAIRS:
+    for keys in PAIRS[1:]:
         if all(_has(record, key) for key in keys):
             return keys
     if record.keys() >= ROLLOUT_COLUMNS:

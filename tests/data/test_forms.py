@@ -117,6 +117,12 @@ def rollouts_of(config: DataConfig) -> Scenario:
     return parse_scenario({**values, "data": {"path": config.path}, "objective": {"kind": "grpo"}})
 
 
+def test_named_columns_come_before_a_conversation(tmp_path: Path) -> None:
+    config = saved(tmp_path, {"messages": TURNS, "question": "a", "answer": "b"})
+    named = DataConfig(path=config.path, input_key="question", output_key="answer")
+    assert read_samples(named) == [pair("a", "b")]
+
+
 def test_named_columns_may_lie_inside_others(tmp_path: Path) -> None:
     config = saved(tmp_path, {"prompt": TURNS[:2], "reward_model": {"ground_truth": "5"}, "answer": "no"})
     named = DataConfig(path=config.path, input_key="prompt", output_key="reward_model.ground_truth")
