@@ -14,7 +14,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from conformance.core.errors import UsageError, first_few, one_line
-from conformance.numerics.factors import common_factor, mean_over, times
+from conformance.numerics.comparison import common_factor, mean_over, times
 from parity.quantities import CLASS, Pair, Quantity, Stage, common, setting
 from parity.record_files import Line, Run
 

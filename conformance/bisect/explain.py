@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from conformance.core.errors import first_few
 from conformance.judge.tolerance import EXACT
-from conformance.numerics.factors import times
+from conformance.numerics.comparison import times
 from conformance.results.bisection import (
     BISECTION,
     OUTSIDE,

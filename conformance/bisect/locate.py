@@ -19,8 +19,7 @@ from torch import Tensor
 from conformance.bisect.explain import name_ranks
 from conformance.bisect.oracle_capture import Reference, references
 from conformance.judge.tolerance import EXACT
-from conformance.numerics.comparison import not_finite, relative, scale_of
-from conformance.numerics.factors import common_factor, times
+from conformance.numerics.comparison import common_factor, not_finite, relative, scale_of, times
 from conformance.records.step_tensors import read_record
 from conformance.results.bisection import Bisected, Direction, First, Key, Side, Wrong, most_telling_first
 from conformance.runtime import RankContext

@@ -16,8 +16,15 @@ from typing import Any
 
 from conformance.core.errors import UsageError, shown
 from conformance.core.host import resolve
-from conformance.data.samples import ROLLOUT_COLUMNS, Place, is_builtin, read_dataset
-from conformance.data.token_masks import check_unmasked, labelled_tokens, masks_of
+from conformance.data.samples import (
+    ROLLOUT_COLUMNS,
+    Place,
+    check_unmasked,
+    is_builtin,
+    labelled_tokens,
+    masks_of,
+    read_dataset,
+)
 from conformance.spec.scenario import DataConfig
 
 LONGEST_TEXT = 2**20  # characters; longer texts are mistakes

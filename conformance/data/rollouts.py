@@ -7,7 +7,7 @@ record of a Parquet file or of a Hugging Face dataset on disk, is one response::
 
 Responses to one prompt have the same ``group`` and are on consecutive lines. ``logprobs`` are the log-probs of the
 inference engine that sampled the response, at the objective's temperature. A response may be empty, and a truncated
-response has no end-of-sequence token. Masks (conformance.data.token_masks) name the tokens that the policy did not
+response has no end-of-sequence token. Masks (conformance.data.samples) name the tokens that the policy did not
 sample, such as the answers of tools. These are in the context, and in no sum, mean or advantage. As in verl,
 generalized advantages pass over them from one sampled token to the next; the reward is that of the last sampled token.
 """
@@ -22,8 +22,7 @@ from typing import Any, TypeGuard
 from conformance.core.errors import UsageError, shown
 from conformance.core.host import resolve
 from conformance.core.io import MIB
-from conformance.data.samples import ROLLOUT_COLUMNS, read_dataset
-from conformance.data.token_masks import trained_tokens
+from conformance.data.samples import ROLLOUT_COLUMNS, read_dataset, trained_tokens
 from conformance.models.synthetic import random_model
 from conformance.oracle.role_model import decoder_of
 from conformance.spec.batch import Batch, Document, Row, with_rollouts

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from conformance.judge.tolerance import Measurement, gradient_stages
-from conformance.numerics.factors import likely_causes, powers_of, times
+from conformance.numerics.comparison import likely_causes, powers_of, times
 from conformance.records.step_tensors import Record
 from conformance.results.verdict import Quantity
 from conformance.spec.layout import Layout

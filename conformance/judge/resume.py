@@ -15,8 +15,8 @@ from conformance.judge.tensor_views import StepViews, Tensors, infinite
 from conformance.judge.tolerance import ROUNDING, Measurement
 from conformance.oracle.decoder import lora_of, merged
 from conformance.records.step_tensors import Record
-from conformance.spec.lora import is_adapter
 from conformance.spec.observables import Observable
+from conformance.spec.scenario import is_adapter
 
 
 def errors_after_resume(

@@ -24,8 +24,7 @@ from conformance.backends.faults import find_fault
 from conformance.backends.protocol import BackendEntry, registered_backends
 from conformance.backends.registry import find_backend
 from conformance.core.errors import STRICT, UsageError, did_you_mean, explain
-from conformance.core.host import FIXTURES, resolve
-from conformance.core.hub import dataset_folder, model_folder
+from conformance.core.host import FIXTURES, dataset_folder, model_folder, resolve
 from conformance.core.io import read_toml
 from conformance.data.rollouts import has_data
 from conformance.data.samples import reads_of

@@ -14,7 +14,7 @@ from pathlib import Path
 from conformance.core.errors import UsageError
 from conformance.core.host import FIXTURES
 from conformance.core.io import check_file, read_json
-from conformance.spec.lora import ADAPTER
+from conformance.spec.scenario import ADAPTER
 
 Files = tuple[tuple[Path, int], ...]
 CONFIG, TOKENIZER_CONFIG = "config.json", "tokenizer_config.json"

@@ -25,9 +25,8 @@ from conformance.core.errors import UsageError, one_line, shown
 from conformance.core.host import resolve
 from conformance.core.io import read_json
 from conformance.models.folder_checks import NOT_COPIED, check_model_folder
-from conformance.spec.lora import ADAPTER, CONFIG_FILE, FILE_PREFIX, WEIGHTS_FILE, LoraConfig
 from conformance.spec.observables import POLICY, Head, Role
-from conformance.spec.scenario import Scenario
+from conformance.spec.scenario import ADAPTER, CONFIG_FILE, FILE_PREFIX, WEIGHTS_FILE, LoraConfig, Scenario
 
 B_SIZE = 0.2  # of B x for x of size 1; at the usual scales an adapter adds a third of the layer's own output
 

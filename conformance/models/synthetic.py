@@ -36,15 +36,13 @@ from torch import Tensor
 from conformance.core.errors import STRICT, UsageError, explain, one_line
 from conformance.core.host import cache_folder, resolve
 from conformance.core.io import complete_or_nothing, locked, read_json, read_toml
-from conformance.models.components import Architecture
+from conformance.models.components import Architecture, parameter_shapes
 from conformance.models.families import is_written, read_architecture
 from conformance.models.folder_checks import CONFIG, NOT_COPIED, Files, check_model_folder, files_of, runs_code
 from conformance.models.folders import INDEX, generator_of, has_weights, key_of, noisy, weight_shapes, write_adapter
-from conformance.models.parameter_shapes import parameter_shapes
 from conformance.numerics.sketch import LARGE_MODELS, sketched_above
-from conformance.spec.lora import ADAPTER
 from conformance.spec.observables import POLICY, Role
-from conformance.spec.scenario import Count, Scenario
+from conformance.spec.scenario import ADAPTER, Count, Scenario
 
 
 def with_other_numbers(folder: Path, out: Path) -> Path:

@@ -27,9 +27,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from conformance.core.errors import UsageError
-from conformance.models.components import Architecture, LatentAttention, Layer, Lora, Norm
+from conformance.models.components import CORRECTION, Architecture, LatentAttention, Layer, Lora, Norm, parameter_shapes
 from conformance.models.folders import weight_files, weight_shapes
-from conformance.models.parameter_shapes import CORRECTION, parameter_shapes
 from conformance.oracle.attention import attention, hidden_keys, latent_attention
 from conformance.oracle.feed_forward import Routing, feed_forward, stacked, stacked_shapes
 from conformance.oracle.primitives import (
@@ -45,7 +44,7 @@ from conformance.oracle.primitives import (
 )
 from conformance.oracle.variant import HONEST, Variant, Weights
 from conformance.runtime.messages import mark
-from conformance.spec.lora import ADAPTER, FILE_PREFIX, PARTS, WEIGHTS_FILE, LoraConfig
+from conformance.spec.scenario import ADAPTER, FILE_PREFIX, PARTS, WEIGHTS_FILE, LoraConfig
 
 
 def decoder_layer(

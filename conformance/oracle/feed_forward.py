@@ -28,8 +28,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from conformance.models.components import ClampedMlp, GatedMlp, Grouped, MixtureOfExperts
-from conformance.models.parameter_shapes import CORRECTION, expert_shapes
+from conformance.models.components import CORRECTION, ClampedMlp, GatedMlp, Grouped, MixtureOfExperts, expert_shapes
 from conformance.oracle.primitives import Module, Policy, linear
 from conformance.oracle.variant import Weights
 from conformance.spec.batch import Document, expert_column

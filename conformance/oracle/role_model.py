@@ -20,10 +20,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from conformance.models.components import Architecture, MixtureOfExperts
+from conformance.models.components import Architecture, MixtureOfExperts, parameter_shapes
 from conformance.models.families import has_routers, is_written, read_architecture
 from conformance.models.folders import elements_of, weight_shapes
-from conformance.models.parameter_shapes import parameter_shapes
 from conformance.oracle.decoder import (
     adapter_shapes,
     check_shapes,
@@ -38,9 +37,8 @@ from conformance.oracle.feed_forward import Routing, routing_of
 from conformance.oracle.primitives import NO_TAP, Policy, Tap
 from conformance.oracle.variant import HONEST, Variant, Weights
 from conformance.spec.batch import Document
-from conformance.spec.lora import LoraConfig
 from conformance.spec.observables import Head
-from conformance.spec.scenario import Scenario
+from conformance.spec.scenario import LoraConfig, Scenario
 
 SPARE = 0.3  # share of a GPU's free memory
 

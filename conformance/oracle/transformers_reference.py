@@ -31,8 +31,8 @@ from conformance.oracle.feed_forward import Routing
 from conformance.oracle.primitives import NO_TAP, Policy, Tap
 from conformance.oracle.variant import HONEST, Variant, Weights
 from conformance.spec.batch import Document
-from conformance.spec.lora import LoraConfig
 from conformance.spec.observables import Head
+from conformance.spec.scenario import LoraConfig
 
 transformers.utils.logging.disable_progress_bar()  # it would be printed between the lines of a run
 

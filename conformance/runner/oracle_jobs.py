@@ -41,9 +41,8 @@ from conformance.records.record_format import RecordError
 from conformance.records.step_tensors import read_record
 from conformance.runtime import Device, Outcome, Pool, WorkerGroupConfig
 from conformance.spec.known_defects import Defect, defects_to_json
-from conformance.spec.lora import ADAPTER
 from conformance.spec.observables import POLICY
-from conformance.spec.scenario import Scenario, scenario_to_json
+from conformance.spec.scenario import ADAPTER, Scenario, scenario_to_json
 
 
 def is_replayed(scenario: Scenario, inputs: FrozenInputs) -> bool:
@@ -60,10 +59,10 @@ Defects = tuple[Defect, ...]
 # Files outside of the oracle's package that determine numbers and names in its records.
 COMPUTED_WITH = (
     *("core/io.py", "models/components.py", "models/declarations.py", "models/families.py", "models/folder_checks.py"),
-    *("models/config_keys.py", "models/folders.py", "models/hf_config.py", "models/parameter_shapes.py"),
+    *("models/config_keys.py", "models/folders.py", "models/hf_config.py"),
     *("numerics/determinism.py", "numerics/float64_tier.py", "numerics/sketch.py"),
     *("records/header_checks.py", "records/record_format.py", "records/step_tensors.py"),
-    *("spec/batch.py", "spec/known_defects.py", "spec/layout.py", "spec/lora.py", "spec/objectives.py"),
+    *("spec/batch.py", "spec/known_defects.py", "spec/layout.py", "spec/objectives.py"),
     *("spec/observables.py", "spec/precision.py", "spec/scenario.py"),
 )
 CACHE_SIZE = 4 * 2**30  # bytes; the least recently used records are removed first

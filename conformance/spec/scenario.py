@@ -11,8 +11,8 @@ Conventions that every backend must follow:
 * Weight decay is decoupled (Loshchilov and Hutter, arXiv 1711.05101, Algorithm 2) and applies to parameters with two or
   more dimensions: biases and norm weights are exempt. Under SGD there is none.
 * A frozen parameter has no gradient, update or decay, and does not count in the norm: it stays as loaded.
-* With adapters (conformance.spec.lora), nothing else of the policy is trained. Its base is rounded to bf16 once, before
-  it is loaded, as published weights are, so that a backend that stores the base in half precision loses nothing.
+* With LoRA adapters, nothing else of the policy is trained. Its base is rounded to bf16 once, before it is loaded, as
+  published weights are, so that a backend that stores the base in half precision loses nothing.
 * As an input, the padding token of the model's configuration gives no gradient to its embedding, as in transformers.
 * An update whose gradients overflow in fp16 is skipped: weights, moments, step counts and the schedule stay. The loss
   scale halves at each overflow. After ``growth_interval`` updates in a row it doubles.
@@ -23,6 +23,7 @@ import dataclasses
 import math
 import os
 import re
+from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -32,7 +33,6 @@ from pydantic.dataclasses import dataclass
 
 from conformance.core.errors import STRICT, UsageError, did_you_mean, explain, shown
 from conformance.core.io import read_toml
-from conformance.spec.lora import LoraConfig, is_adapter
 from conformance.spec.objectives import Objective, Sft, objective_to_json, parse_objective
 from conformance.spec.observables import POLICY, Role
 from conformance.spec.precision import PRECISIONS, Precision, PrecisionName
@@ -48,6 +48,15 @@ Flag = Annotated[bool, Field(strict=True)]
 Fraction = Annotated[float, Field(strict=True, ge=0, lt=1)]
 FilePath = Annotated[str, Field(min_length=1, max_length=4096, pattern=r"^[^\x00]+$")]
 MOST_ROWS = 2**22  # in all steps together; all rows are in memory
+
+ADAPTER = "adapter"  # the folder of a model's adapter, inside that of the model
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+FILE_PREFIX = "base_model.model."  # precedes the parameter's name in WEIGHTS_FILE
+PARTS = ("lora_A", "lora_B")
+ALL_LINEAR = "all-linear"
+LINEAR = "_proj.weight"  # suffix of the names of linear layers inside a model's layers
+Size = Annotated[int, Field(strict=True, ge=1, le=2**16)]
+Target = Annotated[str, Field(pattern=r"^[\w.]+$", max_length=200)]
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -126,6 +135,65 @@ class ScheduleConfig:
             height = 0.5 * (1.0 + math.cos(math.pi * progress))
             return max(0.0, height * (1.0 - self.min_factor) + self.min_factor)
         return 1.0
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class LoraConfig:
+    """Configures LoRA (Hu et al., arXiv 2106.09685): which linear layers get an adapter, and its size.
+
+    An adapter of a linear layer W is two matrices, A (r, in) and B (out, r), and the layer computes W x + scale B A x.
+    The scale is lora_alpha / r, or lora_alpha / sqrt(r) with ``use_rslora`` (arXiv 2312.03732). Names of options and
+    files are peft's.
+    ``target_modules``: last parts of the names of linear layers, such as ``q_proj`` or ``layers.0.mlp.up_proj``, or
+    ``all-linear``. There is no dropout, because no two frameworks draw the same numbers.
+    """
+
+    r: Size
+    lora_alpha: Size
+    target_modules: Literal["all-linear"] | Annotated[tuple[Target, ...], Field(min_length=1)]
+    use_rslora: Annotated[bool, Field(strict=True)] = False
+
+    @property
+    def names_layers(self) -> bool:
+        """Tells whether a target names a layer by number, so that layers may differ."""
+        return self.target_modules != ALL_LINEAR and any(
+            part.isdecimal() for target in self.target_modules for part in target.split(".")
+        )
+
+    def targets(self, parameters: Iterable[str]) -> tuple[str, ...]:
+        """Returns the linear layers that get an adapter in a model with these parameters, without ``.weight``.
+
+        Raises UsageError for a target that is not inside the model's layers, and for experts that the folder stores
+        separately: models stack them, and adapters for stacked experts are not implemented.
+        """
+        inside = [n.removesuffix(".weight") for n in parameters if ".layers." in n and n.endswith(LINEAR)]
+        linear = [name for name in inside if ".experts." not in name]
+        ends = inside if self.target_modules == ALL_LINEAR else self.target_modules
+        if experts := [name for name in inside if name not in linear and any(_matches(name, end) for end in ends)]:
+            known = dict.fromkeys(name.rpartition(".")[2] for name in linear if ".self_attn." in name)
+            raise UsageError(
+                f"lora.target_modules requests adapters of experts, such as {experts[0]}, which are unsupported; name "
+                f"linear layers outside of experts, such as {', '.join(known)}"
+            )
+        if self.target_modules == ALL_LINEAR:
+            return tuple(linear)
+        for target in self.target_modules:
+            if not any(_matches(name, target) for name in linear):
+                known = dict.fromkeys(name.rpartition(".")[2] for name in linear)
+                raise UsageError(
+                    f"lora.target_modules names {target!r}, which matches no linear layer inside the model's layers; "
+                    f"use some of {', '.join(known)}, or {ALL_LINEAR!r}"
+                )
+        return tuple(name for name in linear if any(_matches(name, target) for target in self.target_modules))
+
+
+def _matches(name: str, target: str) -> bool:
+    return f".{name}".endswith(f".{target}")
+
+
+def is_adapter(name: str) -> bool:
+    """Tells whether a parameter belongs to an adapter."""
+    return name.endswith(tuple(f".{part}.weight" for part in PARTS))
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -220,13 +288,13 @@ class Scenario:
         return dataclasses.replace(self, accumulation=1, trust_remote_code=False, loss_scale=scale)
 
 
-_ADAPTER = TypeAdapter(Scenario)
+_SCENARIO = TypeAdapter(Scenario)
 
 
 def parse_scenario(values: dict[str, Any], *, source: str = "scenario") -> Scenario:
     """Builds a Scenario from plain values. Raises UsageError that names every wrong field and its allowed values."""
     try:
-        return _ADAPTER.validate_python(values)
+        return _SCENARIO.validate_python(values)
     except UsageError as error:
         raise UsageError(f"{source}: {error}") from None
     except ValidationError as error:
@@ -262,5 +330,5 @@ def load_scenario(path: Path, *, data_overrides: dict[str, Any] | None = None, *
 
 def scenario_to_json(scenario: Scenario) -> dict[str, Any]:
     """Returns plain JSON values of a scenario; ``parse_scenario`` reads them back."""
-    values: dict[str, Any] = _ADAPTER.dump_python(scenario, mode="json")
+    values: dict[str, Any] = _SCENARIO.dump_python(scenario, mode="json")
     return values

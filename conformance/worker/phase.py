@@ -30,10 +30,9 @@ from conformance.oracle.role_model import is_routed
 from conformance.records.step_tensors import RecordWriter
 from conformance.runtime import RankContext, mark
 from conformance.spec.batch import Batch, read_batches
-from conformance.spec.lora import ADAPTER
 from conformance.spec.objectives import all_observables
 from conformance.spec.observables import POLICY, STATE_KINDS, Observable, Role, model_key, unobserved_step
-from conformance.spec.scenario import Scenario, scenario_to_json
+from conformance.spec.scenario import ADAPTER, Scenario, scenario_to_json
 from conformance.worker.evidence import Watch
 from conformance.worker.phase_spec import PhaseSpec
 from conformance.worker.rank_state import (

@@ -34,7 +34,7 @@ from conformance.core.io import read_json
 from conformance.models.folder_checks import CONFIG
 from conformance.numerics.determinism import splitmix64, without_modes
 from conformance.runtime import mark
-from conformance.spec.lora import ADAPTER, CONFIG_FILE
+from conformance.spec.scenario import ADAPTER, CONFIG_FILE
 
 
 def seed_generators(seed: int, rank: int, next_step: int, *, ending: bool = False) -> None:

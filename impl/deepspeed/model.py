@@ -36,8 +36,7 @@ from impl.deepspeed.config import (
 from impl.deepspeed.partition import RankPlace, cut_count
 from impl.deepspeed.tensors import EngineTensors, FrozenTensors
 from impl.deepspeed.ulysses import exchange_heads
-from impl.engine.compiling import compile_layers, forget_compiled, layers_of
-from impl.engine.hugging_face import HuggingFaceModel, resolved_optimizer
+from impl.engine.hugging_face import HuggingFaceModel, compile_layers, forget_compiled, layers_of, resolved_optimizer
 from impl.engine.optimizers import (
     freeze_others,
     learning_rates,

@@ -12,9 +12,8 @@ from conformance.models.folders import weight_shapes
 from conformance.spec.batch import Batch
 from conformance.spec.known_defects import ExpectedDifference
 from conformance.spec.layout import Layout
-from conformance.spec.lora import ADAPTER
 from conformance.spec.observables import POLICY, PROGRESS_OF_SCALE, SKIPPED, model_key
-from conformance.spec.scenario import LossScaleConfig, Scenario
+from conformance.spec.scenario import ADAPTER, LossScaleConfig, Scenario
 from impl.checkpoints import native, training_state
 from impl.checkpoints.folder import verified, writing
 from impl.checkpoints.manifest import About, Form

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from conformance.backends.faults import Function
-from conformance.spec.lora import CONFIG_FILE, is_adapter
+from conformance.spec.scenario import CONFIG_FILE, is_adapter
 from impl.faults.declaration import Faults, merge, rl, sft
 from impl.interface.sharded_safetensors import SliceReader
 from impl.models.lazy_weights import Origin

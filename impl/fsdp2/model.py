@@ -22,8 +22,7 @@ from conformance.backends.protocol import NamedTensors, Shard, TensorKind
 from conformance.spec.observables import Head
 from conformance.spec.scenario import OptimizerConfig, ScheduleConfig
 from impl.context_parallel.ring_attention import MeshContext
-from impl.engine.compiling import compile_layers, forget_compiled, layers_of
-from impl.engine.hugging_face import HuggingFaceModel, resolved_optimizer
+from impl.engine.hugging_face import HuggingFaceModel, compile_layers, forget_compiled, layers_of, resolved_optimizer
 from impl.engine.optimizers import (
     freeze_others,
     learning_rates,

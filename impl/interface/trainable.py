@@ -229,7 +229,7 @@ class Adaptable(Trainable, Protocol):
     def add_adapter(self, model: Any, folder: Path) -> None:
         """Adds the adapter in ``folder`` (peft's format) to a model that ``load_model`` has returned.
 
-        Only the adapter is trained then, and ``save_model`` writes it into the folder ADAPTER (conformance.spec.lora).
+        Only the adapter is trained then, and ``save_model`` writes it into the folder ADAPTER (spec.scenario).
         """
         ...
 

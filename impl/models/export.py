@@ -19,7 +19,7 @@ from conformance.backends.protocol import NamedTensors
 from conformance.core.errors import UsageError
 from conformance.models.folder_checks import CONFIG, NOT_COPIED
 from conformance.models.folders import weight_files
-from conformance.spec.lora import ADAPTER, is_adapter
+from conformance.spec.scenario import ADAPTER, is_adapter
 from impl.interface.distributed import agree, on_first
 from impl.interface.sharded_safetensors import FILE_SIZE, SAFETENSORS_DTYPES, TensorWriter, drain, replacing_folder
 from impl.interface.trainable import Dtype

@@ -25,8 +25,16 @@ from conformance.backends.protocol import NamedTensors, Support, Supported, Unsu
 from conformance.core.errors import UsageError
 from conformance.core.io import read_json
 from conformance.models.folders import adapter_config, write_adapter_files
-from conformance.spec.lora import CONFIG_FILE, FILE_PREFIX, PARTS, WEIGHTS_FILE, LoraConfig, is_adapter
-from conformance.spec.scenario import OptimizerConfig, Scenario
+from conformance.spec.scenario import (
+    CONFIG_FILE,
+    FILE_PREFIX,
+    PARTS,
+    WEIGHTS_FILE,
+    LoraConfig,
+    OptimizerConfig,
+    Scenario,
+    is_adapter,
+)
 from impl.models.lazy_weights import Cast, Stored, UnreadWeights, published_buffers
 
 _OF_TARGET = (".lora_A.weight", ".lora_B.weight", ".weight")  # the others end with the last one, so it is last

@@ -22,8 +22,7 @@ from conformance.models.folder_checks import check_model_folder, runs_code
 from conformance.models.folders import weight_files
 from conformance.runner.environment import model_sizes
 from conformance.spec.layout import Layout
-from conformance.spec.lora import ALL_LINEAR, LoraConfig
-from conformance.spec.scenario import Scenario, parse_scenario
+from conformance.spec.scenario import ALL_LINEAR, LoraConfig, Scenario, parse_scenario
 from impl.models.family_quirks import PLANNED
 from impl.train.config import OutputConfig, RolloutConfig, TrainConfig
 from impl.train.flags import EMBEDDED, TrainOptions, Value, written

@@ -28,9 +28,8 @@ from conformance.data.tokenizer import load_tokenizer
 from conformance.models.folder_checks import CONFIG, runs_code
 from conformance.models.folders import HEAD, value_config, weight_files, weight_shapes
 from conformance.spec.batch import Batch, Document, Row
-from conformance.spec.lora import ADAPTER
 from conformance.spec.observables import POLICY
-from conformance.spec.scenario import DataConfig, Scenario, ScheduleConfig, scenario_to_json
+from conformance.spec.scenario import ADAPTER, DataConfig, Scenario, ScheduleConfig, scenario_to_json
 from impl.checkpoints.training_state import DataPosition
 from impl.engine.adapter import ReferenceBackend
 from impl.engine.trainer import output_rows

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from conformance.numerics.factors import whole_number
+from conformance.numerics.comparison import whole_number
 from reports.logdiff.run import Floats
 from reports.wording import percent
 

@@ -1,4 +1,4 @@
-"""Compiled layers (impl/engine/compiling.py) of ranks that compute alike are compiled alike."""
+"""Compiled layers (impl/engine/hugging_face.py) of ranks that compute alike are compiled alike."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from torch._inductor import config
 from conformance.data.prepare import prepare_inputs
 from conformance.runtime import Pool
 from conformance.spec.scenario import scenario_to_json
-from impl.engine.compiling import compile_layers, forget_compiled
+from impl.engine.hugging_face import compile_layers, forget_compiled
 
 
 class Layer(torch.nn.Linear):

@@ -30,10 +30,18 @@ from conformance.oracle.variant import HONEST
 from conformance.runner.session import Session
 from conformance.runtime import Pool
 from conformance.spec.layout import Layout
-from conformance.spec.lora import ADAPTER, CONFIG_FILE, WEIGHTS_FILE, LoraConfig, is_adapter
 from conformance.spec.observables import POLICY
 from conformance.spec.precision import PrecisionName
-from conformance.spec.scenario import Scenario, load_scenario, scenario_to_json
+from conformance.spec.scenario import (
+    ADAPTER,
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    LoraConfig,
+    Scenario,
+    is_adapter,
+    load_scenario,
+    scenario_to_json,
+)
 from impl.faults.models import MERGE_FAULTS
 from impl.models.lora import named_parameters
 

@@ -10,8 +10,7 @@ from huggingface_hub import constants
 
 from conformance.cli import main as cli
 from conformance.core.errors import UsageError
-from conformance.core.host import FIXTURES
-from conformance.core.hub import dataset_folder, model_folder
+from conformance.core.host import FIXTURES, dataset_folder, model_folder
 from conformance.data.forms import pair, read_samples
 from conformance.matrix.options import Ranks, Selection
 from conformance.matrix.profile import select_cells

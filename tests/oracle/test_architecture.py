@@ -14,10 +14,10 @@ from conformance.core.errors import UsageError
 from conformance.core.host import FIXTURES
 from conformance.data.prepare import prepare_inputs
 from conformance.data.tokenizer import load_tokenizer
+from conformance.models.components import parameter_shapes
 from conformance.models.families import read_architecture
 from conformance.models.folder_checks import runs_code
 from conformance.models.hf_config import LARGEST
-from conformance.models.parameter_shapes import parameter_shapes
 from conformance.numerics.float64_tier import exact_tier
 from conformance.oracle.decoder import check_shapes, forward
 from conformance.oracle.run import POLICIES

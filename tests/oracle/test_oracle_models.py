@@ -12,11 +12,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from conformance.core.host import FIXTURES
-from conformance.models.components import Attention, GatedMlp, Rotary
+from conformance.models.components import Attention, GatedMlp, Rotary, parameter_shapes
 from conformance.models.families import read_architecture
 from conformance.models.folders import prepare_model
 from conformance.models.hf_config import FULL, SLIDING
-from conformance.models.parameter_shapes import parameter_shapes
 from conformance.numerics.float64_tier import exact_tier
 from conformance.oracle.decoder import forward, load_weights
 from conformance.oracle.run import POLICIES

@@ -14,9 +14,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from conformance.core.host import FIXTURES
+from conformance.models.components import parameter_shapes
 from conformance.models.families import read_architecture
 from conformance.models.folders import prepare_model
-from conformance.models.parameter_shapes import parameter_shapes
 from conformance.numerics.float64_tier import exact_tier
 from conformance.oracle.decoder import forward, load_weights
 from conformance.oracle.loss_terms import target_logprobs, target_positions

@@ -22,9 +22,9 @@ from conformance.data.prepare import prepare_inputs
 from conformance.data.tokenizer import load_tokenizer
 from conformance.matrix.cell import Cell
 from conformance.models import synthetic
+from conformance.models.components import parameter_shapes
 from conformance.models.families import read_architecture
 from conformance.models.folders import INDEX
-from conformance.models.parameter_shapes import parameter_shapes
 from conformance.models.synthetic import RECIPE, draw_weights, is_large, is_sketched, shapes_of, with_skeleton
 from conformance.oracle.decoder import device_of, load_weights
 from conformance.oracle.role_model import SPARE, bytes_needed, devices_for
@@ -36,9 +36,8 @@ from conformance.runner.session import Session
 from conformance.runtime.gpu_inventory import gpus_of_host
 from conformance.spec.batch import read_batches
 from conformance.spec.layout import Layout
-from conformance.spec.lora import ADAPTER, WEIGHTS_FILE, LoraConfig
 from conformance.spec.observables import CRITIC, Role
-from conformance.spec.scenario import Scenario, load_scenario
+from conformance.spec.scenario import ADAPTER, WEIGHTS_FILE, LoraConfig, Scenario, load_scenario
 
 SMALL = {
     **{"hidden_size": 96, "intermediate_size": 160, "num_hidden_layers": 3},

@@ -15,8 +15,8 @@ from conformance.cli import main as cli
 from conformance.core.errors import UsageError
 from conformance.core.host import FIXTURES, HostResources
 from conformance.matrix.cell import Cell
+from conformance.models.components import parameter_shapes
 from conformance.models.families import read_architecture
-from conformance.models.parameter_shapes import parameter_shapes
 from conformance.runner.preflight import DOUBT, advice, check_resources, needs_of
 from conformance.runner.resource_estimate import Estimate, Size, estimate, on_slots, size_of, total
 from conformance.runtime.multihost.relay import JoinedHost

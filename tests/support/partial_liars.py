@@ -15,7 +15,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from conformance.spec.layout import Layout
 from conformance.spec.scenario import Scenario
 from impl.deepspeed.adapter import DeepspeedBackend
-from impl.engine.compiling import compile_layers, forget_compiled, layers_of
+from impl.engine.hugging_face import compile_layers, forget_compiled, layers_of
 from impl.fsdp2 import expert_parallel, tensor_parallel
 from impl.fsdp2 import model as fsdp2_model
 from impl.fsdp2.adapter import Fsdp2Backend

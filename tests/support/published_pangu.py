@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import save_file
 
 from conformance.core.host import FIXTURES
+from conformance.models.components import parameter_shapes
 from conformance.models.families import read_architecture
-from conformance.models.parameter_shapes import parameter_shapes
 
 CONFIGURATION = """
 from transformers.configuration_utils import PretrainedConfig

@@ -20,8 +20,15 @@ from conformance.models.families import read_architecture
 from conformance.oracle.decoder import load_weights
 from conformance.runtime import Pool
 from conformance.spec.layout import Layout
-from conformance.spec.lora import ADAPTER, CONFIG_FILE, WEIGHTS_FILE, LoraConfig
-from conformance.spec.scenario import Scenario, load_scenario, scenario_to_json
+from conformance.spec.scenario import (
+    ADAPTER,
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    LoraConfig,
+    Scenario,
+    load_scenario,
+    scenario_to_json,
+)
 from impl.models.lora import adapter_shapes_of, write_start
 from impl.train.config import TrainConfig
 from impl.train.plan import memory_of, parameter_shapes, states_of
