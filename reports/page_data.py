@@ -130,7 +130,9 @@ def cell_data(cell: Cell, shared: Shared) -> dict[str, Any]:
     drawn = [o for o in entry.observables if o.drawn]
     stages = [o.stage for o in drawn if not o.title]
     titles = [o.title or (o.stage if stages.count(o.stage) == 1 else f"{o.stage}: {o.key}") for o in drawn]
-    charts = [[title, o.stage, o.key, o.judged_as, o.panel] for title, o in zip(titles, drawn, strict=True)]
+    judged = {(q.stage, q.tensor) for q in entry.verdict.quantities}
+    names = [o.judged_as if (o.stage, o.judged_as) in judged else o.key for o in drawn]
+    charts = [[t, o.stage, o.key, name, o.panel] for t, o, name in zip(titles, drawn, names, strict=True)]
     tensors = list(dict.fromkeys(o.stage for o in entry.observables if o.kind == "tensors" and o.when != "handover"))
     numbers = list(dict.fromkeys(o.key for o in entry.observables if o.kind in ("scalar", "setting")))
     return {

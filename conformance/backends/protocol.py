@@ -118,11 +118,17 @@ class StepMetrics:
         this step, over all ranks and micro-batches, counted where the loss is computed; and ``loss``, the sum of -log p
         over these tokens divided by their number. In fp16, if the scenario has a ``loss_scale``, also for every trained
         model: ``skipped``, 1 if this step made no update because gradients overflowed, else 0; and, for the next step,
-        ``loss_scale`` and ``good_steps``, the number of updates since the scale last fell or grew.
+        ``loss_scale`` and ``good_steps``, the number of updates since the scale last fell or grew. For GRPO and PPO,
+        ``token_count``, ``loss`` and, with a critic, ``critic.loss``; the metrics that verl prints, such as
+        ``ppo_kl``, are optional.
     rows: ``rows[key][index]`` is a float tensor of shape (row.target_count,) with one number per target token, in
         order; empty, or omitted, for a row without targets. ``index`` is the row's index in the whole step. Under the
-        key ``logprob``, the number is log p of the target. Each rank gives the rows that it holds. Omit a key if the
-        framework does not expose it; the cell is then partly observed.
+        key ``logprob``, the number is log p of the target. Each rank gives the rows that it holds. GRPO and PPO require
+        ``logprob``, ``old_logprob`` and ``advantage``, PPO also ``critic.value``, ``critic.old_value`` and ``return``.
+
+    Omit every other key if the framework does not expose the number. The cell is then partly observed, and its verdict
+    names the key. Report what the framework computed: a number that the adapter works out itself only compares the
+    adapter's formula with the oracle's.
     """
 
     values: dict[str, float] = field(default_factory=dict)

@@ -79,10 +79,29 @@ class _Start:
     reference: StepViews
 
 
-def measure(phases: Sequence[Record], oracle: Record, *, leeway: Mapping[Key, Leeway] = NO_LEEWAY) -> list[Measurement]:
+def shown_without_rows(phases: Sequence[Record], observables: Sequence[Observable]) -> frozenset[str]:
+    """Returns the keys of recorded means and maxima whose rows are not recorded at any step."""
+    steps = [step for phase in phases for step in phase.steps]
+    by_key = {o.key: o for o in observables}
+    return frozenset(
+        o.key
+        for o in observables
+        if (o.mean_of or o.max_of) and any(_is_there(o, step) for step in steps)
+        if not any(_is_there(by_key[o.rows_key], step) for step in steps)
+    )
+
+
+def measure(
+    phases: Sequence[Record],
+    oracle: Record,
+    *,
+    leeway: Mapping[Key, Leeway] = NO_LEEWAY,
+    without_rows: Set[str] = frozenset(),
+) -> list[Measurement]:
     """Returns all measurements of quantities that both recorded, by step.
 
-    phases: records with consecutive steps. leeway: see conformance.judge.tensor_views.TensorView.errors. A quantity
+    phases: records with consecutive steps. leeway: see conformance.judge.tensor_views.TensorView.errors. without_rows:
+    the keys of means and maxima to compare with the oracle's, because the cell does not record their rows. A quantity
     that only one side has gives a measurement of infinite error.
     """
     observables = oracle.observables
@@ -99,7 +118,7 @@ def measure(phases: Sequence[Record], oracle: Record, *, leeway: Mapping[Key, Le
             break
         step, phase = steps[reference.step]
         shown = [o for o in observables if o.kind != "tensors" or step.step not in unobserved]
-        found += _step(step, reference, shown, start, phase.layout, leeway=leeway)
+        found += _step(step, reference, shown, start, phase.layout, leeway=leeway, without_rows=without_rows)
     lost = {(o, step.step) for step in oracle.steps for o in observables if is_lost(o, step)}
     found += _gaps(list(steps.values()), observables, unobserved, lost)
     return found
@@ -148,14 +167,17 @@ def _step(
     layout: Layout,
     *,
     leeway: Mapping[Key, Leeway] = NO_LEEWAY,
+    without_rows: Set[str] = frozenset(),
 ) -> Iterator[Measurement]:
     views, references = StepViews(step.tensors()), StepViews(oracle.tensors())
     for o in observables:
         if not o.applies(step.step) or is_lost(o, oracle):
             continue
         own, reference = views[o.key], references[o.key]
-        if o.is_of_rows:
-            yield rebuilt_of_rows(o, step, views)
+        if o.key in without_rows:
+            yield from _scalar_of_rows(o, step, oracle, observables, views, references)
+        elif o.is_of_rows:
+            yield from rebuilt_of_rows(o, step, views)
         elif o.kind in ("scalar", "setting"):
             parts, independent = o.norm_of or o.made_of, not (o.norm_of or o.one_direction)
             typical = _of_parts(views[parts].tensors, references[parts].tensors, independent=independent)
@@ -221,17 +243,37 @@ def _rows(
     yield replace(found, error=error, scalar=True, residual=left, size=size, where=strip.where, strip=strip)
 
 
-def _scalar(o: Observable, step: StepRecord, oracle: StepRecord) -> Iterator[Measurement]:
-    """Measures a scalar or setting."""
+def _scalar(o: Observable, step: StepRecord, oracle: StepRecord, *, unit: float | None = None) -> Iterator[Measurement]:
+    """Measures a scalar or setting. ``unit``: of the error; None: the one that the observable declares."""
     own, reference = step.value(o.key), oracle.value(o.key)
     assert reference is not None, f"the oracle did not record {o.key}"
     if own is None:
         if o.required:
             yield infinite(o.stage, f"{o.key} (missing)", step.step)
         return
-    unit = oracle.value(o.scale) if o.scale else reference
+    if unit is None:
+        unit = oracle.value(o.scale) if o.scale else reference
     assert unit is not None, f"the oracle did not record {o.scale}"
     yield number_off(o.stage, o.key, step.step, own, reference, unit=unit, fixed=o.exact_bound)
+
+
+def _scalar_of_rows(
+    o: Observable,
+    step: StepRecord,
+    oracle: StepRecord,
+    observables: Sequence[Observable],
+    views: StepViews,
+    references: StepViews,
+) -> Iterator[Measurement]:
+    """Measures a mean or maximum of rows against the oracle's, in the unit of the rows: their mean size. A run of the
+    oracle, which has the rows, also gives the effect of their errors."""
+    scale = next((rows.scale for rows in observables if rows.key == o.rows_key), "") or o.rows_key
+    unit = torch.cat([row.double().abs() for row in references[scale].tensors.values()]).mean().item()
+    own, expected = views[o.rows_key].tensors, references[o.rows_key].tensors
+    off = torch.cat([(row.double() - expected[index].double()).abs() for index, row in own.items()] or [torch.zeros(1)])
+    typical = (off.norm() / len(off) if o.mean_of else off.max()).item() / (unit or 1.0)
+    for found in _scalar(o, step, oracle, unit=unit):
+        yield replace(found, typical=typical)
 
 
 def _of_parts(parts: Tensors, reference: Tensors, *, independent: bool) -> float:

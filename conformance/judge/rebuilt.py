@@ -51,15 +51,17 @@ def unnamed_norm(oracle: StepRecord, prefix: str) -> float:
     return oracle.value(prefix + UNNAMED_NORM) or 0.0
 
 
-def rebuilt_of_rows(o: Observable, step: StepRecord, views: StepViews) -> Measurement:
+def rebuilt_of_rows(o: Observable, step: StepRecord, views: StepViews) -> Iterator[Measurement]:
     """Compares a number that follows from rows with the same number recomputed from the cell's own rows.
 
     The error of a mean is relative to the mean size of the numbers. The error of an explained variance, 1 - ratio, is
     relative to the ratio, whose denominator is verl's.
     """
-    own, rows = step.value(o.key), _in_order(views[o.mean_of or o.max_of or o.explains].tensors)
+    own, rows = step.value(o.key), _in_order(views[o.rows_key].tensors)
     if own is None or rows is None:
-        return infinite(o.stage, f"{o.key} (missing)", step.step)
+        if o.required:
+            yield infinite(o.stage, f"{o.key} (missing)", step.step)
+        return
     if o.mean_of:
         rebuilt, unit = rows.mean(), rows.abs().mean()
     elif o.max_of:
@@ -67,11 +69,12 @@ def rebuilt_of_rows(o: Observable, step: StepRecord, views: StepViews) -> Measur
     else:
         explaining = _in_order(views[o.made_of].tensors)
         if explaining is None or explaining.shape != rows.shape:
-            return infinite(o.stage, f"{o.key} (rows of {o.made_of} are missing or of another length)", step.step)
+            yield infinite(o.stage, f"{o.key} (rows of {o.made_of} are missing or of another length)", step.step)
+            return
         unit = (rows - explaining).var() / (rows.var() + 1e-5)
         rebuilt = 1 - unit
     bound = NORM_ROUNDINGS * ROUNDING
-    return number_off(o.stage, o.judged_as, step.step, own, rebuilt.item(), unit=unit.item(), fixed=bound)
+    yield number_off(o.stage, o.judged_as, step.step, own, rebuilt.item(), unit=unit.item(), fixed=bound)
 
 
 def _in_order(rows: Tensors) -> torch.Tensor | None:

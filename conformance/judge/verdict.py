@@ -11,6 +11,7 @@ backend names the pieces of its ranks, and no two of them are the same.
 
 import math
 import traceback
+from collections import Counter
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import replace
 from functools import partial
@@ -18,7 +19,7 @@ from pathlib import Path
 
 from conformance.judge.diagnosis import Facts, backward_place, circumstances, facts_of_steps, likely_cause
 from conformance.judge.layout_evidence import configurations, sizes_of
-from conformance.judge.measurements import measure
+from conformance.judge.measurements import measure, shown_without_rows
 from conformance.judge.provenance import not_judged_of, read_records, second_class_of
 from conformance.judge.rebuilt import rebuilt_updates
 from conformance.judge.rounding import amplified_noise, leeway_of_rows, measure_accumulation_precision
@@ -45,7 +46,7 @@ def unobserved(
     """Returns the lost stages, and remarks on what is missing without a loss, of a cell in which nothing differs."""
     observed = {(q.stage, q.tensor) for q in quantities}
     stages = {q.stage for q in quantities}
-    lost: dict[str, None] = {}
+    lost: dict[str, list[str]] = {}  # the keys that were not observed, by stage
     unshared: dict[str, None] = {}
     remarks: list[str] = []
     if any(phase.header["optimizer"] == "loaded" for phase in phases):
@@ -54,19 +55,23 @@ def unobserved(
         if o.when == "handover":
             continue
         is_single = o.kind in ("scalar", "setting", "rows")  # one quantity per step, with the name of its key
-        if not o.required and ((o.stage, o.key) not in observed if is_single else o.stage not in stages):
+        is_there = not observed.isdisjoint((o.stage, key) for key in (o.key, o.judged_as))
+        if not o.required and not (is_there if is_single else o.stage in stages):
             if o.effect_at in stages:
                 remarks.append(f"{o.key} is not reported, and judged by its effect at {o.effect_at}")
             else:
-                lost[f"{o.stage} ({o.key})" if o.stage in stages else o.stage] = None
+                lost.setdefault(o.stage, []).append(o.key)
         if o.kind == "tensors" and o.replica_stage and o.replica_stage not in stages:
             if all(_shares_nothing(phase, o.key) for phase in phases):
                 unshared[o.replica_stage] = None
             else:
-                lost[o.replica_stage] = None
+                lost[o.replica_stage] = []
     if unshared:
         remarks.append(f"no two ranks hold the same: {', '.join(unshared)}")
-    return list(lost), remarks
+    of_stage = Counter(o.stage for o in observables if o.when != "handover")
+    # A stage of a single quantity is named without its key.
+    names = [f"{stage} ({', '.join(keys)})" if keys and of_stage[stage] > 1 else stage for stage, keys in lost.items()]
+    return names, remarks
 
 
 def _unreported_state(observables: Sequence[Observable], stages: Set[str]) -> Iterator[str]:
@@ -123,7 +128,8 @@ def judge(
     scenario = phases[0].scenario
     observables, precision = oracle.observables, scenario.precision
     gradients = gradient_stages(observables)
-    runs = [measure([run], oracle) for run in noise]
+    without_rows = shown_without_rows(phases, observables)
+    runs = [measure([run], oracle, without_rows=without_rows) for run in noise]
     # Amplified noise is taken from runs whose gradients are all exact enough to judge by.
     usable = [run.steps for n, run in enumerate(noise) if not n or may_be_judged_by(runs[n], precision, gradients)]
     steps = [[step for phase in phases for step in phase.steps]] if scenario.tier.is_exact else usable
@@ -139,7 +145,7 @@ def judge(
     )
     leeway = leeway_of_rows(usable, oracle, bounds_of(rounding))
     found = [
-        *measure(phases, oracle, leeway=leeway),
+        *measure(phases, oracle, leeway=leeway, without_rows=without_rows),
         *configurations(phases, scenario, sizes_of(oracle)),
         *rebuilt_updates(phases, oracle, scenario),
         *measure_accumulation_precision(phases, scenario, [o for o in observables if o.stage in gradients], batches),

@@ -76,7 +76,8 @@ def _not_shown(quantities: Sequence[Quantity], observables: Sequence[Observable]
     for o in observables:
         if o.required or o.kind == "evidence" or o.when == "handover" or o.effect_at in stages:
             continue
-        if (o.stage not in stages) if o.kind == "tensors" else ((o.stage, o.judged_as) not in judged):
+        keys = ((o.stage, o.key), (o.stage, o.judged_as))
+        if o.stage not in stages if o.kind == "tensors" else judged.isdisjoint(keys):
             yield f"the verdict is 'conforms', but {o.stage} ({o.key}) was not judged"
 
 

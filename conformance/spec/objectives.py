@@ -82,6 +82,10 @@ def curve(key: str, stage: str, words: str, *, printed: str = "") -> Observable:
     return replace(scalar(key, stage), drawn=True, panel="Policy and critic", title=title)
 
 
+# The quantities that decide an update. A cell without any other quantity of its objective is partly observed.
+_OF_CRITIC = ("critic.old_value", "return", "critic.value", "critic.loss")
+DECISIVE = frozenset(("old_logprob", "advantage", "logprob", "token_count", "loss", *_OF_CRITIC))
+
 # The metrics that verl prints.
 METRICS = (
     replace(curve("ppo_kl", "policy metrics", "KL to the old policy"), mean_of="approx_kl"),
@@ -172,12 +176,12 @@ class PolicyGradient:
         if self.kl_loss_coef:
             means[curve("kl_loss", "loss", "KL to the reference")] = REFERENCE_KL
         is_mean = self.loss_agg_mode == "token-mean"
-        return (
+        every = (
             *old,
             *reference,
             *self.estimate_observables(),
             rows("advantage", "advantages", column="advantages"),
-            replace(LOGPROBS, required=True),
+            LOGPROBS,
             rows("entropy", "entropy"),
             replace(rows("approx_kl", "ratios"), scale="logprob"),
             rows("ratio", "ratios"),
@@ -190,6 +194,7 @@ class PolicyGradient:
             *METRICS,
             *self.critic_observables(),
         )
+        return tuple(replace(o, required=o.key in DECISIVE) for o in every)
 
     def estimate_observables(self) -> tuple[Observable, ...]:
         """Returns the observables of a critic's pass over a rollout before its first update."""

@@ -70,7 +70,8 @@ class Observable:
         compares. Against the oracle, the error of the norm may be as large as the errors of all these tensors together,
         because they may all point in one direction.
     mean_of, max_of: key of the rows whose mean or maximum this scalar is. The judge computes it from the rows that the
-        cell itself recorded and compares only with this value, because the rows are compared with the oracle's.
+        cell itself recorded and compares only with this value, because the rows are compared with the oracle's. A cell
+        that does not record the rows is compared with the oracle's scalar.
     explains: key of the rows whose variance the rows ``made_of`` explain; this scalar is the explained share. It is
         computed from the recorded rows and compared, as a mean is.
     made_of: key of the rows of which this scalar is a weighted sum. The error of a sum of N numbers is about the error
@@ -124,7 +125,12 @@ class Observable:
     @property
     def is_of_rows(self) -> bool:
         """Tells whether the judge computes this scalar from the rows that the cell itself recorded."""
-        return bool(self.mean_of or self.max_of or self.explains)
+        return bool(self.rows_key)
+
+    @property
+    def rows_key(self) -> str:
+        """Returns the key of the rows that this scalar is computed from; empty if it is computed from none."""
+        return self.mean_of or self.max_of or self.explains
 
     @property
     def replica_stage(self) -> str:

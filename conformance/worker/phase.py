@@ -331,7 +331,9 @@ def check_values(metrics: StepMetrics, observables: tuple[Observable, ...], back
         )
     for key, observable in numbers.items():
         value = metrics.values.get(key)
-        if value is None and not observable.required:
+        if key not in metrics.values:
+            if observable.required:
+                raise ValueError(f"{backend}.train_step gave no {key}; every step needs it in StepMetrics.values")
             continue
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ValueError(f"{backend}.train_step gave {key}={value!r}; StepMetrics.values wants a plain number")
