@@ -222,7 +222,9 @@ class Selection(Options):
         metavar="BACKEND=EXECUTABLE",
         group=WHERE,
     )
-    cells: tuple[str, ...] = _option("cell ids; may be repeated", default=(), action="append", metavar="GLOB")
+    cells: tuple[str, ...] = _option(
+        "cell ids, with *, ? and {a,b}; may be repeated", default=(), action="append", metavar="GLOB"
+    )
     scenario: tuple[str, ...] = _option(
         "name or .toml file; with --layout, --precision and --model, each combination is a cell, instead of those of a "
         "profile; several with commas (default then: sft-packed)",

@@ -12,6 +12,7 @@ import dataclasses
 import fnmatch
 import itertools
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -333,11 +334,12 @@ def _layout(text: str, stride: int | None) -> Layout:
 def select(cells: Sequence[Cell], patterns: Sequence[str]) -> list[Cell]:
     """Returns the cells whose id, with or without seed and faults, matches a shell pattern; all without patterns.
 
-    Raises UsageError for a pattern that matches no cell.
+    ``{dp2,tp2}`` in a pattern stands for either text. Raises UsageError for a pattern that matches no cell.
     """
 
     def matches(cell: Cell, pattern: str) -> bool:
-        return any(fnmatch.fnmatchcase(name, pattern) for name in (str(cell), str(cell.plain)))
+        names = (str(cell), str(cell.plain))
+        return any(fnmatch.fnmatchcase(name, one) for name in names for one in _without_braces(pattern))
 
     for pattern in patterns:
         if not any(matches(cell, pattern) for cell in cells):
@@ -347,6 +349,14 @@ def select(cells: Sequence[Cell], patterns: Sequence[str]) -> list[Cell]:
                 f"parity list)"
             )
     return [cell for cell in cells if not patterns or any(matches(cell, pattern) for pattern in patterns)]
+
+
+def _without_braces(pattern: str) -> list[str]:
+    """Returns a pattern for each choice of ``{a,b}``, as a shell expands it."""
+    if not (braces := re.search(r"\{([^{}]*)\}", pattern)):
+        return [pattern]
+    choices = (pattern[: braces.start()] + choice + pattern[braces.end() :] for choice in braces[1].split(","))
+    return [one for choice in choices for one in _without_braces(choice)]
 
 
 def _near(pattern: str, cells: Sequence[Cell]) -> str:

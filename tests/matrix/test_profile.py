@@ -278,6 +278,14 @@ def test_a_pattern_need_not_name_seed_and_faults() -> None:
     ]
 
 
+def test_braces_in_a_pattern_stand_for_either_text() -> None:
+    chosen = select(cells_of("quick"), ["sft-sgd/*/fsdp2/dp{2.{tp2,sp2},8}*/exact"])
+    assert [str(cell) for cell in chosen] == [
+        "sft-sgd/llama/fsdp2/dp2.tp2.seqpar/exact",
+        "sft-sgd/qwen3/fsdp2/dp8.rep2/exact",
+    ]
+
+
 def test_a_pattern_that_matches_nothing_shows_what_ids_look_like() -> None:
     with pytest.raises(UsageError, match=r"no cell matches '\*/gpt2/\*'; ids look like grpo"):
         select(cells_of("quick"), ["*/gpt2/*"])
