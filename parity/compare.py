@@ -4,6 +4,7 @@ Everything after the first stage that differs follows from it, so that stage and
 """
 
 import math
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,13 +52,28 @@ class Comparison:
         """Whether every pair differs, or has gradients of at least one step to compare."""
         return all(pair.parted or any(stage.name == "gradients" for stage in pair.stages) for pair in self.pairs)
 
+    @property
+    def next_command(self) -> str:
+        """The command that tells more, with a word on what it does."""
+        first, *others = self.pairs[0].a.folder, *(pair.b.folder for pair in self.pairs)
+        command = shlex.join(["parity", "diff", str(first), *map(str, others)])
+        if not self.differs and not self.comparable:
+            return "parity diff --help   (the notes say what the records lack)"
+        if self.differs and not all("tensors" in run.loaded for pair in self.pairs for run in (pair.a, pair.b)):
+            return f"{command} --out diff   (draws the curves; record with full=True for the elements that differ)"
+        return f"{command} --out diff   (draws the curves: diff/diff.html)"
+
     def text(self) -> str:
         """Describe all comparisons for a person, in plain text that is Markdown as well."""
-        return "\n\n".join(explain.text(pair) for pair in self.pairs)
+        return "\n\n".join([*map(explain.text, self.pairs), f"Next: {self.next_command}"])
 
     def to_json(self) -> dict[str, Any]:
         """Give the comparisons as JSON values; numbers that are not finite are the strings "inf" and "nan"."""
-        return {"differs": self.differs, "pairs": [explain.values(pair) for pair in self.pairs]}
+        return {
+            "differs": self.differs,
+            "pairs": [explain.values(pair) for pair in self.pairs],
+            "next": self.next_command,
+        }
 
 
 def compare_records(folders: Sequence[Path], *, threshold: float | None) -> Comparison:

@@ -139,7 +139,7 @@ def likely_causes(pair: Pair, parted: Stage) -> Iterator[str]:
     elif (factor := _one_factor(different)) is not None:
         if parted.name == "update":
             yield f"The updates of B are {times_a(factor)}, in the same direction: another rate."
-        elif mean := mean_over(factor):
+        elif parted.name == "loss" and (mean := mean_over(factor)):
             yield f"B is {times_a(factor, of='A')}: {mean}."
     if parted.name == "update":
         for quantity in (q for q in different if q.norms and not all(q.norms)):

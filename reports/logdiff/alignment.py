@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from conformance.core.errors import UsageError
-from reports.logdiff.metrics import METRICS, is_evaluation, is_known, is_rate
+from reports.logdiff.metrics import METRICS, OF_RANK, is_evaluation, is_known, is_of_rank, is_rate
 from reports.logdiff.run import SHOWN, Curve, Floats, Run
 from reports.wording import plural
 
@@ -59,6 +59,8 @@ def align(sides: tuple[Sequence[Run], Sequence[Run]], *, by: str, chosen: Sequen
             notes.append(f"{run.name} counts the tokens of each step, not those so far; they were added up")
     for name in names:
         lacking = [run.name for run in runs if name not in run.curves]
+        if is_of_rank(name) and (lacking or len(runs) > 2):
+            continue
         if lacking and not is_known(name) and not chosen:
             unknown.append(name)
             continue
@@ -69,7 +71,7 @@ def align(sides: tuple[Sequence[Run], Sequence[Run]], *, by: str, chosen: Sequen
             _by_tokens(run, name) if by == "tokens" else Curve(run.curves[name].steps + shift, run.curves[name].values)
             for run, shift in zip(runs, shifts, strict=True)
         ]
-        averaged = [name in run.averaged for run in runs]
+        averaged = [name.partition(OF_RANK)[0] in run.averaged for run in runs]
         positions, values, note = _common(curves, averaged, by=by)
         if note:
             notes.append(f"{name}: {note}")
@@ -82,6 +84,8 @@ def align(sides: tuple[Sequence[Run], Sequence[Run]], *, by: str, chosen: Sequen
         split = len(sides[0])
         exact = is_rate(name) and by == "step"
         metrics.append(Aligned(metric=name, positions=positions, sides=(values[:split], values[split:]), exact=exact))
+    if count := sum(is_of_rank(one.metric) for one in metrics):
+        notes.append(f"{plural(count, 'curve')} of single ranks compared as well; those that differ are in the table")
     if unknown:
         missing.append(f"{listed(unknown)}: not in every log, under names that no table knows")
     if both := [own for own in runs[0].ignored if all(own in run.ignored for run in runs)]:
@@ -96,7 +100,8 @@ def align(sides: tuple[Sequence[Run], Sequence[Run]], *, by: str, chosen: Sequen
 
 
 def _in_order(metric: str) -> int:
-    return list(METRICS).index(metric) if is_known(metric) else len(METRICS)
+    """The place of a metric in the table; those of single ranks come last."""
+    return len(METRICS) + is_of_rank(metric) if metric not in METRICS else list(METRICS).index(metric)
 
 
 def listed(names: Sequence[str]) -> str:

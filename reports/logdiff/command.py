@@ -20,8 +20,9 @@ AGREE, PART, NOT_COMPARABLE = 0, 1, 3
 THRESHOLD = 0.05
 RECORD = "record.jsonl"  # in a folder that parity.record wrote
 HELP_OF_LOGS = (
-    "two or more logs or records, each held against the first; of a panel with several runs panel.csv#RUN, or the panel"
-    " alone for all its runs; wandb:ENTITY/PROJECT/RUN where wandb is installed"
+    "two or more logs or records, each held against the first; of a log with several runs LOG#RUN, or the log alone for"
+    " all its runs; panels of the same runs, one for each metric, together; files of one run as A+B;"
+    " wandb:ENTITY/PROJECT/RUN where wandb is installed"
 )
 HELP_OF_SIDE = "logs of one side, differing by their seeds; give it twice or more, instead of LOG"
 
@@ -71,10 +72,7 @@ def compare_sides(
     sides: Sequence[Sequence[str]], *, by: str = "step", threshold: float | None = None, metrics: Sequence[str] = ()
 ) -> "Comparisons | RecordComparison":
     """Compare the logs of each side, or records, with those of the first. Raises UsageError for unusable input."""
-    if len(sides) == 1 and len(sides[0]) == 1:
-        from reports.logdiff.readers import runs_in
-
-        sides = [[f"{sides[0][0]}#{run}"] for run in runs_in(sides[0][0])]
+    sides = _runs_of_panels(sides) or sides
     if len(sides) < 2:
         raise UsageError("diff needs two logs or more, such as: parity diff A.jsonl B.jsonl")
     if threshold is not None and not 0 < threshold < float("inf"):
@@ -97,6 +95,19 @@ def compare_sides(
     first, *others = _named(sides)
     pairs = tuple(compare(first, one, by=by, threshold=allowed, chosen=metrics) for one in others)
     return Comparisons(pairs=pairs, next_command=_next_command(sides, pairs, by=by, threshold=allowed))
+
+
+def _runs_of_panels(sides: Sequence[Sequence[str]]) -> list[list[str]]:
+    """One side for each run, if the logs are panels of the same several runs, or one log that holds several runs."""
+    from reports.logdiff.readers import runs_in, runs_of_panel
+
+    panels = [name for side in sides for name in side]
+    if not panels or len(panels) > len(sides) or _records(sides):
+        return []
+    runs = runs_of_panel(panels[0]) if len(panels) > 1 else runs_in(panels[0])
+    if len(runs) < 2 or any(sorted(runs_of_panel(panel)) != sorted(runs) for panel in panels[1:]):
+        return []
+    return [["+".join(f"{panel}#{run}" for panel in panels)] for run in runs]
 
 
 def _next_command(sides: Sequence[Sequence[str]], pairs: "Sequence[Comparison]", *, by: str, threshold: float) -> str:
@@ -130,7 +141,7 @@ def _named(sides: Sequence[Sequence[str]]) -> "list[Side]":
     names = [name for side in sides for name in side]
     if len({Path(name).resolve() for name in names}) < len(names):
         raise UsageError("the same log is given twice")
-    parts = [Path(name).parts for name in names]
+    parts = [Path(_label(name)).parts for name in names]
     shared = 0
     while all(len(part) > shared + 1 for part in parts) and len({part[shared] for part in parts}) == 1:
         shared += 1
@@ -138,6 +149,12 @@ def _named(sides: Sequence[Sequence[str]]) -> "list[Side]":
     read = [tuple(run_of(read_log(name), name=short[name]) for name in side) for side in sides]
     letters = [short[side[0]] if len(side) == 1 else f"side {chr(65 + place)}" for place, side in enumerate(sides)]
     return [Side(name=letter, runs=runs) for letter, runs in zip(letters, read, strict=True)]
+
+
+def _label(name: str) -> str:
+    """The run alone, if the name joins panels of one run."""
+    runs = {part.rpartition("#")[2] for part in name.split("+") if "#" in part}
+    return runs.pop() if "+" in name and len(runs) == 1 and not Path(name).exists() else name
 
 
 def _write(found: "Comparisons | RecordComparison", out: Path) -> None:
@@ -150,7 +167,7 @@ def _write(found: "Comparisons | RecordComparison", out: Path) -> None:
     except ModuleNotFoundError as error:
         raise UsageError(f"--out needs {error.name}; run: pip install 'backend-parity[report]'") from None
     if isinstance(found, Comparisons):
-        html, markdown = to_html(found.pairs), to_markdown(found.pairs)
+        html, markdown = to_html(found), to_markdown(found)
     else:
         html, markdown = records_to_html(found), found.text()
     try:

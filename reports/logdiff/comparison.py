@@ -9,7 +9,7 @@ import numpy as np
 from conformance.core.errors import UsageError
 from reports.logdiff.alignment import Aligned, Alignment, align
 from reports.logdiff.likely_causes import Evidence, LikelyCause, likely_causes
-from reports.logdiff.metrics import METRICS, RATIOS, of_any_size
+from reports.logdiff.metrics import METRICS, is_of_rank, is_ratio, of_any_size
 from reports.logdiff.run import Floats, Run
 from reports.logdiff.tolerance_band import Judged, within_digits, within_spread, within_threshold
 
@@ -84,6 +84,11 @@ class Comparison:
         return any(one.first for one in self.metrics)
 
     @property
+    def shown(self) -> tuple[Compared, ...]:
+        """The metrics, and of those of single ranks the ones that differ."""
+        return tuple(one for one in self.metrics if one.first or not is_of_rank(one.name))
+
+    @property
     def comparable(self) -> bool:
         """Whether at least one metric, and each requested metric, was compared."""
         return bool(self.metrics) and not self.lacking
@@ -120,7 +125,7 @@ def compare(a: Side, b: Side, *, by: str, threshold: float, chosen: Sequence[str
         elif one.exact:
             judged = within_digits(x[0], y[0], zeros=zeros)
         else:
-            noisy = one.metric in RATIOS
+            noisy = is_ratio(one.metric)
             judged = within_threshold(x[0], y[0], threshold, any_size=any_size, noisy=noisy, zeros=zeros)
         means = x.mean(axis=0), y.mean(axis=0)
         metrics.append(Compared(aligned=one, means=means, judged=judged, first=_first(one, judged)))

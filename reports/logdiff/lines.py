@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 from conformance.core.errors import UsageError
 from reports.logdiff.metrics import canonical
-from reports.logdiff.rows import LARGEST_STEP, NO_STEP, Bar, RoundedZero, Row, numbered, row_of
+from reports.logdiff.rows import LARGEST_STEP, NO_STEP, Bar, RoundedZero, Row, numbered, other_format, row_of
 
 ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 NUMBER = (
@@ -54,6 +54,8 @@ COUNTER = re.compile(
 BAR = re.compile(r"\|\s{0,8}(\d{1,12})/(\d{1,12}) \[([^\]]{0,2000})\]?")
 TUNED = re.compile(r"\d{1,6}\|(\d{1,15})\|(Loss: [^\s:]{1,40}):\s")  # what torchtune writes before a bar
 BARE = re.compile(r"[=\-*#\s]{0,200}$")
+QUOTES = re.compile(r"['\"{}]")
+METRIC = re.compile(r"(?i)loss|norm|reward")  # in a line that may be of another format
 LM_LOSS, SKIPPED = "lm loss", "number of skipped iterations"
 
 
@@ -92,6 +94,7 @@ def read_lines(lines: Sequence[Line], *, name: str) -> tuple[list[Row], tuple[st
     rows: list[Row] = []
     bars: list[Bar] = []
     block: Row | None = None
+    others: list[int] = []
     for line in lines:
         marks = [(found, int(found[1]), int(found[2])) for found in BAR.finditer(line.text)]
         if marks and (tuned := TUNED.search(line.text)):
@@ -116,7 +119,10 @@ def read_lines(lines: Sequence[Line], *, name: str) -> tuple[list[Row], tuple[st
             rows.append(row)
         elif block and item:
             rows[-1] = block = replace(block, values={**block.values, item[1]: number_of(item[2])})
-    return numbered(_megatron([row for row in rows if compared(row.values)]), bars)
+        elif METRIC.search(text) and len({*filter(canonical, pairs(QUOTES.sub("", text)))}) > 1:
+            others.append(line.number)
+    in_steps, notes = numbered(_megatron([row for row in rows if compared(row.values)]), bars)
+    return in_steps, (*notes, other_format(len(others), others[0])) if in_steps and len(others) > 1 else notes
 
 
 def _row(line: Line, step: int | None, values: Mapping[str, float], *, bar: bool = False) -> Row:
@@ -169,7 +175,7 @@ def _row_of_dictionary(line: Line, begin: int) -> Row | None:
             line.text[begin:],
         )
         row = row_of({own: value.strip("'\"") for own, value in quoted})
-    return None if row.step == NO_STEP else replace(row, process=line.process, pid=line.pid)
+    return None if row.step == NO_STEP else replace(row, process=line.process or row.process, pid=line.pid)
 
 
 def pairs(text: str) -> dict[str, float]:

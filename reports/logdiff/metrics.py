@@ -152,8 +152,16 @@ def canonical(own: str) -> Place | None:
     return Place(short, 0, unit) if LOOKS.search(short.replace("_", "/")) and not LOOKS_NOT.search(short) else None
 
 
+OF_RANK = " of "  # between a metric and the rank whose own numbers a curve has
+
+
 def is_known(metric: str) -> bool:
-    return metric in METRICS
+    return metric.partition(OF_RANK)[0] in METRICS
+
+
+def is_of_rank(metric: str) -> bool:
+    """Tell whether a curve holds the numbers of one rank, such as ``loss of rank 3``."""
+    return OF_RANK in metric
 
 
 def is_evaluation(metric: str) -> bool:
@@ -171,4 +179,8 @@ def of_any_size(metric: str) -> bool:
 
 
 RATIOS = ("kl", "ppo_kl", "clip_fraction")
-"""Metrics of what one policy does beside another: small numbers, whose noise is large beside their size."""
+
+
+def is_ratio(metric: str) -> bool:
+    """Tell whether a metric compares two policies: its numbers are small, and their noise is large beside them."""
+    return metric.partition(OF_RANK)[0] in RATIOS

@@ -70,7 +70,7 @@ def headline(comparison: Comparison) -> str:
         what = " or ".join(comparison.lacking) or "metric"
         return f"{names} cannot be compared: they have no {what} at a common {comparison.alignment.by}."
     if first is None:
-        count = len(comparison.metrics)
+        count = len(comparison.shown)
         return f"{names} agree within the band in {count} metric{'s' * (count != 1)}."
     assert first.first
     if not math.isfinite(first.first.difference):
@@ -108,7 +108,7 @@ def band(comparison: Comparison) -> str:
     """What the band is made of."""
     if comparison.threshold is not None:
         allowed = percent(comparison.threshold).lstrip("+")
-        exact = [one.name for one in comparison.metrics if one.aligned.exact]
+        exact = [one.name for one in comparison.shown if one.aligned.exact]
         but = f"; of {' and '.join(exact)}, only digits that are not printed" if exact else ""
         return f"Allowed is a relative difference of ±{allowed} at every {comparison.alignment.by}{but}."
     counts = " and ".join(str(len(side.runs)) for side in comparison.sides)
@@ -120,7 +120,7 @@ def band(comparison: Comparison) -> str:
 
 def rows(comparison: Comparison) -> list[tuple[str, ...]]:
     """A row of the table per metric, under HEADS."""
-    return [_row(one, comparison.alignment.by) for one in comparison.metrics]
+    return [_row(one, comparison.alignment.by) for one in comparison.shown]
 
 
 def _row(one: Compared, by: str) -> tuple[str, ...]:
@@ -187,8 +187,9 @@ def _metric(one: Compared) -> dict[str, Any]:
     }
 
 
-def to_markdown(comparisons: Sequence[Comparison]) -> str:
-    return f"## {plain(title(comparisons))}\n\n" + "\n".join(map(_block, comparisons))
+def to_markdown(found: Comparisons) -> str:
+    blocks = "\n".join(map(_block, found.pairs))
+    return f"## {plain(title(found.pairs))}\n\n{blocks}\nNext: `{found.next_command}`\n"
 
 
 def _block(comparison: Comparison) -> str:

@@ -12,28 +12,34 @@ import conformance
 from conformance.records.record_format import dumps
 from reports.html import TEMPLATES, environment
 from reports.logdiff.comparison import Compared, Comparison
-from reports.logdiff.output import HEADS, band, cause_texts, headline, notes, rows, sides, title
+from reports.logdiff.output import HEADS, Comparisons, band, cause_texts, headline, notes, rows, sides, title
 from reports.page_data import pack
 
 SCRIPTS = ("make", "words", "data", "charts", "tip", "runs")  # in the order in which they run
 POINTS = 400  # of a curve that are drawn
 
 
-def to_html(comparisons: Sequence[Comparison]) -> str:
-    state = "differs" if any(one.differs for one in comparisons) else "conforms"
+def to_html(found: Comparisons) -> str:
     return render(
-        title=title(comparisons),
-        state=state if all(one.comparable for one in comparisons) or state == "differs" else "incomplete",
+        title=title(found.pairs),
+        state="differs" if found.differs else "conforms" if found.comparable else "incomplete",
         heads=HEADS,
-        comparisons=[_said(one) for one in comparisons],
-        curves=[[_drawn(metric, one) for metric in one.metrics] for one in comparisons],
+        comparisons=[_said(one) for one in found.pairs],
+        curves=[[_drawn(metric, one) for metric in one.shown] for one in found.pairs],
+        next_command=found.next_command,
     )
 
 
 def render(
-    *, title: str, state: str, heads: Sequence[str], comparisons: Sequence[dict[str, Any]], curves: Sequence[Any]
+    *,
+    title: str,
+    state: str,
+    heads: Sequence[str],
+    comparisons: Sequence[dict[str, Any]],
+    curves: Sequence[Any],
+    next_command: str,
 ) -> str:
-    """Fill the page with one section for each comparison, and with its curves."""
+    """Fill the page with one section for each comparison, with its curves and with the command to run next."""
     script = "\n".join((TEMPLATES / f"{name}.js").read_text(encoding="utf-8") for name in SCRIPTS)
     return (
         environment()
@@ -49,6 +55,7 @@ def render(
             script=Markup(script),
             script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
             curves=pack(dumps(curves)),
+            next_command=next_command,
         )
     )
 

@@ -2,7 +2,9 @@
 
 CSV has a header with a counter of steps. wandb exports a panel in this format: it names a column ``RUN - METRIC`` and
 adds ``__MIN`` and ``__MAX`` of the interval that a point stands for, which are not metrics here (docs.wandb.ai, "Export
-data from a panel"); SwanLab names it ``RUN-METRIC``. Of several runs one is read at a time: ``panel.csv#RUN``.
+data from a panel"); SwanLab names it ``RUN-METRIC``. Of several runs one is read at a time: ``panel.csv#RUN``. Where a
+log begins again at its first step, it holds several runs: ``log.jsonl#1``, ``log.jsonl#2``. Several files of one run
+are joined by ``+``: ``loss.csv+grad_norm.csv``.
 
 JSON is lines of objects (this project's log, wandb's history, verl's file logger), or Hugging Face's
 trainer_state.json. An object with a counter of steps is a row. The first object without one is the header, which holds
@@ -166,6 +168,8 @@ def _read_lines(text: str) -> Log | None:
             for own, value in _no_numbers(objects[-1]):
                 wrong.setdefault(own, []).append(f"first {shown(value)} in line {number}")
     notes = [f"{own} is no number in {len(lines)} lines, {lines[0]}" for own, lines in wrong.items()]
+    if len(broken) > len(objects):
+        return None  # a console, in which some lines are JSON
     if broken:
         notes.append(f"{len(broken)} lines are no JSON, perhaps cut off, first line {broken[0]}; they were left out")
     return _log(objects, notes=notes)
@@ -240,9 +244,11 @@ def read_log(name: str) -> Log:
     if name.startswith(WANDB):
         return read_wandb(name.removeprefix(WANDB))
     path, chosen = Path(name), None
-    if not path.exists() and "#" in name:
-        before, _, chosen = name.rpartition("#")
-        path = Path(before)
+    before, mark, run = name.rpartition("#")
+    if not path.exists() and "+" in name and not (mark and Path(before).exists()):
+        return _joined([read_log(part) for part in name.split("+")])
+    if not path.exists() and mark:
+        path, chosen = Path(before), run
     if path.is_dir() and (metrics := path / "metrics").is_dir():
         return _read_mlflow(metrics)
     if path.is_dir():
@@ -257,6 +263,17 @@ def read_log(name: str) -> Log:
         raise UsageError(f"{path} is packed by gzip; unpack it first: gunzip {path}")
     wide = data.startswith((b"\xff\xfe", b"\xfe\xff"))  # as PowerShell writes what it redirects
     return read_text(data.decode("utf-16" if wide else "utf-8", errors="replace"), name=str(path), chosen=chosen)
+
+
+def _joined(logs: Sequence[Log]) -> Log:
+    """The log of a run that several files hold, such as one for each metric."""
+    return Log(
+        format=" and ".join(dict.fromkeys(log.format for log in logs)),
+        rows=sorted((row for log in logs for row in log.rows), key=lambda row: row.step or 0),
+        averaged=frozenset().union(*(log.averaged for log in logs)),
+        facts={name: value for log in logs for name, value in log.facts.items()},
+        notes=tuple(dict.fromkeys(note for log in logs for note in log.notes)),
+    )
 
 
 def _read_mlflow(metrics: Path) -> Log:
@@ -283,8 +300,8 @@ def read_text(text: str, *, name: str, chosen: str | None = None) -> Log:
         rows, notes = read_lines(lines, name=name)
         form = format_of(line.text for line in lines)
         found = Log(format=form.name, rows=rows, averaged=frozenset({"loss"} if form.averaged else ()), notes=notes)
-    if chosen is not None and found.format not in ("wandb CSV", "SwanLab CSV"):
-        raise UsageError(f"{name} is no panel of wandb with several runs; name it without #{chosen}")
+    if found.format not in PANELS:
+        found = _chosen(found, name=name, chosen=chosen)
     if not found.rows:
         first = next((line for line in text.split("\n") if line.strip()), "")
         looked_for = ", ".join(dict.fromkeys(one.name for one in FORMATS))
@@ -296,11 +313,47 @@ def read_text(text: str, *, name: str, chosen: str | None = None) -> Log:
     return found
 
 
+PANELS = ("wandb CSV", "SwanLab CSV")
+
+
+def _chosen(log: Log, *, name: str, chosen: str | None) -> Log:
+    """The run that was asked for, of a log that begins again; the whole log, with a note, if none was."""
+    parts = _runs(log.rows)
+    if chosen is None:
+        names = " and ".join(f"{name}#{number}" for number in range(1, len(parts) + 1))
+        note = f"the log begins again at its first step; its {len(parts)} runs are {names}"
+        return replace(log, notes=(*log.notes, note)) if len(parts) > 1 else log
+    if len(parts) < 2 or chosen not in map(str, range(1, len(parts) + 1)):
+        raise UsageError(f"{name} holds {len(parts)} run{'s' * (len(parts) > 1)} and none called {chosen!r}")
+    return replace(log, rows=parts[int(chosen) - 1])
+
+
+def _runs(rows: Sequence[Row]) -> list[list[Row]]:
+    """The rows of each run, where one process begins again at the first step that it had."""
+    found: list[list[Row]] = []
+    single = len({row.process for row in rows}) == 1
+    for row in rows:
+        assert row.step is not None
+        if not found or (single and row.step == found[0][0].step and (found[-1][-1].step or 0) > row.step):
+            found.append([])
+        found[-1].append(row)
+    return found
+
+
 def runs_in(name: str) -> list[str]:
+    """The runs of a panel, or the numbers of those that a log holds which begins again; none of any other log."""
+    if runs := runs_of_panel(name):
+        return runs
+    parts = _runs(read_log(name).rows) if Path(name).is_file() else []
+    return [str(number) for number in range(1, len(parts) + 1)] if len(parts) > 1 else []
+
+
+def runs_of_panel(name: str) -> list[str]:
     """The runs whose columns a table of several runs has; none of any other log."""
     path = Path(name)
-    first = _read(path)[:LONGEST_HEADER].decode(errors="replace").split("\n")[0] if path.is_file() else ""
-    columns = _cells([first.strip("\ufeff\r")], max(",;\t", key=first.count), name=name)[0]
+    start = _read(path)[:LONGEST_HEADER].decode(errors="replace") if path.is_file() else ""
+    first = re.split(r"[\r\n]", start.lstrip("\ufeff"), maxsplit=1)[0]
+    columns = _cells([first], max(",;\t", key=first.count), name=name)[0]
     return list(dict.fromkeys(run for run, _ in _split_columns(columns).values()))
 
 

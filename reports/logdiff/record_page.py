@@ -21,6 +21,7 @@ def records_to_html(comparison: Comparison) -> str:
         heads=HEADS,
         comparisons=[_section(pair) for pair in comparison.pairs],
         curves=[_curves(pair) for pair in comparison.pairs],
+        next_command=comparison.next_command,
     )
 
 

@@ -13,6 +13,7 @@ from reports.logdiff.metrics import STEP, canonical, is_evaluation
 LARGEST_STEP = 15  # digits
 TRANSPARENT = ("data", "metrics")  # keys whose objects are flattened without their name
 LARGEST = 2**63  # of whole numbers; an identifier may be larger
+RANK = ("rank", "global_rank", "process_index")  # names of the process in a line of JSON
 NO_STEP = -1  # of a row whose step is no whole number, or too large
 COUNTED = "the log counts no steps: its lines are counted instead (1, 2, 3, ...)"
 
@@ -72,9 +73,10 @@ def row_of(one: Mapping[str, Any]) -> Row:
     if counter := next((lower[name] for name in STEP if name in lower), None):
         number = values[counter]
         step = int(number) if number.is_integer() and 0 <= number < 10**LARGEST_STEP else NO_STEP
+    process = next((f"rank {values[lower[name]]:g}" for name in RANK if name in lower), "")
     summary = any(name.endswith("train_runtime") for name in values)  # the Trainer's last line sums the run up
     values = {name: value for name, value in values.items() if name.lower() not in STEP and not summary}
-    return Row(step, values, frozenset(name for name, value in named.items() if value is None))
+    return Row(step, values, frozenset(name for name, value in named.items() if value is None), process)
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float | None]]:
@@ -113,8 +115,9 @@ def numbered(rows: Sequence[Row], bars: Sequence[Bar] = ()) -> tuple[list[Row], 
     """The rows, each with a step; and a note if lines had to be counted.
 
     Where most rows that train name their step, another one has that of the row before it. Else the rows are counted.
-    A line that is printed twice is one step. Where the epoch goes back, a resume goes back to the row of that epoch.
-    Then progress bars tell what a row counts for, or the epoch does if the bar reached its end.
+    A line that names its step among those that do not is of another format: it is left out, and a note counts such
+    lines. A line that is printed twice is one step. Where the epoch goes back, a resume goes back to the row of that
+    epoch. Then progress bars tell what a row counts for, or the epoch does if the bar reached its end.
     """
     rows = [row for row in rows if row.step != NO_STEP]
     trained = [row for row in rows if row.trains]
@@ -125,15 +128,29 @@ def numbered(rows: Sequence[Row], bars: Sequence[Bar] = ()) -> tuple[list[Row], 
             step = step if row.step is None else row.step
             found += [] if step is None else [replace(row, step=step)]
         return found, (f"{lacking} lines name no step; they have that of the line before",) if lacking else ()
+    foreign = sum(row.step is not None for row in rows if row.trains)
+    rows, bars = _without_steps(rows, bars)
     processes = dict.fromkeys(row.process for row in rows)
     steps: dict[int, int] = {}
-    notes: set[str] = set()
+    notes = {other_format(foreign)} if foreign else set()
     for process in processes:
         places = [place for place, row in enumerate(rows) if row.process == process]
         found_steps, note = _steps(rows, places, bars)
         steps |= found_steps
         notes |= {note} - {""}
     return [replace(row, step=steps[place]) for place, row in enumerate(rows)], tuple(sorted(notes))
+
+
+def other_format(count: int, first: int | None = None) -> str:
+    """The note on lines of a second format; ``first``: the number of the first of them."""
+    where = "" if first is None else f", first line {first}"
+    return f"{count} line{'s' * (count != 1)} of another format were not read{where}"
+
+
+def _without_steps(rows: Sequence[Row], bars: Sequence[Bar]) -> tuple[list[Row], list[Bar]]:
+    """The rows but those that train and name a step, and the bars with the number of such rows before them."""
+    kept = [place for place, row in enumerate(rows) if row.step is None or not row.trains]
+    return [rows[place] for place in kept], [(bisect_left(kept, before), done, total) for before, done, total in bars]
 
 
 def _steps(rows: Sequence[Row], places: Sequence[int], bars: Sequence[Bar]) -> tuple[dict[int, int], str]:

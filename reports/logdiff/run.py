@@ -5,7 +5,8 @@ NaN, and serializers write null for it (orjson, JavaScript, pandas; pandas leave
 written of a metric that a step does not have, such as an evaluation. The other steps tell: a blank where the metric was
 due, on a step that has what it usually comes with, is NaN. Any other blank is no value.
 
-Several processes may log each step. Their numbers are averaged, as a trainer averages a loss over ranks. Where a log
+Several processes may log each step. Their numbers are averaged, as a trainer averages a loss over ranks, and those of
+ranks that the log names are kept as well. Where a log
 goes back to a step that it had (a resume), the later lines count.
 
 What had to be put right on the way is kept as notes, in words, and reported with the result.
@@ -24,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from conformance.core.errors import UsageError
-from reports.logdiff.metrics import METRICS, TOKENS, Place, canonical, is_evaluation, is_known, plain_name
+from reports.logdiff.metrics import METRICS, OF_RANK, TOKENS, Place, canonical, is_evaluation, is_known, plain_name
 from reports.logdiff.rows import Log, RoundedZero, Row
 
 SHOWN = 5  # places of a resume, and names, in a note
@@ -134,7 +135,8 @@ def run_of(log: Log, *, name: str) -> Run:
                 blank.setdefault(place.metric, set()).add(row.step)
                 if again:  # of a step that is logged twice, the later line counts
                     points.get(place.metric, {}).pop(row.step, None)
-    notes += _told_of_processes(points)
+    apart = _steps_apart(points)
+    notes += _notes_on_processes(points, apart)
     found = {
         metric: {step: float(np.mean([value for _, value in one.values()])) for step, one in steps.items()}
         for metric, steps in points.items()
@@ -151,6 +153,11 @@ def run_of(log: Log, *, name: str) -> Run:
         metric: _curve(found[metric])
         for metric in (*METRICS, *(m for m in found if not is_known(m)))
         if found.get(metric)
+    }
+    curves |= {
+        f"{metric}{OF_RANK}{rank}": _curve(steps)
+        for metric in apart
+        for rank, steps in _of_ranks(points[metric]).items()
     }
     if not curves:
         names = ", ".join(list(ignored)[:12]) or "nothing"
@@ -178,19 +185,41 @@ def _place(own: str) -> Place | None:
     return Place("tokens", TOKENS.index(name), 1.0) if name in TOKENS else canonical(own)
 
 
-def _told_of_processes(points: Points) -> list[str]:
+def _steps_apart(points: Points) -> dict[str, int]:
+    """Of each metric in which processes differ, the number of steps at which they do."""
+    counts = {
+        metric: sum(len({value for _, value in one.values() if value == value}) > 1 for one in steps.values())
+        for metric, steps in points.items()
+    }
+    return {metric: count for metric, count in counts.items() if count}
+
+
+def _notes_on_processes(points: Points, apart: Mapping[str, int]) -> list[str]:
     """A note on metrics that several processes log at a step."""
-    counts = {metric: max(map(len, steps.values()), default=0) for metric, steps in points.items()}
-    several = {metric: count for metric, count in counts.items() if count > 1}
-    if not several:
+    counts = {metric: [len(one) for one in steps.values()] for metric, steps in points.items()}
+    most = max((max(one, default=0) for one in counts.values()), default=0)
+    if most < 2:
         return []
-    differing = [
-        metric
-        for metric in several
-        if any(len({value for _, value in one.values() if value == value}) > 1 for one in points[metric].values())
+    merged = max(sum(one) - len(one) for one in counts.values())
+    what = ", ".join(f"{metric} at {count} of {len(points[metric])} steps" for metric, count in apart.items())
+    return [
+        f"{most} processes log each step"
+        + (
+            f" and differ in {what}: their means are compared"
+            if apart
+            else f": {merged} lines that repeat others were merged"
+        )
     ]
-    what = f"their means are compared ({', '.join(differing)})" if differing else "all say the same"
-    return [f"{max(several.values())} processes log each step: {what}"]
+
+
+def _of_ranks(steps: Mapping[int, Mapping[str, tuple[int, float]]]) -> dict[str, dict[int, float]]:
+    """The values of a metric by step, of each rank or host that the log names."""
+    found: dict[str, dict[int, float]] = {}
+    for step, processes in steps.items():
+        for process, (_, value) in processes.items():
+            if name := process.removesuffix(" 0 0") if process.endswith(" 0 0") else "":
+                found.setdefault(name, {})[step] = value
+    return found
 
 
 def _by_process(rows: Sequence[Row]) -> tuple[list[Row], tuple[int, ...], list[str]]:

@@ -283,6 +283,7 @@ def test_the_markdown_says_what_the_terminal_says(written: Path) -> None:
     )
     assert "✅ a.jsonl and c.jsonl agree within the band in 3 metrics." in text
     assert "| loss | 80 steps | 40 | +20% | ±5% | 41 of 80 | +20% at " in text
+    assert text.splitlines()[-1].startswith("Next: `parity diff ")
 
 
 def test_the_page_draws_every_metric_and_its_difference(written: Path, browser: Browser) -> None:
@@ -298,5 +299,6 @@ def test_the_page_draws_every_metric_and_its_difference(written: Path, browser: 
     assert browser.run("document.querySelectorAll('#curves-0 .mark.over').length") == 1
     assert browser.run("document.querySelectorAll('#curves-0 path.nan').length") == 2
     assert browser.run("document.querySelectorAll('img').length") == 0
+    assert browser.run("document.querySelector('main > p:last-child').textContent").startswith("Next: parity diff ")
     assert browser.run("document.querySelector('h1').textContent") == "1 of 2 runs part from the first"
     assert browser.problems == []

@@ -160,11 +160,11 @@ def test_rounded_epochs_that_repeat_are_no_resume() -> None:
 def test_lines_printed_by_two_processes_count_once() -> None:
     run = opened("".join(2 * trainer(step) for step in range(1, 31)))
     assert points(run) == losses(range(1, 31))
-    assert run.notes == (COUNTED, "2 processes log each step: all say the same")
+    assert set(run.notes) == {COUNTED, "2 processes log each step: 30 lines that repeat others were merged"}
 
 
 @pytest.mark.parametrize("named", [True, False])
-def test_losses_of_ranks_are_averaged(named: bool) -> None:
+def test_losses_of_ranks_are_averaged_and_kept(named: bool) -> None:
     lines = [
         f"{f'[rank{rank}]:' if named else ''}step: {step}  loss:  {step + rank}.5  grad_norm:  0.5\n"
         for step in range(1, 9)
@@ -175,7 +175,88 @@ def test_losses_of_ranks_are_averaged(named: bool) -> None:
     run = opened("".join(lines))
     assert points(run) == {step: step + 2.0 for step in range(1, 9)}
     assert run.resumed == ()
-    assert run.notes == ("4 processes log each step: their means are compared (loss)",)
+    note = "4 processes log each step and differ in loss at 8 of 8 steps: their means are compared"
+    assert run.notes == (note,)
+    own = {name: points(run, name) for name in run.curves if name not in ("loss", "grad_norm")}
+    assert own == {
+        f"loss of rank {rank}": {step: step + rank + 0.5 for step in range(1, 9)} for rank in range(4) if named
+    }
+
+
+FORMS_OF_RANKS = ("[rank{0}]:step: {1}  loss:  {2}\n", '{{"step": {1}, "rank": {0}, "loss": {2}}}\n')
+
+
+@pytest.mark.parametrize("form", FORMS_OF_RANKS)
+@pytest.mark.parametrize("wrong", [1, None])
+def test_ranks_are_compared_one_by_one(form: str, wrong: int | None, tmp_path: Path) -> None:
+    for name in "ab":
+        lines = [
+            form.format(rank, step, (2 + rank + 1 / step) * (1.1 if name == "b" and rank == wrong else 1))
+            for step in range(1, 9)
+            for rank in range(4)
+        ]
+        (tmp_path / name).write_text("".join(lines), encoding="utf-8")
+    found = compare_sides([[str(tmp_path / name)] for name in "ab"])
+    assert isinstance(found, Comparisons)
+    (pair,) = found.pairs
+    assert [one.name for one in pair.shown] == ["loss", *([] if wrong is None else [f"loss of rank {wrong}"])]
+    assert pair.differs == (wrong is not None)
+    assert "4 curves of single ranks compared as well" in found.text()
+    assert "no table knows" not in found.text()
+
+
+def test_lines_of_a_second_format_are_counted() -> None:
+    deepspeed = (
+        "[2026-01-05 10:00:00,123] [INFO] [logging.py:128:log_dist] [Rank 0] step={0}, skipped=0, lr=[{0}e-06]\n"
+    )
+    between = [trainer(step) + (deepspeed.format(7 * step) if step % 10 == 0 else "") for step in range(1, 31)]
+    run = opened("".join(between))
+    assert points(run) == losses(range(1, 31))
+    assert run.notes == ("3 lines of another format were not read", COUNTED)
+    without = "epoch done, loss: 2.5, reward: 0.5\n{'loss': 0.5, 'grad_norm': 1.0}\n"
+    run = opened("step: 1  loss: 2.5\n" + without + "step: 2  loss: 2.5\n")
+    assert points(run) == {1: 2.5, 2: 2.5}
+    assert run.notes == ("2 lines of another format were not read, first line 2",)
+
+
+def test_logs_of_bars_are_no_panels(tmp_path: Path) -> None:
+    bars = [f"{n}/3 [00:01<01:00, 1s/it, gpt_loss=2.{n}]" for n in (1, 2, 3)]
+    for name in "ab":
+        (tmp_path / name).write_text("\r".join(f" 1%| | {one}" for one in bars), encoding="utf-8", newline="")
+    assert not compare_sides([[str(tmp_path / name)] for name in "ab"]).differs
+
+
+def test_a_console_may_begin_with_json() -> None:
+    run = opened('{"model": "llama", "lr": 1e-5, "train": {"loss": 1}}\n' + "".join(map(trainer, range(1, 31))))
+    assert points(run) == losses(range(1, 31))
+
+
+def test_a_log_that_begins_again_holds_runs(tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    rows = [{"step": step, "loss": factor / step} for factor in (1, 2) for step in range(1, 9)]
+    log.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    assert points(run_of(read_log(f"{log}#2"), name="2")) == {step: 2 / step for step in range(1, 9)}
+    assert f"its 2 runs are {log}#1 and {log}#2" in run_of(read_log(str(log)), name="log").notes[0]
+    assert compare_sides([[str(log)]]).differs
+    with pytest.raises(UsageError, match="holds 2 runs and none called '3'"):
+        read_log(f"{log}#3")
+
+
+def test_panels_of_one_pair_are_one_comparison(tmp_path: Path) -> None:
+    names = {"loss": "train/loss", "norm": "train/grad_norm"}
+    for name, own in names.items():
+        runs = ("run-a", "run-b") if name == "loss" else ("run-b", "run-a")
+        text = ",".join(["Step", *(f"{run} - {own}" for run in runs)])
+        text += "".join(
+            f"\n{step}," + ",".join("2.5" if run == "run-a" or name == "loss" else "5.0" for run in runs)
+            for step in range(9)
+        )
+        (tmp_path / f"{name}.csv").write_text(text, encoding="utf-8")
+    found = compare_sides([[str(tmp_path / f"{name}.csv")] for name in names])
+    assert isinstance(found, Comparisons)
+    (pair,) = found.pairs
+    assert [side.name for side in pair.sides] == ["run-a", "run-b"]
+    assert {one.name: bool(one.first) for one in pair.metrics} == {"loss": False, "grad_norm": True}
 
 
 def test_a_rank_without_a_number_makes_the_mean_nan() -> None:

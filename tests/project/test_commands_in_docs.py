@@ -88,6 +88,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
                 (tmp_path / f"{name}.{end}").write_text(text)
     table = "step,run-a - loss,run-b - loss\n" + "".join(f"{step},{2 / (step + 1)},1\n" for step in range(20))
     (tmp_path / "panel.csv").write_text(table)
+    (tmp_path / "panel-norm.csv").write_text(table.replace("loss", "grad_norm"))
     (tmp_path / "reports").symlink_to(ROOT / "reports")
     monkeypatch.chdir(tmp_path)
     return tmp_path

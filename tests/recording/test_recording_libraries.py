@@ -123,7 +123,11 @@ def test_records_diff_writes_html(plain: Path, tmp_path: Path, capsys: pytest.Ca
     html = (tmp_path / "html" / "diff.html").read_text(encoding="utf-8")
     assert "<h1>The records part</h1>" in html
     assert f"{plain} and {other} part at step 0, batch" in html
-    assert (tmp_path / "html" / "diff.md").read_text(encoding="utf-8").startswith(f"{plain}: 3 steps")
+    markdown = (tmp_path / "html" / "diff.md").read_text(encoding="utf-8")
+    assert markdown.startswith(f"{plain}: 3 steps")
+    command = f"Next: parity diff {plain} {other} --out diff"
+    assert command in markdown
+    assert command in html.replace("<code>", "")
     assert capsys.readouterr().out.rstrip().endswith("diff.html")
 
 

@@ -85,6 +85,17 @@ def test_rows_that_names_leave_out_are_told(tmp_path: Path) -> None:
     )
 
 
+def test_twice_the_rate_is_no_mean_over_micro_batches(tmp_path: Path) -> None:
+    twice = AdamW([nn.Parameter(torch.zeros(1))], lr=0.2)
+    a, b = two_steps(tmp_path / "a"), two_steps(tmp_path / "b", optimizer=twice)
+    found = compare_records([a, b], threshold=None)
+    parted = found.pairs[0].parted
+    assert parted is not None
+    assert parted.name == "optimizer"
+    assert "A 0.1, B 0.2; times 2" in found.text()
+    assert "micro-batches" not in found.text()
+
+
 def test_the_class_of_an_optimizer_is_told_and_is_no_difference(tmp_path: Path) -> None:
     class FusedAdam(AdamW):
         """As Apex's: the same step under another name, with a setting of its own."""
