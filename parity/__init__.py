@@ -15,8 +15,9 @@ Run the conformance suite, and read its results as pandas tables::
 
 Test a backend of your own: implement ``Backend`` (docs/guides/adding-a-backend.md). ``Scenario``, ``Layout`` and
 ``Batch`` are what it is given; ``StepMetrics`` and ``Shard`` are what it returns. ``flatten``, ``target_logprobs``,
-``by_row``, ``whole``, ``whole_tensors``, ``shards`` and ``runs_code`` are helpers that most adapters need. Known
-defects of a library are declared with ``ExpectedDifference``.
+``by_row``, ``whole``, ``whole_tensors``, ``shards`` and ``runs_code`` are helpers that most adapters need; ``Paused``,
+``on_cpu`` and ``float64_for`` are for frameworks that own their loop or were written for GPUs. Known defects of a
+library are declared with ``ExpectedDifference``.
 
 Importing this module imports nothing else; each name is imported when it is used first.
 """
@@ -26,6 +27,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from conformance.backends.adapter_helpers import by_row, flatten, shards, target_logprobs, whole, whole_tensors
+    from conformance.backends.on_cpu import float64_for, on_cpu
+    from conformance.backends.paused import Paused
     from conformance.backends.protocol import (
         Backend,
         BackendInfo,
@@ -75,6 +78,7 @@ __all__ = [
     "LostEmbeddingGradient",
     "NamedTensors",
     "PaddedSoftmax",
+    "Paused",
     "Recorder",
     "ResummedHeadNorms",
     "RoundedMasters",
@@ -97,7 +101,9 @@ __all__ = [
     "by_row",
     "diff",
     "flatten",
+    "float64_for",
     "load",
+    "on_cpu",
     "record",
     "run",
     "runs_code",
@@ -123,6 +129,8 @@ _NAMES = {
     "conformance.backends.adapter_helpers": (
         *("flatten", "target_logprobs", "by_row", "whole", "whole_tensors", "shards"),
     ),
+    "conformance.backends.on_cpu": ("on_cpu", "float64_for"),
+    "conformance.backends.paused": ("Paused",),
     "conformance.models.folder_checks": ("runs_code",),
     "conformance.spec.known_defects": (
         *("ExpectedDifference", "Unmodelled", "DividedGradients", "LostEmbeddingGradient", "PaddedSoftmax"),

@@ -304,17 +304,17 @@ def parse_scenario(values: dict[str, Any], *, source: str = "scenario") -> Scena
 def load_scenario(path: Path, *, data_overrides: dict[str, Any] | None = None, **overrides: Any) -> Scenario:
     """Reads a scenario from a TOML file.
 
-    ``overrides`` replace top-level values (model, precision, seed, ...), ``data_overrides`` those of its data table.
+    ``base`` in the file: the name of a scenario of the same folder, whose other values are taken. ``overrides`` replace
+    top-level values (model, precision, seed, ...), ``data_overrides`` those of its data table.
 
     Raises UsageError with the file's name for a missing file, broken TOML, unknown keys and values out of range, and
     for a file that sets trust_remote_code.
     """
-    try:
-        values = read_toml(path)
-    except FileNotFoundError:
-        known = sorted(p.stem for p in path.parent.glob("*.toml"))
-        near = did_you_mean(path.stem, known)
-        raise UsageError(f"no scenario file {path}; {near}scenarios there: {', '.join(known) or 'none'}") from None
+    values = _read_scenario(path)
+    if base := values.pop("base", ""):
+        if not re.fullmatch(NAME, str(base)) or "base" in (common := _read_scenario(path.with_name(f"{base}.toml"))):
+            raise UsageError(f"{path}: base must name a scenario of this folder that has no base, got {shown(base)}")
+        values = {**common, **values, **{key: {**common[key], **values[key]} for key in _tables(common, values)}}
     if not isinstance(values.get("data", {}), dict):
         raise UsageError(f"{path}: data must be a table ([data]), got {shown(values['data'])}")
     if "trust_remote_code" in values:
@@ -326,6 +326,20 @@ def load_scenario(path: Path, *, data_overrides: dict[str, Any] | None = None, *
         )
     values["data"] = {**values.get("data", {}), **(data_overrides or {})}
     return parse_scenario({"name": path.stem, **values, **overrides}, source=str(path))
+
+
+def _read_scenario(path: Path) -> dict[str, Any]:
+    try:
+        return read_toml(path)
+    except FileNotFoundError:
+        known = sorted(p.stem for p in path.parent.glob("*.toml"))
+        near = did_you_mean(path.stem, known)
+        raise UsageError(f"no scenario file {path}; {near}scenarios there: {', '.join(known) or 'none'}") from None
+
+
+def _tables(*files: dict[str, Any]) -> list[str]:
+    """Returns the keys that are tables in all files."""
+    return [key for key in files[0] if all(isinstance(file.get(key), dict) for file in files)]
 
 
 def scenario_to_json(scenario: Scenario) -> dict[str, Any]:

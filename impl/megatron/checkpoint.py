@@ -23,10 +23,10 @@ from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSys
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+from conformance.backends.on_cpu import replaced
 from conformance.core.errors import UsageError
 from impl.interface.distributed import Group, on_all_ranks, on_first
 from impl.interface.trainable import Writing
-from impl.megatron.device_placement import replaced
 from impl.megatron.model_config import ModelShape
 from impl.megatron.tensors import refuse_foreign
 

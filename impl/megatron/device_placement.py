@@ -1,10 +1,10 @@
 """Runs megatron-core on the rank's own device; the library requests CUDA by name in a hundred places.
 
-On a CPU rank, ``device="cuda"`` and similar requests mean the CPU inside ``placed``. Everything is restored on exit.
+On a CPU rank, CUDA means the CPU inside ``placed`` (conformance.backends.on_cpu). Everything is restored on exit.
 No computed number changes but the gradient norm (tests/megatron_backend/test_megatron_placement.py). Without Apex and
 TransformerEngine, the library computes it with torch's norm, which loses digits on a CPU. The library also reads the
 norm of every gradient separately, and the host waits for the GPU each time. So its norm is replaced on CPUs and GPUs.
-Streams and events do nothing on the CPU, where operations are synchronous. The exact tier needs one more replacement,
+The exact tier needs one more replacement,
 on GPUs as well: the library checks dtypes by names such as ``torch.cuda.FloatTensor``, so double must pass as float.
 """
 
@@ -20,9 +20,8 @@ from megatron.core.transformer.moe import token_dispatcher
 from megatron.core.utils import local_multi_tensor_l2_norm
 from torch.overrides import TorchFunctionMode
 
+from conformance.backends.on_cpu import cuda_is_cpu, replaced, set_cpu_rng_state
 from impl.engine.optimizers import sums_of_squares
-
-_CPU = torch.device("cpu")
 
 
 @contextlib.contextmanager
@@ -31,83 +30,29 @@ def placed(device: str, *, exact: bool) -> Iterator[None]:
     on_cpu = device == "cpu"
     with contextlib.ExitStack() as stack:
         if on_cpu:
+            stack.enter_context(cuda_is_cpu())
             for owner, replacements in _REPLACEMENTS:
                 stack.enter_context(replaced(owner, replacements))
         if clip_grads.l2_norm_impl is local_multi_tensor_l2_norm:
             stack.enter_context(replaced(clip_grads, {"l2_norm_impl": _l2_norm}))
         if on_cpu or exact:
-            stack.enter_context(_Placing(to_cpu=on_cpu, exact=exact))
+            stack.enter_context(_DtypeNames(on_cpu=on_cpu, exact=exact))
         yield
 
 
-@contextlib.contextmanager
-def replaced(owner: Any, replacements: dict[str, Any]) -> Iterator[None]:
-    """Replaces attributes of ``owner``, and restores them on exit."""
-    before = {name: vars(owner)[name] for name in replacements}
-    for name, value in replacements.items():
-        setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(owner, name, value)
+class _DtypeNames(TorchFunctionMode):
+    """Replaces the names that ``Tensor.type`` returns."""
 
-
-class _Placing(TorchFunctionMode):
-    """Replaces devices and dtype names in the arguments and results of torch functions."""
-
-    def __init__(self, *, to_cpu: bool, exact: bool) -> None:
+    def __init__(self, *, on_cpu: bool, exact: bool) -> None:
         super().__init__()
-        self._to_cpu, self._exact = to_cpu, exact
+        self._on_cpu, self._exact = on_cpu, exact
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            return self._dtype_name(func(*args))
-        if self._to_cpu:
-            if func is torch.Tensor.cuda:
-                return args[0]
-            if _is_cuda(kwargs.get("device")):
-                kwargs = {**kwargs, "device": _CPU}
-            if kwargs.get("pin_memory"):
-                kwargs = {**kwargs, "pin_memory": False}
-        return func(*args, **kwargs)
-
-    def _dtype_name(self, name: str) -> str:
-        if self._to_cpu:
-            name = name.replace("torch.", "torch.cuda.", 1)
+        result = func(*args, **(kwargs or {}))
+        if func is not torch.Tensor.type or len(args) > 1 or kwargs:
+            return result
+        name = result.replace("torch.", "torch.cuda.", 1) if self._on_cpu else result
         return name.replace("Double", "Float") if self._exact else name
-
-
-def _is_cuda(device: object) -> bool:
-    return str(device).startswith("cuda") if isinstance(device, (str, torch.device)) else False
-
-
-class _Done:
-    """Replaces torch.cuda.Stream and Event by no-ops, because CPU operations are synchronous."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
-
-    def nothing(self, *_: Any, **__: Any) -> None:
-        pass
-
-    wait_stream = wait_event = wait = record = synchronize = nothing
-
-    def record_event(self, *_: Any) -> "_Done":
-        return self
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    pass
-
-
-def _rng_state(*_: Any, **__: Any) -> torch.Tensor:
-    return torch.get_rng_state()
-
-
-def _set_rng_state(state: torch.Tensor, *_: Any, **__: Any) -> None:
-    torch.set_rng_state(state)
 
 
 def _l2_norm(
@@ -152,27 +97,7 @@ def _padded(tensor: torch.Tensor, length: int) -> torch.Tensor:
 
 
 _REPLACEMENTS: tuple[tuple[Any, dict[str, Any]], ...] = (
-    (
-        torch.cuda,
-        {
-            "current_device": lambda: _CPU,
-            "current_stream": _Done,
-            "default_stream": _Done,
-            "stream": lambda _: contextlib.nullcontext(),
-            "Stream": _Done,
-            "Event": _Done,
-            "synchronize": _nothing,
-            "empty_cache": _nothing,
-            "get_rng_state": _rng_state,
-            "set_rng_state": _set_rng_state,
-            "manual_seed": torch.default_generator.manual_seed,
-            "is_current_stream_capturing": lambda: False,
-        },
-    ),
-    (torch.cuda.random, {"get_rng_state": _rng_state}),
-    (torch.cuda.nvtx, {"range_push": _nothing, "range_pop": _nothing}),
-    (torch.nn.Module, {"cuda": lambda module, *_: module}),
-    (megatron_random, {"_set_cuda_rng_state": _set_rng_state}),
+    (megatron_random, {"_set_cuda_rng_state": set_cpu_rng_state}),
     (mappings, {"_gather_along_first_dim": _gather, "_reduce_scatter_along_first_dim": _reduce_scatter}),
     (token_dispatcher, {"maybe_move_tensor_to_cpu": _moved_to_cpu}),
 )

@@ -12,6 +12,7 @@ pytest.importorskip("megatron.core")
 
 from megatron.core.optimizer import clip_grads
 
+from conformance.backends import on_cpu
 from impl.megatron.device_placement import _REPLACEMENTS, _l2_norm, placed
 
 
@@ -51,9 +52,8 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def attributes() -> list[Any]:
-    return [vars(owner).get(name) for owner, replacements in _REPLACEMENTS for name in replacements] + [
-        clip_grads.l2_norm_impl
-    ]
+    every = (*_REPLACEMENTS, *on_cpu._REPLACEMENTS)
+    return [vars(owner).get(name) for owner, names in every for name in names] + [clip_grads.l2_norm_impl]
 
 
 def test_nothing_is_left_even_after_an_exception() -> None:

@@ -138,7 +138,7 @@ class Reads(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         files = [frame.filename for frame in traceback.extract_stack(limit=8)]
         if func in READS and not any(file.endswith(NOT_OF_THE_DEVICE) for file in files):
-            own = [file for file in files[:-1] if not file.endswith("impl/megatron/device_placement.py")]
+            own = [file for file in files[:-1] if not file.endswith(("device_placement.py", "on_cpu.py"))]
             self.count[f"{READS[func]} in {Path(own[-1]).name}"] += 1
         return func(*args, **(kwargs or {}))
 
