@@ -20,7 +20,7 @@ from conformance.runner.preflight import check_device, leased_gpus
 from conformance.runner.session import Session
 
 
-def run(options: argparse.Namespace) -> int:
+def bisect_command(options: argparse.Namespace) -> int:
     options.cells = [options.cell]
     selection, ranks = Selection.from_options(options), Ranks.from_options(options)
     check_device(ranks)

@@ -1,6 +1,6 @@
 """Declares the commands of `parity`: their names, what they do, and their options.
 
-This module imports nothing slow. The module ``conformance.cli.NAME`` runs the command NAME and is imported then.
+This module imports nothing slow. The function ``NAME_command`` runs the command NAME; its module is imported then.
 """
 
 import argparse
@@ -30,14 +30,17 @@ _JSON = "machine-readable output"
 
 @dataclass(frozen=True, kw_only=True)
 class Declared:
-    """Declares a command of the suite itself."""
+    """Declares a command of the suite itself. module: the module in conformance.cli that runs it."""
 
     name: str
+    module: str
     help: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
 
     def run(self, options: argparse.Namespace) -> int:
-        run: Callable[[argparse.Namespace], int] = import_module(f"conformance.cli.{self.name}").run
+        run: Callable[[argparse.Namespace], int] = getattr(
+            import_module(f"conformance.cli.{self.module}"), f"{self.name}_command"
+        )
         return run(options)
 
 
@@ -145,17 +148,17 @@ def _history(parser: argparse.ArgumentParser) -> None:
 
 
 COMMANDS: Mapping[str, Declared] = {
-    name: Declared(name=name, help=text, add_arguments=add_arguments)
-    for name, text, add_arguments in (
-        ("list", "show backends, profiles, faults and the cells of a profile", _list),
-        ("plan", "estimate the memory, disk and time of the selected cells", _plan),
-        ("run", "run cells, judge them, write the report", _run),
-        ("merge", "put the folders of several shards, or jobs, of a run together", _merge),
-        ("judge", "judge the records of an earlier run again", _judge),
-        ("report", "write report.html, report.md and junit.xml of an earlier run", _folder),
-        ("compare", "print the backends of a run side by side, or two runs, as Markdown", _compare),
-        ("bisect", "name the first wrong module of a cell, forward and backward", _bisect),
-        ("doctor", "check this machine and the installed packages", _doctor),
-        ("history", "keep summaries of runs in a folder, and show the trend of each backend", _history),
+    name: Declared(name=name, module=module, help=text, add_arguments=add_arguments)
+    for name, module, text, add_arguments in (
+        ("list", "plan", "show backends, profiles, faults and the cells of a profile", _list),
+        ("plan", "plan", "estimate the memory, disk and time of the selected cells", _plan),
+        ("run", "run", "run cells, judge them, write the report", _run),
+        ("merge", "judge", "put the folders of several shards, or jobs, of a run together", _merge),
+        ("judge", "judge", "judge the records of an earlier run again", _judge),
+        ("report", "report", "write report.html, report.md and junit.xml of an earlier run", _folder),
+        ("compare", "report", "print the backends of a run side by side, or two runs, as Markdown", _compare),
+        ("bisect", "bisect", "name the first wrong module of a cell, forward and backward", _bisect),
+        ("doctor", "doctor", "check this machine and the installed packages", _doctor),
+        ("history", "history", "keep summaries of runs in a folder, and show the trend of each backend", _history),
     )
 }

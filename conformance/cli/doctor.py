@@ -28,7 +28,7 @@ class Check:
     message: str
 
 
-def run(options: argparse.Namespace) -> int:
+def doctor_command(options: argparse.Namespace) -> int:
     checks = examine()
     if options.json:
         print(json.dumps([vars(check) for check in checks]))

@@ -11,7 +11,7 @@ from conformance.results.changes import version_changes
 from conformance.results.history import RUNS, Summary, open_history, summarise
 
 
-def run(options: argparse.Namespace) -> int:
+def history_command(options: argparse.Namespace) -> int:
     for name in ("keep", "last"):
         if (number := getattr(options, name)) is not None and number < 1:
             raise UsageError(f"--{name} {number}; give a number of runs, 1 or more")

@@ -11,7 +11,7 @@ import io
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import conformance
 from conformance.cli import EXIT
@@ -84,11 +84,41 @@ class _PrintCompletion(argparse.Action):
     """Implements ``--print-completion SHELL``: prints the script and exits."""
 
     def __call__(self, parser: argparse.ArgumentParser, *values: object) -> None:
-        from conformance.cli.completion import script
-
         _, shell, _ = values
-        print(script(_parser(), str(shell)))
+        print(_completion(_parser(), str(shell)))
         parser.exit()
+
+
+_FILES, _FOLDERS = ("data", "against"), ("out", "model", "resume")  # options, by what they take
+
+
+def _completion(parser: argparse.ArgumentParser, shell: str) -> str:
+    """Returns the script that completes the command line in ``bash`` or ``zsh``, with the names known now."""
+    import shtab
+
+    from conformance.backends.faults import catalogue
+    from conformance.backends.protocol import registered_backends
+    from conformance.matrix.profile import profile_names
+
+    names = {"profile": profile_names(), "backend": registered_backends(), "faults": catalogue()}
+    for action in _options(parser):
+        if action.dest in names:
+            words = " ".join(names[action.dest])
+            action.complete = {"bash": f"_parity_{action.dest}", "zsh": f"({words})"}  # type: ignore[attr-defined]
+        elif action.dest in _FILES + _FOLDERS:
+            action.complete = shtab.FILE if action.dest in _FILES else shtab.DIRECTORY  # type: ignore[attr-defined]
+    functions = [f"_parity_{name}() {{ compgen -W '{' '.join(words)}' -- \"$1\"; }}" for name, words in names.items()]
+    return shtab.complete(parser, shell=shell, preamble="\n".join(functions) if shell == "bash" else "")
+
+
+def _options(parser: argparse.ArgumentParser) -> Iterable[argparse.Action]:
+    """Yields the options of the parser and of its commands."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                yield from _options(command)
+        else:
+            yield action
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
-"""Estimates the memory, disk and time of the selected cells before anything is run (`parity plan`)."""
+"""Shows the selected cells (`parity list`) and estimates their memory, disk and time (`parity plan`)."""
 
 import argparse
+import dataclasses
+import json
 import os
 import tempfile
 import time
@@ -9,13 +11,17 @@ from pathlib import Path
 
 import torch
 
+from conformance.backends.faults import catalogue
+from conformance.backends.protocol import registered_backends
 from conformance.cli import EXIT
 from conformance.core.errors import UsageError
 from conformance.core.host import host_resources_of, resolve
 from conformance.matrix.cell import Cell
 from conformance.matrix.options import Demands, Portion, Ranks, Selection
 from conformance.matrix.plan import make_plan
+from conformance.matrix.profile import profile_names, profile_of
 from conformance.models.synthetic import is_without_weights
+from conformance.results.verdict import STATES, State
 from conformance.runner.placement import SessionConfig
 from conformance.runner.preflight import GB, advice, check_shared, needs_of
 from conformance.runner.resource_estimate import Estimate
@@ -29,7 +35,7 @@ _NOT_HERE = (
 _SIDE, _TIMES = 384, 5  # size and number of the matrix products that measure a processor
 
 
-def run(options: argparse.Namespace) -> int:
+def plan_command(options: argparse.Namespace) -> int:
     ranks = Ranks.without_budget(options)
     check_shared(ranks)
     portion = Portion.from_options(options)
@@ -107,3 +113,41 @@ def _rates() -> dict[PrecisionName, float]:
         rates[number_format] = _TIMES * 2 * _SIDE**3 / (time.perf_counter() - began)
     torch.set_num_threads(threads)
     return {name: rates[tier.master] for name, tier in PRECISIONS.items()}
+
+
+NOT_HERE: dict[State, str] = {"not_run": "not here"}  # shown for a cell that another machine could run
+
+
+def list_command(options: argparse.Namespace) -> int:
+    """Prints backends, profiles, faults and the cells of a profile."""
+    selection, ranks = Selection.from_options(options), Ranks.without_budget(options)
+    cells = make_plan(selection, Demands(), Portion.from_options(options), ranks=ranks).cells
+    with tempfile.TemporaryDirectory() as folder:
+        config = SessionConfig(out=Path(folder), device=ranks.device, ranks_per_gpu=ranks.ranks_per_gpu)
+        with Session(config) as session:
+            refused = [session.refusal(cell) for cell in cells]
+    rows = [
+        {
+            "id": str(cell),
+            "world_size": cell.world_size,
+            "refused": f"{NOT_HERE.get(why.state, STATES[why.state].name)}: {why.reason}" if why else "",
+        }
+        for cell, why in zip(cells, refused, strict=True)
+    ]
+    coverage = None
+    if options.coverage:
+        from conformance.runner.coverage import measure_coverage  # loads transformers
+
+        coverage = measure_coverage(cell for cell, why in zip(cells, refused, strict=True) if not why)
+    if options.json:
+        backends = {name: entry.target for name, entry in registered_backends().items()}
+        known = {"backends": backends, "profiles": profile_names(), "faults": list(catalogue()), "cells": rows}
+        print(json.dumps(known | ({"coverage": dataclasses.asdict(coverage)} if coverage else {})))
+        return EXIT["conforms"]
+    print(f"profiles: {', '.join(profile_names())}; faults: {', '.join(catalogue())}")
+    print(f"{len(rows)} cells of {selection.profile_name} ({profile_of(selection).description}):")
+    for row in rows:
+        print(f"  {row['id']}  [{row['world_size']} ranks] {row['refused']}")
+    if coverage:
+        print(f"\n{coverage}")
+    return EXIT["conforms"]

@@ -33,7 +33,7 @@ from conformance.runtime.leased_slots import lanes_of_host
 from conformance.runtime.multihost.controller import hosts_of_engine
 
 
-def run(options: argparse.Namespace) -> int:
+def run_command(options: argparse.Namespace) -> int:
     return run_cells(*plan_run(options), options)
 
 

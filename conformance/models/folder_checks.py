@@ -4,12 +4,15 @@ An unusable folder is reported in one line, before anything is copied, loaded or
 folder gets its ``trust_remote_code`` from ``runs_code``.
 """
 
+import contextlib
 import fnmatch
 import hashlib
 import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 from conformance.core.errors import UsageError
 from conformance.core.host import FIXTURES
@@ -135,3 +138,25 @@ def _references(folder: Path) -> dict[str, object]:
     files = [name for name in (CONFIG, TOKENIZER_CONFIG) if (folder / name).exists()]
     found = {name: read_json(folder / name).get("auto_map") for name in files}
     return {name: references for name, references in found.items() if references}
+
+
+@contextlib.contextmanager
+def listed_ties() -> Iterator[None]:
+    """Lets transformers 5 tie weights that a folder's code lists (``_tied_weights_keys``), as transformers 4 did.
+
+    Published code, such as openPangu's, lists the weights that are tied to the input embedding. transformers 5 needs a
+    dictionary.
+    """
+    from transformers import PreTrainedModel  # takes a while to import
+
+    expand = PreTrainedModel.get_expanded_tied_weights_keys
+
+    def expanded(model: Any, *arguments: Any, **options: Any) -> Any:
+        if isinstance(listed := model._tied_weights_keys, list | tuple | set):
+            embedding = model.get_input_embeddings()
+            source = next(f"{name}.weight" for name, module in model.named_modules() if module is embedding)
+            model._tied_weights_keys = {name: source for name in listed if name.endswith("weight") and name != source}
+        return expand(model, *arguments, **options)
+
+    with mock.patch.object(PreTrainedModel, "get_expanded_tied_weights_keys", expanded):
+        yield

@@ -192,7 +192,7 @@ def _shapes_of_transformers(folder: Path, files: Files, *, code: bool) -> Mappin
     """Builds a model without numbers, by its configuration alone; ``files`` are only part of the cache's key."""
     import transformers  # takes seconds
 
-    from conformance.models.listed_ties import listed_ties
+    from conformance.models.folder_checks import listed_ties
 
     try:
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=code)

@@ -23,9 +23,8 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from conformance.core.errors import UsageError, one_line, shown
 from conformance.core.io import read_json
 from conformance.models.config_keys import QUANTIZED_ADVICE, changes_training, known_keys, meaning_of
-from conformance.models.folder_checks import code_remarks, runs_code
+from conformance.models.folder_checks import code_remarks, listed_ties, runs_code
 from conformance.models.folders import weight_files, weight_shapes
-from conformance.models.listed_ties import listed_ties
 from conformance.oracle.decoder import is_buffer
 from conformance.oracle.feed_forward import Routing
 from conformance.oracle.primitives import NO_TAP, Policy, Tap

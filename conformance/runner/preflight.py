@@ -30,7 +30,7 @@ from conformance.results.verdict import Verdict
 from conformance.runner.environment import model_sizes
 from conformance.runner.resource_estimate import Estimate, Size, Total, estimate, on_slots, size_of, total
 from conformance.runtime import Device
-from conformance.runtime.config import StartError
+from conformance.runtime.failure import StartError
 from conformance.runtime.gpu_inventory import gpus_of_host, more_shares, shares_of
 from conformance.runtime.multihost.controller import Fleet
 from conformance.runtime.multihost.relay import JoinedHost

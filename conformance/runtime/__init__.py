@@ -4,30 +4,28 @@ Importing torch and building a process group takes longer than a tiny cell, so r
 hangs, raises or runs out of memory ends its task with a reason, a log and a stack, and does no harm to another task.
 Linux only, because it uses fork, /proc, memfd_create and PR_SET_PDEATHSIG.
 
-    config.py             which worker group a task wants
     pool.py               the interface for callers: on this host, or on leased slots
     slots.py              live worker groups on one block of slots, one for each backend and size
     watchdog.py           watches one task, and decides when it hangs
     failure.py            the text of a failure, and the last collectives of each rank while it hangs
-    worker_groups.py      the controller's handles of worker groups, and of the processes that start them
+    worker_groups.py      which worker group a task wants; handles of worker groups and of what starts them
     preload_server.py     the process that imports what all forkservers share, and forks them
     forkserver.py         the process that imports a backend once, forks ranks and reaps them
     forkserver_client.py  the controller's handles of forkservers
     worker_main.py        the main loop of a rank
     cleanup.py            what a rank does between tasks, so that nothing leaks
-    heartbeat.py          the current phase of each rank, in shared memory
-    messages.py           messages between these processes
+    messages.py           messages between these processes; the current phase of each rank, in shared memory
     gpu_inventory.py      the GPUs of this host, by NVML, and shares of them
     gpu_leases.py         leases of GPUs between runs
-    leased_slots.py          what worker groups lease: GPUs, shares, or slots of several hosts
+    leased_slots.py       what worker groups lease: GPUs, shares, or slots of several hosts
     multihost/            ranks on several hosts, by torchrun or Ray
 
 This package does not import torch before a rank or a forkserver does.
 """
 
-from conformance.runtime.config import Device, WorkerGroupConfig
-from conformance.runtime.messages import RankContext, beat, mark
+from conformance.runtime.messages import Device, RankContext, beat, mark
 from conformance.runtime.pool import Pool
 from conformance.runtime.slots import Outcome
+from conformance.runtime.worker_groups import WorkerGroupConfig
 
 __all__ = ["Device", "Outcome", "Pool", "RankContext", "WorkerGroupConfig", "beat", "mark"]

@@ -12,11 +12,11 @@ from types import MappingProxyType
 
 from conformance.core.host import available_memory
 from conformance.core.process import process_state
-from conformance.runtime.config import START_LIMIT_S, Device, StartError, WorkerGroupConfig
-from conformance.runtime.messages import Message, wire_pair
+from conformance.runtime.failure import START_LIMIT_S, StartError
+from conformance.runtime.messages import Device, Message, wire_pair
 from conformance.runtime.preload_server import Forked, environment, fork_forkserver
 from conformance.runtime.slots import Slot
-from conformance.runtime.worker_groups import Child, WorkerGroup, check_host, start_child, too_small
+from conformance.runtime.worker_groups import Child, WorkerGroup, WorkerGroupConfig, check_host, start_child, too_small
 
 _FORKSERVER = "conformance.runtime.forkserver"
 _STARTED_LIMIT_S = 30.0  # a forkserver only forks

@@ -21,8 +21,9 @@ import struct
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
+Device = Literal["cpu", "cuda"]
 Message = dict[str, Any]
 
 # All packets that are not received yet have to fit into the socket's send buffer of some 200 KiB, and a process that

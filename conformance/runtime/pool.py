@@ -18,10 +18,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from conformance.runtime.config import WorkerGroupConfig
 from conformance.runtime.forkserver_client import Forkservers
 from conformance.runtime.slots import Block, Lane, NoLease, Outcome, SlotPool, failed
 from conformance.runtime.watchdog import SLOW
+from conformance.runtime.worker_groups import WorkerGroupConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,9 +33,8 @@ from typing import IO, NoReturn
 from conformance.core import packages as own_packages
 from conformance.core.host import cache_folder
 from conformance.runtime import forkserver
-from conformance.runtime.config import START_LIMIT_S, Device, StartError
-from conformance.runtime.failure import ENTRIES
-from conformance.runtime.messages import Message, Wire, wire_pair
+from conformance.runtime.failure import ENTRIES, START_LIMIT_S, StartError
+from conformance.runtime.messages import Device, Message, Wire, wire_pair
 
 # A failed import is ignored here: a forkserver that needs the module imports it again and reports the error.
 COMMON = ("conformance.runtime.worker_main",)

@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from conformance.runtime.config import StartError, WorkerGroupConfig
-from conformance.runtime.failure import FailureKind
+from conformance.runtime.failure import FailureKind, StartError
 from conformance.runtime.watchdog import TaskFailed, run_task
-from conformance.runtime.worker_groups import WorkerGroup
+from conformance.runtime.worker_groups import WorkerGroup, WorkerGroupConfig
 
 logger = logging.getLogger(__name__)
 

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from conformance.runtime import failure as flight
-from conformance.runtime.config import START_LIMIT_S
 from conformance.runtime.failure import (
+    START_LIMIT_S,
     Failure,
     FailureKind,
     Location,

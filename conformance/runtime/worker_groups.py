@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from conformance.core.process import process_state, processor_seconds, signal_process
-from conformance.runtime.config import StartError
-from conformance.runtime.failure import exit_words, tail
-from conformance.runtime.messages import MOST_FDS, Heartbeats, Message, Wire, wire_pair
+from conformance.runtime.failure import StartError, exit_words, tail
+from conformance.runtime.messages import MOST_FDS, Device, Heartbeats, Message, Wire, wire_pair
 
 if TYPE_CHECKING:
     import socket
@@ -31,6 +30,39 @@ MOST_RANKS = MOST_FDS - 2  # of a worker group: one packet carries the descripto
 RANK_BYTES = 40 * 2**20  # private memory of a forked rank with a tiny model; every rank needs at least this
 
 _group_numbers = itertools.count(1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerGroupConfig:
+    """Configures a worker group.
+
+    size: number of ranks. device: ``cpu``, or ``cuda``, where each rank has a GPU, or a share of one.
+    preload: modules to import before the first task, such as the adapter's. They are imported once for all worker
+        groups on one block of slots with the same ``preload``.
+    python: the executable that ranks run in; empty: that of this process.
+    room: required bytes of GPU memory. A worker group on leased slots (conformance.runtime.pool) gets enough GPUs of
+        one host for them, whatever its size; all GPUs of that host if they do not suffice, or if their memory is
+        unknown. Not compared: a live worker group serves tasks that need less or more memory of the same GPUs.
+    memory_limit_bytes: limit of the address space of a rank, beyond what is mapped when the rank starts (CPU only).
+        Address space is more than memory: each thread reserves some tens of MiB of it.
+
+    Raises ValueError for a size below 1, and for a memory limit with ``cuda``.
+    """
+
+    size: int
+    device: Device
+    preload: tuple[str, ...]
+    python: str = ""
+    room: int | None = field(default=None, compare=False)
+    memory_limit_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise ValueError(f"a worker group of {self.size} ranks; it needs at least one")
+        if self.device == "cuda" and self.memory_limit_bytes is not None:
+            raise ValueError(
+                "memory_limit_bytes limits address space, which CUDA reserves freely; leave it out for cuda"
+            )
 
 
 class Pollable(Protocol):

@@ -11,7 +11,7 @@ from conformance.spec.observables import Head
 from impl.context_parallel.ring_attention import RingAttention, RingConfig, register, ring_kind
 from impl.deepspeed import global_state
 from impl.deepspeed.model import DeepspeedModel
-from impl.engine.context import ReferenceContext
+from impl.engine.adapter import ReferenceContext
 
 
 class DeepspeedContext(ReferenceContext):

@@ -1,4 +1,4 @@
-"""Implements the suite's backend protocol for all built-in backends, on impl.interface.trainable."""
+"""Implements what all built-in backends share: the protocol, on impl.interface.trainable, and a part of contexts."""
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -6,10 +6,11 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from conformance.backends.protocol import BackendInfo, NamedTensors, Shard, StepMetrics, Support, TensorKind, Traced
 from conformance.models.folders import weight_shapes
-from conformance.spec.batch import Batch
+from conformance.spec.batch import Batch, Row
 from conformance.spec.known_defects import ExpectedDifference
 from conformance.spec.layout import Layout
 from conformance.spec.observables import POLICY, PROGRESS_OF_SCALE, SKIPPED, model_key
@@ -18,6 +19,7 @@ from impl.checkpoints import native, training_state
 from impl.checkpoints.folder import verified, writing
 from impl.checkpoints.manifest import About, Form
 from impl.engine.trainer import Rollouts, step_inputs, train_step
+from impl.interface.distributed import all_gather_value, all_reduce_number, all_reduce_over
 from impl.interface.trainable import Adaptable, Context, ContextConfig, Trainable, get_context
 from impl.models.family_quirks import quirks_in
 from impl.models.lora import adapter_shapes
@@ -246,3 +248,38 @@ def loss_scale_settings(trainable: Trainable) -> dict[str, float]:
     """Returns the settings of the loss scale after a step of a model in fp16 (conformance.spec.observables)."""
     progress = {name: float(number) for name, number in trainable.named_tensors("progress")}
     return {SKIPPED: float(trainable.skipped), **{key: progress[key] for key in PROGRESS_OF_SCALE}}
+
+
+class ReferenceContext:
+    """Implements a part of impl.interface.trainable.Context, which has the contract of each method."""
+
+    data_rank: int
+    data_size: int
+
+    def __init__(self, config: ContextConfig) -> None:
+        self.config = config
+
+    @property
+    def data_groups(self) -> list[dist.ProcessGroup]:
+        """Returns the groups of ranks with different rows; ranks on other axes hold the same numbers."""
+        raise NotImplementedError
+
+    def setup_dataloader(self, batch: Batch) -> list[tuple[Row, ...]]:
+        return batch.micro_batches(
+            dp_rank=self.data_rank, dp_size=self.data_size, accumulation=self.config.accumulation
+        )
+
+    def all_reduce(self, value: float) -> float:
+        return all_reduce_number(value, groups=self.data_groups, device=self.config.device)
+
+    def all_reduce_tensor(self, tensor: Tensor) -> Tensor:
+        return all_reduce_over(tensor, groups=self.data_groups)
+
+    def all_gather(self, value: Any) -> list[Any]:
+        return all_gather_value(value)
+
+    def library_generators(self) -> dict[str, Tensor]:
+        return {}
+
+    def set_library_generators(self, states: Mapping[str, Tensor]) -> None:
+        assert not states, f"{type(self).__name__} has no generators {', '.join(states)}"

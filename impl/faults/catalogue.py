@@ -5,14 +5,13 @@ from itertools import chain
 
 from conformance.backends.faults import Fault
 from impl.faults.experts import EXPERT_FAULTS
-from impl.faults.loss_normalization import MEANS_FAULTS
 from impl.faults.models import ADAPTER_FAULTS, ARCHITECTURE_FAULTS, MERGE_FAULTS, MODELS_FAULTS
 from impl.faults.optimizer import ENGINE_FAULTS, OPTIMIZER_FAULTS, OVERFLOW_FAULTS
 from impl.faults.parallelism import MODEL_PARALLEL_FAULTS, RING_FAULTS
 from impl.faults.policy import POLICY_FAULTS
 from impl.faults.resume import RESUME_FAULTS
 from impl.faults.rollout import ROLLOUT_FAULTS
-from impl.faults.training_step import STEP_FAULTS
+from impl.faults.training_step import MEANS_FAULTS, STEP_FAULTS
 
 SEAMS: Mapping[str, str] = {
     # Models and what is loaded into them

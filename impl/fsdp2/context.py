@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from conformance.spec.observables import Head
 from impl.context_parallel.ring_attention import RingAttention, RingConfig, register, ring_kind
-from impl.engine.context import ReferenceContext
+from impl.engine.adapter import ReferenceContext
 from impl.fsdp2.model import Fsdp2Model
 
 MESH_DIM_NAMES = ("rep", "ep", "dp", "sp", "tp")

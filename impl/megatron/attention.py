@@ -10,7 +10,7 @@ latent vectors by columns, and then loses a part of the gradient of the key that
 TransformerEngine.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from typing import Any
@@ -31,9 +31,12 @@ from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
-from impl.context_parallel.ring_attention import Ring
+from impl.context_parallel.ring_attention import Ring, RingAttention
+from impl.interface.micro_batches import MicroBatch
+from impl.interface.trainable import ContextConfig
 from impl.megatron.model_config import Latent, ModelShape
-from impl.megatron.router import Routed
+from impl.megatron.moe_config import Mixture
+from impl.megatron.router import Routed, StepLoss, routed
 
 
 @dataclass
@@ -237,3 +240,52 @@ def place_latent(spec: ModuleSpec, shape: ModelShape, norm: type) -> None:
     parts = spec.submodules
     parts.q_layernorm = parts.kv_layernorm = norm
     parts.linear_q_down_proj = parts.linear_kv_down_proj = Linear
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardedMicroBatch:
+    """Holds one rank's part of a micro-batch.
+
+    index: number in the step. whole: the micro-batch with all tokens. own: the tokens of this context-parallel rank.
+    documents: the placement of these tokens.
+    """
+
+    index: int
+    whole: MicroBatch
+    own: MicroBatch
+    documents: Documents
+
+
+def sharded(
+    inputs: Sequence[MicroBatch],
+    ring: RingAttention,
+    config: ContextConfig,
+    *,
+    mixture: Mixture | None = None,
+    loss: StepLoss | None = None,
+) -> list[ShardedMicroBatch]:
+    """Returns this rank's part of each micro-batch.
+
+    With a pipeline all parts are padded to one length, because stages receive tensors of one size.
+    """
+    parts = [ring.shard(whole) for whole in inputs]
+    if config.layout.pp > 1:
+        longest = max(own.tokens.shape[1] for own, _ in parts)
+        parts = [ring.shard(whole, multiple=longest) for whole in inputs]
+    sequence_parallel = "seqpar" in config.layout.options
+    return [
+        ShardedMicroBatch(
+            index=index,
+            whole=whole,
+            own=own,
+            documents=Documents(
+                positions=own.positions,
+                bound=max(whole.tokens.shape[1], ring.size * own.tokens.shape[1]),  # with the padding to one length
+                ring=placement,
+                routed=None
+                if mixture is None
+                else routed(own, mixture, sequence_parallel=sequence_parallel, loss=loss),
+            ),
+        )
+        for index, (whole, (own, placement)) in enumerate(zip(inputs, parts, strict=True))
+    ]

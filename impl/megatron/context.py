@@ -23,7 +23,7 @@ from conformance.core.errors import UsageError
 from conformance.spec.layout import Layout
 from conformance.spec.observables import Head
 from impl.context_parallel.ring_attention import RingAttention, RingConfig, ring_kind
-from impl.engine.context import ReferenceContext
+from impl.engine.adapter import ReferenceContext
 from impl.interface.trainable import ContextConfig
 from impl.megatron.device_placement import placed
 from impl.megatron.model import MegatronModel

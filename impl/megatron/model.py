@@ -30,6 +30,7 @@ from impl.interface.micro_batches import Loss, MicroBatch, Outputs, RouterTerms,
 from impl.interface.sharded_safetensors import SliceReader
 from impl.interface.trainable import AT_ONCE, ContextConfig, Dtype, Writing, WrittenKind
 from impl.megatron import checkpoint
+from impl.megatron.attention import ShardedMicroBatch, sharded
 from impl.megatron.config import (
     optimizer_settings,
     read_progress,
@@ -44,7 +45,6 @@ from impl.megatron.config import (
 )
 from impl.megatron.gpt_model import begin_with_gradient, build_chunk, leave_padding_token, transformer_config
 from impl.megatron.hf_mapping import all_parameters, check_weights, is_trained
-from impl.megatron.micro_batches import ShardedMicroBatch, sharded
 from impl.megatron.model_config import read_shape, stages
 from impl.megatron.router import StepLoss, gathered, release
 from impl.megatron.tensors import ModelTensors, parameter_names, read_weights, release_trained, weight_tensors

@@ -35,9 +35,8 @@ from transformers.modeling_outputs import CausalLMOutput
 from transformers.utils import import_utils
 
 from conformance.core.errors import UsageError
-from conformance.models.folder_checks import BUNDLED_CODE, folder_code, runs_code
+from conformance.models.folder_checks import BUNDLED_CODE, folder_code, listed_ties, runs_code
 from conformance.models.folders import weight_files
-from conformance.models.listed_ties import listed_ties
 from conformance.spec.observables import Head
 from impl.interface.sharded_safetensors import fill
 from impl.models.family_quirks import needs_loop, unsupported_by_kernels

@@ -2,7 +2,7 @@
 
     readers.py            read a file into rows: JSON, tables, folders, wandb's runs
     event_files.py        read TensorBoard's event files
-    lines.py, formats.py  read the lines of a console; list the formats with a sample each
+    lines.py              reads the lines of a console, and lists the formats with a sample each
     rows.py               hold rows, and number those that name no step
     metrics.py            name metrics
     run.py                makes curves of the rows under canonical names, with NaN where a value is missing

@@ -25,8 +25,7 @@ from typing import Any
 from conformance.core.errors import UsageError, shown
 from conformance.core.io import Unreadable, read_file
 from reports.logdiff.event_files import EVENT_FILES, is_event_file, read_events
-from reports.logdiff.formats import FORMATS, format_of
-from reports.logdiff.lines import lines_of, read_lines
+from reports.logdiff.lines import FORMATS, format_of, lines_of, read_lines
 from reports.logdiff.metrics import STEP, canonical, is_known, plain_name
 from reports.logdiff.rows import LARGEST_STEP, NO_STEP, Log, Row, flat, number_in, numbered, row_of
 

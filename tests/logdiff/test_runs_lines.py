@@ -14,7 +14,7 @@ import pytest
 
 from conformance.core.errors import UsageError
 from reports.logdiff.command import compare_sides
-from reports.logdiff.formats import FORMATS, Format
+from reports.logdiff.lines import FORMATS, Format
 from reports.logdiff.metrics import canonical
 from reports.logdiff.output import Comparisons
 from reports.logdiff.readers import read_log, read_text

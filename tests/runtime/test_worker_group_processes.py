@@ -17,7 +17,7 @@ from worker_group_helpers import BUDGET_S, Runner, is_dead_soon, is_gone, result
 
 from conformance.core.process import process_state
 from conformance.runtime import Pool, WorkerGroupConfig, forkserver, forkserver_client, preload_server
-from conformance.runtime.config import StartError
+from conformance.runtime.failure import StartError
 from conformance.runtime.forkserver_client import Forkservers
 
 

@@ -17,7 +17,7 @@ from worker_group_helpers import Runner, is_dead_soon, is_gone, results
 
 from conformance.core.host import available_memory
 from conformance.runtime import Pool, WorkerGroupConfig, beat
-from conformance.runtime.config import StartError
+from conformance.runtime.failure import StartError
 from conformance.runtime.preload_server import COMMON, SHARED
 from conformance.runtime.worker_groups import RANK_BYTES, check_host
 

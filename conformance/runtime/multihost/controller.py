@@ -14,7 +14,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from conformance.runtime import WorkerGroupConfig
-from conformance.runtime.config import StartError
+from conformance.runtime.failure import StartError
 from conformance.runtime.leased_slots import LeasedSlots
 from conformance.runtime.messages import Message, Wire, wire_pair
 from conformance.runtime.multihost.host import Wanted

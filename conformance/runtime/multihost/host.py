@@ -37,7 +37,7 @@ from conformance.core.host import host_resources_of
 from conformance.core.packages import package_version
 from conformance.core.process import process_state, signal_process
 from conformance.runtime import WorkerGroupConfig
-from conformance.runtime.config import StartError
+from conformance.runtime.failure import StartError
 from conformance.runtime.forkserver_client import ForkserverHandle, Forkservers, Part
 from conformance.runtime.gpu_inventory import gpus_of_host, more_shares, shares_of, slots_of, visible_to
 from conformance.runtime.gpu_leases import Ticket, lease_folder
