@@ -29,6 +29,7 @@ class RolloutConfig:
     max_new_tokens: the longest response.
     engine: the sampling engine.
     greedy: takes the likeliest token instead of sampling.
+    at_once: prompts whose responses a rank samples at once.
     reward: a name in impl.train.rewards.REWARDS, or MODULE:FUNCTION; None selects it by the data set.
     """
 
@@ -37,6 +38,7 @@ class RolloutConfig:
     max_new_tokens: int
     engine: Engine = "hf"
     greedy: bool = False
+    at_once: int = 8
     reward: str | None = None
 
 

@@ -5,7 +5,7 @@ Every rank samples the responses to a share of the prompts, and all ranks get al
 """
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, pstdev
 from typing import Any
@@ -23,8 +23,10 @@ from impl.interface.trainable import Context, Trainable
 from impl.models.lora import merged_weights
 from impl.train.config import RolloutConfig
 from impl.train.data import Prompt, Work
-from impl.train.generation import Response, RolloutEngine, seed_of
+from impl.train.generation import Response, RolloutEngine, seed_of, share_of
 from impl.train.rewards import FunctionReward, Reward
+
+LOGPROB_GAP, IMPORTANCE = "sampling/sampling_logp_difference", "sampling/importance_sampling_ratio"  # as in TRL
 
 
 @dataclass
@@ -61,7 +63,8 @@ class RolloutSource:
             for response, reward in zip(group, group_rewards, strict=True)
         ]
         random.Random(f"{self.scenario.seed} {rollout}").shuffle(documents)  # spreads a group over rows and ranks
-        return Work(batches=self._batches(step, documents), numbers=rollout_numbers(groups, rewards))
+        logged = rollout_numbers(groups, rewards, kl_coef=self.objective.kl_coef)
+        return Work(batches=self._batches(step, documents), numbers=logged)
 
     def load_engine(self) -> None:
         """Gives the engine the policy's current weights, with adapters merged into their base. Collective."""
@@ -94,8 +97,9 @@ def sample_responses(
     greedy: bool,
 ) -> list[list[Response]]:
     """Returns the responses to each prompt; every rank samples a share. Collective."""
-    own = range(dist.get_rank(), len(prompts), dist.get_world_size())
-    found = engine.generate([prompts[n].tokens for n in own], [seeds[n] for n in own], greedy=greedy)
+    tokens = [prompt.tokens for prompt in prompts]
+    own = share_of(tokens, engine.sampling.prompts, rank=dist.get_rank(), ranks=dist.get_world_size())
+    found = engine.generate([tokens[n] for n in own], [seeds[n] for n in own], greedy=greedy)
     responses: dict[int, list[Response]] = {}
     for part in context.all_gather(dict(zip(own, found, strict=True))):
         responses |= part
@@ -150,16 +154,17 @@ def deal(documents: Sequence[Document], rows: int) -> list[tuple[Document, ...]]
     return [tuple(ordered[row::rows]) for row in range(rows)]
 
 
-def rollout_numbers(groups: Sequence[Sequence[Response]], rewards: Sequence[Sequence[float]]) -> dict[str, float]:
-    """Returns the numbers of a rollout for the log."""
-    responses = [response for group in groups for response in group]
-    flat = [reward for group in rewards for reward in group]
-    return {
-        "reward_mean": fmean(flat),
-        "reward_std": pstdev(flat),
-        "response_length": fmean(len(response.tokens) for response in responses),
-        "response_cut": fmean(not response.ended for response in responses),
-    }
+def rollout_numbers(
+    groups: Sequence[Sequence[Response]], rewards: Sequence[Sequence[float]], *, kl_coef: float
+) -> dict[str, float]:
+    """Returns the numbers of a rollout for the log. Without ``kl_coef``, verl's rewards are its scores."""
+    scores = [reward for group in rewards for reward in group]
+    lengths = [float(len(response.tokens)) for group in groups for response in group]
+    columns = {"critic/score": scores, "response_length": lengths} | ({} if kl_coef else {"critic/rewards": scores})
+    functions: dict[str, Callable[[list[float]], float]] = {"mean": fmean, "max": max, "min": min}
+    numbers = {f"{name}/{kind}": f(own) for name, own in columns.items() for kind, f in functions.items()}
+    cut = fmean(not response.ended for group in groups for response in group)
+    return numbers | {"critic/score/std": pstdev(scores), "completions/clipped_ratio": cut}
 
 
 def check_rollout(scenario: Scenario, config: RolloutConfig, prompts: Sequence[Prompt]) -> None:
@@ -211,20 +216,20 @@ def logprob_gap(context: Context, batch: Batch, logprobs: Mapping[int, Any]) -> 
     ``logprobs[row.index]``: (targets of the row,), for the rows of this rank. Returns mean and largest |difference|,
     and the mean of exp(policy - engine), which is 1 if both are the same policy.
     """
-    sums = {"logprob_gap_mean": 0.0, "logprob_gap_exp": 0.0}
+    sums = {LOGPROB_GAP: 0.0, IMPORTANCE: 0.0}
     count, differences = 0, [0.0]
     for row in batch.rows:
         if row.index not in logprobs:
             continue
         engine = logprobs[row.index].new_tensor(rollout_logprobs(row))
         difference = logprobs[row.index] - engine
-        sums["logprob_gap_mean"] += difference.abs().sum().item()
-        sums["logprob_gap_exp"] += difference.exp().sum().item()
+        sums[LOGPROB_GAP] += difference.abs().sum().item()
+        sums[IMPORTANCE] += difference.exp().sum().item()
         differences.append(difference.abs().max().item())
         count += len(engine)
     total = context.all_reduce(count)
-    means = {key: context.all_reduce(value) / total for key, value in sums.items()}
-    return means | {"logprob_gap_max": largest(context.all_gather(largest(differences)))}
+    means = {f"{key}/mean": context.all_reduce(value) / total for key, value in sums.items()}
+    return means | {f"{LOGPROB_GAP}/max": largest(context.all_gather(largest(differences)))}
 
 
 def largest(values: Sequence[float]) -> float:

@@ -136,6 +136,7 @@ class TrainOptions:
     # Rollouts
     rollout_batch_size: int = option("prompts of a rollout", default=8, commands=ROLLOUT)
     n_samples_per_prompt: int = option("responses to each prompt", default=4, commands=ROLLOUT)
+    micro_rollout_batch_size: int = option("responses that a rank samples at once", default=32, commands=ROLLOUT)
     generate_max_len: int = option("tokens of a response at most", default=1024, commands=ROLLOUT)
     temperature: float = option("of sampling and of log-probs", default=1.0, above=0, commands=ROLLOUT)
     rollout_engine: Literal["hf", "vllm"] = option("engine that samples responses", default="hf", commands=ROLLOUT)

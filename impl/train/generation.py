@@ -6,8 +6,8 @@ Hugging Face folder. This is the same for all backends and layouts, and costs ea
 
 Samples must not depend on rank or layout. ``generate`` draws from one global generator for a whole batch, so here it
 only computes logits: each token of a response has its own random number, which follows from the response's seed, and is
-the token at that point of the cumulative distribution (inverse transform sampling). A batch is the responses to one
-prompt, on any rank: without padding, always of the same shape, and so with the same rounding.
+the token at that point of the cumulative distribution (inverse transform sampling). Prompts of a batch are padded on
+the left. ``share_of`` makes the same batches for every number of ranks, so the rounding of a response is the same, too.
 
 The vLLM engine runs on one GPU in every rank, beside the policy. It is not tested here. It is written for vLLM 0.11,
 from its documentation. Responses follow from their seeds, but vLLM chooses its batches, so their last digits depend on
@@ -52,14 +52,18 @@ class Sampling:
 
     max_new_tokens: the length at which a response is cut.
     end: the tokens that end a response.
+    prompts: the number of prompts whose responses are sampled at once.
     """
 
     temperature: float
     max_new_tokens: int
     end: tuple[int, ...]
+    prompts: int
 
 
 class RolloutEngine(Protocol):
+    sampling: Sampling
+
     def load(self, weights: NamedTensors) -> None:
         """Sets all weights from whole tensors under Hugging Face names; every rank gets them."""
         ...
@@ -72,6 +76,17 @@ class RolloutEngine(Protocol):
         Ranks do not wait for each other here.
         """
         ...
+
+
+def share_of(prompts: Sequence[Sequence[int]], at_once: int, *, rank: int, ranks: int) -> list[int]:
+    """Returns the indices of a rank's prompts: whole batches of ``at_once`` prompts of similar lengths.
+
+    Only the last batch of all is smaller, so an engine that cuts the result into batches has the same on any number of
+    ranks.
+    """
+    ordered = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
+    batches = [ordered[start : start + at_once] for start in range(0, len(ordered), at_once)]
+    return [index for batch in batches[rank::ranks] for index in batch]
 
 
 def make_engine(kind: Engine, model: Path, scenario: Scenario, sampling: Sampling, device: str) -> RolloutEngine:
@@ -101,6 +116,8 @@ class HfEngine:
         self.model.eval().requires_grad_(False).to(device)
         # Settings of the folder, such as a repetition penalty, would sample from another distribution than the policy.
         self.model.generation_config = transformers.GenerationConfig()
+        if hasattr(config := self.model.config.get_text_config(), "output_router_logits"):
+            config.output_router_logits = False  # the balancing loss cannot be computed with padding, nor is it wanted
 
     def load(self, weights: NamedTensors) -> None:
         own = dict(self.model.named_parameters())  # of two tied parameters, the first
@@ -113,23 +130,32 @@ class HfEngine:
     def generate(
         self, prompts: Sequence[Sequence[int]], seeds: Sequence[Sequence[int]], *, greedy: bool
     ) -> list[list[Response]]:
-        return [self._group(prompt, own, greedy) for prompt, own in zip(prompts, seeds, strict=True)]
+        found = []
+        for start in range(0, len(prompts), self.sampling.prompts):
+            batch = list(zip(prompts, seeds, strict=True))[start : start + self.sampling.prompts]
+            responses = iter(self._batch([(prompt, seed) for prompt, own in batch for seed in own], greedy))
+            found += [[next(responses) for _ in own] for _, own in batch]
+        return found
 
-    def _group(self, prompt: Sequence[int], seeds: Sequence[int], greedy: bool) -> list[Response]:
+    def _batch(self, rows: Sequence[tuple[Sequence[int], int]], greedy: bool) -> list[Response]:
+        """Samples the responses to some prompts, each with its seed, at once."""
         limit, end = self.sampling.max_new_tokens, self.sampling.end
-        drawn = None if greedy else torch.stack([uniforms(seed, limit) for seed in seeds]).to(self.device)
+        drawn = None if greedy else torch.stack([uniforms(seed, limit) for _, seed in rows]).to(self.device)
         chosen = Choose(drawn, self.sampling.temperature)
-        tokens = torch.tensor([prompt] * len(seeds), device=self.device)
+        longest = max(len(prompt) for prompt, _ in rows)
+        padding = [longest - len(prompt) for prompt, _ in rows]
+        padded = [[end[0]] * left + [*prompt] for left, (prompt, _) in zip(padding, rows, strict=True)]
+        tokens = torch.tensor(padded, device=self.device)
         found = self.model.generate(
-            tokens,
-            attention_mask=torch.ones_like(tokens),
+            tokens,  # from the mask, ``generate`` also makes the position of each token
+            attention_mask=(torch.arange(longest) >= torch.tensor(padding)[:, None]).long().to(self.device),
             generation_config=transformers.GenerationConfig(
                 max_new_tokens=limit, do_sample=False, eos_token_id=list(end), pad_token_id=end[0], use_cache=True
             ),
             logits_processor=[chosen],
         )
         logprobs = torch.stack(chosen.logprobs, dim=1).tolist()
-        responses = found[:, len(prompt) :].tolist()
+        responses = found[:, longest:].tolist()
         return [_cut(*each, end) for each in zip(responses, logprobs, strict=True)]
 
 
@@ -183,7 +209,7 @@ class VllmEngine:
             raise UsageError("vLLM does not compute in float64; use the engine hf, or another precision than exact")
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # weights are loaded in this process
         self._vllm: Any = vllm
-        self._sampling = sampling
+        self.sampling = sampling
         self._engine: Any = vllm.LLM(
             model=str(model),
             dtype=scenario.tier.compute.name,
@@ -209,10 +235,10 @@ class VllmEngine:
             [{"prompt_token_ids": prompt} for prompt, _ in requests],
             [
                 self._vllm.SamplingParams(
-                    temperature=0.0 if greedy else self._sampling.temperature,
+                    temperature=0.0 if greedy else self.sampling.temperature,
                     seed=seed,
-                    max_tokens=self._sampling.max_new_tokens,
-                    stop_token_ids=list(self._sampling.end),
+                    max_tokens=self.sampling.max_new_tokens,
+                    stop_token_ids=list(self.sampling.end),
                     logprobs=0,
                 )
                 for _, seed in requests
@@ -225,4 +251,4 @@ class VllmEngine:
     def _response(self, output: Any) -> Response:
         tokens = tuple(output.token_ids)
         logprobs = tuple(at[token].logprob for token, at in zip(tokens, output.logprobs, strict=True))
-        return Response(tokens, logprobs, ended=tokens[-1] in self._sampling.end)
+        return Response(tokens, logprobs, ended=tokens[-1] in self.sampling.end)

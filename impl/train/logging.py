@@ -1,8 +1,8 @@
 """Reports the numbers of each step: in the log, to trackers, and on the terminal. Only the first rank reports.
 
 The log has JSON lines. The first line has the options and versions, every other line a step. A step's line has ``step``
-(updates done, from 1) and numbers by name; docs/guides/training.md lists them. A training that resumes from a
-checkpoint removes the lines of later steps, so that no step is there twice.
+(updates done, from 1) and numbers by their names in verl and TRL; docs/guides/training.md lists them. A training that
+resumes from a checkpoint removes the lines of later steps, so that no step is there twice.
 
 Trackers come from optional packages, which are imported on request.
 """
@@ -162,18 +162,21 @@ def _missing(package: str, error: ImportError) -> UsageError:
 
 
 SHOWN = {  # numbers of a log line that the terminal shows, with their formats
-    "loss": ".4f",
-    "reward_mean": ".3f",
-    "grad_norm": ".3f",
-    "lr": ".2e",
-    "tokens_per_second": ",.0f",
-    "mfu": ".1%",
-    "eval_loss": ".4f",
-    "eval_reward": ".3f",
+    "train/loss": ".4f",
+    "actor/loss": ".4f",
+    "critic/score/mean": ".3f",
+    "train/grad_norm": ".3f",
+    "actor/grad_norm": ".3f",
+    "train/lr": ".2e",
+    "actor/lr": ".2e",
+    "perf/tokens_per_second": ",.0f",
+    "perf/mfu": ".1%",
+    "eval/loss": ".4f",
+    "eval/reward": ".3f",
 }
 
 
-RESULTS = ("loss", "reward_mean", "eval_loss", "eval_reward")
+RESULTS = ("train/loss", "actor/loss", "critic/score/mean", "eval/loss", "eval/reward")
 
 
 class Progress:

@@ -150,11 +150,11 @@ class Speed:
         lengths = [len(document.tokens) for document in batch.documents]
         flops = sum(size.flops(lengths) for size in self.models.values())
         return {
-            "tokens": sum(lengths),
-            "samples": len(lengths),
-            "seconds": seconds,
-            "tokens_per_second": sum(lengths) / seconds,
-            "mfu": None if self.peak is None else flops / seconds / self.peak,
+            "training/tokens": sum(lengths),
+            "training/samples": len(lengths),
+            "timing_s/update": seconds,
+            "perf/tokens_per_second": sum(lengths) / seconds,
+            "perf/mfu": None if self.peak is None else flops / seconds / self.peak,
         }
 
 
@@ -236,19 +236,20 @@ class Checkpoints:
         return before
 
 
-RENAMED = {  # keys of observables -> names in the log
-    "ppo_kl": "kl",
-    "pg_clipfrac": "clip_fraction",
-    "pg_clipfrac_lower": "dual_clip_fraction",
+RENAMED = {  # keys of observables -> names in verl's logs
     "entropy_loss": "entropy",
     "token_count": "target_tokens",
     "sequence_count": "responses",
-    "critic.loss": "critic_loss",
-    "critic.lr": "critic_lr",
-    "critic.grad_norm": "critic_grad_norm",
-    "critic.clipfrac": "critic_clip_fraction",
-    "critic.explained_var": "explained_variance",
+    "critic.loss": "critic/vf_loss",
+    "critic.clipfrac": "critic/vf_clipfrac",
+    "critic.explained_var": "critic/vf_explained_var",
 }
+
+
+def log_name(key: str, *, group: str) -> str:
+    """Returns the name of an observable in the log: of the critic, else of ``group``."""
+    name = RENAMED.get(key, key).replace("critic.", "critic/")
+    return name if "/" in name else f"{group}/{name}"
 
 
 def train(config: TrainConfig) -> None:
@@ -345,14 +346,14 @@ class Training:
         """Does one unit of work; returns whether a rank has received a signal to stop."""
         first, began = self.backend.step, time.perf_counter()
         work = self.source.next(first)
-        known = {**work.numbers, "rollout_seconds": time.perf_counter() - began} if work.numbers else {}
+        known = {**work.numbers, "timing_s/rollout": time.perf_counter() - began} if work.numbers else {}
         stopped = False
         for batch in work.batches:
             numbers = self._update(batch) | (known if batch is work.batches[0] else {})
             all_ranks = self.backend.context.all_gather((self.stop.requested, peak_memory(self.device)))
             stopped = any(requested for requested, _ in all_ranks)
-            numbers["epoch"] = self.source.position.consumed / self.source.position.documents
-            numbers["peak_memory_bytes"] = max(memory for _, memory in all_ranks)
+            numbers["training/epoch"] = self.source.position.consumed / self.source.position.documents
+            numbers["perf/peak_memory_bytes"] = max(memory for _, memory in all_ranks)
             if batch is work.batches[-1] and self.evaluate and self._is_evaluated(first):
                 numbers |= self.evaluate()
             self.reporter.step(self.backend.step, numbers)
@@ -367,7 +368,8 @@ class Training:
         began = time.perf_counter()
         self.backend.with_rows = bool(batch.rollout)  # for the gap between sampler and training
         metrics = self.backend.train_step(batch, lambda model: None)
-        numbers: dict[str, float | None] = {RENAMED.get(key, key): n for key, n in metrics.values.items()}
+        group = "train" if self.config.rollout is None else "actor"
+        numbers: dict[str, float | None] = {log_name(key, group=group): n for key, n in metrics.values.items()}
         numbers |= self.speed.of(batch, time.perf_counter() - began)
         if batch.rollout:
             numbers |= logprob_gap(self.backend.context, batch, metrics.rows["logprob"])

@@ -352,6 +352,7 @@ def _rollout(options: TrainOptions) -> RolloutConfig:
         max_new_tokens=longest,
         engine=options.rollout_engine,
         greedy=options.greedy,
+        at_once=max(1, options.micro_rollout_batch_size // samples),
         reward=options.reward,
     )
 

@@ -193,7 +193,7 @@ class Sampler:
     """Holds the bytes of the sampling engine in every rank.
 
     weights: a whole replica of the policy.
-    cache: keys and values of the responses to one prompt, while it samples.
+    cache: keys and values of the responses that are sampled at once.
     """
 
     weights: int = 0
@@ -204,7 +204,8 @@ def sampler_of(config: TrainConfig, policy: ModelMemory) -> Sampler:
     if config.rollout is None:
         return Sampler()
     sizes, compute = read_sizes(config.models[policy.role.name]), config.scenario.tier.compute.bytes
-    tokens = config.rollout.n_samples_per_prompt * config.scenario.data.max_len
+    prompts = min(config.rollout.at_once, config.rollout.prompts)
+    tokens = prompts * config.rollout.n_samples_per_prompt * config.scenario.data.max_len
     return Sampler(weights=policy.parameters * compute, cache=tokens * sizes.layers * 2 * sizes.keys * compute)
 
 

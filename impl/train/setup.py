@@ -191,7 +191,7 @@ def held_out_loss(context: Context, policy: Trainable, batches: Sequence[Batch])
         rows = output_rows(context, policy, batch, frozenset({"logprobs"}), 1.0).rows
         total -= sum(logprobs.sum().item() for logprobs in rows.values())
         count += batch.target_count
-    return {"eval_loss": context.all_reduce(total) / count}
+    return {"eval/loss": context.all_reduce(total) / count}
 
 
 def held_out_reward(
@@ -200,7 +200,7 @@ def held_out_reward(
     """Computes the mean ``reward`` of the likeliest response to each prompt; collective."""
     source.load_engine()
     groups = sample_responses(source.context, source.engine, prompts, [[0]] * len(prompts), greedy=True)
-    return {"eval_reward": fmean(chain.from_iterable(score(reward, prompts, texts_of(groups, source.tokenizer))))}
+    return {"eval/reward": fmean(chain.from_iterable(score(reward, prompts, texts_of(groups, source.tokenizer))))}
 
 
 Evaluate = Callable[[], dict[str, float]]  # collective; numbers for the log
@@ -331,6 +331,7 @@ def source_of(
         temperature=functions_of(scenario.objective).temperature,
         max_new_tokens=rollout.max_new_tokens,
         end=inputs.end,
+        prompts=rollout.at_once,
     )
     return RolloutSource(
         context=backend.context,

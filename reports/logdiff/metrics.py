@@ -58,6 +58,7 @@ METRICS: dict[str, tuple[str, ...]] = {
         "reduced_llm_loss",
         "loss/reduced_llm_loss",
         "train_loss_step",
+        "actor/loss",
     ),
     "policy_loss": ("policy_loss", "actor/pg_loss", "pg_loss", "loss/policy_avg"),
     "critic_loss": ("critic_loss", "critic/vf_loss", "vf_loss", "value_loss", "loss/value_avg"),

@@ -134,9 +134,6 @@ def _of_one_run(
     return {place: split[column][1] for place, column in names.items() if column in split and split[column][0] == one}
 
 
-OURS = {"kl": "ppo_kl"}  # the divergence from the rollout's policy, where others mean that from the reference
-
-
 def read_json(text: str, *, name: str) -> Log | None:
     """The log in ``text``, or None if this is no JSON with numbers of a training."""
     if not text.lstrip("\ufeff\r\n ").startswith(("{", "[")):
@@ -197,15 +194,6 @@ def _log(objects: list[Any], *, notes: Sequence[str] = ()) -> Log | None:
     if not any(row.trains or row.blank or row.step is not None for row in rows):
         return None
     header = objects[0] if (first := _row(objects[0])) and first.step is None and not first.trains else {}
-    if "run" in header:
-        rows = [
-            replace(
-                row,
-                values={OURS.get(own, own): value for own, value in row.values.items()},
-                blank=frozenset(OURS.get(own, own) for own in row.blank),
-            )
-            for row in rows
-        ]
     keys = set().union(*objects)
     marks = {"_timestamp": "wandb history", "current_steps": "LLaMA-Factory", "global_step/max_steps": "ms-swift"}
     form = next((form for key, form in marks.items() if key in keys), "JSON lines")

@@ -16,7 +16,7 @@ from impl.train.logging import read_log
 from impl.train.rewards import ARITHMETIC
 
 ADAMW = {"name": "adamw", "lr": 3e-3, "eps": 1e-8, "max_grad_norm": 1.0}
-OF_TIME = {"seconds", "rollout_seconds", "tokens_per_second", "peak_memory_bytes"}
+OF_TIME = {"timing_s/update", "timing_s/rollout", "perf/tokens_per_second", "perf/peak_memory_bytes"}
 
 
 def training(folder: Path, kind: str, *, backend: str = "fsdp2", layout: str = "dp2", **changes: Any) -> TrainConfig:

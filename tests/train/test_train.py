@@ -17,6 +17,7 @@ from conformance.core.host import FIXTURES
 from conformance.runtime import Pool
 from conformance.spec.layout import Layout
 from impl.train.config import TrainConfig, to_json
+from impl.train.experience import IMPORTANCE, LOGPROB_GAP
 
 WORDS = FIXTURES / "data" / "word_problems.jsonl"
 
@@ -72,8 +73,8 @@ def test_a_training_has_the_same_numbers_on_other_ranks(trainings: Trainings, tm
 def test_engine_and_policy_agree_on_every_logprob(trainings: Trainings, tmp_path: Path) -> None:
     lines = trainings(training(tmp_path, "grpo", layout="tp2", objective={"temperature": 0.7}))
     for line in lines:  # of other weights each
-        assert line["logprob_gap_mean"] <= line["logprob_gap_max"] < 1e-12
-        assert line["logprob_gap_exp"] == pytest.approx(1, abs=1e-12)
+        assert line[f"{LOGPROB_GAP}/mean"] <= line[f"{LOGPROB_GAP}/max"] < 1e-12
+        assert line[f"{IMPORTANCE}/mean"] == pytest.approx(1, abs=1e-12)
 
 
 @pytest.mark.exhaustive
@@ -81,8 +82,8 @@ def test_the_held_out_loss_is_that_of_a_step_on_the_same_documents(trainings: Tr
     path = held_out(tmp_path)
     config = training(tmp_path, "sft", steps=1, data={"path": str(path), "rows": 4})
     before, step = trainings(replace(config, eval_dataset=path))
-    assert before["eval_loss"] == pytest.approx(step["loss"], rel=1e-12)
-    assert step["eval_loss"] < before["eval_loss"]
+    assert before["eval/loss"] == pytest.approx(step["train/loss"], rel=1e-12)
+    assert step["eval/loss"] < before["eval/loss"]
 
 
 @pytest.mark.exhaustive
@@ -95,7 +96,7 @@ def test_the_first_ten_iterations_of_all_backends_are_the_same(
         backend: trainings(sampling(training(tmp_path / backend, kind, backend=backend, steps=10), greedy=greedy))
         for backend in ("fsdp2", "deepspeed", "megatron")
     }
-    assert fmean(line["grad_norm"] for line in lines["fsdp2"]) > 0.01
+    assert fmean(line["actor/grad_norm"] for line in lines["fsdp2"]) > 0.01
     for backend in ("deepspeed", "megatron"):
         assert_same(lines["fsdp2"], lines[backend], 1e-9)
 
@@ -107,7 +108,7 @@ def test_thirty_iterations_raise_the_reward(trainings: Trainings, tmp_path: Path
     config = training(tmp_path, kind, backend=backend, steps=30, precision="fp32", data={"rows": 64})
     assert config.rollout
     lines = trainings(replace(config, rollout=replace(config.rollout, prompts=8, n_samples_per_prompt=8)))
-    rewards = [line["reward_mean"] for line in lines]
+    rewards = [line["critic/score/mean"] for line in lines]
     assert fmean(rewards[:3]) < 0.2
     assert fmean(rewards[-5:]) > 0.35
 
@@ -116,7 +117,7 @@ def test_thirty_iterations_raise_the_reward(trainings: Trainings, tmp_path: Path
 def test_sft_lowers_the_held_out_loss(trainings: Trainings, tmp_path: Path) -> None:
     config = training(tmp_path, "sft", steps=20, precision="fp32", data={"packed": True, "max_len": 160})
     lines = trainings(replace(config, eval_dataset=WORDS))
-    losses = [line["eval_loss"] for line in lines if "eval_loss" in line]
+    losses = [line["eval/loss"] for line in lines if "eval/loss" in line]
     assert len(losses) == 2
     assert losses[-1] < losses[0] - 1
 

@@ -107,13 +107,13 @@ def test_the_operations_of_a_step_count_each_documents_attention_for_itself() ->
     documents = tuple(Document((1,) * n, (False,) * n) for n in (2, 3))
     speed = Speed(models={"policy": size}, peak=1e6).of(Batch(0, 8, (Row(0, documents),)), seconds=0.5)
     assert speed == {
-        "tokens": 5,
-        "samples": 2,
-        "seconds": 0.5,
-        "tokens_per_second": 10.0,
-        "mfu": pytest.approx(31560 / 0.5 / 1e6),
+        "training/tokens": 5,
+        "training/samples": 2,
+        "timing_s/update": 0.5,
+        "perf/tokens_per_second": 10.0,
+        "perf/mfu": pytest.approx(31560 / 0.5 / 1e6),
     }
-    assert Speed(models={"policy": size}, peak=None).of(Batch(0, 8, (Row(0, documents),)), 0.5)["mfu"] is None
+    assert Speed(models={"policy": size}, peak=None).of(Batch(0, 8, (Row(0, documents),)), 0.5)["perf/mfu"] is None
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ def learned(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Callable[[s
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("backend", ["fsdp2", "deepspeed", "megatron"])
 def test_sft_lowers_the_loss_of_held_out_problems(learned: Callable[[str], Log], backend: str) -> None:
-    before, *_, after = [line["eval_loss"] for line in learned(backend) if "eval_loss" in line]
+    before, *_, after = [line["eval/loss"] for line in learned(backend) if "eval/loss" in line]
     assert after < 0.8 * before
 
 

@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 
+import parity
 from conformance.core.errors import UsageError
 from conformance.core.host import FIXTURES
 from conformance.spec.batch import Batch, Document, Row
+from impl.train.experience import rollout_numbers
+from impl.train.generation import Response
 from impl.train.logging import Progress, Reporter, follow, open_log, read_log
-from impl.train.loop import RENAMED, Speed
+from impl.train.loop import RENAMED, Speed, log_name
 from reports.logdiff.readers import read_log as read_any_log
 
 HEADER = {"options": {"backend": "fsdp2"}}
@@ -67,16 +70,48 @@ def test_numbers_that_are_not_finite_are_strings_and_unknown_ones_null(tmp_path:
 def test_result_has_last_losses_and_rewards() -> None:
     reporter = Reporter(log=None, followers=[], progress=Progress(steps=2, done=0, shown=True))
     assert reporter.result() == "nothing was left to train"
-    for step, numbers in enumerate([{"loss": 3.0, "reward_mean": 0.5, "lr": 1.0}, {"loss": 2.0}], start=1):
+    for step, numbers in enumerate([{"actor/loss": 3.0, "critic/score/mean": 0.5}, {"actor/loss": 2.0}], start=1):
         reporter.step(step, numbers)
-    assert reporter.result() == "loss 2.0000  reward_mean 0.500"
+    assert reporter.result() == "actor/loss 2.0000  critic/score/mean 0.500"
 
 
 def test_every_name_of_the_log_is_explained() -> None:
     table = (FIXTURES.parent / "docs" / "guides" / "training.md").read_text(encoding="utf-8").split("## The log")[1]
     explained = {name for row in table.split("\n## ")[0].splitlines() for name in re.findall("`(.+?)`", row[:200])}
-    assert set(RENAMED.values()) <= explained
+    assert {log_name(key, group="actor") for key in RENAMED} <= explained
     assert Speed(models={}, peak=None).of(Batch(0, 8, (Row(0, (Document((1,), (False,)),)),)), 1.0).keys() <= explained
+
+
+VERL = (
+    "step:{step} - training/global_step:{step} - actor/pg_loss:{a} - actor/entropy:0.5 - actor/ppo_kl:0.125 - "
+    "actor/kl_loss:{b} - actor/pg_clipfrac:0.25 - actor/grad_norm:{b} - actor/lr:1e-06 - critic/vf_loss:{a} - "
+    "critic/score/mean:{a} - critic/rewards/mean:{a} - response_length/mean:{b} - timing_s/step:9.5"
+)
+TRL = {"loss": 1, "grad_norm": 0, "learning_rate": 2, "reward": 0, "kl": 0, "completions/mean_length": 0}
+
+
+def test_log_is_compared_with_verls_and_trls(tmp_path: Path) -> None:
+    """Without a translation of names: each metric of theirs is found in ours, with its value."""
+    ours, verl, trl = (tmp_path / name for name in ("ours.jsonl", "verl.log", "trainer_state.json"))
+    observed = ("pg_loss", "entropy_loss", "ppo_kl", "kl_loss", "pg_clipfrac", "grad_norm", "lr", "critic.loss", "loss")
+    names = [log_name(key, group="actor") for key in observed]
+    with open_log(ours, HEADER, done=0, resumes=False) as log:
+        for step in range(1, 9):
+            a, b = 1 / step, 2 / step
+            rollout = rollout_numbers([[Response((1,), (0.0,), True)]], [[a]], kl_coef=0.0)
+            values = dict(zip(names, (a, 0.5, 0.125, b, 0.25, b, 1e-6, a, 2 * b), strict=True))
+            log.write(step, {**values, **rollout, "response_length/mean": b})
+    verl.write_text("".join(VERL.format(step=s, a=1 / s, b=2 / s) + "\n" for s in range(1, 9)))
+    history = [
+        {"step": s, **{name: (2 / s, 4 / s, 1e-6)[kind] for name, kind in TRL.items()}, "reward": 1 / s}
+        for s in range(1, 9)
+    ]
+    trl.write_text(json.dumps({"log_history": history}))
+    for theirs, count in ((verl, 11), (trl, 6)):
+        compared = parity.diff(ours, theirs)
+        assert compared.comparable
+        assert not compared.differs
+        assert f"agree within the band in {count} metrics" in compared.text()
 
 
 @pytest.mark.parametrize("content", ["", "{}\n", '{"run": {}}\nnonsense\n{"step": 1}\n', "[1]\n"])

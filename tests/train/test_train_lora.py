@@ -31,6 +31,7 @@ from conformance.spec.scenario import (
 )
 from impl.models.lora import adapter_shapes_of, write_start
 from impl.train.config import TrainConfig
+from impl.train.experience import LOGPROB_GAP
 from impl.train.plan import memory_of, parameter_shapes, states_of
 
 LORA = LoraConfig(r=4, lora_alpha=6, target_modules=("q_proj", "v_proj", "down_proj"))
@@ -84,7 +85,7 @@ def test_lora_training_saves_adapter_apart_or_merged(
     config = adapted(tmp_path, "sft", backend=backend, layout=layout)
     config = writing_to(config, save_path=tmp_path / "apart")
     lines = trainings(config)
-    assert lines[-1]["loss"] < lines[0]["loss"]
+    assert lines[-1]["train/loss"] < lines[0]["train/loss"]
     base, saved = (load_weights(at, read_architecture(LLAMA), torch.float64) for at in (LLAMA, tmp_path / "apart"))
     assert all(torch.equal(base[name], saved[name]) for name in base)
     began = load_file(tmp_path / "log.jsonl.adapter" / WEIGHTS_FILE)
@@ -106,8 +107,10 @@ def test_responses_are_sampled_from_the_policy_with_its_adapter(
 ) -> None:
     config = adapted(tmp_path, "grpo", backend=backend, layout=layout, objective={"kl_loss_coef": 0.1})
     lines = trainings(config)
-    assert max(line["logprob_gap_max"] for line in lines) < 1e-12
-    assert lines[0]["kl_loss"] == 0.0 < lines[-1]["kl_loss"], "the reference is the base, which the policy leaves"
+    assert max(line[f"{LOGPROB_GAP}/max"] for line in lines) < 1e-12
+    assert lines[0]["actor/kl_loss"] == 0.0 < lines[-1]["actor/kl_loss"], (
+        "the reference is the base, which the policy leaves"
+    )
 
 
 @pytest.mark.exhaustive

@@ -143,8 +143,8 @@ def test_training_uses_the_function(pool: Pool, tmp_path: Path, kind: str) -> No
     assert config.rollout
     config = replace(config, rollout=replace(config.rollout, reward="reward_functions:by_difference"))
     (line,) = Trainings(pool, tmp_path / "logs")(config)
-    assert line["reward_mean"] in {hits / 4 - 1 for hits in range(5)}  # near-answer is never below 0
-    assert line["reward_mean"] < 0
+    assert line["critic/score/mean"] in {hits / 4 - 1 for hits in range(5)}  # near-answer is never below 0
+    assert line["critic/score/mean"] < 0
 
 
 def test_the_embedded_questions_have_their_answers() -> None:

@@ -4,6 +4,7 @@ import dataclasses
 import sys
 from collections import Counter
 from decimal import Decimal
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,14 @@ from impl.checkpoints.training_state import DataPosition
 from impl.models.loading import load_model
 from impl.train.data import Prompt, load_prompts
 from impl.train.experience import check_resumes, check_rollout, deal, document_of, rollout_logprobs, rollout_numbers
-from impl.train.generation import Choose, HfEngine, Response, Sampling, make_engine, seed_of
+from impl.train.generation import Choose, HfEngine, Response, Sampling, make_engine, seed_of, share_of
 from impl.train.setup import end_tokens
 
+KINDS = ("mean", "max", "min")
 LLAMA = FIXTURES / "models" / "llama"
 PROMPTS = [(1, 4, 20, 30), (1, 4, 21, 31, 41), (1, 4, 22)]
 SEEDS = [[seed_of(0, 0, prompt, sample) for sample in range(3)] for prompt in range(3)]
-SAMPLING = Sampling(temperature=0.7, max_new_tokens=5, end=(2,))
+SAMPLING = Sampling(temperature=0.7, max_new_tokens=5, end=(2,), prompts=2)
 
 
 @pytest.fixture(scope="module")
@@ -40,13 +42,29 @@ def engine(scenario: Scenario) -> HfEngine:
     return HfEngine(LLAMA, scenario, SAMPLING, "cpu")
 
 
-def test_responses_follow_from_their_seeds_whatever_else_is_sampled(engine: HfEngine) -> None:
+@pytest.mark.parametrize("model", ["llama", "gemma3", "mixtral"])
+def test_response_follows_from_its_seed_in_any_batch(scenario: Scenario, model: str) -> None:
+    engine = HfEngine(FIXTURES / "models" / model, scenario, SAMPLING, "cpu")
     together = engine.generate(PROMPTS, SEEDS, greedy=False)
-    backwards = engine.generate(PROMPTS[::-1], SEEDS[::-1], greedy=False)
+    backwards = engine.generate(PROMPTS[::-1], SEEDS[::-1], greedy=False)[::-1]
     torch.manual_seed(1)
     alone = [engine.generate([prompt], [seeds], greedy=False)[0] for prompt, seeds in zip(PROMPTS, SEEDS, strict=True)]
-    assert together == backwards[::-1] == alone
-    assert len({response.tokens for group in together for response in group}) == 9
+    responses = list(chain.from_iterable(together))
+    for others in (backwards, alone):
+        for one, other in zip(responses, chain.from_iterable(others), strict=True):
+            assert one.tokens == other.tokens
+            assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+    assert len({response.tokens for response in responses}) == 9
+
+
+def test_batches_are_the_same_on_any_number_of_ranks() -> None:
+    prompts = [[0] * length for length in (7, 2, 9, 4, 4, 1, 8)]
+
+    def batches(ranks: int) -> list[list[int]]:
+        shares = [share_of(prompts, 2, rank=rank, ranks=ranks) for rank in range(ranks)]
+        return sorted(share[start : start + 2] for share in shares for start in range(0, len(share), 2))
+
+    assert batches(1) == batches(2) == batches(3) == batches(5) == [[0, 6], [2], [3, 4], [5, 1]]
 
 
 def test_responses_to_other_roll_outs_prompts_and_samples_are_others() -> None:
@@ -153,8 +171,14 @@ def test_responses_are_dealt_into_rows_the_longest_first() -> None:
 
 def test_the_numbers_of_a_roll_out() -> None:
     groups = [[Response((1, 2), (0.0, 0.0), True), Response((1, 2, 3, 4), (0.0,) * 4, False)]]
-    told = rollout_numbers(groups, [[1.0, 0.5]])
-    assert told == {"reward_mean": 0.75, "reward_std": 0.25, "response_length": 3.0, "response_cut": 0.5}
+    told = rollout_numbers(groups, [[1.0, 0.5]], kl_coef=0.1)
+    assert told == {
+        **{"critic/score/mean": 0.75, "critic/score/max": 1.0, "critic/score/min": 0.5, "critic/score/std": 0.25},
+        **{"response_length/mean": 3.0, "response_length/max": 4.0, "response_length/min": 2.0},
+        "completions/clipped_ratio": 0.5,
+    }
+    free = rollout_numbers(groups, [[1.0, 0.5]], kl_coef=0.0)
+    assert free.items() - told.items() == {(f"critic/rewards/{kind}", told[f"critic/score/{kind}"]) for kind in KINDS}
 
 
 @pytest.mark.parametrize(
