@@ -127,19 +127,6 @@ def test_openrlhf_prints_a_dictionary_behind_its_step(opened: Opened) -> None:
     assert points(run, "lr") == {1: 3.25e-6, 2: 5e-7}
 
 
-def test_json_log_starts_with_options_and_reads_ppo_kl(opened: Opened) -> None:
-    lines = [
-        {"run": {"options": {"dp": 4}}},
-        {"step": 1, "loss": 2.5, "kl": 0.25, "tokens": 64},
-        {"step": 2, "loss": "nan"},
-    ]
-    run = opened("\n".join(map(json.dumps, lines)))
-    assert run.format == "JSON lines"
-    assert points(run, "loss")[1] == 2.5
-    assert points(run, "ppo_kl") == {1: 0.25}
-    assert run.facts == lines[0]
-
-
 def test_verls_file_logger_nests_its_metrics(opened: Opened) -> None:
     assert points(opened('{"step": 3, "data": {"actor/grad_norm": 0.5}}\n{"step": 4, "data": {}}\n'), "grad_norm") == {
         3: 0.5
