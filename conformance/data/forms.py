@@ -10,7 +10,7 @@ import functools
 import json
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -40,6 +40,9 @@ PAIRS = (
     ("input", "output"),
 )
 CONVERSATIONS = ("messages", "conversations")
+SYSTEM = ("system", "system_prompt")
+# What stands between the columns instruction and input in Alpaca's published prompt; the chat template has the rest.
+ALPACA_INPUT = "\n\n### Input:\n"
 _ASKED, _ANSWERED = {"role": "user", "content": "2 + 3?"}, {"role": "assistant", "content": "5"}
 EXAMPLES: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("two texts", "the second, as the assistant's turn of the chat template", {"question": "2 + 3?", "answer": "5"}),
@@ -128,9 +131,10 @@ def pair(question: str, answer: str) -> Sample:
     return Sample(messages=turns, first=1, is_pair=True)
 
 
-def read_samples(config: DataConfig) -> list[Sample]:
+def read_samples(config: DataConfig, *, reads: Callable[[str], bool] = lambda column: False) -> list[Sample]:
     """Reads the samples of a data set, at most ``config.max_samples``.
 
+    reads: whether something else, such as a reward, reads a column.
     Raises UsageError, which names the file and the line or the number of the sample, for a wrong sample.
     """
     path = resolve(config.path)
@@ -138,7 +142,7 @@ def read_samples(config: DataConfig) -> list[Sample]:
     place, first = records[0]
     columns = _columns(first, config, place)
     if not is_builtin(path):
-        _name_unused([record for _, record in records], columns, config.path)
+        _name_unused([record for _, record in records], columns, config.path, reads)
     return [replace(_sample(record, columns, place), record=record) for place, record in records]
 
 
@@ -174,10 +178,13 @@ def _columns(record: Mapping[str, Any], config: DataConfig, place: Place) -> tup
     raise UsageError(f"{place}: no columns of questions and answers; found {_names(record)}; {advice}")
 
 
-def _name_unused(records: Sequence[Mapping[str, Any]], columns: Sequence[str], path: str) -> None:
+def _name_unused(
+    records: Sequence[Mapping[str, Any]], columns: Sequence[str], path: str, reads: Callable[[str], bool]
+) -> None:
     used = {column.partition(".")[0] for column in columns}
-    used |= {"labels"} if columns == (TOKENS,) else {"system", "tools"}
-    names = dict.fromkeys(name for record in records for name in record if name not in used)
+    used |= {"labels"} if columns == (TOKENS,) else {*SYSTEM, "tools"}
+    used |= {"input"} if columns[0] == "instruction" else set()
+    names = dict.fromkeys(name for record in records for name in record if not (name in used or reads(name)))
     if unused := [name for name in names if not masks_of({name: True})]:
         targets = [name for name in unused if _TARGET.search(name)]
         hint = f"; {' and '.join(targets)} could be targets: --output-key names what is trained on" if targets else ""
@@ -197,6 +204,8 @@ def _sample(record: Mapping[str, Any], columns: Sequence[str], place: Place) -> 
     tools = tuple(_tools(record.get("tools"), place))
     if len(values) == 2 and not any(isinstance(value, list) for value in values):
         question, answer = (_text(value, key, place) for value, key in zip(values, columns, strict=True))
+        if columns[0] == "instruction" and "input" not in columns and record.get("input") not in (None, ""):
+            question += ALPACA_INPUT + _text(record["input"], "input", place)
         return _with_system(record, replace(pair(question, answer), tools=tools, is_pair=not tools), place)
     if len(values) == 1 and isinstance(values[0], str):
         raise UsageError(f"{place}: {columns[0]!r} must be a list of messages, got the text {shown(values[0])}")
@@ -221,11 +230,17 @@ def _sample(record: Mapping[str, Any], columns: Sequence[str], place: Place) -> 
 
 
 def _with_system(record: Mapping[str, Any], sample: Sample, place: Place) -> Sample:
-    """Puts the column ``system`` in front of the conversation, unless that is empty or there is a system turn."""
-    text = record.get("system")
-    if text in (None, "") or sample.messages[0]["role"] == "system":
+    """Puts a column of SYSTEM in front of the conversation. Raises UsageError if there is another system turn."""
+    given = {name: record[name] for name in SYSTEM if record.get(name) not in (None, "")}
+    texts = {_text(text, name, place) for name, text in given.items()}
+    texts |= {turn["content"] for turn in sample.messages[:1] if turn["role"] == "system"}
+    if len(texts) > 1:
+        raise UsageError(
+            f"{place}: {' and '.join(given)} and the conversation hold different system messages; keep one of them"
+        )
+    if not texts or sample.messages[0]["role"] == "system":
         return sample
-    first = {"role": "system", "content": _text(text, "system", place)}
+    first = {"role": "system", "content": texts.pop()}
     return replace(sample, messages=(first, *sample.messages), first=sample.first + 1, is_pair=False)
 
 

@@ -7,7 +7,6 @@ nor repeats any, also when it resumes with another number of ranks.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from decimal import Decimal
 from typing import Any, Protocol
 
 from conformance.core.errors import UsageError, one_line
@@ -16,32 +15,34 @@ from conformance.data.tokenizer import SAMPLE_LIMIT_S, computing_at_most, encode
 from conformance.spec.batch import Batch, Document, Row
 from conformance.spec.scenario import DataConfig
 from impl.checkpoints.training_state import DataPosition
-from impl.train.rewards import ARITHMETIC, reference_answer
+from impl.train.rewards import ARITHMETIC, FunctionReward, Reward
 
 
 @dataclass(frozen=True)
 class Prompt:
     """Holds the ``tokens`` up to the response, and what rewards read.
 
-    answer: the number that a right response ends with; None if the reward does not compare numbers.
+    answer: what the reward compares a response with, such as a number; None if it gets the columns of the sample.
     """
 
     tokens: tuple[int, ...]
-    answer: Decimal | None
+    answer: Any
     sample: Sample = field(default_factory=Sample)
 
 
 def load_prompts(
-    data: DataConfig, tokenizer: Any, *, vocabulary: int, max_new_tokens: int, numeric: bool = True
+    data: DataConfig, tokenizer: Any, *, vocabulary: int, max_new_tokens: int, reward: Reward | FunctionReward
 ) -> list[Prompt]:
-    """Loads the prompts of a data set: the user's turn of the chat template, and the number in the reference.
+    """Loads the prompts of a data set: the user's turn of the chat template, and the answer in the reference.
 
-    numeric: whether the reward compares numbers.
-    Raises UsageError for an unusable file or template, a reference without a number if ``numeric``, and a prompt that
+    Raises UsageError for an unusable file or template, a reference that the reward cannot read, and a prompt that
     leaves fewer than ``max_new_tokens`` tokens in ``data.max_len``.
     """
     prompts = []
-    for number, sample in enumerate(_samples(data), start=1):
+    samples = _samples(data, reward)
+    if isinstance(reward, FunctionReward):
+        reward.check_columns({name for sample in samples for name in sample.record}, data.path)
+    for number, sample in enumerate(samples, start=1):
         place = f"sample {number} of {data.path}"
         try:
             with computing_at_most(SAMPLE_LIMIT_S):
@@ -53,7 +54,8 @@ def load_prompts(
                 f"the tokenizer in {tokenizer.name_or_path} returns token {max(tokens)}, but the model's vocabulary "
                 f"has {vocabulary}; put the tokenizer of this model into the folder"
             )
-        prompts.append(Prompt(tokens, reference_answer(sample.answer, place) if numeric else None, sample))
+        answer = reward.reference(sample.answer, place) if isinstance(reward, Reward) else None
+        prompts.append(Prompt(tokens, answer, sample))
     longest = max(len(prompt.tokens) for prompt in prompts)
     if longest + max_new_tokens > data.max_len:
         raise UsageError(
@@ -63,9 +65,9 @@ def load_prompts(
     return prompts
 
 
-def _samples(data: DataConfig) -> Sequence[Sample]:
+def _samples(data: DataConfig, reward: Reward | FunctionReward) -> Sequence[Sample]:
     if data.path != ARITHMETIC:
-        return read_samples(data)
+        return read_samples(data, reads=reward.reads)
     return [replace(pair(q, a), record={"question": q, "answer": a}) for q, a in arithmetic()]
 
 

@@ -113,13 +113,14 @@ def texts_of(groups: Sequence[Sequence[Response]], tokenizer: Any) -> list[list[
 def score(
     reward: Reward | FunctionReward, prompts: Sequence[Prompt], groups: Sequence[Sequence[str]]
 ) -> list[list[float]]:
-    """Returns the rewards of the responses to each prompt. Collective: the first rank calls a user's function."""
+    """Returns the rewards of the responses to each prompt. Collective: the first rank computes them."""
     pairs = [(prompt, text) for prompt, group in zip(prompts, groups, strict=True) for text in group]
     if isinstance(reward, FunctionReward):
         arguments = function_arguments(pairs)
         flat = iter(on_first(f"computing the reward {reward.name}", lambda: reward(*arguments)))
     else:
-        flat = iter([reward(text, prompt.answer) for prompt, text in pairs if prompt.answer is not None])
+        one = reward.score
+        flat = iter(on_first("computing rewards", lambda: [one(text, prompt.answer) for prompt, text in pairs]))
     return [[next(flat) for _ in group] for group in groups]
 
 

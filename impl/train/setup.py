@@ -134,9 +134,8 @@ def _prompts(config: TrainConfig, rollout: RolloutConfig) -> PromptInputs:
     tokenizer, size = load_tokenizer(model, trusted=trusted), _vocabulary_size(model, trusted=trusted)
 
     def load(data: DataConfig) -> list[Prompt]:
-        numeric = not isinstance(reward_of(data.path, rollout.reward), FunctionReward)
-        longest = rollout.max_new_tokens
-        return load_prompts(data, tokenizer, vocabulary=size, max_new_tokens=longest, numeric=numeric)
+        reward, longest = reward_of(data.path, rollout.reward), rollout.max_new_tokens
+        return load_prompts(data, tokenizer, vocabulary=size, max_new_tokens=longest, reward=reward)
 
     prompts, held_out = load(config.scenario.data), held_out_data(config)
     check_rollout(config.scenario, rollout, prompts)

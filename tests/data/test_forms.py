@@ -86,11 +86,27 @@ SHAREGPT = [
         ({"messages": [{**turn, "tool_calls": None} for turn in TURNS]}, CONVERSATION),
         ({"messages": [{**t, "content": [{"type": "text", "text": t["content"]}]} for t in TURNS]}, CONVERSATION),
         ({"system": "Be brief.", "conversations": SHAREGPT[1:]}, Sample(messages=TURNS, first=1)),
+        ({"system_prompt": "Be brief.", "system": None, "messages": TURNS}, CONVERSATION),
+        ({"instruction": "a", "input": "c", "output": "b"}, pair("a\n\n### Input:\nc", "b")),
+        ({"instruction": "a", "input": "", "response": "b"}, pair("a", "b")),
         ({"prompt": TURNS[:4], "completion": TURNS[4:]}, Sample(messages=TURNS, first=4)),
         ({"prompt": TURNS[:4], "response": "9."}, Sample(messages=TURNS, first=4)),
         ({"prompt": TURNS[:4], "extra_info": {"answer": "9."}}, Sample(messages=TURNS, first=4)),
     ],
-    ids=["messages", "ultrachat", "sharegpt", "parquet", "parts", "system", "trl", "prompt-and-text", "verl"],
+    ids=[
+        "messages",
+        "ultrachat",
+        "sharegpt",
+        "parquet",
+        "parts",
+        "system",
+        "system_prompt",
+        "alpaca",
+        "alpaca-empty",
+        "trl",
+        "prompt-and-text",
+        "verl",
+    ],
 )
 def test_conversations_are_read_in_every_form(record: dict[str, Any], sample: Sample, tmp_path: Path) -> None:
     assert read_samples(saved(tmp_path, record)) == [sample]
@@ -138,11 +154,11 @@ def test_what_was_chosen_repeats_the_prompt(tmp_path: Path) -> None:
 
 
 def test_unused_columns_are_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    record = {"instruction": "a", "output": "b", "input": "c", "chosen": "d"}
+    record = {"instruction": "a", "output": "b", "input": "c", "topic": "e", "chosen": "d"}
     read_samples(saved(tmp_path, record, record))
     (message,) = caplog.messages
     assert message.endswith(
-        "columns that are not used: input, chosen; chosen could be targets: --output-key names what is trained on"
+        "columns that are not used: topic, chosen; chosen could be targets: --output-key names what is trained on"
     )
 
 
@@ -151,6 +167,9 @@ def test_unused_columns_are_named_once(tmp_path: Path, caplog: pytest.LogCapture
     [
         ({"messages": []}, "'messages' must be a text, or a list of messages with 'role' and 'content'"),
         ({"messages": ["hello"]}, "'messages' must be a text, or a list of messages"),
+        ({"instruction": "a", "input": ["c"], "output": "b"}, "'input' must be a non-empty text"),
+        ({"system": "a", "system_prompt": "b", "messages": TURNS[1:]}, "different system messages; keep one"),
+        ({"system": "Be long.", "messages": TURNS}, "system and the conversation hold different system messages"),
         ({"messages": [{"role": "robot", "content": "x"}]}, "message 1 of 'messages': the role must be one of system"),
         ({"messages": [{"role": "user"}]}, "message 1 .*: there is neither 'content' nor 'tool_calls'"),
         ({"messages": [{"role": "user", "content": 5}]}, "'content' must be a text, or a list of parts .*, got 5"),

@@ -11,20 +11,27 @@ from cells import exhaustive
 from train_runs import Trainings, training
 
 from conformance.core.errors import UsageError
+from conformance.core.host import FIXTURES
 from conformance.data.forms import Sample, pair
+from conformance.data.tokenizer import load_tokenizer
 from conformance.runtime import Pool
-from impl.train.data import Prompt, arithmetic
+from conformance.spec.scenario import DataConfig
+from impl.train.data import Prompt, arithmetic, load_prompts
 from impl.train.experience import function_arguments
 from impl.train.rewards import (
     ARITHMETIC,
     FunctionReward,
+    Reward,
+    equal_expression,
     exact_answer,
     last_number,
     near_answer,
     reference_answer,
+    reference_expression,
     reward_of,
 )
 
+LLAMA = FIXTURES / "models" / "llama"
 FUNCTIONS = """
 SEEN = {}
 def told(**arguments):
@@ -36,6 +43,10 @@ def infinite(completions, **_):
     return [float("inf")] * len(completions)
 def nothing(**_):
     pass
+def by_level(completions, level):
+    return level
+def by_grade(completions, grade):
+    return grade
 """
 
 
@@ -75,6 +86,34 @@ def test_an_exact_answer_is_all_or_nothing() -> None:
     assert [exact_answer(text, Decimal(1000)) for text in ("so 1,000", "1000.0 apples", "1001", "")] == [1, 1, 0, 0]
 
 
+@pytest.mark.parametrize(
+    ("reference", "response", "reward"),
+    [
+        ("5 - 4.5 = 0.5 #### 0.5", "so it is $\\frac12$", 1),
+        ("Then \\boxed{2x + 2}.", "\\boxed{2(x + 1)}", 1),
+        ("x + 1", "The answer is $1 + x$.", 1),
+        ("72", "71", 0),
+        ("72", "I do not know", 0),
+        ("72", "", 0),
+    ],
+)
+def test_expressions_are_compared_by_math_verify(reference: str, response: str, reward: float) -> None:
+    pytest.importorskip("math_verify", reason="math-verify is an optional package, and not installed")
+    assert equal_expression(response, reference_expression(reference, "here")) == reward
+
+
+def test_reference_without_expression_is_refused() -> None:
+    pytest.importorskip("math_verify", reason="math-verify is an optional package, and not installed")
+    with pytest.raises(UsageError, match="line 3: math-verify finds no expression in the reference ' '"):
+        reference_expression(" ", "line 3")
+
+
+def test_missing_math_verify_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    with pytest.raises(UsageError, match=r"pip install 'backend-parity\[math-verify\]'"):
+        reward_of("x.jsonl", "math-verify")
+
+
 def test_reward_grows_with_closeness_below_right_answer() -> None:
     rewards = [near_answer(text, Decimal(5)) for text in ("?", "99", "9", "6", "5")]
     assert rewards == pytest.approx([0.0, 0.2, 0.38, 0.47, 1.0])
@@ -85,7 +124,8 @@ def test_reward_grows_with_closeness_below_right_answer() -> None:
     [("x.jsonl", None, exact_answer), (ARITHMETIC, None, near_answer), (ARITHMETIC, "exact-answer", exact_answer)],
 )
 def test_reward_is_found_by_name_or_data_set(path: str, name: str | None, reward: object) -> None:
-    assert reward_of(path, name) is reward
+    assert isinstance(found := reward_of(path, name), Reward)
+    assert found.score is reward
 
 
 @pytest.fixture
@@ -145,6 +185,24 @@ def test_training_uses_the_function(pool: Pool, tmp_path: Path, kind: str) -> No
     (line,) = Trainings(pool, tmp_path / "logs")(config)
     assert line["critic/score/mean"] in {hits / 4 - 1 for hits in range(5)}  # near-answer is never below 0
     assert line["critic/score/mean"] < 0
+
+
+def test_columns_of_function_are_used_or_missed(module: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "x.jsonl").write_text('{"question": "2+3=", "answer": "5", "level": 4, "topic": "sums"}\n')
+    data, tokenizer = DataConfig(path=str(tmp_path / "x.jsonl"), max_len=64), load_tokenizer(LLAMA)
+
+    def load(name: str) -> list[str]:
+        caplog.clear()
+        reward = reward_of(data.path, f"{module}:{name}")
+        load_prompts(data, tokenizer, vocabulary=400, max_new_tokens=4, reward=reward)
+        return [record.getMessage().partition(": ")[2] for record in caplog.records]
+
+    assert load("by_level") == ["columns that are not used: topic"]
+    assert load("told") == []
+    reward: Any = reward_of(data.path, f"{module}:by_level")
+    assert reward(["a"], ["b"], {"level": [4], "topic": ["sums"]}) == [4.0], "only the named arguments are given"
+    with pytest.raises(UsageError, match=r"by_grade takes grade, but .*x.jsonl has the columns answer, level"):
+        load("by_grade")
 
 
 def test_the_embedded_questions_have_their_answers() -> None:

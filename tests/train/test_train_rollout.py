@@ -22,8 +22,10 @@ from impl.models.loading import load_model
 from impl.train.data import Prompt, load_prompts
 from impl.train.experience import check_resumes, check_rollout, deal, document_of, rollout_logprobs, rollout_numbers
 from impl.train.generation import Choose, HfEngine, Response, Sampling, make_engine, seed_of, share_of
+from impl.train.rewards import REWARDS
 from impl.train.setup import end_tokens
 
+EXACT = REWARDS["exact-answer"]
 KINDS = ("mean", "max", "min")
 LLAMA = FIXTURES / "models" / "llama"
 PROMPTS = [(1, 4, 20, 30), (1, 4, 21, 31, 41), (1, 4, 22)]
@@ -231,15 +233,15 @@ def test_prompts_of_a_file_are_the_users_turn_with_the_number_of_the_reference(
     tokenizer = load_tokenizer(LLAMA)
     data = dataclasses.replace(scenario.data, path=str(file))
     with pytest.raises(UsageError, match=r"sample 2 of .*has no number"):
-        load_prompts(data, tokenizer, vocabulary=400, max_new_tokens=4)
+        load_prompts(data, tokenizer, vocabulary=400, max_new_tokens=4, reward=EXACT)
     file.write_text(file.read_text().splitlines()[0])
-    (prompt,) = load_prompts(data, tokenizer, vocabulary=400, max_new_tokens=4)
+    (prompt,) = load_prompts(data, tokenizer, vocabulary=400, max_new_tokens=4, reward=EXACT)
     assert tokenizer.decode(prompt.tokens) == "<bos><|user|>3+4<|assistant|>"
     assert prompt.answer == 7
     with pytest.raises(UsageError, match="has no room for a prompt of 6 tokens and max_new_tokens=60"):
-        load_prompts(data, tokenizer, vocabulary=400, max_new_tokens=60)
+        load_prompts(data, tokenizer, vocabulary=400, max_new_tokens=60, reward=EXACT)
     with pytest.raises(UsageError, match="the model's vocabulary has 100"):
-        load_prompts(data, tokenizer, vocabulary=100, max_new_tokens=4)
+        load_prompts(data, tokenizer, vocabulary=100, max_new_tokens=4, reward=EXACT)
 
 
 def test_sampled_logprobs_of_a_row_are_those_of_its_targets() -> None:
