@@ -221,7 +221,7 @@ def profile_of(selection: Selection) -> Profile:
 
 def load_profile(name: str) -> Profile:
     """Reads a built-in profile by its name, or a .toml file by its path. Raises UsageError if this fails."""
-    if Path(name).is_dir():
+    if Path(name).is_dir() and name not in profile_names():
         raise UsageError(f"profile {name!r} is a folder; give one of its .toml files")
     path = Path(name) if name.endswith(".toml") else FIXTURES / "profiles" / f"{name}.toml"
     try:

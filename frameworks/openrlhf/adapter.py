@@ -71,6 +71,7 @@ class OpenRLHF:
         self.stack.enter_context(parity.on_cpu(stand_ins=("vllm",)))
         if device == "cpu":
             self.patch("deepspeed.ops.__compatible_ops__", {})  # compiles nothing
+            self.stack.enter_context(torch.compiler.set_stance("force_eager"))
         dtypes = {"bf16": torch.bfloat16, "fp32": torch.get_default_dtype()}  # OpenRLHF knows half precisions only
         self.patch("openrlhf.utils.utils.convert_to_torch_dtype", dtypes.__getitem__)
 

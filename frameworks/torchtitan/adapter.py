@@ -84,6 +84,8 @@ class Torchtitan:
         self.stack, self.loader = contextlib.ExitStack(), Loader()
         self.stack.enter_context(parity.on_cpu())
         self.stack.enter_context(parity.float64_for(torchtitan.config, "TORCH_DTYPE_MAP"))
+        if device == "cpu":
+            self.stack.enter_context(torch.compiler.set_stance("force_eager"))
         self.length = -(-scenario.data.max_len // 128) * 128  # flex_attention's blocks
         folder = weights["policy"]
         hf = json.loads((folder / "config.json").read_text())
