@@ -14,7 +14,7 @@ import numpy as np
 
 from conformance.core.errors import UsageError
 from parity import explain
-from parity.quantities import (
+from parity.differences import (
     EXACT,
     MOST,
     Pair,

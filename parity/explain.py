@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from conformance.core.errors import UsageError, first_few, one_line
 from conformance.numerics.comparison import common_factor, mean_over, times
-from parity.quantities import CLASS, Pair, Quantity, Stage, common, setting
+from parity.differences import CLASS, Pair, Quantity, Stage, common, setting
 from parity.record_files import Line, Run
 
 if TYPE_CHECKING:  # torch is imported where whole tensors of a record are read

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import TrainerCallback
 
-from parity.quantities import Names
+from parity.differences import Names
 from parity.recorder import Recorder, record
 
 UNSEEN = (

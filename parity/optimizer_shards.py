@@ -3,7 +3,7 @@
 Optimizers of torch step the parameters themselves. DeepSpeed, Megatron and FSDP1 let one step other tensors: masters in
 float32, or flat buffers with the shards of several parameters. Their gradient is complete, unscaled and clipped when
 that step begins. Each library has one reader here, which says where a parameter's elements lie; what follows
-(parity/shards.py) knows no library.
+(parity/summaries.py) knows no library.
 """
 
 import math
@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from conformance.core.errors import UsageError
-from parity.quantities import canonical
+from parity.differences import canonical
 
 
 @dataclass(frozen=True, kw_only=True)

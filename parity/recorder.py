@@ -2,7 +2,7 @@
 
 Gradients are read in place when an optimizer's step begins, and weights when it has ended, by torch's optimizer hooks.
 Where an optimizer steps masters or flat shards, parity/optimizer_shards.py finds the parameters' elements in them.
-Both are kept as sketches (parity/shards.py): no parameter is copied, no random number is drawn, nothing is written to.
+Both are kept as sketches (parity/summaries.py): no parameter is copied or written to, and no random number is drawn.
 Ranks communicate once per step, in one all_reduce of these sketches, and agree that no rank has failed. Rank 0 writes.
 """
 
@@ -23,10 +23,10 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from conformance.core.errors import UsageError, one_line
+from parity.differences import Names
 from parity.optimizer_shards import held_parameters, torch_optimizers
-from parity.quantities import Names
 from parity.record_files import FORMAT, VERSION, Line, Writer, why_not
-from parity.shards import (
+from parity.summaries import (
     PRESENT,
     SQUARES,
     WIDTH,

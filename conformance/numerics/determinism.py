@@ -1,7 +1,7 @@
 """Makes numbers repeatable: hashed random numbers, computation outside of torch's modes, and deterministic kernels.
 
 Random numbers follow from a name and a position alone. Every device and version computes the same bits, because
-several processes compute sketches of tensors (conformance.numerics.sketch, parity.shards) that are then subtracted.
+several processes compute sketches of tensors (conformance.numerics.sketch, parity.summaries) that are then subtracted.
 
 The suite computes sketches and digests of a backend's tensors outside of the modes that watch and lift the backend
 (conformance.numerics.float64_tier, conformance.worker.evidence). An operator inside of a mode costs as much as a small

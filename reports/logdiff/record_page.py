@@ -5,8 +5,8 @@ from collections import defaultdict
 from typing import Any
 
 from parity.compare import Comparison
+from parity.differences import Pair, Quantity, Stage
 from parity.explain import described_run, exact, largest, likely_causes, notes, where
-from parity.quantities import Pair, Quantity, Stage
 from reports.logdiff.page import POINTS, render
 
 HEADS = ("quantity", "stage", "difference", "allowed", "norm in A", "norm in B", "B / A")

@@ -18,10 +18,10 @@ from conformance.core.errors import UsageError
 from conformance.numerics.determinism import seed_of
 from conformance.runtime import Pool, WorkerGroupConfig
 from parity.compare import Comparison, compare_records
+from parity.differences import setting
 from parity.optimizer_shards import whole
-from parity.quantities import setting
 from parity.record_files import read_run
-from parity.shards import ROWS_AT, SKETCH_AT, summarize
+from parity.summaries import ROWS_AT, SKETCH_AT, summarize
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 import parity
 from parity.compare import compare_records
-from parity.quantities import MOST, allowed_update
+from parity.differences import MOST, allowed_update
 
 NORM = "model.norm.weight"
 

@@ -22,7 +22,7 @@ import parity
 from conformance.core.errors import UsageError
 from conformance.core.host import FIXTURES
 from parity.compare import Comparison, compare_records
-from parity.quantities import Stage
+from parity.differences import Stage
 from parity.record_files import read_run
 
 pytestmark = pytest.mark.slow

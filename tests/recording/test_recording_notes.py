@@ -11,7 +11,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 import parity
 from parity.compare import compare_records
-from parity.quantities import Names
+from parity.differences import Names
 from parity.record_files import read_run
 
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from conformance.numerics.determinism import seed_of
+from parity.differences import canonical
 from parity.optimizer_shards import Box, whole
-from parity.quantities import canonical
-from parity.shards import BUCKETS, ROWS_AT, SKETCH_AT, SUMS, WIDTH, summarize
+from parity.summaries import BUCKETS, ROWS_AT, SKETCH_AT, SUMS, WIDTH, summarize
 from parity.training_loop import fingerprint
 
 SEED = seed_of("model.norm.weight")

@@ -1,4 +1,4 @@
-"""Finds the shards of each parameter that a rank holds, summarizes them, and sums the summaries over ranks.
+"""Finds the pieces of each parameter that a rank holds, summarizes them, and sums the summaries over ranks.
 
 A sketch summarizes a tensor of any size in 131 numbers that add up over its shards. The numbers are sums (of squares,
 and of numbers that are not finite), the squares of at most 64 groups of rows, and a count sketch of 64 buckets: every
@@ -35,8 +35,8 @@ from torch.distributed.tensor import DTensor
 
 from conformance.core.errors import UsageError, one_line, shown
 from conformance.numerics.determinism import seed_of, splitmix64
+from parity.differences import Names, canonical
 from parity.optimizer_shards import Box, Fragment, Held, fragments_of, whole_shape
-from parity.quantities import Names, canonical
 from parity.record_files import Arrays, Line
 
 BUCKETS = 64
