@@ -159,6 +159,6 @@ COMMANDS: Mapping[str, Declared] = {
         ("compare", "report", "print the backends of a run side by side, or two runs, as Markdown", _compare),
         ("bisect", "bisect", "name the first wrong module of a cell, forward and backward", _bisect),
         ("doctor", "doctor", "check this machine and the installed packages", _doctor),
-        ("history", "history", "keep summaries of runs in a folder, and show the trend of each backend", _history),
+        ("history", "report", "keep summaries of runs in a folder, and show the trend of each backend", _history),
     )
 }

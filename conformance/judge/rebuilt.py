@@ -19,7 +19,7 @@ from conformance.judge.tolerance import NOISE_FACTOR, NORM_ROUNDINGS, ROUNDING, 
 from conformance.numerics.comparison import finite
 from conformance.numerics.sketch import sampled
 from conformance.oracle.optimizer import clip_factor, make_optimizer
-from conformance.oracle.variant import UNNAMED_NORM
+from conformance.oracle.primitives import UNNAMED_NORM
 from conformance.records.step_tensors import Record, StepRecord
 from conformance.spec.observables import AGAINST_REBUILT, SKIPPED, Observable
 from conformance.spec.precision import FloatFormat

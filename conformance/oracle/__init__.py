@@ -5,15 +5,13 @@ transformers' modelling code only for models that it does not know. The code is 
 be read next to the papers:
 
     role_model.py       the model of a role: written here, or of transformers (transformers_reference.py)
-    primitives.py       dtypes, linear layers, RMSNorm, rotary positions
+    primitives.py       dtypes, linear layers, RMSNorm, rotary positions; the points where a defect acts
     attention.py        grouped-query and latent attention
     feed_forward.py     gated MLPs, mixtures of experts, router losses
     decoder.py          tokens -> logits or values, and the weights of a model
     loss_terms.py       what one document adds to a loss; objectives.py, policy_gradient.py: SFT, GRPO and PPO
-    rollout_pass.py     columns that are computed once per rollout
-    router_replay.py    the experts that routers chose, as columns of batches
     optimizer.py        clipping, SGD, AdamW, the fp16 loss scale
-    step.py             forward and backward pass of an optimizer step
+    step.py             forward and backward pass of an optimizer step; columns that are computed once per rollout
     run.py              a scenario -> a record
-    variant.py, defects.py    known defects of libraries, reproduced on purpose
+    defects.py          known defects of libraries, reproduced on purpose
 """

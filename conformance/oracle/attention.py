@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from conformance.models.components import Attention, LatentAttention, Norm
-from conformance.oracle.primitives import Module, Policy, Table, linear, rms_norm, rotate
-from conformance.oracle.variant import Weights
+from conformance.oracle.primitives import Module, Policy, Table, Weights, linear, rms_norm, rotate
 
 
 def hidden_keys(tokens: int, window: int | None) -> Tensor:

@@ -32,17 +32,19 @@ from conformance.models.folders import weight_files, weight_shapes
 from conformance.oracle.attention import attention, hidden_keys, latent_attention
 from conformance.oracle.feed_forward import Routing, feed_forward, stacked, stacked_shapes
 from conformance.oracle.primitives import (
+    HONEST,
     NO_TAP,
     Function,
     Module,
     Policy,
     Table,
     Tap,
+    Variant,
+    Weights,
     in_products_of,
     rms_norm,
     rotary_table,
 )
-from conformance.oracle.variant import HONEST, Variant, Weights
 from conformance.runtime.messages import mark
 from conformance.spec.scenario import ADAPTER, FILE_PREFIX, PARTS, WEIGHTS_FILE, LoraConfig
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from conformance.models.components import Architecture
-from conformance.oracle.variant import UNNAMED, Variant, Weights, in_order
+from conformance.oracle.primitives import UNNAMED, Variant, Weights, in_order
 from conformance.spec.batch import Batch, Row
 from conformance.spec.known_defects import (
     Defect,

@@ -29,8 +29,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from conformance.models.components import CORRECTION, ClampedMlp, GatedMlp, Grouped, MixtureOfExperts, expert_shapes
-from conformance.oracle.primitives import Module, Policy, linear
-from conformance.oracle.variant import Weights
+from conformance.oracle.primitives import Module, Policy, Weights, linear
 from conformance.spec.batch import Document, expert_column
 
 

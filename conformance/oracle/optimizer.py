@@ -8,8 +8,7 @@ import math
 
 import torch
 
-from conformance.oracle.primitives import Policy
-from conformance.oracle.variant import Weights
+from conformance.oracle.primitives import Policy, Weights
 from conformance.spec.observables import PROGRESS_OF_SCALE, SKIPPED
 from conformance.spec.scenario import LossScaleConfig, OptimizerConfig
 

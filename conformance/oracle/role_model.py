@@ -34,8 +34,7 @@ from conformance.oracle.decoder import (
     merged,
 )
 from conformance.oracle.feed_forward import Routing, routing_of
-from conformance.oracle.primitives import NO_TAP, Policy, Tap
-from conformance.oracle.variant import HONEST, Variant, Weights
+from conformance.oracle.primitives import HONEST, NO_TAP, Policy, Tap, Variant, Weights
 from conformance.spec.batch import Document
 from conformance.spec.observables import Head
 from conformance.spec.scenario import LoraConfig, Scenario

@@ -31,7 +31,7 @@ from conformance.oracle.decoder import is_buffer
 from conformance.oracle.defects import variant_of
 from conformance.oracle.objectives import rollout_functions_of
 from conformance.oracle.optimizer import LossScale, clip_factor, global_norm, make_optimizer
-from conformance.oracle.primitives import Policy, Tap
+from conformance.oracle.primitives import HONEST, UNNAMED, UNNAMED_NORM, Policy, Tap, Variant, Weights
 from conformance.oracle.role_model import Decoder, bytes_needed, decoder_of, devices_for, is_routed
 from conformance.oracle.step import (
     EMBEDDING,
@@ -43,7 +43,6 @@ from conformance.oracle.step import (
     run_rollout_pass,
     with_columns,
 )
-from conformance.oracle.variant import HONEST, UNNAMED, UNNAMED_NORM, Variant, Weights
 from conformance.records.header_checks import CHOICES, FLOAT64, noise_runs, precision_of_run
 from conformance.records.step_tensors import RecordWriter, file_sha256
 from conformance.runtime.messages import mark

@@ -19,9 +19,8 @@ from conformance.oracle.feed_forward import Balance, Routing
 from conformance.oracle.loss_terms import RolloutFunctions, target_positions
 from conformance.oracle.objectives import functions_of, rollout_functions_of
 from conformance.oracle.optimizer import AdamW, LossScale, Sgd
-from conformance.oracle.primitives import NO_TAP, Policy, Tap
+from conformance.oracle.primitives import HONEST, NO_TAP, Policy, Tap, Variant, Weights
 from conformance.oracle.role_model import Decoder
-from conformance.oracle.variant import HONEST, Variant, Weights
 from conformance.spec.batch import Batch, Document, Row
 from conformance.spec.objectives import Objective
 from conformance.spec.observables import (

@@ -27,8 +27,7 @@ from conformance.models.folder_checks import code_remarks, listed_ties, runs_cod
 from conformance.models.folders import weight_files, weight_shapes
 from conformance.oracle.decoder import is_buffer
 from conformance.oracle.feed_forward import Routing
-from conformance.oracle.primitives import NO_TAP, Policy, Tap
-from conformance.oracle.variant import HONEST, Variant, Weights
+from conformance.oracle.primitives import HONEST, NO_TAP, Policy, Tap, Variant, Weights
 from conformance.spec.batch import Document
 from conformance.spec.observables import Head
 from conformance.spec.scenario import LoraConfig

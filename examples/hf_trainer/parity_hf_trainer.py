@@ -76,7 +76,7 @@ class HFTrainerBackend:
             yield name, parameter if kind == "weight" else parameter.grad
 
     def local_shards(self, kind: parity.TensorKind, model: str) -> Iterator[parity.Shard]:
-        return parity.summaries(self.named_tensors(kind, model))
+        return parity.shards(self.named_tensors(kind, model))
 
     def save(self, path: Path) -> None:
         if self.trainer.is_world_process_zero():

@@ -99,7 +99,7 @@ class DeepspeedBackend(ReferenceBackend):
         default_zero=3,
     )
     preload = (
-        "impl.deepspeed.context",
+        "impl.deepspeed.model",
         "deepspeed.runtime.engine",
         "torch._inductor.compile_fx",  # the first engine of every fresh worker imports it
         *(f"transformers.models.{family}.modeling_{family}" for family in ("llama", "qwen3", "gemma3")),

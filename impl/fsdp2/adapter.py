@@ -80,7 +80,7 @@ class Fsdp2Backend(ReferenceBackend):
         default_zero=3,
     )
     preload = (
-        "impl.fsdp2.context",
+        "impl.fsdp2.model",
         *(f"transformers.models.{family}.modeling_{family}" for family in ("llama", "qwen3", "gemma3")),
         *RING_MODULES,
     )

@@ -4,16 +4,18 @@ FSDP2 averages gradients over the ranks that see different tokens; ``backward`` 
 these ranks, because the objective has divided by the whole step's totals already.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import transformers
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as ShardAlong
@@ -21,7 +23,8 @@ from torch.distributed.tensor import Shard as ShardAlong
 from conformance.backends.protocol import NamedTensors, Shard, TensorKind
 from conformance.spec.observables import Head
 from conformance.spec.scenario import OptimizerConfig, ScheduleConfig
-from impl.context_parallel.ring_attention import MeshContext
+from impl.context_parallel.ring_attention import MeshContext, RingAttention, RingConfig, register, ring_kind
+from impl.engine.adapter import ReferenceContext
 from impl.engine.hugging_face import HuggingFaceModel, compile_layers, forget_compiled, layers_of, resolved_optimizer
 from impl.engine.optimizers import (
     freeze_others,
@@ -313,4 +316,63 @@ class Fsdp2Model(HuggingFaceModel):
         if "compile" in self.options:
             forget_compiled()
         for name in ("model", "optimizer", "scheduler"):
+            self.__dict__.pop(name, None)
+
+
+MESH_DIM_NAMES = ("rep", "ep", "dp", "sp", "tp")
+
+
+class Fsdp2Context(ReferenceContext):
+    """Builds the device mesh and context parallelism of a layout, and selects the data of this rank.
+
+    Mesh axes, outermost first: ``rep`` (replicas), ``ep`` (experts), ``dp``, ``sp`` (context parallel), ``tp``.
+    Parameters, gradients and optimizer state are sharded over ep x dp x sp, which is flattened into the axis ``shard``;
+    those of experts over dp x sp, ``expert_shard``.
+    """
+
+    ring: RingAttention | None = None
+
+    @property
+    def sequence_multiple(self) -> int:
+        # With context parallelism, rows are padded when they are sharded.
+        return 1 if self.config.layout.sp > 1 else self._shape_multiple
+
+    @property
+    def _shape_multiple(self) -> int:
+        # DTensor plans each op once per shape; few shapes keep that cheap. seqpar shards rows into tp equal slices.
+        return math.lcm(32, self.config.layout.tp)
+
+    def setup_distributed(self) -> None:
+        layout = self.config.layout
+        sizes = (layout.rep, layout.ep, layout.dp // layout.rep, layout.sp, layout.tp)
+        self.mesh = init_device_mesh(torch.device(self.config.device).type, sizes, mesh_dim_names=MESH_DIM_NAMES)
+        self.mesh["ep", "dp", "sp"]._flatten("shard")
+        if layout.ep > 1:
+            self.mesh["dp", "sp"]._flatten("expert_shard")
+        self.data_rank, self.data_size = dist.get_rank() // (layout.sp * layout.tp), layout.data
+        if layout.sp > 1:
+            self.setup_ring_attn()
+
+    def setup_ring_attn(self) -> None:
+        register()
+        layout = self.config.layout
+        config = RingConfig(
+            kind=ring_kind(layout),
+            packed=self.config.packed,
+            shipped="shipped" in layout.options,
+            head_stride=layout.stride,
+            multiple=self._shape_multiple if layout.tp > 1 else 1,
+        )
+        self.ring = RingAttention(self.mesh.get_group("sp"), config)
+
+    @property
+    def data_groups(self) -> list[dist.ProcessGroup]:
+        return [self.mesh.get_group(axis) for axis in ("rep", "ep", "dp")]
+
+    def new_trainable(self, head: Head) -> Fsdp2Model:
+        return Fsdp2Model(self, head)
+
+    def teardown(self) -> None:
+        # The mesh's process groups stay open: DTensor's caches refer to them, and reuse them for an equal mesh later.
+        for name in ("mesh", "ring"):
             self.__dict__.pop(name, None)

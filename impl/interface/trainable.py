@@ -29,8 +29,8 @@ from impl.interface.micro_batches import Loss, MicroBatch, Outputs, RouterTerms,
 from impl.interface.sharded_safetensors import SliceReader
 
 CONTEXTS = {
-    "deepspeed": "impl.deepspeed.context:DeepspeedContext",
-    "fsdp2": "impl.fsdp2.context:Fsdp2Context",
+    "deepspeed": "impl.deepspeed.model:DeepspeedContext",
+    "fsdp2": "impl.fsdp2.model:Fsdp2Context",
     "megatron": "impl.megatron.adapter:megatron_context",
 }
 

@@ -43,12 +43,17 @@ from impl.megatron.config import (
     undecayed,
     update_in_one_kernel,
 )
-from impl.megatron.gpt_model import begin_with_gradient, build_chunk, leave_padding_token, transformer_config
+from impl.megatron.gpt_model import (
+    begin_with_gradient,
+    build_chunk,
+    leave_padding_token,
+    traced_chunks,
+    transformer_config,
+)
 from impl.megatron.hf_mapping import all_parameters, check_weights, is_trained
 from impl.megatron.model_config import read_shape, stages
 from impl.megatron.router import StepLoss, gathered, release
 from impl.megatron.tensors import ModelTensors, parameter_names, read_weights, release_trained, weight_tensors
-from impl.megatron.tracing import traced_chunks
 from impl.models.export import write_model
 from impl.models.outputs import outputs_of
 

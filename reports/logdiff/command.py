@@ -162,8 +162,7 @@ def _write(found: "Comparisons | RecordComparison", out: Path) -> None:
     from reports.logdiff.output import Comparisons, to_markdown
 
     try:
-        from reports.logdiff.page import to_html
-        from reports.logdiff.record_page import records_to_html
+        from reports.logdiff.page import records_to_html, to_html
     except ModuleNotFoundError as error:
         raise UsageError(f"--out needs {error.name}; run: pip install 'backend-parity[report]'") from None
     if isinstance(found, Comparisons):

@@ -24,9 +24,9 @@ from conformance.core.host import resolve
 from conformance.data.prepare import FrozenInputs, prepare_inputs
 from conformance.matrix.cell import Cell, Handover, Phase
 from conformance.numerics.float64_tier import exact_tier
+from conformance.oracle.primitives import HONEST
 from conformance.oracle.role_model import read_decoder
 from conformance.oracle.run import POLICIES
-from conformance.oracle.variant import HONEST
 from conformance.runner.session import Session
 from conformance.runtime import Pool
 from conformance.spec.layout import Layout

@@ -18,8 +18,8 @@ from conformance.backends.protocol import Supported, Unsupported
 from conformance.core.errors import UsageError
 from conformance.numerics.float64_tier import LeakWatch, exact_tier
 from conformance.oracle.loss_terms import target_logprobs
+from conformance.oracle.primitives import HONEST as RIGHT
 from conformance.oracle.role_model import read_decoder
-from conformance.oracle.variant import HONEST as RIGHT
 from conformance.runner.session import Session
 from impl.models.loading import load_model
 

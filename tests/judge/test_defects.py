@@ -11,10 +11,10 @@ from conformance.models.components import Architecture
 from conformance.oracle.attention import hidden_keys
 from conformance.oracle.decoder import forward
 from conformance.oracle.defects import VARIANTS, variant_of
+from conformance.oracle.primitives import HONEST, UNNAMED, UNNAMED_NORM, Weights
 from conformance.oracle.role_model import Written
 from conformance.oracle.run import run_oracle
 from conformance.oracle.step import Model, Observed, observe
-from conformance.oracle.variant import HONEST, UNNAMED, UNNAMED_NORM, Weights
 from conformance.records.step_tensors import Record, read_record
 from conformance.spec.batch import Batch
 from conformance.spec.known_defects import (

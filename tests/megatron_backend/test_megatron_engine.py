@@ -175,10 +175,10 @@ def test_modules_whose_norms_are_in_linear_layers_are_not_traced(monkeypatch: py
     """What goes into them is another number than at Hugging Face, because it is not normed yet."""
     from megatron.core.transformer.identity_op import IdentityOp
 
-    from impl.megatron import tracing
+    from impl.megatron import gpt_model
 
     alone = SimpleNamespace(get_tensor_model_parallel_world_size=lambda: 1, get_tensor_model_parallel_rank=lambda: 0)
-    monkeypatch.setattr(tracing, "parallel_state", alone)
+    monkeypatch.setattr(gpt_model, "parallel_state", alone)
     norms, others = ("input_layernorm", "pre_mlp_layernorm"), ("self_attention", "self_attention.linear_proj", "mlp")
     found = {name: IdentityOp() if fused else torch.nn.RMSNorm(4) for name in norms}
     found |= {name: torch.nn.Identity() for name in (*others, "mlp.linear_fc2")}
@@ -187,7 +187,7 @@ def test_modules_whose_norms_are_in_linear_layers_are_not_traced(monkeypatch: py
         named_modules=lambda: [(f"decoder.layers.0.{name}", module) for name, module in found.items()],
     )
     shape: Any = SimpleNamespace(attended=4, ffn=8, mixture=None)
-    names = {one.name.removeprefix("model.layers.0.") for one in tracing._of_chunk(chunk, range(1), shape)}
+    names = {one.name.removeprefix("model.layers.0.") for one in gpt_model._of_chunk(chunk, range(1), shape)}
     assert {"self_attn.o_proj", "mlp.down_proj"} <= names
     assert len(names) == (2 if fused else 6)
 

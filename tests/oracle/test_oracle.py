@@ -23,11 +23,10 @@ from conformance.models.families import read_architecture
 from conformance.numerics.float64_tier import Leak, LeakWatch, exact_tier
 from conformance.oracle.decoder import is_buffer, load_weights
 from conformance.oracle.optimizer import AdamW, Sgd, clip, global_norm
-from conformance.oracle.primitives import Policy, frequencies
+from conformance.oracle.primitives import Policy, Weights, frequencies
 from conformance.oracle.role_model import Written
 from conformance.oracle.run import POLICIES
 from conformance.oracle.step import Model, Observed, observe
-from conformance.oracle.variant import Weights
 from conformance.spec.batch import Batch, Document, Row
 from conformance.spec.objectives import Sft
 from conformance.spec.observables import POLICY

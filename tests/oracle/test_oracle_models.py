@@ -18,8 +18,8 @@ from conformance.models.folders import prepare_model
 from conformance.models.hf_config import FULL, SLIDING
 from conformance.numerics.float64_tier import exact_tier
 from conformance.oracle.decoder import forward, load_weights
+from conformance.oracle.primitives import Weights
 from conformance.oracle.run import POLICIES
-from conformance.oracle.variant import Weights
 from conformance.spec.observables import Role
 from conformance.spec.scenario import OptimizerConfig, Scenario
 from impl.models.loading import load_model

@@ -21,8 +21,8 @@ from conformance.numerics.float64_tier import exact_tier
 from conformance.oracle.decoder import forward, load_weights
 from conformance.oracle.loss_terms import target_logprobs, target_positions
 from conformance.oracle.optimizer import global_norm
+from conformance.oracle.primitives import Weights
 from conformance.oracle.run import POLICIES, policy_of, run_oracle
-from conformance.oracle.variant import Weights
 from conformance.records.header_checks import noise_runs
 from conformance.records.step_tensors import Record, StepRecord, read_record
 from conformance.spec.batch import Batch, Document, Row

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from conformance.judge.verdict import judge
 from conformance.models.folders import prepare_model
+from conformance.oracle.primitives import HONEST
 from conformance.oracle.role_model import read_decoder
 from conformance.oracle.run import POLICIES
 from conformance.oracle.step import EMBEDDING, Model, Observed, observe
-from conformance.oracle.variant import HONEST
 from conformance.records.record_format import RecordError
 from conformance.spec.batch import Batch, Document, Row
 from conformance.spec.observables import CRITIC

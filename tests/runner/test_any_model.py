@@ -24,10 +24,10 @@ from conformance.core.errors import UsageError
 from conformance.matrix.cell import Cell
 from conformance.numerics.float64_tier import exact_tier
 from conformance.oracle.decoder import is_buffer
+from conformance.oracle.primitives import HONEST as RIGHT
 from conformance.oracle.role_model import Decoder, read_decoder
 from conformance.oracle.step import Model, Observed, observe
 from conformance.oracle.transformers_reference import TransformersDecoder
-from conformance.oracle.variant import HONEST as RIGHT
 from conformance.results.requirements import summary_lines
 from conformance.results.run_results import Run, cell_summary, read_entry, summary_of
 from conformance.runner.environment import model_sizes

@@ -24,8 +24,7 @@ from conformance.spec.observables import StateKind
 from conformance.spec.scenario import OptimizerConfig, Scenario, ScheduleConfig, parse_scenario
 from impl.context_parallel.ring_attention import NAME, register
 from impl.deepspeed.adapter import DeepspeedBackend
-from impl.deepspeed.context import DeepspeedContext
-from impl.deepspeed.model import DeepspeedModel
+from impl.deepspeed.model import DeepspeedContext, DeepspeedModel
 from impl.deepspeed.ulysses import exchange_heads
 from impl.interface.micro_batches import collate
 from impl.interface.trainable import ContextConfig

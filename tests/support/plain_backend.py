@@ -26,8 +26,7 @@ from conformance.backends.protocol import (
 )
 from conformance.models.families import read_architecture
 from conformance.oracle.decoder import forward, load_weights
-from conformance.oracle.primitives import Policy
-from conformance.oracle.variant import Weights
+from conformance.oracle.primitives import Policy, Weights
 from conformance.spec.batch import Batch, Row
 from conformance.spec.layout import Layout
 from conformance.spec.observables import Head

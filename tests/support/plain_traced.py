@@ -15,8 +15,7 @@ from torch import Tensor
 
 from conformance.backends.protocol import BackendInfo, Traced, TracedModule
 from conformance.oracle.decoder import forward
-from conformance.oracle.primitives import Function, Policy, Tap
-from conformance.oracle.variant import Weights
+from conformance.oracle.primitives import Function, Policy, Tap, Weights
 from conformance.spec.observables import Head
 from conformance.spec.scenario import OptimizerConfig, ScheduleConfig
 from impl.engine.adapter import RL_SEAMS, ReferenceBackend
