@@ -2,18 +2,25 @@
 
 import gzip
 import json
+import random
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+from cells import BACKENDS, exhaustive
+from conftest import make_cell
 from transformers import AutoTokenizer
 
+from conformance.backends.protocol import BackendEntry
 from conformance.core.errors import UsageError
 from conformance.core.host import FIXTURES
 from conformance.data.documents import load_documents
 from conformance.data.forms import EXAMPLES, Sample, pair, read_samples
 from conformance.data.rollouts import read_groups
 from conformance.data.samples import reads_of
+from conformance.runner.session import Session
 from conformance.spec.batch import Document
 from conformance.spec.scenario import DataConfig, Scenario, parse_scenario
 
@@ -331,3 +338,30 @@ def test_a_split_is_chosen(tmp_path: Path) -> None:
         read_samples(DataConfig(path=path, split="test"))
     with pytest.raises(UsageError, match=r"has no splits; leave out --split"):
         read_samples(DataConfig(path=saved(tmp_path, RECORDS[0]).path, split="a"))
+
+
+@pytest.mark.parametrize(
+    ("backend", "state"),
+    [
+        ("plain_backend:Plain", "conforms"),
+        ("plain_variants:FillsGaps", "differs"),
+        *(exhaustive(backend.target, "conforms") for backend in BACKENDS.values()),
+    ],
+)
+def test_a_cell_whose_masks_have_gaps_is_judged(session: Session, backend: str, state: str, tmp_path: Path) -> None:
+    draw = random.Random(0)
+    samples = []
+    for _ in range(24):
+        spans = [draw.randrange(3, 8) for _ in range(4)]
+        masks = [bool(number % 2) for number, length in enumerate(spans) for _ in range(length)]
+        samples.append({"input_ids": [draw.randrange(8, 400) for _ in masks], "assistant_masks": list(map(int, masks))})
+    asked = make_cell("sft-sgd", "llama", "dp2", "exact", rows=4, steps=2, accumulation=1)
+    entry = BackendEntry(name=backend.partition(":")[2].lower(), target=backend)
+    data = replace(asked.scenario.data, path=saved(tmp_path, *samples).path, max_len=64)
+    scenario, phase = replace(asked.scenario, data=data), replace(asked.phases[0], backend=entry)
+    cell = replace(asked, scenario=scenario, phases=(phase,))
+    documents = load_documents(scenario.data, FIXTURES / scenario.model)
+    gaps = [sum(a and not b for a, b in pairwise(document.targets)) for document in documents]
+    assert min(gaps) > 0
+    verdict = session.run(cell).verdict
+    assert verdict.state == state, verdict.reason

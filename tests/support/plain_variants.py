@@ -11,7 +11,7 @@ import torch.distributed as dist
 from plain_backend import Plain
 
 from conformance.backends.protocol import NamedTensors, Shard, StepMetrics, Support, TensorKind, Unsupported
-from conformance.spec.batch import Batch
+from conformance.spec.batch import Batch, Row
 from conformance.spec.layout import Layout
 from conformance.spec.scenario import Scenario
 
@@ -23,6 +23,22 @@ class Silent(Plain):
 
     def train_step(self, batch: Batch, on_gradients: Callable[[str], None]) -> StepMetrics:
         return dataclasses.replace(super().train_step(batch, on_gradients), rows={})
+
+
+class FillsGaps(Plain):
+    """Trains on every token between the first and the last target of a document."""
+
+    def train_step(self, batch: Batch, on_gradients: Callable[[str], None]) -> StepMetrics:
+        return super().train_step(dataclasses.replace(batch, rows=tuple(map(_filled, batch.rows))), on_gradients)
+
+
+def _filled(row: Row) -> Row:
+    spans = [[number for number, target in enumerate(one.targets) if target] for one in row.documents]
+    documents = [
+        dataclasses.replace(one, targets=tuple(bool(span) and span[0] <= n <= span[-1] for n in range(len(one.tokens))))
+        for one, span in zip(row.documents, spans, strict=True)
+    ]
+    return dataclasses.replace(row, documents=tuple(documents))
 
 
 class Shy(Plain):
