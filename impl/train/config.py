@@ -87,6 +87,7 @@ class TrainConfig:
     output: OutputConfig
     rollout: RolloutConfig | None = None
     eval_dataset: Path | None = None
+    eval_split: str | None = None
     eval_steps: int = 100
     options: Mapping[str, object] = field(default_factory=dict)  # as given by the user, for the log's first line
 

@@ -62,6 +62,8 @@ class TrainOptions:
     # Data
     dataset: str | None = option("JSONL or Parquet file, or a saved Hugging Face dataset (default: embedded)")
     eval_dataset: str | None = option("held-out data, in the same form (default: none)")
+    split: str | None = option("split of a saved dataset that has several (default: none)")
+    eval_split: str | None = option("the same, of --eval-dataset (default: none)")
     input_key: str = option("field of the input or prompt", default="question")
     output_key: str = option("field of the output or reference answer", default="answer")
     max_len: int = option("tokens of a row at most, prompt and response together", default=2048)

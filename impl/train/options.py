@@ -60,6 +60,7 @@ def train_config(
         output=_output(options, under_torchrun=ranks is not None),
         rollout=None if command == "sft" else _rollout(options),
         eval_dataset=Path(_dataset(options.eval_dataset, command)) if options.eval_dataset is not None else None,
+        eval_split=options.eval_split,
         eval_steps=options.eval_steps,
         options=dict(given),
     )
@@ -198,6 +199,7 @@ def _scenario(options: TrainOptions, command: str, *, model: Path, batch: _Batch
     path = _dataset(options.dataset, command)
     data = {
         "path": path,
+        "split": options.split,
         "input_key": options.input_key,
         "output_key": options.output_key,
         "max_len": options.max_len,
@@ -279,7 +281,7 @@ def _steps(options: TrainOptions, command: str, data: str, batch: _Batch) -> int
         )
     if data == ARITHMETIC:
         raise UsageError("the embedded arithmetic has no end; give --max-steps, or a --dataset")
-    count = len(read_dataset(Path(data)))
+    count = len(read_dataset(Path(data), split=options.split))
     samples = count * (epochs or 1)
     each, what = (batch.rows, "train") if command == "sft" else (options.rollout_batch_size, "rollout")
     if samples < each:

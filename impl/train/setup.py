@@ -118,7 +118,11 @@ def read_inputs(config: TrainConfig) -> DocumentInputs | PromptInputs:
 
 def held_out_data(config: TrainConfig) -> DataConfig | None:
     """Returns the data for evaluation; None without it."""
-    return None if config.eval_dataset is None else replace(config.scenario.data, path=str(config.eval_dataset))
+    return (
+        None
+        if config.eval_dataset is None
+        else replace(config.scenario.data, path=str(config.eval_dataset), split=config.eval_split)
+    )
 
 
 def _documents(config: TrainConfig, data: DataConfig) -> list[Document]:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from conformance.core.errors import UsageError
+from conformance.data.forms import read_samples
 from conformance.spec.objectives import Grpo, PolicyGradient, Ppo
 from impl.checkpoints.folder import TrainingFolder
 from impl.objectives.losses import LOSS_MODES
@@ -19,6 +20,7 @@ from impl.train.flags import FLAGS, given_values, merge_values, read_recipe, res
 from impl.train.foreign_options import FOREIGN
 from impl.train.loop import training_folder
 from impl.train.options import train_config
+from impl.train.setup import held_out_data
 
 TINY = ("--pretrain", "models/pangu", "--max-steps", "4", "--device", "cpu")
 
@@ -389,3 +391,19 @@ def test_every_option_is_explained_and_takes_its_default() -> None:
         if flag.default is not None:
             assert flag.typed(flag.default, source="the table") == flag.default
             flag.check(flag.default)
+
+
+def test_splits_of_a_saved_dataset_are_chosen(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    parts = {
+        name: datasets.Dataset.from_list([{"question": f"{n}?", "answer": name} for n in range(count)])
+        for name, count in (("train", 64), ("test", 32))
+    }
+    datasets.DatasetDict(parts).save_to_disk(str(tmp_path / "saved"))
+    folder = str(tmp_path / "saved")
+    of_data = ("--dataset", folder, "--split", "train", "--eval-dataset", folder, "--eval-split", "test")
+    config = config_of("sft", "fsdp2", "--pretrain", "models/pangu", "--device", "cpu", *of_data)
+    assert config.scenario.steps == 2  # of 32 rows
+    held_out = held_out_data(config)
+    assert held_out is not None
+    assert {read_samples(data)[0].answer for data in (config.scenario.data, held_out)} == {"train", "test"}
