@@ -40,11 +40,15 @@ def write_badge(out: Path) -> Path:
     cannot be trusted, and Unwritable."""
     report = read_report(out)
     text, (name, colour) = _message(report), COLOURS[report.verdict]
-    endpoint = {"schemaVersion": 1, "label": LABEL, "message": text, "color": name}
-    write_file(out / "badge.json", dumps(endpoint | {"isError": report.verdict not in PASSES}))
+    write_file(out / "badge.json", badge_json(text, name, is_error=report.verdict not in PASSES))
     file = out / "badge.svg"
-    write_file(file, ET.tostring(_picture(text, colour), encoding="utf-8"))
+    write_file(file, ET.tostring(badge_svg(text, colour), encoding="utf-8"))
     return file
+
+
+def badge_json(text: str, colour: str, *, label: str = LABEL, is_error: bool = False) -> str:
+    """Returns the JSON of an endpoint badge of shields.io."""
+    return dumps({"schemaVersion": 1, "label": label, "message": text, "color": colour, "isError": is_error})
 
 
 def _message(report: Report) -> str:
@@ -58,13 +62,13 @@ def _message(report: Report) -> str:
     return f"{plural(counts['conforms'], 'cell')} conform{'s' if counts['conforms'] == 1 else ''}"
 
 
-def _picture(text: str, colour: str) -> ET.Element:
-    left, right = (round(CHARACTER * len(part) + PADDING) for part in (LABEL, text))
+def badge_svg(text: str, colour: str, *, label: str = LABEL) -> ET.Element:
+    left, right = (round(CHARACTER * len(part) + PADDING) for part in (label, text))
     size = {"width": str(left + right), "height": str(HEIGHT)}
-    label = {"role": "img", "aria-label": f"{LABEL}: {text}"}
-    picture = ET.Element("svg", {"xmlns": "http://www.w3.org/2000/svg", **size, **label})
-    ET.SubElement(picture, "title").text = f"{LABEL}: {text}"
-    for part, start, width, fill in ((LABEL, 0, left, "#444"), (text, left, right, colour)):
+    named = {"role": "img", "aria-label": f"{label}: {text}"}
+    picture = ET.Element("svg", {"xmlns": "http://www.w3.org/2000/svg", **size, **named})
+    ET.SubElement(picture, "title").text = f"{label}: {text}"
+    for part, start, width, fill in ((label, 0, left, "#444"), (text, left, right, colour)):
         ET.SubElement(picture, "rect", x=str(start), width=str(width), height=str(HEIGHT), fill=fill)
         style = {"fill": "#fff", "font-family": "Verdana,DejaVu Sans,sans-serif", "font-size": "11"}
         place = {"x": str(start + PADDING // 2), "y": "14", "textLength": str(width - PADDING)}

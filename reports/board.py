@@ -1,0 +1,282 @@
+"""Publishes runs of frameworks as a board (`parity publish`): versions as columns, features as rows, a static site.
+
+``board.json`` holds the squares by framework, version and row; ``board.schema.json`` is its JSON schema. A later board
+is made ``--against`` it: its columns stay, so versions add up to a history, and ``changes.md`` tells what changed.
+"""
+
+import argparse
+import re
+import xml.etree.ElementTree as ET
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
+
+from conformance.core.errors import STRICT, UsageError, explain
+from conformance.core.io import Unreadable, read_file, write_file
+from conformance.records.record_format import LONGEST, dumps, parse_strict_json
+from conformance.results.run_results import SUMMARY
+from conformance.results.trust import CheckedCell, read_cells
+from conformance.results.verdict import State as CellState
+from reports.ci_formats import COLOURS, badge_json, badge_svg
+from reports.html import TEMPLATES, environment
+from reports.wording import plural
+
+State = Literal["differs", "gap", "partly_observed", "convention", "pass", "unsupported"]  # the most important first
+STATES: dict[State, tuple[str, str]] = {  # symbol and meaning
+    "differs": ("✗", "differs, with its first wrong stage"),
+    "gap": ("○", "a gap: not run, or ended without a record"),
+    "partly_observed": ("◐", "agrees in all that it shows"),
+    "convention": ("≈", "agrees with its declared conventions"),
+    "pass": ("✓", "agrees in all stages"),
+    "unsupported": ("\N{EN DASH}", "refused, with the reason"),
+}
+_OF_CELL: dict[CellState, State] = {
+    "conforms": "pass",
+    "partly_observed": "partly_observed",
+    "differs": "differs",
+    "expected_difference": "differs",  # of a known bug, which the reason names
+    "infrastructure": "gap",
+    "not_run": "gap",
+    "unsupported": "unsupported",
+}
+FAMILIES = ("sft", "grpo", "ppo")
+Text = Annotated[str, Field(max_length=20_000)]
+Name = Annotated[str, Field(pattern=r"^[\w.+-]+$", max_length=100)]
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Square:
+    """Holds one cell of a framework. cause: the reason of the verdict. reproduce: the command that runs it again."""
+
+    state: State
+    cause: Text
+    reproduce: Text
+    conventions: tuple[Text, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Column:
+    """Holds one version of a framework. squares: by row, a cell's id without its backend.
+
+    started: the UTC time of its newest run. versions: of the packages that its records name.
+    """
+
+    framework: Name
+    version: Name
+    started: Text
+    device: Text
+    versions: dict[str, Text]
+    squares: dict[Text, Square]
+
+    @property
+    def name(self) -> str:
+        return f"{self.framework} {self.version}"
+
+    @property
+    def counts(self) -> dict[State, int]:
+        found = Counter(square.state for square in self.squares.values())
+        return {state: found[state] for state in STATES if found[state]}
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Board:
+    """Holds all columns, by framework and ascending version."""
+
+    schema: Literal[1] = 1
+    columns: tuple[Column, ...]
+
+    @property
+    def rows(self) -> list[str]:
+        """Returns all rows: SFT, GRPO and PPO, in each family the plain scenario first."""
+        return sorted({row for column in self.columns for row in column.squares}, key=_place)
+
+    def before(self, column: Column) -> list[Column]:
+        """Returns the earlier versions of its framework, the newest first."""
+        same = [one for one in self.columns if one.framework == column.framework]
+        return same[: same.index(column)][::-1]
+
+
+BOARD = TypeAdapter(Board)
+
+
+class Publish:
+    help = "write a static site that compares frameworks and their versions, from the folders of their runs"
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument(
+            "outs", type=Path, nargs="+", metavar="OUT", help="output folders, such as of scripts/framework"
+        )
+        parser.add_argument("--to", type=Path, required=True, metavar="DIR", help="folder of the site")
+        parser.add_argument(
+            "--against",
+            type=Path,
+            metavar="BOARD",
+            help="an earlier board.json: its columns stay, and changes.md tells which squares changed",
+        )
+
+    def run(self, options: argparse.Namespace) -> int:
+        earlier = read_board(options.against) if options.against else Board(columns=())
+        columns = [column for out in options.outs for column in columns_of(out)]
+        board = joined(earlier, columns)
+        changed = write_site(board, earlier, options.to)
+        print(f"{options.to / 'index.html'}: {plural(len(board.columns), 'column')}, {plural(len(board.rows), 'row')}")
+        if options.against:
+            print(f"{plural(changed, 'square')} changed" + (f": {options.to / 'changes.md'}" if changed else ""))
+        for column in (empty := [column for column in columns if not column.squares]):
+            print(f"{column.name}: nothing was run; run: scripts/framework {column.framework} {column.version}")
+        return 3 if empty else 0
+
+
+PUBLISH = Publish()
+
+
+def columns_of(out: Path) -> list[Column]:
+    """Returns the columns of a run. A folder NAME-VERSION, as scripts/framework makes it, is one framework, with only
+    gaps if it holds no run; otherwise each backend is one. Raises UsageError for a folder that cannot be trusted, or of
+    another version than it says."""
+    framework, _, version = out.resolve().name.rpartition("-")
+    named = framework if framework and version[:1].isdigit() else ""
+    if named and not (out / SUMMARY).exists():  # its environment was not made, or its run never began
+        return [Column(framework=named, version=version, started="", device="not run", versions={}, squares={})]
+    run, cells = read_cells(out)
+    columns: dict[str, Column] = {}
+    for cell in cells:
+        name, verdict, conventions = named or cell.entry.backend, cell.entry.verdict, _conventions(cell)
+        found = _versions(cell, run.environment)
+        installed = found.get(name)
+        if named and installed and installed != version:
+            raise UsageError(f"{out}: its cells ran {name} {installed}; rename the folder to {name}-{installed}")
+        given = version if named else installed or found.get("backend-parity", "0")
+        again = f"scripts/framework {name} {given} --cells '{cell.entry.cell}'" if named else cell.entry.reproduce
+        square = Square(
+            state="convention" if conventions and verdict.state == "conforms" else _OF_CELL[verdict.state],
+            cause=verdict.reason,
+            reproduce=again,
+            conventions=conventions,
+        )
+        made = Column(
+            framework=name,
+            version=given,
+            started=run.started,
+            device=run.device,
+            versions=found,
+            squares={_row(cell): square},
+        )
+        columns[name] = united(columns[name], made) if name in columns else made
+    return list(columns.values())
+
+
+def _conventions(cell: CheckedCell) -> tuple[str, ...]:
+    return tuple(getattr(cell.entry.verdict, "conventions", ()))
+
+
+def _row(cell: CheckedCell) -> str:
+    entry = cell.entry
+    return "/".join((entry.scenario, entry.model, entry.layout, entry.variant))
+
+
+def _versions(cell: CheckedCell, of_run: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the versions of packages; those of the cell's own environment replace those of the run's."""
+    found = {name: of_run[name] for name in ("backend-parity", "torch", "transformers") if of_run.get(name)}
+    for phase in cell.phases:
+        found |= {k: v for k, v in phase.header["environment"].items() if isinstance(v, str) and re.match(r"\d", v)}
+    return found
+
+
+def _place(row: str) -> tuple[int, bool, str]:
+    words = row.partition("/")[0].split("-")
+    family = next((FAMILIES.index(word) for word in words if word in FAMILIES), len(FAMILIES))
+    return family, "plain" not in words, row
+
+
+def united(one: Column, other: Column) -> Column:
+    """Returns the squares of two adapters of one framework. Where both have a square, the more important one stays."""
+    squares = dict(one.squares)
+    for row, square in other.squares.items():
+        both = [square, *([squares[row]] if row in squares else [])]
+        squares[row] = min(both, key=lambda square: list(STATES).index(square.state))
+    return replace(one, squares=squares, versions={**one.versions, **other.versions})
+
+
+def joined(earlier: Board, columns: Sequence[Column]) -> Board:
+    """Returns a board of the earlier and the new columns. A later run of a version replaces the squares that it has."""
+    found = {column.name: column for column in earlier.columns}
+    for column in sorted(columns, key=lambda column: column.started):
+        before = found.get(column.name, column)
+        found[column.name] = replace(column, squares={**before.squares, **column.squares})
+    return Board(columns=tuple(sorted(found.values(), key=_age)))
+
+
+def _age(column: Column) -> tuple[str, list[tuple[bool, int, str]]]:
+    """Sorts columns by framework and version; a release comes after its candidates."""
+    parts = [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in column.version.split(".")]
+    return column.framework, parts
+
+
+def read_board(path: Path) -> Board:
+    """Reads ``board.json``. Raises UsageError for a file that is missing or not one."""
+    try:
+        return BOARD.validate_python(parse_strict_json(read_file(path, limit=LONGEST)))
+    except ValidationError as error:
+        raise explain(error, source=str(path), what="board") from None
+    except (FileNotFoundError, Unreadable, ValueError) as error:
+        raise UsageError(f"{path}: not a readable board.json ({error}); give one that parity publish wrote") from None
+
+
+def write_site(board: Board, earlier: Board, to: Path) -> int:
+    """Writes index.html, board.json, its schema, badges and changes.md. Returns how many squares changed."""
+    (to / "badges").mkdir(parents=True, exist_ok=True)
+    write_file(to / "board.json", dumps(BOARD.dump_python(board, mode="json")))
+    write_file(to / "board.schema.json", dumps(BOARD.json_schema()))
+    page = (
+        environment()
+        .get_template("board.html")
+        .render(
+            board=board,
+            states=STATES,
+            newest=newest(board),
+            style=(TEMPLATES / "style.css").read_text(encoding="utf-8"),
+        )
+    )
+    write_file(to / "index.html", page)
+    for column in newest(board):
+        _write_badge(column, to / "badges" / column.framework)
+    told = changes(board, earlier)
+    text = "# Squares of the board that changed\n\n" + "\n".join(told) + "\n" if told else ""
+    write_file(to / "changes.md", text)
+    return len(told) // 2
+
+
+def newest(board: Board) -> list[Column]:
+    """Returns the newest column of each framework."""
+    return list({column.framework: column for column in board.columns}.values())
+
+
+def _write_badge(column: Column, path: Path) -> None:
+    counts = column.counts
+    verdict = "differs" if "differs" in counts else "incomplete" if "gap" in counts else "conforms"
+    text = ", ".join(f"{count} {state.replace('_', ' ')}" for state, count in counts.items())
+    name, colour = COLOURS[verdict]  # type: ignore[index]
+    write_file(path.with_suffix(".json"), badge_json(text, name, label=column.name))
+    write_file(path.with_suffix(".svg"), ET.tostring(badge_svg(text, colour, label=column.name), encoding="utf-8"))
+
+
+def changes(board: Board, earlier: Board) -> list[str]:
+    """Returns a line of Markdown for each square whose state is another than before, or in the version before."""
+    old, told = {column.name: column for column in earlier.columns}, []
+    for column in board.columns:
+        if column == (known := old.get(column.name)):
+            continue
+        before = known or next((one for one in board.before(column) if one.name in old), None)
+        since = f"in {before.version}" if before and before.version != column.version else "before"
+        for row, was in before.squares.items() if before else ():
+            square = column.squares.get(row, Square(state="gap", cause="not run", reproduce=""))
+            if was.state != square.state:
+                told.append(f"- **{column.name}**, `{row}`: {square.state} ({was.state} {since}): {square.cause}")
+                told.append(f"  `{square.reproduce or was.reproduce}`")
+    return told

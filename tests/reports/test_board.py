@@ -1,0 +1,169 @@
+"""parity publish: runs of frameworks become a board, whose squares have a cause, a command and a history."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from report_sample import (
+    CELLS,
+    CONFORMS,
+    CRASHED,
+    DIFFERS,
+    EXPECTED,
+    NOT_RUN,
+    PARTLY,
+    SPECIAL,
+    UNSUPPORTED,
+    write_sample,
+)
+
+from conformance.cli.main import main
+from conformance.core.errors import UsageError
+from reports.board import (
+    BOARD,
+    Board,
+    Column,
+    Square,
+    State,
+    changes,
+    columns_of,
+    joined,
+    read_board,
+    united,
+    write_site,
+)
+
+ROW = "core-sft-plain/llama/dp2/exact"
+
+
+def column(version: str = "1.0", state: State = "pass", *, row: str = ROW, **values: Any) -> Column:
+    square = Square(state=state, cause="why <b>", reproduce=f"scripts/framework toy {version}")
+    known = {"framework": "toy", "started": "2026-11-28T01:00:00+00:00", "device": "cpu", "versions": {"toy": version}}
+    return Column(version=version, squares={row: square}, **{**known, **values})
+
+
+def board(*columns: Column) -> Board:
+    return joined(Board(columns=()), columns)
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_sample(tmp_path_factory.mktemp("runs") / "toy-2.0")
+
+
+def test_each_state_of_a_cell_has_its_square(out: Path) -> None:
+    (found,) = columns_of(out)
+    assert found.name == "toy 2.0"
+    wanted = {CONFORMS: "pass", PARTLY: "partly_observed", DIFFERS: "differs", EXPECTED: "differs"}
+    wanted |= {CRASHED: "gap", NOT_RUN: "gap", UNSUPPORTED: "unsupported"}
+    for cell, state in wanted.items():
+        scenario, model, _, *rest = cell.split("/")
+        square = found.squares["/".join((scenario, model, *rest))]
+        assert square.state == state
+        assert cell not in SPECIAL or square.cause == SPECIAL[cell][1]
+        assert square.reproduce == f"scripts/framework toy 2.0 --cells '{cell}'"
+
+
+def test_a_folder_without_a_version_has_a_column_a_backend(tmp_path: Path) -> None:
+    found = columns_of(write_sample(tmp_path / "out"))
+    assert {one.framework for one in found} == {cell.split("/")[2] for cell in CELLS}
+    assert {one.framework: one.version for one in found}["deepspeed"] == "0.19.2"  # as its records say
+
+
+def test_a_folder_of_another_version_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"its cells ran deepspeed 0\.19\.2; rename the folder to deepspeed-0\.19\.2"):
+        columns_of(write_sample(tmp_path / "deepspeed-0.18"))
+
+
+@pytest.mark.parametrize(
+    ("states", "shown"),
+    [(("unsupported", "pass"), "pass"), (("pass", "gap"), "gap"), (("partly_observed", "differs"), "differs")],
+)
+def test_two_adapters_of_a_framework_share_a_column(states: tuple[State, State], shown: State) -> None:
+    for one, other in (states, states[::-1]):
+        assert united(column(state=one), column(state=other)).squares[ROW].state == shown
+
+
+def test_a_later_run_replaces_squares_and_versions_add_up() -> None:
+    grpo = "core-grpo-plain/llama/dp2/exact"
+    later = column(state="differs", started="2026-11-29T01:00:00+00:00")
+    found = board(later, column("0.9"), column("0.10"), column(row=grpo), column(framework="abc"))
+    assert [one.name for one in found.columns] == ["abc 1.0", "toy 0.9", "toy 0.10", "toy 1.0"]
+    assert {row: square.state for row, square in found.columns[-1].squares.items()} == {ROW: "differs", grpo: "pass"}
+    assert [one.version for one in found.before(found.columns[-1])] == ["0.10", "0.9"]
+    assert found.rows == [ROW, grpo]
+
+
+def test_changes_name_what_a_square_was() -> None:
+    old = board(column("1.0"))
+    assert changes(old, old) == []
+    assert changes(board(column("1.0", "differs")), old)[0] == (
+        f"- **toy 1.0**, `{ROW}`: differs (pass before): why <b>"
+    )
+    newer = joined(old, [column("2.0", "gap")])
+    assert changes(newer, old)[0].startswith(f"- **toy 2.0**, `{ROW}`: gap (pass in 1.0)")
+    assert changes(joined(old, [column("2.0")]), old) == []
+    assert changes(joined(old, [column("1.0", framework="new")]), old) == []  # nothing to compare with
+
+
+def test_the_command_writes_a_static_site(out: Path, tmp_path: Path, capsys: Any) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    write_site(board(column("1.0", row="sft-packed/qwen3/dp2/fp32")), Board(columns=()), first)
+    absent = str(tmp_path / "other-3.0")
+    assert main(["publish", str(out), absent, "--to", str(second), "--against", str(first / "board.json")]) == 3
+    told = capsys.readouterr().out
+    assert "3 columns" in told
+    assert "other 3.0: nothing was run; run: scripts/framework other 3.0" in told
+    page = (second / "index.html").read_text()
+    assert "<script" not in page
+    assert "why &lt;b&gt;" in page
+    assert "toy<br>1.0" in page
+    assert "toy<br>2.0" in page
+    badge = json.loads((second / "badges" / "toy.json").read_text())
+    assert (badge["label"], badge["color"]) == ("toy 2.0", "red")
+    assert re.match(r"\d+ differs, \d+ gap, 1 partly observed, \d+ pass, 1 unsupported$", badge["message"])
+    values, schema = (json.loads((second / name).read_text()) for name in ("board.json", "board.schema.json"))
+    jsonschema.validate(values, schema)
+    values["columns"][0]["squares"][ROW] = {"state": "green"}
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(values, schema)
+    assert read_board(second / "board.json") == BOARD.validate_json((second / "board.json").read_bytes())
+    assert (second / "changes.md").read_text() == ""
+    assert (
+        main(["publish", str(tmp_path / "toy-3.0"), "--to", str(first), "--against", str(second / "board.json")]) == 3
+    )
+    assert f"- **toy 3.0**, `{next(iter(columns_of(out)[0].squares))}`: gap (pass in 2.0): not run" in (
+        (first / "changes.md").read_text()
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "not a readable board.json"),
+        ("{", "not a readable board.json"),
+        ('{"schema": 2, "columns": []}', "schema: Input should be 1"),
+        ('{"columns": [{"framework": "../up"}]}', "framework: String should match pattern"),
+    ],
+)
+def test_a_board_that_is_none_is_told(text: str | None, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "board.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(UsageError, match=message):
+        read_board(path)
+
+
+def test_conventions_are_a_colour_of_their_own(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import reports.board
+
+    monkeypatch.setattr(reports.board, "_conventions", lambda _: ("DecaysAll()",))
+    (found,) = columns_of(out)
+    states = {square.state for square in found.squares.values() if square.conventions}
+    assert "convention" in states
+    assert "pass" not in states
+    assert replace(found, squares={}).counts == {}
