@@ -32,12 +32,6 @@ def sample(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_sample_run(tmp_path_factory.mktemp("run") / "out")
 
 
-@pytest.fixture
-def out(sample: Path, tmp_path: Path) -> Path:
-    """A copy of the sample that a test may damage."""
-    return Path(shutil.copytree(sample, tmp_path / "out"))
-
-
 def spoiled(out: Path) -> dict[str, str]:
     """Judge again: the cells that cannot be judged, with the reason. All others conform, and the exit code tells."""
     code = cli.main(["judge", str(out)])

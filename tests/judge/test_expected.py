@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 
 import pytest
-from judge_sample import EQUAL, OBSERVABLES, STEPS, Change, Tensors, Values, scale, unchanged, write
+from judge_sample import EQUAL, OBSERVABLES, STEPS, Change, Tensors, Values, both, scale, unchanged, write
 
 from conformance.judge.expected_differences import judge_cell
 from conformance.results.verdict import Verdict
@@ -21,14 +21,6 @@ KNOWN = Known(reason="a bug", link="docs/bug.md", defects=DEFECT)
 def with_defect(step: int, values: Values, tensors: Tensors) -> None:
     scale("loss", 1.01)(step, values, tensors)
     scale("logprob/0", 1.01)(step, values, tensors)
-
-
-def both(*changes: Change) -> Change:
-    def change(step: int, values: Values, tensors: Tensors) -> None:
-        for one in changes:
-            one(step, values, tensors)
-
-    return change
 
 
 def verdict_of(

@@ -27,23 +27,6 @@ def test_equal_records_conform_and_every_stage_was_compared(tmp_path: Path) -> N
     assert all(worst.ratio == 0 for worst in verdict.worst.values())
 
 
-def test_stages_are_in_causal_order() -> None:
-    assert stages(OBSERVABLES) == (
-        "configuration",
-        "weights",
-        "training state",
-        "generators",
-        "log-probs",
-        "loss",
-        "gradients",
-        "gradient replicas",
-        "gradient norm",
-        "clipped update",
-        "weights after N steps",
-        "weight replicas",
-    )
-
-
 @pytest.mark.parametrize(
     ("key", "stage"),
     [

@@ -3,7 +3,6 @@
 import json
 import math
 import random
-import shutil
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -88,12 +87,6 @@ def test_of_two_attempts_the_strips_are_of_the_one_whose_quantities_are_told(tmp
 def sample(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run in which every cell conforms. Never written to by a test."""
     return write_sample_run(tmp_path_factory.mktemp("run") / "out")
-
-
-@pytest.fixture
-def out(sample: Path, tmp_path: Path) -> Path:
-    """A copy of the sample that a test may damage."""
-    return Path(shutil.copytree(sample, tmp_path / "out"))
 
 
 def test_rejudge_adds_token_errors_to_older_verdict(out: Path) -> None:

@@ -5,6 +5,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from judge_sample import both
 from report_sample import edit
 from side_sample import MEMBERS, NAMES, SCENARIO, Change, Tensors, Values, scaled, write_oracle, write_run
 from test_side_by_side import group_of
@@ -15,14 +16,6 @@ from conformance.spec.known_defects import Known, RoundedMasters, Unmodelled
 
 DEEPSPEED = MEMBERS[0]
 WRONG = scaled(f"gradient/{NAMES[1]}", 1.01)
-
-
-def both(*changes: Change) -> Change:
-    def change(step: int, values: Values, tensors: Tensors) -> None:
-        for one in changes:
-            one(step, values, tensors)
-
-    return change
 
 
 def wrong_loss(step: int, values: Values, tensors: Tensors) -> None:

@@ -45,12 +45,6 @@ def sample(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_run(tmp_path_factory.mktemp("side") / "out")
 
 
-@pytest.fixture
-def out(sample: Path, tmp_path: Path) -> Path:
-    """A copy of the sample that a test may damage."""
-    return Path(shutil.copytree(sample, tmp_path / "out"))
-
-
 def group_of(out: Path) -> dict[str, Any]:
     (group,) = json.loads((out / "side_by_side.json").read_text())["groups"]
     assert isinstance(group, dict)

@@ -38,12 +38,6 @@ def wrong(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_run(tmp_path_factory.mktemp("wrong") / "out", {DEEPSPEED: WRONG})
 
 
-@pytest.fixture
-def out(sample: Path, tmp_path: Path) -> Path:
-    """A copy of the sample that a test may damage."""
-    return Path(shutil.copytree(sample, tmp_path / "out"))
-
-
 def summary(out: Path) -> str:
     """What the page says of the one group, before anything is opened."""
     found = re.search(r'<details class="side .*?</details>', write_html(out).read_text(encoding="utf-8"), re.DOTALL)

@@ -25,6 +25,16 @@ OBSERVABLES = all_observables(Sft())
 EQUAL = {"offered": 8, "compared": 4, "differing": []}
 
 
+def both(*changes: Change) -> Change:
+    """Returns the change that makes all ``changes``, one after another."""
+
+    def change(step: int, values: Values, tensors: Tensors) -> None:
+        for one in changes:
+            one(step, values, tensors)
+
+    return change
+
+
 def unchanged(step: int, values: Values, tensors: Tensors) -> None:
     """Leave the step as the oracle has it."""
 
