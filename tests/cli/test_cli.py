@@ -236,7 +236,7 @@ def message(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["list", "--backend", "nobody"], "unknown backend 'nobody'; registered: "),
         (
             ["list", "--profile", "slow"],
-            "no profile 'slow'; known: any-model, checkpoints, families, full, gpu, nightly, quick",
+            "no profile 'slow'; known: any-model, checkpoints, families, frameworks, full, gpu, nightly, quick",
         ),
         (["list", "--faults", "typo"], "unknown fault 'typo'; known: "),
         (["list", "--cells", "nothing*"], "no cell matches 'nothing*'"),
