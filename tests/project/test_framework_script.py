@@ -104,10 +104,13 @@ def test_a_version_selects_its_lock_file(script: Any) -> None:
     [
         (["toy", "3.0"], "toy 3.0: no lock file of toy 3.0; there are 1.0, 2.0"),
         (["unpinned"], "unpinned: frameworks/unpinned/requirements.lock has no line unpinned==VERSION; add it"),
+        (["new"], "new: there is no frameworks/new/requirements.lock; write it with pip freeze"),
     ],
 )
 def test_an_unknown_version_is_told(script: Any, words: list[str], message: str, capsys: Any, tmp_path: Path) -> None:
-    (tmp_path / "frameworks" / "unpinned").mkdir()
-    (tmp_path / "frameworks" / "unpinned" / "adapter.py").touch()
+    for name in ("unpinned", "new"):
+        (tmp_path / "frameworks" / name).mkdir()
+        (tmp_path / "frameworks" / name / "adapter.py").touch()
+    (tmp_path / "frameworks" / "unpinned" / "requirements.lock").write_text("other==1\n")
     assert script.main(words) == 2
     assert capsys.readouterr().err.strip() == message
