@@ -97,6 +97,7 @@ class Torchtitan:
             return norm
 
         self.patch(release.dist_utils, "clip_grad_norm_", shown)
+        self.patch(release.dist_utils, "set_pg_timeouts", lambda **_: None)  # needs a torch after 2.13
         self.trainer = release.make_trainer(self, hf, folder, layout)
         self.stack.callback(self.trainer.close)
         self.trainer.checkpointer.load()
