@@ -1,6 +1,6 @@
 """OpenRLHF: the losses that it prints are not those that it trains.
 
-Two ranks for SFTTrainer.fit, one for ActorPPOTrainer.ppo_train, CPU; models and engines are stand-ins, the loops, losses
+Two ranks for SFTTrainer.fit, one for ActorPPOTrainer.ppo_train, CPU; models and engines are stand-ins, loops, losses
 and means are OpenRLHF's. Exit code 0: defect present (fit logs the share of rank 0, ppo_train weighs micro-batches by
 their tokens twice). 1: gone. See openrlhf-printed-losses.md.
 """
@@ -17,7 +17,14 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-for name in ("flash_attn", "flash_attn.bert_padding", "flash_attn.utils.distributed", "vllm", "vllm.inputs", "vllm.utils"):
+for name in (
+    "flash_attn",
+    "flash_attn.bert_padding",
+    "flash_attn.utils.distributed",
+    "vllm",
+    "vllm.inputs",
+    "vllm.utils",
+):
     sys.modules.setdefault(name, MagicMock(spec_set=None, __spec__=ModuleSpec(name, None)))  # imported, and not called
 import openrlhf.trainer.sft_trainer as sft  # noqa: E402
 from openrlhf.models import PolicyLoss  # noqa: E402
@@ -52,10 +59,14 @@ class Strategy:
     def optimizer_step(self, *_: Any, **__: Any) -> None: ...
 
 
-class Model(torch.nn.Linear):
+class Model(torch.nn.Module):
     """Every log-prob of rank 0 is -1, of rank 1 -3."""
 
     model = Options(global_steps=1)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
 
     def forward(self, tokens: torch.Tensor, **_: Any) -> Any:
         return torch.full((len(tokens), tokens.shape[1] - 1), -1.0 - 2 * dist.get_rank()), None
@@ -69,7 +80,7 @@ def fit(rank: int, port: int, printed: Any) -> None:
     args.train, args.eval, args.ckpt = Options(batch_size=2), Options(steps=-1), Options(save_steps=-1)
     loader = MagicMock(__len__=lambda _: 1, __iter__=lambda _: iter([(torch.ones(1, 1, 5).long(),) * 3]))
     schedule = Options(get_last_lr=lambda: [0.0])
-    trainer = sft.SFTTrainer(Model(1, 1), Strategy(args, 1), None, loader, None, schedule, max_epochs=1)
+    trainer = sft.SFTTrainer(Model(), Strategy(args, 1), None, loader, None, schedule, max_epochs=1)
     trainer.save_logs_and_checkpoints = lambda _args, _step, _bar, logs, _states: printed.put((rank, logs))
     trainer.fit(args)
     dist.destroy_process_group()
@@ -84,7 +95,12 @@ def policy_loss() -> float:
     trainer: Any = ActorPPOTrainer.__new__(ActorPPOTrainer)
     trainer.args = Options(train=Options(dynamic_batch_enable=False), ds=Options(tensor_parallel_size=2))
     trainer.args.actor, trainer.args.algo = Options(entropy_coef=None), Options(kl=Options(use_loss=False))
-    trainer.strategy, trainer.aux_loss, trainer.ema_model, trainer.max_epochs = Strategy(trainer.args, 2), False, None, 1
+    trainer.strategy, trainer.aux_loss, trainer.ema_model, trainer.max_epochs = (
+        Strategy(trainer.args, 2),
+        False,
+        None,
+        1,
+    )
     trainer.actor = MagicMock(side_effect=lambda s, mask, **_: (torch.zeros_like(mask), None))
     trainer.actor_loss_fn, trainer.dataloader_pin_memory, trainer.actor_optim = PolicyLoss(), False, None
     trainer.actor_scheduler = Options(get_last_lr=lambda: [0.0])
@@ -99,7 +115,10 @@ if __name__ == "__main__":
     printed = mp.get_context("spawn").SimpleQueue()
     mp.spawn(fit, (29533, printed), nprocs=2)
     logs = dict(printed.get() for _ in range(2))
-    print(f"SFTTrainer.fit: ranks with the losses 1 and 3, mean 2; rank 0 logs loss_mean {logs[0]['loss_mean']:g}, ", end="")
+    print(
+        f"SFTTrainer.fit: ranks with the losses 1 and 3, mean 2; rank 0 logs loss_mean {logs[0]['loss_mean']:g}, ",
+        end="",
+    )
     print(f"rank 1 {logs[1]['loss_mean']:g}; gpt_loss, which is reduced, {logs[0]['gpt_loss']:g}")
     loss = policy_loss()
     print(f"ActorPPOTrainer.ppo_train: four tokens, mean loss (-1 - 3 * 3) / 4 = -2.5; policy_loss {loss:g}")
