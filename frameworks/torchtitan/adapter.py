@@ -101,7 +101,7 @@ class Torchtitan:
         self.trainer = release.make_trainer(self, hf, folder, layout)
         self.stack.callback(self.trainer.close)
         self.trainer.checkpointer.load()
-        self.trainer.checkpointer.initial_load_in_hf = False  # train() would read the float32 file once more
+        self.patch(self.trainer.checkpointer, "load", lambda **_: False)  # train() would read all once more
         (self.model,) = self.trainer.model_parts
         self.loop = parity.Paused(lambda pause: self.trainer.train())
         self.stack.callback(self.loop.close)
@@ -172,7 +172,7 @@ class Torchtitan:
 
     def load(self, path: Path) -> None:
         self.trainer.checkpointer.folder = str(path)
-        self.trainer.checkpointer.load()
+        type(self.trainer.checkpointer).load(self.trainer.checkpointer)
 
     def teardown(self) -> None:
         self.stack.close()
