@@ -249,7 +249,7 @@ def _check_state(found: Checkpoint, source: Path, *, to: Target) -> None:
     if found.format.endswith("torchtitan"):
         raise UsageError(
             f"{source} has torchtitan's names; run first torchtitan's python "
-            f"scripts/checkpoint_conversion/convert_to_hf.py {source} NEW, with its options for the model"
+            f"scripts/checkpoint_conversion/convert_to_hf.py {source} NEW --model_name NAME --model_flavor FLAVOR"
         )
     shapes = {stored.name: stored.shape for stored in found.of_kind("weight")}
     if not shapes:

@@ -91,6 +91,13 @@ def agree(compared: Comparison) -> None:
     assert "The records agree." in compared.text()
 
 
+@pytest.mark.parametrize(("name", "part"), [("verl_engine", "def recorded"), ("openrlhf_sft", "class Recording")])
+def test_recording_in_a_framework_takes_few_lines(name: str, part: str) -> None:
+    text = (EXAMPLES / f"{name}.py").read_text(encoding="utf-8").partition(part)[2].partition("\n\n\n")[0]
+    code = [line for line in text.splitlines() if line.strip() and '"""' not in line]
+    assert len(code) <= 16, "a line that opens it, and fifteen"
+
+
 @pytest.mark.parametrize("name", ["hf_trainer", "accelerate_loop", "trl_grpo", "deepspeed_loop"])
 def test_a_script_is_short_and_recording_takes_three_lines_of_it(name: str) -> None:
     lines = (EXAMPLES / f"{name}.py").read_text(encoding="utf-8").splitlines()

@@ -116,6 +116,15 @@ def test_trl_fault_is_named_by_parameter(zero: int | None, run_ranks: Any) -> No
     assert causes[1].startswith("What is wrong by itself is 3 times")
 
 
+@pytest.mark.parametrize("library", ["verl", "openrlhf"])
+def test_fault_in_a_framework_is_named(library: str, run_ranks: Any) -> None:
+    pytest.importorskip(library)
+    pair = compare_records([run_ranks(library, 2, f"run{bad}", fault=bad) for bad in ("", UP)], threshold=None).pairs[0]
+    assert pair.parted is not None
+    assert (pair.parted.step, pair.parted.name) == (0, "gradients")
+    assert {quantity.what for quantity in pair.parted.different} == {f"model.{UP}"}
+
+
 def test_records_diff_writes_html(plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = recorded(tmp_path / "other", order=lambda rows: [row.flip(0) for row in rows])
     assert main(["diff", str(plain), str(plain.parent / "run"), "--out", str(tmp_path / "same")]) == 2

@@ -1,11 +1,14 @@
-"""Trains a tiny Llama in the loops of DeepSpeed, Megatron, FSDP1 and TRL, in ranks, for tests of parity.record.
+"""Trains a tiny Llama in the loops of several libraries, in ranks, for tests of parity.record.
 
 ``fault`` names a parameter of which every gradient is multiplied by 3 in the backward pass.
 """
 
+import shutil
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from recording_tasks import adamw, batches, script, tiny, train
@@ -85,3 +88,52 @@ def fsdp1(context: RankContext, *, out: str, originals: bool, fault: str = "") -
     optimizer = adamw(sharded)
     with parity.record(sharded, optimizer, out=out, full=True) as recorder:
         train(sharded, optimizer, recorder, context=context)
+
+
+def verl(context: RankContext, *, out: str, fault: str = "") -> None:
+    """The example's FSDP2 engine, whose gradient is wrong when the optimizer begins its step."""
+    with parity.on_cpu(stand_ins=("vllm",)):
+        example = script("verl_engine")
+        worker = example.build(str(FIXTURES / "models" / "llama"))
+        found = [p for name, p in worker.engine.module.named_parameters() if fault and name.endswith(fault)]
+
+        def spoil(*step: Any) -> None:
+            for parameter in found:
+                parameter.grad.mul_(3)
+
+        worker.engine.optimizer.register_step_pre_hook(spoil)
+        example.train(worker, batches(), out)
+
+
+def openrlhf(context: RankContext, *, out: str, fault: str = "") -> None:
+    """OpenRLHF's script for SFT on the example's strategy, with an optimizer that needs no CUDA."""
+    folder = Path(f"{out}-data")
+    folder.mkdir(exist_ok=True)
+    shutil.copy(FIXTURES / "data" / "word_problems.jsonl", folder / f"{context.rank}.jsonl")
+    options: dict[str, object] = {
+        **{"model.model_name_or_path": FIXTURES / "models" / "llama", "ckpt.output_dir": f"{out}-checkpoint"},
+        **{"data.dataset": folder / f"{context.rank}.jsonl", "data.input_key": "question", "data.output_key": "answer"},
+        **{"train.micro_batch_size": 2, "train.batch_size": 8, "data.max_samples": 24, "train.max_epochs": 1},
+        **{"ds.attn_implementation": "sdpa", "adam.lr": 1e-3, "max_norm": 1e6},
+    }
+    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    with (
+        parity.on_cpu(stand_ins=("vllm",)),
+        mock.patch.dict("os.environ", {"RECORD": out, "DS_ACCELERATOR": "cpu"}),
+        mock.patch("deepspeed.ops.__compatible_ops__", {}),
+        mock.patch("sys.argv", ["train_sft", *words]),
+    ):
+        example = script("openrlhf_sft")
+        settings, begin = example.Recording.get_ds_train_config, example.Recording._ds_init_train_model
+
+        def on_cpu(self: Any, *args: Any, **kwargs: Any) -> Any:
+            config = settings(self, *args, **kwargs)
+            config.get("optimizer", {"params": {}})["params"]["torch_adam"] = True
+            return config
+
+        def planted(self: Any, model: nn.Module, config: Any) -> Any:
+            plant([model], fault)
+            return begin(self, model, config)
+
+        example.Recording.get_ds_train_config, example.Recording._ds_init_train_model = on_cpu, planted
+        example.main()
