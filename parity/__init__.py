@@ -17,7 +17,7 @@ Test a backend of your own: implement ``Backend`` (docs/guides/adding-a-backend.
 ``Batch`` are what it is given; ``StepMetrics`` and ``Shard`` are what it returns. ``flatten``, ``target_logprobs``,
 ``by_row``, ``whole``, ``whole_tensors``, ``shards`` and ``runs_code`` are helpers that most adapters need; ``Paused``,
 ``on_cpu`` and ``float64_for`` are for frameworks that own their loop or were written for GPUs. Known defects of a
-library are declared with ``ExpectedDifference``.
+library are declared with ``ExpectedDifference``, its conventions with classes such as ``DecaysAll``.
 
 Importing this module imports nothing else; each name is imported when it is used first.
 """
@@ -47,14 +47,23 @@ if TYPE_CHECKING:
     from conformance.models.folder_checks import runs_code
     from conformance.results.dataframes import Frames, load
     from conformance.spec.batch import Batch, Document, Row
+    from conformance.spec.conventions import (
+        AdvantageEpsilon,
+        BiasedWhitening,
+        DecaysAll,
+        EntropyByMicroBatch,
+        GenerationDenominator,
+        GeneratorsNotSaved,
+        RoundedMasters,
+        SchedulePerRollout,
+        TrainedPaddingToken,
+    )
     from conformance.spec.known_defects import (
         DividedGradients,
         ExpectedDifference,
         LostEmbeddingGradient,
         PaddedSoftmax,
         ResummedHeadNorms,
-        RoundedMasters,
-        TrainedPaddingToken,
         Unmodelled,
         WindowPerBlock,
     )
@@ -65,15 +74,21 @@ if TYPE_CHECKING:
     from parity.recorder import Recorder, record
 
 __all__ = [
+    "AdvantageEpsilon",
     "Backend",
     "BackendInfo",
     "Batch",
+    "BiasedWhitening",
     "Comparison",
     "Cut",
+    "DecaysAll",
     "DividedGradients",
     "Document",
+    "EntropyByMicroBatch",
     "ExpectedDifference",
     "Frames",
+    "GenerationDenominator",
+    "GeneratorsNotSaved",
     "Layout",
     "LostEmbeddingGradient",
     "NamedTensors",
@@ -85,6 +100,7 @@ __all__ = [
     "Row",
     "RunResult",
     "Scenario",
+    "SchedulePerRollout",
     "Shard",
     "StepMetrics",
     "Support",
@@ -134,7 +150,11 @@ _NAMES = {
     "conformance.models.folder_checks": ("runs_code",),
     "conformance.spec.known_defects": (
         *("ExpectedDifference", "Unmodelled", "DividedGradients", "LostEmbeddingGradient", "PaddedSoftmax"),
-        *("ResummedHeadNorms", "RoundedMasters", "TrainedPaddingToken", "WindowPerBlock"),
+        *("ResummedHeadNorms", "WindowPerBlock"),
+    ),
+    "conformance.spec.conventions": (
+        *("AdvantageEpsilon", "BiasedWhitening", "DecaysAll", "EntropyByMicroBatch", "GenerationDenominator"),
+        *("GeneratorsNotSaved", "RoundedMasters", "SchedulePerRollout", "TrainedPaddingToken"),
     ),
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}

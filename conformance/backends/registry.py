@@ -39,6 +39,7 @@ from conformance.core import packages as own_packages
 from conformance.core.errors import UsageError, one_line
 from conformance.core.packages import package_version
 from conformance.core.process import signal_at_death_of
+from conformance.spec.conventions import Convention, Conventions, in_cell
 from conformance.spec.known_defects import ExpectedDifference, Known
 from conformance.spec.layout import Layout
 from conformance.spec.scenario import Scenario, parse_scenario, scenario_to_json
@@ -90,6 +91,10 @@ class Adapter(Protocol):
 
     def known(self, scenario: Scenario, layout: Layout) -> tuple[Known, ...]:
         """Returns the expected differences of a cell of one phase."""
+        ...
+
+    def conventions(self, scenario: Scenario, layout: Layout) -> Conventions:
+        """Returns the declared conventions that can change a cell of one phase."""
         ...
 
     def host_bytes(self, scenario: Scenario, layout: Layout) -> int:
@@ -146,6 +151,15 @@ class InProcessAdapter:
         about = (one for one in expected if one.is_about(scenario, layout, default_zero=zero))
         found = (one.known_for(scenario, layout) for one in about)
         return tuple(known for known in found if known.defects or known.unmodelled)
+
+    def conventions(self, scenario: Scenario, layout: Layout) -> Conventions:
+        declared = getattr(self._adapter, "conventions", ())
+        if not isinstance(declared, tuple) or not all(isinstance(one, Convention) for one in declared):
+            raise AskFailed(
+                f"{self._adapter.__name__}.conventions is {declared!r}; it has to be a tuple of conventions, such as "
+                f"(parity.DecaysAll(),)"
+            )
+        return in_cell(declared, scenario, layout)
 
     def host_bytes(self, scenario: Scenario, layout: Layout) -> int:
         if "host_bytes" not in self._traits.methods:
@@ -221,6 +235,12 @@ class SubprocessAdapter:
         except ValidationError as error:
             raise AskFailed(f"{self._what}: its expected differences are invalid: {one_line(error)}") from None
 
+    def conventions(self, scenario: Scenario, layout: Layout) -> Conventions:
+        try:
+            return _CONVENTIONS.validate_python(self._ask("conventions", scenario, layout).get("conventions"))
+        except ValidationError as error:
+            raise AskFailed(f"{self._what}: its conventions are invalid: {one_line(error)}") from None
+
     def host_bytes(self, scenario: Scenario, layout: Layout) -> int:
         if "host_bytes" not in self.traits.methods:
             return 0
@@ -263,7 +283,7 @@ class SubprocessAdapter:
         return answer if isinstance(answer, dict) else {"kind": "failed", "message": f"it answered {answer!r}"}
 
 
-_KNOWN = TypeAdapter(tuple[Known, ...])
+_KNOWN, _CONVENTIONS = TypeAdapter(tuple[Known, ...]), TypeAdapter(Conventions)
 _there: dict[tuple[str, str], SubprocessAdapter] = {}  # by the requested name or target, and the executable
 
 
@@ -332,6 +352,8 @@ def _reply(adapter: InProcessAdapter, query: dict[str, Any]) -> dict[str, Any]:
     scenario, layouts = parse_scenario(query["scenario"]), [Layout.parse(one) for one in query["layouts"]]
     if query["method"] == "known":
         return {"known": _KNOWN.dump_python(adapter.known(scenario, *layouts), mode="json")}
+    if query["method"] == "conventions":
+        return {"conventions": _CONVENTIONS.dump_python(adapter.conventions(scenario, *layouts), mode="json")}
     if query["method"] == "host_bytes":
         return {"bytes": adapter.host_bytes(scenario, *layouts)}
     answer: Support = getattr(adapter, query["method"])(scenario, *layouts)

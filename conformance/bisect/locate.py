@@ -20,10 +20,12 @@ from conformance.bisect.explain import name_ranks
 from conformance.bisect.oracle_capture import Reference, references
 from conformance.judge.tolerance import EXACT
 from conformance.numerics.comparison import common_factor, not_finite, relative, scale_of, times
+from conformance.records.record_format import read_lines
 from conformance.records.step_tensors import read_record
 from conformance.results.bisection import Bisected, Direction, First, Key, Side, Wrong, most_telling_first
 from conformance.runtime import RankContext
 from conformance.spec.batch import read_batches
+from conformance.spec.known_defects import parse_defects
 from conformance.spec.observables import Role, model_key
 from conformance.spec.scenario import Scenario, parse_scenario
 from conformance.worker.activation_capture import Piece, read_pieces
@@ -309,7 +311,14 @@ def bisect_traced(
             return None
         return _of_key(model_key(role.prefix, "weight"), oracle, before - 1)
 
-    right = references(scenario=scenario, models=models, batches=read_batches(batches), step=step, weights=weights)
+    right = references(
+        scenario=scenario,
+        models=models,
+        batches=read_batches(batches),
+        step=step,
+        weights=weights,
+        defects=parse_defects(read_lines(oracle).header["backend"]["defects"]),
+    )
     roles = [role for role in scenario.objective.roles if role.trained]
     gradients = {role.name: _of_key(model_key(role.prefix, "gradient"), traced / "record", step) for role in roles}
     return most_telling_first(

@@ -12,6 +12,7 @@ from conformance.oracle.primitives import Function, Tap
 from conformance.oracle.run import observe_step
 from conformance.results.bisection import Key
 from conformance.spec.batch import Batch
+from conformance.spec.known_defects import Defect
 from conformance.spec.observables import Role
 from conformance.spec.scenario import Scenario
 
@@ -39,11 +40,14 @@ def references(
     batches: Sequence[Batch],
     step: int,
     weights: Callable[[int, Role], dict[str, Tensor] | None],
+    defects: tuple[Defect, ...] = (),
 ) -> dict[str, Reference]:
     """Runs the oracle on a step, for each trained model, by role; see conformance.oracle.run.observe_step."""
     batch = batches[step]
     taps = {role.name: _Recording(batch) for role in scenario.objective.roles if role.trained}
-    observed = observe_step(scenario=scenario, models=models, batches=batches, step=step, weights=weights, taps=taps)
+    observed = observe_step(
+        scenario=scenario, models=models, batches=batches, step=step, weights=weights, taps=taps, defects=defects
+    )
     places = tuple((row.index, at) for row in batch.rows for at in range(row.length))
     return {
         name: Reference(

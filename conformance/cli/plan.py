@@ -126,13 +126,15 @@ def list_command(options: argparse.Namespace) -> int:
         config = SessionConfig(out=Path(folder), device=ranks.device, ranks_per_gpu=ranks.ranks_per_gpu)
         with Session(config) as session:
             refused = [session.refusal(cell) for cell in cells]
+            declared = [() if why else session.conventions(cell) for cell, why in zip(cells, refused, strict=True)]
     rows = [
         {
             "id": str(cell),
             "world_size": cell.world_size,
             "refused": f"{NOT_HERE.get(why.state, STATES[why.state].name)}: {why.reason}" if why else "",
+            "conventions": [str(one) for one in conventions],
         }
-        for cell, why in zip(cells, refused, strict=True)
+        for cell, why, conventions in zip(cells, refused, declared, strict=True)
     ]
     coverage = None
     if options.coverage:
@@ -147,7 +149,8 @@ def list_command(options: argparse.Namespace) -> int:
     print(f"profiles: {', '.join(profile_names())}; faults: {', '.join(catalogue())}")
     print(f"{len(rows)} cells of {selection.profile_name} ({profile_of(selection).description}):")
     for row in rows:
-        print(f"  {row['id']}  [{row['world_size']} ranks] {row['refused']}")
+        declares = f"declares {', '.join(row['conventions'])}" if row["conventions"] else ""
+        print(f"  {row['id']}  [{row['world_size']} ranks] {row['refused'] or declares}")
     if coverage:
         print(f"\n{coverage}")
     return EXIT["conforms"]

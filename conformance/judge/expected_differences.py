@@ -1,39 +1,155 @@
-"""Compares a cell that has a known defect with an oracle that has the same defect (docs/principles.md).
+"""Compares a cell that has conventions or a known defect with an oracle that has the same (docs/principles.md).
 
-The cell has to differ from the correct oracle, and to agree with the defective one in all stages by the usual bounds.
-If the oracle cannot have the defect, only the quantities that the expectation names may differ. A cell with a planted
-fault, which has no known defects, has to differ.
+A cell with conventions has to agree with the oracle that has all of them, in all stages by the usual bounds. A
+convention counts only where the cell differs from the oracle without it. If a cell agrees without a convention and not
+with it, the convention is stale, and the cell differs.
+
+A cell with a known defect has to differ from the oracle without it, and to agree with the oracle that has it. If the
+oracle cannot have the defect, only the quantities that the expectation names may differ. A cell with a planted fault,
+which has no known defects, has to differ.
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 from conformance.judge.tolerance import OF_ROWS
 from conformance.judge.verdict import judge_folders
 from conformance.results.verdict import NO_FAULT, Quantity, Verdict
-from conformance.spec.known_defects import Known, Unmodelled, defects_of
+from conformance.spec.conventions import AnyConvention, Conventions, of_oracle
+from conformance.spec.known_defects import Defect, Known, Unmodelled, defects_of
 from conformance.spec.observables import Observable, stages
+
+Defects = tuple[Defect, ...]
+Oracles = Callable[[Defects], Path | None]  # the folder of the oracle with these defects; None if there is none
+NO_ORACLE = "there is no record of the oracle with {}; run the cell again"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Judge:
+    """Judges the records of a cell by the oracle with different conventions and defects."""
+
+    cell: str
+    phases: Sequence[Path]
+    oracles: Oracles
+    observables: Sequence[Observable]
+
+    def by(self, conventions: Conventions, defects: Defects = ()) -> Verdict:
+        wanted = (*of_oracle(conventions), *defects)
+        if (folder := self.oracles(wanted)) is None:
+            kinds = " and ".join(one.kind for one in wanted) or "no defect"
+            return Verdict(state="infrastructure", reason=NO_ORACLE.format(kinds))
+        unjudged = frozenset(one.unjudged for one in conventions if one.unjudged)
+        return judge_folders(self.cell, self.phases, folder, defects=wanted, unjudged=unjudged)
+
+    def with_all(self, conventions: Conventions, defects: Defects = ()) -> Verdict:
+        """Judges by the oracle with all conventions, and checks that each of them shows."""
+        verdict = self.by(conventions, defects)
+        if verdict.state not in NO_FAULT:
+            stale, verdict = self._stale(conventions, defects, verdict) if verdict.state == "differs" else ((), verdict)
+        else:
+            without = {one: self.by(_without(conventions, one), defects) for one in conventions}
+            if failed := next((one for one in without.values() if one.state == "infrastructure"), None):
+                return failed
+            shown = tuple(one for one in conventions if without[one].state == "differs")
+            # The generators are judged without the convention only, and are equal.
+            stale = tuple(
+                one
+                for one in conventions
+                if one not in shown and one.unjudged in {q.stage for q in without[one].quantities}
+            )
+            named = f"with {_listed(shown)}" if shown else ""
+            reason = "; ".join(filter(None, (verdict.reason, named)))
+            verdict = replace(verdict, reason=reason, conventions=tuple(map(str, shown)))
+        if not stale:
+            return verdict
+        reason = f"declares {_listed(stale)}, but does not show it: the cell agrees without; remove the convention"
+        return replace(verdict, state="differs", reason=reason, conventions=())
+
+    def _stale(self, conventions: Conventions, defects: Defects, differs: Verdict) -> tuple[Conventions, Verdict]:
+        """Returns the conventions without which a cell that differs agrees, and its verdict without them; none and the
+        verdict ``differs`` if there are no such conventions."""
+        stale: Conventions = ()
+        verdict = differs
+        for one in conventions:
+            less = self.by(_without(conventions, *stale, one), defects)
+            if less.state in NO_FAULT:
+                return (*stale, one), less
+            if less.state == "differs" and self._progress(less) > self._progress(verdict):
+                stale, verdict = (*stale, one), less
+        return (), differs
+
+    def _progress(self, verdict: Verdict) -> tuple[int, int, int]:
+        """Returns how far the cell agrees: the step and the stage of the first finding, and fewer findings."""
+        first = verdict.findings[0]
+        return first.step, stages(self.observables).index(first.stage), -len(verdict.findings)
+
+
+def _without(conventions: Conventions, *left_out: AnyConvention) -> Conventions:
+    return tuple(one for one in conventions if one not in left_out)
+
+
+def _listed(conventions: Conventions) -> str:
+    words = [f"{one.words} ({one})" for one in conventions]
+    return f"the convention{'s' if len(words) > 1 else ''} {' and '.join(words)}"
+
+
+def explained(
+    verdict: Verdict,
+    cell: str,
+    phases: Sequence[Path],
+    *,
+    conventions: Conventions,
+    candidates: Conventions,
+    oracles: Oracles,
+    observables: Sequence[Observable],
+) -> Verdict:
+    """Names a convention of the ``candidates`` with which a cell that differs agrees in all stages, as likely cause.
+
+    A convention whose first stage comes after the first finding is not tried. ``conventions``: those that are declared.
+    """
+    if verdict.state != "differs" or not verdict.findings:
+        return verdict
+    first, order = verdict.findings[0], stages(observables)
+    same = [q for q in verdict.findings if (q.stage, q.step) == (first.stage, first.step)]
+    judge = _Judge(cell=cell, phases=phases, oracles=oracles, observables=observables)
+    for one in candidates:
+        if first.step <= 0 and order.index(one.stage) > order.index(first.stage):
+            continue
+        if one.unjudged and one.unjudged != first.stage:
+            continue
+        if judge.by((*conventions, one)).state in NO_FAULT:
+            hint = f"agrees in all stages with {one.words} (convention {one})"
+            told = tuple(replace(q, hint=hint) if q in same else q for q in verdict.quantities)
+            return replace(verdict, quantities=told, reason=_with_hint(verdict.reason, same, hint))
+    return verdict
+
+
+def _with_hint(reason: str, findings: Sequence[Quantity], hint: str) -> str:
+    """Replaces the hint of the finding that the reason names, or adds the new one."""
+    before = next((q.hint for q in findings if q.hint and f"({q.hint})" in reason), "")
+    return reason.replace(f"({before})", f"({hint})") if before else f"{reason}; {hint}"
 
 
 def judge_cell(
     cell: str,
     phases: Sequence[Path],
     *,
-    oracle: Path,
     known: Sequence[Known],
-    defective: Path | None,
+    conventions: Conventions,
+    oracles: Oracles,
     observables: Sequence[Observable],
 ) -> Verdict:
-    """Judges the records of a cell's phases by the oracle in ``oracle``. If differences are ``known``, also judges them
-    by the oracle in ``defective``, which has all these defects (None where the oracle cannot have them).
+    """Judges the records of a cell's phases by the oracle with its ``conventions``. If differences are ``known``, also
+    judges them by the oracle that has all these defects as well.
 
     If all is as expected, the verdict has the quantities against the correct oracle, else those against the defective
     one: these begin where something unexpected is wrong. A cell with a planted fault that agrees with the oracle proves
     nothing, and does not pass.
     """
-    verdict = judge_folders(cell, phases, oracle)
+    judge = _Judge(cell=cell, phases=phases, oracles=oracles, observables=observables)
+    verdict = judge.by(conventions) if known or planted_in(cell) else judge.with_all(conventions)
     if verdict.state in NO_FAULT and (planted := planted_in(cell)):
         reason = (
             f"{' and '.join(planted)} was planted and called, and nothing differs: it changes nothing in this cell, or "
@@ -47,7 +163,7 @@ def judge_cell(
         reason = f"expected to differ ({known_reasons}), but: {verdict.reason}; remove the expectation"
         return replace(verdict, state="differs", reason=reason)
     defects = defects_of(known)
-    behind = judge_folders(cell, phases, defective, defects=defects) if defective else verdict
+    behind = judge.with_all(conventions, defects) if defects or conventions else verdict
     if behind.state == "infrastructure":
         return replace(behind, reason=f"of the oracle with the expected defects: {behind.reason}")
     allowed = [one.unmodelled for one in known if one.unmodelled]
@@ -63,7 +179,8 @@ def judge_cell(
             reason = f"expected to differ {where} ({known_reasons}), and does not; correct or remove the expectation"
             return replace(behind, state="differs", reason=reason)
     agrees = f"with that, {behind.reason}" if defects and not behind.findings else "nothing else differs"
-    return replace(verdict, state="expected_difference", reason=f"{known_reasons}; {agrees}")
+    reason = f"{known_reasons}; {agrees}"
+    return replace(verdict, state="expected_difference", reason=reason, conventions=behind.conventions)
 
 
 def planted_in(cell: str) -> list[str]:

@@ -19,7 +19,7 @@ from conformance.judge.tolerance import NOISE_FACTOR, NORM_ROUNDINGS, ROUNDING, 
 from conformance.numerics.comparison import finite
 from conformance.numerics.sketch import sampled
 from conformance.oracle.optimizer import clip_factor, make_optimizer
-from conformance.oracle.primitives import UNNAMED_NORM
+from conformance.oracle.primitives import HONEST, UNNAMED_NORM, Variant
 from conformance.records.step_tensors import Record, StepRecord
 from conformance.spec.observables import AGAINST_REBUILT, SKIPPED, Observable
 from conformance.spec.precision import FloatFormat
@@ -82,17 +82,19 @@ def _in_order(rows: Tensors) -> torch.Tensor | None:
     return torch.cat([rows[name].double().flatten() for name in sorted(rows)]) if rows else None
 
 
-def rebuilt_updates(phases: Sequence[Record], oracle: Record, scenario: Scenario) -> Iterator[Measurement]:
+def rebuilt_updates(
+    phases: Sequence[Record], oracle: Record, scenario: Scenario, variant: Variant = HONEST
+) -> Iterator[Measurement]:
     """Measures the distance of every weight after a step from the rebuilt one, largest element.
 
     An error is relative to |w| + (UPDATE_ROUNDINGS / REBUILT_ROUNDINGS) |u|, where w is the weight before and u the
     update if no two of its terms cancelled. Nothing is rebuilt after an unobserved step, because the optimizer's
     moments are not known then, until a phase begins with a new optimizer. Where an update is skipped, because gradients
-    overflow in fp16, no weight may change.
+    overflow in fp16, no weight may change. ``variant``: the oracle's.
     """
     declared = [o for o in oracle.observables if o.rebuilt]
     for key in dict.fromkeys(o.key for o in declared):
-        yield from _of_model(phases, oracle, scenario, [o for o in declared if o.key == key])
+        yield from _of_model(phases, oracle, scenario, [o for o in declared if o.key == key], variant)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,14 +114,14 @@ class _Step:
 
 
 def _of_model(
-    phases: Sequence[Record], oracle: Record, scenario: Scenario, weights: Sequence[Observable]
+    phases: Sequence[Record], oracle: Record, scenario: Scenario, weights: Sequence[Observable], variant: Variant
 ) -> Iterator[Measurement]:
     """Goes through the steps of one parameter at a time, so that only one optimizer state is in memory."""
     steps = list(_steps(phases, oracle, scenario, weights))
     for name in dict.fromkeys(name for step in steps for name in step.after.tensors):
         for step in steps:
             if step.first:
-                optimizer, sizes = make_optimizer(scenario.optimizer), make_optimizer(scenario.optimizer)
+                optimizer, sizes = (make_optimizer(scenario.optimizer, variant) for _ in range(2))
             if step.skipped:
                 if name in step.before.tensors and name in step.after.tensors:
                     yield _unchanged(step, name)

@@ -7,12 +7,15 @@ defect. Judging needs no GPU, no backend and no workers.
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from conformance.core.errors import UsageError
-from conformance.judge.expected_differences import judge_cell
+from conformance.judge.expected_differences import explained, judge_cell, planted_in
 from conformance.records.record_format import RecordError, read_lines
 from conformance.results.run_results import Attempt, Entry, cell_summary, inside, read_run, write_entry, write_summary
 from conformance.results.verdict import ANSWERED, NO_FAULT, STATES, Verdict
+from conformance.spec.conventions import KNOWN, Conventions, of_oracle
+from conformance.spec.known_defects import Defect
 
 
 def combine_verdicts(reused: Verdict, fresh: Verdict) -> Verdict:
@@ -91,16 +94,28 @@ def _has_all_tensors(out: Path, entry: Entry) -> bool:
     return all((record / file["file"]).exists() for record, file in named if file)
 
 
+def _candidates(entry: Entry) -> Conventions:
+    """Returns the undeclared conventions that the run tried as explanations of a difference."""
+    declared = of_oracle(entry.conventions)
+    tried = [one.defects[-1] for one in entry.variants if one.defects[:-1] == declared]
+    found = tuple(one for one in KNOWN if one in tried or one.unjudged)
+    return () if entry.expected or planted_in(entry.cell) else found
+
+
 def _judge(out: Path, entry: Entry, attempt: Attempt) -> Verdict:
     if not (attempt.completed and attempt.records and entry.oracle):
         return GONE if attempt.verdict.state in ANSWERED else attempt.verdict
     folder = out / entry.folder
     try:
         phases = [inside(out, folder / record) for record in attempt.records]
-        oracle = inside(out, folder / entry.oracle)
-        defective = inside(out, folder / entry.defective) if entry.defective else None
+        oracles: dict[tuple[Defect, ...], Path] = {(): inside(out, folder / entry.oracle)}
+        oracles |= {one.defects: inside(out, folder / one.folder) for one in entry.variants}
     except UsageError as error:  # a link that leads out of the folder
         return Verdict(state="infrastructure", reason=str(error))
-    return judge_cell(
-        entry.cell, phases, oracle=oracle, known=entry.expected, defective=defective, observables=entry.observables
-    )
+    options: Any = {
+        "conventions": entry.conventions,
+        "oracles": oracles.get,
+        "observables": entry.observables,
+    }
+    verdict = judge_cell(entry.cell, phases, known=entry.expected, **options)
+    return explained(verdict, entry.cell, phases, candidates=_candidates(entry), **options)

@@ -32,11 +32,13 @@ from conformance.judge.tolerance import (
     noisiest,
 )
 from conformance.numerics.sketch import is_part, is_projected
+from conformance.oracle.defects import variant_of
 from conformance.records.record_format import RecordError
 from conformance.records.step_tensors import Record
 from conformance.results.verdict import NOT_SEEN, Quantity, State, Verdict
 from conformance.spec.batch import Batch
-from conformance.spec.known_defects import Defect
+from conformance.spec.conventions import Convention
+from conformance.spec.known_defects import Defect, parse_defects
 from conformance.spec.observables import Observable, stages, unobserved_step
 
 
@@ -96,19 +98,27 @@ def _offered(phase: Record, key: str) -> Iterator[int]:
 DEFECT = "the judge failed on these records, which is a defect of the suite"
 
 
-def judge_folders(cell: str, phases: Sequence[Path], oracle: Path, *, defects: tuple[Defect, ...] = ()) -> Verdict:
+def judge_folders(
+    cell: str,
+    phases: Sequence[Path],
+    oracle: Path,
+    *,
+    defects: tuple[Defect, ...] = (),
+    unjudged: Set[str] = frozenset(),
+) -> Verdict:
     """Judges the records of the phases of the cell with this id against the oracle's in ``oracle``, which has
-    ``defects``.
+    ``defects``. ``unjudged``: stages that are not judged.
 
     If the cell agrees by the first noise run, that run decides alone. Otherwise all existing runs decide together. A
     record that cannot be trusted, or that does not belong to the cell or the oracle, gives an infrastructure failure.
     """
     try:
         records = read_records(cell, phases, oracle, defects=defects)
-        verdict = judge(records.phases, oracle=records.oracle, noise=records.noise[:1], batches=records.batches)
+        by = partial(judge, records.phases, oracle=records.oracle, batches=records.batches, unjudged=unjudged)
+        verdict = by(noise=records.noise[:1])
         if verdict.state != "differs" or len(records.noise) < 2:
             return verdict
-        return judge(records.phases, oracle=records.oracle, noise=records.noise, batches=records.batches)
+        return by(noise=records.noise)
     except RecordError as error:
         return Verdict(state="infrastructure", reason=str(error))
     except Exception as error:  # a defect of the judge must not keep the other cells from being judged
@@ -118,17 +128,25 @@ def judge_folders(cell: str, phases: Sequence[Path], oracle: Path, *, defects: t
 
 
 def judge(
-    phases: Sequence[Record], *, oracle: Record, noise: Sequence[Record], batches: Sequence[Batch] = ()
+    phases: Sequence[Record],
+    *,
+    oracle: Record,
+    noise: Sequence[Record],
+    batches: Sequence[Batch] = (),
+    unjudged: Set[str] = frozenset(),
 ) -> Verdict:
     """Compares the complete records of all phases with the float64 oracle; they belong together (read_records).
 
     ``noise``: the single-process runs in the cell's precision, none in the exact tier. ``batches``: with the choices of
-    routers, below the exact tier. Raises RecordError if the noise is impossible for this precision.
+    routers, below the exact tier. ``unjudged``: stages that are not judged. Raises RecordError if the noise is
+    impossible for this precision.
     """
     scenario = phases[0].scenario
     observables, precision = oracle.observables, scenario.precision
     gradients = gradient_stages(observables)
-    without_rows = shown_without_rows(phases, observables)
+    defects = parse_defects(oracle.header["backend"]["defects"])
+    own_means = {key for one in defects if isinstance(one, Convention) for key in one.own_means}
+    without_rows = shown_without_rows(phases, observables) | own_means
     runs = [measure([run], oracle, without_rows=without_rows) for run in noise]
     # Amplified noise is taken from runs whose gradients are all exact enough to judge by.
     usable = [run.steps for n, run in enumerate(noise) if not n or may_be_judged_by(runs[n], precision, gradients)]
@@ -147,7 +165,7 @@ def judge(
     found = [
         *measure(phases, oracle, leeway=leeway, without_rows=without_rows),
         *configurations(phases, scenario, sizes_of(oracle)),
-        *rebuilt_updates(phases, oracle, scenario),
+        *rebuilt_updates(phases, oracle, scenario, variant_of(defects)),
         *measure_accumulation_precision(phases, scenario, [o for o in observables if o.stage in gradients], batches),
     ]
     if is_too_exact(found, precision=precision, noise=rounding, gradients=gradients):
@@ -155,6 +173,7 @@ def judge(
         stage = next(o.stage for o in observables if o.stage in gradients)
         found.append(Measurement(stage=stage, tensor=name, step=0, error=math.inf, fixed=0.0))
     found += _leaks(phases, observables)
+    found = [one for one in found if one.stage not in unjudged]
     bounds = bounds_of(found)
     order = {stage: i for i, stage in enumerate(stages(observables))}
     found.sort(key=lambda m: (m.step, order[m.stage], backward_place(m.tensor) if m.stage in gradients else ()))
@@ -165,6 +184,7 @@ def judge(
     verdict = Verdict(state="conforms", reason="", quantities=tuple(quantities), strips=strips, second_class=author)
     notes = [f"second-class oracle, {author}: {NOT_SEEN}"] if author else []
     notes += [f"not judged: {', '.join(features)}"] if (features := not_judged_of(oracle)) else []
+    notes += [f"not judged: {', '.join(sorted(unjudged))}"] if unjudged else []
     notes += _sketched(oracle.loaded.names())
     if verdict.findings:
         more = [*circumstances(quantities, phases, observables), *notes]

@@ -1,4 +1,7 @@
-"""Reproduces each known defect of conformance.spec.known_defects as a variant of the oracle."""
+"""Reproduces each known defect and each convention of a library as a variant of the oracle.
+
+conformance.spec.known_defects and conformance.spec.conventions describe them.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -10,14 +13,22 @@ from torch import Tensor
 from conformance.models.components import Architecture
 from conformance.oracle.primitives import UNNAMED, Variant, Weights, in_order
 from conformance.spec.batch import Batch, Row
+from conformance.spec.conventions import (
+    AdvantageEpsilon,
+    BiasedWhitening,
+    DecaysAll,
+    EntropyByMicroBatch,
+    GenerationDenominator,
+    RoundedMasters,
+    SchedulePerRollout,
+    TrainedPaddingToken,
+)
 from conformance.spec.known_defects import (
     Defect,
     DividedGradients,
     LostEmbeddingGradient,
     PaddedSoftmax,
     ResummedHeadNorms,
-    RoundedMasters,
-    TrainedPaddingToken,
     WindowPerBlock,
 )
 from conformance.spec.precision import PRECISIONS
@@ -152,6 +163,75 @@ class WithRoundedMasters(Variant):
         return {name: w.to(self._dtype).to(w.dtype) if trained else w for name, w in weights.items()}
 
 
+class WithDecayOfAll(Variant):
+    """Decays norms and biases as well."""
+
+    def decays(self, decays: bool) -> bool:
+        return True
+
+
+class WithAdvantageEpsilon(Variant):
+    """Divides by the standard deviation plus another epsilon."""
+
+    def __init__(self, convention: AdvantageEpsilon) -> None:
+        self._value = convention.value
+
+    def advantage_epsilon(self, epsilon: float) -> float:
+        return self._value
+
+
+class WithBiasedWhitening(Variant):
+    """Whitens as OpenRLHF does."""
+
+    def whitening_variance(self, variance: Tensor, numbers: Tensor) -> Tensor:
+        return numbers.var(correction=0).clamp(min=1e-8)
+
+
+class WithSchedulePerRollout(Variant):
+    """Counts rollouts instead of updates."""
+
+    def schedule_step(self, updates: int, updates_per_rollout: int) -> int:
+        return updates // updates_per_rollout
+
+
+class WithGenerationDenominator(Variant):
+    """Gives each token of a rollout the same weight in the policy loss, whatever mini-batch it is in."""
+
+    def rollout(self, batches: list[Batch]) -> list[Batch]:
+        tokens = sum(batch.target_count for batch in batches)
+        return [_with_column(batch, "token_weight", lambda _: len(batches) / tokens) for batch in batches]
+
+
+class WithEntropyByMicroBatch(Variant):
+    """Gives each micro-batch the same weight in the entropy, however many tokens it has."""
+
+    def __init__(self, convention: EntropyByMicroBatch) -> None:
+        self._ranks, self._count = convention.data_ranks, convention.micro_batches
+
+    def rollout(self, batches: list[Batch]) -> list[Batch]:
+        return [_with_column(batch, "entropy_weight", self._weights(batch).__getitem__) for batch in batches]
+
+    def _weights(self, batch: Batch) -> dict[int, float]:
+        """Returns the weight of a token by the index of its row."""
+        parts = [
+            part
+            for rank in range(self._ranks)
+            for part in batch.micro_batches(dp_rank=rank, dp_size=self._ranks, accumulation=self._count)
+        ]
+        tokens = [sum(row.target_count for row in part) for part in parts]
+        # A micro-batch without tokens has mean 0 and counts.
+        return {row.index: 1 / (len(parts) * max(1, n)) for part, n in zip(parts, tokens, strict=True) for row in part}
+
+
+def _with_column(batch: Batch, name: str, of_row: Callable[[int], float]) -> Batch:
+    """Adds a column with one number for each document, by the index of its row."""
+    rows = [
+        replace(row, documents=tuple(replace(d, columns={**d.columns, name: of_row(row.index)}) for d in row.documents))
+        for row in batch.rows
+    ]
+    return replace(batch, rows=tuple(rows))
+
+
 VARIANTS: dict[type[Any], Callable[[Any], Variant]] = {
     RoundedMasters: WithRoundedMasters,
     PaddedSoftmax: WithPaddedSoftmax,
@@ -160,6 +240,12 @@ VARIANTS: dict[type[Any], Callable[[Any], Variant]] = {
     DividedGradients: WithDividedGradients,
     WindowPerBlock: WithWindowPerBlock,
     LostEmbeddingGradient: lambda _: WithLostEmbeddingGradient(),
+    DecaysAll: lambda _: WithDecayOfAll(),
+    AdvantageEpsilon: WithAdvantageEpsilon,
+    BiasedWhitening: lambda _: WithBiasedWhitening(),
+    SchedulePerRollout: lambda _: WithSchedulePerRollout(),
+    GenerationDenominator: lambda _: WithGenerationDenominator(),
+    EntropyByMicroBatch: WithEntropyByMicroBatch,
 }
 
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from conformance.oracle.loss_terms import OracleFunctions, RolloutFunctions, Term, target_logprobs, target_positions
-from conformance.oracle.policy_gradient import GrpoFunctions, PpoFunctions
+from conformance.oracle.policy_gradient import GrpoFunctions, PpoFunctions, ResponseFunctions
+from conformance.oracle.primitives import HONEST, Variant
 from conformance.spec.batch import Batch, Document
 from conformance.spec.objectives import Objective, known_kinds
 
@@ -42,15 +43,18 @@ class Sft:
         return Term(loss=weight * loss, values={"loss": loss.item()}, rows={"logprob": logprobs})
 
 
-def functions_of(objective: Objective) -> OracleFunctions:
+def functions_of(objective: Objective, variant: Variant = HONEST) -> OracleFunctions:
     """Returns the functions of a scenario's objective. Raises UsageError for a kind that is not in FUNCTIONS."""
     known_kinds(FUNCTIONS, objective, who="the oracle (conformance/oracle/objectives.py)")
-    return FUNCTIONS[objective.kind](objective)
+    functions = FUNCTIONS[objective.kind](objective)
+    if isinstance(functions, ResponseFunctions):
+        functions.variant = variant
+    return functions
 
 
-def rollout_functions_of(objective: Objective) -> RolloutFunctions:
+def rollout_functions_of(objective: Objective, variant: Variant = HONEST) -> RolloutFunctions:
     """Returns the functions of an objective that reads rollouts."""
-    return cast(RolloutFunctions, functions_of(objective))
+    return cast(RolloutFunctions, functions_of(objective, variant))
 
 
 FUNCTIONS: dict[str, Callable[[Any], OracleFunctions]] = {"sft": Sft, "grpo": GrpoFunctions, "ppo": PpoFunctions}

@@ -8,7 +8,7 @@ import math
 
 import torch
 
-from conformance.oracle.primitives import Policy, Weights
+from conformance.oracle.primitives import HONEST, Policy, Variant, Weights
 from conformance.spec.observables import PROGRESS_OF_SCALE, SKIPPED
 from conformance.spec.scenario import LossScaleConfig, OptimizerConfig
 
@@ -53,8 +53,8 @@ class AdamW:
     norm weights) are not decayed. ``step`` returns the new weights of the parameters that have gradients.
     """
 
-    def __init__(self, config: OptimizerConfig) -> None:
-        self._config = config
+    def __init__(self, config: OptimizerConfig, variant: Variant = HONEST) -> None:
+        self._config, self._variant = config, variant
         self._first: Weights = {}
         self._second: Weights = {}
         self._steps = 0
@@ -70,13 +70,13 @@ class AdamW:
             self._first[name], self._second[name] = m, v
             m_hat = m / (1 - beta1**self._steps)
             v_hat = v / (1 - beta2**self._steps)
-            decay = self._config.weight_decay if weight.ndim >= 2 else 0.0
+            decay = self._config.weight_decay if self._variant.decays(weight.ndim >= 2) else 0.0
             updated[name] = weight - lr * (m_hat / (v_hat.sqrt() + self._config.eps) + decay * weight)
         return updated
 
 
-def make_optimizer(config: OptimizerConfig) -> Sgd | AdamW:
-    return Sgd(config) if config.name == "sgd" else AdamW(config)
+def make_optimizer(config: OptimizerConfig, variant: Variant = HONEST) -> Sgd | AdamW:
+    return Sgd(config) if config.name == "sgd" else AdamW(config, variant)
 
 
 LARGEST = 65504.0  # finite number of float16

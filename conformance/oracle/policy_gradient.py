@@ -7,12 +7,13 @@ lose no precision.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from conformance.oracle.loss_terms import Term, target_logprobs, target_positions
+from conformance.oracle.primitives import HONEST, Variant
 from conformance.spec.batch import Batch, Document
 from conformance.spec.objectives import REFERENCE_KL, Grpo, LossMode, PolicyGradient, Ppo, terms_of
 from conformance.spec.observables import CRITIC, POLICY, REFERENCE
@@ -22,6 +23,8 @@ Responses = list[list[Tensor]]  # by mini-batch and document: one number for eac
 
 class ResponseFunctions:
     """Computes what GRPO and PPO have in common, one response after another."""
+
+    variant: Variant = HONEST
 
     def __init__(self, objective: PolicyGradient) -> None:
         self.objective = objective
@@ -57,10 +60,11 @@ class ResponseFunctions:
             replace(d, columns={**d.columns, **{k: _column(d, c[n]) for k, c in columns.items()}})
             for n, d in enumerate(flat)
         )
-        return [
+        made = [
             replace(b, rows=tuple(replace(r, documents=tuple(next(annotated) for _ in r.documents)) for r in b.rows))
             for b in batches
         ]
+        return self.variant.rollout(made)
 
     def rewards(self, reward: float, old: Tensor, reference: Tensor | None) -> Tensor:
         """Returns each token's reward, (targets,): the response's at its last token, minus each token's penalty."""
@@ -82,6 +86,12 @@ class ResponseFunctions:
     ) -> dict[str, list[Tensor]]:
         """Returns ``advantage`` and, for PPO, ``value`` and ``return``: numbers for each token of each document."""
         raise NotImplementedError
+
+    def whitened(self, numbers: list[Tensor]) -> list[Tensor]:
+        """Shifts numbers to mean 0 and scales them to variance 1, over all tokens of all responses."""
+        every = torch.cat(numbers)
+        scale = self.variant.whitening_variance(every.var(correction=1) + 1e-8, every).rsqrt()
+        return [(one - every.mean()) * scale for one in numbers]
 
     # --- an update ----------------------------------------------------------------------------------------------------
 
@@ -141,9 +151,13 @@ class ResponseFunctions:
         losses, ratio = policy.losses, policy.ratio
         if o.rollout_is_threshold is not None:
             losses = losses * of_targets(document, "importance", stable)
-        weight, count = self.weight(len(losses), totals), totals["token_count"]
+        mean, count = self.weight(len(losses), totals), totals["token_count"]
+        # Only a convention gives these columns.
+        weight, of_entropy = (
+            cast(float, document.columns.get(f"{name}_weight", mean)) for name in ("token", "entropy")
+        )
         rows = {"logprob": logprobs, "entropy": entropy, "ratio": ratio, "advantage": advantage}
-        parts = {"pg_loss": weight * losses, "entropy_loss": weight * entropy}
+        parts = {"pg_loss": weight * losses, "entropy_loss": of_entropy * entropy}
         parts["loss"] = parts["pg_loss"] - o.entropy_coeff * parts["entropy_loss"]
         if o.kl_loss_coef:
             reference = of_targets(document, "reference_logprob", stable)
@@ -196,7 +210,7 @@ class GrpoFunctions(ResponseFunctions):
                     ahead = reward + o.gamma * ahead
                     found.append(ahead)
                 returns.append(torch.stack(found[::-1]) if found else tokens)
-            return {"advantage": whitened(returns)}
+            return {"advantage": self.whitened(returns)}
         scores = torch.stack(
             [
                 tokens.sum() if len(tokens) else torch.tensor(one_number(d, "reward"), dtype=stable)
@@ -205,17 +219,17 @@ class GrpoFunctions(ResponseFunctions):
         )
         of_group = [self._of_group(n, scores, torch.tensor(groups)) for n in range(len(groups))]
         spread = [of_group[n].expand(len(tokens)) for n, tokens in enumerate(rewards)]
-        return {"advantage": whitened(spread) if o.adv_estimator == "reinforce_plus_plus_baseline" else spread}
+        return {"advantage": self.whitened(spread) if o.adv_estimator == "reinforce_plus_plus_baseline" else spread}
 
     def _of_group(self, n: int, scores: Tensor, groups: Tensor) -> Tensor:
-        members = scores[groups == groups[n]]
+        members, epsilon = scores[groups == groups[n]], self.variant.advantage_epsilon(1e-6)
         if len(members) == 1:  # a group of one has nothing to compare with
-            return members[0] / (1 + 1e-6) if self._normalises else members[0]
+            return members[0] / (1 + epsilon) if self._normalises else members[0]
         if self.objective.adv_estimator == "rloo":
             baseline = (members.sum() - scores[n]) / (len(members) - 1)
             return scores[n] - baseline
         centred = scores[n] - members.mean()
-        return centred / (members.std(correction=1) + 1e-6) if self._normalises else centred
+        return centred / (members.std(correction=1) + epsilon) if self._normalises else centred
 
     @property
     def _normalises(self) -> bool:
@@ -248,7 +262,7 @@ class PpoFunctions(ResponseFunctions):
                 else value
             )
         returns = [a + v for a, v in zip(found, values, strict=True)]
-        return {"advantage": whitened(found), "value": list(values), "return": returns}
+        return {"advantage": self.whitened(found), "value": list(values), "return": returns}
 
     def summary(self, batch: Batch) -> dict[str, float]:
         returns, values = (
@@ -359,13 +373,6 @@ def divergence(log_ratio: Tensor, kind: str) -> Tensor:
             log_ratio = log_ratio.clamp(-20, 20)
             return ((-log_ratio).exp() + log_ratio - 1).clamp(-10, 10)
     raise AssertionError(kind)
-
-
-def whitened(numbers: list[Tensor]) -> list[Tensor]:
-    """Shifts numbers to mean 0 and scales them to variance 1, over all tokens of all responses."""
-    every = torch.cat(numbers)
-    scale = (every.var(correction=1) + 1e-8).rsqrt()
-    return [(one - every.mean()) * scale for one in numbers]
 
 
 def values_of(output: Tensor, document: Document, *, stable: torch.dtype) -> Tensor:

@@ -1,6 +1,6 @@
 """Provides the dtype policy, module hooks, linear layers, RMSNorm and rotary positions of the oracle's models.
 
-``Variant`` has the points where the oracle can reproduce a known defect of a library. The base class changes nothing,
+``Variant`` has the points where the oracle can reproduce a known defect or a convention of a library. The base class changes nothing,
 so it is the correct oracle. A defect overrides what it changes (defects.py); several act one after another.
 """
 
@@ -204,6 +204,26 @@ class Variant:
     def reduced(self, gradients: Weights) -> Weights:
         """Returns the gradients of the whole step."""
         return gradients
+
+    def rollout(self, batches: list[Batch]) -> list[Batch]:
+        """Returns the mini-batches of a rollout with the columns that updates read."""
+        return batches
+
+    def advantage_epsilon(self, epsilon: float) -> float:
+        """Returns what is added to the standard deviation of a group's rewards."""
+        return epsilon
+
+    def whitening_variance(self, variance: Tensor, numbers: Tensor) -> Tensor:
+        """Returns the variance by which ``numbers`` are whitened."""
+        return variance
+
+    def schedule_step(self, updates: int, updates_per_rollout: int) -> int:
+        """Returns the step of the schedule after this number of updates."""
+        return updates
+
+    def decays(self, decays: bool) -> bool:
+        """Returns whether a parameter is decayed."""
+        return decays
 
 
 def in_order(variants: Sequence[Variant]) -> Variant:

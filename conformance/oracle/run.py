@@ -31,7 +31,7 @@ from conformance.oracle.decoder import is_buffer
 from conformance.oracle.defects import variant_of
 from conformance.oracle.objectives import rollout_functions_of
 from conformance.oracle.optimizer import LossScale, clip_factor, global_norm, make_optimizer
-from conformance.oracle.primitives import HONEST, UNNAMED, UNNAMED_NORM, Policy, Tap, Variant, Weights
+from conformance.oracle.primitives import UNNAMED, UNNAMED_NORM, Policy, Tap, Variant, Weights
 from conformance.oracle.role_model import Decoder, bytes_needed, decoder_of, devices_for, is_routed
 from conformance.oracle.step import (
     EMBEDDING,
@@ -197,7 +197,7 @@ def run_oracle(
         variant = variant_of(defects)
         roles, elements = scenario.objective.roles, elements_of(models)
         loaded = [_load(role, models[role.name], scenario, policy, variant, devices, trusted) for role in roles]
-        _begin(scenario, loaded)
+        _begin(scenario, loaded, variant)
         above = sketched_above(scenario.sketch, elements)
         writer = RecordWriter(
             out,
@@ -248,14 +248,16 @@ def observe_step(
     step: int,
     weights: Callable[[int, Role], Weights | None],
     taps: Mapping[str, Tap],
+    defects: tuple[Defect, ...] = (),
 ) -> Observed:
     """Runs forward and backward of one step in float64, without an update. ``batches``: all up to this step.
 
     ``weights(step, role)``: the weights before a step, by name, or None for those of the folder. It is called for this
-    step and for the first step of its rollout. ``taps`` observe every module of the models of these roles.
+    step and for the first step of its rollout. ``taps`` observe every module of the models of these roles. ``defects``:
+    those of the oracle that the cell was judged by.
     """
-    policy, objective = POLICIES[FLOAT64], scenario.objective
-    loaded = [_load(role, models[role.name], scenario, policy, HONEST, ["cpu"], False) for role in objective.roles]
+    policy, objective, variant = POLICIES[FLOAT64], scenario.objective, variant_of(defects)
+    loaded = [_load(role, models[role.name], scenario, policy, variant, ["cpu"], False) for role in objective.roles]
 
     def as_before(number: int) -> None:
         for model in loaded:
@@ -265,10 +267,11 @@ def observe_step(
     if objective.reads == "rollouts":
         first = max(number for number, one in enumerate(batches[: step + 1]) if one.rollout)
         as_before(first)
-        known = run_rollout_pass(batches[first].rollout, loaded, rollout_functions_of(objective), policy, HONEST)
+        functions = rollout_functions_of(objective, variant)
+        known = run_rollout_pass(batches[first].rollout, loaded, functions, policy, variant)
         batch = with_columns(batch, known[(step - first) % len(known)].batch)
     as_before(step)
-    return observe(batch, loaded, objective, policy, HONEST, taps)
+    return observe(batch, loaded, objective, policy, variant, taps)
 
 
 def _load(
@@ -292,10 +295,10 @@ def _tier(policy: Policy, folders: Iterable[Path]) -> contextlib.AbstractContext
     return exact_tier() if second_class and policy.compute == torch.float64 else contextlib.nullcontext()
 
 
-def _begin(scenario: Scenario, models: Sequence[Model]) -> None:
+def _begin(scenario: Scenario, models: Sequence[Model], variant: Variant) -> None:
     """Creates new optimizers, and resets schedule and loss scale."""
     for model in (model for model in models if model.role.trained):
-        model.optimizers = {name: make_optimizer(scenario.optimizer) for name in model.trained}
+        model.optimizers = {name: make_optimizer(scenario.optimizer, variant) for name in model.trained}
         model.updates = 0
         config = scenario.judged_loss_scale
         model.loss_scale = LossScale(config) if config else None
@@ -322,7 +325,7 @@ def _train(
             continue
         step_started = time.perf_counter()
         if step in restarts:
-            _begin(scenario, models)
+            _begin(scenario, models, variant)
         for model in (model for model in models if step in merges and adapters[model.role.name]):
             model.weights = model.decoder.merged(model.weights) | adapters[model.role.name]
         observed = observe(annotation.batch, models, scenario.objective, policy, variant, shifts=shifts)
@@ -334,7 +337,9 @@ def _train(
             if not model.role.trained:
                 continue
             gradients, prefix = observed.gradients[model.role.name], model.role.prefix
-            lr = scenario.optimizer.lr * scenario.schedule.factor(model.updates)
+            per_rollout = getattr(scenario.objective, "steps_per_rollout", 1)
+            moved = variant.schedule_step(model.updates, per_rollout)
+            lr = scenario.optimizer.lr * scenario.schedule.factor(moved)
             values[model_key(prefix, "lr")] = lr
             if model.loss_scale:
                 settings = model.loss_scale.update(gradients, policy, step=step)

@@ -146,7 +146,7 @@ def observe(
     """
     if batch.target_count == 0:
         raise ValueError(f"step {batch.step} has no target token, so its mean loss is undefined; check the data")
-    functions = functions_of(objective)
+    functions = functions_of(objective, variant)
     totals = functions.totals(batch)
     leaves = {m.role.name: {n: w.detach().requires_grad_(n in m.trained) for n, w in m.weights.items()} for m in models}
     values: dict[str, float] = defaultdict(float, totals)
@@ -288,7 +288,7 @@ def annotated(
     if objective.reads == "samples":
         yield from map(AnnotatedBatch, batches)
         return
-    functions = rollout_functions_of(objective)
+    functions = rollout_functions_of(objective, variant)
     known: list[AnnotatedBatch] = []
     first = 0
     for batch in batches:

@@ -62,7 +62,8 @@ def slim(out: Path) -> None:
 
 
 def _oracles(out: Path, entry: Entry) -> list[Path]:
-    return [Path(os.path.normpath(out / entry.folder / path)) for path in (entry.oracle, entry.defective) if path]
+    folders = (entry.oracle, *(one.folder for one in entry.variants))
+    return [Path(os.path.normpath(out / entry.folder / path)) for path in folders if path]
 
 
 def _remove(out: Path, records: Iterable[Path]) -> None:

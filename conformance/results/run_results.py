@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 import conformance
 from conformance.core.errors import UsageError, shown
@@ -22,12 +22,20 @@ from conformance.results.baseline import Outcome, outcome, versions_of
 from conformance.results.changes import Since, compare, since_to_json
 from conformance.results.requirements import Floor, States, claims, floor_from_json
 from conformance.results.verdict import STATES, Quantity, RunVerdict, State, Verdict, overall
-from conformance.spec.known_defects import Known
+from conformance.spec.conventions import Conventions
+from conformance.spec.known_defects import Defect, Known
 from conformance.spec.observables import Observable, observables_to_json, stages
 
 SUMMARY, VERDICT, SIDE_BY_SIDE = "summary.json", "verdict.json", "side_by_side.json"
 OUTPUT_SCHEMA = 2
-_NOT_PLAIN = ("verdict", "observables", "other", "expected")  # fields of an entry that are converted for JSON
+_NOT_PLAIN = (
+    "verdict",
+    "observables",
+    "other",
+    "expected",
+    "conventions",
+    "variants",
+)  # fields of an entry that are converted for JSON
 _COLUMNS = ("stage", "tensor", "step", "observed", "allowed", "max_abs", "where", "hint")
 T = TypeVar("T")
 CellSummary = dict[str, Any]
@@ -49,6 +57,14 @@ class Attempt:
 
 
 @dataclass(frozen=True, kw_only=True)
+class OracleVariant:
+    """Names the folder of the oracle's records with these defects and conventions, relative to the cell's folder."""
+
+    defects: tuple[Annotated[Defect, Field(discriminator="kind")], ...]
+    folder: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Entry:
     """Holds one cell of a run, as it is stored in the output folder.
 
@@ -60,7 +76,8 @@ class Entry:
     completed: whether all phases ended normally.
     oracle: the folder of the oracle's records, relative to the cell's folder; null if the cell was not run.
     expected: the differences that the backend declares as expected.
-    defective: the folder of the records of the oracle with the expected defects; null if there are no such defects.
+    conventions: the conventions that the backend declares and that could change this cell.
+    variants: the records of the oracle with conventions or known defects that the cell was compared with.
     reproduce: the command that runs this cell again. observables: everything that the cell records, in causal order.
     verdict: in the file, its fields are keys of the cell.
     other: if the cell was run again in fresh workers, the attempt that ``records`` does not belong to.
@@ -83,8 +100,9 @@ class Entry:
     records: tuple[str, ...]
     oracle: str | None
     expected: tuple[Known, ...]
-    defective: str | None
     reproduce: str
+    conventions: Conventions = ()
+    variants: tuple[OracleVariant, ...] = ()
     observables: tuple[Observable, ...] = ()
     verdict: Verdict
     other: Attempt | None = None
@@ -172,7 +190,10 @@ def write_entry(out: Path, entry: Entry) -> None:
         "state": verdict.state,
         "reason": verdict.reason,
         "second_class": verdict.second_class,
+        "shown_conventions": verdict.conventions,
         "expected": [asdict(known) for known in entry.expected],
+        "conventions": [asdict(one) for one in entry.conventions],
+        "variants": [asdict(one) for one in entry.variants],
         "other": _attempt_to_json(entry.other) if entry.other else None,
         "quantities": {"columns": _COLUMNS, "data": rows},
         "strips": [vars(strip) for strip in verdict.strips],
@@ -189,7 +210,8 @@ def write_summary(out: Path, run: Run, cells: Sequence[CellSummary]) -> None:
 def cell_summary(entry: Entry) -> CellSummary:
     """Returns the cell's part of ``summary.json``: its verdict without the quantities.
 
-    id: the cell's id. state, reason: the verdict. second_class: see verdict. world_size: the largest number of ranks.
+    id: the cell's id. state, reason: the verdict. second_class: see verdict. conventions: those of the backend that
+    change the cell's numbers and that it shows. world_size: the largest number of ranks.
     seconds: the time that the cell took. memory, host_memory: the peak memory of a rank in bytes; 0 if it is not known.
     ratios: by stage, observed / allowed of ``Verdict.worst``. errors: by stage, the largest relative error, except
     for comparisons with rebuilt numbers. before: the states in which the cell ended before it was run again.
@@ -200,6 +222,7 @@ def cell_summary(entry: Entry) -> CellSummary:
         "state": entry.verdict.state,
         "reason": entry.verdict.reason,
         "second_class": entry.verdict.second_class,
+        "conventions": entry.verdict.conventions,
         "world_size": entry.world_size,
         "seconds": round(entry.seconds, 3),
         "memory": entry.memory,
@@ -292,7 +315,8 @@ def read_verdicts(out: Path) -> tuple[Run, list[Entry]]:
                 f"of them was edited or comes from another run; run the cells again"
             )
         other_attempt = entry.other.records if entry.other else ()
-        for path in filter(None, (*entry.records, *other_attempt, entry.oracle, entry.defective)):
+        variants = [one.folder for one in entry.variants]
+        for path in filter(None, (*entry.records, *other_attempt, entry.oracle, *variants)):
             if os.path.relpath(out / entry.folder / path, out).startswith(os.pardir):
                 raise UsageError(f"{file} names {path}, which lies outside of {out}: it was edited; run again")
         entries.append(entry)
@@ -372,6 +396,7 @@ def _verdict(values: dict[str, Any], quantities: tuple[Quantity, ...], strips: A
         raise UsageError(f"{file} has state {state!r}; known: {', '.join(STATES)}. Update backend-parity")
     fields_of_verdict = {"state": state, "quantities": quantities, "strips": strips}
     fields_of_verdict |= {"reason": values.get("reason"), "second_class": values.get("second_class", "")}
+    fields_of_verdict |= {"conventions": values.get("shown_conventions", ())}
     return _validated(_VERDICT, fields_of_verdict, file)
 
 

@@ -18,6 +18,7 @@ from conformance.records.record_format import Line, Lines, RecordError, read_lin
 from conformance.results.bisection import Bisection, read_bisection
 from conformance.results.run_results import Entry, Run, inside, read_run
 from conformance.results.verdict import NO_FAULT, STATES, Quantity
+from conformance.spec.conventions import of_oracle
 from conformance.spec.known_defects import defects_of
 from conformance.spec.observables import Observable, unobserved_step
 
@@ -128,10 +129,15 @@ def _check_entry(out: Path, entry: Entry, oracle_lines: ReadLines) -> CheckedCel
     if entry.oracle:
         oracle, oracle_problem = _read_checked(out, folder / entry.oracle / FLOAT64, oracle_lines, is_oracle)
         problem = problem or (f"of the oracle: {oracle_problem}" if oracle_problem else "")
-    if entry.defective:
-        has_them = partial(check_oracle, precision=FLOAT64, defects=defects_of(entry.expected))
-        _, oracle_problem = _read_checked(out, folder / entry.defective / FLOAT64, oracle_lines, has_them)
-        problem = problem or (f"of the oracle with the expected defects: {oracle_problem}" if oracle_problem else "")
+    for one in entry.variants:
+        has_them = partial(check_oracle, precision=FLOAT64, defects=one.defects)
+        _, oracle_problem = _read_checked(out, folder / one.folder / FLOAT64, oracle_lines, has_them)
+        kinds = " and ".join(defect.kind for defect in one.defects)
+        problem = problem or (f"of the oracle with {kinds}: {oracle_problem}" if oracle_problem else "")
+    needed = (*of_oracle(entry.conventions), *defects_of(entry.expected))
+    if needed and entry.records and needed not in {one.defects for one in entry.variants}:
+        kinds = " and ".join(defect.kind for defect in needed)
+        problem = problem or f"there is no record of the oracle with {kinds}"
     verdict = entry.verdict
     if oracle and verdict.second_class != second_class(oracle.header):
         problem = problem or "it names another reference than the oracle's record"

@@ -227,6 +227,7 @@ class Verdict:
     quantities: everything that was compared, sorted by step and then in causal order.
     strips: the per-token errors of some of these quantities, in the same order; empty if an earlier version judged.
     second_class: the implementation that was the reference, if the oracle itself does not know the model; else empty.
+    conventions: the declared conventions of the backend that change the numbers of this cell, and that it shows.
     """
 
     state: State
@@ -234,6 +235,7 @@ class Verdict:
     quantities: tuple[Quantity, ...] = ()
     strips: tuple[TokenErrors, ...] = ()
     second_class: str = ""
+    conventions: tuple[str, ...] = ()
 
     @property
     def findings(self) -> tuple[Quantity, ...]:

@@ -8,10 +8,11 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from conformance.core.host import resolve
 from conformance.data.prepare import FrozenInputs
-from conformance.judge.expected_differences import judge_cell
+from conformance.judge.expected_differences import explained, judge_cell
 from conformance.judge.rejudge import combine
 from conformance.matrix.cell import Cell
 from conformance.models.synthetic import is_large
@@ -20,11 +21,12 @@ from conformance.records.header_checks import FLOAT64
 from conformance.results.bisection import BISECTION, Bisected
 from conformance.results.run_results import Attempt
 from conformance.results.verdict import Verdict
-from conformance.runner.oracle_jobs import Oracles
+from conformance.runner.oracle_jobs import Defects, Oracles
 from conformance.runner.phases import TraceFailed, find_in_traced, run_phases, run_traced
 from conformance.runner.placement import Activities, SessionConfig, Where
 from conformance.runner.preflight import Refusals
-from conformance.spec.known_defects import Defect, Known, defects_of
+from conformance.spec.conventions import Conventions, of_oracle
+from conformance.spec.known_defects import Known, defects_of
 from conformance.spec.objectives import all_observables
 from conformance.spec.observables import Observable
 
@@ -51,15 +53,20 @@ class JudgedCell:
 class Expectation:
     """Holds the observables in which records of a cell are compared, and the differences that its backend declares.
 
-    defects: the known differences that the oracle can reproduce.
+    conventions: those that the backend declares and that could change the cell. undeclared: the other known ones.
     """
 
     observables: tuple[Observable, ...]
     known: tuple[Known, ...]
+    conventions: Conventions
+    undeclared: Conventions
 
     @property
-    def defects(self) -> tuple[Defect, ...]:
-        return defects_of(self.known)
+    def defects(self) -> tuple[Defects, ...]:
+        """Returns the defects of each oracle that the cell is compared with, whatever its numbers are."""
+        declared, known = self.conventions, defects_of(self.known)
+        own = [declared, *(tuple(one for one in declared if one != left_out) for left_out in declared)]
+        return tuple(dict.fromkeys((*of_oracle(some), *more) for some in own for more in dict.fromkeys(((), known))))
 
 
 class Expectations:
@@ -76,6 +83,8 @@ class Expectations:
             self._of_cells[cell] = Expectation(
                 observables=all_observables(scenario.objective, scaled=scaled, routed=routed),
                 known=self._refusals.known(cell),
+                conventions=self._refusals.conventions(cell),
+                undeclared=self._refusals.undeclared(cell),
             )
         return self._of_cells[cell]
 
@@ -155,28 +164,29 @@ class CellRunner:
 
     def _missing_oracle(self, cell: Cell) -> str:
         """Waits for the oracle's runs; returns why some of them failed, or ""."""
-        return self._oracles.wait(cell, self._expectations.of(cell).defects)
+        return self._oracles.wait(cell, *self._expectations.of(cell).defects)
 
     def _judge(self, cell: Cell, records: Sequence[Path], inputs: FrozenInputs) -> Verdict:
         """Judges the records. If they differ with the noise of one run, makes the further noise runs and judges
         again."""
         expected = self._expectations.of(cell)
 
-        def judged() -> Verdict:
-            return judge_cell(
-                str(cell),
-                records,
-                oracle=self._oracles.folder(cell),
-                known=expected.known,
-                defective=self._oracles.folder(cell, expected.defects) if expected.defects else None,
-                observables=expected.observables,
-            )
+        def oracle_with(defects: Defects) -> Path | None:
+            self._oracles.request(cell, inputs, defects)
+            return None if self._oracles.wait(cell, defects) else self._oracles.folder(cell, defects)
 
-        verdict = judged()
+        options: Any = {
+            "conventions": expected.conventions,
+            "oracles": oracle_with,
+            "observables": expected.observables,
+        }
+        verdict = judge_cell(str(cell), records, known=expected.known, **options)
         # Also for cells with planted faults: the bounds of all other cells have to find the faults.
         if verdict.state == "differs" and self._oracles.more_noise(cell, inputs, expected.defects):
-            return judged()
-        return verdict
+            verdict = judge_cell(str(cell), records, known=expected.known, **options)
+        if verdict.state != "differs" or expected.known or cell.faults or cell.scenario.tier.is_half:
+            return verdict
+        return explained(verdict, str(cell), records, candidates=expected.undeclared, **options)
 
     def trace(self, cell: Cell, inputs: FrozenInputs, step: int) -> Path:
         """Runs a cell of one phase again up to ``step``, captures its activations, and returns their folder.
@@ -200,7 +210,8 @@ class CellRunner:
         inputs = self._oracles.replayed(cell, inputs)
         if missing := self._missing_oracle(cell):
             raise TraceFailed(missing)
-        oracle, traced = self._oracles.folder(cell) / FLOAT64, self._config.folder(cell) / TRACED
+        declared = of_oracle(self._expectations.of(cell).conventions)
+        oracle, traced = self._oracles.folder(cell, declared) / FLOAT64, self._config.folder(cell) / TRACED
         return find_in_traced(self._where.pool, cell, inputs, traced, oracle, step=step, budget_s=self._config.budget_s)
 
 

@@ -18,6 +18,7 @@ import json
 import os
 import shutil
 import sys
+from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -62,7 +63,7 @@ COMPUTED_WITH = (
     *("models/config_keys.py", "models/folders.py", "models/hf_config.py"),
     *("numerics/determinism.py", "numerics/float64_tier.py", "numerics/sketch.py"),
     *("records/header_checks.py", "records/record_format.py", "records/step_tensors.py"),
-    *("spec/batch.py", "spec/known_defects.py", "spec/layout.py", "spec/objectives.py"),
+    *("spec/batch.py", "spec/conventions.py", "spec/known_defects.py", "spec/layout.py", "spec/objectives.py"),
     *("spec/observables.py", "spec/precision.py", "spec/scenario.py"),
 )
 CACHE_SIZE = 4 * 2**30  # bytes; the least recently used records are removed first
@@ -85,6 +86,7 @@ class Oracles:
         self._threads_of_gpus = ThreadPoolExecutor(max_workers=gpus, thread_name_prefix="oracle-on-gpu")
         self._cache = _cache_for(root)
         self._runs: dict[Path, Future[str]] = {}
+        self._variants: dict[Cell, dict[Defects, None]] = defaultdict(dict)
         self._pool = Pool(work_dir=root / "worlds")  # for runs on the CPU, and on a GPU without leases
         self._leased = leased
         self._wants_all = False  # whether oracles of large models need a whole GPU, because one has failed
@@ -108,14 +110,19 @@ class Oracles:
         kinds = "".join(f"-{defect.kind}" for defect in defects)
         return self._root / "oracle" / f"{cell.scenario.model_name}{kinds}-{short_key(*request)}"
 
-    def request(self, cell: Cell, inputs: FrozenInputs, defects: Defects = ()) -> None:
-        """Starts the oracle runs for a cell, unless they were requested before: of the correct oracle and, if there are
-        ``defects``, of the oracle with these defects. Does not wait."""
-        self._start(cell, inputs, (FLOAT64, *noise_runs(cell.scenario.precision)[:1]), defects)
+    def request(self, cell: Cell, inputs: FrozenInputs, *variants: Defects) -> None:
+        """Starts the oracle runs for a cell, unless they were requested before: of the correct oracle, and of the
+        oracle with the defects of each of ``variants``. Does not wait."""
+        self._start(cell, inputs, (FLOAT64, *noise_runs(cell.scenario.precision)[:1]), variants)
 
-    def wait(self, cell: Cell, defects: Defects = ()) -> str:
+    def wait(self, cell: Cell, *variants: Defects) -> str:
         """Waits for the oracle runs of a cell, which have to be requested before. Returns why runs failed, or ""."""
-        return self._wait(cell, (FLOAT64, *noise_runs(cell.scenario.precision)[:1]), defects)
+        return self._wait(cell, (FLOAT64, *noise_runs(cell.scenario.precision)[:1]), variants)
+
+    def variants(self, cell: Cell) -> dict[Defects, Path]:
+        """Returns the folders of the oracles with defects that were requested for a cell, by their defects."""
+        folders = {defects: self.folder(cell, defects) for defects in self._variants[cell]}
+        return {defects: folder for defects, folder in folders.items() if (folder / FLOAT64).exists()}
 
     def replayed(self, cell: Cell, inputs: FrozenInputs) -> FrozenInputs:
         """Returns the inputs of the cell's ranks, with the oracle's choices of experts if the cell gets them.
@@ -127,14 +134,16 @@ class Oracles:
             return inputs
         return with_choices(inputs, self.folder(cell) / FLOAT64)
 
-    def more_noise(self, cell: Cell, inputs: FrozenInputs, defects: Defects = ()) -> bool:
+    def more_noise(self, cell: Cell, inputs: FrozenInputs, variants: Sequence[Defects] = ()) -> bool:
         """Makes the further noise runs of a cell. Returns whether there are any, and all succeeded."""
         further = noise_runs(cell.scenario.precision)[1:]
-        self._start(cell, inputs, further, defects)
-        return bool(further) and not self._wait(cell, further, defects)
+        self._start(cell, inputs, further, variants)
+        return bool(further) and not self._wait(cell, further, variants)
 
-    def _start(self, cell: Cell, inputs: FrozenInputs, policies: Sequence[str], defects: Defects) -> None:
-        for has in dict.fromkeys(((), defects)):
+    def _start(self, cell: Cell, inputs: FrozenInputs, policies: Sequence[str], variants: Sequence[Defects]) -> None:
+        for has in dict.fromkeys(((), *variants)):
+            if has:
+                self._variants[cell][has] = None
             for policy in policies:
                 out = self.folder(cell, has) / policy
                 if out not in self._runs:
@@ -146,9 +155,9 @@ class Oracles:
         """Returns the CPU for float64, whose results do not depend on the device, unless the model is large."""
         return "cpu" if policy == FLOAT64 and not is_large(cell.scenario) else self._device
 
-    def _wait(self, cell: Cell, policies: Sequence[str], defects: Defects) -> str:
+    def _wait(self, cell: Cell, policies: Sequence[str], variants: Sequence[Defects]) -> str:
         runs = [
-            self._runs[self.folder(cell, has) / policy] for has in dict.fromkeys(((), defects)) for policy in policies
+            self._runs[self.folder(cell, has) / policy] for has in dict.fromkeys(((), *variants)) for policy in policies
         ]
         return "; ".join(filter(None, (run.result() for run in runs)))
 

@@ -10,6 +10,7 @@ divided by DOUBT does not fit, and the user is warned in between. If other hosts
 with the numbers that its process reported when it joined.
 """
 
+import contextlib
 import socket
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -35,6 +36,7 @@ from conformance.runtime.gpu_inventory import gpus_of_host, more_shares, shares_
 from conformance.runtime.multihost.controller import Fleet
 from conformance.runtime.multihost.relay import JoinedHost
 from conformance.runtime.worker_groups import check_host
+from conformance.spec.conventions import KNOWN, AnyConvention, Conventions, in_cell
 from conformance.spec.known_defects import Known
 from conformance.spec.observables import Role
 
@@ -58,6 +60,11 @@ def leased_gpus(ranks: Ranks) -> tuple[str, ...]:
     """Returns the GPUs that the cells of a run lease, by UUID, or shares of them; empty on the CPU. Raises
     UsageError."""
     return shares_of(gpus_of_host(), ranks.ranks_per_gpu) if ranks.device == "cuda" else ()
+
+
+def _can_show(convention: AnyConvention, cell: Cell) -> bool:
+    """Whether a cell has what the convention is about: only a cell that resumes from a checkpoint has generators."""
+    return not convention.unjudged or any(phase.save == "checkpoint" for phase in cell.phases)
 
 
 class Refusals:
@@ -107,7 +114,12 @@ class Refusals:
             if fault.seam not in adapter.traits.seams:
                 reason = f"fault {fault.name!r} cannot be planted: {name} has no patch point {fault.seam!r}"
                 return Verdict(state="unsupported", reason=reason)
-        if refused := _refused_by(name, lambda: adapter.supports(scenario, phase.layout)):
+
+        def ask() -> Support:
+            adapter.conventions(scenario, phase.layout)  # raises if the backend declares something else
+            return adapter.supports(scenario, phase.layout)
+
+        if refused := _refused_by(name, ask):
             return refused
         try:
             phase.layout.validate(**model_sizes(model), rows=scenario.data.rows, accumulation=scenario.accumulation)
@@ -156,6 +168,23 @@ class Refusals:
         if cell.faults or len(combinations) > 1 or isinstance(adapter, Verdict):
             return ()
         return adapter.known(cell.scenario, phase.layout)
+
+    def conventions(self, cell: Cell) -> Conventions:
+        """Returns the conventions that the backends of all phases declare and that can change the cell."""
+        found: list[Conventions] = []
+        for phase in cell.phases:
+            adapter = self.adapter(phase.backend)
+            with contextlib.suppress(AskFailed):  # the cell is refused
+                found.append(() if isinstance(adapter, Verdict) else adapter.conventions(cell.scenario, phase.layout))
+        if len(found) < len(cell.phases):
+            return ()
+        return tuple(one for one in found[0] if all(one in of_phase for of_phase in found) and _can_show(one, cell))
+
+    def undeclared(self, cell: Cell) -> Conventions:
+        """Returns the known conventions that are not declared and could change the cell."""
+        declared = {one.kind for one in self.conventions(cell)}
+        found = in_cell(KNOWN, cell.scenario, cell.phases[0].layout)
+        return tuple(one for one in found if one.kind not in declared and _can_show(one, cell))
 
     def adapter(self, backend: BackendEntry) -> Adapter | Verdict:
         """Returns the adapter, or the verdict of all its cells if it cannot be imported. Raises UsageError for a wrong

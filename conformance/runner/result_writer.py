@@ -15,7 +15,15 @@ from typing import Any
 
 from conformance.matrix.cell import Cell
 from conformance.records.record_format import peak_memory
-from conformance.results.run_results import CellSummary, Entry, Run, cell_summary, write_entry, write_summary
+from conformance.results.run_results import (
+    CellSummary,
+    Entry,
+    OracleVariant,
+    Run,
+    cell_summary,
+    write_entry,
+    write_summary,
+)
 from conformance.runner.attempt import Expectations, JudgedCell
 from conformance.runner.earlier_run import before
 from conformance.runner.oracle_jobs import Oracles
@@ -62,7 +70,8 @@ class ResultWriter:
             records=judged.records,
             oracle=os.path.relpath(self._oracles.folder(cell), folder) if judged.records else None,
             expected=expected.known,
-            defective=self._defective(cell, folder) if judged.records else None,
+            conventions=expected.conventions,
+            variants=self._variants(cell, folder) if judged.records else (),
             reproduce=shlex.join(["parity", "run", *self._config.arguments, "--cells", str(cell)]),
             observables=expected.observables,
             verdict=judged.verdict,
@@ -74,11 +83,12 @@ class ResultWriter:
         self._summaries[str(cell)] = cell_summary(entry)
         write_entry(self._config.out, entry)
 
-    def _defective(self, cell: Cell, folder: Path) -> str | None:
-        """Returns the folder of the oracle with the cell's expected defects, relative to the cell's folder; None
-        without such defects."""
-        defects = self._expectations.of(cell).defects
-        return os.path.relpath(self._oracles.folder(cell, defects), folder) if defects else None
+    def _variants(self, cell: Cell, folder: Path) -> tuple[OracleVariant, ...]:
+        """Returns the oracles that the cell was compared with, other than the correct one."""
+        return tuple(
+            OracleVariant(defects=defects, folder=os.path.relpath(path, folder))
+            for defects, path in self._oracles.variants(cell).items()
+        )
 
     def write_summary_if_due(self) -> None:
         """Writes the summary, but spends at most a twentieth of the time on it: its length grows with the cells."""

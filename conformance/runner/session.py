@@ -40,6 +40,7 @@ from conformance.runner.placement import (
 from conformance.runner.preflight import Refusals, check_resources, workers_that_fit
 from conformance.runner.result_writer import ResultWriter
 from conformance.runtime.gpu_leases import unleased_use
+from conformance.spec.conventions import Conventions
 
 logger = logging.getLogger(__name__)
 ONLY_WRITTEN = "are judged only for families that the oracle computes itself (docs/reference/models.md); leave them out"
@@ -191,7 +192,7 @@ class Session:
         """Prepares the inputs of a cell, and requests its oracles."""
         with self._asking:
             inputs = prepare_inputs(cell.scenario, self.config.out)
-            self._oracles.request(cell, inputs, self._expectations.of(cell).defects)
+            self._oracles.request(cell, inputs, *self._expectations.of(cell).defects)
         return inputs
 
     def refusal(self, cell: Cell, *, plans: bool = False) -> Verdict | None:
@@ -216,6 +217,10 @@ class Session:
                 return self._refusals.refusal(cell, model)
             inputs = prepare_inputs(cell.scenario, self.config.out, draws=False)
             return self._refusals.refusal(cell, next(iter(inputs.models.values())))
+
+    def conventions(self, cell: Cell) -> Conventions:
+        """Returns the conventions that the cell's backends declare and that could change it."""
+        return self._expectations.of(cell).conventions
 
     def folder(self, cell: Cell) -> Path:
         """Returns the folder of a cell, with its verdict and its records."""

@@ -12,32 +12,16 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import field
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, TypeAdapter
+from pydantic import Field, TypeAdapter
 from pydantic.dataclasses import dataclass
 
 from conformance.core.errors import STRICT, UsageError
-from conformance.core.host import resolve
-from conformance.core.io import read_json
+from conformance.spec.conventions import Number, OracleConvention, model_config
 from conformance.spec.layout import AXES, OPTIONS, Layout
-from conformance.spec.precision import HALF_PRECISIONS, PRECISIONS, PrecisionName
+from conformance.spec.precision import PRECISIONS, PrecisionName
 from conformance.spec.scenario import Scenario
 
 Several = Annotated[int, Field(strict=True, ge=2)]
-Number = Annotated[int, Field(strict=True, ge=1)]
-
-
-def _half(precision: PrecisionName) -> PrecisionName:
-    if precision not in HALF_PRECISIONS:
-        raise ValueError(f"must be one of {', '.join(HALF_PRECISIONS)}, got {precision!r}")
-    return precision
-
-
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class RoundedMasters:
-    """Initialises float32 master weights of trained models with weights rounded to ``precision``."""
-
-    kind: Literal["rounded-masters"] = "rounded-masters"
-    precision: Annotated[PrecisionName, AfterValidator(_half)]
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -49,13 +33,6 @@ class PaddedSoftmax:
 
     kind: Literal["padded-softmax"] = "padded-softmax"
     multiple: Several
-
-
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class TrainedPaddingToken:
-    """Gives a gradient to the input embedding of the padding token of the model's configuration."""
-
-    kind: Literal["trained-padding-token"] = "trained-padding-token"
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -100,13 +77,7 @@ class LostEmbeddingGradient:
 
 
 Defect = (
-    RoundedMasters
-    | PaddedSoftmax
-    | TrainedPaddingToken
-    | ResummedHeadNorms
-    | DividedGradients
-    | WindowPerBlock
-    | LostEmbeddingGradient
+    OracleConvention | PaddedSoftmax | ResummedHeadNorms | DividedGradients | WindowPerBlock | LostEmbeddingGradient
 )
 _ADAPTER: TypeAdapter[tuple[Defect, ...]] = TypeAdapter(tuple[Annotated[Defect, Field(discriminator="kind")], ...])
 
@@ -235,8 +206,3 @@ class ExpectedDifference:
 
 def _is_one_of(name: str, names: tuple[str, ...]) -> bool:
     return not names or name in names
-
-
-def model_config(scenario: Scenario) -> dict[str, Any]:
-    """Reads the model's config.json. Raises UsageError if this fails."""
-    return read_json(resolve(scenario.model) / "config.json")

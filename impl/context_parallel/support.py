@@ -8,7 +8,8 @@ from importlib.util import find_spec
 
 from conformance.backends.protocol import Support, Supported, Unsupported
 from conformance.core.host import resolve
-from conformance.spec.known_defects import ExpectedDifference, Unmodelled, WindowPerBlock, model_config
+from conformance.spec.conventions import model_config
+from conformance.spec.known_defects import ExpectedDifference, Unmodelled, WindowPerBlock
 from conformance.spec.layout import Layout
 from conformance.spec.scenario import Scenario
 from impl.models.family_quirks import SINKS, quirks_of, unsupported_by_kernels

@@ -8,13 +8,8 @@ from typing import ClassVar
 
 from conformance.backends.protocol import BackendInfo, Support, Supported, Unsupported
 from conformance.core.errors import UsageError
-from conformance.spec.known_defects import (
-    DividedGradients,
-    ExpectedDifference,
-    RoundedMasters,
-    Unmodelled,
-    model_config,
-)
+from conformance.spec.conventions import RoundedMasters, model_config
+from conformance.spec.known_defects import DividedGradients, ExpectedDifference, Unmodelled
 from conformance.spec.layout import Layout
 from conformance.spec.precision import BF16, F16, F32, HALF_PRECISIONS
 from conformance.spec.scenario import Scenario

@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 import torch
 
 from conformance.backends.protocol import BackendInfo, Support, Supported, Unsupported
-from conformance.spec.known_defects import ExpectedDifference, LostEmbeddingGradient, ResummedHeadNorms, model_config
+from conformance.spec.conventions import model_config
+from conformance.spec.known_defects import ExpectedDifference, LostEmbeddingGradient, ResummedHeadNorms
 from conformance.spec.layout import Layout
 from conformance.spec.precision import Precision
 from conformance.spec.scenario import Scenario

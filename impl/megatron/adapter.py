@@ -20,14 +20,8 @@ from conformance.core.errors import UsageError
 from conformance.core.host import resolve
 from conformance.core.packages import check_version, is_installed
 from conformance.models.folders import EMBEDDING, HEAD
-from conformance.spec.known_defects import (
-    Defect,
-    ExpectedDifference,
-    PaddedSoftmax,
-    RoundedMasters,
-    TrainedPaddingToken,
-    model_config,
-)
+from conformance.spec.conventions import RoundedMasters, TrainedPaddingToken, model_config
+from conformance.spec.known_defects import Defect, ExpectedDifference, PaddedSoftmax
 from conformance.spec.layout import Layout
 from conformance.spec.precision import HALF_PRECISIONS, Precision
 from conformance.spec.scenario import Scenario

@@ -12,7 +12,7 @@ import torch
 from conformance.backends.protocol import Support, Supported, Unsupported
 from conformance.core.host import resolve
 from conformance.models.folder_checks import Files, files_of, runs_code
-from conformance.spec.known_defects import model_config
+from conformance.spec.conventions import model_config
 from conformance.spec.layout import Layout
 from conformance.spec.scenario import Scenario
 from impl.models.family_quirks import quirks_of

@@ -18,7 +18,7 @@ from conformance.backends.registry import AskFailed, InProcessAdapter, adapter_o
 from conformance.cli import main as cli
 from conformance.core.errors import UsageError
 from conformance.core.host import FIXTURES
-from conformance.spec.known_defects import RoundedMasters
+from conformance.spec.conventions import RoundedMasters
 from conformance.spec.layout import Layout
 from conformance.spec.scenario import Scenario, load_scenario
 
@@ -29,7 +29,7 @@ from plain_backend import Plain
 from conformance.backends.protocol import BackendInfo
 from conformance.spec.known_defects import ExpectedDifference
 from conformance.backends.protocol import BackendInfo, Unsupported
-from conformance.spec.known_defects import RoundedMasters
+from conformance.spec.conventions import AdvantageEpsilon, DecaysAll, EntropyByMicroBatch, RoundedMasters
 
 class Pinned(Plain):
     fresh_ranks = True

@@ -201,9 +201,8 @@ def test_a_planted_fault_that_changes_nothing_is_no_pass(
     header = {"cell": cell, "layout": "dp2", "backend": {"name": "fsdp2", "default_zero": None}}
     write_record(tmp_path / "leg", SCENARIO, header, change or _unchanged, rounding=1e-15, seed=1)
     observables = all_observables(SCENARIO.objective)
-    verdict = judge_cell(
-        cell, [tmp_path / "leg"], oracle=tmp_path / "oracle", known=(), defective=None, observables=observables
-    )
+    options: Any = {"oracles": lambda _: tmp_path / "oracle", "observables": observables}
+    verdict = judge_cell(cell, [tmp_path / "leg"], known=(), conventions=(), **options)
     assert verdict.state == state
     assert ("inverted-clip was planted and called, and nothing differs" in verdict.reason) == (
         state == "infrastructure"

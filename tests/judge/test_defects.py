@@ -17,14 +17,13 @@ from conformance.oracle.run import run_oracle
 from conformance.oracle.step import Model, Observed, observe
 from conformance.records.step_tensors import Record, read_record
 from conformance.spec.batch import Batch
+from conformance.spec.conventions import RoundedMasters, TrainedPaddingToken
 from conformance.spec.known_defects import (
     Defect,
     DividedGradients,
     LostEmbeddingGradient,
     PaddedSoftmax,
     ResummedHeadNorms,
-    RoundedMasters,
-    TrainedPaddingToken,
     WindowPerBlock,
     defects_to_json,
     parse_defects,

@@ -5,13 +5,15 @@ Records made by hand: the defect makes the loss of the first step and a gradient
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 from judge_sample import EQUAL, OBSERVABLES, STEPS, Change, Tensors, Values, both, scale, unchanged, write
 
 from conformance.judge.expected_differences import judge_cell
 from conformance.results.verdict import Verdict
-from conformance.spec.known_defects import DividedGradients, Known, RoundedMasters, Unmodelled
+from conformance.spec.conventions import RoundedMasters
+from conformance.spec.known_defects import DividedGradients, Known, Unmodelled
 
 CELL = "x/m/b/dp2.tp2/exact"
 DEFECT = (DividedGradients(by=2),)
@@ -33,9 +35,9 @@ def verdict_of(
     return judge_cell(
         CELL,
         [folder / "cell"],
-        oracle=folder / "oracle",
         known=known,
-        defective=folder / "defective" if any(one.defects for one in known) else None,
+        conventions=(),
+        oracles=lambda defects: folder / ("defective" if defects else "oracle"),
         observables=OBSERVABLES,
     )
 
@@ -82,8 +84,8 @@ def test_records_of_the_oracle_are_believed_only_with_the_defects_that_they_name
     write(tmp_path / "honest" / "cell", with_defect)
     write(tmp_path / "honest" / "oracle" / "float64", with_defect, oracle="float64", defects=DEFECT)
     phases = [tmp_path / "honest" / "cell"]
-    oracle = tmp_path / "honest" / "oracle"
-    verdict = judge_cell(CELL, phases, oracle=oracle, known=(), defective=None, observables=OBSERVABLES)
+    options: Any = {"oracles": lambda _: tmp_path / "honest" / "oracle", "observables": OBSERVABLES}
+    verdict = judge_cell(CELL, phases, known=(), conventions=(), **options)
     assert verdict.state == "infrastructure"
     assert "should be the oracle's record with no defect" in verdict.reason
 
@@ -192,8 +194,14 @@ def test_what_is_trained_without_a_name_is_part_of_the_norm_and_of_clipping(tmp_
         write(folder / "cell", trained(unnamed=cell))
         write(folder / "honest" / "float64", oracle="float64")
         write(folder / "defective" / "float64", trained(unnamed=oracle), oracle="float64", defects=DEFECT)
-        folders = {"oracle": folder / "honest", "defective": folder / "defective"}
-        return judge_cell(CELL, [folder / "cell"], known=(known,), observables=OBSERVABLES, **folders)
+        return judge_cell(
+            CELL,
+            [folder / "cell"],
+            known=(known,),
+            conventions=(),
+            oracles=lambda defects: folder / ("defective" if defects else "honest"),
+            observables=OBSERVABLES,
+        )
 
     assert verdict(tmp_path / "1", 0.5, 0.5).state == "expected_difference"
     differs = verdict(tmp_path / "2", 0.5, 0.5001)

@@ -3,6 +3,7 @@
 import json
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 from judge_sample import both
@@ -12,7 +13,8 @@ from test_side_by_side import group_of
 
 from conformance.cli import main as cli
 from conformance.results.trust import read_cells
-from conformance.spec.known_defects import Known, RoundedMasters, Unmodelled
+from conformance.spec.conventions import RoundedMasters
+from conformance.spec.known_defects import Known, Unmodelled, defects_to_json
 
 DEEPSPEED = MEMBERS[0]
 WRONG = scaled(f"gradient/{NAMES[1]}", 1.01)
@@ -23,11 +25,15 @@ def wrong_loss(step: int, values: Values, tensors: Tensors) -> None:
         values["loss"] *= 1.01
 
 
+def variants_of(known: Known, folder: str) -> list[dict[str, Any]]:
+    return [{"defects": defects_to_json(known.defects), "folder": folder}] if known.defects else []
+
+
 def known_to_differ(out: Path, known: Known, change: Change = wrong_loss) -> Path:
     """A run in which DEEPSPEED differs by ``change``, and this is said to be known; its verdict's file."""
     write_run(out, {DEEPSPEED: change})
     file = out / "cells" / "01" / "verdict.json"
-    edit(file, expected=[asdict(known)], defective="../../oracle/defective" if known.defects else None)
+    edit(file, expected=[asdict(known)], variants=variants_of(known, "../../oracle/defective"))
     return file
 
 
@@ -85,7 +91,7 @@ def test_an_expected_difference_rests_on_the_oracle_that_has_these_defects(
     edit(out / "summary.json", cells=summary["cells"])
     (believed,) = (cell for cell in read_cells(out)[1] if cell.entry.folder == "cells/01")
     assert believed.entry.verdict.state == "infrastructure"
-    assert "of the oracle with the expected defects: " in believed.problem
+    assert "of the oracle with rounded-masters: " in believed.problem
 
 
 def test_an_oracle_with_defects_is_read_from_the_output_folder_only(
@@ -94,6 +100,6 @@ def test_an_oracle_with_defects_is_read_from_the_output_folder_only(
     out = tmp_path / "out"
     file = known_to_differ(out, DEFECTIVE)
     write_oracle(tmp_path / "elsewhere/float64", SCENARIO, wrong_loss, defects=DEFECTS)
-    edit(file, defective="../../../elsewhere")
+    edit(file, variants=variants_of(DEFECTIVE, "../../../elsewhere"))
     assert cli.main(["judge", str(out)]) == 2
     assert "which lies outside of" in capsys.readouterr().err

@@ -1,73 +1,41 @@
 """Checks what a cell of GRPO may leave out, and what its metrics are compared with if it shows no rows."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from conftest import make_cell
+from oracle_cells import OracleRuns, as_cell
 
 from conformance.backends.protocol import StepMetrics
-from conformance.data.prepare import prepare_inputs
 from conformance.judge.verdict import judge
-from conformance.oracle.run import run_oracle
-from conformance.records.step_tensors import Record, RecordWriter, read_record
+from conformance.records.step_tensors import Record
 from conformance.results.verdict import Verdict
-from conformance.spec.batch import read_batches
 from conformance.spec.objectives import DECISIVE, Grpo, Ppo
 from conformance.worker.phase import check_values
 
 METRICS = ("ppo_kl", "ratio_mean", "ratio_max", "pg_clipfrac", "pg_clipfrac_lower")
 ROWS = ("entropy", "ratio", "approx_kl")
 TOTALS = ("sequence_count", "entropy_loss", "pg_loss")
-Values = dict[str, float]
-Runs = Callable[[str], Record]
+Runs = OracleRuns
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """Runs the oracle on a small cell: the float64 run, or the run of a noise."""
-    folder = tmp_path_factory.mktemp("runs")
-    scenario = make_cell("grpo-half", "llama", "dp1", "bf16", steps=2, rows=8, accumulation=1).scenario
-    inputs = prepare_inputs(scenario, folder)
-
-    def run(policy: str) -> Record:
-        if not (folder / policy).exists():
-            run_oracle(
-                scenario=scenario,
-                models=inputs.models,
-                batches=read_batches(inputs.batches),
-                out=folder / policy,
-                policy_name=policy,
-            )
-        return read_record(folder / policy)
-
-    return run
+    cell = make_cell("grpo-half", "llama", "dp1", "bf16", steps=2, rows=8, accumulation=1)
+    return OracleRuns(cell, tmp_path_factory.mktemp("runs"))
 
 
-def cell_of(run: Record, path: Path, *without: str, values: Values | None = None) -> Record:
-    """Writes a run of the oracle as the record of a cell of one rank that does not show some quantities."""
-    backend = {"name": "b", "url": "", "default_zero": None}
-    header = {**run.header, "cell": "x/m/b/dp1/bf16", "backend": backend, "optimizer": "new", "loads": ""}
-    for own in ("type", "schema", "first_step", "observables"):
-        del header[own]
-    writer = RecordWriter(path, header, observables=run.observables)
-    writer.loaded(run.loaded.tensors())
-    for step in run.steps:
-        tensors = {name: t for name, t in step.tensors().items() if name.partition("/")[0] not in without}
-        known = {key: n for key, n in {**step.line["values"], **(values or {})}.items() if key not in without}
-        writer.step(known, tensors, seconds=0.0)
-    evidence = {"collectives": [], "products": [["bfloat16", "forward", 4], ["bfloat16", "backward", 8]], "widths": []}
-    writer.finish({"seconds": 0.0, "leaks": [], "evidence": [evidence]})
-    return read_record(path)
+def cell_of(runs: Runs, path: Path, *without: str, values: dict[str, float] | None = None) -> Record:
+    return as_cell(runs.record((), "bf16-plain"), path, runs.cell, *without, values=values)
 
 
 def judged(cell: Record, runs: Runs) -> Verdict:
-    return judge([cell], oracle=runs("float64"), noise=[runs("bf16")])
+    return judge([cell], oracle=runs.record(), noise=[runs.record((), "bf16")])
 
 
 @pytest.mark.parametrize("without", [("ratio_max",), (*ROWS, *TOTALS, *METRICS)])
 def test_grpo_left_out_is_named_in_the_verdict(tmp_path: Path, runs: Runs, without: tuple[str, ...]) -> None:
-    verdict = judged(cell_of(runs("bf16-plain"), tmp_path / "cell", *without), runs)
+    verdict = judged(cell_of(runs, tmp_path / "cell", *without), runs)
     assert verdict.state == "partly_observed", verdict.reason
     assert "policy metrics (" in verdict.reason
     for key in without:
@@ -75,25 +43,25 @@ def test_grpo_left_out_is_named_in_the_verdict(tmp_path: Path, runs: Runs, witho
 
 
 def test_all_of_grpo_shown_conforms(tmp_path: Path, runs: Runs) -> None:
-    verdict = judged(cell_of(runs("bf16-plain"), tmp_path / "cell"), runs)
+    verdict = judged(cell_of(runs, tmp_path / "cell"), runs)
     assert verdict.state == "conforms", verdict.reason
 
 
 @pytest.mark.parametrize("key", ["logprob", "old_logprob", "advantage", "loss", "token_count"])
 def test_what_decides_an_update_cannot_be_left_out(tmp_path: Path, runs: Runs, key: str) -> None:
-    assert judged(cell_of(runs("bf16-plain"), tmp_path / "cell", key), runs).state == "differs"
+    assert judged(cell_of(runs, tmp_path / "cell", key), runs).state == "differs"
 
 
 @pytest.mark.parametrize(("key", "off"), [("ppo_kl", 0.05), ("ratio_mean", 1.1), ("ratio_max", 3.0)])
 def test_a_metric_without_rows_is_held_against_the_oracles(tmp_path: Path, runs: Runs, key: str, off: float) -> None:
-    honest = judged(cell_of(runs("bf16-plain"), tmp_path / "honest", *ROWS), runs)
+    honest = judged(cell_of(runs, tmp_path / "honest", *ROWS), runs)
     assert honest.state == "partly_observed", honest.reason
-    wrong = judged(cell_of(runs("bf16-plain"), tmp_path / "wrong", *ROWS, values={key: off}), runs)
+    wrong = judged(cell_of(runs, tmp_path / "wrong", *ROWS, values={key: off}), runs)
     assert (wrong.state, wrong.findings[0].tensor) == ("differs", key)
 
 
 def test_a_metric_has_to_be_shown_at_all_steps_or_none(tmp_path: Path, runs: Runs) -> None:
-    cell = cell_of(runs("bf16-plain"), tmp_path / "cell")
+    cell = cell_of(runs, tmp_path / "cell")
     del cell.steps[1].line["values"]["ratio_max"]
     assert judged(cell, runs).findings[0].tensor == "ratio_max (missing)"
 

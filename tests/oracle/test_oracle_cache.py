@@ -24,7 +24,8 @@ from conformance.oracle.run import POLICIES
 from conformance.records.step_tensors import read_record
 from conformance.runner.oracle_jobs import COMPUTED_WITH, Oracles, _cache_key, prune
 from conformance.spec.batch import read_batches, write_batches
-from conformance.spec.known_defects import DividedGradients, RoundedMasters
+from conformance.spec.conventions import RoundedMasters
+from conformance.spec.known_defects import DividedGradients
 from conformance.spec.precision import PrecisionName
 
 
@@ -238,7 +239,7 @@ def test_an_oracle_with_a_defect_has_a_folder_of_its_own_and_so_has_its_noise(ca
         assert oracles.wait(asked, defects) == ""
         honest, wrong = oracles.folder(asked), oracles.folder(asked, defects)
         assert not (wrong / "bf16-plain").exists()
-        assert oracles.more_noise(asked, inputs, defects)
+        assert oracles.more_noise(asked, inputs, [defects])
     assert len(entries(cache)) == 6
     assert wrong.name.startswith("llama-rounded-masters-")
     for policy in ("float64", "bf16", "bf16-plain"):

@@ -186,7 +186,6 @@ def write_cell(
         records=records,
         oracle=oracle,
         expected=(),
-        defective=None,
         reproduce=f"parity run --cells '{cell}' --out out-again",
         observables=observables,
         verdict=verdict,

@@ -21,6 +21,7 @@ from conformance.records.step_tensors import Record, read_record
 from conformance.results.run_results import Entry, inside, read_run
 from conformance.results.side_by_side import Difference, Group, Member, Pair, read_groups, write_groups
 from conformance.results.verdict import NOT_SEEN
+from conformance.spec.known_defects import defects_of
 from conformance.spec.observables import Observable, columns
 
 # The differences of two records by column; a record is named by its cell and the digests of its phases.
@@ -126,7 +127,7 @@ def _reference_note(entries: Sequence[Entry]) -> list[str]:
 
 def _is_of_a_defect(entry: Entry) -> bool:
     """Whether the verdict's quantities come from the oracle with a defect (conformance.judge.expected_differences)."""
-    return bool(entry.defective) and entry.verdict.state == "differs"
+    return bool(defects_of(entry.expected)) and entry.verdict.state == "differs"
 
 
 def _oracle(out: Path, entry: Entry) -> Path | None:

@@ -1,0 +1,233 @@
+"""Defines conventions: choices of a library that differ from the suite's and are not bugs.
+
+A backend declares its conventions (``Backend.conventions``). A cell is then judged, in all stages and with the usual
+bounds, by an oracle with the same conventions, and its verdict names those that change the cell's numbers. A convention
+that is declared and does not show makes the cell differ (conformance.judge.expected_differences). A convention is a
+known defect without an expected difference, so conformance.oracle.defects implements both.
+"""
+
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import AfterValidator, Field
+from pydantic.dataclasses import dataclass
+
+from conformance.core.errors import STRICT
+from conformance.core.host import resolve
+from conformance.core.io import read_json
+from conformance.spec.layout import Layout
+from conformance.spec.objectives import Grpo, PolicyGradient, Ppo
+from conformance.spec.precision import HALF_PRECISIONS, PRECISIONS, PrecisionName
+from conformance.spec.scenario import Scenario
+
+Epsilon = Annotated[float, Field(strict=True, ge=0, le=1)]
+Number = Annotated[int, Field(strict=True, ge=1)]
+
+
+def _half(precision: PrecisionName) -> PrecisionName:
+    if precision not in HALF_PRECISIONS:
+        raise ValueError(f"must be one of {', '.join(HALF_PRECISIONS)}, got {precision!r}")
+    return precision
+
+
+def model_config(scenario: Scenario) -> dict[str, Any]:
+    """Reads the model's config.json. Raises UsageError if this fails."""
+    return read_json(resolve(scenario.model) / "config.json")
+
+
+class Convention:
+    """Defines what the conventions have in common.
+
+    words: says what the library does. stage: the first stage at which it can show. unjudged: the stage that cannot be
+    judged in a cell with it; empty for a convention that the oracle has. own_means: keys of the scalars that are not
+    the means of rows with it.
+    """
+
+    words: ClassVar[str]
+    stage: ClassVar[str]
+    unjudged: ClassVar[str] = ""
+    own_means: ClassVar[tuple[str, ...]] = ()
+
+    def in_cell(self, scenario: Scenario, layout: Layout) -> Self | None:
+        """Returns the convention with what it depends on in this cell; None for a cell that it cannot change."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return type(self).__name__
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class DecaysAll(Convention):
+    """Applies weight decay to all parameters, norms and biases as well."""
+
+    kind: Literal["decays-all"] = "decays-all"
+    words: ClassVar[str] = "weight decay on norms and biases"
+    stage: ClassVar[str] = "clipped update"
+
+    def in_cell(self, scenario: Scenario, layout: Layout) -> Self | None:
+        return self if scenario.optimizer.weight_decay else None
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class AdvantageEpsilon(Convention):
+    """Adds ``value``, instead of 1e-6, to the standard deviation of a group's rewards."""
+
+    kind: Literal["advantage-epsilon"] = "advantage-epsilon"
+    value: Epsilon
+    words: ClassVar[str] = "another epsilon beside the standard deviation of rewards"
+    stage: ClassVar[str] = "advantages"
+
+    def in_cell(self, scenario: Scenario, layout: Layout) -> Self | None:
+        o = scenario.objective
+        divides = isinstance(o, Grpo) and o.adv_estimator == "grpo" and o.norm_adv_by_std_in_grpo
+        return self if divides else None
+
+    def __str__(self) -> str:
+        return f"AdvantageEpsilon({self.value:g})"
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class BiasedWhitening(Convention):
+    """Whitens advantages with the variance of n instead of n - 1, which is at least 1e-8."""
+
+    kind: Literal["biased-whitening"] = "biased-whitening"
+    words: ClassVar[str] = "whitening with the variance of n"
+    stage: ClassVar[str] = "advantages"
+
+    def in_cell(self, scenario: Scenario, layout: Layout) -> Self | None:
+        o = scenario.objective
+        whitens = isinstance(o, Grpo) and o.adv_estimator.startswith("reinforce")
+        return self if whitens or isinstance(o, Ppo) else None
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class SchedulePerRollout(Convention):
+    """Moves the learning rate's schedule once per rollout instead of once per update."""
+
+    kind: Literal["schedule-per-rollout"] = "schedule-per-rollout"
+    words: ClassVar[str] = "one step of the schedule per rollout"
+    stage: ClassVar[str] = "clipped update"
+
+    def in_cell(self, scenario: Scenario, layout: Layout) -> Self | None:
+        o, schedule = scenario.objective, scenario.schedule
+        several = isinstance(o, PolicyGradient) and o.steps_per_rollout > 1
+        return self if several and (schedule.name != "constant" or schedule.warmup_steps) else None
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class GenerationDenominator(Convention):
+    """Divides the policy loss of each mini-batch by the tokens of the rollout / ``mini_batches``, as does KL's.
+
+    So a token of a short mini-batch counts as much as one of a long mini-batch.
+    """
+
+    kind: Literal["generation-denominator"] = "generation-denominator"
+    words: ClassVar[str] = "losses divided by the mean number of tokens of the rollout's mini-batches"
+    stage: ClassVar[str] = "loss"
+    own_means: ClassVar[tuple[str, ...]] = ("kl_loss",)
+
+    def in_cell(self, scenario: Scenario, layout: Layout) -> Self | None:
+        o = scenario.objective
+        by_tokens = isinstance(o, PolicyGradient) and o.loss_agg_mode == "token-mean" and o.mini_batches > 1
+        return self if by_tokens else None
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class EntropyByMicroBatch(Convention):
+    """Takes the entropy bonus as the mean over micro-batches and ranks of their means over tokens.
+
+    ``data_ranks``, ``micro_batches``: how the rows of an optimizer step are divided. The suite sets them.
+    """
+
+    kind: Literal["entropy-by-micro-batch"] = "entropy-by-micro-batch"
+    data_ranks: Number = 1
+    micro_batches: Number = 1
+    words: ClassVar[str] = "entropy as the mean of the means of micro-batches"
+    stage: ClassVar[str] = "loss"
+    own_means: ClassVar[tuple[str, ...]] = ("entropy_loss",)
+
+    def in_cell(self, scenario: Scenario, layout: Layout) -> Self | None:
+        o = scenario.objective
+        if not isinstance(o, PolicyGradient) or not o.entropy_coeff:
+            return None
+        return type(self)(data_ranks=layout.data, micro_batches=scenario.accumulation)
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class RoundedMasters(Convention):
+    """Initialises float32 master weights of trained models with weights rounded to ``precision``."""
+
+    kind: Literal["rounded-masters"] = "rounded-masters"
+    precision: Annotated[PrecisionName, AfterValidator(_half)]
+    words: ClassVar[str] = "masters copied from weights in half precision"
+    stage: ClassVar[str] = "weights"
+
+    def in_cell(self, scenario: Scenario, layout: Layout) -> Self | None:
+        return self if scenario.precision == self.precision else None
+
+    def __str__(self) -> str:
+        return f"RoundedMasters({self.precision})"
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class TrainedPaddingToken(Convention):
+    """Gives a gradient to the input embedding of the padding token of the model's configuration."""
+
+    kind: Literal["trained-padding-token"] = "trained-padding-token"
+    words: ClassVar[str] = "a trained embedding of the padding token"
+    stage: ClassVar[str] = "gradients"
+
+    def in_cell(self, scenario: Scenario, layout: Layout) -> Self | None:
+        return None if model_config(scenario).get("pad_token_id") is None else self
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class GeneratorsNotSaved(Convention):
+    """Leaves the states of random generators out of checkpoints."""
+
+    kind: Literal["generators-not-saved"] = "generators-not-saved"
+    words: ClassVar[str] = "checkpoints without random generators"
+    stage: ClassVar[str] = "generators"
+    unjudged: ClassVar[str] = "generators"
+
+    def in_cell(self, scenario: Scenario, layout: Layout) -> Self | None:
+        return self
+
+
+# The conventions that the oracle can have.
+OracleConvention = (
+    DecaysAll
+    | AdvantageEpsilon
+    | BiasedWhitening
+    | SchedulePerRollout
+    | GenerationDenominator
+    | EntropyByMicroBatch
+    | RoundedMasters
+    | TrainedPaddingToken
+)
+AnyConvention = Annotated[OracleConvention | GeneratorsNotSaved, Field(discriminator="kind")]
+Conventions = tuple[AnyConvention, ...]
+
+# Conventions that explain a difference if none is declared, with the values that libraries have.
+KNOWN: Conventions = (
+    DecaysAll(),
+    *(AdvantageEpsilon(value=value) for value in (1e-4, 1e-5, 1e-8, 1e-9)),
+    BiasedWhitening(),
+    SchedulePerRollout(),
+    GenerationDenominator(),
+    EntropyByMicroBatch(),
+    *(RoundedMasters(precision=precision) for precision in PRECISIONS if precision in HALF_PRECISIONS),
+    TrainedPaddingToken(),
+    GeneratorsNotSaved(),
+)
+
+
+def of_oracle(conventions: Sequence[AnyConvention]) -> tuple[OracleConvention, ...]:
+    """Returns those that the oracle can have."""
+    return tuple(one for one in conventions if not isinstance(one, GeneratorsNotSaved))
+
+
+def in_cell(conventions: Sequence[AnyConvention], scenario: Scenario, layout: Layout) -> Conventions:
+    """Returns those that can change a cell of one phase, with what they depend on in it."""
+    found = (one.in_cell(scenario, layout) for one in conventions)
+    return tuple(one for one in found if one is not None)

@@ -1,0 +1,192 @@
+"""Checks conventions: each variant of the oracle by a formula of its own, and which of them a verdict names."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import make_cell
+from oracle_cells import OracleRuns, as_cell
+
+from conformance.judge.expected_differences import explained, judge_cell
+from conformance.records.step_tensors import Record
+from conformance.results.verdict import Verdict
+from conformance.spec.conventions import (
+    KNOWN,
+    AdvantageEpsilon,
+    BiasedWhitening,
+    Conventions,
+    DecaysAll,
+    EntropyByMicroBatch,
+    GenerationDenominator,
+    OracleConvention,
+    RoundedMasters,
+    SchedulePerRollout,
+    in_cell,
+    of_oracle,
+)
+from conformance.spec.layout import Layout
+
+ENTROPY = EntropyByMicroBatch(data_ranks=1, micro_batches=2)
+SHOWN: tuple[OracleConvention, ...] = (
+    DecaysAll(),
+    AdvantageEpsilon(value=1e-4),
+    SchedulePerRollout(),
+    GenerationDenominator(),
+    ENTROPY,
+)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> OracleRuns:
+    """GRPO with two mini-batches in two epochs, a moving rate, decay and an entropy bonus: all of SHOWN change it."""
+    cell = make_cell("grpo", "llama", "dp1", "exact", steps=2, rows=8, accumulation=2)
+    return OracleRuns(cell, tmp_path_factory.mktemp("runs"))
+
+
+@pytest.fixture(scope="module")
+def ppo(tmp_path_factory: pytest.TempPathFactory) -> OracleRuns:
+    cell = make_cell("ppo", "llama", "dp1", "exact", steps=1, rows=8, accumulation=1)
+    return OracleRuns(cell, tmp_path_factory.mktemp("ppo"))
+
+
+def rows_of(record: Record, key: str, step: int = 0) -> dict[int, torch.Tensor]:
+    found = record.steps[step].tensors()
+    return {int(n.partition("/")[2]): t.double() for n, t in found.items() if n.startswith(f"{key}/")}
+
+
+# --- the oracle with a convention ------------------------------------------------------------------------------------
+
+
+def test_decay_of_all_decays_norms(runs: OracleRuns) -> None:
+    (own, right), lr = (runs.record(d).steps[0].tensors() for d in ((DecaysAll(),), ())), runs.cell.scenario.optimizer
+    loaded = runs.record().loaded.tensors()
+    for name, weight in right.items():
+        if name.startswith("weight/"):
+            decay = lr.lr * lr.weight_decay * loaded[name] if weight.ndim == 1 else torch.zeros_like(weight)
+            torch.testing.assert_close(own[name], weight - decay, rtol=1e-14, atol=1e-16)
+
+
+def test_the_schedule_stands_still_in_a_rollout(runs: OracleRuns) -> None:
+    scenario = runs.cell.scenario
+    rates = [step.value("lr") for step in runs.record((SchedulePerRollout(),)).steps]
+    assert rates == [scenario.optimizer.lr * scenario.schedule.factor(0)] * 2
+    assert len({step.value("lr") for step in runs.record().steps}) == 2
+
+
+def test_the_epsilon_is_added_to_the_standard_deviation(runs: OracleRuns) -> None:
+    documents = [d for batch in runs.batches[0].rollout for d in batch.documents]
+    groups: dict[Any, list[float]] = {}
+    for d in documents:
+        groups.setdefault(d.columns["group"], []).append(float(d.columns["reward"]))  # type: ignore[arg-type]
+    expected = []
+    for d in (d for row in runs.batches[0].rows for d in row.documents):
+        rewards = torch.tensor(groups[d.columns["group"]], dtype=torch.float64)
+        own = (float(d.columns["reward"]) - rewards.mean()) / (rewards.std() + 0.25)  # type: ignore[arg-type]
+        expected += [own.item()] * sum(d.targets)
+    found = rows_of(runs.record((AdvantageEpsilon(value=0.25),)), "advantage")
+    torch.testing.assert_close(torch.cat([found[row] for row in sorted(found)]), torch.tensor(expected).double())
+
+
+def test_whitening_has_the_variance_of_n(ppo: OracleRuns) -> None:
+    def advantages(*defects: OracleConvention) -> torch.Tensor:
+        every = rows_of(ppo.record(defects), "advantage")
+        return torch.cat([every[row] for row in sorted(every)])
+
+    tokens = sum(batch.target_count for batch in ppo.batches[0].rollout)
+    biased, right = advantages(BiasedWhitening()), advantages()
+    torch.testing.assert_close(biased, right * (tokens / (tokens - 1)) ** 0.5, rtol=1e-7, atol=1e-9)
+    assert not torch.equal(biased, right)
+
+
+@pytest.mark.parametrize("step", [0, 1])
+def test_mini_batches_are_divided_by_their_mean_tokens(runs: OracleRuns, step: int) -> None:
+    tokens = [batch.target_count for batch in runs.batches[0].rollout]
+    assert tokens[0] != tokens[1]
+    own = runs.record((GenerationDenominator(),)).steps[step]
+    ratios, advantages = (rows_of(runs.record((GenerationDenominator(),)), key, step) for key in ("ratio", "advantage"))
+    losses = [-torch.minimum(r * advantages[row], r.clamp(0.9, 1.14) * advantages[row]) for row, r in ratios.items()]
+    mean = sum(tokens) / len(tokens)
+    total = sum(loss.sum().item() for loss in losses) / mean
+    assert own.value("pg_loss") == pytest.approx(total, rel=1e-12)
+
+
+def test_entropy_is_the_mean_of_means(runs: OracleRuns) -> None:
+    record = runs.record((ENTROPY,))
+    entropies, rows = rows_of(record, "entropy"), [row.index for row in runs.batches[0].rows]
+    halves = [torch.cat([entropies[row] for row in half]) for half in (rows[:4], rows[4:])]
+    assert record.steps[0].value("entropy_loss") == pytest.approx(sum(h.mean().item() for h in halves) / 2, rel=1e-12)
+    right = runs.record().steps[0].value("entropy_loss")
+    assert right == pytest.approx(torch.cat(halves).mean().item(), rel=1e-12)
+
+
+# --- what a verdict says ----------------------------------------------------------------------------------------------
+
+
+def judged(runs: OracleRuns, path: Path, shows: tuple[OracleConvention, ...], declares: Conventions) -> Verdict:
+    """Judges a cell whose numbers are those of the oracle with some conventions, and whose backend declares others."""
+    as_cell(runs.record(shows), path, runs.cell)
+    options: Any = {"oracles": runs.folder, "observables": runs.record().observables, "conventions": declares}
+    verdict = judge_cell(str(runs.cell), [path], known=(), **options)
+    candidates = tuple(one for one in in_cell(KNOWN, runs.cell.scenario, Layout()) if one not in declares)
+    return explained(verdict, str(runs.cell), [path], candidates=candidates, **options)
+
+
+@pytest.mark.parametrize("one", SHOWN, ids=str)
+def test_a_declared_convention_that_shows_is_named(tmp_path: Path, runs: OracleRuns, one: OracleConvention) -> None:
+    verdict = judged(runs, tmp_path / "cell", (one,), (one,))
+    assert (verdict.state, verdict.conventions) == ("conforms", (str(one),)), verdict.reason
+    assert verdict.reason.endswith(f"with the convention {one.words} ({one})")
+
+
+@pytest.mark.parametrize("one", SHOWN, ids=str)
+def test_a_declared_convention_that_does_not_show_is_stale(
+    tmp_path: Path, runs: OracleRuns, one: OracleConvention
+) -> None:
+    verdict = judged(runs, tmp_path / "cell", (), (one,))
+    assert (verdict.state, verdict.conventions) == ("differs", ())
+    assert verdict.reason.startswith(f"declares the convention {one.words} ({one}), but does not show it")
+
+
+@pytest.mark.parametrize("one", SHOWN, ids=str)
+def test_an_undeclared_convention_is_the_likely_cause(tmp_path: Path, runs: OracleRuns, one: OracleConvention) -> None:
+    verdict = judged(runs, tmp_path / "cell", (one,), ())
+    hint = f"agrees in all stages with {one.words} (convention {one})"
+    assert verdict.state == "differs"
+    assert verdict.findings[0].hint == hint
+    assert verdict.reason.count(hint) == 1
+
+
+def test_each_stale_convention_is_named(tmp_path: Path, runs: OracleRuns) -> None:
+    shown, stale = SHOWN[0], (SHOWN[1], SHOWN[2])
+    verdict = judged(runs, tmp_path / "cell", (shown,), (SHOWN[1], shown, SHOWN[2]))
+    assert verdict.state == "differs"
+    words = " and ".join(f"{one.words} ({one})" for one in stale)
+    assert verdict.reason.startswith(f"declares the conventions {words}, but does not show it")
+
+
+def test_all_conventions_together_are_named(tmp_path: Path, runs: OracleRuns) -> None:
+    verdict = judged(runs, tmp_path / "cell", SHOWN, SHOWN)
+    assert (verdict.state, verdict.conventions) == ("conforms", tuple(map(str, SHOWN)))
+
+
+def test_a_bug_beside_a_convention_differs_and_no_convention_explains_it(tmp_path: Path, runs: OracleRuns) -> None:
+    as_cell(runs.record((SHOWN[0],)), tmp_path / "cell", runs.cell, values={"loss": 1.0})
+    options: Any = {"oracles": runs.folder, "observables": runs.record().observables, "conventions": (SHOWN[0],)}
+    verdict = judge_cell(str(runs.cell), [tmp_path / "cell"], known=(), **options)
+    again = explained(verdict, str(runs.cell), [tmp_path / "cell"], candidates=SHOWN[1:], **options)
+    assert (verdict.state, verdict.first_stage, again) == ("differs", "loss", verdict)
+
+
+def test_a_convention_that_changes_no_number_is_not_named(tmp_path: Path, runs: OracleRuns) -> None:
+    verdict = judged(runs, tmp_path / "cell", (), (EntropyByMicroBatch(), RoundedMasters(precision="bf16"))[:1])
+    assert (verdict.state, verdict.conventions) == ("conforms", ())
+    assert "convention" not in verdict.reason
+
+
+def test_conventions_apply_only_where_they_can_change_numbers(runs: OracleRuns) -> None:
+    sft = make_cell("sft-sgd", "llama", "dp1", "exact").scenario
+    kinds = {str(one) for one in in_cell(KNOWN, sft, Layout())}
+    assert kinds == {"TrainedPaddingToken", "GeneratorsNotSaved"}
+    assert set(map(str, SHOWN)) <= {str(one) for one in in_cell(KNOWN, runs.cell.scenario, Layout())}
+    assert of_oracle(KNOWN) == KNOWN[:-1]
