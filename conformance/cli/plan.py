@@ -26,6 +26,7 @@ from conformance.runner.placement import SessionConfig
 from conformance.runner.preflight import GB, advice, check_shared, needs_of
 from conformance.runner.resource_estimate import Estimate
 from conformance.runner.session import Session
+from conformance.spec.conventions import Conventions
 from conformance.spec.precision import PRECISIONS, FloatFormat, PrecisionName
 
 _NOT_HERE = (
@@ -148,9 +149,12 @@ def list_command(options: argparse.Namespace) -> int:
         return EXIT["conforms"]
     print(f"profiles: {', '.join(profile_names())}; faults: {', '.join(catalogue())}")
     print(f"{len(rows)} cells of {selection.profile_name} ({profile_of(selection).description}):")
-    for row in rows:
-        declares = f"declares {', '.join(row['conventions'])}" if row["conventions"] else ""
-        print(f"  {row['id']}  [{row['world_size']} ranks] {row['refused'] or declares}")
+    for row, conventions in zip(rows, declared, strict=True):
+        print(f"  {row['id']}  [{row['world_size']} ranks] {row['refused'] or _declares(conventions)}")
     if coverage:
         print(f"\n{coverage}")
     return EXIT["conforms"]
+
+
+def _declares(conventions: Conventions) -> str:
+    return f"declares {', '.join(map(str, conventions))}" if conventions else ""

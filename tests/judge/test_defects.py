@@ -17,7 +17,16 @@ from conformance.oracle.run import run_oracle
 from conformance.oracle.step import Model, Observed, observe
 from conformance.records.step_tensors import Record, read_record
 from conformance.spec.batch import Batch
-from conformance.spec.conventions import RoundedMasters, TrainedPaddingToken
+from conformance.spec.conventions import (
+    AdvantageEpsilon,
+    BiasedWhitening,
+    DecaysAll,
+    EntropyByMicroBatch,
+    GenerationDenominator,
+    RoundedMasters,
+    SchedulePerRollout,
+    TrainedPaddingToken,
+)
 from conformance.spec.known_defects import (
     Defect,
     DividedGradients,
@@ -40,6 +49,12 @@ ALL: tuple[Defect, ...] = (
     DividedGradients(by=2),
     WindowPerBlock(ranks=2),
     LostEmbeddingGradient(),
+    DecaysAll(),
+    AdvantageEpsilon(value=1e-4),
+    BiasedWhitening(),
+    SchedulePerRollout(),
+    GenerationDenominator(),
+    EntropyByMicroBatch(data_ranks=2, micro_batches=3),
 )
 
 
