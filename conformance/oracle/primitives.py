@@ -1,7 +1,8 @@
 """Provides the dtype policy, module hooks, linear layers, RMSNorm and rotary positions of the oracle's models.
 
-``Variant`` has the points where the oracle can reproduce a known defect or a convention of a library. The base class changes nothing,
-so it is the correct oracle. A defect overrides what it changes (defects.py); several act one after another.
+``Variant`` has the points where the oracle can reproduce a known defect or a convention of a library. The base class
+changes nothing, so it is the correct oracle. A defect overrides what it changes (defects.py); several act one after
+another.
 """
 
 import math
