@@ -191,8 +191,9 @@ _REPLACEMENTS: tuple[tuple[Any, dict[str, Any]], ...] = (
     (
         torch.cuda,
         {
-            **dict.fromkeys(_NOTHING, _answer(None)),
-            **dict.fromkeys(_MEMORY, _answer(0)),
+            # Each name has an object of its own, because torch.compile knows the names of torch.cuda by their objects.
+            **{name: _answer(None) for name in _NOTHING},
+            **{name: _answer(0) for name in _MEMORY},
             **_RNG_STATES,
             "is_initialized": _answer(True),
             "current_device": _answer(0),
@@ -202,11 +203,11 @@ _REPLACEMENTS: tuple[tuple[Any, dict[str, Any]], ...] = (
             "get_device_name": _answer("cpu"),
             "get_device_properties": _answer(_PROPERTIES),
             "get_device_capability": _answer((8, 0)),
-            "current_stream": _Done,
-            "default_stream": _Done,
+            "current_stream": lambda *_: _Done(),
+            "default_stream": lambda *_: _Done(),
             "stream": lambda _: contextlib.nullcontext(),
             "Stream": _Done,
-            "Event": _Done,
+            "Event": type("Event", (_Done,), {}),
             "is_current_stream_capturing": _answer(False),
         },
     ),

@@ -53,6 +53,13 @@ def test_the_device_answers() -> None:
         assert not cuda.is_available()
 
 
+def test_dynamo_tells_the_names_of_torch_cuda_apart() -> None:
+    from torch._dynamo import trace_rules
+
+    with parity.on_cpu():
+        assert torch.cuda.synchronize in trace_rules.get_torch_obj_rule_map.__wrapped__()
+
+
 def test_a_mesh_of_cuda_is_one_of_the_cpu(tmp_path: Any) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
     try:
