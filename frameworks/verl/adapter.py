@@ -1,8 +1,8 @@
 """Runs verl on its FSDP2 engine as a backend: SFT, GRPO, and PPO with a critic.
 
 The adapter is verl's controller for one rollout: old log-probs, reference log-probs and values by ``infer_batch``,
-then ``apply_kl_penalty`` and ``compute_advantage`` of its trainer, then ``train_mini_batch`` of critic and actor, whole,
-with all mini-batches and epochs. Each ``train_mini_batch`` is paused at every optimizer step.
+then ``apply_kl_penalty`` and ``compute_advantage`` of its trainer, then ``train_mini_batch`` of critic and actor,
+whole, with all mini-batches and epochs. Each ``train_mini_batch`` is paused at every optimizer step.
 """
 
 import functools

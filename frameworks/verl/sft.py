@@ -170,7 +170,7 @@ class VerlSft:
         return parity.StepMetrics(values=self.common("policy", metrics), rows={"logprob": logprobs})
 
     def common(self, role: str, metrics: Mapping[str, Any]) -> dict[str, float]:
-        """Returns the numbers that every role has: verl's loss and norm, the rate, and the tokens that verl divided by."""
+        """Returns verl's loss and norm, the rate, and the tokens that verl divided by."""
         prefix = "" if role == "policy" else f"{role}."
         values = {"loss": metrics["loss"], "grad_norm": metrics["grad_norm"], "lr": self.rates[role]}
         if role == "policy":
