@@ -60,6 +60,11 @@ class VerlSft:
             return parity.Unsupported("verl's FSDP engine has constant and cosine schedules; use one of these")
         if scenario.precision == "fp16":
             return parity.Unsupported("verl's ShardedGradScaler begins at 65536 and is not set here; use bf16")
+        if scenario.precision == "bf16" and not torch.cuda.is_available():
+            return parity.Unsupported(
+                "verl leaves log-softmax and sums to autocast, which computes them in float32 on a GPU and in bf16 "
+                "on a CPU; run bf16 on GPUs"
+            )
         if scenario.precision not in ("exact", "fp32", "bf16"):
             return parity.Unsupported(f"the engine has no {scenario.precision}; use exact, fp32 or bf16")
         if scenario.optimizer.frozen or scenario.lora or scenario.router_z_loss:
