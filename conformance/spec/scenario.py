@@ -312,8 +312,7 @@ def load_scenario(path: Path, *, data_overrides: dict[str, Any] | None = None, *
     """
     values = _read_scenario(path)
     if base := values.pop("base", ""):
-        if not re.fullmatch(NAME, str(base)) or "base" in (common := _read_scenario(path.with_name(f"{base}.toml"))):
-            raise UsageError(f"{path}: base must name a scenario of this folder that has no base, got {shown(base)}")
+        common = _read_base(path, base)
         values = {**common, **values, **{key: {**common[key], **values[key]} for key in _tables(common, values)}}
     if not isinstance(values.get("data", {}), dict):
         raise UsageError(f"{path}: data must be a table ([data]), got {shown(values['data'])}")
@@ -335,6 +334,20 @@ def _read_scenario(path: Path) -> dict[str, Any]:
         known = sorted(p.stem for p in path.parent.glob("*.toml"))
         near = did_you_mean(path.stem, known)
         raise UsageError(f"no scenario file {path}; {near}scenarios there: {', '.join(known) or 'none'}") from None
+
+
+def _read_base(path: Path, base: Any) -> dict[str, Any]:
+    """Returns the values of the scenario that the file ``path`` names as its base."""
+    problem = f"{path}: base must name a scenario of this folder that has no base, got {shown(base)}"
+    if not re.fullmatch(NAME, str(base)):
+        raise UsageError(problem)
+    try:
+        values = _read_scenario(path.with_name(f"{base}.toml"))
+    except UsageError as error:
+        raise UsageError(f"{problem}; {error}") from None
+    if "base" in values:
+        raise UsageError(problem)
+    return values
 
 
 def _tables(*files: dict[str, Any]) -> list[str]:
