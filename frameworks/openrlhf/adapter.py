@@ -7,6 +7,7 @@ and the ranks exchange the chunks, where Ray's workers would return them to the 
 
 import contextlib
 import importlib.metadata
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +24,12 @@ BACKENDS = ("OpenRLHFSft", "OpenRLHFRl")
 
 with parity.on_cpu(stand_ins=("vllm",)):
     import deepspeed
-    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_get_local_fp32_param
+    from deepspeed.utils import (
+        safe_get_full_fp32_param,
+        safe_get_full_grad,
+        safe_get_local_fp32_param,
+        safe_get_local_grad,
+    )
     from openrlhf.models import Actor
     from openrlhf.trainer.ppo_utils.experience import Experience, make_experience_batch, split_experience_batch
     from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
@@ -35,6 +41,7 @@ with parity.on_cpu(stand_ins=("vllm",)):
     from openrlhf.trainer.sft_trainer import SFTTrainer
 
 VERSION = importlib.metadata.version("openrlhf")
+RELEASE = tuple(map(int, VERSION.split(".")[:3]))
 DATA_LOADER = torch.utils.data.DataLoader
 
 
@@ -112,7 +119,10 @@ class OpenRLHF:
             mask = kwargs.get("action_mask", args[1]).bool()
             rows = next(self.waiting[columns[0]])
             for column, numbers in zip(columns, args, strict=False):
-                self.rows.setdefault(column, {}).update(parity.by_row(numbers.detach()[mask], rows))
+                samples = iter(zip(numbers.detach(), mask, strict=True))
+                for row in rows:
+                    kept = [sample[of] for sample, of in itertools.islice(samples, len(row.documents))]
+                    self.rows.setdefault(column, {})[row.index] = torch.cat(kept)
             self.tokens = float(kwargs["batch_num_tokens"]) * self.scenario.accumulation
 
         self.stack.callback(loss.register_forward_pre_hook(keep, with_kwargs=True).remove)
@@ -136,7 +146,7 @@ class OpenRLHF:
                     name, f"piece {dist.get_rank()}" if sharded else "full", getattr(p, "ds_tensor", p).detach()
                 )
             elif sharded:
-                own = safe_get_local_fp32_param(p) if kind == "weight" else engine.optimizer.get_local_grad_for_param(p)
+                own = safe_get_local_fp32_param(p) if kind == "weight" else safe_get_local_grad(p)
                 yield parity.Shard(name, f"piece {dist.get_rank()}", own)
             elif (piece := p._hp_mapping) is not None:  # ZeRO-2: the piece of the gradient that this rank updates
                 own = piece.get_lp_grad_fragment(p._index_in_param_group)
@@ -184,6 +194,7 @@ class OpenRLHFSft(OpenRLHF):
     """Runs SFTTrainer.fit. Each document is a sample; packing_samples lays those of a micro-batch end to end."""
 
     objectives: ClassVar = ("sft",)
+    conventions: ClassVar = (parity.RoundedMasters(precision="bf16"), parity.GeneratorsNotSaved())
 
     def setup(
         self, scenario: parity.Scenario, layout: parity.Layout, weights: Mapping[str, Path], device: str
@@ -256,11 +267,17 @@ class OpenRLHFRl(OpenRLHF):
     """Runs PolicyModelActor.fit and CriticModelActor.fit over each rollout, both whole."""
 
     objectives: ClassVar = ("grpo", "ppo")
+    conventions: ClassVar = (
+        parity.AdvantageEpsilon(value=1e-9),
+        parity.BiasedWhitening(),
+        parity.RoundedMasters(precision="bf16"),
+        parity.GeneratorsNotSaved(),
+    )
 
     @classmethod
     def refuses(cls, scenario: parity.Scenario, layout: parity.Layout) -> str:
         g: Any = scenario.objective
-        modes = ("token-mean", "seq-mean-token-mean") if VERSION >= "0.11.2" else ("token-mean",)
+        modes = ("token-mean", "seq-mean-token-mean") if RELEASE >= (0, 11, 2) else ("token-mean",)
         modes = ("seq-mean-token-mean",) if g.loss_mode == "gspo" else modes
         if scenario.data.packed:
             return "OpenRLHF counts samples per micro-batch, not packed rows; use a scenario with packed = false"
@@ -333,7 +350,7 @@ class OpenRLHFRl(OpenRLHF):
             "actor.num_gpus_per_node": self.layout.dp,
             "actor.eps_clip_low_high": (g.clip_ratio_low, g.clip_ratio_high), "actor.dual_clip": g.clip_ratio_c,
             "actor.policy_loss_type": "gspo" if g.loss_mode == "gspo" else "ppo",
-            "actor.loss_agg_mode": g.loss_agg_mode if VERSION >= "0.11.2" else None,
+            "actor.loss_agg_mode": g.loss_agg_mode if RELEASE >= (0, 11, 2) else None,
             "actor.entropy_coef": g.entropy_coeff or None,
             "algo.kl.init_coef": kl, "algo.kl.use_loss": bool(g.kl_loss_coef) or None,
             "algo.kl.estimator": reward_kl if g.kl_loss_coef else "k1",

@@ -10,7 +10,7 @@ import importlib.metadata
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import torch
@@ -22,7 +22,7 @@ BACKENDS = ("Torchtitan",)
 
 VERSION = importlib.metadata.version("torchtitan")
 with parity.on_cpu():
-    if VERSION >= "0.3":
+    if tuple(map(int, VERSION.split(".")[:2])) >= (0, 3):
         import release_0_3 as release
     else:
         import release_0_2 as release  # type: ignore[no-redef]
@@ -49,6 +49,7 @@ class Loader:
 class Torchtitan:
     fresh_ranks = True
     preload = ("adapter",)
+    conventions: ClassVar = (parity.TrainedPaddingToken(), *release.CONVENTIONS)
 
     @classmethod
     def describe(cls) -> parity.BackendInfo:

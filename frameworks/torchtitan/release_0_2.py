@@ -12,7 +12,9 @@ from torchtitan.train import Trainer
 
 import parity
 
-__all__ = ["dist_utils", "make_trainer", "refuses"]
+__all__ = ["CONVENTIONS", "dist_utils", "make_trainer", "refuses"]
+
+CONVENTIONS = (parity.DecaysAll(),)
 
 
 def refuses(scenario: parity.Scenario) -> str:

@@ -21,7 +21,9 @@ from torchtitan.trainer import Trainer, dist_utils
 
 import parity
 
-__all__ = ["dist_utils", "make_trainer", "refuses"]
+__all__ = ["CONVENTIONS", "dist_utils", "make_trainer", "refuses"]
+
+CONVENTIONS = ()
 
 
 def refuses(scenario: parity.Scenario) -> str:
