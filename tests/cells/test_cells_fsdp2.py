@@ -26,7 +26,7 @@ from impl.fsdp2.adapter import EXPECTED, Fsdp2Backend
         exhaustive("sft-packed", "qwen3", "tp2.plan"),
         exhaustive("sft-packed", "qwen3", "dp2.ckpt.offload"),
         exhaustive("sft-packed", "gemma3", "dp2.tp2.lastsync"),
-        ("sft-packed", "llama", "dp1.compile"),
+        exhaustive("sft-packed", "llama", "dp1.compile"),
         exhaustive("sft-packed", "gemma3", "dp2.compile"),
         exhaustive("sft-packed", "llama", "dp2.ckpt.compile"),
         exhaustive("sft-packed", "pangu", "tp2.compile"),
