@@ -195,7 +195,7 @@ def _check_tokens(mini_batches: list[list[tuple[Document, ...]]], path: str) -> 
 
 
 def _unpacked_rows(groups: Iterator[Group], rows: int, scenario: Scenario) -> list[tuple[Document, ...]]:
-    """Takes whole groups, one row per response, and shuffles the rows so that a group is spread over the rollout."""
+    """Takes whole groups, one row per response, and shuffles the rows unless ``data.spread_groups`` is false."""
     taken: list[Document] = []
     while len(taken) < rows:
         taken += next(groups)
@@ -204,7 +204,8 @@ def _unpacked_rows(groups: Iterator[Group], rows: int, scenario: Scenario) -> li
             f"a rollout of {rows} rows (data.rows times objective.mini_batches) cuts a group of "
             f"{scenario.data.path}; choose data.rows so that whole groups fill the rollout"
         )
-    random.Random(len(taken)).shuffle(taken)
+    if scenario.data.spread_groups:
+        random.Random(len(taken)).shuffle(taken)
     return [(document,) for document in taken]
 
 

@@ -67,7 +67,9 @@ class DataConfig:
     the built-in fixtures. ``max_len`` is in tokens; ``rows`` is per optimizer step, over all ranks and micro-batches.
     ``split``: of a dataset that was saved with several.
     ``too_long``: documents of more than ``max_len`` tokens are cut at the end, left out, or an error. ``max_samples``:
-    read only the first samples; None: all. The last two are for pairs of texts, not for rollouts.
+    read only the first samples; None: all. The last two are for pairs of texts, not for rollouts. ``spread_groups``:
+    without packing, spread the responses to one prompt over the rollout. Otherwise each rank, mini-batch and
+    micro-batch has whole groups, where their numbers of rows allow it, as frameworks need that sample where they train.
     """
 
     path: FilePath = "data/word_problems.jsonl"
@@ -79,6 +81,7 @@ class DataConfig:
     too_long: TooLong = "truncate"
     max_samples: Count | None = None
     split: str | None = None
+    spread_groups: Flag = True
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -49,6 +49,16 @@ def test_responses_are_groups_of_four_without_an_empty_one() -> None:
     assert all(any(response.targets) for group in groups for response in group)
 
 
+@pytest.mark.parametrize("name", ["core-grpo-accumulation", "core-grpo-minis"])
+def test_each_micro_batch_of_a_rank_has_whole_groups(name: str, tmp_path: Path) -> None:
+    scenario = core(name)
+    for batch in read_batches(prepare_inputs(scenario, tmp_path).batches):
+        for rank in (0, 1):
+            for rows in batch.micro_batches(dp_rank=rank, dp_size=2, accumulation=scenario.accumulation):
+                groups = [row.documents[0].columns["group"] for row in rows]
+                assert {groups.count(group) for group in groups} == {4}
+
+
 @pytest.mark.parametrize("name", BY_MICRO_BATCH)
 def test_micro_batches_have_different_numbers_of_targets(name: str, tmp_path: Path) -> None:
     scenario = core(name)
