@@ -4,11 +4,13 @@ This module imports nothing slow. The function ``NAME_command`` runs the command
 """
 
 import argparse
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 
+from conformance.core.errors import shown
 from conformance.core.packages import Command, announced_commands, load_command
 from conformance.matrix.options import (
     GROUPS,
@@ -25,6 +27,7 @@ from conformance.matrix.options import (
     Selection,
 )
 
+MOST_GPUS = 4096  # a larger number is a typing error
 _JSON = "machine-readable output"
 
 
@@ -78,9 +81,27 @@ def _list(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help=_JSON)
 
 
+def _gpu_count(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= MOST_GPUS:
+        raise argparse.ArgumentTypeError(f"must be a number of GPUs from 1 to {MOST_GPUS}, got {shown(text)}")
+    return int(text)
+
+
+def _gigabytes(text: str) -> float:
+    try:
+        found = float(text)
+    except ValueError:
+        found = 0.0
+    if not 0 < found < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a positive number of GB, got {shown(text)}")
+    return found
+
+
 def _plan(parser: argparse.ArgumentParser) -> None:
     _selecting(parser)
     parser.add_argument("--out", type=Path, default=Path("parity-out"), help="where a run would write")
+    parser.add_argument("--gpus", type=_gpu_count, metavar="N", help="list the layouts of N GPUs that backends support")
+    parser.add_argument("--gpu-memory", type=_gigabytes, metavar="GB", help="with --gpus: memory of each GPU")
 
 
 def _run(parser: argparse.ArgumentParser) -> None:

@@ -2,7 +2,9 @@
 
 import argparse
 import dataclasses
+import itertools
 import json
+import math
 import os
 import tempfile
 import time
@@ -13,6 +15,7 @@ import torch
 
 from conformance.backends.faults import catalogue
 from conformance.backends.protocol import registered_backends
+from conformance.backends.registry import adapter_of
 from conformance.cli import EXIT
 from conformance.core.errors import UsageError
 from conformance.core.host import host_resources_of, resolve
@@ -24,55 +27,89 @@ from conformance.models.synthetic import is_without_weights
 from conformance.results.verdict import STATES, State
 from conformance.runner.placement import SessionConfig
 from conformance.runner.preflight import GB, advice, check_shared, needs_of
-from conformance.runner.resource_estimate import Estimate
+from conformance.runner.resource_estimate import Estimate, gpu_bytes, size_of
 from conformance.runner.session import Session
 from conformance.spec.conventions import Conventions
+from conformance.spec.layout import ZERO_STAGES, Layout
 from conformance.spec.precision import PRECISIONS, FloatFormat, PrecisionName
 
 _NOT_HERE = (
     "none is visible here: whether there are enough for each cell, and whether their machine has this memory and disk, "
-    "is not known; times are those of this machine's processors"
+    "is not known"
 )
 _SIDE, _TIMES = 384, 5  # size and number of the matrix products that measure a processor
 
 
 def plan_command(options: argparse.Namespace) -> int:
+    if options.gpus is not None:
+        if options.layout or options.profile:
+            raise UsageError("--gpus lists all layouts itself; leave out --layout and --profile")
+        options.layout, options.device = layouts_of(options.gpus), "cuda"
+    elif options.gpu_memory is not None:
+        raise UsageError("--gpu-memory is the memory of each of --gpus N; give --gpus, too")
     ranks = Ranks.without_budget(options)
     check_shared(ranks)
     portion = Portion.from_options(options)
     cells = make_plan(Selection.from_options(options), Demands(), portion, ranks=ranks).cells
-    lines, fits = _plan(cells, options.out, ranks=ranks)
+    lines, fits = _plan(cells, options.out, ranks=ranks, planned=options.gpus, gpu_memory=options.gpu_memory)
     print("\n".join(lines))
     return EXIT["conforms" if fits else "usage"]
 
 
-def _plan(cells: Sequence[Cell], out: Path, *, ranks: Ranks) -> tuple[list[str], bool]:
+def layouts_of(gpus: int) -> tuple[str, ...]:
+    """Returns each layout of data, tensor, context and pipeline parallelism on this many GPUs, at each ZeRO stage."""
+    divisors = [size for size in range(1, gpus + 1) if gpus % size == 0]
+    meshes = [sizes for sizes in itertools.product(divisors, repeat=4) if math.prod(sizes) == gpus]
+    return tuple(
+        str(Layout(dp=dp, tp=tp, sp=sp, pp=pp, zero=zero))
+        for dp, tp, sp, pp in meshes
+        for zero in ((None, *ZERO_STAGES) if dp * sp > 1 else (None,))
+    )
+
+
+def _plan(
+    cells: Sequence[Cell], out: Path, *, ranks: Ranks, planned: int | None, gpu_memory: float | None
+) -> tuple[list[str], bool]:
     """Returns the lines to print, and whether the cells can fit.
 
-    If no GPU is visible, cells on GPUs are planned for another machine with unknown memory and disk: they always fit.
+    planned: the number of GPUs of another machine, if the user names one. If no GPU is visible, cells on GPUs are
+    planned for another machine, too, whose memory and disk are unknown. gpu_memory: GB of each GPU, if known.
     Raises UsageError for a model or a data set that cannot be used, and if no cell is supported.
     """
-    elsewhere = ranks.device == "cuda" and not torch.cuda.device_count()
+    elsewhere = planned is not None or (ranks.device == "cuda" and not torch.cuda.device_count())
     with tempfile.TemporaryDirectory() as folder:
         config = SessionConfig(out=Path(folder), device=ranks.device, ranks_per_gpu=ranks.ranks_per_gpu)
         with Session(config) as session:
             refused = [(cell, session.refusal(cell, plans=True)) for cell in cells]
     # The verdict of a cell that only lacks GPUs is "not_run".
     supported = [cell for cell, why in refused if why is None or (elsewhere and why.state == "not_run")]
+    if planned is not None:
+        supported = [cell for cell in supported if not _names_default(cell)]
     if not supported:
         raise UsageError(f"none of the {len(cells)} selected cells is supported; parity list shows the reasons")
     room = host_resources_of(out)
     needs = needs_of(supported, room, device=ranks.device)
-    rates, processors = _rates(), os.cpu_count() or 1
-    seconds = [one.seconds(rates, cell.scenario.precision, processors=processors) for cell, one in needs.cells]
+    on_gpus = ranks.device == "cuda"
+    rates, processors = {} if on_gpus else _rates(), os.cpu_count() or 1
+    seconds = [
+        None if on_gpus else one.seconds(rates, cell.scenario.precision, processors=processors)
+        for cell, one in needs.cells
+    ]
+    gpus = _gpu_gigabytes(supported) if on_gpus else [None] * len(supported)
     width = max(len(str(cell)) for cell in supported)
-    lines = [f"{'cell':<{width}}  {'GB a rank':>9} {'oracle':>7} {'in all':>7} {'GB of disk':>11} {'time':>8}"]
-    lines += [_line(cell, one, took, width) for (cell, one), took in zip(needs.cells, seconds, strict=True)]
+    gpu = f" {'GB a GPU':>9} {'fits' if gpu_memory else '':<4}" if on_gpus else ""
+    lines = [f"{'cell':<{width}} {gpu} {'GB a rank':>9} {'oracle':>7} {'in all':>7} {'GB of disk':>11} {'time':>12}"]
+    lines += [
+        _line(cell, one, took, width, gpu=each, gpu_memory=gpu_memory)
+        for (cell, one), took, each in zip(needs.cells, seconds, gpus, strict=True)
+    ]
+    took = sum(filter(None, seconds))
+    duration = "times on GPUs are not measured" if on_gpus else f"about {_time(took)} while nothing else runs"
     cached = "" if room.cache is None or elsewhere else f" ({room.cache / GB:.1f} there)"
     memory, disk = ("", "") if elsewhere else (f", {free / GB:.1f} GB are free" for free in (room.memory, room.disk))
     lines += [
         "",
-        f"cells   {len(supported)} of {len(cells)} are supported; about {_time(sum(seconds))} while nothing else runs",
+        f"cells   {len(supported)} of {len(cells)} are supported; {duration}",
         f"memory  {needs.total.host / GB:.1f} GB at the peak{memory}",
         f"disk    {needs.total.disk / GB:.1f} GB of records and {needs.total.cache / GB:.1f} GB of oracles in the cache"
         f"{cached}{disk}; tensors of cells that conform are removed",
@@ -83,7 +120,15 @@ def _plan(cells: Sequence[Cell], out: Path, *, ranks: Ranks) -> tuple[list[str],
         if is_without_weights(resolve(model))
     ]
     if elsewhere:
-        return [*lines, f"gpus    {_NOT_HERE}"], True
+        if planned is None:
+            return [*lines, f"gpus    {_NOT_HERE}"], True
+        fitting = [each for each in gpus if each is not None and each <= (gpu_memory or math.inf)]
+        known = f"{len(fitting)} of {len(gpus)} fit into {gpu_memory:g} GB a GPU" if gpu_memory else "--gpu-memory GB"
+        lines.append(f"gpus    {planned}; {known if gpu_memory else f'add {known} to see which cells fit'}")
+        if not fitting:
+            least = min(filter(None, gpus))
+            lines.append(f"cannot fit: the smallest needs {least:.4g} GB a GPU; give more --gpus or shorter rows")
+        return lines, bool(fitting)
     lines += [
         *(f"cannot fit: {message}; {advice(needs, room)}" for message in needs.impossible),
         *(f"may not fit: {message}" for message in needs.doubtful),
@@ -91,12 +136,33 @@ def _plan(cells: Sequence[Cell], out: Path, *, ranks: Ranks) -> tuple[list[str],
     return lines, not needs.impossible
 
 
-def _line(cell: Cell, one: Estimate, seconds: float, width: int) -> str:
+def _names_default(cell: Cell) -> bool:
+    """Returns whether a layout names the ZeRO stage that the backend has by default: it is there without, too."""
+    (phase,) = cell.phases
+    default = adapter_of(phase.backend).traits.default_zero or 0
+    return phase.layout.zero == default
+
+
+def _gpu_gigabytes(cells: Sequence[Cell]) -> list[float | None]:
+    """Estimates the GB of the fullest GPU of each cell."""
+    adapters = {entry: adapter_of(entry) for entry in {phase.backend for cell in cells for phase in cell.phases}}
+    scenarios = {id(cell.scenario): cell.scenario for cell in cells}
+    sizes = {key: size_of(scenario) for key, scenario in scenarios.items()}
+    return [gpu_bytes(cell, sizes[id(cell.scenario)], adapters) / GB for cell in cells]
+
+
+def _line(
+    cell: Cell, one: Estimate, seconds: float | None, width: int, *, gpu: float | None, gpu_memory: float | None
+) -> str:
+    fits = "" if gpu is None or gpu_memory is None else "yes" if gpu <= gpu_memory else "no"
+    own = "" if gpu is None else f" {gpu:>9.4g} {fits:<4}"
     sizes = f"{one.rank / GB:>9.2f} {one.oracle / GB:>7.2f} {one.host / GB:>7.2f} {one.record / GB:>11.3f}"
-    return f"{cell!s:<{width}}  {sizes} {_time(seconds):>8}"
+    return f"{cell!s:<{width}} {own} {sizes} {'not measured' if seconds is None else _time(seconds):>12}"
 
 
 def _time(seconds: float) -> str:
+    if seconds >= 3600:
+        return f"{seconds / 3600:.1f} h"
     return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
 
 

@@ -6,6 +6,7 @@ number of parameters, V the vocabulary, b the bytes of a number in the cell's pr
 """
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -45,7 +46,7 @@ class Size:
 
     parameters: of all models of the objective together, with adapters. trained: those that get gradients. recorded:
     those of trained models, base and adapters, whose weights are recorded after every step. kept: recorded numbers per
-    parameter: 1, or less with sketches.
+    parameter: 1, or less with sketches. layers, hidden: of one model, by the names and shapes of its parameters.
     """
 
     parameters: int
@@ -53,6 +54,8 @@ class Size:
     recorded: int
     vocabulary: int
     kept: float = 1.0
+    layers: int = 0
+    hidden: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,6 +134,8 @@ def size_of(scenario: Scenario) -> Size:
         recorded=recorded + adapters,
         vocabulary=decoder.vocab_size,
         kept=sum(numbers_kept(shape, above=above) for shape in shapes) / count,
+        layers=len({found[1] for name in by_name if (found := re.search(r"\.(\d+)\.", name))}),
+        hidden=min(max((shape for shape in shapes if len(shape) == 2), key=math.prod, default=(0,))),
     )
 
 
@@ -182,6 +187,38 @@ def estimate(
         operations=(4.0 * size.recorded + 2.0 * size.trained) * data.rows * data.max_len,
         steps=scenario.steps,
     )
+
+
+def gpu_bytes(cell: Cell, size: Size, adapters: Mapping[BackendEntry, Adapter]) -> float:
+    """Estimates the bytes of the fullest GPU, with one rank on each, from shapes and the layout.
+
+    Model states are those of Rajbhandari et al. (arXiv 1910.02054, section 3.1), with gradients in the masters' format,
+    cut by tensor and pipeline parallelism; activations those of Korthikanti et al. (arXiv 2205.05198, table 2) without
+    scores. Gathered layers and buckets are not counted.
+    """
+    return max(
+        _on_gpu(phase, cell.scenario, size, adapters[phase.backend].traits.default_zero or 0) for phase in cell.phases
+    )
+
+
+def _on_gpu(phase: Phase, scenario: Scenario, size: Size, default_zero: int) -> float:
+    layout, compute, master = phase.layout, scenario.tier.compute.bytes, scenario.tier.master.bytes
+    stage = default_zero if layout.zero is None else layout.zero
+    shards = layout.dp // (layout.rep if layout.rep < layout.dp else 1) * layout.sp * layout.ulysses
+    kinds = (3, size.parameters * compute), (2, size.trained * master), (1, size.trained * 2 * master)
+    masters = ((1, size.trained * master),) if compute < master else ()
+    states = sum(held / (shards if stage >= first else 1) for first, held in (*kinds, *masters))
+    tokens = _tokens_at_once(phase, scenario)
+    layers = -(-size.layers // layout.pp) * min(layout.pp, scenario.accumulation)
+    activations = tokens * size.hidden * layers * (10 + 24 / layout.tp) * compute / 2
+    logits = LOGITS * tokens * size.vocabulary * max(4, compute)
+    return float(states / (layout.tp * layout.pp) + activations + logits)
+
+
+def _tokens_at_once(phase: Phase, scenario: Scenario) -> int:
+    """Returns the tokens of a micro-batch on one rank."""
+    rows = -(-scenario.data.rows // (phase.layout.data * scenario.accumulation))
+    return rows * -(-scenario.data.max_len // (phase.layout.sp * phase.layout.ulysses))
 
 
 def total(cells: Sequence[tuple[Cell, Estimate]], *, workers: int = 1) -> Total:
@@ -237,10 +274,8 @@ def _idle_groups(cells: Iterable[tuple[Cell, Estimate]], worst: Cell) -> float:
 
 def _rank(phase: Phase, scenario: Scenario, size: Size) -> float:
     layout, own = phase.layout, scenario.tier.master.bytes
-    rows = -(-scenario.data.rows // (layout.data * scenario.accumulation))
-    tokens = rows * -(-scenario.data.max_len // (layout.sp * layout.ulysses))
     states = STATES * size.trained / (layout.tp * layout.pp) + PASSING * size.recorded + _frozen(size)
-    return RANK + states * own + LOGITS * tokens * size.vocabulary * own
+    return RANK + states * own + LOGITS * _tokens_at_once(phase, scenario) * size.vocabulary * own
 
 
 def _on_host(phase: Phase, scenario: Scenario, adapters: dict[BackendEntry, Adapter]) -> int:

@@ -3,6 +3,7 @@
 Runs in this process, on the backend of plain_backend.py; no cell here comes so far that it needs ranks.
 """
 
+import contextlib
 import json
 import re
 import sys
@@ -17,6 +18,7 @@ from conformance.cli import main as cli
 from conformance.cli.commands import command_names
 from conformance.core.host import HostResources
 from conformance.matrix.options import GROUPS
+from conformance.spec.layout import Layout
 from impl.train.flags import COMMANDS as TRAININGS
 
 PLAIN = ("--backend", "plain_backend:Plain")
@@ -214,6 +216,43 @@ def test_a_machine_without_gpus_plans_for_one_that_has_some(
     assert "cannot fit" in capsys.readouterr().out
     assert cli.main(["plan", *PLAIN, "--profile", profile(tmp_path, layouts='["pp2"]'), "--device", "cuda"]) == 2
     assert "none of the 1 selected cells is supported" in capsys.readouterr().err
+
+
+def test_plan_lists_fitting_layouts_of_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    chosen = ["plan", "--backend", "fsdp2", "--gpus", "4", "--precision", "bf16"]
+
+    def planned(*more: str, code: int = 0) -> tuple[dict[str, float], list[str]]:
+        assert cli.main([*chosen, *more]) == code
+        rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+        cells = {row[0].split("/")[3]: row for row in rows if row and "/" in row[0]}
+        return {layout: float(row[1]) for layout, row in cells.items()}, [row[2] for row in cells.values()]
+
+    gigabytes, _ = planned()
+    assert "dp4" in gigabytes
+    assert all(Layout.parse(layout).world_size == 4 for layout in gigabytes)
+    middle = gigabytes["dp4"] * 1.5
+    fits = ["yes" if each <= middle else "no" for each in gigabytes.values()]
+    assert planned("--gpu-memory", f"{middle}") == (gigabytes, fits)
+    assert {*fits} == {"yes", "no"}
+    assert set(planned("--gpu-memory", "0.0001", code=2)[1]) == {"no"}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--gpus", "0"], "must be a number of GPUs from 1"),
+        (["--gpus", "four"], "must be a number of GPUs from 1"),
+        (["--gpus", "2", "--gpu-memory", "nan"], "must be a positive number of GB, got 'nan'"),
+        (["--gpu-memory", "80"], "give --gpus, too"),
+        (["--gpus", "2", "--layout", "dp2"], "leave out --layout and --profile"),
+    ],
+)
+def test_unusable_gpus_of_plan_are_refused(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with contextlib.suppress(SystemExit):
+        assert cli.main(["plan", *options]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_ranks_that_share_a_gpu_need_fewer_of_them(
