@@ -133,15 +133,15 @@ class OpenRLHF:
         self.waiting: dict[str, Iterator[tuple[parity.Row, ...]]] = {name: iter(self.own(batch)) for name in columns}
 
     def named_tensors(self, kind: parity.TensorKind, model: str) -> parity.NamedTensors:
-        frozen = self.engines[model].optimizer is None
-        read = _gathered if frozen else safe_get_full_fp32_param if kind == "weight" else safe_get_full_grad
+        trained = safe_get_full_fp32_param if kind == "weight" else safe_get_full_grad
+        read = _gathered if model == "reference" else trained
         for name, parameter in self.engines[model].module.named_parameters():
             yield name, read(parameter).to(torch.get_default_dtype())
 
     def local_shards(self, kind: parity.TensorKind, model: str) -> Iterator[parity.Shard]:
         engine, sharded = self.engines[model], self.strategy.stage == 3
         for name, p in engine.module.named_parameters():
-            if engine.optimizer is None or (not sharded and kind == "weight"):
+            if model == "reference" or (not sharded and kind == "weight"):
                 yield parity.Shard(
                     name, f"piece {dist.get_rank()}" if sharded else "full", getattr(p, "ds_tensor", p).detach()
                 )
@@ -154,12 +154,12 @@ class OpenRLHF:
 
     def save(self, path: Path) -> None:
         for model, engine in self.engines.items():
-            if engine.optimizer is not None:
+            if model != "reference":
                 self.strategy.save_ckpt(engine, str(path / model), "saved")
 
     def load(self, path: Path) -> None:
         for model, engine in self.engines.items():
-            if engine.optimizer is not None:
+            if model != "reference":
                 self.strategy.load_ckpt(engine, str(path / model))
 
     def teardown(self) -> None:
