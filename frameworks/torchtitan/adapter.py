@@ -49,7 +49,7 @@ class Loader:
 class Torchtitan:
     fresh_ranks = True
     preload = ("adapter",)
-    conventions: ClassVar = (parity.TrainedPaddingToken(), *release.CONVENTIONS)
+    conventions: ClassVar = (parity.TrainedPaddingToken(), parity.GeneratorsNotSaved(), *release.CONVENTIONS)
 
     @classmethod
     def describe(cls) -> parity.BackendInfo:
