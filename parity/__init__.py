@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from conformance.spec.conventions import (
         AdvantageEpsilon,
         BiasedWhitening,
+        CountEpsilon,
         DecaysAll,
         EntropyByMicroBatch,
         GenerationDenominator,
@@ -80,6 +81,7 @@ __all__ = [
     "Batch",
     "BiasedWhitening",
     "Comparison",
+    "CountEpsilon",
     "Cut",
     "DecaysAll",
     "DividedGradients",
@@ -153,7 +155,8 @@ _NAMES = {
         *("ResummedHeadNorms", "WindowPerBlock"),
     ),
     "conformance.spec.conventions": (
-        *("AdvantageEpsilon", "BiasedWhitening", "DecaysAll", "EntropyByMicroBatch", "GenerationDenominator"),
+        *("AdvantageEpsilon", "BiasedWhitening", "CountEpsilon", "DecaysAll", "EntropyByMicroBatch"),
+        "GenerationDenominator",
         *("GeneratorsNotSaved", "RoundedMasters", "SchedulePerRollout", "TrainedPaddingToken"),
     ),
 }

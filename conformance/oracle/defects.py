@@ -16,6 +16,7 @@ from conformance.spec.batch import Batch, Row
 from conformance.spec.conventions import (
     AdvantageEpsilon,
     BiasedWhitening,
+    CountEpsilon,
     DecaysAll,
     EntropyByMicroBatch,
     GenerationDenominator,
@@ -187,6 +188,25 @@ class WithBiasedWhitening(Variant):
         return numbers.var(correction=0).clamp(min=1e-8)
 
 
+class WithCountEpsilon(Variant):
+    """Divides by the number of tokens plus an epsilon: V1 of docs/explanations/objectives.md."""
+
+    def __init__(self, convention: CountEpsilon) -> None:
+        self._value, self._whitens = convention.value, convention.whitening
+
+    def mean_count(self, count: float) -> float:
+        return count + self._value
+
+    def whitening_mean(self, mean: Tensor, numbers: Tensor) -> Tensor:
+        return numbers.sum() / self.mean_count(len(numbers)) if self._whitens else mean
+
+    def whitening_variance(self, variance: Tensor, numbers: Tensor) -> Tensor:
+        if not self._whitens:
+            return variance
+        squares = (numbers - self.whitening_mean(numbers.mean(), numbers)).square().sum()
+        return squares / self.mean_count(len(numbers)) * len(numbers) / (len(numbers) - 1) + 1e-8
+
+
 class WithSchedulePerRollout(Variant):
     """Counts rollouts instead of updates."""
 
@@ -243,6 +263,7 @@ VARIANTS: dict[type[Any], Callable[[Any], Variant]] = {
     DecaysAll: lambda _: WithDecayOfAll(),
     AdvantageEpsilon: WithAdvantageEpsilon,
     BiasedWhitening: lambda _: WithBiasedWhitening(),
+    CountEpsilon: WithCountEpsilon,
     SchedulePerRollout: lambda _: WithSchedulePerRollout(),
     GenerationDenominator: lambda _: WithGenerationDenominator(),
     EntropyByMicroBatch: WithEntropyByMicroBatch,

@@ -91,7 +91,8 @@ class ResponseFunctions:
         """Shifts numbers to mean 0 and scales them to variance 1, over all tokens of all responses."""
         every = torch.cat(numbers)
         scale = self.variant.whitening_variance(every.var(correction=1) + 1e-8, every).rsqrt()
-        return [(one - every.mean()) * scale for one in numbers]
+        mean = self.variant.whitening_mean(every.mean(), every)
+        return [(one - mean) * scale for one in numbers]
 
     # --- an update ----------------------------------------------------------------------------------------------------
 
@@ -138,7 +139,7 @@ class ResponseFunctions:
             case "seq-mean-token-sum":
                 return 1 / sequences
             case "seq-mean-token-mean":
-                return 1 / sequences / length
+                return 1 / sequences / self.variant.mean_count(length)
             case "seq-mean-token-sum-norm":
                 assert self.objective.loss_scale_factor is not None
                 return 1 / sequences / self.objective.loss_scale_factor

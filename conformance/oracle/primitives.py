@@ -218,6 +218,14 @@ class Variant:
         """Returns the variance by which ``numbers`` are whitened."""
         return variance
 
+    def whitening_mean(self, mean: Tensor, numbers: Tensor) -> Tensor:
+        """Returns the mean of ``numbers`` that whitening subtracts."""
+        return mean
+
+    def mean_count(self, count: float) -> float:
+        """Returns the divisor of a mean over this number of tokens of a response."""
+        return count
+
     def schedule_step(self, updates: int, updates_per_rollout: int) -> int:
         """Returns the step of the schedule after this number of updates."""
         return updates

@@ -16,7 +16,7 @@ from conformance.core.errors import STRICT
 from conformance.core.host import resolve
 from conformance.core.io import read_json
 from conformance.spec.layout import Layout
-from conformance.spec.objectives import Grpo, PolicyGradient, Ppo
+from conformance.spec.objectives import Grpo, Objective, PolicyGradient, Ppo
 from conformance.spec.precision import HALF_PRECISIONS, PRECISIONS, PrecisionName
 from conformance.spec.scenario import Scenario
 
@@ -33,6 +33,11 @@ def _half(precision: PrecisionName) -> PrecisionName:
 def model_config(scenario: Scenario) -> dict[str, Any]:
     """Reads the model's config.json. Raises UsageError if this fails."""
     return read_json(resolve(scenario.model) / "config.json")
+
+
+def _whitens(objective: Objective) -> bool:
+    by_tokens = isinstance(objective, Grpo) and objective.adv_estimator.startswith("reinforce")
+    return by_tokens or isinstance(objective, Ppo)
 
 
 class Convention:
@@ -95,9 +100,30 @@ class BiasedWhitening(Convention):
     stage: ClassVar[str] = "advantages"
 
     def in_cell(self, scenario: Scenario, layout: Layout) -> Self | None:
+        return self if _whitens(scenario.objective) else None
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class CountEpsilon(Convention):
+    """Divides by the number of tokens plus ``value`` in the mean over a response, and if ``whitening`` in whitening.
+
+    In float32 the sum is the number itself, so only cells of the exact tier have it.
+    """
+
+    kind: Literal["count-epsilon"] = "count-epsilon"
+    value: Epsilon = 1e-8
+    whitening: bool = False
+    words: ClassVar[str] = "an epsilon beside the number of tokens"
+    stage: ClassVar[str] = "advantages"
+
+    def in_cell(self, scenario: Scenario, layout: Layout) -> Self | None:
         o = scenario.objective
-        whitens = isinstance(o, Grpo) and o.adv_estimator.startswith("reinforce")
-        return self if whitens or isinstance(o, Ppo) else None
+        if scenario.precision != "exact" or not isinstance(o, PolicyGradient):
+            return None
+        return self if o.loss_agg_mode == "seq-mean-token-mean" or (self.whitening and _whitens(o)) else None
+
+    def __str__(self) -> str:
+        return f"CountEpsilon({self.value:g}{', whitening' if self.whitening else ''})"
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -199,6 +225,7 @@ OracleConvention = (
     DecaysAll
     | AdvantageEpsilon
     | BiasedWhitening
+    | CountEpsilon
     | SchedulePerRollout
     | GenerationDenominator
     | EntropyByMicroBatch
@@ -213,6 +240,7 @@ KNOWN: Conventions = (
     DecaysAll(),
     *(AdvantageEpsilon(value=value) for value in (1e-4, 1e-5, 1e-8, 1e-9)),
     BiasedWhitening(),
+    *(CountEpsilon(whitening=whitening) for whitening in (False, True)),
     SchedulePerRollout(),
     GenerationDenominator(),
     EntropyByMicroBatch(),

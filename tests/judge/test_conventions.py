@@ -16,6 +16,7 @@ from conformance.spec.conventions import (
     AdvantageEpsilon,
     BiasedWhitening,
     Conventions,
+    CountEpsilon,
     DecaysAll,
     EntropyByMicroBatch,
     GenerationDenominator,
@@ -97,6 +98,28 @@ def test_whitening_has_the_variance_of_n(ppo: OracleRuns) -> None:
     biased, right = advantages(BiasedWhitening()), advantages()
     torch.testing.assert_close(biased, right * (tokens / (tokens - 1)) ** 0.5, rtol=1e-7, atol=1e-9)
     assert not torch.equal(biased, right)
+
+
+def test_whitening_has_an_epsilon_beside_the_count(tmp_path: Path) -> None:
+    def flat(record: Record, key: str) -> torch.Tensor:
+        return torch.cat([numbers for _, numbers in sorted(rows_of(record, key).items())])
+
+    cell = make_cell("core-ppo-plain", "llama", "dp1", "exact", steps=1, rows=8, accumulation=1)
+    runs = OracleRuns(cell, tmp_path)
+    own, right = runs.record((CountEpsilon(value=0.5, whitening=True),)), runs.record((CountEpsilon(value=0.5),))
+    raw = flat(right, "return") - flat(right, "critic.old_value")
+    centred, n = raw - raw.sum() / (len(raw) + 0.5), len(raw)
+    expected = centred / (centred.square().sum() / (n + 0.5) * n / (n - 1) + 1e-8).sqrt()
+    torch.testing.assert_close(flat(own, "advantage"), expected, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(flat(right, "advantage"), (raw - raw.mean()) / (raw.var() + 1e-8).sqrt())
+
+
+def test_means_of_responses_have_an_epsilon_beside_the_count(tmp_path: Path) -> None:
+    cell = make_cell("core-grpo-seq-mean", "llama", "dp1", "exact", steps=1, rows=8, accumulation=1)
+    record = OracleRuns(cell, tmp_path).record((CountEpsilon(value=0.5),))
+    entropies = rows_of(record, "entropy").values()
+    mean = sum(one.sum().item() / (len(one) + 0.5) for one in entropies) / len(entropies)
+    assert record.steps[0].value("entropy_loss") == pytest.approx(mean, rel=1e-12)
 
 
 @pytest.mark.parametrize("step", [0, 1])
