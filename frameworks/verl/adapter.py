@@ -40,6 +40,7 @@ METRICS = {"pg_loss": "actor/pg_loss", "entropy_loss": "actor/entropy_loss", "kl
 class Verl(VerlSft):
     objectives = ("sft", "grpo", "ppo")
     preload = (__name__,)
+    conventions = (parity.DecaysAll(), parity.SchedulePerRollout(), parity.CountEpsilon(whitening=True))
 
     @classmethod
     def supports(cls, scenario: parity.Scenario, layout: parity.Layout) -> parity.Support:
