@@ -20,6 +20,7 @@ from conformance.spec.batch import Batch
 from conformance.spec.conventions import (
     AdvantageEpsilon,
     BiasedWhitening,
+    CountEpsilon,
     DecaysAll,
     EntropyByMicroBatch,
     GenerationDenominator,
@@ -52,6 +53,7 @@ ALL: tuple[Defect, ...] = (
     DecaysAll(),
     AdvantageEpsilon(value=1e-4),
     BiasedWhitening(),
+    CountEpsilon(whitening=True),
     SchedulePerRollout(),
     GenerationDenominator(),
     EntropyByMicroBatch(data_ranks=2, micro_batches=3),
