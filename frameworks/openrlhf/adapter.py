@@ -270,6 +270,7 @@ class OpenRLHFRl(OpenRLHF):
     conventions: ClassVar = (
         parity.AdvantageEpsilon(value=1e-9),
         parity.BiasedWhitening(),
+        parity.CountEpsilon(),
         parity.RoundedMasters(precision="bf16"),
         parity.GeneratorsNotSaved(),
     )
