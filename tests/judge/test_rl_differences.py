@@ -331,6 +331,13 @@ def entropy_of_openrlhf() -> tuple[float, float]:
     return float(-total(entropy, weights_of(IMPL, case.lengths, "seq-mean-token-mean"))), float(theirs)
 
 
+@measures("O12")
+def count_epsilon_of_openrlhf() -> tuple[float, float]:
+    one = torch.ones(1, 1, dtype=torch.float64)
+    theirs = openrlhf().loss.aggregate_loss(one, one, token_level_loss=False, global_batch_size=1.0)
+    return float(weights_of(IMPL, [1], "seq-mean-token-mean")[0]), float(theirs)
+
+
 @pytest.mark.parametrize("line", MEASUREMENTS)
 def test_the_table_has_what_is_measured(line: str) -> None:
     ours, theirs = MEASUREMENTS[line]()
