@@ -9,14 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState, PartialState
-from accelerate.utils import (
-    DistributedType,
-    FullyShardedDataParallelPlugin,
-    GradientAccumulationPlugin,
-    ParallelismConfig,
-)
+from accelerate import Accelerator, state, utils
 from transformers import AutoModelForCausalLM, get_scheduler
 
 import parity
@@ -39,18 +32,13 @@ class Fsdp2:
     @classmethod
     def describe(cls) -> parity.BackendInfo:
         return parity.BackendInfo(
-            name="accelerate",
-            packages=("torch", "transformers", "accelerate"),
-            url="https://github.com/huggingface/accelerate",
-            default_zero=3,
+            name="accelerate", packages=cls.preload, url="https://github.com/huggingface/accelerate", default_zero=3
         )
 
     @classmethod
     def supports(cls, scenario: parity.Scenario, layout: parity.Layout) -> parity.Support:
         if layout != parity.Layout(dp=layout.dp, rep=layout.rep):
-            return parity.Unsupported(
-                f"this adapter has data parallelism and hybrid sharding only; use dp{layout.world_size}"
-            )
+            return parity.Unsupported(f"this adapter runs FSDP2 with dp and rep only; use dp{layout.world_size}")
         if scenario.optimizer.frozen or scenario.lora or scenario.router_z_loss or scenario.precision == "fp16":
             return parity.Unsupported("this adapter has no frozen parameters, LoRA, z-loss or fp16; use exact or bf16")
         return parity.Supported()
@@ -65,30 +53,24 @@ class Fsdp2:
         model.train()
         model.config.use_cache = False  # with a cache, transformers lets packed documents see each other
         if device == "cpu":  # there, Accelerate ignores the plugin silently, and runs DDP
-            PartialState(cpu=True).distributed_type = DistributedType.MULTI_GPU
+            state.PartialState(cpu=True).distributed_type = utils.DistributedType.MULTI_GPU
         self.accelerator = Accelerator(
             cpu=device == "cpu",
             mixed_precision="bf16" if scenario.precision == "bf16" else "no",
-            gradient_accumulation_plugin=GradientAccumulationPlugin(
+            gradient_accumulation_plugin=utils.GradientAccumulationPlugin(
                 num_steps=self.accumulation, sync_with_dataloader=False
             ),
-            fsdp_plugin=FullyShardedDataParallelPlugin(
+            fsdp_plugin=utils.FullyShardedDataParallelPlugin(
                 fsdp_version=2, auto_wrap_policy="transformer_based_wrap", state_dict_type="SHARDED_STATE_DICT"
             ),
-            parallelism_config=ParallelismConfig(dp_replicate_size=layout.rep, dp_shard_size=layout.dp // layout.rep),
+            parallelism_config=utils.ParallelismConfig(
+                dp_replicate_size=layout.rep, dp_shard_size=layout.dp // layout.rep
+            ),
         )
-        groups = [
-            {
-                "params": [p for p in model.parameters() if (p.ndim > 1) == decays],
-                "weight_decay": o.weight_decay * decays,
-            }
-            for decays in (True, False)
-        ]
-        optimizer = (
-            torch.optim.SGD(groups, lr=o.lr, momentum=o.momentum)
-            if o.name == "sgd"
-            else torch.optim.AdamW(groups, lr=o.lr, betas=o.betas, eps=o.eps)
-        )
+        matrices = {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": o.weight_decay}
+        groups = [matrices, {"params": [p for p in model.parameters() if p.ndim <= 1], "weight_decay": 0.0}]
+        adamw = torch.optim.AdamW(groups, lr=o.lr, betas=o.betas, eps=o.eps)
+        optimizer = torch.optim.SGD(groups, lr=o.lr, momentum=o.momentum) if o.name == "sgd" else adamw
         name, ranks = s.name.replace("constant", "constant_with_warmup"), layout.dp  # it takes a step for each rank
         name, minimum = ("cosine_with_min_lr", {"min_lr_rate": s.min_factor}) if s.min_factor else (name, {})
         schedule = get_scheduler(
@@ -146,7 +128,7 @@ class Fsdp2:
 
     def teardown(self) -> None:
         del self.model, self.optimizer, self.schedule, self.accelerator
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
+        state.AcceleratorState._reset_state(reset_partial_state=True)
+        state.GradientState._reset_state()
         for name in [name for name in os.environ if name.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG"))]:
             del os.environ[name]
