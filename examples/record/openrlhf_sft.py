@@ -4,6 +4,7 @@
 ``openrlhf.cli.train_sft``.
 """
 
+import contextlib
 import os
 import runpy
 from typing import Any
@@ -18,11 +19,14 @@ import parity
 class Recording(DeepspeedStrategy):  # type: ignore[misc]
     """Records the optimizer steps of the model that is trained. The loss is the mean over micro-batches."""
 
+    records = contextlib.ExitStack()
+
     def prepare(self, *args: Any) -> Any:
         prepared = super().prepare(*args)
         self.engine = getattr(prepared[0], "model", prepared[0])  # of an Actor
         self.losses: list[Tensor] = []
-        self.recorder = parity.record(self.engine, self.engine.optimizer, out=os.environ["RECORD"]).__enter__()
+        recorder = parity.record(self.engine, self.engine.optimizer, out=os.environ["RECORD"])
+        self.recorder = self.records.enter_context(recorder)
         return prepared
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
@@ -39,7 +43,8 @@ class Recording(DeepspeedStrategy):  # type: ignore[misc]
 
 def main() -> None:
     openrlhf.utils.deepspeed.DeepspeedStrategy = Recording
-    runpy.run_module("openrlhf.cli.train_sft", run_name="__main__")
+    with Recording.records:  # the record ends when the training does
+        runpy.run_module("openrlhf.cli.train_sft", run_name="__main__")
 
 
 if __name__ == "__main__":

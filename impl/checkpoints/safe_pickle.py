@@ -9,12 +9,14 @@ checkpoints need. tests/checkpoints/test_checkpoint_pickles.py plants code in ea
 
 import io
 import pickle
+import zipfile
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 
 from conformance.core.errors import UsageError, one_line, shown
+from conformance.core.io import MIB
 
 METADATA = ".metadata"
 _DCP = "torch.distributed.checkpoint"
@@ -32,8 +34,15 @@ ALLOWED_IN_METADATA = {
     ("torch.serialization", "_get_layout"),
     *(("torch", name) for name, value in vars(torch).items() if isinstance(value, torch.dtype)),
 }
-# In addition to what torch allows with weights_only=True.
+# In addition to what torch allows with weights_only=True. Megatron-LM saves the options of its command line.
 ALLOWED_IN_TORCH_FILES = {
+    *("argparse.Namespace", "pathlib.PosixPath", "signal.Signals", "types.SimpleNamespace"),
+    "megatron.core.enums.ModelType",
+    *(f"megatron.core.rerun_state_machine.Rerun{name}" for name in ("Diagnostic", "Mode", "State")),
+    *(
+        f"megatron.core.transformer.enums.{name}"
+        for name in ("AttnBackend", "CudaGraphModule", "CudaGraphScope", "InferenceCudaGraphScope")
+    ),
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
     "deepspeed.runtime.fp16.loss_scaler.LossScaler",
     "deepspeed.runtime.zero.config.ZeroStageEnum",
@@ -100,6 +109,22 @@ def _check_saved_by_torch(file: BinaryIO, source: str) -> None:
         raise UsageError(f"{source} is rejected: it names {shown(', '.join(foreign))}, which no checkpoint needs")
 
 
+def check_sums(file: BinaryIO, source: str) -> None:
+    """Raises UsageError if a record of torch.save differs from its CRC-32, which torch writes and does not compare."""
+    file.seek(0)
+    if not zipfile.is_zipfile(file):
+        return
+    try:
+        with zipfile.ZipFile(file) as archive:
+            for record in archive.infolist():
+                if record.CRC:  # 0 without torch.serialization.set_crc32_options
+                    with archive.open(record) as content:
+                        while content.read(MIB):
+                            pass
+    except (zipfile.BadZipFile, OSError, EOFError) as error:
+        raise UsageError(f"{source} is damaged: {one_line(error)}; give another checkpoint") from None
+
+
 class Opaque:
     """Replaces an object of a library: it has the attributes from the file, and no code of the library."""
 
@@ -119,6 +144,8 @@ def read_torch_file(path: Path) -> Any:
 
 def read_torch_bytes(data: bytes, *, source: Path) -> Any:
     """Reads a part of the file ``source`` likewise; torch.distributed.checkpoint saves each small value in a part."""
+    check_sums(io.BytesIO(data), str(source))
+    _check_saved_by_torch(io.BytesIO(data), str(source))
     return _load(io.BytesIO(data), source=source)
 
 

@@ -21,13 +21,14 @@ from conformance.models.folder_checks import CONFIG, check_model_folder
 from conformance.models.folders import EMBEDDING, HEAD, weight_files, weight_shapes
 from impl.checkpoints import training_state
 from impl.checkpoints.manifest import verify_part
-from impl.checkpoints.safe_pickle import METADATA
+from impl.checkpoints.safe_pickle import METADATA, check_sums
 from impl.checkpoints.training_state import WRITTEN
-from impl.convert import deepspeed, foreign, megatron, torch_distributed
+from impl.convert import deepspeed, foreign, megatron, torch_distributed, torchtitan
 from impl.convert.contents import Checkpoint, StoredTensor
 from impl.interface.sharded_safetensors import SAFETENSORS_DTYPES, TensorWriter, replacing_folder
 from impl.models.export import write_folder
 
+NUMBERS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 OPTIMIZER = "optimizer.pt"  # of transformers' Trainer
 
 
@@ -105,13 +106,13 @@ DEEPSPEED = Format(
 )
 MEGATRON = Format(
     name="megatron-core's dist_checkpointing",
-    converts="with `--model`; layers apart; moments need `common.pt`",
+    converts="with `--model`; layers apart or stacked; no experts",
     is_in=lambda folder: all((folder / name).exists() for name in (METADATA, megatron.FILE)),
     open=megatron.open_megatron,
 )
 FSDP2 = Format(
-    name="torch.distributed.checkpoint, with a model's Hugging Face names",
-    converts="yes; a tensor that is no part of a training state is refused",
+    name="torch.distributed.checkpoint, with a model's Hugging Face names or torchtitan's",
+    converts="yes; torchtitan's Llama 3 and Qwen3 with `--model`; a tensor that is no part of a state is refused",
     is_in=lambda folder: (folder / METADATA).exists(),
     open=torch_distributed.open_fsdp2,
 )
@@ -211,6 +212,9 @@ def _opened(source: Path, model: Path | None, *, target: Path) -> Iterator[Check
         )
         raise UsageError(f"{source} is a Hugging Face folder, which every training reads; it needs no conversion{lost}")
     verify_part(source)
+    for path in sorted((deepspeed.tag_folder(source) or source).rglob("*.pt")):
+        with path.open("rb") as file:
+            check_sums(file, str(path))
     if kind is MEGATRON:
         if model is None:
             raise UsageError(f"{source} is a checkpoint of Megatron, which fuses tensors: add --model")
@@ -219,6 +223,8 @@ def _opened(source: Path, model: Path | None, *, target: Path) -> Iterator[Check
         yield named
         return
     found = open_as(kind, source)
+    if found.format.endswith(torchtitan.FORM):
+        found = torchtitan.named(found, source, model)
     if found.read is not None:
         yield found
         return
@@ -246,11 +252,6 @@ def _without_tied_head(found: Checkpoint) -> Checkpoint:
 
 def _check_state(found: Checkpoint, source: Path, *, to: Target) -> None:
     """Raises UsageError if a checkpoint cannot be a training state: weights, and state of the same shapes."""
-    if found.format.endswith("torchtitan"):
-        raise UsageError(
-            f"{source} has torchtitan's names; run first torchtitan's python "
-            f"scripts/checkpoint_conversion/convert_to_hf.py {source} NEW --model_name NAME --model_flavor FLAVOR"
-        )
     shapes = {stored.name: stored.shape for stored in found.of_kind("weight")}
     if not shapes:
         raise UsageError(f"{source} has no weights with names of a model; is it a checkpoint of something else?")
@@ -259,6 +260,12 @@ def _check_state(found: Checkpoint, source: Path, *, to: Target) -> None:
             f"{source} has Adam's moments and does not say after how many updates, so no training state can be made; "
             f"convert only the weights, with --to hf"
         )
+    for stored in found.tensors:
+        if stored.kind not in ("other", "step") and stored.dtype not in NUMBERS:
+            raise UsageError(
+                f"{source}: {stored.name} is {str(stored.dtype).removeprefix('torch.')}, whose scales no training "
+                f"state has; save the checkpoint with weights in bf16 or fp32"
+            )
     if foreign := found.of_kind("other"):
         names = ", ".join(stored.name for stored in foreign[:3])
         raise UsageError(f"{source} has {len(foreign)} tensors that a training state cannot contain: {names}")

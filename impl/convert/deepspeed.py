@@ -122,7 +122,7 @@ def _whole(model: Mapping[str, Any]) -> tuple[StoredTensor, ...]:
     stored = [_value("weight", name, tensor) for name, tensor in weights.items()]
     for kind in (*MOMENTS, "step"):
         for number, name in enumerate(names):
-            value = inner["state"].get(number, {}).get(kind)
+            value = inner.get("state", {}).get(number, {}).get(kind)
             if value is not None:
                 stored.append(_value(kind, name, torch.as_tensor(value)))
     return tuple(stored)

@@ -51,11 +51,18 @@ FOREIGN = (
         advice="AutoPeftModelForCausalLM.from_pretrained('{folder}').merge_and_unload().save_pretrained('NEW')",
     ),
     ForeignForm(
-        name="Meta's or Mistral's consolidated files",
-        patterns=("params.json", "consolidated*"),
+        name="Meta's consolidated files",
+        patterns=("params.json", "consolidated*.pth"),
         absent=(WEIGHTS,),
-        advice="transformers' convert_llama_weights_to_hf.py or convert_mistral_weights_to_hf.py --input_dir {folder} "
-        "--output_dir NEW",
+        advice="python src/transformers/models/llama/convert_llama_weights_to_hf.py --input_dir {folder} --num_shards "
+        "N --llama_version VERSION --output_dir NEW, in transformers' repository",
+    ),
+    ForeignForm(
+        name="Mistral's consolidated files",
+        patterns=("params.json", "consolidated*.safetensors"),
+        absent=(WEIGHTS,),
+        advice="python src/transformers/models/mistral/convert_mistral_weights_to_hf.py {folder} NEW, in transformers' "
+        "repository",
     ),
     ForeignForm(
         name="PyTorch Lightning",

@@ -5,25 +5,25 @@ the one that ranks use for loading and saving (impl/megatron/hf_mapping.py), for
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from conformance.core.errors import UsageError
+from conformance.core.errors import UsageError, first_few
 from conformance.core.io import read_json
 from impl.checkpoints.safe_pickle import METADATA, read_metadata, read_torch_file
 from impl.checkpoints.training_state import WRITTEN
 from impl.convert.contents import Checkpoint, StoredTensor
-from impl.convert.torch_distributed import stored_tensors, tensor_reader, writers
-from impl.megatron.hf_mapping import FUSED, all_parameters, parts
+from impl.convert.torch_distributed import read_value, stored_tensors, tensor_reader, writers
+from impl.megatron.hf_mapping import EMBEDDING, FUSED, HEAD, all_parameters, parts
 from impl.megatron.model_config import read_shape
 from impl.megatron.spans import Part, Rank, copy_to_full
 
-FILE, COMMON = "metadata.json", "common.pt"
-STACKED = re.compile(r"(^|\.)decoder\.layers\.(?!\d)")
+FILE, COMMON, COMMON_ENTRY = "metadata.json", "common.pt", "common_state/shard_0_1"
+_LAYER = re.compile(r"(.*\bdecoder\.layers)\.(\d+)(\..+)")
 ALONE = Rank(rank=0, size=1)
 # Prefixes of a parameter's name for each kind; the first one found is used. Without a prefix, the tensor is the weight
 # that ranks compute with. It is the master in float32 and of frozen parameters.
@@ -35,17 +35,21 @@ PREFIXES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Locates a Hugging Face tensor: a part of the tensors ``keys``, concatenated row by row."""
+    """Locates a Hugging Face tensor: a part of the tensors ``keys``, concatenated row by row.
+
+    layer: the index in tensors that stack a parameter of all layers, else None.
+    """
 
     part: Part
     keys: tuple[str, ...]
+    layer: int | None = None
 
 
 def open_megatron(folder: Path) -> Checkpoint:
     """Opens a checkpoint with the library's names and stacked layers; see ``named`` for Hugging Face's names."""
     settings = read_json(folder / FILE)
     metadata = read_metadata(folder / METADATA)
-    common = _common(folder)
+    common = _common(folder, metadata)
     step = _step(common)
     tensors = tuple(
         StoredTensor(
@@ -81,28 +85,24 @@ def named(folder: Path, model: Path) -> Checkpoint:
         )
     metadata = read_metadata(folder / METADATA)
     stored, whole = stored_tensors(metadata), tensor_reader(folder, metadata)
-    if any(STACKED.search(key) for key in stored):
-        raise UsageError(
-            f"{folder} stores all layers of a parameter stacked in one tensor, which is not read; export a Hugging "
-            f"Face folder with Megatron Bridge: python examples/conversion/convert_checkpoints.py export --hf-model "
-            f"{model} --megatron-path {folder} --hf-path NEW"
-        )
-    found, step = open_megatron(folder), _step(_common(folder))
-    tensors = []
+    found, step = open_megatron(folder), _step(_common(folder, metadata))
+    tensors, used = [], set[str]()
     for name in all_parameters(shape):
+        due = parts(name, shape, ALONE)
         for kind, prefixes in PREFIXES.items():
-            keys = next((keys for prefix in prefixes if (keys := _keys(prefix + _stored_name(name), stored))), ())
-            if not keys and kind == "weight":
+            places = [place for prefix in prefixes for place in _places(prefix + _stored_name(name), stored)]
+            used |= {key for keys, _ in places for key in keys}
+            if not places and kind == "weight":
                 raise UsageError(f"{folder} lacks {name}; give the --model of this checkpoint, with as many layers")
-            for part in parts(name, shape, ALONE) if keys else ():
+            for keys, layer in places[:1]:
+                stack = [] if layer is None else [shape.layers]
+                _check_shape(folder, keys, [stored[key].size for key in keys], due, stack=stack)
                 dtype = stored[keys[0]].properties.dtype
-                tensors.append(
-                    StoredTensor(
-                        kind=kind, name=part.name, shape=part.shape, dtype=dtype, place=Place(part=part, keys=keys)
-                    )
-                )
-                rows = sum(stored[key].size[0] for key in keys)
-                _check_rows(folder, name, part, rows)
+                for part in due:
+                    place = Place(part=part, keys=keys, layer=layer)
+                    tensors.append(StoredTensor(kind=kind, name=part.name, shape=part.shape, dtype=dtype, place=place))
+    if more := [key for key in stored if key not in used and not key.startswith("optimizer.")]:
+        raise UsageError(f"{folder} has tensors that {model} lacks: {first_few(more, most=3)}; give its own --model")
     trained = dict.fromkeys(one.name for one in tensors if one.kind == "exp_avg")
     if step is not None:
         value = torch.tensor(step, dtype=torch.float64)
@@ -112,11 +112,13 @@ def named(folder: Path, model: Path) -> Checkpoint:
     )
 
 
-def _common(folder: Path) -> dict[str, Any]:
-    """Reads the file that all ranks share; newer versions of the library may write none."""
-    if not (folder / COMMON).exists():
-        return {}
-    found: dict[str, Any] = read_torch_file(folder / COMMON)
+def _common(folder: Path, metadata: Any) -> dict[str, Any]:
+    """Reads the values that all ranks share: from a file, or since 2026 from an entry of the other files."""
+    found: dict[str, Any] = {}
+    if (folder / COMMON).exists():
+        found = read_torch_file(folder / COMMON)
+    elif COMMON_ENTRY in metadata.state_dict_metadata:
+        found = read_value(folder, metadata, COMMON_ENTRY)[0]
     return found
 
 
@@ -125,7 +127,8 @@ def _reading(whole: Callable[[str], torch.Tensor]) -> Callable[[StoredTensor], t
         if tensor.kind == "step":
             step: torch.Tensor = tensor.place
             return step
-        fused = torch.cat([whole(key) for key in tensor.place.keys])
+        read = [whole(key) for key in tensor.place.keys]
+        fused = torch.cat(read if tensor.place.layer is None else [stack[tensor.place.layer] for stack in read])
         full = torch.empty(tensor.shape, dtype=tensor.dtype)
         copy_to_full(tensor.place.part, fused, full)
         return full
@@ -140,20 +143,37 @@ def _stored_name(name: str) -> str:
     return name
 
 
-def _keys(key: str, stored: Mapping[str, Any]) -> tuple[str, ...]:
-    """Returns a tensor's keys: one, or two if the library stores gate and up separately; empty if it is missing."""
-    for keys in ((key,), (f"{key}_w", f"{key}_v")):
-        if all(one in stored for one in keys):
-            return keys
-    return ()
+def _places(key: str, stored: Mapping[str, Any]) -> Iterator[tuple[tuple[str, ...], int | None]]:
+    """Yields where a tensor is: its keys, and the layer's index in tensors that stack all layers, else None.
+
+    A tensor has one key, or two if the library stores gate and up separately.
+    """
+    layer = _LAYER.fullmatch(key)
+    for name, index in ((key, None), *([(layer[1] + layer[3], int(layer[2]))] if layer else [])):
+        for keys in ((name,), (f"{name}_w", f"{name}_v")):
+            if all(one in stored for one in keys):
+                yield keys, index
 
 
-def _check_rows(folder: Path, name: str, part: Part, rows: int) -> None:
-    """Raises UsageError if a fused tensor is too short for the model. A vocabulary may be padded."""
-    if part.dim == 0:
-        due = max((span.own + span.length for span in part.spans), default=part.shape[0])
-        if rows < due:
-            raise UsageError(f"{folder} has {rows} rows of {name}, but the model has {due}; give its own --model")
+def _check_shape(
+    folder: Path, keys: Sequence[str], sizes: Sequence[Sequence[int]], due: Sequence[Part], *, stack: Sequence[int]
+) -> None:
+    """Raises UsageError if a tensor has another shape than in the model. A vocabulary may be padded.
+
+    stack: the number of layers if the tensors stack all of them, else empty.
+    """
+    part = due[0]
+    wanted = list(part.shape)
+    if part.spans:
+        wanted[part.dim] = max(span.own + span.length for one in due for span in one.spans)
+    at = len(stack)
+    found = [*sizes[0][:at], sum(size[at] for size in sizes), *sizes[0][at + 1 :]]
+    if part.spans and keys[0].endswith((EMBEDDING, HEAD)):
+        found[0] = min(found[0], wanted[0])
+    if found != [*stack, *wanted]:
+        raise UsageError(
+            f"{folder}: {keys[0]} has shape {found}, but the model's is {[*stack, *wanted]}; give its own --model"
+        )
 
 
 def _states(common: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

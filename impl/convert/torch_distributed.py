@@ -3,9 +3,10 @@
 Their ``.metadata`` is a pickle. Only impl.checkpoints.safe_pickle reads it, even when the library loads a tensor.
 """
 
+import io
 import re
 import warnings
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta, TensorStorageMetadata
 
 from conformance.core.errors import UsageError, one_line, shown
-from impl.checkpoints.safe_pickle import METADATA, read_metadata, read_torch_bytes
+from impl.checkpoints.safe_pickle import METADATA, check_sums, read_metadata, read_torch_bytes
 from impl.checkpoints.training_state import WRITTEN
+from impl.convert import torchtitan
 from impl.convert.contents import Checkpoint, StoredTensor
 
 HEAD_ALONE = "lm_head.weight"  # its name in a model's own state dict, which some trainers save without a prefix
-TORCHTITAN = re.compile(r"tok_embeddings\.weight|layers\.\d+\.(attention|feed_forward)\..+")
 _STATE = re.compile(r"optimizer\.state\.(.+)\.([^.]+)")
 
 
@@ -30,17 +31,19 @@ def open_fsdp2(folder: Path) -> Checkpoint:
     metadata = read_metadata(folder / METADATA)
     stored = stored_tensors(metadata)
     prefix = "" if HEAD_ALONE in stored else "model."
-    tensors = tuple(_describe(key, entry, prefix) for key, entry in stored.items())
-    of = " of torchtitan" if any(map(TORCHTITAN.fullmatch, stored)) else ""
+    of = torchtitan.FORM if torchtitan.has_names(stored) else ""
+    is_weight = torchtitan.is_weight if of else lambda key: key.startswith("model.") or key == HEAD_ALONE
+    tensors = tuple(_describe(key, entry, prefix, is_weight=is_weight) for key, entry in stored.items())
     whole = tensor_reader(folder, metadata)
 
     def read(tensor: StoredTensor) -> torch.Tensor:
         return whole(tensor.place)
 
     values = {
-        name: _value(folder, metadata, key)
+        name: read_value(folder, metadata, key)
         for name, key in (
             ("schedule", "scheduler.last_epoch"),
+            ("schedule", "lr_scheduler.last_epoch"),  # of torchtitan
             ("loss_scale", "scaler.scale"),
             ("good_steps", "scaler._growth_tracker"),
         )
@@ -59,8 +62,14 @@ def open_fsdp2(folder: Path) -> Checkpoint:
 def tensor_reader(folder: Path, metadata: Metadata) -> Callable[[str], torch.Tensor]:
     """Returns a function that reads whole tensors by key; the library assembles them from the pieces in its files."""
     stored, reader = stored_tensors(metadata), _Reader(folder, metadata)
+    pieces = defaultdict[str, list[Any]](list)
+    for index, place in (metadata.storage_data or {}).items():
+        pieces[index.fqn].append(place)
 
     def read(key: str) -> torch.Tensor:
+        for place in pieces[key]:
+            path, piece = _piece(folder, place)
+            check_sums(io.BytesIO(piece), f"{path}, {shown(key)},")
         tensor = torch.empty(tuple(stored[key].size), dtype=stored[key].properties.dtype)
         try:
             with warnings.catch_warnings(action="ignore", category=UserWarning):  # it warns of a single process
@@ -82,12 +91,12 @@ def stored_tensors(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
     return {key: entry for key, entry in found if isinstance(entry, TensorStorageMetadata)}
 
 
-def _describe(key: str, entry: TensorStorageMetadata, prefix: str) -> StoredTensor:
+def _describe(key: str, entry: TensorStorageMetadata, prefix: str, *, is_weight: Callable[[str], bool]) -> StoredTensor:
     kind, name = "other", key
     if match := _STATE.fullmatch(key):
         if match[2] in WRITTEN:
             name, kind = match.groups()
-    elif key.startswith("model.") or key == HEAD_ALONE:
+    elif is_weight(key):
         kind, name = "weight", key.removeprefix(prefix)
     return StoredTensor(kind=kind, name=name, shape=tuple(entry.size), dtype=entry.properties.dtype, place=key)
 
@@ -98,13 +107,22 @@ def writers(metadata: Metadata) -> int:
     return len({match[1] for name in files if (match := re.match(r"__(\d+)_", name))})
 
 
-def _value(folder: Path, metadata: Metadata, key: str) -> Any:
+def read_value(folder: Path, metadata: Metadata, key: str) -> Any:
     """Reads a small value, which torch has saved separately within one of the files."""
     (stored,) = (entry for index, entry in (metadata.storage_data or {}).items() if index.fqn == key)
+    path, piece = _piece(folder, stored)
+    return read_torch_bytes(piece, source=path)
+
+
+def _piece(folder: Path, stored: Any) -> tuple[Path, bytes]:
+    """Reads the part of a file that holds a value or a part of a tensor."""
     path = _inside(folder, stored.relative_path)
-    with path.open("rb") as file:
-        file.seek(stored.offset)
-        return read_torch_bytes(file.read(stored.length), source=path)
+    try:
+        with path.open("rb") as file:
+            file.seek(stored.offset)
+            return path, file.read(stored.length)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}; give another checkpoint") from None
 
 
 def _inside(folder: Path, name: str) -> Path:

@@ -1,6 +1,5 @@
 """Checkpoints of other trainers are read, or refused with the command to run first; damage gives a clear error."""
 
-import json
 import os
 import shutil
 from collections.abc import Callable
@@ -73,22 +72,6 @@ def test_foreign_form_is_refused_with_its_command(tmp_path: Path, form: ForeignF
     assert f"give one of {folder}" in refused(tmp_path / "run")
 
 
-@pytest.mark.parametrize(
-    ("key", "words"),
-    [
-        ("tok_embeddings.weight", "torchtitan's python scripts/checkpoint_conversion/convert_to_hf.py"),
-        ("layers.0.attention.wq.weight", "torchtitan's python scripts/checkpoint_conversion/convert_to_hf.py"),
-        ("decoder.layers.mlp.linear_fc2.weight", "stores all layers of a parameter stacked in one tensor"),
-    ],
-)
-def test_names_of_other_trainers_are_recognized(tmp_path: Path, key: str, words: str) -> None:
-    folder = saved(tmp_path / "ckpt", {key: torch.ones(2, 2)})
-    if key.startswith("decoder"):  # without common.pt
-        (folder / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist"}))
-    assert open_checkpoint(folder).tensors[0].name == key
-    assert words in refused(folder)
-
-
 def test_moments_of_the_trainer_are_said_to_be_unread(tmp_path: Path) -> None:
     folder = Path(shutil.copytree(MODEL, tmp_path / "ckpt"))
     (folder / "optimizer.pt").write_bytes(b"")
@@ -114,6 +97,13 @@ def test_convert_verifies_the_manifest_above(tmp_path: Path) -> None:
     content[len(content) // 2] ^= 16
     file.write_bytes(content)
     assert f"{file} is damaged: its bytes have changed" in refused(folder)
+
+
+@pytest.mark.parametrize("key", ["model.norm.weight", "optimizer.state.model.norm.weight.exp_avg"])
+def test_fp8_is_refused_by_name(tmp_path: Path, key: str) -> None:
+    scaled = {key: torch.ones(64).to(torch.float8_e4m3fn)}
+    message = refused(saved(tmp_path / "ckpt", {"model": weights()} | scaled))
+    assert "norm.weight is float8_e4m3fn, whose scales no training state has" in message
 
 
 def cut(path: Path) -> None:
@@ -149,6 +139,22 @@ def test_damaged_shard_is_one_error_and_leaves_nothing(
     folder = saved(tmp_path / "ckpt", {"model": weights()})
     damage(folder / name)
     assert str(folder) in refused(folder)
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [(pipe, "is a pipe, "), (break_link, "is a pipe, a device or a broken"), (point, "is a Git LFS .*: git lfs pull")],
+)
+@pytest.mark.parametrize("name", ["model.safetensors", "extra/notes.txt"])
+def test_what_is_no_file_is_refused_by_its_name(
+    tmp_path: Path, damage: Callable[[Path], None], words: str, name: str
+) -> None:
+    folder = Path(shutil.copytree(MODEL, tmp_path / "ckpt"))
+    (folder / "extra").mkdir()
+    (folder / "extra" / "notes.txt").write_text("x")
+    damage(folder / name)
+    with pytest.raises(UsageError, match=f"{name} {words}"):
+        open_checkpoint(folder)
 
 
 HUGE: Any = ["x"] * 10
