@@ -91,6 +91,7 @@ def _ordered(
         count = config.get(_HEADS_OF[module]) or heads
         if tensor.shape[0] % (2 * count):
             raise UsageError(f"{shown(one.name)} has {tensor.shape[0]} rows, which {count} heads do not divide")
-        return tensor.unflatten(0, (count, -1, 2)).transpose(1, 2).reshape(tensor.shape)
+        pairs: torch.Tensor = tensor.unflatten(0, (count, -1, 2))
+        return pairs.transpose(1, 2).reshape(tensor.shape)
 
     return in_order

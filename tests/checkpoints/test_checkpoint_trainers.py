@@ -139,7 +139,8 @@ def test_rows_of_torchtitan_give_the_same_scores() -> None:
     heads = {"q": config["num_attention_heads"], "k": config["num_key_value_heads"]}
 
     def projected(key: str, own: Weights, count: int) -> torch.Tensor:
-        return (hidden @ own[key].double().T).unflatten(1, (count, -1)).transpose(0, 1)
+        split: torch.Tensor = (hidden @ own[key].double().T).unflatten(1, (count, -1))
+        return split.transpose(0, 1)
 
     q, k = (projected(f"model.layers.0.self_attn.{x}_proj.weight", weights, heads[x]) for x in "qk")
     angles = torch.outer(torch.arange(9.0), 10_000.0 ** -torch.linspace(0, 0.9, q.shape[-1] // 2)).double()
