@@ -10,19 +10,18 @@ ranks, weights and half of the gradients, 1.53 times the weights (ZeRO-0: 2.03, 
 shows in every precision: ZeRO-2 never holds whole gradients, so it has to reduce the gradients of every micro-batch,
 and ZeRO-1 reduces once.
 
-Some options leave no trace in the evidence. They are not checked, and the backend's report is believed: ``plan``,
-``ownopt``, ``stride``, ``torchcp``, ``offload``, ``overlap`` without ZeRO-1, ``leaf`` with other parallelism, ZeRO-2
-without accumulation, and of ``te`` everything but the products of linear layers.
+What no claim decides is listed in the verdict as not proven (conformance.judge.work_evidence).
 """
 
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from conformance.judge.tolerance import Measurement
+from conformance.judge.work_evidence import Linear, Step, exchange_claims, not_proven, work_claims
 from conformance.numerics.sketch import whole_shapes
 from conformance.records.header_checks import second_class
 from conformance.records.step_tensors import Record
@@ -46,6 +45,7 @@ IN_HALF, IN_HALF_ROUTED = 0.95, 0.8
 OF_A_LAYER = 4  # products of the linear layers of one layer, where q, k and v are fused, and gate and up
 # Modules with weights outside of layers: embeddings of tokens and positions, the last norm, and the head.
 AROUND = 4
+Shapes = Mapping[str, tuple[int, ...]]
 PADDING = 128  # Megatron pads the vocabulary to a multiple of this times tp
 
 
@@ -54,7 +54,8 @@ class Sizes:
     """Sizes of the models of a cell. vocabulary: rows of the policy's embedding. columns: of all gradients that have a
     row for each token of the vocabulary. frozen: matrices of linear layers of the policy that are not trained.
     layers: of the policy. sums: least number of sums over tensor-parallel ranks in a forward pass through them.
-    weights, gradients: elements, of all models. experts: elements of the gradients of experts, by layer."""
+    weights, gradients: elements, of all models. experts: elements of the gradients of experts, by layer. linear: of all
+    models that are trained."""
 
     vocabulary: int
     columns: int
@@ -64,6 +65,7 @@ class Sizes:
     weights: int
     gradients: int
     experts: tuple[int, ...]
+    linear: Linear
 
 
 def sizes_of(oracle: Record) -> Sizes:
@@ -90,6 +92,26 @@ def sizes_of(oracle: Record) -> Sizes:
         weights=sum(map(math.prod, loaded.values())),
         gradients=sum(math.prod(shape) for name, shape in first.items() if _is_gradient(name)),
         experts=tuple(experts.values()),
+        linear=_linear(policy, first, layers),
+    )
+
+
+def _linear(policy: Shapes, first: Shapes, layers: int) -> Linear:
+    """``first``: the tensors of the first step. Frozen matrices of the policy are multiplied as well."""
+    trained = {name: shape for name, shape in first.items() if _is_gradient(name)}
+    frozen = {name: shape for name, shape in policy.items() if f"gradient/{name}" not in trained}
+    is_lora = any(len(shape) == 2 and _LAYER.search(name) for name, shape in frozen.items())
+    used = [*trained.items(), *(frozen.items() if is_lora else ())]
+    matrices = {name: shape for name, shape in used if len(shape) == 2 and ".experts." not in name}
+    inner = {name for name in matrices if _LAYER.search(name)}
+    embedding = next((shape for name, shape in policy.items() if name.endswith("embed_tokens.weight")), (0, 0))
+    return Linear(
+        layers=sum(math.prod(matrices[name]) for name in inner),
+        outside=sum(math.prod(shape) for name, shape in matrices.items() if name not in inner),
+        frozen=is_lora,
+        uncut=_sums(policy) < 2 * layers,
+        keys=sum(shape[0] for name, shape in policy.items() if name.endswith(("k_proj.weight", "v_proj.weight"))),
+        hidden=embedding[1],
     )
 
 
@@ -126,7 +148,10 @@ def configurations(phases: Sequence[Record], scenario: Scenario, sizes: Sizes) -
             continue
         layout, observed = phase.layout, _Ranks(ranks)
         stage = phase.header["backend"]["default_zero"] if layout.zero is None else layout.zero
-        for claim, holds in _claims(layout, observed, scenario, sizes, stage=stage):
+        claims = [*_claims(layout, observed, scenario, sizes, stage=stage)]
+        if step := _step_of(phase, ranks):
+            claims += _work(layout, step, scenario, sizes, stage=stage)
+        for claim, holds in claims:
             yield Measurement(
                 stage=CONFIGURATION.stage,
                 tensor=f"{layout}: {claim}",
@@ -134,6 +159,41 @@ def configurations(phases: Sequence[Record], scenario: Scenario, sizes: Sizes) -
                 error=0.0 if holds else math.inf,
                 fixed=0.0,
             )
+
+
+def _step_of(phase: Record, ranks: Sequence[dict[str, Any]]) -> Step | None:
+    """Returns the step of this evidence; None for older records, which do not say which rows each rank was given."""
+    batches = {batch["step"]: batch.get("rows", ()) for batch in phase.footer.get("batches", ())}
+    rows = batches.get(ranks[0].get("step"))
+    return Step(ranks, rows) if rows else None
+
+
+def unproven(phases: Sequence[Record], scenario: Scenario, sizes: Sizes) -> list[str]:
+    """Lists what the layouts ask for and no claim decides."""
+    listed: dict[str, None] = {}
+    for phase in phases:
+        if (ranks := phase.footer.get("evidence", [])) and (step := _step_of(phase, ranks)):
+            experts = sum(sizes.experts)
+            found = not_proven(phase.layout, step, scenario, sizes.linear, layers=sizes.layers, experts=experts)
+            listed |= dict.fromkeys(name for name, is_open in found if is_open)
+    return [*listed]
+
+
+def _work(
+    layout: Layout, step: Step, scenario: Scenario, sizes: Sizes, *, stage: int | None
+) -> Iterator[tuple[str, bool]]:
+    experts, models = sum(sizes.experts), sum(role.trained for role in scenario.objective.roles)
+    yield from work_claims(layout, step, scenario, sizes.linear, layers=sizes.layers, experts=experts)
+    own = sizes.gradients - experts * (1 - 1 / layout.ep)
+    yield from exchange_claims(
+        layout,
+        step,
+        sizes.linear,
+        stage=stage,
+        trained=own / models / layout.tp / layout.pp,
+        sums=sizes.sums / layout.pp,
+        accumulation=scenario.accumulation,
+    )
 
 
 class _Ranks:
@@ -293,20 +353,12 @@ def _of_data_ranks(
     if stage is not None and stage < 3 and data > 1 and alone and "overlap" not in layout.options:
         gathered = ranks.most(("all_gather", "broadcast"), data, _forward)
         yield f"weights are whole in the forward pass, as ZeRO-{stage} has it", gathered == 0
-        updated = ranks.most(("all_gather", "broadcast"), data, _backward_or_later)
-        text = "updated weights are gathered" if stage else "all ranks update all weights"
-        yield f"{text}, as ZeRO-{stage} has it", (updated > 0) == (stage > 0)
     if data > 1 and alone:
-        reduced = ranks.most(("all_reduce", "reduce_scatter", "reduce", "all_to_all"), None, _backward_or_later)
-        yield "gradients are reduced over data ranks", reduced > 0
         summing = scenario.tier.summing
         if summing == scenario.tier.compute and scenario.tier.is_half:  # other sums show in their digits
             kinds = ("all_reduce", "reduce_scatter", "reduce", "all_to_all")
             reduced = ranks.most(kinds, None, _backward_or_later, dtype=summing.name)
             yield f"gradients are reduced in {summing.name}", reduced > 0
-    if layout.rep > 1:
-        reduced = ranks.most(("all_reduce",), layout.rep, _backward_or_later)
-        yield "gradients are reduced over replicas", reduced > 0
     if "lastsync" in layout.options:
         numbers = sorted(int(where.split()[1]) for where in ranks.passes() if where.startswith("backward"))
         *early, last = [ranks.most(("reduce_scatter",), data, _only(f"backward {n}")) for n in numbers] or [0]
@@ -334,16 +386,6 @@ def _of_shares(
         held = ranks.held_weights()
         if held:
             yield "no rank holds whole weights, as ZeRO-3 has it", held < most
-    accumulation = scenario.accumulation
-    if (
-        stage == 2
-        and shards == layout.data > 1
-        and model == 1
-        and accumulation > 1
-        and (reduced := ranks.reduced(shards))
-    ):
-        every = reduced > (accumulation - 0.5) * sizes.gradients
-        yield "gradients of every micro-batch are reduced, as ZeRO-2 has it", every
 
 
 def _of_experts(
@@ -381,21 +423,11 @@ def _of_model_ranks(layout: Layout, ranks: _Ranks, scenario: Scenario, sizes: Si
         summed = ranks.most(("all_reduce", "reduce_scatter"), layout.tp, _outside)
         every = sizes.sums / layout.pp * scenario.accumulation
         yield "all layers are summed over tensor-parallel ranks", summed >= every
-        if "seqpar" in layout.options:
-            yield "activations are cut along the sequence", ranks.most(("reduce_scatter",), layout.tp, _outside) > 0
         if "losspar" in layout.options:
             padded = _padded(vocabulary, layout.tp)
             # Attention scores are as wide as the row is long, which may equal the size of the vocabulary.
             wide = [width for width in (vocabulary, padded) if ranks.is_wide(width) and not ranks.is_long(width)]
             yield "no rank holds logits of the whole vocabulary", not wide
-    if layout.pp > 1:
+    if layout.vpp > 1:
         sends = ranks.most(("send",), None, _anywhere)
-        yield "pipeline stages send to each other", sends > 0
-        if layout.vpp > 1:
-            yield "pipeline stages are interleaved", sends > 2 * scenario.accumulation
-    if layout.sp > 1:
-        rings = {"ring", "zigzag"} & set(layout.options)
-        if rings:
-            yield "keys and values are passed around a ring", ranks.most(("send",), None, _forward) > 0
-        elif "torchcp" not in layout.options:
-            yield "keys and values are gathered", ranks.most(("all_gather",), layout.sp, _outside) > 0
+        yield "pipeline stages are interleaved", sends > 2 * scenario.accumulation

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from conformance.judge.diagnosis import Facts, backward_place, circumstances, facts_of_steps, likely_cause
-from conformance.judge.layout_evidence import configurations, sizes_of
+from conformance.judge.layout_evidence import configurations, sizes_of, unproven
 from conformance.judge.measurements import measure, shown_without_rows
 from conformance.judge.provenance import not_judged_of, read_records, second_class_of
 from conformance.judge.rebuilt import rebuilt_updates
@@ -162,9 +162,10 @@ def judge(
         drift=amplified.drift,
     )
     leeway = leeway_of_rows(usable, oracle, bounds_of(rounding))
+    sizes = sizes_of(oracle)
     found = [
         *measure(phases, oracle, leeway=leeway, without_rows=without_rows),
-        *configurations(phases, scenario, sizes_of(oracle)),
+        *configurations(phases, scenario, sizes),
         *rebuilt_updates(phases, oracle, scenario, variant_of(defects)),
         *measure_accumulation_precision(phases, scenario, [o for o in observables if o.stage in gradients], batches),
     ]
@@ -185,6 +186,7 @@ def judge(
     notes = [f"second-class oracle, {author}: {NOT_SEEN}"] if author else []
     notes += [f"not judged: {', '.join(features)}"] if (features := not_judged_of(oracle)) else []
     notes += [f"not judged: {', '.join(sorted(unjudged))}"] if unjudged else []
+    notes += [f"not proven: {', '.join(listed)}"] if (listed := unproven(phases, scenario, sizes)) else []
     notes += _sketched(oracle.loaded.names())
     if verdict.findings:
         more = [*circumstances(quantities, phases, observables), *notes]

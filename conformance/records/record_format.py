@@ -120,7 +120,9 @@ class _Evidence:
     count of matrix products of linear layers in forward passes. reduced: group size and number of elements that were
     summed over the group. held_weights: size in bytes and count of the storages that held weights when the gradients
     were complete. compiled: number of products of linear layers that code of torch.compile made. engine: number of
-    those that TransformerEngine made.
+    those that TransformerEngine made. moved: operation, ranks of the group, pass, number of calls and of elements.
+    work: phase and number of multiplications of the products of linear layers. rows: the rows of which the rank gave
+    log-probs. step: the optimizer step.
     """
 
     collectives: tuple[tuple[str, StrictInt, str, Pass, Count], ...]
@@ -132,6 +134,10 @@ class _Evidence:
     held_weights: tuple[tuple[Count, Count], ...] = ()
     compiled: Count = 0
     engine: Count = 0
+    moved: tuple[tuple[str, tuple[Count, ...], str, Count, Count], ...] = ()
+    work: tuple[tuple[str, Count], ...] = ()
+    rows: tuple[Count, ...] = ()
+    step: StrictInt | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,12 +145,13 @@ class _Batch:
     """The batch of a step, as the ranks received it.
 
     step: the optimizer step. tokens: number of tokens. targets: number of targets of each micro-batch of each
-    data-parallel rank.
+    data-parallel rank. rows: index, length and number of targets of each row of these micro-batches.
     """
 
     step: StrictInt
     tokens: Count
     targets: tuple[tuple[Count, ...], ...]
+    rows: tuple[tuple[tuple[tuple[Count, Count, Count], ...], ...], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

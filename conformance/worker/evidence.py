@@ -9,6 +9,7 @@ layers of ZeRO-3 are patched so that their products are recognised as recomputed
 
 import contextlib
 import functools
+import math
 import sys
 import weakref
 from collections import Counter
@@ -43,6 +44,7 @@ COLLECTIVE_KINDS = {
 }
 _INDUCTOR = str(Path(torch.__file__).parent / "_inductor")
 _STEMS = sorted(COLLECTIVE_KINDS, key=len, reverse=True)
+_WHOLE = [stem for stem in _STEMS if stem not in ("broadcast", "reduce", "send")]  # in the name of a library's operator
 REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce")
 COLLECTIVE_SPACES = ("c10d", "_c10d_functional")  # namespaces of torch's operators
 _LINEAR = ("mm", "addmm", "linear")
@@ -65,9 +67,13 @@ class Collective:
     """A collective of at least two ranks. elements: of its input or output on this rank, whichever is larger."""
 
     kind: str
-    size: int
+    ranks: tuple[int, ...]
     dtype: torch.dtype
     elements: int
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
 
 
 @functools.cache
@@ -79,17 +85,24 @@ def _name_of(func: Any) -> tuple[str, str]:
     return space, operator
 
 
+@functools.cache
+def _kind_of(func: Any) -> str | None:
+    """Returns the kind of collective that an operator issues; None for other operators. A library's own operator hides
+    the collective inside of it, and is recognised by its name."""
+    space, operator = _name_of(func)
+    name = operator.strip("_")
+    if space in COLLECTIVE_SPACES:
+        return next((COLLECTIVE_KINDS[stem] for stem in _STEMS if name.startswith(stem)), None)
+    return None if space in ("aten", "prims") else next((COLLECTIVE_KINDS[s] for s in _WHOLE if s in name), None)
+
+
 def collective_of(func: Any, args: tuple[Any, ...]) -> Collective | None:
     """Returns the collective that an operator with these arguments issues; None for other operators."""
-    space, operator = _name_of(func)
-    if space not in COLLECTIVE_SPACES:
-        return None
-    kind = next((COLLECTIVE_KINDS[stem] for stem in _STEMS if operator.strip("_").startswith(stem)), None)
-    tensor = next(_tensors(args), None)
-    if kind is None or tensor is None or (size := _group_size(args)) < 2:
+    kind, tensor = _kind_of(func), next(_tensors(args), None)
+    if kind is None or tensor is None or len(ranks := _group_ranks(args)) < 2:
         return None
     elements = max(sum(t.numel() for t in _tensors([value])) for value in args)
-    return Collective(kind, size, tensor.dtype, elements)
+    return Collective(kind, ranks, tensor.dtype, elements)
 
 
 class Watch(EagerMode):
@@ -112,6 +125,9 @@ class Watch(EagerMode):
     nested: how often a call of the autograd engine went on after a nested call, as where a layer is recomputed with its
         own graph.
     reduced: number of elements that were summed over a group, by size of the group.
+    moved: number of collectives and of their elements, by (kind, ranks of the group, pass). After ``begin_update`` the
+        pass is ``update``.
+    work: multiplications of the products of linear layers, by phase, without those of the update.
     leaks: if set, it receives every operator, including the suite's own, except those for records and comparisons of
         replicas, of which it receives the input tensor.
     held_weights: number of live storages by size in bytes, at the moment when the gradients of the first model have
@@ -133,12 +149,15 @@ class Watch(EagerMode):
         self.again = 0
         self.nested = 0
         self.reduced: Counter[int] = Counter()
+        self.moved: dict[tuple[str, tuple[int, ...], str], list[int]] = {}
+        self.work: Counter[str] = Counter()
         self.held_weights: Counter[int] = Counter()
         self._storages: dict[int, _Storage] = {}
         self._tasks: dict[int, int] = {}
         self._last = 0  # the number of the latest call of the engine
         self._recorded = False  # a function runs without gradients whose graph is recorded as a whole
         self._reading = False
+        self._updating = False
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
@@ -178,6 +197,8 @@ class Watch(EagerMode):
             self.linear[dtype] += phase == "forward"
             self.engine += phase == "forward"
             self.again += phase == "recomputed"
+            # The numbers of elements of three matrices, multiplied, are the square of the multiplications.
+            self.work[phase] += math.isqrt(math.prod(a.size()) * math.prod(b.size()) * found[0].numel())
         return found
 
     @contextlib.contextmanager
@@ -188,6 +209,10 @@ class Watch(EagerMode):
             yield
         finally:
             self._reading = False
+
+    def begin_update(self) -> None:
+        """Ends the passes of the step: what follows outside of the autograd engine is the last model's update."""
+        self._updating = True
 
     def count_live_storages(self) -> None:
         """Fills ``held_weights``, when the gradients of a model are complete. Only the first call counts: later, the
@@ -205,11 +230,10 @@ class Watch(EagerMode):
             self.leaks.see(func, result)
         if not self._reading and FakeTensor not in types:
             space, operator = _name_of(func)
-            if space in COLLECTIVE_SPACES:
-                if found := collective_of(func, args):
-                    self._collective(found)
-            elif isinstance(result, Tensor):
-                self._tensor(func, operator, result)
+            if _kind_of(func) and (found := collective_of(func, args)):
+                self._collective(found)
+            elif space not in COLLECTIVE_SPACES and isinstance(result, Tensor):
+                self._tensor(func, operator, result, args)
             is_forward = torch._C._current_graph_task_id() == -1 and not self._tasks
             self._remember_storages([*args, *kwargs.values()], is_used=is_forward or operator in _PRODUCTS)
             self._remember_storages([result], is_used=is_forward)
@@ -226,12 +250,16 @@ class Watch(EagerMode):
                 known.is_activation |= tensor.ndim > 2
 
     def _collective(self, found: Collective) -> None:
-        self.collectives[found.kind, found.size, _name(found.dtype), self._pass()] += 1
+        where = self._pass()
+        self.collectives[found.kind, found.size, _name(found.dtype), where] += 1
+        moved = self.moved.setdefault((found.kind, found.ranks, "update" if self._updating else where), [0, 0])
+        moved[0] += 1
+        moved[1] += found.elements
         if found.kind in REDUCTIONS and found.dtype.is_floating_point:
             # The input, which is summed, is at least as large as the output, so these are its elements.
             self.reduced[found.size] += found.elements
 
-    def _tensor(self, func: Any, operator: str, result: Tensor) -> None:
+    def _tensor(self, func: Any, operator: str, result: Tensor, args: tuple[Any, ...]) -> None:
         if result.is_meta or isinstance(result, FakeTensor):
             return  # DTensor computes shapes of whole tensors this way; no rank holds them
         where = self._pass()
@@ -240,6 +268,8 @@ class Watch(EagerMode):
             phase = again if where.startswith("backward") else "forward"
             self.products[_name(result.dtype), phase] += 1
             if operator in _LINEAR:
+                if not self._updating:
+                    self.work[phase] += result.numel() * args[operator == "addmm"].shape[-1]
                 self.linear[_name(result.dtype)] += phase == "forward"
                 self.compiled += phase == "forward" and func._overloadname == "out" and _in_compiled_code()
                 self.again += phase == "recomputed"
@@ -268,6 +298,10 @@ class Watch(EagerMode):
             "widths": sorted(self.widths),
             "lengths": sorted(self.lengths),
             "nested": self.nested,
+            "moved": [
+                [kind, list(ranks), *rest, *counts] for (kind, ranks, *rest), counts in sorted(self.moved.items())
+            ],
+            "work": [[*entry] for entry in sorted(self.work.items())],
             "reduced": [[*entry] for entry in sorted(self.reduced.items())],
             "held_weights": [[*entry] for entry in sorted(self.held_weights.items())],
         }
@@ -294,14 +328,14 @@ def _tensors(values: Any) -> Iterator[Tensor]:
             yield from _tensors(value)
 
 
-def _group_size(args: tuple[Any, ...]) -> int:
+def _group_ranks(args: tuple[Any, ...]) -> tuple[int, ...]:
     for value in args:
-        if isinstance(value, torch._C.ScriptObject):
-            with contextlib.suppress(Exception):
-                return dist.ProcessGroup.unbox(value).size()
-        if isinstance(value, dist.ProcessGroup):
-            return value.size()
-        if isinstance(value, str):
-            with contextlib.suppress(Exception):
-                return dist.distributed_c10d._resolve_process_group(value).size()  # type: ignore[arg-type]
-    return 0
+        group = value
+        with contextlib.suppress(Exception):
+            if isinstance(value, torch._C.ScriptObject):
+                group = dist.ProcessGroup.unbox(value)
+            elif isinstance(value, str):
+                group = dist.distributed_c10d._resolve_process_group(value)  # type: ignore[arg-type]
+            if isinstance(group, dist.ProcessGroup):
+                return tuple(dist.get_process_group_ranks(group))
+    return ()

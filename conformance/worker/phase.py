@@ -31,7 +31,7 @@ from conformance.records.step_tensors import RecordWriter
 from conformance.runtime import RankContext, mark
 from conformance.spec.batch import Batch, read_batches
 from conformance.spec.objectives import all_observables
-from conformance.spec.observables import POLICY, STATE_KINDS, Observable, Role, model_key, unobserved_step
+from conformance.spec.observables import LOGPROBS, POLICY, STATE_KINDS, Observable, Role, model_key, unobserved_step
 from conformance.spec.scenario import ADAPTER, Scenario, scenario_to_json
 from conformance.worker.evidence import Watch
 from conformance.worker.phase_spec import PhaseSpec
@@ -186,6 +186,8 @@ class _Observer:
         self.leaks: list[dict[str, Any]] = []
         self.pieces: dict[str, dict[str, list[int]]] = {}
         self.watch = Watch()  # used in one step
+        self.watched: int | None = None
+        self.rows: list[int] = []  # the rows that this rank had numbers of, in this step
 
     def start(self, backend: Backend, resolved: dict[str, Any], *, handed: bool) -> None:
         """Begins the record with the weights as loaded. ``handed``: the phase has loaded a training state, or has no
@@ -228,6 +230,8 @@ class _Observer:
                     replicas.update(compare(_shards("gradient", [trained[model]], backend)))
                 if watched:  # after the comparison, when no thread of a collective holds a buffer of the backward pass
                     self.watch.count_live_storages()
+            if len(called) == len(trained):
+                self.watch.begin_update()
             observing += time.perf_counter() - began
 
         started = time.perf_counter()
@@ -239,6 +243,9 @@ class _Observer:
                 f"{type(backend).__name__}.train_step called on_gradients() for {called or 'no model'}; call it "
                 f"exactly once per step for each of {list(trained)}, after the last backward and before clipping"
             )
+        if watched:
+            self.watched = batch.step
+            self.rows = sorted(row for row, t in metrics.rows.get(LOGPROBS.key, {}).items() if t.numel())
         if leaks:
             self.leaks += [{"op": leak.op, "where": leak.where, "count": leak.count} for leak in leaks.leaks]
         shards: dict[str, Source] = {}
@@ -268,7 +275,8 @@ class _Observer:
         """Writes the footer: ``totals`` and the observations of all ranks. ``memory``: this rank's peaks."""
         # All ranks take part in this collective, so a footer also proves that all of them reached the end.
         observed: list[tuple[dict[str, Any], int, int]] = [({}, 0, 0) for _ in range(self.rank.world_size)]
-        dist.all_gather_object(observed, (self.watch.to_json(), memory.read(), memory.read_host()))
+        evidence_here = self.watch.to_json() | {"step": self.watched, "rows": self.rows}
+        dist.all_gather_object(observed, (evidence_here, memory.read(), memory.read_host()))
         if self.writer:
             evidence, peaks, host_peaks = (list(of_ranks) for of_ranks in zip(*observed, strict=True))
             found = {"leaks": self.leaks, "evidence": evidence, "pieces": self.pieces}
@@ -343,11 +351,16 @@ def check_values(metrics: StepMetrics, observables: tuple[Observable, ...], back
 
 
 def batch_counts(batch: Batch, *, dp_size: int, accumulation: int) -> dict[str, Any]:
-    """Returns the batch statistics of a step: all ``tokens``, and the ``targets`` of each micro-batch of each
-    data-parallel rank."""
+    """Returns the batch statistics of a step: all ``tokens``, and for each micro-batch of each data-parallel rank the
+    ``targets``, and ``rows`` as index, length and number of targets."""
     parts = [batch.micro_batches(dp_rank=rank, dp_size=dp_size, accumulation=accumulation) for rank in range(dp_size)]
     targets = [[sum(row.target_count for row in rows) for rows in micro_batches] for micro_batches in parts]
-    return {"step": batch.step, "tokens": sum(row.length for row in batch.rows), "targets": targets}
+    given = [
+        [[[row.index, row.length, row.target_count] for row in rows] for rows in micro_batches]
+        for micro_batches in parts
+    ]
+    tokens = sum(row.length for row in batch.rows)
+    return {"step": batch.step, "tokens": tokens, "targets": targets, "rows": given}
 
 
 def _shards(kind: TensorKind, roles: Iterable[Role], backend: Backend) -> dict[str, Source]:

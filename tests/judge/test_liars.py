@@ -65,6 +65,18 @@ def test_every_rank_is_heard(session: Session, name: str, layout: str, stage: st
         exhaustive("MegatronDropsItsOptions", "tp2.seqpar", "activations are cut along the sequence"),
         exhaustive("MegatronDropsItsOptions", "dp2.zero1.overlap", "updated weights are gathered in the forward pass"),
         ("MegatronRunsStage0", "dp2.zero1", "updated weights are gathered"),
+        exhaustive("MegatronRunsStage0", "dp2.tp2.zero1", "updated weights are gathered"),
+        exhaustive("MegatronRunsStage0", "dp2.pp2.zero1", "updated weights are gathered"),
+        exhaustive("DeepspeedRunsStage0", "dp2.tp2.zero1", "updated weights are gathered"),
+        exhaustive("DeepspeedRunsStage1", "dp2.tp2.zero2", "gradients of every micro-batch are reduced"),
+        exhaustive("DeepspeedRunsStage1", "sp2.zero2", "gradients of every micro-batch are reduced"),
+        ("Fsdp2CutsRows", "sp2", "each rank gives the rows of its micro-batches"),
+        exhaustive("DeepspeedCutsRows", "sp2.zero1", "each rank gives the rows of its micro-batches"),
+        exhaustive("DeepspeedCutsRows", "ulysses2", "each rank gives the rows of its micro-batches"),
+        exhaustive("MegatronCutsRows", "sp2", "each rank gives the rows of its micro-batches"),
+        exhaustive("DeepspeedGathersKeys", "ulysses2", "heads are exchanged for parts of the sequence"),
+        exhaustive("Fsdp2PassesKeysAround", "sp2", "keys and values are gathered"),
+        exhaustive("Fsdp2ScattersOneNumber", "tp2.seqpar", "activations are cut along the sequence"),
     ],
 )
 def test_what_ran_is_what_was_asked(session: Session, name: str, layout: str, claim: str) -> None:

@@ -14,7 +14,8 @@ from conformance.worker.rank_state import PeakMemory
 def test_the_targets_of_each_ranks_micro_batches_are_told() -> None:
     rows = tuple(Row(i, (Document((1,) * 5, (False,) * (5 - i) + (True,) * i),)) for i in range(4))
     told = batch_counts(Batch(step=3, max_len=8, rows=rows), dp_size=2, accumulation=2)
-    assert told == {"step": 3, "tokens": 20, "targets": [[0, 1], [2, 3]]}
+    given = [[[[0, 5, 0]], [[1, 5, 1]]], [[[2, 5, 2]], [[3, 5, 3]]]]
+    assert told == {"step": 3, "tokens": 20, "targets": [[0, 1], [2, 3]], "rows": given}
 
 
 def test_the_peak_of_memory_begins_anew_and_is_of_this_rank() -> None:

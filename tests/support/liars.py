@@ -262,6 +262,65 @@ class MegatronRunsStage0(MegatronDropsItsOptions):
     stage = 0
 
 
+class RunsAnotherLayout:
+    """Runs the layout that ``instead`` makes of the requested one. All numbers are right."""
+
+    @staticmethod
+    def instead(layout: Layout) -> Layout:
+        raise NotImplementedError
+
+    def setup(self, scenario: Scenario, layout: Layout, *arguments: Any) -> dict[str, Any]:
+        resolved: dict[str, Any] = super().setup(scenario, self.instead(layout), *arguments)  # type: ignore[misc]
+        return resolved
+
+
+class CutsRows(RunsAnotherLayout):
+    """Gives whole rows to ranks that should share them along the sequence."""
+
+    @staticmethod
+    def instead(layout: Layout) -> Layout:
+        options = tuple(option for option in layout.options if option not in ("ring", "zigzag", "torchcp"))
+        dp = layout.dp * layout.sp * layout.ulysses
+        return dataclasses.replace(layout, dp=dp, sp=1, ulysses=1, options=options)
+
+
+class Fsdp2CutsRows(CutsRows, Fsdp2Backend):
+    pass
+
+
+class DeepspeedCutsRows(CutsRows, DeepspeedBackend):
+    pass
+
+
+class MegatronCutsRows(CutsRows, MegatronBackend):
+    pass
+
+
+class DeepspeedGathersKeys(RunsAnotherLayout, DeepspeedBackend):
+    @staticmethod
+    def instead(layout: Layout) -> Layout:
+        return dataclasses.replace(layout, sp=layout.ulysses, ulysses=1)
+
+
+class Fsdp2PassesKeysAround(RunsAnotherLayout, Fsdp2Backend):
+    @staticmethod
+    def instead(layout: Layout) -> Layout:
+        return dataclasses.replace(layout, options=("ring",))
+
+
+class Fsdp2ScattersOneNumber(RunsAnotherLayout, Fsdp2Backend):
+    """Cuts nothing along the sequence, and reduces and scatters one number in every step."""
+
+    @staticmethod
+    def instead(layout: Layout) -> Layout:
+        return dataclasses.replace(layout, options=("plan",))
+
+    def train_step(self, batch: Batch, on_gradients: Callable[[str], None]) -> StepMetrics:
+        one = [torch.ones(1, dtype=torch.float64) for _ in range(dist.get_world_size())]
+        dist.reduce_scatter(torch.empty_like(one[0]), one)
+        return super().train_step(batch, on_gradients)
+
+
 class DoublesTheRate:
     """Trains with twice the learning rate that was asked for, and reports that one."""
 

@@ -1,0 +1,244 @@
+"""Checks that every rank does its share of a step: its rows, its matrix products, and what its groups exchange.
+
+A claim counts work, not events: one collective of one element proves nothing. The least work of a layout is computed
+from the model and the batch; whoever does less has not trained. The most work of a rank is its share of the layout,
+with padding; whoever does more shares nothing. Where padding could hide a whole share, the share is listed as not
+proven.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from conformance.spec.layout import Layout
+from conformance.spec.scenario import Scenario
+
+LEAST = 0.5  # of the elements and multiplications that a layout implies; a claim that is not kept gives nearly none
+SLACK = 1.1  # of the largest share of a rank
+BLOCK = 128  # libraries pad rows to a multiple of this
+_REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce", "all_to_all")
+_GATHERS = ("all_gather", "broadcast")
+
+Claims = Iterator[tuple[str, bool]]
+# For each data rank and each of its micro-batches: index, length and number of targets of each row.
+Rows = Sequence[Sequence[Sequence[Sequence[int]]]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Linear:
+    """Elements of the matrices of linear layers that a training step multiplies by.
+
+    layers: in layers, without experts. outside: outside of layers. frozen: whether some of them are not trained.
+    uncut: whether some layers are whole on all tensor-parallel ranks. keys: rows of all projections to keys and values.
+    hidden: columns of the embedding.
+    """
+
+    layers: int
+    outside: int
+    frozen: bool
+    uncut: bool
+    keys: int
+    hidden: int
+
+
+class Step:
+    """What all ranks did in the step at which evidence was taken, and the rows that the layout gives to them."""
+
+    def __init__(self, ranks: Sequence[Mapping[str, Any]], rows: Rows) -> None:
+        self.ranks, self.rows = ranks, rows
+
+    def work(self, phase: str) -> list[int]:
+        """Returns the multiplications of linear layers of each rank."""
+        return [dict(rank.get("work", ())).get(phase, 0) for rank in self.ranks]
+
+    def moved(
+        self,
+        kinds: tuple[str, ...],
+        passes: Callable[[str], bool],
+        groups: Callable[[Sequence[int]], bool],
+    ) -> int:
+        """Returns the elements of these collectives, of the rank with the most."""
+        most: int = max(
+            sum(
+                elements
+                for kind, group, where, _, elements in rank.get("moved", ())
+                if kind in kinds and passes(where) and groups(group)
+            )
+            for rank in self.ranks
+        )
+        return most
+
+    def has_other_rows(self, group: Sequence[int]) -> bool:
+        """Tells whether the ranks of a group gave different rows."""
+        return len({tuple(self.ranks[rank]["rows"]) for rank in group if rank < len(self.ranks)}) > 1
+
+    @property
+    def tokens(self) -> int:
+        """Returns the number of tokens of all rows that have targets."""
+        return sum(length for rows in self._micro_batches() for _, length, targets in rows if targets)
+
+    @property
+    def first_tokens(self) -> int:
+        """Returns the least number of tokens of a first micro-batch of a data rank."""
+        return min(sum(length for _, length, targets in parts[0] if targets) for parts in self.rows)
+
+    def padded(self, max_len: int) -> int:
+        """Returns the most tokens of a data rank, if all its rows are as long as the longest activations that a library
+        makes of rows of ``max_len`` tokens."""
+        most = -(-max_len // BLOCK) * BLOCK
+        longest = max(length for rows in self._micro_batches() for _, length, _ in rows)
+        seen = [length for rank in self.ranks for length in rank.get("lengths", ()) if length <= most]
+        return max(sum(map(len, parts)) for parts in self.rows) * int(max(longest, *seen, 0))
+
+    @property
+    def has_rows(self) -> bool:
+        """Tells whether the backend shows rows; else nobody knows which ranks have other rows."""
+        return any(rank.get("rows") for rank in self.ranks)
+
+    def _micro_batches(self) -> Iterator[Sequence[Sequence[int]]]:
+        for parts in self.rows:
+            yield from parts
+
+
+def work_claims(layout: Layout, step: Step, scenario: Scenario, linear: Linear, *, layers: int, experts: int) -> Claims:
+    """Yields the claims about rows and matrix products. layers: of the policy. experts: elements of all experts."""
+    if step.has_rows:
+        observed = {frozenset(rank["rows"]) for rank in step.ranks if rank["rows"]}
+        due = {frozenset(row for rows in parts for row, _, targets in rows if targets) for parts in step.rows}
+        yield "each rank gives the rows of its micro-batches and no others", observed == due - {frozenset()}
+    forward, backward = step.work("forward"), step.work("backward")
+    if sum(forward):
+        least = LEAST * step.tokens * linear.layers
+        yield "linear layers multiply all tokens, forward", sum(forward) >= least
+        yield "linear layers multiply all tokens, backward", sum(backward) >= (1 if linear.frozen else 2) * least
+        most = most_work(layout, step, scenario, linear, layers=layers, experts=experts)
+        yield "no rank multiplies more than its share", max(backward) <= most
+
+
+def most_work(layout: Layout, step: Step, scenario: Scenario, linear: Linear, *, layers: int, experts: int) -> float:
+    """Returns the most multiplications of a rank's backward pass, if its rows are padded as much as libraries do."""
+    share = -(-layers // layout.pp) / layers / (1 if linear.uncut else layout.tp)
+    tokens = step.padded(scenario.data.max_len) / (layout.sp * layout.ulysses)
+    return SLACK * 2 * tokens * (linear.layers * share + linear.outside + experts)
+
+
+def exchange_claims(
+    layout: Layout, step: Step, linear: Linear, *, stage: int | None, trained: float, sums: float, accumulation: int
+) -> Claims:
+    """Yields the claims about the elements that groups of ranks exchange.
+
+    trained: gradients of one model on one rank, in elements. sums: least number of sums over tensor-parallel ranks in a
+    forward pass of one pipeline stage.
+    """
+    due, tokens = LEAST * trained, LEAST * step.first_tokens / (layout.sp * layout.ulysses)
+    yield from _of_data_groups(layout, step, stage=stage, due=due, accumulation=accumulation)
+    activations = tokens * linear.hidden
+    if layout.tp > 1:
+        of_size = _of_size(layout.tp)
+        summed = step.moved(("all_reduce", "reduce_scatter"), _forward, of_size)
+        yield "activations of all layers are summed over tensor-parallel ranks", summed >= sums * activations
+        if "seqpar" in layout.options:
+            cut = step.moved(("reduce_scatter",), _forward, of_size)
+            yield "activations are cut along the sequence", cut >= sums * activations
+    if layout.pp > 1:
+        sent = step.moved(("send",), _anywhere, _any)
+        yield "pipeline stages send activations of all tokens to each other", sent >= activations / layout.tp
+    keys = tokens * linear.keys / layout.tp / layout.pp
+    if layout.ulysses > 1:
+        for text, where in (("forward", _forward), ("backward", _backward)):
+            exchanged = step.moved(("all_to_all",), where, _of_size(layout.ulysses))
+            yield f"heads are exchanged for parts of the sequence, {text}", exchanged >= max(1, keys)
+    if layout.sp > 1:
+        sent = step.moved(("send",), _forward, _any)
+        if {"ring", "zigzag"} & set(layout.options):
+            yield "keys and values are passed around a ring", sent >= max(1, keys)
+        elif layout.gathers:
+            gathered = step.moved(("all_gather",), _forward, _of_size(layout.sp))
+            # ZeRO-3 gathers weights in the same pass, and maybe over the same ranks.
+            weights = trained if stage == 3 and shards_of(layout) == layout.sp else 0
+            yield "keys and values are gathered", gathered >= weights + max(1, keys * layout.sp)
+            if layout.pp == 1:
+                yield "keys and values go around no ring", sent == 0
+
+
+def _of_data_groups(layout: Layout, step: Step, *, stage: int | None, due: float, accumulation: int) -> Claims:
+    shards = shards_of(layout)
+    if stage is not None and stage < 3 and shards > 1:
+        updated = step.moved(_GATHERS, _update, _of_size(shards))
+        if not stage:
+            yield "all ranks update all weights, as ZeRO-0 has it", updated < due
+        elif "overlap" not in layout.options:
+            yield f"updated weights are gathered, as ZeRO-{stage} has it", updated >= due
+        if stage == 2 and accumulation > 1 and updated >= due:
+            # The same elements: all weights of a rank. Keys and values, if gathered, have gradients that are reduced.
+            keys = step.moved(("all_gather",), _passes, _of_size(shards)) if layout.gathers else 0
+            reduced = step.moved(_REDUCTIONS, _not_update, lambda group: _is_of_data(layout, step, group)) - keys
+            every = reduced >= (accumulation - 0.5) * updated
+            yield "gradients of every micro-batch are reduced, as ZeRO-2 has it", every
+    if layout.data > 1 and step.has_rows:
+        reduced = step.moved(_REDUCTIONS, _not_forward, step.has_other_rows)
+        yield "gradients are reduced over ranks with other rows", reduced >= due
+    if layout.rep > 1:
+        reduced = step.moved(("all_reduce",), _not_forward, _of_size(layout.rep))
+        yield "gradients are reduced over replicas", reduced >= due / shards
+
+
+def shards_of(layout: Layout) -> int:
+    return layout.data * layout.sp * layout.ulysses // layout.rep
+
+
+def _is_of_data(layout: Layout, step: Step, group: Sequence[int]) -> bool:
+    return len(group) == shards_of(layout) and (layout.data == 1 or not step.has_rows or step.has_other_rows(group))
+
+
+def not_proven(layout: Layout, step: Step, scenario: Scenario, linear: Linear, *, layers: int, experts: int) -> Claims:
+    """Yields what the layout asks for, and whether no claim decides it."""
+    options = set(layout.options)
+    for option in ("plan", "ownopt", "torchcp", "offload"):
+        yield option, option in options
+    yield "order of the ring", bool(options & {"ring", "zigzag"})
+    yield "stride", layout.stride > 1
+    yield "overlap", "overlap" in options and not (layout.zero == 1 and layout.world_size == layout.data)
+    yield "leaf", "leaf" in options and layout.world_size > layout.data
+    yield "attention of TransformerEngine", "te" in options
+    yield "exchange of keys and values", layout.sp * layout.ulysses > 1 and not linear.keys
+    yield "which rank has which rows", layout.data > 1 and not step.has_rows
+    most = most_work(layout, step, scenario, linear, layers=layers, experts=experts)
+    whole = 2 * step.tokens * (linear.layers + linear.outside)
+    yield "share of each rank in the work", layout.world_size > 1 and whole <= most
+
+
+def _of_size(size: int) -> Callable[[Sequence[int]], bool]:
+    return lambda group: len(group) == size
+
+
+def _any(group: Sequence[int]) -> bool:
+    return True
+
+
+def _anywhere(where: str) -> bool:
+    return True
+
+
+def _forward(where: str) -> bool:
+    return where == "forward"
+
+
+def _backward(where: str) -> bool:
+    return where.startswith("backward")
+
+
+def _not_forward(where: str) -> bool:
+    return where != "forward"
+
+
+def _update(where: str) -> bool:
+    return where == "update"
+
+
+def _passes(where: str) -> bool:
+    return where in ("forward", "later")
+
+
+def _not_update(where: str) -> bool:
+    return where != "update"

@@ -1,0 +1,159 @@
+"""What each rank computes and exchanges in a step, against the share that its layout implies."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from conformance.judge.work_evidence import Linear, Step, exchange_claims, not_proven, work_claims
+from conformance.spec.layout import Layout
+from conformance.spec.scenario import parse_scenario
+
+LINEAR = Linear(layers=1000, outside=200, frozen=False, uncut=False, keys=16, hidden=8)
+ACCUMULATION, TRAINED, LENGTH = 2, 1300, 10
+Ranks = list[dict[str, Any]]
+
+
+def rows_of(layout: Layout) -> list[list[list[list[int]]]]:
+    """One row in each micro-batch of each data rank."""
+    numbers = iter(range(layout.data * ACCUMULATION))
+    return [[[[next(numbers), LENGTH, 5]] for _ in range(ACCUMULATION)] for _ in range(layout.data)]
+
+
+def honest(layout: Layout) -> Ranks:
+    """Ranks of ``tp``, ``sp`` and ``ulysses`` vary faster than those of ``dp``."""
+    inner, rows = layout.world_size // layout.data, rows_of(layout)
+    own = LENGTH * ACCUMULATION * LINEAR.layers // inner
+    activations, keys = LENGTH * LINEAR.hidden // layout.sp, LENGTH * LINEAR.keys
+    found = []
+    for rank in range(layout.world_size):
+        first = rank // inner * inner
+        model = list(range(first, first + inner))
+        data = list(range(rank % layout.tp, layout.world_size, layout.tp)) if layout.tp < layout.world_size else model
+        moved: list[list[Any]] = [
+            ["all_reduce", data, "later", 2, ACCUMULATION * TRAINED // layout.tp],
+            ["all_gather", data, "update", 1, TRAINED // layout.tp],
+        ]
+        if layout.tp > 1:
+            moved.append(["reduce_scatter", model, "forward", 4, 4 * activations])
+        if layout.sp > 1:
+            moved.append(["all_gather", model, "forward", 1, keys])
+        if layout.ulysses > 1:
+            moved += [["all_to_all", model, where, 4, 4 * activations] for where in ("forward", "backward 0")]
+        given = [row[0] for micro_batch in rows[rank // inner] for row in micro_batch]
+        work = [["forward", own], ["backward", 2 * own]]
+        found.append({"rows": given, "work": work, "moved": moved, "lengths": [LENGTH]})
+    return found
+
+
+def wrong(layout: str, change: Callable[[Ranks], object]) -> set[str]:
+    of, scenario = Layout.parse(layout), parse_scenario({"name": "x", "model": "m", "precision": "exact"} | OPTIMIZER)
+    change(ranks := honest(of))
+    step = Step(ranks, rows_of(of))
+    claims = [
+        *work_claims(of, step, scenario, LINEAR, layers=2, experts=0),
+        *exchange_claims(of, step, LINEAR, stage=of.zero, trained=TRAINED / of.tp, sums=4, accumulation=ACCUMULATION),
+    ]
+    return {text for text, holds in claims if not holds}
+
+
+OPTIMIZER: Any = {"optimizer": {"name": "sgd", "lr": 0.1}}
+
+
+def keeps(ranks: Ranks) -> None:
+    pass
+
+
+def moves_little(kind: str, where: str = "") -> Callable[[Ranks], None]:
+    """Makes one element of every collective of this kind and pass."""
+
+    def change(ranks: Ranks) -> None:
+        for rank in ranks:
+            for entry in rank["moved"]:
+                if entry[0] == kind and entry[2].startswith(where):
+                    entry[-1] = 1
+
+    return change
+
+
+def works(phase: str, factor: float) -> Callable[[Ranks], None]:
+    def change(ranks: Ranks) -> None:
+        for rank in ranks:
+            rank["work"] = [[name, int(count * (factor if name == phase else 1))] for name, count in rank["work"]]
+
+    return change
+
+
+def gives_all_rows(ranks: Ranks) -> None:
+    every = sorted({row for rank in ranks for row in rank["rows"]})
+    for rank in ranks:
+        rank["rows"] = every
+
+
+def gives_half_of_its_rows(ranks: Ranks) -> None:
+    for number, rank in enumerate(ranks):
+        rank["rows"] = rank["rows"][number % 2 :: 2]
+
+
+def sends(ranks: Ranks) -> None:
+    ranks[0]["moved"].append(["send", [0, 1], "forward", 1, 100])
+
+
+def reduces_once(ranks: Ranks) -> None:
+    for rank in ranks:
+        rank["moved"][0][-1] //= ACCUMULATION
+
+
+@pytest.mark.parametrize(
+    ("layout", "change", "claim"),
+    [
+        ("dp2.zero1", keeps, ""),
+        ("dp2.tp2.seqpar.zero2", keeps, ""),
+        ("dp2.sp2.zero1", keeps, ""),
+        ("ulysses2.zero2", keeps, ""),
+        ("dp2.zero1", gives_all_rows, "each rank gives the rows of its micro-batches and no others"),
+        ("sp2.zero1", gives_half_of_its_rows, "each rank gives the rows of its micro-batches and no others"),
+        ("dp2.zero1", works("forward", 0.1), "linear layers multiply all tokens, forward"),
+        ("dp2.zero1", works("backward", 0.1), "linear layers multiply all tokens, backward"),
+        ("dp2.tp2.zero1", works("backward", 2), "no rank multiplies more than its share"),
+        ("dp2.zero1", moves_little("all_gather"), "updated weights are gathered, as ZeRO-1 has it"),
+        ("dp2.tp2.zero1", moves_little("all_gather"), "updated weights are gathered, as ZeRO-1 has it"),
+        ("sp2.zero1", moves_little("all_gather", "update"), "updated weights are gathered, as ZeRO-1 has it"),
+        ("dp2.tp2.zero0", keeps, "all ranks update all weights, as ZeRO-0 has it"),
+        ("dp2.tp2.zero2", reduces_once, "gradients of every micro-batch are reduced, as ZeRO-2 has it"),
+        ("dp2.tp2.zero1", moves_little("all_reduce"), "gradients are reduced over ranks with other rows"),
+        ("tp2.seqpar", moves_little("reduce_scatter"), "activations are cut along the sequence"),
+        ("dp2.sp2.zero1", moves_little("all_gather", "forward"), "keys and values are gathered"),
+        ("sp2.zero1", sends, "keys and values go around no ring"),
+        ("sp2.ring", keeps, "keys and values are passed around a ring"),
+        ("ulysses2.zero2", moves_little("all_to_all"), "heads are exchanged for parts of the sequence, backward"),
+    ],
+)
+def test_each_rank_does_its_share(layout: str, change: Callable[[Ranks], None], claim: str) -> None:
+    found = wrong(layout, change)
+    assert claim in found if claim else not found
+
+
+@pytest.mark.parametrize(
+    ("layout", "listed"),
+    [
+        ("dp2", set()),
+        ("sp2.zigzag", {"order of the ring"}),
+        ("sp2.stride2", {"stride"}),
+        ("dp2.zero2.offload", {"offload"}),
+        ("dp2.zero1.overlap", set()),
+        ("dp2.tp2.zero1.overlap", {"overlap"}),
+    ],
+)
+def test_what_no_claim_decides_is_listed(layout: str, listed: set[str]) -> None:
+    of, scenario = Layout.parse(layout), parse_scenario({"name": "x", "model": "m", "precision": "exact"} | OPTIMIZER)
+    step = Step(honest(of), rows_of(of))
+    assert {name for name, is_open in not_proven(of, step, scenario, LINEAR, layers=2, experts=0) if is_open} == listed
+
+
+def test_share_of_work_is_not_proven_if_padding_hides_it() -> None:
+    of, scenario = Layout.parse("dp2"), parse_scenario({"name": "x", "model": "m", "precision": "exact"} | OPTIMIZER)
+    ranks = [rank | {"lengths": [2 * LENGTH]} for rank in honest(of)]
+    step = Step(ranks, rows_of(of))
+    listed = [name for name, is_open in not_proven(of, step, scenario, LINEAR, layers=2, experts=0) if is_open]
+    assert listed == ["share of each rank in the work"]
