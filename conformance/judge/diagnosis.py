@@ -14,7 +14,7 @@ from conformance.numerics.comparison import likely_causes, powers_of, times
 from conformance.records.step_tensors import Record
 from conformance.results.verdict import Quantity
 from conformance.spec.layout import Layout
-from conformance.spec.observables import Observable
+from conformance.spec.observables import CONFIGURATION, Observable
 from conformance.spec.scenario import Scenario
 
 CLOSE = 1e-3  # relative distance of a scale from the factor that explains it, in every precision
@@ -85,6 +85,8 @@ def likely_cause(m: Measurement, facts: Facts, *, allowed: float) -> str:
     """
     if m.replica:
         return "ranks that should hold the same numbers do not"
+    if m.stage == CONFIGURATION.stage:
+        return m.where  # what was requested and observed
     if m.broken:
         return f"it holds {m.broken}"
     name = m.tensor.rpartition(".")[2]

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from conformance.judge.tolerance import Measurement
-from conformance.judge.work_evidence import Linear, Step, exchange_claims, not_proven, work_claims
+from conformance.judge.work_evidence import Claims, Linear, Step, exchange_claims, not_proven, work_claims
 from conformance.numerics.sketch import whole_shapes
 from conformance.records.header_checks import second_class
 from conformance.records.step_tensors import Record
@@ -148,15 +148,16 @@ def configurations(phases: Sequence[Record], scenario: Scenario, sizes: Sizes) -
             continue
         layout, observed = phase.layout, _Ranks(ranks)
         stage = phase.header["backend"]["default_zero"] if layout.zero is None else layout.zero
-        claims = [*_claims(layout, observed, scenario, sizes, stage=stage)]
+        claims = [(*claim, "") for claim in _claims(layout, observed, scenario, sizes, stage=stage)]
         if step := _step_of(phase, ranks):
             claims += _work(layout, step, scenario, sizes, stage=stage)
-        for claim, holds in claims:
+        for claim, holds, where in claims:
             yield Measurement(
                 stage=CONFIGURATION.stage,
                 tensor=f"{layout}: {claim}",
                 step=phase.header["first_step"] - 1,
                 error=0.0 if holds else math.inf,
+                where=where,
                 fixed=0.0,
             )
 
@@ -179,9 +180,7 @@ def unproven(phases: Sequence[Record], scenario: Scenario, sizes: Sizes) -> list
     return [*listed]
 
 
-def _work(
-    layout: Layout, step: Step, scenario: Scenario, sizes: Sizes, *, stage: int | None
-) -> Iterator[tuple[str, bool]]:
+def _work(layout: Layout, step: Step, scenario: Scenario, sizes: Sizes, *, stage: int | None) -> Claims:
     experts, models = sum(sizes.experts), sum(role.trained for role in scenario.objective.roles)
     yield from work_claims(layout, step, scenario, sizes.linear, layers=sizes.layers, experts=experts)
     own = sizes.gradients - experts * (1 - 1 / layout.ep)
@@ -349,10 +348,6 @@ def _of_data_ranks(
         gathered = max((ranks.most(("all_gather", "broadcast"), shards, _only(one)) for one in passes), default=0)
         together = sizes.layers <= gathered <= sizes.layers + AROUND
         yield "weights of a layer are gathered together", together
-    # Overlap gathers updated weights in the next forward pass.
-    if stage is not None and stage < 3 and data > 1 and alone and "overlap" not in layout.options:
-        gathered = ranks.most(("all_gather", "broadcast"), data, _forward)
-        yield f"weights are whole in the forward pass, as ZeRO-{stage} has it", gathered == 0
     if data > 1 and alone:
         summing = scenario.tier.summing
         if summing == scenario.tier.compute and scenario.tier.is_half:  # other sums show in their digits

@@ -144,7 +144,7 @@ def judge(
     scenario = phases[0].scenario
     observables, precision = oracle.observables, scenario.precision
     gradients = gradient_stages(observables)
-    defects = parse_defects(oracle.header["backend"]["defects"])
+    defects = parse_defects(oracle.header["backend"].get("defects", []))
     own_means = {key for one in defects if isinstance(one, Convention) for key in one.own_means}
     without_rows = shown_without_rows(phases, observables) | own_means
     runs = [measure([run], oracle, without_rows=without_rows) for run in noise]

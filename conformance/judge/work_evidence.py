@@ -8,6 +8,7 @@ proven.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from conformance.spec.layout import Layout
@@ -19,7 +20,7 @@ BLOCK = 128  # libraries pad rows to a multiple of this
 _REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce", "all_to_all")
 _GATHERS = ("all_gather", "broadcast")
 
-Claims = Iterator[tuple[str, bool]]
+Claims = Iterator[tuple[str, bool, str]]  # the claim, whether it holds, and what was requested and observed
 # For each data rank and each of its micro-batches: index, length and number of targets of each row.
 Rows = Sequence[Sequence[Sequence[Sequence[int]]]]
 
@@ -100,19 +101,30 @@ class Step:
             yield from parts
 
 
+def at_least(claim: str, observed: float, due: float, unit: str = "elements") -> tuple[str, bool, str]:
+    return claim, observed >= due, f"requested at least {due:,.0f} {unit}, observed {observed:,.0f}"
+
+
+def below(claim: str, observed: float, most: float, unit: str = "elements") -> tuple[str, bool, str]:
+    return claim, observed < most, f"requested fewer than {most:,.0f} {unit}, observed {observed:,.0f}"
+
+
 def work_claims(layout: Layout, step: Step, scenario: Scenario, linear: Linear, *, layers: int, experts: int) -> Claims:
     """Yields the claims about rows and matrix products. layers: of the policy. experts: elements of all experts."""
     if step.has_rows:
         observed = {frozenset(rank["rows"]) for rank in step.ranks if rank["rows"]}
         due = {frozenset(row for rows in parts for row, _, targets in rows if targets) for parts in step.rows}
-        yield "each rank gives the rows of its micro-batches and no others", observed == due - {frozenset()}
+        shown = " and ".join(str(sorted(rows)) for rows in sorted(observed, key=min))
+        holds = observed == due - {frozenset()}
+        yield "each rank gives the rows of its micro-batches and no others", holds, f"observed rows {shown}"
     forward, backward = step.work("forward"), step.work("backward")
     if sum(forward):
-        least = LEAST * step.tokens * linear.layers
-        yield "linear layers multiply all tokens, forward", sum(forward) >= least
-        yield "linear layers multiply all tokens, backward", sum(backward) >= (1 if linear.frozen else 2) * least
+        least, unit = LEAST * step.tokens * linear.layers, "multiplications"
+        yield at_least("linear layers multiply all tokens, forward", sum(forward), least, unit)
+        least *= 1 if linear.frozen else 2
+        yield at_least("linear layers multiply all tokens, backward", sum(backward), least, unit)
         most = most_work(layout, step, scenario, linear, layers=layers, experts=experts)
-        yield "no rank multiplies more than its share", max(backward) <= most
+        yield below("no rank multiplies more than its share", max(backward), most, unit)
 
 
 def most_work(layout: Layout, step: Step, scenario: Scenario, linear: Linear, *, layers: int, experts: int) -> float:
@@ -136,51 +148,55 @@ def exchange_claims(
     if layout.tp > 1:
         of_size = _of_size(layout.tp)
         summed = step.moved(("all_reduce", "reduce_scatter"), _forward, of_size)
-        yield "activations of all layers are summed over tensor-parallel ranks", summed >= sums * activations
+        yield at_least("activations of all layers are summed over tensor-parallel ranks", summed, sums * activations)
         if "seqpar" in layout.options:
             cut = step.moved(("reduce_scatter",), _forward, of_size)
-            yield "activations are cut along the sequence", cut >= sums * activations
+            yield at_least("activations are cut along the sequence", cut, sums * activations)
     if layout.pp > 1:
         sent = step.moved(("send",), _anywhere, _any)
-        yield "pipeline stages send activations of all tokens to each other", sent >= activations / layout.tp
+        yield at_least("pipeline stages send activations of all tokens to each other", sent, activations / layout.tp)
     keys = tokens * linear.keys / layout.tp / layout.pp
     if layout.ulysses > 1:
         for text, where in (("forward", _forward), ("backward", _backward)):
             exchanged = step.moved(("all_to_all",), where, _of_size(layout.ulysses))
-            yield f"heads are exchanged for parts of the sequence, {text}", exchanged >= max(1, keys)
+            yield at_least(f"heads are exchanged for parts of the sequence, {text}", exchanged, max(1, keys))
     if layout.sp > 1:
         sent = step.moved(("send",), _forward, _any)
         if {"ring", "zigzag"} & set(layout.options):
-            yield "keys and values are passed around a ring", sent >= max(1, keys)
+            yield at_least("keys and values are passed around a ring", sent, max(1, keys))
         elif layout.gathers:
             gathered = step.moved(("all_gather",), _forward, _of_size(layout.sp))
             # ZeRO-3 gathers weights in the same pass, and maybe over the same ranks.
             weights = trained if stage == 3 and shards_of(layout) == layout.sp else 0
-            yield "keys and values are gathered", gathered >= weights + max(1, keys * layout.sp)
+            yield at_least("keys and values are gathered", gathered, weights + max(1, keys * layout.sp))
             if layout.pp == 1:
-                yield "keys and values go around no ring", sent == 0
+                yield below("keys and values go around no ring", sent, 1)
 
 
 def _of_data_groups(layout: Layout, step: Step, *, stage: int | None, due: float, accumulation: int) -> Claims:
     shards = shards_of(layout)
     if stage is not None and stage < 3 and shards > 1:
+        of_data = partial(_is_of_data, layout, step)
+        if "overlap" not in layout.options and not layout.gathers and (step.has_rows or layout.tp == 1):
+            whole = step.moved(_GATHERS, _forward, of_data)
+            yield below(f"weights are whole in the forward pass, as ZeRO-{stage} has it", whole, due)
         updated = step.moved(_GATHERS, _update, _of_size(shards))
         if not stage:
-            yield "all ranks update all weights, as ZeRO-0 has it", updated < due
+            yield below("all ranks update all weights, as ZeRO-0 has it", updated, due)
         elif "overlap" not in layout.options:
-            yield f"updated weights are gathered, as ZeRO-{stage} has it", updated >= due
+            yield at_least(f"updated weights are gathered, as ZeRO-{stage} has it", updated, due)
         if stage == 2 and accumulation > 1 and updated >= due:
             # The same elements: all weights of a rank. Keys and values, if gathered, have gradients that are reduced.
             keys = step.moved(("all_gather",), _passes, _of_size(shards)) if layout.gathers else 0
-            reduced = step.moved(_REDUCTIONS, _not_update, lambda group: _is_of_data(layout, step, group)) - keys
-            every = reduced >= (accumulation - 0.5) * updated
-            yield "gradients of every micro-batch are reduced, as ZeRO-2 has it", every
+            reduced = step.moved(_REDUCTIONS, _not_update, of_data) - keys
+            claim = "gradients of every micro-batch are reduced, as ZeRO-2 has it"
+            yield at_least(claim, reduced, (accumulation - 0.5) * updated)
     if layout.data > 1 and step.has_rows:
         reduced = step.moved(_REDUCTIONS, _not_forward, step.has_other_rows)
-        yield "gradients are reduced over ranks with other rows", reduced >= due
+        yield at_least("gradients are reduced over ranks with other rows", reduced, due)
     if layout.rep > 1:
         reduced = step.moved(("all_reduce",), _not_forward, _of_size(layout.rep))
-        yield "gradients are reduced over replicas", reduced >= due / shards
+        yield at_least("gradients are reduced over replicas", reduced, due / shards)
 
 
 def shards_of(layout: Layout) -> int:
@@ -191,7 +207,9 @@ def _is_of_data(layout: Layout, step: Step, group: Sequence[int]) -> bool:
     return len(group) == shards_of(layout) and (layout.data == 1 or not step.has_rows or step.has_other_rows(group))
 
 
-def not_proven(layout: Layout, step: Step, scenario: Scenario, linear: Linear, *, layers: int, experts: int) -> Claims:
+def not_proven(
+    layout: Layout, step: Step, scenario: Scenario, linear: Linear, *, layers: int, experts: int
+) -> Iterator[tuple[str, bool]]:
     """Yields what the layout asks for, and whether no claim decides it."""
     options = set(layout.options)
     for option in ("plan", "ownopt", "torchcp", "offload"):

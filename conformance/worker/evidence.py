@@ -125,7 +125,7 @@ class Watch(EagerMode):
     nested: how often a call of the autograd engine went on after a nested call, as where a layer is recomputed with its
         own graph.
     reduced: number of elements that were summed over a group, by size of the group.
-    moved: number of collectives and of their elements, by (kind, ranks of the group, pass). After ``begin_update`` the
+    moved: number of collectives of floating-point numbers, and of their elements, by (kind, ranks of the group, pass). After ``begin_update`` the
         pass is ``update``.
     work: multiplications of the products of linear layers, by phase, without those of the update.
     leaks: if set, it receives every operator, including the suite's own, except those for records and comparisons of
@@ -252,9 +252,10 @@ class Watch(EagerMode):
     def _collective(self, found: Collective) -> None:
         where = self._pass()
         self.collectives[found.kind, found.size, _name(found.dtype), where] += 1
-        moved = self.moved.setdefault((found.kind, found.ranks, "update" if self._updating else where), [0, 0])
-        moved[0] += 1
-        moved[1] += found.elements
+        if found.dtype.is_floating_point:
+            moved = self.moved.setdefault((found.kind, found.ranks, "update" if self._updating else where), [0, 0])
+            moved[0] += 1
+            moved[1] += found.elements
         if found.kind in REDUCTIONS and found.dtype.is_floating_point:
             # The input, which is summed, is at least as large as the output, so these are its elements.
             self.reduced[found.size] += found.elements

@@ -54,7 +54,7 @@ def wrong(layout: str, change: Callable[[Ranks], object]) -> set[str]:
         *work_claims(of, step, scenario, LINEAR, layers=2, experts=0),
         *exchange_claims(of, step, LINEAR, stage=of.zero, trained=TRAINED / of.tp, sums=4, accumulation=ACCUMULATION),
     ]
-    return {text for text, holds in claims if not holds}
+    return {text for text, holds, _ in claims if not holds}
 
 
 OPTIMIZER: Any = {"optimizer": {"name": "sgd", "lr": 0.1}}
@@ -99,6 +99,17 @@ def sends(ranks: Ranks) -> None:
     ranks[0]["moved"].append(["send", [0, 1], "forward", 1, 100])
 
 
+def gathers(elements: int) -> Callable[[Ranks], None]:
+    def change(ranks: Ranks) -> None:
+        for rank in ranks:
+            rank["moved"].append(["all_gather", rank["moved"][0][1], "forward", 1, elements])
+
+    return change
+
+
+gathers_weights, gathers_metrics = gathers(TRAINED), gathers(3)
+
+
 def reduces_once(ranks: Ranks) -> None:
     for rank in ranks:
         rank["moved"][0][-1] //= ACCUMULATION
@@ -119,6 +130,8 @@ def reduces_once(ranks: Ranks) -> None:
         ("dp2.zero1", moves_little("all_gather"), "updated weights are gathered, as ZeRO-1 has it"),
         ("dp2.tp2.zero1", moves_little("all_gather"), "updated weights are gathered, as ZeRO-1 has it"),
         ("sp2.zero1", moves_little("all_gather", "update"), "updated weights are gathered, as ZeRO-1 has it"),
+        ("dp2.tp2.zero1", gathers_weights, "weights are whole in the forward pass, as ZeRO-1 has it"),
+        ("dp2.zero1", gathers_metrics, ""),
         ("dp2.tp2.zero0", keeps, "all ranks update all weights, as ZeRO-0 has it"),
         ("dp2.tp2.zero2", reduces_once, "gradients of every micro-batch are reduced, as ZeRO-2 has it"),
         ("dp2.tp2.zero1", moves_little("all_reduce"), "gradients are reduced over ranks with other rows"),
