@@ -125,8 +125,8 @@ class Watch(EagerMode):
     nested: how often a call of the autograd engine went on after a nested call, as where a layer is recomputed with its
         own graph.
     reduced: number of elements that were summed over a group, by size of the group.
-    moved: number of collectives of floating-point numbers, and of their elements, by (kind, ranks of the group, pass). After ``begin_update`` the
-        pass is ``update``.
+    moved: number of collectives of floating-point numbers, and of their elements, by (kind, ranks of the group, pass).
+        After ``begin_update`` the pass is ``update``.
     work: multiplications of the products of linear layers, by phase, without those of the update.
     leaks: if set, it receives every operator, including the suite's own, except those for records and comparisons of
         replicas, of which it receives the input tensor.
