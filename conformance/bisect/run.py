@@ -15,7 +15,7 @@ from pathlib import Path
 
 from conformance.backends.registry import adapter_of
 from conformance.bisect.explain import describe
-from conformance.core.errors import UsageError, one_line
+from conformance.core.errors import UsageError, first_few, one_line
 from conformance.core.host import resolve
 from conformance.matrix.cell import Cell
 from conformance.models.families import is_written
@@ -37,6 +37,8 @@ from conformance.runner.phases import TraceFailed
 from conformance.runner.session import Session
 from conformance.spec.layout import Layout
 from conformance.worker.activation_capture import read_issued
+
+NO_FINDING = "no quantity is outside its tolerance, so there is nothing to bisect; the verdict says why it differs"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +79,7 @@ def bisect_judged(session: Session, cell: Cell, finding: Quantity, conforming: C
         return _with(bisection, bisect_step(session, cell, max(0, finding.step), conforming))  # -1: as loaded
     with _temporary_twin(session, twin):
         verdict = _verdict_of(session, twin)
-        if verdict.state != "differs":
+        if not verdict.findings:
             return replace(bisection, why_not=_why_no_twin(verdict, cell.scenario.precision))
         if known := read_bisection(session.folder(twin), cell=str(twin), records=_records(session, twin)):
             return replace(known, cell=bisection.cell, records=bisection.records)
@@ -129,6 +131,8 @@ def _why_no_twin(verdict: Verdict, precision: str) -> str:
             f"it agrees with the oracle in the exact tier, so the defect needs {precision}: look for values that are "
             f"computed, summed or stored in a wrong dtype"
         )
+    if verdict.state == "differs":
+        return f"in the exact tier {NO_FINDING}: {verdict.reason}"
     return (
         "right values can be distinguished from noise only in the exact tier, where it gave no answer: "
         f"{verdict.reason}"
@@ -208,20 +212,26 @@ def bisect_run(session: Session, cells: Sequence[Cell], *, say: Callable[[str], 
     """
     states = _states(session.config.out)
     of_state = {state: [cell for cell in cells if states.get(str(cell)) == state] for state in ("differs", "conforms")}
-    chosen = list(_chosen([cell for cell in of_state["differs"] if not not_bisected(session, cell)]))
+    findings = {cell: _findings(session, cell) for cell in of_state["differs"] if not not_bisected(session, cell)}
+    if without := [cell for cell, found in findings.items() if not found]:
+        say(f"not bisected: {first_few(without, most=MOST)}: {NO_FINDING}")
+    chosen = list(_chosen([cell for cell, found in findings.items() if found]))
     for cell in chosen[:MOST]:
         conforming = [other for other in of_state["conforms"] if _group(other) == _group(exact_twin(cell))]
-        answer = _bisect(session, cell, _most_similar(session, cell, conforming))
+        answer = _bisect(session, cell, findings[cell][0], _most_similar(session, cell, conforming))
         session.check()
         say(f"bisect {cell}: {answer}")
     if len(chosen) > MOST:
         say(f"{len(chosen) - MOST} more groups differ and were not bisected; parity bisect CELL does it")
 
 
-def _bisect(session: Session, cell: Cell, conforming: Cell | None) -> str:
+def _findings(session: Session, cell: Cell) -> tuple[Quantity, ...]:
+    return read_entry(session.folder(cell) / VERDICT).verdict.findings
+
+
+def _bisect(session: Session, cell: Cell, finding: Quantity, conforming: Cell | None) -> str:
     """Bisects one cell; returns the line for the terminal."""
     try:
-        finding = read_entry(session.folder(cell) / VERDICT).verdict.findings[0]
         found = bisect_judged(session, cell, finding, conforming)
         session.check()
         write_bisection(session.folder(cell), found)

@@ -1,16 +1,23 @@
 """`parity bisect` of cells: on several ranks of the three backends, and what is refused."""
 
+from pathlib import Path
+
 import pytest
 from bisect_backends import FAMILIES, PLANTED, entry
 from cells import BACKENDS, cell_of, exhaustive
 from conftest import make_cell
+from report_sample import RUN, write_cell
 
 from conformance.backends.faults import catalogue
 from conformance.backends.protocol import BackendEntry
 from conformance.bisect.explain import describe
-from conformance.bisect.run import bisect_cell, bisect_step, not_bisected
+from conformance.bisect.run import NO_FINDING, bisect_cell, bisect_run, bisect_step, not_bisected
 from conformance.cli import main as cli
+from conformance.matrix.cell import Cell
 from conformance.results.bisection import OUTSIDE
+from conformance.results.run_results import cell_summary, write_summary
+from conformance.results.verdict import Quantity, Verdict
+from conformance.runner.placement import SessionConfig
 from conformance.runner.session import Session
 from conformance.spec.precision import PrecisionName
 
@@ -35,6 +42,38 @@ def test_a_backend_that_does_not_name_its_modules_is_refused(session: Session) -
     assert "bare does not say which modules it runs; its adapter needs the method traced()" in not_bisected(
         session, cell
     )
+
+
+def test_cells_without_findings_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stale convention makes a cell differ in which every quantity agrees. It must not stand for its group."""
+    stale, wrong = (make_cell("sft-sgd", "llama", layout, "exact") for layout in ("dp1", "dp2"))
+    finding = Quantity(stage="loss", tensor="loss", step=0, observed=1.0, allowed=1e-11)
+    reason = "declares the convention weight decay on norms and biases (DecaysAll), but does not show it"
+    said, bisected, own = list[str](), list[Cell](), Session(SessionConfig(out=tmp_path))
+
+    def answer(_: Session, cell: Cell, *__: object) -> str:
+        bisected.append(cell)
+        return "an answer"
+
+    entries = [
+        write_cell(
+            tmp_path,
+            str(cell),
+            folder=str(own.folder(cell).relative_to(tmp_path)),
+            records=(),
+            oracle=None,
+            observables=(),
+            verdict=Verdict(state="differs", reason=reason, quantities=quantities),
+        )
+        for cell, quantities in ((stale, ()), (wrong, (finding,)))
+    ]
+    write_summary(tmp_path, RUN, [cell_summary(entry) for entry in entries])
+    monkeypatch.setattr("conformance.bisect.run.not_bisected", lambda *_: "")
+    monkeypatch.setattr("conformance.bisect.run._bisect", answer)
+    with own:
+        bisect_run(own, [stale, wrong], say=said.append)
+    assert bisected == [wrong]
+    assert said == [f"not bisected: {stale}: {NO_FINDING}", f"bisect {wrong}: an answer"]
 
 
 def test_bisecting_needs_one_cell(capsys: pytest.CaptureFixture[str]) -> None:
