@@ -55,6 +55,7 @@ if TYPE_CHECKING:
         EntropyByMicroBatch,
         GenerationDenominator,
         GeneratorsNotSaved,
+        MetricsByMicroBatch,
         RoundedMasters,
         SchedulePerRollout,
         TrainedPaddingToken,
@@ -93,6 +94,7 @@ __all__ = [
     "GeneratorsNotSaved",
     "Layout",
     "LostEmbeddingGradient",
+    "MetricsByMicroBatch",
     "NamedTensors",
     "PaddedSoftmax",
     "Paused",
@@ -157,7 +159,7 @@ _NAMES = {
     "conformance.spec.conventions": (
         *("AdvantageEpsilon", "BiasedWhitening", "CountEpsilon", "DecaysAll", "EntropyByMicroBatch"),
         "GenerationDenominator",
-        *("GeneratorsNotSaved", "RoundedMasters", "SchedulePerRollout", "TrainedPaddingToken"),
+        *("GeneratorsNotSaved", "MetricsByMicroBatch", "RoundedMasters", "SchedulePerRollout", "TrainedPaddingToken"),
     ),
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}

@@ -20,6 +20,7 @@ from conformance.spec.conventions import (
     DecaysAll,
     EntropyByMicroBatch,
     GenerationDenominator,
+    MetricsByMicroBatch,
     RoundedMasters,
     SchedulePerRollout,
     TrainedPaddingToken,
@@ -222,14 +223,14 @@ class WithGenerationDenominator(Variant):
         return [_with_column(batch, "token_weight", lambda _: len(batches) / tokens) for batch in batches]
 
 
-class WithEntropyByMicroBatch(Variant):
-    """Gives each micro-batch the same weight in the entropy, however many tokens it has."""
+class WithMeansOfMicroBatches(Variant):
+    """Gives each micro-batch the same weight in some means, however many tokens it has."""
 
-    def __init__(self, convention: EntropyByMicroBatch) -> None:
-        self._ranks, self._count = convention.data_ranks, convention.micro_batches
+    def __init__(self, convention: EntropyByMicroBatch | MetricsByMicroBatch, column: str) -> None:
+        self._ranks, self._count, self._column = convention.data_ranks, convention.micro_batches, column
 
     def rollout(self, batches: list[Batch]) -> list[Batch]:
-        return [_with_column(batch, "entropy_weight", self._weights(batch).__getitem__) for batch in batches]
+        return [_with_column(batch, self._column, self._weights(batch).__getitem__) for batch in batches]
 
     def _weights(self, batch: Batch) -> dict[int, float]:
         """Returns the weight of a token by the index of its row."""
@@ -266,7 +267,8 @@ VARIANTS: dict[type[Any], Callable[[Any], Variant]] = {
     CountEpsilon: WithCountEpsilon,
     SchedulePerRollout: lambda _: WithSchedulePerRollout(),
     GenerationDenominator: lambda _: WithGenerationDenominator(),
-    EntropyByMicroBatch: WithEntropyByMicroBatch,
+    EntropyByMicroBatch: lambda one: WithMeansOfMicroBatches(one, "entropy_weight"),
+    MetricsByMicroBatch: lambda one: WithMeansOfMicroBatches(one, "metric_weight"),
 }
 
 

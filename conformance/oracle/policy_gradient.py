@@ -152,11 +152,8 @@ class ResponseFunctions:
         losses, ratio = policy.losses, policy.ratio
         if o.rollout_is_threshold is not None:
             losses = losses * of_targets(document, "importance", stable)
-        mean, count = self.weight(len(losses), totals), totals["token_count"]
-        # Only a convention gives these columns.
-        weight, of_entropy = (
-            cast(float, document.columns.get(f"{name}_weight", mean)) for name in ("token", "entropy")
-        )
+        mean = self.weight(len(losses), totals)
+        weight, of_entropy = (_given(document, f"{name}_weight", mean) for name in ("token", "entropy"))
         rows = {"logprob": logprobs, "entropy": entropy, "ratio": ratio, "advantage": advantage}
         parts = {"pg_loss": weight * losses, "entropy_loss": of_entropy * entropy}
         parts["loss"] = parts["pg_loss"] - o.entropy_coeff * parts["entropy_loss"]
@@ -165,6 +162,7 @@ class ResponseFunctions:
             rows[REFERENCE_KL] = divergence(logprobs - reference, o.kl_loss_type)
             parts["kl_loss"] = weight * rows[REFERENCE_KL]
             parts["loss"] = parts["loss"] + o.kl_loss_coef * parts["kl_loss"]
+        of_metric = _given(document, "metric_weight", 1 / totals["token_count"])
         means = {
             "ppo_kl": policy.approx_kl,
             "pg_clipfrac": policy.clipped.to(stable),
@@ -172,7 +170,7 @@ class ResponseFunctions:
             "ratio_mean": ratio,
         }
         values = {key: terms.sum().item() for key, terms in parts.items()}
-        values |= {key: (numbers.sum() / count).item() for key, numbers in means.items()}
+        values |= {key: (of_metric * numbers.sum()).item() for key, numbers in means.items()}
         rows |= {terms_of(key): terms for key, terms in parts.items()}
         rows |= {"approx_kl": policy.approx_kl, "old_logprob": old}
         if not o.recompute_old_logprobs:
@@ -276,7 +274,7 @@ class PpoFunctions(ResponseFunctions):
         old, wanted = (of_targets(document, name, values.dtype) for name in ("value", "return"))
         losses, clipped = value_losses(values, old, wanted, cliprange=self.objective.cliprange_value)
         loss = self.weight(len(values), totals) * losses.sum()
-        share = clipped.to(values.dtype).sum() / totals["token_count"]
+        share = _given(document, "metric_weight", 1 / totals["token_count"]) * clipped.to(values.dtype).sum()
         numbers = {"critic.loss": loss.item(), "critic.clipfrac": share.item()}
         rows = {"critic.value": values, "critic.old_value": old, "return": wanted}
         return Term(loss=loss, values=numbers, rows=rows)
@@ -392,6 +390,11 @@ def of_targets(document: Document, name: str, stable: torch.dtype) -> Tensor:
     """Returns a column's numbers for the target tokens, (targets,)."""
     column: Any = document.columns[name]
     return torch.tensor([x for x, target in zip(column, document.targets, strict=True) if target], dtype=stable)
+
+
+def _given(document: Document, column: str, weight: float) -> float:
+    """Returns the weight of each token that a convention gives to a document; ``weight`` if none does."""
+    return cast(float, document.columns.get(column, weight))
 
 
 def one_number(document: Document, name: str) -> float:

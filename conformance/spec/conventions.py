@@ -159,24 +159,47 @@ class GenerationDenominator(Convention):
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class EntropyByMicroBatch(Convention):
-    """Takes the entropy bonus as the mean over micro-batches and ranks of their means over tokens.
+class _MeansOfMicroBatches(Convention):
+    """Takes numbers as the means over micro-batches and ranks of their means over tokens.
 
     ``data_ranks``, ``micro_batches``: how the rows of an optimizer step are divided. The suite sets them.
     """
 
-    kind: Literal["entropy-by-micro-batch"] = "entropy-by-micro-batch"
     data_ranks: Number = 1
     micro_batches: Number = 1
+
+    def in_cell(self, scenario: Scenario, layout: Layout) -> Self | None:
+        if not isinstance(scenario.objective, PolicyGradient):
+            return None
+        return type(self)(data_ranks=layout.data, micro_batches=scenario.accumulation)
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class EntropyByMicroBatch(_MeansOfMicroBatches):
+    """Takes the entropy bonus as the mean over micro-batches and ranks of their means over tokens."""
+
+    kind: Literal["entropy-by-micro-batch"] = "entropy-by-micro-batch"
     words: ClassVar[str] = "entropy as the mean of the means of micro-batches"
     stage: ClassVar[str] = "loss"
     own_means: ClassVar[tuple[str, ...]] = ("entropy_loss",)
 
     def in_cell(self, scenario: Scenario, layout: Layout) -> Self | None:
         o = scenario.objective
-        if not isinstance(o, PolicyGradient) or not o.entropy_coeff:
-            return None
-        return type(self)(data_ranks=layout.data, micro_batches=scenario.accumulation)
+        has_bonus = isinstance(o, PolicyGradient) and o.entropy_coeff
+        return super().in_cell(scenario, layout) if has_bonus else None
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class MetricsByMicroBatch(_MeansOfMicroBatches):
+    """Reports clip fractions, ``ppo_kl`` and ``ratio_mean`` as means over micro-batches and ranks of their means."""
+
+    kind: Literal["metrics-by-micro-batch"] = "metrics-by-micro-batch"
+    words: ClassVar[str] = "metrics as the means of the means of micro-batches"
+    stage: ClassVar[str] = "policy metrics"
+    own_means: ClassVar[tuple[str, ...]] = (
+        *("ppo_kl", "ratio_mean", "pg_clipfrac", "pg_clipfrac_lower"),
+        "critic.clipfrac",
+    )
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -229,6 +252,7 @@ OracleConvention = (
     | SchedulePerRollout
     | GenerationDenominator
     | EntropyByMicroBatch
+    | MetricsByMicroBatch
     | RoundedMasters
     | TrainedPaddingToken
 )
@@ -244,6 +268,7 @@ KNOWN: Conventions = (
     SchedulePerRollout(),
     GenerationDenominator(),
     EntropyByMicroBatch(),
+    MetricsByMicroBatch(),
     *(RoundedMasters(precision=precision) for precision in PRECISIONS if precision in HALF_PRECISIONS),
     TrainedPaddingToken(),
     GeneratorsNotSaved(),

@@ -18,7 +18,7 @@ from conformance.backends.registry import AskFailed, InProcessAdapter, adapter_o
 from conformance.cli import main as cli
 from conformance.core.errors import UsageError
 from conformance.core.host import FIXTURES
-from conformance.spec.conventions import RoundedMasters
+from conformance.spec.conventions import AdvantageEpsilon, DecaysAll, EntropyByMicroBatch, RoundedMasters
 from conformance.spec.layout import Layout
 from conformance.spec.scenario import Scenario, load_scenario
 
@@ -28,11 +28,11 @@ import only_there
 from plain_backend import Plain
 from conformance.backends.protocol import BackendInfo
 from conformance.spec.known_defects import ExpectedDifference
-from conformance.backends.protocol import BackendInfo, Unsupported
 from conformance.spec.conventions import AdvantageEpsilon, DecaysAll, EntropyByMicroBatch, RoundedMasters
 
 class Pinned(Plain):
     fresh_ranks = True
+    conventions = (DecaysAll(), EntropyByMicroBatch(), AdvantageEpsilon(value=0.25))
     expected = (ExpectedDifference(
         reason="rounds",
         link="docs",
@@ -111,6 +111,37 @@ def test_an_adapter_says_the_same_from_another_environment(python: str) -> None:
     assert known.defects == (RoundedMasters(precision="bf16"),)
     assert asked.known(SCENARIO, Layout(dp=2)) == ()
     assert versions_of([entry])["only-there (pinned)"] == "9.9"
+
+
+def test_conventions_are_asked_from_another_environment(python: str) -> None:
+    asked = adapter_of(find_backend("pinned_adapter:Pinned", python))
+    rl = load_scenario(FIXTURES / "scenarios" / "grpo.toml", model="models/llama", precision="exact")
+    entropy = EntropyByMicroBatch(data_ranks=2, micro_batches=rl.accumulation)
+    assert asked.conventions(rl, Layout(dp=2)) == (DecaysAll(), entropy, AdvantageEpsilon(value=0.25))
+    assert asked.conventions(SCENARIO, Layout(dp=2)) == ()
+
+
+RL = """
+steps = 1
+data.rows = 8
+objective.kind = "grpo"
+optimizer = { name = "sgd", lr = 0.05 }
+"""
+
+
+@pytest.mark.exhaustive
+def test_conventions_from_another_environment_reach_the_oracle(python: str, tmp_path: Path) -> None:
+    """The backend declares another epsilon than it has, which only the oracle with the declared one can tell."""
+    profile, name = write_profile(tmp_path), "pinned_adapter:Pinned"
+    (tmp_path / "tiny.toml").write_text(RL)
+    out, chosen = tmp_path / "out", ["--backend", name, "--python", f"{name}={python}", "--profile", profile]
+    assert cli.main(["run", *chosen, "--cells", "*/dp2/*", "--out", str(out), "--no-bisect"]) == 1
+    (verdict,) = (json.loads(file.read_text()) for file in out.glob("cells/*/verdict.json"))
+    assert verdict["reason"].startswith(
+        "declares the convention another epsilon beside the standard deviation of rewards"
+    )
+    assert "agrees without" in verdict["reason"]
+    assert {"kind": "advantage-epsilon", "value": 0.25} in [one for v in verdict["variants"] for one in v["defects"]]
 
 
 def test_an_environment_that_cannot_be_used_is_one_message(

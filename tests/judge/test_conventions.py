@@ -8,9 +8,12 @@ import torch
 from conftest import make_cell
 from oracle_cells import OracleRuns, as_cell
 
+from conformance.backends.protocol import BackendEntry
 from conformance.judge.expected_differences import explained, judge_cell
+from conformance.matrix.cell import Cell, Phase
 from conformance.records.step_tensors import Record
 from conformance.results.verdict import Verdict
+from conformance.runner.session import Session
 from conformance.spec.conventions import (
     KNOWN,
     AdvantageEpsilon,
@@ -20,6 +23,7 @@ from conformance.spec.conventions import (
     DecaysAll,
     EntropyByMicroBatch,
     GenerationDenominator,
+    MetricsByMicroBatch,
     OracleConvention,
     RoundedMasters,
     SchedulePerRollout,
@@ -29,12 +33,14 @@ from conformance.spec.conventions import (
 from conformance.spec.layout import Layout
 
 ENTROPY = EntropyByMicroBatch(data_ranks=1, micro_batches=2)
+METRICS = MetricsByMicroBatch(data_ranks=1, micro_batches=2)
 SHOWN: tuple[OracleConvention, ...] = (
     DecaysAll(),
     AdvantageEpsilon(value=1e-4),
     SchedulePerRollout(),
     GenerationDenominator(),
     ENTROPY,
+    METRICS,
 )
 
 
@@ -143,6 +149,17 @@ def test_entropy_is_the_mean_of_means(runs: OracleRuns) -> None:
     assert right == pytest.approx(torch.cat(halves).mean().item(), rel=1e-12)
 
 
+def test_metrics_are_the_means_of_means(runs: OracleRuns) -> None:
+    record, rows = runs.record((METRICS,)), [row.index for row in runs.batches[1].rows]
+    for key, of_tokens in (("ppo_kl", "approx_kl"), ("ratio_mean", "ratio")):
+        found = rows_of(record, of_tokens, step=1)
+        halves = [torch.cat([found[row] for row in half]) for half in (rows[:4], rows[4:])]
+        own, right = (one.steps[1].value(key) for one in (record, runs.record()))
+        assert own == pytest.approx(sum(half.mean().item() for half in halves) / 2, rel=1e-12)
+        assert right == pytest.approx(torch.cat(halves).mean().item(), rel=1e-12)
+        assert own != right
+
+
 # --- what a verdict says ----------------------------------------------------------------------------------------------
 
 
@@ -213,3 +230,25 @@ def test_conventions_apply_only_where_they_can_change_numbers(runs: OracleRuns) 
     assert kinds == {"TrainedPaddingToken", "GeneratorsNotSaved"}
     assert set(map(str, SHOWN)) <= {str(one) for one in in_cell(KNOWN, runs.cell.scenario, Layout())}
     assert of_oracle(KNOWN) == KNOWN[:-1]
+
+
+# --- real cells -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "state", "conventions", "words"),
+    [
+        ("SavesNoGenerators", "conforms", ("GeneratorsNotSaved",), "not judged: generators; with the convention check"),
+        ("ForgetsGenerators", "differs", (), "agrees in all stages with checkpoints without random generators"),
+        ("SavesGenerators", "differs", (), "declares the convention checkpoints without random generators (Gen"),
+    ],
+)
+def test_generators_that_a_checkpoint_leaves_out(
+    session: Session, name: str, state: str, conventions: tuple[str, ...], words: str
+) -> None:
+    scenario = make_cell("sft-sgd", "llama", "dp1", "exact", steps=2, rows=4, accumulation=1).scenario
+    backend = BackendEntry(name=name.lower(), target=f"plain_variants:{name}")
+    phases = tuple(Phase(backend=backend, layout=Layout(dp=1), steps=1, save=save) for save in ("checkpoint", None))
+    verdict = session.run(Cell(scenario=scenario, phases=phases, program="resume")).verdict
+    assert (verdict.state, verdict.conventions) == (state, conventions), verdict.reason
+    assert words in verdict.reason

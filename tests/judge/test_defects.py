@@ -24,6 +24,7 @@ from conformance.spec.conventions import (
     DecaysAll,
     EntropyByMicroBatch,
     GenerationDenominator,
+    MetricsByMicroBatch,
     RoundedMasters,
     SchedulePerRollout,
     TrainedPaddingToken,
@@ -57,6 +58,7 @@ ALL: tuple[Defect, ...] = (
     SchedulePerRollout(),
     GenerationDenominator(),
     EntropyByMicroBatch(data_ranks=2, micro_batches=3),
+    MetricsByMicroBatch(data_ranks=2, micro_batches=3),
 )
 
 

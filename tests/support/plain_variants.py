@@ -7,11 +7,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from plain_backend import Plain
 
 from conformance.backends.protocol import NamedTensors, Shard, StepMetrics, Support, TensorKind, Unsupported
 from conformance.spec.batch import Batch, Row
+from conformance.spec.conventions import GeneratorsNotSaved
 from conformance.spec.layout import Layout
 from conformance.spec.scenario import Scenario
 
@@ -114,6 +116,26 @@ class Selfish:
     @classmethod
     def supports_checkpoint(cls, scenario: Scenario, before: Layout, after: Layout) -> Support:
         raise KeyError("a defect")
+
+
+class ForgetsGenerators(Plain):
+    """Restores no random generators, as many frameworks do not."""
+
+    def load(self, path: Path) -> None:
+        super().load(path)
+        torch.manual_seed(42)
+
+
+class SavesNoGenerators(ForgetsGenerators):
+    """Says so."""
+
+    conventions = (GeneratorsNotSaved(),)
+
+
+class SavesGenerators(Plain):
+    """Says that it does not."""
+
+    conventions = (GeneratorsNotSaved(),)
 
 
 class Leftover(Plain):
