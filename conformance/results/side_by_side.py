@@ -49,6 +49,7 @@ class Member:
 
     records: digests of the compared records. problem: why the cell is not compared with others, or not in all columns;
     empty if it is compared in all columns. oracle: its worst difference from the oracle in each column.
+    conventions: those of the oracle that judged it and that show, or all if it differs; ``oracle`` is without them.
     """
 
     cell: str
@@ -56,6 +57,7 @@ class Member:
     records: tuple[str, ...]
     problem: str
     oracle: Columns
+    conventions: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if len(self.cell.split("/")) < 4:

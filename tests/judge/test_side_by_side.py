@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from judge_sample import both
 from side_sample import (
     GROUP,
     MEMBERS,
@@ -20,8 +21,10 @@ from side_sample import (
     Tensors,
     Values,
     cell_id,
+    declare,
     scaled,
     write_run,
+    wrong_loss,
 )
 
 from conformance.cli import main as cli
@@ -29,6 +32,8 @@ from conformance.judge.side_by_side import write_side_by_side
 from conformance.judge.tensor_views import floor_of_tensors
 from conformance.judge.tolerance import EXACT
 from conformance.records.step_tensors import read_record
+from conformance.results.output_folders import slim
+from conformance.spec.conventions import DecaysAll
 from conformance.spec.objectives import all_observables
 from conformance.spec.observables import columns
 from reports.side_by_side import to_markdown
@@ -266,6 +271,55 @@ def test_a_member_that_differs_elsewhere_is_not_passed_over(tmp_path: Path) -> N
     group = group_of(write_run(tmp_path / "out", {FSDP2: change}))
     assert group["state"] == "differs"
     assert "fsdp2 dp2 differs from the oracle at a stage without a column: loss." in group["text"]
+
+
+# Conventions
+
+
+@pytest.fixture(scope="module")
+def convention(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two members declare a convention, and a third one has it. Never written to by a test."""
+    out = write_run(tmp_path_factory.mktemp("convention") / "out", dict.fromkeys((DEEPSPEED, MEGATRON), wrong_loss))
+    declare(out, (DEEPSPEED, MEGATRON), DecaysAll(), wrong_loss)
+    return out
+
+
+@pytest.mark.parametrize("keep", ["all", "lines"])
+def test_a_convention_is_why_members_stand_alone(convention: Path, tmp_path: Path, keep: str) -> None:
+    out = Path(shutil.copytree(convention, tmp_path / "out"))
+    if keep == "lines":
+        slim(out)
+        assert not [*out.glob("cells/*/legs/0/record/*.safetensors")]
+        write_side_by_side(out)
+    group = group_of(out)
+    assert group["state"] == "expected_difference"
+    assert re.search(
+        r"In loss, fsdp2 \(dp2, dp2\.tp2\) agree with each other and with the oracle\. deepspeed dp2 and megatron tp2 "
+        r"agree with each other and not with the oracle because of the convention DecaysAll: loss \S+e-1\d apart, "
+        r"1\.0e-02 from it\.$",
+        group["text"],
+    )
+    assert group["families"]["loss"] == [
+        ["oracle", cell_id(FSDP2), cell_id(FSDP2_TP)],
+        [cell_id(DEEPSPEED), cell_id(MEGATRON)],
+    ]
+    assert [member["conventions"] for member in group["members"]] == [["DecaysAll"], [], [], ["DecaysAll"]]
+
+
+def test_one_member_with_a_convention_is_not_where_to_look(tmp_path: Path) -> None:
+    out = write_run(tmp_path / "out", {DEEPSPEED: wrong_loss})
+    declare(out, (DEEPSPEED,), DecaysAll(), wrong_loss)
+    text = group_of(out)["text"]
+    assert "deepspeed dp2 stands alone because of the convention DecaysAll: loss 1.0e-02 from the oracle." in text
+    assert "look first" not in text
+
+
+def test_a_bug_beside_a_convention_is_where_to_look(tmp_path: Path) -> None:
+    out = write_run(tmp_path / "out", {DEEPSPEED: both(wrong_loss, WRONG)})
+    declare(out, (DEEPSPEED,), DecaysAll(), wrong_loss)
+    group = group_of(out)
+    assert group["state"] == "differs"
+    assert group["text"].endswith("; look first at deepspeed dp2, judged with the convention DecaysAll.")
 
 
 # What is not there

@@ -3,6 +3,7 @@
 Every member computes the oracle's numbers with its own rounding; a test gives some members a ``Change``.
 """
 
+import json
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -10,13 +11,14 @@ from typing import Any
 
 import torch
 from judge_sample import evidence
-from report_sample import RUN, write_cell
+from report_sample import RUN, edit, write_cell
 
 from conformance.judge.rejudge import rejudge
 from conformance.judge.side_by_side import write_side_by_side
 from conformance.records.step_tensors import RecordWriter
 from conformance.results.run_results import cell_summary, write_summary
 from conformance.results.verdict import Verdict
+from conformance.spec.conventions import OracleConvention
 from conformance.spec.known_defects import Defect, defects_to_json
 from conformance.spec.layout import Layout
 from conformance.spec.objectives import all_observables
@@ -56,6 +58,7 @@ def write_run(out: Path, changes: Mapping[str, Change] | None = None, *, members
         folder = f"cells/{number:02d}"
         change = (changes or {}).get(member, _unchanged)
         header = {"cell": cell_id(member), "layout": layout, "backend": {"name": backend, "default_zero": None}}
+        header["environment"] = {}
         write_record(out / folder / "legs/0/record", SCENARIO, header, change, rounding=ROUNDING, seed=number)
         entry = write_cell(
             out,
@@ -73,6 +76,18 @@ def write_run(out: Path, changes: Mapping[str, Change] | None = None, *, members
     return out
 
 
+def declare(out: Path, members: tuple[str, ...], convention: OracleConvention, change: Change) -> None:
+    """Let members of a run declare a convention, which is ``change`` to the oracle, and judge the run again."""
+    write_oracle(out / "oracle" / convention.kind / "float64", SCENARIO, change, defects=(convention,))
+    for member in members:
+        (file,) = (f for f in out.glob("cells/*/verdict.json") if json.loads(f.read_text())["cell"] == cell_id(member))
+        (own,) = defects_to_json((convention,))
+        variants = [{"defects": [own], "folder": f"../../oracle/{convention.kind}"}]
+        edit(file, conventions=[own], variants=variants)
+    rejudge(out)
+    write_side_by_side(out)
+
+
 def scaled(tensor: str, by: float, *, at: int = 0) -> Change:
     """A change of one tensor at one step."""
 
@@ -81,6 +96,11 @@ def scaled(tensor: str, by: float, *, at: int = 0) -> Change:
             tensors[tensor] *= by
 
     return change
+
+
+def wrong_loss(step: int, values: Values, tensors: Tensors) -> None:
+    if step >= 0:
+        values["loss"] *= 1.01
 
 
 def write_oracle(

@@ -7,7 +7,7 @@ comparisons that need the missing part.
 
 import os
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,10 +21,12 @@ from conformance.records.step_tensors import Record, read_record
 from conformance.results.run_results import Entry, inside, read_run
 from conformance.results.side_by_side import Difference, Group, Member, Pair, read_groups, write_groups
 from conformance.results.verdict import NOT_SEEN
+from conformance.spec.conventions import of_oracle
 from conformance.spec.known_defects import defects_of
 from conformance.spec.observables import Observable, columns
 
-# The differences of two records by column; a record is named by its cell and the digests of its phases.
+# The differences of two records by column; a record is named by its cell and the digests of its phases. A record alone
+# has its differences from the oracle, if it was judged by an oracle with conventions.
 Compared = dict[frozenset[tuple[str, ...]], dict[str, Difference]]
 NOT_KEPT = "only its scalars were compared with some others, because its tensors were not kept (--keep all keeps them)"
 
@@ -66,9 +68,12 @@ def _read_earlier(out: Path) -> Compared:
     except UsageError:
         return {}
     return {
-        frozenset((group.members[n].cell, *group.members[n].records) for n in pair.members): dict(pair.columns)
+        frozenset((group.members[n].cell, *group.members[n].records) for n in numbers): dict(found)
         for group in groups
-        for pair in group.pairs
+        for numbers, found in [
+            *((pair.members, pair.columns) for pair in group.pairs),
+            *(((n,), member.oracle) for n, member in enumerate(group.members) if member.conventions),
+        ]
     }
 
 
@@ -80,29 +85,15 @@ def _group(out: Path, name: str, entries: Sequence[Entry], earlier: Compared) ->
     shown = columns(observables)
     bounds: Bounds = {
         (q.stage, q.tensor, q.step): q.allowed
-        for entry in entries
+        for entry in sorted(entries, key=lambda entry: not entry.conventions)
         if not _is_of_a_defect(entry)
         for q in entry.verdict.quantities
-    }  # all members have the same bounds, because these depend only on the scenario and its precision
-    with_lines = [number for number, one in enumerate(observed) if one.lines]
-    pairs: dict[tuple[int, int], dict[str, Difference]] = {}
-    lines = [observed[number].lines for number in with_lines]
-    for (a, b), worst in compare_lines(lines, reference.lines, observables=observables, bounds=bounds).items():
-        pairs[with_lines[a], with_lines[b]] = worst
-    if reference.records:
-        records = {number: one.records for number, one in enumerate(observed) if one.records}
-        numbers = list(records)
-        for (a, b), worst in compare_tensors(list(records.values()), reference.records[0], bounds=bounds).items():
-            pairs[numbers[a], numbers[b]] |= worst
-    keys = [(entry.cell, *one.digests) for entry, one in zip(entries, observed, strict=True)]
-    for (a, b), worst in pairs.items():
-        if entries[a].slim or entries[b].slim:
-            if known := earlier.get(frozenset({keys[a], keys[b]})):
-                worst |= {column: difference for column, difference in known.items() if column not in worst}
-            else:
-                lost = next(number for number in (a, b) if entries[number].slim)
-                observed[lost] = replace(observed[lost], problem=NOT_KEPT)
-    members = [_member(entry, one) for entry, one in zip(entries, observed, strict=True)]
+    }  # those without conventions have the same bounds, because these depend only on the scenario and its precision
+    pairs = _compared(entries, observed, reference, bounds, earlier)
+    members = [
+        _member(entry, one, pairs.get((ORACLE, number), {}) if _declared(entry) else None)
+        for number, (entry, one) in enumerate(zip(entries, observed, strict=True))
+    ]
     found = agreement(members, pairs, shown, elsewhere=[entry.verdict.first_stage for entry in entries])
     cells = [entry.cell for entry in entries]
     return Group(
@@ -115,8 +106,37 @@ def _group(out: Path, name: str, entries: Sequence[Entry], earlier: Compared) ->
             for column, families in found.families.items()
         },
         members=tuple(members),
-        pairs=tuple(Pair(members=pair, columns=worst) for pair, worst in pairs.items()),
+        pairs=tuple(Pair(members=pair, columns=worst) for pair, worst in pairs.items() if pair[0] != ORACLE),
     )
+
+
+def _compared(
+    entries: Sequence[Entry], observed: list[_Observed], reference: _Observed, bounds: Bounds, earlier: Compared
+) -> dict[tuple[int, int], dict[str, Difference]]:
+    """Compares every two members. Where tensors were not kept and ``earlier`` does not help, says so in ``observed``.
+
+    If oracles with conventions judged some members, all are also compared with the oracle without them.
+    """
+    against = [reference] if any(_declared(entry) for entry in entries) else []
+    compared = [(number, one) for number, one in enumerate([*against, *observed], start=-len(against)) if one.lines]
+    numbers, lines = [number for number, _ in compared], [one.lines for _, one in compared]
+    observables = reference.observables or entries[0].observables
+    found = compare_lines(lines, reference.lines, observables=observables, bounds=bounds)
+    pairs = {(numbers[a], numbers[b]): worst for (a, b), worst in found.items()}
+    if reference.records:
+        records = {number: one.records for number, one in compared if one.records}
+        numbers = list(records)
+        for (a, b), worst in compare_tensors(list(records.values()), reference.records[0], bounds=bounds).items():
+            pairs[numbers[a], numbers[b]] |= worst
+    for pair, worst in pairs.items():
+        members = [number for number in pair if number != ORACLE]
+        if slim := [number for number in members if entries[number].slim]:
+            keys = frozenset((entries[number].cell, *observed[number].digests) for number in members)
+            if known := earlier.get(keys):
+                worst |= {column: difference for column, difference in known.items() if column not in worst}
+            elif len(members) > 1 or _declared(entries[slim[0]]):
+                observed[slim[0]] = replace(observed[slim[0]], problem=NOT_KEPT)
+    return pairs
 
 
 def _reference_note(entries: Sequence[Entry]) -> list[str]:
@@ -175,7 +195,16 @@ def _read(out: Path, paths: Sequence[Path], check: Callable[[Path, Line], None],
         return replace(observed, problem=problem)
 
 
-def _member(entry: Entry, observed: _Observed) -> Member:
+def _declared(entry: Entry) -> tuple[str, ...]:
+    """Returns the names of the conventions of the oracle that judged the cell: those that show, or if it differs,
+    all."""
+    declared = [str(one) for one in of_oracle(entry.conventions)]
+    shown = declared if entry.verdict.state == "differs" else entry.verdict.conventions
+    return tuple(name for name in declared if name in shown)
+
+
+def _member(entry: Entry, observed: _Observed, against: Mapping[str, Difference] | None) -> Member:
+    """Describes a member. against: its differences from the oracle, if one with conventions judged it."""
     found: dict[str, list[Difference]] = defaultdict(list)
     for q in entry.verdict.quantities:
         if column := column_of(entry.observables, q.stage, q.tensor):
@@ -193,5 +222,6 @@ def _member(entry: Entry, observed: _Observed) -> Member:
         state=entry.verdict.state,
         records=observed.digests,
         problem=observed.problem,
-        oracle=worst,
+        oracle=worst if against is None else against,
+        conventions=_declared(entry),
     )

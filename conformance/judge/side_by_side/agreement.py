@@ -23,8 +23,9 @@ Families = tuple[tuple[int, ...], ...]
 class Agreement:
     """The result for a group.
 
-    state: ``conforms`` if all members agree, ``expected_difference`` if only members with expected differences do not,
-        ``differs`` if other members do not, ``infrastructure`` if all agree but a member could not be compared.
+    state: ``conforms`` if all members agree, ``expected_difference`` if only members with expected differences or
+        conventions do not, ``differs`` if other members do not, ``infrastructure`` if all agree but a member could not
+        be compared.
     text: the result in sentences.
     families: by column, tuples of numbers of members that agree; the family of ORACLE comes first.
     """
@@ -50,7 +51,7 @@ def agreement(
     table = _Table(members, pairs, columns)
     outside = [pair for column in columns for pair in table.pairs_outside(column)]
     state: GroupState = "conforms"
-    if any(m.state == "differs" for m in members) or not all(map(table.is_known, outside)):
+    if any(m.state == "differs" for m in members) or not all(map(table.is_expected, outside)):
         state = "differs"
     elif any(m.problem for m in members):
         state = "infrastructure"
@@ -99,9 +100,21 @@ class _Table:
             families.append(tuple(sorted(family)))
         return tuple(families)
 
-    def is_known(self, pair: Pair) -> bool:
-        """Whether one of the two members has an expected difference."""
-        return any(n != ORACLE and self.members[n].state == "expected_difference" for n in pair)
+    def cause(self, number: int) -> str:
+        """Returns why a member is expected to differ from the oracle and other members, in words; empty if it is not.
+
+        A member with a convention agrees with the oracle that has it, or its state is ``differs``.
+        """
+        member = self.members[number]
+        if member.state == "expected_difference":
+            return "a known difference"
+        if member.state == "differs" or not member.conventions:
+            return ""
+        return _conventions(member.conventions)
+
+    def is_expected(self, pair: Pair) -> bool:
+        """Whether one of the two members is expected to differ from the other."""
+        return any(n != ORACLE and self.cause(n) for n in pair)
 
     def name(self, number: int) -> str:
         return "the oracle" if number == ORACLE else str(self.members[number])
@@ -173,23 +186,24 @@ def _dispute(table: _Table, families: Families, columns: Sequence[str]) -> list[
         first = f"{table.names(home)} agrees with the oracle." if home else "none agrees with the oracle."
     since = [f" (from step {step})" if (step := table.first_step_outside(c)) else "" for c in columns]
     lines = [f"In {_joined([c + step for c, step in zip(columns, since, strict=True)])}, {first}"]
-    alone: dict[str, list[int]] = {}
+    alone: dict[tuple[str, str], list[int]] = {}
     for family in families[1:]:
         if len(family) == 1:
-            alone.setdefault(table.members[family[0]].backend, []).append(family[0])
+            alone.setdefault((table.members[family[0]].backend, table.cause(family[0])), []).append(family[0])
         else:
             near = _largest_distance(table, combinations(family, 2), column)
-            text = f"{table.names(family)} {_agree(table, family, column)} with each other and not with the oracle: "
-            text += f"{column} {near} apart, {_distance_to_oracle(table, family, column)} from it"
-            lines.append(f"{text}; {_advice(table, family, _shared(table, family, home))}.")
-    for backend, members in alone.items():
+            because = _because(table, family)
+            text = f"{table.names(family)} {_agree(table, family, column)} with each other and not with the oracle"
+            text += f"{because}: {column} {near} apart, {_distance_to_oracle(table, family, column)} from it"
+            lines.append(text + ("." if because else f"; {_look(table, family, _shared(table, family, home))}."))
+    for (backend, _), members in alone.items():
+        because = _because(table, members)
         stands = "stands alone" if len(members) == 1 else "stand alone, each of them"
-        text = (
-            f"{table.names(members)} {stands}: {column} {_distance_to_oracle(table, members, column)} from the oracle"
-        )
-        advice = _advice(table, members, backend if len(members) > 1 else table.names(members))
+        far = f"{column} {_distance_to_oracle(table, members, column)} from the oracle"
+        where = backend if len(members) > 1 else table.names(members)
         nobody = table.nodes(column) == [ORACLE, *members] and len(members) == 1
-        lines.append(f"{text}; {'there is nobody to compare it with' if nobody else advice}.")
+        advice = "there is nobody to compare it with" if nobody else _look(table, members, where)
+        lines.append(f"{table.names(members)} {stands}{because}: {far}{'' if because else f'; {advice}'}.")
     for family in families:
         if within := table.pairs_outside(column, family):
             (a, b), far = within[0], _largest_distance(table, within[:1], column)
@@ -201,9 +215,19 @@ def _agree(table: _Table, family: Sequence[int], column: str) -> str:
     return "agree in part" if table.pairs_outside(column, family) else "agree"
 
 
-def _advice(table: _Table, members: Sequence[int], where: str) -> str:
-    known = all(table.members[number].state == "expected_difference" for number in members)
-    return "a known difference" if known else f"look first at {where}"
+def _look(table: _Table, members: Sequence[int], where: str) -> str:
+    names = list(dict.fromkeys(name for number in members for name in table.members[number].conventions))
+    return f"look first at {where}" + (f", judged with {_conventions(names)}" if names else "")
+
+
+def _conventions(names: Sequence[str]) -> str:
+    return f"the convention{'s' * (len(names) > 1)} {_joined(names)}"
+
+
+def _because(table: _Table, members: Sequence[int]) -> str:
+    """Names the causes of the members' differences; returns an empty text if one of them has none."""
+    causes = [table.cause(number) for number in members]
+    return f" because of {' and '.join(dict.fromkeys(causes))}" if all(causes) else ""
 
 
 def _shared(table: _Table, family: Sequence[int], home: Sequence[int]) -> str:
