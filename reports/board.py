@@ -146,7 +146,7 @@ def columns_of(out: Path) -> list[Column]:
     run, cells = read_cells(out)
     columns: dict[str, Column] = {}
     for cell in cells:
-        name, verdict, conventions = named or cell.entry.backend, cell.entry.verdict, _conventions(cell)
+        name, verdict = named or cell.entry.backend, cell.entry.verdict
         found = _versions(cell, run.environment)
         installed = found.get(name)
         if named and installed and installed != version:
@@ -154,10 +154,10 @@ def columns_of(out: Path) -> list[Column]:
         given = version if named else installed or found.get("backend-parity", "0")
         again = f"scripts/framework {name} {given} --cells '{cell.entry.cell}'" if named else cell.entry.reproduce
         square = Square(
-            state="convention" if conventions and verdict.state == "conforms" else _OF_CELL[verdict.state],
+            state="convention" if verdict.conventions and verdict.state == "conforms" else _OF_CELL[verdict.state],
             cause=verdict.reason,
             reproduce=again,
-            conventions=conventions,
+            conventions=verdict.conventions,
         )
         made = Column(
             framework=name,
@@ -169,10 +169,6 @@ def columns_of(out: Path) -> list[Column]:
         )
         columns[name] = united(columns[name], made) if name in columns else made
     return list(columns.values())
-
-
-def _conventions(cell: CheckedCell) -> tuple[str, ...]:
-    return tuple(getattr(cell.entry.verdict, "conventions", ()))
 
 
 def _row(cell: CheckedCell) -> str:

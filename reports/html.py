@@ -57,6 +57,7 @@ def write_html(out: Path) -> Path:
         known=[c for c in report.cells if c.state == "expected_difference"],
         leased=leased(report.run.leased),
         matrix=matrix(report),
+        conventions=_conventions(report),
         handed=tables.tables(report),
         numbers={cell.id: number for number, cell in enumerate(report.cells)},
         sides=None if groups is None else [_side(group, report) for group in groups],
@@ -110,6 +111,12 @@ def matrix(report: Report) -> dict[str, Any]:
         row = scenarios[entry.scenario].setdefault((entry.model, entry.variant), {name: [] for name in backends})
         row[entry.backend].append(cell)
     return {"backends": backends, "scenarios": scenarios}
+
+
+def _conventions(report: Report) -> dict[str, str]:
+    """Returns the conventions that show in a cell, with what the library does."""
+    entries = [cell.entry for cell in report.cells]
+    return {str(c): c.words for one in entries for c in one.conventions if str(c) in one.verdict.conventions}
 
 
 def linked(text: str) -> Markup:

@@ -137,6 +137,7 @@ def cell_data(cell: Cell, shared: Shared) -> dict[str, Any]:
     numbers = list(dict.fromkeys(o.key for o in entry.observables if o.kind in ("scalar", "setting")))
     return {
         **{"id": cell.id, "state": cell.state, "reason": cell.reason, "backend": entry.backend, "layout": entry.layout},
+        "conventions": [[str(c), c.words, str(c) in entry.verdict.conventions] for c in entry.conventions],
         **{"ranks": entry.world_size, "seconds": round(entry.seconds, 1), "reproduce": entry.reproduce},
         "problem": cell.problem if cell.state != "infrastructure" else "",
         "stages": shared.value(entry.stages),

@@ -61,7 +61,9 @@ def _explain(cell: Cell) -> str:
     if cell.state == "differs" and finding:
         return f"{finding.stage}: {tensor_at_step(finding)}, {off(finding)}"
     if cell.state == "conforms" and cell.closest:
-        return f"margin {margin(cell.closest.ratio)} digits, in {cell.closest.stage}"
+        conventions = ", ".join(cell.entry.verdict.conventions)
+        shown = f", with the convention {conventions}" if conventions else ""
+        return f"margin {margin(cell.closest.ratio)} digits, in {cell.closest.stage}{shown}"
     return first_line(cell.reason) or STATES[cell.state].meaning
 
 

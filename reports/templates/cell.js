@@ -50,6 +50,9 @@ function overview(cell, state) {
     more.length > 0 && make("pre.more", { tabindex: 0 }, linked(more.join("\n").replace(/^\n+/, ""))),
     cell.problem && make("p.reason", `The record of this cell is damaged: ${cell.problem}`),
     make("p.meta", facts.map((fact) => make("span", fact))),
+    cell.conventions.map(([name, words, shown]) =>
+      make("p.note", "Declared convention ", make("b", name), `: ${words}; ${shown ? "it shows" : "it does not show"} in this cell.`),
+    ),
     cell.reproduce &&
       make("div.command", make("code", cell.reproduce), make("button", { type: "button", "data-copy": true }, "Copy")),
   );

@@ -2,7 +2,6 @@
 
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,11 @@ from report_sample import (
     UNSUPPORTED,
     write_sample,
 )
+from side_sample import MEMBERS, declare, write_run, wrong_loss
 
 from conformance.cli.main import main
 from conformance.core.errors import UsageError
+from conformance.spec.conventions import DecaysAll
 from reports.board import (
     BOARD,
     Board,
@@ -36,6 +37,9 @@ from reports.board import (
     united,
     write_site,
 )
+from reports.html import write_html
+from reports.load import read_report
+from reports.page_data import Shared, cell_data
 
 ROW = "core-sft-plain/llama/dp2/exact"
 
@@ -158,12 +162,24 @@ def test_a_board_that_is_none_is_told(text: str | None, message: str, tmp_path: 
         read_board(path)
 
 
-def test_conventions_are_a_colour_of_their_own(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import reports.board
+def test_conventions_are_a_colour_of_their_own(tmp_path: Path) -> None:
+    out = write_run(tmp_path / "runs", {MEMBERS[0]: wrong_loss}, members=MEMBERS[:2])
+    declare(out, MEMBERS[:1], DecaysAll(), wrong_loss)
+    found = {column.framework: column for column in columns_of(out)}
+    (own,), (plain,) = (found[name].squares.values() for name in ("deepspeed", "fsdp2"))
+    assert (own.state, own.conventions, plain.state, plain.conventions) == ("convention", ("DecaysAll",), "pass", ())
+    write_site(board(*found.values()), Board(columns=()), tmp_path / "site")
+    page = (tmp_path / "site" / "index.html").read_text()
+    assert '<summary title="convention, DecaysAll">' in page
+    assert "Conventions: DecaysAll" in page
 
-    monkeypatch.setattr(reports.board, "_conventions", lambda _: ("DecaysAll()",))
-    (found,) = columns_of(out)
-    states = {square.state for square in found.squares.values() if square.conventions}
-    assert "convention" in states
-    assert "pass" not in states
-    assert replace(found, squares={}).counts == {}
+
+def test_reports_name_conventions(tmp_path: Path) -> None:
+    out = write_run(tmp_path / "runs", {MEMBERS[0]: wrong_loss}, members=MEMBERS[:2])
+    declare(out, MEMBERS[:1], DecaysAll(), wrong_loss)
+    page = write_html(out).read_text(encoding="utf-8")
+    assert "declared convention of its backend: <b>DecaysAll</b> (weight decay on norms and biases)." in page
+    (box,) = (b for b in re.findall(r'<a class="box .*?</a>', page) if "≈" in b)
+    assert re.search(r"conforms: margin \S+ digits, in .*, with the convention DecaysAll&#10;", box)
+    shown, other = (cell_data(cell, Shared())["conventions"] for cell in read_report(out).cells)
+    assert (shown, other) == ([["DecaysAll", "weight decay on norms and biases", True]], [])
