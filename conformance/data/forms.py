@@ -20,6 +20,7 @@ from conformance.data.samples import (
     ROLLOUT_COLUMNS,
     Place,
     check_unmasked,
+    has_targets,
     is_builtin,
     labelled_tokens,
     masks_of,
@@ -156,6 +157,8 @@ def _columns(record: Mapping[str, Any], config: DataConfig, place: Place) -> tup
                 f"--output-key (data.input_key, data.output_key)"
             )
         return (asked[0],) if asked[0] == asked[1] else asked
+    if _has(record, TOKENS) and has_targets(record):  # what a framework trained on, perhaps beside its texts
+        return (TOKENS,)
     if all(_has(record, key) for key in asked):  # the user may have named them
         return asked
     for key in (*CONVERSATIONS, TOKENS):

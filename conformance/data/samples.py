@@ -239,13 +239,18 @@ def check_unmasked(record: Mapping[str, Any], place: Place) -> None:
             )
 
 
+def has_targets(record: Mapping[str, Any]) -> bool:
+    """Tells whether labels or a mask say which tokens of a tokenized sample are trained on."""
+    return record.get("labels") is not None or any(name not in _PADDING for name in masks_of(record))
+
+
 def labelled_tokens(record: Mapping[str, Any], place: Place, tokens: Sequence[int]) -> tuple[bool, ...]:
     """Returns whether each of the ``tokens`` of a tokenized sample is trained on, by its labels and masks.
 
     Raises UsageError for a sample without both, and for labels that are not its tokens.
     """
     labels = record.get("labels")
-    if labels is None and not [name for name in masks_of(record) if name not in _PADDING]:
+    if not has_targets(record):
         raise UsageError(
             f"{place}: 'input_ids' without 'labels' or a mask do not say what is trained on; add 'labels', with "
             f"{IGNORED} for the other tokens"

@@ -264,8 +264,12 @@ def test_turns_that_are_switched_off_are_no_targets(template: str, switch: dict[
     [{"labels": [-100, 5, -100, 7]}, {"assistant_masks": [0, 1, 0, 1]}, {"loss_mask": [1, 1, 0, 1]}],
     ids=lambda columns: next(iter(columns)),
 )
-def test_tokenized_samples_keep_the_gaps_of_their_masks(columns: dict[str, list[int]], tmp_path: Path) -> None:
-    config = saved(tmp_path, {"input_ids": [4, 5, 6, 7], "attention_mask": [1, 1, 1, 1], **columns})
+@pytest.mark.parametrize("texts", [False, True], ids=["tokens", "beside texts"])
+def test_tokenized_samples_keep_the_gaps_of_their_masks(
+    columns: dict[str, list[int]], texts: bool, tmp_path: Path
+) -> None:
+    tokenized = {"input_ids": [4, 5, 6, 7], "attention_mask": [1, 1, 1, 1], **columns}
+    config = saved(tmp_path, tokenized | ({"messages": TURNS, "question": "a", "answer": "b"} if texts else {}))
     (document,) = load_documents(config, tokenizer_with(None))
     assert (document.tokens, document.targets) == ((4, 5, 6, 7), (False, True, False, True))
 
