@@ -18,6 +18,7 @@ from itertools import accumulate, pairwise
 
 import torch
 
+from conformance.judge.direction import Directions
 from conformance.judge.rebuilt import rebuilt_norm, rebuilt_of_rows
 from conformance.judge.resume import errors_after_resume
 from conformance.judge.tensor_views import (
@@ -111,6 +112,7 @@ def measure(
         found += errors_after_resume(before, after, observables, start.own)
     steps = {step.step: (step, phase) for phase in phases for step in phase.steps}
     unobserved = {unobserved_step(phase.header["first_step"], len(phase.steps)) for phase in phases}
+    directions = Directions(is_exact=phases[0].scenario.tier.is_exact)
     for reference in oracle.steps:
         if reference.step not in steps:
             missing = f"steps from {reference.step} on are missing"
@@ -118,7 +120,9 @@ def measure(
             break
         step, phase = steps[reference.step]
         shown = [o for o in observables if o.kind != "tensors" or step.step not in unobserved]
-        found += _step(step, reference, shown, start, phase.layout, leeway=leeway, without_rows=without_rows)
+        layout = phase.layout
+        found += _step(step, reference, shown, start, layout, directions, leeway=leeway, without_rows=without_rows)
+    found += directions.measurements()
     lost = {(o, step.step) for step in oracle.steps for o in observables if is_lost(o, step)}
     found += _gaps(list(steps.values()), observables, unobserved, lost)
     return found
@@ -165,6 +169,7 @@ def _step(
     observables: Sequence[Observable],
     start: _Start,
     layout: Layout,
+    directions: Directions,
     *,
     leeway: Mapping[Key, Leeway] = NO_LEEWAY,
     without_rows: Set[str] = frozenset(),
@@ -174,14 +179,18 @@ def _step(
         if not o.applies(step.step) or is_lost(o, oracle):
             continue
         own, reference = views[o.key], references[o.key]
+        if o.kind == "tensors":
+            directions.add(o, step.step, own, reference)
         if o.key in without_rows:
             yield from _scalar_of_rows(o, step, oracle, observables, views, references)
         elif o.is_of_rows:
             yield from rebuilt_of_rows(o, step, views)
         elif o.kind in ("scalar", "setting"):
-            parts, independent = o.norm_of or o.made_of, not (o.norm_of or o.one_direction)
+            parts, independent = o.made_of, not o.one_direction
             typical = _of_parts(views[parts].tensors, references[parts].tensors, independent=independent)
-            if o.sum_of:
+            if o.norm_of:
+                typical = directions.of_step(o.norm_of, step.step).typical_of_norm
+            elif o.sum_of:
                 unit = oracle.value(o.scale or o.key)
                 typical = _of_terms(views[o.sum_of].tensors, references[o.sum_of].tensors, unit=unit)
             for found in (*_scalar(o, step, oracle), *rebuilt_norm(o, step, oracle, views)):
@@ -277,9 +286,8 @@ def _scalar_of_rows(
 
 
 def _of_parts(parts: Tensors, reference: Tensors, *, independent: bool) -> float:
-    """Returns the relative error that a sum or a norm of these numbers inherits. ``independent`` errors shrink by the
-    root of their count. Other errors may point in one direction, as those of gradients do that follow from one wrong
-    digit of a loss, so they count in full."""
+    """Returns the relative error that a sum of these numbers inherits. ``independent`` errors shrink by the root of
+    their count. Other errors may point in one direction, so they count in full."""
     if parts.keys() != reference.keys() or any(parts[name].shape != ref.shape for name, ref in reference.items()):
         return 0.0
     squares = [(parts[name].double() - ref.double()).square().sum().item() for name, ref in reference.items()]

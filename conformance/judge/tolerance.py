@@ -193,7 +193,7 @@ def is_too_exact(
     """Whether a cell below the exact tier is so close to float64 that it cannot have computed in its precision."""
 
     def median(of: Sequence[Measurement]) -> float:
-        return statistics.median([q.error for q in of if q.stage in gradients and not q.of_row] or [math.inf])
+        return statistics.median([q.error for q in of if q.stage in gradients and not (q.of_row or q.scalar)] or [math.inf])
 
     return not PRECISIONS[precision].is_exact and median(quantities) < TOO_EXACT * median(noise)
 

@@ -1,0 +1,122 @@
+"""Measures the direction of errors: how much of the error of a gradient or a weight lies along the reference.
+
+Rounding errors point in any direction, so a single error of n elements has about 1/sqrt(n) of its size along the
+reference. A wrong factor, a wrong scale of attention or a lost weight decay lies along it as a whole. So the scale
+<x, ref> / <ref, ref> shows what the size of the error hides: in bf16 a gradient is 1e-2 to 4e-2 off, and its scale 1e-3.
+
+The scale is measured for all gradients of a step, and over all steps for the gradients of each layer and of each module
+in all layers; for all weights after a step, and for those of each module in all layers. Its noise is that of the same
+scale in a single-process run. One run is one draw, so the noise is at least what independent errors of the tensors
+would give, and at least a part of the whole error (``Along.typical``).
+"""
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from conformance.judge.tensor_views import TensorView, floor_of_tensors
+from conformance.judge.tolerance import NORM_ROUNDINGS, ROUNDING, Measurement
+from conformance.numerics.comparison import finite
+from conformance.spec.observables import Observable
+
+PART_ALONG = 1 / 6  # least part of a whole error that is taken to lie along the reference
+LAYER = re.compile(r"(?<=\.)(\d+)\.")
+
+
+@dataclass(kw_only=True)
+class Along:
+    """Sums over tensors: <x - ref, ref>, its squares, ||x - ref||^2, ||ref||^2 and the number of elements."""
+
+    along: float = 0.0
+    squares: float = 0.0
+    errors: float = 0.0
+    size: float = 0.0
+    elements: int = 0
+
+    def add(self, other: "Along") -> None:
+        for name, value in vars(other).items():
+            setattr(self, name, getattr(self, name) + value)
+
+    @property
+    def error(self) -> float:
+        """Returns the distance of the scale from 1."""
+        return finite(abs(self.along) / (self.size or 1.0))
+
+    @property
+    def whole(self) -> float:
+        """Returns the relative error of all tensors together."""
+        return finite(math.sqrt(self.errors / (self.size or 1.0)))
+
+    @property
+    def typical(self) -> float:
+        """Returns the least noise of the scale: of independent tensors, of one error of so many elements, and of the
+        float32 operations that all elements share."""
+        independent = finite(math.sqrt(self.squares) / (self.size or 1.0))
+        part = max(PART_ALONG, 1 / math.sqrt(max(1, self.elements)))
+        return max(independent, part * self.whole, NORM_ROUNDINGS * ROUNDING)
+
+    @property
+    def typical_of_norm(self) -> float:
+        """Returns the least noise of the norm of all tensors: that of their scale, and what errors across add."""
+        return self.typical + self.whole**2 / 2
+
+
+@dataclass(kw_only=True)
+class Directions:
+    """Collects the directions of gradients and weights over the steps of a run; of none in the exact tier, whose one
+    bound is far below any error of a scale."""
+
+    is_exact: bool
+    pools: dict[tuple[str, str, int | None], Along] = field(default_factory=lambda: defaultdict(Along))
+    last: dict[str, int] = field(default_factory=dict)
+
+    def add(self, o: Observable, step: int, own: TensorView, reference: TensorView) -> None:
+        """Adds the tensors of one step that both have. Those of a gradient also count over all steps."""
+        if self.is_exact:
+            return
+        self.last[o.stage] = step
+        floor = floor_of_tensors(reference.tensors)
+        for name, ref in reference.tensors.items():
+            if name not in own.tensors or own.tensors[name].shape != ref.shape:
+                continue
+            ref = ref.double().flatten()
+            error = own.tensors[name].double().flatten() - ref
+            along, square = float(error @ ref), float(ref @ ref)
+            one = Along(
+                along=along,
+                squares=along**2,
+                errors=float(error @ error),
+                size=max(square, floor**2),
+                elements=ref.numel(),
+            )
+            self.pools[o.stage, f"{o.key}: scale", step].add(one)
+            at = step if o.change else None
+            if layer := LAYER.search(name):
+                self.pools[o.stage, f"{o.key}: scale of {LAYER.sub('*.', name, count=1)}", at].add(one)
+                if not o.change:
+                    self.pools[o.stage, f"{o.key}: scale of layer {layer[1]}", at].add(one)
+            else:
+                self.pools[o.stage, f"{o.key}: scale of {name}", at].add(one)
+
+    def of_step(self, key: str, step: int) -> Along:
+        """Returns the direction of all tensors of one key at one step."""
+        found = Along()
+        for (_, tensor, at), along in self.pools.items():
+            if (tensor, at) == (f"{key}: scale", step):
+                found.add(along)
+        return found
+
+    def measurements(self) -> Iterator[Measurement]:
+        for (stage, tensor, step), found in self.pools.items():
+            yield Measurement(
+                stage=stage,
+                tensor=tensor,
+                step=self.last[stage] if step is None else step,
+                error=found.error,
+                scalar=True,
+                scale=1 + found.along / (found.size or 1.0),
+                size=1.0,
+                typical=found.typical,
+            )
