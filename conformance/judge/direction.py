@@ -12,7 +12,6 @@ would give, and at least a part of the whole error (``Along.typical``).
 
 import math
 import re
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -21,23 +20,23 @@ from conformance.judge.tolerance import NORM_ROUNDINGS, ROUNDING, Measurement
 from conformance.numerics.comparison import finite
 from conformance.spec.observables import Observable
 
-PART_ALONG = 1 / 6  # least part of a whole error that is taken to lie along the reference
+# Least part of a whole error that is taken to lie along the reference. Errors of gradients have directions in common:
+# those of the loss or of values scale all of them. An update hardly depends on the direction of its weight.
+PART_OF_GRADIENTS, PART_OF_WEIGHTS = 1 / 6, 1 / 32
 LAYER = re.compile(r"(?<=\.)(\d+)\.")
 
 
 @dataclass(kw_only=True)
 class Along:
-    """Sums over tensors: <x - ref, ref>, its squares, ||x - ref||^2, ||ref||^2 and the number of elements."""
+    """Sums over tensors: <x - ref, ref>, its squares, ||x - ref||^2, ||ref||^2 and the number of elements. ``part``:
+    the least part of the whole error along the reference."""
 
+    part: float
     along: float = 0.0
     squares: float = 0.0
     errors: float = 0.0
     size: float = 0.0
     elements: int = 0
-
-    def add(self, other: "Along") -> None:
-        for name, value in vars(other).items():
-            setattr(self, name, getattr(self, name) + value)
 
     @property
     def error(self) -> float:
@@ -54,7 +53,7 @@ class Along:
         """Returns the least noise of the scale: of independent tensors, of one error of so many elements, and of the
         float32 operations that all elements share."""
         independent = finite(math.sqrt(self.squares) / (self.size or 1.0))
-        part = max(PART_ALONG, 1 / math.sqrt(max(1, self.elements)))
+        part = max(self.part, 1 / math.sqrt(max(1, self.elements)))
         return max(independent, part * self.whole, NORM_ROUNDINGS * ROUNDING)
 
     @property
@@ -69,7 +68,7 @@ class Directions:
     bound is far below any error of a scale."""
 
     is_exact: bool
-    pools: dict[tuple[str, str, int | None], Along] = field(default_factory=lambda: defaultdict(Along))
+    pools: dict[tuple[str, str, int | None], Along] = field(default_factory=dict)
     last: dict[str, int] = field(default_factory=dict)
 
     def add(self, o: Observable, step: int, own: TensorView, reference: TensorView) -> None:
@@ -78,37 +77,33 @@ class Directions:
             return
         self.last[o.stage] = step
         floor = floor_of_tensors(reference.tensors)
-        for name, ref in reference.tensors.items():
-            if name not in own.tensors or own.tensors[name].shape != ref.shape:
+        pooled = step if o.change else None
+        for name, tensor in reference.tensors.items():
+            if name not in own.tensors or own.tensors[name].shape != tensor.shape:
                 continue
-            ref = ref.double().flatten()
+            ref = tensor.double().flatten()
             error = own.tensors[name].double().flatten() - ref
             along, square = float(error @ ref), float(ref @ ref)
-            one = Along(
-                along=along,
-                squares=along**2,
-                errors=float(error @ error),
-                size=max(square, floor**2),
-                elements=ref.numel(),
-            )
-            self.pools[o.stage, f"{o.key}: scale", step].add(one)
-            at = step if o.change else None
-            if layer := LAYER.search(name):
-                self.pools[o.stage, f"{o.key}: scale of {LAYER.sub('*.', name, count=1)}", at].add(one)
-                if not o.change:
-                    self.pools[o.stage, f"{o.key}: scale of layer {layer[1]}", at].add(one)
-            else:
-                self.pools[o.stage, f"{o.key}: scale of {name}", at].add(one)
+            layer = LAYER.search(name)
+            pools = [("", step), (f" of {LAYER.sub('*.', name, count=1)}", pooled)]
+            if layer and not o.change:
+                pools.append((f" of layer {layer[1]}", pooled))
+            for of, at in pools:
+                part = PART_OF_WEIGHTS if o.change else PART_OF_GRADIENTS
+                found = self.pools.setdefault((o.stage, f"{o.key}: scale{of}", at), Along(part=part))
+                found.along += along
+                found.squares += along**2
+                found.errors += float(error @ error)
+                found.size += max(square, floor**2)
+                found.elements += ref.numel()
 
-    def of_step(self, key: str, step: int) -> Along:
-        """Returns the direction of all tensors of one key at one step."""
-        found = Along()
-        for (_, tensor, at), along in self.pools.items():
-            if (tensor, at) == (f"{key}: scale", step):
-                found.add(along)
-        return found
+    def of_gradients(self, o: Observable, step: int) -> float:
+        """Returns the least noise of the norm of all gradients of a step; 0 where they are not recorded."""
+        found = (one for (_, tensor, at), one in self.pools.items() if (tensor, at) == (f"{o.norm_of}: scale", step))
+        return next((one.typical_of_norm for one in found), 0.0)
 
     def measurements(self) -> Iterator[Measurement]:
+        """Yields one measurement of each scale; those of all steps are at the last step."""
         for (stage, tensor, step), found in self.pools.items():
             yield Measurement(
                 stage=stage,

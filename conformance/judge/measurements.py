@@ -189,7 +189,7 @@ def _step(
             parts, independent = o.made_of, not o.one_direction
             typical = _of_parts(views[parts].tensors, references[parts].tensors, independent=independent)
             if o.norm_of:
-                typical = directions.of_step(o.norm_of, step.step).typical_of_norm
+                typical = directions.of_gradients(o, step.step)
             elif o.sum_of:
                 unit = oracle.value(o.scale or o.key)
                 typical = _of_terms(views[o.sum_of].tensors, references[o.sum_of].tensors, unit=unit)

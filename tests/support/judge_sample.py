@@ -65,7 +65,7 @@ def write(
     backend: Values = {"name": "oracle", "precision": oracle, "defects": defects_to_json(defects)}
     header: Values = {"cell": "oracle", "layout": "dp1", "backend": backend}
     if not oracle:
-        backend = {"name": "b", "url": "", "default_zero": None}
+        backend = {"name": "b", "url": "", "default_zero": None, "defects": []}
         header = {"cell": f"x/m/b/{layout}/{precision}", "layout": layout, "backend": backend}
     header |= {"scenario": scenario_to_json(scenario), "optimizer": "loaded" if first else "new"}
     header["loads"] = "checkpoint" if first else ""
