@@ -2,7 +2,7 @@
 
 Rounding errors point in any direction, so a single error of n elements has about 1/sqrt(n) of its size along the
 reference. A wrong factor, a wrong scale of attention or a lost weight decay lies along it as a whole. So the scale
-<x, ref> / <ref, ref> shows what the size of the error hides: in bf16 a gradient is 1e-2 to 4e-2 off, and its scale 1e-3.
+<x, ref> / <ref, ref> shows what the size of the error hides: in bf16 a gradient is 1e-2 to 4e-2 off, its scale 1e-3.
 
 The scale is measured for all gradients of a step, and over all steps for the gradients of each layer and of each module
 in all layers; for all weights after a step, and for those of each module in all layers. Its noise is that of the same

@@ -8,8 +8,9 @@
 
 One measured error is one draw of a random rounding; a lucky draw must not become a bound. So the noise of a quantity is
 its largest over the runs and the steps; for a tensor no less than the median of its stage at that step, for a scalar no
-less than SCALAR_ROUNDINGS roundings of float32, and for a sum over tokens or a norm of tensors no less than the effect
-of the errors of its parts. A norm also has a narrower bound: it is rebuilt from the cell's own tensors.
+less than SCALAR_ROUNDINGS roundings of float32, and for a sum over tokens, a norm or a scale of tensors
+(conformance.judge.direction) no less than the effect of the errors of its parts. A norm also has a narrower bound: it
+is rebuilt from the cell's own tensors.
 """
 
 import math
@@ -50,8 +51,8 @@ class Measurement:
     tensor. fixed: a bound that holds in every precision, None where the rule decides. max_abs and where: the largest
     absolute difference and its index. scale: <x, ref> / <ref, ref>. residual, size: ||x - scale ref|| and ||ref||, in
     the unit of ``error``. broken: in words, the numbers of x that are not finite. replica: whether ranks were compared
-    with each other, not with the oracle. typical: for a sum or a norm, the effect of the errors of its parts. strip:
-    for rows, the errors of their tokens.
+    with each other, not with the oracle. typical: for a sum, a norm or a scale, the effect of the errors of its parts.
+    strip: for rows, the errors of their tokens.
     """
 
     stage: str
@@ -92,14 +93,15 @@ def noisiest(
 ) -> list[Measurement]:
     """Returns the larger error of the single-process runs for every quantity, with the largest effect of its parts.
 
-    If a further run is too noisy in a quantity, the first run alone counts. ``gradients`` and ``amplified``: see
-    allowed_errors.
+    If a further run is too noisy in a quantity, or in a gradient and so in what follows from parts, the first run alone
+    counts. ``gradients`` and ``amplified``: see allowed_errors.
     """
     found: dict[Key, Measurement] = {}
     for number, run in enumerate(runs):
-        exempt = amplified if may_be_judged_by(run, precision, gradients) else frozenset()
+        judged = may_be_judged_by(run, precision, gradients)
+        exempt = amplified if judged else frozenset()
         for q in run:
-            if number and _too_noisy(q, precision, gradients, exempt):
+            if number and (_too_noisy(q, precision, gradients, exempt) or (q.typical and not judged)):
                 continue
             largest = max(found.get(q.key, q), q, key=lambda m: m.error)
             found[q.key] = replace(largest, typical=max(found.get(q.key, q).typical, q.typical))
@@ -193,7 +195,9 @@ def is_too_exact(
     """Whether a cell below the exact tier is so close to float64 that it cannot have computed in its precision."""
 
     def median(of: Sequence[Measurement]) -> float:
-        return statistics.median([q.error for q in of if q.stage in gradients and not (q.of_row or q.scalar)] or [math.inf])
+        return statistics.median(
+            [q.error for q in of if q.stage in gradients and not (q.of_row or q.scalar)] or [math.inf]
+        )
 
     return not PRECISIONS[precision].is_exact and median(quantities) < TOO_EXACT * median(noise)
 

@@ -67,8 +67,7 @@ class Observable:
     rounded: the tensors are stored in the compute dtype, as those of a frozen model. So the tolerance rule gives their
         bound, although they are not the result of arithmetic.
     norm_of: key of the tensors whose 2-norm this scalar is. The judge also computes the norm from these tensors and
-        compares. Against the oracle, the error of the norm may be as large as the errors of all these tensors together,
-        because they may all point in one direction.
+        compares. Against the oracle, the noise of the norm is that of the scale of all these tensors together.
     mean_of, max_of: key of the rows whose mean or maximum this scalar is. The judge computes it from the rows that the
         cell itself recorded and compares only with this value, because the rows are compared with the oracle's. A cell
         that does not record the rows is compared with the oracle's scalar.

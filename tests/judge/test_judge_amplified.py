@@ -39,7 +39,7 @@ def run(
     values = {"name": "x", "model": "m", "precision": precision, "optimizer": ADAMW}
     scenario = parse_scenario({**values, "steps": STEPS, "accumulation": 3})
     header = {"layout": "dp2.tp2", "scenario": scenario_to_json(scenario), "optimizer": "new", "loads": ""}
-    header |= {"cell": "x/m/b/dp2.tp2/exact", "backend": {"name": "b", "url": "", "default_zero": None}}
+    header |= {"cell": "x/m/b/dp2.tp2/exact", "backend": {"name": "b", "url": "", "default_zero": None, "defects": []}}
     writer = RecordWriter(path, header, observables=OBSERVABLES)
     training, own = torch.Generator().manual_seed(0), torch.Generator().manual_seed(seed)
     weights: Tensors = {"matrix": torch.randn(4, 3, generator=training, dtype=torch.float64)}

@@ -12,6 +12,7 @@ import torch
 from conftest import make_cell
 
 from conformance.data.prepare import prepare_inputs
+from conformance.judge.direction import Directions
 from conformance.judge.measurements import _of_terms, _Start, _step
 from conformance.judge.tensor_views import StepViews
 from conformance.oracle.policy_gradient import GrpoFunctions
@@ -78,6 +79,7 @@ def test_a_metric_is_held_against_the_cells_own_rows_and_not_against_the_oracles
             [metric],
             _Start(own=StepViews({}), reference=StepViews({})),
             Layout(),
+            Directions(is_exact=True),
         )
         assert measurement.fixed is not None
         return measurement.error / measurement.fixed
