@@ -5,6 +5,7 @@ What else is TRL's own: the collator, padding-free packing, the token count, the
 losses, advantages and old log-probs, clipping, optimizer, schedule, checkpoints and the log that the metrics are from.
 """
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,11 @@ class Trl:
 
     def load_model(self, folder: Path, scenario: parity.Scenario) -> Any:
         """Loads master weights: in float64 in the exact tier, else in float32."""
+        head = sys.modules.get("trl.kernels.chunked_logprob")
+        if (
+            head and scenario.precision == "exact"
+        ):  # its Triton kernel, for GPUs, computes in float32; its twin in torch not
+            head._TRITON_AVAILABLE = False  # type: ignore[attr-defined]
         code = parity.runs_code(folder, trusted=scenario.trust_remote_code)
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.get_default_dtype(), trust_remote_code=code)
 
