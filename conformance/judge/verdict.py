@@ -146,7 +146,8 @@ def judge(
     gradients = gradient_stages(observables)
     defects = parse_defects(oracle.header["backend"].get("defects", []))
     own_means = {key for one in defects if isinstance(one, Convention) for key in one.own_means}
-    without_rows = shown_without_rows(phases, observables) | own_means
+    means = {o.key for o in observables if o.mean_of}  # of token-mean only; other sums have no rows of their own
+    without_rows = shown_without_rows(phases, observables) | (own_means & means)
     runs = [measure([run], oracle, without_rows=without_rows) for run in noise]
     # Amplified noise is taken from runs whose gradients are all exact enough to judge by.
     usable = [run.steps for n, run in enumerate(noise) if not n or may_be_judged_by(runs[n], precision, gradients)]

@@ -196,10 +196,7 @@ class MetricsByMicroBatch(_MeansOfMicroBatches):
     kind: Literal["metrics-by-micro-batch"] = "metrics-by-micro-batch"
     words: ClassVar[str] = "metrics as the means of the means of micro-batches"
     stage: ClassVar[str] = "policy metrics"
-    own_means: ClassVar[tuple[str, ...]] = (
-        *("ppo_kl", "ratio_mean", "pg_clipfrac", "pg_clipfrac_lower"),
-        "critic.clipfrac",
-    )
+    own_means: ClassVar[tuple[str, ...]] = ("ppo_kl", "ratio_mean")
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -179,6 +179,12 @@ def test_a_declared_convention_that_shows_is_named(tmp_path: Path, runs: OracleR
     assert verdict.reason.endswith(f"with the convention {one.words} ({one})")
 
 
+def test_entropy_by_micro_batch_shows_beside_means_of_sequences(tmp_path: Path) -> None:
+    cell = make_cell("core-grpo-seq-mean", "llama", "dp1", "exact", steps=1, rows=8, accumulation=1)
+    verdict = judged(OracleRuns(cell, tmp_path), tmp_path / "cell", (ENTROPY,), (ENTROPY,))
+    assert (verdict.state, verdict.conventions) == ("conforms", (str(ENTROPY),)), verdict.reason
+
+
 @pytest.mark.parametrize("one", SHOWN, ids=str)
 def test_a_declared_convention_that_does_not_show_is_stale(
     tmp_path: Path, runs: OracleRuns, one: OracleConvention
