@@ -3,12 +3,13 @@
 Exit codes: 0 if all cells agree with the oracle (they conform, are partly observed, or differ as expected), 1 if a cell
 differs, 2 for wrong usage, 3 if the run is incomplete (an infrastructure failure, no cell could be judged, fewer cells
 were judged than required, or the output folder is not writable). A run that a signal stops ends with 128 + its number:
-130 after Ctrl-C, 143 after SIGTERM.
+130 after Ctrl-C, 141 if the reader of its output has gone, 143 after SIGTERM.
 """
 
 import argparse
 import io
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Iterable, Sequence
@@ -35,8 +36,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(options: argparse.Namespace) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):  # file names may have bytes that are not UTF-8
         sys.stdout.reconfigure(errors="backslashreplace")
+    code: int | None = None
     try:
-        code: int = options.command(options)
+        code = options.command(options)
+        sys.stdout.flush()
     except UsageError as error:
         print(f"parity: {error}", file=sys.stderr)
         return EXIT["usage"]
@@ -48,10 +51,11 @@ def _run(options: argparse.Namespace) -> int:
         return stop_code(stopped)
     except BrokenPipeError:  # the reader, such as head, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT["conforms"]
+        code = 128 + signal.SIGPIPE if code is None else code  # a difference may not have been found yet
     except Exception:  # a defect of the suite or of a backend, not a difference: it must not exit with 1
         traceback.print_exc()
         return EXIT["incomplete"]
+    assert code is not None
     return code
 
 

@@ -5,6 +5,8 @@ import errno
 import json
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -104,3 +106,14 @@ def test_only_a_usage_error_is_taken_for_wrong_usage(module: str) -> None:
     handlers = [node.type for node in ast.walk(tree) if isinstance(node, ast.ExceptHandler) and node.type]
     names = [name.id for handler in handlers for name in ast.walk(handler) if isinstance(name, ast.Name)]
     assert "ValueError" not in names
+
+
+def test_closed_pipe_is_no_pass(tmp_path: Path) -> None:
+    for name, factor in (("a", 1.0), ("b", 2.0)):
+        lines = [json.dumps({"step": step, "loss": factor / step}) for step in range(1, 9)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    command = [sys.executable, "-m", "conformance.cli.main", "diff", *map(str, sorted(tmp_path.iterdir()))]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        assert process.wait(timeout=300) in (1, 141)

@@ -1,10 +1,13 @@
 """Recording inside the loops of libraries whose optimizers step masters and flat shards of the parameters."""
 
+import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from recording_tasks import recorded
+import torch
+from recording_tasks import adamw, batches, recorded, script, tiny
 from rl_libraries import root
 from test_recording import agree_closely
 
@@ -123,6 +126,41 @@ def test_fault_in_a_framework_is_named(library: str, run_ranks: Any) -> None:
     assert pair.parted is not None
     assert (pair.parted.step, pair.parted.name) == (0, "gradients")
     assert {quantity.what for quantity in pair.parted.different} == {f"model.{UP}"}
+
+
+def test_openrlhf_record_comes_to_its_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    class Strategy:
+        def prepare(self, *models: Any) -> Any:
+            return models
+
+        def backward(self, loss: torch.Tensor) -> None:
+            loss.backward()  # type: ignore[no-untyped-call]
+
+        def optimizer_step(self) -> None:
+            engine.optimizer.step()
+            engine.optimizer.zero_grad()
+
+    def train_sft(*_: Any, **__: Any) -> None:
+        strategy = library.DeepspeedStrategy()
+        strategy.prepare(SimpleNamespace(model=engine))
+        for row in batches()[0]:
+            strategy.backward(engine(input_ids=row[None], labels=row[None]).loss)
+            strategy.optimizer_step()
+
+    library: Any = ModuleType("openrlhf.utils.deepspeed")
+    library.DeepspeedStrategy = Strategy
+    utils, package = ModuleType("openrlhf.utils"), ModuleType("openrlhf")
+    for module, name, child in ((utils, "deepspeed", library), (package, "utils", utils)):
+        setattr(module, name, child)
+    for module in (package, utils, library):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    engine = tiny()
+    engine.optimizer, engine.is_gradient_accumulation_boundary = adamw(engine), lambda: True
+    monkeypatch.setattr("runpy.run_module", train_sft)
+    monkeypatch.setenv("RECORD", str(tmp_path / "record"))
+    script("openrlhf_sft").main()
+    run = read_run(tmp_path / "record")
+    assert (len(run.steps), run.complete) == (6, True)
 
 
 def test_records_diff_writes_html(plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
