@@ -134,7 +134,7 @@ def test_openrlhf_record_comes_to_its_end(monkeypatch: pytest.MonkeyPatch, tmp_p
             return models
 
         def backward(self, loss: torch.Tensor) -> None:
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
 
         def optimizer_step(self) -> None:
             engine.optimizer.step()
