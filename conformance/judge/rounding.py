@@ -26,7 +26,7 @@ summands: a micro-batch that sends it no token adds none.
 import math
 import re
 import statistics
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -167,7 +167,14 @@ def _error(own: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> float:
 
 
 COARSE = 1.2  # the bound of the fraction of coarse elements times the number of summands
+COARSE_PART = 0.75  # the bound of the fraction of coarse elements of one tensor, or of rows
+FEWEST_ELEMENTS = 16  # of which a fraction is taken
+SAMPLE, REFERENCES = 256, 4  # elements in which a common factor is looked for, and that it is looked for by
+FACTOR_ROUNDING = 2.0**-22  # relative: of a multiplication by the factor in float32
+IN_FLOAT32 = ("logprob", "old_logprob", "entropy")
+SMALL = 2.0**-10
 FEWEST = 3  # least number of summands; a sum of two has too many coarse elements
+EMBEDDED = "embed"  # a row of an embedding may have a single summand: the only micro-batch with its token
 STACKED = re.compile(r"\.(\d+)\.mlp\.experts\.")  # the name of the stacked experts of one layer
 
 
@@ -176,6 +183,7 @@ def measure_accumulation_precision(
 ) -> Iterator[Measurement]:
     """Measures, for each phase and model, the fraction of elements that the half precision can represent, times the
     number of summands of a gradient: the median over tensors and steps, and a separate median over routed experts.
+    A tensor that is coarse as a whole at every step is a finding of its own, except for an embedding.
 
     Steps with fewer than FEWEST summands are left out. ``batches`` contain the choices of the routers
     (conformance.oracle.run). Without them experts are not measured: the oracle does not know the routers of
@@ -187,13 +195,13 @@ def measure_accumulation_precision(
     for phase in phases:
         summands = summands_of_steps(phase, scenario.accumulation)
         for o in gradients:
-            dense = [
-                coarse_fraction(tensor, scenario.tier.compute) * summands[step.step]
-                for step in phase.steps
-                if summands[step.step] >= FEWEST
-                for name, tensor in StepViews(step.tensors())[o.key].elements.items()
-                if tensor.any() and not STACKED.search(name)
-            ]
+            by_name: dict[str, list[tuple[float, int]]] = defaultdict(list)  # fractions and summands
+            for step in (step for step in phase.steps if summands[step.step] >= FEWEST):
+                for name, tensor in StepViews(step.tensors())[o.key].elements.items():
+                    if tensor.any() and not STACKED.search(name):
+                        fraction = coarse_fraction(tensor, scenario.tier.compute)
+                        by_name[name].append((fraction, summands[step.step]))
+            dense = [fraction * count for found in by_name.values() for fraction, count in found]
             is_known = batches and scenario.objective.kind == "sft"
             routed = _of_experts(phase, o, scenario, batches) if is_known else []
             for found, whose in ((dense, ""), (routed, "experts' ")):
@@ -205,6 +213,15 @@ def measure_accumulation_precision(
                         error=statistics.median(found),
                         fixed=COARSE,
                     )
+            parts = {name: min(fraction for fraction, _ in found) for name, found in by_name.items()}
+            for name in sorted(name for name, part in parts.items() if part > COARSE_PART and EMBEDDED not in name):
+                yield Measurement(
+                    stage=o.stage,
+                    tensor=f"{o.key}: elements of {name} that are {scenario.precision} numbers, so added up in it",
+                    step=phase.header["first_step"],
+                    error=parts[name],
+                    fixed=COARSE_PART,
+                )
 
 
 def summands_of_steps(phase: Record, accumulation: int) -> Mapping[int, int]:
@@ -282,7 +299,59 @@ def _chosen(document: Document, *, key: str, router: int, is_last: bool) -> Iter
 
 
 def coarse_fraction(tensor: torch.Tensor, number_format: FloatFormat) -> float:
-    """Returns the fraction of nonzero elements with no more significant bits than the format has."""
-    mantissa, _ = torch.frexp(tensor[tensor != 0])
-    scaled = mantissa * 2**number_format.significant_bits
+    """Returns the fraction of nonzero elements with no more significant bits than the format has, or that have no more
+    once a factor is undone that all elements share: a sum that was rounded may be divided afterwards.
+
+    The factor is looked for in a sample: a number of the format divided by one of few elements.
+    """
+    bits = number_format.significant_bits
+    mantissas = torch.frexp(tensor[tensor != 0].flatten().double()).mantissa.abs()
+    plain = float((mantissas * 2**bits % 1 == 0).double().mean())
+    sample = mantissas[:: max(1, len(mantissas) // SAMPLE)][:SAMPLE]
+    if len(sample) < FEWEST_ELEMENTS:
+        return plain
+
+    def coarse(numbers: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+        undone = torch.frexp(numbers * factors[:, None]).mantissa * 2**bits
+        near: torch.Tensor = (undone - undone.round()).abs() <= 2**bits * FACTOR_ROUNDING
+        return near.double().mean(dim=1)
+
+    representable = torch.arange(2 ** (bits - 1), 2**bits, dtype=torch.float64) / 2**bits
+    found = torch.cat([representable / one for one in sample[:: len(sample) // REFERENCES][:REFERENCES]])
+    best = found[coarse(sample, found).argmax()]
+    return max(plain, coarse(mantissas, best[None]).item())
+
+
+def measure_row_precision(
+    phases: Sequence[Record], noise: Sequence[Record], observables: Sequence[Observable]
+) -> Iterator[Measurement]:
+    """Measures, for each phase and kind of row that is computed in float32 by convention, the fraction of numbers that
+    the half precision can represent. Logits may be in half precision, log-softmax and entropy may not.
+
+    Numbers below SMALL are left out: a difference of float32 numbers near 1 has few digits there. Rows that are such
+    numbers in a single-process run as well are not measured.
+    """
+    number_format, precision = phases[0].scenario.tier.compute, phases[0].scenario.precision
+    if not phases[0].scenario.tier.is_half:
+        return
+    for o in (o for o in observables if o.kind == "rows" and o.key.rpartition(".")[2] in IN_FLOAT32):
+        if any(_fraction_of_rows(run, o, number_format) > COARSE_PART for run in noise):
+            continue
+        for phase in phases:
+            yield Measurement(
+                stage=o.stage,
+                tensor=f"{o.key}: numbers that are {precision} numbers, so computed in it instead of float32",
+                step=phase.header["first_step"],
+                error=_fraction_of_rows(phase, o, number_format),
+                fixed=COARSE_PART,
+            )
+
+
+def _fraction_of_rows(record: Record, o: Observable, number_format: FloatFormat) -> float:
+    rows = [row.flatten() for step in record.steps for row in StepViews(step.tensors())[o.key].tensors.values()]
+    numbers = torch.cat(rows) if rows else torch.zeros(0)
+    numbers = numbers[numbers.abs() >= SMALL]
+    if len(numbers) < FEWEST_ELEMENTS:
+        return 0.0
+    scaled = torch.frexp(numbers.double()).mantissa * 2**number_format.significant_bits
     return float((scaled == scaled.round()).double().mean())

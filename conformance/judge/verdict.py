@@ -22,7 +22,12 @@ from conformance.judge.layout_evidence import configurations, sizes_of, unproven
 from conformance.judge.measurements import measure, shown_without_rows
 from conformance.judge.provenance import not_judged_of, read_records, second_class_of
 from conformance.judge.rebuilt import rebuilt_updates
-from conformance.judge.rounding import amplified_noise, leeway_of_rows, measure_accumulation_precision
+from conformance.judge.rounding import (
+    amplified_noise,
+    leeway_of_rows,
+    measure_accumulation_precision,
+    measure_row_precision,
+)
 from conformance.judge.tolerance import (
     Measurement,
     allowed_errors,
@@ -169,6 +174,7 @@ def judge(
         *configurations(phases, scenario, sizes),
         *rebuilt_updates(phases, oracle, scenario, variant_of(defects)),
         *measure_accumulation_precision(phases, scenario, [o for o in observables if o.stage in gradients], batches),
+        *measure_row_precision(phases, noise, observables),
     ]
     if is_too_exact(found, precision=precision, noise=rounding, gradients=gradients):
         name = f"all: closer to float64 than {precision} can be, so computed in a higher precision"

@@ -16,6 +16,8 @@ from conformance.judge.rounding import expert_summands, measure_accumulation_pre
 from conformance.judge.tolerance import OF_ROWS, Measurement, allowed_errors
 from conformance.judge.verdict import judge
 from conformance.records.record_format import RecordError
+from conformance.records.step_tensors import Record
+from conformance.results.verdict import Verdict
 from conformance.spec.batch import Batch, Document, Row, expert_column
 from conformance.spec.layout import Layout
 from conformance.spec.scenario import parse_scenario
@@ -84,24 +86,53 @@ def test_a_float32_tensor_in_the_exact_tier_is_a_finding(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(("precision", "digits"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
-def test_a_sum_in_half_precision_shows_in_its_digits(tmp_path: Path, precision: str, digits: torch.dtype) -> None:
-    def summed(in_float32: bool) -> Change:
+@pytest.mark.parametrize("divided", [1.0, 1.1])  # after the sum, as by a number of tokens
+@pytest.mark.parametrize("rounded", ["ab", "b"])
+def test_a_sum_in_half_precision_shows_in_its_digits(
+    tmp_path: Path, precision: str, digits: torch.dtype, divided: float, rounded: str
+) -> None:
+    def summed(rounded: str) -> Change:
         def change(step: int, values: Values, tensors: Tensors) -> None:
-            for name in ("gradient/a", "gradient/b"):
-                if name in tensors:
-                    shares = torch.tensor([0.31, 0.23, 0.17, 0.13, 0.11, 0.05]).reshape(6, 1, 1)
-                    total = (tensors[name] * shares).to(digits).float().sum(dim=0)
-                    tensors[name] = total if in_float32 else total.to(digits).float()
+            for name in "ab" if "gradient/a" in tensors else "":
+                shares = torch.tensor([0.31, 0.23, 0.17, 0.13, 0.11, 0.05]).reshape(6, 1, 1)
+                total = (tensors[f"gradient/{name}"] * divided * shares).to(digits).float().sum(dim=0)
+                tensors[f"gradient/{name}"] = (total.to(digits).float() if name in rounded else total) / divided
 
         return change
 
-    oracle, noise = write(tmp_path / "oracle"), write(tmp_path / "noise", summed(True), precision=precision)
-    wrong = judge([write(tmp_path / "wrong", summed(False), precision=precision)], oracle=oracle, noise=[noise])
-    honest = judge([write(tmp_path / "honest", summed(True), precision=precision)], oracle=oracle, noise=[noise])
+    def run(name: str, rounded: str) -> Record:
+        return write(tmp_path / name, summed(rounded), precision=precision, shape=(20, 30))
+
+    def coarse(verdict: Verdict) -> set[str]:
+        return {finding.tensor for finding in verdict.findings if "added up in it" in finding.tensor}
+
+    oracle, noise = write(tmp_path / "oracle", shape=(20, 30)), run("noise", "")
     name = f"gradient: elements that are {precision} numbers, so added up in it"
-    assert name in {finding.tensor for finding in wrong.findings}
-    assert name not in {finding.tensor for finding in honest.findings}
+    honest = judge([run("honest", "")], oracle=oracle, noise=[noise])
+    assert not coarse(honest)
     assert name in {quantity.tensor for quantity in honest.quantities}
+    of_tensors = {name.replace("that", f"of {tensor} that") for tensor in rounded}
+    assert coarse(judge([run("wrong", rounded)], oracle=oracle, noise=[noise])) >= of_tensors
+
+
+@pytest.mark.parametrize("own", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("of_noise", [torch.float32, torch.bfloat16])
+def test_log_probs_in_half_precision_show_in_their_digits(
+    tmp_path: Path, own: torch.dtype, of_noise: torch.dtype
+) -> None:
+    def rounded(digits: torch.dtype) -> Change:
+        def change(step: int, values: Values, tensors: Tensors) -> None:
+            tensors |= {name: row.to(digits).float() for name, row in tensors.items() if name.startswith("logprob/")}
+            if step >= 0:
+                tensors["logprob/0"] = torch.cat([tensors["logprob/0"], torch.linspace(-9, -3, 30).exp().to(digits)])
+
+        return change
+
+    oracle = write(tmp_path / "oracle", rounded(torch.float32))
+    noise = write(tmp_path / "noise", rounded(of_noise), precision="bf16")
+    found = judge([write(tmp_path / "cell", rounded(own), precision="bf16")], oracle=oracle, noise=[noise]).findings
+    name = "logprob: numbers that are bf16 numbers, so computed in it instead of float32"
+    assert (name in {finding.tensor for finding in found}) == (own == torch.bfloat16 != of_noise)
 
 
 def test_each_expert_is_judged_by_the_micro_batches_that_it_was_chosen_in() -> None:
