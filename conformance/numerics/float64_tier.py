@@ -52,6 +52,13 @@ PLAIN = frozenset((Tensor, torch.nn.Parameter, FakeTensor))
 _CASTS = frozenset((Tensor.float, Tensor.half, Tensor.bfloat16))
 _PASS_OVER = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
 
+# Their kernels for GPUs read the sixth argument, the counts of updates, as float32, whatever it is.
+_FUSED = frozenset(
+    getattr(getattr(torch.ops.aten, name), overload)
+    for name in ("_fused_adam_", "_fused_adamw_")
+    for overload in ("default", "tensor_lr")
+)
+
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 
@@ -131,6 +138,8 @@ class EagerMode(TorchDispatchMode):
 class _LiftBelowAutograd(EagerMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         kwargs = kwargs or {}
+        if func in _FUSED and PLAIN.issuperset(types):
+            return func(*args[:5], [count.to(torch.float32) for count in args[5]], *args[6:], **kwargs)
         lifted = _lifted(func, args, kwargs)
         if lifted is not None:
             return func(*lifted[0], **lifted[1])
@@ -209,6 +218,7 @@ _NOT_THE_CALLER = (
     str(Path(torch.__file__).parent),
     __file__,
     str(Path(__file__).parents[1] / "worker" / "evidence.py"),
+    str(Path(__file__).parents[1] / "backends" / "on_cpu.py"),
     "<",
 )
 

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from conformance.numerics.float64_tier import LeakWatch, _LiftBelowAutograd, _LiftInPython, exact_tier
@@ -364,3 +365,30 @@ def test_the_class_of_an_argument_is_not_asked_for() -> None:
     but this shows it with a later one."""
     tree = ast.parse(Path(inspect.getfile(LeakWatch)).read_text(encoding="utf-8"))
     assert "__class__" not in {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+
+
+class SeesCounts(TorchDispatchMode):
+    """Notes the dtype in which the kernel of a fused optimizer gets its counts of updates."""
+
+    dtypes: set[torch.dtype]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "_fused_adam" in str(func):
+            self.dtypes = {count.dtype for count in args[5]}
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+@pytest.mark.parametrize("rate", [0.1, torch.tensor(0.1, dtype=torch.float64)], ids=["number", "tensor"])
+def test_fused_optimizer_gets_its_counts_in_float32(kind: type[torch.optim.Adam], rate: float | Tensor) -> None:
+    """The kernel of GPUs reads them as that, so with float64 every weight would be NaN."""
+    fused, plain = nn.Parameter(X.clone()), nn.Parameter(X.clone())
+    with SeesCounts() as seen, exact_tier(), LeakWatch() as watch:  # type: ignore[no-untyped-call]
+        optimizers = kind([fused], lr=rate, fused=True), kind([plain], lr=0.1, foreach=False)
+        for _ in range(3):
+            for parameter, optimizer in zip((fused, plain), optimizers, strict=True):
+                parameter.grad = X.clone()
+                optimizer.step()
+    assert seen.dtypes == {torch.float32}
+    assert watch.leaks == ()
+    torch.testing.assert_close(fused, plain, rtol=1e-15, atol=0)
