@@ -168,7 +168,7 @@ def judged(runs: OracleRuns, path: Path, shows: tuple[OracleConvention, ...], de
     as_cell(runs.record(shows), path, runs.cell)
     options: Any = {"oracles": runs.folder, "observables": runs.record().observables, "conventions": declares}
     verdict = judge_cell(str(runs.cell), [path], known=(), **options)
-    candidates = tuple(one for one in in_cell(KNOWN, runs.cell.scenario, Layout()) if one not in declares)
+    candidates = tuple(one for one in SHOWN if one not in declares)
     return explained(verdict, str(runs.cell), [path], candidates=candidates, **options)
 
 
@@ -205,22 +205,22 @@ def test_an_undeclared_convention_is_the_likely_cause(tmp_path: Path, runs: Orac
 
 def test_each_stale_convention_is_named(tmp_path: Path, runs: OracleRuns) -> None:
     shown, stale = SHOWN[0], (SHOWN[1], SHOWN[2])
-    verdict = judged(runs, tmp_path / "cell", (shown,), (SHOWN[1], shown, SHOWN[2]))
+    verdict = judged(runs, tmp_path / "cell", (shown,), SHOWN[:3])
     assert verdict.state == "differs"
     words = " and ".join(f"{one.words} ({one})" for one in stale)
     assert verdict.reason.startswith(f"declares the conventions {words}, but does not show it")
 
 
 def test_all_conventions_together_are_named(tmp_path: Path, runs: OracleRuns) -> None:
-    verdict = judged(runs, tmp_path / "cell", SHOWN, SHOWN)
-    assert (verdict.state, verdict.conventions) == ("conforms", tuple(map(str, SHOWN)))
+    verdict = judged(runs, tmp_path / "cell", SHOWN[:3], SHOWN[:3])
+    assert (verdict.state, verdict.conventions) == ("conforms", tuple(map(str, SHOWN[:3])))
 
 
 def test_a_bug_beside_a_convention_differs_and_no_convention_explains_it(tmp_path: Path, runs: OracleRuns) -> None:
     as_cell(runs.record((SHOWN[0],)), tmp_path / "cell", runs.cell, values={"loss": 1.0})
     options: Any = {"oracles": runs.folder, "observables": runs.record().observables, "conventions": (SHOWN[0],)}
     verdict = judge_cell(str(runs.cell), [tmp_path / "cell"], known=(), **options)
-    again = explained(verdict, str(runs.cell), [tmp_path / "cell"], candidates=SHOWN[1:], **options)
+    again = explained(verdict, str(runs.cell), [tmp_path / "cell"], candidates=SHOWN[1:3], **options)
     assert (verdict.state, verdict.first_stage, again) == ("differs", "loss", verdict)
 
 
@@ -252,9 +252,10 @@ def test_conventions_apply_only_where_they_can_change_numbers(runs: OracleRuns) 
 def test_generators_that_a_checkpoint_leaves_out(
     session: Session, name: str, state: str, conventions: tuple[str, ...], words: str
 ) -> None:
-    scenario = make_cell("sft-sgd", "llama", "dp1", "exact", steps=2, rows=4, accumulation=1).scenario
+    scenario = make_cell("sft-sgd", "llama", "dp1", "exact", steps=3, rows=4, accumulation=1).scenario
     backend = BackendEntry(name=name.lower(), target=f"plain_variants:{name}")
-    phases = tuple(Phase(backend=backend, layout=Layout(dp=1), steps=1, save=save) for save in ("checkpoint", None))
+    saves = Phase(backend=backend, layout=Layout(dp=1), steps=1, save="checkpoint")
+    phases = (saves, Phase(backend=backend, layout=Layout(dp=1), steps=2))
     verdict = session.run(Cell(scenario=scenario, phases=phases, program="resume")).verdict
     assert (verdict.state, verdict.conventions) == (state, conventions), verdict.reason
     assert words in verdict.reason
