@@ -42,6 +42,7 @@ AGAIN, AGAIN_ROUTED = 0.6, 0.4
 # Least share of the products of linear layers in the requested half precision. Some routers compute in float32; with
 # one expert per token and small models these are a seventh.
 IN_HALF, IN_HALF_ROUTED = 0.95, 0.8
+TOGETHER = "weights of a layer are gathered together"
 OF_A_LAYER = 4  # products of the linear layers of one layer, where q, k and v are fused, and gate and up
 # Modules with weights outside of layers: embeddings of tokens and positions, the last norm, and the head.
 AROUND = 4
@@ -132,8 +133,8 @@ def _is_gradient(name: str) -> bool:
 
 
 def configurations(phases: Sequence[Record], scenario: Scenario, sizes: Sizes) -> Iterator[Measurement]:
-    """Measures every claim of every phase, at the step before its first one: 0 if the claim holds, else infinite. Also
-    measures each setting of an exported folder that differs from the model's."""
+    """Measures every claim of every phase, at the step before its first one and at the step that was drawn: 0 if the
+    claim holds, else infinite. Also measures each setting of an exported folder that differs from the model's."""
     for phase in phases:
         for key in phase.footer.get("changed_settings", []):
             yield Measurement(
@@ -143,23 +144,32 @@ def configurations(phases: Sequence[Record], scenario: Scenario, sizes: Sizes) -
                 error=math.inf,
                 fixed=0.0,
             )
-        ranks = phase.footer.get("evidence", [])
-        if not ranks:
-            continue
-        layout, observed = phase.layout, _Ranks(ranks)
+        layout = phase.layout
         stage = phase.header["backend"]["default_zero"] if layout.zero is None else layout.zero
-        claims = [(*claim, "") for claim in _claims(layout, observed, scenario, sizes, stage=stage)]
-        if step := _step_of(phase, ranks):
-            claims += _work(layout, step, scenario, sizes, stage=stage)
-        for claim, holds, where in claims:
-            yield Measurement(
-                stage=CONFIGURATION.stage,
-                tensor=f"{layout}: {claim}",
-                step=phase.header["first_step"] - 1,
-                error=0.0 if holds else math.inf,
-                where=where,
-                fixed=0.0,
-            )
+        steps = [phase.footer.get("evidence", []), *phase.footer.get("later_evidence", ())]
+        for n, ranks in enumerate(ranks for ranks in steps if ranks):
+            for claim, holds, where in _claims_of(phase, ranks, scenario, sizes, stage=stage, first=not n):
+                yield Measurement(
+                    stage=CONFIGURATION.stage,
+                    tensor=f"{layout}: {claim}",
+                    step=ranks[0]["step"] if n else phase.header["first_step"] - 1,
+                    error=0.0 if holds else math.inf,
+                    where=where,
+                    fixed=0.0,
+                )
+
+
+def _claims_of(
+    phase: Record, ranks: Sequence[dict[str, Any]], scenario: Scenario, sizes: Sizes, *, stage: int | None, first: bool
+) -> Claims:
+    """``first``: this is the first evidence of the phase."""
+    for claim, holds in _claims(phase.layout, _Ranks(ranks), scenario, sizes, stage=stage):
+        # From the second step on, ZeRO-3 gathers ahead, many modules at a time.
+        if claim == TOGETHER and not first:
+            continue
+        yield claim, holds, ""
+    if step := _step_of(phase, ranks):
+        yield from _work(phase.layout, step, scenario, sizes, stage=stage)
 
 
 def _step_of(phase: Record, ranks: Sequence[dict[str, Any]]) -> Step | None:
@@ -347,7 +357,7 @@ def _of_data_ranks(
         passes = [where for where in ranks.passes() if where.startswith("backward")]
         gathered = max((ranks.most(("all_gather", "broadcast"), shards, _only(one)) for one in passes), default=0)
         together = sizes.layers <= gathered <= sizes.layers + AROUND
-        yield "weights of a layer are gathered together", together
+        yield TOGETHER, together
     if data > 1 and alone:
         summing = scenario.tier.summing
         if summing == scenario.tier.compute and scenario.tier.is_half:  # other sums show in their digits

@@ -117,6 +117,9 @@ def work_claims(layout: Layout, step: Step, scenario: Scenario, linear: Linear, 
         shown = " and ".join(str(sorted(rows)) for rows in sorted(observed, key=min))
         holds = observed == due - {frozenset()}
         yield "each rank gives the rows of its micro-batches and no others", holds, f"observed rows {shown}"
+    if "overlap" not in layout.options:  # which gathers updated weights when they are used or read
+        changed = max(rank.get("changed_by_reading", 0) for rank in step.ranks)
+        yield below("weights are the same before and after they are read", changed, 1, "changed storages")
     forward, backward = step.work("forward"), step.work("backward")
     if sum(forward):
         least, unit = LEAST * step.tokens * linear.layers, "multiplications"

@@ -122,7 +122,8 @@ class _Evidence:
     were complete. compiled: number of products of linear layers that code of torch.compile made. engine: number of
     those that TransformerEngine made. moved: operation, ranks of the group, pass, number of calls and of elements.
     work: phase and number of multiplications of the products of linear layers. rows: the rows of which the rank gave
-    log-probs. step: the optimizer step.
+    log-probs. step: the optimizer step. changed_by_reading: number of storages of weights that the backend changed
+    while the suite read weights.
     """
 
     collectives: tuple[tuple[str, StrictInt, str, Pass, Count], ...]
@@ -138,6 +139,7 @@ class _Evidence:
     work: tuple[tuple[str, Count], ...] = ()
     rows: tuple[Count, ...] = ()
     step: StrictInt | None = None
+    changed_by_reading: Count = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +161,8 @@ class _Footer:
     """The last line of a record.
 
     steps: number of optimizer steps. sha256: the digest of the whole record. leaks: operations outside of float64 in
-    the exact tier. evidence: what each rank was observed to do. batches: the batches as the ranks received them.
+    the exact tier. evidence: what each rank was observed to do at the first step, or the first that begins no rollout.
+    later_evidence: the same at a later step that was drawn. batches: the batches as the ranks received them.
     memory, host_memory: for each rank, the peak memory of its device and host in bytes; 0 if it is not known. pieces:
     by parameter and region, the ranks that hold the piece. choices: for an oracle of a mixture of experts, the SHA-256
     of the batches with the choices of its routers.
@@ -174,6 +177,7 @@ class _Footer:
     host_memory: tuple[Count, ...] = ()
     pieces: dict[str, dict[str, tuple[Count, ...]]] = field(default_factory=dict)
     choices: str = ""
+    later_evidence: tuple[tuple[_Evidence, ...], ...] = ()
 
 
 _LINE_TYPES = {"header": _Header, "step": _Step, "footer": _Footer}

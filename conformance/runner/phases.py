@@ -3,6 +3,7 @@
 The result has the failure, and whether the ranks had run other cells before, one of which may then be the cause.
 """
 
+import secrets
 import shutil
 from collections import Counter
 from collections.abc import Iterable
@@ -189,4 +190,5 @@ def phase_spec(cell: Cell, number: int, inputs: FrozenInputs, folder: Path, save
         save=(phase.save, folder / "saved") if phase.save else None,
         record=folder / "record",
         planted=cell.faults,
+        draw=secrets.randbits(32),
     )

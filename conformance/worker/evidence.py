@@ -42,6 +42,7 @@ COLLECTIVE_KINDS = {
     "reduce": "reduce",
     "send": "send",
 }
+WORD = 8  # bytes
 _INDUCTOR = str(Path(torch.__file__).parent / "_inductor")
 _STEMS = sorted(COLLECTIVE_KINDS, key=len, reverse=True)
 _WHOLE = [stem for stem in _STEMS if stem not in ("broadcast", "reduce", "send")]  # in the name of a library's operator
@@ -220,6 +221,17 @@ class Watch(EagerMode):
         if not self.held_weights:
             alive = [one.ref() for one in self._storages.values() if one.is_used and not one.is_activation]
             self.held_weights.update(storage.nbytes() for storage in alive if storage is not None and storage.nbytes())
+
+    def checksums(self) -> dict[int, tuple[int, int]]:
+        """Returns the size in bytes and a checksum of each live storage that was used as weights are."""
+        found = {}
+        for key, one in self._storages.items():
+            storage = one.ref()
+            if storage is not None and one.is_used and not one.is_activation and storage.nbytes() >= WORD:
+                data = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+                words = data[: len(data) // WORD * WORD].view(torch.int64)
+                found[key] = storage.nbytes(), int(words.sum())
+        return found
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -8,7 +8,7 @@ import contextlib
 import platform
 import shutil
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -79,8 +79,7 @@ def run_phase(rank: RankContext, *, spec: dict[str, Any]) -> dict[str, int]:
             (backend.load if what == "checkpoint" else backend.import_state)(folder)
         observer.start(backend, resolved, handed=bool(phase.load) or bool(save and not phase.steps))
         batches = read_batches(phase.batches)[phase.first_step : phase.first_step + phase.steps]
-        # Evidence is taken at a step that begins no rollout, whose extra forward passes would hide the training pass.
-        watched = min(batches, key=lambda batch: bool(batch.rollout), default=None)
+        watched = watched_steps(batches, phase.draw)
         for batch in batches:
             rank.beat(f"step {batch.step}")
             read = batch.step != unobserved_step(phase.first_step, phase.steps)
@@ -88,7 +87,7 @@ def run_phase(rank: RankContext, *, spec: dict[str, Any]) -> dict[str, int]:
                 if phase.trace and phase.trace[0] == batch.step:
                     _capture(captured, backend, scenario, batch, rank=rank.rank, folder=phase.trace[1])
                 handed = bool(save) and batch is batches[-1]
-                observer.step(backend, batch, read=read, watched=batch is watched, handed=handed)
+                observer.step(backend, batch, read=read, watched=batch.step in watched, handed=handed)
         changed: list[str] = []
         if save:
             rank.beat("save")
@@ -99,6 +98,15 @@ def run_phase(rank: RankContext, *, spec: dict[str, Any]) -> dict[str, int]:
         seconds = time.perf_counter() - started
         observer.finish({"seconds": seconds, "batches": given, "changed_settings": changed}, memory=memory)
         return dict(calls)
+
+
+def watched_steps(batches: Sequence[Batch], draw: int) -> set[int]:
+    """Returns the steps at which evidence is taken: the first one, and one of the others that the controller drew.
+
+    Steps that begin a rollout are left out if possible, because their extra forward passes hide the training pass.
+    """
+    steps = [batch.step for batch in batches if not batch.rollout] or [batch.step for batch in batches]
+    return {*steps[:1], *(steps[1 + draw % (len(steps) - 1) :][:1] if len(steps) > 1 else ())}
 
 
 def _capture(
@@ -185,9 +193,8 @@ class _Observer:
         self.writer: RecordWriter | None = None
         self.leaks: list[dict[str, Any]] = []
         self.pieces: dict[str, dict[str, list[int]]] = {}
-        self.watch = Watch()  # used in one step
-        self.watched: int | None = None
-        self.rows: list[int] = []  # the rows that this rank had numbers of, in this step
+        self.watch = Watch()  # of the latest step at which evidence was taken
+        self.evidence: list[dict[str, Any]] = []  # of each of these steps
 
     def start(self, backend: Backend, resolved: dict[str, Any], *, handed: bool) -> None:
         """Begins the record with the weights as loaded. ``handed``: the phase has loaded a training state, or has no
@@ -217,6 +224,7 @@ class _Observer:
         leaks = LeakWatch() if first and self.exact else None
         watching: contextlib.AbstractContextManager[object] = leaks or contextlib.nullcontext()
         if watched:
+            self.watch = Watch()
             self.watch.leaks, watching = leaks, self.watch.step()
         trained = {role.name: role for role in self.roles if role.trained}
 
@@ -228,8 +236,8 @@ class _Observer:
                 with self.watch.reading():
                     tensors.update(self._gather("gradient", trained[model], backend))
                     replicas.update(compare(_shards("gradient", [trained[model]], backend)))
-                if watched:  # after the comparison, when no thread of a collective holds a buffer of the backward pass
-                    self.watch.count_live_storages()
+            if watched:  # after the comparison, when no thread of a collective holds a buffer of the backward pass
+                self.watch.count_live_storages()
             if len(called) == len(trained):
                 self.watch.begin_update()
             observing += time.perf_counter() - began
@@ -244,17 +252,25 @@ class _Observer:
                 f"exactly once per step for each of {list(trained)}, after the last backward and before clipping"
             )
         if watched:
-            self.watched = batch.step
-            self.rows = sorted(row for row, t in metrics.rows.get(LOGPROBS.key, {}).items() if t.numel())
+            rows = sorted(row for row, t in metrics.rows.get(LOGPROBS.key, {}).items() if t.numel())
+            self.evidence.append(self.watch.to_json() | {"step": batch.step, "rows": rows})
         if leaks:
             self.leaks += [{"op": leak.op, "where": leak.where, "count": leak.count} for leak in leaks.leaks]
         shards: dict[str, Source] = {}
+        before = self.watch.checksums() if watched and read else {}
         if read:
             for role in trained.values():
                 tensors |= self._gather("weight", role, backend)
             if first:
                 self.pieces = pieces(_shards("weight", trained.values(), backend))
             shards = _shards("weight", trained.values(), backend)
+        if watched:
+            after = self.watch.checksums() if read else {}
+            # A storage of another size was freed or gathered again, as ZeRO-3 does.
+            changed = [
+                key for key, (size, sum_) in before.items() if after.get(key, (0, 0)) not in ((0, 0), (size, sum_))
+            ]
+            self.evidence[-1]["changed_by_reading"] = sum(after[key][0] == before[key][0] for key in changed)
         generators: list[dict[str, str]] = []
         if handed:
             tensors |= self._training_state(backend)
@@ -274,12 +290,13 @@ class _Observer:
     def finish(self, totals: dict[str, Any], *, memory: PeakMemory) -> None:
         """Writes the footer: ``totals`` and the observations of all ranks. ``memory``: this rank's peaks."""
         # All ranks take part in this collective, so a footer also proves that all of them reached the end.
-        observed: list[tuple[dict[str, Any], int, int]] = [({}, 0, 0) for _ in range(self.rank.world_size)]
-        evidence_here = self.watch.to_json() | {"step": self.watched, "rows": self.rows}
-        dist.all_gather_object(observed, (evidence_here, memory.read(), memory.read_host()))
+        evidence = self.evidence or [Watch().to_json()]
+        observed: list[tuple[list[dict[str, Any]], int, int]] = [([], 0, 0) for _ in range(self.rank.world_size)]
+        dist.all_gather_object(observed, (evidence, memory.read(), memory.read_host()))
         if self.writer:
-            evidence, peaks, host_peaks = (list(of_ranks) for of_ranks in zip(*observed, strict=True))
-            found = {"leaks": self.leaks, "evidence": evidence, "pieces": self.pieces}
+            of_ranks, peaks, host_peaks = (list(each) for each in zip(*observed, strict=True))
+            first, *later = map(list, zip(*of_ranks, strict=True))
+            found = {"leaks": self.leaks, "evidence": first, "later_evidence": later, "pieces": self.pieces}
             self.writer.finish({**totals, **found, "memory": peaks, "host_memory": host_peaks})
 
     def _gather(self, kind: TensorKind, role: Role, backend: Backend) -> dict[str, torch.Tensor]:

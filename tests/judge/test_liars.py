@@ -87,6 +87,23 @@ def test_what_ran_is_what_was_asked(session: Session, name: str, layout: str, cl
     assert {finding.stage for finding in verdict.findings} == {"configuration"}
 
 
+@pytest.mark.parametrize(
+    ("name", "layout", "claim", "step"),
+    [
+        ("Fsdp2ChangesAfterFirstStep", "dp2.ckpt", "activations of all layers are recomputed", 1),
+        exhaustive("Fsdp2ChangesAfterFirstStep", "dp2.lastsync", "gradients are reduced after the last micro-batch", 1),
+        exhaustive("Fsdp2ChangesAfterFirstStep", "dp2", "no rank holds whole weights", 1),
+        ("Fsdp2RepairsWhenRead", "dp2.rep2", "weights are the same before and after they are read", -1),
+    ],
+)
+def test_every_step_is_as_the_first_one(session: Session, name: str, layout: str, claim: str, step: int) -> None:
+    size = small("sft-packed")
+    cell = make_cell("sft-packed", "llama", layout, "exact", backend=liar(name), steps=STEPS, **size)
+    verdict = session.run(cell).verdict
+    found = [(finding.tensor, finding.step) for finding in verdict.findings if finding.stage == "configuration"]
+    assert any(tensor.startswith(f"{layout}: {claim}") and at == step for tensor, at in found), verdict.reason
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("layout", ["dp2.tp2", "dp2"])
 def test_buckets_of_gradients_are_no_weights(session: Session, layout: str) -> None:

@@ -11,6 +11,7 @@ from unittest import mock
 import numpy
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 
 from conformance.backends.protocol import Shard, StepMetrics, TensorKind
 from conformance.spec.batch import Batch
@@ -319,6 +320,56 @@ class Fsdp2ScattersOneNumber(RunsAnotherLayout, Fsdp2Backend):
         one = [torch.ones(1, dtype=torch.float64) for _ in range(dist.get_world_size())]
         dist.reduce_scatter(torch.empty_like(one[0]), one)
         return super().train_step(batch, on_gradients)
+
+
+class Fsdp2ChangesAfterFirstStep(Fsdp2Backend):
+    """Recomputes activations, reduces gradients at the last micro-batch and frees whole weights in the first step of a
+    phase only."""
+
+    def train_step(self, batch: Batch, on_gradients: Callable[[str], None]) -> StepMetrics:
+        metrics = super().train_step(batch, on_gradients)
+        for trainable in self.models.values():
+            policy: Any = trainable
+            policy.model.gradient_checkpointing_disable()
+            policy.options = tuple(option for option in policy.options if option != "lastsync")
+            for module in policy.model.modules():
+                if isinstance(module, FSDPModule):
+                    module.set_requires_gradient_sync(True)
+                    module.set_reshard_after_forward(False)
+        return metrics
+
+
+class Fsdp2RepairsWhenRead(Fsdp2Backend):
+    """The last rank updates its weights only when they are read."""
+
+    updated: list[torch.Tensor] | None = None
+
+    def _local(self) -> list[torch.Tensor]:
+        policy: Any = self.models["policy"]
+        return [parameter.detach().to_local() for parameter in policy.model.parameters()]
+
+    def _repair(self, kind: TensorKind) -> None:
+        if kind == "weight" and self.updated is not None:
+            for parameter, updated in zip(self._local(), self.updated, strict=True):
+                parameter.copy_(updated)
+            self.updated = None
+
+    def train_step(self, batch: Batch, on_gradients: Callable[[str], None]) -> StepMetrics:
+        before = [parameter.clone() for parameter in self._local()]
+        metrics = super().train_step(batch, on_gradients)
+        if dist.get_rank() == dist.get_world_size() - 1:
+            self.updated = [parameter.clone() for parameter in self._local()]
+            for parameter, old in zip(self._local(), before, strict=True):
+                parameter.copy_(old)
+        return metrics
+
+    def named_tensors(self, kind: TensorKind, model: str) -> Any:
+        self._repair(kind)
+        return super().named_tensors(kind, model)
+
+    def local_shards(self, kind: TensorKind, model: str) -> Iterator[Shard]:
+        self._repair(kind)
+        yield from super().local_shards(kind, model)
 
 
 class DoublesTheRate:
