@@ -80,7 +80,7 @@ def bisect_judged(session: Session, cell: Cell, finding: Quantity, conforming: C
     with _temporary_twin(session, twin):
         verdict = _verdict_of(session, twin)
         if not verdict.findings:
-            return replace(bisection, why_not=_why_no_twin(verdict, cell.scenario.precision))
+            return replace(bisection, why_not=_why_no_twin(verdict, cell.scenario.precision, finding))
         if known := read_bisection(session.folder(twin), cell=str(twin), records=_records(session, twin)):
             return replace(known, cell=bisection.cell, records=bisection.records)
         first = verdict.findings[0]
@@ -125,12 +125,15 @@ def _verdict_of(session: Session, twin: Cell) -> Verdict:
     return session.judged(twin).verdict
 
 
-def _why_no_twin(verdict: Verdict, precision: str) -> str:
+FAR = 10  # times what is allowed: an error that no rounding explains
+
+
+def _why_no_twin(verdict: Verdict, precision: str, finding: Quantity) -> str:
     if verdict.state in ("conforms", "partly_observed"):
-        return (
-            f"it agrees with the oracle in the exact tier, so the defect needs {precision}: look for values that are "
-            f"computed, summed or stored in a wrong dtype"
-        )
+        agrees = f"it agrees with the oracle in the exact tier, so the defect needs {precision}: look for"
+        if finding.ratio > FAR:  # infinite too
+            return f"{agrees} code that only this precision runs, since rounding explains no error of this size"
+        return f"{agrees} values that are computed, summed or stored in a wrong dtype"
     if verdict.state == "differs":
         return f"in the exact tier {NO_FINDING}: {verdict.reason}"
     return (

@@ -7,7 +7,7 @@ number: with the cause undone, the remaining error has to be within the toleranc
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from conformance.judge.tolerance import Measurement, gradient_stages
 from conformance.numerics.comparison import likely_causes, powers_of, times
@@ -18,8 +18,13 @@ from conformance.spec.observables import CONFIGURATION, Observable
 from conformance.spec.scenario import Scenario
 
 CLOSE = 1e-3  # relative distance of a scale from the factor that explains it, in every precision
+ZERO = 1e-9  # scale that is taken for zero: below every factor that is known, above what sums leave that cancel
 MOST_STEPS = 100_000  # longest schedule that is searched
+MOST_KINDS = 3  # kinds of parameters that are named as what wrong ones have in common
+PARTS = ("bias", "lora_A", "lora_B")  # of a module; its weight goes without saying
 MOST = 10  # largest number of positions of a step, divided by its target tokens
+
+BARE = re.compile(r"\S+ times the reference")
 
 # Modules of a layer in the order in which the backward pass comes to them.
 _IN_LAYER = (
@@ -96,13 +101,19 @@ def likely_cause(m: Measurement, facts: Facts, *, allowed: float) -> str:
         return f"{m.max_abs:.0f} targets {'are missing' if m.scale < 1 else 'too many'}"
     if m.scale is None or not math.isfinite(m.scale) or abs(m.scale - 1) < 1e-6:
         return ""
-    if m.scale == 0:
-        return "" if m.residual else _zero(m, facts)
+    if abs(m.scale) < ZERO:
+        return "" if m.residual > ZERO else _zero(m, facts)
     factors = _known_factors(m, facts, allowed)
     if factors:
         return times(m.scale, causes=factors)
     fits = m.left_without(m.scale) <= allowed
     return times(m.scale) if m.scalar and fits and f"{m.scale:.4g}" != "1" else ""
+
+
+def without_bare_factors(quantities: Sequence[Quantity]) -> list[Quantity]:
+    """Removes hints that name only a factor and no cause, if another hint names a cause."""
+    named = any(q.hint and not BARE.fullmatch(q.hint) for q in quantities)
+    return [replace(q, hint="") if named and BARE.fullmatch(q.hint) else q for q in quantities]
 
 
 def _another_step(m: Measurement, facts: Facts, allowed: float) -> str:
@@ -191,6 +202,7 @@ def circumstances(
     gradients = {o.stage: o.replica_stage for o in observables if o.stage in gradient_stages([o])}
     if first.stage in gradients:
         sentences += _nearest_the_loss(first, quantities)
+        sentences += _in_common(first, quantities)
         replicas = [f for f in findings if (f.stage, f.step) == (gradients[first.stage], first.step)]
         if replicas:
             sentences.append(f"{len(replicas)} differ between ranks as well, such as {replicas[0].tensor}")
@@ -209,6 +221,25 @@ def _nearest_the_loss(first: Quantity, quantities: Sequence[Quantity]) -> list[s
     right = names.index(nearest)
     after = f", after {right} parameter{'s' if right > 1 else ''} within tolerance" if right else ""
     return [f"nearest the loss: {nearest}{after}"]
+
+
+def _in_common(first: Quantity, quantities: Sequence[Quantity]) -> list[str]:
+    """Names the kinds of the wrong parameters, if all parameters of these kinds are wrong and others are right."""
+    here = [q for q in quantities if (q.stage, q.step) == (first.stage, first.step) and not _is_of_all(q.tensor)]
+    wrong = {_parameter(q.tensor) for q in here if not q.ratio <= 1}
+    kinds: dict[str, set[str]] = {}
+    for name in (_parameter(q.tensor) for q in here):
+        kinds.setdefault(_kind(name), set()).add(name)
+    found = [kind for kind, names in kinds.items() if names & wrong]
+    if len(found) == len(kinds) or len(found) > MOST_KINDS or any(kinds[kind] - wrong for kind in found):
+        return []
+    return [f"only the gradients of {', '.join(sorted(found))}"] if found else []
+
+
+def _kind(name: str) -> str:
+    """Returns the module of a parameter in any layer, such as ``o_proj``, with the part of it: ``lora_B of o_proj``."""
+    *modules, module = name.removesuffix(".weight").split(".")
+    return f"{module} of {modules[-1]}" if module in PARTS and modules else module
 
 
 def _is_of_all(tensor: str) -> bool:

@@ -17,7 +17,14 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from conformance.judge.diagnosis import Facts, backward_place, circumstances, facts_of_steps, likely_cause
+from conformance.judge.diagnosis import (
+    Facts,
+    backward_place,
+    circumstances,
+    facts_of_steps,
+    likely_cause,
+    without_bare_factors,
+)
 from conformance.judge.layout_evidence import configurations, sizes_of, unproven
 from conformance.judge.measurements import measure, shown_without_rows
 from conformance.judge.provenance import not_judged_of, read_records, second_class_of
@@ -186,7 +193,7 @@ def judge(
     order = {stage: i for i, stage in enumerate(stages(observables))}
     found.sort(key=lambda m: (m.step, order[m.stage], backward_place(m.tensor) if m.stage in gradients else ()))
     facts = facts_of_steps(phases, oracle, scenario, observables)
-    quantities = [_judged(m, bounds[m.key], facts.get(m.step, facts[-1])) for m in found]
+    quantities = without_bare_factors([_judged(m, bounds[m.key], facts.get(m.step, facts[-1])) for m in found])
     strips = tuple(m.strip for m in found if m.strip)
     author = second_class_of(oracle)
     verdict = Verdict(state="conforms", reason="", quantities=tuple(quantities), strips=strips, second_class=author)

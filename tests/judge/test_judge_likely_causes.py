@@ -5,9 +5,9 @@ import random
 from pathlib import Path
 
 import pytest
-from judge_sample import EQUAL, Change, Tensors, Values, scale, verdict_of, write
+from judge_sample import EQUAL, Change, Tensors, Values, both, scale, verdict_of, write
 
-from conformance.judge.diagnosis import Facts, backward_place, likely_cause
+from conformance.judge.diagnosis import PARTS, Facts, _in_common, backward_place, likely_cause
 from conformance.judge.tensor_views import number_off
 from conformance.judge.verdict import judge
 from conformance.results.verdict import Quantity, Verdict
@@ -230,6 +230,30 @@ def test_diagnosis_wrong_gradients_names_one_nearest_loss(
     wrong = [f.tensor for f in verdict.findings if (f.stage, f.step) == ("gradients", 0)]
     assert list(dict.fromkeys(name.partition(" ")[0] for name in wrong)) == [HEAD, EMBEDDING]
     assert verdict.reason.endswith(f"; nearest the loss: {HEAD}")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        (["lora_A", "lora_B"], []),
+        (["lora_B"], ["only the gradients of lora_B of down_proj, lora_B of o_proj"]),
+        (["1.mlp.down_proj.lora_B"], []),  # the layer before has such a parameter that is right
+    ],
+)
+def test_wrong_gradients_have_their_kind_in_common(wrong: list[str], told: list[str]) -> None:
+    kinds = [f"{module}.{part}.weight" for module in ("mlp.down_proj", "self_attn.o_proj") for part in PARTS[1:]]
+    names = [f"model.layers.{layer}.{kind}" for layer in range(2) for kind in kinds]
+    off = {name: float(any(part in name for part in wrong)) for name in names}
+    found = [Quantity(stage="gradients", tensor=n, step=0, observed=by, allowed=0.1) for n, by in off.items()]
+    assert _in_common(next(q for q in found if q.observed), found) == told
+
+
+@pytest.mark.parametrize("zero", [0.0, -5.36e-15])
+def test_zero_is_called_zero_and_explains_the_factor_beside_it(tmp_path: Path, zero: float) -> None:
+    verdict = verdict_of(tmp_path, both(scale("loss", 1.003), scale("gradient/a", zero)))
+    hints = {finding.hint for finding in verdict.findings if finding.step == 0}
+    assert "it is zero: the loss does not reach it, or it was cleared before it was read" in hints
+    assert not any(hint.endswith("times the reference") for hint in hints)
 
 
 def test_parameters_nearer_the_loss_than_the_first_wrong_one_are_counted(tmp_path: Path) -> None:
