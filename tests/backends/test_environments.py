@@ -29,6 +29,9 @@ from plain_backend import Plain
 from conformance.backends.protocol import BackendInfo
 from conformance.spec.known_defects import ExpectedDifference
 from conformance.spec.conventions import AdvantageEpsilon, DecaysAll, EntropyByMicroBatch, RoundedMasters
+from impl.engine import adapter
+
+adapter.switch_off_dropout = lambda model: None  # the plain model is no torch module and has no dropout
 
 class Pinned(Plain):
     fresh_ranks = True
@@ -123,7 +126,7 @@ def test_conventions_are_asked_from_another_environment(python: str) -> None:
 
 RL = """
 steps = 1
-data.rows = 8
+data = { path = "data/rollouts/{model}.jsonl", rows = 8 }
 objective.kind = "grpo"
 optimizer = { name = "sgd", lr = 0.05 }
 """
