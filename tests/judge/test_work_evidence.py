@@ -113,6 +113,9 @@ gathers_weights, gathers_metrics = gathers(TRAINED), gathers(3)
 def reduces_once(ranks: Ranks) -> None:
     for rank in ranks:
         rank["moved"][0][-1] //= ACCUMULATION
+    for number, rank in enumerate(ranks[:4]):  # activations of tensor-parallel ranks, in groups of the same size
+        first = number // 2 * 2
+        rank["moved"].append(["all_reduce", [first, first + 1], "later", 4, 10 * TRAINED])
 
 
 @pytest.mark.parametrize(
