@@ -45,6 +45,7 @@ _OF_CELL: dict[CellState, State] = {
     "unsupported": "unsupported",
 }
 FAMILIES = ("sft", "grpo", "ppo")
+NOT_RUN = "not run"  # the device of a column without a run
 Text = Annotated[str, Field(max_length=20_000)]
 Name = Annotated[str, Field(pattern=r"^[\w.+-]+$", max_length=100)]
 
@@ -75,7 +76,7 @@ class Column:
 
     @property
     def name(self) -> str:
-        return f"{self.framework} {self.version}"
+        return f"{self.framework} {self.version}" + " on GPUs" * (self.device == "cuda")
 
     @property
     def counts(self) -> dict[State, int]:
@@ -96,8 +97,12 @@ class Board:
         return sorted({row for column in self.columns for row in column.squares}, key=_place)
 
     def before(self, column: Column) -> list[Column]:
-        """Returns the earlier versions of its framework, the newest first."""
-        same = [one for one in self.columns if one.framework == column.framework]
+        """Returns the earlier versions of its framework, the newest first; of two devices, those on the same."""
+        same = [
+            one
+            for one in self.columns
+            if one.framework == column.framework and len({one.device, column.device} - {NOT_RUN}) < 2
+        ]
         return same[: same.index(column)][::-1]
 
 
@@ -109,7 +114,11 @@ class Publish:
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
-            "outs", type=Path, nargs="+", metavar="OUT", help="output folders, such as of scripts/framework"
+            "outs",
+            type=Path,
+            nargs="+",
+            metavar="OUT",
+            help="output folders, such as of scripts/framework, or board.json files",
         )
         parser.add_argument("--to", type=Path, required=True, metavar="DIR", help="folder of the site")
         parser.add_argument(
@@ -136,13 +145,15 @@ PUBLISH = Publish()
 
 
 def columns_of(out: Path) -> list[Column]:
-    """Returns the columns of a run. A folder NAME-VERSION, as scripts/framework makes it, is one framework, with only
-    gaps if it holds no run; otherwise each backend is one. Raises UsageError for a folder that cannot be trusted, or of
-    another version than it says."""
+    """Returns the columns of a run, or of a board.json. A folder NAME-VERSION, as scripts/framework makes it, is one
+    framework, with only gaps if it holds no run; otherwise each backend is one. Raises UsageError for a folder that
+    cannot be trusted, or of another version than it says."""
+    if out.suffix == ".json":
+        return list(read_board(out).columns)
     framework, _, version = out.resolve().name.rpartition("-")
     named = framework if framework and version[:1].isdigit() else ""
     if named and not (out / SUMMARY).exists():  # its environment was not made, or its run never began
-        return [Column(framework=named, version=version, started="", device="not run", versions={}, squares={})]
+        return [Column(framework=named, version=version, started="", device=NOT_RUN, versions={}, squares={})]
     run, cells = read_cells(out)
     columns: dict[str, Column] = {}
     for cell in cells:
@@ -208,10 +219,10 @@ def joined(earlier: Board, columns: Sequence[Column]) -> Board:
     return Board(columns=tuple(sorted(found.values(), key=_age)))
 
 
-def _age(column: Column) -> tuple[str, list[tuple[bool, int, str]]]:
-    """Sorts columns by framework and version; a release comes after its candidates."""
+def _age(column: Column) -> tuple[str, list[tuple[bool, int, str]], str]:
+    """Sorts columns by framework, version and device; a release comes after its candidates."""
     parts = [(part.isdigit(), int(part) if part.isdigit() else 0, part) for part in column.version.split(".")]
-    return column.framework, parts
+    return column.framework, parts, column.device
 
 
 def read_board(path: Path) -> Board:
@@ -249,8 +260,9 @@ def write_site(board: Board, earlier: Board, to: Path) -> int:
 
 
 def newest(board: Board) -> list[Column]:
-    """Returns the newest column of each framework."""
-    return list({column.framework: column for column in board.columns}.values())
+    """Returns the newest column of each framework; one from a CPU, where there is one."""
+    columns = sorted(board.columns, key=lambda column: column.device != "cuda")
+    return list({column.framework: column for column in columns}.values())
 
 
 def _write_badge(column: Column, path: Path) -> None:

@@ -102,6 +102,15 @@ def test_a_later_run_replaces_squares_and_versions_add_up() -> None:
     assert found.rows == [ROW, grpo]
 
 
+def test_runs_on_gpus_are_a_column_of_their_own(tmp_path: Path) -> None:
+    both = board(column("1.0"), column("1.0", "differs", device="cuda"), column("1.1"))
+    assert [one.name for one in both.columns] == ["toy 1.0", "toy 1.0 on GPUs", "toy 1.1"]
+    assert [one.name for one in both.before(both.columns[-1])] == ["toy 1.0"]
+    write_site(both, Board(columns=()), tmp_path)
+    assert json.loads((tmp_path / "badges" / "toy.json").read_text())["message"] == "1 pass"
+    assert columns_of(tmp_path / "board.json") == list(both.columns)
+
+
 def test_changes_name_what_a_square_was() -> None:
     old = board(column("1.0"))
     assert changes(old, old) == []
