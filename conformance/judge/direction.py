@@ -53,7 +53,7 @@ class Along:
         """Returns the least noise of the scale: of independent tensors, of one error of so many elements, and of the
         float32 operations that all elements share."""
         independent = finite(math.sqrt(self.squares) / (self.size or 1.0))
-        part = max(self.part, 1 / math.sqrt(max(1, self.elements)))
+        part = max(self.part, 2 / math.sqrt(max(1, self.elements)))  # twice what a random direction gives
         return max(independent, part * self.whole, NORM_ROUNDINGS * ROUNDING)
 
     @property
