@@ -83,13 +83,14 @@ class Step:
         """Returns the least number of tokens of a first micro-batch of a data rank."""
         return min(sum(length for _, length, targets in parts[0] if targets) for parts in self.rows)
 
-    def padded(self, max_len: int) -> int:
+    def padded(self, max_len: int, *, stages: int) -> int:
         """Returns the most tokens of a data rank, if all its rows are as long as the longest activations that a library
-        makes of rows of ``max_len`` tokens."""
+        makes of rows of ``max_len`` tokens. With pipeline stages, each micro-batch is as large as the largest."""
         most = -(-max_len // BLOCK) * BLOCK
         longest = max(length for rows in self._micro_batches() for _, length, _ in rows)
         seen = [length for rank in self.ranks for length in rank.get("lengths", ()) if length <= most]
-        return max(sum(map(len, parts)) for parts in self.rows) * int(max(longest, *seen, 0))
+        rows = (len(parts) * max(map(len, parts)) if stages > 1 else sum(map(len, parts)) for parts in self.rows)
+        return max(rows) * int(max(longest, *seen, 0))
 
     @property
     def has_rows(self) -> bool:
@@ -131,10 +132,13 @@ def work_claims(layout: Layout, step: Step, scenario: Scenario, linear: Linear, 
 
 
 def most_work(layout: Layout, step: Step, scenario: Scenario, linear: Linear, *, layers: int, experts: int) -> float:
-    """Returns the most multiplications of a rank's backward pass, if its rows are padded as much as libraries do."""
+    """Returns the most multiplications of a rank's backward pass, if its rows and its vocabulary are padded as much as
+    libraries do."""
+    multiple = BLOCK * linear.hidden
+    outside = -(-linear.outside // multiple) * multiple
     share = -(-layers // layout.pp) / layers / (1 if linear.uncut else layout.tp)
-    tokens = step.padded(scenario.data.max_len) / (layout.sp * layout.ulysses)
-    return SLACK * 2 * tokens * (linear.layers * share + linear.outside + experts)
+    tokens = step.padded(scenario.data.max_len, stages=layout.pp) / (layout.sp * layout.ulysses)
+    return SLACK * 2 * tokens * (linear.layers * share + outside + experts)
 
 
 def exchange_claims(

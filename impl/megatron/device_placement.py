@@ -97,6 +97,8 @@ def _padded(tensor: torch.Tensor, length: int) -> torch.Tensor:
 
 
 _REPLACEMENTS: tuple[tuple[Any, dict[str, Any]], ...] = (
+    # The backward passes of exchanges ask for it as well, where no mode replaces arguments.
+    (torch.cuda, {"current_device": lambda: torch.device("cpu")}),
     (megatron_random, {"_set_cuda_rng_state": set_cpu_rng_state}),
     (mappings, {"_gather_along_first_dim": _gather, "_reduce_scatter_along_first_dim": _reduce_scatter}),
     (token_dispatcher, {"maybe_move_tensor_to_cpu": _moved_to_cpu}),

@@ -1,6 +1,7 @@
 """What each rank computes and exchanges in a step, against the share that its layout implies."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from conformance.judge.work_evidence import Linear, Step, exchange_claims, not_p
 from conformance.spec.layout import Layout
 from conformance.spec.scenario import parse_scenario
 
-LINEAR = Linear(layers=1000, outside=200, frozen=False, uncut=False, keys=16, hidden=8)
+LINEAR = Linear(layers=4000, outside=1024, frozen=False, uncut=False, keys=16, hidden=8)
 ACCUMULATION, TRAINED, LENGTH = 2, 1300, 10
 Ranks = list[dict[str, Any]]
 
@@ -173,3 +174,17 @@ def test_share_of_work_is_not_proven_if_padding_hides_it() -> None:
     step = Step(ranks, rows_of(of))
     listed = [name for name, is_open in not_proven(of, step, scenario, LINEAR, layers=2, experts=0) if is_open]
     assert listed == ["share of each rank in the work"]
+
+
+@pytest.mark.parametrize(("lengths", "factor"), [([[10], [10]], 1), ([[10, 10], [10]], 4 / 3)])
+def test_a_stage_may_pad_vocabulary_and_micro_batches(lengths: list[list[int]], factor: float) -> None:
+    """The stage with the head of 25 rows computes 128, and both micro-batches as large as the larger one."""
+    scenario = parse_scenario({"name": "x", "model": "m", "precision": "exact"} | OPTIMIZER)
+    linear = replace(LINEAR, outside=25 * LINEAR.hidden)
+    rows = [[[[number, length, 5] for number, length in enumerate(part)] for part in lengths]]
+    padded = 2 * factor * sum(map(sum, lengths)) * (linear.layers // 2 + 128 * linear.hidden)
+    for work, holds in ((padded, True), (1.2 * padded, False)):
+        ranks = [{"rows": [], "moved": [], "work": [["forward", padded], ["backward", work]], "lengths": []}]
+        step = Step(ranks, rows)
+        claims = work_claims(Layout.parse("pp2"), step, scenario, linear, layers=2, experts=0)
+        assert {text: held for text, held, _ in claims}["no rank multiplies more than its share"] == holds
