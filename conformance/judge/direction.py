@@ -24,6 +24,14 @@ from conformance.spec.observables import Observable
 # those of the loss or of values scale all of them. An update hardly depends on the direction of its weight.
 PART_OF_GRADIENTS, PART_OF_WEIGHTS = 1 / 6, 1 / 32
 LAYER = re.compile(r"(?<=\.)(\d+)\.")
+SCALE = ": scale"
+
+
+def is_summed_in(tensor: str, scale: str) -> bool:
+    """Tells whether the scale of this name, such as ``gradient: scale of layer 1``, is that of a tensor and others."""
+    of = scale.partition(SCALE)[2]
+    layer = LAYER.search(tensor)
+    return of in ("", f" of {LAYER.sub('*.', tensor, count=1)}") or bool(layer and of == f" of layer {layer[1]}")
 
 
 @dataclass(kw_only=True)
@@ -90,7 +98,7 @@ class Directions:
                 pools.append((f" of layer {layer[1]}", pooled))
             for of, at in pools:
                 part = PART_OF_WEIGHTS if o.change else PART_OF_GRADIENTS
-                found = self.pools.setdefault((o.stage, f"{o.key}: scale{of}", at), Along(part=part))
+                found = self.pools.setdefault((o.stage, f"{o.key}{SCALE}{of}", at), Along(part=part))
                 found.along += along
                 found.squares += along**2
                 found.errors += float(error @ error)
@@ -99,7 +107,7 @@ class Directions:
 
     def of_gradients(self, o: Observable, step: int) -> float:
         """Returns the least noise of the norm of all gradients of a step; 0 where they are not recorded."""
-        found = (one for (_, tensor, at), one in self.pools.items() if (tensor, at) == (f"{o.norm_of}: scale", step))
+        found = (one for (_, tensor, at), one in self.pools.items() if (tensor, at) == (f"{o.norm_of}{SCALE}", step))
         return next((one.typical_of_norm for one in found), 0.0)
 
     def measurements(self) -> Iterator[Measurement]:

@@ -134,7 +134,7 @@ def work_claims(layout: Layout, step: Step, scenario: Scenario, linear: Linear, 
 def most_work(layout: Layout, step: Step, scenario: Scenario, linear: Linear, *, layers: int, experts: int) -> float:
     """Returns the most multiplications of a rank's backward pass, if its rows and its vocabulary are padded as much as
     libraries do."""
-    multiple = BLOCK * linear.hidden
+    multiple = BLOCK * max(1, linear.hidden)
     outside = -(-linear.outside // multiple) * multiple
     share = -(-layers // layout.pp) / layers / (1 if linear.uncut else layout.tp)
     tokens = step.padded(scenario.data.max_len, stages=layout.pp) / (layout.sp * layout.ulysses)

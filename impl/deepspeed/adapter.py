@@ -34,7 +34,7 @@ def _half_precision_sums(scenario: Scenario, layout: Layout) -> Unmodelled | Non
     summands = layout.data * layout.sp * layout.ulysses * scenario.accumulation  # fewer if a micro-batch has no targets
     if summands < FEWEST:
         return None
-    return Unmodelled(stage="gradients", tensors=("*gradient: elements that are * numbers, so added up in it",))
+    return Unmodelled(stage="gradients", tensors=("*gradient: elements *that are * numbers, so added up in it",))
 
 
 EXPECTED = (

@@ -77,3 +77,17 @@ def test_an_error_along_the_reference_is_found(tmp_path: Path, change: Change, s
     assert {finding.stage for finding in found} == {stage}
     assert named <= {finding.tensor for finding in found}
     assert all(": scale" in finding.tensor or finding.tensor == "grad_norm" for finding in found)
+
+
+@pytest.mark.parametrize(
+    ("scale", "is_one_of_them"),
+    [
+        ("gradient: scale", True),
+        ("gradient: scale of layer 1", True),
+        ("gradient: scale of layer 11", False),
+        ("gradient: scale of model.layers.*.mlp.up_proj.weight", True),
+        ("gradient: scale of model.layers.*.mlp.down_proj.weight", False),
+    ],
+)
+def test_a_scale_knows_its_tensors(scale: str, is_one_of_them: bool) -> None:
+    assert is_summed_in("model.layers.1.mlp.up_proj.weight", scale) == is_one_of_them
