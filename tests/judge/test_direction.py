@@ -7,6 +7,7 @@ import pytest
 import torch
 from judge_sample import Change, Tensors, Values, both, unchanged, write
 
+from conformance.judge.direction import is_summed_in
 from conformance.judge.verdict import judge
 from conformance.results.verdict import Quantity
 
