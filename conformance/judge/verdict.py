@@ -156,7 +156,7 @@ def judge(
     scenario = phases[0].scenario
     observables, precision = oracle.observables, scenario.precision
     gradients = gradient_stages(observables)
-    defects = parse_defects(oracle.header["backend"].get("defects", []))
+    defects = parse_defects(oracle.header["backend"]["defects"])
     own_means = {key for one in defects if isinstance(one, Convention) for key in one.own_means}
     means = {o.key for o in observables if o.mean_of}  # of token-mean only; other sums have no rows of their own
     without_rows = shown_without_rows(phases, observables) | (own_means & means)

@@ -122,7 +122,7 @@ def work_claims(layout: Layout, step: Step, scenario: Scenario, linear: Linear, 
         changed = max(rank.get("changed_by_reading", 0) for rank in step.ranks)
         yield below("weights are the same before and after they are read", changed, 1, "changed storages")
     forward, backward = step.work("forward"), step.work("backward")
-    if sum(forward):
+    if "te" not in layout.options:  # whose kernels are no operators of torch
         least, unit = LEAST * step.tokens * linear.layers, "multiplications"
         yield at_least("linear layers multiply all tokens, forward", sum(forward), least, unit)
         least *= 1 if linear.frozen else 2
@@ -225,7 +225,7 @@ def not_proven(
     yield "stride", layout.stride > 1
     yield "overlap", "overlap" in options and not (layout.zero == 1 and layout.world_size == layout.data)
     yield "leaf", "leaf" in options and layout.world_size > layout.data
-    yield "attention of TransformerEngine", "te" in options
+    yield "linear layers and attention of TransformerEngine", "te" in options
     yield "exchange of keys and values", layout.sp * layout.ulysses > 1 and not linear.keys
     yield "which rank has which rows", layout.data > 1 and not step.has_rows
     most = most_work(layout, step, scenario, linear, layers=layers, experts=experts)

@@ -129,6 +129,8 @@ def reduces_once(ranks: Ranks) -> None:
         ("dp2.zero1", gives_all_rows, "each rank gives the rows of its micro-batches and no others"),
         ("sp2.zero1", gives_half_of_its_rows, "each rank gives the rows of its micro-batches and no others"),
         ("dp2.zero1", works("forward", 0.1), "linear layers multiply all tokens, forward"),
+        ("dp2.zero1", works("forward", 0), "linear layers multiply all tokens, forward"),
+        ("dp2.zero1.te", works("forward", 0), ""),
         ("dp2.zero1", works("backward", 0.1), "linear layers multiply all tokens, backward"),
         ("dp2.tp2.zero1", works("backward", 2), "no rank multiplies more than its share"),
         ("dp2.zero1", moves_little("all_gather"), "updated weights are gathered, as ZeRO-1 has it"),
