@@ -26,9 +26,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from conformance.backends.adapter_helpers import by_row, flatten, shards, target_logprobs, whole, whole_tensors
+    from conformance.backends.adapter_helpers import (
+        Paused,
+        by_row,
+        flatten,
+        shards,
+        target_logprobs,
+        whole,
+        whole_tensors,
+    )
     from conformance.backends.on_cpu import float64_for, on_cpu
-    from conformance.backends.paused import Paused
     from conformance.backends.protocol import (
         Backend,
         BackendInfo,
@@ -147,10 +154,9 @@ _NAMES = {
     "conformance.spec.layout": ("Layout",),
     "conformance.spec.batch": ("Batch", "Row", "Document"),
     "conformance.backends.adapter_helpers": (
-        *("flatten", "target_logprobs", "by_row", "whole", "whole_tensors", "shards"),
+        *("flatten", "target_logprobs", "by_row", "whole", "whole_tensors", "shards", "Paused"),
     ),
     "conformance.backends.on_cpu": ("on_cpu", "float64_for"),
-    "conformance.backends.paused": ("Paused",),
     "conformance.models.folder_checks": ("runs_code",),
     "conformance.spec.known_defects": (
         *("ExpectedDifference", "Unmodelled", "DividedGradients", "LostEmbeddingGradient", "PaddedSoftmax"),

@@ -178,7 +178,7 @@ COMMANDS: Mapping[str, Declared] = {
         ("judge", "judge", "judge the records of an earlier run again", _judge),
         ("report", "report", "write report.html, report.md and junit.xml of an earlier run", _folder),
         ("compare", "report", "print the backends of a run side by side, or two runs, as Markdown", _compare),
-        ("bisect", "bisect", "name the first wrong module of a cell, forward and backward", _bisect),
+        ("bisect", "run", "name the first wrong module of a cell, forward and backward", _bisect),
         ("doctor", "doctor", "check this machine and the installed packages", _doctor),
         ("history", "report", "keep summaries of runs in a folder, and show the trend of each backend", _history),
     )

@@ -19,8 +19,7 @@ from itertools import accumulate, pairwise
 import torch
 
 from conformance.judge.direction import Directions
-from conformance.judge.rebuilt import rebuilt_norm, rebuilt_of_rows
-from conformance.judge.resume import errors_after_resume
+from conformance.judge.rebuilt import errors_after_resume, rebuilt_norm, rebuilt_of_rows
 from conformance.judge.tensor_views import (
     NO_LEEWAY,
     Leeway,

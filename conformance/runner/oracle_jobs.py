@@ -37,9 +37,8 @@ from conformance.models.synthetic import is_large
 from conformance.oracle.objectives import functions_of
 from conformance.oracle.role_model import SPARE, bytes_needed, is_routed
 from conformance.oracle.run import POLICIES
-from conformance.records.header_checks import CHOICES, FLOAT64, noise_runs
 from conformance.records.record_format import RecordError
-from conformance.records.step_tensors import read_record
+from conformance.records.step_tensors import CHOICES, FLOAT64, noise_runs, read_record
 from conformance.runtime import Device, Outcome, Pool, WorkerGroupConfig
 from conformance.spec.known_defects import Defect, defects_to_json
 from conformance.spec.observables import POLICY
@@ -62,7 +61,7 @@ COMPUTED_WITH = (
     *("core/io.py", "models/components.py", "models/declarations.py", "models/families.py", "models/folder_checks.py"),
     *("models/config_keys.py", "models/folders.py", "models/hf_config.py"),
     *("numerics/determinism.py", "numerics/float64_tier.py", "numerics/sketch.py"),
-    *("records/header_checks.py", "records/record_format.py", "records/step_tensors.py"),
+    *("records/record_format.py", "records/step_tensors.py"),
     *("spec/batch.py", "spec/conventions.py", "spec/known_defects.py", "spec/layout.py", "spec/objectives.py"),
     *("spec/observables.py", "spec/precision.py", "spec/scenario.py"),
 )

@@ -7,12 +7,15 @@ number of updates that the optimizer counts for each parameter (docs/explanation
 ``DataPosition`` counts the documents that a training has consumed, over all ranks. So a training resumes with the next
 document on any number of ranks. The seed determines the order of each epoch. The manifest of a checkpoint contains the
 position.
+
+``Checkpoint`` describes the content of a checkpoint of any format, for ``parity inspect`` and ``parity convert``.
 """
 
+import dataclasses
 import itertools
 import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -150,3 +153,46 @@ def read_contents(folder: Path) -> dict[str, Any]:
     if not isinstance(progress, dict) or not all(type(value) in (int, float) for value in progress.values()):
         raise UsageError(f"{file}: progress must map names such as schedule to numbers, got {shown(progress)}")
     return contents
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StoredTensor:
+    """Describes a tensor of a checkpoint without loading it.
+
+    kind: one of WRITTEN, or ``other`` for tensors that a training state cannot contain.
+    name: of the parameter. ``place``: the location for ``Checkpoint.read``.
+    """
+
+    kind: str
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    place: Any = None
+
+    @property
+    def size(self) -> int:
+        numbers = 1
+        for length in self.shape:
+            numbers *= length
+        return numbers
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """Holds a checkpoint that has been opened.
+
+    facts: further properties by name: finished steps, layout, versions. progress: as in a training state. read: reads a
+    tensor into the memory of this process; None if only a library can assemble the tensors from pieces.
+    """
+
+    format: str
+    facts: dict[str, Any]
+    tensors: tuple[StoredTensor, ...]
+    progress: dict[str, float] = dataclasses.field(default_factory=dict)
+    read: Callable[[StoredTensor], torch.Tensor] | None = None
+
+    def of_kind(self, kind: str) -> tuple[StoredTensor, ...]:
+        return tuple(stored for stored in self.tensors if stored.kind == kind)
+
+    def kinds(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(stored.kind for stored in self.tensors))

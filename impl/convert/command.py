@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from impl.convert.contents import Checkpoint
+    from impl.checkpoints.training_state import Checkpoint
 
 
 class Inspect:

@@ -22,9 +22,8 @@ from conformance.models.folders import EMBEDDING, HEAD, weight_files, weight_sha
 from impl.checkpoints import training_state
 from impl.checkpoints.manifest import verify_part
 from impl.checkpoints.safe_pickle import METADATA, check_sums
-from impl.checkpoints.training_state import WRITTEN
+from impl.checkpoints.training_state import WRITTEN, Checkpoint, StoredTensor
 from impl.convert import deepspeed, foreign, megatron, torch_distributed, torchtitan
-from impl.convert.contents import Checkpoint, StoredTensor
 from impl.interface.sharded_safetensors import SAFETENSORS_DTYPES, TensorWriter, replacing_folder
 from impl.models.export import write_folder
 

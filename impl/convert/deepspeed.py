@@ -17,8 +17,7 @@ import torch
 from conformance.core.errors import UsageError, one_line
 from conformance.core.io import MIB, read_text
 from impl.checkpoints.safe_pickle import check_pickle, read_torch_file
-from impl.checkpoints.training_state import WRITTEN
-from impl.convert.contents import Checkpoint, StoredTensor
+from impl.checkpoints.training_state import WRITTEN, Checkpoint, StoredTensor
 from impl.deepspeed.checkpoint_layout import HOW_CUT, frozen_dtype, frozen_parts, frozen_shapes
 
 LATEST = "latest"

@@ -15,8 +15,7 @@ import torch
 from conformance.core.errors import UsageError, first_few
 from conformance.core.io import read_json
 from impl.checkpoints.safe_pickle import METADATA, read_metadata, read_torch_file
-from impl.checkpoints.training_state import WRITTEN
-from impl.convert.contents import Checkpoint, StoredTensor
+from impl.checkpoints.training_state import WRITTEN, Checkpoint, StoredTensor
 from impl.convert.torch_distributed import read_value, stored_tensors, tensor_reader, writers
 from impl.megatron.hf_mapping import EMBEDDING, FUSED, HEAD, all_parameters, parts
 from impl.megatron.model_config import read_shape

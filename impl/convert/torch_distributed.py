@@ -18,9 +18,8 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from conformance.core.errors import UsageError, one_line, shown
 from impl.checkpoints.safe_pickle import METADATA, check_sums, read_metadata, read_torch_bytes
-from impl.checkpoints.training_state import WRITTEN
+from impl.checkpoints.training_state import WRITTEN, Checkpoint, StoredTensor
 from impl.convert import torchtitan
-from impl.convert.contents import Checkpoint, StoredTensor
 
 HEAD_ALONE = "lm_head.weight"  # its name in a model's own state dict, which some trainers save without a prefix
 _STATE = re.compile(r"optimizer\.state\.(.+)\.([^.]+)")

@@ -14,7 +14,7 @@ import torch
 from conformance.core.errors import UsageError, first_few, shown
 from conformance.core.io import read_json
 from conformance.models.folder_checks import CONFIG
-from impl.convert.contents import Checkpoint, StoredTensor
+from impl.checkpoints.training_state import Checkpoint, StoredTensor
 
 FORM = " of torchtitan"
 _MODULES = {
