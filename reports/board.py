@@ -1,7 +1,7 @@
 """Publishes runs of frameworks as a board (`parity publish`): versions as columns, features as rows, a static site.
 
 ``board.json`` holds the squares by framework, version and row; ``board.schema.json`` is its JSON schema. A later board
-is made ``--against`` it: its columns stay, so versions add up to a history, and ``changes.md`` tells what changed.
+is made ``--against`` it: its columns stay, so versions add up to a history, and ``changes.md`` lists what changed.
 """
 
 import argparse
@@ -253,10 +253,10 @@ def write_site(board: Board, earlier: Board, to: Path) -> int:
     write_file(to / "index.html", page)
     for column in newest(board):
         _write_badge(column, to / "badges" / column.framework)
-    told = changes(board, earlier)
-    text = "# Squares of the board that changed\n\n" + "\n".join(told) + "\n" if told else ""
+    lines = changes(board, earlier)
+    text = "# Squares of the board that changed\n\n" + "\n".join(lines) + "\n" if lines else ""
     write_file(to / "changes.md", text)
-    return len(told) // 2
+    return len(lines) // 2
 
 
 def newest(board: Board) -> list[Column]:
@@ -276,7 +276,7 @@ def _write_badge(column: Column, path: Path) -> None:
 
 def changes(board: Board, earlier: Board) -> list[str]:
     """Returns a line of Markdown for each square whose state is another than before, or in the version before."""
-    old, told = {column.name: column for column in earlier.columns}, []
+    old, lines = {column.name: column for column in earlier.columns}, []
     for column in board.columns:
         if column == (known := old.get(column.name)):
             continue
@@ -285,6 +285,6 @@ def changes(board: Board, earlier: Board) -> list[str]:
         for row, was in before.squares.items() if before else ():
             square = column.squares.get(row, Square(state="gap", cause="not run", reproduce=""))
             if was.state != square.state:
-                told.append(f"- **{column.name}**, `{row}`: {square.state} ({was.state} {since}): {square.cause}")
-                told.append(f"  `{square.reproduce or was.reproduce}`")
-    return told
+                lines.append(f"- **{column.name}**, `{row}`: {square.state} ({was.state} {since}): {square.cause}")
+                lines.append(f"  `{square.reproduce or was.reproduce}`")
+    return lines

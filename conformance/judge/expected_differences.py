@@ -122,8 +122,8 @@ def explained(
             continue
         if judge.by((*conventions, one)).state in NO_FAULT:
             hint = f"agrees in all stages with {one.words} (convention {one})"
-            told = tuple(replace(q, hint=hint) if q in same else q for q in verdict.quantities)
-            return replace(verdict, quantities=told, reason=_with_hint(verdict.reason, same, hint))
+            hinted = tuple(replace(q, hint=hint) if q in same else q for q in verdict.quantities)
+            return replace(verdict, quantities=hinted, reason=_with_hint(verdict.reason, same, hint))
     return verdict
 
 

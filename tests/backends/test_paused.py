@@ -77,18 +77,18 @@ def test_a_pause_at_the_wrong_place_is_told(where: str) -> None:
     errors: list[str] = []
 
     def body(pause: Pause) -> None:
-        thread = threading.Thread(target=told, args=(pause,))
+        thread = threading.Thread(target=loop_body, args=(pause,))
         thread.start()
         thread.join()
 
-    def told(pause: Pause) -> None:
+    def loop_body(pause: Pause) -> None:
         try:
             pause(0)
         except RuntimeError as error:
             errors.append(str(error))
 
     loop = parity.Paused(body)
-    told(loop.pause) if where == "outside" else loop.finish()
+    loop_body(loop.pause) if where == "outside" else loop.finish()
     assert re.search("outside of the paused loop, or in another thread", errors[0])
 
 

@@ -1,4 +1,4 @@
-"""Lines of any console are read: prefixes, bars, several processes, steps that no line names, and hostile input."""
+"""Lines of any console are read: prefixes, bars, steps that no line names, and hostile input."""
 
 import gzip
 import json
@@ -6,19 +6,18 @@ import math
 import sys
 import time
 import types
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
+from console_lines import COUNTED, losses, opened, points, trainer
 
 from conformance.core.errors import UsageError
 from reports.logdiff.command import compare_sides
 from reports.logdiff.lines import FORMATS, Format
 from reports.logdiff.metrics import canonical
-from reports.logdiff.output import Comparisons
-from reports.logdiff.readers import read_log, read_text
-from reports.logdiff.run import Run, run_of
+from reports.logdiff.readers import read_log
+from reports.logdiff.run import run_of
 
 IN_SAMPLES = {
     "loss": 2.5,
@@ -39,16 +38,6 @@ FIRST_STEPS = {
     "slime console": 0,
     "nanoGPT console": 0,
 }
-COUNTED = "the log counts no steps: its lines are counted instead (1, 2, 3, ...)"
-
-
-def opened(text: str) -> Run:
-    return run_of(read_text(text, name="log"), name="log")
-
-
-def points(run: Run, metric: str = "loss") -> dict[float, float]:
-    curve = run.curves[metric]
-    return dict(zip(curve.steps.tolist(), curve.values.tolist(), strict=True))
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
@@ -105,16 +94,6 @@ def test_prefixes_change_nothing(prefix: str, body: str, end: str) -> None:
     assert set(points(run, "grad_norm").values()) == {0.5}
 
 
-def trainer(step: int, *, every: int = 1, total: int = 30, loss: float | None = None) -> str:
-    """A line of the Trainer, whose epoch is rounded to two digits."""
-    loss = 3 - step / 50 if loss is None else loss
-    return f"{{'loss': {loss}, 'learning_rate': {1e-6 * step}, 'epoch': {round(step / total, 2)}}}\n"
-
-
-def losses(steps: Sequence[int]) -> dict[float, float]:
-    return {step: 3 - step / 50 for step in steps}
-
-
 def bar(done: int, total: int = 3000) -> str:
     return f"\r {100 * done // total}%|##   | {done}/{total} [00:10<05:00,  1.00it/s]"
 
@@ -144,67 +123,6 @@ def test_a_bar_that_starts_later_gives_its_steps() -> None:
     assert points(opened(text)) == losses(range(510, 600, 10))
 
 
-def test_epochs_that_go_back_are_a_resume() -> None:
-    text = "".join(trainer(step) for step in [*range(1, 26), *range(21, 31)])
-    run = opened(text)
-    assert points(run) == losses(range(1, 31))
-    assert run.resumed == (21,)
-
-
-def test_rounded_epochs_that_repeat_are_no_resume() -> None:
-    run = opened("".join(trainer(step, total=300) for step in range(1, 61)))
-    assert points(run) == losses(range(1, 61))
-    assert run.notes == (COUNTED,)
-
-
-def test_lines_printed_by_two_processes_count_once() -> None:
-    run = opened("".join(2 * trainer(step) for step in range(1, 31)))
-    assert points(run) == losses(range(1, 31))
-    assert set(run.notes) == {COUNTED, "2 processes log each step: 30 lines that repeat others were merged"}
-
-
-@pytest.mark.parametrize("named", [True, False])
-def test_losses_of_ranks_are_averaged_and_kept(named: bool) -> None:
-    lines = [
-        f"{f'[rank{rank}]:' if named else ''}step: {step}  loss:  {step + rank}.5  grad_norm:  0.5\n"
-        for step in range(1, 9)
-        for rank in ((0, 1, 2, 3) if named or step % 2 else (3, 2, 1, 0))
-    ]
-    if named:
-        lines[3], lines[4] = lines[4], lines[3]  # a rank is late
-    run = opened("".join(lines))
-    assert points(run) == {step: step + 2.0 for step in range(1, 9)}
-    assert run.resumed == ()
-    note = "4 processes log each step and differ in loss at 8 of 8 steps: their means are compared"
-    assert run.notes == (note,)
-    own = {name: points(run, name) for name in run.curves if name not in ("loss", "grad_norm")}
-    assert own == {
-        f"loss of rank {rank}": {step: step + rank + 0.5 for step in range(1, 9)} for rank in range(4) if named
-    }
-
-
-FORMS_OF_RANKS = ("[rank{0}]:step: {1}  loss:  {2}\n", '{{"step": {1}, "rank": {0}, "loss": {2}}}\n')
-
-
-@pytest.mark.parametrize("form", FORMS_OF_RANKS)
-@pytest.mark.parametrize("wrong", [1, None])
-def test_ranks_are_compared_one_by_one(form: str, wrong: int | None, tmp_path: Path) -> None:
-    for name in "ab":
-        lines = [
-            form.format(rank, step, (2 + rank + 1 / step) * (1.1 if name == "b" and rank == wrong else 1))
-            for step in range(1, 9)
-            for rank in range(4)
-        ]
-        (tmp_path / name).write_text("".join(lines), encoding="utf-8")
-    found = compare_sides([[str(tmp_path / name)] for name in "ab"])
-    assert isinstance(found, Comparisons)
-    (pair,) = found.pairs
-    assert [one.name for one in pair.shown] == ["loss", *([] if wrong is None else [f"loss of rank {wrong}"])]
-    assert pair.differs == (wrong is not None)
-    assert "4 curves of single ranks compared as well" in found.text()
-    assert "no table knows" not in found.text()
-
-
 def test_lines_of_a_second_format_are_counted() -> None:
     deepspeed = (
         "[2026-01-05 10:00:00,123] [INFO] [logging.py:128:log_dist] [Rank 0] step={0}, skipped=0, lr=[{0}e-06]\n"
@@ -219,66 +137,9 @@ def test_lines_of_a_second_format_are_counted() -> None:
     assert run.notes == ("2 lines of another format were not read, first line 2",)
 
 
-def test_logs_of_bars_are_no_panels(tmp_path: Path) -> None:
-    bars = [f"{n}/3 [00:01<01:00, 1s/it, gpt_loss=2.{n}]" for n in (1, 2, 3)]
-    for name in "ab":
-        (tmp_path / name).write_text("\r".join(f" 1%| | {one}" for one in bars), encoding="utf-8", newline="")
-    assert not compare_sides([[str(tmp_path / name)] for name in "ab"]).differs
-
-
 def test_a_console_may_begin_with_json() -> None:
     run = opened('{"model": "llama", "lr": 1e-5, "train": {"loss": 1}}\n' + "".join(map(trainer, range(1, 31))))
     assert points(run) == losses(range(1, 31))
-
-
-def test_a_log_that_begins_again_holds_runs(tmp_path: Path) -> None:
-    log = tmp_path / "log.jsonl"
-    rows = [{"step": step, "loss": factor / step} for factor in (1, 2) for step in range(1, 9)]
-    log.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    assert points(run_of(read_log(f"{log}#2"), name="2")) == {step: 2 / step for step in range(1, 9)}
-    assert f"its 2 runs are {log}#1 and {log}#2" in run_of(read_log(str(log)), name="log").notes[0]
-    assert compare_sides([[str(log)]]).differs
-    with pytest.raises(UsageError, match="holds 2 runs and none called '3'"):
-        read_log(f"{log}#3")
-
-
-def test_panels_of_one_pair_are_one_comparison(tmp_path: Path) -> None:
-    names = {"loss": "train/loss", "norm": "train/grad_norm"}
-    for name, own in names.items():
-        runs = ("run-a", "run-b") if name == "loss" else ("run-b", "run-a")
-        text = ",".join(["Step", *(f"{run} - {own}" for run in runs)])
-        text += "".join(
-            f"\n{step}," + ",".join("2.5" if run == "run-a" or name == "loss" else "5.0" for run in runs)
-            for step in range(9)
-        )
-        (tmp_path / f"{name}.csv").write_text(text, encoding="utf-8")
-    found = compare_sides([[str(tmp_path / f"{name}.csv")] for name in names])
-    assert isinstance(found, Comparisons)
-    (pair,) = found.pairs
-    assert [side.name for side in pair.sides] == ["run-a", "run-b"]
-    assert {one.name: bool(one.first) for one in pair.metrics} == {"loss": False, "grad_norm": True}
-
-
-def test_a_rank_without_a_number_makes_the_mean_nan() -> None:
-    run = opened("[rank0]:step: 1  loss:  2.5\n[rank1]:step: 1  loss:  nan\n")
-    assert math.isnan(points(run)[1])
-
-
-def test_a_restart_under_ray_is_a_resume() -> None:
-    lines = [
-        f"(Task pid={pid}) step:{step} - train/loss:{pid}.0\n"
-        for pid, steps in ((1, range(1, 6)), (2, range(4, 9)))
-        for step in steps
-    ]
-    run = opened("".join(lines))
-    assert points(run) == {step: 1.0 if step < 4 else 2.0 for step in range(1, 9)}
-    assert run.resumed == (4,)
-
-
-def test_many_resumes_are_told_in_short() -> None:
-    lines = [{"step": step, "loss": 1.0} for first in range(1, 40, 4) for step in range(first, first + 6)]
-    (note,) = opened("\n".join(map(json.dumps, lines))).notes
-    assert "beginning at step 5, 9, 13, 17, 21 and 4 more (a resume)" in note
 
 
 @pytest.mark.parametrize("separator", ["\u2028", "\u2029", "\x85", "\x0c", "\x1e"])
@@ -337,41 +198,12 @@ def test_lines_without_numbers_of_a_step_are_no_rows(junk: str) -> None:
     assert points(opened(f"{junk}\nstep: 1  loss: 2.5\n{junk}\nstep: 2  loss: 2.0\n")) == {1: 2.5, 2: 2.0}
 
 
-def test_columns_of_two_runs_are_read_by_name(tmp_path: Path) -> None:
-    panel = tmp_path / "swan.csv"
-    panel.write_text("step,run-a-train/loss,run-b-train/loss\n1,2.5,3.5\n", encoding="utf-8")
-    with pytest.raises(UsageError, match=r"holds 2 runs; name one: .*#run-a or .*#run-b"):
-        read_log(str(panel))
-    assert points(run_of(read_log(f"{panel}#run-b"), name="b")) == {1: 3.5}
-
-
-@pytest.mark.parametrize("between", ["-", " - "])
-def test_the_runs_of_one_panel_are_compared(between: str, tmp_path: Path) -> None:
-    panel = tmp_path / "panel.csv"
-    columns = ",".join(f"run-{letter}{between}train/loss" for letter in "abc")
-    panel.write_text(f"step,{columns}\n" + "".join(f"{n},2.5123,2.5124,3.5\n" for n in range(5)), encoding="utf-8")
-    found = compare_sides([[str(panel)]])
-    assert isinstance(found, Comparisons)
-    assert [one.differs for one in found.pairs] == [False, True]
-    panel.write_text("step,loss\n1,2.5\n", encoding="utf-8")
-    with pytest.raises(UsageError, match="needs two logs or more"):
-        compare_sides([[str(panel)]])
-
-
 @pytest.mark.parametrize(("rate", "differs"), [("4e-4", False), ("6e-4", True)])
 def test_a_printed_zero_is_any_smaller_number(rate: str, differs: bool, tmp_path: Path) -> None:
     (tmp_path / "a").write_text("".join(f"step:{n} - actor/lr:0.000 - actor/pg_loss:0.5\n" for n in range(9)))
     (tmp_path / "b").write_text("".join(f"step:{n} - actor/lr:{rate} - actor/pg_loss:0.5\n" for n in range(9)))
     for names in (("a", "b"), ("b", "a")):
         assert compare_sides([[str(tmp_path / name)] for name in names]).differs == differs
-
-
-def test_tables_of_one_metric_are_named_by_their_file() -> None:
-    table = "Wall time,Step,Value\n1.5,1,2.5\n"
-    assert list(run_of(read_text(table, name="run-x-tag-train_loss.csv"), name="x").curves) == ["loss"]
-    assert list(run_of(read_text("1700000000001 0.5 1\n", name="mlruns/0/metrics/grad_norm"), name="x").curves) == [
-        "grad_norm"
-    ]
 
 
 @pytest.mark.parametrize("value", ["oops", [1, 2], True, ""])
