@@ -25,6 +25,7 @@ from conformance.judge.work_evidence import Claims, Linear, Step, exchange_claim
 from conformance.numerics.sketch import whole_shapes
 from conformance.records.step_tensors import Record, second_class
 from conformance.spec.layout import Layout
+from conformance.spec.objectives import PolicyGradient
 from conformance.spec.observables import CONFIGURATION
 from conformance.spec.scenario import Scenario
 
@@ -162,12 +163,13 @@ def _claims_of(
     phase: Record, ranks: Sequence[dict[str, Any]], scenario: Scenario, sizes: Sizes, *, stage: int | None, first: bool
 ) -> Claims:
     """``first``: this is the first evidence of the phase."""
-    for claim, holds in _claims(phase.layout, _Ranks(ranks), scenario, sizes, stage=stage):
+    step = _step_of(phase, ranks)
+    for claim, holds in _claims(phase.layout, _Ranks(ranks), scenario, sizes, stage=stage, step=step):
         # From the second step on, ZeRO-3 gathers ahead, many modules at a time.
         if claim == TOGETHER and not first:
             continue
         yield claim, holds, ""
-    if step := _step_of(phase, ranks):
+    if step:
         yield from _work(phase.layout, step, scenario, sizes, stage=stage)
 
 
@@ -307,7 +309,7 @@ def _only(wanted: str) -> Callable[[str], bool]:
 
 
 def _claims(
-    layout: Layout, ranks: _Ranks, scenario: Scenario, sizes: Sizes, *, stage: int | None
+    layout: Layout, ranks: _Ranks, scenario: Scenario, sizes: Sizes, *, stage: int | None, step: Step | None
 ) -> Iterator[tuple[str, bool]]:
     forward = ranks.products("forward")
     if forward:
@@ -329,9 +331,7 @@ def _claims(
         again = ranks.products("recomputed")
         more = ranks.products("backward") + left_out > RECOMPUTED * forward
         if "ckpt" in layout.options:
-            passes = sizes.layers * scenario.accumulation * layout.world_size // layout.pp
-            share = AGAIN_ROUTED if sizes.experts else AGAIN
-            every = ranks.recomputed() > share or ranks.nested() >= share * passes
+            every = _all_are_recomputed(layout, ranks, scenario, sizes, step)
             yield "activations of all layers are recomputed", every if again or ranks.nested() else more
         else:
             yield "activations are kept", not (again or ranks.nested() or more)
@@ -339,6 +339,18 @@ def _claims(
     yield from _of_shares(layout, ranks, scenario, sizes, stage=stage)
     yield from _of_model_ranks(layout, ranks, scenario, sizes)
     yield from _of_experts(layout, ranks, scenario, sizes, stage=stage)
+
+
+def _all_are_recomputed(layout: Layout, ranks: _Ranks, scenario: Scenario, sizes: Sizes, step: Step | None) -> bool:
+    share = AGAIN_ROUTED if sizes.experts else AGAIN
+    passes = sizes.layers * scenario.accumulation * layout.world_size // layout.pp
+    if ranks.recomputed() > share or ranks.nested() >= share * passes:
+        return True
+    # A step that begins a rollout has forward passes that are not trained. So what is recomputed is held against the
+    # tokens that are.
+    objective = scenario.objective
+    begins = isinstance(objective, PolicyGradient) and step and not step.number % objective.steps_per_rollout
+    return bool(begins and step and sum(step.work("recomputed")) >= share * step.tokens * sizes.linear.layers)
 
 
 def _of_data_ranks(

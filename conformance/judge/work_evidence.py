@@ -48,6 +48,10 @@ class Step:
     def __init__(self, ranks: Sequence[Mapping[str, Any]], rows: Rows) -> None:
         self.ranks, self.rows = ranks, rows
 
+    @property
+    def number(self) -> int:
+        return int(self.ranks[0]["step"])
+
     def work(self, phase: str) -> list[int]:
         """Returns the multiplications of linear layers of each rank."""
         return [dict(rank.get("work", ())).get(phase, 0) for rank in self.ranks]

@@ -125,6 +125,15 @@ def test_modules_that_are_gathered_each_by_itself_are_seen_after_a_roll_out(sess
     assert {finding.tensor for finding in verdict.findings} == {f"{layout}: weights of a layer are gathered together"}
 
 
+def test_recomputation_shows_in_a_step_that_begins_a_rollout(session: Session) -> None:
+    """Its forward passes without a backward pass hide nothing, and an honest backend conforms."""
+    partial = BackendEntry(name="partial", target="partial_liars:Fsdp2RecomputesOneLayer")
+    for backend, state in ((BACKENDS["fsdp2"], "conforms"), (partial, "differs")):
+        verdict = session.run(make_cell("grpo", "llama", "dp2.ckpt", "exact", backend=backend, steps=1)).verdict
+        assert verdict.state == state, verdict.reason
+    assert {finding.tensor for finding in verdict.findings} == {"dp2.ckpt: activations of all layers are recomputed"}
+
+
 @pytest.mark.parametrize(
     ("name", "model", "layout", "precision", "claim"),
     [
