@@ -15,8 +15,8 @@ from typing import Any
 
 from conformance.core.errors import UsageError
 from conformance.core.io import Unreadable, read_end
+from conformance.records.header_checks import check_oracle, noise_runs
 from conformance.records.record_format import Lines, RecordError, read_lines
-from conformance.records.step_tensors import check_oracle, noise_runs
 from conformance.results.baseline import Outcome
 from conformance.results.changes import Since
 from conformance.results.run_results import SUMMARY, Run, inside, outcomes_of, read_output_json, states_of

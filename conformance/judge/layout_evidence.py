@@ -23,7 +23,8 @@ from typing import Any
 from conformance.judge.tolerance import Measurement
 from conformance.judge.work_evidence import Claims, Linear, Step, exchange_claims, not_proven, work_claims
 from conformance.numerics.sketch import whole_shapes
-from conformance.records.step_tensors import Record, second_class
+from conformance.records.header_checks import second_class
+from conformance.records.step_tensors import Record
 from conformance.spec.layout import Layout
 from conformance.spec.objectives import PolicyGradient
 from conformance.spec.observables import CONFIGURATION

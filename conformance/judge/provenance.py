@@ -17,19 +17,9 @@ from safetensors import SafetensorError
 
 from conformance.judge.measurements import is_lost
 from conformance.numerics.sketch import is_projected, key_of
+from conformance.records.header_checks import CHOICES, FLOAT64, check_cell, check_oracle, noise_runs, second_class
 from conformance.records.record_format import AGAIN, RecordError
-from conformance.records.step_tensors import (
-    CHOICES,
-    FLOAT64,
-    Record,
-    StepRecord,
-    check_cell,
-    check_oracle,
-    file_sha256,
-    noise_runs,
-    read_record,
-    second_class,
-)
+from conformance.records.step_tensors import Record, StepRecord, file_sha256, read_record
 from conformance.results.requirements import TO
 from conformance.spec.batch import Batch, read_batches
 from conformance.spec.known_defects import Defect

@@ -43,7 +43,8 @@ from conformance.oracle.step import (
     run_rollout_pass,
     with_columns,
 )
-from conformance.records.step_tensors import CHOICES, FLOAT64, RecordWriter, file_sha256, noise_runs, precision_of_run
+from conformance.records.header_checks import CHOICES, FLOAT64, noise_runs, precision_of_run
+from conformance.records.step_tensors import RecordWriter, file_sha256
 from conformance.runtime.messages import mark
 from conformance.spec.batch import Batch, Column, Document, Row, expert_column, write_batches
 from conformance.spec.known_defects import Defect, defects_to_json

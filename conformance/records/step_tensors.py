@@ -18,7 +18,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
-from conformance.core.errors import shown
 from conformance.core.io import Unreadable, file_size
 from conformance.records.record_format import (
     AGAIN,
@@ -33,11 +32,9 @@ from conformance.records.record_format import (
     read_lines,
     record_digest,
 )
-from conformance.spec.known_defects import Defect, defects_to_json
 from conformance.spec.layout import Layout
 from conformance.spec.objectives import check_imported
 from conformance.spec.observables import Observable, observables_to_json
-from conformance.spec.precision import PRECISIONS, PrecisionName
 from conformance.spec.scenario import Scenario, parse_scenario
 
 DTYPES = ("F64", "F32", "BF16", "F16")  # of tensors in a record
@@ -216,60 +213,3 @@ def file_sha256(path: Path) -> str:
     """Returns the SHA-256 (hexadecimal) of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-ORACLE = "oracle"  # the name of both the cell and the backend in the headers of the oracle's records
-FLOAT64 = "float64"  # the precision of the oracle run that cells are compared with
-CHOICES = "choices.safetensors"  # in the folder of that run: the frozen batches with the choices of its routers
-
-
-def noise_runs(precision: str) -> tuple[str, ...]:
-    """Names the oracle runs whose distance to float64 bounds a cell of this precision; none in the exact tier.
-
-    The first run uses torch's fused attention kernel. The second run uses the plain formula, except in passes before
-    the first update of a rollout; it is only made if a cell differs by the first run. A backend uses one of the two.
-    """
-    has_noise = {name for name, tier in PRECISIONS.items() if not tier.is_exact}
-    return (precision, f"{precision}-plain") if precision in has_noise else ()
-
-
-def precision_of_run(run: str) -> PrecisionName:
-    """Returns the precision in which the oracle computes this run."""
-    return next(name for name in PRECISIONS if run in (noise_runs(name) or (FLOAT64,)))
-
-
-def check_cell(folder: Path, header: Line, *, cell: str) -> None:
-    """Raises RecordError if the record in ``folder`` does not belong to ``cell``."""
-    if (found := header.get("cell")) != cell:
-        raise RecordError(
-            f"{folder} is a record of {found or 'an unnamed cell'} and not of {cell}: folders were mixed up; "
-            f"put the cell's own record there, or run the cell again"
-        )
-
-
-def check_oracle(folder: Path, header: Line, *, precision: str, defects: tuple[Defect, ...] = ()) -> None:
-    """Raises RecordError if the record in ``folder`` is not the oracle's with this precision and these defects."""
-    backend = header.get("backend", {})
-    found = header.get("cell"), backend.get("name"), backend.get("precision")
-    if found != (ORACLE, ORACLE, precision):
-        what = f"one of {found[0]} in {found[2]}" if found[0] == ORACLE else f"a record of {found[0] or 'nothing'}"
-        raise RecordError(
-            f"{folder} should be the oracle's record in {precision}, and is {what}: folders were mixed up; run the "
-            f"cell again"
-        )
-    if backend.get("defects") != (requested := defects_to_json(defects)):
-        observed = _describe(backend["defects"]) if "defects" in backend else "an unknown list of defects"
-        raise RecordError(
-            f"{folder} should be the oracle's record with {_describe(requested)}, and is one with {observed}: "
-            f"folders were mixed up; run the cell again"
-        )
-
-
-def _describe(defects: Any) -> str:
-    return shown(defects) if defects else "no defect"
-
-
-def second_class(header: Line) -> object:
-    """Returns whose implementation computed an oracle's record with this header; empty for the suite's own oracle."""
-    resolved = header.get("resolved")
-    return resolved.get("second_class", "") if isinstance(resolved, dict) else ""

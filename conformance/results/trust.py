@@ -13,8 +13,8 @@ from itertools import pairwise
 from pathlib import Path
 
 from conformance.core.errors import UsageError
+from conformance.records.header_checks import FLOAT64, check_cell, check_oracle, second_class
 from conformance.records.record_format import Line, Lines, RecordError, read_lines
-from conformance.records.step_tensors import FLOAT64, check_cell, check_oracle, second_class
 from conformance.results.bisection import Bisection, read_bisection
 from conformance.results.run_results import Entry, Run, inside, read_run
 from conformance.results.verdict import NO_FAULT, STATES, Quantity

@@ -17,7 +17,7 @@ from conformance.judge.rejudge import combine
 from conformance.matrix.cell import Cell
 from conformance.models.synthetic import is_large
 from conformance.oracle.role_model import is_routed
-from conformance.records.step_tensors import FLOAT64
+from conformance.records.header_checks import FLOAT64
 from conformance.results.bisection import BISECTION, Bisected
 from conformance.results.run_results import Attempt
 from conformance.results.verdict import Verdict

@@ -37,8 +37,9 @@ from conformance.models.synthetic import is_large
 from conformance.oracle.objectives import functions_of
 from conformance.oracle.role_model import SPARE, bytes_needed, is_routed
 from conformance.oracle.run import POLICIES
+from conformance.records.header_checks import CHOICES, FLOAT64, noise_runs
 from conformance.records.record_format import RecordError
-from conformance.records.step_tensors import CHOICES, FLOAT64, noise_runs, read_record
+from conformance.records.step_tensors import read_record
 from conformance.runtime import Device, Outcome, Pool, WorkerGroupConfig
 from conformance.spec.known_defects import Defect, defects_to_json
 from conformance.spec.observables import POLICY

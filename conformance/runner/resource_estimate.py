@@ -18,7 +18,7 @@ from conformance.matrix.cell import Cell, Phase
 from conformance.models.synthetic import is_large, shapes_of
 from conformance.numerics.sketch import numbers_kept, sketched_above
 from conformance.oracle.role_model import Decoder, decoder_of
-from conformance.records.step_tensors import FLOAT64, noise_runs
+from conformance.records.header_checks import FLOAT64, noise_runs
 from conformance.runtime import Device
 from conformance.spec.observables import unobserved_step
 from conformance.spec.precision import PrecisionName

@@ -8,7 +8,7 @@ from cells import BACKENDS, ROWS, STEPS, assert_honest, cell_of, exhaustive, rec
 
 from conformance.backends.protocol import BackendEntry, Unsupported
 from conformance.matrix.cell import Cell, Handover
-from conformance.records.step_tensors import CHOICES, FLOAT64
+from conformance.records.header_checks import CHOICES, FLOAT64
 from conformance.runner.phases import group_config
 from conformance.runner.session import Session
 from conformance.spec.batch import expert_column, read_batches

@@ -10,7 +10,7 @@ from cells import cell_of, exhaustive
 
 from conformance.oracle.primitives import Policy
 from conformance.oracle.run import POLICIES
-from conformance.records.step_tensors import noise_runs, precision_of_run
+from conformance.records.header_checks import noise_runs, precision_of_run
 from conformance.runner.session import Session
 from conformance.spec.precision import HALF_PRECISIONS, PRECISIONS, FloatFormat, PrecisionName
 

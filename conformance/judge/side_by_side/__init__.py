@@ -15,8 +15,9 @@ from pathlib import Path
 from conformance.core.errors import UsageError
 from conformance.judge.side_by_side.agreement import ORACLE, agreement
 from conformance.judge.side_by_side.distances import Bounds, column_of, compare_lines, compare_tensors
+from conformance.records.header_checks import FLOAT64, check_cell, check_oracle
 from conformance.records.record_format import Line, Lines, RecordError, read_lines
-from conformance.records.step_tensors import FLOAT64, Record, check_cell, check_oracle, read_record
+from conformance.records.step_tensors import Record, read_record
 from conformance.results.run_results import Entry, inside, read_run
 from conformance.results.side_by_side import Difference, Group, Member, Pair, read_groups, write_groups
 from conformance.results.verdict import NOT_SEEN
