@@ -3,6 +3,7 @@ that a framework owns. All optional."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -54,8 +55,11 @@ def target_logprobs(logits: torch.Tensor, flat: Flat) -> torch.Tensor:
 
 
 def by_row(numbers: torch.Tensor, rows: Sequence[Row]) -> dict[int, torch.Tensor]:
-    """Splits one number per target, of shape (targets,), into rows: a value of ``StepMetrics.rows``."""
-    parts = numbers.split([row.target_count for row in rows])
+    """Splits one number per target, of shape (targets,), into rows: a value of ``StepMetrics.rows``.
+
+    Too few or too many numbers, as of a mask that is off by one, leave the last rows of another length: the cell differs.
+    """
+    parts = numbers.tensor_split([*accumulate(row.target_count for row in rows)][:-1])
     return {row.index: part for row, part in zip(rows, parts, strict=True)}
 
 

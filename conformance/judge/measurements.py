@@ -236,9 +236,10 @@ def _rows(
     if not rows and not observable.required:
         return
     stage, key = observable.stage, observable.key
-    if set(rows) != set(reference) or any(rows[r].shape != reference[r].shape for r in reference):
-        wrong = sorted(set(rows) ^ set(reference)) or [r for r in reference if rows[r].shape != reference[r].shape]
-        yield infinite(stage, f"{key}: rows {', '.join(wrong[:8])} missing, unexpected or of another length", step)
+    counts = {r: (len(rows.get(r, ())), len(reference.get(r, ()))) for r in sorted({*rows, *reference}, key=int)}
+    if wrong := [f"{own} for the {right} targets of row {r}" for r, (own, right) in counts.items() if own != right]:
+        others = f" and {len(wrong) - 4} more rows" if len(wrong) > 4 else ""
+        yield infinite(stage, f"{key}: numbers and targets disagree: {', '.join(wrong[:4])}{others}", step)
         return
     order = sorted(reference, key=int)
     x, ref, unit = (torch.cat([of[r].double() for r in order]) for of in (rows, reference, scale))

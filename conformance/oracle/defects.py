@@ -228,6 +228,7 @@ class WithMeansOfMicroBatches(Variant):
 
     def __init__(self, convention: EntropyByMicroBatch | MetricsByMicroBatch, column: str) -> None:
         self._ranks, self._count, self._column = convention.data_ranks, convention.micro_batches, column
+        self._epsilon = convention.epsilon if isinstance(convention, MetricsByMicroBatch) else 0.0
 
     def rollout(self, batches: list[Batch]) -> list[Batch]:
         return [_with_column(batch, self._column, self._weights(batch).__getitem__) for batch in batches]
@@ -239,9 +240,9 @@ class WithMeansOfMicroBatches(Variant):
             for rank in range(self._ranks)
             for part in batch.micro_batches(dp_rank=rank, dp_size=self._ranks, accumulation=self._count)
         ]
-        tokens = [sum(row.target_count for row in part) for part in parts]
         # A micro-batch without tokens has mean 0 and counts.
-        return {row.index: 1 / (len(parts) * max(1, n)) for part, n in zip(parts, tokens, strict=True) for row in part}
+        counts = [max(1, sum(row.target_count for row in part)) + self._epsilon for part in parts]
+        return {row.index: 1 / (len(parts) * n) for part, n in zip(parts, counts, strict=True) for row in part}
 
 
 def _with_column(batch: Batch, name: str, of_row: Callable[[int], float]) -> Batch:

@@ -7,6 +7,7 @@ known defect without an expected difference, so conformance.oracle.defects imple
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field
@@ -171,7 +172,7 @@ class _MeansOfMicroBatches(Convention):
     def in_cell(self, scenario: Scenario, layout: Layout) -> Self | None:
         if not isinstance(scenario.objective, PolicyGradient):
             return None
-        return type(self)(data_ranks=layout.data, micro_batches=scenario.accumulation)
+        return replace(self, data_ranks=layout.data, micro_batches=scenario.accumulation)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -191,9 +192,13 @@ class EntropyByMicroBatch(_MeansOfMicroBatches):
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class MetricsByMicroBatch(_MeansOfMicroBatches):
-    """Reports clip fractions, ``ppo_kl`` and ``ratio_mean`` as means over micro-batches and ranks of their means."""
+    """Reports clip fractions, ``ppo_kl`` and ``ratio_mean`` as means over micro-batches and ranks of their means.
+
+    ``epsilon`` is added to the number of tokens of each.
+    """
 
     kind: Literal["metrics-by-micro-batch"] = "metrics-by-micro-batch"
+    epsilon: Epsilon = 0.0
     words: ClassVar[str] = "metrics as the means of the means of micro-batches"
     stage: ClassVar[str] = "policy metrics"
     own_means: ClassVar[tuple[str, ...]] = ("ppo_kl", "ratio_mean")

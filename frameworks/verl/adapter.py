@@ -37,13 +37,19 @@ COLUMNS = {
     "policy": {"old_logprob": "old_log_probs", "advantage": "advantages", "reference.logprob": "ref_log_prob"},
     "critic": {"critic.old_value": "values", "return": "returns"},
 }
-METRICS = {"pg_loss": "actor/pg_loss", "entropy_loss": "actor/entropy_loss", "kl_loss": "kl_loss"}
+METRICS = {
+    **{key: f"actor/{key}" for key in ("pg_loss", "entropy_loss", "ppo_kl", "pg_clipfrac", "pg_clipfrac_lower")},
+    **{"kl_loss": "kl_loss", "critic.clipfrac": "critic/vf_clipfrac"},
+}
 
 
 class Verl(VerlSft):
     objectives = ("sft", "grpo", "ppo")
     preload = (__name__,)
-    conventions = (parity.DecaysAll(), parity.SchedulePerRollout(), parity.CountEpsilon(whitening=True))
+    conventions = (
+        *(parity.DecaysAll(), parity.SchedulePerRollout(), parity.CountEpsilon(whitening=True)),
+        parity.MetricsByMicroBatch(epsilon=1e-8),
+    )
 
     @classmethod
     def supports(cls, scenario: parity.Scenario, layout: parity.Layout) -> parity.Support:

@@ -43,6 +43,11 @@ def test_logprobs_are_those_of_the_targets_by_row() -> None:
     assert not found[4].requires_grad
 
 
+@pytest.mark.parametrize(("numbers", "lengths"), [(1, [1, 0, 0]), (3, [2, 0, 1]), (6, [2, 0, 4])])
+def test_numbers_of_a_wrong_mask_reach_the_judge(numbers: int, lengths: list[int]) -> None:
+    assert [len(row) for row in by_row(torch.zeros(numbers), ROWS).values()] == lengths
+
+
 @pytest.fixture
 def group() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -1,5 +1,6 @@
 """Checks conventions: each variant of the oracle by a formula of its own, and which of them a verdict names."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -149,13 +150,14 @@ def test_entropy_is_the_mean_of_means(runs: OracleRuns) -> None:
     assert right == pytest.approx(torch.cat(halves).mean().item(), rel=1e-12)
 
 
-def test_metrics_are_the_means_of_means(runs: OracleRuns) -> None:
-    record, rows = runs.record((METRICS,)), [row.index for row in runs.batches[1].rows]
+@pytest.mark.parametrize("epsilon", [0.0, 0.5])
+def test_metrics_are_the_means_of_means(runs: OracleRuns, epsilon: float) -> None:
+    record, rows = runs.record((replace(METRICS, epsilon=epsilon),)), [row.index for row in runs.batches[1].rows]
     for key, of_tokens in (("ppo_kl", "approx_kl"), ("ratio_mean", "ratio")):
         found = rows_of(record, of_tokens, step=1)
         halves = [torch.cat([found[row] for row in half]) for half in (rows[:4], rows[4:])]
         own, right = (one.steps[1].value(key) for one in (record, runs.record()))
-        assert own == pytest.approx(sum(half.mean().item() for half in halves) / 2, rel=1e-12)
+        assert own == pytest.approx(sum(h.sum().item() / (len(h) + epsilon) for h in halves) / 2, rel=1e-12)
         assert right == pytest.approx(torch.cat(halves).mean().item(), rel=1e-12)
         assert own != right
 

@@ -123,9 +123,14 @@ def test_a_missing_an_unexpected_and_a_misshapen_tensor_are_named(tmp_path: Path
             del tensors["gradient/a"]
             tensors["gradient/c"] = torch.zeros(1)
             tensors["gradient/b"] = tensors["gradient/b"].T.contiguous()
+            tensors |= {"logprob/7": tensors["logprob/7"][:1], "logprob/8": tensors.pop("logprob/0")}
 
-    names = {f.tensor for f in verdict_of(tmp_path, change).findings if f.stage == "gradients"}
-    assert names == {"a (missing)", "c (unexpected)", "b (shape (3, 4) instead of (4, 3))"}
+    found = verdict_of(tmp_path, change).findings
+    assert {f.tensor for f in found if f.stage == "gradients"} == {
+        *("a (missing)", "c (unexpected)", "b (shape (3, 4) instead of (4, 3))"),
+    }
+    rows = "0 for the 2 targets of row 0, 1 for the 3 targets of row 7, 2 for the 0 targets of row 8"
+    assert (found[0].stage, found[0].tensor) == ("log-probs", f"logprob: numbers and targets disagree: {rows}")
 
 
 @pytest.mark.parametrize("key", ["loss", "grad_norm", "gradient/a", "logprob/0"])
