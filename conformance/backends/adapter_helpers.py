@@ -57,7 +57,7 @@ def target_logprobs(logits: torch.Tensor, flat: Flat) -> torch.Tensor:
 def by_row(numbers: torch.Tensor, rows: Sequence[Row]) -> dict[int, torch.Tensor]:
     """Splits one number per target, of shape (targets,), into rows: a value of ``StepMetrics.rows``.
 
-    Too few or too many numbers, as of a mask that is off by one, leave the last rows of another length: the cell differs.
+    Too few or too many numbers, as of a mask that is off by one, leave the last rows of another length: a difference.
     """
     parts = numbers.tensor_split([*accumulate(row.target_count for row in rows)][:-1])
     return {row.index: part for row, part in zip(rows, parts, strict=True)}

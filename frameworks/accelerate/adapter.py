@@ -8,11 +8,14 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import torch
 from accelerate import Accelerator, state, utils
+from packaging.version import Version
 from transformers import AutoModelForCausalLM, get_scheduler
 
 import parity
+from conformance.spec.conventions import model_config
 
 BACKENDS = ("Fsdp2",)
 
@@ -41,6 +44,11 @@ class Fsdp2:
             return parity.Unsupported(f"this adapter runs FSDP2 with dp and rep only; use dp{layout.world_size}")
         if scenario.optimizer.frozen or scenario.lora or scenario.router_z_loss or scenario.precision == "fp16":
             return parity.Unsupported("this adapter has no frozen parameters, LoRA, z-loss or fp16; use exact or bf16")
+        old = Version(accelerate.__version__) < Version("1.15") and Version(torch.__version__) >= Version("2.13")
+        if old and model_config(scenario).get("tie_word_embeddings"):
+            return parity.Unsupported(
+                "accelerate 1.14 puts tied embeddings into two groups of FSDP2, which torch 2.13 refuses; use 1.15"
+            )
         return parity.Supported()
 
     def setup(

@@ -22,6 +22,7 @@ import parity
 BACKENDS = ("TrlSft", "TrlGrpo")
 PACKAGES = ("torch", "transformers", "accelerate", "trl")
 URL = "https://github.com/huggingface/trl"  # no default_zero: TRL gathers metrics where ZeRO gathers weights
+HEAD: Any = sys.modules.get("trl.kernels.chunked_logprob")  # with its twin in torch, since 1.16
 LOSSES = {  # loss_type by loss_mode and loss_agg_mode
     ("vanilla", "token-mean"): "dapo",
     ("vanilla", "seq-mean-token-mean"): "grpo",
@@ -68,6 +69,10 @@ class Trl:
             )
         if scenario.optimizer.frozen or scenario.lora or scenario.router_z_loss or scenario.precision == "fp16":
             return parity.Unsupported("this adapter has no frozen parameters, LoRA, z-loss or fp16; use exact or bf16")
+        if not hasattr(HEAD, "_TRITON_AVAILABLE") and (scenario.precision == "exact" or not torch.cuda.is_available()):
+            return parity.Unsupported(
+                "TRL 1.15 has the loss as a Triton kernel alone, in float32 and on GPUs; use 1.16, or bf16 on a GPU"
+            )
         return parity.Supported()
 
     def config(self, scenario: parity.Scenario, layout: parity.Layout, device: str) -> dict[str, Any]:
@@ -93,11 +98,8 @@ class Trl:
 
     def load_model(self, folder: Path, scenario: parity.Scenario) -> Any:
         """Loads master weights: in float64 in the exact tier, else in float32."""
-        head = sys.modules.get("trl.kernels.chunked_logprob")
-        if (
-            head and scenario.precision == "exact"
-        ):  # its Triton kernel, for GPUs, computes in float32; its twin in torch not
-            head._TRITON_AVAILABLE = False  # type: ignore[attr-defined]
+        if scenario.precision == "exact":  # the Triton kernel, for GPUs, computes in float32; its twin in torch not
+            HEAD._TRITON_AVAILABLE = False
         code = parity.runs_code(folder, trusted=scenario.trust_remote_code)
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.get_default_dtype(), trust_remote_code=code)
 
