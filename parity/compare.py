@@ -45,12 +45,12 @@ class Comparison:
 
     @property
     def differs(self) -> bool:
-        return any(pair.parted for pair in self.pairs)
+        return any(pair.divergence for pair in self.pairs)
 
     @property
     def comparable(self) -> bool:
         """Whether every pair differs, or has gradients of at least one step to compare."""
-        return all(pair.parted or any(stage.name == "gradients" for stage in pair.stages) for pair in self.pairs)
+        return all(pair.divergence or any(stage.name == "gradients" for stage in pair.stages) for pair in self.pairs)
 
     @property
     def next_command(self) -> str:

@@ -98,7 +98,7 @@ class Pair:
     stages: tuple[Stage, ...]
 
     @property
-    def parted(self) -> Stage | None:
+    def divergence(self) -> Stage | None:
         """The first stage that differs; None if the records agree."""
         return next((stage for stage in self.stages if stage.different), None)
 

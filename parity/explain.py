@@ -131,22 +131,22 @@ GRADUAL = 10.0  # a distance that grows less than so much in a step grows gradua
 NAMED = 4  # names that a sentence lists
 
 
-def likely_causes(pair: Pair, parted: Stage) -> Iterator[str]:
+def likely_causes(pair: Pair, divergence: Stage) -> Iterator[str]:
     """Yield a sentence for each likely cause of the difference, the most telling first."""
-    different = parted.different
-    if parted.name == "gradients":
-        yield from _of_gradients(parted)
+    different = divergence.different
+    if divergence.name == "gradients":
+        yield from _of_gradients(divergence)
     elif (factor := _one_factor(different)) is not None:
-        if parted.name == "update":
+        if divergence.name == "update":
             yield f"The updates of B are {times_a(factor)}, in the same direction: another rate."
-        elif parted.name == "loss" and (mean := mean_over(factor)):
+        elif divergence.name == "loss" and (mean := mean_over(factor)):
             yield f"B is {times_a(factor, of='A')}: {mean}."
-    if parted.name == "update":
+    if divergence.name == "update":
         for quantity in (q for q in different if q.norms and not all(q.norms)):
             assert quantity.norms is not None
             still = pair.a if quantity.norms[0] == 0 else pair.b
             yield f"{quantity.what} does not move in {still.name}."
-    yield from _history(pair, parted)
+    yield from _history(pair, divergence)
 
 
 def _of_gradients(stage: Stage) -> Iterator[str]:
@@ -206,10 +206,10 @@ def _last_names(names: Sequence[str]) -> str:
     return ", ".join(names[-NAMED:]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
 
 
-def _history(pair: Pair, parted: Stage) -> Iterator[str]:
+def _history(pair: Pair, divergence: Stage) -> Iterator[str]:
     """State whether the worst quantity drifted apart gradually or at once over the steps before."""
-    worst = parted.different[0]
-    past = [q.observed for s in pair.stages if s.name == parted.name for q in s.quantities if q.what == worst.what]
+    worst = divergence.different[0]
+    past = [q.observed for s in pair.stages if s.name == divergence.name for q in s.quantities if q.what == worst.what]
     if len(past) < 2 or worst.description:
         return
     distances = ", ".join(f"{distance:.1e}" for distance in past[-5:])
@@ -227,31 +227,31 @@ def text(pair: Pair) -> str:
     lines = [f"{run.name}: {described_run(run)}" for run in (pair.a, pair.b)]
     allowed = f"{pair.threshold:.1e} of gradients and updates, {pair.loss_threshold:.1e} of the loss"
     lines += [f"Allowed: {allowed}, because {pair.because}.", ""]
-    if parted := pair.parted:
-        lines += [f"The records part at {where(parted)}.", *_different(parted)]
-        lines += [*exact(pair, parted), *(f"Likely cause: {cause}" for cause in likely_causes(pair, parted))]
+    if divergence := pair.divergence:
+        lines += [f"The records diverge at {where(divergence)}.", *_different(divergence)]
+        lines += [*exact(pair, divergence), *(f"Likely cause: {cause}" for cause in likely_causes(pair, divergence))]
     else:
         lines.append("The records agree.")
-    lines += ["", "Largest differences before that:" if parted else "Largest differences:"]
+    lines += ["", "Largest differences before that:" if divergence else "Largest differences:"]
     return "\n".join([*lines, *(f"- {_line(stage, worst)}" for stage, worst in largest(pair)), *notes(pair)])
 
 
 def values(pair: Pair) -> dict[str, Any]:
     """Give the description of a comparison as JSON values."""
-    parted = pair.parted
+    divergence = pair.divergence
     return {
         "a": pair.a.name,
         "b": pair.b.name,
         "threshold": pair.threshold,
         "loss_threshold": pair.loss_threshold,
         "because": pair.because,
-        "parted": None
-        if parted is None
+        "divergence": None
+        if divergence is None
         else {
-            "step": parted.step,
-            "stage": parted.name,
-            "quantities": [_values(quantity) for quantity in parted.different],
-            "hints": [*exact(pair, parted), *likely_causes(pair, parted)],
+            "step": divergence.step,
+            "stage": divergence.name,
+            "quantities": [_values(quantity) for quantity in divergence.different],
+            "hints": [*exact(pair, divergence), *likely_causes(pair, divergence)],
         },
         "largest": [
             {"stage": stage.name, "step": stage.step, **_values(quantity)} for stage, quantity in largest(pair)
@@ -264,7 +264,7 @@ def _values(quantity: Quantity) -> dict[str, Any]:
     found: dict[str, Any] = {"what": quantity.what, "observed": _json(quantity.observed), "allowed": quantity.allowed}
     if quantity.norms:
         found["norms"] = [_json(norm) for norm in quantity.norms]
-    optional = {"scale": quantity.scale, "rows": quantity.rows, "said": quantity.description}
+    optional = {"scale": quantity.scale, "rows": quantity.rows, "description": quantity.description}
     return found | {name: value for name, value in optional.items() if value}
 
 

@@ -147,9 +147,9 @@ class Recorder:
         for handle in self._handles:
             handle.remove()
         if own_rank() == 0:
-            said = "" if error is None else f"{type(error).__name__}: {one_line(error)}"
+            problem = "" if error is None else f"{type(error).__name__}: {one_line(error)}"
             try:
-                self._writer.end({"kind": "end", "steps": self._steps, "error": said})
+                self._writer.end({"kind": "end", "steps": self._steps, "error": problem})
             except UsageError as unwritable:  # ranks that die before they come here cannot be met: nothing is raised
                 warnings.warn(f"the end of the record is not in it: {unwritable}", stacklevel=2)
 

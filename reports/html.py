@@ -31,7 +31,7 @@ TEMPLATES = Path(__file__).with_name("templates")
 FIRST = 5  # causes that are shown above the matrix; a reader unfolds more
 STYLES = ("style", "earlier")
 SCRIPTS = (  # in the order in which they run
-    *("make", "words", "data", "charts", "curves", "zoom", "heatmap", "strips", "told", "bisect", "cell", "sides"),
+    *("make", "words", "data", "charts", "curves", "zoom", "heatmap", "strips", "evidence", "bisect", "cell", "sides"),
     *("tip", "filter", "keyboard", "page"),
 )
 

@@ -90,7 +90,7 @@ LONG = (
     "test_wheel",
     "test_mutation_score",
     "test_cli_stops",
-    "test_worker_group_room",
+    "test_worker_group_limits",
     "test_oracle_run",
 )
 

@@ -95,8 +95,12 @@ def _backends() -> list[Check]:
 
 
 def _disk() -> Check:
-    room = host_resources_of(Path())
-    free = room.disk / 2**30
-    cache = "" if room.cache is None else f", {room.cache / 2**30:.0f} GiB for the oracle's cache ({cache_folder()})"
+    resources = host_resources_of(Path())
+    free = resources.disk / 2**30
+    cache = (
+        ""
+        if resources.cache is None
+        else f", {resources.cache / 2**30:.0f} GiB for the oracle's cache ({cache_folder()})"
+    )
     message = f"{free:.0f} GiB free here{cache}; parity plan estimates the disk that cells need"
     return Check(name="disk", state="ok" if free >= 2 else "note", message=message)

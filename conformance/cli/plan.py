@@ -87,8 +87,8 @@ def _plan(
         supported = [cell for cell in supported if not _names_default(cell)]
     if not supported:
         raise UsageError(f"none of the {len(cells)} selected cells is supported; parity list shows the reasons")
-    room = host_resources_of(out)
-    needs = needs_of(supported, room, device=ranks.device)
+    resources = host_resources_of(out)
+    needs = needs_of(supported, resources, device=ranks.device)
     on_gpus = ranks.device == "cuda"
     rates, processors = {} if on_gpus else _rates(), os.cpu_count() or 1
     seconds = [
@@ -105,8 +105,10 @@ def _plan(
     ]
     took = sum(filter(None, seconds))
     duration = "times on GPUs are not measured" if on_gpus else f"about {_time(took)} while nothing else runs"
-    cached = "" if room.cache is None or elsewhere else f" ({room.cache / GB:.1f} there)"
-    memory, disk = ("", "") if elsewhere else (f", {free / GB:.1f} GB are free" for free in (room.memory, room.disk))
+    cached = "" if resources.cache is None or elsewhere else f" ({resources.cache / GB:.1f} there)"
+    memory, disk = (
+        ("", "") if elsewhere else (f", {free / GB:.1f} GB are free" for free in (resources.memory, resources.disk))
+    )
     lines += [
         "",
         f"cells   {len(supported)} of {len(cells)} are supported; {duration}",
@@ -130,7 +132,7 @@ def _plan(
             lines.append(f"cannot fit: the smallest needs {least:.4g} GB a GPU; give more --gpus or shorter rows")
         return lines, bool(fitting)
     lines += [
-        *(f"cannot fit: {message}; {advice(needs, room)}" for message in needs.impossible),
+        *(f"cannot fit: {message}; {advice(needs, resources)}" for message in needs.impossible),
         *(f"may not fit: {message}" for message in needs.doubtful),
     ]
     return lines, not needs.impossible

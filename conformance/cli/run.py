@@ -191,7 +191,7 @@ def _bisect(cell: Cell, *, ranks: Ranks, as_json: bool) -> str:
     if as_json:
         where = found.models[0].where if found and found.models else None
         values = {"cell": str(cell), "state": verdict.state, "reason": verdict.reason, "where": where}
-        bisection = {"bisection": asdict(found), "told": describe(found).lines} if found else {"bisection": None}
+        bisection = {"bisection": asdict(found), "text": describe(found).lines} if found else {"bisection": None}
         print(dumps(values | bisection))
     elif found is None:
         print(f"{cell}: {verdict.reason or 'agrees with the oracle, so there is nothing to bisect'}")

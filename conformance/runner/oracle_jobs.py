@@ -205,7 +205,7 @@ class Oracles:
             size=1,
             device=device,
             preload=("conformance.oracle.worker",),
-            room=(sys.maxsize if self._wants_all else round(needed / (1 - SPARE))) if needed else None,
+            gpu_memory=(sys.maxsize if self._wants_all else round(needed / (1 - SPARE))) if needed else None,
         )
         run = partial(
             (leased or self._pool).run,
@@ -230,7 +230,7 @@ class Oracles:
             shutil.rmtree(out, ignore_errors=True)
             if needed:  # take the GPU with the most free memory; another program may have filled the first one
                 self._wants_all = True
-            outcome = run(config=replace(config, room=sys.maxsize if needed else None), fresh=True)
+            outcome = run(config=replace(config, gpu_memory=sys.maxsize if needed else None), fresh=True)
         return outcome
 
     def _close(self) -> None:

@@ -225,7 +225,7 @@ class Needs:
 
 def needs_of(
     cells: Sequence[Cell],
-    room: HostResources,
+    resources: HostResources,
     *,
     device: Device = "cpu",
     workers: int = 1,
@@ -247,7 +247,7 @@ def needs_of(
     workers = min(workers, len(found))
     of_all = total(found, workers=workers)
     impossible, doubtful = [], []
-    limits = _limits_of_hosts(found, of_all, room, hosts) if hosts else _limits(of_all, room, workers)
+    limits = _limits_of_hosts(found, of_all, resources, hosts) if hosts else _limits(of_all, resources, workers)
     for needed, available, message in limits:
         if needed > DOUBT * available:
             impossible.append(message)
@@ -258,48 +258,48 @@ def needs_of(
 
 def check_resources(
     cells: Sequence[Cell],
-    room: HostResources,
+    resources: HostResources,
     *,
     device: Device,
     warn: Callable[[str], None],
     workers: int = 1,
     hosts: Sequence[JoinedHost] = (),
 ) -> None:
-    """Raises UsageError, with advice, if the cells cannot fit into ``room``. ``warn`` gets a message for each limit
+    """Raises UsageError, with advice, if the cells do not fit. ``warn`` gets a message for each limit
     that may be exceeded."""
     if not cells:
         return
-    needs = needs_of(cells, room, device=device, workers=workers, hosts=hosts)
+    needs = needs_of(cells, resources, device=device, workers=workers, hosts=hosts)
     if needs.impossible:
         for_hosts = (
             "select other cells (--cells), offer fewer slots (PARITY_SLOTS under torchrun, "
             "--slots on Ray), or take larger hosts"
         )
-        what = for_hosts if hosts else advice(needs, room)
+        what = for_hosts if hosts else advice(needs, resources)
         raise UsageError(f"{'; '.join(needs.impossible)}; {what} (parity plan shows the estimates)")
     for message in needs.doubtful:
         warn(f"{message}; it may not fit")
 
 
-def workers_that_fit(cells: Sequence[Cell], room: HostResources, *, most: int) -> int:
+def workers_that_fit(cells: Sequence[Cell], resources: HostResources, *, most: int) -> int:
     """Returns how many cells can run at once on the CPU in the free memory: at most ``most``, and at least 1."""
-    return _fitting(needs_of(cells, room), room, most=most) or 1
+    return _fitting(needs_of(cells, resources), resources, most=most) or 1
 
 
-def _fitting(needs: Needs, room: HostResources, *, most: int) -> int | None:
-    return next((n for n in range(most, 0, -1) if total(needs.cells, workers=n).host <= room.memory), None)
+def _fitting(needs: Needs, resources: HostResources, *, most: int) -> int | None:
+    return next((n for n in range(most, 0, -1) if total(needs.cells, workers=n).host <= resources.memory), None)
 
 
-def advice(needs: Needs, room: HostResources) -> str:
+def advice(needs: Needs, resources: HostResources) -> str:
     """Returns a selection that would fit, or ways to make cells smaller, in words."""
-    if workers := _fitting(needs, room, most=needs.workers - 1):
+    if workers := _fitting(needs, resources, most=needs.workers - 1):
         return f"{workers} of the {needs.workers} workers would fit: -n {workers}"
-    fitting = [(cell, one) for cell, one in needs.cells if one.host <= room.memory]
+    fitting = [(cell, one) for cell, one in needs.cells if one.host <= resources.memory]
     several = len(needs.cells) > 1
-    if fitting and several and needs.total.host > room.memory:
+    if fitting and several and needs.total.host > resources.memory:
         alone = "each cell would fit alone" if len(fitting) == len(needs.cells) else ""
         return f"{alone or f'{len(fitting)} of {len(needs.cells)} cells would fit'}, such as --cells {fitting[0][0]}"
-    if needs.total.host <= room.memory and several:
+    if needs.total.host <= resources.memory and several:
         return "select fewer cells (--cells), give --shard K/N and merge on another disk, or free disk space"
     return (
         "use a model with fewer layers and the same architecture, fewer rows (data.rows), a shorter --max-len, fewer "
@@ -307,36 +307,35 @@ def advice(needs: Needs, room: HostResources) -> str:
     )
 
 
-def _limits(of_all: Total, room: HostResources, workers: int) -> list[tuple[float, float, str]]:
+def _limits(of_all: Total, resources: HostResources, workers: int) -> list[tuple[float, float, str]]:
     """Returns (needed bytes, available bytes, message) of memory and disks."""
     who = f"{of_all.worst} needs" if workers == 1 else f"{workers} cells at once, the largest {of_all.worst}, need"
-    memory = (
-        f"{who} about {of_all.host / GB:.1f} GB of memory, including idle ranks, and {room.memory / GB:.1f} GB are free"
-    )
-    return [(of_all.host, room.memory, memory), *_disks(of_all, room)]
+    free = f"{resources.memory / GB:.1f} GB are free"
+    memory = f"{who} about {of_all.host / GB:.1f} GB of memory, including idle ranks, and {free}"
+    return [(of_all.host, resources.memory, memory), *_disks(of_all, resources)]
 
 
-def _disks(of_all: Total, room: HostResources) -> list[tuple[float, float, str]]:
-    on_disk = of_all.disk + (of_all.cache if room.cache is None else 0.0)
-    disk = f"the records need about {on_disk / GB:.1f} GB of disk, and {room.disk / GB:.1f} GB are free"
-    found = [(on_disk, room.disk, disk)]
-    if room.cache is not None:
-        need = f"the oracle's cache needs about {of_all.cache / GB:.1f} GB, and {room.cache / GB:.1f} GB are free there"
-        found.append((of_all.cache, room.cache, f"{need}; PARITY_CACHE names another folder"))
+def _disks(of_all: Total, resources: HostResources) -> list[tuple[float, float, str]]:
+    on_disk = of_all.disk + (of_all.cache if resources.cache is None else 0.0)
+    disk = f"the records need about {on_disk / GB:.1f} GB of disk, and {resources.disk / GB:.1f} GB are free"
+    found = [(on_disk, resources.disk, disk)]
+    if resources.cache is not None:
+        need = f"the oracle's cache needs about {of_all.cache / GB:.1f} GB, and {resources.cache / GB:.1f} are free"
+        found.append((of_all.cache, resources.cache, f"{need}; PARITY_CACHE names another folder"))
     return found
 
 
 def _limits_of_hosts(
-    cells: Sequence[tuple[Cell, Estimate]], of_all: Total, room: HostResources, hosts: Sequence[JoinedHost]
+    cells: Sequence[tuple[Cell, Estimate]], of_all: Total, resources: HostResources, hosts: Sequence[JoinedHost]
 ) -> list[tuple[float, float, str]]:
     """Returns (needed bytes, available bytes, message) for each host with slots, and for the controller's host.
 
-    room: memory and disk of the controller's host.
+    resources: memory and disk of the controller's host.
     """
-    slots, rooms = defaultdict[str, int](int), dict[str, HostResources]()
+    slots, by_host = defaultdict[str, int](int), dict[str, HostResources]()
     for joined in hosts:
         slots[joined.host] += joined.slots
-        rooms.setdefault(joined.host, joined.room)
+        by_host.setdefault(joined.host, joined.resources)
     own, found = socket.gethostname(), []
     controller, oracle_of = max(((one.controller, cell) for cell, one in cells), key=lambda pair: pair[0])
     for host, count in slots.items():
@@ -344,16 +343,16 @@ def _limits_of_hosts(
         who = f"host {host}: the ranks of its {count} slots, the largest of {worst},"
         if host == own:
             needed, who = needed + controller, f"{who} and the oracle and judge of {oracle_of}"
-        found.append((needed, rooms[host].memory, _memory_of_host(who, needed, rooms[host])))
+        found.append((needed, by_host[host].memory, _memory_of_host(who, needed, by_host[host])))
     if own not in slots:
         who = f"host {own}, the controller's: the oracle and judge of {oracle_of}"
-        found.append((controller, room.memory, _memory_of_host(who, controller, room)))
-    host, least = min(rooms.items(), key=lambda pair: pair[1].disk)
+        found.append((controller, resources.memory, _memory_of_host(who, controller, resources)))
+    host, least = min(by_host.items(), key=lambda pair: pair[1].disk)
     disk = (
         f"host {host}: the records need about {of_all.disk / GB:.1f} GB of disk, and {least.disk / GB:.1f} GB are free"
     )
-    return [*found, (of_all.disk, least.disk, disk), *_disks(of_all, room)]
+    return [*found, (of_all.disk, least.disk, disk), *_disks(of_all, resources)]
 
 
-def _memory_of_host(who: str, needed: float, room: HostResources) -> str:
-    return f"{who} need about {needed / GB:.1f} GB of memory, and {room.memory / GB:.1f} GB are free"
+def _memory_of_host(who: str, needed: float, resources: HostResources) -> str:
+    return f"{who} need about {needed / GB:.1f} GB of memory, and {resources.memory / GB:.1f} GB are free"

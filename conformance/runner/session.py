@@ -125,10 +125,10 @@ class Session:
             self._where.fleet.wait(limit_s=self.config.budget_s)
             self._at_once = AtOnce(self._where.width)
         waiting = self._activities.waiting = tuple(cell for cell in cells if not self.refusal(cell))
-        room, device = host_resources_of(self.config.out), self.config.device
-        check_resources(waiting, room, device=device, warn=logger.warning, hosts=self._where.hosts)
+        resources, device = host_resources_of(self.config.out), self.config.device
+        check_resources(waiting, resources, device=device, warn=logger.warning, hosts=self._where.hosts)
         if waiting and not self._where.is_leased and self._at_once.is_parallel:
-            self._at_once = AtOnce(workers_that_fit(waiting, room, most=self._where.width))
+            self._at_once = AtOnce(workers_that_fit(waiting, resources, most=self._where.width))
         for message in unleased_use(self.config.gpus) if self._where.queues_oracles else ():
             logger.warning(message)
         for cell in self._at_once.ordered(waiting):

@@ -97,15 +97,15 @@ class LeasedSlots:
 
     def _wanted(self, config: WorkerGroupConfig) -> tuple[Block, int]:
         """Returns the slots to choose from, and the number of them that a worker group needs. Raises NoLease."""
-        names = self.names() if config.room is None else self.names_of_a_host()
+        names = self.names() if config.gpu_memory is None else self.names_of_a_host()
         if config.size > len(names):
             raise NoLease(f"{config.size} ranks, and there are {len(names)} {self._what}{self._advice(config.size)}")
-        if config.room is not None:
-            return names, max(config.size, self._with_room(names, config.room))
+        if config.gpu_memory is not None:
+            return names, max(config.size, self._with_memory(names, config.gpu_memory))
         return names, config.size
 
-    def _with_room(self, names: Block, room: int) -> int:
-        """Returns how many of these slots have ``room`` bytes together; all if their memory is unknown."""
+    def _with_memory(self, names: Block, gpu_memory: int) -> int:
+        """Returns how many of these slots have ``gpu_memory`` bytes together; all if their memory is unknown."""
         return len(names)
 
     def _advice(self, ranks: int) -> str:
@@ -143,11 +143,11 @@ class Gpus(LeasedSlots):
         """Bytes of memory by GPU of this host, where NVML reports them; a share has no entry."""
         return {gpu: whole for gpu, (_, whole) in memory_of_gpus().items()}
 
-    def _with_room(self, names: Block, room: int) -> int:
+    def _with_memory(self, names: Block, gpu_memory: int) -> int:
         """Returns the smallest power of two of GPUs that suffices, or all: blocks of powers of two leave no gaps."""
         smallest = min(self._bytes.get(name, 0) for name in names)
         powers = (2**power for power in range(len(names)) if 2**power < len(names))
-        return next((count for count in powers if count * smallest >= room), len(names))
+        return next((count for count in powers if count * smallest >= gpu_memory), len(names))
 
     def _advice(self, ranks: int) -> str:
         return f"; {more_shares(ranks, len(gpus_of(self._gpus)))}"

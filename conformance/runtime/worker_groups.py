@@ -40,8 +40,8 @@ class WorkerGroupConfig:
     preload: modules to import before the first task, such as the adapter's. They are imported once for all worker
         groups on one block of slots with the same ``preload``.
     python: the executable that ranks run in; empty: that of this process.
-    room: required bytes of GPU memory. A worker group on leased slots (conformance.runtime.pool) gets enough GPUs of
-        one host for them, whatever its size; all GPUs of that host if they do not suffice, or if their memory is
+    gpu_memory: required bytes. A worker group on leased slots (conformance.runtime.pool) gets enough GPUs of one
+        host for them, whatever its size; all GPUs of that host if they do not suffice, or if their memory is
         unknown. Not compared: a live worker group serves tasks that need less or more memory of the same GPUs.
     memory_limit_bytes: limit of the address space of a rank, beyond what is mapped when the rank starts (CPU only).
         Address space is more than memory: each thread reserves some tens of MiB of it.
@@ -53,7 +53,7 @@ class WorkerGroupConfig:
     device: Device
     preload: tuple[str, ...]
     python: str = ""
-    room: int | None = field(default=None, compare=False)
+    gpu_memory: int | None = field(default=None, compare=False)
     memory_limit_bytes: int | None = None
 
     def __post_init__(self) -> None:

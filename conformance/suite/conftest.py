@@ -135,8 +135,8 @@ def _check_room(cells: Sequence[Cell], config: pytest.Config) -> None:
         warnings.warn(pytest.PytestWarning(message), stacklevel=2)
 
     given = getattr(config, "workerinput", {})
-    room = HostResources(**given["parity_room"]) if given else host_resources_of(config.stash[OUT])
-    check_resources(able, room, device=where.device, warn=warn, workers=given.get("workercount", 1))
+    resources = HostResources(**given["parity_resources"]) if given else host_resources_of(config.stash[OUT])
+    check_resources(able, resources, device=where.device, warn=warn, workers=given.get("workercount", 1))
 
 
 def suite_session(config: pytest.Config) -> Session:

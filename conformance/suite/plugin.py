@@ -20,7 +20,7 @@ from conformance.core.process import Stop, Stopped
 from conformance.matrix.options import NO_BISECT, Demands, Kept, Output, Portion, Ranks, Selection
 
 OUT = pytest.StashKey[Path]()
-ROOM = pytest.StashKey[dict[str, float | None]]()  # fields of a conformance.core.host.HostResources, for workers
+RESOURCES = pytest.StashKey[dict[str, float | None]]()  # fields of a conformance.core.host.HostResources, for workers
 USAGE = pytest.StashKey[str]()  # the message of a UsageError that was raised when the cells were collected
 STOP = pytest.StashKey[Stop]()  # the handler of signals
 LINES = pytest.StashKey[list[str]]()
@@ -58,9 +58,9 @@ def pytest_configure_node(node: Any) -> None:
     from conformance.core.host import host_resources_of
 
     out, stash = node.config.stash[OUT], node.config.stash
-    if ROOM not in stash:
-        stash[ROOM] = vars(host_resources_of(out))
-    node.workerinput |= {"parity_out": str(out), "parity_room": stash[ROOM]}
+    if RESOURCES not in stash:
+        stash[RESOURCES] = vars(host_resources_of(out))
+    node.workerinput |= {"parity_out": str(out), "parity_resources": stash[RESOURCES]}
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -115,9 +115,9 @@ def _next_command(sides: Sequence[Sequence[str]], pairs: "Sequence[Comparison]",
     several = any(len(side) > 1 for side in sides)
     logs = [f"--side {shlex.join(side)}" if several else shlex.join(side) for side in sides]
     command = f"parity diff {' '.join(logs)}"
-    parted = next((one for one in pairs if one.differs), None)
-    if parted and parted.first:
-        return f"{command} --metric {shlex.quote(parted.first.name)} --out diff   (draws its curves: diff/diff.html)"
+    differing = next((one for one in pairs if one.differs), None)
+    if differing and differing.first:
+        return f"{command} --metric {shlex.quote(differing.first.name)} --out diff   (draws its curves: diff/diff.html)"
     if not all(one.comparable for one in pairs):
         counted = all(run.tokens for one in pairs for side in one.sides for run in side.runs)
         if by == "step" and counted:

@@ -101,8 +101,8 @@ class Comparison:
     @property
     def first(self) -> Compared | None:
         """The metric that differs first; of several at one position the first in the order of the table."""
-        parted = [one for one in self.metrics if one.first]
-        return min(parted, key=lambda one: one.first.position if one.first else np.inf, default=None)
+        differing = [one for one in self.metrics if one.first]
+        return min(differing, key=lambda one: one.first.position if one.first else np.inf, default=None)
 
 
 def compare(a: Side, b: Side, *, by: str, threshold: float, chosen: Sequence[str] = ()) -> Comparison:

@@ -75,19 +75,23 @@ def headline(comparison: Comparison) -> str:
     assert first.first
     if not math.isfinite(first.first.difference):
         where = f"{comparison.alignment.by} {first.first.position:.0f}"
-        return f"{names} part at {where}: {first.name} is not finite on one side."
+        return f"{names} diverge at {where}: {first.name} is not finite on one side."
     mean = f" in the mean of {first.first.span} positions" if first.first.span > 1 else ""
     return (
-        f"{names} part at {comparison.alignment.by} {first.first.position:.0f}: {first.name}"
+        f"{names} diverge at {comparison.alignment.by} {first.first.position:.0f}: {first.name}"
         f" {percent(first.first.difference)}{mean} where ±{percent(first.first.allowed).lstrip('+')} is allowed."
     )
 
 
 def title(comparisons: Sequence[Comparison]) -> str:
     """The verdict of all comparisons in a few words."""
-    parted = sum(one.differs for one in comparisons)
-    if parted:
-        return "The runs part" if len(comparisons) == 1 else f"{parted} of {len(comparisons)} runs part from the first"
+    differing = sum(one.differs for one in comparisons)
+    if differing:
+        return (
+            "The runs diverge"
+            if len(comparisons) == 1
+            else f"{differing} of {len(comparisons)} runs diverge from the first"
+        )
     return "The runs agree" if all(one.comparable for one in comparisons) else "The runs cannot be compared"
 
 

@@ -30,7 +30,7 @@ def to_html(found: Comparisons) -> str:
         title=title(found.pairs),
         state="differs" if found.differs else "conforms" if found.comparable else "incomplete",
         heads=HEADS,
-        comparisons=[_said(one) for one in found.pairs],
+        comparisons=[_comparison_data(one) for one in found.pairs],
         curves=[[_drawn(metric, one) for metric in one.shown] for one in found.pairs],
         next_command=found.next_command,
     )
@@ -66,7 +66,7 @@ def render(
     )
 
 
-def _said(comparison: Comparison) -> dict[str, Any]:
+def _comparison_data(comparison: Comparison) -> dict[str, Any]:
     return {
         "title": f"{comparison.sides[0].name} and {comparison.sides[1].name}",
         "headline": headline(comparison),
@@ -106,10 +106,14 @@ ROWS = 1000  # of the parameters that differ
 
 def records_to_html(comparison: RecordComparison) -> str:
     """Shows the stage that differs, its parameters and the curves of each pair of records."""
-    parted = comparison.differs
+    differs = comparison.differs
     return render(
-        title="The records part" if parted else "The records agree" if comparison.comparable else "Nothing to compare",
-        state="differs" if parted else "conforms" if comparison.comparable else "incomplete",
+        title="The records diverge"
+        if differs
+        else "The records agree"
+        if comparison.comparable
+        else "Nothing to compare",
+        state="differs" if differs else "conforms" if comparison.comparable else "incomplete",
         heads=RECORD_HEADS,
         comparisons=[_section(pair) for pair in comparison.pairs],
         curves=[_curves(pair) for pair in comparison.pairs],
@@ -118,11 +122,11 @@ def records_to_html(comparison: RecordComparison) -> str:
 
 
 def _section(pair: Pair) -> dict[str, Any]:
-    names, parted = f"{pair.a.name} and {pair.b.name}", pair.parted
-    different = [] if parted is None else [(parted, quantity) for quantity in parted.different]
+    names, divergence = f"{pair.a.name} and {pair.b.name}", pair.divergence
+    different = [] if divergence is None else [(divergence, quantity) for quantity in divergence.different]
     return {
         "title": names,
-        "headline": f"{names} agree." if parted is None else _headline(names, parted),
+        "headline": f"{names} agree." if divergence is None else _headline(names, divergence),
         "sides": [
             f"{letter}: {run.name}, {described_run(run)}" for letter, run in zip("AB", (pair.a, pair.b), strict=True)
         ],
@@ -130,15 +134,15 @@ def _section(pair: Pair) -> dict[str, Any]:
             f"Allowed is a relative difference of {pair.threshold:.1e} of gradients and updates, and of "
             f"{pair.loss_threshold:.1e} of the loss, because {pair.because}."
         ),
-        "likely_causes": [] if parted is None else [*likely_causes(pair, parted), *exact(pair, parted)],
+        "likely_causes": [] if divergence is None else [*likely_causes(pair, divergence), *exact(pair, divergence)],
         "rows": [_row(stage, quantity) for stage, quantity in [*different[:ROWS], *largest(pair)]],
         "notes": [*record_notes(pair), *([f"{len(different) - ROWS} more differ."] if len(different) > ROWS else [])],
     }
 
 
-def _headline(names: str, parted: Stage) -> str:
-    count = f"{len(parted.different)} of {len(parted.quantities)} differ, most of all"
-    return f"{names} part at {where(parted)}: {count} {parted.different[0].what}."
+def _headline(names: str, divergence: Stage) -> str:
+    count = f"{len(divergence.different)} of {len(divergence.quantities)} differ, most of all"
+    return f"{names} diverge at {where(divergence)}: {count} {divergence.different[0].what}."
 
 
 def _row(stage: Stage, quantity: Quantity) -> tuple[str, ...]:

@@ -138,7 +138,7 @@ def test_a_defect_that_needs_the_precision_is_told_so(tmp_path: Path, capsys: py
     values = json.loads(capsys.readouterr().out)
     assert (values["cell"], values["state"], values["where"]) == (name, "differs", None)
     assert values["bisection"]["traced"] == "tiny/llama/wronginfp32/dp2/exact"
-    assert "it agrees with the oracle in the exact tier, so the defect needs fp32" in values["told"][0]
+    assert "it agrees with the oracle in the exact tier, so the defect needs fp32" in values["text"][0]
 
 
 def test_a_bisection_that_fails_is_a_line_and_no_error(ended: tuple[Path, str], out: Path) -> None:

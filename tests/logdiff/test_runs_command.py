@@ -55,7 +55,7 @@ def test_runs_that_part_end_with_1_and_say_where(tmp_path: Path, capsys: pytest.
     assert diff(a, b) == 0
     assert diff(a, b, "--threshold", "0.03") == 1
     told = capsys.readouterr().out.split("agree within the band")[1]
-    assert "part at step 40: loss +4% where ±3% is allowed." in told
+    assert "diverge at step 40: loss +4% where ±3% is allowed." in told
     assert "loss       80 steps     40             +4%         ±3%      41 of 80  +4% at " in told
     assert "1. both agree before step 40" in told
 
@@ -97,7 +97,7 @@ def test_seeds_of_two_sides_make_the_band(tmp_path: Path, capsys: pytest.Capture
     assert "Allowed is what the spread of the 2 and 2 runs makes probable" in capsys.readouterr().out
     wrong = [write(tmp_path, f"wrong{seed}.jsonl", seed=seed / 10, factor=1.5) for seed in (2, 3)]
     assert diff("--side", a, b, "--side", *wrong) == 1
-    assert "side A and side B part at step 1: loss" in capsys.readouterr().out
+    assert "side A and side B diverge at step 1: loss" in capsys.readouterr().out
 
 
 def test_only_the_chosen_metrics_count(tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_a_value_that_is_not_finite_on_one_side_parts_the_runs(
 ) -> None:
     assert diff(write(tmp_path, "a.jsonl"), write(tmp_path, "b.jsonl", s50=math.nan)) == 1
     told = capsys.readouterr().out
-    assert "part at step 50: loss" in told
+    assert "diverge at step 50: loss" in told
     assert "loss of b.jsonl (side B) is not finite at 1 positions, first at 50" in told
 
 
@@ -142,7 +142,7 @@ def test_unknown_columns_are_compared_or_counted(tmp_path: Path, capsys: pytest.
     b = columns(tmp_path, "b.jsonl", mtp_loss=4.00002, **same)
     assert diff(a, b) == 1
     said = capsys.readouterr().out
-    assert "part at step 1: mtp_loss +100% where ±5% is allowed." in said
+    assert "diverge at step 1: mtp_loss +100% where ±5% is allowed." in said
     assert "- mtp_loss: no table knows this name; compared under it" in said
     assert "- not compared: aux/z_norm: not in every log, under names that no table knows" in said
     assert (
@@ -209,7 +209,7 @@ def test_a_learning_rate_is_held_to_its_digits_and_that_is_told(
     other.write_text(Path(log).read_text(encoding="utf-8").replace("0.001", "0.00102"), encoding="utf-8")
     assert diff(log, other) == 1
     told = capsys.readouterr().out
-    assert "part at step 1: lr +2% where ±1.02e-4% is allowed." in told
+    assert "diverge at step 1: lr +2% where ±1.02e-4% is allowed." in told
     assert "±5% at every step; of lr, only digits that are not printed." in told
 
 
@@ -276,9 +276,9 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_markdown_says_what_the_terminal_says(written: Path) -> None:
     text = (written / "diff.md").read_text(encoding="utf-8")
-    assert text.startswith("## 1 of 2 runs part from the first\n")
+    assert text.startswith("## 1 of 2 runs diverge from the first\n")
     assert (
-        "❌ a.jsonl and &lt;img src=x onerror=alert(1)&gt;.jsonl part at step 40: loss +20% where ±5% is allowed."
+        "❌ a.jsonl and &lt;img src=x onerror=alert(1)&gt;.jsonl diverge at step 40: loss +20% where ±5% is allowed."
         in text
     )
     assert "✅ a.jsonl and c.jsonl agree within the band in 3 metrics." in text
@@ -300,5 +300,5 @@ def test_the_page_draws_every_metric_and_its_difference(written: Path, browser: 
     assert browser.run("document.querySelectorAll('#curves-0 path.nan').length") == 2
     assert browser.run("document.querySelectorAll('img').length") == 0
     assert browser.run("document.querySelector('main > p:last-child').textContent").startswith("Next: parity diff ")
-    assert browser.run("document.querySelector('h1').textContent") == "1 of 2 runs part from the first"
+    assert browser.run("document.querySelector('h1').textContent") == "1 of 2 runs diverge from the first"
     assert browser.problems == []

@@ -170,12 +170,12 @@ def test_convert_fused_matrices_interleaves_rows() -> None:
     q, k, v = full[f"{prefix}self_attn.qkv_proj.weight"].split([48, 24, 24])
     gate, up = full[f"{prefix}mlp.gate_up_proj.weight"].chunk(2)
     names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
-    parted = {f"{prefix}{name}.weight": part for name, part in zip(names, (q, k, v, gate, up), strict=True)}
+    divergence = {f"{prefix}{name}.weight": part for name, part in zip(names, (q, k, v, gate, up), strict=True)}
     for name in ("self_attention.linear_qkv.weight", "mlp.linear_fc1.weight"):
         for rank in range(2):
             place = Rank(rank=rank, size=2)
             found = own(f"decoder.layers.1.{name}", fused, place, full)
-            assert torch.equal(found, own(f"decoder.layers.1.{name}", apart, place, parted))
+            assert torch.equal(found, own(f"decoder.layers.1.{name}", apart, place, divergence))
 
 
 def test_gate_and_up_are_cut_before_they_are_put_together() -> None:

@@ -47,7 +47,7 @@ def test_logs_are_compared(tmp_path: Path) -> None:
         log.write_text("".join(json.dumps(line | {"loss": line["loss"] * factor}) + "\n" for line in lines))
     same, other = parity.diff(logs[0], logs[1]), parity.diff(logs[0], str(logs[2]), metrics=["loss"])
     assert (same.differs, same.comparable, other.differs) == (False, True, True)
-    assert "part at step 0" in other.text()
+    assert "diverge at step 0" in other.text()
     assert other.to_json()["differs"]
     with pytest.raises(UsageError, match="the same log is given twice"):
         parity.diff(logs[0], logs[0])

@@ -58,7 +58,7 @@ import reports
 import parity
 for _ in range(2):
     found = parity.diff("a.jsonl", "b.jsonl")
-    assert "part at step 1" in found.text()
+    assert "diverge at step 1" in found.text()
     assert found.to_json()["differs"]
     assert sys.modules["reports"] is reports and reports.mine == 1
     import reports.own

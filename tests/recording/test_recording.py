@@ -92,9 +92,9 @@ def test_ranks_that_train_apart_are_told(pool: Pool, plain: Path, tmp_path: Path
     run_ranks(pool, tmp_path, "unreduced", 2)
     replicas = read_run(tmp_path / "unreduced").steps[0]["replicas"]
     assert set(replicas["gradient"]) == set(replicas["weight"]) == set(read_run(plain).parameters)
-    parted = compare_records([plain, tmp_path / "unreduced"], threshold=None).pairs[0].parted
-    assert parted is not None
-    assert (parted.step, parted.name) == (0, "gradients")
+    divergence = compare_records([plain, tmp_path / "unreduced"], threshold=None).pairs[0].divergence
+    assert divergence is not None
+    assert (divergence.step, divergence.name) == (0, "gradients")
 
 
 def test_what_one_rank_fails_in_all_ranks_raise(pool: Pool, tmp_path: Path) -> None:

@@ -44,10 +44,10 @@ def test_an_update_that_is_not_made_is_told_whatever_the_noise_of_its_gradient(t
     with parity.record(model, optimizer, out=tmp_path / "b") as recorder:
         train(model, optimizer, recorder, autocast=True)
     compared = compare_records([tmp_path / "a", tmp_path / "b"], threshold=None)
-    parted = compared.pairs[0].parted
-    assert parted is not None
-    assert (parted.name, [quantity.what for quantity in parted.different]) == ("update", [NORM])
-    assert parted.different[0].allowed > 0.4  # as Adam makes it of bfloat16's noise
+    divergence = compared.pairs[0].divergence
+    assert divergence is not None
+    assert (divergence.name, [quantity.what for quantity in divergence.different]) == ("update", [NORM])
+    assert divergence.different[0].allowed > 0.4  # as Adam makes it of bfloat16's noise
 
 
 def test_updates_that_rounding_decides_are_told_as_not_compared(tmp_path: Path) -> None:
@@ -101,7 +101,7 @@ def test_only_what_adam_steps_may_move_apart_as_adam_makes_it(tmp_path: Path) ->
         for faulty in (False, True):
             steps_of(tmp_path / f"{name}-{faulty}", made, faulty=faulty)
         compared = compare_records([tmp_path / f"{name}-{faulty}" for faulty in (False, True)], threshold=None)
-        found[name] = compared.pairs[0].parted
+        found[name] = compared.pairs[0].divergence
     assert found["adam"] is None
     assert (found["both"].name, [quantity.what for quantity in found["both"].different]) == ("update", ["0"])
 
@@ -115,10 +115,10 @@ def test_a_threshold_that_is_given_holds_for_updates_of_adam_as_well(tmp_path: P
     )
     assert gradient < update
     compared = compare_records(folders, threshold=math.sqrt(gradient * update))
-    parted = compared.pairs[0].parted
-    assert parted is not None
-    assert parted.name == "update"
-    assert {quantity.allowed for quantity in parted.quantities} == {compared.pairs[0].threshold}
+    divergence = compared.pairs[0].divergence
+    assert divergence is not None
+    assert divergence.name == "update"
+    assert {quantity.allowed for quantity in divergence.quantities} == {compared.pairs[0].threshold}
     assert "because the threshold was given." in compared.text()
 
 
@@ -148,6 +148,6 @@ def test_loaded_weights_may_differ_by_the_rounding_of_their_own_dtype_alone(
     compared = compare_records([tmp_path / "a", tmp_path / "b"], threshold=None)
     assert compared.differs == differs
     if differs:
-        parted = compared.pairs[0].parted
-        assert parted is not None
-        assert (parted.name, [quantity.what for quantity in parted.different]) == ("weights", ["fine"])
+        divergence = compared.pairs[0].divergence
+        assert divergence is not None
+        assert (divergence.name, [quantity.what for quantity in divergence.different]) == ("weights", ["fine"])

@@ -77,10 +77,10 @@ def accelerate_run(
     return out
 
 
-def parted(*folders: Path) -> tuple[Stage, str]:
+def divergence(*folders: Path) -> tuple[Stage, str]:
     compared = compare_records(folders, threshold=None)
     assert compared.differs
-    stage = compared.pairs[0].parted
+    stage = compared.pairs[0].divergence
     assert stage is not None
     json.dumps(compared.to_json(), allow_nan=False)
     return stage, compared.text()
@@ -140,7 +140,7 @@ def test_rounding_is_no_difference_also_where_adam_turns_it_into_whole_steps(fam
 def test_a_scaled_gradient_is_located_in_the_trainer(trainer_run: TrainerRun) -> None:
     model = tiny()
     model.get_parameter(f"{O_PROJ}.weight").register_hook(lambda gradient: 0.5 * gradient)
-    stage, text = parted(trainer_run(max_grad_norm=0.0), trainer_run(max_grad_norm=0.0, model=model))
+    stage, text = divergence(trainer_run(max_grad_norm=0.0), trainer_run(max_grad_norm=0.0, model=model))
     assert (stage.step, stage.name) == (0, "gradients")
     (only,) = stage.different
     assert only.what == f"{O_PROJ}.weight"
@@ -154,7 +154,7 @@ def test_a_scaled_gradient_is_located_in_the_trainer(trainer_run: TrainerRun) ->
 def test_where_gradients_are_clipped_the_scaled_one_still_comes_first(honest: Path, trainer_run: TrainerRun) -> None:
     model = tiny()
     model.get_parameter(f"{O_PROJ}.weight").register_hook(lambda gradient: 0.5 * gradient)
-    stage, text = parted(honest, trainer_run(model=model))
+    stage, text = divergence(honest, trainer_run(model=model))
     assert (stage.step, stage.name) == (0, "gradients")
     assert len(stage.different) == 21
     assert stage.different[0].what == f"{O_PROJ}.weight"
@@ -166,7 +166,7 @@ def test_where_gradients_are_clipped_the_scaled_one_still_comes_first(honest: Pa
 def test_a_loss_that_is_a_mean_per_micro_batch_is_told_at_the_loss(honest: Path, trainer_run: TrainerRun) -> None:
     model = tiny()
     model.accepts_loss_kwargs = False  # the Trainer then takes a mean of each micro-batch, and the mean of these
-    stage, _ = parted(honest, trainer_run(model=model))
+    stage, _ = divergence(honest, trainer_run(model=model))
     assert (stage.step, stage.name) == (0, "loss")
 
 
@@ -199,7 +199,7 @@ def test_a_loss_that_is_not_seen_is_warned_of_while_the_trainer_may_replace_it(t
 
 @pytest.mark.exhaustive
 def test_another_schedule_is_told_with_the_first_rate_that_differs(honest: Path, trainer_run: TrainerRun) -> None:
-    stage, text = parted(honest, trainer_run(lr_scheduler_type="linear"))
+    stage, text = divergence(honest, trainer_run(lr_scheduler_type="linear"))
     assert (stage.step, stage.name) == (1, "optimizer")
     assert [quantity.what for quantity in stage.different] == ["lr of model.embed_tokens.weight"]
     assert "A 0.001, B 0.00075" in text
@@ -207,7 +207,7 @@ def test_another_schedule_is_told_with_the_first_rate_that_differs(honest: Path,
 
 @pytest.mark.exhaustive
 def test_other_rows_are_told_before_what_follows_from_them(honest: Path, trainer_run: TrainerRun) -> None:
-    stage, text = parted(honest, trainer_run(train_sampling_strategy="random"))
+    stage, text = divergence(honest, trainer_run(train_sampling_strategy="random"))
     assert (stage.step, stage.name) == (0, "batch")
     assert "not the same rows of tokens (4 and 4 rows)" in text
 
@@ -216,7 +216,7 @@ def test_other_rows_are_told_before_what_follows_from_them(honest: Path, trainer
 def test_a_bias_that_the_optimizer_was_not_given_is_located(tmp_path: Path, rows: list[list[int]]) -> None:
     a = accelerate_run(tmp_path / "a", rows, model=tiny("pangu"))
     b = accelerate_run(tmp_path / "b", rows, model=tiny("pangu"), without=[f"{O_PROJ}.bias"])
-    stage, text = parted(a, b)
+    stage, text = divergence(a, b)
     assert (stage.step, stage.name) == (None, "parameters")
     assert f"{O_PROJ}.bias: is in no optimizer of {b}" in text
 
@@ -237,7 +237,7 @@ def test_a_wrong_backward_pass_is_followed_back_to_the_module_that_has_it(
     model = tiny()
     model.get_submodule("model.layers.0.mlp.down_proj").register_forward_hook(lambda *call: halved(call[2]))
     a, b = accelerate_run(tmp_path / "a", rows), accelerate_run(tmp_path / "b", rows, model=model)
-    stage, text = parted(a, b)
+    stage, text = divergence(a, b)
     assert (stage.step, stage.name) == (0, "gradients")
     assert "11 gradients of B are" in text  # the last layer's, the norm's and the head's
     assert "Nearest to the loss of these is model.layers.0 (" in text
@@ -250,7 +250,7 @@ def test_an_update_that_is_undone_is_told_at_the_update(plain: Path, tmp_path: P
     optimizer.register_step_post_hook(lambda *_: norm.data.copy_(before))
     with parity.record(model, optimizer, out=tmp_path / "b") as recorder:
         train(model, optimizer, recorder)
-    stage, text = parted(plain, tmp_path / "b")
+    stage, text = divergence(plain, tmp_path / "b")
     assert (stage.step, stage.name) == (0, "update")
     assert [quantity.what for quantity in stage.different] == ["model.norm.weight"]
     assert f"model.norm.weight does not move in {tmp_path / 'b'}." in text
@@ -259,7 +259,7 @@ def test_an_update_that_is_undone_is_told_at_the_update(plain: Path, tmp_path: P
 def test_weights_that_were_loaded_otherwise_are_told_first(plain: Path, tmp_path: Path) -> None:
     model = tiny()
     model.get_parameter(f"{O_PROJ}.weight").data[5, 7] += 1e-4
-    stage, _ = parted(plain, recorded(tmp_path / "b", model=model))
+    stage, _ = divergence(plain, recorded(tmp_path / "b", model=model))
     assert (stage.step, stage.name) == (None, "weights")
     assert [quantity.what for quantity in stage.different] == [f"{O_PROJ}.weight"]
 
@@ -279,7 +279,7 @@ def test_a_gradient_that_one_side_lacks_is_a_difference_and_one_of_zeros_is_none
             recorder.step()
         folders.append(tmp_path / out)
     agree(compare_records(folders[1:], threshold=None))
-    stage, text = parted(folders[0], folders[2])
+    stage, text = divergence(folders[0], folders[2])
     assert (stage.name, [quantity.what for quantity in stage.different]) == ("gradients", ["1.weight"])
     assert f"1.weight: no gradient in {folders[2]}" in text
 
@@ -289,7 +289,7 @@ def test_parameters_of_one_side_are_told_with_the_nearest_name(tmp_path: Path) -
         model = nn.ModuleDict({"layer": nn.Linear(2, 2), name: nn.Linear(2, 2)})
         with parity.record(model, torch.optim.SGD(model.parameters(), lr=0.1), out=tmp_path / name):
             pass
-    stage, text = parted(tmp_path / "norm", tmp_path / "norms")
+    stage, text = divergence(tmp_path / "norm", tmp_path / "norms")
     assert stage.name == "parameters"
     assert f"- norm.weight: not in {tmp_path / 'norms'}; the nearest name there is norms.weight" in text
 
@@ -297,7 +297,7 @@ def test_parameters_of_one_side_are_told_with_the_nearest_name(tmp_path: Path) -
 def test_numbers_that_are_not_finite_are_a_difference(plain: Path, tmp_path: Path) -> None:
     model = tiny()
     model.get_parameter(f"{O_PROJ}.weight").register_hook(lambda gradient: gradient / 0)
-    stage, text = parted(plain, recorded(tmp_path / "b", model=model))
+    stage, text = divergence(plain, recorded(tmp_path / "b", model=model))
     assert (stage.step, stage.name) == (0, "gradients")
     assert f"- {O_PROJ}.weight: numbers that are not finite: 0 in {plain} and 4096 in {tmp_path / 'b'}" in text
 
@@ -338,7 +338,7 @@ def test_whole_tensors_say_where_and_how_far_exactly(tmp_path: Path) -> None:
     model = tiny()
     model.get_parameter(f"{O_PROJ}.weight").register_hook(planted)
     folders = [recorded(tmp_path / "a", full=True), recorded(tmp_path / "b", full=True, model=model)]
-    stage, text = parted(*folders)
+    stage, text = divergence(*folders)
     assert [quantity.what for quantity in stage.different] == [f"{O_PROJ}.weight"]
     assert "row groups 5 of 64" in text
     found = re.search(rf"{O_PROJ}.weight: exactly ([0-9.]+) apart, in 1 of 4096 elements, most at \[5, 7\]", text)
@@ -354,7 +354,7 @@ def test_what_is_not_finite_in_both_is_no_agreement(tmp_path: Path) -> None:
         model = tiny()
         model.get_parameter(f"{O_PROJ}.weight").register_hook(lambda gradient: gradient / 0)
         recorded(tmp_path / name, model=model)
-    stage, _ = parted(tmp_path / "a", tmp_path / "b")
+    stage, _ = divergence(tmp_path / "a", tmp_path / "b")
     assert (stage.step, stage.name) == (0, "gradients")
 
 

@@ -76,9 +76,9 @@ def test_deepspeed_in_bf16_agrees_to_its_rounding(stage: int, plain: Path, run_r
 def test_deepspeed_fault_is_named_by_parameter(stage: int, plain: Path, run_ranks: Any) -> None:
     pytest.importorskip("deepspeed")
     pair = compare_records([plain, run_ranks("deepspeed", 2, stage=stage, fault=UP)], threshold=None).pairs[0]
-    assert pair.parted is not None
-    assert (pair.parted.step, pair.parted.name) == (0, "gradients")
-    different = {quantity.what: quantity.scale for quantity in pair.parted.different}
+    assert pair.divergence is not None
+    assert (pair.divergence.step, pair.divergence.name) == (0, "gradients")
+    different = {quantity.what: quantity.scale for quantity in pair.divergence.different}
     assert different == {f"model.{UP}": pytest.approx(3, rel=1e-3)}
 
 
@@ -99,10 +99,10 @@ def test_megatron_fault_is_named_by_parameter(run_ranks: Any) -> None:
     folder, fault = str(FIXTURES / "models" / "llama"), "decoder.layers.0.mlp.linear_fc2.weight"
     runs = [run_ranks("megatron", 2, f"run{bad}", layout="tp2", folder=folder, fault=bad) for bad in ("", fault)]
     pair = compare_records(runs, threshold=None).pairs[0]
-    assert pair.parted is not None
-    assert (pair.parted.step, pair.parted.name) == (0, "gradients")
-    assert any(cause.startswith("What is wrong by itself is 3 times") for cause in likely_causes(pair, pair.parted))
-    assert f"The others: {fault}." in next(likely_causes(pair, pair.parted))
+    assert pair.divergence is not None
+    assert (pair.divergence.step, pair.divergence.name) == (0, "gradients")
+    assert any(cause.startswith("What is wrong by itself is 3 times") for cause in likely_causes(pair, pair.divergence))
+    assert f"The others: {fault}." in next(likely_causes(pair, pair.divergence))
 
 
 @pytest.mark.parametrize("zero", [None, exhaustive(2)])
@@ -112,9 +112,9 @@ def test_trl_fault_is_named_by_parameter(zero: int | None, run_ranks: Any) -> No
     again = run_ranks("trl", 2, "again", **options)
     assert not compare_records([runs[0], again], threshold=None).differs
     pair = compare_records(runs, threshold=None).pairs[0]
-    assert pair.parted is not None
-    assert (pair.parted.step, pair.parted.name) == (0, "gradients")
-    causes = list(likely_causes(pair, pair.parted))
+    assert pair.divergence is not None
+    assert (pair.divergence.step, pair.divergence.name) == (0, "gradients")
+    causes = list(likely_causes(pair, pair.divergence))
     assert f"The others: model.{UP}." in causes[0]
     assert causes[1].startswith("What is wrong by itself is 3 times")
 
@@ -123,9 +123,9 @@ def test_trl_fault_is_named_by_parameter(zero: int | None, run_ranks: Any) -> No
 def test_fault_in_a_framework_is_named(library: str, run_ranks: Any) -> None:
     pytest.importorskip(library)
     pair = compare_records([run_ranks(library, 2, f"run{bad}", fault=bad) for bad in ("", UP)], threshold=None).pairs[0]
-    assert pair.parted is not None
-    assert (pair.parted.step, pair.parted.name) == (0, "gradients")
-    assert {quantity.what for quantity in pair.parted.different} == {f"model.{UP}"}
+    assert pair.divergence is not None
+    assert (pair.divergence.step, pair.divergence.name) == (0, "gradients")
+    assert {quantity.what for quantity in pair.divergence.different} == {f"model.{UP}"}
 
 
 def test_openrlhf_record_comes_to_its_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -168,8 +168,8 @@ def test_records_diff_writes_html(plain: Path, tmp_path: Path, capsys: pytest.Ca
     assert main(["diff", str(plain), str(plain.parent / "run"), "--out", str(tmp_path / "same")]) == 2
     assert main(["diff", str(plain), str(other), "--out", str(tmp_path / "html")]) == 1
     html = (tmp_path / "html" / "diff.html").read_text(encoding="utf-8")
-    assert "<h1>The records part</h1>" in html
-    assert f"{plain} and {other} part at step 0, batch" in html
+    assert "<h1>The records diverge</h1>" in html
+    assert f"{plain} and {other} diverge at step 0, batch" in html
     markdown = (tmp_path / "html" / "diff.md").read_text(encoding="utf-8")
     assert markdown.startswith(f"{plain}: 3 steps")
     command = f"Next: parity diff {plain} {other} --out diff"

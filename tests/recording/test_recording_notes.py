@@ -69,9 +69,9 @@ def test_no_tokens_are_another_thing_than_none_counted(tmp_path: Path) -> None:
     run = read_run(two_steps(tmp_path / "a", handed=[{"tokens": 0}, {}]))
     assert [line["tokens"] for line in run.steps] == [0, None]
     other = two_steps(tmp_path / "b", handed=[{"tokens": 4}, {}])
-    parted = compare_records([tmp_path / "a", other], threshold=None).pairs[0].parted
-    assert parted is not None
-    assert (parted.name, parted.different[0].what) == ("batch", "tokens")
+    divergence = compare_records([tmp_path / "a", other], threshold=None).pairs[0].divergence
+    assert divergence is not None
+    assert (divergence.name, divergence.different[0].what) == ("batch", "tokens")
 
 
 def test_rows_that_names_leave_out_are_told(tmp_path: Path) -> None:
@@ -89,9 +89,9 @@ def test_twice_the_rate_is_no_mean_over_micro_batches(tmp_path: Path) -> None:
     twice = AdamW([nn.Parameter(torch.zeros(1))], lr=0.2)
     a, b = two_steps(tmp_path / "a"), two_steps(tmp_path / "b", optimizer=twice)
     found = compare_records([a, b], threshold=None)
-    parted = found.pairs[0].parted
-    assert parted is not None
-    assert parted.name == "optimizer"
+    divergence = found.pairs[0].divergence
+    assert divergence is not None
+    assert divergence.name == "optimizer"
     assert "A 0.1, B 0.2; times 2" in found.text()
     assert "micro-batches" not in found.text()
 
@@ -119,9 +119,9 @@ def test_a_parameter_that_one_side_alone_steps_is_a_difference(tmp_path: Path) -
             for optimizer in optimizers if name == "a" else optimizers[:1]:
                 optimizer.step()
             recorder.step()
-    parted = compare_records([tmp_path / "a", tmp_path / "b"], threshold=None).pairs[0].parted
-    assert parted is not None
-    assert (parted.name, [quantity.what for quantity in parted.different]) == ("optimizer", ["1"])
+    divergence = compare_records([tmp_path / "a", tmp_path / "b"], threshold=None).pairs[0].divergence
+    assert divergence is not None
+    assert (divergence.name, [quantity.what for quantity in divergence.different]) == ("optimizer", ["1"])
 
 
 class Heads(nn.Module):
@@ -138,10 +138,10 @@ class Heads(nn.Module):
 
 
 def parameters_of(folders: Sequence[Path]) -> dict[str, str]:
-    parted = compare_records(folders, threshold=None).pairs[0].parted
-    assert parted is not None
-    assert parted.name == "parameters"
-    return {quantity.what: quantity.description for quantity in parted.different}
+    divergence = compare_records(folders, threshold=None).pairs[0].divergence
+    assert divergence is not None
+    assert divergence.name == "parameters"
+    return {quantity.what: quantity.description for quantity in divergence.different}
 
 
 def test_a_head_of_its_own_beside_one_that_is_tied_is_told_from_either_side(tmp_path: Path) -> None:

@@ -27,10 +27,12 @@ def test_lanes_run_cells_at_once_as_memory_allows(
     fitting: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cells = [make_cell("sft-sgd", "llama", "dp2", "exact", backend=PLAIN, seed=seed, rows=12) for seed in range(3)]
-    needs = needs_of(cells, room := host_resources_of(tmp_path))
+    needs = needs_of(cells, resources := host_resources_of(tmp_path))
     memory = total(needs.cells, workers=fitting).host
     monkeypatch.setattr(
-        sessions, "host_resources_of", lambda out: HostResources(memory=memory, disk=room.disk, cache=room.cache)
+        sessions,
+        "host_resources_of",
+        lambda out: HostResources(memory=memory, disk=resources.disk, cache=resources.cache),
     )
     done: list[JudgedCell] = []
     running, at_once, judged_alone = set[Cell](), set[int](), Session.judged

@@ -116,9 +116,9 @@ def test_hosts_report_their_memory_and_disk(two: Two) -> None:
     here = {joined.host: joined for joined in two.fleet.joined}
     far, near = here.pop("far"), here.pop(socket.gethostname())
     assert not here
-    assert (far.slots, far.room.memory) == (2, 10**15)
-    assert 0 < near.room.memory < 10**15
-    assert near.room.disk > 0
+    assert (far.slots, far.resources.memory) == (2, 10**15)
+    assert 0 < near.resources.memory < 10**15
+    assert near.resources.disk > 0
 
 
 def test_more_ranks_than_the_hosts_offer_are_refused(run: Runner) -> None:

@@ -55,13 +55,13 @@ def test_a_task_has_as_many_gpus_as_have_room_for_it(
         found = [
             pool.run(
                 key="oracle",
-                config=WorkerGroupConfig(size=1, device="cpu", preload=("worker_group_tasks",), room=room),
+                config=WorkerGroupConfig(size=1, device="cpu", preload=("worker_group_tasks",), gpu_memory=gpu_memory),
                 task="worker_group_tasks:visible",
                 kwargs={},
-                log_dir=tmp_path / "logs" / str(room),
+                log_dir=tmp_path / "logs" / str(gpu_memory),
                 budget_s=60,
             )
-            for room in (gibibytes * 2**30, gibibytes * 2**30 - 1)
+            for gpu_memory in (gibibytes * 2**30, gibibytes * 2**30 - 1)
         ]
     assert [results(one) for one in found] == [[gpus], [gpus]]
     assert [one.used for one in found] == [False, True]  # the worker group stays, for tasks of other sizes, too
@@ -72,7 +72,7 @@ def test_ranks_have_a_gpu_each_however_little_room_they_need(tmp_path: Path, mon
     gpus = Gpus(GPUS, work_dir=tmp_path)
 
     def lease(ranks: int) -> Lease:
-        config = WorkerGroupConfig(size=ranks, device="cuda", preload=(), room=1)
+        config = WorkerGroupConfig(size=ranks, device="cuda", preload=(), gpu_memory=1)
         return gpus.lease("ranks", config, prefer=(), limit_s=0.1, is_over=lambda: False)
 
     gpus.give_back(two := lease(2))
@@ -87,7 +87,7 @@ def test_task_sized_by_memory_gets_every_share_of_host(
 ) -> None:
     """Also where nothing is known of the memory of GPUs."""
     monkeypatch.setattr("conformance.runtime.leased_slots.memory_of_gpus", lambda: told)
-    everything = WorkerGroupConfig(size=1, device="cpu", preload=("worker_group_tasks",), room=1)
+    everything = WorkerGroupConfig(size=1, device="cpu", preload=("worker_group_tasks",), gpu_memory=1)
     folder = tmp_path / "met"
     with on_shares(shares_of(GPUS, 2), tmp_path) as pool, ThreadPoolExecutor(1) as threads:
         oracle = threads.submit(
@@ -141,7 +141,7 @@ def test_large_oracle_retries_with_all_gpus(tmp_path: Path, monkeypatch: pytest.
     lease = gpus.lease
 
     def noted(who: str, config: WorkerGroupConfig, **rest: Any) -> Lease:
-        asked.append(config.room)
+        asked.append(config.gpu_memory)
         return lease(who, config, **rest)
 
     monkeypatch.setattr(gpus, "lease", noted)

@@ -43,12 +43,12 @@ def test_training_stopped_by_signal_resumes_bitwise(
     config = training(tmp_path, kind, backend=backend, steps=6, data=of_kind)
     config = replace(config, eval_dataset=held_out(tmp_path), eval_steps=3)
     whole = trainings(config)
-    where = {"log": tmp_path / "parted.jsonl", "ckpt_path": tmp_path / "checkpoints"}
-    parted = writing_to(config, **where, save_steps=1, async_save=kind == "sft")
-    stopped = trainings(parted, stop=[1, 2, "SIGTERM"])
+    where = {"log": tmp_path / "divergence.jsonl", "ckpt_path": tmp_path / "checkpoints"}
+    divergence = writing_to(config, **where, save_steps=1, async_save=kind == "sft")
+    stopped = trainings(divergence, stop=[1, 2, "SIGTERM"])
     assert 2 <= stopped[-1]["step"] < 6
     assert (tmp_path / "checkpoints" / "latest").read_text() == f"step-{stopped[-1]['step']:06d}"
-    assert trainings(writing_to(parted, load_checkpoint=True), fresh=True) == whole
+    assert trainings(writing_to(divergence, load_checkpoint=True), fresh=True) == whole
 
 
 @pytest.mark.exhaustive
@@ -57,9 +57,9 @@ def test_a_training_goes_on_with_another_number_of_ranks(trainings: Trainings, t
     config = training(tmp_path, kind, steps=4, data={"packed": kind == "sft", "max_len": 160})
     config = replace(config, eval_dataset=held_out(tmp_path), eval_steps=2)
     whole = trainings(config)
-    parted = writing_to(config, log=tmp_path / "parted.jsonl", ckpt_path=tmp_path / "checkpoints")
-    trainings(replace(parted, scenario=replace(parted.scenario, steps=2)))
-    alone = replace(parted, layout=Layout.parse("dp1"))
+    divergence = writing_to(config, log=tmp_path / "divergence.jsonl", ckpt_path=tmp_path / "checkpoints")
+    trainings(replace(divergence, scenario=replace(divergence.scenario, steps=2)))
+    alone = replace(divergence, layout=Layout.parse("dp1"))
     assert_same(whole, trainings(writing_to(alone, load_checkpoint=True), fresh=True), 1e-9)
 
 

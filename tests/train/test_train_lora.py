@@ -133,9 +133,9 @@ def test_a_training_of_adapters_goes_on_as_if_it_never_had_stopped(
 ) -> None:
     config = adapted(tmp_path, kind, backend=backend, layout=layout, steps=4)
     whole = trainings(config)
-    parted = writing_to(config, log=tmp_path / "parted.jsonl", ckpt_path=tmp_path / "checkpoints")
-    trainings(replace(parted, scenario=replace(parted.scenario, steps=2)))
-    again = writing_to(parted, load_checkpoint=True)
+    divergence = writing_to(config, log=tmp_path / "divergence.jsonl", ckpt_path=tmp_path / "checkpoints")
+    trainings(replace(divergence, scenario=replace(divergence.scenario, steps=2)))
+    again = writing_to(divergence, load_checkpoint=True)
     scaled = replace(again, scenario=replace(again.scenario, lora=replace(LORA, lora_alpha=12)))
     refused = trainings.outcome(scaled, fresh=True)
     assert "began with lora_alpha=6" in refused.reason

@@ -277,7 +277,7 @@ class Host:
             if message is None or message.get("type") in ("garbage", "clean"):
                 local_group.at_work.discard(rank)
             self._pulse(local_group)  # or a failure would be reported with an old phase
-            self._send({"type": "said", "worker_group": local_group.number, "rank": rank, "message": message})
+            self._send({"type": "reply", "worker_group": local_group.number, "rank": rank, "message": message})
 
     def _report_ends(self) -> None:
         for local_group in self._local_groups.values():
@@ -325,8 +325,8 @@ def join(wire: Wire, *, slots: Callable[[Wanted], int]) -> Wanted:
         raise Refused(why) from None
     sign = Path(welcome["sign"])
     content = sign.read_text(encoding="utf-8") if sign.is_file() else ""
-    room = vars(host_resources_of(sign.parent))
-    wire.send({"type": "offer", "sign": content, "slots": count, "host": socket.gethostname(), "room": room})
+    resources = vars(host_resources_of(sign.parent))
+    wire.send({"type": "offer", "sign": content, "slots": count, "host": socket.gethostname(), "resources": resources})
     _answer(wire)
     return wanted
 

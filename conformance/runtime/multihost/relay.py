@@ -30,14 +30,14 @@ logger = logging.getLogger(__name__)
 class JoinedHost:
     """A host that has joined the run.
 
-    name: of its process. host: of the machine. slots: how many ranks it starts. room: the free memory and disk when it
-    joined.
+    name: of its process. host: of the machine. slots: how many ranks it starts. resources: the free memory and disk
+    when it joined.
     """
 
     name: str
     host: str
     slots: int
-    room: HostResources
+    resources: HostResources
 
 
 @dataclass(kw_only=True, eq=False)
@@ -161,8 +161,8 @@ class Relay(threading.Thread):
             if host.sign is None or message["sign"] != host.sign.name:
                 missing = f"it does not see {self._folder.resolve()}"
                 return self._refuse(host, f"{missing}; --out has to be in a folder that all hosts share")
-            slots, room = max(1, int(message["slots"])), HostResources(**message["room"])
-            host.joined = JoinedHost(name=host.name, host=str(message["host"]), slots=slots, room=room)
+            slots, resources = max(1, int(message["slots"])), HostResources(**message["resources"])
+            host.joined = JoinedHost(name=host.name, host=str(message["host"]), slots=slots, resources=resources)
             self._tell(host, {"do": "accepted"})
             host.sign.unlink()
             self._publish()
@@ -334,8 +334,8 @@ class Relay(threading.Thread):
             states = {str(first + local): state for local, state in enumerate(message["states"])}
             pulse = {"host": host.name, "states": states, "seconds": message["seconds"]}
             worker_group.control.send({"type": "pulse", "worker_group": worker_group.number, **pulse})
-        elif kind == "said":
-            self._said(worker_group, first + message["rank"], message["message"])
+        elif kind == "reply":
+            self._reply(worker_group, first + message["rank"], message["message"])
         elif kind == "started":
             self._has_started(worker_group, part, message)
         elif kind == "exited":
@@ -346,7 +346,7 @@ class Relay(threading.Thread):
             why = f"host {host.name}: {message['why']}"
             worker_group.control.send({"type": "lost", "worker_group": worker_group.number, "why": why})
 
-    def _said(self, worker_group: _WorkerGroup, rank: int, message: Message | None) -> None:
+    def _reply(self, worker_group: _WorkerGroup, rank: int, message: Message | None) -> None:
         if message is None:
             with contextlib.suppress(OSError):
                 socket.socket(fileno=os.dup(worker_group.wires[rank].fileno())).shutdown(socket.SHUT_WR)

@@ -109,18 +109,18 @@ def test_workers_run_their_largest_cells_at_once_and_share_disk() -> None:
 
 def test_as_many_workers_are_advised_as_fit() -> None:
     cells = [cell(seed=seed) for seed in range(4)]
-    room = replace(PLENTY, memory=needs_of(cells, PLENTY, workers=2).total.host * 1.01)
-    needs = needs_of(cells, room, workers=4)
-    assert advice(needs, room) == "2 of the 4 workers would fit: -n 2"
+    resources = replace(PLENTY, memory=needs_of(cells, PLENTY, workers=2).total.host * 1.01)
+    needs = needs_of(cells, resources, workers=4)
+    assert advice(needs, resources) == "2 of the 4 workers would fit: -n 2"
     assert "4 cells at once, the largest sft-packed/llama/fsdp2/dp2/exact" in needs.impossible[0]
-    assert "3 cells at once" in needs_of(cells, room, workers=3).doubtful[0]
-    assert not needs_of(cells, room, workers=2).doubtful
+    assert "3 cells at once" in needs_of(cells, resources, workers=3).doubtful[0]
+    assert not needs_of(cells, resources, workers=2).doubtful
     alone = replace(PLENTY, memory=needs_of(cells, PLENTY).total.host / 1.4)  # would not be refused, but does not fit
     assert "would fit" not in advice(needs_of(cells, alone, workers=2), alone)
 
 
-def joined(host: str, slots: int, room: HostResources = PLENTY) -> JoinedHost:
-    return JoinedHost(name=f"{host} (process 1)", host=host, slots=slots, room=room)
+def joined(host: str, slots: int, resources: HostResources = PLENTY) -> JoinedHost:
+    return JoinedHost(name=f"{host} (process 1)", host=host, slots=slots, resources=resources)
 
 
 def test_each_host_has_the_ranks_of_its_slots_and_one_the_oracle_and_the_judge() -> None:
@@ -157,9 +157,9 @@ def test_a_host_without_room_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert one.startswith("host a: the ranks of its 4 slots")
     (one,) = said([joined("a", 4)], replace(PLENTY, memory=of_cell.controller / 2))
     assert one.startswith(f"host here, the controller's: the oracle and judge of {cells[0]} need")
-    room = replace(PLENTY, memory=1.1 * max(of_cell.controller, 2 * of_cell.rank) / DOUBT)
-    assert not said([joined("b", 2, room)], room)
-    (one,) = said([joined("here", 2, room)], room)
+    resources = replace(PLENTY, memory=1.1 * max(of_cell.controller, 2 * of_cell.rank) / DOUBT)
+    assert not said([joined("b", 2, resources)], resources)
+    (one,) = said([joined("here", 2, resources)], resources)
     assert one.startswith(
         f"host here: the ranks of its 2 slots, the largest of {cells[0]}, and the oracle and judge of"
     )
@@ -186,8 +186,8 @@ def test_the_advice_names_a_cell_that_would_fit() -> None:
     cells = [cell(), cell(layout="dp8.tp2")]
     small, large = (one.host for _, one in needs_of(cells, PLENTY).cells)
     assert small < large
-    room = replace(PLENTY, memory=small * 1.01)
-    assert advice(needs_of(cells, room), room) == f"1 of 2 cells would fit, such as --cells {cells[0]}"
+    resources = replace(PLENTY, memory=small * 1.01)
+    assert advice(needs_of(cells, resources), resources) == f"1 of 2 cells would fit, such as --cells {cells[0]}"
     waiting = replace(PLENTY, memory=large * 1.01)  # not enough where the ranks of one wait while the other runs
     assert advice(needs_of(cells, waiting), waiting) == f"each cell would fit alone, such as --cells {cells[0]}"
 
