@@ -2,10 +2,13 @@
 
 ``board.json`` holds the squares by framework, version and row; ``board.schema.json`` is its JSON schema. A later board
 is made ``--against`` it: its columns stay, so versions add up to a history, and ``changes.md`` lists what changed.
+``reports`` holds the reports of the runs, which the squares link to.
 """
 
 import argparse
 import re
+import shlex
+import shutil
 import xml.etree.ElementTree as ET
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -23,7 +26,7 @@ from conformance.results.run_results import SUMMARY
 from conformance.results.trust import CheckedCell, read_cells
 from conformance.results.verdict import State as CellState
 from reports.ci_formats import COLOURS, badge_json, badge_svg
-from reports.html import TEMPLATES, environment
+from reports.html import TEMPLATES, anchor, environment
 from reports.wording import plural
 
 State = Literal["differs", "gap", "partly_observed", "convention", "pass", "unsupported"]  # the most important first
@@ -46,18 +49,23 @@ _OF_CELL: dict[CellState, State] = {
 }
 FAMILIES = ("sft", "grpo", "ppo")
 NOT_RUN = "not run"  # the device of a column without a run
+OF_SCRIPT = ("--profile", "--backend", "--python", "--out")  # options that scripts/framework gives itself
 Text = Annotated[str, Field(max_length=20_000)]
 Name = Annotated[str, Field(pattern=r"^[\w.+-]+$", max_length=100)]
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Square:
-    """Holds one cell of a framework. cause: the reason of the verdict. reproduce: the command that runs it again."""
+    """Holds one cell of a framework. cause: the reason of the verdict. reproduce: the command that runs it again.
+
+    report: the address of the cell in the report of its run, from the folder of the site.
+    """
 
     state: State
     cause: Text
     reproduce: Text
     conventions: tuple[Text, ...] = ()
+    report: Annotated[str, Field(pattern=r"^(reports/[\w.+-]+\.html#[\w./-]+)?$", max_length=500)] = ""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -78,11 +86,6 @@ class Column:
     def name(self) -> str:
         return f"{self.framework} {self.version}" + " on GPUs" * (self.device == "cuda")
 
-    @property
-    def counts(self) -> dict[State, int]:
-        found = Counter(square.state for square in self.squares.values())
-        return {state: found[state] for state in STATES if found[state]}
-
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Board:
@@ -95,6 +98,17 @@ class Board:
     def rows(self) -> list[str]:
         """Returns all rows: SFT, GRPO and PPO, in each family the plain scenario first."""
         return sorted({row for column in self.columns for row in column.squares}, key=_place)
+
+    def square(self, column: Column, row: str) -> Square:
+        """Returns the square of a row, which is a gap if the column has none."""
+        scenario, model, rest = row.split("/", maxsplit=2)
+        device = " --device cuda" * (column.device == "cuda")
+        again = f"scripts/framework {column.framework} {column.version}{device} --cells '{scenario}/{model}/*/{rest}'"
+        return column.squares.get(row) or Square(state="gap", cause="not run", reproduce=again)
+
+    def counts(self, column: Column) -> dict[State, int]:
+        found = Counter(self.square(column, row).state for row in self.rows)
+        return {state: found[state] for state in STATES if found[state]}
 
     def before(self, column: Column) -> list[Column]:
         """Returns the earlier versions of its framework, the newest first; of two devices, those on the same."""
@@ -130,8 +144,11 @@ class Publish:
 
     def run(self, options: argparse.Namespace) -> int:
         earlier = read_board(options.against) if options.against else Board(columns=())
-        columns = [column for out in options.outs for column in columns_of(out)]
+        found = {out: columns_of(out) for out in options.outs}
+        columns = [column for one in found.values() for column in one]
         board = joined(earlier, columns)
+        for out, one in found.items():
+            copy_report(out, one, options.to)
         changed = write_site(board, earlier, options.to)
         print(f"{options.to / 'index.html'}: {plural(len(board.columns), 'column')}, {plural(len(board.rows), 'row')}")
         if options.against:
@@ -163,12 +180,13 @@ def columns_of(out: Path) -> list[Column]:
         if named and installed and installed != version:
             raise UsageError(f"{out}: its cells ran {name} {installed}; rename the folder to {name}-{installed}")
         given = version if named else installed or found.get("backend-parity", "0")
-        again = f"scripts/framework {name} {given} --cells '{cell.entry.cell}'" if named else cell.entry.reproduce
+        again = cell.entry.reproduce
         square = Square(
             state="convention" if verdict.conventions and verdict.state == "conforms" else _OF_CELL[verdict.state],
             cause=verdict.reason,
-            reproduce=again,
+            reproduce=_by_script(f"{name} {given}", again) if named else again,
             conventions=verdict.conventions,
+            report=f"{_report_of(out, run.started)}#{anchor(cell.entry.cell)}",
         )
         made = Column(
             framework=name,
@@ -180,6 +198,28 @@ def columns_of(out: Path) -> list[Column]:
         )
         columns[name] = united(columns[name], made) if name in columns else made
     return list(columns.values())
+
+
+def _by_script(framework: str, command: str) -> str:
+    """Returns the command of scripts/framework for a command of parity run."""
+    words = shlex.split(command)[2:]
+    own = {i + k for i, word in enumerate(words) if word in OF_SCRIPT for k in (0, 1)}
+    return f"scripts/framework {framework} {shlex.join(word for i, word in enumerate(words) if i not in own)}"
+
+
+def _report_of(out: Path, started: str) -> str:
+    """Returns where the site has the report of a run."""
+    name = f"{out.resolve().name}-{started[:19]}"
+    return f"reports/{re.sub('[^A-Za-z0-9_.+-]', '-', name)}.html"
+
+
+def copy_report(out: Path, columns: Sequence[Column], to: Path) -> None:
+    """Copies the report of a run to where its squares say that it is."""
+    if (report := out / "report.html").is_file():
+        for address in {s.report.partition("#")[0] for column in columns for s in column.squares.values()}:
+            copy = to / address
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(report, copy)
 
 
 def _row(cell: CheckedCell) -> str:
@@ -247,12 +287,13 @@ def write_site(board: Board, earlier: Board, to: Path) -> int:
             board=board,
             states=STATES,
             newest=newest(board),
+            has_report=lambda square: square.report and (to / square.report.partition("#")[0]).is_file(),
             style=(TEMPLATES / "style.css").read_text(encoding="utf-8"),
         )
     )
     write_file(to / "index.html", page)
     for column in newest(board):
-        _write_badge(column, to / "badges" / column.framework)
+        _write_badge(column, board.counts(column), to / "badges" / column.framework)
     lines = changes(board, earlier)
     text = "# Squares of the board that changed\n\n" + "\n".join(lines) + "\n" if lines else ""
     write_file(to / "changes.md", text)
@@ -265,8 +306,7 @@ def newest(board: Board) -> list[Column]:
     return list({column.framework: column for column in columns}.values())
 
 
-def _write_badge(column: Column, path: Path) -> None:
-    counts = column.counts
+def _write_badge(column: Column, counts: Mapping[State, int], path: Path) -> None:
     verdict = "differs" if "differs" in counts else "incomplete" if "gap" in counts else "conforms"
     text = ", ".join(f"{count} {state.replace('_', ' ')}" for state, count in counts.items())
     name, colour = COLOURS[verdict]  # type: ignore[index]
@@ -283,8 +323,8 @@ def changes(board: Board, earlier: Board) -> list[str]:
         before = known or next((one for one in board.before(column) if one.name in old), None)
         since = f"in {before.version}" if before and before.version != column.version else "before"
         for row, was in before.squares.items() if before else ():
-            square = column.squares.get(row, Square(state="gap", cause="not run", reproduce=""))
+            square = board.square(column, row)
             if was.state != square.state:
                 lines.append(f"- **{column.name}**, `{row}`: {square.state} ({was.state} {since}): {square.cause}")
-                lines.append(f"  `{square.reproduce or was.reproduce}`")
+                lines.append(f"  `{square.reproduce}`")
     return lines

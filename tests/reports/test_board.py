@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from reports.board import (
     Column,
     Square,
     State,
+    _by_script,
     changes,
     columns_of,
     joined,
@@ -37,6 +39,7 @@ from reports.board import (
     united,
     write_site,
 )
+from reports.ci_formats import COLOURS
 from reports.html import write_html
 from reports.load import read_report
 from reports.page_data import Shared, cell_data
@@ -56,7 +59,9 @@ def board(*columns: Column) -> Board:
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_sample(tmp_path_factory.mktemp("runs") / "toy-2.0")
+    folder = write_sample(tmp_path_factory.mktemp("runs") / "toy-2.0")
+    (folder / "report.html").write_text("the report")
+    return folder
 
 
 def test_each_state_of_a_cell_has_its_square(out: Path) -> None:
@@ -69,7 +74,7 @@ def test_each_state_of_a_cell_has_its_square(out: Path) -> None:
         square = found.squares["/".join((scenario, model, *rest))]
         assert square.state == state
         assert cell not in SPECIAL or square.cause == SPECIAL[cell][1]
-        assert square.reproduce == f"scripts/framework toy 2.0 --cells '{cell}'"
+        assert square.reproduce == f"scripts/framework toy 2.0 --cells {cell}"
 
 
 def test_a_folder_without_a_version_has_a_column_a_backend(tmp_path: Path) -> None:
@@ -111,6 +116,24 @@ def test_runs_on_gpus_are_a_column_of_their_own(tmp_path: Path) -> None:
     assert columns_of(tmp_path / "board.json") == list(both.columns)
 
 
+def test_the_command_of_a_square_keeps_options_of_its_run() -> None:
+    options = "--profile frameworks --backend adapter:A --python adapter:A=/v/bin/python --backend adapter:B"
+    command = f"parity run --device cuda --ranks-per-gpu 2 {options} --cells core-a/llama/a/dp2/exact"
+    wanted = "scripts/framework toy 1.0 --device cuda --ranks-per-gpu 2 --cells core-a/llama/a/dp2/exact"
+    assert _by_script("toy 1.0", command) == wanted
+
+
+def test_a_square_shows_its_history_and_what_did_not_run_is_a_gap(tmp_path: Path) -> None:
+    absent = replace(column("2.0"), squares={}, device="not run")
+    write_site(board(column("1.0"), column("1.1", "differs"), absent), Board(columns=()), tmp_path)
+    page = " ".join((tmp_path / "index.html").read_text().split())
+    history = "<p>1.1: ✗ differs: why &lt;b&gt;</p> <p>1.0: ✓ pass: why &lt;b&gt;</p> </details>"
+    assert f"<pre>scripts/framework toy 2.0 --cells &#39;core-sft-plain/llama/*/dp2/exact&#39;</pre> {history}" in page
+    assert "<pre>scripts/framework toy 1.1</pre> <p>1.0: ✓ pass</p> </details>" in page
+    badge = json.loads((tmp_path / "badges" / "toy.json").read_text())
+    assert (badge["label"], badge["message"], badge["color"]) == ("toy 2.0", "1 gap", COLOURS["incomplete"][0])
+
+
 def test_changes_name_what_a_square_was() -> None:
     old = board(column("1.0"))
     assert changes(old, old) == []
@@ -144,6 +167,10 @@ def test_the_command_writes_a_static_site(out: Path, tmp_path: Path, capsys: Any
     values["columns"][0]["squares"][ROW] = {"state": "green"}
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate(values, schema)
+    (link,) = set(re.findall(r'href="(reports/toy-2.0[^"#]*)#cell-', page))
+    assert (second / link).read_text() == "the report"
+    assert main(["publish", str(second / "board.json"), "--to", str(tmp_path / "third")]) == 3
+    assert "reports/" not in (tmp_path / "third" / "index.html").read_text()
     assert read_board(second / "board.json") == BOARD.validate_json((second / "board.json").read_bytes())
     assert (second / "changes.md").read_text() == ""
     assert (
