@@ -307,7 +307,8 @@ def newest(board: Board) -> list[Column]:
 
 
 def _write_badge(column: Column, counts: Mapping[State, int], path: Path) -> None:
-    verdict = "differs" if "differs" in counts else "incomplete" if "gap" in counts else "conforms"
+    judged = "gap" not in counts and counts.keys() != {"unsupported"}
+    verdict = "differs" if "differs" in counts else "conforms" if judged else "incomplete"
     text = ", ".join(f"{count} {state.replace('_', ' ')}" for state, count in counts.items())
     name, colour = COLOURS[verdict]  # type: ignore[index]
     write_file(path.with_suffix(".json"), badge_json(text, name, label=column.name))

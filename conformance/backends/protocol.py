@@ -338,8 +338,12 @@ class BrokenBackend(Exception):
     def __init__(self, entry: BackendEntry, error: BaseException) -> None:
         frames = traceback.extract_tb(error.__traceback__)
         where = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
+        message = " ".join(str(error).split())
+        missing = error.name if isinstance(error, ModuleNotFoundError) and "run: " not in message else ""
+        advice = f"; run: {sys.executable} -m pip install {missing}, or set PYTHONPATH to its folder"
         super().__init__(
-            f"backend {entry.name!r} cannot be imported: {type(error).__name__}{where}: {' '.join(str(error).split())}"
+            f"backend {entry.name!r} cannot be imported: {type(error).__name__}{where}: {message}"
+            + advice * bool(missing and "." not in missing)
         )
 
 

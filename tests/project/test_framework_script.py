@@ -102,7 +102,11 @@ def test_a_version_selects_its_lock_file(script: Any) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["toy", "3.0"], "toy 3.0: no lock file of toy 3.0; there are 1.0, 2.0"),
+        (
+            ["toy", "3.0"],
+            "toy 3.0: no lock file of this version; write frameworks/toy/3.0.lock, or run: scripts/framework toy "
+            "1.0 or 2.0",
+        ),
         (["unpinned"], "unpinned: frameworks/unpinned/requirements.lock has no line unpinned==VERSION; add it"),
         (["new"], "new: there is no frameworks/new/requirements.lock; write it with pip freeze"),
     ],

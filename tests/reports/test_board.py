@@ -123,7 +123,7 @@ def test_the_command_of_a_square_keeps_options_of_its_run() -> None:
     assert _by_script("toy 1.0", command) == wanted
 
 
-def test_a_square_shows_its_history_and_what_did_not_run_is_a_gap(tmp_path: Path) -> None:
+def test_squares_show_history_and_what_did_not_run_is_a_gap(tmp_path: Path) -> None:
     absent = replace(column("2.0"), squares={}, device="not run")
     write_site(board(column("1.0"), column("1.1", "differs"), absent), Board(columns=()), tmp_path)
     page = " ".join((tmp_path / "index.html").read_text().split())
@@ -132,6 +132,9 @@ def test_a_square_shows_its_history_and_what_did_not_run_is_a_gap(tmp_path: Path
     assert "<pre>scripts/framework toy 1.1</pre> <p>1.0: ✓ pass</p> </details>" in page
     badge = json.loads((tmp_path / "badges" / "toy.json").read_text())
     assert (badge["label"], badge["message"], badge["color"]) == ("toy 2.0", "1 gap", COLOURS["incomplete"][0])
+    write_site(board(column("3.0", "unsupported")), Board(columns=()), tmp_path)
+    badge = json.loads((tmp_path / "badges" / "toy.json").read_text())
+    assert (badge["message"], badge["color"]) == ("1 unsupported", COLOURS["incomplete"][0])
 
 
 def test_changes_name_what_a_square_was() -> None:
