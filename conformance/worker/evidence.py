@@ -253,7 +253,7 @@ class Watch(EagerMode):
 
     def _remember_storages(self, values: Any, *, is_used: bool) -> None:
         for tensor in _tensors(values):
-            if type(tensor) in PLAIN and tensor.is_floating_point():
+            if type(tensor) in PLAIN and tensor.is_floating_point() and not tensor.is_meta:  # which has no numbers
                 storage = tensor.untyped_storage()
                 known = self._storages.get(storage._cdata)
                 if known is None or known.ref() is not storage:  # the address is used again

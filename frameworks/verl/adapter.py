@@ -37,10 +37,8 @@ COLUMNS = {
     "policy": {"old_logprob": "old_log_probs", "advantage": "advantages", "reference.logprob": "ref_log_prob"},
     "critic": {"critic.old_value": "values", "return": "returns"},
 }
-METRICS = {
-    **{key: f"actor/{key}" for key in ("pg_loss", "entropy_loss", "ppo_kl", "pg_clipfrac", "pg_clipfrac_lower")},
-    **{"kl_loss": "kl_loss", "critic.clipfrac": "critic/vf_clipfrac"},
-}
+METRICS = {key: f"actor/{key}" for key in ("pg_loss", "entropy_loss", "ppo_kl", "pg_clipfrac", "pg_clipfrac_lower")}
+METRICS["kl_loss"] = "kl_loss"
 
 
 class Verl(VerlSft):

@@ -40,3 +40,11 @@ def held_after(keep: str) -> int:
 @pytest.mark.parametrize(("keep", "more"), [("nothing", 0), ("gathered again", BYTES), ("bucket", 0), ("gradient", 0)])
 def test_held_bytes_count_weights_and_not_gradients(keep: str, more: int) -> None:
     assert held_after(keep) == BYTES + more
+
+
+def test_tensors_without_numbers_are_not_held() -> None:
+    with Watch() as watch:
+        weight = torch.empty(SIZE, SIZE, device="meta")
+        product = weight @ weight.t()
+        watch.count_live_storages()
+        assert (watch.checksums(), watch.held_weights) == ({}, {}), product

@@ -92,7 +92,8 @@ def fsdp1(context: RankContext, *, out: str, originals: bool, fault: str = "") -
 
 def verl(context: RankContext, *, out: str, fault: str = "") -> None:
     """The example's FSDP2 engine, whose gradient is wrong when the optimizer begins its step."""
-    with parity.on_cpu(stand_ins=("vllm",)):
+    environment = mock.patch.dict("os.environ", {"VERL_DISABLE_FLASH_ATTN_CE": "1"})  # which needs a GPU
+    with environment, parity.on_cpu(stand_ins=("vllm",)):
         example = script("verl_engine")
         worker = example.build(str(FIXTURES / "models" / "llama"))
         found = [p for name, p in worker.engine.module.named_parameters() if fault and name.endswith(fault)]
