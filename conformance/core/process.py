@@ -9,11 +9,17 @@ import ctypes
 import os
 import re
 import signal
+import socket
 from collections import Counter
+from datetime import timedelta
 from pathlib import Path
 from types import FrameType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
+
+STORE_TIMEOUT = timedelta(minutes=5)  # torch's default
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -101,6 +107,26 @@ def _link(descriptor: Path) -> str:
 def _prctl(option: int, value: int) -> None:
     if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), f"prctl({option}, {value})")
+
+
+def listening_store(
+    host: str, port: int, *, ranks: int | None = None, timeout: timedelta = STORE_TIMEOUT
+) -> "TCPStore":
+    """Starts torch's store for ranks to meet, which listens at the address of ``host`` only, without authentication.
+
+    torch's own listener takes connections at every address of the machine. port: 0 lets the system choose. ranks: how
+    many will use the store; None if unknown. Raises OSError if the port is taken or the address is not of this machine.
+    """
+    from torch.distributed import TCPStore  # slow, and few processes start a store
+
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, kind, protocol) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(socket.SOMAXCONN)
+        port = listener.getsockname()[1]
+        own = listener.detach()  # the store closes it
+    return TCPStore(host, port, ranks, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=own)
 
 
 class Stopped(KeyboardInterrupt):

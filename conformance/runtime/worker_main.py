@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, Store, TCPStore
 
 from conformance.core import packages
+from conformance.core.process import listening_store
 from conformance.runtime import messages
 from conformance.runtime.cleanup import Cleaner, freeze
 from conformance.runtime.failure import FlightRecorder
@@ -150,7 +151,9 @@ def _store(spec: RankSpec) -> Store:
     if spec.store is None:  # a file in memory: no race for a port, and nothing left on disk
         return FileStore(f"/proc/self/fd/{spec.store_fd}", spec.size)
     host, port = spec.store
-    return TCPStore(host, port, spec.size, is_master=spec.rank == 0, timeout=MEETING_TIMEOUT, wait_for_workers=False)
+    if spec.rank == 0:
+        return listening_store(host, port, ranks=spec.size, timeout=MEETING_TIMEOUT)
+    return TCPStore(host, port, spec.size, timeout=MEETING_TIMEOUT, wait_for_workers=False)
 
 
 @contextlib.contextmanager

@@ -17,11 +17,10 @@ from functools import partial
 from pathlib import Path
 from types import FrameType
 
-from torch.distributed import TCPStore
-
-from conformance.core.process import not_ignored, signal_at_death_of, signal_process
+from conformance.core.process import listening_store, not_ignored, signal_at_death_of, signal_process
 
 LAST_LINES, USAGE = 15, 2
+LOOPBACK = "127.0.0.1"
 GRACE_S, _POLL_S = 5.0, 0.1
 
 
@@ -31,7 +30,7 @@ def run_ranks(command: list[str], *, ranks: int, device: str) -> int:
     0: all ranks succeeded. 1: a rank failed, and the other ranks were ended. 2: a rank reported wrong usage. 128 + the
         signal: they ended after a signal.
     """
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = listening_store(LOOPBACK, 0)
     with ExitStack() as stack, tempfile.TemporaryDirectory(prefix="parity-train-") as folder:
         started: list[subprocess.Popen[bytes]] = []
         signals = _Signals(started=started)
@@ -69,8 +68,10 @@ def _environment(rank: int, ranks: int, *, port: int, device: str) -> dict[str, 
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_ADDR": LOOPBACK,
         "MASTER_PORT": str(port),
+        # Ranks of one host need no other network. The user's own settings win.
+        **{name: os.environ.get(name, "lo") for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")},
         # As under torchrun, ranks find each other by the store of the process that started them.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",

@@ -58,6 +58,20 @@ def handlers() -> object:
         signal.signal(number, handler)
 
 
+# Prints the local addresses, as /proc has them, at which this rank and the process that started it listen.
+LISTENERS = """
+import os
+import torch.distributed as dist
+dist.init_process_group("gloo")
+links = [os.readlink(f"/proc/{pid}/fd/{fd}") for pid in ("self", os.getppid()) for fd in os.listdir(f"/proc/{pid}/fd")
+         if os.path.islink(f"/proc/{pid}/fd/{fd}")]
+for line in open("/proc/net/tcp").readlines()[1:] + open("/proc/net/tcp6").readlines()[1:]:
+    local, state, inode = line.split()[1], line.split()[3], line.split()[9]
+    if state == "0A" and f"socket:[{inode}]" in links:
+        print(local, flush=True)
+"""
+
+
 def python(code: str, *arguments: object) -> list[str]:
     return [sys.executable, "-c", code, *map(str, arguments)]
 
@@ -78,6 +92,14 @@ def test_ranks_get_what_torchrun_gives_them(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert run_ranks(python(ENVIRONMENT, tmp_path), ranks=2, device="cpu") == 0
     assert {file.name: file.read_text() for file in tmp_path.iterdir()} == {"0": "0 0 2 2 1", "1": "1 1 2 2 1"}
+
+
+def test_ranks_meet_at_loopback_addresses_only(capfd: pytest.CaptureFixture[str]) -> None:
+    """Who can connect to the store decides whom the ranks connect to."""
+    assert run_ranks(python(LISTENERS), ranks=1, device="cpu") == 0
+    listening = capfd.readouterr().out.split()
+    assert listening
+    assert all(address.startswith("0100007F") for address in listening), listening
 
 
 @pytest.mark.parametrize(("code", "exit_code"), [(7, 1), (2, 2)])
