@@ -49,12 +49,12 @@ def plan_run(options: argparse.Namespace) -> tuple[list[Cell], SessionConfig]:
     ranks = Ranks.from_options(options)
     hosts = hosts_of_engine(ranks_per_gpu=ranks.ranks_per_gpu)
     check_device(ranks)
-    plan = make_plan(selection, Demands.from_options(options), Portion.from_options(options), ranks=ranks)
     if again.rerun and not again.resume:
         raise UsageError("--rerun selects cells of an earlier run; add --resume OUT")
     if again.resume and options.out:
         raise UsageError("--resume continues in the folder of the earlier run; omit --out")
     out = Path(again.resume) if again.resume else output_folder(options.out)
+    plan = make_plan(selection, Demands.from_options(options), Portion.from_options(options), ranks=ranks)
     text = selection.text(ranks)
     earlier = read_earlier(out, plan, ranks, selection=text) if again.resume else None
     cells = cells_left(plan.cells, earlier, again) if earlier else list(plan.cells)

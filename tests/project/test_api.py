@@ -61,7 +61,7 @@ def test_a_run_is_like_that_of_the_command(tmp_path: Path) -> None:
     assert parity.load(result.out).cells.state.tolist() == ["conforms"]
     assert "--max-samples" in json.loads((result.out / "summary.json").read_text())["command"]
     with pytest.raises(UsageError, match=r"out exists and is not an empty folder; give another --out"):
-        parity.run(out=tmp_path / "out", **chosen)
+        parity.run(out=tmp_path / "out", **chosen | {"backend": "no_such:Backend"})  # told before backends are asked
 
 
 @pytest.mark.parametrize(
