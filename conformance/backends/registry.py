@@ -9,6 +9,7 @@ answers queries line by line, as JSON. The environment needs the imports of conf
 backend-parity with ``pip install --no-deps``, torch, numpy, pydantic and safetensors) and those of the adapter.
 """
 
+import contextlib
 import json
 import os
 import select
@@ -16,11 +17,11 @@ import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -38,7 +39,7 @@ from conformance.backends.protocol import find_backend as find_here
 from conformance.core import packages as own_packages
 from conformance.core.errors import UsageError, one_line
 from conformance.core.packages import package_version
-from conformance.core.process import signal_at_death_of
+from conformance.core.process import signal_at_death_of, signal_group
 from conformance.spec.conventions import Convention, Conventions, in_cell
 from conformance.spec.known_defects import ExpectedDifference, Known
 from conformance.spec.layout import Layout
@@ -47,6 +48,7 @@ from conformance.spec.scenario import Scenario, parse_scenario, scenario_to_json
 LIMIT_S = 300.0  # seconds for an answer; the first one waits for the imports of the adapter
 OPTIONAL = ("export_merged", "export_state", "host_bytes", "import_state", "supports_checkpoint", "traced")
 _PRELOAD = ("torch._dynamo",)  # torch.optim imports it, which takes a second in every rank
+Made = TypeVar("Made")
 _NEEDS = "needs backend-parity {} (pip install --no-deps), torch, numpy, pydantic and safetensors"
 
 
@@ -185,6 +187,62 @@ class InProcessAdapter:
             raise AskFailed(f"{type(error).__name__} at {Path(where.filename).name}:{where.lineno}: {error}") from error
 
 
+class EnvironmentProcess:
+    """Runs a module in another Python environment, in a process group of its own, and exchanges lines of JSON with it.
+
+    what: names the process in messages. The group ends with this process.
+    """
+
+    def __init__(self, what: str, python: str, module: str, name: str, *, limit_s: float, errors: Path | None = None):
+        """errors: a file for its standard error. Raises UsageError if the environment or ``name`` cannot be used."""
+        self._what, self._limit_s = what, limit_s
+        environment = {key: value for key, value in os.environ.items() if key != "PYTHONHOME"}
+        try:
+            with errors.open("wb") if errors else contextlib.nullcontext() as file:
+                self.process = subprocess.Popen(
+                    [python, "-P", "-m", module, name],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=file,
+                    env=environment,
+                    text=True,
+                    start_new_session=True,  # Ctrl-C is for the controller
+                )
+        except OSError as error:
+            raise UsageError(f"{what}: {error.strerror}; give the executable of an environment") from None
+        self.hello, needs = self.receive(), _NEEDS.format(conformance.__version__)
+        if "suite" not in self.hello:
+            raise UsageError(f"{what}: it does not answer; the environment {needs}")
+        if self.hello["suite"] != conformance.__version__:
+            raise UsageError(f"{what}: the environment has backend-parity {self.hello['suite']}; it {needs}")
+
+    def ask(self, query: dict[str, Any]) -> dict[str, Any]:
+        """Sends a query; returns the answer, which has a ``message`` if it failed."""
+        assert self.process.stdin
+        try:
+            print(json.dumps(query), file=self.process.stdin, flush=True)
+        except BrokenPipeError:
+            return {"kind": "failed", "message": "its process has ended"}
+        return self.receive()
+
+    def receive(self) -> dict[str, Any]:
+        assert self.process.stdout
+        readable, _, _ = select.select([self.process.stdout], [], [], self._limit_s)
+        if not readable:
+            self.end()
+            return {"kind": "failed", "message": f"its process has not answered within {self._limit_s:g} s"}
+        try:
+            answer = json.loads(self.process.stdout.readline())
+        except ValueError:  # it has ended; standard error says why
+            return {"kind": "failed", "message": "its process has ended"}
+        return answer if isinstance(answer, dict) else {"kind": "failed", "message": f"it answered {answer!r}"}
+
+    def end(self) -> None:
+        """Kills the process and its descendants."""
+        signal_group(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
 class SubprocessAdapter:
     """Queries an adapter in a subprocess with another environment. The subprocess ends with this process."""
 
@@ -194,24 +252,8 @@ class SubprocessAdapter:
         Raises UsageError if the environment cannot be used, or if the adapter cannot be imported there.
         """
         self._what = f"--python {name}={python}"
-        environment = {key: value for key, value in os.environ.items() if key != "PYTHONHOME"}
-        command = [python, "-P", "-m", __name__, name]
-        try:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                env=environment,
-                text=True,
-                start_new_session=True,  # Ctrl-C is for the controller
-            )
-        except OSError as error:
-            raise UsageError(f"{self._what}: {error.strerror}; give the executable of an environment") from None
-        hello, needs = self._receive(), _NEEDS.format(conformance.__version__)
-        if "suite" not in hello:
-            raise UsageError(f"{self._what}: it does not answer; the environment {needs}")
-        if hello["suite"] != conformance.__version__:
-            raise UsageError(f"{self._what}: the environment has backend-parity {hello['suite']}; it {needs}")
+        self._process = EnvironmentProcess(self._what, python, __name__, name, limit_s=LIMIT_S)
+        hello, needs = self._process.hello, _NEEDS.format(conformance.__version__)
         if "message" in hello:
             raise UsageError(f"{self._what}: {hello['message']}")
         self.entry = BackendEntry(name=hello["name"], target=hello["target"], python=python)
@@ -259,28 +301,11 @@ class SubprocessAdapter:
         raise AskFailed(f"{self._what}: {method}() returned {answer!r}")
 
     def _ask(self, method: str, scenario: Scenario, *layouts: Layout) -> dict[str, Any]:
-        assert self._process.stdin
         query = {"method": method, "scenario": scenario_to_json(scenario), "layouts": [str(one) for one in layouts]}
-        try:
-            print(json.dumps(query), file=self._process.stdin, flush=True)
-        except BrokenPipeError:
-            raise AskFailed(f"{self._what}: its process has ended") from None
-        answer = self._receive()
+        answer = self._process.ask(query)
         if "message" in answer:
             raise (UsageError if answer["kind"] == "usage" else AskFailed)(f"{self._what}: {answer['message']}")
         return answer
-
-    def _receive(self) -> dict[str, Any]:
-        assert self._process.stdout
-        readable, _, _ = select.select([self._process.stdout], [], [], LIMIT_S)
-        if not readable:
-            self._process.kill()
-            return {"kind": "failed", "message": f"its process has not answered within {LIMIT_S:g} s"}
-        try:
-            answer = json.loads(self._process.stdout.readline())
-        except ValueError:  # it has ended; standard error says why
-            return {"kind": "failed", "message": "its process has ended"}
-        return answer if isinstance(answer, dict) else {"kind": "failed", "message": f"it answered {answer!r}"}
 
 
 _KNOWN, _CONVENTIONS = TypeAdapter(tuple[Known, ...]), TypeAdapter(Conventions)
@@ -325,6 +350,22 @@ def versions_of(entries: Sequence[BackendEntry]) -> dict[str, str]:
 
 def main() -> None:
     """Answers queries on standard input about the adapter that the first argument names."""
+
+    def made(name: str) -> tuple[InProcessAdapter, dict[str, Any]]:
+        entry = find_here(name)
+        adapter = InProcessAdapter(entry.load())
+        traits = TypeAdapter(Traits).dump_python(adapter.traits, mode="json")
+        return adapter, {"name": entry.name, "target": entry.target, "traits": traits}
+
+    answer_queries(made, _reply, _error_message)
+
+
+def answer_queries(
+    make: Callable[[str], tuple[Made, dict[str, Any]]],
+    reply: Callable[[Made, dict[str, Any]], dict[str, Any]],
+    error_message: Callable[[Exception], dict[str, str]],
+) -> None:
+    """Runs the other end of an EnvironmentProcess: makes an object by the first argument, says hello, and replies."""
     own_packages.prefer()
     signal_at_death_of(os.getppid(), signal.SIGTERM)
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
@@ -335,17 +376,15 @@ def main() -> None:
 
     suite = {"suite": conformance.__version__, "python": ".".join(map(str, sys.version_info[:3]))}
     try:
-        entry = find_here(sys.argv[1])
-        adapter = InProcessAdapter(entry.load())
-        traits = TypeAdapter(Traits).dump_python(adapter.traits, mode="json")
+        made, hello = make(sys.argv[1])
     except Exception as error:
-        return say(suite | _error_message(error))
-    say(suite | {"name": entry.name, "target": entry.target, "traits": traits})
+        return say(suite | error_message(error))
+    say(suite | hello)
     for line in sys.stdin:
         try:
-            say(_reply(adapter, json.loads(line)))
+            say(reply(made, json.loads(line)))
         except Exception as error:
-            say(_error_message(error))
+            say(error_message(error))
 
 
 def _reply(adapter: InProcessAdapter, query: dict[str, Any]) -> dict[str, Any]:

@@ -154,6 +154,25 @@ def _bisect(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help=_JSON)
 
 
+def _engine(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--engine",
+        action="append",
+        metavar="NAME",
+        help="name or module:Class; may be repeated (default: transformers)",
+    )
+    parser.add_argument(
+        "--against",
+        default="",
+        metavar="BACKENDS",
+        help="training backends, with commas: each trains, and the engine takes its weights and is compared with it",
+    )
+    kinds = ("profile", "backend", "cells", "scenario", "faults", "packing_samples", "ring_head_stride", "sketch")
+    parser.set_defaults(**dict.fromkeys(kinds), device="cpu", ranks_per_gpu=None)
+    add_options(parser, Selection, Ranks, without=(*kinds, "device", "ranks_per_gpu"))
+    parser.add_argument("--json", action="store_true", help=_JSON)
+
+
 def _doctor(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help=_JSON)
 
@@ -179,6 +198,7 @@ COMMANDS: Mapping[str, Declared] = {
         ("report", "report", "write report.html, report.md and junit.xml of an earlier run", _folder),
         ("compare", "report", "print the backends of a run side by side, or two runs, as Markdown", _compare),
         ("bisect", "run", "name the first wrong module of a cell, forward and backward", _bisect),
+        ("engine", "engine", "judge rollout engines: log-probs, sampling, and the weights that they take", _engine),
         ("doctor", "doctor", "check this machine and the installed packages", _doctor),
         ("history", "report", "keep summaries of runs in a folder, and show the trend of each backend", _history),
     )

@@ -93,7 +93,8 @@ def make_engine(kind: Engine, model: Path, scenario: Scenario, sampling: Samplin
     """Makes the engine for the policy's Hugging Face folder. Raises UsageError if its package is missing."""
     if kind == "vllm":
         return VllmEngine(model, scenario, sampling)
-    return HfEngine(model, scenario, sampling, device)
+    dtype, trusted = scenario.tier.compute.dtype, scenario.trust_remote_code
+    return HfEngine(model, dtype, sampling, device, trusted=trusted)
 
 
 def seed_of(seed: int, rollout: int, prompt: int, sample: int) -> int:
@@ -105,14 +106,11 @@ def seed_of(seed: int, rollout: int, prompt: int, sample: int) -> int:
 class HfEngine:
     """Samples with a replica of the policy on this rank's device, in the dtype that the policy computes in."""
 
-    def __init__(self, model: Path, scenario: Scenario, sampling: Sampling, device: str) -> None:
+    def __init__(
+        self, model: Path, dtype: torch.dtype, sampling: Sampling, device: str, *, trusted: bool = False
+    ) -> None:
         self.sampling, self.device = sampling, device
-        self.model: Any = load_model(
-            model,
-            dtype=scenario.tier.compute.dtype,
-            attention=None,
-            trusted=scenario.trust_remote_code,
-        )
+        self.model: Any = load_model(model, dtype=dtype, attention=None, trusted=trusted)
         self.model.eval().requires_grad_(False).to(device)
         # Settings of the folder, such as a repetition penalty, would sample from another distribution than the policy.
         self.model.generation_config = transformers.GenerationConfig()

@@ -41,12 +41,12 @@ def scenario(tmp_path_factory: pytest.TempPathFactory) -> Scenario:
 
 @pytest.fixture(scope="module")
 def engine(scenario: Scenario) -> HfEngine:
-    return HfEngine(LLAMA, scenario, SAMPLING, "cpu")
+    return HfEngine(LLAMA, scenario.tier.compute.dtype, SAMPLING, "cpu")
 
 
 @pytest.mark.parametrize("model", ["llama", "gemma3", "mixtral"])
 def test_response_follows_from_its_seed_in_any_batch(scenario: Scenario, model: str) -> None:
-    engine = HfEngine(FIXTURES / "models" / model, scenario, SAMPLING, "cpu")
+    engine = HfEngine(FIXTURES / "models" / model, scenario.tier.compute.dtype, SAMPLING, "cpu")
     together = engine.generate(PROMPTS, SEEDS, greedy=False)
     backwards = engine.generate(PROMPTS[::-1], SEEDS[::-1], greedy=False)[::-1]
     torch.manual_seed(1)
@@ -93,7 +93,7 @@ def test_the_engines_logprobs_are_those_of_a_forward_pass_over_the_whole_respons
 def test_scores_that_a_model_caps_are_capped_in_the_engine(scenario: Scenario) -> None:
     gemma = FIXTURES / "models" / "gemma2"
     model = load_model(gemma, dtype=torch.float32, attention="eager").eval()
-    engine = HfEngine(gemma, scenario, SAMPLING, "cpu")
+    engine = HfEngine(gemma, scenario.tier.compute.dtype, SAMPLING, "cpu")
     tokens = torch.tensor([PROMPTS[0] * 4])
     with torch.no_grad():
         torch.testing.assert_close(engine.model(tokens).logits, model(tokens).logits)
@@ -121,7 +121,7 @@ def test_a_response_ends_with_its_first_end_token_or_is_cut(engine: HfEngine, sc
     assert not any(response.ended for response in whole)
     end = whole[0].tokens[1]  # the other two go on without it
     ending = dataclasses.replace(SAMPLING, end=(2, end))
-    (cut,) = HfEngine(LLAMA, scenario, ending, "cpu").generate(PROMPTS[:1], SEEDS[:1], greedy=False)
+    (cut,) = HfEngine(LLAMA, scenario.tier.compute.dtype, ending, "cpu").generate(PROMPTS[:1], SEEDS[:1], greedy=False)
     length = whole[0].tokens.index(end) + 1
     assert cut[0] == Response(whole[0].tokens[:length], whole[0].logprobs[:length], ended=True)
     assert cut[1:] == whole[1:]
@@ -129,7 +129,7 @@ def test_a_response_ends_with_its_first_end_token_or_is_cut(engine: HfEngine, sc
 
 
 def test_an_engine_samples_with_the_weights_that_it_was_given(scenario: Scenario) -> None:
-    engine = HfEngine(LLAMA, scenario, SAMPLING, "cpu")
+    engine = HfEngine(LLAMA, scenario.tier.compute.dtype, SAMPLING, "cpu")
     before = engine.generate(PROMPTS, SEEDS, greedy=True)
     weights = [(name, -weight.clone()) for name, weight in engine.model.named_parameters()]
     engine.load(iter(weights))

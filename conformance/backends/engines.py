@@ -1,0 +1,305 @@
+"""Defines the protocol of rollout engines, finds engines, and runs each of them in a process of its own.
+
+An engine is a kind of backend that does not train: it scores tokens, samples, and takes new weights. It is judged by
+conformance.judge.engines. Engines register in the entry-point group ``parity.engines``, or are given as module:Class.
+An engine may use another Python environment (``--python ENGINE=EXECUTABLE``). There,
+
+    python -P -m conformance.backends.engines ENGINE
+
+answers calls line by line, as JSON; numbers travel in a safetensors file. The process is ended with all descendants.
+"""
+
+import contextlib
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any, Literal, Protocol, Self
+
+import torch
+from pydantic import TypeAdapter
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from conformance.backends.registry import EnvironmentProcess, answer_queries
+from conformance.core.errors import UsageError, did_you_mean, one_line
+from conformance.core.packages import package_version
+from conformance.spec.precision import PrecisionName
+
+ENTRY_POINT_GROUP = "parity.engines"
+Reported = Literal["raw", "processed"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineInfo:
+    """Describes an engine.
+
+    packages: distributions whose versions are reported. reports: the distribution that the log-probs of sampled tokens
+    are of: the model's (raw), or the one that was sampled from, at the temperature (processed). ways: how the engine
+    takes new weights, by the name of the way. variants: settings that may not change a number, such as chunked prefill,
+    by the name of the variant. versions: filled in by the process of the engine.
+    """
+
+    name: str
+    reports: Reported
+    ways: dict[str, str]
+    packages: tuple[str, ...] = ("torch",)
+    variants: dict[str, dict[str, Any]] = field(default_factory=dict)
+    precisions: tuple[PrecisionName, ...] = ("fp32", "bf16")
+    versions: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decoding:
+    """Configures sampling. temperature: 0 takes the likeliest token. Request number i has the seed ``seed + i``."""
+
+    max_new_tokens: int
+    temperature: float = 0.0
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampled:
+    """Holds the response to one prompt, and the log-prob of each of its tokens as the engine reports it."""
+
+    tokens: tuple[int, ...]
+    logprobs: Tensor
+
+
+class NotSupported(Exception):
+    """Is raised by an engine that cannot do what it is asked for; the message is the engine's own reason."""
+
+
+class EngineFailed(Exception):
+    """Reports that the engine raised, died, hung, or answered with something that cannot be judged."""
+
+
+class Engine(Protocol):
+    """Serves one model. Requests and prompts are token ids; the requests of one call are one batch."""
+
+    @classmethod
+    def describe(cls) -> EngineInfo: ...
+
+    def start(self, folder: Path, precision: PrecisionName, settings: Mapping[str, Any]) -> None:
+        """Loads the Hugging Face folder; may be called again, with another folder or other settings.
+
+        settings: those of a variant. Raises NotSupported for what the engine cannot serve.
+        """
+        ...
+
+    def score(self, requests: Sequence[Sequence[int]]) -> list[Sequence[float]]:
+        """Returns the log-prob of each token after the first, given those before it, for each request."""
+        ...
+
+    def next_token(self, prompts: Sequence[Sequence[int]]) -> Tensor:
+        """Returns the log-probs of all tokens that may follow each prompt, float32 (prompts, vocabulary)."""
+        ...
+
+    def generate(self, prompts: Sequence[Sequence[int]], decoding: Decoding) -> list[tuple[list[int], list[float]]]:
+        """Returns the tokens of one response to each prompt, and their log-probs."""
+        ...
+
+    def update(self, way: str, folder: Path) -> None:
+        """Replaces all weights by those of a Hugging Face folder, in one of the ``ways``. Raises NotSupported."""
+        ...
+
+
+def registered_engines() -> dict[str, str]:
+    """Returns ``module:Class`` of all engines of the entry-point group, by name. Nothing is imported."""
+    return {entry.name: entry.value for entry in sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda e: e.name)}
+
+
+def load_engine(name: str) -> type[Engine]:
+    """Imports an engine by its registered name or ``module:Class``.
+
+    Raises UsageError for an unknown one, and ImportError if a package is missing.
+    """
+    known = registered_engines()
+    if ":" not in name and name not in known:
+        near = did_you_mean(name, known)
+        raise UsageError(
+            f"unknown engine {name!r}; {near}registered: {', '.join(known) or 'none'}. To use your own engine, "
+            f"register it in the entry-point group {ENTRY_POINT_GROUP!r}, or give module:Class"
+        )
+    module_name, _, attribute = known.get(name, name).partition(":")
+    try:
+        found: type[Engine] | None = getattr(import_module(module_name), attribute, None)
+    except ModuleNotFoundError as error:
+        if f"{module_name}.".startswith(f"{error.name}."):
+            raise UsageError(f"engine {name!r}: there is no module {error.name!r}; check it and PYTHONPATH") from None
+        raise
+    needed = ("describe", "start", "score", "next_token", "generate", "update")
+    if lacking := [one for one in needed if not callable(getattr(found, one, None))]:
+        raise UsageError(f"engine {name!r} is not an engine, it has no {' and no '.join(lacking)}")
+    assert found is not None
+    return found
+
+
+class ServedEngine:
+    """Calls an engine and checks its answers. Calls raise NotSupported and EngineFailed. Use it in a ``with``
+    statement.
+
+    This class calls an engine of this process; an EngineProcess one that may die or hang.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self.info = engine, engine.describe()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Leaves nothing running."""
+
+    def start(self, folder: Path, precision: PrecisionName, settings: Mapping[str, Any]) -> None:
+        if precision not in self.info.precisions:
+            raise NotSupported(f"computes in {', '.join(self.info.precisions)}, not in {precision}")
+        self._call("start", folder=str(folder), precision=precision, settings=dict(settings))
+
+    def score(self, requests: Sequence[Sequence[int]]) -> list[Tensor]:
+        found = self._call("score", requests=[list(map(int, one)) for one in requests])
+        return [_finite(found, f"{i}", (len(one) - 1,), f"request {i}") for i, one in enumerate(requests)]
+
+    def next_token(self, prompts: Sequence[Sequence[int]], vocab_size: int) -> Tensor:
+        found = self._call("next_token", prompts=[list(map(int, one)) for one in prompts])
+        rows = found["rows"]
+        if rows.dim() == 2 and rows.shape[1] > vocab_size:
+            rows = rows[:, :vocab_size]  # a padded vocabulary
+        return _finite({"rows": rows}, "rows", (len(prompts), vocab_size), "the next token")
+
+    def generate(self, prompts: Sequence[Sequence[int]], decoding: Decoding) -> list[Sampled]:
+        given = TypeAdapter(Decoding).dump_python(decoding)
+        found = self._call("generate", prompts=[list(map(int, one)) for one in prompts], decoding=given)
+        responses = []
+        for i in range(len(prompts)):
+            tokens = tuple(found.get(f"{i}.tokens", torch.zeros(0)).tolist())
+            if not tokens:
+                raise EngineFailed(f"returned no token for prompt {i}")
+            responses.append(Sampled(tokens=tokens, logprobs=_finite(found, str(i), (len(tokens),), f"prompt {i}")))
+        return responses
+
+    def update(self, way: str, folder: Path) -> None:
+        self._call("update", way=way, folder=str(folder))
+
+    def _call(self, method: str, **arguments: Any) -> dict[str, Tensor]:
+        try:
+            return _numbers(self._engine, method, arguments)
+        except (NotSupported, UsageError):
+            raise
+        except Exception as error:
+            raise EngineFailed(_error_message(error)["message"]) from error
+
+
+class EngineProcess(ServedEngine):
+    """Calls an engine in a process of its own, which may use another Python environment.
+
+    limit_s: seconds for one call. Raises UsageError for an unknown engine.
+    """
+
+    def __init__(self, name: str, *, python: str = "", limit_s: float) -> None:
+        self._stack = contextlib.ExitStack()
+        self._folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="parity-engine-")))
+        what = f"--python {name}={python}" if python else f"engine {name}"
+        errors = self._folder / "stderr"
+        self._process = EnvironmentProcess(
+            what, python or sys.executable, __name__, name, limit_s=limit_s, errors=errors
+        )
+        self._stack.callback(self._process.end)
+        self._errors = errors
+        try:
+            hello = self._checked(self._process.hello)
+        except BaseException:
+            self._stack.close()
+            raise
+        self.info: EngineInfo = TypeAdapter(EngineInfo).validate_python(hello["info"])
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def _call(self, method: str, **arguments: Any) -> dict[str, Tensor]:
+        file = self._folder / "answer.safetensors"
+        file.unlink(missing_ok=True)
+        self._checked(self._process.ask({"method": method, "arguments": arguments, "file": str(file)}))
+        return load_file(file) if file.exists() else {}
+
+    def _checked(self, answer: dict[str, Any]) -> dict[str, Any]:
+        if "message" not in answer:
+            return answer
+        kinds = {"usage": UsageError, "unsupported": NotSupported}
+        message: str = answer["message"]
+        if "ended" in message:
+            self._process.end()
+            message = f"{message} ({_ending(self._process.process.returncode)}){self._last_words()}"
+        raise kinds.get(answer["kind"], EngineFailed)(message)
+
+    def _last_words(self) -> str:
+        """Returns the last line of the engine's standard error, which tells why it has ended."""
+        lines = self._errors.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        return f": {lines[-1][:300]}" if lines else ""
+
+
+def _ending(code: int | None) -> str:
+    return f"signal {-code}" if code and code < 0 else f"exit code {code}"
+
+
+def _finite(found: Mapping[str, Tensor], name: str, shape: tuple[int, ...], what: str) -> Tensor:
+    """Returns a tensor of an answer in float64. Raises EngineFailed for another shape or numbers that are not finite,
+    but for -inf, which is the log-prob of a token that cannot be."""
+    rows = found.get(name)
+    if rows is None or tuple(rows.shape) != shape:
+        got = "nothing" if rows is None else "x".join(map(str, rows.shape))
+        raise EngineFailed(f"returned {got} log-probs for {what}, not {'x'.join(map(str, shape))}")
+    rows = rows.double()
+    if rows.isnan().any() or (rows == torch.inf).any():
+        raise EngineFailed(f"returned {int((~rows.isfinite()).sum())} log-probs that are not finite for {what}")
+    return rows
+
+
+def main() -> None:
+    """Answers calls on standard input for the engine that the first argument names."""
+
+    def made(name: str) -> tuple[Engine, dict[str, Any]]:
+        engine = load_engine(name)
+        info = TypeAdapter(EngineInfo).dump_python(engine.describe(), mode="json")
+        info["versions"] = {package: package_version(package) for package in info["packages"]}
+        return engine(), {"info": info}
+
+    answer_queries(made, _reply, _error_message)
+
+
+def _reply(engine: Engine, query: dict[str, Any]) -> dict[str, Any]:
+    numbers = _numbers(engine, query["method"], query["arguments"])
+    if numbers:
+        save_file({name: tensor.contiguous() for name, tensor in numbers.items()}, query["file"])
+    return {}
+
+
+def _numbers(engine: Engine, method: str, arguments: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Calls a method; returns the tensors of its answer by name."""
+    made: dict[str, Callable[[Any], Any]] = {"folder": Path, "decoding": lambda values: Decoding(**values)}
+    answer = getattr(engine, method)(**{name: made.get(name, lambda x: x)(value) for name, value in arguments.items()})
+    if method == "next_token":
+        return {"rows": answer}
+    if method == "generate":
+        tokens = {f"{i}.tokens": torch.tensor(list(one), dtype=torch.int64) for i, (one, _) in enumerate(answer)}
+        return tokens | _rows([logprobs for _, logprobs in answer])
+    return _rows(answer) if method == "score" else {}
+
+
+def _rows(answer: Sequence[Sequence[float]]) -> dict[str, Tensor]:
+    return {str(i): torch.as_tensor(one, dtype=torch.float64) for i, one in enumerate(answer)}
+
+
+def _error_message(error: Exception) -> dict[str, str]:
+    if isinstance(error, UsageError):
+        return {"kind": "usage", "message": str(error)}
+    if isinstance(error, NotSupported | ImportError):
+        return {"kind": "unsupported", "message": one_line(error)}
+    return {"kind": "failed", "message": f"{type(error).__name__}: {one_line(error)}"}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,223 @@
+"""Judges what a rollout engine computes: log-probs, distributions, greedy tokens, and what its log-probs are of.
+
+Log-probs are compared with the oracle's float64 as those of a training: the bound is that of the engine's precision,
+measured by single-process runs on the same tokens (conformance.judge.tolerance).
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from conformance.backends.engines import Reported, Sampled
+from conformance.judge.tensor_views import tensor_off
+from conformance.judge.tolerance import NOISE_FACTOR, TOO_EXACT, Measurement, allowed_errors, noisiest
+from conformance.oracle.scoring import Scores
+from conformance.results.verdict import State
+from conformance.spec.precision import PRECISIONS, PrecisionName
+
+STAGE = "log-probs"
+TEMPERATURE = 0.7  # of the sampled responses; at 1 raw and processed log-probs are the same
+MOST_PAIRS = 8  # responses that are tried as each other's
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """Holds the result of one check of an engine. error, bound: relative, where numbers were compared."""
+
+    name: str
+    state: State
+    text: str
+    error: float | None = None
+    bound: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tolerance:
+    """Bounds log-probs by the errors of single-process runs in the engine's precision on the same tokens.
+
+    noise: by run, the tensors that belong to those of ``reference``.
+    """
+
+    precision: PrecisionName
+    reference: Sequence[Tensor]
+    noise: Sequence[Sequence[Tensor]]
+
+    def measured(self, observed: Sequence[Tensor]) -> Measurement:
+        """Compares all tokens as one vector."""
+        off = tensor_off(STAGE, STAGE, 0, torch.cat([*observed]), torch.cat([*self.reference]), floor=0.0)
+        return replace(off, scalar=True)
+
+    def error(self, observed: Sequence[Tensor]) -> float:
+        return self.measured(observed).error
+
+    @property
+    def bound(self) -> float:
+        """Returns the largest allowed error. Raises RecordError if the precision is too noisy to judge by."""
+        runs = [[self.measured(run)] for run in self.noise]
+        nothing = frozenset[str]()
+        noise = noisiest(runs, precision=self.precision, gradients=nothing, amplified=frozenset())
+        of = runs[0][0]
+        bounds = allowed_errors([of], precision=self.precision, noise=noise, gradients=nothing, amplified={}, drift={})
+        return bounds[of.key]
+
+    @property
+    def absolute(self) -> float:
+        """Returns how far a single log-prob may be off."""
+        return NOISE_FACTOR * max(self.measured(run).max_abs for run in self.noise)
+
+    def judge(self, name: str, observed: Sequence[Tensor], *, why: Callable[[], str] = str, more: str = "") -> Check:
+        """Judges log-probs. why: explains a difference."""
+        found, bound = self.measured(observed), self.bound
+        text = f"worst token {found.max_abs:.1e}{more}"
+        half, noise = PRECISIONS[self.precision].is_half, bound / NOISE_FACTOR
+        if found.error > bound:
+            state: State = "differs"
+            text = f"{why() or 'not explained'}; {text}"
+        elif half and found.error < TOO_EXACT * noise:
+            state, text = "differs", f"too exact: it did not compute in {self.precision}; {text}"
+        else:
+            state = "conforms"
+        return Check(name=name, state=state, text=text, error=found.error, bound=bound)
+
+
+def divergence(observed: Tensor, reference: Tensor) -> float:
+    """Returns the largest KL(reference || observed) of distributions (positions, vocabulary) of log-probs."""
+    terms = reference.exp() * (reference - observed)
+    return float(terms.nan_to_num(nan=0.0).sum(-1).max())
+
+
+def judge_greedy(responses: Sequence[Sampled], scores: Sequence[Scores], *, allowed: float) -> Check:
+    """Judges whether each token is the reference's likeliest, or nearly so: within what both log-probs may be off.
+
+    scores: of each prompt with its response. allowed: how far a single log-prob may be off.
+    """
+    first, worst, name = "", 0.0, "greedy tokens"
+    for number, (response, one) in enumerate(zip(responses, scores, strict=True)):
+        count = len(response.tokens)
+        margins = (one.best - one.chosen)[-count:]
+        worst = max(worst, margins.max().item())
+        if not first and margins.max() > 0:
+            place = int((margins > 0).nonzero()[0])
+            first = f"first difference at prompt {number}, token {place}: {margins[place]:.1e} less likely"
+    total = sum(len(response.tokens) for response in responses)
+    if worst <= 2 * allowed:
+        explained = f"; {first}, which rounding explains" if first else ""
+        return Check(name=name, state="conforms", text=f"{total} tokens are the likeliest{explained}")
+    return Check(
+        name=name, state="differs", text=f"{first}; the worst {worst:.1e}, rounding explains {2 * allowed:.1e}"
+    )
+
+
+Score = Callable[[Sequence[Sequence[int]]], list[Scores]]  # scores requests with the reference
+
+
+def judge_reported(
+    declared: Reported,
+    prompts: Sequence[Sequence[int]],
+    responses: Sequence[Sampled],
+    score: Score,
+    *,
+    precision: PrecisionName,
+    noise: Sequence[Score],
+) -> Check:
+    """Proves which log-probs the engine reports for the tokens that it has sampled, and compares with ``declared``."""
+    name = "sampled log-probs"
+    requests = [(*prompt, *response.tokens) for prompt, response in zip(prompts, responses, strict=True)]
+    reference = score(requests)
+    noisy = [run(requests) for run in noise]
+    reported = [response.logprobs for response in responses]
+
+    def of(read: Callable[[Scores], Tensor]) -> Tolerance:
+        def cut(scores: Sequence[Scores]) -> list[Tensor]:
+            return [read(s)[-len(r.tokens) :] for s, r in zip(scores, responses, strict=True)]
+
+        return Tolerance(precision=precision, reference=cut(reference), noise=[cut(run) for run in noisy])
+
+    kinds = {"raw": of(lambda s: s.chosen), "processed": of(lambda s: s.processed[TEMPERATURE])}
+    own = kinds[declared]
+    if own.error(reported) <= own.bound:
+        others = ", ".join(
+            f"{kind} would be {one.error(reported):.1e} off" for kind, one in kinds.items() if kind != declared
+        )
+        return own.judge(name, reported, more=f"; proven to be {declared} ({others})")
+
+    def why() -> str:
+        for kind, one in kinds.items():
+            if one.error(reported) <= one.bound:
+                return f"{kind}, and declared as {declared}"
+            if shift := shift_of(reported, one):
+                return f"those of the token {shift} ({kind})"
+        twice = of(lambda s: s.processed[TEMPERATURE**2])
+        if twice.error(reported) <= twice.bound:
+            return f"the temperature {TEMPERATURE} is applied twice"
+        return _neighbours(prompts, responses, score, own.bound)
+
+    return own.judge(name, reported, why=why)
+
+
+def shift_of(reported: Sequence[Tensor], tolerance: Tolerance) -> str:
+    """Names the token whose log-probs were reported instead: ``before`` or ``after``; empty if neither fits."""
+    pairs = [(x, ref) for x, ref in zip(reported, tolerance.reference, strict=True) if len(x) > 2]
+    shifts = {"before": [(x[1:], ref[:-1]) for x, ref in pairs], "after": [(x[:-1], ref[1:]) for x, ref in pairs]}
+    for name, shifted in shifts.items():
+        x, ref = (
+            (torch.cat([*part]) for part in zip(*shifted, strict=True)) if shifted else (torch.ones(1), torch.zeros(1))
+        )
+        if (x - ref).norm() <= tolerance.bound * ref.norm():
+            return name
+    return ""
+
+
+def _neighbours(prompts: Sequence[Sequence[int]], responses: Sequence[Sampled], score: Score, bound: float) -> str:
+    """Names responses that belong to another prompt of the batch; empty if there are none."""
+    numbers = range(min(len(prompts), MOST_PAIRS))
+    found = []
+    for i, j in itertools.permutations(numbers, 2):
+        one = score([(*prompts[j], *responses[i].tokens)])[0]
+        count, reported = len(responses[i].tokens), responses[i].logprobs
+        for ref in (one.chosen[-count:], one.processed[TEMPERATURE][-count:]):
+            if (reported - ref).norm() <= bound * ref.norm():
+                found.append(f"prompt {i} got the response to prompt {j}")
+    return "; ".join(dict.fromkeys(found))
+
+
+def judge_invariance(name: str, observed: Sequence[Tensor], alone: Sequence[Tensor], *, allowed: float) -> Check:
+    """Compares the log-probs of the same requests served in two ways, bit by bit. allowed: of one log-prob."""
+    pairs = list(zip(observed, alone, strict=True))
+    apart = max(float((x - y).abs().max()) if len(x) else 0.0 for x, y in pairs)
+    if all(torch.equal(x, y) for x, y in pairs):
+        return Check(name=name, state="conforms", text="equal bit by bit")
+    share = sum(int((x != y).sum()) for x, y in pairs) / sum(x.numel() for x, _ in pairs)
+    text = f"{share:.0%} of log-probs are not equal bit by bit, at most {apart:.1e} apart"
+    within = apart <= 2 * allowed
+    return Check(name=name, state="conforms" if within else "differs", text=text, error=apart, bound=2 * allowed)
+
+
+def judge_pair(
+    trainer: str,
+    of_trainer: Sequence[Tensor],
+    of_engine: Sequence[Tensor],
+    reference: Sequence[Tensor],
+    *,
+    bound: float,
+) -> Check:
+    """Compares engine and trainer at the same tokens: their importance ratios, and the distance of both from float64.
+
+    bound: of each of them from the reference, relative. Ratios are trainer / engine, as in the loss of GRPO.
+    """
+    x, y, ref = (torch.cat([*of]).double() for of in (of_trainer, of_engine, reference))
+    log_ratio = x - y
+    k3 = float((log_ratio.exp() - 1 - log_ratio).mean())
+    apart, norm = float(log_ratio.norm()), float(ref.norm())
+    text = (
+        f"ratios {math.exp(float(log_ratio.min())):.6g} to {math.exp(float(log_ratio.max())):.6g}, k3 {k3:.1e}, "
+        f"{float((log_ratio > math.log(2)).double().mean()):.1%} above 2; from float64: trainer "
+        f"{float((x - ref).norm()) / norm:.1e}, engine {float((y - ref).norm()) / norm:.1e}"
+    )
+    error = apart / norm
+    state: State = "conforms" if error <= 2 * bound else "differs"
+    return Check(name=f"against {trainer}", state=state, text=text, error=error, bound=2 * bound)
