@@ -33,6 +33,7 @@ KINDS = {  # the first pattern that a name matches
 PARTS = ("attention's q, k and v", "attention's output", "experts", "gate and up", "down")  # linear layers
 ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head")  # cut by rows among ranks
 COLUMNS = ("o_proj", "down_proj")
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 ROUNDS = 4  # of the search among mixtures
 
 
@@ -74,15 +75,11 @@ def mistakes(weights: Weights, old: Weights | None) -> Iterator[Candidate]:
     """Yields ways to load ``weights`` wrongly. old: the weights before an update, if there was one."""
     for text, permuted in _fused(weights):
         yield Candidate(text=text, weights=permuted)
-    embedding = weights.get("model.embed_tokens.weight")
-    head = weights.get("lm_head.weight", embedding)
-    if head is not None:
-        yield Candidate(text="the head is computed in bf16", weights=weights, tap=Head(head, torch.bfloat16))
+    if HEAD in weights:
+        tap = Head(weights[HEAD], torch.bfloat16)
+        yield Candidate(text="the head is computed in bf16", weights=weights, tap=tap)
     if old is None:
         return
-    if embedding is not None and "lm_head.weight" not in weights:
-        stale = Head(old["model.embed_tokens.weight"])
-        yield Candidate(text="the tied head is old, the embedding is new", weights=weights, tap=stale)
     for ranks in (2, 4):
         for rank in range(ranks):
             mixed = {name: _shard_of(name, new, old[name], rank, ranks) for name, new in weights.items()}
@@ -147,6 +144,8 @@ def explain(
     tolerance: at the new weights. old: None if there was no update; then only mistakes of loading are tried.
     """
     bound, target = tolerance.bound, torch.cat([*observed])
+    if EMBEDDING in new and HEAD not in new:  # engines may hold a copy of a tied matrix, which may be stale alone
+        chosen, new, old = _untied(chosen), _with_head(new), old and _with_head(old)
 
     def left(logprobs: Tensor) -> float:
         return float((logprobs - target).norm() / target.norm())
@@ -175,6 +174,20 @@ def explain(
                 names = {name for unit in stale for name in units[unit]}
                 return Synced(state="partly new", text=_described(names, new, old), left=mixture.left(stale))
     return nearest
+
+
+def _with_head(weights: Weights) -> Weights:
+    return weights | {HEAD: weights[EMBEDDING]}
+
+
+def _untied(chosen: Chosen) -> Chosen:
+    """Lets a tied model have a head of its own."""
+
+    def run(weights: Weights, tap: Tap) -> list[Tensor]:
+        own = {name: tensor for name, tensor in weights.items() if name != HEAD}
+        return chosen(own, Head(weights[HEAD]) if tap is NO_TAP else tap)
+
+    return run
 
 
 def _levels(new: Weights, old: Weights) -> Iterator[dict[str, list[str]]]:

@@ -37,6 +37,7 @@ from conformance.oracle.scoring import Reference, Scores
 from conformance.records.header_checks import noise_runs
 from conformance.records.record_format import RecordError
 from conformance.records.step_tensors import Record, read_record
+from conformance.results.verdict import State
 from conformance.runner.session import Session
 from conformance.spec.batch import Batch
 from conformance.spec.scenario import Scenario
@@ -285,7 +286,12 @@ def judge_updates(engine: ServedEngine, run: EngineRun, expected: Expected, trai
 def _updated(
     engine: ServedEngine, name: str, way: str, old_folder: Path, folder: Path, old: Expected, new: Expected
 ) -> Check:
+    """Updates a started engine, and back again. Says which weights it has, and whether it keeps a prefix cache."""
     documents, vocab_size = old.requests.documents, old.reference.vocab_size
+
+    def check(state: State, text: str, tolerance: Tolerance, observed: Sequence[Tensor]) -> Check:
+        return Check(name=name, state=state, text=text, error=tolerance.error(observed), bound=tolerance.bound)
+
     engine.next_token(old.requests.prompts, vocab_size)  # fills a prefix cache, which an update has to reset
     raised = ""
     try:
@@ -294,23 +300,19 @@ def _updated(
         raised = str(error)
     scored = engine.score(documents)
     found = explain(scored, new.chosen, new.documents, new.weights, old.weights)
-    error, bound = new.documents.error(scored), new.documents.bound
-    if raised:
-        safe = found.state == "stale"
-        text = f"raised: {raised}; " + (
-            "the old weights are left" if safe else f"the engine is left {found.state}: {found.text}"
-        )
-        return Check(name=name, state="unsupported" if safe else "differs", text=text, error=error, bound=bound)
-    if found.state != "new":
-        return Check(name=name, state="differs", text=f"{found.state}: {found.text}", error=error, bound=bound)
+    if raised and found.state == "stale":
+        return check("unsupported", f"raised, and left the old weights: {raised}", new.documents, scored)
+    if raised or found.state != "new":
+        why = f"raised: {raised}; the engine is left " if raised else ""
+        return check("differs", f"{why}{found.state}: {found.text}", new.documents, scored)
     cached = [*engine.next_token(old.requests.prompts, vocab_size)]
     if new.prompts.error(cached) > new.prompts.bound:
         text = "new, but the prefix cache was kept: prompts that were served before get old keys and values"
-        return Check(name=name, state="differs", text=text, error=new.prompts.error(cached), bound=new.prompts.bound)
+        return check("differs", text, new.prompts, cached)
     engine.update(way, old_folder)
     again = engine.score(documents)
-    if old.documents.error(again) > old.documents.bound:
-        back = explain(again, old.chosen, old.documents, old.weights, new.weights)
-        text = f"new, but a second update, back to the first weights, is not right ({back.state}: {back.text})"
-        return Check(name=name, state="differs", text=text, error=old.documents.error(again), bound=old.documents.bound)
-    return Check(name=name, state="conforms", text="new, and back again", error=error, bound=bound)
+    back = explain(again, old.chosen, old.documents, old.weights, new.weights)
+    if back.state != "new":
+        text = f"new, but a second update, back to the first weights, is not right: {back.state}: {back.text}"
+        return check("differs", text, old.documents, again)
+    return check("conforms", "new, and back again", new.documents, scored)

@@ -24,7 +24,8 @@ BY_UPDATE = [
     (faulty.updating(lambda name, new, old: old), "stale: all weights are old"),
     (faulty.updating(faulty.half_old), "partly new: the shards of rank 1 of 2 are old"),
     (faulty.old_if("norm"), "old: norms;"),
-    (faulty.old_if("_proj"), "old: all linear layers; new: norms, the embedding"),
+    (faulty.old_if("_proj"), "old: all linear layers; new: norms, the embedding, the head"),
+    (faulty.OldTiedHead, "partly new: old: the head; new: all linear layers, norms, the embedding"),
     (faulty.old_if(r"layers\.1\.mlp\.up"), "old: model.layers.1.mlp.up_proj.weight;"),
     (faulty.KeepsCache, "the prefix cache was kept"),
     (faulty.FailsHalfWay, "connection to the trainer is lost; the engine is left partly new"),
@@ -103,7 +104,7 @@ def test_unusable_numbers_are_no_verdict(run: EngineRun, engine: type, words: st
     ],
 )
 def test_dead_engine_leaves_nothing(engine: str, words: str) -> None:
-    with EngineProcess(f"faulty_engines:{engine}", limit_s=60) as process:
+    with EngineProcess(f"faulty_engines:{engine}", limit_s=600) as process:
         process.start(Path(), "fp32", {})
         process._process._limit_s = 5
         with pytest.raises(EngineFailed, match=words):
