@@ -334,6 +334,8 @@ def _claims(
         if "ckpt" in layout.options:
             every = _all_are_recomputed(layout, ranks, scenario, sizes, step)
             yield "activations of all layers are recomputed", every if again or ranks.nested() else more
+            if "reentrant" in layout.options:
+                yield "recomputed layers have backward passes of their own", ranks.nested() > 0
         else:
             yield "activations are kept", not (again or ranks.nested() or more)
     yield from _of_data_ranks(layout, ranks, scenario, sizes, stage=stage)
@@ -376,6 +378,9 @@ def _of_data_ranks(
             kinds = ("all_reduce", "reduce_scatter", "reduce", "all_to_all")
             reduced = ranks.most(kinds, None, _backward_or_later, dtype=summing.name)
             yield f"gradients are reduced in {summing.name}", reduced > 0
+    if "pertoken" in layout.options and data > 1:
+        counts = ranks.most(("all_reduce",), data, _only("later"), dtype="int32")
+        yield "the library sums up the tokens of all ranks", counts > 0
     if "lastsync" in layout.options:
         numbers = sorted(int(where.split()[1]) for where in ranks.passes() if where.startswith("backward"))
         *early, last = [ranks.most(("reduce_scatter",), data, _only(f"backward {n}")) for n in numbers] or [0]

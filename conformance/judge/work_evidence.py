@@ -6,6 +6,7 @@ with padding; whoever does more shares nothing. Where padding could hide a whole
 proven.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +16,7 @@ from conformance.spec.layout import Layout
 from conformance.spec.scenario import Scenario
 
 LEAST = 0.5  # of the elements and multiplications that a layout implies; a claim that is not kept gives nearly none
+LARGEST_BUCKET = 0.4  # of all gradients of a rank; an eighth and the rest of a bucket are due, and 0.5 if there is one
 SLACK = 1.1  # of the largest share of a rank
 BLOCK = 128  # libraries pad rows to a multiple of this
 _REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce", "all_to_all")
@@ -155,6 +157,7 @@ def exchange_claims(
     """
     due, tokens = LEAST * trained, LEAST * step.first_tokens / (layout.sp * layout.ulysses)
     yield from _of_data_groups(layout, step, stage=stage, due=due, accumulation=accumulation)
+    yield from _of_micro_batches(layout, step, trained=trained, accumulation=accumulation)
     activations = tokens * linear.hidden
     if layout.tp > 1:
         of_size = _of_size(layout.tp)
@@ -210,6 +213,29 @@ def _of_data_groups(layout: Layout, step: Step, *, stage: int | None, due: float
         yield at_least("gradients are reduced over replicas", reduced, due / shards)
 
 
+def _of_micro_batches(layout: Layout, step: Step, *, trained: float, accumulation: int) -> Claims:
+    """Checks when gradients are reduced, and in pieces of which size."""
+    if "buckets" in layout.options:
+        sizes = [
+            elements / count
+            for kind, group, where, count, elements in step.ranks[0].get("moved", ())
+            if kind in _REDUCTIONS and where not in ("forward", "update") and len(group) == shards_of(layout)
+        ]
+        largest = max(sizes, default=math.inf)
+        yield below("gradients are reduced in small buckets", largest, trained * LARGEST_BUCKET, "elements at a time")
+    if "manual" in layout.options and layout.rep > 1:
+        early = sum(
+            elements
+            for kind, group, where, _, elements in step.ranks[0].get("moved", ())
+            if kind == "all_reduce" and len(group) == layout.rep and step.has_other_rows(group)
+            if where.startswith("backward") and (int(where.split()[1]) + 1) % accumulation
+        )
+        yield below("gradients are reduced over replicas after the last micro-batch", early, 1)
+    elif "manual" in layout.options and layout.pp == 1:
+        told = min(rank.get("boundaries", 0) for rank in step.ranks)
+        yield at_least("the caller says which micro-batches come before the last", told, accumulation - 1, "calls")
+
+
 def shards_of(layout: Layout) -> int:
     return layout.data * layout.sp * layout.ulysses // layout.rep
 
@@ -225,6 +251,7 @@ def not_proven(
     options = set(layout.options)
     for option in ("plan", "ownopt", "torchcp", "offload"):
         yield option, option in options
+    yield "manual", "manual" in options and layout.pp > 1
     yield "order of the ring", bool(options & {"ring", "zigzag"})
     yield "stride", layout.stride > 1
     yield "overlap", "overlap" in options and not (layout.zero == 1 and layout.world_size == layout.data)

@@ -86,9 +86,24 @@ OPTIONS: Mapping[str, Term] = {
         "gradients are reduced at the last micro-batch only",
         "FSDP no_sync, set_requires_gradient_sync; DDP no_sync",
     ),
+    "manual": Term(
+        "the caller, not the library, says which micro-batch is the last; gradients are reduced over replicas after it",
+        "DeepSpeed set_gradient_accumulation_boundary; FSDP2 set_requires_all_reduce; Megatron no_sync, grad_sync_func",
+    ),
+    "buckets": Term(
+        "gradients are reduced in many small buckets, where a tiny model would have one",
+        "DeepSpeed reduce_bucket_size; Megatron bucket_size (overlap has several)",
+    ),
+    "pertoken": Term(
+        "the library divides gradients by the number of target tokens, which it counts",
+        "Megatron calculate_per_token_loss",
+    ),
     "ckpt": Term(
         "activation recomputation: a layer's forward pass is repeated in the backward pass",
         "activation checkpointing; Megatron recompute_granularity; transformers gradient_checkpointing",
+    ),
+    "reentrant": Term(
+        "a recomputed layer has a backward pass of its own inside the model's", "torch checkpoint(use_reentrant=True)"
     ),
     "compile": Term("layers are compiled by torch.compile", "torchtitan compile.enable"),
     "te": Term(
@@ -160,6 +175,8 @@ class Layout:
                 raise UsageError(f"unknown layout option {option!r}; known: {', '.join(OPTIONS)}")
             if option in _NEEDS_TP and self.tp == 1:
                 raise UsageError(f"option {option} needs tensor parallelism; add tp2 or leave it out")
+            if option == "reentrant" and "ckpt" not in self.options:
+                raise UsageError("option reentrant is a way to recompute activations; add ckpt or leave it out")
             if option in _RINGS and self.sp == 1:
                 raise UsageError(f"option {option} needs a ring; add sp2 or leave it out")
         if len(rings := [option for option in self.options if option in _RINGS]) > 1:

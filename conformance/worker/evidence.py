@@ -50,6 +50,11 @@ REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce")
 COLLECTIVE_SPACES = ("c10d", "_c10d_functional")  # namespaces of torch's operators
 _LINEAR = ("mm", "addmm", "linear")
 _PRODUCTS = (*_LINEAR, "bmm", "baddbmm")
+# Methods with which a caller, not the library, tells which micro-batches come before the last: module, class, method.
+BY_CALLER = (
+    ("deepspeed.runtime.engine", "DeepSpeedEngine", "set_gradient_accumulation_boundary"),
+    ("megatron.core.distributed.distributed_data_parallel", "DistributedDataParallel", "no_sync"),
+)
 ENGINE = "transformer_engine_torch"  # the module of TransformerEngine's compiled functions
 ZERO = "deepspeed.runtime.zero.linear"  # the module of the linear layers with which DeepSpeed's ZeRO-3 replaces torch's
 
@@ -131,6 +136,7 @@ class Watch(EagerMode):
     work: multiplications of the products of linear layers, by phase, without those of the update.
     leaks: if set, it receives every operator, including the suite's own, except those for records and comparisons of
         replicas, of which it receives the input tensor.
+    boundaries: number of calls of the methods in BY_CALLER.
     held_weights: number of live storages by size in bytes, at the moment when the gradients of the first model have
         been read. Only storages that were used as weights are count: by an operator of the first forward pass, or by a
         matrix product of any pass, for which weights may be gathered again. Gradients and a library's buckets for them
@@ -152,6 +158,7 @@ class Watch(EagerMode):
         self.reduced: Counter[int] = Counter()
         self.moved: dict[tuple[str, tuple[int, ...], str], list[int]] = {}
         self.work: Counter[str] = Counter()
+        self.boundaries = 0
         self.held_weights: Counter[int] = Counter()
         self._storages: dict[int, _Storage] = {}
         self._tasks: dict[int, int] = {}
@@ -167,6 +174,9 @@ class Watch(EagerMode):
         engine: Any = sys.modules.get(ENGINE)
         zero: Any = sys.modules.get(ZERO)
         with contextlib.ExitStack() as all_:
+            for module, kind, method in BY_CALLER:
+                if (owner := getattr(sys.modules.get(module), kind, None)) is not None:
+                    all_.enter_context(mock.patch.object(owner, method, self._counted(getattr(owner, method))))
             if engine is not None:
                 counted = partial(self._engine_product, engine.generic_gemm)
                 all_.enter_context(mock.patch.object(engine, "generic_gemm", counted))
@@ -175,6 +185,15 @@ class Watch(EagerMode):
                 all_.enter_context(mock.patch.object(function, "apply", partial(self._zero_product, function.apply)))
             all_.enter_context(self)
             yield
+
+    def _counted(self, own: Any) -> Any:
+        """Wraps a method in BY_CALLER."""
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.boundaries += 1
+            return own(*args, **kwargs)
+
+        return counted
 
     def _zero_product(self, own: Any, *args: Any, **kwargs: Any) -> Any:
         """Wraps ``LinearFunctionForZeroStage3.apply``. It computes its products without gradients; a forward pass is
@@ -311,6 +330,7 @@ class Watch(EagerMode):
             "widths": sorted(self.widths),
             "lengths": sorted(self.lengths),
             "nested": self.nested,
+            "boundaries": self.boundaries,
             "moved": [
                 [kind, list(ranks), *rest, *counts] for (kind, ranks, *rest), counts in sorted(self.moved.items())
             ],

@@ -78,7 +78,20 @@ STYLES = frozenset(
         "embedding_rowwise",
     )
 )
-_OPTIONS = ("ring", "zigzag", "torchcp", "ckpt", "compile", "leaf", "offload", "ownopt", "shipped")
+_OPTIONS = (
+    "ring",
+    "zigzag",
+    "torchcp",
+    "ckpt",
+    "reentrant",
+    "compile",
+    "leaf",
+    "manual",
+    "buckets",
+    "offload",
+    "ownopt",
+    "shipped",
+)
 
 
 class DeepspeedBackend(ReferenceBackend):
@@ -107,6 +120,8 @@ class DeepspeedBackend(ReferenceBackend):
         **seams_of_model("impl.deepspeed.model:DeepspeedModel", "forgotten_scale", "forget_steps"),
         "outputs_of": "impl.deepspeed.model:outputs_of",
         "reduce_replicas": "deepspeed.runtime.engine:DeepSpeedEngine.buffered_allreduce_fallback",
+        "copy_offloaded": "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.copy_grads_in_partition",
+        "average_bucket": "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.average_tensor",
         "clip_threshold": "impl.deepspeed.config:clip_threshold",
         "mark_cut_gradients": "impl.deepspeed.tensors:EngineTensors.mark_cut_gradients",
         "forget_overflow": "impl.deepspeed.model:forget_overflow",
@@ -130,6 +145,12 @@ class DeepspeedBackend(ReferenceBackend):
             return Unsupported(f"{', '.join(foreign)} is not built into this backend; leave it out")
         if "offload" in layout.options and layout.zero == 0:
             return Unsupported("DeepSpeed offloads shards of ZeRO, and zero0 has none; use zero1, zero2 or zero3")
+        own_class = zero_stage(layout) == 1 and scenario.tier.compute == BF16 and "offload" not in layout.options
+        if "buckets" in layout.options and (zero_stage(layout) == 0 or own_class):
+            return Unsupported(
+                "ZeRO-0, and ZeRO-1 in bf16, reduce buckets of 500 million numbers, whatever reduce_bucket_size is; "
+                "use zero2 or zero3"
+            )
         if scenario.tier.is_half and scenario.tier.summing != F32 and zero_stage(layout) < 2:
             return Unsupported(
                 "sums in half precision are built in for ZeRO-2 and 3: ZeRO-1 would take another wrapper for them, and "

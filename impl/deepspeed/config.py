@@ -23,6 +23,7 @@ from conformance.spec.layout import Layout
 from conformance.spec.precision import BF16, F16, F32, Precision
 from conformance.spec.scenario import OptimizerConfig
 from impl.engine.memory_estimate import Shapes, States, cut, elements
+from impl.engine.optimizers import trained_parameters
 from impl.interface.trainable import ContextConfig
 from impl.models.lora import NAME
 
@@ -104,6 +105,7 @@ def zero_stage(layout: Layout) -> int:
 
 
 BUCKET = 500_000_000  # DeepSpeed's default ``reduce_bucket_size``, in numbers
+BUCKETS = 8  # with the option ``buckets``, for all gradients of a rank
 LIVE = 1_000_000_000  # its default ``stage3_max_live_parameters``
 
 
@@ -190,11 +192,14 @@ def training_settings(
     """Builds the configuration of an engine that trains. ``explicit``: AutoTP shards layers by LAYERS."""
     settings: dict[str, Any] = {
         **cutting_settings(config, model, explicit=explicit),
-        "gradient_accumulation_steps": config.accumulation,
+        "gradient_accumulation_steps": 1 if "manual" in config.layout.options else config.accumulation,
         "gradient_clipping": clip_threshold(optimizer.max_grad_norm),
         "zero_allow_untested_optimizer": True,  # for SGD; changes nothing else
         "zero_force_ds_cpu_optimizer": False,  # offload with torch's AdamW, which needs no compiled op
     }
+    if "buckets" in config.layout.options:
+        trained = sum(parameter.numel() for parameter in trained_parameters(model, optimizer))
+        settings["zero_optimization"]["reduce_bucket_size"] = max(1, trained // (BUCKETS * config.layout.tp))
     if config.tier.compute == BF16:
         settings["bf16"] = {"enabled": True}
     if config.tier.compute == F16:

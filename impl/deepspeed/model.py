@@ -38,7 +38,14 @@ from impl.deepspeed.partition import RankPlace, cut_count
 from impl.deepspeed.tensors import EngineTensors, FrozenTensors
 from impl.deepspeed.ulysses import exchange_heads
 from impl.engine.adapter import ReferenceContext
-from impl.engine.hugging_face import HuggingFaceModel, compile_layers, forget_compiled, layers_of, resolved_optimizer
+from impl.engine.hugging_face import (
+    HuggingFaceModel,
+    compile_layers,
+    forget_compiled,
+    layers_of,
+    recompute_activations,
+    resolved_optimizer,
+)
 from impl.engine.optimizers import (
     freeze_others,
     learning_rates,
@@ -77,8 +84,7 @@ class DeepspeedModel(HuggingFaceModel):
         if optimizer is None:
             self._prepare_frozen(model)
             return
-        if "ckpt" in self.options:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+        recompute_activations(model, self.options)
         own = "ownopt" in self.options  # DeepSpeed builds the optimizer itself
         explicit = self.adapted is not None or plans_the_head_alone(model)
         self.settings = training_settings(self.context.config, optimizer, model, explicit=explicit)
@@ -176,7 +182,9 @@ class DeepspeedModel(HuggingFaceModel):
         return run_micro_batches(self, inputs, want=want, temperature=temperature, loss=loss)
 
     def start_micro_batch(self, index: int, count: int) -> None:
-        if index:
+        if "manual" in self.options:
+            self.engine.set_gradient_accumulation_boundary(is_boundary=index == count - 1)
+        elif index:
             self.engine.step()  # counts the micro-batch before this one; the engine cleared the gradients itself
 
     def own_outputs(self, inputs: MicroBatch, *, want: Wanted, temperature: float, **options: Any) -> Outputs:

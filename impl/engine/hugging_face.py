@@ -1,6 +1,6 @@
 """Loads, compiles, calls and writes a Hugging Face model: what the backends that run one have in common."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -124,6 +124,14 @@ def layers_of(model: transformers.PreTrainedModel) -> list[torch.nn.Module]:
     """Returns the layers of a model: the modules that its class lists in ``_no_split_modules``."""
     kinds = model._no_split_modules or ()
     return [module for module in model.modules() if type(module).__name__ in kinds]
+
+
+def recompute_activations(model: transformers.PreTrainedModel, options: Collection[str]) -> None:
+    """Recomputes the activations of each layer in the backward pass, if the layout has the option ``ckpt``."""
+    if "ckpt" in options:
+        model.gradient_checkpointing_enable({"use_reentrant": "reentrant" in options})
+    if "reentrant" in options:
+        model.enable_input_require_grads()  # a layer is differentiated only if its inputs are, whatever its weights
 
 
 def compile_layers(model: transformers.PreTrainedModel, *, deterministic: bool, shipped: bool) -> None:

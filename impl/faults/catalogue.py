@@ -49,6 +49,9 @@ SEAMS: Mapping[str, str] = {
     "gradient_scale": "(trainable) -> number of ranks over which the framework averages gradients",
     "expert_divisor": "(group of ranks with other experts) -> divisor for gradients of experts",
     "summing_dtype": "(...) -> dtype, or its name in DeepSpeed, in which half-precision gradients are added up",
+    "copy_offloaded": "(optimizer, parameter, ...): copies or adds a parameter's gradient to the offloaded ones",
+    "average_bucket": "(optimizer, bucket, ...): averages a bucket of gradients in place over data-parallel ranks",
+    "count_tokens": "(part of a micro-batch) -> number of its targets, for a library that divides by their sum",
     # Gradient norm, clipping, optimizer and schedule
     "norm_axes": "(gradient) -> mesh axes over which its squares are summed for the global norm",
     "counts_in_norm": "(parameter, group) -> whether this rank counts it in the global norm",

@@ -77,6 +77,10 @@ OWN_CHOICES = _where(
 )
 HALF = _where(lambda p: not p.is_half, "the fault acts in half precision only")
 FULL = _where(lambda p: p.is_half, "half precision has no scenario with a clip that is reached, Dr. GRPO or GSPO")
+OFFLOADED = _where(
+    lambda p: p.is_exact or p.is_half,
+    "DeepSpeed adds offloaded gradients up by other code if parameters are not float32",
+)
 FP16 = _where(lambda p: not p.is_loss_scaled, "only fp16 has a loss scale")
 _ROUNDED_BASE = _where(
     lambda p: p.is_half, "DeepSpeed rounds a base without masters, so the merged weights differ without a fault as well"

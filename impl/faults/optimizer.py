@@ -6,12 +6,13 @@ because it rebuilds the update from the gradients, and because a sum in bf16 sho
 
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 
 from conformance.backends.faults import Function
-from impl.faults.declaration import FP16, HALF, ROUNDING, Faults, sft
+from impl.faults.declaration import FP16, HALF, OFFLOADED, ROUNDING, Faults, sft
 
 ENGINE_FAULTS = Faults(blind=("loss",))
 OPTIMIZER_FAULTS = Faults(blind=("loss",))
@@ -53,6 +54,46 @@ def copied_micro_batch(backward: Function, trainable: Any, loss: Tensor) -> Any:
     trainable.backward_calls = getattr(trainable, "backward_calls", 0) + 1
     overwritten = count > 1 and trainable.backward_calls % count == 1
     return backward(trainable, loss * 0 if overwritten else loss)
+
+
+@ENGINE_FAULTS.add(
+    summary="with an offloaded optimizer, gradients of all micro-batches but the last are dropped",
+    source="https://github.com/deepspeedai/DeepSpeed/pull/7981",
+    stage="gradients",
+    cells=sft("sft-packed", "llama", deepspeed="dp2.zero2.manual.offload", only=OFFLOADED),
+    needs="zero1 or zero2 with offload, accumulation of 2 or more, and the option manual",
+)
+def offloaded_last_only(copy_offloaded: Function, optimizer: Any, parameter: Any, *rest: Any) -> None:
+    # As before the mend: the host adds gradients up only if DeepSpeed counts the micro-batches.
+    if optimizer.gradient_accumulation_steps > 1 or optimizer.is_gradient_accumulation_boundary():
+        with mock.patch.object(optimizer, "micro_step_id", 0):
+            copy_offloaded(optimizer, parameter, *rest)
+    else:
+        optimizer.clear_grad_attribute(parameter)
+
+
+@ENGINE_FAULTS.add(
+    summary="a full bucket is reduced before the gradients at its end have been written",
+    source="https://github.com/deepspeedai/DeepSpeed/issues/8061",
+    stage="gradients",
+    cells=sft("sft-packed", "llama", deepspeed="dp2.zero2.buckets"),
+    needs="zero1 or zero2, and gradients that fill several buckets",
+)
+def bucket_reduced_early(average_bucket: Function, optimizer: Any, bucket: Tensor, *rest: Any) -> None:
+    if bucket.numel() > optimizer.reduce_bucket_size / 2:
+        bucket[-bucket.numel() // 8 :] = 0.0
+    average_bucket(optimizer, bucket, *rest)
+
+
+@ENGINE_FAULTS.add(
+    summary="each context-parallel rank counts the tokens of whole rows, so the library divides by too many",
+    source="https://github.com/verl-project/verl/pull/6836",
+    stage="gradients",
+    cells=sft("sft-packed", "llama", megatron="sp2.pertoken"),
+    needs="context parallelism and the option pertoken",
+)
+def tokens_of_whole_rows(count_tokens: Function, part: Any) -> Tensor:
+    return part.whole.targets.sum().int()  # type: ignore[no-any-return]
 
 
 @ENGINE_FAULTS.add(

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from conformance.backends.faults import Function
 from conformance.spec.objectives import METRICS
@@ -52,6 +53,23 @@ def local_token_mean(step_totals: Function, context: Any, functions: Any, micro_
 )
 def cleared_gradients(start_micro_batch: Function, trainable: Any, index: int, count: int) -> None:
     trainable.optimizer.zero_grad()
+    start_micro_batch(trainable, index, count)
+
+
+@STEP_FAULTS.add(
+    summary="the reduction over replicas, delayed to the last micro-batch, leaves out those before it",
+    source="https://github.com/pytorch/pytorch/pull/125484",
+    stage="gradients",
+    cells=sft("sft-packed", "llama", fsdp2="dp2.rep2.manual"),
+    blind=("loss",),
+    needs="accumulation of 2 or more, replicas and the option manual",
+)
+def partial_sums_dropped(start_micro_batch: Function, trainable: Any, index: int, count: int) -> None:
+    for module in trainable.model.modules():
+        if isinstance(module, FSDPModule):
+            state = module._get_fsdp_state()
+            for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:
+                group._partial_reduce_output = None
     start_micro_batch(trainable, index, count)
 
 

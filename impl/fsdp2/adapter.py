@@ -110,8 +110,12 @@ class Fsdp2Backend(ReferenceBackend):
             return Unsupported("only DeepSpeed has Ulysses; use context parallelism (sp) instead")
         if layout.zero is not None:
             return Unsupported("FSDP2 has no ZeRO stages and shards everything, as ZeRO-3 does; leave the stage out")
-        if "ownopt" in layout.options:
-            return Unsupported("ownopt is not built into this backend; leave it out")
+        if foreign := [option for option in ("buckets", "pertoken", "ownopt") if option in layout.options]:
+            return Unsupported(f"{', '.join(foreign)} is not built into this backend; leave it out")
+        if "manual" in layout.options and (layout.rep == 1 or "lastsync" in layout.options):
+            return Unsupported(
+                "manual delays what FSDP2 reduces over replicas only; use rep2 without lastsync, which delays all"
+            )
         kind = model_config(scenario).get("model_type")
         quirks = quirks_of(kind)
         if layout.ep > 1 and not quirks.has_routers:

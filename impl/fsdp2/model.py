@@ -25,7 +25,14 @@ from conformance.spec.observables import Head
 from conformance.spec.scenario import OptimizerConfig, ScheduleConfig
 from impl.context_parallel.ring_attention import MeshContext, RingAttention, RingConfig, register, ring_kind
 from impl.engine.adapter import ReferenceContext
-from impl.engine.hugging_face import HuggingFaceModel, compile_layers, forget_compiled, layers_of, resolved_optimizer
+from impl.engine.hugging_face import (
+    HuggingFaceModel,
+    compile_layers,
+    forget_compiled,
+    layers_of,
+    recompute_activations,
+    resolved_optimizer,
+)
 from impl.engine.optimizers import (
     freeze_others,
     learning_rates,
@@ -79,8 +86,7 @@ class Fsdp2Model(HuggingFaceModel):
     ) -> None:
         self.model, self.trained = model, optimizer is not None
         self.routers = routers_of(model)
-        if "ckpt" in self.options:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+        recompute_activations(model, self.options)
         if self.context.config.layout.ep > 1:
             cut_experts(model, self.context.mesh["ep"])
         if self.context.config.layout.tp > 1:
@@ -175,6 +181,8 @@ class Fsdp2Model(HuggingFaceModel):
     def start_micro_batch(self, index: int, count: int) -> None:
         if "lastsync" in self.options:
             cast(FSDPModule, self.model).set_requires_gradient_sync(index == count - 1)
+        if "manual" in self.options:
+            cast(FSDPModule, self.model).set_requires_all_reduce(index == count - 1)
 
     def own_outputs(self, inputs: MicroBatch, *, want: Wanted, temperature: float, **options: Any) -> Outputs:
         if self.routers:

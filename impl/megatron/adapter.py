@@ -120,7 +120,7 @@ if find_spec("megatron") is None or find_spec("megatron.core") is None:  # impor
     raise ModuleNotFoundError("megatron-core is not installed", name="megatron-core")
 check_version("megatron-core", supported="0.16", backend="megatron")
 
-_OPTIONS = ("seqpar", "losspar", "ring", "zigzag", "torchcp", "ckpt", "te", "overlap", "shipped")
+_OPTIONS = ("seqpar", "losspar", "ring", "zigzag", "torchcp", "ckpt", "te", "overlap", "manual", "pertoken", "shipped")
 
 
 def _engine_support(scenario: Scenario, layout: Layout, shape: ModelShape) -> Support:
@@ -207,6 +207,7 @@ class MegatronBackend(ReferenceBackend):
         "outputs_of": "impl.megatron.model:outputs_of",
         "reduce_replicas": "megatron.core.distributed:DistributedDataParallel.finish_grad_sync",
         "clip_threshold": "impl.megatron.config:clip_threshold",
+        "count_tokens": "impl.megatron.model:count_tokens",
         "summing_dtype": "impl.megatron.config:summing_dtype",
         "pipeline_config": "impl.megatron.model:transformer_config",
         "qkv_spans": "impl.megatron.hf_mapping:qkv_spans",
@@ -258,6 +259,16 @@ class MegatronBackend(ReferenceBackend):
             return Unsupported("Megatron's distributed optimizer supports AdamW only; use zero0, or an AdamW scenario")
         if "te" in layout.options and isinstance(lacking := _engine_support(scenario, layout, shape), Unsupported):
             return lacking
+        if "buckets" in layout.options:
+            return Unsupported(
+                "without overlap megatron-core has one bucket, whatever bucket_size is; use overlap, which has several"
+            )
+        if "manual" in layout.options and ("overlap" not in layout.options or (shape.mixture and layout.pp == 1)):
+            return Unsupported(
+                "without overlap megatron-core reduces gradients at the end of a step, whoever counts micro-batches; "
+                "without its schedules, nobody scales the losses of routers; use manual with overlap, and with pp2 for "
+                "a mixture of experts"
+            )
         if foreign := [option for option in layout.options if option not in _OPTIONS]:
             return Unsupported(f"{', '.join(foreign)} is not built into this backend; leave it out")
         return ring_support(scenario, layout)

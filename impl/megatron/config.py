@@ -1,10 +1,11 @@
 """Configures megatron-core's optimizer, schedule and gradient reduction; reads and sets schedule and loss scale."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
@@ -44,6 +45,24 @@ def reduction_settings(config: ContextConfig, *, parameters: int) -> Distributed
         overlap_grad_reduce=overlap,
         overlap_param_gather=overlap and shards_optimizer(config),
     )
+
+
+def run_by_hand(
+    *, forward_step_func: Callable[..., Any], data_iterator: Any, model: Any, num_microbatches: int, **_: Any
+) -> None:
+    """Trains on the micro-batches of a step as a loop without megatron-core's schedules does.
+
+    It takes the arguments of such a schedule.
+    """
+    scale = model.config.grad_scale_func or (lambda loss: loss)
+    per_token, counted = model.config.calculate_per_token_loss, []
+    for index in range(num_microbatches):
+        with nullcontext() if index == num_microbatches - 1 else model.no_sync():
+            result, finish = forward_step_func(data_iterator, model)
+            loss, tokens, _ = finish(result)
+            counted.append(tokens)
+            scale(loss if per_token else loss / num_microbatches).backward()
+    finalize_model_grads([model], torch.stack(counted).sum(dtype=torch.int) if per_token else None)
 
 
 def optimizer_settings(config: ContextConfig, optimizer: OptimizerConfig) -> MegatronOptimizerConfig:

@@ -149,6 +149,7 @@ def transformer_config(shape: ModelShape, layout: Layout, tier: Precision, stage
         batch_p2p_comm=False,
         overlap_p2p_comm=layout.vpp > 1,
         deallocate_pipeline_outputs=False,
+        calculate_per_token_loss="pertoken" in layout.options,
         # Fused or compiled kernels need Apex or minutes to compile, and change the numbers that are compared.
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,

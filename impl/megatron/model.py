@@ -36,6 +36,7 @@ from impl.megatron.config import (
     read_progress,
     reduction_settings,
     resolved_optimizer,
+    run_by_hand,
     scheduler,
     set_progress,
     shards_optimizer,
@@ -64,7 +65,14 @@ class ModelContext(Protocol):
     config: ContextConfig
     ring: RingAttention
 
+    def all_reduce(self, value: float) -> float: ...
+
     def placed(self) -> AbstractContextManager[None]: ...
+
+
+def count_tokens(part: ShardedMicroBatch) -> Tensor:
+    """Counts the targets of a micro-batch that this context-parallel rank holds, for megatron-core to sum up."""
+    return part.own.targets.sum().int()
 
 
 class MegatronModel:
@@ -83,6 +91,8 @@ class MegatronModel:
         self.context, self.head = context, head
         self.options = context.config.layout.options
         self.half = context.config.tier.is_half
+        self.per_token = "pertoken" in self.options
+        self.divided = 1 if self.per_token else context.config.accumulation  # schedules divide the loss by it
 
     def load_model(self, path: Path) -> torch.nn.ModuleList:
         """Builds this rank's chunks of the model with uninitialised weights; ``prepare`` reads the weights.
@@ -167,6 +177,10 @@ class MegatronModel:
             if "overlap" in self.options:
                 single = len(self.chunks) == 1
                 config.no_sync_func = self.chunks[0].no_sync if single else [chunk.no_sync for chunk in self.chunks]
+            if "manual" in self.options:
+                config.grad_sync_func = (
+                    self.chunks[0].start_grad_sync if single else [chunk.start_grad_sync for chunk in self.chunks]
+                )
         if self.context.config.layout.vpp > 1:
             config.microbatch_group_size_per_vp_stage = self._micro_batch_group()
 
@@ -201,18 +215,20 @@ class MegatronModel:
             return result, partial(finish, part)
 
         def finish(part: ShardedMicroBatch, result: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-            """Returns (scaled loss, number of tokens to divide it by, nothing to report); runs on the last stage."""
+            """Returns (scaled loss, number of tokens for the library, nothing to report); runs on the last stage."""
             outputs = self._outputs(result, part, want=want, temperature=temperature)
             found[part.index] = outputs.detach()
             number = result.new_zeros([]) if loss is None else self.backward(loss(part.index, outputs))
-            return number, torch.ones([], dtype=torch.int), {}
+            tokens = count_tokens(part) if self.per_token else torch.ones([], dtype=torch.int)
+            return number, tokens, {}
 
         if loss is not None:
             self.start_step()
         rows, length = micro_batches[0].own.tokens.shape
         single = len(self.chunks) == 1
         with self.context.placed(), torch.set_grad_enabled(loss is not None):
-            get_forward_backward_func()(
+            by_hand = loss is not None and "manual" in self.options and self.context.config.layout.pp == 1
+            (run_by_hand if by_hand else get_forward_backward_func())(
                 forward_step_func=run,
                 data_iterator=iter(micro_batches) if single else [iter(micro_batches) for _ in self.chunks],
                 model=self.chunks[0] if single else self.chunks,
@@ -231,8 +247,10 @@ class MegatronModel:
         self.optimizer.zero_grad()
 
     def _shard(self, inputs: Sequence[MicroBatch], terms: RouterTerms | None = None) -> list[ShardedMicroBatch]:
-        # Schedules divide the routers' loss by the micro-batch count and multiply it by the context-parallel size.
-        scale = self.gradient_scale() * self.context.config.accumulation / self.context.config.layout.sp
+        # Schedules divide the routers' loss by the micro-batch count and multiply it by the context-parallel size; with
+        # a loss per token, they do neither.
+        self.tokens = self.context.all_reduce(sum(int(one.targets.sum()) for one in inputs)) if self.per_token else 1
+        scale = self.gradient_scale() * self.divided / (1 if self.per_token else self.context.config.layout.sp)
         loss = None if terms is None else StepLoss(terms=terms, scale=scale)
         return sharded(inputs, self.context.ring, self.context.config, mixture=self.shape.mixture, loss=loss)
 
@@ -278,10 +296,13 @@ class MegatronModel:
 
     def backward(self, loss: Tensor) -> Tensor:
         """Returns the scaled loss that megatron-core's schedule differentiates."""
-        return loss * self.gradient_scale() * self.context.config.accumulation
+        return loss * self.gradient_scale() * self.divided
 
     def gradient_scale(self) -> float:
-        """Returns the number of ranks that megatron-core averages gradients over: data x context-parallel ranks."""
+        """Returns what megatron-core divides gradients by after their reduction: data x context-parallel ranks, or the
+        number of tokens of the step."""
+        if self.per_token:
+            return self.tokens
         return self.context.config.layout.data * self.context.config.layout.sp
 
     def traced(self, numbers: Sequence[MicroBatch]) -> Traced:

@@ -40,6 +40,7 @@ CELLS = {
 # Faults that the exact tier lifts, or that are to be caught below it too; others are planted in the exact tier.
 BELOW: dict[str, PrecisionName] = {
     "rotary-in-bf16": "fp32",
+    "offloaded-last-only": "fp32",
     "unmarked-shards": "bf16",
     "lost-loss-scale": "fp16",
     **{fault.name: "fp16" for fault in OVERFLOW_FAULTS},

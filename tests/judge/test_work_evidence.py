@@ -119,9 +119,34 @@ def reduces_once(ranks: Ranks) -> None:
         rank["moved"].append(["all_reduce", [first, first + 1], "later", 4, 10 * TRAINED])
 
 
+def reduces(where: str, *, pieces: int = 1) -> Callable[[Ranks], None]:
+    """Reduces all gradients in a pass."""
+
+    def change(ranks: Ranks) -> None:
+        for rank in ranks:
+            rank["moved"][0][2:4] = where, pieces * rank["moved"][0][3]
+
+    return change
+
+
+def says_when(ranks: Ranks) -> None:
+    for rank in ranks:
+        rank["boundaries"] = ACCUMULATION
+
+
 @pytest.mark.parametrize(
     ("layout", "change", "claim"),
     [
+        ("dp2.zero2.buckets", reduces("later"), "gradients are reduced in small buckets"),
+        ("dp2.zero2.buckets", reduces("later", pieces=8), ""),
+        ("dp2.zero2.manual", keeps, "the caller says which micro-batches come before the last"),
+        ("dp2.zero2.manual", says_when, ""),
+        (
+            "dp2.rep2.manual",
+            reduces("backward 0"),
+            "gradients are reduced over replicas after the last micro-batch",
+        ),
+        ("dp2.rep2.manual", reduces("backward 1"), ""),
         ("dp2.zero1", keeps, ""),
         ("dp2.tp2.seqpar.zero2", keeps, ""),
         ("dp2.sp2.zero1", keeps, ""),
@@ -161,6 +186,7 @@ def test_each_rank_does_its_share(layout: str, change: Callable[[Ranks], None], 
         ("sp2.stride2", {"stride"}),
         ("dp2.zero2.offload", {"offload"}),
         ("dp2.zero1.overlap", set()),
+        ("pp2.zero1.overlap.manual", {"manual", "overlap"}),
         ("dp2.tp2.zero1.overlap", {"overlap"}),
     ],
 )
