@@ -180,6 +180,10 @@ class Backend(Protocol):
     rank on a GPU needs for its models, such as offloaded tensors. It is called without ranks, like ``supports``, so it
     has to compute them from shapes. Default: 0. The suite adds the memory of a rank without a model.
 
+    Optional method ``library_generators() -> Mapping[str, Tensor]``: returns the live states of the random generators
+    that the library keeps beside torch's, by name, each as torch.get_rng_state() returns it. The suite overwrites them
+    in place at the end of a phase that saves a checkpoint, and compares them after loading.
+
     Optional method ``traced(model, batch) -> conformance.backends.protocol.Traced``: returns the modules of a trained
     model that this rank runs in the step of ``batch``, and how their activations are cut. Without it, a cell cannot be
     bisected.

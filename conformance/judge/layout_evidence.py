@@ -182,9 +182,11 @@ def _step_of(phase: Record, ranks: Sequence[dict[str, Any]]) -> Step | None:
 
 
 def unproven(phases: Sequence[Record], scenario: Scenario, sizes: Sizes) -> list[str]:
-    """Lists what the layouts ask for and no claim decides."""
+    """Lists what the layouts and the phases ask for and no claim decides."""
     listed: dict[str, None] = {}
     for phase in phases:
+        if phase.header["loads"] == "checkpoint" and not phase.header.get("shows_generators", True):
+            listed["random generators of the library (library_generators)"] = None
         if (ranks := phase.footer.get("evidence", [])) and (step := _step_of(phase, ranks)):
             experts = sum(sizes.experts)
             found = not_proven(phase.layout, step, scenario, sizes.linear, layers=sizes.layers, experts=experts)

@@ -281,8 +281,8 @@ def _is_merged(after: Record, key: str) -> bool:
 
 
 def _generators(observable: Observable, before: Record, after: Record, step: int) -> Iterator[Measurement]:
-    """Compares digests of random generators, which are equal or not. They are restored by a checkpoint if the backend
-    and the layout stay the same."""
+    """Compares digests of random generators, which are equal or not, and finds generators that are seeded later. A
+    checkpoint restores them if the backend and the layout stay the same."""
     same = all(before.header[key] == after.header[key] for key in ("backend", "layout"))
     if not same or after.header["loads"] != "checkpoint":
         return
@@ -293,3 +293,6 @@ def _generators(observable: Observable, before: Record, after: Record, step: int
             error = 0.0 if loaded.get(name) == digest else math.inf
             tensor = f"{name} of rank {rank}"
             yield Measurement(stage=observable.stage, tensor=tensor, step=step, error=error, fixed=0.0)
+    for rank, seeded in enumerate(after.footer.get("reseeded", ())):
+        for later, name in seeded:
+            yield infinite(observable.stage, f"{name} of rank {rank} (does not follow from what was loaded)", later)

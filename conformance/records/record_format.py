@@ -32,6 +32,7 @@ class _Header:
     observables: everything that is recorded, in causal order. first_step: the first step of this phase. cell: the
     cell's id. layout: the layout of this phase. scenario: the scenario as JSON. backend: name and versions of the
     backend. environment: versions, drivers and the commit. resolved: the configuration that the framework really uses.
+    shows_generators: whether the backend shows the random generators that its library keeps.
     """
 
     observables: tuple[Observable, ...]
@@ -42,6 +43,7 @@ class _Header:
     backend: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, Any] = field(default_factory=dict)
     resolved: dict[str, Any] = field(default_factory=dict)
+    shows_generators: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +167,8 @@ class _Footer:
     later_evidence: the same at a later step that was drawn. batches: the batches as the ranks received them.
     memory, host_memory: for each rank, the peak memory of its device and host in bytes; 0 if it is not known. pieces:
     by parameter and region, the ranks that hold the piece. choices: for an oracle of a mixture of experts, the SHA-256
-    of the batches with the choices of its routers.
+    of the batches with the choices of its routers. reseeded: for each rank, step and name of each random generator
+    whose state after the step does not follow from the state before by drawing.
     """
 
     steps: Count
@@ -178,6 +181,7 @@ class _Footer:
     pieces: dict[str, dict[str, tuple[Count, ...]]] = field(default_factory=dict)
     choices: str = ""
     later_evidence: tuple[tuple[_Evidence, ...], ...] = ()
+    reseeded: tuple[tuple[tuple[StrictInt, str], ...], ...] = ()
 
 
 _LINE_TYPES = {"header": _Header, "step": _Step, "footer": _Footer}

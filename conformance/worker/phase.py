@@ -42,6 +42,8 @@ from conformance.worker.rank_state import (
     changed_settings,
     compare,
     generator_digests,
+    generator_states,
+    goes_on,
     pieces,
     seed_generators,
 )
@@ -159,6 +161,7 @@ def header(phase: PhaseSpec, adapter: type[Backend]) -> dict[str, Any]:
         "scenario": scenario_to_json(phase.scenario),
         "layout": str(phase.layout),
         "optimizer": "loaded" if phase.load else "new",
+        "shows_generators": hasattr(adapter, "library_generators"),
         "loads": phase.loads,
         "environment": {
             "backend-parity": conformance.__version__,
@@ -195,6 +198,8 @@ class _Observer:
         self.pieces: dict[str, dict[str, list[int]]] = {}
         self.watch = Watch()  # of the latest step at which evidence was taken
         self.evidence: list[dict[str, Any]] = []  # of each of these steps
+        self.generators: dict[str, bytes] = {}  # the states that were seen last
+        self.reseeded: list[tuple[int, str]] = []  # step and name of generators that left their stream
 
     def start(self, backend: Backend, resolved: dict[str, Any], *, handed: bool) -> None:
         """Begins the record with the weights as loaded. ``handed``: the phase has loaded a training state, or has no
@@ -202,7 +207,8 @@ class _Observer:
         loaded: dict[str, torch.Tensor] = {}
         for role in self.roles:
             loaded |= self._gather("weight", role, backend)
-        generators = self._generators() if handed else []
+        self.generators = generator_states(_library_generators(backend))
+        generators = self._digests() if handed else []
         if handed:
             loaded |= self._training_state(backend)
         if self.rank.rank == 0:
@@ -272,11 +278,16 @@ class _Observer:
             ]
             self.evidence[-1]["changed_by_reading"] = sum(after[key][0] == before[key][0] for key in changed)
         generators: list[dict[str, str]] = []
+        states = generator_states(library := _library_generators(backend))
+        left = (name for name, before in self.generators.items() if not goes_on(before, states.get(name, b"")))
+        self.reseeded += [(batch.step, name) for name in left]
+        self.generators = states
         if handed:
             tensors |= self._training_state(backend)
             # Without this, generators that a framework seeds at every start would look as if they had been restored.
-            seed_generators(self.seed, self.rank.rank, batch.step + 1, ending=True)
-            generators = self._generators()
+            seed_generators(self.seed, self.rank.rank, batch.step + 1, ending=True, library=library)
+            self.generators = generator_states(_library_generators(backend))
+            generators = self._digests()
         values = check_values(metrics, self.observables, type(backend).__name__)
         replicas |= compare(shards | _replicated_values(metrics, self.observables))
         tensors |= self._rows(metrics)
@@ -291,13 +302,13 @@ class _Observer:
         """Writes the footer: ``totals`` and the observations of all ranks. ``memory``: this rank's peaks."""
         # All ranks take part in this collective, so a footer also proves that all of them reached the end.
         evidence = self.evidence or [Watch().to_json()]
-        observed: list[tuple[list[dict[str, Any]], int, int]] = [([], 0, 0) for _ in range(self.rank.world_size)]
-        dist.all_gather_object(observed, (evidence, memory.read(), memory.read_host()))
+        observed: list[Any] = [None] * self.rank.world_size
+        dist.all_gather_object(observed, (evidence, memory.read(), memory.read_host(), self.reseeded))
         if self.writer:
-            of_ranks, peaks, host_peaks = (list(each) for each in zip(*observed, strict=True))
+            of_ranks, peaks, host_peaks, reseeded = (list(each) for each in zip(*observed, strict=True))
             first, *later = map(list, zip(*of_ranks, strict=True))
             found = {"leaks": self.leaks, "evidence": first, "later_evidence": later, "pieces": self.pieces}
-            self.writer.finish({**totals, **found, "memory": peaks, "host_memory": host_peaks})
+            self.writer.finish({**totals, **found, "memory": peaks, "host_memory": host_peaks, "reseeded": reseeded})
 
     def _gather(self, kind: TensorKind, role: Role, backend: Backend) -> dict[str, torch.Tensor]:
         """Walks ``named_tensors`` on all ranks; returns their recorded parts on rank 0, an empty dict on other ranks.
@@ -326,10 +337,10 @@ class _Observer:
         parts = [self._gather(kind, role, backend) for role in trained for kind in STATE_KINDS]
         return {name: tensor for part in parts for name, tensor in part.items()}
 
-    def _generators(self) -> list[dict[str, str]]:
+    def _digests(self) -> list[dict[str, str]]:
         """Returns, for each rank, the digests of its random generators by the generator's name. Collective."""
         found: list[dict[str, str]] = [{} for _ in range(self.rank.world_size)]
-        dist.all_gather_object(found, generator_digests())
+        dist.all_gather_object(found, generator_digests(self.generators))
         return found
 
     def _rows(self, metrics: StepMetrics) -> dict[str, torch.Tensor]:
@@ -343,6 +354,11 @@ class _Observer:
         gathered: list[dict[str, torch.Tensor] | None] = [None] * self.rank.world_size
         dist.gather_object(own, gathered if self.rank.rank == 0 else None)
         return {name: t for of_rank in reversed(gathered) if of_rank for name, t in sorted(of_rank.items())}
+
+
+def _library_generators(backend: Backend) -> Mapping[str, torch.Tensor]:
+    """Returns the live states of the generators that the backend's library keeps, if the backend shows them."""
+    return backend.library_generators() if hasattr(backend, "library_generators") else {}
 
 
 def check_values(metrics: StepMetrics, observables: tuple[Observable, ...], backend: str) -> dict[str, float]:

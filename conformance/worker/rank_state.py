@@ -3,8 +3,8 @@
 Generators: dropout and the order of data draw random numbers; nothing that is compared with the oracle does. So
 generators are checked by their states. At the start of a phase, and again at its end before it saves, every rank's
 generators get states that occur nowhere else: not in another phase, on another rank, or in a framework that seeds
-itself. After loading a checkpoint, each rank has to have the states with which the same rank ended the previous phase
-(docs/principles.md).
+itself. After loading a checkpoint, each rank has to have the states with which the same rank ended the previous phase,
+and after each step the states that they reach by drawing (docs/principles.md).
 
 Settings: the weights of an exported folder are judged in the phase that begins with it, by its backend. Other programs
 also read settings that this backend ignores there, so these are compared with the model's own.
@@ -19,10 +19,12 @@ import contextlib
 import hashlib
 import math
 import random
+import struct
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy
@@ -37,26 +39,87 @@ from conformance.runtime import mark
 from conformance.spec.scenario import ADAPTER, CONFIG_FILE
 
 
-def seed_generators(seed: int, rank: int, next_step: int, *, ending: bool = False) -> None:
+def seed_generators(
+    seed: int,
+    rank: int,
+    next_step: int,
+    *,
+    ending: bool = False,
+    library: Mapping[str, torch.Tensor] = MappingProxyType({}),
+) -> None:
     """Seeds all generators of this rank from the scenario's seed, the rank, the number of the next optimizer step, and
-    whether a phase is ``ending`` before this step or begins with it."""
+    whether a phase is ``ending`` before this step or begins with it.
+
+    library: live states of the library's own generators. They are overwritten in place, because a library's function
+    that restores them is what is tested.
+    """
     number = ((seed * 1000 + next_step) * 1000 + rank) * 2 + ending
     random.seed(number)
     numpy.random.seed(number % 2**32)
     torch.manual_seed(number)  # of every device
+    for place, (name, state) in enumerate(sorted(library.items()), start=1):
+        if state.numel() not in (_TORCH_BYTES, _PHILOX_BYTES):
+            raise ValueError(
+                f"library_generators() gave {name} with {state.numel()} bytes; give the states of torch's generators, "
+                f"as torch.get_rng_state() and torch.cuda.get_rng_state() return them"
+            )
+        seeded = torch.Generator().manual_seed(number * 64 + place).get_state()
+        philox = torch.tensor([number * 64 + place, 0]).view(torch.uint8)
+        state.copy_(seeded if state.numel() == _TORCH_BYTES else philox)
 
 
-def generator_digests() -> dict[str, str]:
-    """Returns the SHA-256 (hexadecimal) of the state of each generator: python, numpy, torch and, with a GPU, cuda."""
-    kind, keys, *rest = numpy.random.get_state()
+# Bytes of the state of a torch generator on the CPU, of one on a GPU, and of the words of a Mersenne twister.
+_TORCH_BYTES, _PHILOX_BYTES, _WORDS = 5056, 16, 624
+TWISTS = 10_000  # of 624 numbers: the largest number of draws of a step that is followed
+
+
+def generator_states(library: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
+    """Returns the state of each generator: python, numpy, torch, with a GPU cuda, and those of the ``library``."""
+    _, words, position, *rest = numpy.random.get_state()
+    _, own, gauss = random.getstate()
     states = {
-        "python": repr(random.getstate()).encode(),
-        "numpy": repr((kind, *rest)).encode() + numpy.asarray(keys).tobytes(),
+        "python": numpy.asarray([own[-1], *own[:-1]], dtype="<u4").tobytes() + repr(gauss).encode(),
+        "numpy": numpy.asarray([position, *words], dtype="<u4").tobytes() + repr(rest).encode(),
         "torch": torch.get_rng_state().numpy().tobytes(),
     }
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state().numpy().tobytes()
+    return states | {f"{name} of the library": state.cpu().numpy().tobytes() for name, state in library.items()}
+
+
+def generator_digests(states: Mapping[str, bytes]) -> dict[str, str]:
+    """Returns the SHA-256 (hexadecimal) of each state."""
     return {name: hashlib.sha256(state).hexdigest() for name, state in states.items()}
+
+
+def goes_on(before: bytes, after: bytes) -> bool:
+    """Whether a generator with the state ``before`` reaches the state ``after`` by drawing numbers."""
+    if before == after:
+        return True
+    if len(before) != len(after) and _PHILOX_BYTES in (len(before), len(after)):
+        return False
+    if len(before) == _PHILOX_BYTES:  # the seed, and the number of numbers drawn
+        return before[:8] == after[:8] and int.from_bytes(after[8:], "little") >= int.from_bytes(before[8:], "little")
+    (words, position), (reached, end) = _twister(before), _twister(after)
+    if (words == reached).all():
+        return end >= position
+    follower = numpy.random.RandomState()
+    for _ in range(TWISTS):
+        follower.set_state(("MT19937", words, _WORDS))
+        follower.bytes(4)
+        words = numpy.asarray(follower.get_state()[1], dtype=numpy.uint32)
+        if (words == reached).all():
+            return True
+    return False
+
+
+def _twister(state: bytes) -> tuple[numpy.ndarray[Any, Any], int]:
+    """Returns the words of a Mersenne twister and the number of them that are used up."""
+    if len(state) == _TORCH_BYTES:
+        _, left, _, used = struct.unpack_from("<QiiQ", state)
+        return numpy.frombuffer(state, "<u8", _WORDS, offset=24).astype(numpy.uint32), _WORDS if left == 1 else used
+    position, *_ = struct.unpack_from("<I", state)
+    return numpy.frombuffer(state, "<u4", _WORDS, offset=4).astype(numpy.uint32), position
 
 
 _PROCESS = Path("/proc/self")

@@ -14,6 +14,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 import transformers
+from deepspeed.runtime.activation_checkpointing.checkpointing import get_cuda_rng_tracker
 from deepspeed.utils import get_z3_leaf_modules, set_z3_leaf_modules
 from deepspeed.utils.groups import get_tensor_model_parallel_group
 from torch.distributed.device_mesh import init_device_mesh
@@ -356,6 +357,12 @@ class DeepspeedContext(ReferenceContext):
 
     def new_trainable(self, head: Head) -> DeepspeedModel:
         return DeepspeedModel(self, head)
+
+    def library_generators(self) -> dict[str, torch.Tensor]:
+        return dict(get_cuda_rng_tracker().get_states())
+
+    def set_library_generators(self, states: Mapping[str, torch.Tensor]) -> None:
+        get_cuda_rng_tracker().set_states(dict(states))
 
     def teardown(self) -> None:
         self.ring = None

@@ -190,6 +190,9 @@ class ReferenceBackend:
     def local_shards(self, kind: TensorKind, model: str) -> Iterator[Shard]:
         return self.models[model].local_shards(kind)
 
+    def library_generators(self) -> Mapping[str, Tensor]:
+        return self.context.library_generators()
+
     def save(self, path: Path) -> None:
         with writing(path / CHECKPOINT, self.about("native")) as draft:
             native.write(draft, self.context, self.trained)

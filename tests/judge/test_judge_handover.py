@@ -1,14 +1,18 @@
 """The judge on handovers: what a phase has loaded is what the phase before had, to the bit, before any step is made."""
 
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from judge_sample import Change, Tensors, Values, write
 
 from conformance.judge.verdict import judge
 from conformance.results.verdict import Verdict
+from conformance.worker import rank_state
+from conformance.worker.rank_state import generator_states, goes_on, seed_generators
 
 MOMENTUM = torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(4, 3)
 LOADED = 1  # the first phase has one step
@@ -86,3 +90,45 @@ def test_every_rank_goes_on_with_its_own_generators(tmp_path: Path) -> None:
     verdict = verdict_of(tmp_path, change, lambda *_: None)
     assert (verdict.state, verdict.first_stage) == ("differs", "generators"), verdict.reason
     assert [f.tensor for f in verdict.findings] == ["torch of rank 0"]
+
+
+def test_generators_that_are_seeded_after_loading_are_found(tmp_path: Path) -> None:
+    seeded = [[], [(LOADED, "torch")], [], []]
+    phases = [write(tmp_path / "0", until=LOADED), write(tmp_path / "1", first=LOADED, reseeded=seeded)]
+    verdict = judge(phases, oracle=write(tmp_path / "oracle"), noise=())
+    assert (verdict.state, verdict.first_stage) == ("differs", "generators"), verdict.reason
+    assert [f.tensor for f in verdict.findings] == ["torch of rank 1 (does not follow from what was loaded)"]
+    phases = [write(tmp_path / "first", until=LOADED, reseeded=seeded), write(tmp_path / "second", first=LOADED)]
+    assert judge(phases, oracle=write(tmp_path / "other"), noise=()).state == "conforms"  # nothing was loaded before
+
+
+def drawn(count: int) -> None:
+    torch.rand(count)
+    numpy.random.rand(count)
+    [random.random() for _ in range(count)]
+
+
+@pytest.mark.parametrize("count", [0, 1, 312, 700, 3000])
+def test_a_generator_follows_its_stream_however_much_it_draws(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_state, "TWISTS", 12)
+    tracker = {"tensor-parallel": torch.Generator().get_state()}
+    seed_generators(3, 1, 2, library=tracker)
+    before = generator_states(tracker)
+    drawn(count)
+    after = generator_states(tracker)
+    assert all(goes_on(before[name], after[name]) for name in before)
+    changed = {name for name in before if before[name] != after[name]}
+    assert changed == ({"python", "numpy", "torch"} if count else set())
+    assert not any(goes_on(after[name], before[name]) for name in changed)
+
+
+def test_seeding_a_generator_breaks_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_state, "TWISTS", 12)
+    tracker = {"on a CPU": torch.Generator().get_state(), "on a GPU": torch.zeros(16, dtype=torch.uint8)}
+    states = []
+    for rank in (0, 1):
+        seed_generators(3, rank, 2, library=tracker)
+        states.append(generator_states(tracker))
+    assert not any(goes_on(states[0][name], states[1][name]) for name in states[0])
+    later = bytes(states[0]["on a GPU of the library"][:8]) + (4).to_bytes(8, "little")
+    assert goes_on(states[0]["on a GPU of the library"], later)

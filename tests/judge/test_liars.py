@@ -211,6 +211,9 @@ def test_an_honest_backend_saves_what_it_has_trained(session: Session, save: Han
         exhaustive("WritesNoCheckpoint", "checkpoint", "weights"),
         ("ForgetsTheOptimizer", "checkpoint", "training state"),
         exhaustive("SeedsItself", "checkpoint", "generators"),
+        pytest.param("RestoresThenSeeds", "checkpoint", "generators", marks=pytest.mark.slow),
+        pytest.param("KeepsNoTracker", "checkpoint", "generators", marks=pytest.mark.slow),
+        pytest.param("FirstRanksTracker", "checkpoint", "generators", marks=pytest.mark.slow),
         exhaustive("ExportsOtherWeights", "export", "weights"),
     ],
 )

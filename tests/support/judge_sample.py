@@ -52,11 +52,12 @@ def write(
     oracle: str = "",
     defects: tuple[Defect, ...] = (),
     shape: tuple[int, int] = (4, 3),
+    reseeded: Sequence[Sequence[tuple[int, str]]] = (),
 ) -> Record:
     """A record of the steps from ``first`` to before ``until``; of the oracle in the precision ``oracle``, if given.
 
     ``change`` edits a step's values and tensors before they are written; the weights as loaded are step first - 1.
-    defects: those that a record of the oracle says it has. shape: of both weights.
+    defects: those that a record of the oracle says it has. shape: of both weights. reseeded: see the record's footer.
     """
     optimizer = {"name": "sgd", "lr": lr, "max_grad_norm": 1.0}
     scenario = parse_scenario(
@@ -97,7 +98,8 @@ def write(
             handed = generators if step == until - 1 < STEPS - 1 else ()
             known = {k: v for k, v in values.items() if v is not None}
             writer.step(known, tensors, replicas=replicas, seconds=0.0, generators=handed)
-    writer.finish({"seconds": 0.0, "leaks": list(leaks), "evidence": [evidence(precision)] * ranks})
+    footer = {"leaks": list(leaks), "evidence": [evidence(precision)] * ranks, "reseeded": list(reseeded)}
+    writer.finish({"seconds": 0.0, **footer})
     return read_record(path)
 
 

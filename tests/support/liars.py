@@ -134,6 +134,46 @@ class SeedsItself(Fsdp2Backend):
         seed_alike()
 
 
+class RestoresThenSeeds(Fsdp2Backend):
+    """Restores the random generators, and seeds them alike at the first step after loading."""
+
+    restored = False
+
+    def load(self, path: Path) -> None:
+        super().load(path)
+        self.restored = True
+
+    def train_step(self, batch: Batch, on_gradients: Callable[[str], None]) -> StepMetrics:
+        if self.restored:
+            seed_alike()
+            self.restored = False
+        return super().train_step(batch, on_gradients)
+
+
+class KeepsNoTracker(MegatronBackend):
+    """Restores torch's random generators, and none of megatron-core's tracker."""
+
+    def setup(self, *arguments: Any) -> dict[str, Any]:
+        resolved = super().setup(*arguments)
+        self.context.set_library_generators = lambda states: None  # type: ignore[method-assign]
+        return resolved
+
+
+class FirstRanksTracker(MegatronBackend):
+    """Restores the first rank's states of megatron-core's tracker on all ranks."""
+
+    def setup(self, *arguments: Any) -> dict[str, Any]:
+        resolved, own = super().setup(*arguments), self.context.set_library_generators
+
+        def of_first_rank(states: Any) -> None:
+            first = [dict(states)]
+            dist.broadcast_object_list(first, src=0)
+            own(first[0])
+
+        self.context.set_library_generators = of_first_rank  # type: ignore[method-assign]
+        return resolved
+
+
 class ExportsOtherWeights(Fsdp2Backend):
     """``export`` writes weights that are not those that were trained: all of them a little larger."""
 

@@ -20,7 +20,7 @@ from conformance.runtime import RankContext
 from conformance.spec.batch import Batch, read_batches
 from conformance.spec.layout import Layout
 from conformance.spec.scenario import LossScaleConfig, Scenario, parse_scenario
-from conformance.worker.rank_state import generator_digests, seed_generators
+from conformance.worker.rank_state import generator_digests, generator_states, seed_generators
 from impl.checkpoints import native
 from impl.checkpoints import native as generators
 from impl.checkpoints.folder import TrainingFolder
@@ -87,7 +87,7 @@ def go_on(
         sums = [float(weight.double().sum()) for _, weight in backend.named_tensors("weight", "policy")]
         told.append([metrics.values["loss"], *sums])
     backend.teardown()
-    return {"told": told[(save_at or first) - first :], "generators": generator_digests()}
+    return {"told": told[(save_at or first) - first :], "generators": generator_digests(generator_states({}))}
 
 
 def save_forms(
