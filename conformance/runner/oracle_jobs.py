@@ -8,6 +8,10 @@ folder of the cache (default: ``~/.cache/backend-parity``).
 Below the exact tier, rounding may send a token to other experts, and then no later number can be compared: a single
 process in bf16 is as far from float64 as a wrong backend. So the choices of the oracle's float64 run are part of the
 batches there (conformance.oracle.run). In the exact tier a backend makes its own choices, which are judged.
+
+While cells run, the records lie beside the output folder, in a folder that no rank is told, and this process keeps
+their digests. So a rank finds no reference in the folders that it gets, and one that it changed is not judged by. At
+the end of the session the records are moved into the output folder.
 """
 
 import contextlib
@@ -18,8 +22,10 @@ import json
 import os
 import shutil
 import sys
+import tempfile
+import threading
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -38,8 +44,8 @@ from conformance.oracle.objectives import functions_of
 from conformance.oracle.role_model import SPARE, bytes_needed, is_routed
 from conformance.oracle.run import POLICIES
 from conformance.records.header_checks import CHOICES, FLOAT64, noise_runs
-from conformance.records.record_format import RecordError
-from conformance.records.step_tensors import read_record
+from conformance.records.record_format import RECORD_FILE, RecordError
+from conformance.records.step_tensors import file_sha256, read_record
 from conformance.runtime import Device, Outcome, Pool, WorkerGroupConfig
 from conformance.spec.known_defects import Defect, defects_to_json
 from conformance.spec.observables import POLICY
@@ -49,11 +55,6 @@ from conformance.spec.scenario import ADAPTER, Scenario, scenario_to_json
 def is_replayed(scenario: Scenario, inputs: FrozenInputs) -> bool:
     """Whether a cell gets the oracle's choices of experts."""
     return not scenario.tier.is_exact and is_routed(inputs.models[POLICY.name])
-
-
-def with_choices(inputs: FrozenInputs, oracle: Path) -> FrozenInputs:
-    """Replaces the batches by those with the choices of experts in the float64 record ``oracle``."""
-    return replace(inputs, batches=oracle / CHOICES)
 
 
 Defects = tuple[Defect, ...]
@@ -82,6 +83,8 @@ class Oracles:
         """leased: the pool of the cells' worker groups, if they lease slots; oracle runs on a GPU then lease slots too.
         gpus: the number of oracle runs on GPUs at once. With only one, other GPUs would idle, as cells need several."""
         self._root, self._device, self._budget_s = root, device, budget_s
+        self._withheld = withheld_folder(root)
+        self._digests: dict[Path, str] = {}  # of each record, from the moment it was written or read from the cache
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="oracle")
         self._threads_of_gpus = ThreadPoolExecutor(max_workers=gpus, thread_name_prefix="oracle-on-gpu")
         self._cache = _cache_for(root)
@@ -105,7 +108,12 @@ class Oracles:
         self._thread.shutdown()
 
     def folder(self, cell: Cell, defects: Defects = ()) -> Path:
-        """Returns the folder of the record ``float64`` and of the noise runs, made by the oracle with these defects."""
+        """Returns the folder of the record ``float64`` and of the noise runs, made by the oracle with these defects,
+        during the session."""
+        return self._withheld / self.published(cell, defects).name
+
+    def published(self, cell: Cell, defects: Defects = ()) -> Path:
+        """Returns the folder of these records in the output folder, after the session."""
         request = [*cell.oracle_request, *([defects_to_json(defects)] if defects else [])]
         kinds = "".join(f"-{defect.kind}" for defect in defects)
         return self._root / "oracle" / f"{cell.scenario.model_name}{kinds}-{short_key(*request)}"
@@ -120,9 +128,9 @@ class Oracles:
         return self._wait(cell, (FLOAT64, *noise_runs(cell.scenario.precision)[:1]), variants)
 
     def variants(self, cell: Cell) -> dict[Defects, Path]:
-        """Returns the folders of the oracles with defects that were requested for a cell, by their defects."""
-        folders = {defects: self.folder(cell, defects) for defects in self._variants[cell]}
-        return {defects: folder for defects, folder in folders.items() if (folder / FLOAT64).exists()}
+        """Returns the ``published`` folders of the oracles with defects that were requested for a cell, by defects."""
+        found = (one for one in self._variants[cell] if (self.folder(cell, one) / FLOAT64).exists())
+        return {defects: self.published(cell, defects) for defects in found}
 
     def replayed(self, cell: Cell, inputs: FrozenInputs) -> FrozenInputs:
         """Returns the inputs of the cell's ranks, with the oracle's choices of experts if the cell gets them.
@@ -132,7 +140,15 @@ class Oracles:
         """
         if not is_replayed(cell.scenario, inputs) or self._wait(cell, (FLOAT64,), ()):
             return inputs
-        return with_choices(inputs, self.folder(cell) / FLOAT64)
+        return self._with_choices(cell, inputs)
+
+    def _with_choices(self, cell: Cell, inputs: FrozenInputs) -> FrozenInputs:
+        """Replaces the batches by a copy of those with the choices of experts in the float64 record."""
+        copy = self._root / "inputs" / f"{self.folder(cell).name}-{CHOICES}"
+        unfinished = copy.with_name(f"{copy.name}.{os.getpid()}-{threading.get_ident()}")
+        shutil.copyfile(self.folder(cell) / FLOAT64 / CHOICES, unfinished)
+        unfinished.rename(copy)
+        return replace(inputs, batches=copy)
 
     def more_noise(self, cell: Cell, inputs: FrozenInputs, variants: Sequence[Defects] = ()) -> bool:
         """Makes the further noise runs of a cell. Returns whether there are any, and all succeeded."""
@@ -147,6 +163,9 @@ class Oracles:
             for policy in policies:
                 out = self.folder(cell, has) / policy
                 if out not in self._runs:
+                    if (earlier := self.published(cell, has) / policy).is_dir():  # of an earlier session in this folder
+                        out.parent.mkdir(exist_ok=True)
+                        shutil.move(earlier, out)
                     run = partial(self._run, cell, inputs, out, policy, has)
                     is_here = self._leased is None or self._device_of(cell, policy) == "cpu"
                     self._runs[out] = (self._thread if is_here else self._threads_of_gpus).submit(run)
@@ -159,7 +178,20 @@ class Oracles:
         runs = [
             self._runs[self.folder(cell, has) / policy] for has in dict.fromkeys(((), *variants)) for policy in policies
         ]
-        return "; ".join(filter(None, (run.result() for run in runs)))
+        failed = "; ".join(filter(None, (run.result() for run in runs)))
+        return failed or self._changed(
+            self.folder(cell, has) / policy for has in ((), *variants) for policy in policies
+        )
+
+    def _changed(self, records: Iterable[Path]) -> str:
+        """Returns which of the records was changed since it was written, as a failure; else empty."""
+        for record in records:
+            if digest_of_record(record) != self._digests[record]:
+                return (
+                    f"the oracle's record {record.parent.name}/{record.name} was changed while cells ran, and this "
+                    f"suite changes none; find the program or the backend that did, and run the cell again"
+                )
+        return ""
 
     def _run(self, cell: Cell, inputs: FrozenInputs, out: Path, policy: str, defects: Defects) -> str:
         device = self._device_of(cell, policy)
@@ -167,23 +199,26 @@ class Oracles:
             reference = self.folder(cell) / FLOAT64
             if self._runs[reference].result():  # submitted earlier, and it waits for no later run: no deadlock
                 return "the oracle's choices of experts are missing, because its float64 run failed"
-            inputs = with_choices(inputs, reference)
+            inputs = self._with_choices(cell, inputs)
         cached = self._cache / _cache_key(cell, inputs, policy, device, defects)
-        with locked(out.with_name(f"{policy}.lock")), locked(cached.with_suffix(".lock")):
+        with locked(cached.with_suffix(".lock")):
             if _is_whole(out):
+                self._digests[out] = digest_of_record(out)
                 return ""
             shutil.rmtree(out, ignore_errors=True)  # left by an interrupted run
+            out.parent.mkdir(exist_ok=True)
             if not _is_whole(cached):
                 shutil.rmtree(cached, ignore_errors=True)
                 computed = out.with_name(f"{policy}.computed")
                 shutil.rmtree(computed, ignore_errors=True)
-                logs = out.with_name(f"{policy}-logs")
+                logs = self.published(cell, defects) / f"{policy}-logs"
                 outcome = self._outcome(cell, inputs, computed, policy, device, defects, logs=logs)
                 if outcome.state != "done":
                     return f"the oracle's {policy} run failed: {outcome.reason}"
                 with complete_or_nothing(cached) as unfinished:
                     shutil.move(computed, unfinished)
             os.utime(cached)
+            self._digests[out] = digest_of_record(cached)
             with complete_or_nothing(out) as unfinished:
                 shutil.copytree(cached, unfinished)
         return ""
@@ -235,6 +270,13 @@ class Oracles:
 
     def _close(self) -> None:
         self._pool.close()
+        for record in sorted(record for record in self._digests if record.is_dir()):
+            published = self._root / "oracle" / record.parent.name / record.name
+            with contextlib.suppress(OSError):  # another session has published it, or the output folder was removed
+                if self._root.is_dir():
+                    published.parent.mkdir(parents=True, exist_ok=True)
+                    record.rename(published)
+        shutil.rmtree(self._withheld, ignore_errors=True)
         prune(self._cache, size=CACHE_SIZE)
 
 
@@ -258,6 +300,23 @@ def prune(folder: Path, *, size: int) -> None:
         total += sum(file.stat().st_size for file in record.glob("*"))
         if total > size:
             shutil.rmtree(record, ignore_errors=True)
+
+
+def withheld_folder(root: Path) -> Path:
+    """Makes a folder beside the output folder ``root``, or inside if the folder around it is on another disk or is not
+    writable."""
+    root.mkdir(parents=True, exist_ok=True)
+    around = root.resolve().parent
+    is_beside = os.access(around, os.W_OK) and around.stat().st_dev == root.stat().st_dev
+    return Path(tempfile.mkdtemp(prefix=f".{root.name}-", dir=around if is_beside else root))
+
+
+def digest_of_record(record: Path) -> str:
+    """Returns the digest of the file that has the digests of all other files of a record; "" if it is missing."""
+    try:
+        return file_sha256(record / RECORD_FILE)
+    except FileNotFoundError:
+        return ""
 
 
 def _is_whole(record: Path) -> bool:

@@ -68,7 +68,7 @@ class ResultWriter:
             folder=f"cells/{cell.slug}",
             completed=judged.completed,
             records=judged.records,
-            oracle=os.path.relpath(self._oracles.folder(cell), folder) if judged.records else None,
+            oracle=os.path.relpath(self._oracles.published(cell), folder) if judged.records else None,
             expected=expected.known,
             conventions=expected.conventions,
             variants=self._variants(cell, folder) if judged.records else (),

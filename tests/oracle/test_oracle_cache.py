@@ -99,6 +99,26 @@ def test_another_session_computes_nothing_again(first: tuple[Path, Path], cache:
     assert all(entry.stat().st_mtime > 0 for entry in entries(cache)), "what was used is not what is thrown away next"
 
 
+def test_no_reference_lies_in_the_output_folder_before_the_end(first: tuple[Path, Path], tmp_path: Path) -> None:
+    """Neither a new one nor that of an earlier session in this folder, and one that a rank changes is not judged by."""
+    shutil.copytree(first[1], tmp_path / "cache")
+    shutil.copytree(first[0], tmp_path / "out")
+    asked, earlier = cell("exact", "dp2"), records(tmp_path / "out").keys()
+    with pytest.MonkeyPatch.context() as patch, Oracles(root=tmp_path / "out", device="cpu", budget_s=120.0) as oracles:
+        patch.setenv("PARITY_CACHE", str(tmp_path / "cache"))
+        oracles.request(asked, prepare_inputs(asked.scenario, tmp_path / "out"))
+        assert oracles.wait(asked) == ""
+        assert not list((tmp_path / "out").rglob("float64/*"))
+        file = oracles.folder(asked) / "float64" / "record.jsonl"
+        whole = file.read_text()
+        file.write_text(whole.replace('"loss":', '"loss" :', 1))
+        assert "float64 was changed while cells ran" in oracles.wait(asked)
+        file.write_text(whole)
+        assert oracles.wait(asked) == ""
+    assert records(tmp_path / "out").keys() == earlier
+    assert not oracles.folder(asked).exists()
+
+
 def damaged(file: Path) -> None:
     content = bytearray(file.read_bytes())
     content[-1] ^= 1

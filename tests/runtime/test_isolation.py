@@ -114,6 +114,7 @@ def test_a_cell_with_a_planted_fault_is_not_run_twice(session: Session) -> None:
 def test_old_records_of_both_are_judged_again_and_shown(session: Session, tmp_path: Path) -> None:
     session.results.write_summary(finished=True)
     out = Path(shutil.copytree(session.config.out, tmp_path / "out"))
+    shutil.copytree(session._oracles.folder(cell_of("Breaks", 1)).parent, out / "oracle", dirs_exist_ok=True)
     before = {file: json.loads(file.read_text()) for file in out.glob("cells/*/verdict.json")}
     rejudge(out)
     assert before == {file: json.loads(file.read_text()) for file in before}
