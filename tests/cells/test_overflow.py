@@ -1,6 +1,5 @@
 """fp16: an update that overflows is skipped, and the loss scale falls and grows: the oracle's model, and cells."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
