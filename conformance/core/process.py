@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import os
 import re
+import resource
 import signal
 import socket
 from collections import Counter
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 STORE_TIMEOUT = timedelta(minutes=5)  # torch's default
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+_CLONE_NEWNS, _MS_BIND, _MS_REC, _MS_SLAVE = 0x20000, 0x1000, 0x4000, 0x80000
+_MARK = 2**40  # microseconds of real-time scheduling, which no process here uses; the limit is only carried
 
 
 def signal_at_death_of(parent: int, number: int) -> None:
@@ -34,6 +37,37 @@ def signal_at_death_of(parent: int, number: int) -> None:
 def adopt_orphans() -> None:
     """Makes this process the parent of descendants whose parent dies, so that it can reap them."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def mark_descendants(number: int) -> None:
+    """Marks this process and all its later descendants, also those that change their session and their parent.
+
+    The mark is a resource limit that limits nothing: children inherit limits, and every process can read them.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_RTTIME)
+    with contextlib.suppress(ValueError, OSError):  # a lower limit is set: the process stays without a mark
+        resource.setrlimit(resource.RLIMIT_RTTIME, (_MARK + number, hard))
+
+
+def mark_of(pid: int) -> int:
+    """Returns the number of ``mark_descendants``; -1 for a process without a mark, or that has ended."""
+    with contextlib.suppress(OSError):
+        return max(-1, resource.prlimit(pid, resource.RLIMIT_RTTIME)[0] - _MARK)
+    return -1
+
+
+def mount_privately(folder: Path, at: Path) -> bool:
+    """Shows ``folder`` at the path ``at`` to this process and its descendants alone. Needs a process of one thread.
+
+    Returns False where this is not allowed, as in most containers, and nothing has then changed.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not at.is_dir() or libc.unshare(_CLONE_NEWNS) != 0:
+        return False
+    # As a slave, so that the host's later mounts still appear here, and this mount does not appear there.
+    if libc.mount(b"none", b"/", None, _MS_REC | _MS_SLAVE, None) != 0:
+        return False
+    return bool(libc.mount(str(folder).encode(), str(at).encode(), None, _MS_BIND, None) == 0)
 
 
 def process_state(pid: int) -> str:

@@ -187,6 +187,8 @@ def unproven(phases: Sequence[Record], scenario: Scenario, sizes: Sizes) -> list
     for phase in phases:
         if phase.header["loads"] == "checkpoint" and not phase.header.get("shows_generators", True):
             listed["random generators of the library (library_generators)"] = None
+        if phase.header["first_step"] and not phase.control:
+            listed["nothing loaded but what was saved"] = None
         if (ranks := phase.footer.get("evidence", [])) and (step := _step_of(phase, ranks)):
             experts = sum(sizes.experts)
             found = not_proven(phase.layout, step, scenario, sizes.linear, layers=sizes.layers, experts=experts)

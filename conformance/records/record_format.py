@@ -214,6 +214,7 @@ def _adapter(kind: str) -> TypeAdapter[Any]:
 
 RECORD_SCHEMA = 3
 RECORD_FILE = "record.jsonl"
+CONTROL = "control.json"  # what the controller adds to the record of a phase: how a control of its loading ended
 LONGEST = 2**28  # largest JSON or JSONL file in bytes; the files of thousands of cells have some MiB
 MOST_NESTED = 64  # most levels of JSON; the suite writes fewer than ten
 AGAIN = "run the cell again"

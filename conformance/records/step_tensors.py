@@ -18,9 +18,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
-from conformance.core.io import Unreadable, file_size
+from conformance.core.errors import UsageError
+from conformance.core.io import Unreadable, file_size, read_json
 from conformance.records.record_format import (
     AGAIN,
+    CONTROL,
     RECORD_FILE,
     RECORD_SCHEMA,
     DigestMismatch,
@@ -101,6 +103,14 @@ class Record:
         objective = self.header["scenario"].get("objective")
         check_imported(objective.get("kind") if isinstance(objective, dict) else None)
         return parse_scenario(self.header["scenario"])
+
+    @cached_property
+    def control(self) -> str:
+        """Returns how the control of the phase's loading ended: ``failed``, ``differs`` or ``same``; "" without one."""
+        try:
+            return str(read_json(self.path / CONTROL).get("control"))
+        except (FileNotFoundError, UsageError, Unreadable):
+            return ""
 
     @cached_property
     def layout(self) -> Layout:

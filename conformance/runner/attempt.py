@@ -103,6 +103,7 @@ class CellRunner:
     ) -> None:
         self._config, self._where = config, where
         self._oracles, self._expectations, self._activities = oracles, expectations, activities
+        self._controlled: set[tuple[str | None, ...]] = set()
 
     def judged(self, cell: Cell, inputs: FrozenInputs) -> JudgedCell:
         """Runs and judges a cell, again in fresh workers if earlier cells may have affected the first attempt."""
@@ -143,6 +144,9 @@ class CellRunner:
             device=self._config.device,
             budget_s=self._config.budget_s,
             fresh=fresh,
+            aside=self._oracles.withheld / "cells" / cell.slug,
+            hidden=folder / "legs" if fresh else None,
+            controlled=self._is_controlled(cell),
         )
         paths = [records / str(number) / "record" for number in range(len(cell.phases))]
         failed = False
@@ -161,6 +165,13 @@ class CellRunner:
         attempt = Attempt(fresh=fresh, verdict=verdict, completed=not ended.failure, records=written)
         used = ended.used or (failed and self._where.is_leased)
         return attempt, used and not cell.faults and (failed or verdict.state == "differs")
+
+    def _is_controlled(self, cell: Cell) -> bool:
+        """Whether the phases of a cell load once more as a control: in the first cell of its backends and handovers."""
+        kind = (cell.backend, *(phase.save for phase in cell.phases))
+        is_first = kind not in self._controlled
+        self._controlled.add(kind)
+        return is_first and not is_large(cell.scenario)
 
     def _missing_oracle(self, cell: Cell) -> str:
         """Waits for the oracle's runs; returns why some of them failed, or ""."""

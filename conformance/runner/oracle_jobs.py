@@ -83,7 +83,7 @@ class Oracles:
         """leased: the pool of the cells' worker groups, if they lease slots; oracle runs on a GPU then lease slots too.
         gpus: the number of oracle runs on GPUs at once. With only one, other GPUs would idle, as cells need several."""
         self._root, self._device, self._budget_s = root, device, budget_s
-        self._withheld = withheld_folder(root)
+        self.withheld = withheld_folder(root)
         self._digests: dict[Path, str] = {}  # of each record, from the moment it was written or read from the cache
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="oracle")
         self._threads_of_gpus = ThreadPoolExecutor(max_workers=gpus, thread_name_prefix="oracle-on-gpu")
@@ -110,7 +110,7 @@ class Oracles:
     def folder(self, cell: Cell, defects: Defects = ()) -> Path:
         """Returns the folder of the record ``float64`` and of the noise runs, made by the oracle with these defects,
         during the session."""
-        return self._withheld / self.published(cell, defects).name
+        return self.withheld / self.published(cell, defects).name
 
     def published(self, cell: Cell, defects: Defects = ()) -> Path:
         """Returns the folder of these records in the output folder, after the session."""
@@ -276,7 +276,7 @@ class Oracles:
                 if self._root.is_dir():
                     published.parent.mkdir(parents=True, exist_ok=True)
                     record.rename(published)
-        shutil.rmtree(self._withheld, ignore_errors=True)
+        shutil.rmtree(self.withheld, ignore_errors=True)
         prune(self._cache, size=CACHE_SIZE)
 
 

@@ -1,21 +1,28 @@
 """Runs the phases of a cell in worker groups; every phase after the first runs in new processes.
 
 The result has the failure, and whether the ranks had run other cells before, one of which may then be the cause.
+
+A phase reaches nothing of the phases before it, but what they saved, and that in another place. Their worker groups
+have ended, and their folders lie beside the output folder until the last phase is done. As a control, a phase may load
+once more from a copy whose tensors were changed, which must fail or show.
 """
 
+import contextlib
 import secrets
 import shutil
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from conformance.backends.faults import find_fault
 from conformance.backends.protocol import BackendEntry
 from conformance.backends.registry import adapter_of
+from conformance.core.io import write_file
 from conformance.data.prepare import FrozenInputs
 from conformance.matrix.cell import Cell, Phase
 from conformance.models.synthetic import with_other_numbers
+from conformance.records.record_format import CONTROL, dumps, read_lines
 from conformance.results.bisection import Bisected, bisected_from_json
 from conformance.runtime import Device, Outcome, Pool, WorkerGroupConfig
 from conformance.runtime.failure import FailureKind
@@ -37,22 +44,63 @@ class PhasesEnded:
 
 
 def run_phases(
-    pool: Pool, cell: Cell, inputs: FrozenInputs, folder: Path, *, device: Device, budget_s: float, fresh: bool
+    pool: Pool,
+    cell: Cell,
+    inputs: FrozenInputs,
+    folder: Path,
+    *,
+    device: Device,
+    budget_s: float,
+    fresh: bool,
+    aside: Path,
+    hidden: Path | None = None,
+    controlled: bool = False,
 ) -> PhasesEnded:
     """Runs the phases in order, phase N in ``folder/N``, until one fails.
 
     fresh: whether the first phase also runs in new processes, which have run no other cell.
+    aside: a new folder that no rank is told, on the same disk; the folders of earlier phases lie there meanwhile, and
+    so does ``hidden``, the folder of an earlier attempt. controlled: whether phases load once more as a control.
     """
     used, met = False, Counter[str]()
-    for number in range(len(cell.phases)):
-        outcome = _run_phase(pool, cell, number, inputs, folder, device=device, budget_s=budget_s, fresh=fresh)
-        used = used or outcome.used
-        if outcome.state == "failed":
-            where = f"phase {number + 1} of {len(cell.phases)}: " if len(cell.phases) > 1 else ""
-            return PhasesEnded(failure=where + outcome.reason, kind=outcome.kind, used=used)
-        for of_rank in outcome.results:
-            met.update(of_rank)
+    with _moving(aside) as move:
+        if hidden and hidden.exists():
+            move(hidden, aside / hidden.name)
+        for number, phase in enumerate(cell.phases):
+            outcome = _run_phase(pool, cell, number, inputs, folder, device=device, budget_s=budget_s, fresh=fresh)
+            used = used or outcome.used
+            if outcome.state == "failed":
+                where = f"phase {number + 1} of {len(cell.phases)}: " if len(cell.phases) > 1 else ""
+                return PhasesEnded(failure=where + outcome.reason, kind=outcome.kind, used=used)
+            for of_rank in outcome.results:
+                met.update(of_rank)
+            if number and controlled and not cell.faults:
+                _control(pool, cell, number, inputs, folder, device=device, budget_s=budget_s)
+            if phase.save:
+                move(folder / str(number), aside / str(number))
+                move(aside / str(number) / "saved", folder / str(number + 1) / LOADED)
     return PhasesEnded(failure=_not_met(cell, met), kind="", used=used)
+
+
+LOADED = "loaded"  # in a phase's folder: what the phase before saved
+
+
+@contextlib.contextmanager
+def _moving(aside: Path) -> Iterator[Callable[[Path, Path], None]]:
+    """Yields a function that moves a folder, and moves all of them back at the end. ``aside``: removed at the end."""
+    moved: list[tuple[Path, Path]] = []
+
+    def move(source: Path, target: Path) -> None:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        source.rename(target)
+        moved.append((source, target))
+
+    try:
+        yield move
+    finally:
+        for source, target in reversed(moved):
+            target.rename(source)
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 def _not_met(cell: Cell, met: Counter[str]) -> str:
@@ -76,22 +124,76 @@ def _run_phase(
     budget_s: float,
     fresh: bool,
 ) -> Outcome:
-    phase = cell.phases[number]
-    saved_before = folder / str(number - 1) / "saved" if number else None
-    if number and cell.phases[number - 1].save in ("checkpoint", "state"):
-        trained = [role.name for role in cell.scenario.objective.roles if role.trained]
-        begun = folder / str(number) / "begun"
-        models_with_other_numbers = {name: with_other_numbers(inputs.models[name], begun / name) for name in trained}
-        inputs = replace(inputs, models={**inputs.models, **models_with_other_numbers})
+    phase, own = cell.phases[number], folder / str(number)
+    inputs = _begun(cell, number, inputs, own)
     return pool.run(
         key=phase.backend.name,
         config=group_config(phase, device),
         task=TASK,
-        kwargs=phase_spec(cell, number, inputs, folder / str(number), saved_before).kwargs,
-        log_dir=folder / str(number) / "logs",
+        kwargs=phase_spec(cell, number, inputs, own, own / LOADED if number else None).kwargs,
+        log_dir=own / "logs",
         budget_s=budget_s,
         fresh=fresh or number > 0 or adapter_of(phase.backend).traits.fresh_ranks,
+        keep=not phase.save,
     )
+
+
+def _begun(cell: Cell, number: int, inputs: FrozenInputs, own: Path) -> FrozenInputs:
+    """Returns the inputs of a phase. One that loads a training state begins with models of other numbers."""
+    if not number or cell.phases[number - 1].save not in ("checkpoint", "state"):
+        return inputs
+    trained = [role.name for role in cell.scenario.objective.roles if role.trained]
+    begun = {name: own / "begun" / name for name in trained}
+    models = {
+        name: path if path.exists() else with_other_numbers(inputs.models[name], path) for name, path in begun.items()
+    }
+    return replace(inputs, models={**inputs.models, **models})
+
+
+def _control(
+    pool: Pool, cell: Cell, number: int, inputs: FrozenInputs, folder: Path, *, device: Device, budget_s: float
+) -> None:
+    """Loads once more from a copy whose tensors were changed, and writes into the phase's record what came of it."""
+    phase, own = cell.phases[number], folder / str(number)
+    control = own / "control"
+    shutil.rmtree(control, ignore_errors=True)
+    shutil.copytree(own / LOADED, control / LOADED)
+    changed = [file for file in (control / LOADED).rglob("*") if change_tensors(file)]
+    if not changed:
+        return
+    spec = phase_spec(cell, number, _begun(cell, number, inputs, own), control, control / LOADED)
+    outcome = pool.run(
+        key=phase.backend.name,
+        config=group_config(phase, device),
+        task=TASK,
+        kwargs=replace(spec, steps=0, save=None).kwargs,
+        log_dir=own / "logs" / "control",
+        budget_s=budget_s,
+        keep=False,
+    )
+    came = "failed" if outcome.state == "failed" else "differs"
+    if outcome.state == "done":
+        loaded, changed = (read_lines(one / "record").loaded["tensors"] for one in (own, control))
+        came = "same" if loaded and changed and loaded["sha256"] == changed["sha256"] else "differs"
+    write_file(own / "record" / CONTROL, dumps({"control": came}))
+    shutil.rmtree(control)
+
+
+TEXTS = (".json", ".jinja", ".model", ".py", ".txt")
+_OTHER_BYTES = bytes(byte ^ 1 for byte in range(256))
+
+
+def change_tensors(file: Path) -> bool:
+    """Changes every byte in the middle half of a file that may hold tensors, and returns whether it did.
+
+    The rest of such a file has its structure.
+    """
+    if not file.is_file() or file.suffix in TEXTS:
+        return False
+    content = file.read_bytes()
+    begin, end = len(content) // 4, 3 * len(content) // 4
+    file.write_bytes(content[:begin] + content[begin:end].translate(_OTHER_BYTES) + content[end:])
+    return True
 
 
 class TraceFailed(Exception):

@@ -7,15 +7,20 @@ parent of its ranks, so it notices each death, and no rank outlives it.
 It never runs a task, stays single-threaded and does not touch GPUs, because neither threads nor CUDA survive a fork. If
 an import starts a thread or CUDA, the process executes itself again without imports, and starts ranks instead of
 forking them.
+
+A worker group has a temporary folder of its own and, where the host allows it, a /dev/shm of its own. Both are removed
+when it ends, and every descendant of its ranks is then ended, also one that has left their sessions.
 """
 
 import contextlib
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Iterator, Sequence
@@ -27,6 +32,9 @@ from conformance.core import packages
 from conformance.core.process import (
     adopt_orphans,
     children,
+    mark_descendants,
+    mark_of,
+    mount_privately,
     open_files,
     signal_at_death_of,
     signal_group,
@@ -52,7 +60,9 @@ class Forkserver:
     def __init__(self, control: Wire, *, forks: bool) -> None:
         self._control, self._forks = control, forks
         self._pids: dict[int, list[int]] = {}  # by worker group, then by rank
+        self._folders: dict[int, list[Path]] = {}  # by worker group: its temporary folder, and what it has as /dev/shm
         self._reported: set[int] = set()
+        self._own = set(children())  # of imported modules
         self._wakeup = socket.socketpair()
         for end in self._wakeup:
             end.setblocking(False)
@@ -84,13 +94,17 @@ class Forkserver:
                     self._control.send({"type": "buried", "worker_group": message["worker_group"], "left": left})
         for worker_group in list(self._pids):
             self._bury(worker_group)
-        for pid in children():  # processes that left their rank's process group
-            signal_process(pid, signal.SIGKILL)
 
     def _start(self, message: Message, fds: list[int]) -> None:
         assert not self._forks or thread_count() == 1, "a fork copies one thread only; something started another"
         beats_fd, store_fd, *sockets = fds
         forkserver, pids, failure = os.getpid(), [], ""
+        number = message["worker_group"]
+        folders = [
+            Path(tempfile.mkdtemp(prefix="parity-", dir=parent))
+            for parent in (None, SHARED_MEMORY)
+            if _is_folder(parent)
+        ]
         for rank, socket_fd in enumerate(sockets):
             inherited = {"socket_fd": socket_fd, "beats_fd": beats_fd, "store_fd": store_fd}
             try:
@@ -100,16 +114,18 @@ class Forkserver:
                 break
             if pid == 0:
                 os.environ.update(message["variables"])
+                mark_descendants(number)
+                _make_private(*folders)
                 slot = message["slots"][rank]
                 self._become_rank(forkserver, {**message["spec"], **slot, "local_rank": rank, **inherited}, fds)
             _lead_group(pid)
             pids.append(pid)
         for fd in fds:
             os.close(fd)
-        self._pids[message["worker_group"]] = pids
+        self._pids[number], self._folders[number] = pids, folders
         if failure:
-            self._bury(message["worker_group"])
-        self._control.send({"type": "started", "worker_group": message["worker_group"], "pids": pids, "error": failure})
+            self._bury(number)
+        self._control.send({"type": "started", "worker_group": number, "pids": pids, "error": failure})
 
     def _become_rank(self, forkserver: int, spec: dict[str, Any], fds: list[int]) -> NoReturn:
         """Continue as a rank, in the child of a fork. This must never return into the loop of the forkserver."""
@@ -150,13 +166,15 @@ class Forkserver:
                     self._reported.add(pid)
                     self._control.send({"type": "exited", "worker_group": worker_group, "rank": rank, "status": status})
 
-    def _reap_orphans(self) -> None:
+    def _reap_orphans(self) -> list[int]:
+        """Reaps dead processes whose parent has died. Returns those that live and belong to no live worker group."""
         ranks = {pid for pids in self._pids.values() for pid in pids}
-        for pid in set(children()) - ranks:
-            os.waitpid(pid, os.WNOHANG)
+        orphans = [pid for pid in set(children()) - ranks - self._own if os.waitpid(pid, os.WNOHANG) == (0, 0)]
+        return [pid for pid in orphans if mark_of(pid) not in self._pids]
 
     def _bury(self, worker_group: int) -> list[int]:
-        """Ends a worker group's ranks and their children. Returns the ids of process groups that are still alive."""
+        """Ends a worker group's ranks and all their descendants, and removes its folders. Returns the ids of processes
+        and process groups that are still alive."""
         groups = self._pids[worker_group]
         for group in groups:
             signal_group(group, signal.SIGTERM)
@@ -171,10 +189,29 @@ class Forkserver:
         deadline = time.monotonic() + KILL_LIMIT_S
         left = groups
         while left and time.monotonic() < deadline:
-            self._reap_orphans()
-            left = [group for group in left if signal_group(group, 0)]
+            orphans = self._reap_orphans()
+            for pid in orphans:  # descendants that have left the process groups of their ranks
+                signal_process(pid, signal.SIGKILL)
+            left = [*(group for group in groups if signal_group(group, 0)), *orphans]
             time.sleep(_TICK_S if left else 0)
+        for folder in self._folders.pop(worker_group, ()):
+            shutil.rmtree(folder, ignore_errors=True)
         return left
+
+
+SHARED_MEMORY = Path("/dev/shm")
+PRIVATE = "PARITY_PRIVATE_SHM"  # set in ranks whose worker group has a /dev/shm of its own
+
+
+def _is_folder(path: Path | None) -> bool:
+    return path is None or os.access(path, os.W_OK)
+
+
+def _make_private(temporary: Path, shared_memory: Path | None = None) -> None:
+    """Gives this process, a rank of one thread, the folders of its worker group for temporary files."""
+    os.environ["TMPDIR"], tempfile.tempdir = str(temporary), None
+    if shared_memory and mount_privately(shared_memory, SHARED_MEMORY):
+        os.environ[PRIVATE] = "1"
 
 
 def _exit_status(pid: int) -> int | None:

@@ -77,12 +77,14 @@ class Pool:
         log_dir: Path,
         budget_s: float,
         fresh: bool = False,
+        keep: bool = True,
     ) -> Outcome:
         """Calls ``task`` ("package.module:function") as ``function(rank_context, **kwargs)`` on every rank.
 
         ``fresh``: run the task in new processes, for example the phase of a cell that resumes from a checkpoint and
         must not find anything elsewhere. The live worker group of this key and config is retired, and the new one is
-        kept for the next task.
+        kept for the next task. ``keep``: False for a task of which nothing may be left for a later one; its worker
+        group ends with it.
 
         ``log_dir`` gets rank-N.log and, if the task hangs or fails, rank-N.stacks. A task without progress for
         ``budget_s`` seconds is ended (conformance.runtime.watchdog defines progress and further limits); the budget
@@ -100,6 +102,7 @@ class Pool:
                 log_dir=log_dir,
                 budget_s=budget_s,
                 fresh=fresh,
+                keep=keep,
                 held=held,
             )
 

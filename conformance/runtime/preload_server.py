@@ -20,7 +20,9 @@ import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
+import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,6 +34,7 @@ from typing import IO, NoReturn
 
 from conformance.core import packages as own_packages
 from conformance.core.host import cache_folder
+from conformance.core.process import adopt_orphans, children, signal_process
 from conformance.runtime import forkserver
 from conformance.runtime.failure import ENTRIES, START_LIMIT_S, StartError
 from conformance.runtime.messages import Device, Message, Wire, wire_pair
@@ -45,6 +48,7 @@ SHARED = {"transformers": "transformers.modeling_utils"}
 _NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 _ENVIRONMENTS = 3  # number of environments whose bytecode is kept, the last ones used; 110 MB each
 _STATUS = struct.Struct("i")
+_TICK_S = 0.002
 
 
 class Forked:
@@ -174,12 +178,19 @@ def environment(device: Device | None = None, *, is_other: bool = False) -> dict
         "TORCHINDUCTOR_COMPILE_THREADS": os.environ.get(
             "TORCHINDUCTOR_COMPILE_THREADS", str(min(4, len(os.sched_getaffinity(0))))
         ),
+        # Worker groups have temporary folders of their own, and share what is compiled.
+        "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", _compiled_code()),
         "CUBLAS_WORKSPACE_CONFIG": os.environ.get("CUBLAS_WORKSPACE_CONFIG", ":4096:8"),  # reproducible results
         "TORCH_FR_BUFFER_SIZE": os.environ.get("TORCH_FR_BUFFER_SIZE", str(ENTRIES)),
         "PYTHONUNBUFFERED": "1",  # the log contains all output of a rank that is killed
         # pyarrow, which transformers imports if it is installed, starts a thread otherwise.
         "JE_ARROW_MALLOC_CONF": "background_thread:false",
     }
+
+
+def _compiled_code() -> str:
+    """Returns the folder in which torch.compile keeps its code by default."""
+    return str(Path(tempfile.gettempdir()) / f"torchinductor_{os.environ.get('USER', os.getuid())}")
 
 
 def _bytecode() -> dict[str, str]:
@@ -230,6 +241,7 @@ class _Server:
     def __init__(self, control: Wire) -> None:
         self._control = control
         self._children: dict[int, _Child] = {}  # by pidfd, which is readable when the process has ended
+        self._own: set[int] = set()  # processes that imported modules have started
 
     def serve(self) -> None:
         """Serves until the controller closes its socket or dies."""
@@ -246,6 +258,7 @@ class _Server:
                     return
                 if message["do"] == "fork":
                     _import_shared(message["preload"])
+                    self._own |= set(children()) - {child.pid for child in self._children.values()}
                     self._fork(message, *fds)
                 else:
                     self._signal(message["forkserver"], message["signal"])
@@ -279,9 +292,20 @@ class _Server:
         child = self._children.pop(fd)
         os.close(fd)
         _, status = os.waitpid(child.pid, 0)
+        self._end_orphans()
         with contextlib.suppress(BrokenPipeError):
             os.write(child.status_fd, _STATUS.pack(os.waitstatus_to_exitcode(status)))
         os.close(child.status_fd)
+
+    def _end_orphans(self) -> None:
+        """Ends the descendants of a forkserver that was killed. A live one keeps its own orphans."""
+        deadline = time.monotonic() + forkserver.KILL_LIMIT_S
+        others = self._own | {child.pid for child in self._children.values()}
+        while (orphans := set(children()) - others) and time.monotonic() < deadline:
+            for pid in orphans:
+                signal_process(pid, signal.SIGKILL)
+                os.waitpid(pid, os.WNOHANG)
+            time.sleep(_TICK_S)
 
 
 def _import_shared(preload: Sequence[str]) -> None:
@@ -322,6 +346,7 @@ def _become_forkserver(message: Message, parent: int, control_fd: int, log_fd: i
 
 def main() -> None:
     own_packages.prefer()
+    adopt_orphans()
     control = Wire(socket.socket(fileno=int(sys.argv[1])))
     os.set_inheritable(control.fileno(), False)
     _import(COMMON)

@@ -83,6 +83,7 @@ class Lane:
         budget_s: float,
         fresh: bool,
         held: Sequence[int],
+        keep: bool = True,
     ) -> Outcome:
         """See conformance.runtime.Pool.run. ``held``: descriptors that ranks keep open while they run the task."""
         log_dir = log_dir.resolve()
@@ -101,7 +102,7 @@ class Lane:
         except StartError as error:
             return failed(str(error), kind="raised", began=began)
         except TaskFailed as failure:
-            self._retire(key, config, why=str(failure.cause))
+            self._retire(key, config, why=str(failure.cause), level=logging.INFO if keep else logging.DEBUG)
             if failure.cause.kind == "out of memory":  # the next attempt needs the memory of idle worker groups
                 for other in list(self.worker_groups):
                     self._retire(*other, why="another worker group here ran out of memory")
@@ -111,7 +112,9 @@ class Lane:
             raise
         finally:
             self._running = None
-        if leaks:
+        if not keep:
+            self._retire(key, config, why="the next task must not reach it", level=logging.DEBUG)
+        elif leaks:
             self._retire(key, config, why=f"it leaks: {leaks}")
         elif kept > KEPT_BYTES:
             why = f"a rank keeps {kept // 2**20} MiB between tasks, in caches of libraries"

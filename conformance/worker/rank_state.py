@@ -103,11 +103,11 @@ def goes_on(before: bytes, after: bytes) -> bool:
     (words, position), (reached, end) = _twister(before), _twister(after)
     if (words == reached).all():
         return end >= position
-    follower = numpy.random.RandomState()
+    follower: Any = numpy.random.RandomState()
     for _ in range(TWISTS):
         follower.set_state(("MT19937", words, _WORDS))
         follower.bytes(4)
-        words = numpy.asarray(follower.get_state()[1], dtype=numpy.uint32)
+        words = follower.get_state()[1]
         if (words == reached).all():
             return True
     return False

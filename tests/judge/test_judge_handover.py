@@ -10,6 +10,7 @@ import torch
 from judge_sample import Change, Tensors, Values, write
 
 from conformance.judge.verdict import judge
+from conformance.records.step_tensors import read_record
 from conformance.results.verdict import Verdict
 from conformance.worker import rank_state
 from conformance.worker.rank_state import generator_states, goes_on, seed_generators
@@ -132,3 +133,14 @@ def test_seeding_a_generator_breaks_its_stream(monkeypatch: pytest.MonkeyPatch) 
     assert not any(goes_on(states[0][name], states[1][name]) for name in states[0])
     later = bytes(states[0]["on a GPU of the library"][:8]) + (4).to_bytes(8, "little")
     assert goes_on(states[0]["on a GPU of the library"], later)
+
+
+@pytest.mark.parametrize(("control", "state"), [("failed", "conforms"), ("differs", "conforms"), ("same", "differs")])
+def test_a_changed_copy_that_loads_the_same_was_not_read(tmp_path: Path, control: str, state: str) -> None:
+    phases = [write(tmp_path / "0", until=LOADED), write(tmp_path / "1", first=LOADED)]
+    oracle, unproven = write(tmp_path / "oracle"), "nothing loaded but what was saved"
+    assert unproven in judge(phases, oracle=oracle, noise=()).reason
+    (tmp_path / "1" / "control.json").write_text(f'{{"control": "{control}"}}')
+    verdict = judge([phases[0], read_record(tmp_path / "1")], oracle=oracle, noise=())
+    assert (verdict.state, verdict.first_stage) == (state, "weights" if state == "differs" else ""), verdict.reason
+    assert unproven not in verdict.reason

@@ -211,6 +211,7 @@ def test_an_honest_backend_saves_what_it_has_trained(session: Session, save: Han
         exhaustive("WritesNoCheckpoint", "checkpoint", "weights"),
         ("ForgetsTheOptimizer", "checkpoint", "training state"),
         exhaustive("SeedsItself", "checkpoint", "generators"),
+        pytest.param("SavesElsewhere", "checkpoint", "weights", marks=pytest.mark.slow),
         pytest.param("RestoresThenSeeds", "checkpoint", "generators", marks=pytest.mark.slow),
         pytest.param("KeepsNoTracker", "checkpoint", "generators", marks=pytest.mark.slow),
         pytest.param("FirstRanksTracker", "checkpoint", "generators", marks=pytest.mark.slow),
@@ -223,6 +224,13 @@ def test_what_was_not_saved_shows_at_the_first_step_after_loading(
     verdict = session.run(of_two_phases(liar(name), save)).verdict
     assert (verdict.state, verdict.first_stage) == ("differs", stage), verdict.reason
     assert verdict.findings[0].step == 2
+
+
+@pytest.mark.slow  # test_a_phase_reaches_nothing_of_the_one_before shows it without ranks
+def test_a_phase_finds_no_record_of_the_one_before(session: Session) -> None:
+    verdict = session.run(of_two_phases(liar("LoadsTheRecord"), "checkpoint")).verdict
+    assert verdict.state == "infrastructure"
+    assert "found 0 records of phases before" in verdict.reason
 
 
 @pytest.mark.parametrize(

@@ -1,18 +1,26 @@
 """Programs: cells of several phases are written down without gaps, hand over what the next phase can read, and have
 ids."""
 
+import json
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from conformance.backends.protocol import find_backend
 from conformance.core.errors import UsageError
 from conformance.core.host import FIXTURES
+from conformance.data.prepare import FrozenInputs
 from conformance.matrix.cell import Cell, Handover, Phase
 from conformance.matrix.profile import Overrides, Profile, expand, load_profile
+from conformance.runner import phases
+from conformance.runtime import Outcome
 from conformance.spec.layout import Layout
 from conformance.spec.scenario import load_scenario
+from conformance.worker.phase_spec import PhaseSpec
 
 SCENARIO = load_scenario(FIXTURES / "scenarios" / "sft-warmup.toml", model="models/llama", precision="exact")  # 5 steps
 
@@ -219,3 +227,69 @@ def test_two_scenario_files_of_one_name_are_not_taken_for_one(tmp_path: Path) ->
 def test_a_cell_that_two_tables_name_is_run_once(tmp_path: Path) -> None:
     again = '[[cells]]\nscenarios = ["sft-warmup"]\nmodels = ["llama"]\nprecisions = ["exact"]\nlayouts = ["dp2"]'
     assert len(ids(profile(tmp_path, f'layouts = ["dp2"]\n{again}'), ["fsdp2"])) == 1
+
+
+# --- what a phase reaches --------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Ranks:
+    """Stands in for a pool: each phase writes a record, and what it saves. ``seen``: what it finds of earlier ones."""
+
+    folder: Path
+    control: Outcome | None = None
+    seen: list[list[str]] = field(default_factory=list)
+
+    def run(self, *, kwargs: dict[str, Any], keep: bool, **_: Any) -> Outcome:
+        spec = PhaseSpec.from_json(kwargs["spec"])
+        self.seen.append(sorted(str(path.relative_to(self.folder)) for path in self.folder.rglob("*.bin")))
+        done = Outcome(state="done", reason="", kind="", rank=None, seconds=0.0, results=[{}])
+        if "control" in spec.record.parts and self.control:
+            return self.control
+        spec.record.mkdir(parents=True)
+        (spec.record / "of.bin").touch()
+        digest = "same" if self.control is None else (spec.load or ("", Path()))[1].name
+        lines = [{"type": "step", "step": spec.first_step - 1, "tensors": {"file": "a", "sha256": digest}}]
+        (spec.record / "lines").write_text(json.dumps(lines))
+        if spec.save:
+            assert not keep, "nothing of a phase that saves may live on"
+            spec.save[1].mkdir()
+            (spec.save[1] / "tensors.bin").write_bytes(bytes(range(8)))
+        return done
+
+
+@pytest.mark.parametrize("came", ["same", "failed"])
+def test_a_phase_reaches_nothing_of_the_one_before(tmp_path: Path, came: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    failure = Outcome(state="failed", reason="damaged", kind="raised", rank=0, seconds=0.0, results=[])
+    ranks, folder = Ranks(tmp_path, control=failure if came == "failed" else None), tmp_path / "out" / "legs"
+
+    def lines_of(record: Path) -> Any:
+        return SimpleNamespace(loaded=json.loads((record / "lines").read_text())[0])
+
+    monkeypatch.setattr(phases, "read_lines", lines_of)
+    monkeypatch.setattr(phases, "with_other_numbers", lambda model, path: path)
+    asked = cell(phase(2, "checkpoint"), phase(3))
+    inputs = FrozenInputs(models={"policy": tmp_path / "model"}, batches=tmp_path / "batches")
+    (hidden := tmp_path / "out" / "earlier").mkdir(parents=True)
+    (hidden / "old.bin").touch()
+    options: Any = {"device": "cpu", "budget_s": 1.0, "fresh": False, "aside": tmp_path / "aside", "hidden": hidden}
+    ended = phases.run_phases(ranks, asked, inputs, folder, controlled=True, **options)  # type: ignore[arg-type]
+    assert not ended.failure
+    before = "aside/0/record/of.bin"
+    assert ranks.seen[0] == ["aside/earlier/old.bin"]
+    assert ranks.seen[1] == [before, "aside/earlier/old.bin", "out/legs/1/loaded/tensors.bin"]
+    copy = "out/legs/1/control/loaded/tensors.bin"
+    assert copy in ranks.seen[2]
+    left = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.bin"))
+    saved = "out/legs/0/saved/tensors.bin"
+    assert left == ["out/earlier/old.bin", "out/legs/0/record/of.bin", saved, "out/legs/1/record/of.bin"]
+    assert (tmp_path / saved).read_bytes() == bytes(range(8))
+    assert json.loads((folder / "1" / "record" / "control.json").read_text()) == {"control": came}
+
+
+def test_a_control_changes_tensors_and_leaves_their_structure(tmp_path: Path) -> None:
+    for name, changes in (("a.safetensors", True), ("rank.pt", True), ("config.json", False)):
+        (file := tmp_path / name).write_bytes(bytes(range(80)))
+        assert phases.change_tensors(file) == changes
+        content = file.read_bytes()
+        assert [at for at in range(80) if content[at] != at] == (list(range(20, 60)) if changes else [])

@@ -41,6 +41,26 @@ def test_dead_forkserver_ends_ranks_and_is_replaced(tmp_path: Path) -> None:
     assert list(work_dir.iterdir()) == []
 
 
+@pytest.mark.parametrize("ends", ["with its task", "with its forkserver"])
+def test_nothing_of_a_worker_group_outlives_it(tmp_path: Path, ends: str) -> None:
+    """Neither a process that has left session and parent, nor a file in its temporary folders."""
+    with Pool(work_dir=tmp_path / "work") as pool:
+        run = Runner(pool, tmp_path)
+        other = results(run("leave_a_daemon", size=1, key="other"))[0]["daemon"]
+        (left,) = results(run("leave_a_daemon", size=1, keep=ends != "with its task"))
+        if ends == "with its forkserver":
+            run("kill_forkserver", size=1)
+            assert is_dead_soon(left["daemon"])
+            return
+        assert is_gone(left["daemon"])
+        assert not is_gone(other), "the daemon of a live worker group"
+        assert left["seen"] == [True, True]
+        assert not Path(left["temporary"]).parent.exists()
+        if left["private"]:
+            assert not Path("/dev/shm/left-by-a-task").exists()
+    assert is_gone(other)
+
+
 def test_the_forkservers_of_all_pools_are_forked_from_one_process(tmp_path: Path) -> None:
     forkserver_client = []
     for name in ("one", "other"):

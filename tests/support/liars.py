@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import random
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -132,6 +133,37 @@ class SeedsItself(Fsdp2Backend):
     def load(self, path: Path) -> None:
         super().load(path)
         seed_alike()
+
+
+class SavesElsewhere(Fsdp2Backend):
+    """Writes its checkpoint to a folder that no leg is given, and reads it there. The given folder gets a copy."""
+
+    @property
+    def elsewhere(self) -> Path:
+        return Path("/var/tmp/parity-saved-elsewhere")
+
+    def save(self, path: Path) -> None:
+        super().save(path)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(self.elsewhere, ignore_errors=True)
+            shutil.copytree(path, self.elsewhere)
+        dist.barrier()
+
+    def load(self, path: Path) -> None:
+        super().load(self.elsewhere)
+
+
+class LoadsTheRecord(Fsdp2Backend):
+    """Saves nothing, and looks for the record of the phase before in every folder around the one to load."""
+
+    def save(self, path: Path) -> None:
+        pass
+
+    def load(self, path: Path) -> None:
+        around = [folder for folder in path.absolute().parents if (folder / "inputs").is_dir()]
+        records = [file for folder in around for file in folder.glob("cells/*by-checkpoint*/*/*/record/step-*")]
+        raise ValueError(f"found {len(records)} records of phases before")
 
 
 class RestoresThenSeeds(Fsdp2Backend):

@@ -33,6 +33,7 @@ class Runner:
         budget_s: float = BUDGET_S,
         memory: int | None = None,
         fresh: bool = False,
+        keep: bool = True,
         **kwargs: Any,
     ) -> Outcome:
         return self.pool.run(
@@ -43,6 +44,7 @@ class Runner:
             log_dir=self.logs,
             budget_s=budget_s,
             fresh=fresh,
+            keep=keep,
         )
 
     def pids(self, **worker_group: Any) -> list[int]:

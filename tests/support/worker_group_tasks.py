@@ -6,6 +6,7 @@ import socket
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch import nn
 
 from conformance.runtime import RankContext, beat, cleanup, mark
 from conformance.runtime.failure import ENTRIES
+from conformance.runtime.forkserver import PRIVATE
 
 _remembered: list[str] = []
 _pools: set[str] = set()
@@ -383,6 +385,27 @@ def kill_host_process(context: RankContext, *, rank: int) -> None:
         os.kill(_parent(preload_server), signal.SIGKILL)
     dist.barrier()
     time.sleep(60)
+
+
+def leave_a_daemon(context: RankContext) -> dict[str, Any]:
+    """Leave a process in a session of its own, whose parent is dead, and files in the temporary folders."""
+    read, write = os.pipe()
+    if (child := os.fork()) == 0:
+        os.setsid()
+        if (daemon := os.fork()) == 0:
+            time.sleep(1000)
+        os.write(write, str(daemon).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    files = [Path(folder, "left-by-a-task") for folder in (tempfile.gettempdir(), "/dev/shm")]
+    for file in files:
+        file.touch()
+    return {
+        "daemon": int(os.read(read, 20)),
+        "temporary": str(files[0]),
+        "seen": [file.exists() for file in files],
+        "private": PRIVATE in os.environ,
+    }
 
 
 def _parent(pid: int) -> int:
