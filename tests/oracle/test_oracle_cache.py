@@ -257,8 +257,8 @@ def test_an_oracle_with_a_defect_has_a_folder_of_its_own_and_so_has_its_noise(ca
         inputs = prepare_inputs(asked.scenario, tmp_path)
         oracles.request(asked, inputs, defects)
         assert oracles.wait(asked, defects) == ""
-        honest, wrong = oracles.folder(asked), oracles.folder(asked, defects)
-        assert not (wrong / "bf16-plain").exists()
+        honest, wrong = oracles.published(asked), oracles.published(asked, defects)
+        assert not (oracles.folder(asked, defects) / "bf16-plain").exists()
         assert oracles.more_noise(asked, inputs, [defects])
     assert len(entries(cache)) == 6
     assert wrong.name.startswith("llama-rounded-masters-")
