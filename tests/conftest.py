@@ -184,6 +184,7 @@ def make_cell(
     backend: BackendEntry | None = None,
     scenarios: Path = FIXTURES / "scenarios",
     rows: int | None = None,
+    expected: tuple[str, ...] = ("*",),
     **overrides: Any,
 ) -> Cell:
     """A cell of the built-in fixtures; ``overrides`` are fields of the scenario, ``rows`` those of an optimizer step.
@@ -196,5 +197,5 @@ def make_cell(
     if scenario == "sft-warmup":
         before = Phase(backend=chosen, layout=parsed, steps=2, save="checkpoint")
         after = Phase(backend=chosen, layout=parsed, steps=config.steps - 2)
-        return Cell(scenario=config, phases=(before, after), program="resume", faults=faults)
-    return Cell.single(scenario=config, backend=chosen, layout=parsed, faults=faults)
+        return Cell(scenario=config, phases=(before, after), program="resume", faults=faults, expected=expected)
+    return Cell.single(scenario=config, backend=chosen, layout=parsed, faults=faults, expected=expected)

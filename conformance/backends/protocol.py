@@ -76,6 +76,7 @@ class Traced:
 
 
 ENTRY_POINT_GROUP = "parity.backends"
+DISTRIBUTION = "backend-parity"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -355,6 +356,12 @@ def _registration(entry: BackendEntry) -> EntryPoint | None:
     """Returns the entry point with the same name and target as ``entry``; None if there is none."""
     known = entry_points(group=ENTRY_POINT_GROUP)
     return next((one for one in known if (one.name, one.value) == (entry.name, entry.target)), None)
+
+
+def is_own(entry: BackendEntry) -> bool:
+    """Whether a backend is one of the suite's own, whose expected differences the suite documents."""
+    own = (e for e in entry_points(group=ENTRY_POINT_GROUP) if e.dist and e.dist.name == DISTRIBUTION)
+    return any((e.name, e.value) == (entry.name, entry.target) for e in own)
 
 
 def registered_backends() -> dict[str, BackendEntry]:

@@ -44,6 +44,7 @@ class Cell:
 
     program: the name of the sequence of phases in the profile; empty for a cell of one phase.
     faults: names of the faults that are planted; an ordinary cell has none.
+    expected: shell patterns of the links of those differences that count as expected if the backend declares them.
 
     Raises UsageError if the phases' steps do not add up to the scenario's, or if a phase cannot resume from the one
     before.
@@ -53,14 +54,21 @@ class Cell:
     phases: tuple[Phase, ...]
     program: str = ""
     faults: tuple[str, ...] = ()
+    expected: tuple[str, ...] = ()
 
     @classmethod
     def single(
-        cls, *, scenario: Scenario, backend: BackendEntry, layout: Layout, faults: tuple[str, ...] = ()
+        cls,
+        *,
+        scenario: Scenario,
+        backend: BackendEntry,
+        layout: Layout,
+        faults: tuple[str, ...] = (),
+        expected: tuple[str, ...] = (),
     ) -> "Cell":
         """Builds a cell of one phase."""
         phase = Phase(backend=backend, layout=layout, steps=scenario.steps)
-        return cls(scenario=scenario, phases=(phase,), faults=faults)
+        return cls(scenario=scenario, phases=(phase,), faults=faults, expected=expected)
 
     def __post_init__(self) -> None:
         assert self.phases

@@ -87,12 +87,15 @@ class Profile:
 
     description: shown by ``parity list``. programs: sequences of phases, by name.
     steps: at most this many steps of every scenario; None: all steps.
+    expected: by the name of a backend, shell patterns of links. A difference that a backend declares as expected counts
+        only if its link is named here, or if the backend belongs to the suite.
     """
 
     description: str
     cells: Annotated[tuple[CellTable, ...], Field(min_length=1)]
     steps: Count | None = None
     programs: dict[str, Annotated[tuple[PlannedPhase, ...], Field(min_length=1)]] = Field(default_factory=dict)
+    expected: dict[str, tuple[str, ...]] = Field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,7 +269,8 @@ def expand(
             for layout, chain in itertools.product(_phase_layouts(table), chains):
                 layouts = [_layout(part, overrides.stride) for part in layout.split(TO)]
                 phases = _phases(_program(profile, table.program), chain, layouts, scenario)
-                cell = Cell(scenario=scenario, phases=phases, program=table.program, faults=faults)
+                named = profile.expected.get(phases[0].backend.name, ())
+                cell = Cell(scenario=scenario, phases=phases, program=table.program, faults=faults, expected=named)
                 if cells.setdefault(str(cell), cell) != cell:
                     raise UsageError(
                         f"two different cells have the id {cell}; rename one of the scenario files or model folders"

@@ -53,11 +53,13 @@ class JudgedCell:
 class Expectation:
     """Holds the observables in which records of a cell are compared, and the differences that its backend declares.
 
+    unnamed: what to add to the profile, for those that it does not name.
     conventions: those that the backend declares and that could change the cell. undeclared: the other known ones.
     """
 
     observables: tuple[Observable, ...]
     known: tuple[Known, ...]
+    unnamed: str
     conventions: Conventions
     undeclared: Conventions
 
@@ -83,6 +85,7 @@ class Expectations:
             self._of_cells[cell] = Expectation(
                 observables=all_observables(scenario.objective, scaled=scaled, routed=routed),
                 known=self._refusals.known(cell),
+                unnamed=self._refusals.unnamed(cell),
                 conventions=self._refusals.conventions(cell),
                 undeclared=self._refusals.undeclared(cell),
             )
@@ -195,6 +198,8 @@ class CellRunner:
         # Also for cells with planted faults: the bounds of all other cells have to find the faults.
         if verdict.state == "differs" and self._oracles.more_noise(cell, inputs, expected.defects):
             verdict = judge_cell(str(cell), records, known=expected.known, **options)
+        if verdict.state == "differs" and expected.unnamed:
+            return replace(verdict, reason=f"{verdict.reason}; {expected.unnamed}")
         if verdict.state != "differs" or expected.known or cell.faults or cell.scenario.tier.is_half:
             return verdict
         return explained(verdict, str(cell), records, candidates=expected.undeclared, **options)

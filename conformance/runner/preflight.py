@@ -11,17 +11,19 @@ with the numbers that its process reported when it joined.
 """
 
 import contextlib
+import dataclasses
 import socket
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from itertools import pairwise
 from pathlib import Path
 
 import torch
 
 from conformance.backends.faults import find_fault
-from conformance.backends.protocol import BackendEntry, BrokenBackend, MissingExtra, Support, Unsupported
+from conformance.backends.protocol import BackendEntry, BrokenBackend, MissingExtra, Support, Unsupported, is_own
 from conformance.backends.registry import Adapter, AskFailed, adapter_of
 from conformance.core.errors import UsageError
 from conformance.core.host import HostResources, available_memory
@@ -158,16 +160,34 @@ class Refusals:
         return None
 
     def known(self, cell: Cell) -> tuple[Known, ...]:
-        """Returns the expected differences of a cell, as its backend declares them.
+        """Returns the expected differences of a cell: those that its backend declares and the profile names.
 
-        Empty if the phases have different backends or layouts, if the backend cannot be imported, and for a cell with a
-        planted fault, because a fault has to be found wherever it is planted.
+        Those of the suite's own backends need no name. Empty if the phases have different backends or layouts, if the
+        backend cannot be imported, and for a cell with a planted fault, because a fault has to be found wherever it is
+        planted.
         """
         phase, adapter = cell.phases[0], self.adapter(cell.phases[0].backend)
         combinations = {(phase.backend, phase.layout) for phase in cell.phases}
         if cell.faults or len(combinations) > 1 or isinstance(adapter, Verdict):
             return ()
-        return adapter.known(cell.scenario, phase.layout)
+        declared = adapter.known(cell.scenario, phase.layout)
+        if is_own(phase.backend):
+            return declared
+        return tuple(one for one in declared if any(fnmatchcase(one.link, pattern) for pattern in cell.expected))
+
+    def unnamed(self, cell: Cell) -> str:
+        """Returns what to add to the profile if the backend declares differences that it does not name; else ""."""
+        adapter, name = self.adapter(cell.phases[0].backend), cell.phases[0].backend.name
+        everything = () if isinstance(adapter, Verdict) else self.known(dataclasses.replace(cell, expected=("*",)))
+        named = self.known(cell)
+        if not (unnamed := [one for one in everything if one not in named]):
+            return ""
+        reasons = "; ".join(f"{one.reason} ({one.link})" for one in unnamed)
+        links = ", ".join(f'"{link}"' for link in dict.fromkeys(one.link for one in unnamed))
+        return (
+            f"{name} declares this as expected: {reasons}. That counts only if the profile names it; if you agree, add "
+            f"to the profile's file: [expected] {name} = [{links}]"
+        )
 
     def conventions(self, cell: Cell) -> Conventions:
         """Returns the conventions that the backends of all phases declare and that can change the cell."""

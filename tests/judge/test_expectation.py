@@ -1,13 +1,16 @@
 """Which cells an expected difference is about: by options, sizes, precision, architecture and scenario."""
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import make_cell
 
-from conformance.backends.protocol import BackendEntry
+from conformance.backends.protocol import BackendEntry, find_backend
 from conformance.core.errors import UsageError
 from conformance.matrix.cell import Cell, Phase
+from conformance.matrix.profile import Overrides, expand, load_profile
 from conformance.runner.preflight import Refusals
 from conformance.spec.known_defects import Defect, DividedGradients, ExpectedDifference, Unmodelled
 from conformance.spec.layout import Layout
@@ -123,3 +126,38 @@ def test_nothing_is_known_of_a_planted_fault_nor_of_phases_that_are_not_alike() 
     first = Phase(backend=KNOWN, layout=Layout(tp=2), steps=2, save="checkpoint")
     phases = (first, Phase(backend=KNOWN, layout=Layout(dp=2), steps=scenario.steps - 2))
     assert reasons(Cell(scenario=scenario, phases=phases, program="resume")) == []
+
+
+@pytest.mark.parametrize(
+    ("named", "counted", "advice"),
+    [
+        (("*",), ["one bug", "another"], ""),
+        (("x", "y"), ["one bug", "another"], ""),
+        (("x",), ["one bug"], 'add to the profile\'s file: [expected] known = ["y"]'),
+        ((), [], "one bug (x); another (y). That counts only if the profile names it; if you agree, add to the"),
+    ],
+)
+def test_only_a_difference_that_the_profile_names_counts(
+    named: tuple[str, ...], counted: list[str], advice: str
+) -> None:
+    cell = make_cell("sft-packed", "llama", "tp2.shipped", "exact", backend=KNOWN, expected=named)
+    assert reasons(cell) == counted
+    told = Refusals("cpu").unnamed(cell)
+    assert advice in told
+    assert bool(told) == bool(advice)
+
+
+def test_the_findings_of_the_suites_own_backends_count() -> None:
+    options: Any = {"expected": (), "backend": find_backend("megatron")}
+    assert reasons(make_cell("sft-packed", "llama", "tp2.shipped", "exact", **options))
+    same = replace(options["backend"], name="other")
+    assert not reasons(make_cell("sft-packed", "llama", "tp2.shipped", "exact", **options | {"backend": same}))
+
+
+def test_a_profile_names_expected_differences_by_backend(tmp_path: Path) -> None:
+    (file := tmp_path / "mine.toml").write_text(
+        'description = "x"\nexpected = { known = ["y"] }\n[[cells]]\nscenarios = ["sft-packed"]\nmodels = ["llama"]\n'
+        'layouts = ["tp2.shipped"]\nprecisions = ["exact"]\n'
+    )
+    cells = expand(load_profile(str(file)), [KNOWN, replace(KNOWN, name="other")], Overrides())
+    assert [reasons(cell) for cell in cells] == [["another"], []]

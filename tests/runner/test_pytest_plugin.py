@@ -37,6 +37,7 @@ lr = 0.05
 """
 PROFILE = """
 description = "small cells"
+expected = { known = ["https://example.org/*"] }
 [[cells]]
 scenarios = ["tiny.toml"]
 models = ["llama"]
