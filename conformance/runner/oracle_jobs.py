@@ -165,7 +165,8 @@ class Oracles:
                 if out not in self._runs:
                     if (earlier := self.published(cell, has) / policy).is_dir():  # of an earlier session in this folder
                         out.parent.mkdir(exist_ok=True)
-                        shutil.move(earlier, out)
+                        with contextlib.suppress(OSError):  # another session has taken it in the same moment
+                            shutil.move(earlier, out)
                     run = partial(self._run, cell, inputs, out, policy, has)
                     is_here = self._leased is None or self._device_of(cell, policy) == "cpu"
                     self._runs[out] = (self._thread if is_here else self._threads_of_gpus).submit(run)
@@ -303,12 +304,14 @@ def prune(folder: Path, *, size: int) -> None:
 
 
 def withheld_folder(root: Path) -> Path:
-    """Makes a folder beside the output folder ``root``, or inside if the folder around it is on another disk or is not
-    writable."""
+    """Makes a folder beside the output folder ``root``, or inside if the folder around it is on another disk or cannot
+    be written."""
     root.mkdir(parents=True, exist_ok=True)
-    around = root.resolve().parent
-    is_beside = os.access(around, os.W_OK) and around.stat().st_dev == root.stat().st_dev
-    return Path(tempfile.mkdtemp(prefix=f".{root.name}-", dir=around if is_beside else root))
+    around, prefix = root.resolve().parent, f".{root.name}-"
+    if around.stat().st_dev == root.stat().st_dev:
+        with contextlib.suppress(OSError):
+            return Path(tempfile.mkdtemp(prefix=prefix, dir=around))
+    return Path(tempfile.mkdtemp(prefix=prefix, dir=root))
 
 
 def digest_of_record(record: Path) -> str:
