@@ -176,7 +176,7 @@ def columns_of(out: Path) -> list[Column]:
     for cell in cells:
         name, verdict = named or cell.entry.backend, cell.entry.verdict
         found = _versions(cell, run.environment)
-        installed = found.get(name)
+        installed = found.get(name.replace("_", "-"))  # as packages are named
         if named and installed and installed != version:
             raise UsageError(f"{out}: its cells ran {name} {installed}; rename the folder to {name}-{installed}")
         given = version if named else installed or found.get("backend-parity", "0")

@@ -28,6 +28,7 @@ from conformance.spec.conventions import (
 from conformance.spec.known_defects import (
     Defect,
     DividedGradients,
+    DividedLoss,
     LostEmbeddingGradient,
     PaddedSoftmax,
     ResummedHeadNorms,
@@ -223,6 +224,21 @@ class WithGenerationDenominator(Variant):
         return [_with_column(batch, "token_weight", lambda _: len(batches) / tokens) for batch in batches]
 
 
+class WithDividedLoss(Variant):
+    """Divides the weight of each token. docs/findings/swift-divided-loss.md."""
+
+    def __init__(self, defect: DividedLoss) -> None:
+        self._by = defect.by
+
+    def rollout(self, batches: list[Batch]) -> list[Batch]:
+        return [_with_column(batch, "token_weight", self._weights(batch).__getitem__) for batch in batches]
+
+    def _weights(self, batch: Batch) -> dict[int, float]:
+        """Returns the weight of a token by the index of its row; a convention may have set it before."""
+        mean = 1 / batch.target_count
+        return {row.index: row.documents[0].columns.get("token_weight", mean) / self._by for row in batch.rows}
+
+
 class WithMeansOfMicroBatches(Variant):
     """Gives each micro-batch the same weight in some means, however many tokens it has."""
 
@@ -260,6 +276,7 @@ VARIANTS: dict[type[Any], Callable[[Any], Variant]] = {
     TrainedPaddingToken: lambda _: WithTrainedPaddingToken(),
     ResummedHeadNorms: WithResummedHeadNorms,
     DividedGradients: WithDividedGradients,
+    DividedLoss: WithDividedLoss,
     WindowPerBlock: WithWindowPerBlock,
     LostEmbeddingGradient: lambda _: WithLostEmbeddingGradient(),
     DecaysAll: lambda _: WithDecayOfAll(),

@@ -58,6 +58,14 @@ class DividedGradients:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
+class DividedLoss:
+    """Divides a policy loss that is a mean over tokens, and KL's, by ``by``."""
+
+    kind: Literal["divided-loss"] = "divided-loss"
+    by: Several
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class WindowPerBlock:
     """Applies a sliding window, in a ring of ``ranks``, to each block of keys as if it ended where the queries end.
 
@@ -77,7 +85,13 @@ class LostEmbeddingGradient:
 
 
 Defect = (
-    OracleConvention | PaddedSoftmax | ResummedHeadNorms | DividedGradients | WindowPerBlock | LostEmbeddingGradient
+    OracleConvention
+    | PaddedSoftmax
+    | ResummedHeadNorms
+    | DividedGradients
+    | DividedLoss
+    | WindowPerBlock
+    | LostEmbeddingGradient
 )
 _ADAPTER: TypeAdapter[tuple[Defect, ...]] = TypeAdapter(tuple[Annotated[Defect, Field(discriminator="kind")], ...])
 

@@ -31,6 +31,7 @@ from conformance.spec.conventions import (
     in_cell,
     of_oracle,
 )
+from conformance.spec.known_defects import DividedLoss
 from conformance.spec.layout import Layout
 
 ENTROPY = EntropyByMicroBatch(data_ranks=1, micro_batches=2)
@@ -129,16 +130,24 @@ def test_means_of_responses_have_an_epsilon_beside_the_count(tmp_path: Path) -> 
     assert record.steps[0].value("entropy_loss") == pytest.approx(mean, rel=1e-12)
 
 
+@pytest.mark.parametrize("by", [1, 2])
 @pytest.mark.parametrize("step", [0, 1])
-def test_mini_batches_are_divided_by_their_mean_tokens(runs: OracleRuns, step: int) -> None:
+def test_mini_batches_are_divided_by_their_mean_tokens(runs: OracleRuns, step: int, by: int) -> None:
+    defects = (GenerationDenominator(), DividedLoss(by=2))[:by]
     tokens = [batch.target_count for batch in runs.batches[0].rollout]
     assert tokens[0] != tokens[1]
-    own = runs.record((GenerationDenominator(),)).steps[step]
-    ratios, advantages = (rows_of(runs.record((GenerationDenominator(),)), key, step) for key in ("ratio", "advantage"))
+    own = runs.record(defects).steps[step]
+    ratios, advantages = (rows_of(runs.record(defects), key, step) for key in ("ratio", "advantage"))
     losses = [-torch.minimum(r * advantages[row], r.clamp(0.9, 1.14) * advantages[row]) for row, r in ratios.items()]
     mean = sum(tokens) / len(tokens)
     total = sum(loss.sum().item() for loss in losses) / mean
-    assert own.value("pg_loss") == pytest.approx(total, rel=1e-12)
+    assert own.value("pg_loss") == pytest.approx(total / by, rel=1e-12)
+
+
+def test_a_divided_loss_divides_the_update_as_well(runs: OracleRuns) -> None:
+    found, right = (runs.record(defects).steps[0] for defects in ((DividedLoss(by=4),), ()))
+    for key in ("pg_loss", "grad_norm"):
+        assert found.value(key) == pytest.approx(right.value(key) / 4, rel=1e-12)
 
 
 def test_entropy_is_the_mean_of_means(runs: OracleRuns) -> None:

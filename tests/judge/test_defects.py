@@ -32,6 +32,7 @@ from conformance.spec.conventions import (
 from conformance.spec.known_defects import (
     Defect,
     DividedGradients,
+    DividedLoss,
     LostEmbeddingGradient,
     PaddedSoftmax,
     ResummedHeadNorms,
@@ -49,6 +50,7 @@ ALL: tuple[Defect, ...] = (
     TrainedPaddingToken(),
     ResummedHeadNorms(ranks=2, data_ranks=2, micro_batches=2),
     DividedGradients(by=2),
+    DividedLoss(by=2),
     WindowPerBlock(ranks=2),
     LostEmbeddingGradient(),
     DecaysAll(),

@@ -99,6 +99,12 @@ def test_a_version_selects_its_lock_file(script: Any) -> None:
     assert [*script.asked(["toy", "1.0", "broken"])] == [("toy", "1.0"), ("broken", "")]
 
 
+@pytest.mark.parametrize("package", ["two-words", "two_words", "Two_Words"])
+def test_a_name_with_an_underscore_is_found(script: Any, package: str, tmp_path: Path) -> None:
+    (tmp_path / "lock").write_text(f"{package}==1.5\n")
+    assert script.pin(tmp_path / "lock", "two_words") == "1.5"
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

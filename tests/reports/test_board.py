@@ -83,9 +83,10 @@ def test_a_folder_without_a_version_has_a_column_a_backend(tmp_path: Path) -> No
     assert {one.framework: one.version for one in found}["deepspeed"] == "0.19.2"  # as its records say
 
 
-def test_a_folder_of_another_version_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"its cells ran deepspeed 0\.19\.2; rename the folder to deepspeed-0\.19\.2"):
-        columns_of(write_sample(tmp_path / "deepspeed-0.18"))
+@pytest.mark.parametrize(("name", "ran"), [("deepspeed", "0.19.2"), ("backend_parity", "0.1.0")])
+def test_a_folder_of_another_version_is_refused(name: str, ran: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=f"its cells ran {name} {ran}; rename the folder to {name}-{ran}"):
+        columns_of(write_sample(tmp_path / f"{name}-0.18"))
 
 
 @pytest.mark.parametrize(
