@@ -144,10 +144,11 @@ def test_mini_batches_are_divided_by_their_mean_tokens(runs: OracleRuns, step: i
     assert own.value("pg_loss") == pytest.approx(total / by, rel=1e-12)
 
 
-def test_a_divided_loss_divides_the_update_as_well(runs: OracleRuns) -> None:
+def test_a_divided_loss_leaves_the_entropy_bonus(runs: OracleRuns) -> None:
     found, right = (runs.record(defects).steps[0] for defects in ((DividedLoss(by=4),), ()))
-    for key in ("pg_loss", "grad_norm"):
-        assert found.value(key) == pytest.approx(right.value(key) / 4, rel=1e-12)
+    for key, by in (("pg_loss", 4), ("kl_loss", 4), ("entropy_loss", 1)):
+        assert found.value(key) == pytest.approx(right.value(key) / by, rel=1e-12)
+    assert found.value("grad_norm") != right.value("grad_norm")
 
 
 def test_entropy_is_the_mean_of_means(runs: OracleRuns) -> None:
