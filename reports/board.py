@@ -48,6 +48,7 @@ _OF_CELL: dict[CellState, State] = {
     "unsupported": "unsupported",
 }
 FAMILIES = ("sft", "grpo", "ppo")
+OTHER_OBJECTIVE = "does not train the objective"  # in the cause of a square of an adapter without the row's objective
 NOT_RUN = "not run"  # the device of a column without a run
 OF_SCRIPT = ("--profile", "--backend", "--python", "--out")  # options that scripts/framework gives itself
 Text = Annotated[str, Field(max_length=20_000)]
@@ -242,11 +243,12 @@ def _place(row: str) -> tuple[int, bool, str]:
 
 
 def united(one: Column, other: Column) -> Column:
-    """Returns the squares of two adapters of one framework. Where both have a square, the more important one stays."""
+    """Returns the squares of two adapters of one framework. Where both have a square, the more important one stays, and
+    of two refusals that of the adapter that trains the objective."""
     squares = dict(one.squares)
     for row, square in other.squares.items():
         both = [square, *([squares[row]] if row in squares else [])]
-        squares[row] = min(both, key=lambda square: list(STATES).index(square.state))
+        squares[row] = min(both, key=lambda one: (list(STATES).index(one.state), OTHER_OBJECTIVE in one.cause))
     return replace(one, squares=squares, versions={**one.versions, **other.versions})
 
 

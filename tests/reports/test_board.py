@@ -16,6 +16,7 @@ from report_sample import (
     EXPECTED,
     NOT_RUN,
     PARTLY,
+    RUN,
     SPECIAL,
     UNSUPPORTED,
     write_sample,
@@ -83,8 +84,9 @@ def test_a_folder_without_a_version_has_a_column_a_backend(tmp_path: Path) -> No
     assert {one.framework: one.version for one in found}["deepspeed"] == "0.19.2"  # as its records say
 
 
-@pytest.mark.parametrize(("name", "ran"), [("deepspeed", "0.19.2"), ("backend_parity", "0.1.0")])
-def test_a_folder_of_another_version_is_refused(name: str, ran: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "ran"), [("deepspeed", "0.19.2"), ("two_words", "1.5")])
+def test_a_folder_of_another_version_is_refused(name: str, ran: str, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setitem(RUN.environment, "two-words", "1.5")
     with pytest.raises(UsageError, match=f"its cells ran {name} {ran}; rename the folder to {name}-{ran}"):
         columns_of(write_sample(tmp_path / f"{name}-0.18"))
 
@@ -96,6 +98,13 @@ def test_a_folder_of_another_version_is_refused(name: str, ran: str, tmp_path: P
 def test_two_adapters_of_a_framework_share_a_column(states: tuple[State, State], shown: State) -> None:
     for one, other in (states, states[::-1]):
         assert united(column(state=one), column(state=other)).squares[ROW].state == shown
+
+
+def test_a_refusal_of_another_objective_gives_way() -> None:
+    own = column(state="unsupported")
+    elsewhere = replace(own.squares[ROW], cause="toy-sft does not train the objective 'grpo'")
+    for pair in (own, replace(own, squares={ROW: elsewhere})), (replace(own, squares={ROW: elsewhere}), own):
+        assert united(*pair).squares[ROW].cause == "why <b>"
 
 
 def test_a_later_run_replaces_squares_and_versions_add_up() -> None:
