@@ -235,8 +235,11 @@ class WithDividedLoss(Variant):
 
     def _weights(self, batch: Batch) -> dict[int, float]:
         """Returns the weight of a token by the index of its row; a convention may have set it before."""
-        mean = 1 / batch.target_count
-        return {row.index: row.documents[0].columns.get("token_weight", mean) / self._by for row in batch.rows}
+        weights = dict.fromkeys((row.index for row in batch.rows), 1 / batch.target_count)
+        for row in batch.rows:
+            if isinstance(given := row.documents[0].columns.get("token_weight"), float):
+                weights[row.index] = given
+        return {index: weight / self._by for index, weight in weights.items()}
 
 
 class WithMeansOfMicroBatches(Variant):
