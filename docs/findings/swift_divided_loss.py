@@ -32,7 +32,7 @@ class Frozen(GRPOTrainer):  # type: ignore[misc]
 
     def _engine_infer(self, *_: Any, **__: Any) -> list[Any]:
         choice = ChatCompletionResponseChoice(0, ChatMessage(role="assistant", content="w2"), "stop")
-        response = ChatCompletionResponse("frozen", [choice], None)  # type: ignore[arg-type]
+        response = ChatCompletionResponse("frozen", [choice], None)
         return [RolloutOutput(response=response, response_token_ids=[[2] * n]) for group in LENGTHS for n in group]
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:

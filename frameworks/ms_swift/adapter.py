@@ -312,7 +312,7 @@ class SwiftGrpo(Swift):
             message = ChatCompletionResponseChoice(0, ChatMessage(role="assistant", content=""), "stop")
             found.append(
                 RolloutOutput(
-                    response=ChatCompletionResponse("frozen", [message], None),  # type: ignore[arg-type]
+                    response=ChatCompletionResponse("frozen", [message], None),
                     response_token_ids=[list(document.tokens)],  # and the prompt, without a loss
                     response_loss_mask=[[int(target) for target in document.targets]],
                     rollout_infos={"reward": document.columns["reward"]},
