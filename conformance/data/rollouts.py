@@ -110,7 +110,7 @@ def has_data(scenario: Scenario) -> bool:
 def _path(scenario: Scenario) -> Path:
     """Returns the path of the rollouts. Raises UsageError if it does not exist."""
     drawn = random_model(resolve(scenario.model))
-    name = drawn.like if drawn else scenario.model_name
+    name = drawn.recipe.like if drawn else scenario.model_name
     try:
         return resolve(scenario.data.path.replace(OF_MODEL, name))
     except UsageError as error:

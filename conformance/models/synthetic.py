@@ -10,11 +10,13 @@ two lines::
     like = "pangu"  # a folder next to it, which provides tokenizer, rollouts and Python code
 
 When cells are planned, a skeleton replaces it: a model folder in the cache with everything except weights. These are
-drawn when ranks need them, in bfloat16, tensor by tensor, from the seed and the tensor's name alone. No weight is
-neutral: biases are not 0, weights of norms are not 1. Tokens of the small tokenizer are spread over the vocabulary, so
-that every shard of it is reached.
+drawn when ranks need them, in the dtype that the configuration names, tensor by tensor, from the seed and the tensor's
+name alone. No weight is neutral: biases are not 0, weights of norms are not 1. Tokens of the small tokenizer are spread
+over the vocabulary, so that every shard of it is reached. ``deviation`` is the standard deviation of matrices and
+biases, 0.02 by default.
 """
 
+import dataclasses
 import hashlib
 import json
 import math
@@ -33,7 +35,7 @@ from pydantic.dataclasses import dataclass as validated
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from conformance.core.errors import STRICT, UsageError, explain, one_line
+from conformance.core.errors import STRICT, UsageError, explain, one_line, shown
 from conformance.core.host import cache_folder, resolve
 from conformance.core.io import complete_or_nothing, locked, read_json, read_toml
 from conformance.models.components import Architecture, parameter_shapes
@@ -59,7 +61,7 @@ def _other(tensor: torch.Tensor) -> torch.Tensor:
 
 RECIPE, TOKENIZER = "random_weights.toml", "tokenizer.json"
 ELEMENTS_PER_FILE = 2**30  # at most, unless one tensor has more
-MATRIX, BIAS, NORM = 0.02, 0.02, 0.1  # standard deviations; weights of norms vary around their neutral value
+NORM = 0.1  # standard deviation of the weights of norms around their neutral value
 KEPT_TOKENS = 8  # special tokens at the beginning of the small vocabulary, which keep their numbers
 
 
@@ -72,17 +74,18 @@ class Recipe:
 
     seed: Annotated[int, Field(strict=True, ge=0, lt=2**32)]
     like: Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.-]*$")]
+    deviation: Annotated[float, Field(gt=0, le=1)] = 0.02
     tokens: Count | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class RandomModel:
-    """Describes a model with drawn weights. ``like``: the small model's name. ``tokens``: its vocabulary size."""
+    """Describes a model with drawn weights. ``tokens``: the size of the small model's vocabulary."""
 
-    like: str
-    seed: int
+    recipe: Recipe
     tokens: int
     architecture: Architecture
+    dtype: torch.dtype
 
     def spread(self, token: int) -> int:
         """Maps a token of the small model to a token of the large vocabulary."""
@@ -110,12 +113,12 @@ def with_skeleton(model: str) -> str:
     check_model_folder(like)
     if not is_written(folder):
         raise UsageError(f"{file}: only models that the oracle computes from the papers can have random weights")
-    architecture, tokens = read_architecture(folder), int(read_json(like / CONFIG).get("vocab_size", 0))
-    if not KEPT_TOKENS < tokens <= architecture.vocab_size:
+    tokens = int(read_json(like / CONFIG).get("vocab_size", 0))
+    if not KEPT_TOKENS < tokens <= read_architecture(folder).vocab_size:
         raise UsageError(f"{file}: the vocabulary of {like} has {tokens} tokens; it must be the smaller one")
     if not (like / TOKENIZER).is_file():
         raise UsageError(f"{file}: {like} has no {TOKENIZER} whose tokens could be spread; name another folder")
-    made = RandomModel(like=recipe.like, seed=recipe.seed, tokens=tokens, architecture=architecture)
+    made = _random_model(folder, dataclasses.replace(recipe, tokens=tokens))
     skeleton = cache_folder() / "skeletons" / _digest(folder, like) / folder.name
     try:
         with locked(skeleton.with_name(f"{skeleton.name}.lock")):
@@ -130,9 +133,17 @@ def with_skeleton(model: str) -> str:
 def random_model(folder: Path) -> RandomModel | None:
     """Returns the random model of a skeleton; None for any other folder."""
     recipe = _recipe(folder)
-    if recipe is None or not recipe.tokens:
-        return None
-    return RandomModel(like=recipe.like, seed=recipe.seed, tokens=recipe.tokens, architecture=read_architecture(folder))
+    return None if recipe is None or not recipe.tokens else _random_model(folder, recipe)
+
+
+def _random_model(folder: Path, recipe: Recipe) -> RandomModel:
+    config = read_json(folder / CONFIG)
+    dtype = config.get("dtype", config.get("torch_dtype", "bfloat16"))
+    if dtype not in ("bfloat16", "float32"):
+        raise UsageError(f"{folder / CONFIG} sets dtype={shown(dtype)}; weights are drawn in bfloat16 or float32")
+    assert recipe.tokens, "only skeletons have weights"
+    drawn = torch.float32 if dtype == "float32" else torch.bfloat16
+    return RandomModel(recipe=recipe, tokens=recipe.tokens, architecture=read_architecture(folder), dtype=drawn)
 
 
 def _recipe(folder: Path) -> Recipe | None:
@@ -158,8 +169,8 @@ def _digest(*folders: Path) -> str:
 def _write_skeleton(model: RandomModel, folder: Path, like: Path, out: Path) -> None:
     shutil.copytree(like, out, ignore=shutil.ignore_patterns(*NOT_COPIED, CONFIG))
     shutil.copy(folder / CONFIG, out / CONFIG)
-    recipe = f'seed = {model.seed}\nlike = "{model.like}"\ntokens = {model.tokens}\n'
-    (out / RECIPE).write_text(recipe, encoding="utf-8")
+    lines = [f"{key} = {json.dumps(value)}" for key, value in dataclasses.asdict(model.recipe).items()]
+    (out / RECIPE).write_text("\n".join((*lines, "")), encoding="utf-8")
     tokenizer = json.loads((out / TOKENIZER).read_text(encoding="utf-8"))
     vocabulary = tokenizer["model"]["vocab"]
     tokenizer["model"]["vocab"] = {text: model.spread(token) for text, token in vocabulary.items()}
@@ -236,7 +247,7 @@ def draw_weights(model: RandomModel, scenario: Scenario, role: Role, out: Path) 
         write_adapter(out / ADAPTER, scenario.lora, model.shapes(), key=key)
     if role.head == "value":
         raise UsageError(
-            f"a {model.like} of another size has random weights, and value models cannot have these; use another "
+            f"a {model.recipe.like} of another size has random weights, and value models cannot have these; use another "
             f"objective"
         )
     where: dict[str, str] = {}
@@ -247,7 +258,7 @@ def draw_weights(model: RandomModel, scenario: Scenario, role: Role, out: Path) 
             save_file(dict(zip(names, tensors, strict=True)), out / file, metadata={"format": "pt"})
             where |= dict.fromkeys(names, file)
     unfinished = out / f"{INDEX}.unfinished"
-    size = 2 * sum(map(math.prod, model.shapes().values()))
+    size = model.dtype.itemsize * sum(map(math.prod, model.shapes().values()))
     unfinished.write_text(json.dumps({"metadata": {"total_size": size}, "weight_map": where}), encoding="utf-8")
     unfinished.rename(out / INDEX)
 
@@ -266,10 +277,10 @@ def _files(model: RandomModel) -> Iterator[list[str]]:
 
 def _drawn(model: RandomModel, key: str, name: str) -> Tensor:
     shape = model.shapes()[name]
-    numbers = torch.randn(shape, generator=generator_of(f"{model.seed} random {name}"))
+    numbers = torch.randn(shape, generator=generator_of(f"{model.recipe.seed} random {name}"))
     if name.endswith("norm.weight"):
         numbers = numbers * NORM + (0.0 if model.architecture.norm.plus_one else 1.0)
     else:
-        numbers = numbers * (MATRIX if len(shape) > 1 else BIAS)
-    drawn = numbers.to(torch.bfloat16)
+        numbers = numbers * model.recipe.deviation
+    drawn = numbers.to(model.dtype)
     return noisy(drawn, key=f"{key} {name}") if key else drawn
