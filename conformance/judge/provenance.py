@@ -244,6 +244,22 @@ def not_judged_of(oracle: Record) -> list[str]:
     return features
 
 
+def code_of(phases: Sequence[Record]) -> str:
+    """Returns the code of their libraries that the phases of a cell ran, by part, such as the class of the optimizer.
+
+    Backends need not name it. Raises RecordError if a name is not a string.
+    """
+    found: dict[str, None] = {}
+    for phase in phases:
+        resolved = phase.header.get("resolved")
+        models = [resolved, *resolved.values()] if isinstance(resolved, dict) else []
+        for code in (model["code"] for model in models if isinstance(model, dict) and "code" in model):
+            if not isinstance(code, dict) or not all(isinstance(name, str) for name in code.values()):
+                raise RecordError(f"{phase.path} names the code that ran other than by strings; {AGAIN}")
+            found[", ".join(f"{part} {name}" for part, name in code.items() if name)] = None
+    return "; ".join(found)
+
+
 def _check_shapes(record: Record) -> None:
     """Checks that each weight has one nonempty shape, as loaded and after every step."""
     loaded = record.loaded.shapes()

@@ -27,7 +27,7 @@ from conformance.judge.diagnosis import (
 )
 from conformance.judge.layout_evidence import configurations, sizes_of, unproven
 from conformance.judge.measurements import measure, shown_without_rows
-from conformance.judge.provenance import not_judged_of, read_records, second_class_of
+from conformance.judge.provenance import code_of, not_judged_of, read_records, second_class_of
 from conformance.judge.rebuilt import rebuilt_updates
 from conformance.judge.rounding import (
     amplified_noise,
@@ -196,7 +196,8 @@ def judge(
     quantities = without_bare_factors([_judged(m, bounds[m.key], facts.get(m.step, facts[-1])) for m in found])
     strips = tuple(m.strip for m in found if m.strip)
     author = second_class_of(oracle)
-    verdict = Verdict(state="conforms", reason="", quantities=tuple(quantities), strips=strips, second_class=author)
+    ran = {"second_class": author, "code": code_of(phases)}
+    verdict = Verdict(state="conforms", reason="", quantities=tuple(quantities), strips=strips, **ran)
     notes = [f"second-class oracle, {author}: {NOT_SEEN}"] if author else []
     notes += [f"not judged: {', '.join(features)}"] if (features := not_judged_of(oracle)) else []
     notes += [f"not judged: {', '.join(sorted(unjudged))}"] if unjudged else []

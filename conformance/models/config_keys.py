@@ -88,7 +88,7 @@ def meaning_of(key: str, values: Mapping[str, Any], *, read: Collection[str]) ->
             return Meaning(kind="contradicts", why=f"it is another name of {other}, which is {shown(values[other])}")
     if NEUTRAL_AT_1.fullmatch(key) and type(value) in (int, float) and value == 1:
         return _INERT
-    declared = _declared(kind)
+    declared = declared_by_class(kind)
     if value is None or (key in declared and value == declared[key]):
         return _INERT
     off = is_off(value) and not COMPUTED.fullmatch(key) and not (_is_zero(value) and FACTORS.search(key))
@@ -132,7 +132,7 @@ def _aliases(key: str, model_type: object) -> set[str]:
 
 
 @cache
-def _declared(model_type: object) -> Mapping[str, Any]:
+def declared_by_class(model_type: object) -> Mapping[str, Any]:
     """Returns the defaults of transformers' configuration class for ``model_type``, or of its base class.
 
     ``is_decoder`` is added, which files of older transformers have.
@@ -148,7 +148,7 @@ def _declared(model_type: object) -> Mapping[str, Any]:
 def known_keys(model_type: object) -> Collection[str]:
     """Returns the keys that transformers' configuration class for ``model_type`` knows; empty without a class."""
     found = config_class(model_type)
-    return () if found is None else {*_declared(model_type), *found.attribute_map, "rope_theta", "rope_scaling"}
+    return () if found is None else {*declared_by_class(model_type), *found.attribute_map, "rope_theta", "rope_scaling"}
 
 
 @cache

@@ -45,6 +45,13 @@ def read_architecture(
     return replace(architecture, not_judged=remarks)
 
 
+def numbers_read(model: Path) -> dict[str, int | float]:
+    """Returns the sizes (int) and other numbers (float) that are read of a model's configuration. Raises UsageError."""
+    config = _config(model, disable_dropout=True, assume_inert=())
+    FAMILIES[config.model_type](config)
+    return config.numbers
+
+
 def has_routers(model: Path) -> bool:
     """Tells whether the model in a folder has a mixture of experts. Raises UsageError, but not for unknown keys."""
     config = _config(model, disable_dropout=True, assume_inert=())

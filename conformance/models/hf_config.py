@@ -56,12 +56,14 @@ LARGEST_NUMBER = 1e12  # for other keys: bases, scales
 class Config:
     """Reads values of a config.json, and remembers which keys were read.
 
-    not_judged: what ``finish`` finds in the file that no verdict covers.
+    numbers: the sizes (int) and other numbers (float) that were read and may have other values; those of an object
+    inside are named ``object.key``. not_judged: what ``finish`` finds in the file that no verdict covers.
     """
 
     def __init__(
         self, values: dict[str, Any], source: str, *, disable_dropout: bool, assume_inert: Collection[str] = ()
     ) -> None:
+        self.numbers: dict[str, int | float] = {}
         self._values = values
         self._source = source
         self._disable_dropout = disable_dropout
@@ -86,6 +88,8 @@ class Config:
         value = self.take(key, *default)
         if value is not None and (type(value) is not int or not least <= value <= LARGEST[key]):
             raise self.error(f"sets {key}={shown(value)}; it must be a whole number from {least} to {LARGEST[key]}")
+        if self._values.get(key) is not None:
+            self.numbers[key] = value
         return value
 
     def number(self, key: str, *default: None) -> Any:
@@ -98,6 +102,7 @@ class Config:
         largest = LARGEST.get(what, LARGEST_NUMBER)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= largest:
             raise self.error(f"sets {what}={shown(value)}; it must be a number above 0 and at most {largest:g}")
+        self.numbers[what] = float(value)
         return float(value)
 
     def flag(self, key: str, *default: bool) -> bool:
@@ -246,7 +251,7 @@ def _rotary(
         raise config.error(f"sets rope_type {shown(kind)}; the oracle computes {', '.join(types)} for this model")
     if spelled.get("rope_theta") is None:
         raise config.error(f"has no rope_theta for {name}; set it in rope_parameters")
-    theta = config.positive(rope.take("rope_theta"), "rope_theta")
+    theta = rope.number("rope_theta")
     share = rope.number("partial_rotary_factor", None) or 1.0
     if share > 1.0 or (share < 1.0 and not partial):
         raise config.error(f"sets partial_rotary_factor={share:g}; the oracle computes 1 for this model")
@@ -257,6 +262,7 @@ def _rotary(
         )
     found = Rotary(theta, dims, _SCALINGS[kind](rope) if kind in _SCALINGS else None)
     rope.finish()
+    config.numbers |= {f"{name}.{key}": value for key, value in rope.numbers.items()}
     return found
 
 

@@ -7,7 +7,7 @@ every run lists the supported and unsupported cells of each backend. All results
 
 import fnmatch
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -133,7 +133,23 @@ def summary_lines(summary: Mapping[str, Any]) -> list[str]:
     oracles = f"second-class oracle: {second} judged by transformers' own implementation; {NOT_SEEN}"
     shares, shared = leased(summary["leased"]), shared_gpus(summary["environment"])
     notes = (f"share of the time with a lease: {shares}" if shares else "", oracles if second else "", shared)
-    return [f"{summary['verdict']}: {counts}", *summary["unmet"], *since, *filter(None, notes)]
+    code = code_by_precision(summary["cells"])
+    return [f"{summary['verdict']}: {counts}", *summary["unmet"], *since, *code, *filter(None, notes)]
+
+
+def code_by_precision(cells: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Returns a line for each backend whose precisions ran different code: exact does not stand for what they run."""
+    found: dict[str, dict[str, dict[str, None]]] = {}
+    for cell in cells:
+        if cell["code"]:
+            of_backend = found.setdefault(backend_of(cell["id"]), {})
+            of_backend.setdefault(cell["id"].split("/")[4], {})[cell["code"]] = None
+    lines = [
+        f"{backend} ran {'; '.join(f'in {precision}: {chr(32).join(code)}' for precision, code in ran.items())}"
+        for backend, ran in found.items()
+        if len({tuple(code) for code in ran.values()}) > 1
+    ]
+    return lines
 
 
 def shared_gpus(environment: Mapping[str, Any]) -> str:

@@ -191,6 +191,7 @@ def write_entry(out: Path, entry: Entry) -> None:
         "reason": verdict.reason,
         "second_class": verdict.second_class,
         "shown_conventions": verdict.conventions,
+        "code": verdict.code,
         "expected": [asdict(known) for known in entry.expected],
         "conventions": [asdict(one) for one in entry.conventions],
         "variants": [asdict(one) for one in entry.variants],
@@ -211,7 +212,7 @@ def cell_summary(entry: Entry) -> CellSummary:
     """Returns the cell's part of ``summary.json``: its verdict without the quantities.
 
     id: the cell's id. state, reason: the verdict. second_class: see verdict. conventions: those of the backend that
-    change the cell's numbers and that it shows. world_size: the largest number of ranks.
+    change the cell's numbers and that it shows. code: see verdict. world_size: the largest number of ranks.
     seconds: the time that the cell took. memory, host_memory: the peak memory of a rank in bytes; 0 if it is not known.
     ratios: by stage, observed / allowed of ``Verdict.worst``. errors: by stage, the largest relative error, except
     for comparisons with rebuilt numbers. before: the states in which the cell ended before it was run again.
@@ -223,6 +224,7 @@ def cell_summary(entry: Entry) -> CellSummary:
         "reason": entry.verdict.reason,
         "second_class": entry.verdict.second_class,
         "conventions": entry.verdict.conventions,
+        "code": entry.verdict.code,
         "world_size": entry.world_size,
         "seconds": round(entry.seconds, 3),
         "memory": entry.memory,
@@ -396,7 +398,7 @@ def _verdict(values: dict[str, Any], quantities: tuple[Quantity, ...], strips: A
         raise UsageError(f"{file} has state {state!r}; known: {', '.join(STATES)}. Update backend-parity")
     fields_of_verdict = {"state": state, "quantities": quantities, "strips": strips}
     fields_of_verdict |= {"reason": values.get("reason"), "second_class": values.get("second_class", "")}
-    fields_of_verdict |= {"conventions": values.get("shown_conventions", ())}
+    fields_of_verdict |= {"conventions": values.get("shown_conventions", ()), "code": values.get("code", "")}
     return _validated(_VERDICT, fields_of_verdict, file)
 
 

@@ -228,6 +228,7 @@ class Verdict:
     strips: the per-token errors of some of these quantities, in the same order; empty if an earlier version judged.
     second_class: the implementation that was the reference, if the oracle itself does not know the model; else empty.
     conventions: the declared conventions of the backend that change the numbers of this cell, and that it shows.
+    code: the code of the library that ran, by its record, where the library chooses code by precision.
     """
 
     state: State
@@ -236,6 +237,7 @@ class Verdict:
     strips: tuple[TokenErrors, ...] = ()
     second_class: str = ""
     conventions: tuple[str, ...] = ()
+    code: str = ""
 
     @property
     def findings(self) -> tuple[Quantity, ...]:

@@ -1,21 +1,31 @@
-"""Measures which positions, tokens and shards the batches of a profile's cells reach.
+"""Measures which positions, tokens and shards the batches of a profile's cells reach, and what coincides in its models.
 
 If no document reaches a wrong row of an embedding, a wrong position or a wrong branch of a mask, the cell conforms in
-every tier. So ``parity list --coverage`` prints what is reached, and a test asserts it for the built-in profiles.
+every tier. So does a backend that reads one size of a model where it should read another, if the two are equal. So
+``parity list --coverage`` prints both, and tests assert them for the built-in profiles and models.
 """
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, groupby
+from itertools import chain, combinations, groupby, permutations
+from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
 from conformance.core.host import resolve
+from conformance.core.io import read_json
 from conformance.data.documents import load_documents, variety_of
 from conformance.data.prepare import batches_of
 from conformance.data.tokenizer import load_tokenizer
 from conformance.matrix.cell import Cell
+from conformance.models.components import Layer, MixtureOfExperts
+from conformance.models.config_keys import declared_by_class
+from conformance.models.families import is_written, numbers_read, read_architecture
+from conformance.models.folder_checks import CONFIG
 from conformance.oracle.role_model import Decoder, decoder_of
 from conformance.spec.batch import Batch, Row
 from conformance.spec.scenario import Scenario
@@ -97,16 +107,33 @@ class CutReach:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ModelReach:
+    """Describes what coincides in a model's configuration, so that a confusion would not show.
+
+    coincidences: number of sizes that are equal, in a usual ratio or the product of two others, of numbers that are
+        transformers' defaults, and of other conditions that hide a confusion. in_family: those that hold in all
+        measured models of the same model_type.
+    """
+
+    model: str
+    model_type: str
+    coincidences: int
+    in_family: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Coverage:
-    """Holds what the data of a profile's cells reaches, by scenario and model."""
+    """Holds what the data of a profile's cells reaches, by scenario and model, and what coincides in its models."""
 
     documents: tuple[DocumentReach, ...]
     shards: tuple[ShardReach, ...]
     cuts: tuple[CutReach, ...]
+    models: tuple[ModelReach, ...]
 
     def __str__(self) -> str:
-        """Formats three plain-text tables."""
+        """Formats four plain-text tables."""
         tables = {
+            "Coincidences": pd.DataFrame(self.models),
             "Documents": pd.DataFrame(self.documents),
             "Shards of the vocabulary": pd.DataFrame(self.shards),
             "Rows and micro-batches": pd.DataFrame(self.cuts),
@@ -123,7 +150,7 @@ def measure_coverage(cells: Iterable[Cell]) -> Coverage:
     def data(cell: Cell) -> tuple[str, str]:
         return cell.scenario.name, cell.scenario.model_name
 
-    documents, shards, cuts = [], [], []
+    cells, documents, shards, cuts = list(cells), [], [], []
     for _, group in groupby(sorted(cells, key=data), key=data):
         same_data = list(group)
         scenario = same_data[0].scenario
@@ -133,7 +160,70 @@ def measure_coverage(cells: Iterable[Cell]) -> Coverage:
         for tp in sorted({layout.tp for layout in layouts}):
             shards += [shard for padded in (False, True) for shard in _shards(scenario, batches, tp, padded=padded)]
         cuts += [_cut(scenario, batches, dp) for dp in sorted({layout.data for layout in layouts})]
-    return Coverage(documents=tuple(documents), shards=tuple(shards), cuts=tuple(cuts))
+    models = measure_models({cell.scenario.model_name: resolve(cell.scenario.model) for cell in cells})
+    return Coverage(documents=tuple(documents), shards=tuple(shards), cuts=tuple(cuts), models=models)
+
+
+USUAL_RATIOS = (1, 2, 3, 4)
+OF_LIBRARIES = ("initializer_range", "max_position_embeddings")  # numbers that the reference does not read
+
+
+def measure_models(folders: Mapping[str, Path]) -> tuple[ModelReach, ...]:
+    """Measures what coincides in the models, by name, that the oracle computes. Raises UsageError."""
+    written = {name: folder for name, folder in sorted(folders.items()) if is_written(folder)}
+    kinds = {name: str(read_json(folder / CONFIG)["model_type"]) for name, folder in written.items()}
+    holds = {name: _conditions(folder) for name, folder in written.items()}
+
+    def in_family(name: str) -> str:
+        family = [holds[other] for other, kind in kinds.items() if kind == kinds[name]]
+        return ", ".join(
+            condition
+            for condition, is_met in holds[name].items()
+            if is_met and all(other.get(condition, True) for other in family)
+        )
+
+    return tuple(
+        ModelReach(model=name, model_type=kinds[name], coincidences=sum(found.values()), in_family=in_family(name))
+        for name, found in holds.items()
+    )
+
+
+def _conditions(folder: Path) -> dict[str, bool]:
+    """Returns whether each condition holds in a configuration under which a confusion would not show."""
+    config, read = read_json(folder / CONFIG), numbers_read(folder)
+    sizes = {key: value for key, value in read.items() if isinstance(value, int)}
+    defaults = _flat(declared_by_class(config["model_type"]))
+    numbers = read | {key: config[key] for key in OF_LIBRARIES if key in config}
+    layers = Counter(_kind(layer) for layer in read_architecture(folder, disable_dropout=True).layers)
+    return {
+        **{f"{b} = {k} {a}": sizes[b] == k * sizes[a] for a, b in permutations(sizes, 2) for k in USUAL_RATIOS},
+        **{
+            f"{c} = {a} x {b}": sizes[c] == sizes[a] * sizes[b] and 1 not in (sizes[a], sizes[b])
+            for a, b in combinations(sizes, 2)
+            for c in sizes
+        },
+        **{f"{key} is the default": value == defaults[key] for key, value in numbers.items() if key in defaults},
+        # From the eleventh on, names of layers and experts are sorted otherwise as texts than as numbers.
+        **{f"at most 10 {key}": sizes[key] <= 10 for key in sizes if COUNTED.fullmatch(key)},
+        **{f"a single layer with {kind}": count == 1 for kind, count in layers.items()},
+        "2 divides vocab_size": sizes["vocab_size"] % 2 == 0,
+    }
+
+
+COUNTED = re.compile(r"num_hidden_layers|num_experts|num_local_experts|n_routed_experts")
+
+
+def _kind(layer: Layer) -> str:
+    window = "a window" if layer.attention.window else "full attention"
+    return f"{window} and {'experts' if isinstance(layer.feed_forward, MixtureOfExperts) else 'an MLP'}"
+
+
+def _flat(values: Mapping[str, Any], name: str = "") -> dict[str, Any]:
+    """Names values inside objects as ``numbers_read`` does: by the last object and the key."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        found |= _flat(value, f"{key}.") if isinstance(value, Mapping) else {f"{name}{key}": value}
+    return found
 
 
 def _documents(scenario: Scenario, batches: Sequence[Batch]) -> DocumentReach:

@@ -56,7 +56,7 @@ from impl.engine.optimizers import (
 )
 from impl.interface.micro_batches import Loss, MicroBatch, Outputs, RouterTerms, Wanted, run_micro_batches, set_mode
 from impl.interface.sharded_safetensors import SliceReader
-from impl.interface.trainable import AT_ONCE, Writing, WrittenKind
+from impl.interface.trainable import AT_ONCE, Writing, WrittenKind, code_that_ran
 from impl.models.lazy_weights import UnreadWeights, give_memory, published_buffers, untouched_zeros
 from impl.models.outputs import outputs_of
 from impl.models.router import routers_of, with_router_terms
@@ -113,8 +113,8 @@ class DeepspeedModel(HuggingFaceModel):
         if layout.ulysses > 1:
             group = self.context.mesh.get_group("ulysses")
             mpu = exchange_heads(model, size=layout.ulysses, tp=layout.tp, group=group)
-        if "leaf" in self.options:
-            set_z3_leaf_modules(model, list({type(layer) for layer in layers_of(model)}))
+        if leaves := self._leaves(model):
+            set_z3_leaf_modules(model, leaves)
             model.enable_input_require_grads()  # docs/findings/deepspeed-leaf-inputs.md
         with contextlib.ExitStack() as stack:
             stack.enter_context(global_state.equal_on_all_ranks())
@@ -131,6 +131,18 @@ class DeepspeedModel(HuggingFaceModel):
                 self.engine.first_dataloader_check.remove()
             else:
                 compare_in_host_memory(self.engine)
+
+    def _leaves(self, model: transformers.PreTrainedModel) -> list[type]:
+        """Returns the classes of modules whose weights ZeRO-3 gathers together.
+
+        Experts are among them: a rank runs what is inside of an expert only if its tokens chose the expert, but ZeRO-3
+        demands the same order of modules from all ranks.
+        """
+        if self.stage < 3:
+            return []
+        if "leaf" in self.options:
+            return list({type(layer) for layer in layers_of(model)})
+        return list({type(module) for name, module in model.named_modules() if name.endswith(".mlp.experts")})
 
     def _place(self) -> RankPlace:
         tp = self.context.config.layout.tp
@@ -291,10 +303,15 @@ class DeepspeedModel(HuggingFaceModel):
         basic = self.engine.basic_optimizer
         return {
             "offloads_optimizer": self.engine.zero_use_cpu_optimizer(),
-            "accumulation_dtype": str(self.engine.get_data_types()[1]),
-            "optimizer_wrapper": type(self.engine.optimizer).__name__,
             **resolved_optimizer(basic),
+            "code": self._code(),
         }
+
+    def _code(self) -> dict[str, str]:
+        wrapper, accumulated = self.engine.optimizer, self.engine.get_data_types()[1]
+        uses_compact = getattr(wrapper, "_use_compact_grad_partition_buffer", lambda group: False)(0)
+        code = code_that_ran(optimizer=wrapper, update=self.engine.basic_optimizer, gradients=accumulated)
+        return code | {"accumulation": "in compact buffers" if uses_compact else ""}
 
     def save_ckpt(self, path: Path, when: Writing = AT_ONCE) -> None:
         checkpoint.save(self.engine, path, self._cut(), when)

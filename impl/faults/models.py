@@ -4,6 +4,7 @@ A fault of an architecture ignores a part of the model's configuration when the 
 """
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -133,14 +134,95 @@ ARCHITECTURE_FAULTS = Faults()
     needs="a model with scaled rotary positions",
 )
 def positions_not_scaled(load_model: Function, trainable: Any, path: Path) -> Any:
-    model = load_model(trainable, path)
-    theta = json.loads((path / "config.json").read_text(encoding="utf-8"))["rope_parameters"]["rope_theta"]
+    theta = _config(path)["rope_parameters"]["rope_theta"]
+    return _with_base(load_model(trainable, path), theta)
+
+
+def _config(path: Path) -> dict[str, Any]:
+    values: dict[str, Any] = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    return values
+
+
+def _with_base(model: Any, theta: float) -> Any:
+    """Gives rotary positions the frequencies of a base alone."""
     for module in model.modules():
         if isinstance(scaled := getattr(module, "inv_freq", None), Tensor):
             exponents = torch.arange(len(scaled), dtype=torch.float64) / len(scaled)
             module.inv_freq = (1.0 / theta**exponents).to(scaled)
             module.attention_scaling = 1.0
     return model
+
+
+@ARCHITECTURE_FAULTS.add(
+    summary="rotary positions have the default base of 10,000 instead of the configuration's",
+    source="https://github.com/sgl-project/SpecForge/issues/265",
+    stage="log-probs",
+    cells=sft("sft-packed", "mistral-odd", fsdp2="dp2", deepspeed="dp2.zero2", megatron="dp2"),
+    needs="a model with another rope_theta",
+)
+def default_theta(load_model: Function, trainable: Any, path: Path) -> Any:
+    return _with_base(load_model(trainable, path), 1e4)
+
+
+@ARCHITECTURE_FAULTS.add(
+    summary="norms have the default epsilon of 1e-6 instead of the configuration's",
+    source="https://github.com/huggingface/transformers/issues/38025",
+    stage="log-probs",
+    cells=sft("sft-packed", "qwen3-odd", fsdp2="dp2", deepspeed="dp2.zero2", megatron="dp2"),
+    needs="a model with another rms_norm_eps",
+)
+def default_epsilon(load_model: Function, trainable: Any, path: Path) -> Any:
+    model = load_model(trainable, path)
+    for module in model.modules():
+        for name in {"eps", "variance_epsilon"} & vars(module).keys():
+            setattr(module, name, 1e-6)
+    return model
+
+
+@ARCHITECTURE_FAULTS.add(
+    summary="scores are divided by the root of hidden_size / num_attention_heads instead of head_dim",
+    source="https://github.com/InternLM/lmdeploy/pull/2761",
+    stage="log-probs",
+    cells=sft("sft-packed", "llama3-odd", fsdp2="tp2", deepspeed="dp2.zero2", megatron="tp2"),
+    needs="a model whose head_dim is not hidden_size / num_attention_heads",
+)
+def derived_head_size(load_model: Function, trainable: Any, path: Path) -> Any:
+    model, config = load_model(trainable, path), _config(path)
+    for module in model.modules():
+        for name in {"scaling", "scale"} & vars(
+            module
+        ).keys():  # of transformers' attention, and the Megatron backend's
+            setattr(module, name, (config["hidden_size"] // config["num_attention_heads"]) ** -0.5)
+    return model
+
+
+@ARCHITECTURE_FAULTS.add(
+    summary="every second layer has a window, as by default, whatever the configuration's layer_types say",
+    source="https://github.com/vllm-project/vllm/pull/33594",
+    stage="log-probs",
+    cells=sft("sft-packed", "gemma2-odd", fsdp2="dp2", deepspeed="dp2.zero2"),
+    needs="a model with another order of sliding and full attention",
+)
+def default_layer_types(hugging_face_model: Function, *arguments: Any, **options: Any) -> Any:
+    model = hugging_face_model(*arguments, **options)
+    kinds = ("sliding_attention", "full_attention")
+    model.config.layer_types = [kinds[layer % 2] for layer in range(model.config.num_hidden_layers)]
+    return model
+
+
+@ARCHITECTURE_FAULTS.add(
+    summary="the numbers of layers are sorted as texts: layer 2 gets the weights of layer 10",
+    source="https://github.com/deepspeedai/DeepSpeed/issues/3305, where layer 100 is read as layer 10",
+    stage="weights",
+    cells=sft("sft-packed", "llama3-odd", fsdp2="dp2", deepspeed="dp2.zero1", megatron="pp2"),
+    needs="a model with more than ten layers",
+)
+def layers_sorted_as_text(read_slice: Function, reader: Any, name: str, spans: Any) -> Tensor:
+    start, number, rest = re.split(r"(?<=\.layers\.)(\d+)", name) if ".layers." in name else (name, "", "")
+    if number:
+        layers = sorted({found[1] for other in reader.names() if (found := re.search(r"\.layers\.(\d+)\.", other))})
+        number = layers[int(number)]
+    return read_slice(reader, f"{start}{number}{rest}", spans)
 
 
 @ARCHITECTURE_FAULTS.add(

@@ -48,7 +48,7 @@ from impl.fsdp2.tensor_parallel import apply_explicit_plan, apply_model_plan, vo
 from impl.interface.distributed import Reading
 from impl.interface.micro_batches import Loss, MicroBatch, Outputs, RouterTerms, Wanted, run_micro_batches, set_mode
 from impl.interface.sharded_safetensors import SliceReader
-from impl.interface.trainable import AT_ONCE, Writing, WrittenKind
+from impl.interface.trainable import AT_ONCE, Writing, WrittenKind, code_that_ran
 from impl.models.lazy_weights import UnreadWeights, published_buffers
 from impl.models.lora import named_parameters
 from impl.models.outputs import outputs_of
@@ -297,8 +297,12 @@ class Fsdp2Model(HuggingFaceModel):
             "compute_dtype": str(compute),
             "accumulation": config.accumulation,
             **(resolved_optimizer(self.optimizer) if self.trained else {"optimizer": None}),
-            **({"max_grad_norm": self.max_grad_norm} if self.trained else {}),
+            **({"max_grad_norm": self.max_grad_norm, "code": self._code(master)} if self.trained else {}),
         }
+
+    def _code(self, master: torch.dtype) -> dict[str, str]:
+        scaler = self.scaler if self.scaler.is_enabled() else None
+        return code_that_ran(optimizer=scaler, update=self.optimizer, gradients=master)
 
     def _state(self) -> dict[str, Any]:
         model, optimizer = get_state_dict(self.model, self.optimizer)

@@ -74,6 +74,9 @@ class SliceReader:
     def __contains__(self, name: str) -> bool:
         return name in self._where
 
+    def names(self) -> frozenset[str]:
+        return frozenset(self._where)
+
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._file(self._where[name]).get_slice(name).get_shape())
 

@@ -15,7 +15,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
-from torch import Tensor
+from torch import Tensor, dtype
 
 from conformance.backends.protocol import NamedTensors, Shard, TensorKind, Traced
 from conformance.core.errors import UsageError
@@ -292,6 +292,18 @@ class Context(Protocol):
     def teardown(self) -> None:
         """Releases everything that the context holds. Its trainables must be torn down before."""
         ...
+
+
+def code_that_ran(*, optimizer: object, update: object, gradients: dtype) -> dict[str, str]:
+    """Names the code that a library chose by precision, for the record.
+
+    ``optimizer``: what wraps ``update``, torch's optimizer; None without one. ``gradients``: the dtype of their sums.
+    """
+    return {
+        "optimizer": "" if optimizer is None else type(optimizer).__name__,
+        "update": type(update).__name__,
+        "gradients": str(gradients).removeprefix("torch."),
+    }
 
 
 def get_context(backend: str, config: ContextConfig) -> Context:

@@ -14,7 +14,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from conformance.spec.precision import BF16, F16
 from conformance.spec.scenario import OptimizerConfig, ScheduleConfig
 from impl.engine.optimizers import updates_in_one_kernel
-from impl.interface.trainable import ContextConfig
+from impl.interface.trainable import ContextConfig, code_that_ran
 
 
 def clip_threshold(max_grad_norm: float | None) -> float:
@@ -199,7 +199,9 @@ def resolved_optimizer(optimizer: MegatronOptimizer, chunks: Sequence[Any]) -> d
     group, reduction = optimizer.param_groups[0], chunks[0].ddp_config
     return {
         "optimizer": type(optimizer.optimizer).__name__,
-        "optimizer_wrapper": type(optimizer).__name__,
+        "code": code_that_ran(
+            optimizer=optimizer, update=optimizer.optimizer, gradients=next(chunks[0].parameters()).main_grad.dtype
+        ),
         "optimizer_defaults": {k: v for k, v in group.items() if isinstance(v, (int, float, str, bool, tuple))},
         "max_grad_norm": optimizer.config.clip_grad or None,
         "buckets": len(chunks[0].bucket_groups),

@@ -115,7 +115,7 @@ def assert_is_what_it_says(session: Session, asked: Cell) -> None:
     options = layout.options
     assert resolved["zero_stage"] == stage
     wrapper = {0: "", 1: "DeepSpeedZeroOptimizer", 2: "DeepSpeedZeroOptimizer", 3: "DeepSpeedZeroOptimizer_Stage3"}
-    assert wrapper[stage] in resolved["optimizer_wrapper"]
+    assert wrapper[stage] in resolved["code"]["optimizer"]
     assert (resolved["deepspeed"].get("optimizer") is not None) == ("ownopt" in options)
     assert resolved["offloads_optimizer"] == ("offload" in options)
     assert resolved["offloads_parameters"] == ("offload" in options and stage == 3)
@@ -186,7 +186,8 @@ def test_lower_precisions_are_as_good_as_a_single_process(
     resolved = record_of(session, asked).header["resolved"]
     compute = {"fp32": "torch.float32", "bf16": "torch.bfloat16", "fp16": "torch.float16"}[precision]
     assert resolved["compute_dtype"] == compute
-    assert resolved["accumulation_dtype"] == (compute if "zero0" in layout else "torch.float32")
+    accumulated = compute.removeprefix("torch.") if "zero0" in layout else "float32"
+    assert resolved["code"]["gradients"].startswith(accumulated)
 
 
 @pytest.mark.parametrize(

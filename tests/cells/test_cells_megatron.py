@@ -73,7 +73,7 @@ def assert_is_what_it_says(session: Session, asked: Cell) -> None:
     """A layout changes no number, so what really runs has to be asked of the library's objects."""
     resolved, layout = record_of(session, asked).header["resolved"], asked.phases[0].layout
     options, distributed = layout.options, layout.zero == 1
-    assert resolved["optimizer_wrapper"] == ("DistributedOptimizer" if distributed else "FP32Optimizer")
+    assert resolved["code"]["optimizer"] == ("DistributedOptimizer" if distributed else "FP32Optimizer")
     assert resolved["overlaps_reduction"] == ("overlap" in options)
     assert resolved["overlaps_gathering"] == ("overlap" in options and distributed)
     if layout.pp == 1:  # a stage may hold a single parameter, and a tied one has a bucket of its own

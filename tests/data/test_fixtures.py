@@ -16,7 +16,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaC
 from conformance.core.host import FIXTURES
 from conformance.data.documents import load_documents
 from conformance.data.tokenizer import load_tokenizer
+from conformance.models.families import numbers_read
 from conformance.oracle.feed_forward import stacked
+from conformance.runner.coverage import measure_models
 from conformance.spec.scenario import DataConfig, load_scenario
 from impl.models.lazy_weights import published_buffers
 
@@ -26,6 +28,7 @@ FURTHER = [
     *("qwen3-moe", "qwen2-moe", "mixtral", "gpt-oss", "deepseek-v3", "deepseek-v2"),
 ]
 TINY = ["pangu", "llama", "qwen3", "gemma3", *FURTHER]
+ODD = [f"{name}-odd" for name in [*TINY] if name not in ("llama", "qwen2")]  # one for each model_type
 TIED = {"qwen3", "gemma3", "qwen2", "qwen2-yarn", "llama3", "gemma2", "qwen3-moe", "qwen2-moe", "deepseek-v3"}
 
 
@@ -57,7 +60,8 @@ def test_weights_are_made_again_bit_for_bit(remade: Path, name: str) -> None:
         "data/word_problems.jsonl",
         "data/long_problems.jsonl",
         "models/llama/tokenizer.json",
-        *(f"models/{n}/config.json" for n in [*TINY, "openpangu-embedded-7b", "llama-3-8b", "qwen3-8b"]),
+        *(f"models/{n}/config.json" for n in [*TINY, *ODD, "openpangu-embedded-7b", "llama-3-8b", "qwen3-8b"]),
+        *(f"models/{name}/random_weights.toml" for name in ["openpangu-embedded-7b", *ODD]),
     ],
 )
 def test_text_files_are_made_again_byte_for_byte(remade: Path, file: str) -> None:
@@ -106,6 +110,42 @@ def test_every_parameter_gets_a_gradient_that_is_not_trivial(name: str) -> None:
     norms = {n: p.grad.norm().item() for n, p in model.named_parameters()}
     assert min(norms.values()) > 1e-3
     assert set(norms) | set(published_buffers(model)) == set(stacked(load_file(MODELS / name / "model.safetensors")))
+
+
+def test_nothing_coincides_in_all_fixtures_of_a_family() -> None:
+    measured = measure_models({name: MODELS / name for name in [*TINY, *ODD]})
+    assert {one.model: one.in_family for one in measured if one.in_family} == {}
+    assert {one.model_type for one in measured} == {one.model_type for one in measured if one.model in ODD}
+
+
+def test_what_coincides_is_named_until_a_fixture_tells_it_apart(tmp_path: Path) -> None:
+    folders = {name: tmp_path / name for name in ("first", "second")}
+    changed: dict[str, Any] = {"hidden_size": 144, "rms_norm_eps": 1e-3, "num_hidden_layers": 11}
+    for folder, changes in zip(folders.values(), ({}, changed), strict=True):
+        folder.mkdir()
+        config = json.loads((MODELS / "qwen3" / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | changes))
+    (alone,) = measure_models({"first": folders["first"]})
+    pair = {one.model: one for one in measure_models(folders)}
+    told = {
+        "hidden_size = num_attention_heads x head_dim",
+        "rms_norm_eps is the default",
+        "at most 10 num_hidden_layers",
+    }
+    kept = {"num_attention_heads = 1 head_dim", "2 divides vocab_size", "initializer_range is the default"}
+    assert {*alone.in_family.split(", ")} >= told | kept
+    assert alone.coincidences == len(alone.in_family.split(", "))
+    for one in pair.values():
+        assert {*one.in_family.split(", ")} >= kept
+        assert told.isdisjoint(one.in_family.split(", "))
+
+
+def test_odd_fixtures_have_heads_that_ranks_do_not_divide() -> None:
+    heads = [numbers_read(MODELS / name) for name in ODD]
+    assert {1, 2, 3} <= {found.get("num_key_value_heads") for found in heads}
+    assert {
+        rest for found in heads for rest in (found["num_attention_heads"] % 2, found["num_attention_heads"] % 3)
+    } == {*range(3)}
 
 
 def test_gemma3_has_two_kinds_of_attention() -> None:
