@@ -76,7 +76,9 @@ def _selecting(parser: argparse.ArgumentParser) -> None:
 def _list(parser: argparse.ArgumentParser) -> None:
     _selecting(parser)
     parser.add_argument(
-        "--coverage", action="store_true", help="measure what the data covers: positions, vocabulary, shards, masks"
+        "--coverage",
+        action="store_true",
+        help="measure what data and models cover: positions, vocabulary, shards, masks, sizes that coincide",
     )
     parser.add_argument("--json", action="store_true", help=_JSON)
 

@@ -247,7 +247,7 @@ def draw_weights(model: RandomModel, scenario: Scenario, role: Role, out: Path) 
         write_adapter(out / ADAPTER, scenario.lora, model.shapes(), key=key)
     if role.head == "value":
         raise UsageError(
-            f"a {model.recipe.like} of another size has random weights, and value models cannot have these; use another "
+            f"a {model.recipe.like} of another size has random weights, which value models cannot have; use another "
             f"objective"
         )
     where: dict[str, str] = {}

@@ -138,18 +138,19 @@ def summary_lines(summary: Mapping[str, Any]) -> list[str]:
 
 
 def code_by_precision(cells: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns a line for each backend whose precisions ran different code: exact does not stand for what they run."""
-    found: dict[str, dict[str, dict[str, None]]] = {}
+    """Returns a line for each backend and precision with the code that ran there and not in the exact tier.
+
+    The exact tier does not stand for this code. Dtypes of gradients are left out, because they always differ.
+    """
+    ran: dict[tuple[str, str], dict[str, None]] = {}
     for cell in cells:
-        if cell["code"]:
-            of_backend = found.setdefault(backend_of(cell["id"]), {})
-            of_backend.setdefault(cell["id"].split("/")[4], {})[cell["code"]] = None
-    lines = [
-        f"{backend} ran {'; '.join(f'in {precision}: {chr(32).join(code)}' for precision, code in ran.items())}"
-        for backend, ran in found.items()
-        if len({tuple(code) for code in ran.values()}) > 1
+        parts = (part for part in re.split("[,;] ", cell["code"]) if part and not part.startswith("gradients "))
+        ran.setdefault((backend_of(cell["id"]), cell["id"].split("/")[4]), {}).update(dict.fromkeys(parts))
+    return [
+        f"{backend} ran in {precision}, not in exact: {', '.join(only)}"
+        for (backend, precision), code in ran.items()
+        if (exact := ran.get((backend, "exact"))) and (only := [part for part in code if part not in exact])
     ]
-    return lines
 
 
 def shared_gpus(environment: Mapping[str, Any]) -> str:

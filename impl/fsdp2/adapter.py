@@ -131,6 +131,12 @@ class Fsdp2Backend(ReferenceBackend):
         if explicit and not quirks.has_plan:
             reason = f"{', '.join(explicit)} has no tensor-parallel plan for {kind!r}"
             return Unsupported(f"{reason}; leave it out to use the model's own plan")
+        features = 0 if quirks.has_routers else model_config(scenario).get("intermediate_size", 0)
+        if explicit and features % layout.tp:
+            return Unsupported(
+                f"PyTorch's parallel styles take equal shards only, and tp={layout.tp} does not divide "
+                f"intermediate_size={features}; leave {', '.join(explicit)} out to use the model's own plan"
+            )
         if scenario.lora and layout.tp > 1 and not explicit and scenario.lora.names_layers:
             return Unsupported(
                 "the model's own tensor-parallel plan treats all layers alike, but only some have adapters; add the "

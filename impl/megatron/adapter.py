@@ -247,6 +247,12 @@ class MegatronBackend(ReferenceBackend):
             )
         if not available():
             return Unsupported(f"attention over packed documents needs the package ring-flash-attn; run: {INSTALL}")
+        is_dense = not shape.mixture or len(shape.mixture.layers) < shape.layers
+        if is_dense and shape.ffn % layout.tp:
+            return Unsupported(
+                f"megatron-core shards an MLP into equal parts, and tp={layout.tp} does not divide "
+                f"intermediate_size={shape.ffn}; use tp1, or fsdp2"
+            )
         if isinstance(lacking := mixture_support(shape.mixture, layout), Unsupported):
             return lacking
         if layout.rep > 1:

@@ -200,7 +200,9 @@ def resolved_optimizer(optimizer: MegatronOptimizer, chunks: Sequence[Any]) -> d
     return {
         "optimizer": type(optimizer.optimizer).__name__,
         "code": code_that_ran(
-            optimizer=optimizer, update=optimizer.optimizer, gradients=next(chunks[0].parameters()).main_grad.dtype
+            optimizer=optimizer,
+            update=optimizer.optimizer,
+            gradients=torch.float32 if reduction.grad_reduce_in_fp32 else optimizer.config.params_dtype,
         ),
         "optimizer_defaults": {k: v for k, v in group.items() if isinstance(v, (int, float, str, bool, tuple))},
         "max_grad_norm": optimizer.config.clip_grad or None,

@@ -4,6 +4,7 @@ Its cells are in tests/cells/test_cells_deepspeed.py.
 """
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,9 @@ from cells import HONEST, cell_of, exhaustive, ranks_of
 from fsdp2_tasks import value_folder
 from test_fsdp2_models import trio
 from torch.utils.checkpoint import checkpoint
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from conformance.core.host import FIXTURES
 from conformance.data.prepare import prepare_inputs
 from conformance.matrix.cell import Cell
 from conformance.records.step_tensors import read_record
@@ -26,6 +29,20 @@ from conformance.worker.phase_spec import TASK
 from impl.interface.trainable import ContextConfig
 
 pytest.importorskip("deepspeed")
+
+
+@pytest.mark.parametrize(
+    ("stage", "options", "leaves"),
+    [(3, (), "layers.1.mlp.experts"), (3, ("leaf",), "layers.1"), (2, (), "")],
+)
+def test_experts_are_leaves_because_ranks_run_different_ones(stage: int, options: tuple[str, ...], leaves: str) -> None:
+    from impl.deepspeed.model import DeepspeedModel
+
+    trainable: Any = SimpleNamespace(stage=stage, options=options)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(FIXTURES / "models" / "deepseek-v3"))
+    expected = {type(model.model.get_submodule(leaves))} if leaves else set()
+    assert {*DeepspeedModel._leaves(trainable, model)} == expected
 
 
 def in_ranks(

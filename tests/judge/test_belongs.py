@@ -57,6 +57,23 @@ def change_lines(record: Path, change: Callable[[list[Values]], object]) -> None
     (record / RECORD_FILE).write_text(body + json.dumps(lines[-1]) + "\n")
 
 
+def test_code_that_only_one_precision_ran_is_named(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def ran(optimizer: object) -> Callable[[list[Values]], object]:
+        return lambda lines: lines[0].update(resolved={"policy": {"code": {"optimizer": optimizer, "update": "AdamW"}}})
+
+    for cell, optimizer in ((EXACT, "ZeroOptimizer"), (FP32, "ZeroOptimizer")):
+        change_lines(out / record_folders(cell)[0], ran(optimizer))
+    assert spoiled(out) == {}
+    assert "not in exact" not in capsys.readouterr().out
+    change_lines(out / record_folders(FP32)[0], ran("BF16_Optimizer"))
+    assert spoiled(out) == {}
+    exact, fp32 = (f"optimizer {name}, update AdamW" for name in ("ZeroOptimizer", "BF16_Optimizer"))
+    assert "fsdp2 ran in fp32, not in exact: optimizer BF16_Optimizer\n" in capsys.readouterr().out
+    assert {cell["code"] for cell in json.loads((out / "summary.json").read_text())["cells"]} == {exact, fp32, ""}
+    change_lines(out / record_folders(FP32)[0], ran(["BF16_Optimizer"]))
+    assert "names the code that ran other than by strings" in spoiled(out)[FP32]
+
+
 def test_a_run_that_nobody_touched_conforms(out: Path) -> None:
     assert spoiled(out) == {}
 

@@ -15,7 +15,7 @@ from conformance.backends.protocol import find_backend
 from conformance.cli.main import main
 from conformance.matrix.cell import Cell
 from conformance.matrix.profile import Overrides, expand, load_profile, profile_names
-from conformance.runner.coverage import Coverage, DocumentReach, measure_coverage
+from conformance.runner.coverage import Coverage, DocumentReach, ShardReach, measure_coverage
 
 pytestmark = pytest.mark.slow
 
@@ -33,6 +33,10 @@ def coverage_of(profiles: str) -> Coverage:
     return measure_coverage(cell for profile in PROFILES[profiles] for cell in cells_of(profile))
 
 
+def is_odd(reach: DocumentReach | ShardReach) -> bool:
+    return reach.model.endswith("-odd")
+
+
 def documents_of(profiles: str, scenario: str) -> list[DocumentReach]:
     found = [reach for reach in coverage_of(profiles).documents if reach.scenario == scenario]
     assert found
@@ -44,8 +48,11 @@ def test_every_vocabulary_shard_has_inputs_and_targets(profiles: str) -> None:
     shards = coverage_of(profiles).shards
     assert {shard.tp for shard in shards} >= ({1, 2} if profiles == "quick" else {1, 2, 4})
     for shard in shards:
-        assert min(shard.inputs, shard.targets) > 1, shard
-        assert (shard.padding > 0) == (shard.padded and shard.shard == shard.tp - 1), shard
+        assert min(shard.inputs, shard.targets) > 1 or (is_odd(shard) and not shard.rows), shard
+        assert is_odd(shard) or (shard.padding > 0) == (shard.padded and shard.shard == shard.tp - 1), shard
+    assert any(shard.padding for shard in shards if not shard.padded), (
+        "no shard of a vocabulary that ranks do not divide"
+    )
 
 
 @pytest.mark.parametrize("profiles", ["quick", pytest.param("others", marks=pytest.mark.exhaustive)])
@@ -65,7 +72,7 @@ def test_documents_go_beyond_256_and_1024_positions_and_windows(profiles: str) -
         assert reach.beyond_1024 > 50, reach
     windowed = [reach for reach in coverage_of(profiles).documents if reach.window]
     further = {"gpt-oss", "mistral", "phi3", "qwen2-yarn"} if profiles == "others" else set()
-    assert {reach.model for reach in windowed} == {"gemma2", "gemma3", "mixtral"} | further
+    assert {reach.model for reach in windowed if not is_odd(reach)} == {"gemma2", "gemma3", "mixtral"} | further
     assert all(reach.beyond_window > reach.documents / 2 for reach in windowed)
 
 

@@ -68,6 +68,11 @@ def test_quick_runs_every_zero_stage_autotp_a_ring_and_ulysses_on_deepspeed() ->
     assert all(any(getattr(layout, axis) > 1 for layout in layouts) for axis in ("dp", "tp", "sp", "ulysses"))
 
 
+@pytest.mark.parametrize("backend", ["fsdp2", "deepspeed", "megatron"])
+def test_quick_runs_bf16_and_exact_on_every_backend(backend: str) -> None:
+    assert {cell.scenario.precision for cell in cells_of("quick", backend)} >= {"exact", "bf16"}
+
+
 def test_quick_profile_covers_megatron_parallelism() -> None:
     layouts = layouts_of("quick", "megatron")
     assert any(layout.zero == 1 for layout in layouts)

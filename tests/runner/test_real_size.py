@@ -115,7 +115,7 @@ def test_a_vocabulary_smaller_than_the_small_models_and_a_value_model_are_refuse
         with_skeleton(str(shrunk(tmp_path / "models", vocab_size=300)))
     model = synthetic.random_model(Path(with_skeleton(str(shrunk(tmp_path / "others")))))
     assert model
-    with pytest.raises(UsageError, match="value models cannot have these"):
+    with pytest.raises(UsageError, match="which value models cannot have"):
         draw_weights(model, scenario_of(tmp_path / "others/openpangu-embedded-1b"), CRITIC, tmp_path)
     assert not (tmp_path / INDEX).exists()
 
