@@ -196,8 +196,14 @@ def judge(
     quantities = without_bare_factors([_judged(m, bounds[m.key], facts.get(m.step, facts[-1])) for m in found])
     strips = tuple(m.strip for m in found if m.strip)
     author = second_class_of(oracle)
-    ran = {"second_class": author, "code": code_of(phases)}
-    verdict = Verdict(state="conforms", reason="", quantities=tuple(quantities), strips=strips, **ran)
+    verdict = Verdict(
+        state="conforms",
+        reason="",
+        quantities=tuple(quantities),
+        strips=strips,
+        second_class=author,
+        code=code_of(phases),
+    )
     notes = [f"second-class oracle, {author}: {NOT_SEEN}"] if author else []
     notes += [f"not judged: {', '.join(features)}"] if (features := not_judged_of(oracle)) else []
     notes += [f"not judged: {', '.join(sorted(unjudged))}"] if unjudged else []

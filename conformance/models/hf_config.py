@@ -88,7 +88,7 @@ class Config:
         value = self.take(key, *default)
         if value is not None and (type(value) is not int or not least <= value <= LARGEST[key]):
             raise self.error(f"sets {key}={shown(value)}; it must be a whole number from {least} to {LARGEST[key]}")
-        if self._values.get(key) is not None:
+        if value is not None and self._values.get(key) is not None:
             self.numbers[key] = value
         return value
 

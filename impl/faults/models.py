@@ -222,7 +222,8 @@ def layers_sorted_as_text(read_slice: Function, reader: Any, name: str, spans: A
     if number:
         layers = sorted({found[1] for other in reader.names() if (found := re.search(r"\.layers\.(\d+)\.", other))})
         number = layers[int(number)]
-    return read_slice(reader, f"{start}{number}{rest}", spans)
+    piece: Tensor = read_slice(reader, f"{start}{number}{rest}", spans)
+    return piece
 
 
 @ARCHITECTURE_FAULTS.add(

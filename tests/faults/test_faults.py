@@ -170,6 +170,19 @@ def test_norms_of_heads_have_to_be_summed_without_sequence_parallelism_too(sessi
     assert {name.partition(" ")[0] for name in wrong} == {"q_norm.weight", "k_norm.weight"}
 
 
+ODD = {name: place for name, place in CELLS["fsdp2"].items() if place[1].endswith("-odd")}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ODD)
+def test_what_odd_fixtures_show_the_first_fixtures_hide(session: Session, name: str) -> None:
+    scenario, model, layout = ODD[name]
+    asked = cell_of("fsdp2", scenario, model.removesuffix("-odd"), layout, "exact", name, steps=1)
+    verdict = session.run(asked).verdict
+    assert verdict.state == "infrastructure"
+    assert f"{name} was planted and called, and nothing differs" in verdict.reason
+
+
 def test_a_fault_that_is_never_called_is_no_pass(session: Session) -> None:
     verdict = session.run(cell_of("fsdp2", "sft-packed", "llama", "dp2", "exact", "merged-in-bf16", steps=1)).verdict
     assert verdict.state == "infrastructure"
