@@ -39,6 +39,7 @@ from conformance.core.host import FIXTURES
 from conformance.matrix.cell import Cell
 from conformance.matrix.options import Selection
 from conformance.matrix.profile import select_cells
+from conformance.models.synthetic import with_skeleton
 from conformance.records.record_format import dumps
 from conformance.records.step_tensors import read_record
 from conformance.results.run_results import VERDICT, read_entry
@@ -126,7 +127,7 @@ def _cell(fault: Fault, backend: BackendEntry, tier: PrecisionName) -> Cell:
     place = fault.cells
     file = FIXTURES / "scenarios" / f"{place.scenario_in(tier)}.toml"
     return Cell.single(
-        scenario=load_scenario(file, model=f"models/{place.model}", precision=tier),
+        scenario=load_scenario(file, model=with_skeleton(f"models/{place.model}"), precision=tier),
         backend=backend,
         layout=Layout.parse(place.layouts[backend.name]),
         faults=(fault.name,),

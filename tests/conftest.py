@@ -20,6 +20,7 @@ from report_sample import write_sample
 from conformance.backends.protocol import BackendEntry, find_backend
 from conformance.core.host import FIXTURES
 from conformance.matrix.cell import Cell, Phase
+from conformance.models.synthetic import with_skeleton
 from conformance.runner.placement import SessionConfig
 from conformance.runner.session import Session
 from conformance.runtime import Pool
@@ -192,7 +193,8 @@ def make_cell(
     The scenario ``sft-warmup`` is saved after two steps and goes on in fresh processes.
     """
     file, data = scenarios / f"{scenario}.toml", {"rows": rows} if rows else {}
-    config = load_scenario(file, data_overrides=data, model=f"models/{model}", precision=precision, **overrides)
+    folder = with_skeleton(f"models/{model}")
+    config = load_scenario(file, data_overrides=data, model=folder, precision=precision, **overrides)
     chosen, parsed = backend or find_backend("fsdp2"), Layout.parse(layout)
     if scenario == "sft-warmup":
         before = Phase(backend=chosen, layout=parsed, steps=2, save="checkpoint")
