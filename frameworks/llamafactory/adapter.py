@@ -3,7 +3,6 @@
 The suite's documents take the place of encoded examples, and the loop pauses where it asks for the rows of a step.
 """
 
-import importlib.metadata
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -12,7 +11,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-import transformers.trainer
+import transformers
 
 import parity
 
@@ -24,16 +23,6 @@ with parity.on_cpu(stand_ins=("torchaudio",)):
 
 BACKENDS = ("LlamaFactory",)
 PACKAGES = ("torch", "transformers", "accelerate", "llamafactory")
-
-
-class TokenizersBackend(transformers.PreTrainedTokenizerFast):  # type: ignore[misc]
-    def __init__(self, *args: Any, extra_special_tokens: Any = None, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-
-
-if transformers.__version__ < "5":  # it logs four digits of the loss, and lacks this class of tokenizers
-    transformers.trainer.round = lambda number, digits: number
-    transformers.TokenizersBackend = TokenizersBackend
 
 
 class ObservedTrainer(workflow.CustomSeq2SeqTrainer):  # type: ignore[misc]
@@ -80,8 +69,6 @@ class LlamaFactory:
             return parity.Unsupported(f"this adapter runs DDP only; use dp{layout.world_size}")
         if o.frozen or scenario.lora or scenario.router_z_loss or scenario.precision == "fp16":
             return parity.Unsupported("this adapter has no frozen parameters, LoRA, z-loss or fp16; use exact or bf16")
-        if scenario.data.packed and importlib.metadata.version("llamafactory") < "0.9.5":
-            return parity.Unsupported("0.9.4 refuses neat packing with transformers from 4.53 on; use 0.9.5")
         if s.name != "constant" and s.total_steps <= scenario.steps:
             return parity.Unsupported("its training ends with the schedule; use total_steps above steps")
         return parity.Supported()
@@ -157,8 +144,7 @@ class LlamaFactory:
     def train_step(self, batch: parity.Batch, on_gradients: Callable[[str], None]) -> parity.StepMetrics:
         trainer, self.on_gradients = self.trainer, on_gradients
         self.loop.resume(batch.micro_batches(dp_rank=trainer.args.process_index, **self.deal))
-        log = trainer.state.log_history[-1]
-        logged = {key: log[key] for key in ("loss", "grad_norm") if key in log}  # transformers 4 has a norm if it clips
+        logged = {key: trainer.state.log_history[-1][key] for key in ("loss", "grad_norm")}
         return parity.StepMetrics(values=trainer.values | logged, rows={"logprob": trainer.logprobs})
 
     def named_tensors(self, kind: parity.TensorKind, model: str) -> Iterator[tuple[str, torch.Tensor]]:
