@@ -302,11 +302,11 @@ class BackendEntry:
             self._check_target(module_name, error)
             if missing := missing_package(_registration(self), error.name or ""):
                 raise MissingExtra(str(missing)) from error
-            raise BrokenBackend(self, error) from error
+            raise BrokenBackend.of(self, error) from error
         except UnsupportedVersion as error:
             raise MissingExtra(str(error)) from error
         except (Exception, SystemExit) as error:  # one broken plug-in must not stop the others
-            raise BrokenBackend(self, error) from error
+            raise BrokenBackend.of(self, error) from error
         if not hasattr(module, attribute):
             raise UsageError(f"backend {self.name!r}: module {module_name!r} has no {attribute!r}")
         adapter: type[Backend] = getattr(module, attribute)
@@ -340,13 +340,14 @@ class BrokenBackend(Exception):
     """Reports that the adapter cannot be imported although all declared packages are installed. Its cells are
     ``infrastructure``."""
 
-    def __init__(self, entry: BackendEntry, error: BaseException) -> None:
+    @classmethod
+    def of(cls, entry: BackendEntry, error: BaseException) -> "BrokenBackend":
         frames = traceback.extract_tb(error.__traceback__)
         where = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
         message = " ".join(str(error).split())
         missing = error.name if isinstance(error, ModuleNotFoundError) and "run: " not in message else ""
         advice = f"; run: {sys.executable} -m pip install {missing}, or set PYTHONPATH to its folder"
-        super().__init__(
+        return cls(
             f"backend {entry.name!r} cannot be imported: {type(error).__name__}{where}: {message}"
             + advice * bool(missing and "." not in missing)
         )
@@ -356,6 +357,11 @@ def _registration(entry: BackendEntry) -> EntryPoint | None:
     """Returns the entry point with the same name and target as ``entry``; None if there is none."""
     known = entry_points(group=ENTRY_POINT_GROUP)
     return next((one for one in known if (one.name, one.value) == (entry.name, entry.target)), None)
+
+
+def is_registered(entry: BackendEntry) -> bool:
+    """Whether the environment's packages register this target by this name."""
+    return _registration(entry) is not None
 
 
 def is_own(entry: BackendEntry) -> bool:

@@ -1,11 +1,14 @@
-"""Queries a backend adapter (supported cells, packages) in-process or in a subprocess with another Python environment.
+"""Queries a backend adapter (supported cells, packages) in a process of its own.
 
-A framework may pin packages that conflict with those of oracle and judge. So an adapter and its ranks may use another
-environment (`--python BACKEND=EXECUTABLE`). There,
+An adapter never runs in the process that judges it, because it could change the judge there. Its process is forked
+from that one, so that it need not import torch again. It answers queries line by line, as JSON.
+
+A framework may also pin packages that conflict with those of oracle and judge. So an adapter and its ranks may use
+another environment (`--python BACKEND=EXECUTABLE`), where the process is
 
     python -P -m conformance.backends.registry BACKEND
 
-answers queries line by line, as JSON. The environment needs the imports of conformance.worker.phase (this version of
+The environment needs the imports of conformance.worker.phase (this version of
 backend-parity with ``pip install --no-deps``, torch, numpy, pydantic and safetensors) and those of the adapter.
 """
 
@@ -14,15 +17,19 @@ import json
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import IO, Any, NoReturn, Protocol, TypeVar
 
+import torch
 from pydantic import TypeAdapter, ValidationError
 
 import conformance
@@ -34,6 +41,7 @@ from conformance.backends.protocol import (
     Support,
     Supported,
     Unsupported,
+    is_registered,
 )
 from conformance.backends.protocol import find_backend as find_here
 from conformance.core import packages as own_packages
@@ -56,6 +64,14 @@ class AskFailed(Exception):
     """Reports that the adapter raised when it was queried, or that its process ended; the message says where."""
 
 
+_KINDS: dict[str, type[Exception]] = {
+    "usage": UsageError,
+    "missing": MissingExtra,
+    "broken": BrokenBackend,
+    "failed": AskFailed,
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Traits:
     """Holds the properties of an adapter that do not depend on the cell.
@@ -67,7 +83,6 @@ class Traits:
 
     default_zero: int | None
     packages: dict[str, str]
-    objectives: tuple[str, ...]
     seams: tuple[str, ...]
     methods: tuple[str, ...]
     preload: tuple[str, ...]
@@ -105,22 +120,13 @@ class Adapter(Protocol):
 
 
 class InProcessAdapter:
-    """Queries an adapter in this process."""
+    """Queries an adapter in this process, which is the adapter's."""
 
     def __init__(self, adapter: type[Backend]) -> None:
         self._adapter: Any = adapter
 
-    @property
-    def traits(self) -> Traits:
-        """Returns the traits. Objectives are read anew, because a scenario may add one at any time."""
-        return replace(self._traits, objectives=self._objectives)
-
-    @property
-    def _objectives(self) -> tuple[str, ...]:
-        return tuple(getattr(self._adapter, "objectives", ("sft",)))
-
     @cached_property
-    def _traits(self) -> Traits:
+    def traits(self) -> Traits:
         adapter = self._adapter
         info = adapter.describe()
         # An adapter that inherits ``preload`` gets the same modules as the class that defines it, so that the worker
@@ -131,7 +137,6 @@ class InProcessAdapter:
         return Traits(
             default_zero=info.default_zero,
             packages={package: package_version(package) for package in info.packages},
-            objectives=self._objectives,
             seams=tuple(getattr(adapter, "seams", ())),
             methods=tuple(name for name in OPTIONAL if callable(getattr(adapter, name, None))),
             preload=(*always, *getattr(adapter, "preload", _PRELOAD)),
@@ -140,6 +145,9 @@ class InProcessAdapter:
         )
 
     def supports(self, scenario: Scenario, layout: Layout) -> Support:
+        kind = scenario.objective.kind  # reading a scenario may have added it to those of the adapter
+        if kind not in tuple(getattr(self._adapter, "objectives", ("sft",))):
+            return Unsupported(f"{self._adapter.describe().name} does not train the objective {kind!r}")
         return self._answer("supports", scenario, layout)
 
     def supports_checkpoint(self, scenario: Scenario, before: Layout, after: Layout) -> Support:
@@ -164,7 +172,7 @@ class InProcessAdapter:
         return in_cell(declared, scenario, layout)
 
     def host_bytes(self, scenario: Scenario, layout: Layout) -> int:
-        if "host_bytes" not in self._traits.methods:
+        if "host_bytes" not in self.traits.methods:
             return 0
         answer = self._called("host_bytes", scenario, layout)
         if not isinstance(answer, int) or answer < 0:
@@ -197,6 +205,8 @@ class EnvironmentProcess:
         """errors: a file for its standard error. Raises UsageError if the environment or ``name`` cannot be used."""
         self._what, self._limit_s = what, limit_s
         environment = {key: value for key, value in os.environ.items() if key != "PYTHONHOME"}
+        if python == sys.executable:  # it finds what this process finds
+            environment["PYTHONPATH"] = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
         try:
             with errors.open("wb") if errors else contextlib.nullcontext() as file:
                 self.process = subprocess.Popen(
@@ -243,26 +253,82 @@ class EnvironmentProcess:
         self.process.wait()
 
 
+class _Fork:
+    """Forks this process to answer queries about an adapter; has what EnvironmentProcess uses of subprocess.Popen."""
+
+    def __init__(self, name: str) -> None:
+        ours, theirs = socket.socketpair()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of threads, which the child leaves alone
+            self.pid = os.fork()
+        if not self.pid:
+            ours.close()
+            self._answer(theirs, name)
+        theirs.close()
+        self.stdin, self.stdout = ours.makefile("w", encoding="utf-8"), ours.makefile("r", encoding="utf-8")
+        ours.close()  # the files keep it
+
+    def wait(self) -> None:
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(self.pid, 0)
+
+    @staticmethod
+    def _answer(theirs: socket.socket, name: str) -> NoReturn:
+        """Continues as the adapter's process, until this end of the socket is the only one."""
+        try:
+            os.setsid()  # Ctrl-C is for the controller
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, signal.SIG_DFL)
+            for other in set(_there.values()):  # or else this process would keep theirs alive
+                other.leave()
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            os.dup2(2, 1)  # output of frameworks must not mix with that of the controller
+            queries, answers = theirs.makefile("r", encoding="utf-8"), theirs.makefile("w", encoding="utf-8")
+            serve_queries(queries, answers, name, _made, _reply, _error_message)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(0)
+
+
+class ForkedProcess(EnvironmentProcess):
+    """Answers queries about an adapter in a fork of this process."""
+
+    def __init__(self, name: str) -> None:
+        self._what, self._limit_s = name, LIMIT_S
+        self.process: Any = _Fork(name)
+        self.hello = self.receive()
+
+
 class SubprocessAdapter:
-    """Queries an adapter in a subprocess with another environment. The subprocess ends with this process."""
+    """Queries an adapter in a process of its own, which ends with this one."""
 
-    def __init__(self, name: str, python: str) -> None:
-        """name: the adapter's name as registered in that environment, or module:Class.
+    def __init__(self, name: str, python: str = "") -> None:
+        """name: the adapter's name as registered in its environment, or module:Class. python: the executable of that
+        environment; empty: this one.
 
-        Raises UsageError if the environment cannot be used, or if the adapter cannot be imported there.
+        Raises UsageError if the environment cannot be used or has no such adapter, and if the adapter cannot be
+        imported: UsageError for another environment, and what BackendEntry.load raises for this one.
         """
-        self._what = f"--python {name}={python}"
-        self._process = EnvironmentProcess(self._what, python, __name__, name, limit_s=LIMIT_S)
+        self._what = f"--python {name}={python}: " if python else ""
+        self._asking = threading.Lock()
+        self._latest: tuple[Scenario, Any] | None = None
+        if python or torch.cuda.is_initialized():  # CUDA does not survive a fork
+            what = self._what.removesuffix(": ") or name
+            self._process = EnvironmentProcess(what, python or sys.executable, __name__, name, limit_s=LIMIT_S)
+        else:
+            self._process = ForkedProcess(name)
         hello, needs = self._process.hello, _NEEDS.format(conformance.__version__)
         if "message" in hello:
-            raise UsageError(f"{self._what}: {hello['message']}")
+            self._process.end()
+            raise UsageError(f"{self._what}{hello['message']}") if python else self._error(hello)
         self.entry = BackendEntry(name=hello["name"], target=hello["target"], python=python)
         try:
             self.traits: Traits = TypeAdapter(Traits).validate_python(hello["traits"])
         except ValidationError as error:
-            raise UsageError(
-                f"{self._what}: the environment has another suite ({one_line(error)}); it {needs}"
-            ) from None
+            raise UsageError(f"{self._what}the environment has another suite ({one_line(error)}); it {needs}") from None
         self.version: str = hello["python"]
 
     def supports(self, scenario: Scenario, layout: Layout) -> Support:
@@ -275,20 +341,20 @@ class SubprocessAdapter:
         try:
             return _KNOWN.validate_python(self._ask("known", scenario, layout).get("known"))
         except ValidationError as error:
-            raise AskFailed(f"{self._what}: its expected differences are invalid: {one_line(error)}") from None
+            raise AskFailed(f"{self._what}its expected differences are invalid: {one_line(error)}") from None
 
     def conventions(self, scenario: Scenario, layout: Layout) -> Conventions:
         try:
             return _CONVENTIONS.validate_python(self._ask("conventions", scenario, layout).get("conventions"))
         except ValidationError as error:
-            raise AskFailed(f"{self._what}: its conventions are invalid: {one_line(error)}") from None
+            raise AskFailed(f"{self._what}its conventions are invalid: {one_line(error)}") from None
 
     def host_bytes(self, scenario: Scenario, layout: Layout) -> int:
         if "host_bytes" not in self.traits.methods:
             return 0
         answer = self._ask("host_bytes", scenario, layout).get("bytes")
         if not isinstance(answer, int):
-            raise AskFailed(f"{self._what}: host_bytes() returned {answer!r}")
+            raise AskFailed(f"{self._what}host_bytes() returned {answer!r}")
         return answer
 
     def _answer(self, method: str, scenario: Scenario, *layouts: Layout) -> Support:
@@ -298,14 +364,24 @@ class SubprocessAdapter:
                 return Supported()
             case False, str(reason) if reason:
                 return Unsupported(reason)
-        raise AskFailed(f"{self._what}: {method}() returned {answer!r}")
+        raise AskFailed(f"{self._what}{method}() returned {answer!r}")
 
     def _ask(self, method: str, scenario: Scenario, *layouts: Layout) -> dict[str, Any]:
-        query = {"method": method, "scenario": scenario_to_json(scenario), "layouts": [str(one) for one in layouts]}
-        answer = self._process.ask(query)
+        with self._asking:
+            if self._latest is None or self._latest[0] is not scenario:
+                self._latest = scenario, scenario_to_json(scenario)
+            query = {"method": method, "scenario": self._latest[1], "layouts": [str(one) for one in layouts]}
+            answer = self._process.ask(query | {"folder": str(Path.cwd())})
         if "message" in answer:
-            raise (UsageError if answer["kind"] == "usage" else AskFailed)(f"{self._what}: {answer['message']}")
+            raise self._error(answer)
         return answer
+
+    def _error(self, answer: Mapping[str, str]) -> Exception:
+        return _KINDS.get(answer["kind"], AskFailed)(f"{self._what}{answer['message']}")
+
+    def leave(self) -> None:
+        """Closes this end in a forked process."""
+        os.close(self._process.process.stdin.fileno())
 
 
 _KNOWN, _CONVENTIONS = TypeAdapter(tuple[Known, ...]), TypeAdapter(Conventions)
@@ -317,17 +393,23 @@ def find_backend(name: str, python: str = "") -> BackendEntry:
 
     Raises UsageError if there is none, or if the environment cannot be used.
     """
-    if not python:
+    if not python and ":" not in name:
         return find_here(name)
     if (name, python) not in _there:
-        found = SubprocessAdapter(name, python)
+        try:
+            found = SubprocessAdapter(name, python)
+        except (MissingExtra, BrokenBackend):  # it is said when the adapter is needed
+            return BackendEntry(name=name.rpartition(":")[2].lower(), target=name)
         _there[name, python] = _there[found.entry.target, python] = found
     return _there[name, python].entry
 
 
 def adapter_of(entry: BackendEntry) -> Adapter:
     """Returns the adapter of an entry that was found. Raises what BackendEntry.load raises."""
-    return _there[entry.target, entry.python] if entry.python else InProcessAdapter(entry.load())
+    key = entry.target, entry.python
+    if key not in _there:
+        _there[key] = SubprocessAdapter(entry.name if is_registered(entry) else entry.target, entry.python)
+    return _there[key]
 
 
 def versions_of(entries: Sequence[BackendEntry]) -> dict[str, str]:
@@ -342,7 +424,7 @@ def versions_of(entries: Sequence[BackendEntry]) -> dict[str, str]:
             packages = adapter.traits.packages
         except (MissingExtra, BrokenBackend, UsageError):
             continue
-        if isinstance(adapter, SubprocessAdapter):
+        if entry.python and isinstance(adapter, SubprocessAdapter):
             packages = {"python": adapter.version} | packages
         found |= {f"{name} ({entry.name})" if entry.python else name: value for name, value in packages.items()}
     return found
@@ -350,14 +432,14 @@ def versions_of(entries: Sequence[BackendEntry]) -> dict[str, str]:
 
 def main() -> None:
     """Answers queries on standard input about the adapter that the first argument names."""
+    answer_queries(_made, _reply, _error_message)
 
-    def made(name: str) -> tuple[InProcessAdapter, dict[str, Any]]:
-        entry = find_here(name)
-        adapter = InProcessAdapter(entry.load())
-        traits = TypeAdapter(Traits).dump_python(adapter.traits, mode="json")
-        return adapter, {"name": entry.name, "target": entry.target, "traits": traits}
 
-    answer_queries(made, _reply, _error_message)
+def _made(name: str) -> tuple[InProcessAdapter, dict[str, Any]]:
+    entry = find_here(name)
+    adapter = InProcessAdapter(entry.load())
+    traits = TypeAdapter(Traits).dump_python(adapter.traits, mode="json")
+    return adapter, {"name": entry.name, "target": entry.target, "traits": traits}
 
 
 def answer_queries(
@@ -370,17 +452,29 @@ def answer_queries(
     signal_at_death_of(os.getppid(), signal.SIGTERM)
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # output of frameworks must not mix with the answers
+    serve_queries(sys.stdin, answers, sys.argv[1], make, reply, error_message)
+
+
+def serve_queries(
+    queries: IO[str],
+    answers: IO[str],
+    name: str,
+    make: Callable[[str], tuple[Made, dict[str, Any]]],
+    reply: Callable[[Made, dict[str, Any]], dict[str, Any]],
+    error_message: Callable[[Exception], dict[str, str]],
+) -> None:
+    """Makes an object by its name, says hello, and replies until there are no more queries."""
 
     def say(answer: dict[str, Any]) -> None:
         print(json.dumps(answer), file=answers, flush=True)
 
     suite = {"suite": conformance.__version__, "python": ".".join(map(str, sys.version_info[:3]))}
     try:
-        made, hello = make(sys.argv[1])
+        made, hello = make(name)
     except Exception as error:
         return say(suite | error_message(error))
     say(suite | hello)
-    for line in sys.stdin:
+    for line in queries:
         try:
             say(reply(made, json.loads(line)))
         except Exception as error:
@@ -388,6 +482,7 @@ def answer_queries(
 
 
 def _reply(adapter: InProcessAdapter, query: dict[str, Any]) -> dict[str, Any]:
+    os.chdir(query["folder"])
     scenario, layouts = parse_scenario(query["scenario"]), [Layout.parse(one) for one in query["layouts"]]
     if query["method"] == "known":
         return {"known": _KNOWN.dump_python(adapter.known(scenario, *layouts), mode="json")}
@@ -400,9 +495,9 @@ def _reply(adapter: InProcessAdapter, query: dict[str, Any]) -> dict[str, Any]:
 
 
 def _error_message(error: Exception) -> dict[str, str]:
-    known = isinstance(error, UsageError | MissingExtra | BrokenBackend | AskFailed)
-    message = str(error) if known else f"{type(error).__name__}: {one_line(error)}"
-    return {"kind": "usage" if isinstance(error, UsageError) else "failed", "message": message}
+    kind = next((kind for kind, of in _KINDS.items() if isinstance(error, of)), "")
+    message = str(error) if kind else f"{type(error).__name__}: {one_line(error)}"
+    return {"kind": kind or "failed", "message": message}
 
 
 if __name__ == "__main__":

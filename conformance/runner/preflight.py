@@ -104,12 +104,10 @@ class Refusals:
         )
 
     def _phase_refusal(self, cell: Cell, phase: Phase, model: Path) -> Verdict | None:
-        scenario, kind, name = cell.scenario, cell.scenario.objective.kind, phase.backend.name
+        scenario, name = cell.scenario, phase.backend.name
         adapter = self.adapter(phase.backend)
         if isinstance(adapter, Verdict):
             return adapter
-        if kind not in adapter.traits.objectives:
-            return Verdict(state="unsupported", reason=f"{name} does not train the objective {kind!r}")
         if scenario.lora and "export_merged" not in adapter.traits.methods:
             return Verdict(state="unsupported", reason=f"{name} has no export_merged, so it trains no adapters (lora)")
         for fault in map(find_fault, cell.faults):

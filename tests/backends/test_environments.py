@@ -8,16 +8,18 @@ import subprocess
 import sys
 import venv
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 from plain_profile import write_profile
 
-from conformance.backends.protocol import BackendInfo, Unsupported
+from conformance.backends.protocol import BackendInfo, Supported, Unsupported
 from conformance.backends.registry import AskFailed, InProcessAdapter, adapter_of, find_backend, versions_of
 from conformance.cli import main as cli
 from conformance.core.errors import UsageError
 from conformance.core.host import FIXTURES
+from conformance.judge import verdict
 from conformance.spec.conventions import AdvantageEpsilon, DecaysAll, EntropyByMicroBatch, RoundedMasters
 from conformance.spec.layout import Layout
 from conformance.spec.scenario import Scenario, load_scenario
@@ -28,6 +30,7 @@ import only_there
 from plain_backend import Plain
 from conformance.backends.protocol import BackendInfo
 from conformance.spec.known_defects import ExpectedDifference
+from conformance.judge import verdict
 from conformance.spec.conventions import AdvantageEpsilon, DecaysAll, EntropyByMicroBatch, RoundedMasters
 from impl.engine import adapter
 
@@ -208,7 +211,33 @@ def test_adapter_process_knows_objective_of_later_scenario() -> None:
     class Adapter(_Vague):
         objectives: ClassVar[dict[str, object]] = {"sft": None}
 
-    adapter = InProcessAdapter(Adapter)  # type: ignore[arg-type]
-    assert [*adapter.traits.objectives] == ["sft"]
+    adapter: Any = InProcessAdapter(Adapter)  # type: ignore[arg-type]
+    mine = SimpleNamespace(objective=SimpleNamespace(kind="mine:Own"))
+    assert adapter.supports(mine, Layout(dp=1)) == Unsupported("vague does not train the objective 'mine:Own'")
     Adapter.objectives["mine:Own"] = None
-    assert [*adapter.traits.objectives] == ["sft", "mine:Own"]
+    with pytest.raises(AskFailed):  # it is asked, and its answer is none
+        adapter.supports(mine, Layout(dp=1))
+
+
+PATCHES = """
+import sys
+from conformance.backends.protocol import Supported
+from plain_backend import Plain
+
+class Patches(Plain):
+    @classmethod
+    def supports(cls, scenario, layout):
+        import conformance.judge.verdict
+        conformance.judge.verdict.measure = None
+        print("this goes to no answer")
+        return Supported()
+"""
+
+
+def test_an_adapter_reaches_no_judge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "patches_the_judge.py").write_text(PATCHES)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    asked = adapter_of(find_backend("patches_the_judge:Patches"))
+    assert asked.supports(SCENARIO, Layout(pp=2)) == Supported()
+    assert verdict.measure is not None
+    assert "patches_the_judge" not in sys.modules

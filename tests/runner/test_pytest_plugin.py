@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed.tensor  # noqa: F401 - torch allows no second import after pytester forgets one
 
 from conformance.cli import main as cli
 from conformance.core.host import FIXTURES
