@@ -381,7 +381,9 @@ class SubprocessAdapter:
 
     def leave(self) -> None:
         """Closes this end in a forked process."""
-        os.close(self._process.process.stdin.fileno())
+        for stream in filter(None, (self._process.process.stdin, self._process.process.stdout)):
+            with contextlib.suppress(OSError):  # both are one file
+                os.close(stream.fileno())
 
 
 _KNOWN, _CONVENTIONS = TypeAdapter(tuple[Known, ...]), TypeAdapter(Conventions)
