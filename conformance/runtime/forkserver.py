@@ -101,7 +101,7 @@ class Forkserver:
         forkserver, pids, failure = os.getpid(), [], ""
         number = message["worker_group"]
         folders = [
-            Path(tempfile.mkdtemp(prefix="parity-", dir=parent))
+            Path(tempfile.mkdtemp(prefix=f"parity-{os.getpid()}-", dir=parent))
             for parent in (None, SHARED_MEMORY)
             if _is_folder(parent)
         ]
