@@ -222,7 +222,8 @@ class EnvironmentProcess:
             raise UsageError(f"{what}: {error.strerror}; give the executable of an environment") from None
         self.hello, needs = self.receive(), _NEEDS.format(conformance.__version__)
         if "suite" not in self.hello:
-            raise UsageError(f"{what}: it does not answer ({self.hello['message']}); the environment {needs}")
+            why = self.hello["message"]
+            raise UsageError(f"{what}: it does not answer; the environment {needs} ({why})")
         if self.hello["suite"] != conformance.__version__:
             raise UsageError(f"{what}: the environment has backend-parity {self.hello['suite']}; it {needs}")
 
