@@ -138,6 +138,8 @@ class Swift:
 
     def load(self, path: Path) -> None:
         self.trainer.loop.close()
+        if self.trainer.args.device.type == "cpu":  # "cpu:0", which torch.load refuses and newer transformers replace
+            self.trainer.args._setup_devices = torch.device("cpu")
         self.start(self.trainer, str(next(path.glob("checkpoint-*"))))
 
     def export(self, path: Path, model: str) -> None:
