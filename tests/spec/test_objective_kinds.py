@@ -10,6 +10,7 @@ from pydantic.dataclasses import dataclass
 
 import conformance.oracle.objectives
 import impl.objectives.policy_gradient
+from conformance.backends import registry
 from conformance.backends.protocol import BackendEntry, BackendInfo, Supported
 from conformance.cli import main as cli
 from conformance.core.errors import STRICT, UsageError
@@ -169,6 +170,7 @@ def test_the_command_line_says_so_in_one_message(
 def test_a_kind_that_the_backend_does_not_know_is_unsupported_by_name(
     objectives: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(registry, "_there", {})  # the adapter's process is forked after this change of its class
     if objectives is not None:
         monkeypatch.setattr(Willing, "objectives", objectives, raising=False)
     cell = make_cell("sft-sgd", "llama", "dp1", "exact", backend=WILLING, objective=toy_objectives.WeightedSft())
@@ -181,6 +183,7 @@ def test_a_kind_that_the_backend_does_not_know_is_unsupported_by_name(
 
 
 def test_a_kind_that_the_backend_knows_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_there", {})
     monkeypatch.setattr(Willing, "objectives", ("toy_objectives:WeightedSft",), raising=False)
     cell = make_cell("sft-sgd", "llama", "dp1", "exact", backend=WILLING, objective=toy_objectives.WeightedSft())
     with Session(SessionConfig(out=tmp_path)) as session:
