@@ -21,6 +21,7 @@ from conformance.backends.protocol import BackendEntry, find_backend
 from conformance.core.host import FIXTURES
 from conformance.matrix.cell import Cell, Phase
 from conformance.models.synthetic import with_skeleton
+from conformance.runner import phases
 from conformance.runner.placement import SessionConfig
 from conformance.runner.session import Session
 from conformance.runtime import Pool
@@ -105,6 +106,12 @@ def pytest_collection_finish() -> None:
     """Exempt what was imported and collected from garbage collection, or each full one looks at all of it for 0.3 s."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _draws() -> None:
+    """The steps that ranks draw are the same in each run of pytest."""
+    phases.DRAW = 0
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -5,9 +5,15 @@ reference. A wrong factor, a wrong scale of attention or a lost weight decay lie
 <x, ref> / <ref, ref> shows what the size of the error hides: in bf16 a gradient is 1e-2 to 4e-2 off, its scale 1e-3.
 
 The scale is measured for all gradients of a step, and over all steps for the gradients of each layer and of each module
-in all layers; for all weights after a step, and for those of each module in all layers. Its noise is that of the same
-scale in a single-process run. One run is one draw, so the noise is at least what independent errors of the tensors
-would give, and at least a part of the whole error (``Along.typical``).
+in all layers; for all weights after a step, and for those of each module in all layers; and for the log-probs of all
+steps, where weights show that drift on one of several ranks. Its noise is that of the same scale in a single-process
+run. One run is one draw, so the noise is at least what independent errors of the tensors would give, and at least a
+part of the whole error (``Along.typical``).
+
+Of many numbers, the size of all errors together hardly depends on the draw either: in half precision, honest gradients
+and log-probs of all steps are 0.8 to 1.2 times as far from float64 as a single process
+(docs/measurements/tolerances.md). So it has a bound of its own, SIZE_FACTOR. And rounding makes few elements of a
+gradient 0 where they should not be.
 """
 
 import math
@@ -23,21 +29,30 @@ from conformance.spec.observables import Observable
 # Least part of a whole error that is taken to lie along the reference. Errors of gradients have directions in common:
 # those of the loss or of values scale all of them. An update hardly depends on the direction of its weight.
 PART_OF_GRADIENTS, PART_OF_WEIGHTS = 1 / 6, 1 / 32
+PART_OF_ROWS = 1 / 16
+SIZE_FACTOR = 1.5  # times the single process, for the size of all errors together
+SAMPLING = 4.0  # standard deviations of that size, which is known to 1 / sqrt(n) at worst
+ZEROS = 2e-3  # fraction of elements of a gradient that rounding may make 0, a third of the bound
 LAYER = re.compile(r"(?<=\.)(\d+)\.")
-SCALE = ": scale"
+SCALE, SIZE = ": scale", ": size"
+ALL_STEPS = " of all steps"
+ROWS = "logprob"  # key of the rows whose direction is measured
 
 
 def is_summed_in(tensor: str, scale: str) -> bool:
-    """Tells whether the scale of this name, such as ``gradient: scale of layer 1``, is that of a tensor and others."""
+    """Tells whether the scale of this name, such as ``gradient: scale of layer 1``, is that of a tensor and others; so
+    is the size of all errors."""
     of = scale.partition(SCALE)[2]
     layer = LAYER.search(tensor)
-    return of in ("", f" of {LAYER.sub('*.', tensor, count=1)}") or bool(layer and of == f" of layer {layer[1]}")
+    return of in ("", ALL_STEPS, f" of {LAYER.sub('*.', tensor, count=1)}") or bool(
+        layer and of == f" of layer {layer[1]}"
+    )
 
 
 @dataclass(kw_only=True)
 class Along:
     """Sums over tensors: <x - ref, ref>, its squares, ||x - ref||^2, ||ref||^2 and the number of elements. ``part``:
-    the least part of the whole error along the reference."""
+    the least part of the whole error along the reference. ``zeros``: elements that are 0 where ``nonzero`` are not."""
 
     part: float
     along: float = 0.0
@@ -45,6 +60,8 @@ class Along:
     errors: float = 0.0
     size: float = 0.0
     elements: int = 0
+    zeros: int = 0
+    nonzero: int = 0
 
     @property
     def error(self) -> float:
@@ -76,12 +93,13 @@ class Directions:
     bound is far below any error of a scale."""
 
     is_exact: bool
+    is_half: bool = False
     pools: dict[tuple[str, str, int | None], Along] = field(default_factory=dict)
     last: dict[str, int] = field(default_factory=dict)
 
     def add(self, o: Observable, step: int, own: TensorView, reference: TensorView) -> None:
-        """Adds the tensors of one step that both have. Those of a gradient also count over all steps."""
-        if self.is_exact:
+        """Adds the tensors or rows of one step that both have. Those of a gradient also count over all steps."""
+        if self.is_exact or (o.kind == "rows" and not (self.is_half and o.key.rpartition(".")[2] == ROWS)):
             return
         self.last[o.stage] = step
         floor = floor_of_tensors(reference.tensors)
@@ -93,17 +111,22 @@ class Directions:
             error = own.tensors[name].double().flatten() - ref
             along, square = float(error @ ref), float(ref @ ref)
             layer = LAYER.search(name)
-            pools = [("", step), (f" of {LAYER.sub('*.', name, count=1)}", pooled)]
+            pools = [(ALL_STEPS, None)] if self.is_half and not o.change else []
+            if o.kind == "tensors":
+                pools += [("", step), (f" of {LAYER.sub('*.', name, count=1)}", pooled)]
             if layer and not o.change:
                 pools.append((f" of layer {layer[1]}", pooled))
             for of, at in pools:
-                part = PART_OF_WEIGHTS if o.change else PART_OF_GRADIENTS
+                part = PART_OF_ROWS if o.kind == "rows" else PART_OF_WEIGHTS if o.change else PART_OF_GRADIENTS
                 found = self.pools.setdefault((o.stage, f"{o.key}{SCALE}{of}", at), Along(part=part))
                 found.along += along
                 found.squares += along**2
                 found.errors += float(error @ error)
                 found.size += max(square, floor**2)
                 found.elements += ref.numel()
+                if of == ALL_STEPS:
+                    found.zeros += int(((error == -ref) & (ref != 0)).sum())
+                    found.nonzero += int((ref != 0).sum())
 
     def of_gradients(self, o: Observable, step: int) -> float:
         """Returns the least noise of the norm of all gradients of a step; 0 where they are not recorded."""
@@ -123,3 +146,22 @@ class Directions:
                 size=1.0,
                 typical=found.typical,
             )
+            if tensor.endswith(ALL_STEPS):
+                key, at = tensor.partition(SCALE)[0], self.last[stage]
+                yield Measurement(
+                    stage=stage,
+                    tensor=f"{key}{SIZE} of all errors",
+                    step=at,
+                    error=found.whole,
+                    scalar=True,
+                    factor=SIZE_FACTOR * (1 + SAMPLING / math.sqrt(found.elements)),
+                )
+                if not key.endswith(ROWS):
+                    yield Measurement(
+                        stage=stage,
+                        tensor=f"{key}: elements that are 0 where the oracle's are not",
+                        step=at,
+                        error=found.zeros / max(1, found.nonzero),
+                        scalar=True,
+                        typical=ZEROS,
+                    )

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from conformance.judge.direction import SCALE, is_summed_in
+from conformance.judge.direction import SCALE, SIZE, is_summed_in
 from conformance.judge.tolerance import OF_ROWS
 from conformance.judge.verdict import judge_folders
 from conformance.results.verdict import NO_FAULT, Quantity, Verdict
@@ -194,13 +194,15 @@ def _explains(allowed: Unmodelled, finding: Quantity, verdict: Verdict, observab
 
     A scale of many tensors follows from a finding of one of them that is explained.
     """
-    if SCALE in finding.tensor:
-        summed = (f for f in verdict.findings if f.stage == finding.stage and SCALE not in f.tensor)
-        return any(
+    if SCALE in finding.tensor or SIZE in finding.tensor:
+        summed = (f for f in verdict.findings if f.stage == finding.stage and ": " not in f.tensor)
+        if any(
             is_summed_in(f.tensor.removesuffix(f" {OF_ROWS}"), finding.tensor)
             and _explains(allowed, f, verdict, observables)
             for f in summed
-        )
+        ):
+            return True
+        finding = replace(finding, tensor=finding.tensor.partition(": ")[0])
     if _is_named(allowed, finding):
         return True
     named = [f.step for f in verdict.findings if _is_named(allowed, f)]

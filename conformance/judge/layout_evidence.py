@@ -27,7 +27,7 @@ from conformance.records.header_checks import second_class
 from conformance.records.step_tensors import Record
 from conformance.spec.layout import Layout
 from conformance.spec.objectives import PolicyGradient
-from conformance.spec.observables import CONFIGURATION
+from conformance.spec.observables import CONFIGURATION, SKIPPED
 from conformance.spec.scenario import Scenario
 
 # Ratio of matrix products in backward passes to those in forward passes: 2 (one for the input, one for the weight), up
@@ -177,8 +177,10 @@ def _claims_of(
 def _step_of(phase: Record, ranks: Sequence[dict[str, Any]]) -> Step | None:
     """Returns the step of this evidence; None for older records, which do not say which rows each rank was given."""
     batches = {batch["step"]: batch.get("rows", ()) for batch in phase.footer.get("batches", ())}
-    rows = batches.get(ranks[0].get("step"))
-    return Step(ranks, rows) if rows else None
+    number = ranks[0].get("step")
+    values = next((step.line.get("values", {}) for step in phase.steps if step.step == number), {})
+    skipped = any(value for key, value in values.items() if key.rpartition(".")[2] == SKIPPED)
+    return Step(ranks, rows, skipped=skipped) if (rows := batches.get(number)) else None
 
 
 def unproven(phases: Sequence[Record], scenario: Scenario, sizes: Sizes) -> list[str]:

@@ -34,7 +34,7 @@ from conformance.numerics.comparison import finite
 from conformance.records.step_tensors import Record, StepRecord
 from conformance.results.verdict import BINS, TokenErrors
 from conformance.spec.layout import Layout
-from conformance.spec.observables import Observable, unobserved_step
+from conformance.spec.observables import Observable, is_unread
 
 
 def token_errors_of(
@@ -110,27 +110,26 @@ def measure(
     for before, after in pairwise(phases):
         found += errors_after_resume(before, after, observables, start.own)
     steps = {step.step: (step, phase) for phase in phases for step in phase.steps}
-    unobserved = {unobserved_step(phase.header["first_step"], len(phase.steps)) for phase in phases}
-    directions = Directions(is_exact=phases[0].scenario.tier.is_exact)
+    tier = phases[0].scenario.tier
+    directions = Directions(is_exact=tier.is_exact, is_half=tier.is_half)
     for reference in oracle.steps:
         if reference.step not in steps:
             missing = f"steps from {reference.step} on are missing"
             found.append(infinite(observables[0].stage, missing, reference.step))
             break
         step, phase = steps[reference.step]
-        shown = [o for o in observables if o.kind != "tensors" or step.step not in unobserved]
+        shown = [o for o in observables if not is_unread(o.key, step.line)]
         layout = phase.layout
         found += _step(step, reference, shown, start, layout, directions, leeway=leeway, without_rows=without_rows)
     found += directions.measurements()
     lost = {(o, step.step) for step in oracle.steps for o in observables if is_lost(o, step)}
-    found += _gaps(list(steps.values()), observables, unobserved, lost)
+    found += _gaps(list(steps.values()), observables, lost)
     return found
 
 
 def _gaps(
     steps: Sequence[tuple[StepRecord, Record]],
     observables: Sequence[Observable],
-    unobserved: Set[int | None],
     lost: Set[tuple[Observable, int]],
 ) -> Iterator[Measurement]:
     """Requires optional quantities that were observed at some of the ``steps`` at all of them, except those in
@@ -150,7 +149,7 @@ def _gaps(
                 missing = f"{observable.key} (missing)"
                 yield from (infinite(observable.stage, missing, n) for n, here in shown.items() if not here)
     for key, stage in {o.key: o.replica_stage for o in observables if o.kind == "tensors" and o.replica_stage}.items():
-        read = [step for step, _ in steps if step.step not in unobserved]
+        read = [step for step, _ in steps if not is_unread(key, step.line)]
         offered = {step.step: step.line.get("replicas", {}).get(key, {}).get("offered", 0) for step in read}
         if any(offered.values()):
             yield from (infinite(stage, f"shards of {key} (missing)", n) for n, count in offered.items() if not count)
@@ -178,7 +177,7 @@ def _step(
         if not o.applies(step.step) or is_lost(o, oracle):
             continue
         own, reference = views[o.key], references[o.key]
-        if o.kind == "tensors":
+        if o.kind in ("tensors", "rows"):
             directions.add(o, step.step, own, reference)
         if o.key in without_rows:
             yield from _scalar_of_rows(o, step, oracle, observables, views, references)

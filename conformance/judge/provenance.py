@@ -24,7 +24,7 @@ from conformance.results.requirements import TO
 from conformance.spec.batch import Batch, read_batches
 from conformance.spec.known_defects import Defect
 from conformance.spec.objectives import all_observables
-from conformance.spec.observables import ROUTING, Observable
+from conformance.spec.observables import ROUTING, Observable, is_unread
 from conformance.spec.scenario import Scenario
 
 LAYOUT = "dp1"  # layout of the oracle, which is one process
@@ -110,6 +110,11 @@ def _check_phase(record: Record, *, is_first: bool) -> None:
     loads = ("", *(() if is_first else ("merge",))) if optimizer == "new" else ("checkpoint", "state")
     if record.header.get("loads") not in loads:
         raise RecordError(f"{record.path} cannot have loaded {record.header.get('loads')!r}; {AGAIN}")
+    unread = [[is_unread(kind, step.line) for step in record.steps] for kind in ("weight", "gradient")]
+    if [*unread[0], False] != [False, *unread[1]] or sum(unread[0]) > 1:
+        raise RecordError(
+            f"{record.path} leaves unread more than the weights after one step and the gradients of the next; {AGAIN}"
+        )
     if "leaks" not in record.footer:
         raise RecordError(f"{record.path} does not say what was left in a lower precision; {AGAIN}")
 

@@ -14,15 +14,24 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from conformance.judge.tensor_views import StepViews, Tensors, TensorView, infinite, number_off, place
+from conformance.judge.tensor_views import (
+    StepViews,
+    Tensors,
+    TensorView,
+    floor_of_tensors,
+    infinite,
+    number_off,
+    place,
+    tensor_off,
+)
 from conformance.judge.tolerance import NOISE_FACTOR, NORM_ROUNDINGS, ROUNDING, Measurement
 from conformance.numerics.comparison import finite
 from conformance.numerics.sketch import sampled
 from conformance.oracle.decoder import lora_of, merged
-from conformance.oracle.optimizer import clip_factor, make_optimizer
+from conformance.oracle.optimizer import AdamW, clip_factor, make_optimizer
 from conformance.oracle.primitives import HONEST, UNNAMED_NORM, Variant
 from conformance.records.step_tensors import Record, StepRecord
-from conformance.spec.observables import AGAINST_REBUILT, SKIPPED, Observable
+from conformance.spec.observables import AGAINST_REBUILT, SKIPPED, Observable, is_unread
 from conformance.spec.precision import FloatFormat
 from conformance.spec.scenario import Scenario, is_adapter
 
@@ -89,19 +98,25 @@ def rebuilt_updates(
     """Measures the distance of every weight after a step from the rebuilt one, largest element.
 
     An error is relative to |w| + (UPDATE_ROUNDINGS / REBUILT_ROUNDINGS) |u|, where w is the weight before and u the
-    update if no two of its terms cancelled. Nothing is rebuilt after an unobserved step, because the optimizer's
-    moments are not known then, until a phase begins with a new optimizer. Where an update is skipped, because gradients
-    overflow in fp16, no weight may change. ``variant``: the oracle's.
+    update if no two of its terms cancelled. A step whose weights were not read is rebuilt together with
+    the next one, after which moments are shown: the first moment gives the gradient that was not read, and the second
+    moment and the weights have to follow from it. Without moments nothing is rebuilt from there on, until a phase
+    begins with a new optimizer. Where an update is skipped, because gradients overflow in fp16, no weight may change.
+    ``variant``: the oracle's.
     """
     declared = [o for o in oracle.observables if o.rebuilt]
     for key in dict.fromkeys(o.key for o in declared):
-        yield from _of_model(phases, oracle, scenario, [o for o in declared if o.key == key], variant)
+        steps = list(_steps(phases, oracle, scenario, [o for o in declared if o.key == key]))
+        # One parameter at a time, so that only one optimizer state is in memory.
+        for name in dict.fromkeys(name for step in steps for name in step.after.tensors):
+            yield from _of_tensor(name, steps, scenario, variant)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Step:
     """The inputs for rebuilding a step. first: it begins a phase with a new optimizer. before, after: the weights.
-    factor: the clipping factor of the gradients; None if the step cannot be rebuilt."""
+    factor: the clipping factor of the gradients. known: whether the state of the optimizer is known before it.
+    unread: the names of gradients that were not read. expected: the oracle's gradients. of_gradients: their stage."""
 
     step: int
     stage: str
@@ -111,36 +126,79 @@ class _Step:
     gradients: TensorView
     after: TensorView
     lr: float
-    factor: float | None
+    factor: float
+    known: bool
+    unread: Set[str]
+    first_moment: TensorView
+    second_moment: TensorView
+    expected: TensorView
+    of_gradients: str
 
 
-def _of_model(
-    phases: Sequence[Record], oracle: Record, scenario: Scenario, weights: Sequence[Observable], variant: Variant
-) -> Iterator[Measurement]:
-    """Goes through the steps of one parameter at a time, so that only one optimizer state is in memory."""
-    steps = list(_steps(phases, oracle, scenario, weights))
-    for name in dict.fromkeys(name for step in steps for name in step.after.tensors):
-        for step in steps:
-            if step.first:
-                optimizer, sizes = (make_optimizer(scenario.optimizer, variant) for _ in range(2))
-            if step.skipped:
-                if name in step.before.tensors and name in step.after.tensors:
-                    yield _unchanged(step, name)
-            elif step.factor is not None and name in step.gradients.tensors:
-                before, after = step.before.elements[name].double(), step.after.elements[name].double()
-                gradient, lr = step.factor * step.gradients.elements[name].double(), step.lr
-                rebuilt = optimizer.step({name: before}, {name: gradient}, lr)[name]
-                moved = sizes.step({name: torch.zeros_like(before)}, {name: gradient.abs()}, lr)[name]
-                unit = before.abs() + UPDATE_ROUNDINGS / REBUILT_ROUNDINGS * moved.abs()
-                error = (after - rebuilt).abs() / unit.clamp(min=torch.finfo(torch.float64).tiny)
+def _of_tensor(name: str, steps: Sequence[_Step], scenario: Scenario, variant: Variant) -> Iterator[Measurement]:
+    """Goes through the steps of one parameter, from one weight that was read to the next."""
+    known, together = False, list[_Step]()
+    for step in steps:
+        if step.first:
+            optimizer, sizes = (make_optimizer(scenario.optimizer, variant) for _ in range(2))
+            known, together = True, []
+        if step.skipped:
+            if name in step.before.tensors and name in step.after.tensors:
+                yield _unchanged(step, name)
+        elif not (known := known and step.known):
+            together = []
+        elif name in step.unread or name in step.gradients.tensors:
+            if not together:
+                start = weight = step.before.elements[name].double()
+                moved = torch.zeros_like(weight)
+            together.append(step)
+            if step.unread:
+                if name not in step.first_moment.tensors or name not in step.after.tensors:
+                    # Without momentum, SGD keeps nothing.
+                    known, together = scenario.optimizer.name == "sgd" and not scenario.optimizer.momentum, []
+                    continue
+                gradient = optimizer.gradient_of(name, step.first_moment.elements[name].double())
+                yield from _read_in_moment(step, name, gradient, scenario)
+            else:
+                gradient = step.factor * step.gradients.elements[name].double()
+            weight = optimizer.step({name: weight}, {name: gradient}, step.lr)[name]
+            moved = moved + sizes.step({name: torch.zeros_like(weight)}, {name: gradient.abs()}, step.lr)[name].abs()
+        if together and name in step.after.tensors:
+            rounding = scenario.tier.master.rounding
+            first = together[0]
+            over = f" over steps {first.step} and {step.step}" if step is not first else ""
+            after = step.after.elements[name].double()
+            unit = start.abs() + UPDATE_ROUNDINGS / REBUILT_ROUNDINGS * moved
+            error = (after - weight).abs() / unit.clamp(min=torch.finfo(torch.float64).tiny)
+            yield Measurement(
+                stage=first.stage,
+                tensor=name + over + AGAINST_REBUILT,
+                step=first.step,
+                error=finite(error.max().item()),
+                where=_where(step, name, int(error.argmax()), after),
+                fixed=REBUILT_ROUNDINGS * len(together) * rounding,
+            )
+            if isinstance(optimizer, AdamW) and step.unread and name in step.second_moment.tensors:
+                error = optimizer.error_of_second(name, step.second_moment.elements[name].double())
                 yield Measurement(
-                    stage=step.stage,
-                    tensor=name + AGAINST_REBUILT,
-                    step=step.step,
+                    stage=first.stage,
+                    tensor=f"exp_avg_sq of {name}{over}{AGAINST_REBUILT}",
+                    step=first.step,
                     error=finite(error.max().item()),
                     where=_where(step, name, int(error.argmax()), after),
-                    fixed=REBUILT_ROUNDINGS * scenario.tier.master.rounding,
+                    fixed=UPDATE_ROUNDINGS * rounding,
                 )
+            together = []
+
+
+def _read_in_moment(step: _Step, name: str, clipped: torch.Tensor, scenario: Scenario) -> Iterator[Measurement]:
+    """Measures a gradient that was not read against the oracle's. In fp32 a moment is rounded as much as gradients are,
+    and a sample of a sketched gradient has no bound of its own."""
+    reference = step.expected.tensors.get(name)
+    if reference is not None and reference.shape == clipped.shape and (scenario.tier.is_exact or scenario.tier.is_half):
+        floor = floor_of_tensors(step.expected.tensors)
+        gradient = clipped / step.factor
+        yield tensor_off(step.of_gradients, name, step.step, gradient, reference, floor=floor)
 
 
 def _steps(
@@ -149,41 +207,58 @@ def _steps(
     key = weights[0].key
     prefix = key.removesuffix("weight")
     gradient = f"{prefix}gradient"
-    rates = {step.step: step.value(f"{prefix}lr") for step in oracle.steps}
-    unnamed = {step.step: unnamed_norm(step, prefix) for step in oracle.steps}
-    skipped = {step.step for step in oracle.steps if step.value(f"{prefix}{SKIPPED}")}
+    kinds = ("exp_avg", "exp_avg_sq") if scenario.optimizer.name == "adamw" else ("momentum_buffer", "")
+    of_gradients = next(o.stage for o in oracle.observables if o.key == gradient)
+    references = {step.step: step for step in oracle.steps}
     known = False
     trained: Set[str] = frozenset()
     for phase in phases:
         previous = StepViews(phase.loaded.tensors())
+        shapes = {name: tensor.shape for name, tensor in previous[key].elements.items()}
         first = phase.header["optimizer"] == "new"
         known = known or first
         for step in phase.steps:
-            views, lr = StepViews(step.tensors()), rates.get(step.step)
-            before, gradients, after = previous[key].elements, views[gradient].elements, views[key].elements
-            factor = None
-            if step.step not in skipped:
+            views, reference = StepViews(step.tensors()), references.get(step.step)
+            lr = reference.value(f"{prefix}lr") if reference else None
+            skipped = bool(reference and reference.value(f"{prefix}{SKIPPED}"))
+            gradients, after = views[gradient].elements, views[key].elements
+            unread = is_unread(gradient, step.line)
+            if not skipped:
                 trained = trained or gradients.keys()  # other weights are frozen: the oracle's do not move either
-                known = known and lr is not None and bool(gradients) and gradients.keys() == trained
-                known = known and gradients.keys() <= after.keys() & before.keys()
-                known = known and all(g.shape == after[n].shape == before[n].shape for n, g in gradients.items())
-            if known and step.step not in skipped:
-                norm = math.hypot(views[gradient].norm, unnamed[step.step])
-                elements = _elements(views[gradient])
-                norm = _reported(step.value(f"{prefix}grad_norm"), norm, elements, scenario.tier.master)
-                factor = clip_factor(norm, scenario.optimizer.max_grad_norm)
+                known = known and lr is not None and bool(trained) and (unread or gradients.keys() == trained)
+                known = known and (is_unread(key, step.line) or trained <= after.keys())
+                read = [*gradients.items(), *((name, after[name]) for name in trained & after.keys())]
+                known = known and all(name in shapes and t.shape == shapes[name] for name, t in read)
             yield _Step(
                 step=step.step,
                 stage=next(o.stage for o in weights if o.applies(step.step)),
                 first=first,
-                skipped=step.step in skipped,
+                skipped=skipped,
                 before=previous[key],
                 gradients=views[gradient],
                 after=views[key],
                 lr=lr or 0.0,
-                factor=factor,
+                factor=_factor(step, reference, prefix, views[gradient], scenario) if reference else 1.0,
+                known=known,
+                unread=trained if unread else frozenset(),
+                first_moment=views[prefix + kinds[0]],
+                second_moment=views[prefix + kinds[1]],
+                expected=StepViews(reference.tensors())[gradient] if reference and unread else TensorView(tensors={}),
+                of_gradients=of_gradients,
             )
-            previous, first = views, False
+            previous = previous if skipped and is_unread(key, step.line) else views
+            first = False
+
+
+def _factor(step: StepRecord, reference: StepRecord, prefix: str, gradients: TensorView, scenario: Scenario) -> float:
+    """Returns the clipping factor of a step."""
+    own = step.value(f"{prefix}grad_norm")
+    if gradients.tensors:
+        norm = math.hypot(gradients.norm, unnamed_norm(reference, prefix))
+        norm = _reported(own, norm, _elements(gradients), scenario.tier.master)
+    else:
+        norm = own or reference.value(f"{prefix}grad_norm") or 0.0
+    return clip_factor(norm, scenario.optimizer.max_grad_norm)
 
 
 def _elements(view: TensorView) -> int:

@@ -51,8 +51,8 @@ class Measurement:
     tensor. fixed: a bound that holds in every precision, None where the rule decides. max_abs and where: the largest
     absolute difference and its index. scale: <x, ref> / <ref, ref>. residual, size: ||x - scale ref|| and ||ref||, in
     the unit of ``error``. broken: in words, the numbers of x that are not finite. replica: whether ranks were compared
-    with each other, not with the oracle. typical: for a sum, a norm or a scale, the effect of the errors of its parts.
-    strip: for rows, the errors of their tokens.
+    with each other, not with the oracle. factor: times the noise, for a number with a narrower bound. typical: for a
+    sum, a norm or a scale, the effect of the errors of its parts. strip: for rows, the errors of their tokens.
     """
 
     stage: str
@@ -70,6 +70,7 @@ class Measurement:
     size: float = 0.0
     broken: str = ""
     replica: bool = False
+    factor: float = NOISE_FACTOR
     typical: float = 0.0
     strip: TokenErrors | None = None
 
@@ -170,7 +171,8 @@ def allowed_errors(
         if q.fixed is not None:
             bounds[q.key] = q.fixed
         elif q.scalar:
-            bounds[q.key] = NOISE_FACTOR * max(largest[q.stage, q.tensor], SCALAR_ROUNDINGS * ROUNDING)
+            factor = min(q.factor, NOISE_FACTOR)
+            bounds[q.key] = factor * max(largest[q.stage, q.tensor], SCALAR_ROUNDINGS * ROUNDING)
         elif q.of_row:
             bounds[q.key] = NOISE_FACTOR * largest[q.stage, OF_ROWS]
         else:

@@ -51,7 +51,7 @@ from conformance.results.verdict import NOT_SEEN, Quantity, State, Verdict
 from conformance.spec.batch import Batch
 from conformance.spec.conventions import Convention
 from conformance.spec.known_defects import Defect, parse_defects
-from conformance.spec.observables import Observable, stages, unobserved_step
+from conformance.spec.observables import Observable, is_unread, stages
 
 
 def unobserved(
@@ -102,8 +102,7 @@ def _shares_nothing(phase: Record, key: str) -> bool:
 
 def _offered(phase: Record, key: str) -> Iterator[int]:
     """Yields the number of pieces that the ranks named, for each step at which tensors were read."""
-    unread = unobserved_step(phase.header["first_step"], len(phase.steps))
-    read = (step for step in phase.steps if step.step != unread)
+    read = (step for step in phase.steps if not is_unread(key, step.line))
     return (step.line.get("replicas", {}).get(key, {}).get("offered", 0) for step in read)
 
 

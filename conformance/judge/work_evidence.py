@@ -47,8 +47,9 @@ class Linear:
 class Step:
     """What all ranks did in the step at which evidence was taken, and the rows that the layout gives to them."""
 
-    def __init__(self, ranks: Sequence[Mapping[str, Any]], rows: Rows) -> None:
+    def __init__(self, ranks: Sequence[Mapping[str, Any]], rows: Rows, *, skipped: bool = False) -> None:
         self.ranks, self.rows = ranks, rows
+        self.skipped = skipped  # gradients overflowed, so no weight is updated
 
     @property
     def number(self) -> int:
@@ -197,7 +198,7 @@ def _of_data_groups(layout: Layout, step: Step, *, stage: int | None, due: float
         updated = step.moved(_GATHERS, _update, _of_size(shards))
         if not stage:
             yield below("all ranks update all weights, as ZeRO-0 has it", updated, due)
-        elif "overlap" not in layout.options:
+        elif "overlap" not in layout.options and not step.skipped:
             yield at_least(f"updated weights are gathered, as ZeRO-{stage} has it", updated, due)
         if stage == 2 and accumulation > 1 and updated >= due:
             # The same elements: all weights of a rank. Keys and values, if gathered, have gradients that are reduced.

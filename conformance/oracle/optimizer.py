@@ -45,6 +45,11 @@ class Sgd:
             self._velocity[name] = gradient if before is None else self._momentum * before + gradient
         return {name: weights[name] - lr * velocity for name, velocity in self._velocity.items()}
 
+    def gradient_of(self, name: str, moment: torch.Tensor) -> torch.Tensor:
+        """Returns the gradient after whose step a parameter's momentum buffer is ``moment``."""
+        before = self._velocity.get(name)
+        return moment if before is None else moment - self._momentum * before
+
 
 class AdamW:
     """Applies Adam (arXiv 1412.6980, Algorithm 1) with decoupled decay (arXiv 1711.05101, Algorithm 2, line 12).
@@ -73,6 +78,18 @@ class AdamW:
             decay = self._config.weight_decay if self._variant.decays(weight.ndim >= 2) else 0.0
             updated[name] = weight - lr * (m_hat / (v_hat.sqrt() + self._config.eps) + decay * weight)
         return updated
+
+    def gradient_of(self, name: str, moment: torch.Tensor) -> torch.Tensor:
+        """Returns the gradient after whose step a parameter's first moment is ``moment``."""
+        beta1, before = self._config.betas[0], self._first.get(name)
+        return (moment if before is None else moment - beta1 * before) / (1 - beta1)
+
+    def error_of_second(self, name: str, moment: torch.Tensor) -> torch.Tensor:
+        """Returns how far the divisor of each element's update is from that of the second moment ``moment``, relative
+        to it."""
+        eps = self._config.eps * math.sqrt(1 - self._config.betas[1] ** self._steps)
+        root = self._second[name].sqrt()
+        return (moment.sqrt() - root).abs() / (root + eps)
 
 
 def make_optimizer(config: OptimizerConfig, variant: Variant = HONEST) -> Sgd | AdamW:

@@ -90,7 +90,7 @@ class _Step:
     step: the number of the step, from 0; -1 for the weights as loaded. values: scalars and settings by the key of their
     observable. replicas: by observable, the comparison of ranks that have to hold the same numbers. seconds: the time
     of the step. generators: for each rank, the digests of its random generators by name. tensors: the file with the
-    tensors, or null.
+    tensors, or null. unread: the kinds of tensors that were not read at this step, which was drawn.
     """
 
     step: StrictInt
@@ -99,6 +99,7 @@ class _Step:
     seconds: float = 0.0
     generators: tuple[dict[str, str], ...] = ()
     tensors: _TensorFile | None = None
+    unread: tuple[Literal["gradient", "weight"], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

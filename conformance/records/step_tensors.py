@@ -152,12 +152,16 @@ class RecordWriter:
         replicas: Mapping[str, Any] | None = None,
         seconds: float,
         generators: Sequence[Mapping[str, str]] = (),
+        unread: Sequence[str] = (),
     ) -> None:
         """Writes the line and the tensors of the next optimizer step.
 
         ``values``: by the key of their observable. ``replicas``: JSON values by key. ``generators``: see ``loaded``.
+        ``unread``: the kinds of tensors that were not read.
         """
         line: Line = {"values": dict(values), "replicas": replicas or {}, "seconds": seconds}
+        if unread:
+            line["unread"] = [*unread]
         if generators:
             line["generators"] = [*generators]
         self._entry(f"step-{self._next:04d}.safetensors", line, tensors)

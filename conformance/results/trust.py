@@ -20,7 +20,7 @@ from conformance.results.run_results import Entry, Run, inside, read_run
 from conformance.results.verdict import NO_FAULT, STATES, Quantity
 from conformance.spec.conventions import of_oracle
 from conformance.spec.known_defects import defects_of
-from conformance.spec.observables import Observable, unobserved_step
+from conformance.spec.observables import Observable, is_unread
 
 AGAIN = "Run it again."
 
@@ -45,7 +45,7 @@ def distrust_reason(entry: Entry, phases: Sequence[Lines], oracle: Lines | None)
 def _not_judged(quantities: Sequence[Quantity], phases: Sequence[Lines], oracle: Lines) -> Iterator[str]:
     """Yields required observables without a quantity, and tensors that were judged only at some steps."""
     judged = {(q.stage, q.tensor, q.step) for q in quantities}
-    unread = {unobserved_step(phase.header["first_step"], len(phase.steps)) for phase in phases}
+    lines = {line["step"]: line for phase in phases for line in phase.steps}
     names: dict[tuple[str, int], set[str]] = {}
     for q in quantities:
         names.setdefault((q.stage, q.step), set())
@@ -58,12 +58,12 @@ def _not_judged(quantities: Sequence[Quantity], phases: Sequence[Lines], oracle:
             line["step"] for line in (oracle.loaded, *oracle.steps) if o.applies(line["step"]) and not _lost(o, line)
         ]
         for step in steps:
-            is_read = o.kind != "tensors" or step not in unread
             there = (o.stage, step) in names if o.kind == "tensors" else (o.stage, o.judged_as, step) in judged
-            if is_read and not there:
+            if not there and not is_unread(o.key, lines.get(step, {})):
                 yield f"{o.stage} ({o.key}) of step {step} was not judged, but its record requires it"
         if o.kind == "tensors":
-            shown = [step for step in steps if step not in unread and (o.stage, step) in names]
+            read = [step for step in steps if not is_unread(o.key, lines.get(step, {}))]
+            shown = [step for step in read if (o.stage, step) in names]
             for before, after in pairwise(shown):
                 if unpaired := names[o.stage, before] ^ names[o.stage, after]:
                     gap = f"{o.stage} of steps {before} and {after} were not judged for the same tensors"
@@ -138,6 +138,7 @@ def _check_entry(out: Path, entry: Entry, oracle_lines: ReadLines) -> CheckedCel
     if needed and entry.records and needed not in {one.defects for one in entry.variants}:
         kinds = " and ".join(defect.kind for defect in needed)
         problem = problem or f"there is no record of the oracle with {kinds}"
+    problem = problem or _conventions_problem(entry)
     verdict = entry.verdict
     if oracle and verdict.second_class != second_class(oracle.header):
         problem = problem or "it names another reference than the oracle's record"
@@ -149,6 +150,22 @@ def _check_entry(out: Path, entry: Entry, oracle_lines: ReadLines) -> CheckedCel
         digests = tuple(lines.digest for lines in phases)
         bisection = read_bisection(inside(out, folder), cell=entry.cell, records=digests)
     return CheckedCell(entry=entry, phases=phases, oracle=oracle, problem=problem, bisection=bisection)
+
+
+def _conventions_problem(entry: Entry) -> str:
+    """Returns what contradicts the conventions that the verdict shows; empty if nothing does.
+
+    A cell shows a convention by differing from the oracle without it. So its backend declares the convention, and there
+    is a record of that oracle.
+    """
+    declared, made = {str(one): one for one in entry.conventions}, {one.defects for one in entry.variants}
+    for name in entry.verdict.conventions:
+        if name not in declared:
+            return f"its verdict shows the convention {name}, which the backend does not declare"
+        others = of_oracle(tuple(one for one in entry.conventions if one != declared[name]))
+        if (without := (*others, *defects_of(entry.expected))) and entry.records and without not in made:
+            return f"its verdict shows the convention {name}, but there is no record of the oracle without it"
+    return ""
 
 
 def _read_checked(out: Path, folder: Path, read: ReadLines, check: CheckHeader) -> tuple[Lines | None, str]:

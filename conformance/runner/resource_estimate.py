@@ -20,7 +20,6 @@ from conformance.numerics.sketch import numbers_kept, sketched_above
 from conformance.oracle.role_model import Decoder, decoder_of
 from conformance.records.header_checks import FLOAT64, noise_runs
 from conformance.runtime import Device
-from conformance.spec.observables import unobserved_step
 from conformance.spec.precision import PrecisionName
 from conformance.spec.scenario import Scenario
 
@@ -174,9 +173,7 @@ def estimate(
         oracle=oracle,
         at_once=not is_large(scenario),
         judge=PIECES + JUDGE * size.recorded * size.kept * FLOAT64_BYTES,
-        record=sum(
-            _record(phase, first, size, own) for phase, first in zip(cell.phases, cell.first_steps, strict=True)
-        ),
+        record=sum(_record(phase, size, own) for phase in cell.phases),
         references={
             f"{cell.oracle_request} {run}": (size.parameters + scenario.steps * (size.trained + size.recorded))
             * size.kept
@@ -295,11 +292,11 @@ def _frozen(size: Size) -> int:
     return size.parameters - size.trained
 
 
-def _record(phase: Phase, first_step: int, size: Size, own: int) -> float:
-    """Returns the bytes of loaded weights, and of gradients and weights of every observed step.
+def _record(phase: Phase, size: Size, own: int) -> float:
+    """Returns the bytes of loaded weights, and of gradients and weights of every step.
 
-    A saved state adds masters and moments, once in the record and once in the saved folder.
+    Instead of the gradients and weights that are not read, moments are. A saved state adds masters and moments, once in
+    the record and once in the saved folder.
     """
-    observed = phase.steps - (unobserved_step(first_step, phase.steps) is not None)
     saved = 2 * 3 * size.trained if phase.save else 0
-    return float(((size.parameters + observed * (size.trained + size.recorded)) * size.kept + saved) * own)
+    return float(((size.parameters + phase.steps * (size.trained + size.recorded)) * size.kept + saved) * own)

@@ -5,7 +5,7 @@ This module declares weights, gradients, gradient norm and update of every train
 declarations and have no lists of their own.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -40,6 +40,7 @@ When = Literal["loaded", "every", "first", "later", "handover"]
 Replicated = Literal["no", "holders", "all ranks"]
 StateKind = Literal["exp_avg", "exp_avg_sq", "momentum_buffer", "step", "progress"]
 STATE_KINDS: tuple[StateKind, ...] = get_args(StateKind)  # kinds of training state, see Backend.named_tensors
+MOMENTS: tuple[StateKind, ...] = STATE_KINDS[:3]
 
 AGAINST_REBUILT = " against rebuilt"  # suffix of a quantity that is compared with other numbers of the same cell
 SETTING_ERROR = 1e-9  # relative bound of numbers that are not computed: learning rate, token count, loaded weights
@@ -173,13 +174,14 @@ SKIPPED = "skipped"
 PROGRESS_OF_SCALE = ("loss_scale", "good_steps")
 
 
-def unobserved_step(first: int, count: int) -> int | None:
-    """Returns the only step of a phase at which no tensor is read, the last but one; None for fewer than three steps.
+def is_unread(key: str, line: Mapping[str, Any]) -> bool:
+    """Tells whether the tensors of the observable ``key`` were not read at the step with this line of a record.
 
-    Reading tensors gathers and synchronises, which may hide a bug of the backend. An error of the step without reading
-    shows at the step after it (docs/principles.md#7-observing-changes-nothing).
+    Reading tensors gathers and synchronises, which may hide a bug of the backend. So a phase of two or more steps has a
+    drawn stretch without reading: from the gradients of a step to the weights after the next step. An error shows after
+    it (docs/principles.md#7-observing-changes-nothing).
     """
-    return first + count - 2 if count >= 3 else None
+    return key.rpartition(".")[2] in line.get("unread", ())
 
 
 def model_key(model: str, key: str) -> str:

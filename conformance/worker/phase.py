@@ -6,6 +6,7 @@ hold, and in the exact tier prevents the libraries' silent downcasts.
 
 import contextlib
 import platform
+import random
 import shutil
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -31,7 +32,7 @@ from conformance.records.step_tensors import RecordWriter
 from conformance.runtime import RankContext, mark
 from conformance.spec.batch import Batch, read_batches
 from conformance.spec.objectives import all_observables
-from conformance.spec.observables import LOGPROBS, POLICY, STATE_KINDS, Observable, Role, model_key, unobserved_step
+from conformance.spec.observables import LOGPROBS, MOMENTS, POLICY, STATE_KINDS, Observable, Role, StateKind, model_key
 from conformance.spec.scenario import ADAPTER, Scenario, scenario_to_json
 from conformance.worker.evidence import Watch
 from conformance.worker.phase_spec import PhaseSpec
@@ -81,15 +82,17 @@ def run_phase(rank: RankContext, *, spec: dict[str, Any]) -> dict[str, int]:
             (backend.load if what == "checkpoint" else backend.import_state)(folder)
         observer.start(backend, resolved, handed=bool(phase.load) or bool(save and not phase.steps))
         batches = read_batches(phase.batches)[phase.first_step : phase.first_step + phase.steps]
-        watched = watched_steps(batches, phase.draw)
+        candidates = evidence_steps(batches)
+        watched, unread = Drawn(len(candidates) - 1, seed=phase.draw), Drawn(len(batches) - 1, seed=phase.draw)
         for batch in batches:
             rank.beat(f"step {batch.step}")
-            read = batch.step != unobserved_step(phase.first_step, phase.steps)
             with contextlib.ExitStack() as captured:
                 if phase.trace and phase.trace[0] == batch.step:
                     _capture(captured, backend, scenario, batch, rank=rank.rank, folder=phase.trace[1])
                 handed = bool(save) and batch is batches[-1]
-                observer.step(backend, batch, read=read, watched=batch.step in watched, handed=handed)
+                is_first = batch.step == candidates[0]
+                is_watched = is_first or (batch.step in candidates and watched.is_now())
+                observer.step(backend, batch, unread=unread, watched=is_watched, handed=handed)
         changed: list[str] = []
         if save:
             rank.beat("save")
@@ -102,13 +105,33 @@ def run_phase(rank: RankContext, *, spec: dict[str, Any]) -> dict[str, int]:
         return dict(calls)
 
 
-def watched_steps(batches: Sequence[Batch], draw: int) -> set[int]:
-    """Returns the steps at which evidence is taken: the first one, and one of the others that the controller drew.
+def evidence_steps(batches: Sequence[Batch]) -> list[int]:
+    """Returns the steps at which evidence may be taken; it is taken at the first one, and at one of the others.
 
     Steps that begin a rollout are left out if possible, because their extra forward passes hide the training pass.
     """
-    steps = [batch.step for batch in batches if not batch.rollout] or [batch.step for batch in batches]
-    return {*steps[:1], *(steps[1 + draw % (len(steps) - 1) :][:1] if len(steps) > 1 else ())}
+    return [batch.step for batch in batches if not batch.rollout] or [batch.step for batch in batches]
+
+
+class Drawn:
+    """Draws one of several steps, each with the same probability.
+
+    It is asked at each of the ``candidates``, in order, and the first rank decides at that moment. Before, there is
+    nothing that a backend could read.
+    """
+
+    def __init__(self, candidates: int, *, seed: int | None = None) -> None:
+        self._left = candidates
+        self._random = random.SystemRandom() if seed is None else random.Random(seed)
+
+    def is_now(self) -> bool:
+        """Decides whether this is the step. Collective."""
+        if self._left < 1:
+            return False
+        decided = [self._random.randrange(self._left) == 0]
+        dist.broadcast_object_list(decided, src=0)
+        self._left = 0 if decided[0] else self._left - 1
+        return decided[0]
 
 
 def _capture(
@@ -200,6 +223,7 @@ class _Observer:
         self.evidence: list[dict[str, Any]] = []  # of each of these steps
         self.generators: dict[str, bytes] = {}  # the states that were seen last
         self.reseeded: list[tuple[int, str]] = []  # step and name of generators that left their stream
+        self.continues_unread = False  # the weights after the step before were not read
 
     def start(self, backend: Backend, resolved: dict[str, Any], *, handed: bool) -> None:
         """Begins the record with the weights as loaded. ``handed``: the phase has loaded a training state, or has no
@@ -216,12 +240,14 @@ class _Observer:
             self.writer = RecordWriter(self.path, header, observables=self.observables, first_step=self.first_step)
             self.writer.loaded(loaded, generators=generators)
 
-    def step(self, backend: Backend, batch: Batch, *, read: bool, watched: bool, handed: bool) -> None:
+    def step(self, backend: Backend, batch: Batch, *, unread: Drawn, watched: bool, handed: bool) -> None:
         """Trains on a batch and records the step.
 
-        read: whether tensors are read; the backend's values and rows are always recorded.
+        unread: draws the step after which the weights are not read, nor the gradients of the next step. Moments are
+        read after that one, so that the judge can rebuild both. The backend's values and rows are always recorded.
         watched: whether the evidence is taken at this step. handed: whether the training state is saved after it.
         """
+        resumes, self.continues_unread = self.continues_unread, False
         first = batch.step == self.first_step
         tensors: dict[str, torch.Tensor] = {}
         replicas: dict[str, Replicas] = {}
@@ -238,7 +264,7 @@ class _Observer:
             nonlocal observing
             called.append(model)
             began = time.perf_counter()
-            if model in trained and read:
+            if model in trained and not resumes:
                 with self.watch.reading():
                     tensors.update(self._gather("gradient", trained[model], backend))
                     replicas.update(compare(_shards("gradient", [trained[model]], backend)))
@@ -263,13 +289,14 @@ class _Observer:
         if leaks:
             self.leaks += [{"op": leak.op, "where": leak.where, "count": leak.count} for leak in leaks.leaks]
         shards: dict[str, Source] = {}
+        self.continues_unread = unread.is_now()  # after the last step, no candidate is left
+        read = not self.continues_unread
         before = self.watch.checksums() if watched and read else {}
         if read:
             for role in trained.values():
                 tensors |= self._gather("weight", role, backend)
-            if first:
-                self.pieces = pieces(_shards("weight", trained.values(), backend))
             shards = _shards("weight", trained.values(), backend)
+            self.pieces = self.pieces or pieces(shards)
         if watched:
             after = self.watch.checksums() if read else {}
             # A storage of another size was freed or gathered again, as ZeRO-3 does.
@@ -282,6 +309,8 @@ class _Observer:
         left = (name for name, before in self.generators.items() if not goes_on(before, states.get(name, b"")))
         self.reseeded += [(batch.step, name) for name in left]
         self.generators = states
+        if resumes and not handed:
+            tensors |= self._training_state(backend, MOMENTS)
         if handed:
             tensors |= self._training_state(backend)
             # Without this, generators that a framework seeds at every start would look as if they had been restored.
@@ -296,7 +325,8 @@ class _Observer:
         tensors = {name: tensor for name, tensor in tensors.items() if key_of(name) not in lost}
         if self.writer:
             found = {key: vars(result) for key, result in replicas.items()}
-            self.writer.step(values, tensors, replicas=found, seconds=seconds, generators=generators)
+            kinds = [*(["gradient"] if resumes else []), *([] if read else ["weight"])]
+            self.writer.step(values, tensors, replicas=found, seconds=seconds, generators=generators, unread=kinds)
 
     def finish(self, totals: dict[str, Any], *, memory: PeakMemory) -> None:
         """Writes the footer: ``totals`` and the observations of all ranks. ``memory``: this rank's peaks."""
@@ -329,12 +359,12 @@ class _Observer:
             mark()
         return found
 
-    def _training_state(self, backend: Backend) -> dict[str, torch.Tensor]:
+    def _training_state(self, backend: Backend, kinds: Sequence[StateKind] = STATE_KINDS) -> dict[str, torch.Tensor]:
         """Returns the training state of all trained models on rank 0; empty if the backend does not show it."""
         if not getattr(backend, "shows_training_state", False):
             return {}
         trained = [role for role in self.roles if role.trained]
-        parts = [self._gather(kind, role, backend) for role in trained for kind in STATE_KINDS]
+        parts = [self._gather(kind, role, backend) for role in trained for kind in kinds]
         return {name: tensor for part in parts for name, tensor in part.items()}
 
     def _digests(self) -> list[dict[str, str]]:

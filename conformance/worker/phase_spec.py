@@ -24,7 +24,7 @@ class PhaseSpec:
     save: the kind of state that the phase saves for the next one, and its folder.
     record: the folder of the record. planted: the names of the faults to plant.
     trace: a step whose activations are captured, and the folder for them.
-    draw: a random number of the controller, which decides at which later step evidence is taken.
+    draw: the seed of the steps that ranks draw, for tests that repeat; None: nobody knows a draw before it is made.
     """
 
     cell: str
@@ -41,7 +41,7 @@ class PhaseSpec:
     record: Path
     planted: tuple[str, ...] = ()
     trace: tuple[int, Path] | None = None
-    draw: int = 0
+    draw: int | None = None
 
     @property
     def loads(self) -> Literal["", "checkpoint", "state", "merge"]:

@@ -55,11 +55,12 @@ def run(
         norm = math.hypot(*(gradient.norm().item() for gradient in gradients.values()))
         tensors = {f"gradient/{name}": gradient for name, gradient in gradients.items()}
         tensors |= {f"weight/{name}": weight.clone() for name, weight in weights.items()}
-        tensors = {} if seed and step == UNOBSERVED else tensors
+        unread = ["weight"] * (step == UNOBSERVED) + ["gradient"] * (step - 1 == UNOBSERVED) if seed else []
+        tensors = {name: tensor for name, tensor in tensors.items() if name.partition("/")[0] not in unread}
         numbers = {"loss": 2.0, "token_count": 5, "grad_norm": norm, "lr": 0.1}
-        replicas = {o.key: EQUAL for o in OBSERVABLES if o.replicated != "no"}
+        replicas = {o.key: EQUAL for o in OBSERVABLES if o.replicated != "no" and o.key not in unread}
         tensors["logprob/0"] = torch.ones(5, dtype=torch.float64)
-        writer.step(numbers, tensors, replicas=replicas, seconds=0.0)
+        writer.step(numbers, tensors, replicas=replicas, seconds=0.0, unread=unread)
     writer.finish({"seconds": 0.0, "leaks": [], "evidence": [evidence(precision)] * 4})
     return read_record(path)
 

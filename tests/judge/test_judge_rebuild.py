@@ -1,9 +1,27 @@
-"""The norm by which a rebuilt update is clipped: the cell's own, where only the order of additions tells them apart."""
+"""Rebuilds updates from a cell's own gradients, and from the moments where gradients and weights were not read."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+from judge_sample import EQUAL, OBSERVABLES, STEPS, Tensors, evidence
 
+from conformance.judge.provenance import _check_phase
 from conformance.judge.rebuilt import _reported
+from conformance.judge.verdict import judge
+from conformance.oracle.optimizer import clip_factor, make_optimizer
+from conformance.records.record_format import RecordError
+from conformance.records.step_tensors import Record, RecordWriter, read_record
+from conformance.results.verdict import Quantity
+from conformance.spec.observables import AGAINST_REBUILT
 from conformance.spec.precision import PRECISIONS, PrecisionName
+from conformance.spec.scenario import parse_scenario, scenario_to_json
+from conformance.worker import phase
 
 MANY = 56_370_688  # torch's norm of so many numbers is 1.3e-14 off, measured
 
@@ -23,3 +41,127 @@ def test_a_reported_norm_is_used_within_its_rounding(
     own: float | None, numbers: int, precision: PrecisionName, is_used: bool
 ) -> None:
     assert _reported(own, 1.0, numbers, PRECISIONS[precision].master) == (own if is_used else 1.0)
+
+
+OPTIMIZER = {"name": "adamw", "lr": 0.1, "weight_decay": 0.1, "max_grad_norm": 1.0}
+IN_FLOAT32 = 2.0**-20  # far above the rounding of two updates in float32, which half precision allows
+Lie = Callable[[Any, Tensors, float], None]  # changes the optimizer, or the weights that were updated at this rate
+
+
+def no_decay(optimizer: Any, weights: Tensors, lr: float) -> None:
+    optimizer._config = replace(optimizer._config, weight_decay=0.0)
+
+
+def norms_decay(optimizer: Any, weights: Tensors, lr: float) -> None:
+    optimizer._variant = SimpleNamespace(decays=lambda _: True)
+
+
+def second_moments_in_bf16(optimizer: Any, weights: Tensors, lr: float) -> None:
+    optimizer._second = {name: tensor.bfloat16().double() for name, tensor in optimizer._second.items()}
+
+
+def first_moments_in_bf16(optimizer: Any, weights: Tensors, lr: float) -> None:
+    optimizer._first = {name: tensor.bfloat16().double() for name, tensor in optimizer._first.items()}
+
+
+def decay_by_the_peak_rate(optimizer: Any, weights: Tensors, lr: float) -> None:
+    weights["matrix"] -= (OPTIMIZER["lr"] - lr) * OPTIMIZER["weight_decay"] * weights["matrix"]  # type: ignore[operator]
+
+
+def count_begins_again(optimizer: Any, weights: Tensors, lr: float) -> None:
+    optimizer._steps = 0
+
+
+def run(path: Path, *, drawn: int | None = None, lie: Lie | None = None, since: int = 0, doubled: int = -1) -> Record:
+    """A run of AdamW; with ``drawn`` that of a cell, whose weights after this step and gradients of the next are not
+    read. ``lie``: from the step ``since`` on. ``doubled``: the step whose gradients are."""
+    values = {"name": "x", "model": "m", "precision": "exact", "optimizer": OPTIMIZER, "steps": STEPS}
+    scenario = parse_scenario({**values, "accumulation": 3})
+    header = {"layout": "dp2.tp2", "scenario": scenario_to_json(scenario), "optimizer": "new", "loads": ""}
+    header |= {"cell": "x/m/b/dp2.tp2/exact", "backend": {"name": "b", "url": "", "default_zero": None, "defects": []}}
+    writer = RecordWriter(path, header, observables=OBSERVABLES)
+    training, optimizer = torch.Generator().manual_seed(0), make_optimizer(scenario.optimizer)
+    sizes = {"matrix": (4, 3), "norm": (6,)}
+    weights = {name: torch.randn(size, generator=training, dtype=torch.float64) for name, size in sizes.items()}
+    writer.loaded({f"weight/{name}": weight.clone() for name, weight in weights.items()})
+    for step in range(STEPS):
+        lr = 0.1 / (1 + step)
+        gradients = {name: torch.randn(size, generator=training, dtype=torch.float64) for name, size in sizes.items()}
+        gradients = {name: (1 + (step == doubled)) * gradient for name, gradient in gradients.items()}
+        norm = math.hypot(*(gradient.norm().item() for gradient in gradients.values()))
+        if lie and step >= since:
+            lie(optimizer, {}, lr) if lie is not decay_by_the_peak_rate else lie(optimizer, weights, lr)
+        clipped = {name: clip_factor(norm, 1.0) * gradient for name, gradient in gradients.items()}
+        weights = optimizer.step(weights, clipped, lr)
+        unread = ["weight"] * (step == drawn) + ["gradient"] * (drawn is not None and step == drawn + 1)
+        tensors = {f"gradient/{name}": gradient for name, gradient in gradients.items()}
+        tensors |= {f"weight/{name}": weight.clone() for name, weight in weights.items()}
+        tensors = {name: tensor for name, tensor in tensors.items() if name.partition("/")[0] not in unread}
+        if "gradient" in unread:
+            for kind, moments in (("exp_avg", optimizer._first), ("exp_avg_sq", optimizer._second)):  # type: ignore[union-attr]
+                tensors |= {f"{kind}/{name}": moment for name, moment in moments.items()}
+        tensors["logprob/0"] = torch.ones(5, dtype=torch.float64)
+        numbers = {"loss": 2.0, "token_count": 5, "grad_norm": norm, "lr": lr}
+        replicas = {o.key: EQUAL for o in OBSERVABLES if o.replicated != "no" and o.key not in unread}
+        writer.step(numbers, tensors, replicas=replicas, seconds=0.0, unread=unread)
+    writer.finish({"seconds": 0.0, "leaks": [], "evidence": [evidence("exact")] * 4})
+    return read_record(path)
+
+
+def findings(tmp_path: Path, **options: Any) -> tuple[Quantity, ...]:
+    return judge([run(tmp_path / "cell", **options)], oracle=run(tmp_path / "oracle"), noise=()).findings
+
+
+@pytest.mark.parametrize("drawn", [None, 0, 1])
+def test_judge_accepts_steps_that_were_not_read(tmp_path: Path, drawn: int | None) -> None:
+    assert not findings(tmp_path, drawn=drawn)
+
+
+@pytest.mark.parametrize("drawn", [0, 1])
+@pytest.mark.parametrize(
+    "lie",
+    [
+        no_decay,
+        norms_decay,
+        decay_by_the_peak_rate,
+        second_moments_in_bf16,
+        first_moments_in_bf16,
+        count_begins_again,
+    ],
+)
+@pytest.mark.parametrize("begins", [0, 1])
+def test_a_lie_in_unread_steps_is_named_at_the_optimizer(tmp_path: Path, drawn: int, lie: Lie, begins: int) -> None:
+    found = findings(tmp_path, drawn=drawn, lie=lie, since=drawn + begins)
+    if drawn + begins == 0 and lie not in (no_decay, norms_decay):
+        return  # nothing is different at the first step of all
+    assert (found[0].stage, found[0].step) == ("weights after N steps" if drawn else "clipped update", drawn)
+    rebuilt = [f for f in found if f.tensor.endswith(AGAINST_REBUILT) and f.step == drawn]
+    assert any(f"over steps {drawn} and {drawn + 1}" in f.tensor and f.observed > IN_FLOAT32 for f in rebuilt)
+
+
+def test_a_gradient_that_was_not_read_shows_in_its_moment(tmp_path: Path) -> None:
+    found = findings(tmp_path, drawn=1, doubled=2)
+    gradients = {f.tensor: f.observed for f in found if (f.stage, f.step) == ("gradients", 2)}
+    assert gradients == {"matrix": pytest.approx(1), "norm": pytest.approx(1)}
+    assert not [f for f in found if f.tensor.endswith(AGAINST_REBUILT) and f.step == 1]
+
+
+@pytest.mark.parametrize("lines", [["weight", "weight", ""], ["", "", "weight"], ["", "gradient", ""]])
+def test_a_record_leaves_no_more_unread_than_was_drawn(tmp_path: Path, lines: list[str]) -> None:
+    record = run(tmp_path / "cell")
+    steps = [replace(step, line=step.line | {"unread": [kind]}) for step, kind in zip(record.steps, lines, strict=True)]
+    _check_phase(record, is_first=True)
+    with pytest.raises(RecordError, match="leaves unread more than"):
+        _check_phase(replace(record, steps=tuple(steps)), is_first=True)
+
+
+def test_each_step_is_drawn_and_none_is_known_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(phase.dist, "broadcast_object_list", lambda decided, src: None)
+    found = set()
+    for _ in range(100):
+        drawn = phase.Drawn(3)
+        decisions = [drawn.is_now() for _ in range(4)]
+        assert sum(decisions) == 1
+        found.add(decisions.index(True))
+    assert found == {0, 1, 2}
+    assert not phase.Drawn(0).is_now()

@@ -63,12 +63,7 @@ def test_what_differs_differs_whatever_else_was_not_observed(tmp_path: Path) -> 
 
 
 def test_a_step_at_which_nobody_reads_is_no_loss(tmp_path: Path) -> None:
-    def change(step: int, values: Values, tensors: Tensors) -> None:
-        with_replicas(APART)(step, values, tensors)
-        if step == 1:  # of three, the one between two that are read
-            values["replicas"] = {}
-
-    assert verdict_of(tmp_path, change, layout="dp2").state == "conforms"
+    assert verdict_of(tmp_path, with_replicas(APART), layout="dp2", drawn=1).state == "conforms"
 
 
 def test_a_step_of_which_nothing_could_be_seen_proves_no_configuration(

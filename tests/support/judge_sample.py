@@ -53,11 +53,13 @@ def write(
     defects: tuple[Defect, ...] = (),
     shape: tuple[int, int] = (4, 3),
     reseeded: Sequence[Sequence[tuple[int, str]]] = (),
+    drawn: int | None = None,
 ) -> Record:
     """A record of the steps from ``first`` to before ``until``; of the oracle in the precision ``oracle``, if given.
 
     ``change`` edits a step's values and tensors before they are written; the weights as loaded are step first - 1.
     defects: those that a record of the oracle says it has. shape: of both weights. reseeded: see the record's footer.
+    drawn: the step after which weights are not read, nor the gradients of the next step.
     """
     optimizer = {"name": "sgd", "lr": lr, "max_grad_norm": 1.0}
     scenario = parse_scenario(
@@ -97,7 +99,10 @@ def write(
             generators = values.pop("generators", generators)
             handed = generators if step == until - 1 < STEPS - 1 else ()
             known = {k: v for k, v in values.items() if v is not None}
-            writer.step(known, tensors, replicas=replicas, seconds=0.0, generators=handed)
+            unread = [*(["weight"] if step == drawn else []), *(["gradient"] if step - 1 == drawn else [])]
+            tensors = {name: t for name, t in tensors.items() if name.partition("/")[0] not in unread}
+            replicas = {key: found for key, found in replicas.items() if key not in unread}
+            writer.step(known, tensors, replicas=replicas, seconds=0.0, generators=handed, unread=unread)
     footer = {"leaks": list(leaks), "evidence": [evidence(precision)] * ranks, "reseeded": list(reseeded)}
     writer.finish({"seconds": 0.0, **footer})
     return read_record(path)

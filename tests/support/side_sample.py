@@ -127,11 +127,11 @@ def write_record(
     seed: int = 0,
     first: int = 0,
     until: int = STEPS,
-    unobserved: int | None = None,
+    unread: int | None = None,
 ) -> None:
     """A record of the steps from ``first`` to before ``until``; ``rounding`` is relative and drawn with ``seed``.
 
-    unobserved: a step without weights and gradients.
+    unread: the step after which weights are not read, nor the gradients of the next step.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     declared = all_observables(scenario.objective)
@@ -165,10 +165,12 @@ def write_record(
             begun = {name: tensor for name, tensor in tensors.items() if name.startswith("weight/")}
             writer.loaded(begun | momentum, generators=generators)
         elif step >= first:
-            shown = [o for o in declared if o.kind != "tensors" or step != unobserved]
+            kinds = ["weight"] * (step == unread) + ["gradient"] * (step - 1 == unread)
+            shown = [o for o in declared if o.key not in kinds]
             kept = {name: t for name, t in tensors.items() if name.startswith(tuple(f"{o.key}/" for o in shown))}
             replicas = {o.key: {"offered": 6, "compared": 6, "differing": []} for o in shown if o.replicated != "no"}
             handed = step == until - 1 < STEPS - 1
             kept |= momentum if handed else {}
-            writer.step(values, kept, replicas=replicas, seconds=0.0, generators=generators if handed else ())
+            its_own = generators if handed else ()
+            writer.step(values, kept, replicas=replicas, seconds=0.0, generators=its_own, unread=kinds)
     writer.finish({"seconds": 0.0, "leaks": [], "evidence": [evidence(scenario.precision)] * ranks})

@@ -19,7 +19,7 @@ from conformance.judge.tensor_views import Lazy, StepViews, Tensors, TensorView,
 from conformance.records.record_format import Line, number
 from conformance.records.step_tensors import Record, StepRecord
 from conformance.results.side_by_side import Difference
-from conformance.spec.observables import AGAINST_REBUILT, Observable, unobserved_step
+from conformance.spec.observables import AGAINST_REBUILT, Observable, is_unread
 
 Bounds = Mapping[tuple[str, str, int], float]
 Pair = tuple[int, int]  # numbers of two members
@@ -75,17 +75,12 @@ def compare_tensors(
     found = {o.column: _Worst(len(members)) for o in shown}
     start = StepViews(oracle.loaded.tensors())
     steps = [{step.step: step for phase in phases for step in phase.steps} for phases in members]
-    unobserved = {
-        unobserved_step(phase.header["first_step"], len(phase.steps)) for phases in members for phase in phases
-    }
     with _open_files(phases[0].loaded for phases in members) as starts:
         for reference in oracle.steps:
-            if reference.step in unobserved:
-                continue
             expected, at = StepViews(reference.tensors()), reference.step
             with _open_files(own.get(at) for own in steps) as files:
                 for o in shown:
-                    if not o.applies(at):
+                    if not o.applies(at) or any(own.get(at) and is_unread(o.key, own[at].line) for own in steps):
                         continue
                     views = [expected[o.key], *(_view(file, o.key) for file in files)]
                     if o.change:
