@@ -111,7 +111,7 @@ def _check_phase(record: Record, *, is_first: bool) -> None:
     if record.header.get("loads") not in loads:
         raise RecordError(f"{record.path} cannot have loaded {record.header.get('loads')!r}; {AGAIN}")
     unread = [[is_unread(kind, step.line) for step in record.steps] for kind in ("weight", "gradient")]
-    if [*unread[0], False] != [False, *unread[1]] or sum(unread[0]) > 1:
+    if [False, *unread[0]] != [*unread[1], False] or sum(unread[0]) > 1:
         raise RecordError(
             f"{record.path} leaves unread more than the weights after one step and the gradients of the next; {AGAIN}"
         )

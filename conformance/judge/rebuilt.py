@@ -158,35 +158,33 @@ def _of_tensor(name: str, steps: Sequence[_Step], scenario: Scenario, variant: V
                     known, together = scenario.optimizer.name == "sgd" and not scenario.optimizer.momentum, []
                     continue
                 gradient = optimizer.gradient_of(name, step.first_moment.elements[name].double())
-                yield from _read_in_moment(step, name, gradient, scenario)
             else:
                 gradient = step.factor * step.gradients.elements[name].double()
             weight = optimizer.step({name: weight}, {name: gradient}, step.lr)[name]
             moved = moved + sizes.step({name: torch.zeros_like(weight)}, {name: gradient.abs()}, step.lr)[name].abs()
         if together and name in step.after.tensors:
-            rounding = scenario.tier.master.rounding
-            first = together[0]
+            first, rounding, after = together[0], scenario.tier.master.rounding, step.after.elements[name].double()
             over = f" over steps {first.step} and {step.step}" if step is not first else ""
-            after = step.after.elements[name].double()
+            at, errors = first, {}
+            if step.unread and isinstance(optimizer, AdamW) and name in step.second_moment.tensors:
+                error = optimizer.error_of_second(name, step.second_moment.elements[name].double())
+                errors[f"exp_avg_sq of {name}"] = error, UPDATE_ROUNDINGS * rounding
+            follows = all(error.max() <= bound for error, bound in errors.values())
+            if step.unread and follows:
+                yield from _read_in_moment(step, name, gradient, scenario)
+            elif first.first:  # the first update does not depend on moments
+                at = step
             unit = start.abs() + UPDATE_ROUNDINGS / REBUILT_ROUNDINGS * moved
             error = (after - weight).abs() / unit.clamp(min=torch.finfo(torch.float64).tiny)
-            yield Measurement(
-                stage=first.stage,
-                tensor=name + over + AGAINST_REBUILT,
-                step=first.step,
-                error=finite(error.max().item()),
-                where=_where(step, name, int(error.argmax()), after),
-                fixed=REBUILT_ROUNDINGS * len(together) * rounding,
-            )
-            if isinstance(optimizer, AdamW) and step.unread and name in step.second_moment.tensors:
-                error = optimizer.error_of_second(name, step.second_moment.elements[name].double())
+            errors[name] = error, REBUILT_ROUNDINGS * len(together) * rounding
+            for rebuilt, (error, bound) in errors.items():
                 yield Measurement(
-                    stage=first.stage,
-                    tensor=f"exp_avg_sq of {name}{over}{AGAINST_REBUILT}",
-                    step=first.step,
+                    stage=at.stage,
+                    tensor=rebuilt + over + AGAINST_REBUILT,
+                    step=at.step,
                     error=finite(error.max().item()),
                     where=_where(step, name, int(error.argmax()), after),
-                    fixed=UPDATE_ROUNDINGS * rounding,
+                    fixed=bound,
                 )
             together = []
 
@@ -207,7 +205,8 @@ def _steps(
     key = weights[0].key
     prefix = key.removesuffix("weight")
     gradient = f"{prefix}gradient"
-    kinds = ("exp_avg", "exp_avg_sq") if scenario.optimizer.name == "adamw" else ("momentum_buffer", "")
+    adamw, momentum = scenario.optimizer.name == "adamw", scenario.optimizer.momentum
+    kinds = ("exp_avg", "exp_avg_sq") if adamw else ("momentum_buffer" if momentum else "", "")
     of_gradients = next(o.stage for o in oracle.observables if o.key == gradient)
     references = {step.step: step for step in oracle.steps}
     known = False

@@ -7,9 +7,12 @@ import pytest
 import torch
 from judge_sample import Change, Tensors, Values, both, unchanged, write
 
-from conformance.judge.direction import is_summed_in
+from conformance.judge.direction import Directions, is_summed_in
+from conformance.judge.tensor_views import TensorView
+from conformance.judge.tolerance import allowed_errors
 from conformance.judge.verdict import judge
 from conformance.results.verdict import Quantity
+from conformance.spec.observables import LOGPROBS, POLICY, Observable, trained_observables
 
 SHAPE, LAST = (40, 30), 2  # the step before the last one is not observed, so the last update is not rebuilt
 
@@ -92,3 +95,47 @@ def test_an_error_along_the_reference_is_found(tmp_path: Path, change: Change, s
 )
 def test_a_scale_knows_its_tensors(scale: str, is_one_of_them: bool) -> None:
     assert is_summed_in("model.layers.1.mlp.up_proj.weight", scale) == is_one_of_them
+
+
+GRADIENT = next(o for o in trained_observables(POLICY.prefix) if o.key == "gradient")
+MANY, BF16 = (50, 40), 2e-3  # the size of a tensor or of all rows, and of its errors
+
+
+def found_over_steps(
+    o: Observable, seed: int, *, by: float = 1.0, scale: float = 1.0, zeros: float = 0.0
+) -> Directions:
+    """The directions of three steps with errors of a size, of which the second half is scaled, with elements lost."""
+    found = Directions(is_exact=False, is_half=True)
+    for step in range(3):
+        ref = rounding(MANY, step)
+        own = ref + by * BF16 * ref.square().mean().sqrt() * rounding(MANY, 100 * seed + step)
+        own[len(own) // 2 :] *= scale
+        own[ref.abs() < ref.abs().quantile(zeros)] = 0
+        found.add(o, step, TensorView(tensors={"model.layers.0.x": own}), TensorView(tensors={"model.layers.0.x": ref}))
+    return found
+
+
+def beyond(o: Observable, seed: int, **wrong: float) -> set[str]:
+    own, noise = (list(found_over_steps(o, *args, **kw).measurements()) for args, kw in (((seed,), wrong), ((9,), {})))
+    options = {"gradients": frozenset((GRADIENT.stage,)), "amplified": {}, "drift": {}}
+    bounds = allowed_errors(own, precision="bf16", noise=noise, **options)  # type: ignore[arg-type]
+    return {one.tensor for one in own if one.error > bounds[one.key]}
+
+
+@pytest.mark.parametrize("o", [GRADIENT, LOGPROBS])
+def test_errors_as_large_as_the_noise_conform(o: Observable) -> None:
+    assert not set.union(*(beyond(o, seed, by=by) for seed in range(1, 9) for by in (0.7, 1.0, 1.3)))
+
+
+@pytest.mark.parametrize(
+    ("o", "wrong", "named"),
+    [
+        (LOGPROBS, {"scale": 1.002}, {"logprob: scale of all steps"}),  # weights that drift on one of two ranks
+        (LOGPROBS, {"by": 1.8}, {"logprob: size of all errors"}),  # one product in fp8
+        (GRADIENT, {"by": 1.8}, {"gradient: size of all errors"}),
+        (GRADIENT, {"zeros": 0.05}, {"gradient: elements that are 0 where the oracle's are not"}),
+    ],
+)
+def test_what_no_rounding_does_over_all_steps_is_found(o: Observable, wrong: dict[str, float], named: set[str]) -> None:
+    for seed in range(1, 9):
+        assert named <= beyond(o, seed, **wrong)

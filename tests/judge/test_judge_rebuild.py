@@ -134,8 +134,10 @@ def test_a_lie_in_unread_steps_is_named_at_the_optimizer(tmp_path: Path, drawn: 
     found = findings(tmp_path, drawn=drawn, lie=lie, since=drawn + begins)
     if drawn + begins == 0 and lie not in (no_decay, norms_decay):
         return  # nothing is different at the first step of all
-    assert (found[0].stage, found[0].step) == ("weights after N steps" if drawn else "clipped update", drawn)
-    rebuilt = [f for f in found if f.tensor.endswith(AGAINST_REBUILT) and f.step == drawn]
+    # The first update does not depend on moments, so moments that do not follow are wrong at the second one.
+    at = 1 if "moments" in lie.__name__ else drawn
+    assert (found[0].stage, found[0].step) == ("weights after N steps" if at else "clipped update", at)
+    rebuilt = [f for f in found if f.tensor.endswith(AGAINST_REBUILT) and f.step == at]
     assert any(f"over steps {drawn} and {drawn + 1}" in f.tensor and f.observed > IN_FLOAT32 for f in rebuilt)
 
 
@@ -150,7 +152,8 @@ def test_a_gradient_that_was_not_read_shows_in_its_moment(tmp_path: Path) -> Non
 def test_a_record_leaves_no_more_unread_than_was_drawn(tmp_path: Path, lines: list[str]) -> None:
     record = run(tmp_path / "cell")
     steps = [replace(step, line=step.line | {"unread": [kind]}) for step, kind in zip(record.steps, lines, strict=True)]
-    _check_phase(record, is_first=True)
+    for honest in (record, run(tmp_path / "drawn", drawn=1)):
+        _check_phase(honest, is_first=True)
     with pytest.raises(RecordError, match="leaves unread more than"):
         _check_phase(replace(record, steps=tuple(steps)), is_first=True)
 
