@@ -145,8 +145,7 @@ def configurations(phases: Sequence[Record], scenario: Scenario, sizes: Sizes) -
                 error=math.inf,
                 fixed=0.0,
             )
-        layout = phase.layout
-        stage = phase.header["backend"]["default_zero"] if layout.zero is None else layout.zero
+        layout, stage = phase.layout, _stage_of(phase)
         steps = [phase.footer.get("evidence", []), *phase.footer.get("later_evidence", ())]
         for n, ranks in enumerate(ranks for ranks in steps if ranks):
             for claim, holds, where in _claims_of(phase, ranks, scenario, sizes, stage=stage, first=not n):
@@ -174,6 +173,12 @@ def _claims_of(
         yield from _work(phase.layout, step, scenario, sizes, stage=stage)
 
 
+def _stage_of(phase: Record) -> int | None:
+    """Returns the ZeRO stage of a phase; None if it is not known."""
+    found: int | None = phase.header["backend"]["default_zero"] if phase.layout.zero is None else phase.layout.zero
+    return found
+
+
 def _step_of(phase: Record, ranks: Sequence[dict[str, Any]]) -> Step | None:
     """Returns the step of this evidence; None for older records, which do not say which rows each rank was given."""
     batches = {batch["step"]: batch.get("rows", ()) for batch in phase.footer.get("batches", ())}
@@ -193,7 +198,8 @@ def unproven(phases: Sequence[Record], scenario: Scenario, sizes: Sizes) -> list
             listed["nothing loaded but what was saved"] = None
         if (ranks := phase.footer.get("evidence", [])) and (step := _step_of(phase, ranks)):
             experts = sum(sizes.experts)
-            found = not_proven(phase.layout, step, scenario, sizes.linear, layers=sizes.layers, experts=experts)
+            stage, layers = _stage_of(phase), sizes.layers
+            found = not_proven(phase.layout, step, scenario, sizes.linear, stage=stage, layers=layers, experts=experts)
             listed |= dict.fromkeys(name for name, is_open in found if is_open)
     return [*listed]
 

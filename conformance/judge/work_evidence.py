@@ -246,7 +246,7 @@ def _is_of_data(layout: Layout, step: Step, group: Sequence[int]) -> bool:
 
 
 def not_proven(
-    layout: Layout, step: Step, scenario: Scenario, linear: Linear, *, layers: int, experts: int
+    layout: Layout, step: Step, scenario: Scenario, linear: Linear, *, stage: int | None, layers: int, experts: int
 ) -> Iterator[tuple[str, bool]]:
     """Yields what the layout asks for, and whether no claim decides it."""
     options = set(layout.options)
@@ -255,6 +255,12 @@ def not_proven(
     yield "manual", "manual" in options and layout.pp > 1
     yield "order of the ring", bool(options & {"ring", "zigzag"})
     yield "stride", layout.stride > 1
+    is_cut = bool(stage) and shards_of(layout) > 1
+    yield "bytes of optimizer states", is_cut
+    yield "bytes of gradients", is_cut and stage in (2, 3)
+    yield "bytes of weights", is_cut and stage == 3 and (scenario.tier.is_half or "offload" in options)
+    yield "share of each rank in attention", layout.tp * layout.sp * layout.ulysses > 1
+    yield "which ranks are replicas", layout.rep > 1 and layout.rep == shards_of(layout)
     yield "overlap", "overlap" in options and not (layout.zero == 1 and layout.world_size == layout.data)
     yield "leaf", "leaf" in options and layout.world_size > layout.data
     yield "linear layers and attention of TransformerEngine", "te" in options

@@ -178,29 +178,37 @@ def test_each_rank_does_its_share(layout: str, change: Callable[[Ranks], None], 
     assert claim in found if claim else not found
 
 
+STATES, ATTENTION = "bytes of optimizer states", "share of each rank in attention"
+
+
 @pytest.mark.parametrize(
     ("layout", "listed"),
     [
         ("dp2", set()),
-        ("sp2.zigzag", {"order of the ring"}),
-        ("sp2.stride2", {"stride"}),
-        ("dp2.zero2.offload", {"offload"}),
-        ("dp2.zero1.overlap", set()),
+        ("sp2.zigzag", {"order of the ring", ATTENTION}),
+        ("sp2.stride2", {"stride", ATTENTION}),
+        ("ulysses2.zero1", {STATES, ATTENTION}),
+        ("dp2.zero2.offload", {"offload", STATES, "bytes of gradients"}),
+        ("dp2.zero3.offload", {"offload", STATES, "bytes of gradients", "bytes of weights"}),
+        ("dp4.rep2.zero3", {STATES, "bytes of gradients", "which ranks are replicas"}),
+        ("dp2.zero1.overlap", {STATES}),
         ("pp2.zero1.overlap.manual", {"manual", "overlap"}),
-        ("dp2.tp2.zero1.overlap", {"overlap"}),
+        ("dp2.tp2.zero1.overlap", {"overlap", STATES, ATTENTION}),
     ],
 )
 def test_what_no_claim_decides_is_listed(layout: str, listed: set[str]) -> None:
     of, scenario = Layout.parse(layout), parse_scenario({"name": "x", "model": "m", "precision": "exact"} | OPTIMIZER)
     step = Step(honest(of), rows_of(of))
-    assert {name for name, is_open in not_proven(of, step, scenario, LINEAR, layers=2, experts=0) if is_open} == listed
+    options = {"stage": of.zero, "layers": 2, "experts": 0}
+    assert {name for name, is_open in not_proven(of, step, scenario, LINEAR, **options) if is_open} == listed
 
 
 def test_share_of_work_is_not_proven_if_padding_hides_it() -> None:
     of, scenario = Layout.parse("dp2"), parse_scenario({"name": "x", "model": "m", "precision": "exact"} | OPTIMIZER)
     ranks = [rank | {"lengths": [2 * LENGTH]} for rank in honest(of)]
     step = Step(ranks, rows_of(of))
-    listed = [name for name, is_open in not_proven(of, step, scenario, LINEAR, layers=2, experts=0) if is_open]
+    options = {"stage": of.zero, "layers": 2, "experts": 0}
+    listed = [name for name, is_open in not_proven(of, step, scenario, LINEAR, **options) if is_open]
     assert listed == ["share of each rank in the work"]
 
 
