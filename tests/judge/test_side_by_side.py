@@ -185,10 +185,10 @@ def test_a_pair_of_conforming_cells_is_within_what_the_two_may_show(tmp_path: Pa
 
         return change
 
-    changes = {DEEPSPEED: off(0.99 * EXACT), FSDP2: off(-0.99 * EXACT)}
+    changes = {DEEPSPEED: off(0.95 * EXACT), FSDP2: off(-0.95 * EXACT)}
     group = group_of(write_run(tmp_path / "out", changes))
     assert group["state"] == "conforms"
-    assert pair_of(group, DEEPSPEED, FSDP2)["gradients"]["ratio"] == pytest.approx(0.99, rel=1e-3)
+    assert pair_of(group, DEEPSPEED, FSDP2)["gradients"]["ratio"] == pytest.approx(0.95, rel=1e-3)
 
 
 @pytest.mark.parametrize("at", [0, STEPS - 1])
