@@ -111,7 +111,7 @@ class Directions:
             error = own.tensors[name].double().flatten() - ref
             along, square = float(error @ ref), float(ref @ ref)
             layer = LAYER.search(name)
-            pools = [(ALL_STEPS, None)] if self.is_half and not o.change else []
+            pools: list[tuple[str, int | None]] = [(ALL_STEPS, None)] if self.is_half and not o.change else []
             if o.kind == "tensors":
                 pools += [("", step), (f" of {LAYER.sub('*.', name, count=1)}", pooled)]
             if layer and not o.change:

@@ -183,7 +183,7 @@ def _step_of(phase: Record, ranks: Sequence[dict[str, Any]]) -> Step | None:
     """Returns the step of this evidence; None for older records, which do not say which rows each rank was given."""
     batches = {batch["step"]: batch.get("rows", ()) for batch in phase.footer.get("batches", ())}
     number = ranks[0].get("step")
-    values = next((step.line.get("values", {}) for step in phase.steps if step.step == number), {})
+    values: dict[str, float] = next((s.line.get("values", {}) for s in phase.steps if s.step == number), {})
     skipped = any(value for key, value in values.items() if key.rpartition(".")[2] == SKIPPED)
     return Step(ranks, rows, skipped=skipped) if (rows := batches.get(number)) else None
 

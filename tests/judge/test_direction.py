@@ -116,7 +116,7 @@ def found_over_steps(
 
 
 def beyond(o: Observable, seed: int, **wrong: float) -> set[str]:
-    own, noise = (list(found_over_steps(o, *args, **kw).measurements()) for args, kw in (((seed,), wrong), ((9,), {})))
+    own, noise = list(found_over_steps(o, seed, **wrong).measurements()), list(found_over_steps(o, 9).measurements())
     options = {"gradients": frozenset((GRADIENT.stage,)), "amplified": {}, "drift": {}}
     bounds = allowed_errors(own, precision="bf16", noise=noise, **options)  # type: ignore[arg-type]
     return {one.tensor for one in own if one.error > bounds[one.key]}

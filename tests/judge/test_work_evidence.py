@@ -199,7 +199,7 @@ STATES, ATTENTION = "bytes of optimizer states", "share of each rank in attentio
 def test_what_no_claim_decides_is_listed(layout: str, listed: set[str]) -> None:
     of, scenario = Layout.parse(layout), parse_scenario({"name": "x", "model": "m", "precision": "exact"} | OPTIMIZER)
     step = Step(honest(of), rows_of(of))
-    options = {"stage": of.zero, "layers": 2, "experts": 0}
+    options: dict[str, Any] = {"stage": of.zero, "layers": 2, "experts": 0}
     assert {name for name, is_open in not_proven(of, step, scenario, LINEAR, **options) if is_open} == listed
 
 
@@ -207,7 +207,7 @@ def test_share_of_work_is_not_proven_if_padding_hides_it() -> None:
     of, scenario = Layout.parse("dp2"), parse_scenario({"name": "x", "model": "m", "precision": "exact"} | OPTIMIZER)
     ranks = [rank | {"lengths": [2 * LENGTH]} for rank in honest(of)]
     step = Step(ranks, rows_of(of))
-    options = {"stage": of.zero, "layers": 2, "experts": 0}
+    options: dict[str, Any] = {"stage": of.zero, "layers": 2, "experts": 0}
     listed = [name for name, is_open in not_proven(of, step, scenario, LINEAR, **options) if is_open]
     assert listed == ["share of each rank in the work"]
 
