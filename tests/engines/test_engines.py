@@ -59,7 +59,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineRun]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine_run, "Expected", cache(engine_run.Expected))
         patch.setattr(engine_run, "batches_of", cache(engine_run.batches_of))
-        patch.setattr(engine_run, "DOCUMENTS", 3)
+        patch.setattr(engine_run, "DOCUMENTS", 2)
+        patch.setattr(engine_run, "NEW_TOKENS", 6)
         yield EngineRun(serve=lambda: ServedEngine(faulty.OneWay()), scenario=scenario, folder=folder)
 
 
@@ -175,6 +176,7 @@ def test_vllm_is_right_but_for_its_tied_head(tmp_path: Path, capsys: pytest.Capt
         shutil.copy(qwen3 / name, tmp_path / "model")
     engine = ["--engine", "impl.engines.vllm_engine:VllmEngine"]
     python = ["--python", f"{engine[1]}={os.environ[VLLM]}", "--budget", "900"]
+    capsys.readouterr()  # what libraries print when they are imported
     assert main(["engine", "--model", str(tmp_path / "model"), *engine, *python, "--json"]) == 1
     (found,) = json.loads(capsys.readouterr().out)
     checks = {check["name"]: check for check in found["checks"]}
