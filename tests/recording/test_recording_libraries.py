@@ -120,6 +120,7 @@ def test_trl_fault_is_named_by_parameter(zero: int | None, run_ranks: Any) -> No
     assert causes[1].startswith("What is wrong by itself is 3 times")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("library", ["verl", "openrlhf"])
 def test_fault_in_a_framework_is_named(library: str, run_ranks: Any) -> None:
     pythons = sorted(ROOT.glob(f".frameworks/{library}-*/bin/python"))
