@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from conformance.backends.protocol import BackendEntry
 from conformance.judge.expected_differences import explained, judge_cell
 from conformance.matrix.cell import Cell, Phase
 from conformance.records.step_tensors import Record
+from conformance.results.trust import _conventions_problem
 from conformance.results.verdict import Verdict
 from conformance.runner.session import Session
 from conformance.spec.conventions import (
@@ -271,3 +273,19 @@ def test_generators_that_a_checkpoint_leaves_out(
     verdict = session.run(Cell(scenario=scenario, phases=phases, program="resume")).verdict
     assert (verdict.state, verdict.conventions) == (state, conventions), verdict.reason
     assert words in verdict.reason
+
+
+@pytest.mark.parametrize(
+    ("shown", "made", "problem"),
+    [
+        ((SHOWN[0],), [SHOWN[1:2]], ""),
+        ((SHOWN[2],), [SHOWN[1:2]], "which the backend does not declare"),
+        ((SHOWN[0],), [], "but there is no record of the oracle without it"),
+    ],
+)
+def test_a_verdict_shows_no_convention_without_proof(shown: tuple[Any, ...], made: list[Any], problem: str) -> None:
+    verdict = SimpleNamespace(conventions=tuple(map(str, shown)))
+    variants = [SimpleNamespace(defects=of_oracle(some)) for some in made]
+    entry: Any = SimpleNamespace(verdict=verdict, conventions=SHOWN[:2], variants=variants, expected=(), records=("0",))
+    found = _conventions_problem(entry)
+    assert problem in found if problem else not found
