@@ -68,7 +68,7 @@ def test_the_oracle_records_no_gradient_of_them_and_leaves_them_out_of_the_norm(
 def test_a_backend_that_trains_what_is_frozen_is_caught(session: Session, target: str, stage: str) -> None:
     optimizer = {"name": "sgd", "lr": 0.05, "frozen": list(FROZEN)}
     backend = BackendEntry(name=target.rpartition(":")[2].lower(), target=target)
-    cell = make_cell("sft-sgd", "llama", "dp2", "fp32", backend=backend, rows=6, steps=2, optimizer=optimizer)
+    cell = make_cell("sft-sgd", "llama", "dp2", "fp32", backend=backend, rows=6, steps=3, optimizer=optimizer)
     verdict = session.run(cell).verdict
     assert (verdict.state, verdict.first_stage) == ("differs", stage), verdict.reason
     first = {
