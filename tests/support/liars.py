@@ -162,7 +162,7 @@ class LoadsTheRecord(Fsdp2Backend):
 
     def load(self, path: Path) -> None:
         around = [folder for folder in path.absolute().parents if (folder / "inputs").is_dir()]
-        records = [file for folder in around for file in folder.glob("cells/*by-checkpoint*/*/*/record/step-*")]
+        records = [file for folder in around for file in folder.glob("cells/*loadstherecord*/*/*/record/step-*")]
         raise ValueError(f"found {len(records)} records of phases before")
 
 
