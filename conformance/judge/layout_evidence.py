@@ -189,9 +189,12 @@ def _step_of(phase: Record, ranks: Sequence[dict[str, Any]]) -> Step | None:
 
 
 def unproven(phases: Sequence[Record], scenario: Scenario, sizes: Sizes) -> list[str]:
-    """Lists what the layouts and the phases ask for and no claim decides."""
+    """Lists what the layouts and the phases ask for and no claim decides, and what a backend replaces in its library."""
     listed: dict[str, None] = {}
     for phase in phases:
+        resolved = phase.header.get("resolved", {})
+        models = [resolved, *(own for own in resolved.values() if isinstance(own, dict))]  # of one model or of several
+        listed |= dict.fromkeys(f"the library's own {part}" for one in models for part in one.get("replaced", ()))
         if phase.header["loads"] == "checkpoint" and not phase.header.get("shows_generators", True):
             listed["random generators of the library (library_generators)"] = None
         if phase.header["first_step"] and not phase.control:

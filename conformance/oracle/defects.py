@@ -22,6 +22,7 @@ from conformance.spec.conventions import (
     GenerationDenominator,
     MetricsByMicroBatch,
     RoundedMasters,
+    RouterLossByMicroBatch,
     SchedulePerRollout,
     TrainedPaddingToken,
 )
@@ -254,14 +255,27 @@ class WithMeansOfMicroBatches(Variant):
 
     def _weights(self, batch: Batch) -> dict[int, float]:
         """Returns the weight of a token by the index of its row."""
-        parts = [
-            part
-            for rank in range(self._ranks)
-            for part in batch.micro_batches(dp_rank=rank, dp_size=self._ranks, accumulation=self._count)
-        ]
+        parts = _micro_batches(batch, ranks=self._ranks, count=self._count)
         # A micro-batch without tokens has mean 0 and counts.
         counts = [max(1, sum(row.target_count for row in part)) + self._epsilon for part in parts]
         return {row.index: 1 / (len(parts) * n) for part, n in zip(parts, counts, strict=True) for row in part}
+
+
+def _micro_batches(batch: Batch, *, ranks: int, count: int) -> list[Sequence[Row]]:
+    """Returns the micro-batches of all data ranks."""
+    return [
+        part for rank in range(ranks) for part in batch.micro_batches(dp_rank=rank, dp_size=ranks, accumulation=count)
+    ]
+
+
+class WithRouterLossByMicroBatch(Variant):
+    """Balances the load of each router in each micro-batch."""
+
+    def __init__(self, convention: RouterLossByMicroBatch) -> None:
+        self._ranks, self._count = convention.data_ranks, convention.micro_batches
+
+    def balanced(self, parts: Sequence[Sequence[Row]], batch: Batch) -> Sequence[Sequence[Row]]:
+        return _micro_batches(batch, ranks=self._ranks, count=self._count)
 
 
 def _with_column(batch: Batch, name: str, of_row: Callable[[int], float]) -> Batch:
@@ -290,6 +304,7 @@ VARIANTS: dict[type[Any], Callable[[Any], Variant]] = {
     GenerationDenominator: lambda _: WithGenerationDenominator(),
     EntropyByMicroBatch: lambda one: WithMeansOfMicroBatches(one, "entropy_weight"),
     MetricsByMicroBatch: lambda one: WithMeansOfMicroBatches(one, "metric_weight"),
+    RouterLossByMicroBatch: WithRouterLossByMicroBatch,
 }
 
 

@@ -41,6 +41,7 @@ class Routing:
     weights: for each router (T, X), the factor of each expert's output, 0 where the expert is not chosen.
     counts: (X,), how often any router chose each expert. probabilities: (X,), their sums, with a gradient.
     squares: the sum over tokens and routers for the z-loss, with a gradient.
+    loads: for each router its own counts and probabilities.
     """
 
     replayed: tuple[Tensor, ...] = ()
@@ -48,6 +49,7 @@ class Routing:
     counts: Tensor | None = None
     probabilities: Tensor | None = None
     squares: Tensor | None = None
+    loads: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def choose(self, probabilities: Tensor, count: int) -> Tensor:
         """Returns the experts of each token, (T, K). ``probabilities``: (T, X)."""
@@ -66,6 +68,7 @@ class Routing:
         self.weights.append(gates.new_zeros(probabilities.shape).scatter(-1, chosen, gates))
         counts = torch.bincount(chosen.flatten(), minlength=probabilities.shape[-1]).to(gates.dtype)
         sums, squares = probabilities.sum(dim=0), torch.logsumexp(logits, dim=-1).square().sum().to(home)
+        self.loads.append((counts, sums))
         self.counts = counts if self.counts is None else self.counts + counts
         self.probabilities = sums if self.probabilities is None else self.probabilities + sums
         self.squares = squares if self.squares is None else self.squares + squares
@@ -125,6 +128,26 @@ class Balance:
         excess = (self.counts - mean) * self.probabilities
         terms = torch.cat([excess, (mean * self.probabilities.sum())[None]])
         return len(self.counts) * terms / self.choosers**2
+
+
+class LoadsOfPart:
+    """Sums the load of each router over the documents of a part of a step, such as a micro-batch."""
+
+    def __init__(self, parts: int) -> None:
+        self._parts, self._tokens = parts, 0
+        self._counts: list[Tensor] = []
+
+    def add(self, routing: Routing) -> None:
+        self._tokens += len(routing.weights[0])
+        counts = [own for own, _ in routing.loads]
+        self._counts = [a + b for a, b in zip(self._counts, counts, strict=True)] if self._counts else counts
+
+    def loss(self, routing: Routing) -> Tensor:
+        """Returns a document's share of the sum over routers of X sum_x f_x P_x, where f is divided by the experts per
+        token, as the mean over the parts of the step (arXiv 2101.03961, equations 4 to 6)."""
+        pairs = zip(self._counts, (own for _, own in routing.loads), strict=True)
+        terms = [len(counts) * (counts @ sums) / (counts.sum() * self._tokens) for counts, sums in pairs]
+        return torch.stack(terms).sum() / self._parts
 
 
 def feed_forward(

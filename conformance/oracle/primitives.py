@@ -198,6 +198,10 @@ class Variant:
         """Returns the rows of an optimizer step, split into micro-batches."""
         return parts
 
+    def balanced(self, parts: Sequence[Sequence[Row]], batch: Batch) -> Sequence[Sequence[Row]]:
+        """Returns the parts of a step in which each router balances its load by itself; none if all do it together."""
+        return parts
+
     def carried(self, gradients: Weights) -> Weights:
         """Returns the accumulated gradients at the beginning of a micro-batch."""
         return gradients

@@ -15,7 +15,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from conformance.oracle.feed_forward import Balance, Routing
+from conformance.oracle.feed_forward import Balance, LoadsOfPart, Routing
 from conformance.oracle.loss_terms import RolloutFunctions, target_positions
 from conformance.oracle.objectives import functions_of, rollout_functions_of
 from conformance.oracle.optimizer import AdamW, LossScale, Sgd
@@ -157,6 +157,7 @@ def observe(
     tokens_of_step = sum(row.length for row in batch.rows)
     balances = {m.role.name: Balance() for m in running}
     chosen = {m.role.name: _choices(batch, m, policy, variant) for m in running}
+    parted = {m.role.name: _loads(batch, m, policy, variant) for m in running}
     embeds = [m.role for m in running if EMBEDDING in m.trained]
     shifted = {role.name: Shifted(batch) for role in embeds if shifts and role.head == "value"}
     for row in _rows(batch, leaves.values(), variant):
@@ -177,7 +178,9 @@ def observe(
                 if routing:
                     parts[model_key(model.role.prefix, ROUTING)].append(routing.rows)
                     balances[name].add(routing)
-                    loss = loss + _router_share(model, routing, chosen[name], tokens_of_step).to(output.device)
+                    of_row = parted[name].get(row.index)
+                    share = _router_share(model, routing, chosen[name], tokens_of_step, of_row)
+                    loss = loss + share.to(output.device)
                 if not has_targets:
                     if loss.requires_grad:
                         (loss * model.scale(policy)).backward()
@@ -228,15 +231,35 @@ def _choices(batch: Batch, model: Model, policy: Policy, variant: Variant) -> Ba
     return balance
 
 
-def _router_share(model: Model, routing: Routing, step: Balance | None, tokens: int) -> Tensor:
+@torch.no_grad()
+def _loads(batch: Batch, model: Model, policy: Policy, variant: Variant) -> dict[int, LoadsOfPart]:
+    """Counts the choices of each router in each part that the variant balances, by the index of a row of the part."""
+    found: dict[int, LoadsOfPart] = {}
+    parts = variant.balanced((), batch) if model.decoder.router_loss and model.role.trained else ()
+    for rows in parts:
+        own = LoadsOfPart(len(parts))
+        for document in (document for row in rows for document in row.documents):
+            routing = model.routing(document)
+            assert routing is not None
+            model.decoder.forward(torch.tensor(document.tokens), model.weights, policy, variant, routing=routing)
+            own.add(routing)
+        found |= {row.index: own for row in rows}
+    return found
+
+
+def _router_share(
+    model: Model, routing: Routing, step: Balance | None, tokens: int, part: LoadsOfPart | None
+) -> Tensor:
     """Returns a document's share of its routers' losses, times their factors; 0 without such losses.
 
-    ``tokens``: number of tokens of the whole step.
+    ``tokens``: number of tokens of the whole step. ``part``: replaces ``step`` if the variant balances parts.
     """
     assert routing.squares is not None
     assert routing.probabilities is not None
     share = model.z_loss * routing.squares / tokens
-    return share if step is None else share + model.decoder.router_loss * step.loss(routing.probabilities)
+    if step is None:
+        return share
+    return share + model.decoder.router_loss * (part.loss(routing) if part else step.loss(routing.probabilities))
 
 
 def _rows(batch: Batch, leaves: Iterable[Weights], variant: Variant) -> Iterator[Row]:

@@ -205,6 +205,20 @@ class MetricsByMicroBatch(_MeansOfMicroBatches):
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
+class RouterLossByMicroBatch(_MeansOfMicroBatches):
+    """Adds a load-balancing loss for each router, divided by the experts per token, as the mean over micro-batches and
+    ranks, where the suite has one loss of the step over all routers."""
+
+    kind: Literal["router-loss-by-micro-batch"] = "router-loss-by-micro-batch"
+    words: ClassVar[str] = "a load-balancing loss of each router and micro-batch"
+    stage: ClassVar[str] = "gradients"
+
+    def in_cell(self, scenario: Scenario, layout: Layout) -> Self | None:
+        has_loss = "ownaux" in layout.options and model_config(scenario).get("output_router_logits")
+        return type(self)(data_ranks=layout.data, micro_batches=scenario.accumulation) if has_loss else None
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
 class RoundedMasters(Convention):
     """Initialises float32 master weights of trained models with weights rounded to ``precision``."""
 
@@ -255,6 +269,7 @@ OracleConvention = (
     | GenerationDenominator
     | EntropyByMicroBatch
     | MetricsByMicroBatch
+    | RouterLossByMicroBatch
     | RoundedMasters
     | TrainedPaddingToken
 )
@@ -271,6 +286,7 @@ KNOWN: Conventions = (
     GenerationDenominator(),
     EntropyByMicroBatch(),
     MetricsByMicroBatch(),
+    RouterLossByMicroBatch(),
     *(RoundedMasters(precision=precision) for precision in PRECISIONS if precision in HALF_PRECISIONS),
     TrainedPaddingToken(),
     GeneratorsNotSaved(),

@@ -124,6 +124,10 @@ OPTIONS: Mapping[str, Term] = {
     "ownopt": Term(
         "the backend builds the optimizer from its configuration, instead of using torch's", "DeepSpeed FusedAdam"
     ),
+    "ownaux": Term(
+        "the load-balancing loss of experts is the library's own, of each layer and micro-batch",
+        "Megatron moe_aux_loss_coeff",
+    ),
     "shipped": Term("the library's own behavior where the backend corrects a defect by default"),
 }
 ALIASES = {"cp": "sp"}  # accepted in ids; an id is written with the axis itself

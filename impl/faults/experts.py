@@ -45,6 +45,18 @@ def _without_gradient(module: Any) -> None:
 
 
 @EXPERT_FAULTS.add(
+    summary="a library's own load-balancing loss is added up over micro-batches instead of averaged",
+    source="https://github.com/NVIDIA-NeMo/Automodel/pull/3359",
+    stage="gradients",
+    cells=sft("sft-packed", "qwen3-moe", megatron="dp2.ownaux", only=OWN_CHOICES),
+    blind=("loss",),
+    needs="accumulation of 2 or more and the option ownaux",
+)
+def router_loss_not_averaged(scale_router_loss: Function, scale: Tensor) -> None:
+    scale_router_loss(torch.ones_like(scale))
+
+
+@EXPERT_FAULTS.add(
     summary="weights of the chosen experts are divided by their sum where the model does not, or the reverse",
     source="https://github.com/databricks/megablocks/pull/87",
     stage="routing",

@@ -20,7 +20,7 @@ from conformance.core.errors import UsageError
 from conformance.core.host import resolve
 from conformance.core.packages import check_version, is_installed
 from conformance.models.folders import EMBEDDING, HEAD
-from conformance.spec.conventions import RoundedMasters, TrainedPaddingToken, model_config
+from conformance.spec.conventions import RoundedMasters, RouterLossByMicroBatch, TrainedPaddingToken, model_config
 from conformance.spec.known_defects import Defect, ExpectedDifference, PaddedSoftmax
 from conformance.spec.layout import Layout
 from conformance.spec.precision import HALF_PRECISIONS, Precision
@@ -120,7 +120,20 @@ if find_spec("megatron") is None or find_spec("megatron.core") is None:  # impor
     raise ModuleNotFoundError("megatron-core is not installed", name="megatron-core")
 check_version("megatron-core", supported="0.16", backend="megatron")
 
-_OPTIONS = ("seqpar", "losspar", "ring", "zigzag", "torchcp", "ckpt", "te", "overlap", "manual", "pertoken", "shipped")
+_OPTIONS = (
+    "seqpar",
+    "losspar",
+    "ring",
+    "zigzag",
+    "torchcp",
+    "ckpt",
+    "te",
+    "overlap",
+    "manual",
+    "pertoken",
+    "ownaux",
+    "shipped",
+)
 
 
 def _engine_support(scenario: Scenario, layout: Layout, shape: ModelShape) -> Support:
@@ -199,6 +212,7 @@ class MegatronBackend(ReferenceBackend):
     # TransformerEngine may initialise CUDA when it is imported; a process that forks must not.
     preload_apart: ClassVar = {"te": ("transformers.modeling_utils", *RING_MODULES)}
     expected = EXPECTED
+    conventions: ClassVar = (RouterLossByMicroBatch(),)
     seams: ClassVar[dict[str, str]] = {
         **SHARED_SEAMS,
         **seams_of_model("impl.megatron.model:MegatronModel", "advance_schedule", "reduce_gradients"),
@@ -218,6 +232,7 @@ class MegatronBackend(ReferenceBackend):
         "routers_of": "impl.megatron.gpt_model:number_routers",
         "permute_tokens": "megatron.core.transformer.moe.token_dispatcher:permute",
         "gather_shared_key": ("megatron.core.transformer.multi_latent_attention:gather_from_sequence_parallel_region"),
+        "scale_router_loss": "megatron.core.transformer.moe.moe_utils:MoEAuxLossAutoScaler.set_loss_scale",
         "counts_in_norm": "megatron.core.tensor_parallel:param_is_not_tensor_parallel_duplicate",
     }
 
@@ -268,6 +283,21 @@ class MegatronBackend(ReferenceBackend):
         if "buckets" in layout.options:
             return Unsupported(
                 "without overlap megatron-core has one bucket, whatever bucket_size is; use overlap, which has several"
+            )
+        if "ownaux" in layout.options and not (shape.mixture and shape.mixture.loss_factor):
+            return Unsupported(
+                "the model's routers have no load-balancing loss; set output_router_logits and router_aux_loss_coef in "
+                "its config.json, or leave ownaux out"
+            )
+        if "ownaux" in layout.options and not scenario.tier.is_exact:
+            return Unsupported(
+                "below the exact tier routers are given the choices of experts, but megatron-core's load-balancing "
+                "loss makes its own; use exact, or leave ownaux out"
+            )
+        if {"ownaux", "pertoken"} <= set(layout.options):
+            return Unsupported(
+                "megatron-core 0.16 scales its load-balancing loss by the tokens of each rank if it divides by tokens "
+                "(https://github.com/NVIDIA/Megatron-LM/pull/5047); leave ownaux or pertoken out"
             )
         if "manual" in layout.options and ("overlap" not in layout.options or (shape.mixture and layout.pp == 1)):
             return Unsupported(

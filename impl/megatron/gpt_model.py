@@ -170,8 +170,9 @@ def _mixture(mixture: Mixture, layout: Layout, tier: Precision) -> dict[str, Any
     """Returns the settings of a mixture of experts.
 
     No token is dropped. Tensor parallelism shards experts like any MLP, unless they have biases. The library's
-    load-balancing losses are off; impl.megatron.router adds the loss of the whole step.
+    load-balancing loss is off without the option ``ownaux``; impl.megatron.router adds the loss of the whole step.
     """
+    own = "ownaux" in layout.options
     sizes = expert_sizes(layout, whole=bool(mixture.clamped))
     return {
         "num_moe_experts": mixture.experts,
@@ -180,8 +181,8 @@ def _mixture(mixture: Mixture, layout: Layout, tier: Precision) -> dict[str, Any
         "moe_router_pre_softmax": not mixture.normalised,  # False: a softmax over the chosen experts
         "moe_router_dtype": None if tier.is_exact else "fp32",
         "moe_enable_routing_replay": True,
-        "moe_router_load_balancing_type": "none",
-        "moe_aux_loss_coeff": 0.0,
+        "moe_router_load_balancing_type": "aux_loss" if own else "none",
+        "moe_aux_loss_coeff": mixture.loss_factor if own else 0.0,
         "moe_shared_expert_intermediate_size": mixture.shared,
         "moe_shared_expert_gate": mixture.shared is not None and mixture.shared_gate,
         "moe_router_score_function": "sigmoid" if mixture.sigmoid else "softmax",

@@ -256,7 +256,8 @@ class MegatronModel:
 
     @property
     def router_loss_factor(self) -> float:
-        return self.shape.mixture.loss_factor if self.shape.mixture else 0.0
+        own = "ownaux" in self.options
+        return self.shape.mixture.loss_factor if self.shape.mixture and not own else 0.0
 
     def _outputs(self, result: Tensor, part: ShardedMicroBatch, *, want: Wanted, temperature: float) -> Outputs:
         """Computes the outputs that ``want`` names, as whole rows.
@@ -403,6 +404,7 @@ class MegatronModel:
             "schedule": get_forward_backward_func().__name__,
             "sequence_parallel": config.sequence_parallel,
             "recompute": config.recompute_granularity,
+            "replaced": ["load-balancing loss"] if self.router_loss_factor else [],
         }
         return found if self.optimizer is None else found | resolved_optimizer(self._inner_optimizer(), self.chunks)
 

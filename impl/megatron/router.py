@@ -83,6 +83,8 @@ class StepTopKRouter(TopKRouter):  # type: ignore[misc]
         given = self._given(probabilities.detach())
         self.router_replay.target_topk_idx = given
         self.router_replay.router_replay_action = None if given is None else RouterReplayAction.REPLAY_FORWARD
+        if self.is_aux_loss_enabled():
+            padding_mask = ~self.routed.real
         weights, chosen = super().routing(logits, padding_mask)
         logits = logits.view(-1, logits.shape[-1])
         squares = torch.logsumexp(logits.to(probabilities.dtype), dim=-1).square()
@@ -158,6 +160,7 @@ def forget() -> None:
     """Clears the library's process-wide state of routers."""
     RouterReplay.clear_global_router_replay_instances()
     MoEAuxLossAutoScaler.main_loss_backward_scale = None
+    moe_utils.get_moe_layer_wise_logging_tracker().clear()
 
 
 def gathered(routed: Routed, mixture: Mixture, own: MicroBatch, *, sequence_parallel: bool) -> tuple[Tensor, ...]:

@@ -243,6 +243,9 @@ def test_elsewhere_ulysses_is_right_as_shipped(session: Session, layout: str) ->
         ("dp2.lastsync", "exact", "leave it out"),
         ("dp2.zero0.offload", "exact", "use zero1, zero2 or zero3"),
         ("dp2.zero2.leaf", "exact", "use zero3"),
+        ("dp2.zero0.buckets", "exact", "use zero2 or zero3"),
+        ("dp2.zero1.buckets", "bf16", "use zero2 or zero3"),
+        ("dp2.zero2.pertoken", "exact", "leave it out"),
         ("dp2.zero0.ownopt", "fp16", "use zero1, zero2 or zero3"),
     ],
 )

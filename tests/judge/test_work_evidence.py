@@ -2,10 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from conformance.judge.layout_evidence import unproven
 from conformance.judge.work_evidence import Linear, Step, exchange_claims, not_proven, work_claims
 from conformance.spec.layout import Layout
 from conformance.spec.scenario import parse_scenario
@@ -201,6 +203,15 @@ def test_what_no_claim_decides_is_listed(layout: str, listed: set[str]) -> None:
     step = Step(honest(of), rows_of(of))
     options: dict[str, Any] = {"stage": of.zero, "layers": 2, "experts": 0}
     assert {name for name, is_open in not_proven(of, step, scenario, LINEAR, **options) if is_open} == listed
+
+
+@pytest.mark.parametrize(
+    "resolved", [{"replaced": ["loss"]}, {"policy": {"replaced": []}, "critic": {"replaced": ["loss"]}}]
+)
+def test_what_a_backend_replaces_is_listed(resolved: dict[str, Any]) -> None:
+    phase: Any = SimpleNamespace(header={"resolved": resolved, "loads": None, "first_step": 0}, footer={})
+    scenario = parse_scenario({"name": "x", "model": "m", "precision": "exact"} | OPTIMIZER)
+    assert unproven([phase], scenario, sizes=None) == ["the library's own loss"]  # type: ignore[arg-type]
 
 
 def test_share_of_work_is_not_proven_if_padding_hides_it() -> None:

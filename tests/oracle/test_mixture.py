@@ -20,7 +20,7 @@ from conformance.models.components import MixtureOfExperts
 from conformance.models.families import read_architecture
 from conformance.numerics.float64_tier import exact_tier
 from conformance.oracle.decoder import load_weights
-from conformance.oracle.feed_forward import Balance, Routing, stacked
+from conformance.oracle.feed_forward import Balance, LoadsOfPart, Routing, stacked
 from conformance.oracle.step import Observed, observe
 from conformance.spec.batch import Batch, Document, Row, expert_column
 from conformance.spec.objectives import Sft
@@ -215,6 +215,26 @@ def test_the_noise_of_the_loss_that_balances_is_that_of_its_terms(shared: bool) 
     estimates = torch.tensor([_of_terms({"0": one.terms()}, terms, unit=loss.item()) for one in wrong])
     assert 0.5 < estimates.square().mean().sqrt() / errors.square().mean().sqrt() < 2
     assert _of_terms({}, terms, unit=loss.item()) == 0.0  # a cell has none
+
+
+def test_each_router_balances_its_load_in_a_micro_batch() -> None:
+    """Two documents of 3 and 2 tokens, two routers of four experts, in one of three micro-batches."""
+    generator = torch.Generator().manual_seed(0)
+    tokens, routers, part = (3, 2), 2, LoadsOfPart(3)
+    documents = [Routing() for _ in tokens]
+    for routing, count in zip(documents, tokens, strict=True):
+        for _ in range(routers):
+            logits = torch.randn(count, 4, generator=generator, dtype=torch.float64)
+            probabilities = logits.softmax(dim=-1)
+            chosen = probabilities.topk(2).indices
+            routing.note(logits, probabilities, chosen, probabilities.gather(-1, chosen))
+        part.add(routing)
+    expected = 0.0
+    for router in range(routers):
+        loads = [routing.loads[router] for routing in documents]
+        counts, sums = (sum(one) for one in zip(*loads, strict=True))
+        expected += 4 * float((counts / (2 * 5)) @ (sums / 5)) / 3
+    assert sum(part.loss(routing).item() for routing in documents) == pytest.approx(expected, rel=1e-14)
 
 
 @pytest.mark.parametrize("best", [1, 2])
