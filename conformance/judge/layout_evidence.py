@@ -189,7 +189,7 @@ def _step_of(phase: Record, ranks: Sequence[dict[str, Any]]) -> Step | None:
 
 
 def unproven(phases: Sequence[Record], scenario: Scenario, sizes: Sizes) -> list[str]:
-    """Lists what the layouts and the phases ask for and no claim decides, and what a backend replaces in its library."""
+    """Lists what layouts and phases ask for and no claim decides, and what a backend replaces in its library."""
     listed: dict[str, None] = {}
     for phase in phases:
         resolved = phase.header.get("resolved", {})
