@@ -213,7 +213,7 @@ def _adapter(kind: str) -> TypeAdapter[Any]:
     return TypeAdapter(_LINE_TYPES[kind])
 
 
-RECORD_SCHEMA = 3
+RECORD_SCHEMA = 4
 RECORD_FILE = "record.jsonl"
 CONTROL = "control.json"  # what the controller adds to the record of a phase: how a control of its loading ended
 LONGEST = 2**28  # largest JSON or JSONL file in bytes; the files of thousands of cells have some MiB

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from conformance.backends import registry
 from conformance.backends.protocol import BackendEntry
 from conformance.cli import doctor
 from conformance.cli import main as cli
@@ -66,8 +67,9 @@ def profile(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture
-def run(profile: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Runner:
+def run(profile: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Runner:
     def run(*backends: str, also: tuple[str, ...] = ()) -> Ran:
+        monkeypatch.setattr(registry, "_there", {})  # as a command of its own, with adapters' processes of its own
         chosen = [
             part for name in backends for part in ("--backend", name if ":" in name else f"plain_variants:{name}")
         ]
