@@ -15,6 +15,7 @@ backend-parity with ``pip install --no-deps``, torch, numpy, pydantic and safete
 import contextlib
 import json
 import os
+import resource
 import select
 import signal
 import socket
@@ -282,10 +283,11 @@ class _Fork:
             os.setsid()  # Ctrl-C is for the controller
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, signal.SIG_DFL)
-            for other in set(_there.values()):  # or else this process would keep theirs alive
-                other.leave()
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
             os.dup2(2, 1)  # output of frameworks must not mix with that of the controller
+            # Whoever waits for the end of a socket or pipe of the controller would wait for this process, too.
+            os.closerange(3, theirs.fileno())
+            os.closerange(theirs.fileno() + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
             queries, answers = theirs.makefile("r", encoding="utf-8"), theirs.makefile("w", encoding="utf-8")
             serve_queries(queries, answers, name, _made, _reply, _error_message)
         except BaseException:
@@ -379,12 +381,6 @@ class SubprocessAdapter:
 
     def _error(self, answer: Mapping[str, str]) -> Exception:
         return _KINDS.get(answer["kind"], AskFailed)(f"{self._what}{answer['message']}")
-
-    def leave(self) -> None:
-        """Closes this end in a forked process."""
-        for stream in filter(None, (self._process.process.stdin, self._process.process.stdout)):
-            with contextlib.suppress(OSError):  # both are one file
-                os.close(stream.fileno())
 
 
 _KNOWN, _CONVENTIONS = TypeAdapter(tuple[Known, ...]), TypeAdapter(Conventions)

@@ -4,6 +4,8 @@ The other environment is a venv of this test. It finds the suite and torch by a 
 """
 
 import json
+import os
+import select
 import subprocess
 import sys
 import venv
@@ -240,3 +242,15 @@ def test_an_adapter_reaches_no_judge(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert asked.supports(SCENARIO, Layout(pp=2)) == Supported()
     assert verdict.measure is not None
     assert "patches_the_judge" not in sys.modules
+
+
+def test_an_adapter_keeps_no_pipe_of_the_controller_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waits for the end of a pipe, such as a forkserver, would wait for the adapter's process, too."""
+    (tmp_path / "waits_for_queries.py").write_text(PATCHES)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    reading, writing = os.pipe()
+    find_backend("waits_for_queries:Patches")
+    os.close(writing)
+    readable, _, _ = select.select([reading], [], [], 10)
+    assert readable
+    os.close(reading)

@@ -5,7 +5,9 @@ Runs in this process, on the backend of plain_backend.py, which starts fast; its
 
 import json
 import math
+import os
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +29,12 @@ CONFORMS = "tiny/llama/plain/dp2/fp32"
 
 
 class Impatient(Plain):
-    """The user interrupts while the second cell is looked at."""
+    """The user interrupts the command while its adapter is asked about the second cell."""
 
     @classmethod
     def supports(cls, scenario: Scenario, layout: Layout) -> Support:
         if layout.pp > 1:
-            raise KeyboardInterrupt
+            os.kill(os.getppid(), signal.SIGINT)
         return super().supports(scenario, layout)
 
 
@@ -116,6 +118,7 @@ def test_a_model_and_data_set_of_the_users_own(profile: str, tmp_path: Path) -> 
     assert cli.main(["run", *selection, *arguments, "--out", str(tmp_path / "out")]) == 0
 
 
+@pytest.mark.usefixtures("foreground")
 def test_an_interrupted_run_is_incomplete_and_lists_what_was_not_run(profile: str, tmp_path: Path) -> None:
     arguments = ["--backend", "test_cli:Impatient", "--profile", profile, "--out", str(tmp_path / "out")]
     assert cli.main(["run", *arguments]) == 130
