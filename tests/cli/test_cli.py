@@ -5,17 +5,15 @@ Runs in this process, on the backend of plain_backend.py, which starts fast; its
 
 import json
 import math
-import os
 import shutil
-import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
-from plain_backend import Plain
 from plain_profile import write_profile
 
 from conformance.backends.protocol import Support
+from conformance.backends.registry import SubprocessAdapter
 from conformance.cli import main as cli
 from conformance.core.host import FIXTURES
 from conformance.matrix.options import Ranks, Selection
@@ -26,16 +24,6 @@ from conformance.spec.scenario import Scenario
 
 PLAIN = ("--backend", "plain_backend:Plain")
 CONFORMS = "tiny/llama/plain/dp2/fp32"
-
-
-class Impatient(Plain):
-    """The user interrupts the command while its adapter is asked about the second cell."""
-
-    @classmethod
-    def supports(cls, scenario: Scenario, layout: Layout) -> Support:
-        if layout.pp > 1:
-            os.kill(os.getppid(), signal.SIGINT)
-        return super().supports(scenario, layout)
 
 
 @pytest.fixture(scope="module")
@@ -118,9 +106,19 @@ def test_a_model_and_data_set_of_the_users_own(profile: str, tmp_path: Path) -> 
     assert cli.main(["run", *selection, *arguments, "--out", str(tmp_path / "out")]) == 0
 
 
-@pytest.mark.usefixtures("foreground")
-def test_an_interrupted_run_is_incomplete_and_lists_what_was_not_run(profile: str, tmp_path: Path) -> None:
-    arguments = ["--backend", "test_cli:Impatient", "--profile", profile, "--out", str(tmp_path / "out")]
+def test_an_interrupted_run_is_incomplete_and_lists_what_was_not_run(
+    profile: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The user interrupts while the adapter is asked about the second cell."""
+    asked = SubprocessAdapter.supports
+
+    def interrupted(adapter: SubprocessAdapter, scenario: Scenario, layout: Layout) -> Support:
+        if layout.pp > 1:
+            raise KeyboardInterrupt
+        return asked(adapter, scenario, layout)
+
+    monkeypatch.setattr(SubprocessAdapter, "supports", interrupted)
+    arguments = [*PLAIN, "--profile", profile, "--out", str(tmp_path / "out")]
     assert cli.main(["run", *arguments]) == 130
     summary = read(tmp_path / "out" / "summary.json")
     assert (summary["verdict"], summary["finished"]) == ("incomplete", None)
