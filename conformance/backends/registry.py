@@ -288,6 +288,7 @@ class _Fork:
             # Whoever waits for the end of a socket or pipe of the controller would wait for this process, too.
             os.closerange(3, theirs.fileno())
             os.closerange(theirs.fileno() + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+            sys.stdout, sys.stderr = (open(number, "w", closefd=False) for number in (1, 2))  # noqa: SIM115
             queries, answers = theirs.makefile("r", encoding="utf-8"), theirs.makefile("w", encoding="utf-8")
             serve_queries(queries, answers, name, _made, _reply, _error_message)
         except BaseException:

@@ -26,6 +26,7 @@ from conformance.spec.conventions import (
     GenerationDenominator,
     MetricsByMicroBatch,
     RoundedMasters,
+    RouterLossByMicroBatch,
     SchedulePerRollout,
     TrainedPaddingToken,
 )
@@ -61,6 +62,7 @@ ALL: tuple[Defect, ...] = (
     GenerationDenominator(),
     EntropyByMicroBatch(data_ranks=2, micro_batches=3),
     MetricsByMicroBatch(data_ranks=2, micro_batches=3),
+    RouterLossByMicroBatch(data_ranks=2, micro_batches=3),
 )
 
 

@@ -52,10 +52,10 @@ def sparse_model(folder: Path, *, layers: int, hidden: int, vocab: int) -> Path:
     return folder
 
 
-def test_record_estimate_counts_weights_and_observed_steps() -> None:
+def test_record_estimate_counts_weights_and_steps() -> None:
     two, five = (estimate(cell(steps=steps), SIZE) for steps in (2, 5))
     assert two.record == (1 + 2 * 2) * 8e9
-    assert five.record == (1 + 2 * 4) * 8e9  # one step of three or more is not observed
+    assert five.record == (1 + 2 * 5) * 8e9  # two moments are read in place of a gradient and weights that are not
     assert estimate(cell(precision="fp32"), SIZE).record == (1 + 2 * 2) * 4e9
     assert sorted(estimate(cell(precision="fp32"), SIZE).references.values()) == [5 * 4e9, 5 * 8e9]
 
