@@ -50,6 +50,8 @@ _OF_CELL: dict[CellState, State] = {
 FAMILIES = ("sft", "grpo", "ppo")
 OTHER_OBJECTIVE = "does not train the objective"  # in the cause of a square of an adapter without the row's objective
 NOT_RUN = "not run"  # the device of a column without a run
+NOT_CAUSE = ("    ", "logs: ", "end of ", "traceback of ")  # lines of logs and tracebacks, which the report has
+FOLDERS = re.compile(r"(?<![\w./:~-])/(?:[\w.+@~-]+/)+(?=[\w.+@-])")  # of the machine that ran the cells
 OF_SCRIPT = ("--profile", "--backend", "--python", "--out")  # options that scripts/framework gives itself
 Text = Annotated[str, Field(max_length=20_000)]
 Name = Annotated[str, Field(pattern=r"^[\w.+-]+$", max_length=100)]
@@ -184,7 +186,7 @@ def columns_of(out: Path) -> list[Column]:
         again = cell.entry.reproduce
         square = Square(
             state="convention" if verdict.conventions and verdict.state == "conforms" else _OF_CELL[verdict.state],
-            cause=verdict.reason,
+            cause=_cause(verdict.reason),
             reproduce=_by_script(f"{name} {given}", again) if named else again,
             conventions=verdict.conventions,
             report=f"{_report_of(out, run.started)}#{anchor(cell.entry.cell)}",
@@ -199,6 +201,12 @@ def columns_of(out: Path) -> list[Column]:
         )
         columns[name] = united(columns[name], made) if name in columns else made
     return list(columns.values())
+
+
+def _cause(reason: str) -> str:
+    """Returns a reason without tracebacks, logs and names of folders, which are those of one machine."""
+    lines = [line.partition("; end of ")[0] for line in reason.splitlines() if not line.startswith(NOT_CAUSE)]
+    return FOLDERS.sub("", "\n".join(lines))
 
 
 def _by_script(framework: str, command: str) -> str:

@@ -78,6 +78,28 @@ def test_each_state_of_a_cell_has_its_square(out: Path) -> None:
         assert square.reproduce == f"scripts/framework toy 2.0 --cells {cell}"
 
 
+@pytest.mark.parametrize(
+    ("reason", "cause"),
+    [
+        (
+            "rank 0 raised: FileNotFoundError: /data/me/x-1/a.bin, see https://a.b/c/d or docs/findings/e.md\n"
+            "  then rank 1 raised: KeyError: 'a/b'\nlogs: rank-0.log; stacks: none\n"
+            'traceback of rank 0:\n    File "/data/me/adapter.py", line 7\n      load()',
+            "rank 0 raised: FileNotFoundError: a.bin, see https://a.b/c/d or docs/findings/e.md\n"
+            "  then rank 1 raised: KeyError: 'a/b'",
+        ),
+        ("no answer within 9 s; end of forkserver-1.log:\n    /data/me/a.py:3: a warning", "no answer within 9 s"),
+        ("rank 0 died\nend of rank-0.log:\n    at /data/me/a.py", "rank 0 died"),
+    ],
+)
+def test_a_gap_has_no_tracebacks_and_no_folders(
+    reason: str, cause: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(SPECIAL, CRASHED, ("infrastructure", reason))
+    (found,) = columns_of(write_sample(tmp_path / "toy-2.0"))
+    assert {square.cause for square in found.squares.values() if square.state == "gap"} >= {cause}
+
+
 def test_a_folder_without_a_version_has_a_column_a_backend(tmp_path: Path) -> None:
     found = columns_of(write_sample(tmp_path / "out"))
     assert {one.framework for one in found} == {cell.split("/")[2] for cell in CELLS}
