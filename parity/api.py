@@ -107,13 +107,12 @@ def run(
     parsed = parser.parse_args(arguments)
     parsed.arguments = arguments
     with packages.preferred():
-        from conformance.cli.run import plan_run, run_cells
+        from conformance.cli.run import run_options
 
-        planned, config = plan_run(parsed)
-        code = run_cells(planned, config, parsed)
+        folder, code = run_options(parsed)
     if code > 128:  # a signal stopped the run, which has written what it had
-        raise KeyboardInterrupt(f"stopped by a signal; {shlex.quote(str(config.out))} has the cells that were run")
-    return RunResult(out=config.out, exit_code=code)
+        raise KeyboardInterrupt(f"stopped by a signal; {shlex.quote(str(folder))} has the cells that were run")
+    return RunResult(out=folder, exit_code=code)
 
 
 class _Parser(Parser):

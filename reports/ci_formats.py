@@ -18,6 +18,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from conformance.core.errors import visible
 from conformance.core.io import write_file
 from conformance.records.record_format import dumps
 from conformance.results.verdict import NO_ANSWER, PASSES, STATES, RunVerdict
@@ -209,5 +210,5 @@ def _seconds(value: float) -> str:
 
 
 def _clean(value: object) -> str:
-    """Replaces characters that XML does not allow by U+FFFD."""
-    return re.sub("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "\ufffd", str(value))
+    """Makes control characters visible; replaces others that XML does not allow by U+FFFD."""
+    return re.sub("[^\t\n\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "\ufffd", visible(str(value)))

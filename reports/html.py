@@ -16,6 +16,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
+from conformance.core.errors import visible
 from conformance.core.io import write_file
 from conformance.records.record_format import dumps
 from conformance.results.baseline import by_backend, counts_text
@@ -82,11 +83,12 @@ def _template() -> jinja2.Template:
 
 
 def environment() -> jinja2.Environment:
-    """Returns the environment of all templates: missing names are errors, and values are escaped."""
+    """Returns the environment of all templates: missing names are errors, values are escaped, controls are visible."""
     return jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
+        finalize=lambda value: visible(value) if type(value) is str else value,
         trim_blocks=True,
         lstrip_blocks=True,
     )

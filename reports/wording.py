@@ -3,6 +3,7 @@
 import re
 
 from conformance.bisect.explain import describe
+from conformance.core.errors import visible
 from conformance.results.verdict import NO_ANSWER, STATES, Quantity, margin, number, off
 from reports.load import Cell
 
@@ -85,11 +86,11 @@ def details(cell: Cell) -> str:
 
 def plain(value: str) -> str:
     """Escapes plain text for Markdown; line breaks become spaces, so that it fits into a table."""
-    flat = re.sub(r"\s+", " ", value)
+    flat = visible(re.sub(r"\s+", " ", value))
     return re.sub(r"([\\`*_\[\]|~#])", r"\\\1", flat.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;"))
 
 
 def code(value: str) -> str:
     """Formats text as a Markdown code span. Backticks become apostrophes, and bars are escaped for tables."""
-    flat = re.sub(r"\s+", " ", value).replace("`", "'").replace("|", "\\|")
+    flat = visible(re.sub(r"\s+", " ", value)).replace("`", "'").replace("|", "\\|")
     return f"`{flat}`" if flat.strip() else ""

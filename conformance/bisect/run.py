@@ -211,6 +211,7 @@ def any_differs(out: Path) -> bool:
 def bisect_run(session: Session, cells: Sequence[Cell], *, say: Callable[[str], None]) -> None:
     """Bisects the first differing cell of each group of a finished run, and writes ``bisect.json`` next to its verdict.
 
+    Cells that an earlier run has bisected are left out.
     ``say`` receives a line for each.
     """
     states = _states(session.config.out)
@@ -218,7 +219,9 @@ def bisect_run(session: Session, cells: Sequence[Cell], *, say: Callable[[str], 
     findings = {cell: _findings(session, cell) for cell in of_state["differs"] if not not_bisected(session, cell)}
     if without := [cell for cell, found in findings.items() if not found]:
         say(f"not bisected: {first_few(without, most=MOST)}: {NO_FINDING}")
-    chosen = list(_chosen([cell for cell, found in findings.items() if found]))
+    chosen = [
+        cell for cell in _chosen([cell for cell, found in findings.items() if found]) if not _known(session, cell)
+    ]
     for cell in chosen[:MOST]:
         conforming = [other for other in of_state["conforms"] if _group(other) == _group(exact_twin(cell))]
         answer = _bisect(session, cell, findings[cell][0], _most_similar(session, cell, conforming))
@@ -226,6 +229,11 @@ def bisect_run(session: Session, cells: Sequence[Cell], *, say: Callable[[str], 
         say(f"bisect {cell}: {answer}")
     if len(chosen) > MOST:
         say(f"{len(chosen) - MOST} more groups differ and were not bisected; parity bisect CELL does it")
+
+
+def _known(session: Session, cell: Cell) -> bool:
+    found = read_bisection(session.folder(cell), cell=str(cell), records=_records(session, cell))
+    return found is not None and bool(found.models)
 
 
 def _findings(session: Session, cell: Cell) -> tuple[Quantity, ...]:

@@ -7,6 +7,8 @@ from functools import partial
 
 from conformance.cli.report import finish
 from conformance.cli.run import output_folder
+from conformance.core.errors import UsageError
+from conformance.core.io import owned
 from conformance.judge.rejudge import rejudge
 from conformance.judge.side_by_side import write_side_by_side
 from conformance.matrix.options import Kept
@@ -21,6 +23,11 @@ def judge_command(options: argparse.Namespace) -> int:
     """Judges the records of an earlier run again."""
     for kind in options.objective:
         objective_class(kind)
+    with owned(options.out, owner="parity judge"):
+        return _judge(options)
+
+
+def _judge(options: argparse.Namespace) -> int:
     if slim_cells := rejudge(options.out):
         print(
             f"parity: {slim_cells} cells keep their verdicts, because their tensors were not kept (parity run --keep "
@@ -37,6 +44,8 @@ def judge_command(options: argparse.Namespace) -> int:
 
 def merge_command(options: argparse.Namespace) -> int:
     """Merges the output folders of several shards or jobs of a run."""
+    if len({folder.resolve() for folder in options.outs}) < len(options.outs):
+        raise UsageError("a folder is given twice; give the folder of each shard or job once")
     out = output_folder(options.out)
     baseline = partial(read_baseline, options.baseline) if options.baseline else None
     merge(options.outs, out, command=shlex.join(["parity", "merge", *options.arguments]), baseline=baseline)

@@ -19,7 +19,7 @@ from conformance.cli import EXIT
 from conformance.cli.commands import command_names, find_command
 from conformance.core import packages
 from conformance.core.errors import UsageError
-from conformance.core.io import Unwritable
+from conformance.core.io import Unwritable, visible_output
 from conformance.core.parser import Parser
 from conformance.core.process import stop_code
 
@@ -27,15 +27,15 @@ from conformance.core.process import stop_code
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code. A UsageError is printed as one message to standard error."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    with packages.preferred():
+    if isinstance(sys.stdout, io.TextIOWrapper):  # file names may have bytes that are not UTF-8
+        sys.stdout.reconfigure(errors="backslashreplace")
+    with packages.preferred(), visible_output():
         options = _parser(arguments).parse_args(arguments)
         options.arguments = arguments[1:]
         return _run(options)
 
 
 def _run(options: argparse.Namespace) -> int:
-    if isinstance(sys.stdout, io.TextIOWrapper):  # file names may have bytes that are not UTF-8
-        sys.stdout.reconfigure(errors="backslashreplace")
     code: int | None = None
     try:
         code = options.command(options)

@@ -18,6 +18,7 @@ from typing import Any
 
 from conformance.cli.torchrun import COMMANDS, run_command
 from conformance.core.errors import UsageError, one_line
+from conformance.core.io import visible_output
 from conformance.runtime.failure import exit_words
 from conformance.runtime.messages import Message, Wire
 from conformance.runtime.multihost.channel import Closed, closing, connect, take
@@ -138,4 +139,5 @@ class _ActorChannel:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    with visible_output():
+        sys.exit(main(sys.argv[1:]))

@@ -4,6 +4,7 @@
 
 import argparse
 import json
+import os
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from conformance.core.packages import write_reports
 from conformance.records.record_format import dumps
 from conformance.results.baseline import by_backend, counts_text, lent_of
 from conformance.results.changes import version_changes
-from conformance.results.history import RUNS, Summary, open_history, summarise
+from conformance.results.history import HISTORY, RUNS, Summary, open_history, summarise
 from conformance.results.output_folders import compare_runs
 from conformance.results.requirements import summary_lines
 from conformance.results.run_results import SIDE_BY_SIDE, SUMMARY, cell_summary, read_output_json, summary_of
@@ -62,7 +63,8 @@ def history_command(options: argparse.Namespace) -> int:
         if (number := getattr(options, name)) is not None and number < 1:
             raise UsageError(f"--{name} {number}; give a number of runs, 1 or more")
     added = [summarise(out) for out in options.add]  # before anything changes
-    with open_history(options.folder, change=bool(added or options.keep)) as history:
+    change = bool(added or (options.keep and os.path.lexists(options.folder / HISTORY)))
+    with open_history(options.folder, change=change) as history:
         for summary in added:
             history.add(summary)
         if options.keep:

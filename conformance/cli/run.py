@@ -19,7 +19,7 @@ from conformance.cli import EXIT
 from conformance.cli.report import finish
 from conformance.cli.terminal import Terminal
 from conformance.core.errors import UsageError
-from conformance.core.io import Unwritable
+from conformance.core.io import Unwritable, owned
 from conformance.core.process import Stop, stop_code
 from conformance.judge.side_by_side import write_side_by_side
 from conformance.matrix.cell import Cell
@@ -32,7 +32,7 @@ from conformance.results.run_results import SUMMARY
 from conformance.runner.attempt import JudgedCell
 from conformance.runner.earlier_run import cells_left, read_earlier
 from conformance.runner.phases import TraceFailed
-from conformance.runner.placement import SessionConfig
+from conformance.runner.placement import SessionConfig, make_folder
 from conformance.runner.preflight import check_device, leased_gpus
 from conformance.runner.session import Session
 from conformance.runtime.leased_slots import lanes_of_host
@@ -40,11 +40,25 @@ from conformance.runtime.multihost.controller import hosts_of_engine
 
 
 def run_command(options: argparse.Namespace) -> int:
-    return run_cells(*plan_run(options), options)
+    return run_options(options)[1]
 
 
-def plan_run(options: argparse.Namespace) -> tuple[list[Cell], SessionConfig]:
-    """Returns the cells to run and the configuration. Raises UsageError for options that are invalid or conflict."""
+def run_options(options: argparse.Namespace) -> tuple[Path, int]:
+    """Plans and runs cells; returns the output folder, which this process holds meanwhile, and the exit code."""
+    with owned(Path(options.resume), owner=_command(options)) if options.resume else contextlib.nullcontext():
+        planned, cells, config = plan_run(options)
+        return config.out, run_cells(planned, cells, config, options)
+
+
+def _command(options: argparse.Namespace) -> str:
+    return shlex.join(["parity", "run", *options.arguments])
+
+
+def plan_run(options: argparse.Namespace) -> tuple[Sequence[Cell], list[Cell], SessionConfig]:
+    """Returns the planned cells, those of them to run, and the configuration.
+
+    Raises UsageError for options that are invalid or conflict.
+    """
     selection, again = Selection.from_options(options), Again.from_options(options)
     ranks = Ranks.from_options(options)
     hosts = hosts_of_engine(ranks_per_gpu=ranks.ranks_per_gpu)
@@ -62,7 +76,7 @@ def plan_run(options: argparse.Namespace) -> tuple[list[Cell], SessionConfig]:
         out=out,
         device=ranks.device,
         profile=selection.profile_name,
-        command=shlex.join(["parity", "run", *options.arguments]),
+        command=_command(options),
         arguments=(*selection.arguments(without="cells"), *ranks.arguments()),
         gpus=() if hosts else leased_gpus(ranks),  # hosts lease their own
         lanes=lanes_of_host(),
@@ -75,20 +89,35 @@ def plan_run(options: argparse.Namespace) -> tuple[list[Cell], SessionConfig]:
         selection=text,
         earlier=earlier,
     )
-    return cells, config
+    return plan.cells, cells, config
 
 
-def run_cells(cells: Sequence[Cell], config: SessionConfig, options: argparse.Namespace) -> int:
-    """Runs planned cells; returns the exit code. Signals stop the run only in the main thread of a process."""
+def run_cells(
+    planned: Sequence[Cell], cells: Sequence[Cell], config: SessionConfig, options: argparse.Namespace
+) -> int:
+    """Runs ``cells`` of the planned ones; returns the exit code. Signals stop the run only in the main thread."""
     print(f"running {len(cells)} cells; results: {config.out}", file=sys.stderr, flush=True)
     signals = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
     with Stop(*signals) as stop:
-        return _run_cells(cells, config, stop, options)
+        missing = [folder for folder in (config.out, *config.out.parents) if not folder.exists()]
+        if config.earlier is not None:  # its folder is held
+            return _run_cells(planned, cells, config, stop, options, missing=missing)
+        make_folder(config.out)
+        with owned(config.out, owner=config.command):
+            return _run_cells(planned, cells, config, stop, options, missing=missing)
 
 
-def _run_cells(cells: Sequence[Cell], config: SessionConfig, stop: Stop, options: argparse.Namespace) -> int:
-    out, as_json = config.out, options.json
-    missing, is_compared = [folder for folder in (out, *out.parents) if not folder.exists()], False
+def _run_cells(
+    planned: Sequence[Cell],
+    cells: Sequence[Cell],
+    config: SessionConfig,
+    stop: Stop,
+    options: argparse.Namespace,
+    *,
+    missing: Sequence[Path],
+) -> int:
+    """missing: the output folder and those above it that this run creates."""
+    out, as_json, is_compared = config.out, options.json, False
     session = Session(config, check=stop.check)
     terminal = Terminal(total=len(cells), now=session.activity, loudness=options.loudness)
 
@@ -100,7 +129,7 @@ def _run_cells(cells: Sequence[Cell], config: SessionConfig, stop: Stop, options
         with terminal, session:
             session.run_all(cells, progress=progress)
             if not options.no_bisect and any_differs(out):
-                bisect_run(session, cells, say=terminal.say)
+                bisect_run(session, planned, say=terminal.say)
         write_side_by_side(out)
         is_compared = True
         if Kept.from_options(options).keep != "all":

@@ -19,6 +19,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from conformance.core.errors import visible
 from conformance.results.verdict import NO_FAULT, STATES, State, Verdict, margin
 
 if TYPE_CHECKING:  # these import torch
@@ -89,16 +90,18 @@ class Terminal:
         word = f"{STATES[verdict.state].word:<8}"
         self._print(
             Text.assemble(
-                f"[{self.done}/{self._total}] {seconds:5.1f} s  ", (word, STYLES[verdict.state]), f" {cell}  {text}"
+                f"[{self.done}/{self._total}] {seconds:5.1f} s  ",
+                (word, STYLES[verdict.state]),
+                f" {cell}  {visible(text)}",
             )
         )
 
     def say(self, text: str) -> None:
         """Prints a line that is not the verdict of a cell."""
-        self._print(Text(text))
+        self._print(Text(visible(text)))
 
     def _log(self, text: str) -> None:
-        self._print(Text(text, style="dim"))
+        self._print(Text(visible(text), style="dim"))
 
     def _print(self, text: Text) -> None:
         self._console.print(text, soft_wrap=True)
@@ -157,4 +160,4 @@ def print_summary(verdict: str, lines: Sequence[str]) -> None:
     """Prints the lines of a run to standard output, the first line in the colour of its verdict."""
     console = Console(highlight=False, markup=False, emoji=False)
     for number, line in enumerate(lines):
-        console.print(Text(line, style="" if number else STYLES[verdict]), soft_wrap=True)
+        console.print(Text(visible(line), style="" if number else STYLES[verdict]), soft_wrap=True)

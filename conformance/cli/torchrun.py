@@ -25,6 +25,7 @@ from torch.distributed import TCPStore
 from conformance.cli import EXIT
 from conformance.cli.main import main as parity
 from conformance.core.errors import UsageError, one_line
+from conformance.core.io import visible_output
 from conformance.runtime.failure import exit_words
 from conformance.runtime.messages import Message, Wire
 from conformance.runtime.multihost.channel import Carrier, Closed, connect
@@ -223,4 +224,5 @@ def _own_address() -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    with visible_output():
+        sys.exit(main(sys.argv[1:]))

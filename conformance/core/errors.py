@@ -1,6 +1,7 @@
 """Raises and formats errors about a user's input; each message says what to change."""
 
 import difflib
+import re
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -59,6 +60,17 @@ def shown(value: object) -> str:
     except ValueError:  # a number of thousands of digits
         return f"a {type(value).__name__} that is too long to show"
     return text if len(text) <= 120 else f"{text[:120]}..."
+
+
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+
+
+def visible(text: str) -> str:
+    """Writes control characters as escapes such as ``\\x1b``, so that text from a file cannot control a terminal.
+
+    Line feeds and tabs stay. Marks that change the direction of writing are control characters, too.
+    """
+    return _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 def first_few(names: Sequence[object], *, most: int) -> str:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from conformance.core.errors import UsageError, did_you_mean, one_line, shown
+from conformance.core.io import unfiltered_errors
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 CHECKOUT = _PACKAGE.parent  # for an installed wheel, the folder that holds the packages
@@ -101,7 +102,8 @@ def model_folder(model: str) -> str:
             ) from None
     print(f"downloading {model} from the Hugging Face Hub", file=sys.stderr, flush=True)
     try:
-        return str(snapshot_download(model, ignore_patterns=_NOT_NEEDED))
+        with unfiltered_errors():
+            return str(snapshot_download(model, ignore_patterns=_NOT_NEEDED))
     except Exception as error:  # the hub's client and those below it raise errors of many types
         raise UsageError(f"{missing}; the Hugging Face Hub does not give it either: {one_line(error)}") from None
 
@@ -133,8 +135,9 @@ def dataset_folder(data: str) -> str:
         raise UsageError(f"{missing}; {folder} does not hold it either, and HF_HUB_OFFLINE is set: unset it once")
     print(f"downloading {data} from the Hugging Face Hub", file=sys.stderr, flush=True)
     try:
-        builder = datasets.load_dataset_builder(name, config or None)
-        builder.download_and_prepare()
+        with unfiltered_errors():
+            builder = datasets.load_dataset_builder(name, config or None)
+            builder.download_and_prepare()
     except Exception as error:  # the hub's client and those below it raise errors of many types
         raise UsageError(f"{missing}; the Hugging Face Hub does not give it either: {one_line(error)}") from None
     return str(builder.cache_dir)

@@ -14,14 +14,17 @@ import fcntl
 import functools
 import json
 import os
+import platform
 import shutil
 import stat
+import sys
+import time
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, TextIO
 
-from conformance.core.errors import UsageError, one_line, shown
+from conformance.core.errors import UsageError, one_line, shown, visible
 
 MIB = 2**20
 
@@ -105,11 +108,52 @@ def locked(path: Path) -> Iterator[None]:
     Raises UsageError for a link or a pipe at ``path``, which may lead to a file of the user.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.is_symlink() or (path.exists() and not path.is_file()):
-        raise UsageError(f"{path} is not a file, but the suite keeps a lock there; remove it")
-    with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "rb+") as file:
+    with _lock_file(path) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+def _lock_file(path: Path) -> BinaryIO:
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        raise UsageError(f"{path} is not a file, but the suite keeps a lock there; remove it")
+    try:
+        return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "rb+")
+    except OSError as error:
+        raise Unwritable(f"{path} cannot be written: {error.strerror}") from None
+
+
+LOCK, _LOCK_S = "lock", 3.0  # seconds in which the ranks of a process that was killed end, and with them its lock
+
+
+@contextlib.contextmanager
+def owned(folder: Path, *, owner: str) -> Iterator[None]:
+    """Holds an output folder for one process; its file ``lock`` has the name of the owner meanwhile.
+
+    The lock ends with its process, so the file of a process that was killed holds nobody up. Raises UsageError, with
+    the owner, while another process holds the folder.
+    """
+    path, deadline = folder / LOCK, time.monotonic() + _LOCK_S
+    if not folder.is_dir():  # whoever reads it says so
+        yield
+        return
+    with _lock_file(path) as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    holder = visible(file.read(300).decode(errors="replace")) or "another process"
+                    advice = "wait for its end, end it, or give another folder"
+                    raise UsageError(f"{folder} is in use by {holder}; {advice}") from None
+                time.sleep(0.05)
+        file.truncate(0)
+        file.write(encoded(f"process {os.getpid()} on {platform.node()}: {owner}"))
+        file.flush()
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
@@ -201,3 +245,36 @@ def write_file(path: Path, content: str | bytes) -> None:
         with contextlib.suppress(OSError):
             unfinished.unlink(missing_ok=True)  # the disk may be full
         raise Unwritable(f"{path} cannot be written: {error.strerror}") from error
+
+
+class _Visible:
+    """Makes control characters visible in all that is printed to a stream. A progress bar may begin with a return."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self.rich_proxied_file = getattr(stream, "rich_proxied_file", stream)  # where rich writes its colours
+
+    def write(self, text: str) -> int:
+        bar = text.startswith("\r")
+        return self._stream.write("\r" * bar + visible(text[bar:]))
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextlib.contextmanager
+def visible_output() -> Iterator[None]:
+    """Makes control characters visible in standard output and error: ids, reasons and names may come from files."""
+    out: Any = _Visible(sys.stdout)
+    errors: Any = _Visible(sys.stderr)
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
+        yield
+
+
+def unfiltered_errors() -> contextlib.AbstractContextManager[object]:
+    """Lets the bars of a library's downloads move on the terminal inside the ``with`` statement."""
+    return contextlib.redirect_stderr(getattr(sys.stderr, "rich_proxied_file", sys.stderr))

@@ -90,14 +90,13 @@ def _option_changes(then: str, now: str) -> str:
 def cells_left(cells: Sequence[Cell], earlier: Earlier, again: Again) -> list[Cell]:
     """Returns the cells to run: those without a verdict; with ``--rerun failed``, those that failed.
 
-    Raises UsageError if there are none.
+    There may be none if a run was stopped after its last cell. Raises UsageError if no cell failed.
     """
     states = {entry.cell: entry.verdict.state for entry in earlier.entries}
     wanted = FAILED if again.rerun else [state for state in STATES if state not in ANSWERED]
     left = [cell for cell in cells if states.get(str(cell), "not_run") in wanted]
-    if not left:
-        what = "failed" if again.rerun else "is left"
-        raise UsageError(f"no cell of {again.resume} {what}; parity report {again.resume} shows all")
+    if again.rerun and not left:
+        raise UsageError(f"no cell of {again.resume} failed; parity report {again.resume} shows all")
     return left
 
 

@@ -44,7 +44,7 @@ class ResultWriter:
     ) -> None:
         """leased: see conformance.results.run_results.Run."""
         self._config, self._leased, self._oracles, self._expectations = config, leased, oracles, expectations
-        self.environment = dict(environment)
+        self.environment = {**(config.earlier.run.environment if config.earlier else {}), **environment}
         earlier = config.earlier.entries if config.earlier else ()
         self.earlier: Mapping[str, Entry] = {entry.cell: entry for entry in earlier}
         self._summaries: dict[str, CellSummary] = {entry.cell: cell_summary(entry) for entry in earlier}

@@ -138,10 +138,12 @@ def write_results(session: pytest.Session) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    from conformance.core.errors import visible
+
     if lines := config.stash.get(LINES, []):
         terminalreporter.section("parity")
         for line in lines:
-            terminalreporter.write_line(line)
+            terminalreporter.write_line(visible(line))
 
 
 def merge(out: Path, *, compare: bool = True) -> dict[str, Any]:

@@ -7,7 +7,7 @@ Only a cell that agrees with the oracle passes. The report lists the stages that
 
 import pytest
 
-from conformance.core.errors import UsageError
+from conformance.core.errors import UsageError, visible
 from conformance.matrix.cell import Cell
 from conformance.results.run_results import VERDICT, read_entry
 from conformance.results.verdict import NO_ANSWER
@@ -23,7 +23,7 @@ def result(cell: Cell, parity_session: Session) -> JudgedCell:
     try:
         result = parity_session.run(cell)
     except UsageError as error:  # a model or data set that cannot be used; the message is for the user
-        pytest.fail(str(error), pytrace=False)
+        pytest.fail(visible(str(error)), pytrace=False)
     if result.verdict.state in NO_ANSWER:
         pytest.fail(_message(result, parity_session), pytrace=False)
     return result
@@ -33,9 +33,9 @@ def test_cell(result: JudgedCell, parity_session: Session) -> None:
     """Checks that the backend agrees with the oracle; otherwise the message has the first difference."""
     verdict = result.verdict
     if verdict.state == "unsupported":
-        pytest.skip(f"unsupported: {verdict.reason}")
+        pytest.skip(f"unsupported: {visible(verdict.reason)}")
     if verdict.state == "expected_difference":
-        pytest.xfail(f"expected difference: {verdict.reason}")
+        pytest.xfail(f"expected difference: {visible(verdict.reason)}")
     if verdict.state not in ("conforms", "partly_observed"):
         pytest.fail(_message(result, parity_session), pytrace=False)
 
@@ -48,6 +48,8 @@ def _message(result: JudgedCell, session: Session) -> str:
     if len(verdict.findings) > SHOWN:
         findings.append(f"  and {len(verdict.findings) - SHOWN} more, in {VERDICT}")
     reproduce = read_entry(folder / VERDICT).reproduce
-    return "\n".join(
-        [f"{verdict.state}: {verdict.reason}", *findings, f"reproduce: {reproduce}", f"record and logs: {folder}"]
+    return visible(
+        "\n".join(
+            [f"{verdict.state}: {verdict.reason}", *findings, f"reproduce: {reproduce}", f"record and logs: {folder}"]
+        )
     )

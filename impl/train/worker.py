@@ -15,7 +15,7 @@ import torch.distributed as dist
 import transformers
 
 from conformance.core.errors import UsageError
-from conformance.core.io import read_json
+from conformance.core.io import read_json, visible_output
 from impl.train.config import from_json
 from impl.train.loop import train
 
@@ -54,4 +54,5 @@ def leave(status: int) -> NoReturn:
 
 
 if __name__ == "__main__":
-    leave(main(sys.argv[1]))
+    with visible_output():
+        leave(main(sys.argv[1]))

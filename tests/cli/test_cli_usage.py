@@ -83,6 +83,26 @@ def test_a_profile_that_names_what_is_not_there_is_refused_by_list_and_by_run(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["merge", "a", "./a"], "a folder is given twice; give the folder of each shard or job once"),
+        (["history", "a", "--keep", "3"], "there is no a/history.sqlite; parity history a --add OUT starts"),
+    ],
+)
+def test_folders_without_sense_are_refused_and_not_made(
+    arguments: list[str],
+    words: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(arguments) == 2
+    assert words in capsys.readouterr().err
+    assert [*tmp_path.iterdir()] == []
+
+
 def test_a_file_name_that_cannot_name_a_scenario_is_told_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["list", *PLAIN, "--profile", profile(tmp_path, file="my_own.toml")]) == 2
     assert "my_own.toml: the name of a scenario's file must consist" in capsys.readouterr().err

@@ -6,6 +6,7 @@ import logging
 import re
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
 
@@ -22,6 +23,8 @@ from conformance.results.verdict import Verdict
 from conformance.runner.placement import Activity
 from conformance.spec.layout import Layout
 from conformance.spec.scenario import load_scenario
+from reports import ci_formats, wording
+from reports.html import environment
 
 SLOW = """
 import time
@@ -125,6 +128,33 @@ def test_the_verdict_has_its_colour_on_a_terminal_only(tty: Tty, capsys: pytest.
     with contextlib.redirect_stdout(tty):
         print_summary("differs", ["differs: 1", "b"])
     assert tty.getvalue() == "\x1b[1;31mdiffers: 1\x1b[0m\nb\n"
+
+
+HOSTILE = "a\x1b]0;t\x07b\rc\x9b2Jd\u202eef\x01"
+SHOWN = "a\\x1b]0;t\\x07b\\rc\\x9b2Jd\\u202eef\\x01"
+
+
+def test_escape_sequences_of_files_are_visible(tty: Tty, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["report", HOSTILE]) == 2
+    with pytest.raises(SystemExit):
+        cli.main(["list", f"--{HOSTILE}"])
+    print_summary("differs", ["", HOSTILE])
+    with Terminal(total=2, now=lambda: None) as shown:
+        shown.judged(cell(), Verdict(state="differs", reason=HOSTILE), 1)
+        shown.say(HOSTILE)
+        logging.getLogger("conformance").info(HOSTILE)
+    said = capsys.readouterr()
+    assert (said.out + said.err).count(SHOWN) == 6
+    assert not re.search("[\x01\x1b\r\x9b\u202e]", said.out + said.err)
+
+
+@pytest.mark.parametrize(
+    "write", [wording.plain, wording.code, ci_formats._clean, environment().from_string("{{ x }}").render]
+)
+def test_escape_sequences_are_visible_in_reports(write: Callable[..., str]) -> None:
+    text = write(x=HOSTILE) if write.__name__ == "render" else write(HOSTILE)
+    assert "\\x1b" in text
+    assert not re.search("[\x01\x1b\r\x9b\u202e]", text)
 
 
 def test_a_worker_group_that_is_retired_is_a_line_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,9 @@
 import json
 import os
 import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -14,8 +17,9 @@ from plain_profile import SCENARIO
 from conformance.backends import registry
 from conformance.backends.protocol import Support
 from conformance.cli import main as cli
+from conformance.core import io
 from conformance.core.errors import UsageError
-from conformance.core.io import locked
+from conformance.core.io import locked, owned
 from conformance.results.run_results import read_run
 from conformance.results.verdict import NOT_STARTED
 from conformance.spec.layout import Layout
@@ -99,6 +103,11 @@ def test_only_cells_without_a_verdict_are_run(chosen: list[str], out: Path, caps
     assert run.finished
     assert run.started == earlier.started
     assert run.seconds > earlier.seconds
+    (out / "report.html").unlink()  # as if a signal had come after the last cell
+    assert cli.main(["run", *chosen, "--resume", str(out)]) == 0
+    assert "running 0 cells" in capsys.readouterr().err
+    assert (out / "report.html").is_file()
+    assert read_run(out)[0].environment == run.environment
 
 
 @pytest.mark.exhaustive
@@ -164,6 +173,34 @@ def test_a_folder_of_another_run_is_not_continued(
     assert cli.main(["run", *chosen, *given]) == 2
     assert message in capsys.readouterr().err
     assert {path: path.stat().st_mtime_ns for path in run.rglob("verdict.json")} == before
+
+
+@pytest.mark.parametrize("command", [["run", "--resume"], ["judge"]])
+def test_folder_in_use_is_refused_with_its_owner(
+    command: list[str],
+    chosen: list[str],
+    run: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(io, "_LOCK_S", 0.0)
+    before = _contents(run)
+    with owned(run, owner="parity run --profile mine"):
+        assert cli.main([*command, str(run), *(chosen if command[0] == "run" else ())]) == 2
+    said = capsys.readouterr().err
+    assert f"{run} is in use by process {os.getpid()} on " in said
+    assert ": parity run --profile mine; wait for its end" in said
+    assert _contents(run) == before
+
+
+def test_lock_of_a_killed_process_is_taken_over(tmp_path: Path) -> None:
+    code = "import sys, os; from pathlib import Path; from conformance.core.io import owned\n"
+    code += "with owned(Path(sys.argv[1]), owner='run'): os.kill(os.getpid(), 9)"
+    assert subprocess.run([sys.executable, "-c", code, str(tmp_path)]).returncode == -signal.SIGKILL
+    assert (tmp_path / "lock").is_file()
+    with owned(tmp_path, owner="another"):
+        assert (tmp_path / "lock").read_text().endswith(": another")
+    assert [*tmp_path.iterdir()] == []
 
 
 @pytest.mark.parametrize("place", ["inputs/lock", "inputs", "cells", "run.json", "cells/new", "oracles/a/b.lock"])
