@@ -39,13 +39,15 @@ class EngineInfo:
 
     packages: distributions whose versions are reported. reports: the distribution that the log-probs of sampled tokens
     are of: the model's (raw), or the one that was sampled from, at the temperature (processed). ways: how the engine
-    takes new weights, by the name of the way. variants: settings that may not change a number, such as chunked prefill,
-    by the name of the variant. versions: filled in by the process of the engine.
+    takes new weights, by the name of the way. adapter_ways: those that take a LoRA adapter alone. variants: settings
+    that may not change a number, such as chunked prefill, by the name of the variant. versions: filled in by the
+    process of the engine.
     """
 
     name: str
     reports: Reported
     ways: dict[str, str]
+    adapter_ways: tuple[str, ...] = ()
     packages: tuple[str, ...] = ("torch",)
     variants: dict[str, dict[str, Any]] = field(default_factory=dict)
     precisions: tuple[PrecisionName, ...] = ("fp32", "bf16")
@@ -86,7 +88,8 @@ class Engine(Protocol):
     def start(self, folder: Path, precision: PrecisionName, settings: Mapping[str, Any]) -> None:
         """Loads the Hugging Face folder; may be called again, with another folder or other settings.
 
-        settings: those of a variant. Raises NotSupported for what the engine cannot serve.
+        The folder has a folder ``adapter`` if the engine has ``adapter_ways``, and serves a LoRA adapter. settings:
+        those of a variant, and ``device``, if it is not the CPU. Raises NotSupported for what the engine cannot serve.
         """
         ...
 
@@ -103,7 +106,9 @@ class Engine(Protocol):
         ...
 
     def update(self, way: str, folder: Path) -> None:
-        """Replaces all weights by those of a Hugging Face folder, in one of the ``ways``. Raises NotSupported."""
+        """Replaces all weights by those of a Hugging Face folder, in one of the ``ways``; one of ``adapter_ways``
+        replaces only the adapter. An update that raises leaves the old weights, or an engine that answers nothing until
+        it is started again."""
         ...
 
 
@@ -142,8 +147,11 @@ class ServedEngine:
     """Calls an engine and checks its answers. Calls raise NotSupported and EngineFailed. Use it in a ``with``
     statement.
 
-    This class calls an engine of this process; an EngineProcess one that may die or hang.
+    This class calls an engine of this process; an EngineProcess one that may die or hang. failed: whether a call has
+    raised EngineFailed.
     """
+
+    failed = False
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self.info = engine, engine.describe()
@@ -152,6 +160,9 @@ class ServedEngine:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def end(self) -> None:
         """Leaves nothing running."""
 
     def start(self, folder: Path, precision: PrecisionName, settings: Mapping[str, Any]) -> None:
@@ -190,6 +201,7 @@ class ServedEngine:
         except (NotSupported, UsageError):
             raise
         except Exception as error:
+            self.failed = True
             raise EngineFailed(_error_message(error)["message"]) from error
 
 
@@ -216,7 +228,7 @@ class EngineProcess(ServedEngine):
             raise
         self.info: EngineInfo = TypeAdapter(EngineInfo).validate_python(hello["info"])
 
-    def __exit__(self, *_: object) -> None:
+    def end(self) -> None:
         self._stack.close()
 
     def _call(self, method: str, **arguments: Any) -> dict[str, Tensor]:
@@ -230,6 +242,7 @@ class EngineProcess(ServedEngine):
             return answer
         kinds = {"usage": UsageError, "unsupported": NotSupported}
         message: str = answer["message"]
+        self.failed = answer["kind"] not in kinds
         if "ended" in message:
             self._process.end()
             message = f"{message} ({_ending(self._process.process.returncode)}){self._last_words()}"

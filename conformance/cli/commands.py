@@ -169,9 +169,9 @@ def _engine(parser: argparse.ArgumentParser) -> None:
         metavar="BACKENDS",
         help="training backends, with commas: each trains, and the engine takes its weights and is compared with it",
     )
-    kinds = ("profile", "backend", "cells", "scenario", "faults", "packing_samples", "ring_head_stride", "sketch")
-    parser.set_defaults(**dict.fromkeys(kinds), device="cpu", ranks_per_gpu=None)
-    add_options(parser, Selection, Ranks, without=(*kinds, "device", "ranks_per_gpu"))
+    kinds = ("profile", "backend", "cells", "faults", "packing_samples", "ring_head_stride", "sketch")
+    parser.set_defaults(**dict.fromkeys(kinds))
+    add_options(parser, Selection, Ranks, without=kinds)
     parser.add_argument("--json", action="store_true", help=_JSON)
 
 

@@ -8,7 +8,9 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from conformance.backends.engines import EngineProcess
+from torch import Tensor
+
+from conformance.backends.engines import EngineProcess, ServedEngine
 from conformance.cli import EXIT
 from conformance.core.errors import UsageError
 from conformance.data.prepare import prepare_inputs
@@ -17,9 +19,11 @@ from conformance.matrix.cell import Cell
 from conformance.matrix.options import Ranks, Selection
 from conformance.matrix.profile import select_cells
 from conformance.results.verdict import STATES
-from conformance.runner.engine_run import EngineRun, Trained, judge_engine, moved, train
+from conformance.runner.engine_run import EngineRun, Expected, judge_engine
 from conformance.runner.placement import SessionConfig
+from conformance.runner.preflight import check_device, leased_gpus
 from conformance.runner.session import Session
+from conformance.runner.weight_updates import Trained, judge_against, judge_updates, moved, train
 from conformance.spec.scenario import Scenario
 
 SCENARIO, LAYOUT = "sft-packed", "dp2"
@@ -31,9 +35,10 @@ def engine_command(options: argparse.Namespace) -> int:
     against = [one for one in options.against.split(",") if one]
     options.backend = against or ["fsdp2"]
     options.python = [f"{name}={python}" for name, python in pythons.items() if name not in engines]
-    options.scenario, options.precision = [SCENARIO], options.precision or ["fp32"]
+    options.scenario, options.precision = options.scenario or [SCENARIO], options.precision or ["fp32"]
     options.layout = options.layout or [LAYOUT]
     cells, ranks = select_cells(Selection.from_options(options)), Ranks.from_options(options)
+    check_device(ranks)
     results = []
     for name in engines:
         for scenario in dict.fromkeys(cell.scenario for cell in cells):
@@ -41,11 +46,12 @@ def engine_command(options: argparse.Namespace) -> int:
             own = [cell for cell in cells if cell.scenario == scenario and against]
             with tempfile.TemporaryDirectory(prefix="parity-engines-") as folder:
                 serve = partial(EngineProcess, name, python=pythons.get(name, ""), limit_s=ranks.budget)
-                for check in _judged(serve, scenario, own, Path(folder), ranks.budget):
+                for check in _judged(serve, scenario, own, Path(folder), ranks):
                     found.append(check)
                     if not options.json:
                         print(_line(f"{name} {scenario.precision}", check), flush=True)
-            result = {"engine": name, "precision": scenario.precision, "state": _state(found)}
+            where = {"model": scenario.model_name, "scenario": scenario.name, "precision": scenario.precision}
+            result = {"engine": name, **where, "device": ranks.device, "state": _state(found)}
             results.append(result | {"checks": [asdict(check) for check in found]})
     if options.json:
         print(json.dumps(results))
@@ -60,20 +66,33 @@ def _environment(text: str) -> tuple[str, str]:
 
 
 def _judged(
-    serve: Callable[[], EngineProcess], scenario: Scenario, cells: Sequence[Cell], out: Path, budget_s: float
+    serve: Callable[[], EngineProcess], scenario: Scenario, cells: Sequence[Cell], out: Path, ranks: Ranks
 ) -> Iterator[Check]:
     """Yields the checks of an engine. cells: those of training backends that give it weights; may be empty."""
-    run = EngineRun(serve=serve, scenario=scenario, folder=prepare_inputs(scenario, out).models["policy"])
+    folder = prepare_inputs(scenario, out).models["policy"]
+    run = EngineRun(serve=serve, scenario=scenario, folder=folder, device=ranks.device)
 
     def trained() -> Iterator[Trained]:
         if not cells:
-            yield from moved(scenario, out)
+            yield from moved(scenario, folder, out)
             return
-        with Session(SessionConfig(out=out / "cells", budget_s=budget_s)) as session:
+        config = SessionConfig(
+            out=out / "cells",
+            device=ranks.device,
+            gpus=leased_gpus(ranks),
+            ranks_per_gpu=ranks.ranks_per_gpu,
+            budget_s=ranks.budget,
+        )
+        with Session(config) as session:
             for cell in cells:
-                yield from train(cell, session, scenario, run.folder, out)
+                yield from train(cell, session, scenario, folder, out)
 
-    yield from judge_engine(run, trained)
+    def updates(engine: ServedEngine, run: EngineRun, scored: Sequence[Tensor], expected: Expected) -> Iterator[Check]:
+        for training in trained():
+            yield from judge_against(training, scored, expected)
+            yield from judge_updates(engine, run, expected, training)
+
+    yield from judge_engine(run, updates)
 
 
 def _line(engine: str, check: Check) -> str:

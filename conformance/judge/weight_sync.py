@@ -5,20 +5,24 @@ mistakes first (``mistakes``), then every mixture of old and new tensors: by kin
 named only if it explains the log-probs within the bound of honest ones.
 """
 
+import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from conformance.core.errors import first_few
 from conformance.judge.engines import Tolerance
+from conformance.models.components import Architecture, Layer, Linear
 from conformance.oracle.primitives import NO_TAP, Function, Tap, Weights
+from conformance.oracle.scoring import Change
 
 KINDS = {  # the first pattern that a name matches
+    "adapters": r"lora_[AB]",
     "biases": r"bias$",
     "norms": r"norm",
     "the embedding": r"embed_tokens",
@@ -32,18 +36,24 @@ KINDS = {  # the first pattern that a name matches
 }
 PARTS = ("attention's q, k and v", "attention's output", "experts", "gate and up", "down")  # linear layers
 ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head")  # cut by rows among ranks
+MOST_EXPERTS = 16  # of which pairs are tried
 COLUMNS = ("o_proj", "down_proj")
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 ROUNDS = 4  # of the search among mixtures
+THETAS = (10_000.0, 500_000.0, 1_000_000.0)  # bases of rotary positions that code has as defaults
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """Holds weights that may explain what an engine gives, and a tap that may change a module."""
+    """Holds weights that may explain what an engine gives, a tap that may change a module, and a change of the model.
+
+    Each expert's tensors are slices of ``weights``, along the first dimension.
+    """
 
     text: str
     weights: Weights
     tap: Tap = NO_TAP
+    change: Change | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,8 +81,16 @@ def kind_of(name: str) -> str:
     return next((kind for kind, pattern in KINDS.items() if re.search(pattern, name)), "others")
 
 
-def mistakes(weights: Weights, old: Weights | None) -> Iterator[Candidate]:
-    """Yields ways to load ``weights`` wrongly. old: the weights before an update, if there was one."""
+def mistakes(weights: Weights, old: Weights | None, architecture: Architecture | None) -> Iterator[Candidate]:
+    """Yields ways to load ``weights`` wrongly. old: the weights before an update, if there was one.
+
+    architecture: None for a model that transformers runs.
+    """
+    for text, change in CHANGES.items():
+        if architecture and change(architecture) != architecture:
+            yield Candidate(text=text, weights=weights, change=change)
+    for text, ordered in _experts(weights):
+        yield Candidate(text=text, weights=ordered)
     for text, permuted in _fused(weights):
         yield Candidate(text=text, weights=permuted)
     if HEAD in weights:
@@ -80,10 +98,64 @@ def mistakes(weights: Weights, old: Weights | None) -> Iterator[Candidate]:
         yield Candidate(text="the head is computed in bf16", weights=weights, tap=tap)
     if old is None:
         return
+    for number in range(max((len(weights[name]) for name in weights if is_stacked(name)), default=0)):
+        mixed = {
+            name: torch.cat([new[:number], old[name][number : number + 1], new[number + 1 :]])
+            if is_stacked(name)
+            else new
+            for name, new in weights.items()
+        }
+        yield Candidate(text=f"expert {number} is old in all layers", weights=mixed)
     for ranks in (2, 4):
         for rank in range(ranks):
             mixed = {name: _shard_of(name, new, old[name], rank, ranks) for name, new in weights.items()}
             yield Candidate(text=f"the shards of rank {rank} of {ranks} are old", weights=mixed)
+
+
+def is_stacked(name: str) -> bool:
+    """Tells whether a tensor holds a matrix of each expert."""
+    return re.search(r"\.experts\.\w+$", name) is not None
+
+
+def _adapter(architecture: Architecture, *, power: int | None) -> Architecture:
+    """Raises the scale of the adapters to a power, or leaves the adapters out."""
+    lora = architecture.lora
+    return replace(architecture, lora=lora and (None if power is None else replace(lora, scale=lora.scale**power)))
+
+
+def _rotary(architecture: Architecture, **fields: Any) -> Architecture:
+    """Changes the rotary positions of all layers."""
+
+    def changed(layer: Layer) -> Layer:
+        rotary = layer.attention.rotary
+        return replace(layer, attention=replace(layer.attention, rotary=rotary and replace(rotary, **fields)))
+
+    return replace(architecture, layers=tuple(map(changed, architecture.layers)))
+
+
+CHANGES: dict[str, Change] = {
+    "the adapter is left out: the base alone": partial(_adapter, power=None),
+    "the adapter's scale is dropped": partial(_adapter, power=0),
+    "the adapter's scale is applied twice": partial(_adapter, power=2),
+    "rotary positions are not scaled": partial(_rotary, scaling=None),
+    **{f"rotary positions are scaled linearly, by {f:g}": partial(_rotary, scaling=Linear(f)) for f in (2.0, 4.0, 8.0)},
+    **{f"rotary positions have the base {theta:g}": partial(_rotary, theta=theta) for theta in THETAS},
+}
+
+
+def _experts(weights: Weights) -> Iterator[tuple[str, Weights]]:
+    """Yields weights whose experts are in another order, or have gate and up in the other order."""
+    stacked = [name for name in weights if is_stacked(name)]
+    if not stacked:
+        return
+    count = len(weights[stacked[0]])
+    for by in range(1, count):
+        yield f"expert i has the weights of expert i + {by}", weights | {n: weights[n].roll(-by, 0) for n in stacked}
+    for i, j in itertools.combinations(range(min(count, MOST_EXPERTS)), 2):
+        order = [j if k == i else i if k == j else k for k in range(count)]
+        yield f"experts {i} and {j} are exchanged", weights | {n: weights[n][order] for n in stacked}
+    fused = {n: torch.cat(weights[n].chunk(2, 1)[::-1], 1) for n in stacked if "gate_up" in n}
+    yield "gate and up of the experts were loaded in the order up, gate", weights | fused
 
 
 def _fused(weights: Weights) -> Iterator[tuple[str, Weights]]:
@@ -133,15 +205,21 @@ def _shard_of(name: str, new: Tensor, old: Tensor, rank: int, ranks: int) -> Ten
     return mixed
 
 
-Chosen = Callable[[Weights, Tap], list[Tensor]]  # log-probs of the requests' tokens, by the reference
+Chosen = Callable[[Candidate], list[Tensor]]  # log-probs of the requests' tokens, by the reference
 
 
 def explain(
-    observed: Sequence[Tensor], chosen: Chosen, tolerance: Tolerance, new: Weights, old: Weights | None
+    observed: Sequence[Tensor],
+    chosen: Chosen,
+    tolerance: Tolerance,
+    new: Weights,
+    old: Weights | None,
+    architecture: Architecture | None = None,
 ) -> Synced:
     """Says which weights explain ``observed``, the log-probs of the requests' tokens.
 
     tolerance: at the new weights. old: None if there was no update; then only mistakes of loading are tried.
+    architecture: see ``mistakes``.
     """
     bound, target = tolerance.bound, torch.cat([*observed])
     if EMBEDDING in new and HEAD not in new:  # engines may hold a copy of a tied matrix, which may be stale alone
@@ -151,7 +229,7 @@ def explain(
         return float((logprobs - target).norm() / target.norm())
 
     def error(candidate: Candidate) -> float:
-        return left(torch.cat(chosen(candidate.weights, candidate.tap)))
+        return left(torch.cat(chosen(candidate)))
 
     own = error(Candidate(text="", weights=new))
     if own <= bound:
@@ -159,10 +237,10 @@ def explain(
     if old is not None and (before := error(Candidate(text="", weights=old))) <= bound:
         return Synced(state="stale", text="all weights are old", left=before)
     nearest = Synced(state="neither", text="no mixture of old and new weights explains it", left=own)
-    for candidate in mistakes(new, old):
+    for candidate in mistakes(new, old, architecture):
         found = error(candidate)
         if found <= bound or (found < 0.2 * own and "bf16" in candidate.text):
-            state: Literal["partly new", "neither"] = "partly new" if "old" in candidate.text else "neither"
+            state: Literal["partly new", "neither"] = "partly new" if " old" in candidate.text else "neither"
             return Synced(state=state, text=candidate.text, left=found)
     if old is None:
         return Synced(state="neither", text="", left=own)
@@ -183,9 +261,10 @@ def _with_head(weights: Weights) -> Weights:
 def _untied(chosen: Chosen) -> Chosen:
     """Lets a tied model have a head of its own."""
 
-    def run(weights: Weights, tap: Tap) -> list[Tensor]:
-        own = {name: tensor for name, tensor in weights.items() if name != HEAD}
-        return chosen(own, Head(weights[HEAD]) if tap is NO_TAP else tap)
+    def run(candidate: Candidate) -> list[Tensor]:
+        own = {name: tensor for name, tensor in candidate.weights.items() if name != HEAD}
+        tap = Head(candidate.weights[HEAD]) if candidate.tap is NO_TAP else candidate.tap
+        return chosen(replace(candidate, weights=own, tap=tap))
 
     return run
 
@@ -220,7 +299,7 @@ class _Mixture:
         if key not in self._known:
             names = {name for unit in stale for name in self._units[unit]}
             mixed = {name: self._old[name] if name in names else tensor for name, tensor in self._new.items()}
-            self._known[key] = torch.cat(self._chosen(mixed, NO_TAP))
+            self._known[key] = torch.cat(self._chosen(Candidate(text="", weights=mixed)))
         return self._known[key]
 
     def left(self, stale: set[str]) -> float:

@@ -13,7 +13,7 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -213,6 +213,13 @@ def weight_shapes(model: Path) -> dict[str, tuple[int, ...]]:
                 raise UsageError(f"{file} and another file of the folder both hold {name}; remove one of them")
             shapes[name] = shape
     return shapes
+
+
+def named_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields the tensors of a Hugging Face folder by their names."""
+    for file in weight_files(folder):
+        with safe_open(file, framework="pt") as tensors:
+            yield from ((name, tensors.get_tensor(name)) for name in tensors.keys())  # noqa: SIM118
 
 
 def elements_of(models: Mapping[str, Path]) -> int:

@@ -20,7 +20,7 @@ model does.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -274,6 +274,23 @@ def stacked(found: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if gate is not None and up is not None and down is not None and gate.shape == up.shape:
             plain |= {f"{prefix}.gate_up_proj": torch.cat([gate, up], dim=1), f"{prefix}.down_proj": down}
     return plain  # check_shapes reports what is missing
+
+
+def published(weights: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
+    """Returns weights under these names of a folder, which may hold experts one by one, and a head that is tied."""
+    found = {}
+    for name in names:
+        own = in_memory(name)
+        if own in weights:
+            found[name] = weights[own]
+        elif match := _EXPERT.fullmatch(own):
+            prefix, number, part = match[1], int(match[2]), match[3]
+            whole = weights[f"{prefix}.{'down_proj' if part == 'down_proj' else 'gate_up_proj'}"][number]
+            found[name] = whole if part == "down_proj" else whole.chunk(2)[part == "up_proj"]
+        else:
+            assert name == "lm_head.weight", name
+            found[name] = weights["model.embed_tokens.weight"]
+    return found
 
 
 def _stack(matrices: Mapping[int, Tensor]) -> Tensor | None:

