@@ -15,9 +15,11 @@ Run the conformance suite, and read its results as pandas tables::
 
 Test a backend of your own: implement ``Backend`` (docs/guides/adding-a-backend.md). ``Scenario``, ``Layout`` and
 ``Batch`` are what it is given; ``StepMetrics`` and ``Shard`` are what it returns. ``flatten``, ``target_logprobs``,
-``by_row``, ``whole``, ``whole_tensors``, ``shards`` and ``runs_code`` are helpers that most adapters need; ``Paused``,
-``on_cpu`` and ``float64_for`` are for frameworks that own their loop or were written for GPUs. Known defects of a
-library are declared with ``ExpectedDifference``, its conventions with classes such as ``DecaysAll``.
+``label_logprobs``, ``by_row``, ``whole``, ``whole_tensors``, ``shards`` and ``runs_code`` are helpers that most
+adapters need; ``Paused``, ``on_cpu`` and ``float64_for`` are for frameworks that own their loop or were written for
+GPUs. ``FrameworkAdapter`` with ``Loader`` is a base of such adapters; ``TrainerAdapter`` and ``GrpoTrainerAdapter`` are
+for frameworks whose loop is a Hugging Face trainer. Known defects of a library are declared with
+``ExpectedDifference``, its conventions with classes such as ``DecaysAll``.
 
 Importing this module imports nothing else; each name is imported when it is used first.
 """
@@ -26,10 +28,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from conformance.backends.adapter_bases import FrameworkAdapter, GrpoTrainerAdapter, Loader, TrainerAdapter
     from conformance.backends.adapter_helpers import (
         Paused,
         by_row,
         flatten,
+        label_logprobs,
         shards,
         target_logprobs,
         whole,
@@ -99,9 +103,12 @@ __all__ = [
     "EntropyByMicroBatch",
     "ExpectedDifference",
     "Frames",
+    "FrameworkAdapter",
     "GenerationDenominator",
     "GeneratorsNotSaved",
+    "GrpoTrainerAdapter",
     "Layout",
+    "Loader",
     "LostEmbeddingGradient",
     "MetricsByMicroBatch",
     "NamedTensors",
@@ -122,6 +129,7 @@ __all__ = [
     "Traced",
     "TracedModule",
     "TrainedPaddingToken",
+    "TrainerAdapter",
     "TrainerRecord",
     "Unmodelled",
     "Unsupported",
@@ -131,6 +139,7 @@ __all__ = [
     "diff",
     "flatten",
     "float64_for",
+    "label_logprobs",
     "load",
     "on_cpu",
     "record",
@@ -156,8 +165,9 @@ _NAMES = {
     "conformance.spec.layout": ("Layout",),
     "conformance.spec.batch": ("Batch", "Row", "Document"),
     "conformance.backends.adapter_helpers": (
-        *("flatten", "target_logprobs", "by_row", "whole", "whole_tensors", "shards", "Paused"),
+        *("flatten", "target_logprobs", "label_logprobs", "by_row", "whole", "whole_tensors", "shards", "Paused"),
     ),
+    "conformance.backends.adapter_bases": ("FrameworkAdapter", "TrainerAdapter", "GrpoTrainerAdapter", "Loader"),
     "conformance.backends.on_cpu": ("on_cpu", "float64_for"),
     "conformance.models.folder_checks": ("runs_code",),
     "conformance.spec.known_defects": (

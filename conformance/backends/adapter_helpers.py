@@ -49,9 +49,17 @@ def target_logprobs(logits: torch.Tensor, flat: Flat) -> torch.Tensor:
 
     logits: of flattened rows, shape (1, tokens, vocabulary). Position i predicts token i + 1.
     """
-    at = (flat.labels[0, 1:] != NO_TARGET).nonzero()[:, 0].to(logits.device)
-    every = torch.log_softmax(logits.detach()[0, at].to(torch.get_default_dtype()), dim=-1)  # (targets, vocabulary)
-    return every.gather(-1, flat.labels[0, 1:].to(logits.device)[at][:, None])[:, 0]
+    return label_logprobs(logits, flat.labels)
+
+
+def label_logprobs(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Computes log p of every label but NO_TARGET, as a detached tensor of shape (targets,).
+
+    logits: (rows, length, vocabulary). labels: (rows, length), not shifted. Position i predicts token i + 1.
+    """
+    at = labels[:, 1:].to(logits.device) != NO_TARGET
+    every = torch.log_softmax(logits.detach()[:, :-1][at].to(torch.get_default_dtype()), dim=-1)
+    return every.gather(-1, labels[:, 1:].to(logits.device)[at][:, None])[:, 0]
 
 
 def by_row(numbers: torch.Tensor, rows: Sequence[Row]) -> dict[int, torch.Tensor]:

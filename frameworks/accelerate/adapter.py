@@ -4,7 +4,7 @@ Accelerate's own are the wrapping, the accumulation, the clipping, the schedule 
 """
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from conformance.spec.conventions import model_config
 BACKENDS = ("Fsdp2",)
 
 
-class Fsdp2:
+class Fsdp2(parity.FrameworkAdapter):
     expected = (
         parity.ExpectedDifference(
             reason="the bf16 policy rounds the loss that the model returns to bf16",
@@ -29,7 +29,6 @@ class Fsdp2:
             precisions=("bf16",),
         ),
     )
-    fresh_ranks = True  # Accelerate keeps its state in the process
     preload = ("torch", "transformers", "accelerate")
 
     @classmethod
@@ -39,23 +38,21 @@ class Fsdp2:
         )
 
     @classmethod
-    def supports(cls, scenario: parity.Scenario, layout: parity.Layout) -> parity.Support:
+    def refuses(cls, scenario: parity.Scenario, layout: parity.Layout) -> str:
         if layout != parity.Layout(dp=layout.dp, rep=layout.rep):
-            return parity.Unsupported(f"this adapter runs FSDP2 with dp and rep only; use dp{layout.world_size}")
+            return f"this adapter runs FSDP2 with dp and rep only; use dp{layout.world_size}"
         if scenario.optimizer.frozen or scenario.lora or scenario.router_z_loss or scenario.precision == "fp16":
-            return parity.Unsupported("this adapter has no frozen parameters, LoRA, z-loss or fp16; use exact or bf16")
+            return "this adapter has no frozen parameters, LoRA, z-loss or fp16; use exact or bf16"
         old = Version(accelerate.__version__) < Version("1.15") and Version(torch.__version__) >= Version("2.13")
         if old and model_config(scenario).get("tie_word_embeddings"):
-            return parity.Unsupported(
-                "accelerate 1.14 puts tied embeddings into two groups of FSDP2, which torch 2.13 refuses; use 1.15"
-            )
-        return parity.Supported()
+            return "accelerate 1.14 puts tied embeddings into two groups of FSDP2, which torch 2.13 refuses; use 1.15"
+        return ""
 
     def setup(
         self, scenario: parity.Scenario, layout: parity.Layout, weights: Mapping[str, Path], device: str
     ) -> dict[str, Any]:
         o, s, folder = scenario.optimizer, scenario.schedule, weights["policy"]
-        self.accumulation, self.dp, self.clip = scenario.accumulation, layout.dp, o.max_grad_norm
+        self.scenario, self.layout = scenario, layout
         code = parity.runs_code(folder, trusted=scenario.trust_remote_code)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.get_default_dtype(), trust_remote_code=code)
         model.train()
@@ -66,7 +63,7 @@ class Fsdp2:
             cpu=device == "cpu",
             mixed_precision="bf16" if scenario.precision == "bf16" else "no",
             gradient_accumulation_plugin=utils.GradientAccumulationPlugin(
-                num_steps=self.accumulation, sync_with_dataloader=False
+                num_steps=scenario.accumulation, sync_with_dataloader=False
             ),
             fsdp_plugin=utils.FullyShardedDataParallelPlugin(
                 fsdp_version=2, auto_wrap_policy="transformer_based_wrap", state_dict_type="SHARDED_STATE_DICT"
@@ -90,7 +87,7 @@ class Fsdp2:
 
     def train_step(self, batch: parity.Batch, on_gradients: Callable[[str], None]) -> parity.StepMetrics:
         it = self.accelerator
-        own = batch.micro_batches(dp_rank=it.process_index, dp_size=self.dp, accumulation=self.accumulation)
+        own, clip = self.own(batch), self.scenario.optimizer.max_grad_norm
         flats = [parity.flatten(rows) for rows in own]
         items = sum(flat.labels.ne(-100).sum() for flat in flats)
         count = it.gather(torch.as_tensor(items, device=it.device)).sum().item()
@@ -105,22 +102,16 @@ class Fsdp2:
                 it.backward(output.loss * it.gradient_accumulation_steps * it.num_processes)
                 if it.sync_gradients:
                     on_gradients("policy")
-                    norm = it.clip_grad_norm_(self.model.parameters(), self.clip or float("inf"))
+                    norm = it.clip_grad_norm_(self.model.parameters(), clip or float("inf"))
                 self.optimizer.step()
                 self.schedule.step()
                 self.optimizer.zero_grad()
         values = {"loss": it.reduce(total, "sum").item(), "grad_norm": float(parity.whole(norm)), "lr": lr}
         return parity.StepMetrics(values=values | {"token_count": count}, rows={"logprob": logprobs})
 
-    def tensors(self, kind: parity.TensorKind) -> parity.NamedTensors:
+    def tensors(self, kind: parity.TensorKind, model: str) -> parity.NamedTensors:
         for name, parameter in self.accelerator.unwrap_model(self.model).named_parameters():
-            yield name, (parameter if kind == "weight" else parameter.grad).detach()
-
-    def named_tensors(self, kind: parity.TensorKind, model: str) -> parity.NamedTensors:
-        return parity.whole_tensors(self.tensors(kind))
-
-    def local_shards(self, kind: parity.TensorKind, model: str) -> Iterator[parity.Shard]:
-        return parity.shards(self.tensors(kind))
+            yield name, parameter if kind == "weight" else parameter.grad
 
     def save(self, path: Path) -> None:
         self.accelerator.save_state(str(path))
@@ -135,7 +126,7 @@ class Fsdp2:
         )
 
     def teardown(self) -> None:
-        del self.model, self.optimizer, self.schedule, self.accelerator
+        super().teardown()
         state.AcceleratorState._reset_state(reset_partial_state=True)
         state.GradientState._reset_state()
         for name in [name for name in os.environ if name.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG"))]:

@@ -5,18 +5,16 @@ RemoteExperienceMaker, and its replay buffer deals it out. Ray is not started: e
 and the ranks exchange the chunks, where Ray's workers would return them to the controller.
 """
 
-import contextlib
 import importlib.metadata
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 from strategy import PausedStrategy, command_line
+from torch.nn.utils.rnn import pad_sequence
 
 import parity
 
@@ -24,6 +22,7 @@ BACKENDS = ("OpenRLHFSft", "OpenRLHFRl")
 
 with parity.on_cpu(stand_ins=("vllm",)):
     import deepspeed
+    import openrlhf.utils.utils
     from deepspeed.utils import (
         safe_get_full_fp32_param,
         safe_get_full_grad,
@@ -31,13 +30,12 @@ with parity.on_cpu(stand_ins=("vllm",)):
         safe_get_local_grad,
     )
     from openrlhf.models import Actor
+    from openrlhf.trainer.ppo_utils import experience_maker
     from openrlhf.trainer.ppo_utils.experience import Experience, make_experience_batch, split_experience_batch
-    from openrlhf.trainer.ppo_utils.experience_maker import RemoteExperienceMaker
     from openrlhf.trainer.ppo_utils.kl_controller import FixedKLController
     from openrlhf.trainer.ppo_utils.samples_generator import SamplesGenerator
+    from openrlhf.trainer.ray import ppo_actor, ppo_critic
     from openrlhf.trainer.ray.launcher import ReferenceModelActor
-    from openrlhf.trainer.ray.ppo_actor import PolicyModelActor
-    from openrlhf.trainer.ray.ppo_critic import CriticModelActor
     from openrlhf.trainer.sft_trainer import SFTTrainer
 
 VERSION = importlib.metadata.version("openrlhf")
@@ -45,10 +43,9 @@ RELEASE = tuple(map(int, VERSION.split(".")[:3]))
 DATA_LOADER = torch.utils.data.DataLoader
 
 
-class OpenRLHF:
+class OpenRLHF(parity.FrameworkAdapter):
     """Holds what SFT and RL share: options, tensors at ZeRO 2 and 3, checkpoints."""
 
-    fresh_ranks = True
     preload = ("adapter",)
 
     @classmethod
@@ -67,23 +64,15 @@ class OpenRLHF:
             return "this adapter trains all parameters; use a scenario without frozen ones and adapters"
         return "this adapter does not undo fp16's loss scale; use bf16" if scenario.precision == "fp16" else ""
 
-    @classmethod
-    def supports(cls, scenario: parity.Scenario, layout: parity.Layout) -> parity.Support:
-        reason = cls.refuses(scenario, layout)
-        return parity.Unsupported(reason) if reason else parity.Supported()
-
     def prepare(self, scenario: parity.Scenario, layout: parity.Layout, device: str) -> None:
-        self.scenario, self.layout, self.stack = scenario, layout, contextlib.ExitStack()
+        self.scenario, self.layout = scenario, layout
         self.engines: dict[str, Any] = {}
         self.stack.enter_context(parity.on_cpu(stand_ins=("vllm",)))
         if device == "cpu":
-            self.patch("deepspeed.ops.__compatible_ops__", {})  # compiles nothing
+            self.patch(deepspeed.ops, "__compatible_ops__", {})  # compiles nothing
             self.stack.enter_context(torch.compiler.set_stance("force_eager"))
         dtypes = {"bf16": torch.bfloat16, "fp32": torch.get_default_dtype()}  # OpenRLHF knows half precisions only
-        self.patch("openrlhf.utils.utils.convert_to_torch_dtype", dtypes.__getitem__)
-
-    def patch(self, name: str, value: Any) -> None:
-        self.stack.enter_context(mock.patch(name, value))
+        self.patch(openrlhf.utils.utils, "convert_to_torch_dtype", dtypes.__getitem__)
 
     def options(self, script: str, options: Mapping[str, Any], *, prefixes: tuple[str, ...]) -> Any:
         """Parses options of the script, and those that follow from the scenario, and makes the strategy."""
@@ -108,10 +97,6 @@ class OpenRLHF:
         )  # fmt: skip
         return args
 
-    def own(self, batch: parity.Batch) -> list[tuple[parity.Row, ...]]:
-        k = self.scenario.accumulation
-        return batch.micro_batches(dp_rank=dist.get_rank(), dp_size=self.layout.dp, accumulation=k)
-
     def watch(self, loss: torch.nn.Module, *columns: str) -> None:
         """Keeps the numbers that OpenRLHF gives to its loss, by row, and the number of tokens that it divides by."""
 
@@ -119,10 +104,7 @@ class OpenRLHF:
             mask = kwargs.get("action_mask", args[1]).bool()
             rows = next(self.waiting[columns[0]])
             for column, numbers in zip(columns, args, strict=False):
-                samples = iter(zip(numbers.detach(), mask, strict=True))
-                for row in rows:
-                    kept = [sample[of] for sample, of in itertools.islice(samples, len(row.documents))]
-                    self.rows.setdefault(column, {})[row.index] = torch.cat(kept)
+                self.rows.setdefault(column, {}).update(parity.by_row(numbers.detach()[mask], rows))
             self.tokens = float(kwargs["batch_num_tokens"]) * self.scenario.accumulation
 
         self.stack.callback(loss.register_forward_pre_hook(keep, with_kwargs=True).remove)
@@ -163,31 +145,15 @@ class OpenRLHF:
                 self.strategy.load_ckpt(engine, str(path / model))
 
     def teardown(self) -> None:
-        self.stack.close()
-        for engine in self.engines.values():
+        engines = self.engines
+        super().teardown()
+        for engine in engines.values():
             engine.destroy()
-        self.__dict__.clear()
 
 
 def _gathered(parameter: torch.nn.Parameter) -> torch.Tensor:
     with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
         return parameter.detach().clone()
-
-
-class MicroBatches:
-    """Stands in for the loader that ``fit`` walks: it hands out what the steps bring, without an end."""
-
-    sampler = None
-
-    def __init__(self, take: Callable[[], Any]) -> None:
-        self.take = take
-
-    def __len__(self) -> int:
-        return 10**6
-
-    def __iter__(self) -> Iterator[Any]:
-        while True:
-            yield self.take()
 
 
 class OpenRLHFSft(OpenRLHF):
@@ -212,8 +178,8 @@ class OpenRLHFSft(OpenRLHF):
         }
         model, optimizer, scheduler = self.strategy.prepare((model, config))
         self.engines = {"policy": model.model}
-        loader = MicroBatches(lambda: self.samples(next(self.loaded)))
-        trainer = SFTTrainer(model, self.strategy, optimizer, loader, None, scheduler, args.max_norm, max_epochs=1)
+        self.loader = parity.Loader()
+        trainer = SFTTrainer(model, self.strategy, optimizer, self.loader, None, scheduler, args.max_norm, max_epochs=1)
         self.watch(trainer.loss_fn, "logprob")
         self.loop = parity.Paused(lambda pause: trainer.fit(args))
         self.stack.callback(self.loop.close)
@@ -225,20 +191,17 @@ class OpenRLHFSft(OpenRLHF):
     def samples(self, rows: tuple[parity.Row, ...]) -> tuple[torch.Tensor, ...]:
         """Returns tokens, attention mask and loss mask, as the collator of OpenRLHF's SFTDataset pads them."""
         documents = [document for row in rows for document in row.documents]
-        width = max(len(document.tokens) for document in documents)
-
-        def padded(values: Iterable[tuple[Any, ...]], dtype: torch.dtype) -> torch.Tensor:
-            return torch.tensor([[(*value, *[0] * (width - len(value)))] for value in values], dtype=dtype)
-
-        return (
-            padded([document.tokens for document in documents], torch.long),
-            padded([(1,) * len(document.tokens) for document in documents], torch.long),
-            padded([document.targets[1:] for document in documents], torch.float32),
+        columns: tuple[list[list[float]], ...] = (
+            [[*document.tokens] for document in documents],
+            [[1] * len(document.tokens) for document in documents],
+            [[*document.targets[1:], False] for document in documents],
         )
+        padded = [pad_sequence([torch.tensor(one) for one in column], batch_first=True)[:, None] for column in columns]
+        return padded[0], padded[1], padded[2].float()
 
     def train_step(self, batch: parity.Batch, on_gradients: Callable[[str], None]) -> parity.StepMetrics:
         self.begin_step(batch, on_gradients, "logprob")
-        self.loaded = iter(self.own(batch))
+        self.loader.waiting = [self.samples(rows) for rows in self.own(batch)]
         values = self.loop.resume()
         return parity.StepMetrics(values=values | {"token_count": round(self.tokens)}, rows=self.rows)
 
@@ -296,14 +259,12 @@ class OpenRLHFRl(OpenRLHF):
         self, scenario: parity.Scenario, layout: parity.Layout, weights: Mapping[str, Path], device: str
     ) -> dict[str, Any]:
         self.prepare(scenario, layout, device)
-        self.patch("openrlhf.trainer.ppo_utils.experience_maker.ray", SimpleNamespace(put=lambda x: x, get=lambda x: x))
-        for module in ("ppo_actor", "ppo_critic"):  # rows come in the order of the suite
-            self.patch(
-                f"openrlhf.trainer.ray.{module}.DataLoader", lambda *a, **k: DATA_LOADER(*a, **{**k, "shuffle": False})
-            )
-        self.patch("openrlhf.trainer.ray.ppo_actor.get_tokenizer", lambda *_, **__: None)
+        self.patch(experience_maker, "ray", SimpleNamespace(put=lambda x: x, get=lambda x: x))
+        for module in (ppo_actor, ppo_critic):  # rows come in the order of the suite
+            self.patch(module, "DataLoader", lambda *a, **k: DATA_LOADER(*a, **{**k, "shuffle": False}))
+        self.patch(ppo_actor, "get_tokenizer", lambda *_, **__: None)
         args = self.rl_options(weights)
-        steps, self.workers = scenario.schedule.total_steps, {"actor": worker(PolicyModelActor)}
+        steps, self.workers = scenario.schedule.total_steps, {"actor": worker(ppo_actor.PolicyModelActor)}
         self.workers["actor"].init_model_from_pretrained(self.strategy, args.actor.model_name_or_path, steps)
         if "reference" in weights:
             self.workers["reference"] = worker(ReferenceModelActor)
@@ -312,13 +273,13 @@ class OpenRLHFRl(OpenRLHF):
         self.engines["policy"] = self.workers["actor"].actor.model
         self.watch(self.workers["actor"].trainer.actor_loss_fn, "logprob", "old_logprob", "advantage")
         if "critic" in weights:
-            self.workers["critic"] = worker(CriticModelActor)
+            self.workers["critic"] = worker(ppo_critic.CriticModelActor)
             self.workers["critic"].init_model_from_pretrained(self.strategy, args.critic.model_name_or_path, steps)
             self.engines["critic"] = self.workers["critic"].critic
             self.watch(self.workers["critic"].trainer.critic_loss_fn, "critic.value", "critic.old_value", "return")
         groups = {name: Workers(worker) for name, worker in self.workers.items()}
         self.kl = FixedKLController(args.algo.kl.init_coef)
-        self.maker = RemoteExperienceMaker(
+        self.maker = experience_maker.RemoteExperienceMaker(
             groups["actor"],
             groups.get("critic"),
             None,

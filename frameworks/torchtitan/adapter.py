@@ -5,16 +5,13 @@ metrics. What differs between its releases is in ``release_0_3`` and ``release_0
 pass on the CPU; there, SDPA gets its mask.
 """
 
-import contextlib
 import importlib.metadata
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
-from unittest import mock
 
 import torch
-import torch.distributed as dist
 
 import parity
 
@@ -29,25 +26,7 @@ with parity.on_cpu():
     import torchtitan.config
 
 
-class Loader:
-    """Stands in for torchtitan's loader of texts: its micro-batches are those of the steps, without an end."""
-
-    def __init__(self) -> None:
-        self.waiting: list[Any] = []
-
-    def __iter__(self) -> Iterator[Any]:
-        while True:
-            yield self.waiting.pop(0)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        pass
-
-
-class Torchtitan:
-    fresh_ranks = True
+class Torchtitan(parity.FrameworkAdapter):
     preload = ("adapter",)
     conventions: ClassVar = (parity.TrainedPaddingToken(), parity.GeneratorsNotSaved(), *release.CONVENTIONS)
 
@@ -56,33 +35,27 @@ class Torchtitan:
         return parity.BackendInfo(name="torchtitan", packages=("torch", "torchtitan", "spmd_types"), default_zero=3)
 
     @classmethod
-    def supports(cls, scenario: parity.Scenario, layout: parity.Layout) -> parity.Support:
+    def refuses(cls, scenario: parity.Scenario, layout: parity.Layout) -> str:
         if layout != parity.Layout(dp=layout.dp, rep=layout.rep):
-            return parity.Unsupported(f"this adapter runs FSDP2 and hybrid sharding; use dp{layout.world_size}")
+            return f"this adapter runs FSDP2 and hybrid sharding; use dp{layout.world_size}"
         if scenario.optimizer.name != "adamw":
-            return parity.Unsupported("torchtitan has Adam, AdamW and Muon; use a scenario with AdamW")
+            return "torchtitan has Adam, AdamW and Muon; use a scenario with AdamW"
         if scenario.model_name not in ("llama", "qwen3"):
-            return parity.Unsupported("this adapter builds torchtitan's Llama and Qwen3; use one of them")
+            return "this adapter builds torchtitan's Llama and Qwen3; use one of them"
         if scenario.optimizer.frozen or scenario.lora:
-            return parity.Unsupported(
-                "this adapter trains all parameters; use a scenario without frozen ones and adapters"
-            )
+            return "this adapter trains all parameters; use a scenario without frozen ones and adapters"
         if scenario.schedule.warmup_steps:
-            return parity.Unsupported(
-                "torchtitan's warm-up begins at 1 / steps and not at 0; use a scenario without one"
-            )
+            return "torchtitan's warm-up begins at 1 / steps and not at 0; use a scenario without one"
         if scenario.precision == "fp16":
-            return parity.Unsupported("torchtitan has no loss scale; use bf16")
+            return "torchtitan has no loss scale; use bf16"
         if scenario.precision == "bf16" and not torch.cuda.is_available():
-            return parity.Unsupported("FSDP2 divides bf16 gradients by a reduction that gloo lacks; use a GPU")
-        reason = release.refuses(scenario)
-        return parity.Unsupported(reason) if reason else parity.Supported()
+            return "FSDP2 divides bf16 gradients by a reduction that gloo lacks; use a GPU"
+        return release.refuses(scenario)
 
     def setup(
         self, scenario: parity.Scenario, layout: parity.Layout, weights: Mapping[str, Path], device: str
     ) -> dict[str, Any]:
-        self.scenario, self.dp, self.k = scenario, layout.dp, scenario.accumulation
-        self.stack, self.loader = contextlib.ExitStack(), Loader()
+        self.scenario, self.layout, self.loader = scenario, layout, parity.Loader()
         self.stack.enter_context(parity.on_cpu())
         self.stack.enter_context(parity.float64_for(torchtitan.config, "TORCH_DTYPE_MAP"))
         if device == "cpu":
@@ -107,9 +80,6 @@ class Torchtitan:
         self.loop = parity.Paused(lambda pause: self.trainer.train())
         self.stack.callback(self.loop.close)
         return {"optimizer": repr(self.trainer.optimizers.optimizers), "model": repr(self.model)}
-
-    def patch(self, owner: Any, name: str, value: Any) -> None:
-        self.stack.enter_context(mock.patch.object(owner, name, value))
 
     def cross_entropy(self, logits: torch.Tensor, labels: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         """Stands before torchtitan's loss, and keeps log-probs of the logits that it gets, which are chunks of rows."""
@@ -137,7 +107,7 @@ class Torchtitan:
 
     def train_step(self, batch: parity.Batch, on_gradients: Callable[[str], None]) -> parity.StepMetrics:
         self.on_gradients, self.chunks = on_gradients, []
-        parts = batch.micro_batches(dp_rank=dist.get_rank(), dp_size=self.dp, accumulation=self.k)
+        parts = self.own(batch)
         self.loader.waiting = [self.sample(rows) for rows in parts]
         masks = [labels != -100 for _, labels in self.loader.waiting]
         values = self.loop.resume()
@@ -150,20 +120,17 @@ class Torchtitan:
     def hugging_face(self, name: str, tensor: torch.Tensor) -> parity.NamedTensors:
         """Yields a whole tensor under its Hugging Face name, by torchtitan's own mapping."""
         if name == "tok_embeddings.weight":  # torchtitan's mapping of a tied model wants the head, too
-            yield "model.embed_tokens.weight", parity.whole(tensor)
+            yield "model.embed_tokens.weight", tensor
         else:
-            yield from self.trainer.checkpointer.sd_adapter.to_hf({name: parity.whole(tensor)}).items()
+            yield from self.trainer.checkpointer.sd_adapter.to_hf({name: tensor}).items()
 
-    def own_tensors(self, kind: parity.TensorKind) -> parity.NamedTensors:
+    def tensors(self, kind: parity.TensorKind, model: str) -> parity.NamedTensors:
         for name, parameter in self.model.named_parameters():
-            yield name, (parameter if kind == "weight" else parameter.grad).detach()
+            yield name, parameter if kind == "weight" else parameter.grad
 
     def named_tensors(self, kind: parity.TensorKind, model: str) -> parity.NamedTensors:
-        for name, tensor in self.own_tensors(kind):
+        for name, tensor in super().named_tensors(kind, model):
             yield from self.hugging_face(name, tensor)
-
-    def local_shards(self, kind: parity.TensorKind, model: str) -> Iterator[parity.Shard]:
-        return parity.shards(self.own_tensors(kind))
 
     def save(self, path: Path) -> None:
         checkpointer = self.trainer.checkpointer
@@ -174,7 +141,3 @@ class Torchtitan:
     def load(self, path: Path) -> None:
         self.trainer.checkpointer.folder = str(path)
         type(self.trainer.checkpointer).load(self.trainer.checkpointer)
-
-    def teardown(self) -> None:
-        self.stack.close()
-        self.__dict__.clear()

@@ -50,14 +50,13 @@ class Verl(VerlSft):
     )
 
     @classmethod
-    def supports(cls, scenario: parity.Scenario, layout: parity.Layout) -> parity.Support:
+    def refuses(cls, scenario: parity.Scenario, layout: parity.Layout) -> str:
         o = scenario.objective
-        if o.kind != "sft":
-            if scenario.data.packed:
-                return parity.Unsupported("verl's micro-batches count samples, not rows; use unpacked rows")
-            if not o.recompute_old_logprobs or o.rollout_is_threshold:
-                return parity.Unsupported("log-probs of the sampler are not part of this adapter; recompute them")
-        return super().supports(scenario, layout)
+        if o.kind != "sft" and scenario.data.packed:
+            return "verl's micro-batches count samples, not rows; use unpacked rows"
+        if o.kind != "sft" and (not o.recompute_old_logprobs or o.rollout_is_threshold):
+            return "log-probs of the sampler are not part of this adapter; recompute them"
+        return super().refuses(scenario, layout)
 
     def losses(self) -> dict[str, Callable[..., Any]]:
         g = self.scenario.objective
@@ -135,7 +134,7 @@ class Verl(VerlSft):
     def begin_rollout(self, batch: parity.Batch) -> None:
         """Computes what a rollout needs before its first update, and hands verl the whole of it."""
         everything = [row for one in batch.rollout for row in one.rows]
-        rows = [row for one in batch.rollout for row in self.own(one)]
+        rows = [row for one in batch.rollout for row in self.own_rows(one)]
         prompt = max(row.length - row.target_count for row in everything)
         data = self.padded(rows, prompt=prompt, response=max(row.target_count for row in everything))
         data.update(self.estimate(rows, data))
@@ -177,7 +176,7 @@ class Verl(VerlSft):
             metrics = loop.resume()
             values |= self.common(role, metrics)
             values |= {key: Metric.aggregate_dp(metrics[name]) for key, name in METRICS.items() if name in metrics}
-            rows |= self.columns(role, self.own(batch))
+            rows |= self.columns(role, self.own_rows(batch))
             if not self.left:
                 loop.finish()
         return parity.StepMetrics(values={key: float(value) for key, value in values.items()}, rows=rows)

@@ -4,15 +4,13 @@ verl builds, shards, accumulates, reduces, clips, steps, schedules and writes ch
 configuration, turns rows into verl's batches, and reads what verl computed.
 """
 
-import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 import parity
 
@@ -41,9 +39,8 @@ def value_model(local_path: str, torch_dtype: torch.dtype, model_config: Any, tr
     return model
 
 
-class VerlSft:
+class VerlSft(parity.FrameworkAdapter):
     objectives: tuple[str, ...] = ("sft",)
-    fresh_ranks = True
 
     @classmethod
     def describe(cls) -> parity.BackendInfo:
@@ -53,28 +50,28 @@ class VerlSft:
         )
 
     @classmethod
-    def supports(cls, scenario: parity.Scenario, layout: parity.Layout) -> parity.Support:
+    def refuses(cls, scenario: parity.Scenario, layout: parity.Layout) -> str:
         if layout != parity.Layout(dp=layout.dp, rep=layout.rep) or 1 < layout.dp == layout.rep:
-            return parity.Unsupported(f"the FSDP2 engine shards over data ranks; use dp{layout.world_size}")
+            return f"the FSDP2 engine shards over data ranks; use dp{layout.world_size}"
         if scenario.schedule.name == "linear":
-            return parity.Unsupported("verl's FSDP engine has constant and cosine schedules; use one of these")
+            return "verl's FSDP engine has constant and cosine schedules; use one of these"
         if scenario.precision == "fp16":
-            return parity.Unsupported("verl's ShardedGradScaler begins at 65536 and is not set here; use bf16")
+            return "verl's ShardedGradScaler begins at 65536 and is not set here; use bf16"
         if scenario.precision == "bf16" and not torch.cuda.is_available():
-            return parity.Unsupported(
+            return (
                 "verl leaves log-softmax and sums to autocast, which computes them in float32 on a GPU and in bf16 "
                 "on a CPU; run bf16 on GPUs"
             )
         if scenario.precision not in ("exact", "fp32", "bf16"):
-            return parity.Unsupported(f"the engine has no {scenario.precision}; use exact, fp32 or bf16")
+            return f"the engine has no {scenario.precision}; use exact, fp32 or bf16"
         if scenario.optimizer.frozen or scenario.lora or scenario.router_z_loss:
-            return parity.Unsupported("frozen parameters, LoRA and z-losses are not part of this adapter")
-        return parity.Supported()
+            return "frozen parameters, LoRA and z-losses are not part of this adapter"
+        return ""
 
     def setup(
         self, scenario: parity.Scenario, layout: parity.Layout, weights: Mapping[str, Path], device: str
     ) -> dict[str, Any]:
-        self.scenario, self.dp, self.stack = scenario, layout.dp, contextlib.ExitStack()
+        self.scenario, self.layout = scenario, layout
         self.stack.enter_context(parity.on_cpu())
         self.stack.enter_context(parity.float64_for(PrecisionType, "to_dtype"))
         verl.utils.model.load_valuehead_model = value_model
@@ -147,15 +144,13 @@ class VerlSft:
         self.workers[role].set_loss_fn(observed_loss)
         engine.optimizer_step = observed_step
 
-    def own(self, batch: parity.Batch) -> list[parity.Row]:
+    def own_rows(self, batch: parity.Batch) -> list[parity.Row]:
         """Returns the rows of this rank, micro-batch by micro-batch."""
-        k = self.scenario.accumulation
-        parts = batch.micro_batches(dp_rank=dist.get_rank(), dp_size=self.dp, accumulation=k)
-        return [row for part in parts for row in part]
+        return [row for part in self.own(batch) for row in part]
 
     def train_step(self, batch: parity.Batch, on_gradients: Callable[[str], None]) -> parity.StepMetrics:
         self.on_gradients, self.seen = on_gradients, {"policy": []}
-        rows = self.own(batch)
+        rows = self.own_rows(batch)
         flat = [parity.flatten([row]) for row in rows]  # a row is one sample for verl, whether packed or not
         ragged = lambda parts: torch.nested.as_nested_tensor([part[0] for part in parts], layout=torch.jagged)  # noqa: E731
         tensors = {
@@ -182,15 +177,9 @@ class VerlSft:
             values["token_count"] = self.seen[role][0][1]["batch_num_tokens"]
         return {f"{prefix}{key}": float(value) for key, value in values.items()}
 
-    def tensors(self, kind: parity.TensorKind, model: str) -> Iterator[tuple[str, torch.Tensor]]:
+    def tensors(self, kind: parity.TensorKind, model: str) -> parity.NamedTensors:
         for name, parameter in self.workers[model].engine.module.named_parameters():
-            yield name, parameter.detach() if kind == "weight" else parameter.grad
-
-    def named_tensors(self, kind: parity.TensorKind, model: str) -> Iterator[tuple[str, torch.Tensor]]:
-        return parity.whole_tensors(self.tensors(kind, model))
-
-    def local_shards(self, kind: parity.TensorKind, model: str) -> Iterator[parity.Shard]:
-        return parity.shards(self.tensors(kind, model))
+            yield name, parameter if kind == "weight" else parameter.grad
 
     def save(self, path: Path) -> None:
         for role in self.losses():
@@ -199,7 +188,3 @@ class VerlSft:
     def load(self, path: Path) -> None:
         for role in self.losses():
             self.workers[role].load_checkpoint(str(path / role))
-
-    def teardown(self) -> None:
-        self.stack.close()
-        del self.workers, self.seen
