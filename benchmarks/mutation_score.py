@@ -1,15 +1,18 @@
 """Plants every fault of the catalogue on every backend with its patch point, in every tier, and counts the catches.
 
-python benchmarks/mutation_score.py [OUT] [--workers N] [--minutes M] [--faults NAME ...] [--backends NAME ...]
-                                    [--tiers TIER ...]
+python benchmarks/mutation_score.py [OUT] [--jobs N] [--minutes M] [--faults NAME ...] [--backends NAME ...]
+                                    [--tiers TIER ...] [--seeds SEED ... [--cells N] [--profiles NAME ...]]
 
 A fault is planted in its own cells (Fault.cells), with all steps and rows of the scenario. For the tier ``quick``, it
 is planted in the cells of the quick profile until one of them catches it. Each cell also runs without a fault, and
-catches nothing if it does not conform then. Workers are processes, each with its own session, which take one job after
-another.
+catches nothing if it does not conform then. ``--seeds`` adds cells without a fault, N for each seed, of the profiles
+and in turn of each tier; ``--faults`` without a name plants none.
+
+Jobs are processes of one thread, each with its own session. Each takes one cell after another, with all faults of the
+cell, or all cells that share an oracle.
 OUT/mutation-score.md and .json are written at the end; cells with another result than predicted are kept in
-OUT/workers. The same command with the same OUT runs only the jobs that have not been run. A worker needs 1.5 cores and
-4 GiB of memory.
+OUT/workers. The same command with the same OUT runs only cells that have not been run; of OUT, mutation-score.json is
+enough for that. A job needs one core and 4 GiB of memory.
 
 Exit status: 0 if every fault is caught in some tier on every backend, and all cells without a fault conform; 1 if not;
 3 if a cell was not run.
@@ -21,14 +24,18 @@ import dataclasses
 import json
 import math
 import os
+import pickle
+import random
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import chain, zip_longest
 from pathlib import Path
 
 from pydantic import TypeAdapter
@@ -50,8 +57,11 @@ from conformance.spec.layout import Layout
 from conformance.spec.precision import PRECISIONS, PrecisionName
 from conformance.spec.scenario import load_scenario
 from impl.faults.declaration import with_program
-from reports.mutation_score import BLANK, MARKDOWN, QUICK, Row, to_markdown, write_score
+from reports.mutation_score import BLANK, HONEST, JSON, MARKDOWN, QUICK, Row, read_score, to_markdown, write_score
 
+Key = tuple[str, str, str, str]  # fault, backend, tier, and the cell of a row without a fault
+JOBS = "jobs.pickle"
+MOST = 12  # cells of one oracle that are run with one seed
 LOSSES, NORMS = ("loss", "critic.loss"), ("grad_norm", "critic.grad_norm")
 
 
@@ -60,34 +70,52 @@ class Job:
     """Describes the work for one row of the score.
 
     cells: the one cell to run, or several that are run until one catches the fault; none if the row is BLANK.
+    claimed_as: see ``claim``.
     """
 
     row: Row
     cells: tuple[Cell, ...] = ()
+    claimed_as: str = ""
 
     @property
-    def key(self) -> str:
-        """Returns the job's name in the names of files."""
-        return "_".join([self.row.fault or self.cells[0].slug, self.row.backend, self.row.tier])
+    def key(self) -> Key:
+        """Identifies the job in the rows of an earlier command."""
+        return key_of(self.row)
+
+    @property
+    def claim(self) -> str:
+        """Names the jobs that one process runs in turn: those of a cell, or of cells that share an oracle."""
+        return self.claimed_as or self.cells[0].plain.slug
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     default = Path("parity-out") / f"mutation-score-{datetime.now():%Y-%m-%d_%H-%M-%S}"
     parser.add_argument("out", type=Path, nargs="?", default=default)
-    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--minutes", type=float, default=math.inf, help="after which no job is begun (default: none)")
-    parser.add_argument("--faults", nargs="+", default=list(catalogue()), choices=list(catalogue()), metavar="NAME")
+    parser.add_argument("--faults", nargs="*", default=list(catalogue()), choices=list(catalogue()), metavar="NAME")
     parser.add_argument("--backends", nargs="+", default=list(registered_backends()))
     parser.add_argument("--tiers", nargs="+", default=[*PRECISIONS, QUICK], choices=[*PRECISIONS, QUICK])
+    parser.add_argument("--seeds", nargs="*", type=int, default=[], help="of cells without a fault (default: none)")
+    parser.add_argument("--cells", type=int, default=500, help="for each of --seeds (default: 500)")
+    parser.add_argument(
+        "--profiles", nargs="+", default=["full", "families"], help="of --seeds (default: full families)"
+    )
     parser.add_argument("--is-worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    jobs = plan(options.faults, options.backends, options.tiers, models=options.out.resolve() / "models")
+    until = time.monotonic() + 60 * options.minutes
     if options.is_worker:
-        work(jobs, options.out, until=time.monotonic() + 60 * options.minutes)
+        work(pickle.loads((options.out / JOBS).read_bytes()), options.out, until=until)
         return 0
+    jobs = plan(options.faults, options.backends, options.tiers, models=options.out.resolve() / "models")
+    if options.seeds:
+        cells = {str(c): c for name in options.profiles for c in select_cells(Selection(profile=name))}.values()
+        own = [cell for cell in cells if {phase.backend.name for phase in cell.phases} <= set(options.backends)]
+        for seed in options.seeds:
+            jobs += without_faults(own, seed, [tier for tier in PRECISIONS if tier in options.tiers], options.cells)
     facts = {"date": f"{datetime.now():%Y-%m-%d}", **environment()}
-    run_workers(jobs, options)
+    run_workers(jobs, options.out, count=options.jobs, until=until)
     score = write_score(options.out, collected(jobs, options.out), facts)
     print(to_markdown(score, facts).partition("## Every fault")[0])
     print(options.out / MARKDOWN)
@@ -143,30 +171,56 @@ def _of_quick(quick: Sequence[Cell], fault: Fault, backend: BackendEntry) -> Ite
             yield dataclasses.replace(cell, faults=(fault.name,))
 
 
-def run_workers(jobs: Sequence[Job], options: argparse.Namespace) -> None:
-    """Runs the jobs without a row in worker processes, and waits for them."""
-    claims = options.out / "claims"
+def without_faults(cells: Sequence[Cell], seed: int, tiers: Sequence[PrecisionName], count: int) -> list[Job]:
+    """Returns jobs for at least ``count`` of the cells with this seed: up to MOST that share an oracle, of each tier in
+    turn."""
+    groups: dict[tuple[str, ...], list[Cell]] = defaultdict(list)
+    for cell in cells:
+        groups[(cell.scenario.precision, *map(str, cell.oracle_request))].append(
+            dataclasses.replace(cell, scenario=dataclasses.replace(cell.scenario, seed=seed))
+        )
+    draw = random.Random(seed)
+    order = [draw.sample(group, min(len(group), MOST)) for group in draw.sample(list(groups.values()), len(groups))]
+    by_tier = [[group for group in order if group[0].scenario.precision == tier] for tier in tiers]
+    jobs: list[Job] = []
+    for group in chain.from_iterable(filter(None, some) for some in zip_longest(*by_tier)):
+        for cell in group if len(jobs) < count else ():
+            row = Row(
+                fault="", predicted="", backend=cell.backend, tier=cell.scenario.precision, cell=str(cell), state=""
+            )
+            jobs.append(Job(row=row, cells=(cell,), claimed_as=group[0].slug))
+    return jobs
+
+
+def run_workers(jobs: Sequence[Job], out: Path, *, count: int, until: float) -> None:
+    """Runs the jobs without a row in up to ``count`` worker processes, and waits for them; for ``until`` see work."""
+    claims = out / "claims"
     shutil.rmtree(claims, ignore_errors=True)  # claims of an earlier command; its unfinished jobs are run again
     claims.mkdir(parents=True)
-    todo = {job.key for job in jobs if job.cells}
-    done = written_rows(options.out).keys() & todo
-    for key in done:
-        (claims / key).touch()
-    command = [sys.executable, __file__, str(options.out), "--is-worker", "--minutes", str(options.minutes)]
-    for name in ("faults", "backends", "tiers"):
-        command += [f"--{name}", *getattr(options, name)]
-    threads = {"OMP_NUM_THREADS": "1", **os.environ}
-    processes = [subprocess.Popen(command, env=threads) for _ in range(min(options.workers, len(todo - done)))]
+    (out / JOBS).write_bytes(pickle.dumps(jobs))  # planning takes every worker seconds
+    done = written_rows(out).keys()
+    todo = {job.key: job.claim for job in jobs if job.cells}
+    left = {claim for key, claim in todo.items() if key not in done}
+    minutes = str((until - time.monotonic()) / 60)
+    command = [sys.executable, __file__, str(out), "--is-worker", "--minutes", minutes]
+    threads = {**os.environ, "OMP_NUM_THREADS": "1"}
+    processes = [subprocess.Popen(command, env=threads) for _ in range(min(count, len(left)))]
     while running := [process for process in processes if process.poll() is None]:
-        print(f"{len(written_rows(options.out))} of {len(todo)}", file=sys.stderr, flush=True)
+        print(f"{len(written_rows(out).keys() & todo.keys())} of {len(todo)}", file=sys.stderr, flush=True)
         with contextlib.suppress(subprocess.TimeoutExpired):
             running[0].wait(timeout=10)
 
 
-def written_rows(out: Path) -> dict[str, Row]:
-    """Reads the rows that workers have written so far, by the jobs' keys."""
+def key_of(row: Row) -> Key:
+    return row.fault, row.backend, row.tier, "" if row.fault else row.cell
+
+
+def written_rows(out: Path) -> dict[Key, Row]:
+    """Reads the rows of an earlier command and those that workers have written so far, by the jobs' keys."""
+    earlier = [vars(row) for row in read_score(out / JSON)[0].rows] if (out / JSON).is_file() else []
     lines = [json.loads(line) for file in out.glob("workers/*/rows.jsonl") for line in file.read_text().splitlines()]
-    return {line["key"]: TypeAdapter(Row).validate_python(line["row"]) for line in lines}
+    rows = TypeAdapter(list[Row]).validate_python([*earlier, *lines])
+    return {key_of(row): row for row in rows if row.state not in ("not_run", BLANK)}
 
 
 def collected(jobs: Sequence[Job], out: Path) -> list[Row]:
@@ -177,21 +231,26 @@ def collected(jobs: Sequence[Job], out: Path) -> list[Row]:
 
 
 def work(jobs: Sequence[Job], out: Path, *, until: float) -> None:
-    """Runs the jobs that no other worker has claimed, and writes a line of rows.jsonl for each.
+    """Runs the jobs that have no row and that no other worker has claimed, and writes a line of rows.jsonl for each.
 
     No job is begun after the time ``until`` (time.monotonic, in seconds).
     """
     (out / "workers").mkdir(exist_ok=True)
-    folder = Path(tempfile.mkdtemp(dir=out / "workers"))
+    folder, done = Path(tempfile.mkdtemp(dir=out / "workers")), written_rows(out)
+    sizes, own = Counter(job.claim for job in jobs if job.cells), set()
+    order = sorted((job for job in jobs if job.cells), key=lambda job: (-sizes[job.claim], job.claim))
     with Session(SessionConfig(out=folder / "session")) as session, (folder / "rows.jsonl").open("w") as file:
-        for job in jobs:
-            if time.monotonic() < until and job.cells and _claim(out / "claims" / job.key):
-                row = run(session, job)
-                print(dumps({"key": job.key, "row": vars(row)}), file=file, flush=True)
+        for job in order:
+            if time.monotonic() >= until or job.key in done:
+                continue
+            if job.claim in own or _claim(out / "claims" / job.claim):
+                own.add(job.claim)
+                done[job.key] = row = run(session, job)
+                print(dumps(vars(row)), file=file, flush=True)
 
 
 def _claim(claim: Path) -> bool:
-    """Claims a job by creating its file; returns whether no other process has claimed it before."""
+    """Claims jobs by creating a file; returns whether no other process has claimed them before."""
     try:
         claim.touch(exist_ok=False)
     except FileExistsError:
@@ -205,15 +264,18 @@ def run(session: Session, job: Job) -> Row:
     for cell in job.cells:
         verdict = (judged := session.run(cell)).verdict
         reason = verdict.reason.partition("\n")[0]  # without the logs and stacks of this machine
-        row = dataclasses.replace(row, cell=str(cell), state=verdict.state, stage=verdict.first_stage, reason=reason)
-        if judged.completed and row.tier != QUICK:
+        margins = {stage: float(f"{worst.ratio:.3g}") for stage, worst in verdict.worst.items()}
+        row = dataclasses.replace(
+            row, cell=str(cell), state=verdict.state, stage=verdict.first_stage, reason=reason, margins=margins
+        )
+        if judged.completed and row.tier != QUICK and not job.claimed_as:
             row = dataclasses.replace(row, loss=_errors(session, cell, LOSSES), norm=_errors(session, cell, NORMS))
         if (
-            row.state == "conforms"
+            row.state in HONEST
             if not row.fault
             else (row.state == "differs" and row.stage == row.predicted) or row.tier == QUICK
         ):
-            shutil.rmtree(session.config.out / "cells" / cell.slug)
+            shutil.rmtree(session.config.out / "cells" / cell.slug, ignore_errors=True)
         if row.state == "differs":
             break
     return row

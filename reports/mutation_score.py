@@ -5,6 +5,7 @@ or the loss and the gradient norm, of two runs. Every cell also runs without a f
 raises an alarm for the control has not detected the fault.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, product
@@ -20,6 +21,7 @@ QUICK = "quick"  # instead of a tier: the fault was planted in cells of the quic
 BLANK = "blank"  # instead of a state: the fault changes nothing in this tier
 ANY = "any"
 ORDER = (*PRECISIONS, QUICK)
+HONEST = ("conforms", "expected_difference", "unsupported")  # states of cells without a fault that are no false alarm
 JSON, MARKDOWN = "mutation-score.json", "mutation-score.md"
 
 
@@ -31,6 +33,7 @@ class Row:
     state: the state of the cell's verdict, or BLANK. A cell that differs has caught the fault only if the same cell
         without it conforms (Score.caught). reason: the reason of the verdict in one line, or why the fault
         changes nothing.
+    margins: by stage, the largest observed / allowed.
     loss, norm: relative errors of the loss and of the gradient norm at the first and at the last step; the larger of
         policy and critic. None if they were not recorded.
     """
@@ -43,6 +46,7 @@ class Row:
     state: str
     stage: str = ""
     reason: str = ""
+    margins: dict[str, float] | None = None
     loss: tuple[float, float] | None = None
     norm: tuple[float, float] | None = None
 
@@ -71,7 +75,7 @@ class Score:
     """Evaluates all rows of one mutation score."""
 
     def __init__(self, rows: Iterable[Row]) -> None:
-        every = sorted(rows, key=_sort_key)
+        self.rows = every = sorted(rows, key=_sort_key)
         self.planted = [row for row in every if row.fault and row.state != BLANK]
         self.blank = [row for row in every if row.state == BLANK]
         self.honest = {row.cell: row for row in every if not row.fault}
@@ -90,8 +94,8 @@ class Score:
 
     @property
     def false_alarms(self) -> list[Row]:
-        """Returns the cells without a fault that do not conform."""
-        return [row for row in self.honest.values() if row.state != "conforms"]
+        """Returns the cells without a fault that do not conform, but for differences that a backend declares."""
+        return [row for row in self.honest.values() if row.state not in HONEST]
 
     @property
     def is_complete(self) -> bool:
@@ -137,8 +141,8 @@ def read_score(file: Path) -> tuple[Score, dict[str, object]]:
 
 def to_markdown(score: Score, facts: dict[str, object]) -> str:
     """Formats the score as Markdown: totals, missed faults, and every row."""
-    parts = (_head(score, facts), _totals(score), _quick(score), _missed(score), _blank(score), _every_fault(score))
-    return "\n".join([*chain.from_iterable(parts), ""])
+    results = (_totals, _honest, _quick, _missed, _blank, _every_fault)
+    return "\n".join([*_head(score, facts), *chain.from_iterable(part(score) for part in results), ""])
 
 
 def _head(score: Score, facts: dict[str, object]) -> Iterator[str]:
@@ -146,10 +150,11 @@ def _head(score: Score, facts: dict[str, object]) -> Iterator[str]:
     pairs = {(row.fault, row.backend) for row in score.in_tiers}
     caught = len(pairs) - len(score.never_caught)
     yield "# Mutation score\n"
+    done = sum(row.state not in ("not_run", "unsupported") for row in score.honest.values())
     yield (
         f"{len(faults)} faults, planted {len(score.in_tiers)} times. Of {len(pairs)} pairs of fault and backend, "
-        f"{caught} are caught at the predicted stage in at least one tier. Of {len(score.honest)} cells without a "
-        f"fault, {len(score.honest) - len(score.false_alarms)} conform.\n"
+        f"{caught} are caught at the predicted stage in at least one tier. Of {done} cells without a fault "
+        f"that were judged, {done - sum(row.state != 'not_run' for row in score.false_alarms)} conform.\n"
     )
     yield f"{', '.join(f'{key} {value}' for key, value in facts.items())}\n"
 
@@ -176,6 +181,28 @@ def _pairs(rows: Iterable[Row]) -> int:
     return len({(row.fault, row.backend) for row in rows})
 
 
+def _honest(score: Score) -> Iterator[str]:
+    yield "## Cells without a fault\n"
+    yield "Margins are observed / allowed: the three stages that came nearest to their bounds.\n"
+    yield _line("tier", "judged", "expected difference", "false alarms", "not run", "unsupported", "largest margins")
+    yield "|" + " :-- |" + " --: |" * 5 + " :-- |"
+    for tier in dict.fromkeys(row.tier for row in sorted(score.honest.values(), key=lambda row: ORDER.index(row.tier))):
+        rows = [row for row in score.honest.values() if row.tier == tier]
+        states = Counter(row.state for row in rows)
+        alarms = sum(row in score.false_alarms and row.state != "not_run" for row in rows)
+        largest: dict[str, tuple[float, str]] = {}
+        for row in rows:
+            for stage, ratio in (row.margins or {}).items() if row.state == "conforms" else ():
+                largest[stage] = max(largest.get(stage, (0.0, "")), (ratio, row.cell))
+        worst = sorted(((ratio, stage, cell) for stage, (ratio, cell) in largest.items()), reverse=True)[:3]
+        margins = "; ".join(f"{stage} {ratio:.2f} (`{cell}`)" for ratio, stage, cell in worst)
+        judged = sum(row.state not in ("not_run", "unsupported") for row in rows)
+        yield _line(
+            tier, judged, states["expected_difference"], alarms, states["not_run"], states["unsupported"], margins
+        )
+    yield ""
+
+
 def _quick(score: Score) -> Iterator[str]:
     rows = [row for row in score.planted if row.tier == QUICK]
     if not rows:
@@ -193,6 +220,14 @@ def _missed(score: Score) -> Iterator[str]:
     if all(map(score.as_predicted, score.in_tiers)) and not score.false_alarms:
         return
     yield "## Not as predicted\n"
+    for tier in ORDER:
+        missed: dict[str, list[str]] = {}
+        for row in score.in_tiers:
+            if row.tier == tier and not score.caught(row) and row.state != "not_run":
+                missed.setdefault(row.fault, []).append(row.backend)
+        if missed:
+            names = (f"`{fault}` ({', '.join(backends)})" for fault, backends in missed.items())
+            yield f"* missed in {tier}: {', '.join(names)}"
     for row in score.in_tiers:
         if not score.as_predicted(row):
             alone = row.state == "differs" and not score.caught(row)
