@@ -61,6 +61,7 @@ from reports.mutation_score import BLANK, HONEST, JSON, MARKDOWN, QUICK, Row, re
 
 Key = tuple[str, str, str, str]  # fault, backend, tier, and the cell of a row without a fault
 JOBS = "jobs.pickle"
+GRACE = 60  # seconds that a cell may go on after --minutes
 MOST = 12  # cells of one oracle that are run with one seed
 LOSSES, NORMS = ("loss", "critic.loss"), ("grad_norm", "critic.grad_norm")
 
@@ -93,7 +94,12 @@ def main() -> int:
     default = Path("parity-out") / f"mutation-score-{datetime.now():%Y-%m-%d_%H-%M-%S}"
     parser.add_argument("out", type=Path, nargs="?", default=default)
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--minutes", type=float, default=math.inf, help="after which no job is begun (default: none)")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=math.inf,
+        help="after which no cell is begun; one more and workers end (default: none)",
+    )
     parser.add_argument("--faults", nargs="*", default=list(catalogue()), choices=list(catalogue()), metavar="NAME")
     parser.add_argument("--backends", nargs="+", default=list(registered_backends()))
     parser.add_argument("--tiers", nargs="+", default=[*PRECISIONS, QUICK], choices=[*PRECISIONS, QUICK])
@@ -193,7 +199,8 @@ def without_faults(cells: Sequence[Cell], seed: int, tiers: Sequence[PrecisionNa
 
 
 def run_workers(jobs: Sequence[Job], out: Path, *, count: int, until: float) -> None:
-    """Runs the jobs without a row in up to ``count`` worker processes, and waits for them; for ``until`` see work."""
+    """Runs the jobs without a row in up to ``count`` worker processes, and waits for them; for ``until`` see work.
+    Ends workers that are at work GRACE seconds later."""
     claims = out / "claims"
     shutil.rmtree(claims, ignore_errors=True)  # claims of an earlier command; its unfinished jobs are run again
     claims.mkdir(parents=True)
@@ -209,6 +216,9 @@ def run_workers(jobs: Sequence[Job], out: Path, *, count: int, until: float) -> 
         print(f"{len(written_rows(out).keys() & todo.keys())} of {len(todo)}", file=sys.stderr, flush=True)
         with contextlib.suppress(subprocess.TimeoutExpired):
             running[0].wait(timeout=10)
+        if time.monotonic() > until + GRACE:
+            for process in running:
+                process.terminate()
 
 
 def key_of(row: Row) -> Key:
@@ -275,7 +285,7 @@ def run(session: Session, job: Job) -> Row:
             if not row.fault
             else (row.state == "differs" and row.stage == row.predicted) or row.tier == QUICK
         ):
-            shutil.rmtree(session.config.out / "cells" / cell.slug, ignore_errors=True)
+            shutil.rmtree(session.folder(cell), ignore_errors=True)
         if row.state == "differs":
             break
     return row
@@ -283,10 +293,8 @@ def run(session: Session, job: Job) -> Row:
 
 def _errors(session: Session, cell: Cell, keys: Sequence[str]) -> tuple[float, float]:
     """Returns the largest relative errors of the values ``keys`` against the oracle, at the first and the last step."""
-    folder = session.config.out / "cells" / cell.slug
-    entry = read_entry(folder / VERDICT)
-    assert entry.oracle
-    own, reference = read_record(folder / entry.records[-1]).steps, read_record(folder / entry.oracle / "float64").steps
+    own = read_record(session.folder(cell) / read_entry(session.folder(cell) / VERDICT).records[-1]).steps
+    reference = read_record(session.reference(cell)).steps
     first, last = (max(_off(own[i].value(k), reference[i].value(k)) for k in keys) for i in (0, -1))
     return first, last
 

@@ -21,6 +21,7 @@ from conformance.models.folder_checks import check_model_folder
 from conformance.models.synthetic import is_large, is_sketched, is_without_weights
 from conformance.oracle.objectives import functions_of
 from conformance.oracle.role_model import decoder_of
+from conformance.records.header_checks import FLOAT64
 from conformance.results.bisection import Bisected
 from conformance.results.verdict import FAILED, NOT_STARTED, Verdict
 from conformance.runner.attempt import CellRunner, Expectations, JudgedCell
@@ -221,6 +222,10 @@ class Session:
     def conventions(self, cell: Cell) -> Conventions:
         """Returns the conventions that the cell's backends declare and that could change it."""
         return self._expectations.of(cell).conventions
+
+    def reference(self, cell: Cell) -> Path:
+        """Returns the oracle's float64 record, which lies outside of the output folder until the session ends."""
+        return self._oracles.folder(cell) / FLOAT64
 
     def folder(self, cell: Cell) -> Path:
         """Returns the folder of a cell, with its verdict and its records."""

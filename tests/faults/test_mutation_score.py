@@ -11,12 +11,22 @@ import pytest
 
 from conformance.backends.faults import catalogue
 from conformance.spec.precision import PRECISIONS
-from reports.mutation_score import BLANK, JSON, QUICK, Row, Score, read_score, to_markdown
+from reports.mutation_score import BLANK, JSON, QUICK, Row, Score, read_score, to_markdown, write_score
 
 ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+from mutation_score import written_rows  # noqa: E402
+
 FACTS: dict[str, object] = {"date": "2026-11-22", "torch": "2.13.0"}
 HONEST = Row(
-    fault="", predicted="", backend="fsdp2", tier="bf16", cell="s/m/fsdp2/dp2/bf16", state="conforms", norm=(0.0, 0.02)
+    fault="",
+    predicted="",
+    backend="fsdp2",
+    tier="bf16",
+    cell="s/m/fsdp2/dp2/bf16",
+    state="conforms",
+    norm=(0.0, 0.02),
+    margins={"loss": 0.1, "gradients": 0.2},
 )
 CLIP = Row(
     fault="clip-never",
@@ -29,7 +39,9 @@ CLIP = Row(
     loss=(0.0, 0.03),
     norm=(0.0, 0.02),
 )
-HONEST_MEAN = dataclasses.replace(HONEST, backend="megatron", cell="s/m/megatron/dp2/bf16", norm=(0.0, 0.0))
+HONEST_MEAN = dataclasses.replace(
+    HONEST, backend="megatron", cell="s/m/megatron/dp2/bf16", norm=(0.0, 0.0), margins={"gradients": 0.4}
+)
 MISSED = dataclasses.replace(
     CLIP, tier="exact", cell="s/m/fsdp2/dp2/exact/fault-clip-never", state="conforms", stage="", reason="all agree"
 )
@@ -50,7 +62,9 @@ ROWS = (HONEST, HONEST_MEAN, CLIP, MISSED, LATE, BLANKED, IN_QUICK, NOT_IN_QUICK
 LINES = (
     "2 faults, planted 3 times.",
     "Of 2 pairs of fault and backend, 1 are caught at the predicted stage in at least one tier.",
-    "Of 2 cells without a fault, 2 conform.",
+    "Of 2 cells without a fault that were judged, 2 conform.",
+    "| bf16 | 2 | 0 | 0 | 0 | 0 | gradients 0.40 (`s/m/megatron/dp2/bf16`); loss 0.10 (`s/m/fsdp2/dp2/bf16`) |",
+    "* missed in exact: `clip-never` (fsdp2)\n",
     "date 2026-11-22, torch 2.13.0",
     "| fsdp2 | exact | 1 | 0 | 0 | 1 | 0 | 1 |",
     "| fsdp2 | bf16 | 1 | 1 | 1 | 1 | 0 | 0 |",
@@ -100,6 +114,15 @@ def test_what_was_not_run_is_no_score() -> None:
     score = Score([HONEST, CLIP, dataclasses.replace(MISSED, state="not_run")])
     assert not score.is_complete
     assert not score.holds
+
+
+def test_a_declared_difference_is_no_false_alarm() -> None:
+    assert Score([dataclasses.replace(HONEST, state="expected_difference")]).holds
+
+
+def test_rows_of_an_earlier_command_are_not_run_again(tmp_path: Path) -> None:
+    write_score(tmp_path, [HONEST, CLIP, dataclasses.replace(MISSED, state="not_run"), BLANKED], FACTS)
+    assert list(written_rows(tmp_path).values()) == [HONEST, CLIP]
 
 
 def test_every_fault_shows_in_some_tier() -> None:
