@@ -29,12 +29,10 @@ def on_cpu(*, stand_ins: Sequence[str] = ()) -> Iterator[None]:
     stand_ins: packages that the framework imports and does not need here. They and ``flash_attn``, if they are not
     installed, are importable inside; their names raise an error when they are called. flash_attn's padding works.
 
-    Does nothing where CUDA is available. May be nested; everything is restored on exit.
+    Where CUDA is available only the absent packages are replaced. May be nested; everything is restored on exit.
     """
-    if torch.cuda.is_available():
-        yield
-        return
-    with cuda_is_cpu(), _stand_ins(("flash_attn", *stand_ins)):
+    on_cpu = contextlib.nullcontext() if torch.cuda.is_available() else cuda_is_cpu()
+    with on_cpu, _stand_ins(("flash_attn", *stand_ins)):
         yield
 
 

@@ -171,6 +171,8 @@ class Backend(Protocol):
     preload_apart: by the name of a layout option, the modules to import instead, for options that need other libraries
         in the process. Cells with such an option have their own ranks.
     fresh_ranks: True for a framework that leaves state behind in its process. Each cell then runs in new ranks.
+    gpu_backend: the backend of the process group of ranks on GPUs, as in torch.distributed.init_process_group. Default:
+        ``nccl``.
     shows_training_state: True if ``named_tensors`` yields the kinds of training state. Otherwise a resume is judged
         only by the steps that follow it.
 

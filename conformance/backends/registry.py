@@ -88,7 +88,9 @@ class Traits:
     methods: tuple[str, ...]
     preload: tuple[str, ...]
     fresh_ranks: bool
-    preload_apart: dict[str, tuple[str, ...]] = field(default_factory=dict)  # missing in answers of an older suite
+    # These two are missing in answers of an older suite.
+    preload_apart: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    gpu_backend: str = "nccl"
 
     def preload_for(self, layout: Layout) -> tuple[str, ...]:
         """Returns the modules to import before the ranks of a cell in this layout are forked."""
@@ -143,6 +145,7 @@ class InProcessAdapter:
             preload=(*always, *getattr(adapter, "preload", _PRELOAD)),
             preload_apart={option: (*always, *modules) for option, modules in by_option.items()},
             fresh_ranks=bool(getattr(adapter, "fresh_ranks", False)),
+            gpu_backend=getattr(adapter, "gpu_backend", "nccl"),
         )
 
     def supports(self, scenario: Scenario, layout: Layout) -> Support:

@@ -261,10 +261,12 @@ def import_ahead(pool: Pool, waiting: Iterable[Cell], device: Device) -> None:
 
 def group_config(phase: Phase, device: Device) -> WorkerGroupConfig:
     """Returns the configuration of the worker group for a phase."""
+    traits = adapter_of(phase.backend).traits
     return WorkerGroupConfig(
         size=phase.layout.world_size,
         device=device,
-        preload=adapter_of(phase.backend).traits.preload_for(phase.layout),
+        preload=traits.preload_for(phase.layout),
+        gpu_backend=traits.gpu_backend,
         python=phase.backend.python,
     )
 

@@ -99,6 +99,7 @@ class ForkserverHandle(Child):
             "device": config.device,
             "port": _free_port(),
             "preload": config.preload,
+            "gpu_backend": config.gpu_backend,
             "memory_limit_bytes": config.memory_limit_bytes,
         }
         return self.launch(

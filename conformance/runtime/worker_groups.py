@@ -39,6 +39,7 @@ class WorkerGroupConfig:
     size: number of ranks. device: ``cpu``, or ``cuda``, where each rank has a GPU, or a share of one.
     preload: modules to import before the first task, such as the adapter's. They are imported once for all worker
         groups on one block of slots with the same ``preload``.
+    gpu_backend: the backend of the process group with ``cuda``, as in torch.distributed.init_process_group.
     python: the executable that ranks run in; empty: that of this process.
     gpu_memory: required bytes. A worker group on leased slots (conformance.runtime.pool) gets enough GPUs of one
         host for them, whatever its size; all GPUs of that host if they do not suffice, or if their memory is
@@ -52,6 +53,7 @@ class WorkerGroupConfig:
     size: int
     device: Device
     preload: tuple[str, ...]
+    gpu_backend: str = "nccl"
     python: str = ""
     gpu_memory: int | None = field(default=None, compare=False)
     memory_limit_bytes: int | None = None

@@ -57,6 +57,7 @@ class RankSpec:
     device: str
     port: int
     preload: tuple[str, ...]
+    gpu_backend: str
     memory_limit_bytes: int | None
     socket_fd: int
     beats_fd: int
@@ -139,7 +140,7 @@ def _join(spec: RankSpec) -> None:
     if spec.device == "cuda":
         torch.cuda.set_device(spec.gpu)
     dist.init_process_group(
-        "gloo" if spec.device == "cpu" else "nccl",
+        "gloo" if spec.device == "cpu" else spec.gpu_backend,
         store=_store(spec),
         rank=spec.rank,
         world_size=spec.size,

@@ -41,6 +41,7 @@ def value_model(local_path: str, torch_dtype: torch.dtype, model_config: Any, tr
 
 class VerlSft(parity.FrameworkAdapter):
     objectives: tuple[str, ...] = ("sft",)
+    gpu_backend = "cpu:gloo,cuda:nccl"  # as verl's workers
 
     @classmethod
     def describe(cls) -> parity.BackendInfo:

@@ -39,6 +39,7 @@ adapter.switch_off_dropout = lambda model: None  # the plain model is no torch m
 
 class Pinned(Plain):
     fresh_ranks = True
+    gpu_backend = "cpu:gloo,cuda:nccl"
     conventions = (DecaysAll(), EntropyByMicroBatch(), AdvantageEpsilon(value=0.25))
     expected = (ExpectedDifference(
         reason="rounds",
@@ -107,6 +108,7 @@ def test_an_adapter_says_the_same_from_another_environment(python: str) -> None:
     assert (entry.name, entry.target, entry.python) == ("pinned", "pinned_adapter:Pinned", python)
     asked = adapter_of(entry)
     assert (asked.traits.fresh_ranks, asked.traits.default_zero) == (True, 0)
+    assert asked.traits.gpu_backend == "cpu:gloo,cuda:nccl"
     assert asked.traits.preload[0] == "plain_backend"
     assert str(asked.supports(SCENARIO, Layout(dp=2))) == "Supported()"
     assert "data parallel; use dp2" in str(asked.supports(SCENARIO, Layout(pp=2)))

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 import parity
 from conformance.backends import on_cpu as module
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on_cpu does nothing where CUDA is available")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on_cpu replaces no device where CUDA is available")
 ABSENT = "no_such_framework"
 
 
@@ -113,11 +113,14 @@ def test_nothing_is_left_after_an_error_inside_of_modes() -> None:
     assert state() == before
 
 
-def test_with_a_gpu_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_a_gpu_only_absent_packages_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    replaced = len(state()) - 3  # the last three are of imports and modes
     before = state()
     with parity.on_cpu(stand_ins=(ABSENT,)):
-        assert state() == before
+        importlib.import_module(ABSENT)
+        assert state()[:replaced] == before[:replaced]
+    assert state() == before
 
 
 class Precision:

@@ -156,6 +156,7 @@ class FarHandle(Handle):
         spec = {
             "size": config.size,
             "preload": config.preload,
+            "gpu_backend": config.gpu_backend,
             "python": config.python,
             "memory_limit_bytes": config.memory_limit_bytes,
         }

@@ -220,6 +220,7 @@ class Host:
             size=part["size"],
             device="cpu" if self._device == "cpu" else "cuda",
             preload=tuple(spec["preload"]),
+            gpu_backend=spec["gpu_backend"],
             python=spec["python"],
             memory_limit_bytes=spec["memory_limit_bytes"],
         )
