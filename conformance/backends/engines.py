@@ -24,12 +24,14 @@ from pydantic import TypeAdapter
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from conformance.backends.faults import faults_of, plant
 from conformance.backends.registry import EnvironmentProcess, answer_queries
 from conformance.core.errors import UsageError, did_you_mean, one_line
 from conformance.core.packages import package_version
 from conformance.spec.precision import PrecisionName
 
 ENTRY_POINT_GROUP = "parity.engines"
+_PLANTED = contextlib.ExitStack()  # the faults of this process, for its lifetime
 Reported = Literal["raw", "processed"]
 
 
@@ -208,10 +210,10 @@ class ServedEngine:
 class EngineProcess(ServedEngine):
     """Calls an engine in a process of its own, which may use another Python environment.
 
-    limit_s: seconds for one call. Raises UsageError for an unknown engine.
+    limit_s: seconds for one call. faults: are planted in the process. Raises UsageError for an unknown engine or fault.
     """
 
-    def __init__(self, name: str, *, python: str = "", limit_s: float) -> None:
+    def __init__(self, name: str, *, python: str = "", limit_s: float, faults: Sequence[str] = ()) -> None:
         self._stack = contextlib.ExitStack()
         self._folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="parity-engine-")))
         what = f"--python {name}={python}" if python else f"engine {name}"
@@ -223,6 +225,8 @@ class EngineProcess(ServedEngine):
         self._errors = errors
         try:
             hello = self._checked(self._process.hello)
+            if faults:
+                self._call("plant", names=list(faults))
         except BaseException:
             self._stack.close()
             raise
@@ -292,6 +296,9 @@ def _reply(engine: Engine, query: dict[str, Any]) -> dict[str, Any]:
 
 def _numbers(engine: Engine, method: str, arguments: Mapping[str, Any]) -> dict[str, Tensor]:
     """Calls a method; returns the tensors of its answer by name."""
+    if method == "plant":
+        _PLANTED.enter_context(plant(arguments["names"], type(engine), faults_of(type(engine))))
+        return {}
     made: dict[str, Callable[[Any], Any]] = {"folder": Path, "decoding": lambda values: Decoding(**values)}
     answer = getattr(engine, method)(**{name: made.get(name, lambda x: x)(value) for name, value in arguments.items()})
     if method == "next_token":

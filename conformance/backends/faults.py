@@ -9,7 +9,6 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any, Literal
 
-from conformance.backends.protocol import Backend
 from conformance.core.errors import UsageError, did_you_mean
 from conformance.spec.precision import HALF_PRECISIONS, PrecisionName
 
@@ -74,17 +73,27 @@ def catalogue() -> dict[str, Fault]:
     return {fault.name: fault for entry in found for fault in entry.load()}
 
 
-def find_fault(name: str) -> Fault:
-    """Finds a fault by its name. Raises UsageError, which lists the known faults, for any other name."""
-    if name not in catalogue():
-        near = did_you_mean(name, catalogue())
-        raise UsageError(f"unknown fault {name!r}; {near or 'known: ' + ', '.join(catalogue())}".rstrip())
-    return catalogue()[name]
+def find_fault(name: str, known: Mapping[str, Fault] | None = None) -> Fault:
+    """Finds a fault by its name. Raises UsageError, which lists the known faults, for any other name.
+
+    known: the faults by name; those of the entry points by default.
+    """
+    known = catalogue() if known is None else known
+    if name not in known:
+        near = did_you_mean(name, known)
+        raise UsageError(f"unknown fault {name!r}; {near or 'known: ' + ', '.join(known)}".rstrip())
+    return known[name]
+
+
+def faults_of(engine: type) -> dict[str, Fault]:
+    """Returns the faults that may be planted in a rollout engine, by name. It names the tuple of them in ``faults``."""
+    module, _, attribute = getattr(engine, "faults", "").partition(":")
+    return {fault.name: fault for fault in getattr(import_module(module), attribute)} if module else {}
 
 
 @contextlib.contextmanager
-def plant(names: Sequence[str], adapter: type[Backend]) -> Iterator[Counter[str]]:
-    """Plants the named faults: wraps their patch points, and restores them on exit.
+def plant(names: Sequence[str], adapter: type, known: Mapping[str, Fault] | None = None) -> Iterator[Counter[str]]:
+    """Plants the named faults: wraps their patch points, and restores them on exit. known: see find_fault.
 
     Yields a counter of the calls of each fault in this process. Raises UsageError if the backend lacks a patch point.
     """
@@ -92,7 +101,7 @@ def plant(names: Sequence[str], adapter: type[Backend]) -> Iterator[Counter[str]
     seams: dict[str, str] = getattr(adapter, "seams", {})
     with contextlib.ExitStack() as stack:
         for name in names:
-            fault = find_fault(name)
+            fault = find_fault(name, known)
             if fault.seam not in seams:
                 raise UsageError(
                     f"fault {name!r} needs the patch point {fault.seam!r}, which {adapter.__name__} does not have; "

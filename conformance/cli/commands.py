@@ -169,6 +169,14 @@ def _engine(parser: argparse.ArgumentParser) -> None:
         metavar="BACKENDS",
         help="training backends, with commas: each trains, and the engine takes its weights and is compared with it",
     )
+    parser.add_argument(
+        "--faults",
+        action="append",
+        default=[],
+        dest="engine_faults",
+        metavar="NAME",
+        help="plant a fault of docs/reference/faults.md in the engine; may be repeated",
+    )
     kinds = ("profile", "backend", "cells", "faults", "packing_samples", "ring_head_stride", "sketch")
     parser.set_defaults(**dict.fromkeys(kinds))
     add_options(parser, Selection, Ranks, without=kinds)

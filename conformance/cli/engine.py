@@ -33,7 +33,7 @@ def engine_command(options: argparse.Namespace) -> int:
     pythons = dict(map(_environment, options.python or ()))
     engines = dict.fromkeys(options.engine or ["transformers"])
     against = [one for one in options.against.split(",") if one]
-    options.backend = against or ["fsdp2"]
+    options.backend, faults = against or ["fsdp2"], options.engine_faults
     options.python = [f"{name}={python}" for name, python in pythons.items() if name not in engines]
     options.scenario, options.precision = options.scenario or [SCENARIO], options.precision or ["fp32"]
     options.layout = options.layout or [LAYOUT]
@@ -45,7 +45,8 @@ def engine_command(options: argparse.Namespace) -> int:
             found = []
             own = [cell for cell in cells if cell.scenario == scenario and against]
             with tempfile.TemporaryDirectory(prefix="parity-engines-") as folder:
-                serve = partial(EngineProcess, name, python=pythons.get(name, ""), limit_s=ranks.budget)
+                python = pythons.get(name, "")
+                serve = partial(EngineProcess, name, python=python, limit_s=ranks.budget, faults=faults)
                 for check in _judged(serve, scenario, own, Path(folder), ranks):
                     found.append(check)
                     if not options.json:

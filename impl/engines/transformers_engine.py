@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from safetensors.torch import load_file
@@ -31,7 +31,14 @@ class Place:
 
 
 class TransformersEngine:
-    """Implements conformance.backends.engines.Engine."""
+    """Implements conformance.backends.engines.Engine. faults: what may be planted in the functions of ``seams``."""
+
+    faults = "impl.faults.engines:ENGINE_FAULTS"
+    seams: ClassVar[dict[str, str]] = {
+        "copy_tensors": f"{__name__}:copy_tensors",
+        "serve_folder": f"{__name__}:HfEngine",
+        "next_token": f"{__name__}:TransformersEngine.next_token",
+    }
 
     @classmethod
     def describe(cls) -> EngineInfo:
@@ -114,20 +121,25 @@ class TransformersEngine:
             self._load(folder)
             return
         if way == "adapter":
-            own = {FILE_PREFIX + name: parameter for name, parameter in named_parameters(self._engine.model)}
             new = load_file(folder / ADAPTER / WEIGHTS_FILE)
-            expected = {name: parameter.shape for name, parameter in own.items() if is_adapter(name)}
+            parameters = named_parameters(self._engine.model)
+            expected = {FILE_PREFIX + name: parameter.shape for name, parameter in parameters if is_adapter(name)}
             if (given := {name: tensor.shape for name, tensor in new.items()}) != expected:
                 wrong = sorted(name for name in {*given, *expected} if given.get(name) != expected.get(name))
                 raise ValueError(f"the adapter does not fit: {', '.join(wrong[:4])}")
         else:  # the model is whole before the first number is copied, so an update that fails leaves the old one
-            own = dict(self._engine.model.named_parameters())
             whole = load_model(folder, dtype=self._dtype, attention=None)
             new = {name: parameter.detach() for name, parameter in whole.named_parameters()}
             new = unpacked(*packed(new)) if way == "packed buckets" else new
-        with torch.no_grad():
-            for name, tensor in new.items():
-                own[name].copy_(tensor)
+        copy_tensors(self._engine.model, new)
+
+
+@torch.no_grad()
+def copy_tensors(model: Any, tensors: Mapping[str, Tensor]) -> None:
+    """Copies tensors into the parameters of a model. An adapter's are named as in its file."""
+    own = dict(named_parameters(model))
+    for name, tensor in tensors.items():
+        own[name.removeprefix(FILE_PREFIX)].copy_(tensor)
 
 
 def packed(tensors: Mapping[str, Tensor]) -> tuple[list[Tensor], dict[str, Place]]:
