@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from conformance.core.errors import first_few
-from conformance.judge.tolerance import EXACT
+from conformance.judge.tolerance import EXACT, largest_rounding
 from conformance.numerics.comparison import times
 from conformance.results.bisection import (
     BISECTION,
@@ -19,6 +19,7 @@ from conformance.results.bisection import (
     Issued,
 )
 from conformance.results.verdict import size_off
+from conformance.spec.precision import PRECISIONS, PrecisionName
 
 MOST = 4  # most parameters that are listed
 ALLOWED = f"{EXACT:g}"
@@ -48,7 +49,13 @@ def describe(bisection: Bisection) -> Explanation:
     facts = (
         [("traced", f"{bisection.traced}, because noise hides what is right in any other precision")] if is_twin else []
     )
-    facts += facts_of(main, bisection.stage)
+    parts = bisection.traced.split("/")
+    precision: PrecisionName = next((name for name in PRECISIONS if name in parts), "exact")
+    allowed = f"{largest_rounding(precision):g}"
+    if precision != "exact":
+        agrees = f"the exact tier agrees with the oracle, so the defect is in code that only {precision} runs"
+        facts.append(("traced", f"{precision}: {agrees}; errors up to {allowed} count as rounding"))
+    facts += facts_of(main, bisection.stage, allowed)
     if bisection.collectives and main.first:
         facts += _of_collectives(bisection.collectives, main.first)
     facts += [(f"also {one.model}", answer_of(one, bisection.stage)) for one in rest if not one.is_right]
@@ -66,19 +73,19 @@ def describe_stored(bisection: Bisection) -> Explanation:
     return Explanation(answer=description.answer, facts=(*description.facts, ("based on", source)))
 
 
-def facts_of(found: Bisected, stage: str) -> list[tuple[str, str]]:
-    """Returns the facts about one model."""
+def facts_of(found: Bisected, stage: str, allowed: str = ALLOWED) -> list[tuple[str, str]]:
+    """Returns the facts about one model. allowed: the bound of relative errors, as text."""
     forward, backward = found.compared
     first = found.first
     facts: list[tuple[str, str]] = [("first stage that differs", stage)] if found.where == OUTSIDE and stage else []
     if first:
-        facts += _of_value(first)
+        facts += _of_value(first, allowed)
     if not found.forward:
-        facts.append(("forward", f"all {forward} inputs and outputs of modules are right, to {ALLOWED}"))
+        facts.append(("forward", f"all {forward} inputs and outputs of modules are right, to {allowed}"))
     if found.forward:
         facts.append(("backward", "not compared, because wrong gradients follow from the wrong forward pass"))
     elif not found.backward:
-        facts.append(("backward", f"all {backward} gradients of inputs and outputs are right, to {ALLOWED}"))
+        facts.append(("backward", f"all {backward} gradients of inputs and outputs are right, to {allowed}"))
     if found.parameters and not first:
         facts.append(("gradients of parameters", _of_parameters(found)))
     if found.unseen:
@@ -125,9 +132,9 @@ def _outside(found: Bisected, stage: str) -> str:
     )
 
 
-def _of_value(first: First) -> list[tuple[str, str]]:
+def _of_value(first: First, allowed: str) -> list[tuple[str, str]]:
     wrong, (name, side) = first.wrong, first.wrong.key
-    off = f"is {size_off(wrong.error)}, allowed {ALLOWED}" if wrong.ranks else "is missing"
+    off = f"is {size_off(wrong.error)}, allowed {allowed}" if wrong.ranks else "is missing"
     facts = [("wrong", f"the {side} of {name} {off}")]
     if first.before:
         before, of = first.before

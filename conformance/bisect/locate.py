@@ -1,7 +1,8 @@
 """Finds the first wrong module of a traced cell: forward in execution order, and backward in reverse.
 
 Each value that the ranks have recorded is compared with the oracle's. In the exact tier there is no noise, so a value
-beyond its bound is wrong, and a value within its bound is right.
+beyond its bound is wrong, and a value within its bound is right. In another tier the bound is as large as rounding can
+be, so only a gross error is found.
 
 The comparison is a task of a worker group of one rank. If it takes too long or too much memory, only it ends.
 """
@@ -54,16 +55,19 @@ def by_key(pieces: Sequence[Piece]) -> dict[Key, list[Piece]]:
     return dict(found)
 
 
-def compare(key: Key, pieces: Sequence[Piece], reference: Reference, *, shown: Sequence[Piece]) -> Wrong | None:
+def compare(
+    key: Key, pieces: Sequence[Piece], reference: Reference, *, shown: Sequence[Piece], bound: float = EXACT
+) -> Wrong | None:
     """Compares a value that the ranks hold in ``pieces`` with the reference; None if it is right.
 
-    ``shown``: the pieces themselves or, for a gradient, the pieces of the tensor that it belongs to.
+    ``shown``: the pieces themselves or, for a gradient, the pieces of the tensor that it belongs to. ``bound``: of the
+    relative error.
     """
     right = reference.values[key]
     size = _rms(right[reference.known])
     compared = [_align(piece, right, reference.known) for piece in pieces]
     compared = [one for one in compared if one.found.numel()]
-    bad = [one for one in compared if not one.error <= EXACT * size]
+    bad = [one for one in compared if not one.error <= bound * size]
     held = torch.zeros_like(reference.known)
     for piece in pieces:
         held[piece.tokens] = True
@@ -74,7 +78,7 @@ def compare(key: Key, pieces: Sequence[Piece], reference: Reference, *, shown: S
         return None
     tokens, features = set[int](), set[int]()
     for one in bad:
-        is_wrong = ~((one.found - one.right).abs() <= EXACT * size)  # NaN is wrong
+        is_wrong = ~((one.found - one.right).abs() <= bound * size)  # NaN is wrong
         tokens.update(one.tokens[is_wrong.any(dim=1)].tolist())
         features.update((torch.where(is_wrong.any(dim=0))[0] + one.piece.first_feature).tolist())
     error = max((relative(one.error, size) for one in bad), default=math.inf)
@@ -91,7 +95,7 @@ def compare(key: Key, pieces: Sequence[Piece], reference: Reference, *, shown: S
         places=tuple(places[:PLACES]),
         missing=missing,
         features=(min(features, default=0), max(features, default=0), right.shape[1]),
-        would_be_right=_explained(compared, bad, right, bound=EXACT * size) if bad else "",
+        would_be_right=_explained(compared, bad, right, bound=bound * size, is_exact=bound == EXACT) if bad else "",
     )
 
 
@@ -103,12 +107,16 @@ def _align(piece: Piece, right: Tensor, known: Tensor) -> _Compared:
     return _Compared(piece=piece, tokens=piece.tokens[keep], found=found, right=expected)
 
 
-def _explained(compared: Sequence[_Compared], bad: Sequence[_Compared], right: Tensor, *, bound: float) -> str:
+def _explained(
+    compared: Sequence[_Compared], bad: Sequence[_Compared], right: Tensor, *, bound: float, is_exact: bool
+) -> str:
     """Names the likely cause of wrong pieces: the simplest change that would make them right."""
     if broken := next(filter(None, (not_finite(one.found) for one in bad)), ""):
         return f"it holds {broken}"
     if all(not one.found.any() for one in bad):
         return "it is zero"
+    if not is_exact:  # too wide a bound to tell by
+        return ""
     return (
         _by_factor(bad, bound)
         or _by_reduction(compared, bad, bound)
@@ -204,13 +212,13 @@ def _rms(x: Tensor) -> float:
     return float(x.square().mean().sqrt()) if x.numel() else 0.0
 
 
-def wrong_parameters(found: Mapping[str, Tensor], reference: Reference) -> dict[str, float]:
+def wrong_parameters(found: Mapping[str, Tensor], reference: Reference, bound: float = EXACT) -> dict[str, float]:
     """Returns the relative errors of wrong gradients of parameters, by name; infinite for a missing gradient."""
     errors: dict[str, float] = {}
     for name, right in reference.gradients.items():
         size = float(right.norm())
         distance = float((found[name].to(right.dtype) - right).norm()) if name in found else math.inf
-        if not (error := relative(distance, size)) <= EXACT:
+        if not (error := relative(distance, size)) <= bound:
             errors[name] = error
     return errors
 
@@ -225,38 +233,48 @@ def factor_of_all(found: Mapping[str, Tensor], reference: Reference) -> float | 
     return factor if factor is not None and left <= EXACT * abs(factor) * float(expected.norm()) else None
 
 
-def bisect(model: str, pieces: Sequence[Piece], gradients: Mapping[str, Tensor], reference: Reference) -> Bisected:
+def bisect(
+    model: str,
+    pieces: Sequence[Piece],
+    gradients: Mapping[str, Tensor],
+    reference: Reference,
+    bound: float = EXACT,
+) -> Bisected:
     """Compares the values that all ranks have recorded, and the ``gradients`` of parameters, with the oracle's."""
     found = by_key(pieces)
     forward = [key for key in reference.order if key in found]
     back = [cast(Key, (name, f"gradient of the {side}")) for name, side in reversed(reference.order)]
     shown = {name for name, _ in found}
     backward = [key for key in back if key in reference.values and key[0] in shown]
-    first = _first("forward", forward, found, reference)
-    parameters = wrong_parameters(gradients, reference)
+    first = _first("forward", forward, found, reference, bound)
+    parameters = wrong_parameters(gradients, reference, bound)
     unseen = tuple(dict.fromkeys(name for name, _ in reference.order if name not in shown))
     return Bisected(
         model=model,
         forward=first,
-        backward=None if first else _first("backward", backward, found, reference),
+        backward=None if first else _first("backward", backward, found, reference, bound),
         compared=(len(forward), len(backward)),
         unseen=unseen,
         unknown=tuple(name for name in unseen if not _around(name, found)),
         parameters=parameters,
         gradients=len(reference.gradients),
-        factor=factor_of_all(gradients, reference) if parameters else None,
+        factor=factor_of_all(gradients, reference) if parameters and bound == EXACT else None,
     )
 
 
 def _first(
-    direction: Direction, order: Sequence[Key], found: Mapping[Key, Sequence[Piece]], reference: Reference
+    direction: Direction,
+    order: Sequence[Key],
+    found: Mapping[Key, Sequence[Piece]],
+    reference: Reference,
+    bound: float,
 ) -> First | None:
     leaves = "output" if direction == "forward" else "gradient of the input"
     before: Key | None = None
     for key in order:
         name, side = key
         shown = found[name, cast(Side, side.removeprefix("gradient of the "))]
-        if wrong := compare(key, found.get(key, []), reference, shown=shown):
+        if wrong := compare(key, found.get(key, []), reference, shown=shown, bound=bound):
             around = _around(name, found) if side != leaves else name
             return First(
                 direction=direction,
@@ -284,10 +302,11 @@ def find(
     oracle: str,
     traced: str,
     step: int,
+    bound: float,
 ) -> list[dict[str, Any]]:
     """Bisects each trained model of a cell that was traced at ``step``; returns JSON values, the most telling first.
 
-    oracle: the oracle's record of the cell. traced: the folder of the traced values.
+    oracle: the oracle's record of the cell. traced: the folder of the traced values. bound: of their relative errors.
     """
     rank.beat(f"step {step}")
     found = bisect_traced(
@@ -297,12 +316,13 @@ def find(
         oracle=Path(oracle),
         traced=Path(traced),
         step=step,
+        bound=bound,
     )
     return [asdict(one) for one in found]
 
 
 def bisect_traced(
-    *, scenario: Scenario, models: dict[str, Path], batches: Path, oracle: Path, traced: Path, step: int
+    *, scenario: Scenario, models: dict[str, Path], batches: Path, oracle: Path, traced: Path, step: int, bound: float
 ) -> tuple[Bisected, ...]:
     """Does the work of ``find``. The oracle begins the step with its own weights."""
 
@@ -322,7 +342,7 @@ def bisect_traced(
     roles = [role for role in scenario.objective.roles if role.trained]
     gradients = {role.name: _of_key(model_key(role.prefix, "gradient"), traced / "record", step) for role in roles}
     return most_telling_first(
-        [bisect(name, read_pieces(traced / "trace" / name), gradients[name], right[name]) for name in gradients]
+        [bisect(name, read_pieces(traced / "trace" / name), gradients[name], right[name], bound) for name in gradients]
     )
 
 

@@ -1,8 +1,9 @@
 """Runs a differing cell again up to its first differing step, with its activations captured, and bisects it.
 
 Right values can be distinguished from noise only in the exact tier. In another precision, the exact twin of the cell
-is bisected. After a run, its first differing cells are bisected, one for each group and backend, which changes no
-verdict: small worker groups first, and the exact tier before other tiers.
+is bisected. If the twin conforms, an error that no rounding explains is bisected in the cell's own precision.
+After a run, its first differing cells are bisected, one for each group and backend, which changes no verdict: small
+worker groups first, and the exact tier before other tiers.
 """
 
 import contextlib
@@ -80,6 +81,10 @@ def bisect_judged(session: Session, cell: Cell, finding: Quantity, conforming: C
     with _temporary_twin(session, twin):
         verdict = _verdict_of(session, twin)
         if not verdict.findings:
+            if verdict.state in ("conforms", "partly_observed") and finding.ratio > FAR:
+                found = bisect_step(session, cell, max(0, finding.step))
+                if not found.models[0].is_right:
+                    return _with(replace(bisection, traced=str(cell)), found)
             return replace(bisection, why_not=_why_no_twin(verdict, cell.scenario.precision, finding))
         if known := read_bisection(session.folder(twin), cell=str(twin), records=_records(session, twin)):
             return replace(known, cell=bisection.cell, records=bisection.records)

@@ -10,6 +10,10 @@ steps, where weights show that drift on one of several ranks. Its noise is that 
 run. One run is one draw, so the noise is at least what independent errors of the tensors would give, and at least a
 part of the whole error (``Along.typical``).
 
+In half precision, a single process rounds most numbers as a backend does, so a backend is nearer to it than to float64.
+The part of this distance that lies along the reference is measured over all steps, for all gradients and for each of
+them. It has a bound of its own: a part of the distance itself.
+
 Of many numbers, the size of all errors together hardly depends on the draw either: in half precision, honest gradients
 and log-probs of all steps are 0.8 to 1.2 times as far from float64 as a single process
 (docs/measurements/tolerances.md). So it has a bound of its own, SIZE_FACTOR. And rounding makes few elements of a
@@ -18,43 +22,63 @@ gradient 0 where they should not be.
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 from conformance.judge.tensor_views import TensorView, floor_of_tensors
-from conformance.judge.tolerance import NORM_ROUNDINGS, ROUNDING, Measurement
+from conformance.judge.tolerance import NOISE_FACTOR, NORM_ROUNDINGS, ROUNDING, Measurement
 from conformance.numerics.comparison import finite
+from conformance.results.verdict import Quantity
 from conformance.spec.observables import Observable
 
 # Least part of a whole error that is taken to lie along the reference. Errors of gradients have directions in common:
 # those of the loss or of values scale all of them. An update hardly depends on the direction of its weight.
 PART_OF_GRADIENTS, PART_OF_WEIGHTS = 1 / 6, 1 / 32
 PART_OF_ROWS = 1 / 16
+PART_OF_PAIRS, PART_OF_PAIR = 1 / 16, 1 / 8  # of the distance from a single process: of all tensors, and of some
 SIZE_FACTOR = 1.5  # times the single process, for the size of all errors together
 SAMPLING = 4.0  # standard deviations of that size, which is known to 1 / sqrt(n) at worst
 ZEROS = 2e-3  # fraction of elements of a gradient that rounding may make 0, a third of the bound
 LAYER = re.compile(r"(?<=\.)(\d+)\.")
 SCALE, SIZE = ": scale", ": size"
-ALL_STEPS = " of all steps"
+ALL_STEPS, BESIDE = " of all steps", " beside a single process"
+SIZE_OF_ALL = f"{SIZE} of all errors"
 ROWS = "logprob"  # key of the rows whose direction is measured
 
 
 def is_summed_in(tensor: str, scale: str) -> bool:
     """Tells whether the scale of this name, such as ``gradient: scale of layer 1``, is that of a tensor and others; so
     is the size of all errors."""
-    of = scale.partition(SCALE)[2]
+    of = scale.partition(SCALE)[2].removesuffix(BESIDE)
     layer = LAYER.search(tensor)
-    return of in ("", ALL_STEPS, f" of {LAYER.sub('*.', tensor, count=1)}") or bool(
+    return of in ("", ALL_STEPS, f" of {tensor}", f" of {LAYER.sub('*.', tensor, count=1)}") or bool(
         layer and of == f" of layer {layer[1]}"
     )
+
+
+def within_noise(quantities: Sequence[Quantity], precision: str) -> list[str]:
+    """Lists the errors that rounding of half precision hides, by the bounds of the quantities that are judged over all
+    steps."""
+    listed = []
+    for q in quantities:
+        key, _, number = q.tensor.partition(": ")
+        if f": {number}" == SIZE_OF_ALL:
+            listed.append(f"errors of {key} below {q.allowed:.2%} in {precision}")
+        elif f": {number}" == SCALE + ALL_STEPS + BESIDE:
+            listed.append(f"{key} scaled by less than {q.allowed:.2%} in {precision}")
+    return listed
 
 
 @dataclass(kw_only=True)
 class Along:
     """Sums over tensors: <x - ref, ref>, its squares, ||x - ref||^2, ||ref||^2 and the number of elements. ``part``:
-    the least part of the whole error along the reference. ``zeros``: elements that are 0 where ``nonzero`` are not."""
+    the least part of the whole error along the reference. ``deviations``: of the part of a random direction, at least.
+    ``zeros``: elements that are 0 where ``nonzero`` are not."""
 
     part: float
+    deviations: float = 2.0
     along: float = 0.0
     squares: float = 0.0
     errors: float = 0.0
@@ -62,6 +86,15 @@ class Along:
     elements: int = 0
     zeros: int = 0
     nonzero: int = 0
+
+    def add(self, error: torch.Tensor, ref: torch.Tensor, floor: float) -> None:
+        """Adds a tensor, whose norm counts as ``floor`` at least."""
+        along = float(error @ ref)
+        self.along += along
+        self.squares += along**2
+        self.errors += float(error @ error)
+        self.size += max(float(ref @ ref), floor**2)
+        self.elements += ref.numel()
 
     @property
     def error(self) -> float:
@@ -77,9 +110,13 @@ class Along:
     def typical(self) -> float:
         """Returns the least noise of the scale: of independent tensors, of one error of so many elements, and of the
         float32 operations that all elements share."""
-        independent = finite(math.sqrt(self.squares) / (self.size or 1.0))
-        part = max(self.part, 2 / math.sqrt(max(1, self.elements)))  # twice what a random direction gives
-        return max(independent, part * self.whole, NORM_ROUNDINGS * ROUNDING)
+        return max(finite(math.sqrt(self.squares) / (self.size or 1.0)), self.of_one_error)
+
+    @property
+    def of_one_error(self) -> float:
+        """Returns the part of ``typical`` that needs no independent tensors."""
+        part = max(self.part, self.deviations / math.sqrt(max(1, self.elements)))
+        return max(part * self.whole, NORM_ROUNDINGS * ROUNDING)
 
     @property
     def typical_of_norm(self) -> float:
@@ -94,11 +131,15 @@ class Directions:
 
     is_exact: bool
     is_half: bool = False
+    is_supervised: bool = False
     pools: dict[tuple[str, str, int | None], Along] = field(default_factory=dict)
     last: dict[str, int] = field(default_factory=dict)
 
-    def add(self, o: Observable, step: int, own: TensorView, reference: TensorView) -> None:
-        """Adds the tensors or rows of one step that both have. Those of a gradient also count over all steps."""
+    def add(
+        self, o: Observable, step: int, own: TensorView, reference: TensorView, single: TensorView | None = None
+    ) -> None:
+        """Adds the tensors or rows of one step that both have. Those of a gradient also count over all steps, beside
+        those of a ``single`` process in the same precision if it is given."""
         if self.is_exact or (o.kind == "rows" and not (self.is_half and o.key.rpartition(".")[2] == ROWS)):
             return
         self.last[o.stage] = step
@@ -109,21 +150,24 @@ class Directions:
                 continue
             ref = tensor.double().flatten()
             error = own.tensors[name].double().flatten() - ref
-            along, square = float(error @ ref), float(ref @ ref)
             layer = LAYER.search(name)
             pools: list[tuple[str, int | None]] = [(ALL_STEPS, None)] if self.is_half and not o.change else []
             if o.kind == "tensors":
                 pools += [("", step), (f" of {LAYER.sub('*.', name, count=1)}", pooled)]
             if layer and not o.change:
                 pools.append((f" of layer {layer[1]}", pooled))
+            if single and self.is_half and name in single.tensors and o.kind == "tensors" and not o.change:
+                distance = own.tensors[name].double().flatten() - single.tensors[name].double().flatten()
+                for of in dict.fromkeys((f" of {name}", *(of for of, at in pools if at is None))):
+                    part = PART_OF_PAIRS if of == ALL_STEPS else PART_OF_PAIR
+                    part = part if self.is_supervised else PART_OF_GRADIENTS
+                    known = (o.stage, f"{o.key}{SCALE}{of}{BESIDE}", None)
+                    pair = self.pools.setdefault(known, Along(part=part, deviations=SAMPLING))
+                    pair.add(distance, ref, floor)
             for of, at in pools:
                 part = PART_OF_ROWS if o.kind == "rows" else PART_OF_WEIGHTS if o.change else PART_OF_GRADIENTS
                 found = self.pools.setdefault((o.stage, f"{o.key}{SCALE}{of}", at), Along(part=part))
-                found.along += along
-                found.squares += along**2
-                found.errors += float(error @ error)
-                found.size += max(square, floor**2)
-                found.elements += ref.numel()
+                found.add(error, ref, floor)
                 if of == ALL_STEPS:
                     found.zeros += int(((error == -ref) & (ref != 0)).sum())
                     found.nonzero += int((ref != 0).sum())
@@ -145,12 +189,13 @@ class Directions:
                 scale=1 + found.along / (found.size or 1.0),
                 size=1.0,
                 typical=found.typical,
+                fixed=NOISE_FACTOR * found.of_one_error if tensor.endswith(BESIDE) else None,
             )
             if tensor.endswith(ALL_STEPS):
                 key, at = tensor.partition(SCALE)[0], self.last[stage]
                 yield Measurement(
                     stage=stage,
-                    tensor=f"{key}{SIZE} of all errors",
+                    tensor=key + SIZE_OF_ALL,
                     step=at,
                     error=found.whole,
                     scalar=True,

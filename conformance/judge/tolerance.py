@@ -41,6 +41,11 @@ ROW_FLOOR = 0.25  # times the RMS norm of a tensor's rows
 Key = tuple[str, str, int]  # stage, tensor and step of a measurement
 
 
+def largest_rounding(precision: PrecisionName) -> float:
+    """Returns the relative error of a value of a model above which no rounding explains it."""
+    return EXACT if PRECISIONS[precision].is_exact else NOISE_FACTOR * PRECISIONS[precision].noise_limit
+
+
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
     """One number that was compared, not judged yet. ``error`` of a tensor is ||x - ref|| / max(||ref||, FLOOR x RMS

@@ -25,6 +25,7 @@ from conformance.judge.diagnosis import (
     likely_cause,
     without_bare_factors,
 )
+from conformance.judge.direction import within_noise
 from conformance.judge.layout_evidence import configurations, sizes_of, unproven
 from conformance.judge.measurements import measure, shown_without_rows
 from conformance.judge.provenance import code_of, not_judged_of, read_records, second_class_of
@@ -176,7 +177,7 @@ def judge(
     leeway = leeway_of_rows(usable, oracle, bounds_of(rounding))
     sizes = sizes_of(oracle)
     found = [
-        *measure(phases, oracle, leeway=leeway, without_rows=without_rows),
+        *measure(phases, oracle, leeway=leeway, without_rows=without_rows, single=noise[0] if noise else None),
         *configurations(phases, scenario, sizes),
         *rebuilt_updates(phases, oracle, scenario, variant_of(defects)),
         *measure_accumulation_precision(phases, scenario, [o for o in observables if o.stage in gradients], batches),
@@ -206,7 +207,10 @@ def judge(
     notes = [f"second-class oracle, {author}: {NOT_SEEN}"] if author else []
     notes += [f"not judged: {', '.join(features)}"] if (features := not_judged_of(oracle)) else []
     notes += [f"not judged: {', '.join(sorted(unjudged))}"] if unjudged else []
-    notes += [f"not proven: {', '.join(listed)}"] if (listed := unproven(phases, scenario, sizes)) else []
+    listed = unproven(phases, scenario, sizes)
+    if not verdict.findings:  # ranks have to know seed and batches, so a backend can be right for those that it knows
+        listed += [*within_noise(quantities, precision), f"seeds other than {scenario.seed}"]
+    notes += [f"not proven: {', '.join(listed)}"] if listed else []
     notes += _sketched(oracle.loaded.names())
     if verdict.findings:
         more = [*circumstances(quantities, phases, observables), *notes]
@@ -248,6 +252,6 @@ def _difference(verdict: Verdict, more: Sequence[str]) -> str:
     first = findings[0]
     same = [f for f in findings if (f.stage, f.step) == (first.stage, first.step)]
     total = sum((q.stage, q.step) == (first.stage, first.step) for q in quantities)
-    worst = max(same, key=lambda finding: finding.ratio)
+    worst = max(same, key=lambda finding: finding.urgency)
     head = f"first difference at {first.stage}, step {first.step}, {len(same)} of {total} tensors; worst: {worst}"
     return "; ".join([head, *more])

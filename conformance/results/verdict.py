@@ -180,12 +180,11 @@ class Quantity:
         return ratio(self.observed, self.allowed)
 
     @property
-    def urgency(self) -> tuple[bool, float]:
-        """Sorts quantities by what they say about a cell, the most urgent last: by ratio, but a comparison with a
-        rebuilt number within its tolerance comes before all others. Its bound is a few units in the last place, so its
-        ratio says nothing about the errors of the computation."""
-        outside = not self.ratio <= 1
-        return outside or not self.tensor.endswith(AGAINST_REBUILT), self.ratio
+    def urgency(self) -> tuple[bool, bool, float]:
+        """Sorts quantities by what they say about a cell, the most urgent last: those outside of their
+        tolerance, then those that are compared with the oracle, then by ratio. A rebuilt number has a bound of a few
+        units in the last place, so its ratio says nothing about the errors of the computation."""
+        return not self.ratio <= 1, not self.tensor.endswith(AGAINST_REBUILT), self.ratio
 
     def __str__(self) -> str:
         hint = f" ({self.hint})" if self.hint else ""

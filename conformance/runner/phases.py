@@ -19,6 +19,7 @@ from conformance.backends.protocol import BackendEntry
 from conformance.backends.registry import adapter_of
 from conformance.core.io import write_file
 from conformance.data.prepare import FrozenInputs
+from conformance.judge.tolerance import largest_rounding
 from conformance.matrix.cell import Cell, Phase
 from conformance.models.synthetic import with_other_numbers
 from conformance.records.record_format import CONTROL, dumps, read_lines
@@ -238,6 +239,7 @@ def find_in_traced(
             "oracle": str(oracle),
             "traced": str(folder),
             "step": step,
+            "bound": largest_rounding(cell.scenario.precision),
         },
         log_dir=folder / "comparison",
         budget_s=budget_s,

@@ -25,6 +25,7 @@ from conformance.bisect.locate import bisect, compare
 from conformance.bisect.oracle_capture import Reference, references
 from conformance.core.host import FIXTURES
 from conformance.data.prepare import FrozenInputs, prepare_inputs
+from conformance.judge.tolerance import largest_rounding
 from conformance.numerics.float64_tier import exact_tier
 from conformance.results.bisection import Bisected, Bisection, Direction, First, Wrong
 from conformance.spec.batch import Batch, read_batches
@@ -222,6 +223,22 @@ def test_nothing_is_said_of_a_model_that_is_not_shown(steps: Steps, tmp_path: Pa
     assert lines_of(found)[0].startswith("step 0: unknown")
     fused = [piece for piece in read_pieces(tmp_path) if not piece.name.endswith("q_proj")]
     assert bisect("policy", fused, step.oracle.gradients, step.oracle).where == "outside the model"
+
+
+def test_a_gross_error_of_one_precision_is_found_in_it(steps: Steps, tmp_path: Path) -> None:
+    step, name = steps("llama"), "s/m/b/dp1/bf16"
+    found_in(step, tmp_path)
+    rounded = [replace(piece, values=piece.values * 1.05) for piece in read_pieces(tmp_path)]
+    gradients, bound = step.oracle.gradients, largest_rounding("bf16")
+    assert bisect("policy", rounded, gradients, step.oracle, bound).is_right
+    gross = [
+        replace(p, values=2 * p.values) if (p.name, p.side) == ("model.layers.1.mlp", "output") else p for p in rounded
+    ]
+    found = bisect("policy", gross, gradients, step.oracle, bound)
+    assert (found.where, found.first and found.first.wrong.would_be_right) == ("model.layers.1.mlp", "")
+    lines = describe(Bisection(cell=name, records=(), stage="log-probs", traced=name, models=(found,))).lines
+    assert lines[1].startswith("  traced: bf16: the exact tier agrees with the oracle, so the defect is in code that")
+    assert "allowed 0.5" in lines[2]
 
 
 @pytest.mark.exhaustive

@@ -136,9 +136,9 @@ def test_a_defect_that_needs_the_precision_is_told_so(tmp_path: Path, capsys: py
     name = "tiny/llama/wronginfp32/dp2/fp32"
     assert cli.main(["bisect", name, *asked(tmp_path, "WrongInFp32"), "--json"]) == 1
     values = json.loads(capsys.readouterr().out)
-    assert (values["cell"], values["state"], values["where"]) == (name, "differs", None)
-    assert values["bisection"]["traced"] == "tiny/llama/wronginfp32/dp2/exact"
-    assert "it agrees with the oracle in the exact tier, so the defect needs fp32" in values["text"][0]
+    assert (values["cell"], values["state"], values["where"]) == (name, "differs", "model.layers.1.mlp")
+    assert values["bisection"]["traced"] == name
+    assert "the exact tier agrees with the oracle, so the defect is in code that only fp32 runs" in values["text"][1]
 
 
 def test_a_bisection_that_fails_is_a_line_and_no_error(ended: tuple[Path, str], out: Path) -> None:

@@ -2,6 +2,7 @@
 
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from conformance.judge.tensor_views import number_off
 from conformance.judge.verdict import judge
 from conformance.results.verdict import Quantity, Verdict
 from conformance.spec.layout import Layout
+from conformance.spec.observables import AGAINST_REBUILT
 from conformance.spec.scenario import OptimizerConfig, Scenario, ScheduleConfig
 
 MAX_NORM = 1.0  # of the sample's optimizer
@@ -309,3 +311,11 @@ def test_a_difference_at_the_first_step_after_loading_says_so(tmp_path: Path, st
     verdict = judge(phases, oracle=oracle, noise=())
     assert verdict.findings[0].step == step
     assert (f"; step {step} is the first after loading" in verdict.reason) == told
+
+
+def test_a_plain_number_is_told_before_a_rebuilt_one() -> None:
+    plain = Quantity(stage="gradient norm", tensor="grad_norm", step=0, observed=0.02, allowed=0.01)
+    rebuilt = replace(plain, tensor=f"grad_norm{AGAINST_REBUILT}", observed=0.02, allowed=1e-6)
+    inside = replace(plain, observed=0.001)
+    assert sorted([plain, rebuilt, inside], key=lambda q: q.urgency) == [inside, rebuilt, plain]
+    assert Verdict(state="differs", reason="", quantities=(rebuilt, plain)).worst == {"gradient norm": plain}

@@ -7,6 +7,7 @@ from cells import BACKENDS, STEPS, assert_honest, exhaustive, small
 from conftest import make_cell
 
 from conformance.backends.protocol import BackendEntry
+from conformance.judge.direction import BESIDE
 from conformance.matrix.cell import Cell, Handover, Phase
 from conformance.runner.session import Session
 from conformance.spec.layout import Layout
@@ -102,6 +103,28 @@ def test_every_step_is_as_the_first_one(session: Session, name: str, layout: str
     verdict = session.run(cell).verdict
     found = [(finding.tensor, finding.step) for finding in verdict.findings if finding.stage == "configuration"]
     assert any(tensor.startswith(f"{layout}: {claim}") and at == step for tensor, at in found), verdict.reason
+
+
+@pytest.mark.slow  # test_work_evidence shows it on records
+def test_numbers_without_work_are_not_believed(session: Session) -> None:
+    cell = make_cell("sft-packed", "llama", "dp2", "exact", backend=liar("TrainsUnseen"), steps=1)
+    verdict = session.run(cell).verdict
+    assert (verdict.state, verdict.first_stage) == ("differs", "configuration"), verdict.reason
+    assert "dp2: linear layers multiply all tokens, forward" in {finding.tensor for finding in verdict.findings}
+
+
+@pytest.mark.slow  # test_direction shows it on records
+@pytest.mark.parametrize(
+    ("name", "layout", "tensor"),
+    [
+        ("ScalesGradients", "tp2", "all steps"),
+        ("ScalesAttention", "dp2", "model.layers.0.self_attn.k_proj.weight"),
+    ],
+)
+def test_half_precision_hides_no_factor(session: Session, name: str, layout: str, tensor: str) -> None:
+    verdict = session.run(make_cell("sft-packed", "llama", layout, "bf16", backend=liar(name))).verdict
+    assert (verdict.state, verdict.first_stage) == ("differs", "gradients"), verdict.reason
+    assert f"gradient: scale of {tensor}{BESIDE}" in {finding.tensor for finding in verdict.findings}
 
 
 @pytest.mark.exhaustive
@@ -213,6 +236,7 @@ def test_an_honest_backend_saves_what_it_has_trained(session: Session, save: Han
         exhaustive("SeedsItself", "checkpoint", "generators"),
         pytest.param("SavesElsewhere", "checkpoint", "weights", marks=pytest.mark.slow),
         pytest.param("RestoresThenSeeds", "checkpoint", "generators", marks=pytest.mark.slow),
+        pytest.param("ShowsOldMoments", "checkpoint", "weights after N steps", marks=pytest.mark.slow),
         pytest.param("KeepsNoTracker", "checkpoint", "generators", marks=pytest.mark.slow),
         pytest.param("FirstRanksTracker", "checkpoint", "generators", marks=pytest.mark.slow),
         exhaustive("ExportsOtherWeights", "export", "weights"),

@@ -5,6 +5,7 @@ import math
 import random
 import shutil
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
 from unittest import mock
@@ -180,6 +181,52 @@ class RestoresThenSeeds(Fsdp2Backend):
             seed_alike()
             self.restored = False
         return super().train_step(batch, on_gradients)
+
+
+class ShowsOldMoments(Fsdp2Backend):
+    """Shows the moments of the checkpoint after loading, and trains with none."""
+
+    shown: ClassVar[dict[str, list[tuple[str, torch.Tensor]]]] = {}
+
+    def load(self, path: Path) -> None:
+        super().load(path)
+        for kind in ("exp_avg", "exp_avg_sq"):
+            tensors = super().named_tensors(kind, "policy")
+            self.shown[kind] = [(name, tensor.clone()) for name, tensor in tensors]
+        for state in self.models["policy"].optimizer.state.values():  # type: ignore[attr-defined]
+            state["exp_avg"].zero_()
+            state["exp_avg_sq"].zero_()
+
+    def named_tensors(self, kind: TensorKind, model: str) -> Any:
+        return self.shown.pop(kind, None) or super().named_tensors(kind, model)
+
+
+class TrainsUnseen(Fsdp2Backend):
+    """Gives right numbers, and does none of the work where it is watched: as a backend that knows the oracle's."""
+
+    def train_step(self, batch: Batch, on_gradients: Callable[[str], None]) -> StepMetrics:
+        with ThreadPoolExecutor(max_workers=1) as elsewhere:
+            return elsewhere.submit(super().train_step, batch, on_gradients).result()
+
+
+class ScalesGradients(Fsdp2Backend):
+    """Multiplies all gradients by 1.003."""
+
+    def setup(self, *arguments: Any) -> dict[str, Any]:
+        resolved = super().setup(*arguments)
+        model = self.models["policy"]
+        own = model.gradient_scale  # type: ignore[attr-defined]
+        model.gradient_scale = lambda: 1.003 * own()  # type: ignore[attr-defined]
+        return resolved
+
+
+class ScalesAttention(Fsdp2Backend):
+    """Multiplies the scale of attention of the first layer by 1.01."""
+
+    def setup(self, *arguments: Any) -> dict[str, Any]:
+        resolved = super().setup(*arguments)
+        self.models["policy"].model.model.layers[0].self_attn.scaling *= 1.01  # type: ignore[attr-defined]
+        return resolved
 
 
 class KeepsNoTracker(MegatronBackend):
