@@ -13,7 +13,7 @@ import contextlib
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -39,15 +39,15 @@ Reported = Literal["raw", "processed"]
 class EngineInfo:
     """Describes an engine.
 
-    packages: distributions whose versions are reported. reports: the distribution that the log-probs of sampled tokens
-    are of: the model's (raw), or the one that was sampled from, at the temperature (processed). ways: how the engine
-    takes new weights, by the name of the way. adapter_ways: those that take a LoRA adapter alone. variants: settings
-    that may not change a number, such as chunked prefill, by the name of the variant. versions: filled in by the
-    process of the engine.
+    packages: distributions whose versions are reported. reports: the distributions that the log-probs of sampled tokens
+    can be of: the model's (raw), or the one that was sampled from (processed), with the settings of each; the first is
+    the default. ways: how the engine takes new weights, by the name of the way. adapter_ways: those that take a LoRA
+    adapter alone. variants: settings that may not change a number, such as chunked prefill, by the name of the variant.
+    versions: filled in by the process of the engine.
     """
 
     name: str
-    reports: Reported
+    reports: dict[Reported, dict[str, Any]]
     ways: dict[str, str]
     adapter_ways: tuple[str, ...] = ()
     packages: tuple[str, ...] = ("torch",)
@@ -58,19 +58,36 @@ class EngineInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class Decoding:
-    """Configures sampling. temperature: 0 takes the likeliest token. Request number i has the seed ``seed + i``."""
+    """Configures sampling; conformance.oracle.scoring.processed is the definition.
 
-    max_new_tokens: int
-    temperature: float = 0.0
-    seed: int = 0
+    temperature: 0 takes the likeliest token. top_k: 0 for all tokens. stop: tokens that end a response, which keeps
+    them; no other token does.
+    """
+
+    max_new_tokens: int = 1
+    temperature: float = 1.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    min_p: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    stop: tuple[int, ...] = ()
+
+
+GREEDY = Decoding(temperature=0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampled:
-    """Holds the response to one prompt, and the log-prob of each of its tokens as the engine reports it."""
+    """Holds the response to one prompt, and the log-prob of each of its tokens as the engine reports it.
+
+    version: how many updates the engine had taken when it was asked.
+    """
 
     tokens: tuple[int, ...]
     logprobs: Tensor
+    version: int = 0
 
 
 class NotSupported(Exception):
@@ -99,12 +116,20 @@ class Engine(Protocol):
         """Returns the log-prob of each token after the first, given those before it, for each request."""
         ...
 
-    def next_token(self, prompts: Sequence[Sequence[int]]) -> Tensor:
-        """Returns the log-probs of all tokens that may follow each prompt, float32 (prompts, vocabulary)."""
+    def next_token(self, prompts: Sequence[Sequence[int]], decoding: Decoding) -> Tensor:
+        """Returns the log-probs of all tokens that may follow each prompt, float32 (prompts, vocabulary).
+
+        They are of the distribution that the engine reports; ``decoding`` decides the processed one.
+        """
         ...
 
-    def generate(self, prompts: Sequence[Sequence[int]], decoding: Decoding) -> list[tuple[list[int], list[float]]]:
-        """Returns the tokens of one response to each prompt, and their log-probs."""
+    def generate(
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], decoding: Decoding
+    ) -> list[tuple[list[int], list[float]]]:
+        """Returns the tokens of one response to each prompt, and their log-probs. Each has a seed of its own.
+
+        Raises NotSupported for a decoding that the engine lacks.
+        """
         ...
 
     def update(self, way: str, folder: Path) -> None:
@@ -154,6 +179,7 @@ class ServedEngine:
     """
 
     failed = False
+    version = 0
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self.info = engine, engine.describe()
@@ -176,26 +202,32 @@ class ServedEngine:
         found = self._call("score", requests=[list(map(int, one)) for one in requests])
         return [_finite(found, f"{i}", (len(one) - 1,), f"request {i}") for i, one in enumerate(requests)]
 
-    def next_token(self, prompts: Sequence[Sequence[int]], vocab_size: int) -> Tensor:
-        found = self._call("next_token", prompts=[list(map(int, one)) for one in prompts])
+    def next_token(self, prompts: Sequence[Sequence[int]], vocab_size: int, decoding: Decoding = Decoding()) -> Tensor:
+        found = self._call("next_token", prompts=[list(map(int, one)) for one in prompts], decoding=asdict(decoding))
         rows = found["rows"]
         if rows.dim() == 2 and rows.shape[1] > vocab_size:
             rows = rows[:, :vocab_size]  # a padded vocabulary
         return _finite({"rows": rows}, "rows", (len(prompts), vocab_size), "the next token")
 
-    def generate(self, prompts: Sequence[Sequence[int]], decoding: Decoding) -> list[Sampled]:
-        given = TypeAdapter(Decoding).dump_python(decoding)
-        found = self._call("generate", prompts=[list(map(int, one)) for one in prompts], decoding=given)
+    def generate(
+        self, prompts: Sequence[Sequence[int]], decoding: Decoding, seeds: Sequence[int] | None = None
+    ) -> list[Sampled]:
+        """Samples a response to each prompt. seeds: by default the numbers of the prompts."""
+        asked = [list(map(int, one)) for one in prompts]
+        own = [*(range(len(asked)) if seeds is None else seeds)]
+        found = self._call("generate", prompts=asked, seeds=own, decoding=asdict(decoding))
         responses = []
         for i in range(len(prompts)):
             tokens = tuple(found.get(f"{i}.tokens", torch.zeros(0)).tolist())
             if not tokens:
                 raise EngineFailed(f"returned no token for prompt {i}")
-            responses.append(Sampled(tokens=tokens, logprobs=_finite(found, str(i), (len(tokens),), f"prompt {i}")))
+            logprobs = _finite(found, str(i), (len(tokens),), f"prompt {i}")
+            responses.append(Sampled(tokens=tokens, logprobs=logprobs, version=self.version))
         return responses
 
     def update(self, way: str, folder: Path) -> None:
         self._call("update", way=way, folder=str(folder))
+        self.version += 1
 
     def _call(self, method: str, **arguments: Any) -> dict[str, Tensor]:
         try:
@@ -299,7 +331,10 @@ def _numbers(engine: Engine, method: str, arguments: Mapping[str, Any]) -> dict[
     if method == "plant":
         _PLANTED.enter_context(plant(arguments["names"], type(engine), faults_of(type(engine))))
         return {}
-    made: dict[str, Callable[[Any], Any]] = {"folder": Path, "decoding": lambda values: Decoding(**values)}
+    made: dict[str, Callable[[Any], Any]] = {
+        "folder": Path,
+        "decoding": lambda values: Decoding(**values | {"stop": tuple(values["stop"])}),
+    }
     answer = getattr(engine, method)(**{name: made.get(name, lambda x: x)(value) for name, value in arguments.items()})
     if method == "next_token":
         return {"rows": answer}

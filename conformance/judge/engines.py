@@ -1,10 +1,9 @@
-"""Judges what a rollout engine computes: log-probs, distributions, greedy tokens, and what its log-probs are of.
+"""Judges what a rollout engine computes: log-probs, distributions, greedy tokens; beside other requests and trainers.
 
 Log-probs are compared with the oracle's float64 as those of a training: the bound is that of the engine's precision,
 measured by single-process runs on the same tokens (conformance.judge.tolerance).
 """
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from conformance.backends.engines import Reported, Sampled
+from conformance.backends.engines import Sampled
 from conformance.judge.tensor_views import tensor_off
 from conformance.judge.tolerance import NOISE_FACTOR, TOO_EXACT, Measurement, allowed_errors, noisiest
 from conformance.oracle.scoring import Scores
@@ -20,8 +19,6 @@ from conformance.results.verdict import State
 from conformance.spec.precision import PRECISIONS, PrecisionName
 
 STAGE = "log-probs"
-TEMPERATURE = 0.7  # of the sampled responses; at 1 raw and processed log-probs are the same
-MOST_PAIRS = 8  # responses that are tried as each other's
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,79 +107,6 @@ def judge_greedy(responses: Sequence[Sampled], scores: Sequence[Scores], *, allo
     return Check(
         name=name, state="differs", text=f"{first}; the worst {worst:.1e}, rounding explains {2 * allowed:.1e}"
     )
-
-
-Score = Callable[[Sequence[Sequence[int]]], list[Scores]]  # scores requests with the reference
-
-
-def judge_reported(
-    declared: Reported,
-    prompts: Sequence[Sequence[int]],
-    responses: Sequence[Sampled],
-    score: Score,
-    *,
-    precision: PrecisionName,
-    noise: Sequence[Score],
-) -> Check:
-    """Proves which log-probs the engine reports for the tokens that it has sampled, and compares with ``declared``."""
-    name = "sampled log-probs"
-    requests = [(*prompt, *response.tokens) for prompt, response in zip(prompts, responses, strict=True)]
-    reference = score(requests)
-    noisy = [run(requests) for run in noise]
-    reported = [response.logprobs for response in responses]
-
-    def of(read: Callable[[Scores], Tensor]) -> Tolerance:
-        def cut(scores: Sequence[Scores]) -> list[Tensor]:
-            return [read(s)[-len(r.tokens) :] for s, r in zip(scores, responses, strict=True)]
-
-        return Tolerance(precision=precision, reference=cut(reference), noise=[cut(run) for run in noisy])
-
-    kinds = {"raw": of(lambda s: s.chosen), "processed": of(lambda s: s.processed[TEMPERATURE])}
-    own = kinds[declared]
-    if own.error(reported) <= own.bound:
-        others = ", ".join(
-            f"{kind} would be {one.error(reported):.1e} off" for kind, one in kinds.items() if kind != declared
-        )
-        return own.judge(name, reported, more=f"; proven to be {declared} ({others})")
-
-    def why() -> str:
-        for kind, one in kinds.items():
-            if one.error(reported) <= one.bound:
-                return f"{kind}, and declared as {declared}"
-            if shift := shift_of(reported, one):
-                return f"those of the token {shift} ({kind})"
-        twice = of(lambda s: s.processed[TEMPERATURE**2])
-        if twice.error(reported) <= twice.bound:
-            return f"the temperature {TEMPERATURE} is applied twice"
-        return _neighbours(prompts, responses, score, own.bound)
-
-    return own.judge(name, reported, why=why)
-
-
-def shift_of(reported: Sequence[Tensor], tolerance: Tolerance) -> str:
-    """Names the token whose log-probs were reported instead: ``before`` or ``after``; empty if neither fits."""
-    pairs = [(x, ref) for x, ref in zip(reported, tolerance.reference, strict=True) if len(x) > 2]
-    shifts = {"before": [(x[1:], ref[:-1]) for x, ref in pairs], "after": [(x[:-1], ref[1:]) for x, ref in pairs]}
-    for name, shifted in shifts.items():
-        x, ref = (
-            (torch.cat([*part]) for part in zip(*shifted, strict=True)) if shifted else (torch.ones(1), torch.zeros(1))
-        )
-        if (x - ref).norm() <= tolerance.bound * ref.norm():
-            return name
-    return ""
-
-
-def _neighbours(prompts: Sequence[Sequence[int]], responses: Sequence[Sampled], score: Score, bound: float) -> str:
-    """Names responses that belong to another prompt of the batch; empty if there are none."""
-    numbers = range(min(len(prompts), MOST_PAIRS))
-    found = []
-    for i, j in itertools.permutations(numbers, 2):
-        one = score([(*prompts[j], *responses[i].tokens)])[0]
-        count, reported = len(responses[i].tokens), responses[i].logprobs
-        for ref in (one.chosen[-count:], one.processed[TEMPERATURE][-count:]):
-            if (reported - ref).norm() <= bound * ref.norm():
-                found.append(f"prompt {i} got the response to prompt {j}")
-    return "; ".join(dict.fromkeys(found))
 
 
 def judge_invariance(name: str, observed: Sequence[Tensor], alone: Sequence[Tensor], *, allowed: float) -> Check:

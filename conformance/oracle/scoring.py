@@ -1,13 +1,15 @@
-"""Scores given tokens with the oracle's models, for the judgement of rollout engines."""
+"""Scores given tokens with the oracle's models, and defines how logits become the distribution that is sampled from."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from conformance.backends.engines import Decoding
 from conformance.models.components import Architecture
 from conformance.numerics.float64_tier import exact_tier
 from conformance.oracle.primitives import HONEST, NO_TAP, Policy, Tap, Variant, Weights
@@ -21,14 +23,48 @@ from conformance.spec.scenario import Scenario
 class Scores:
     """Holds the log-probs of one request of T tokens, in float64.
 
-    chosen: of each token after the first (T-1,). processed: the same by temperature. best: of the likeliest token at
-    the same places. last: of every token that may follow (V,).
+    chosen: of each token after the first (T-1,). best: of the likeliest token at the same places. last: of every token
+    that may follow (V,). response: the logits of which each token after the prompt was chosen, and those of the next
+    token, in the precision of the run (n+1, V). tokens, start: the request, and where its response starts.
     """
 
     chosen: Tensor
-    processed: Mapping[float, Tensor]
     best: Tensor
     last: Tensor
+    response: Tensor
+    tokens: tuple[int, ...]
+    start: int
+
+    def processed(self, decoding: Decoding) -> Tensor:
+        """Returns the log-probs of all tokens at the places of ``response``, in float64 (n+1, V)."""
+        places = range(self.start, len(self.tokens) + 1)
+        rows = zip(self.response, places, strict=True)
+        return torch.stack([processed(row, self.tokens[:at], self.start, decoding) for row, at in rows]).double()
+
+
+def processed(logits: Tensor, before: Sequence[int], start: int, decoding: Decoding) -> Tensor:
+    """Returns the log-probs of the distribution that a token is sampled from (V,).
+
+    logits: of the model, after the tokens ``before``, of which the response begins at ``start``. Each setting acts on
+    what those before it have left, in this order: the repetition penalty of all tokens (Keskar et al., arXiv
+    1909.05858), frequency and presence penalties of the response, temperature, min-p (arXiv 2407.01082), top-k, top-p
+    (Holtzman et al., arXiv 1904.09751).
+    """
+    x, none = logits.clone(), -torch.inf
+    seen = torch.tensor(sorted({*before}))
+    x[seen] = torch.where(x[seen] > 0, x[seen] / decoding.repetition_penalty, x[seen] * decoding.repetition_penalty)
+    counts = torch.bincount(torch.tensor(before[start:], dtype=torch.int64), minlength=len(x))
+    x -= decoding.frequency_penalty * counts + decoding.presence_penalty * (counts > 0)
+    x = (x / (decoding.temperature or 1.0)).log_softmax(-1)
+    if decoding.min_p:
+        x = x.masked_fill(x < x.max() + math.log(decoding.min_p), none)
+    if decoding.top_k:
+        x = x.masked_fill(x < x.topk(decoding.top_k).values[-1], none)
+    if decoding.top_p < 1:
+        ordered, tokens = x.log_softmax(-1).sort(descending=True)
+        dropped = ordered.exp().cumsum(-1) - ordered.exp() >= decoding.top_p  # what came before it is enough
+        x = x.masked_fill(torch.zeros_like(dropped).scatter(-1, tokens, dropped), none)
+    return x.log_softmax(-1)
 
 
 Change = Callable[[Architecture], Architecture]
@@ -74,39 +110,47 @@ class Reference:
         self,
         weights: Weights,
         requests: Sequence[Sequence[int]],
+        starts: Sequence[int] | None = None,
         *,
         run: str = FLOAT64,
-        temperatures: Sequence[float] = (),
         tap: Tap = NO_TAP,
         change: Change | None = None,
+        softmax: torch.dtype | None = None,
     ) -> list[Scores]:
-        """Scores requests. change: makes another architecture of the model's."""
+        """Scores requests.
+
+        starts: where the response of each begins; by default at its end. change: makes another architecture of the
+        model's. softmax: the dtype of the softmax, if it is not that of the run.
+        """
         policy, variant = POLICIES[run], Changed(change) if change else HONEST
+        begins = [len(one) for one in requests] if starts is None else starts
         with self._tier(policy):
-            return [self._of(weights, one, policy, temperatures, tap, variant) for one in requests]
+            return [
+                self._of(weights, one, start, policy, tap, variant, softmax or policy.stable)
+                for one, start in zip(requests, begins, strict=True)
+            ]
 
     def _of(
         self,
         weights: Weights,
         request: Sequence[int],
+        start: int,
         policy: Policy,
-        temperatures: Sequence[float],
         tap: Tap,
         variant: Variant,
+        softmax: torch.dtype,
     ) -> Scores:
         tokens = torch.tensor(list(request), device=self._device)
         decoder = self._decoder.varied(variant)
-        logits = decoder.forward(tokens, weights, policy, variant, tap).to(policy.stable)
+        logits = decoder.forward(tokens, weights, policy, variant, tap).to(softmax)
         logprobs, targets = logits.log_softmax(-1), tokens[1:, None]
-
-        def at(temperature: float) -> Tensor:
-            return (logits[:-1] / temperature).log_softmax(-1).gather(-1, targets)[:, 0].double().cpu()
-
         return Scores(
             chosen=logprobs[:-1].gather(-1, targets)[:, 0].double().cpu(),
-            processed={temperature: at(temperature) for temperature in temperatures},
             best=logprobs[:-1].amax(-1).double().cpu(),
             last=logprobs[-1].double().cpu(),
+            response=logits[start - 1 :].clone().cpu(),
+            tokens=tuple(request),
+            start=start,
         )
 
     @contextlib.contextmanager

@@ -1,6 +1,6 @@
 """Runs a rollout engine and judges it: what it computes, and what may not change a number.
 
-How the engine takes new weights: conformance.runner.weight_updates.
+What it samples: conformance.runner.engine_rollouts. How it takes new weights: conformance.runner.weight_updates.
 """
 
 import shutil
@@ -14,20 +14,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from conformance.backends.engines import Decoding, EngineFailed, NotSupported, ServedEngine
+from conformance.backends.engines import GREEDY, EngineFailed, NotSupported, Sampled, ServedEngine
 from conformance.core.errors import UsageError
 from conformance.data.prepare import batches_of
-from conformance.judge.engines import (
-    TEMPERATURE,
-    Check,
-    Score,
-    Tolerance,
-    divergence,
-    judge_greedy,
-    judge_invariance,
-    judge_reported,
-    shift_of,
-)
+from conformance.data.tokenizer import load_tokenizer
+from conformance.judge.engines import Check, Tolerance, divergence, judge_greedy, judge_invariance
+from conformance.judge.sampling import Policy, Score, judge_sampled_again, shift_of
 from conformance.judge.weight_sync import Candidate, explain
 from conformance.models.folders import SINGLE, weight_shapes
 from conformance.oracle.feed_forward import published
@@ -35,30 +27,41 @@ from conformance.oracle.primitives import Weights
 from conformance.oracle.scoring import Reference, Scores
 from conformance.records.header_checks import noise_runs
 from conformance.records.record_format import RecordError
+from conformance.runner.engine_rollouts import (
+    NEW_TOKENS,
+    SAMPLED,
+    Asked,
+    judge_draws,
+    judge_ends,
+    judge_sampling,
+)
 from conformance.spec.batch import Batch
 from conformance.spec.scenario import ADAPTER, FILE_PREFIX, WEIGHTS_FILE, Scenario, is_adapter
 
 DOCUMENTS, SHORTEST = 6, 4  # and the least tokens of each
-PROMPTS, NEW_TOKENS = 4, 12
-TEMPERATURES = (TEMPERATURE, TEMPERATURE**2)
+PROMPTS = 4
 NOT_COPIED = ("*.safetensors", "*.safetensors.index.json")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Requests:
-    """Holds what an engine is asked: documents of the first step, and their beginnings as prompts."""
+    """Holds what an engine is asked: documents of the first step, and their beginnings as prompts.
+
+    specials: tokens that a text may lose.
+    """
 
     documents: tuple[tuple[int, ...], ...]
+    specials: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, batch: Batch) -> "Requests":
+    def of(cls, batch: Batch, specials: Sequence[int] = ()) -> "Requests":
         documents = [document.tokens for row in batch.rows for document in row.documents]
         found = tuple(one for one in documents if len(one) >= SHORTEST)[:DOCUMENTS]
         if not found:
             raise UsageError(
                 f"no document of the first step has {SHORTEST} tokens; give other --data, or a larger --max-len"
             )
-        return cls(documents=found)
+        return cls(documents=found, specials=tuple(specials))
 
     @property
     def prompts(self) -> list[tuple[int, ...]]:
@@ -92,17 +95,25 @@ class Expected:
 
     @property
     def score(self) -> Score:
-        return partial(self.reference.scores, self.weights, temperatures=TEMPERATURES)
+        return partial(self.reference.scores, self.weights)
 
     @property
     def noise(self) -> list[Score]:
-        return [
-            partial(self.reference.scores, weights, run=run, temperatures=TEMPERATURES)
-            for run, weights in self._noise_weights.items()
-        ]
+        return [partial(self.reference.scores, weights, run=run) for run, weights in self._noise_weights.items()]
+
+    @property
+    def asked(self) -> Asked:
+        return Asked(
+            prompts=self.requests.prompts,
+            policy=Policy(precision=self.precision, score=self.score, noise=self.noise),
+            allowed=self.prompts.absolute,
+            vocab_size=self.reference.vocab_size,
+            specials=self.requests.specials,
+        )
 
     def tolerance(self, requests: Sequence[Sequence[int]], read: Callable[[Scores], Tensor]) -> Tolerance:
-        runs = [[read(one) for one in run(requests)] for run in (self.score, *self.noise)]
+        ends = [*map(len, requests)]
+        runs = [[read(one) for one in run(requests, ends)] for run in (self.score, *self.noise)]
         return Tolerance(precision=self.precision, reference=runs[0], noise=runs[1:])
 
     @cached_property
@@ -166,16 +177,23 @@ def judge_engine(run: EngineRun, *further: Further) -> Iterator[Check]:
     further: more checks of the running engine. They get the log-probs that it has given for the documents, too.
     """
     try:
-        requests = Requests.of(batches_of(run.scenario, run.folder)[0])
+        tokenizer = load_tokenizer(run.folder, trusted=run.scenario.trust_remote_code)
+        requests = Requests.of(batches_of(run.scenario, run.folder)[0], tokenizer.all_special_ids)
         expected = Expected(run.scenario, run.folder, requests, run.device)
         with run.serve() as engine:
             engine.start(run.folder, run.scenario.precision, run.settings)
             versions = ", ".join(f"{name} {version}" for name, version in engine.info.versions.items())
             yield Check(name="start", state="conforms", text=versions)
             yield from judge_numbers(engine, expected)
+            yield from judge_draws(engine, expected.asked)
             scored = engine.score(expected.requests.documents)
+            sampled = engine.generate(expected.requests.prompts, SAMPLED)
+            for kind, settings in engine.info.reports.items():
+                if settings:
+                    engine.start(run.folder, run.scenario.precision, run.settings | settings)
+                yield from judge_sampling(engine, expected.asked, kind)
             for name, settings in engine.info.variants.items():
-                yield _variant(engine, run, name, settings, scored, expected)
+                yield from _variant(engine, run, name, settings, scored, sampled, expected)
             for judge in further:
                 yield from judge(engine, run, scored, expected)
     except NotSupported as error:
@@ -194,18 +212,10 @@ def judge_numbers(engine: ServedEngine, expected: Expected) -> Iterator[Check]:
     last = engine.next_token(requests.prompts, vocab_size)
     kl = divergence(last, torch.stack([*expected.prompts.reference]))
     yield expected.prompts.judge("distributions", [*last], more=f", KL {kl:.1e}")
-    greedy = engine.generate(requests.prompts, Decoding(max_new_tokens=NEW_TOKENS))
+    greedy = engine.generate(requests.prompts, replace(GREEDY, max_new_tokens=NEW_TOKENS))
     whole = [(*prompt, *one.tokens) for prompt, one in zip(requests.prompts, greedy, strict=True)]
-    yield judge_greedy(greedy, expected.score(whole), allowed=expected.prompts.absolute)
-    sampled = engine.generate(requests.prompts, Decoding(max_new_tokens=NEW_TOKENS, temperature=TEMPERATURE, seed=1))
-    yield judge_reported(
-        engine.info.reports,
-        requests.prompts,
-        sampled,
-        expected.score,
-        precision=expected.precision,
-        noise=expected.noise,
-    )
+    yield judge_greedy(greedy, expected.score(whole, [*map(len, whole)]), allowed=expected.prompts.absolute)
+    yield judge_ends(engine, expected.asked, greedy)
     alone = [engine.score([one])[0] for one in requests.documents]
     yield judge_invariance("alone and in a batch", scored, alone, allowed=tolerance.absolute)
     again = engine.next_token(requests.prompts, vocab_size)
@@ -218,7 +228,13 @@ def _why_wrong(observed: Sequence[Tensor], expected: Expected) -> str:
     if shift := shift_of(observed, expected.documents):
         return f"those of the token {shift}"
     architecture = expected.reference.architecture
-    return explain(observed, expected.chosen, expected.documents, expected.weights, None, architecture).text
+    if found := explain(observed, expected.chosen, expected.documents, expected.weights, None, architecture).text:
+        return found
+    rounded = expected.reference.scores(expected.weights, expected.requests.documents, softmax=torch.bfloat16)
+    x, ref, near = (
+        torch.cat([*of]) for of in (observed, expected.documents.reference, [one.chosen for one in rounded])
+    )
+    return "the softmax is computed in bf16" if (x - near).norm() < 0.2 * (x - ref).norm() else ""
 
 
 def _variant(
@@ -227,12 +243,15 @@ def _variant(
     name: str,
     settings: dict[str, Any],
     scored: Sequence[Tensor],
+    sampled: Sequence[Sampled],
     expected: Expected,
-) -> Check:
-    """Judges settings that may not change a number."""
+) -> Iterator[Check]:
+    """Judges settings that may not change a number: given tokens, and sampled ones."""
     try:
         engine.start(run.folder, run.scenario.precision, run.settings | settings)
         found = engine.score(expected.requests.documents)
+        yield judge_invariance(name, found, scored, allowed=expected.documents.absolute)
+        again = engine.generate(expected.requests.prompts, SAMPLED)
+        yield judge_sampled_again(f"{name}, sampled", again, sampled, allowed=expected.prompts.absolute)
     except NotSupported as error:
-        return Check(name=name, state="unsupported", text=str(error))
-    return judge_invariance(name, found, scored, allowed=expected.documents.absolute)
+        yield Check(name=name, state="unsupported", text=str(error))

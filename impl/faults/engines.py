@@ -16,7 +16,7 @@ from impl.faults.declaration import Faults
 ENGINE_SEAMS: Mapping[str, str] = {
     "copy_tensors": "(model, tensors): copies named tensors into the parameters of a model",
     "serve_folder": "(folder, ...) -> the sampler with the model of a Hugging Face folder",
-    "next_token": "(engine, prompts) -> log-probs of the tokens that may follow",
+    "next_token": "(engine, prompts, decoding) -> log-probs of the tokens that may follow",
 }
 ENGINE_FAULTS = Faults()
 Mixed = Callable[[str, Tensor, Tensor], Tensor]  # name, new and old numbers: what is copied
@@ -182,8 +182,8 @@ def adapter_scale_dropped(copy_tensors: Function, model: Any, tensors: Any) -> N
     cells=_cell("qwen3"),
     needs="an update, and a prompt that is served before and after it",
 )
-def prefix_cache_kept(next_token: Function, engine: Any, prompts: Any) -> Tensor:
-    rows = next_token(engine, prompts)
+def prefix_cache_kept(next_token: Function, engine: Any, prompts: Any, decoding: Any) -> Tensor:
+    rows = next_token(engine, prompts, decoding)
     cache = engine.__dict__.setdefault("cached_rows", {})
     return torch.stack([cache.setdefault(tuple(one), row) for one, row in zip(prompts, rows, strict=True)])
 

@@ -16,7 +16,6 @@ from conformance.core.errors import UsageError, explain
 from conformance.spec.layout import Layout
 from conformance.spec.scenario import Scenario, parse_scenario, scenario_to_json
 
-Engine = Literal["hf", "vllm"]
 Tracker = Literal["tensorboard", "wandb"]
 
 
@@ -27,7 +26,8 @@ class RolloutConfig:
     prompts: the number of prompts in a rollout.
     n_samples_per_prompt: responses to each prompt; they form a group.
     max_new_tokens: the longest response.
-    engine: the sampling engine.
+    engine: ``hf``, or an engine of conformance.backends.engines.
+    python: the Python of the engine's environment; empty for this one.
     greedy: takes the likeliest token instead of sampling.
     at_once: prompts whose responses a rank samples at once.
     reward: a name in impl.train.rewards.REWARDS, or MODULE:FUNCTION; None selects it by the data set.
@@ -36,7 +36,8 @@ class RolloutConfig:
     prompts: int
     n_samples_per_prompt: int
     max_new_tokens: int
-    engine: Engine = "hf"
+    engine: str = "hf"
+    python: str = ""
     greedy: bool = False
     at_once: int = 8
     reward: str | None = None

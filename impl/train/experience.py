@@ -4,13 +4,16 @@ Every rank samples the responses to a share of the prompts, and all ranks get al
 (impl/engine/trainer.py) are then computed in the same way on every rank, as in cells.
 """
 
+import math
 import random
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, pstdev
 from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 
 from conformance.core.errors import UsageError
@@ -27,6 +30,11 @@ from impl.train.generation import Response, RolloutEngine, seed_of, share_of
 from impl.train.rewards import FunctionReward, Reward
 
 LOGPROB_GAP, IMPORTANCE = "sampling/sampling_logp_difference", "sampling/importance_sampling_ratio"  # as in TRL
+
+SUMS = (  # of the comparison of the engine with the policy, in an order that all ranks have
+    *("gap", "ratio", "kl", "k3", "apart", "square", "p", "q", "pp", "qq", "pq"),
+    *("tokens", "responses", "by_response"),
+)
 
 
 @dataclass
@@ -214,23 +222,47 @@ def check_resumes(scenario: Scenario, config: RolloutConfig, *, step: int, posit
 def logprob_gap(context: Context, batch: Batch, logprobs: Mapping[int, Any]) -> dict[str, float]:
     """Compares the engine's log-probs with the policy's before an update, over all response tokens of ``batch``.
 
-    ``logprobs[row.index]``: (targets of the row,), for the rows of this rank. Returns mean and largest |difference|,
-    and the mean of exp(policy - engine), which is 1 if both are the same policy.
+    ``logprobs[row.index]``: (targets of the row,), for the rows of this rank. The names are those of TRL, verl
+    (``training/``, ``rollout_corr/``) and slime (``train/``); slime's is a mean over responses. A ratio is
+    policy / engine.
     """
-    sums = {LOGPROB_GAP: 0.0, IMPORTANCE: 0.0}
-    count, differences = 0, [0.0]
+    sums: dict[str, float] = defaultdict(float)
+    largest_gap, largest_of_probs = [0.0], [0.0]
     for row in batch.rows:
         if row.index not in logprobs:
             continue
-        engine = logprobs[row.index].new_tensor(rollout_logprobs(row))
-        difference = logprobs[row.index] - engine
-        sums[LOGPROB_GAP] += difference.abs().sum().item()
-        sums[IMPORTANCE] += difference.exp().sum().item()
-        differences.append(difference.abs().max().item())
-        count += len(engine)
-    total = context.all_reduce(count)
-    means = {f"{key}/mean": context.all_reduce(value) / total for key, value in sums.items()}
-    return means | {f"{LOGPROB_GAP}/max": largest(context.all_gather(largest(differences)))}
+        policy = logprobs[row.index].double()
+        engine = policy.new_tensor(rollout_logprobs(row))
+        log_ratio, p, q = policy - engine, policy.exp(), engine.exp()
+        gap, ratio, apart = log_ratio.abs(), log_ratio.exp(), (p - q).abs()
+        terms = {"gap": gap, "ratio": ratio, "kl": -log_ratio, "k3": ratio - log_ratio - 1, "apart": apart}
+        terms |= {"square": apart**2, "p": p, "q": q, "pp": p * p, "qq": q * q, "pq": p * q}
+        of_responses = [part.mean() for part in gap.split([sum(d.targets) for d in row.documents]) if len(part)]
+        terms |= {"tokens": torch.ones(len(gap)), "responses": torch.ones(len(of_responses))}
+        terms["by_response"] = torch.stack(of_responses)
+        for name, term in terms.items():
+            sums[name] += term.sum().item()
+        largest_gap.append(gap.max().item())
+        largest_of_probs.append(apart.max().item())
+    total = {name: context.all_reduce(sums[name]) for name in SUMS}
+    count = total["tokens"]
+    mean = {name: value / count for name, value in total.items()}
+    spread = [math.sqrt(max(0.0, mean[x + x] - mean[x] ** 2)) for x in "pq"]
+    return {
+        f"{LOGPROB_GAP}/mean": mean["gap"],
+        f"{LOGPROB_GAP}/max": largest(context.all_gather(largest(largest_gap))),
+        f"{IMPORTANCE}/mean": mean["ratio"],
+        "training/rollout_probs_diff_mean": mean["apart"],
+        "training/rollout_probs_diff_max": largest(context.all_gather(largest(largest_of_probs))),
+        "training/rollout_probs_diff_std": math.sqrt(
+            max(0.0, total["square"] - count * mean["apart"] ** 2) / max(1.0, count - 1)
+        ),
+        "training/rollout_actor_probs_pearson_corr": (mean["pq"] - mean["p"] * mean["q"])
+        / (spread[0] * spread[1] or math.nan),
+        "rollout_corr/kl": mean["kl"],
+        "rollout_corr/k3_kl": mean["k3"],
+        "train/train_rollout_logprob_abs_diff": total["by_response"] / total["responses"],
+    }
 
 
 def largest(values: Sequence[float]) -> float:

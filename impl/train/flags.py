@@ -141,7 +141,12 @@ class TrainOptions:
     micro_rollout_batch_size: int = option("responses that a rank samples at once", default=32, commands=ROLLOUT)
     generate_max_len: int = option("tokens of a response at most", default=1024, commands=ROLLOUT)
     temperature: float = option("of sampling and of log-probs", default=1.0, above=0, commands=ROLLOUT)
-    rollout_engine: Literal["hf", "vllm"] = option("engine that samples responses", default="hf", commands=ROLLOUT)
+    rollout_engine: str = option(
+        "engine that samples responses: hf, or one that parity engine judges, such as vllm",
+        default="hf",
+        commands=ROLLOUT,
+    )
+    rollout_python: str | None = option("Python of the engine's own environment (default: none)", commands=ROLLOUT)
     greedy: bool = option("the likeliest token instead of sampling", default=False, commands=ROLLOUT)
     reward: str | None = option(
         f"score of a response: {', '.join(REWARDS)}, or MODULE:FUNCTION in TRL's form (default: near-answer for the "

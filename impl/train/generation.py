@@ -1,4 +1,4 @@
-"""Samples responses, by transformers' ``generate`` on a replica of the policy, or by vLLM.
+"""Samples responses, by transformers' ``generate`` on a replica of the policy, or by an engine in another process.
 
 The trained policy is sharded in a different way by each layout, for example into Megatron's stages. As verl does with
 its engines, the weights are streamed into a replica of the whole model before each rollout, under the names in the
@@ -9,15 +9,17 @@ only computes logits: each token of a response has its own random number, which 
 the token at that point of the cumulative distribution (inverse transform sampling). Prompts of a batch are padded on
 the left. ``share_of`` makes the same batches for every number of ranks, so the rounding of a response is the same, too.
 
-The vLLM engine runs on one GPU in every rank, beside the policy. It is not tested here. It is written for vLLM 0.11,
-from its documentation. Responses follow from their seeds, but vLLM chooses its batches, so their last digits depend on
-the other samples; the log-prob gap in the training's log measures this.
+Other engines are those that ``parity engine`` judges. Responses follow from their seeds, but an engine may choose its
+batches, so their last digits depend on the other samples; the log-prob gap in the training's log measures this.
 """
 
+import contextlib
 import hashlib
-import os
+import tempfile
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,11 +27,12 @@ import torch
 import transformers
 from torch import Tensor
 
+from conformance.backends.engines import Decoding, EngineFailed, EngineProcess, NotSupported, ServedEngine
 from conformance.backends.protocol import NamedTensors
 from conformance.core.errors import UsageError
 from conformance.spec.scenario import Scenario
+from impl.models.export import write_folder
 from impl.models.loading import load_model
-from impl.train.config import Engine
 
 
 @dataclass(frozen=True)
@@ -53,12 +56,14 @@ class Sampling:
     max_new_tokens: the length at which a response is cut.
     end: the tokens that end a response.
     prompts: the number of prompts whose responses are sampled at once.
+    processors: change the logits before the temperature.
     """
 
     temperature: float
     max_new_tokens: int
     end: tuple[int, ...]
     prompts: int
+    processors: tuple[transformers.LogitsProcessor, ...] = ()
 
 
 class RolloutEngine(Protocol):
@@ -89,12 +94,20 @@ def share_of(prompts: Sequence[Sequence[int]], at_once: int, *, rank: int, ranks
     return [index for batch in batches[rank::ranks] for index in batch]
 
 
-def make_engine(kind: Engine, model: Path, scenario: Scenario, sampling: Sampling, device: str) -> RolloutEngine:
-    """Makes the engine for the policy's Hugging Face folder. Raises UsageError if its package is missing."""
-    if kind == "vllm":
-        return VllmEngine(model, scenario, sampling)
-    dtype, trusted = scenario.tier.compute.dtype, scenario.trust_remote_code
-    return HfEngine(model, dtype, sampling, device, trusted=trusted)
+def make_engine(
+    kind: str, model: Path, scenario: Scenario, sampling: Sampling, device: str, *, python: str = ""
+) -> RolloutEngine:
+    """Makes the engine for the policy's Hugging Face folder. python: of the environment of an engine other than ``hf``.
+
+    Raises UsageError if the engine's package is missing.
+    """
+    if kind == "hf":
+        dtype, trusted = scenario.tier.compute.dtype, scenario.trust_remote_code
+        return HfEngine(model, dtype, sampling, device, trusted=trusted)
+    try:
+        return ServedRollouts(EngineProcess(kind, python=python, limit_s=LIMIT_S), model, scenario, sampling)
+    except (NotSupported, EngineFailed) as error:
+        raise UsageError(f"the rollout engine {kind}: {error}") from None
 
 
 def seed_of(seed: int, rollout: int, prompt: int, sample: int) -> int:
@@ -138,17 +151,22 @@ class HfEngine:
     def _batch(self, rows: Sequence[tuple[Sequence[int], int]], greedy: bool) -> list[Response]:
         """Samples the responses to some prompts, each with its seed, at once."""
         limit, end = self.sampling.max_new_tokens, self.sampling.end
+        padded_by = end[0] if end else 0
         drawn = None if greedy else torch.stack([uniforms(seed, limit) for _, seed in rows]).to(self.device)
-        chosen = Choose(drawn, self.sampling.temperature)
+        chosen = Choose(drawn, self.sampling.temperature, self.sampling.processors)
         longest = max(len(prompt) for prompt, _ in rows)
         padding = [longest - len(prompt) for prompt, _ in rows]
-        padded = [[end[0]] * left + [*prompt] for left, (prompt, _) in zip(padding, rows, strict=True)]
+        padded = [[padded_by] * left + [*prompt] for left, (prompt, _) in zip(padding, rows, strict=True)]
         tokens = torch.tensor(padded, device=self.device)
         found = self.model.generate(
             tokens,  # from the mask, ``generate`` also makes the position of each token
             attention_mask=(torch.arange(longest) >= torch.tensor(padding)[:, None]).long().to(self.device),
             generation_config=transformers.GenerationConfig(
-                max_new_tokens=limit, do_sample=False, eos_token_id=list(end), pad_token_id=end[0], use_cache=True
+                max_new_tokens=limit,
+                do_sample=False,
+                eos_token_id=list(end) or None,
+                pad_token_id=padded_by,
+                use_cache=True,
             ),
             logits_processor=[chosen],
         )
@@ -168,11 +186,15 @@ class Choose(transformers.LogitsProcessor):  # type: ignore[misc]
     drawn: (rows, length), the random number of each token; None selects the likeliest tokens.
     """
 
-    def __init__(self, drawn: Tensor | None, temperature: float) -> None:
-        self.drawn, self.temperature = drawn, temperature
+    def __init__(
+        self, drawn: Tensor | None, temperature: float, processors: Sequence[transformers.LogitsProcessor] = ()
+    ) -> None:
+        self.drawn, self.temperature, self.processors = drawn, temperature, processors
         self.logprobs: list[Tensor] = []
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # (rows, so far), (rows, vocabulary)
+        for process in self.processors:
+            scores = process(input_ids, scores)
         logprobs = (scores / self.temperature).log_softmax(dim=-1)
         if self.drawn is None:
             tokens = logprobs.argmax(dim=-1, keepdim=True)
@@ -190,63 +212,46 @@ def _cut(tokens: list[int], logprobs: list[float], end: tuple[int, ...]) -> Resp
     return Response(tuple(tokens[:length]), tuple(logprobs[:length]), ended=tokens[length - 1] in end)
 
 
-MEMORY = 0.3  # share of the GPU's memory for weights and cache
+LIMIT_S = 1800.0  # for one answer of an engine's process
 
 
-class VllmEngine:
-    """Implements RolloutEngine with vLLM. Raises UsageError if vLLM is missing or does not support the precision."""
+class ServedRollouts:
+    """Implements RolloutEngine by an engine of conformance.backends.engines, in a process beside each rank.
 
-    def __init__(self, model: Path, scenario: Scenario, sampling: Sampling) -> None:
+    Weights travel as a Hugging Face folder. Raises UsageError if the engine cannot serve the policy.
+    """
+
+    def __init__(self, engine: ServedEngine, model: Path, scenario: Scenario, sampling: Sampling) -> None:
+        self.sampling, self._engine, self._source = sampling, engine, model
+        stack = contextlib.ExitStack()
+        stack.enter_context(engine)
+        self._folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="parity-rollouts-")))
+        weakref.finalize(self, stack.close)
+        reports = engine.info.reports
+        if "processed" not in reports and sampling.temperature != 1:
+            raise UsageError(f"the engine {engine.info.name} gives no log-probs at a temperature; use --temperature 1")
         try:
-            import vllm
-        except ImportError:
-            raise UsageError(
-                "the rollout engine vllm needs vLLM; run: pip install 'backend-parity[vllm]', or use the engine hf"
-            ) from None
-        if scenario.tier.is_exact:
-            raise UsageError("vLLM does not compute in float64; use the engine hf, or another precision than exact")
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # weights are loaded in this process
-        self._vllm: Any = vllm
-        self.sampling = sampling
-        self._engine: Any = vllm.LLM(
-            model=str(model),
-            dtype=scenario.tier.compute.name,
-            distributed_executor_backend="external_launcher",
-            tensor_parallel_size=1,
-            gpu_memory_utilization=MEMORY,
-            logprobs_mode="processed_logprobs",  # at the temperature
-            trust_remote_code=scenario.trust_remote_code,
-            seed=scenario.seed,
-        )
+            engine.start(model, scenario.precision, reports.get("processed", {}))
+        except NotSupported as error:
+            raise UsageError(f"the rollout engine {engine.info.name}: {error}") from None
 
     def load(self, weights: NamedTensors) -> None:
-        model = self._engine.llm_engine.model_executor.driver_worker.model_runner.model
-        for name, weight in weights:
-            model.load_weights([(name, weight)])
-        self._engine.reset_prefix_cache()
+        folder = self._folder / "policy"
+        write_folder(folder, source=self._source, weights=weights, dtype="masters")
+        self._engine.update(next(iter(self._engine.info.ways)), folder)
 
     def generate(
         self, prompts: Sequence[Sequence[int]], seeds: Sequence[Sequence[int]], *, greedy: bool
     ) -> list[list[Response]]:
-        requests = [(list(prompt), seed) for prompt, own in zip(prompts, seeds, strict=True) for seed in own]
-        outputs = self._engine.generate(
-            [{"prompt_token_ids": prompt} for prompt, _ in requests],
-            [
-                self._vllm.SamplingParams(
-                    temperature=0.0 if greedy else self.sampling.temperature,
-                    seed=seed,
-                    max_tokens=self.sampling.max_new_tokens,
-                    stop_token_ids=list(self.sampling.end),
-                    logprobs=0,
-                )
-                for _, seed in requests
-            ],
-            use_tqdm=False,
+        sampling = self.sampling
+        decoding = Decoding(
+            max_new_tokens=sampling.max_new_tokens,
+            temperature=0.0 if greedy else sampling.temperature,
+            stop=sampling.end,
         )
-        responses = iter([self._response(each.outputs[0]) for each in outputs])
+        requests = [prompt for prompt, own in zip(prompts, seeds, strict=True) for _ in own]
+        found = self._engine.generate(requests, decoding, list(chain.from_iterable(seeds))) if requests else []
+        responses = iter(
+            Response(one.tokens, tuple(one.logprobs.tolist()), ended=one.tokens[-1] in sampling.end) for one in found
+        )
         return [[next(responses) for _ in own] for own in seeds]
-
-    def _response(self, output: Any) -> Response:
-        tokens = tuple(output.token_ids)
-        logprobs = tuple(at[token].logprob for token, at in zip(tokens, output.logprobs, strict=True))
-        return Response(tokens, logprobs, ended=tokens[-1] in self.sampling.end)

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
+from conformance.backends.engines import load_engine
 from conformance.backends.protocol import MissingExtra, Unsupported, find_backend
 from conformance.core.errors import UsageError, explain
 from conformance.core.host import resolve
@@ -342,6 +343,8 @@ def _rollout(options: TrainOptions) -> RolloutConfig:
             f"{longest * 2} or --generate-max-len {max(1, row // 2)}"
         )
     reward_of(options.dataset or ARITHMETIC, options.reward)  # raises UsageError before ranks are started
+    if options.rollout_engine != "hf" and options.rollout_python is None:
+        load_engine(options.rollout_engine)
     samples = options.n_samples_per_prompt
     if options.greedy and samples > 1:
         raise UsageError(
@@ -353,6 +356,7 @@ def _rollout(options: TrainOptions) -> RolloutConfig:
         n_samples_per_prompt=samples,
         max_new_tokens=longest,
         engine=options.rollout_engine,
+        python=options.rollout_python or "",
         greedy=options.greedy,
         at_once=max(1, options.micro_rollout_batch_size // samples),
         reward=options.reward,

@@ -341,7 +341,7 @@ def source_of(
         policy=backend.models[POLICY.name],
         scenario=scenario,
         config=rollout,
-        engine=make_engine(rollout.engine, policy, scenario, sampling, device),
+        engine=make_engine(rollout.engine, policy, scenario, sampling, device, python=rollout.python),
         prompts=inputs.prompts,
         reward=reward_of(scenario.data.path, rollout.reward),
         tokenizer=inputs.tokenizer,

@@ -20,23 +20,21 @@ from conformance.core.host import FIXTURES
 from conformance.core.process import process_state
 from conformance.data.prepare import prepare_inputs
 from conformance.judge.engines import Check
-from conformance.runner import engine_run
-from conformance.runner.engine_run import EngineRun, Requests, judge_engine
+from conformance.runner import engine_rollouts, engine_run
+from conformance.runner.engine_run import EngineRun, Requests, judge_engine, judge_numbers
 from conformance.runner.weight_updates import Trained, judge_updates, moved
 from conformance.spec.batch import Batch, Document, Row
 from conformance.spec.scenario import load_scenario
 
 VLLM_WAYS = ("reload_weights of a folder", "reload_weights of tensors", "load_weights")  # that are not right on a CPU
 UPDATE = f"update by {faulty.WAY}"
-SCORED, SAMPLED, GREEDY = "scored log-probs", "sampled log-probs", "greedy tokens"
+SCORED, GREEDY = "scored log-probs", "greedy tokens"
 BY_NUMBERS = [
     (faulty.HeadInBf16, SCORED, "the head is computed in bf16"),
+    (faulty.SoftmaxInBf16, SCORED, "the softmax is computed in bf16"),
     (faulty.ShiftedScores, SCORED, "those of the token before"),
-    (faulty.ProcessedAsRaw, SAMPLED, "processed, and declared as raw"),
-    (faulty.Raw, SAMPLED, "raw, and declared as processed"),
-    (faulty.Twice, SAMPLED, "the temperature 0.7 is applied twice"),
-    (faulty.Shifted, SAMPLED, "those of the token before"),
-    (faulty.ForNeighbour, SAMPLED, "prompt 0 got the response to prompt 1"),
+    (faulty.GoesOn, "stop and length", "tokens after the stop token"),
+    (faulty.StopDropped, "stop and length", "tokens without the stop token"),
 ]
 
 
@@ -49,7 +47,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineRun]:
         patch.setattr(engine_run, "Expected", cache(engine_run.Expected))
         patch.setattr(engine_run, "batches_of", cache(engine_run.batches_of))
         patch.setattr(engine_run, "DOCUMENTS", 2)
-        patch.setattr(engine_run, "NEW_TOKENS", 6)
+        patch.setattr(engine_run, "PROMPTS", 2)
+        patch.setattr(engine_rollouts, "DRAWS", 64)
+        patch.setattr(engine_rollouts, "DRAWN", ())
+        patch.setattr(engine_rollouts, "DECODINGS", {"temperature": engine_rollouts.SAMPLED})
         yield EngineRun(serve=lambda: ServedEngine(faulty.OneWay()), scenario=scenario, folder=folder)
 
 
@@ -66,18 +67,32 @@ def checks(run: EngineRun, engine: type, *trained: Trained) -> dict[str, Check]:
     return {check.name: check for check in judge_engine(own, *further)}
 
 
+def expected_of(run: EngineRun) -> engine_run.Expected:
+    return engine_run.Expected(
+        run.scenario, run.folder, Requests.of(engine_run.batches_of(run.scenario, run.folder)[0])
+    )
+
+
 def test_honest_engine_conforms(run: EngineRun, new: Trained) -> None:
     found = checks(run, load_engine("impl.engines.transformers_engine:TransformersEngine"), new)
     assert {check.state for check in found.values()} == {"conforms"}, found
-    assert {SCORED, "distributions", GREEDY, SAMPLED, UPDATE, "update by folder"} <= found.keys()
+    assert {SCORED, "distributions", GREEDY, "stop and length", UPDATE, "update by folder"} <= found.keys()
     assert found[UPDATE].text == "new, and back again"
+
+
+def test_responses_of_old_weights_are_named(run: EngineRun, new: Trained) -> None:
+    found = next(judge_updates(ServedEngine(faulty.SamplesOld()), run, expected_of(run), new))
+    assert found.state == "differs"
+    assert "labelled with version 1 and was sampled by version 0" in found.text
 
 
 @pytest.mark.parametrize(("engine", "name", "cause"), BY_NUMBERS, ids=[cause for *_, cause in BY_NUMBERS])
 def test_wrong_numbers_are_named(run: EngineRun, engine: type, name: str, cause: str) -> None:
-    found = checks(run, engine)
-    assert found[name].state == "differs"
-    assert cause in found[name].text
+    served = ServedEngine(engine())
+    served.start(run.folder, "fp32", {})
+    found = {check.name: check for check in judge_numbers(served, expected_of(run))}[name]
+    assert found.state == "differs"
+    assert cause in found.text
 
 
 @pytest.mark.parametrize(

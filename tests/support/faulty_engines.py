@@ -1,6 +1,8 @@
 """Engines with one mistake each, for the judgement of engines: transformers' engine, spoilt."""
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from conformance.spec.precision import PrecisionName
 from impl.engines.transformers_engine import TransformersEngine
 
 WAY = "tensors"
+SPECIAL = 1  # a special token of the small models
 Response = tuple[list[int], list[float]]
 
 
@@ -22,7 +25,7 @@ class OneWay(TransformersEngine):
     @classmethod
     def describe(cls) -> EngineInfo:
         adapter_ways = (cls.way,) if cls.way == "adapter" else ()
-        return EngineInfo(name="faulty", reports="processed", ways={cls.way: "only"}, adapter_ways=adapter_ways)
+        return EngineInfo(name="faulty", reports={"processed": {}}, ways={cls.way: "only"}, adapter_ways=adapter_ways)
 
 
 def with_way(way: str) -> OneWay:
@@ -38,12 +41,12 @@ class HeadInBf16(OneWay):
 
 
 class Sampling(OneWay):
-    """Spoils responses by ``change(temperature, responses)``."""
+    """Spoils sampled responses by ``change(responses)``."""
 
     change: Callable[[list[Response]], list[Response]]
 
-    def generate(self, prompts: Sequence[Sequence[int]], decoding: Decoding) -> list[Response]:
-        found = super().generate(prompts, decoding)
+    def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], decoding: Decoding) -> list[Response]:
+        found = super().generate(prompts, seeds, decoding)
         return found if decoding.temperature == 0 else type(self).change(found)
 
 
@@ -60,37 +63,95 @@ class ShiftedScores(OneWay):
         return [[-1.0, *one[:-1]] for one in super().score(requests)]
 
 
+class SpecialsDropped(OneWay):
+    """Samples a special token as the second one, and loses it in a text."""
+
+    def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], decoding: Decoding) -> list[Response]:
+        if decoding.temperature == 0 or decoding.max_new_tokens == 1:
+            return super().generate(prompts, seeds, decoding)
+        first = super().generate(prompts, seeds, replace(decoding, max_new_tokens=1))
+        longer = [[*prompt, *tokens, SPECIAL] for prompt, (tokens, _) in zip(prompts, first, strict=True)]
+        rest = super().generate(longer, seeds, decoding)
+        return [(x + tokens, y + logprobs) for (x, y), (tokens, logprobs) in zip(first, rest, strict=True)]
+
+
 class Rescored(OneWay):
-    """Reports log-probs of its sampled tokens at another temperature than it says."""
+    """Reports log-probs of its sampled tokens that are those of another decoding."""
 
-    power = 0
+    other = staticmethod(lambda decoding: Decoding())
 
-    def generate(self, prompts: Sequence[Sequence[int]], decoding: Decoding) -> list[Response]:
-        found = super().generate(prompts, decoding)
+    def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], decoding: Decoding) -> list[Response]:
+        found = super().generate(prompts, seeds, decoding)
         if decoding.temperature == 0:
             return found
-        whole = [[*prompt, *tokens] for prompt, (tokens, _) in zip(prompts, found, strict=True)]
-        logits = self._logits(whole) / decoding.temperature**self.power
-        logprobs = logits.float().log_softmax(-1)
         scored = []
-        for row, prompt, one in zip(logprobs, prompts, whole, strict=True):
-            places = torch.arange(len(prompt) - 1, len(one) - 1)
-            scored.append((one[len(prompt) :], row[places, torch.tensor(one[len(prompt) :])].tolist()))
+        for prompt, (tokens, _) in zip(prompts, found, strict=True):
+            before = [[*prompt, *tokens[:count]] for count in range(len(tokens))]
+            rows = self.next_token(before, type(self).other(decoding))
+            scored.append((tokens, rows.gather(-1, torch.tensor(tokens)[:, None])[:, 0].tolist()))
         return scored
 
 
-class Raw(Rescored):
-    """Gives raw log-probs as processed ones."""
+def rescored(other: Callable[[Decoding], Decoding]) -> type[Rescored]:
+    return type("Other", (Rescored,), {"other": staticmethod(other)})
 
 
-class Twice(Rescored):
-    power = 2
+def decoding_as(other: Callable[[Decoding], Decoding]) -> type[OneWay]:
+    """Samples by another decoding than it is asked for, and reports that one's log-probs."""
+
+    class Other(OneWay):
+        def generate(
+            self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], decoding: Decoding
+        ) -> list[Response]:
+            return super().generate(prompts, seeds, decoding if decoding.temperature == 0 else other(decoding))
+
+        def next_token(self, prompts: Sequence[Sequence[int]], decoding: Decoding) -> Tensor:
+            return super().next_token(prompts, other(decoding))
+
+    return Other
+
+
+class GoesOn(OneWay):
+    """Does not stop at a stop token."""
+
+    def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], decoding: Decoding) -> list[Response]:
+        return super().generate(prompts, seeds, replace(decoding, stop=()))
+
+
+class StopDropped(OneWay):
+    """Leaves the stop token out of its responses."""
+
+    def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], decoding: Decoding) -> list[Response]:
+        found = super().generate(prompts, seeds, decoding)
+        return [(t[:-1], x[:-1]) if t[-1] in decoding.stop and len(t) > 1 else (t, x) for t, x in found]
 
 
 class ProcessedAsRaw(OneWay):
     @classmethod
     def describe(cls) -> EngineInfo:
-        return EngineInfo(name="faulty", reports="raw", ways={WAY: "copy named tensors"})
+        return EngineInfo(name="faulty", reports={"raw": {}}, ways={WAY: "copy named tensors"})
+
+
+class SoftmaxInBf16(OneWay):
+    def score(self, requests: Sequence[Sequence[int]]) -> list[Sequence[float]]:
+        rows = self._logits(requests).bfloat16().log_softmax(-1)
+        targets = [torch.tensor(one[1:])[:, None] for one in requests]
+        return [row[: len(t)].gather(-1, t)[:, 0].tolist() for row, t in zip(rows, targets, strict=True)]
+
+
+class SamplesOld(OneWay):
+    """Scores with the new weights, and goes on to sample with the old ones."""
+
+    def update(self, way: str, folder: Path) -> None:
+        self._old = deepcopy(self._engine)
+        super().update(way, folder)
+
+    def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], decoding: Decoding) -> list[Response]:
+        new, self._engine = self._engine, getattr(self, "_old", self._engine)
+        try:
+            return super().generate(prompts, seeds, decoding)
+        finally:
+            self._engine = new
 
 
 class NoNumbers(OneWay):
@@ -108,7 +169,7 @@ class Dies:
 
     @classmethod
     def describe(cls) -> EngineInfo:
-        return EngineInfo(name="dies", reports="raw", ways={})
+        return EngineInfo(name="dies", reports={"raw": {}}, ways={})
 
     def start(self, folder: Path, precision: PrecisionName, settings: Mapping[str, Any]) -> None:
         """Starts nothing."""

@@ -1,7 +1,7 @@
 """Roll-outs: what a response follows from, what its log-probs are, and how responses become rows."""
 
 import dataclasses
-import sys
+import math
 from collections import Counter
 from decimal import Decimal
 from itertools import chain
@@ -12,16 +12,35 @@ import pytest
 import torch
 from train_runs import training
 
+from conformance.backends.engines import ServedEngine, load_engine
 from conformance.core.errors import UsageError
 from conformance.core.host import FIXTURES
 from conformance.data.tokenizer import load_tokenizer
-from conformance.spec.batch import Document, Row
+from conformance.spec.batch import Batch, Document, Row
 from conformance.spec.scenario import Scenario
 from impl.checkpoints.training_state import DataPosition
 from impl.models.loading import load_model
+from impl.train import generation
 from impl.train.data import Prompt, load_prompts
-from impl.train.experience import check_resumes, check_rollout, deal, document_of, rollout_logprobs, rollout_numbers
-from impl.train.generation import Choose, HfEngine, Response, Sampling, make_engine, seed_of, share_of
+from impl.train.experience import (
+    check_resumes,
+    check_rollout,
+    deal,
+    document_of,
+    logprob_gap,
+    rollout_logprobs,
+    rollout_numbers,
+)
+from impl.train.generation import (
+    Choose,
+    HfEngine,
+    Response,
+    Sampling,
+    ServedRollouts,
+    make_engine,
+    seed_of,
+    share_of,
+)
 from impl.train.rewards import REWARDS
 from impl.train.setup import end_tokens
 
@@ -138,12 +157,70 @@ def test_an_engine_samples_with_the_weights_that_it_was_given(scenario: Scenario
         engine.load(iter([pair for pair in weights if pair[0] != "model.norm.weight"]))
 
 
-def test_vllm_that_is_not_there_is_refused_with_the_name_of_the_extra(
-    scenario: Scenario, monkeypatch: pytest.MonkeyPatch
+def served(scenario: Scenario, sampling: Sampling = SAMPLING) -> ServedRollouts:
+    """Serves the model by transformers' engine, in this process."""
+    return ServedRollouts(ServedEngine(load_engine("transformers")()), LLAMA, scenario, sampling)
+
+
+def test_served_engine_samples_as_a_replica(scenario: Scenario, engine: HfEngine) -> None:
+    """The engine in another process gets prompts, seeds, stop tokens and weights."""
+    (whole,) = engine.generate(PROMPTS[:1], SEEDS[:1], greedy=False)
+    sampling = dataclasses.replace(SAMPLING, end=(2, whole[0].tokens[1]))
+    replica = HfEngine(LLAMA, scenario.tier.compute.dtype, sampling, "cpu")
+    other = served(scenario, sampling)
+    before = replica.generate(PROMPTS, SEEDS, greedy=False)
+    weights = [(name, -weight.clone()) for name, weight in replica.model.named_parameters()]
+    for _ in range(2):
+        for group, expected in zip(
+            other.generate(PROMPTS, SEEDS, greedy=False), replica.generate(PROMPTS, SEEDS, greedy=False), strict=True
+        ):
+            assert [(one.tokens, one.ended) for one in group] == [(one.tokens, one.ended) for one in expected]
+            for one, right in zip(group, expected, strict=True):
+                assert one.logprobs == pytest.approx(right.logprobs, abs=1e-5)
+        replica.load(iter(weights))
+        other.load(iter(weights))
+    assert replica.generate(PROMPTS, SEEDS, greedy=False) != before
+    assert other.generate([], [], greedy=True) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"), [("vlm", "did you mean 'vllm'"), ("transformers", "computes in fp32, bf16, fp16, not in exact")]
+)
+def test_unusable_engine_is_a_usage_error(
+    scenario: Scenario, kind: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "vllm", None)
-    with pytest.raises(UsageError, match=r"backend-parity\[vllm\]"):
-        make_engine("vllm", LLAMA, scenario, SAMPLING, "cpu")
+    monkeypatch.setattr(generation, "EngineProcess", lambda name, **_: ServedEngine(load_engine(name)()))
+    with pytest.raises(UsageError, match=words):
+        make_engine(kind, LLAMA, dataclasses.replace(scenario, precision="exact"), SAMPLING, "cpu")
+
+
+def test_gap_has_the_numbers_of_verl_and_slime() -> None:
+    """Two responses in one row: slime's mean is over responses, the others' over tokens."""
+    policy = torch.tensor([-0.1, -0.9, -0.6, -0.2], dtype=torch.float64)
+    found = logprob_gap(OneRank(), Batch(0, 8, (Row(0, tuple(documents_of(2, 4))),)), {0: policy})  # type: ignore[arg-type]
+    engine = torch.full((4,), -0.5, dtype=torch.float64)
+    difference, apart = policy - engine, (policy.exp() - engine.exp()).abs()
+    wanted = {
+        "sampling/sampling_logp_difference/mean": difference.abs().mean(),
+        "sampling/sampling_logp_difference/max": difference.abs().max(),
+        "sampling/importance_sampling_ratio/mean": difference.exp().mean(),
+        "training/rollout_probs_diff_mean": apart.mean(),
+        "training/rollout_probs_diff_max": apart.max(),
+        "training/rollout_probs_diff_std": apart.std(),
+        "rollout_corr/kl": -difference.mean(),
+        "rollout_corr/k3_kl": (difference.exp() - difference - 1).mean(),
+        "train/train_rollout_logprob_abs_diff": (difference[0].abs() + difference[1:].abs().mean()) / 2,
+    }
+    assert math.isnan(found.pop("training/rollout_actor_probs_pearson_corr"))  # the engine's are all the same
+    assert found == pytest.approx({name: float(number) for name, number in wanted.items()})
+
+
+class OneRank:
+    def all_reduce(self, value: float) -> float:
+        return value
+
+    def all_gather(self, value: Any) -> list[Any]:
+        return [value]
 
 
 def test_what_ends_a_response_is_said_by_tokenizer_and_generation_settings(tmp_path: Path) -> None:
