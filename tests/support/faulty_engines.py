@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from conformance.backends.engines import Decoding, EngineInfo
 from conformance.spec.precision import PrecisionName
