@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -110,7 +111,8 @@ def mistaken(decoding: Decoding) -> Iterator[tuple[str, Decoding]]:
     """Yields ways to apply the settings of a decoding wrongly."""
     for field in fields(Decoding):
         if field.name not in ("stop", "max_new_tokens") and getattr(decoding, field.name) != field.default:
-            yield f"without {field.name}", replace(decoding, **{field.name: field.default})
+            changed: dict[str, Any] = {field.name: field.default}
+            yield f"without {field.name}", replace(decoding, **changed)
     if decoding.temperature not in (0, 1):
         text = f"the temperature {decoding.temperature} is applied twice"
         yield text, replace(decoding, temperature=decoding.temperature**2)
