@@ -236,8 +236,11 @@ def read_location(stacks: Path) -> Location | None:
     except FileNotFoundError:
         return None
     frames = re.findall(r'File "(.*)", line (\d+) in (\S+)', main_thread)
-    if not frames:
-        return None
+    return location_of(frames) if frames else None
+
+
+def location_of(frames: Sequence[tuple[str, int | str, str]]) -> Location:
+    """Returns the location of a stack: file, line and function of each frame, the innermost first."""
     in_collective = any(Path(file).name in _COLLECTIVES for file, _, _ in frames[:3])
     # The innermost frame outside torch is the one that tells a user the most.
     file, line, function = next((f for f in frames if "/torch/" not in f[0]), frames[0])

@@ -1,26 +1,39 @@
 """Runs work on all ranks and raises an error of one rank on all of them; reduces, gathers and copies to the device.
 
 A rank that cannot write its file, or finds a damaged one, would otherwise leave the others waiting at the next
-collective.
+collective. A rank of a training that waits too long for another reason ends, and says who waits for what.
 """
 
-from collections.abc import Callable, Iterable
+import contextlib
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from datetime import timedelta
+from types import FrameType
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from conformance.core.errors import UsageError, one_line
+from conformance.runtime.failure import Location, location_of
 
 T = TypeVar("T")
 Group = dist.ProcessGroup | None
 
 
+class FileFailure(OSError):
+    """Signals that a rank could not read or write a file, which is neither a bug nor wrong usage."""
+
+
 @dataclass(frozen=True)
 class _Failure:
     message: str
-    is_usage: bool
+    kind: type[Exception] | None  # that all ranks raise; None: only the rank that failed
 
 
 def on_all_ranks(doing: str, action: Callable[[], T], *, group: Group = None) -> list[T]:
@@ -40,16 +53,17 @@ def on_all_ranks(doing: str, action: Callable[[], T], *, group: Group = None) ->
 
 def agree(doing: str, error: Exception | None, result: Any = None, *, group: Group = None) -> list[Any]:
     """Exchanges errors and results as ``on_all_ranks`` does, for work that cannot be put into a function."""
-    if isinstance(error, OSError):  # a full disk or a missing permission is not a bug
-        error = UsageError(f"{doing}: {one_line(error)}")
-    outcome = _Failure(one_line(error), isinstance(error, UsageError)) if error else result
+    if isinstance(error, OSError):
+        error = FileFailure(f"{doing}: {one_line(error)}")
+    kinds = (kind for kind in (UsageError, FileFailure) if isinstance(error, kind))
+    outcome = _Failure(one_line(error), next(kinds, None)) if error else result
     outcomes: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(outcomes, outcome, group=group)
     if error:
         raise error
     for rank, other in enumerate(outcomes):
-        if isinstance(other, _Failure) and other.is_usage:
-            raise UsageError(other.message)
+        if isinstance(other, _Failure) and other.kind:
+            raise other.kind(other.message)
         if isinstance(other, _Failure):
             raise RuntimeError(f"rank {rank} failed: {doing}: {other.message}")
     return outcomes
@@ -113,3 +127,87 @@ class Reading:
         if self._copied and not self._copied.query():
             self._copied.synchronize()
         return list(self._numbers.tolist())
+
+
+_POLL_S = 5.0
+_CPU_LIMIT = timedelta(days=1)  # of a group on the CPU. It would not say who waits for what; WaitLimit comes first.
+
+
+class WaitLimit(threading.Thread):
+    """Ends this process when one of its threads has waited ``limit_s`` seconds for other ranks.
+
+    A wait is one call of torch.distributed that does not return; computing and writing have no limit, but others wait
+    for the rank that does so. Each rank tells the others what it is doing, by the store at which they have met, so the
+    first one whose limit is over can print who waits for what.
+    """
+
+    def __init__(self, limit_s: float) -> None:
+        super().__init__(daemon=True, name="wait limit")
+        self._limit_s, self._poll_s = limit_s, min(_POLL_S, limit_s / 4)
+        self._store: dist.Store | None = None
+        self._asked = False
+
+    def run(self) -> None:
+        waits: dict[int, tuple[FrameType, int, float]] = {}  # a frame that is kept cannot be taken for a later one
+        while True:
+            time.sleep(self._poll_s)
+            before, waits, now = waits, {}, time.monotonic()
+            for thread, frame in sys._current_frames().items():
+                if _location(frame).in_collective:
+                    frame_before, at, since = before.get(thread, (None, 0, now))
+                    is_same = frame is frame_before and frame.f_lasti == at
+                    waits[thread] = frame, frame.f_lasti, since if is_same else now
+            longest = min(waits.values(), key=lambda wait: wait[2], default=None)
+            with contextlib.suppress(RuntimeError):  # the store is not there yet, or no longer
+                self._answer(longest and longest[0])
+            if longest and now - longest[2] >= self._limit_s:
+                self._end(longest[0])
+
+    def _answer(self, waiting: FrameType | None) -> None:
+        """Tells the other ranks once what this one does, if a rank has asked."""
+        if self._store is None:
+            host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            self._store = dist.TCPStore(host, port, is_master=False, timeout=timedelta(seconds=10))
+        if not self._asked and self._store.check(["parity/asked"]):
+            self._asked = True
+            frame = waiting or sys._current_frames()[threading.main_thread().ident or 0]
+            self._store.set(f"parity/rank-{os.environ['RANK']}", _location(frame).text)
+
+    def _end(self, waiting: FrameType) -> NoReturn:
+        """Asks the other ranks, prints all answers unless another rank does, and ends this process."""
+        told = {int(os.environ["RANK"]): _location(waiting).text}
+        with contextlib.suppress(RuntimeError):
+            assert self._store
+            is_first = self._store.add("parity/asked", 1) == 1
+            self._answer(waiting)
+            time.sleep(2 * self._poll_s)
+            if not is_first:
+                time.sleep(2 * self._poll_s)
+                os._exit(1)
+            for rank in range(int(os.environ["WORLD_SIZE"])):
+                key = f"parity/rank-{rank}"
+                told[rank] = self._store.get(key).decode() if self._store.check([key]) else "says nothing"
+        lines = [f"error: no answer of other ranks for {self._limit_s:g} s (--ddp-timeout)"]
+        for text in dict.fromkeys(told.values()):
+            ranks = [str(rank) for rank, own in sorted(told.items()) if own == text]
+            lines.append(f"  rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}: {text}")
+        print("\n".join(lines), file=sys.stderr, flush=True)
+        os._exit(1)
+
+
+def _location(frame: FrameType) -> Location:
+    """Returns what a thread does: where it is, and during which work if it waits for other ranks to agree."""
+    stack = list(traceback.walk_stack(frame))
+    located = location_of([(each.f_code.co_filename, line, each.f_code.co_name) for each, line in stack])
+    doing = next((each.f_locals["doing"] for each, _ in stack if "doing" in each.f_locals), None)
+    return Location(text=f"{doing}, {located.text}" if doing else located.text, in_collective=located.in_collective)
+
+
+@contextlib.contextmanager
+def limited_waits(limit_s: float, *, device: str) -> Iterator[None]:
+    """Makes the process group of torchrun's environment variables, in which a rank waits ``limit_s`` s for others."""
+    WaitLimit(limit_s).start()
+    timeout = _CPU_LIMIT if device == "cpu" else timedelta(seconds=limit_s + 60)  # NCCL ends what no frame shows
+    dist.init_process_group("gloo" if device == "cpu" else "nccl", timeout=timeout)
+    yield
+    dist.destroy_process_group()

@@ -8,7 +8,6 @@ import argparse
 import json
 import os
 import sys
-import tempfile
 from pathlib import Path
 
 from conformance.core.errors import UsageError
@@ -64,20 +63,22 @@ class Train:
 
         from impl.train.config import to_json
 
-        with tempfile.TemporaryDirectory(prefix="parity-train-") as folder:
-            file = Path(folder) / "config.json"
-            file.write_text(json.dumps(to_json(config)), encoding="utf-8")
+        with os.fdopen(os.memfd_create("config.json"), "w", encoding="utf-8") as file:  # of which a kill leaves nothing
+            json.dump(to_json(config), file)
+            file.flush()
+            path = f"/proc/self/fd/{file.fileno()}"
             if ranks is not None:
                 from impl.train.worker import main
 
-                return main(str(file))
+                return main(path)
 
             from impl.train.launch import run_ranks
             from impl.train.setup import check_inputs
 
             check_inputs(config)
-            start = [sys.executable, "-m", "conformance.core.packages", RANK, str(file)]
-            return run_ranks(start, ranks=config.layout.world_size, device=config.device)
+            start = [sys.executable, "-m", "conformance.core.packages", RANK, path]
+            size, device = config.layout.world_size, config.device
+            return run_ranks(start, ranks=size, device=device, inherited=[file.fileno()])
 
 
 TRAIN = Train()

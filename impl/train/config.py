@@ -78,6 +78,7 @@ class TrainConfig:
         rollout, and their ``data.path`` may be ARITHMETIC.
     eval_dataset: held-out documents (``sft``) or prompts, evaluated before the first update, every ``eval_steps``
         updates and after the last.
+    ddp_timeout: the longest wait of a rank for other ranks, in seconds.
     """
 
     backend: str
@@ -90,6 +91,7 @@ class TrainConfig:
     eval_dataset: Path | None = None
     eval_split: str | None = None
     eval_steps: int = 100
+    ddp_timeout: float = 1800.0
     options: Mapping[str, object] = field(default_factory=dict)  # as given by the user, for the log's first line
 
 

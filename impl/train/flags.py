@@ -102,6 +102,7 @@ class TrainOptions:
     )
     # Ranks
     nproc_per_node: int | None = option("ranks to start (default: one per GPU; on the CPU, the fewest for the layout)")
+    ddp_timeout: int = option("seconds that a rank may wait for other ranks", default=1800)
     device: Literal["cpu", "cuda"] | None = option("where ranks compute (default: cuda if there is any)")
     zero_stage: int | None = option(
         "what data-parallel ranks shard: ZeRO 0 to 3 of deepspeed (default: 3), the distributed optimizer of "

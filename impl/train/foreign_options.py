@@ -46,6 +46,8 @@ FOREIGN = {
     **dict.fromkeys(("n_gpus_per_node", "num_processes"), "nproc_per_node"),
     "rollout.tensor_model_parallel_size": ", every rank samples from a whole replica",
     **dict.fromkeys(("nnodes", "num_machines"), ", torchrun starts the ranks of several hosts"),
+    **dict.fromkeys(("nccl_timeout", "timeout"), "ddp_timeout"),
+    "distributed_timeout_minutes": "ddp_timeout, in seconds",
     "ds_tensor_parallel_size": "tensor_model_parallel_size",
     "ulysses_sequence_parallel_size": "ring_attn_size, a ring instead of Ulysses",
     "use_distributed_optimizer": "zero_stage, with 1 as its value",

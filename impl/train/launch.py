@@ -1,8 +1,9 @@
 """Starts the ranks of a training on this host, with torchrun's environment variables.
 
 torchrun itself ends its ranks 30 s after a signal, and a checkpoint may take longer; here a signal is forwarded once,
-and there is no time limit. The first rank writes to the terminal, the other ranks into files. The last lines of the
-first rank that fails are printed, because the other ranks mostly fail as a consequence.
+and there is no time limit. The first rank writes to the terminal, the other ranks into files without names, of which
+nothing is left if this process is killed. The last lines of the first rank that fails are printed, because the other
+ranks mostly fail as a consequence.
 """
 
 import os
@@ -11,11 +12,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from types import FrameType
+from typing import IO
 
 from conformance.core.process import listening_store, not_ignored, signal_at_death_of, signal_process
 
@@ -24,25 +26,26 @@ LOOPBACK = "127.0.0.1"
 GRACE_S, _POLL_S = 5.0, 0.1
 
 
-def run_ranks(command: list[str], *, ranks: int, device: str) -> int:
-    """Runs ``command`` in ``ranks`` processes, and returns an exit code.
+def run_ranks(command: list[str], *, ranks: int, device: str, inherited: Sequence[int] = ()) -> int:
+    """Runs ``command`` in ``ranks`` processes, which get the descriptors ``inherited``; returns an exit code.
 
     0: all ranks succeeded. 1: a rank failed, and the other ranks were ended. 2: a rank reported wrong usage. 128 + the
         signal: they ended after a signal.
     """
     store = listening_store(LOOPBACK, 0)
-    with ExitStack() as stack, tempfile.TemporaryDirectory(prefix="parity-train-") as folder:
+    with ExitStack() as stack:
+        logs = [stack.enter_context(tempfile.TemporaryFile()) if rank else None for rank in range(ranks)]
         started: list[subprocess.Popen[bytes]] = []
         signals = _Signals(started=started)
         signals.listen()
         try:
-            for rank in range(ranks):
-                log = stack.enter_context(_log(folder, rank).open("wb")) if rank else None
+            for rank, log in enumerate(logs):
                 process = subprocess.Popen(
                     command,
                     env={**os.environ, **_environment(rank, ranks, port=store.port, device=device)},
                     stdout=log,
                     stderr=log,
+                    pass_fds=inherited,
                     start_new_session=True,  # Ctrl-C in a terminal reaches only this process, which forwards it
                     preexec_fn=partial(signal_at_death_of, os.getpid(), signal.SIGKILL),
                 )
@@ -52,13 +55,9 @@ def run_ranks(command: list[str], *, ranks: int, device: str) -> int:
         finally:
             _end(started)
         if failed is not None and -started[failed].returncode not in signals.received:
-            _report(failed, started[failed].returncode, _log(folder, failed))
+            _report(failed, started[failed].returncode, logs[failed])
             return USAGE if started[failed].returncode == USAGE else 1
     return 128 + signals.received[0] if signals.received else 0
-
-
-def _log(folder: str, rank: int) -> Path:
-    return Path(folder) / f"rank-{rank}.log"
 
 
 def _environment(rank: int, ranks: int, *, port: int, device: str) -> dict[str, str]:
@@ -131,10 +130,13 @@ def _end(started: list[subprocess.Popen[bytes]]) -> None:
         process.wait()
 
 
-def _report(rank: int, code: int, log: Path) -> None:
+def _report(rank: int, code: int, log: IO[bytes] | None) -> None:
     """Prints which rank failed, and the end of its output unless that is on the terminal already."""
     if code == USAGE and not rank:  # the first rank has printed the error itself
         return
     status = f"exit code {code}" if code > 0 else signal.Signals(-code).name
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_LINES:] if log.is_file() else []
+    lines: list[str] = []
+    if log is not None:
+        log.seek(0)
+        lines = log.read().decode(errors="replace").splitlines()[-LAST_LINES:]
     print("\n".join([f"parity: rank {rank} failed ({status})", *lines]), file=sys.stderr, flush=True)

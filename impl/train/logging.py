@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, BinaryIO, Protocol
 
 import torch
 import torch.distributed as dist
@@ -22,27 +22,34 @@ from tqdm import tqdm
 
 import conformance
 from conformance.backends.protocol import find_backend
-from conformance.core.errors import UsageError
+from conformance.core.errors import UsageError, one_line
 from conformance.core.io import check_file
 from conformance.core.packages import package_version
-from impl.interface.distributed import on_all_ranks
+from impl.interface.distributed import FileFailure, on_all_ranks
 from impl.train.config import Tracker, TrainConfig, to_json
 
 Numbers = Mapping[str, float | None]
 
 
 class RunLog:
-    """Writes the lines of one training, on the first rank. Infinite numbers and NaN become "inf" and "nan"."""
+    """Writes the lines of one training, on the first rank. Infinite numbers and NaN become "inf" and "nan".
 
-    def __init__(self, file: TextIO) -> None:
+    ``file``: unbuffered. A step's line raises FileFailure if the disk is full.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
         self._file = file
 
     def write(self, step: int, numbers: Numbers) -> None:
         self._line({"step": step, **{name: _finite(number) for name, number in numbers.items()}})
 
     def _line(self, values: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(values) + "\n")
-        self._file.flush()
+        line = json.dumps(values).encode() + b"\n"
+        try:
+            while line := line[self._file.write(line) :]:
+                pass
+        except OSError as error:
+            raise FileFailure(f"writing the log {self._file.name}: {one_line(error)}") from None
 
 
 @contextlib.contextmanager
@@ -61,7 +68,7 @@ def open_log(path: Path, header: Mapping[str, Any], *, done: int, resumes: bool)
     draft = path.with_name(path.name + ".partial")
     draft.write_text("".join(lines or [json.dumps({"run": header}) + "\n"]), encoding="utf-8")
     draft.replace(path)
-    with path.open("a", encoding="utf-8") as file:
+    with path.open("ab", buffering=0) as file:
         yield RunLog(file)
 
 

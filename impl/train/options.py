@@ -63,6 +63,7 @@ def train_config(
         eval_dataset=Path(_dataset(options.eval_dataset, command)) if options.eval_dataset is not None else None,
         eval_split=options.eval_split,
         eval_steps=options.eval_steps,
+        ddp_timeout=options.ddp_timeout,
         options=dict(given),
     )
 

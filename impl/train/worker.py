@@ -1,6 +1,7 @@
 """Runs a rank of a training as a process: ``torchrun -m impl.train.worker CONFIG.json``.
 
-The file holds the result of impl.train.config.to_json.
+The file holds the result of impl.train.config.to_json. A rank that waits too long for the others ends, and says who
+waits for what; so does the training then.
 """
 
 import atexit
@@ -11,15 +12,15 @@ from pathlib import Path
 from typing import NoReturn
 
 import torch
-import torch.distributed as dist
 import transformers
 
 from conformance.core.errors import UsageError
 from conformance.core.io import read_json, visible_output
+from impl.interface.distributed import FileFailure, limited_waits
 from impl.train.config import from_json
 from impl.train.loop import train
 
-USAGE_ERROR = 2  # the exit code
+FAILED, USAGE_ERROR = 1, 2  # exit codes
 
 
 def main(path: str) -> int:
@@ -28,15 +29,14 @@ def main(path: str) -> int:
         config = from_json(read_json(Path(path)), source=path)
         if config.device == "cuda":
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        dist.init_process_group("gloo" if config.device == "cpu" else "nccl")
         transformers.utils.logging.disable_progress_bar()  # each rank would show a bar for loading weights
-        train(config)
-        dist.destroy_process_group()
-    except UsageError as error:
+        with limited_waits(config.ddp_timeout, device=config.device):
+            train(config)
+    except (UsageError, FileFailure) as error:
         # If the first rank has the same error, torchrun ends this one before it repeats the message.
         time.sleep(0 if os.environ.get("RANK", "0") == "0" else 2)
         print(f"error: {error}", file=sys.stderr, flush=True)
-        return USAGE_ERROR
+        return USAGE_ERROR if isinstance(error, UsageError) else FAILED
     return 0
 
 

@@ -1,6 +1,7 @@
 """Checkpoints in ranks: generators, the folder of a training, ranks that fail and ranks that are killed."""
 
 import random
+import re
 from functools import partial
 from pathlib import Path
 
@@ -56,7 +57,7 @@ def test_no_rank_waits_for_one_that_cannot_write(
 ) -> None:
     ranks = Ranks(pool=pool, folder=tmp_path, backend=backend, layout=layout)
     for told in ranks("one_rank_fails", folder=str(tmp_path), failing=failing, rank=rank, exports=exports):
-        assert "No space left on device" in told
+        assert re.match("FileFailure: .*No space left on device", told), told
     if not exports:
         with pytest.raises(UsageError, match=r"there is no .*checkpoint, and .*checkpoint\.partial is half-written"):
             read_manifest(tmp_path / "checkpoint")

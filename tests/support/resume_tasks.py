@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shutil
 import signal
 import threading
 import time
@@ -24,11 +25,13 @@ from conformance.worker.rank_state import generator_digests, generator_states, s
 from impl.checkpoints import native
 from impl.checkpoints import native as generators
 from impl.checkpoints.folder import TrainingFolder
+from impl.checkpoints.manifest import verify
 from impl.engine.adapter import ReferenceBackend
 from impl.interface.distributed import on_first
 from impl.interface.trainable import Trainable
 
 SHARE = 0.1  # of what is dropped
+PAGE = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,6 +161,68 @@ def load_latest(
     return [found.step, *losses]
 
 
+def save_while_the_disk_fills(
+    context: RankContext,
+    *,
+    training: dict[str, Any],
+    root: str,
+    asynchronous: bool,
+    stride: int,
+) -> dict[str, Any]:
+    """Two steps, a save after the first, and after the second saves with more and more room until one is written.
+
+    ``root``: alone on a small file system, of which ``stride`` pages are freed at a time. Returns what the errors say,
+    how many saves failed, and the loss of a third step. After each error the first save has to be whole.
+    """
+    of, above = Training(**training), Path(root).parent
+    backend, folder, ballast = (
+        of.set_up(context),
+        TrainingFolder(root=Path(root), asynchronous=asynchronous),
+        above / "ballast",
+    )
+    first, second, third = of.read_batches()
+
+    def save() -> None:
+        with folder.writing(backend.about("native")) as draft:
+            native.write(draft, backend.context, backend.models)
+        folder.finish()
+
+    def fill() -> None:
+        for unfinished in Path(root).glob("*.partial"):
+            shutil.rmtree(unfinished)
+        ballast.unlink(missing_ok=True)
+        ballast.write_bytes(bytes(max(0, _free(above) - failed * stride * PAGE)))
+
+    def check() -> None:
+        assert folder.latest().name == "step-000001"
+        verify(folder.latest(), about)
+
+    backend.train_step(first, lambda model: None)
+    about = backend.about("native")
+    save()
+    backend.train_step(second, lambda model: None)
+    told: list[str] = []
+    failed = 0
+    while True:
+        on_first("filling the disk", fill)
+        try:
+            save()
+        except Exception as error:
+            told += [text] if (text := f"{type(error).__name__}: {error}") not in told else []
+            on_first("checking the save before", check)
+            failed += 1
+        else:
+            break
+    loss = backend.train_step(third, lambda model: None).values["loss"]
+    backend.teardown()
+    return {"told": told, "failed": failed, "loss": loss}
+
+
+def _free(folder: Path) -> int:
+    found = os.statvfs(folder)
+    return found.f_bavail * found.f_frsize
+
+
 def train_behind_a_save(
     context: RankContext,
     *,
@@ -284,7 +349,7 @@ def one_rank_fails(
             else:
                 backend.save(Path(folder))
         except Exception as error:
-            told = str(error)
+            told = f"{type(error).__name__}: {error}"
     backend.teardown()
     return told
 

@@ -1,5 +1,6 @@
 """The configuration of a training as JSON, and what is made of it before ranks train."""
 
+import contextlib
 import json
 import os
 import signal
@@ -15,7 +16,9 @@ from train_runs import training
 from conformance.core.errors import UsageError
 from conformance.core.host import FIXTURES
 from conformance.spec.batch import Batch, Document, Row
+from impl.interface.distributed import FileFailure
 from impl.models.loading import load_model
+from impl.train import worker
 from impl.train.config import from_json, to_json
 from impl.train.loop import ModelSize, Speed, Stop, crosses, model_size, peak_of
 from impl.train.setup import check_save_path, is_value_model, write_critic
@@ -153,3 +156,17 @@ def test_the_size_of_a_critic_has_neither_embedding_nor_language_head(tmp_path: 
     computing = sum(p.numel() for p in model.parameters()) - model.get_input_embeddings().weight.numel()
     for folder in (tmp_path / "critic", MODELS / name):
         assert model_size(folder, "value").parameters == computing
+
+
+@pytest.mark.parametrize(("error", "code"), [(FileFailure("the disk is full"), 1), (UsageError("a wrong option"), 2)])
+def test_exit_code_of_a_rank_tells_a_failure_from_wrong_usage(
+    error: Exception, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(_: object) -> None:
+        raise error
+
+    (file := tmp_path / "config.json").write_text(json.dumps(to_json(training(tmp_path, "sft"))))
+    monkeypatch.setattr(worker, "limited_waits", lambda *_, **__: contextlib.nullcontext())
+    monkeypatch.setattr(worker, "train", fail)
+    assert worker.main(str(file)) == code
+    assert capsys.readouterr().err == f"error: {error}\n"

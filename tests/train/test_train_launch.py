@@ -1,6 +1,7 @@
 """How ``parity train`` starts ranks and ends: environment, signals, failures, exit codes."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -45,6 +46,15 @@ while not asked and time.monotonic() < end:
     time.sleep(0.01)
 time.sleep(float(sys.argv[2]))
 pathlib.Path(sys.argv[1], "saved" + os.environ["RANK"]).write_text(" ".join(asked))
+"""
+# The second rank computes, and the first one waits for it.
+WAITS = """
+import os, time
+from impl.interface.distributed import limited_waits, on_first
+def computes():
+    time.sleep(60)
+with limited_waits(1.0, device="cpu"):
+    computes() if os.environ["RANK"] == "1" else on_first("writing a file", print)
 """
 LAUNCH = "import sys; from impl.train.launch import run_ranks; sys.exit(run_ranks(sys.argv[1:], ranks=2, device='cpu'))"
 
@@ -113,6 +123,22 @@ def test_the_rank_that_failed_is_told_and_the_others_are_ended(
     told = capfd.readouterr().err
     assert f"rank 1 failed (exit code {code})\nthe reason" in told
     assert "not this" not in told
+
+
+def test_a_wait_that_is_too_long_ends_all_and_names_both_sides(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run_ranks(python(WAITS), ranks=2, device="cpu") == 1
+    told = capfd.readouterr().err
+    assert "no answer of other ranks for 1 s (--ddp-timeout)\n  rank 0: writing a file, in a collective" in told
+    assert re.search(r"^  rank 1: in computes ", told, re.M), told
+
+
+def test_a_launcher_that_is_killed_leaves_no_file(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None has a name while the ranks run."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert run_ranks(python("import os, sys; print(os.listdir(sys.argv[1]))", tmp_path), ranks=2, device="cpu") == 0
+    assert capfd.readouterr().out == "[]\n"
 
 
 @pytest.mark.exhaustive

@@ -12,9 +12,10 @@ import parity
 from conformance.core.errors import UsageError
 from conformance.core.host import FIXTURES
 from conformance.spec.batch import Batch, Document, Row
+from impl.interface.distributed import FileFailure
 from impl.train.experience import rollout_numbers
 from impl.train.generation import Response
-from impl.train.logging import Progress, Reporter, follow, open_log, read_log
+from impl.train.logging import Progress, Reporter, RunLog, follow, open_log, read_log
 from impl.train.loop import RENAMED, Speed, log_name
 from reports.logdiff.readers import read_log as read_any_log
 
@@ -150,3 +151,9 @@ def test_tensorboard_gets_the_numbers_of_the_log(tmp_path: Path) -> None:
     tracker.close()
     rows = read_any_log(str(tmp_path / "log.jsonl.tensorboard")).rows
     assert [(row.step, row.values) for row in rows] == [(1, {"loss": 0.25}), (2, {"loss": 0.5})]
+
+
+def test_a_full_disk_under_the_log_is_one_line() -> None:
+    full = Path("/dev/full")
+    with full.open("ab", buffering=0) as file, pytest.raises(FileFailure, match=f"writing the log {full}: .*No space"):
+        RunLog(file).write(1, {"train/loss": 0.5})
