@@ -15,6 +15,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -24,10 +25,11 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "tests" / "support"))
+sys.path[:0] = [str(ROOT / "tests" / "support"), str(ROOT / "tests")]
 MARK = "PARITY_KILLS"
 GONE_S = 20.0  # for processes to end after the death of their controller, on a loaded machine
 OF_TIME = {"seconds", "memory", "host_memory"}  # the rest of a verdict is the same in every run
+GROWTH_KIB = 64  # of the controller for each cell: its verdict and its line in the summary
 CHAIN = 4  # kills of one run, before it is resumed to its end
 SAVES = [
     (backend, layout, asynchronous)
@@ -278,8 +280,33 @@ def mounted(folder: Path, *, megabytes: int) -> Iterator[None]:
 
 
 def soak(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
-    """Runs cells again and again in one session, and samples the memory of the controller."""
-    return {}, []
+    """Runs cells in one session for some minutes; measures the memory of its controller and of its largest rank."""
+    of, name, samples = Runs(options.folder, options.backend, options.cells), "soak", list[dict[str, int]]()
+    run, end = of.start(name, options.folder / name), time.monotonic() + 60 * options.minutes
+    while run.poll() is None and time.monotonic() < end:
+        time.sleep(5)
+        ranks = [anonymous_memory(pid) for pid in processes_of(name) if pid != run.pid]
+        done = (options.folder / f"{name}.log").read_text().count(" ok ")
+        samples.append({"cells": done, "controller": anonymous_memory(run.pid), "largest other": max(ranks, default=0)})
+    run.send_signal(signal.SIGTERM)
+    code = run.wait(60)
+    samples = [sample for sample in samples if sample["cells"]]
+    first, last = samples[len(samples) // 4], samples[-2]  # the first cells fill caches; the last sample may be late
+    cells = last["cells"] - first["cells"]
+    growth = {who: round((last[who] - first[who]) / cells, 1) for who in ("controller", "largest other")}
+    problems = left_by(name, options.folder / f"{name}.tmp")
+    problems += [f"{who} grows by {kib} KiB a cell" for who, kib in growth.items() if kib > GROWTH_KIB]
+    problems += [f"exit code {code}"] if code not in (0, 143) else []
+    shown = samples[:: max(1, len(samples) // 10)]
+    return {"cells": last["cells"], "KiB a cell": growth, "KiB": shown}, problems
+
+
+def anonymous_memory(pid: int) -> int:
+    """Returns KiB; 0 of a process that has ended."""
+    with contextlib.suppress(OSError):
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        return next((int(line.split()[1]) for line in lines if line.startswith("RssAnon:")), 0)
+    return 0
 
 
 COMMANDS = {"runs": runs, "saves": saves, "disk": disk, "soak": soak}

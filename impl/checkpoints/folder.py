@@ -12,6 +12,7 @@ is replaced after the new checkpoint is renamed, and older checkpoints are remov
 """
 
 import contextlib
+import errno
 import os
 import re
 import shutil
@@ -23,7 +24,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 import conformance
-from conformance.core.errors import UsageError, shown
+from conformance.core.errors import UsageError, one_line, shown
 from conformance.core.io import read_text
 from impl.checkpoints import manifest
 from impl.checkpoints.manifest import (
@@ -39,8 +40,10 @@ from impl.checkpoints.manifest import (
     regular_size,
     share,
 )
-from impl.interface.distributed import Group, agree, on_all_ranks, on_first
+from impl.interface.distributed import FileFailure, Group, agree, on_all_ranks, on_first
 from impl.interface.trainable import AT_ONCE, Writing
+
+_ROOM = 2**16  # bytes; a disk with less is full: a library's buffer did not fit
 
 
 class Behind:
@@ -104,7 +107,7 @@ def writing(folder: Path, about: About, *, when: Writing = AT_ONCE) -> Iterator[
     try:
         yield Draft(partial, when)
     except Exception as error:
-        failed = error
+        failed = _explained(error, doing, partial)
     agree(doing, failed)
     when.add(lambda: _complete(partial, folder, about, doing, when.group))
 
@@ -132,6 +135,14 @@ def verified(folder: Path, wanted: About) -> Manifest:
 
     on_all_ranks(doing, own_files)
     return found
+
+
+def _explained(error: Exception, doing: str, folder: Path) -> Exception:
+    """Returns the error of a save; FileFailure if the disk is full, which libraries report in words of their own."""
+    disk = os.statvfs(folder)
+    if isinstance(error, UsageError | OSError) or disk.f_bavail * disk.f_frsize > _ROOM:
+        return error
+    return FileFailure(f"{doing}: {os.strerror(errno.ENOSPC)} ({one_line(error)})")
 
 
 def _begin(folder: Path, partial: Path) -> None:
@@ -234,7 +245,10 @@ class TrainingFolder:
     def finish(self) -> None:
         """Waits for the last save, and raises its error on all ranks; collective."""
         last, self._last = self._last, AT_ONCE
-        last.wait()
+        try:
+            last.wait()
+        except Exception as error:
+            raise _explained(error, f"writing a checkpoint into {self.root}", self.root) from error
 
     def latest(self) -> Path:
         """Returns the last complete checkpoint. Raises UsageError that lists the folders found, if there is none."""
