@@ -11,6 +11,7 @@ TMPDIR or in /dev/shm is left. docs/measurements/reliability.md has results.
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -21,8 +22,11 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from conformance.core.process import signal_at_death_of
 
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "tests" / "support"), str(ROOT / "tests")]
@@ -118,6 +122,7 @@ class Runs:
                 stdin=subprocess.DEVNULL,
                 cwd=self._folder,  # the profile names scenarios by paths from here
                 start_new_session=True,
+                preexec_fn=partial(signal_at_death_of, os.getpid(), signal.SIGKILL),
             )
 
     def whole(self, name: str) -> dict[str, Any]:
@@ -161,7 +166,14 @@ def verdicts(out: Path) -> dict[str, Any]:
 def runs(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     """Kills controllers at random moments, from their start to their end."""
     of, problems = Runs(options.folder, options.backend, options.cells), list[str]()
-    with shared_memory_kept(problems), ThreadPoolExecutor(options.jobs) as pool:
+    processors, begun = sorted(os.sched_getaffinity(0)), itertools.count()
+
+    def take_processors() -> None:
+        """Gives this thread, and so the runs that it starts, two processors."""
+        first = 2 * next(begun) % len(processors)
+        os.sched_setaffinity(0, processors[first : first + 2])
+
+    with shared_memory_kept(problems), ThreadPoolExecutor(options.jobs, initializer=take_processors) as pool:
         of.whole("warm-up")  # fills the cache
         first, *others = pool.map(of.whole, [f"whole-{number}" for number in range(options.jobs)])
         assert first["code"] == 0

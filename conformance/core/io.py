@@ -105,12 +105,39 @@ def parse_json(text: str, source: str) -> Any:
 def locked(path: Path) -> Iterator[None]:
     """Holds an exclusive lock on ``path`` between processes. The lock ends with its process; the file stays.
 
-    Raises UsageError for a link or a pipe at ``path``, which may lead to a file of the user.
+    Raises UsageError for a link or a pipe at ``path``, which may lead to a file of the user, and if another process
+    holds the lock too long, for example because it was stopped.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with _lock_file(path) as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        lock(file.fileno(), path, limit_s=_WAIT_S)
         yield
+
+
+def lock(descriptor: int, path: Path, *, limit_s: float) -> None:
+    """Locks what ``descriptor`` is open on. Raises UsageError, with ``path``, if another process holds it so long."""
+    if not _is_locked(descriptor, limit_s=limit_s):
+        raise UsageError(f"{path} is held by {_holder(descriptor)} for {limit_s:g} s; end it, and run again")
+
+
+def _is_locked(descriptor: int, *, limit_s: float) -> bool:
+    deadline = time.monotonic() + limit_s
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.05)
+        else:
+            return True
+
+
+def _holder(descriptor: int) -> str:
+    """Names the process that holds a lock, as far as the kernel says."""
+    inode = os.fstat(descriptor).st_ino
+    locks = (line.split() for line in Path("/proc/locks").read_text(encoding="ascii").splitlines())
+    return next((f"process {lock[4]}" for lock in locks if lock[5].endswith(f":{inode}")), "another process")
 
 
 def _lock_file(path: Path) -> BinaryIO:
@@ -122,6 +149,7 @@ def _lock_file(path: Path) -> BinaryIO:
         raise Unwritable(f"{path} cannot be written: {error.strerror}") from None
 
 
+_WAIT_S = 3600.0  # for another run that computes the same; an oracle of 8 billion parameters takes minutes
 LOCK, _LOCK_S = "lock", 3.0  # seconds in which the ranks of a process that was killed end, and with them its lock
 
 
@@ -132,21 +160,14 @@ def owned(folder: Path, *, owner: str) -> Iterator[None]:
     The lock ends with its process, so the file of a process that was killed holds nobody up. Raises UsageError, with
     the owner, while another process holds the folder.
     """
-    path, deadline = folder / LOCK, time.monotonic() + _LOCK_S
+    path = folder / LOCK
     if not folder.is_dir():  # whoever reads it says so
         yield
         return
     with _lock_file(path) as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    holder = visible(file.read(300).decode(errors="replace")) or "another process"
-                    advice = "wait for its end, end it, or give another folder"
-                    raise UsageError(f"{folder} is in use by {holder}; {advice}") from None
-                time.sleep(0.05)
+        if not _is_locked(file.fileno(), limit_s=_LOCK_S):
+            holder = visible(file.read(300).decode(errors="replace")) or _holder(file.fileno())
+            raise UsageError(f"{folder} is in use by {holder}; wait for its end, end it, or give another folder")
         file.truncate(0)
         file.write(encoded(f"process {os.getpid()} on {platform.node()}: {owner}"))
         file.flush()

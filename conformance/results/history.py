@@ -8,7 +8,6 @@ new file, which replaces a link of that name. A lock serializes processes that a
 
 import contextlib
 import dataclasses
-import fcntl
 import json
 import os
 import sqlite3
@@ -21,7 +20,7 @@ from typing import Any, Self
 from pydantic import TypeAdapter, ValidationError
 
 from conformance.core.errors import UsageError, one_line
-from conformance.core.io import Unreadable, Unwritable, read_file, write_file
+from conformance.core.io import Unreadable, Unwritable, lock, read_file, write_file
 from conformance.records.record_format import first_error
 from conformance.results.baseline import (
     Baseline,
@@ -167,6 +166,9 @@ def open_history(folder: Path, *, change: bool = False) -> Iterator[History]:
                 write_file(file, connection.serialize())
 
 
+_LOCK_S = 60.0  # another process reads and writes a file
+
+
 class _Locked:
     """Creates the folder, and locks it until the end of the ``with`` statement."""
 
@@ -177,7 +179,7 @@ class _Locked:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._opened = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY)
-            fcntl.flock(self._opened, fcntl.LOCK_EX)
+            lock(self._opened, self._folder, limit_s=_LOCK_S)
         except OSError as error:
             raise Unwritable(f"{self._folder} cannot be used as the folder of a history: {error.strerror}") from None
         return self

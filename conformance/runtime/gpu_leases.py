@@ -34,6 +34,7 @@ from pathlib import Path
 from statistics import fmean
 
 from conformance.core.errors import UsageError
+from conformance.core.io import lock
 from conformance.runtime.gpu_inventory import VISIBLE, gpu_of, gpus_of, memory_of_gpus
 from conformance.runtime.slots import Block, Lease
 
@@ -227,12 +228,15 @@ def _tickets(folder: Path) -> Iterator[tuple[int, _Request]]:
                 yield _number(path), _Request(gpus=gpus, size=size)
 
 
+_LOCK_S = 60.0  # others hold the lock for milliseconds
+
+
 @contextlib.contextmanager
 def _queue_lock(folder: Path) -> Iterator[None]:
     """Excludes all other processes from the queue and the locks."""
-    fd = _open(folder / "queue.lock")
+    fd = _open(path := folder / "queue.lock")
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
+        lock(fd, path, limit_s=_LOCK_S)
         yield
     finally:
         os.close(fd)

@@ -233,3 +233,13 @@ def test_lock_does_not_follow_a_link_or_empty_a_file(tmp_path: Path) -> None:
     with locked(tmp_path / "file"):
         pass
     assert (tmp_path / "file").read_text() == "precious"
+
+
+def test_lock_that_stays_held_names_its_holder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(io, "_WAIT_S", 0.1)
+    with (
+        locked(tmp_path / "lock"),
+        pytest.raises(UsageError, match=rf"lock is held by process {os.getpid()} for 0\.1 s"),
+        locked(tmp_path / "lock"),
+    ):
+        pass
