@@ -1,6 +1,8 @@
 """Cells side by side: how many at once, and with how many processors each of the threads that judge them computes."""
 
+import gc
 import threading
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from conformance.runner.preflight import needs_of
 from conformance.runner.resource_estimate import total
 from conformance.runner.session import Session
 
+KEPT = 64 * 1024  # bytes of a cell in the controller
 PLAIN = BackendEntry(name="plain", target="plain_backend:Plain")
 
 
@@ -50,6 +53,21 @@ def test_lanes_run_cells_at_once_as_memory_allows(
     assert [one.verdict.state for one in done] == ["conforms"] * 3, [one.verdict.reason for one in done]
     assert max(at_once) == fitting
     assert read_output_json(tmp_path / "out" / "summary.json")["leased"] == {}
+
+
+def test_a_session_keeps_little_of_each_cell(session: Session) -> None:
+    """benchmarks/kills.py soaks with thousands of cells."""
+    cell = make_cell("sft-sgd", "llama", "dp1", "exact", backend=PLAIN, rows=3, steps=1)
+    kept = []
+    for number in range(5):
+        if number == 2:  # the first cells import and fill caches
+            tracemalloc.start()
+        assert session.run(cell).verdict.state == "conforms"
+        gc.collect()
+        tensors = (one for one in gc.get_objects() if type(one) is torch.Tensor)
+        kept.append(tracemalloc.get_traced_memory()[0] + sum(one.untyped_storage().nbytes() for one in tensors))
+    tracemalloc.stop()
+    assert kept[-1] - kept[-2] < KEPT, kept
 
 
 def test_as_many_cells_run_at_once_as_asked_for_and_no_more() -> None:

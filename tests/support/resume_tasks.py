@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 
 from conformance.backends.protocol import BackendEntry, TensorKind
-from conformance.core.errors import UsageError
 from conformance.runtime import RankContext
 from conformance.spec.batch import Batch, read_batches
 from conformance.spec.layout import Layout
@@ -27,7 +26,7 @@ from impl.checkpoints import native as generators
 from impl.checkpoints.folder import TrainingFolder
 from impl.checkpoints.manifest import verify
 from impl.engine.adapter import ReferenceBackend
-from impl.interface.distributed import on_first
+from impl.interface.distributed import FileFailure, on_first
 from impl.interface.trainable import Trainable
 
 SHARE = 0.1  # of what is dropped
@@ -279,7 +278,7 @@ def save_one_after_another(
     second = save(2, fail)
     try:
         save(3, lambda: None)
-    except UsageError as error:
+    except FileFailure as error:
         told = str(error)
     third = _names(Path(root))
     dist.barrier()  # until every rank has looked, because the next save makes room
