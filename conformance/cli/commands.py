@@ -177,6 +177,13 @@ def _engine(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="plant a fault of docs/reference/faults.md in the engine; may be repeated",
     )
+    parser.add_argument(
+        "--way",
+        action="append",
+        default=[],
+        metavar="WAY",
+        help="judge only this way of taking new weights (docs/reference/engines.md); may be repeated",
+    )
     kinds = ("profile", "backend", "cells", "faults", "packing_samples", "ring_head_stride", "sketch")
     parser.set_defaults(**dict.fromkeys(kinds))
     add_options(parser, Selection, Ranks, without=kinds)

@@ -27,6 +27,7 @@ from conformance.runner.weight_updates import Trained, judge_against, judge_upda
 from conformance.spec.scenario import Scenario
 
 SCENARIO, LAYOUT = "sft-packed", "dp2"
+WHOLE = 2**50  # elements of a matrix: records keep no sketches, because an engine takes whole weights
 
 
 def engine_command(options: argparse.Namespace) -> int:
@@ -36,7 +37,7 @@ def engine_command(options: argparse.Namespace) -> int:
     options.backend, faults = against or ["fsdp2"], options.engine_faults
     options.python = [f"{name}={python}" for name, python in pythons.items() if name not in engines]
     options.scenario, options.precision = options.scenario or [SCENARIO], options.precision or ["fp32"]
-    options.layout = options.layout or [LAYOUT]
+    options.layout, options.sketch = options.layout or [LAYOUT], WHOLE
     cells, ranks = select_cells(Selection.from_options(options)), Ranks.from_options(options)
     check_device(ranks)
     results = []
@@ -47,7 +48,7 @@ def engine_command(options: argparse.Namespace) -> int:
             with tempfile.TemporaryDirectory(prefix="parity-engines-") as folder:
                 python = pythons.get(name, "")
                 serve = partial(EngineProcess, name, python=python, limit_s=ranks.budget, faults=faults)
-                for check in _judged(serve, scenario, own, Path(folder), ranks):
+                for check in _judged(serve, scenario, own, Path(folder), ranks, options.way):
                     found.append(check)
                     if not options.json:
                         print(_line(f"{name} {scenario.precision}", check), flush=True)
@@ -67,11 +68,16 @@ def _environment(text: str) -> tuple[str, str]:
 
 
 def _judged(
-    serve: Callable[[], EngineProcess], scenario: Scenario, cells: Sequence[Cell], out: Path, ranks: Ranks
+    serve: Callable[[], EngineProcess],
+    scenario: Scenario,
+    cells: Sequence[Cell],
+    out: Path,
+    ranks: Ranks,
+    ways: Sequence[str],
 ) -> Iterator[Check]:
     """Yields the checks of an engine. cells: those of training backends that give it weights; may be empty."""
     folder = prepare_inputs(scenario, out).models["policy"]
-    run = EngineRun(serve=serve, scenario=scenario, folder=folder, device=ranks.device)
+    run = EngineRun(serve=serve, scenario=scenario, folder=folder, device=ranks.device, ways=tuple(ways))
 
     def trained() -> Iterator[Trained]:
         if not cells:

@@ -237,11 +237,11 @@ def explain(
     if old is not None and (before := error(Candidate(text="", weights=old))) <= bound:
         return Synced(state="stale", text="all weights are old", left=before)
     nearest = Synced(state="neither", text="no mixture of old and new weights explains it", left=own)
-    for candidate in mistakes(new, old, architecture):
-        found = error(candidate)
-        if found <= bound or (found < 0.2 * own and "bf16" in candidate.text):
-            state: Literal["partly new", "neither"] = "partly new" if " old" in candidate.text else "neither"
-            return Synced(state=state, text=candidate.text, left=found)
+    tried = [(error(candidate), candidate.text) for candidate in mistakes(new, old, architecture)]
+    for found, text in sorted(tried):
+        if found <= bound or (found < 0.2 * own and "bf16" in text):
+            state: Literal["partly new", "neither"] = "partly new" if " old" in text else "neither"
+            return Synced(state=state, text=text, left=found)
     if old is None:
         return Synced(state="neither", text="", left=own)
     for units in _levels(new, old):

@@ -155,7 +155,8 @@ class Reference:
 
     @contextlib.contextmanager
     def _tier(self, policy: Policy) -> Iterator[None]:
-        """Enters the exact tier for float64 if transformers, which rounds to float32 in places, is the oracle."""
+        """Enters the device, and the exact tier for float64 if transformers, which rounds to float32 in places, is the
+        oracle."""
         needed = self._decoder.second_class and policy.compute == torch.float64
-        with exact_tier() if needed else contextlib.nullcontext():
+        with torch.device(self._device), exact_tier() if needed else contextlib.nullcontext():
             yield

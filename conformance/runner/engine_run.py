@@ -155,13 +155,14 @@ def write_weights(weights: Weights, *, source: Path, folder: Path) -> None:
 class EngineRun:
     """Configures the judgement of an engine. serve: returns the engine, not started, in a new process.
 
-    device: where engine and reference compute.
+    device: where engine and reference compute. ways: of updating that are judged; empty: all that the engine has.
     """
 
     serve: Callable[[], ServedEngine]
     scenario: Scenario
     folder: Path
     device: str = "cpu"
+    ways: tuple[str, ...] = ()
 
     @property
     def settings(self) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from conformance.backends.engines import EngineFailed, NotSupported, ServedEngine
-from conformance.core.errors import UsageError
+from conformance.core.errors import UsageError, did_you_mean
 from conformance.data.prepare import batches_of, prepare_inputs
 from conformance.judge.engines import Check, Tolerance, judge_pair
 from conformance.judge.weight_sync import Synced, explain
@@ -27,9 +27,14 @@ from conformance.results.verdict import State
 from conformance.runner.engine_rollouts import judge_version
 from conformance.runner.engine_run import DOCUMENTS, SHORTEST, EngineRun, Expected, write_weights
 from conformance.runner.session import Session
+from conformance.spec.precision import PRECISIONS
 from conformance.spec.scenario import ADAPTER, WEIGHTS_FILE, Scenario
 
-LEAST_MOVE = 10.0  # times the bound: what an update has to change, so that a part of it shows
+LEAST_MOVE = (
+    2.0  # times the bound: what an update has to change, so that old weights are not within the bound of new ones
+)
+CLEAR_MOVE = 100.0  # times the bound: of a larger change, a part shows, too
+STEPS, STEPS_IN_HALF = 2, 4  # of a training before it exports; rounding hides smaller changes
 LONGEST = 250  # characters of an engine's own words
 
 
@@ -61,11 +66,12 @@ def moved(scenario: Scenario, folder: Path, out: Path) -> Iterator[Trained]:
 def train(cell: Cell, session: Session, scenario: Scenario, folder: Path, out: Path) -> Iterator[Trained]:
     """Runs a cell that exports after two steps and goes on; yields its new weights and its first log-probs."""
     first = cell.phases[0]
-    phases = (replace(first, steps=2, save="export"), Phase(backend=first.backend, layout=first.layout, steps=1))
-    cell = replace(cell, scenario=replace(scenario, steps=3), phases=phases, program="export")
+    steps = STEPS_IN_HALF if PRECISIONS[scenario.precision].is_half else STEPS
+    phases = (replace(first, steps=steps, save="export"), Phase(backend=first.backend, layout=first.layout, steps=1))
+    cell = replace(cell, scenario=replace(scenario, steps=steps + 1), phases=phases, program="export")
     judged = session.run(cell)
     verdict, name = judged.verdict, f"{cell.backend} {cell.layout}"
-    check = Check(name=f"training by {name}", state=verdict.state, text=verdict.reason.partition("\n")[0] or "3 steps")
+    check = Check(name=f"training by {name}", state=verdict.state, text=verdict.reason.partition("\n")[0])
     if not judged.completed:
         yield Trained(by=name, folder=folder, cell=check)
         return
@@ -121,6 +127,16 @@ class Update:
     explained: "Update | None" = None
 
     @property
+    def hidden(self) -> str:
+        """Says how large a part of the change may be hidden by rounding; empty for less than a hundredth."""
+        share = self.new.documents.bound / self.new.documents.error(self.old.documents.reference)
+        return (
+            f"; old parts that make less than {share:.0%} of the change would not show"
+            if share * CLEAR_MOVE > 1
+            else ""
+        )
+
+    @property
     def reversed(self) -> "Update":
         apart = self.explained and self.explained.reversed
         return Update(by=self.by, old=self.new, new=self.old, explained=apart)
@@ -160,6 +176,9 @@ def judge_updates(engine: ServedEngine, run: EngineRun, expected: Expected, trai
     """Updates the engine in each of its ways, from the first weights, and says which weights it has then."""
     if training.folder == run.folder:
         return
+    if unknown := [way for way in run.ways if way not in engine.info.ways]:
+        near = did_you_mean(unknown[0], engine.info.ways)
+        raise UsageError(f"--way {unknown[0]}: {near}{engine.info.name} has the ways {', '.join(engine.info.ways)}")
     apart = Update(by=training.by, old=expected, new=expected.at(training.folder))
     bound = apart.new.documents.bound
     if (moved_by := apart.new.documents.error(expected.documents.reference)) <= LEAST_MOVE * bound:
@@ -171,7 +190,7 @@ def judge_updates(engine: ServedEngine, run: EngineRun, expected: Expected, trai
         whole = Update(by=training.by, old=expected.merged, new=apart.new.merged, explained=apart)
     serving = Serving(engine, run)
     try:
-        for way in engine.info.ways:
+        for way in run.ways or engine.info.ways:
             if way not in engine.info.adapter_ways or run.scenario.lora:
                 yield from _way(serving, way, apart if way in engine.info.adapter_ways else whole)
     finally:
@@ -232,7 +251,7 @@ def _updated(engine: ServedEngine, name: str, way: str, update: Update) -> Check
     if back.state != "new":
         text = f"new, but a second update, back to the first weights, is not right: {back.state}: {back.text}"
         return check("differs", text, old.documents, again)
-    return check("conforms", "new, and back again", new.documents, scored)
+    return check("conforms", f"new, and back again{update.hidden}", new.documents, scored)
 
 
 def _raised(engine: ServedEngine, way: str, folder: Path) -> str:

@@ -1,6 +1,8 @@
 """New weights of rollout engines: planted faults are named, broken updates are refused, trainers' weights arrive."""
 
+import re
 import shutil
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -11,6 +13,7 @@ import torch
 
 from conformance.backends.engines import ServedEngine
 from conformance.backends.faults import Fault, faults_of, plant
+from conformance.core.errors import UsageError
 from conformance.core.host import FIXTURES
 from conformance.data.prepare import batches_of, prepare_inputs
 from conformance.judge.engines import Check
@@ -93,3 +96,20 @@ def test_trainer_is_compared_at_targets_only(shift: float, state: str) -> None:
     (found,) = judge_against(Trained(by="fsdp2", folder=Path(), logprobs=(*enumerate(of_trainer),)), scored, expected)
     assert (found.name, found.state) == ("against fsdp2", state)
     assert ("ratios 1 to 1," in found.text) == (state == "conforms")
+
+
+def test_half_precision_says_what_rounding_hides() -> None:
+    with plant(["stale-weights"], faulty.OneWay, faults_of(faulty.OneWay)):
+        (stale,) = updates(faulty.OneWay(), *place("qwen3", precision="bf16"))
+    assert (stale.state, stale.text) == ("differs", "stale: all weights are old")
+    updated, *_ = updates(faulty.OneWay(), *place("qwen3", precision="bf16"))
+    assert updated.state == "conforms"
+    assert re.fullmatch(r"new, and back again; old parts that make less than \d\d% of the change .*", updated.text)
+
+
+def test_unknown_way_or_fault_is_a_usage_error() -> None:
+    run, expected, new = place("qwen3")
+    with pytest.raises(UsageError, match="did you mean 'tensors'"):
+        updates(faulty.OneWay(), replace(run, ways=("tensor",)), expected, new)
+    with pytest.raises(UsageError, match="did you mean 'stale-weights'"):
+        plant(["stale-weight"], faulty.OneWay, faults_of(faulty.OneWay)).__enter__()
