@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from conformance.judge.tolerance import Measurement
-from conformance.judge.work_evidence import Claims, Linear, Step, exchange_claims, not_proven, work_claims
+from conformance.judge.work_evidence import Claims, Linear, Step, exchange_claims, mask_claims, not_proven, work_claims
 from conformance.numerics.sketch import whole_shapes
 from conformance.records.header_checks import second_class
 from conformance.records.step_tensors import Record
@@ -210,6 +210,8 @@ def unproven(phases: Sequence[Record], scenario: Scenario, sizes: Sizes) -> list
 def _work(layout: Layout, step: Step, scenario: Scenario, sizes: Sizes, *, stage: int | None) -> Claims:
     experts, models = sum(sizes.experts), sum(role.trained for role in scenario.objective.roles)
     yield from work_claims(layout, step, scenario, sizes.linear, layers=sizes.layers, experts=experts)
+    if "dropout" in layout.options:
+        yield from mask_claims(layout, step)
     own = sizes.gradients - experts * (1 - 1 / layout.ep)
     yield from exchange_claims(
         layout,
@@ -465,6 +467,8 @@ def _of_model_ranks(layout: Layout, ranks: _Ranks, scenario: Scenario, sizes: Si
             # Attention scores are as wide as the row is long, which may equal the size of the vocabulary.
             wide = [width for width in (vocabulary, padded) if ranks.is_wide(width) and not ranks.is_long(width)]
             yield "no rank holds logits of the whole vocabulary", not wide
+    if "varlen" in layout.options:
+        yield "pipeline stages send lengths to each other", ranks.most(("send",), None, _anywhere, dtype="int64") > 0
     if layout.vpp > 1:
         sends = ranks.most(("send",), None, _anywhere)
         yield "pipeline stages are interleaved", sends > 2 * scenario.accumulation

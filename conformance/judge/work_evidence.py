@@ -7,6 +7,7 @@ proven.
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -138,6 +139,44 @@ def work_claims(layout: Layout, step: Step, scenario: Scenario, linear: Linear, 
         yield below("no rank multiplies more than its share", max(backward), most, unit)
 
 
+def mask_claims(layout: Layout, step: Step) -> Claims:
+    """Yields the claims about the masks of dropout.
+
+    A recomputed layer has to draw the masks of its forward pass, or gradients belong to another loss. Ranks that hold
+    the same activations have to drop the same numbers; ranks that hold others, other numbers.
+    """
+    of_ranks = [rank.get("drawn", ()) for rank in step.ranks]
+    first, again = (
+        [Counter({(own, mask): n for where, own, mask, n in drawn if where == wanted}) for drawn in of_ranks]
+        for wanted in ("forward", "recomputed")
+    )
+    yield "every rank draws masks of dropout", all(first), f"observed {[masks.total() for masks in first]} masks"
+    if "ckpt" in layout.options:
+        new = [(_completed(masks, own) - own).total() for own, masks in zip(first, again, strict=True)]
+        observed = f"requested 0 masks that are new, observed {new} of {[masks.total() for masks in again]}"
+        yield "recomputed layers draw the masks of their forward pass", all(again) and not any(new), observed
+    other = [
+        pair
+        for number, own in enumerate(first)
+        for masks in first[:number]
+        for pair in (_shared(own, masks) - _shared(masks, own))
+    ]
+    observed = f"requested 0 masks that do not fit those of another rank, observed {len(other)}"
+    yield "ranks with the same activations draw the same masks, and others other masks", not other, observed
+
+
+def _completed(masks: Counter[tuple[str, str]], forward: Counter[tuple[str, str]]) -> Counter[tuple[str, str]]:
+    """Returns recomputed masks with the activations of the forward pass, where they are not known."""
+    activations = {mask: own for own, mask in forward}
+    return Counter({(own or activations.get(mask, ""), mask): n for (own, mask), n in masks.items()})
+
+
+def _shared(own: Counter[tuple[str, str]], others: Counter[tuple[str, str]]) -> Counter[tuple[str, str]]:
+    """Returns the activations and masks of which ``others`` has the same activations or the same mask."""
+    activations, masks = {pair[0] for pair in others}, {pair[1] for pair in others}
+    return Counter({pair: n for pair, n in own.items() if pair[0] in activations or pair[1] in masks})
+
+
 def most_work(layout: Layout, step: Step, scenario: Scenario, linear: Linear, *, layers: int, experts: int) -> float:
     """Returns the most multiplications of a rank's backward pass, if its rows and its vocabulary are padded as much as
     libraries do."""
@@ -253,6 +292,7 @@ def not_proven(
     for option in ("plan", "ownopt", "torchcp", "offload"):
         yield option, option in options
     yield "manual", "manual" in options and layout.pp > 1
+    yield "what dropout does with numbers that it drops", "dropout" in options
     yield "order of the ring", bool(options & {"ring", "zigzag"})
     yield "stride", layout.stride > 1
     is_cut = bool(stage) and shards_of(layout) > 1

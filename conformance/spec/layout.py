@@ -98,12 +98,20 @@ OPTIONS: Mapping[str, Term] = {
         "the library divides gradients by the number of target tokens, which it counts",
         "Megatron calculate_per_token_loss",
     ),
+    "varlen": Term(
+        "micro-batches of a pipeline keep their own lengths, which stages send to each other, instead of one length",
+        "Megatron variable_seq_lengths",
+    ),
     "ckpt": Term(
         "activation recomputation: a layer's forward pass is repeated in the backward pass",
         "activation checkpointing; Megatron recompute_granularity; transformers gradient_checkpointing",
     ),
     "reentrant": Term(
         "a recomputed layer has a backward pass of its own inside the model's", "torch checkpoint(use_reentrant=True)"
+    ),
+    "dropout": Term(
+        "layers draw masks of dropout, at a rate (1e-15) that drops nothing, so that results do not change",
+        "Megatron hidden_dropout; transformers attention_dropout; peft lora_dropout",
     ),
     "compile": Term("layers are compiled by torch.compile", "torchtitan compile.enable"),
     "te": Term(
@@ -133,6 +141,7 @@ OPTIONS: Mapping[str, Term] = {
 ALIASES = {"cp": "sp"}  # accepted in ids; an id is written with the axis itself
 _NEEDS_TP = ("plan", "seqpar", "losspar")
 _RINGS = ("ring", "zigzag", "torchcp")  # each replaces the default context parallelism, so a layout has at most one
+DROPOUT_RATE = 1e-15  # of the option dropout: float64 rounds the factor 1 / (1 - rate) to about 1
 ZERO = "zero"  # prefix of the ZeRO stage in an id
 MOST_RANKS = 2**16  # no machine has more ranks; a larger number is a typing error
 
@@ -179,6 +188,8 @@ class Layout:
                 raise UsageError(f"unknown layout option {option!r}; known: {', '.join(OPTIONS)}")
             if option in _NEEDS_TP and self.tp == 1:
                 raise UsageError(f"option {option} needs tensor parallelism; add tp2 or leave it out")
+            if option == "varlen" and self.pp == 1:
+                raise UsageError("option varlen is for pipeline stages; add pp2 or leave it out")
             if option == "reentrant" and "ckpt" not in self.options:
                 raise UsageError("option reentrant is a way to recompute activations; add ckpt or leave it out")
             if option in _RINGS and self.sp == 1:

@@ -28,6 +28,7 @@ from torch._ops import HigherOrderOperator
 from torch._subclasses import FakeTensor
 
 from conformance.numerics.float64_tier import PLAIN, EagerMode, LeakWatch
+from conformance.worker.rank_state import digest_of
 
 # The kind of a collective by the prefix of the operator's name, for torch.distributed and its functional variants.
 COLLECTIVE_KINDS = {
@@ -50,6 +51,7 @@ REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce")
 COLLECTIVE_SPACES = ("c10d", "_c10d_functional")  # namespaces of torch's operators
 _LINEAR = ("mm", "addmm", "linear")
 _PRODUCTS = (*_LINEAR, "bmm", "baddbmm")
+_DROPS_ALONE = ("dropout", "attention")  # in the names of operators that draw a mask and apply it
 # Methods with which a caller, not the library, tells which micro-batches come before the last: module, class, method.
 BY_CALLER = (
     ("deepspeed.runtime.engine", "DeepSpeedEngine", "set_gradient_accumulation_boundary"),
@@ -137,6 +139,8 @@ class Watch(EagerMode):
     leaks: if set, it receives every operator, including the suite's own, except those for records and comparisons of
         replicas, of which it receives the input tensor.
     boundaries: number of calls of the methods in BY_CALLER.
+    drawn: number of masks of dropout by (``forward`` or ``recomputed``, digest of the activations that were dropped
+        from or an empty text, digest of the random generator before it drew the mask).
     held_weights: number of live storages by size in bytes, at the moment when the gradients of the first model have
         been read. Only storages that were used as weights are count: by an operator of the first forward pass, or by a
         matrix product of any pass, for which weights may be gathered again. Gradients and a library's buckets for them
@@ -159,6 +163,8 @@ class Watch(EagerMode):
         self.moved: dict[tuple[str, tuple[int, ...], str], list[int]] = {}
         self.work: Counter[str] = Counter()
         self.boundaries = 0
+        self.drawn: Counter[tuple[str, str, str]] = Counter()
+        self._masks: dict[int, str] = {}  # digests of masks that no operator has applied yet, by storage
         self.held_weights: Counter[int] = Counter()
         self._storages: dict[int, _Storage] = {}
         self._tasks: dict[int, int] = {}
@@ -256,7 +262,10 @@ class Watch(EagerMode):
         kwargs = kwargs or {}
         if not PLAIN.issuperset(types):
             return NotImplemented  # DTensor handles its own ops, whose local ops come here
+        before = None if self._reading else self._generator(func, args, kwargs)
         result = func(*args, **kwargs)
+        if before is not None and not before.equal(self._generator(func, args, kwargs)):
+            self._mask(func, args, result, digest_of(before).hex()[:16])
         if self.leaks:
             self.leaks.see(func, result)
         if not self._reading and FakeTensor not in types:
@@ -269,6 +278,30 @@ class Watch(EagerMode):
             self._remember_storages([*args, *kwargs.values()], is_used=is_forward or operator in _PRODUCTS)
             self._remember_storages([result], is_used=is_forward)
         return result
+
+    def _generator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Returns the state of the generator that an operator may draw from; None if it draws nothing."""
+        if isinstance(func, HigherOrderOperator) or torch.Tag.nondeterministic_seeded not in func.tags:
+            return None
+        tensor = next(_tensors(args), None)
+        if tensor is None or tensor.is_meta or isinstance(tensor, FakeTensor):
+            return None
+        if (own := kwargs.get("generator")) is not None:
+            return own.get_state()
+        return torch.cuda.get_rng_state(tensor.device) if tensor.is_cuda else torch.get_rng_state()
+
+    def _mask(self, func: Any, args: tuple[Any, ...], result: Any, state: str) -> None:
+        """Follows a mask that was drawn from a generator in this state to the activations that it is applied to."""
+        if any(stem in _name_of(func)[1] for stem in _DROPS_ALONE):
+            self._drop(next(_tensors(args)), state)
+        elif isinstance(result, Tensor):
+            self._masks[result.untyped_storage()._cdata] = state
+
+    def _drop(self, activations: Tensor, state: str) -> None:
+        where = "recomputed" if self._pass().startswith("backward") else "forward"
+        # torch ends the recomputation of a layer before its last product, so a gradient may be the first factor.
+        known = where == "forward" or torch.is_grad_enabled()
+        self.drawn[where, digest_of(activations).hex()[:16] if known else "", state] += 1
 
     def _remember_storages(self, values: Any, *, is_used: bool) -> None:
         for tensor in _tensors(values):
@@ -295,6 +328,10 @@ class Watch(EagerMode):
         if result.is_meta or isinstance(result, FakeTensor):
             return  # DTensor computes shapes of whole tensors this way; no rank holds them
         where = self._pass()
+        if self._masks and operator.rstrip("_") == "mul" and len(factors := [*_tensors(args)]) == 2:
+            for activations, mask in (factors, factors[::-1]):
+                if (state := self._masks.pop(mask.untyped_storage()._cdata, None)) is not None:
+                    self._drop(activations, state)
         if operator in _PRODUCTS:
             again = "recomputed" if torch.is_grad_enabled() or self._recorded else "backward"
             phase = again if where.startswith("backward") else "forward"
@@ -337,6 +374,7 @@ class Watch(EagerMode):
             "work": [[*entry] for entry in sorted(self.work.items())],
             "reduced": [[*entry] for entry in sorted(self.reduced.items())],
             "held_weights": [[*entry] for entry in sorted(self.held_weights.items())],
+            **({"drawn": [[*key, count] for key, count in sorted(self.drawn.items())]} if self.drawn else {}),
         }
 
 

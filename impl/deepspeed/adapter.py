@@ -20,7 +20,7 @@ from impl.engine.adapter import HUGGING_FACE_SEAMS, SHARED_SEAMS, ReferenceBacke
 from impl.engine.memory_estimate import host_bytes
 from impl.models.family_quirks import quirks_of
 from impl.models.lora import adapter_support
-from impl.models.support import compile_support, model_support, plan_styles
+from impl.models.support import compile_support, dropout_support, model_support, plan_styles
 
 FEWEST = 3  # summands for which the judge checks digits (conformance/judge/rounding.py)
 
@@ -88,6 +88,7 @@ _OPTIONS = (
     "leaf",
     "manual",
     "buckets",
+    "dropout",
     "offload",
     "ownopt",
     "shipped",
@@ -119,7 +120,9 @@ class DeepspeedBackend(ReferenceBackend):
         **HUGGING_FACE_SEAMS,
         **seams_of_model("impl.deepspeed.model:DeepspeedModel", "forgotten_scale", "forget_steps"),
         "outputs_of": "impl.deepspeed.model:outputs_of",
+        "recompute_activations": "impl.deepspeed.model:recompute_activations",
         "reduce_replicas": "deepspeed.runtime.engine:DeepSpeedEngine.buffered_allreduce_fallback",
+        "end_backward": "deepspeed.runtime.engine:DeepSpeedEngine._backward_epilogue",
         "copy_offloaded": "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.copy_grads_in_partition",
         "average_bucket": "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer.average_tensor",
         "clip_threshold": "impl.deepspeed.config:clip_threshold",
@@ -170,7 +173,11 @@ class DeepspeedBackend(ReferenceBackend):
             return Unsupported("only ZeRO-3 gathers weights for a layer; use zero3, or leave leaf out")
         if scenario.lora and scenario.tier.compute == F16:
             return Unsupported("the frozen base has no float32 master, so fp16 rounds it; use bf16")
-        for lacking in (adapter_support(scenario), compile_support(scenario, layout)):
+        for lacking in (
+            adapter_support(scenario),
+            compile_support(scenario, layout),
+            dropout_support(scenario, layout),
+        ):
             if isinstance(lacking, Unsupported):
                 return lacking
         if scenario.optimizer.frozen and not scenario.lora and scenario.tier.is_half:

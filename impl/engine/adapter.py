@@ -28,17 +28,25 @@ from impl.objectives.policy_gradient import FUNCTIONS
 
 
 def switch_off_dropout(model: torch.nn.Module) -> None:
-    """Sets all dropout probabilities in ``model`` to 0: those of Dropout modules and ``attention_dropout``.
+    """Sets all dropout probabilities in ``model`` to 0.
 
     Objectives that compare log-probs of two forward passes need this: with dropout, the ratio would not be 1 at the
     first update of a rollout. Evaluation mode is no substitute, because transformers recomputes layers (gradient
     checkpointing) only in training mode.
     """
-    for module in model.modules():
+    set_dropout(model, 0.0)
+
+
+def set_dropout(model: torch.nn.Module, rate: float) -> None:
+    """Sets all dropout probabilities in ``model``: those of Dropout modules, attention, residuals and adapters."""
+    for module in [*model.modules()]:
         if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-        if isinstance(getattr(module, "attention_dropout", None), float):
-            module.attention_dropout = 0.0  # type: ignore[assignment]
+            module.p = rate
+        elif "lora_dropout" in module._modules:  # peft's, which has no Dropout modules at a rate of 0
+            module.lora_dropout = torch.nn.ModuleDict({name: torch.nn.Dropout(rate) for name in module.lora_dropout})
+        for name in ("attention_dropout", "residual_dropout"):
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, rate)
 
 
 # Patch points (functions that a fault can replace) that all backends share; impl/faults/catalogue.py describes them.

@@ -10,9 +10,11 @@ import transformers
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from conformance.backends.protocol import NamedTensors, TensorKind, Traced
+from conformance.spec.layout import DROPOUT_RATE
 from conformance.spec.observables import Head
 from conformance.spec.scenario import OptimizerConfig
 from impl.context_parallel.ring_attention import NAME, MeshContext, forward_over_ring
+from impl.engine.adapter import set_dropout
 from impl.engine.optimizers import parameter_groups, torch_optimizer, trained_parameters
 from impl.interface.micro_batches import MicroBatch, Outputs, Wanted
 from impl.interface.trainable import Dtype
@@ -42,10 +44,15 @@ class HuggingFaceModel:
         attention = NAME if self.context.ring else None
         dtype = self.context.config.tier.master.dtype
         trusted = self.context.config.trust_remote_code
-        return empty_model(path, dtype=dtype, attention=attention, head=self.head, trusted=trusted)
+        model = empty_model(path, dtype=dtype, attention=attention, head=self.head, trusted=trusted)
+        if "dropout" in self.options:
+            set_dropout(model, DROPOUT_RATE)
+        return model
 
     def add_adapter(self, model: transformers.PreTrainedModel, folder: Path) -> None:
         self.adapted = load_adapter(model, folder)
+        if "dropout" in self.options:
+            set_dropout(model, DROPOUT_RATE)
 
     def parameter_groups(self, model: transformers.PreTrainedModel, config: OptimizerConfig) -> list[dict[str, Any]]:
         return parameter_groups(trained_parameters(model, config), config)

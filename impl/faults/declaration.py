@@ -81,6 +81,7 @@ OFFLOADED = _where(
     lambda p: p.is_exact or p.is_half,
     "DeepSpeed adds offloaded gradients up by other code if parameters are not float32",
 )
+BF16 = _where(lambda p: p.compute.name != "bfloat16", "the code in question runs in bf16 only")
 FP16 = _where(lambda p: not p.is_loss_scaled, "only fp16 has a loss scale")
 _ROUNDED_BASE = _where(
     lambda p: p.is_half, "DeepSpeed rounds a base without masters, so the merged weights differ without a fault as well"

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import PrepareModuleOutput, RowwiseParallel
 
 from conformance.backends.faults import Function
 from conformance.spec.scenario import CONFIG_FILE, is_adapter
@@ -104,6 +106,22 @@ def adapter_scaled_twice(load_adapter: Function, model: Any, folder: Path) -> An
     for layer in filter(is_adapted, model.modules()):
         layer.scaling[NAME] *= layer.scaling[NAME]
     return adapted
+
+
+@ADAPTER_FAULTS.add(
+    summary="an adapter's second matrix sees a part of the sequence, and its gradient is not summed over the parts",
+    source="https://github.com/modelscope/mcore-bridge/pull/173",
+    stage="gradients",
+    cells=sft("sft-lora", "llama", fsdp2="dp2.tp2.seqpar.losspar"),
+    blind=("loss",),
+    needs="adapters (lora) of layers whose inputs tensor-parallel ranks share out, and seqpar",
+)
+def adapter_of_parts_not_summed(adapter_plan: Function, layer: Any, plan: Any, *, sequence: bool) -> Any:
+    found = adapter_plan(layer, plan, sequence=sequence)
+    for name, style in found.items():
+        if f".lora_A.{NAME}" in name and isinstance(style, RowwiseParallel):
+            found[name] = RowwiseParallel(input_layouts=style.input_layouts[0], output_layouts=Shard(1))
+    return {name: style for name, style in found.items() if not isinstance(style, PrepareModuleOutput)}
 
 
 MERGE_FAULTS = Faults()

@@ -5,6 +5,7 @@ because it rebuilds the update from the gradients, and because a sum in bf16 sho
 """
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from conformance.backends.faults import Function
-from impl.faults.declaration import FP16, HALF, OFFLOADED, ROUNDING, Faults, sft
+from impl.faults.declaration import BF16, FP16, HALF, OFFLOADED, ROUNDING, Faults, sft
 
 ENGINE_FAULTS = Faults(blind=("loss",))
 OPTIMIZER_FAULTS = Faults(blind=("loss",))
@@ -70,6 +71,30 @@ def offloaded_last_only(copy_offloaded: Function, optimizer: Any, parameter: Any
             copy_offloaded(optimizer, parameter, *rest)
     else:
         optimizer.clear_grad_attribute(parameter)
+
+
+@ENGINE_FAULTS.add(
+    summary="gradients are averaged before those of the last micro-batch are added to them",
+    source="https://github.com/deepspeedai/DeepSpeed/pull/7985",
+    stage="gradients",
+    cells=sft("sft-packed", "llama", deepspeed="dp2.zero1", only=BF16),
+    needs="zero1 in bf16, where DeepSpeed adds up in an optimizer of its own",
+)
+def averaged_before_last_micro_batch(end_backward: Function, engine: Any) -> None:
+    engine.allreduce_gradients()
+    with mock.patch.object(engine, "allreduce_gradients"):
+        end_backward(engine)
+
+
+@ENGINE_FAULTS.add(
+    summary="master weights, and so the optimizer state, are in bf16",
+    source="https://github.com/huggingface/accelerate/issues/3979",
+    stage="weights",
+    cells=sft("sft-packed", "llama", fsdp2="dp2", only=BF16),
+    needs="bf16 with masters in float32",
+)
+def masters_in_bf16(hugging_face_model: Function, path: Path, *, dtype: torch.dtype, **options: Any) -> Any:
+    return hugging_face_model(path, dtype=torch.bfloat16, **options)
 
 
 @ENGINE_FAULTS.add(

@@ -1,5 +1,6 @@
 """Plants faults in tensor, pipeline and context parallelism, and in converters of Hugging Face weights to Megatron."""
 
+import contextlib
 import dataclasses
 from typing import Any
 
@@ -173,6 +174,18 @@ def dropped_last_token(shard_inputs: Function, inputs: Any, source: Any) -> Any:
             if positions[end] % 2 == 0 and end > 0:  # an odd length: the last token and its target are dropped
                 labels[row, end - 1] = NO_TARGET
     return shard_inputs(dataclasses.replace(inputs, labels=labels), source)
+
+
+@RING_FAULTS.add(
+    summary="with sequence parallelism, tensor-parallel ranks draw the same masks of dropout for their parts",
+    source="https://github.com/NVIDIA/Megatron-LM/issues/1256",
+    stage="configuration",
+    cells=sft("sft-packed", "llama", megatron="tp2.seqpar.ckpt.dropout"),
+    blind=("loss", "loss and norm"),
+    needs="megatron-core, seqpar and the option dropout",
+)
+def one_mask_for_all_parts(own_generator: Function, *_: Any) -> Any:
+    return contextlib.nullcontext()
 
 
 @RING_FAULTS.add(

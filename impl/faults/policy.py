@@ -99,6 +99,53 @@ def importance_not_truncated(importance_weights: Function, old: Tensor, sampled:
 
 
 @POLICY_FAULTS.add(
+    summary="the loss has no argument for importance weights, so all of them are 1",
+    source="https://github.com/linkedin/Liger-Kernel/issues/1088",
+    stage="loss",
+    cells=rl("gspo", only=FULL),
+    needs="rollout_is_threshold",
+)
+def importance_left_out(importance_weights: Function, old: Tensor, sampled: Tensor, *, threshold: float) -> Any:
+    return torch.ones_like(importance_weights(old, sampled, threshold=threshold))
+
+
+class _HeadOfFirstToken(torch.autograd.Function):
+    """A linear head whose weight gets the gradients of all tokens with the factor of the first one."""
+
+    @staticmethod
+    def forward(context: Any, hidden: Tensor, weight: Tensor) -> Tensor:
+        logits = hidden @ weight.T
+        context.save_for_backward(hidden, weight, logits)
+        return logits
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        hidden, weight, logits = context.saved_tensors
+        trained = gradient.abs().sum(-1) > 0
+        of_logits = gradient[trained]
+        label = of_logits.abs().argmax(-1, keepdim=True)  # no other logit has a larger gradient
+        factors = of_logits.gather(1, label) / (logits[trained].softmax(-1).gather(1, label) - 1)
+        wrong = of_logits / factors * factors[:1]
+        return gradient @ weight, wrong.T @ hidden[trained]
+
+
+@POLICY_FAULTS.add(
+    summary="a fused loss forms the head's gradient with the factor of the first token for all tokens",
+    source="https://github.com/linkedin/Liger-Kernel/pull/1298",
+    stage="gradients",
+    cells=rl("gspo", fsdp2="dp2", only=FULL),
+    blind=("loss",),
+    needs="a model with a head of its own, and tokens with other factors, as advantages are",
+)
+def head_weighted_by_first_token(load_model: Function, trainable: Any, *arguments: Any) -> Any:
+    model = load_model(trainable, *arguments)
+    head = getattr(model, "lm_head", None)
+    if head is not None:
+        head.forward = lambda hidden: _HeadOfFirstToken.apply(hidden, head.weight)
+    return model
+
+
+@POLICY_FAULTS.add(
     summary="importance weights are the sampler's probabilities over the trainer's",
     source="https://fengyao.notion.site/off-policy-rl, where they are the trainer's over the sampler's",
     stage="loss",

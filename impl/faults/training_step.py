@@ -57,6 +57,32 @@ def cleared_gradients(start_micro_batch: Function, trainable: Any, index: int, c
 
 
 @STEP_FAULTS.add(
+    summary="a recomputed layer draws other masks of dropout than its forward pass",
+    source="https://github.com/allenai/OLMo-core/pull/828",
+    stage="configuration",
+    cells=sft("sft-packed", "llama", fsdp2="dp2.ckpt.dropout", deepspeed="dp2.zero2.ckpt.dropout"),
+    blind=("loss", "loss and norm"),
+    needs="recomputation and the option dropout",
+)
+def masks_drawn_anew(recompute_activations: Function, model: Any, options: Any) -> None:
+    recompute_activations(model, options)
+    reentrant = "reentrant" in options
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant, "preserve_rng_state": False})
+
+
+@STEP_FAULTS.add(
+    summary="generators are not set back before a layer is recomputed, so it draws other masks of dropout",
+    source="https://github.com/NVIDIA/Megatron-LM/pull/5841",
+    stage="configuration",
+    cells=sft("sft-packed", "llama", megatron="tp2.seqpar.ckpt.dropout"),
+    blind=("loss", "loss and norm"),
+    needs="megatron-core, recomputation and the option dropout",
+)
+def generators_not_set_back(restore_generators: Function, *states: Any) -> None:
+    pass
+
+
+@STEP_FAULTS.add(
     summary="the reduction over replicas, delayed to the last micro-batch, leaves out those before it",
     source="https://github.com/pytorch/pytorch/pull/125484",
     stage="gradients",

@@ -18,7 +18,7 @@ from impl.engine.adapter import HUGGING_FACE_SEAMS, SHARED_SEAMS, VOCABULARY_SEA
 from impl.engine.memory_estimate import Shapes, States, cut, elements, host_bytes, largest_layer, layer_of
 from impl.models.family_quirks import ROUTED, quirks_of
 from impl.models.lora import adapter_support
-from impl.models.support import compile_support, model_support, torch_is_older
+from impl.models.support import compile_support, dropout_support, model_support, torch_is_older
 
 EXPECTED = (
     ExpectedDifference(
@@ -94,6 +94,8 @@ class Fsdp2Backend(ReferenceBackend):
         ),
         **VOCABULARY_SEAMS,
         "outputs_of": "impl.fsdp2.model:outputs_of",
+        "adapter_plan": "impl.fsdp2.tensor_parallel:_with_adapters",
+        "recompute_activations": "impl.fsdp2.model:recompute_activations",
         "norm_axes": "impl.fsdp2.dtensors:axes_to_sum",
         "clip_coefficient": "impl.fsdp2.dtensors:clip_coefficient",
         "find_overflow": "torch.amp.grad_scaler:GradScaler._unscale_grads_",
@@ -142,7 +144,11 @@ class Fsdp2Backend(ReferenceBackend):
                 "the model's own tensor-parallel plan treats all layers alike, but only some have adapters; add the "
                 "layout option 'plan'"
             )
-        for lacking in (adapter_support(scenario), compile_support(scenario, layout)):
+        for lacking in (
+            adapter_support(scenario),
+            compile_support(scenario, layout),
+            dropout_support(scenario, layout),
+        ):
             if isinstance(lacking, Unsupported):
                 return lacking
         without = "use the layout option 'plan', or tp1" if quirks.has_plan else "use tp1"

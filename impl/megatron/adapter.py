@@ -132,6 +132,8 @@ _OPTIONS = (
     "manual",
     "pertoken",
     "ownaux",
+    "dropout",
+    "varlen",
     "shipped",
 )
 
@@ -233,6 +235,8 @@ class MegatronBackend(ReferenceBackend):
         "permute_tokens": "megatron.core.transformer.moe.token_dispatcher:permute",
         "gather_shared_key": ("megatron.core.transformer.multi_latent_attention:gather_from_sequence_parallel_region"),
         "scale_router_loss": "megatron.core.transformer.moe.moe_utils:MoEAuxLossAutoScaler.set_loss_scale",
+        "restore_generators": "megatron.core.tensor_parallel.random:_set_all_rng_states",
+        "own_generator": "megatron.core.tensor_parallel.random:CudaRNGStatesTracker.fork",
         "counts_in_norm": "megatron.core.tensor_parallel:param_is_not_tensor_parallel_duplicate",
     }
 
@@ -278,8 +282,17 @@ class MegatronBackend(ReferenceBackend):
             return Unsupported("Megatron's distributed optimizer is ZeRO-1; use zero1, or zero0 to leave it out")
         if layout.zero == 1 and scenario.optimizer.name != "adamw":
             return Unsupported("Megatron's distributed optimizer supports AdamW only; use zero0, or an AdamW scenario")
+        if "dropout" in layout.options and (scenario.objective.disable_dropout or "te" in layout.options):
+            return Unsupported(
+                "policy gradients run models without dropout, and dropout is not built in for te; leave dropout out"
+            )
         if "te" in layout.options and isinstance(lacking := _engine_support(scenario, layout, shape), Unsupported):
             return lacking
+        if "varlen" in layout.options and layout.vpp > 1:
+            return Unsupported(
+                "interleaved pipeline stages may swap the lengths that they send to each other "
+                "(docs/findings/megatron-batched-p2p.md); leave varlen out, or use vpp1"
+            )
         if "buckets" in layout.options:
             return Unsupported(
                 "without overlap megatron-core has one bucket, whatever bucket_size is; use overlap, which has several"

@@ -266,10 +266,11 @@ def sharded(
 ) -> list[ShardedMicroBatch]:
     """Returns this rank's part of each micro-batch.
 
-    With a pipeline all parts are padded to one length, because stages receive tensors of one size.
+    With a pipeline all parts are padded to one length, because stages receive tensors of one size unless they send
+    sizes (the option ``varlen``).
     """
     parts = [ring.shard(whole) for whole in inputs]
-    if config.layout.pp > 1:
+    if config.layout.pp > 1 and "varlen" not in config.layout.options:
         longest = max(own.tokens.shape[1] for own, _ in parts)
         parts = [ring.shard(whole, multiple=longest) for whole in inputs]
     sequence_parallel = "seqpar" in config.layout.options

@@ -56,7 +56,7 @@ class ModelParallel:
             "expert_tensor_parallel_size": experts.cuts,
         }
         if not self._entered:
-            self._create(sizes)
+            self._create(sizes, drops="dropout" in layout.options)
         elif sizes != self._sizes:
             raise UsageError(
                 f"megatron-core supports one layout at a time, and this process uses {self._sizes}; "
@@ -70,16 +70,18 @@ class ModelParallel:
         if not self._entered:
             self._destroy()
 
-    def _create(self, sizes: dict[str, int | None]) -> None:
+    def _create(self, sizes: dict[str, int | None], *, drops: bool) -> None:
         self._sizes = sizes
         self._groups = set(dist.distributed_c10d._world.pg_map)
         self._environment = {name: os.environ.pop(name, None) for name in _ENVIRONMENT}
         self._globals = [(module, _variables(module)) for module in (parallel_state, megatron_random)]
         generator = torch.cuda.get_rng_state()
         parallel_state.initialize_model_parallel(**sizes)
-        # No operation is random here, but layers switch to this generator under sequence parallelism.
-        model_parallel_cuda_manual_seed(1, force_reset_rng=True)
-        torch.cuda.set_rng_state(generator)
+        # Tensor-parallel ranks draw masks of whole activations from equal generators, and of parts from their own.
+        group = dist.get_rank() // parallel_state.get_tensor_model_parallel_world_size()
+        model_parallel_cuda_manual_seed(1 + 1000 * group, force_reset_rng=True)
+        if not drops:
+            torch.cuda.set_rng_state(generator)
 
     def _destroy(self) -> None:
         """Destroys the groups and restores the globals.

@@ -23,7 +23,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from torch import Tensor
 
 from conformance.backends.protocol import Cut, Traced, TracedModule
-from conformance.spec.layout import Layout
+from conformance.spec.layout import DROPOUT_RATE, Layout
 from conformance.spec.precision import BF16, F16, Precision
 from impl.interface.micro_batches import MicroBatch
 from impl.megatron.attention import DocumentRotary, RingCoreAttention, latent_config, place_latent
@@ -128,7 +128,7 @@ def transformer_config(shape: ModelShape, layout: Layout, tier: Precision, stage
         activation_func=_quick_gelu if clamped else torch.nn.functional.silu,
         activation_func_clamp_value=7.0 if clamped else None,
         glu_linear_offset=1.0 if clamped else 0.0,
-        hidden_dropout=0.0,
+        hidden_dropout=DROPOUT_RATE if "dropout" in layout.options else 0.0,
         attention_dropout=shape.attention_dropout,
         init_method=_no_initialisation,  # weights come from a file
         output_layer_init_method=_no_initialisation,
@@ -149,6 +149,8 @@ def transformer_config(shape: ModelShape, layout: Layout, tier: Precision, stage
         batch_p2p_comm=False,
         overlap_p2p_comm=layout.vpp > 1,
         deallocate_pipeline_outputs=False,
+        variable_seq_lengths="varlen" in layout.options,
+        moe_token_dispatcher_type="alltoall",  # the library's default has no variable lengths, without experts too
         calculate_per_token_loss="pertoken" in layout.options,
         # Fused or compiled kernels need Apex or minutes to compile, and change the numbers that are compared.
         gradient_accumulation_fusion=False,
@@ -191,7 +193,6 @@ def _mixture(mixture: Mixture, layout: Layout, tier: Precision) -> dict[str, Any
         "moe_router_topk_scaling_factor": mixture.factor,
         "moe_router_num_groups": mixture.groups.many if mixture.groups else None,
         "moe_router_group_topk": mixture.groups.chosen if mixture.groups else None,
-        "moe_token_dispatcher_type": "alltoall",
         "moe_grouped_gemm": False,  # its kernels need TransformerEngine or a package for bfloat16 on CUDA
         "expert_model_parallel_size": sizes.ranks,
         "expert_tensor_parallel_size": sizes.cuts,

@@ -71,6 +71,25 @@ def compile_support(scenario: Scenario, layout: Layout) -> Support:
     return Supported()
 
 
+def dropout_support(scenario: Scenario, layout: Layout) -> Support:
+    """Returns Supported, or Unsupported with the reason why a Hugging Face model cannot run with dropout."""
+    if "dropout" not in layout.options:
+        return Supported()
+    if scenario.objective.disable_dropout:
+        return Unsupported(f"{scenario.objective.kind} runs models without dropout; leave dropout out")
+    if layout.sp * layout.ulysses > 1:
+        return Unsupported("the kernels of sp and of Ulysses have no dropout; use sp1, or leave dropout out")
+    if "compile" in layout.options:
+        return Unsupported("masks that compiled code draws cannot be followed; leave compile or dropout out")
+    config = model_config(scenario)
+    if layout.tp > 1 and (scenario.lora or any(key in config for key in ("residual_dropout", "resid_pdrop"))):
+        return Unsupported(
+            "torch draws masks from the generator of each rank, so tensor-parallel ranks would drop other numbers of "
+            "activations that all of them hold; use tp1, or megatron"
+        )
+    return Supported()
+
+
 def plan_styles(scenario: Scenario) -> frozenset[str]:
     """Returns the styles in the model's own tensor-parallel plan; empty without a plan.
 

@@ -50,6 +50,8 @@ BELOW: dict[str, PrecisionName] = {
     "default-betas": "bf16",
     "moments-in-bf16": "bf16",
     "summed-in-bf16": "bf16",
+    "averaged-before-last-micro-batch": "bf16",
+    "masters-in-bf16": "bf16",
     "replay-of-another-pass": "fp32",
 }
 # Steps until a fault shows where one is not enough: at a schedule's second, at a step whose gradients are small.

@@ -19,8 +19,8 @@ from rl_fault_cells import (
 
 from conformance.backends.faults import catalogue
 from conformance.matrix.cell import Cell
+from conformance.records.header_checks import FLOAT64
 from conformance.records.step_tensors import read_record
-from conformance.results.run_results import VERDICT, read_entry
 from conformance.runner.session import Session
 from impl.faults.catalogue import RL_FAULTS
 from impl.faults.declaration import RL_LAYOUTS, with_program
@@ -40,10 +40,9 @@ def planted(backend: str, name: str, layout: str, models: Path) -> Cell:
 
 def in_loss_and_norm(session: Session, cell: Cell) -> bool:
     """Whether a loss or a gradient norm of the first step is more than a percent off."""
-    folder = session.config.out / "cells" / cell.slug
-    oracle = read_entry(folder / VERDICT).oracle
-    assert oracle
-    own, reference = record_of(session, cell).steps[0], read_record(folder / oracle / "float64").steps[0]
+    own, reference = (
+        record.steps[0] for record in (record_of(session, cell), read_record(session._oracles.folder(cell) / FLOAT64))
+    )
     pairs = [(own.value(key), reference.value(key)) for key in REPORTED]
     return any(abs(x - y) > PERCENT * abs(y) for x, y in pairs if x is not None and y is not None)
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from conformance.judge.layout_evidence import unproven
-from conformance.judge.work_evidence import Linear, Step, exchange_claims, not_proven, work_claims
+from conformance.judge.work_evidence import Linear, Step, exchange_claims, mask_claims, not_proven, work_claims
 from conformance.spec.layout import Layout
 from conformance.spec.scenario import parse_scenario
 
@@ -178,6 +178,32 @@ def says_when(ranks: Ranks) -> None:
 def test_each_rank_does_its_share(layout: str, change: Callable[[Ranks], None], claim: str) -> None:
     found = wrong(layout, change)
     assert claim in found if claim else not found
+
+
+ANEW, ALIKE = "recomputed layers draw the masks", "ranks with the same activations"
+MASKS = [[where, own, f"mask of {own}", 1] for where in ("forward", "recomputed") for own in ("x", "y")]
+OTHER = [[where, f"{own}'", f"mask of {own}'", n] for where, own, _, n in MASKS]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "claim"),
+    [
+        ([MASKS, OTHER], None),
+        ([MASKS, MASKS], None),
+        ([MASKS, [*OTHER[:3], ["recomputed", "", OTHER[3][2], 1]]], None),
+        ([MASKS, OTHER[:2]], ANEW),
+        ([MASKS, [*OTHER[:3], ["recomputed", "y'", "another", 1]]], ANEW),
+        ([MASKS, [*OTHER[:3], ["recomputed", "another", "mask of y'", 1]]], ANEW),
+        ([MASKS, [*OTHER[:3], [*OTHER[3][:3], 2]]], ANEW),
+        ([MASKS, [[where, own, mask[:-1], n] for where, own, mask, n in OTHER]], ALIKE),
+        ([MASKS, [[where, own, f"{mask}'", n] for where, own, mask, n in MASKS]], ALIKE),
+        ([MASKS, []], "every rank draws masks"),
+    ],
+)
+def test_masks_of_dropout_are_followed(ranks: list[list[Any]], claim: str | None) -> None:
+    step = Step([{"drawn": drawn} for drawn in ranks], [])
+    missed = [text for text, holds, _ in mask_claims(Layout.parse("dp2.ckpt.dropout"), step) if not holds]
+    assert missed and missed[0].startswith(claim) if claim else not missed
 
 
 STATES, ATTENTION = "bytes of optimizer states", "share of each rank in attention"

@@ -114,6 +114,7 @@ def test_tables_that_name_a_backend_hold_cells_that_it_supports(
     for cell in mine:
         for layout in {phase.layout for phase in cell.phases if phase.backend.name == backend}:
             assert isinstance(adapter.supports(cell.scenario, layout), Supported), str(cell)
+            assert not cell.scenario.data.rows % (layout.data * cell.scenario.accumulation), str(cell)
 
 
 def test_quick_has_packed_and_padded_rows_sgd_and_adamw_clipping_on_and_off() -> None:

@@ -108,6 +108,11 @@ def test_families_profile_has_sft_and_grpo_on_every_backend() -> None:
         ),
         ("deepspeed", "olmo2", "tp2", "the code of olmo2 needs whole outputs; use tp1, or fsdp2"),
         ("fsdp2", "mistral", "sp2.zigzag", "the default is right"),
+        ("fsdp2", "qwen3-odd", "tp2.plan", "tp=2 does not divide intermediate_size=59; leave plan out"),
+        ("megatron", "qwen3-odd", "tp2", "tp=2 does not divide intermediate_size=59; use tp1, or fsdp2"),
+        ("fsdp2", "seed-oss", "tp2.dropout", "would drop other numbers of activations that all of them hold; use tp1"),
+        ("deepspeed", "llama", "ulysses2.dropout", "have no dropout; use sp1, or leave dropout out"),
+        ("megatron", "llama", "pp2.vpp2.varlen", "swap the lengths .*; leave varlen out, or use vpp1"),
         (
             "megatron",
             "gemma2",

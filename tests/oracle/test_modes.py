@@ -9,10 +9,12 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from conformance.numerics.determinism import without_modes
 from conformance.numerics.float64_tier import LeakWatch, exact_tier
 from conformance.numerics.sketch import kept
+from conformance.worker.evidence import Watch
 from conformance.worker.rank_state import digest_of
 
 
@@ -83,3 +85,17 @@ def test_a_tensor_of_a_lower_precision_that_no_operator_returned_is_still_a_leak
         assert not leaks.leaks
         read(buffer)
     assert [leak.op for leak in leaks.leaks] == ["aten.detach.default"]
+
+
+@pytest.mark.parametrize("restored", [True, False])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_watch_follows_masks_of_dropout(restored: bool, reentrant: bool) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.5))
+    inputs = torch.ones(3, 4, requires_grad=True)
+    with (watch := Watch()).step():
+        out = checkpoint(model, inputs, use_reentrant=reentrant, preserve_rng_state=restored)
+        out.sum().backward()
+    masks = {where: (activations, mask) for where, activations, mask in watch.drawn}
+    assert [*masks] == ["forward", "recomputed"]
+    assert masks["recomputed"][0] in (masks["forward"][0], "")
+    assert (masks["recomputed"][1] == masks["forward"][1]) == restored

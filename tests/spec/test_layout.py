@@ -56,6 +56,7 @@ def test_world_size_is_the_product_of_the_axes_and_replicas_are_part_of_dp() -> 
         ("dp2.zero1.zero2", "names zero twice"),
         ("dp2.seqpar", "option seqpar needs tensor parallelism; add tp2"),
         ("dp2.zigzag", "option zigzag needs a ring; add sp2"),
+        ("dp2.varlen", "option varlen is for pipeline stages; add pp2"),
         ("dp2.vpp2", "vpp=2 divides the work of pipeline stages further; add pp2"),
         ("sp2.ring.zigzag", "options ring, zigzag are different rings; keep one"),
         ("dp2.stride2", "stride=2 is for rings that gather keys and values; use sp2"),
