@@ -42,8 +42,8 @@ def set_dropout(model: torch.nn.Module, rate: float) -> None:
     for module in [*model.modules()]:
         if isinstance(module, torch.nn.Dropout):
             module.p = rate
-        elif "lora_dropout" in module._modules:  # peft's, which has no Dropout modules at a rate of 0
-            module.lora_dropout = torch.nn.ModuleDict({name: torch.nn.Dropout(rate) for name in module.lora_dropout})
+        elif rate and isinstance(of_adapters := getattr(module, "lora_dropout", None), torch.nn.ModuleDict):
+            of_adapters.update({name: torch.nn.Dropout(rate) for name in of_adapters})  # peft has none at a rate of 0
         for name in ("attention_dropout", "residual_dropout"):
             if isinstance(getattr(module, name, None), float):
                 setattr(module, name, rate)

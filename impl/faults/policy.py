@@ -141,7 +141,7 @@ def head_weighted_by_first_token(load_model: Function, trainable: Any, *argument
     model = load_model(trainable, *arguments)
     head = getattr(model, "lm_head", None)
     if head is not None:
-        head.forward = lambda hidden: _HeadOfFirstToken.apply(hidden, head.weight)
+        head.forward = lambda hidden: _HeadOfFirstToken.apply(hidden, head.weight)  # type: ignore[no-untyped-call]
     return model
 
 

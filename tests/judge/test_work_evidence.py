@@ -181,8 +181,10 @@ def test_each_rank_does_its_share(layout: str, change: Callable[[Ranks], None], 
 
 
 ANEW, ALIKE = "recomputed layers draw the masks", "ranks with the same activations"
-MASKS = [[where, own, f"mask of {own}", 1] for where in ("forward", "recomputed") for own in ("x", "y")]
-OTHER = [[where, f"{own}'", f"mask of {own}'", n] for where, own, _, n in MASKS]
+MASKS: list[list[Any]] = [
+    [where, own, f"mask of {own}", 1] for where in ("forward", "recomputed") for own in ("x", "y")
+]
+OTHER: list[list[Any]] = [[where, f"{own}'", f"mask of {own}'", n] for where, own, _, n in MASKS]
 
 
 @pytest.mark.parametrize(
