@@ -6,6 +6,7 @@ An adapter that derives from them is about its framework only. All optional.
 import contextlib
 import copy
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -113,9 +114,9 @@ class PausedTrainer:
 
     def training_step(self: Any, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
         loss = super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
-        self.adapter.values = {"lr": self.optimizer.param_groups[0]["lr"]}  # the log may have the next one
-        if num_items_in_batch is not None:  # else the loss is divided by micro-batches
-            self.adapter.values["token_count"] = float(num_items_in_batch)
+        # NaN: it counts no tokens of the step, and divides each micro-batch by its own. The log may have the next rate.
+        count = math.nan if num_items_in_batch is None else float(num_items_in_batch)
+        self.adapter.values = {"lr": self.optimizer.param_groups[0]["lr"], "token_count": count}
         if self.accelerator.sync_gradients:  # the last micro-batch: DDP has reduced, the trainer clips next
             self.adapter.on_gradients("policy")
         return loss

@@ -1,5 +1,6 @@
 """Bases of adapters: whole trainings by a Hugging Face Trainer, step by step, and the rows of TRL's GRPOTrainer."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -92,6 +93,14 @@ def test_a_training_is_stepped_saved_and_resumed_to_its_end(tmp_path: Path) -> N
         loop = one.loop
         one.teardown()
         assert not loop.running
+
+
+def test_a_trainer_that_counts_no_tokens_differs(tmp_path: Path) -> None:
+    toy = Toy()
+    toy.setup(scenario("core-sft-accumulation", accumulation=2), tmp_path)
+    toy.trainer.model_accepts_loss_kwargs = False  # each micro-batch is divided by its own tokens
+    assert math.isnan(toy.train_step(batch(0), lambda _: None).values["token_count"])
+    toy.teardown()
 
 
 @pytest.mark.parametrize(
