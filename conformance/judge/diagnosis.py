@@ -156,7 +156,8 @@ def _known_factors(m: Measurement, facts: Facts, allowed: float) -> list[str]:
         again = "clipped before it was read" if m.stage in facts.gradients else "clipped twice"
         factors |= {f"the clip factor: {again}": clip, "1/(the clip factor): it was not clipped": 1 / clip}
     near = likely_causes(m.scale, factors, within=CLOSE)
-    known = [text for text in near if m.left_without(factors[text]) <= allowed]
+    left = {text: m.left_without(factors[text]) for text in near}
+    known = sorted((text for text in near if left[text] <= allowed), key=left.__getitem__)
     return known or _token_counts(m, facts, allowed)
 
 

@@ -319,3 +319,21 @@ def test_a_plain_number_is_told_before_a_rebuilt_one() -> None:
     inside = replace(plain, observed=0.001)
     assert sorted([plain, rebuilt, inside], key=lambda q: q.urgency) == [inside, rebuilt, plain]
     assert Verdict(state="differs", reason="", quantities=(rebuilt, plain)).worst == {"gradient norm": plain}
+
+
+def test_the_cause_that_leaves_the_least_error_comes_first() -> None:
+    optimizer = OptimizerConfig(name="sgd", lr=0.1)
+    scenario = Scenario(
+        name="x", model="m", precision="bf16", optimizer=optimizer, schedule=ScheduleConfig(total_steps=2)
+    )
+    facts = Facts(
+        scenario=scenario,
+        layout=Layout.parse("dp2"),
+        tokens=5,
+        clip={"gradients": 0.5004},
+        gradients=frozenset({"gradients"}),
+        updates=frozenset(),
+    )
+    m = number_off("gradients", "a", 0, 0.5004, 1.0, unit=1.0, fixed=None)
+    hint = likely_cause(m, facts, allowed=0.01)
+    assert hint.index("the clip factor") < hint.index("1/(dp)"), hint

@@ -65,6 +65,7 @@ def test_every_rank_is_heard(session: Session, name: str, layout: str, stage: st
         exhaustive("MegatronDropsItsOptions", "tp2.ckpt", "activations of all layers are recomputed"),
         exhaustive("MegatronDropsItsOptions", "tp2.seqpar", "activations are cut along the sequence"),
         exhaustive("MegatronDropsItsOptions", "dp2.zero1.overlap", "updated weights are gathered in the forward pass"),
+        exhaustive("MegatronRunsPlainStages", "pp2.vpp2", "pipeline stages are interleaved"),
         ("MegatronRunsStage0", "dp2.zero1", "updated weights are gathered"),
         exhaustive("MegatronRunsStage0", "dp2.tp2.zero1", "updated weights are gathered"),
         exhaustive("MegatronRunsStage0", "dp2.pp2.zero1", "updated weights are gathered"),

@@ -394,6 +394,14 @@ class RunsAnotherLayout:
         return resolved
 
 
+class MegatronRunsPlainStages(RunsAnotherLayout, MegatronBackend):
+    """Gives each rank one pipeline stage where several were requested."""
+
+    @staticmethod
+    def instead(layout: Layout) -> Layout:
+        return dataclasses.replace(layout, vpp=1)
+
+
 class CutsRows(RunsAnotherLayout):
     """Gives whole rows to ranks that should share them along the sequence."""
 
