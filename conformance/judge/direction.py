@@ -42,6 +42,7 @@ SIZE_FACTOR = 1.5  # times the single process, for the size of all errors togeth
 SAMPLING = 4.0  # standard deviations of that size, which is known to 1 / sqrt(n) at worst
 ZEROS = 2e-3  # fraction of elements of a gradient that rounding may make 0, a third of the bound
 LAYER = re.compile(r"(?<=\.)(\d+)\.")
+ROUTER, EXPERTS = re.compile(r"\.(gate|router)\."), ".experts."  # few tokens decide the error of a router's gradient
 SCALE, SIZE = ": scale", ": size"
 ALL_STEPS, BESIDE = " of all steps", " beside a single process"
 SIZE_OF_ALL = f"{SIZE} of all errors"
@@ -144,7 +145,7 @@ class Directions:
             return
         self.last[o.stage] = step
         floor = floor_of_tensors(reference.tensors)
-        pooled = step if o.change else None
+        pooled, is_routed = step if o.change else None, any(EXPERTS in name for name in reference.tensors)
         for name, tensor in reference.tensors.items():
             if name not in own.tensors or own.tensors[name].shape != tensor.shape:
                 continue
@@ -156,11 +157,12 @@ class Directions:
                 pools += [("", step), (f" of {LAYER.sub('*.', name, count=1)}", pooled)]
             if layer and not o.change:
                 pools.append((f" of layer {layer[1]}", pooled))
-            if single and self.is_half and name in single.tensors and o.kind == "tensors" and not o.change:
+            is_paired = self.is_half and o.kind == "tensors" and not o.change and not ROUTER.search(name)
+            if is_paired and single and name in single.tensors:
                 distance = own.tensors[name].double().flatten() - single.tensors[name].double().flatten()
                 for of in dict.fromkeys((f" of {name}", *(of for of, at in pools if at is None))):
                     part = PART_OF_PAIRS if of == ALL_STEPS else PART_OF_PAIR
-                    part = part if self.is_supervised else PART_OF_GRADIENTS
+                    part = part if self.is_supervised and not is_routed else PART_OF_GRADIENTS
                     known = (o.stage, f"{o.key}{SCALE}{of}{BESIDE}", None)
                     pair = self.pools.setdefault(known, Along(part=part, deviations=SAMPLING))
                     pair.add(distance, ref, floor)

@@ -128,6 +128,24 @@ def test_a_scale_knows_its_tensors(scale: str, is_one_of_them: bool) -> None:
     assert is_summed_in("model.layers.1.mlp.up_proj.weight", scale) == is_one_of_them
 
 
+@pytest.mark.parametrize(
+    ("names", "bound"),
+    [
+        (("model.layers.0.mlp.up_proj.weight",), 3 / 8),
+        (("model.layers.0.mlp.experts.down_proj", "model.layers.0.mlp.gate.weight"), 1 / 2),
+    ],
+)
+def test_experts_have_more_in_common_and_routers_are_not_paired(names: tuple[str, ...], bound: float) -> None:
+    found = Directions(is_exact=False, is_half=True, is_supervised=True)
+    own, ref, single = (TensorView(tensors={name: rounding((200, 100), seed) for name in names}) for seed in (1, 2, 3))
+    found.add(GRADIENT, 0, own, ref, single)
+    pairs = {m.tensor: m for m in found.measurements() if m.tensor.endswith(BESIDE)}
+    assert not any(".gate." in tensor for tensor in pairs)
+    one = pairs[f"gradient: scale of {names[0]}{BESIDE}"]
+    distance = (own.tensors[names[0]] - single.tensors[names[0]]).norm() / ref.tensors[names[0]].norm()
+    assert one.fixed == pytest.approx(bound * distance.item())
+
+
 GRADIENT = next(o for o in trained_observables(POLICY.prefix) if o.key == "gradient")
 MANY, BF16 = (50, 40), 2e-3  # the size of a tensor or of all rows, and of its errors
 
