@@ -150,10 +150,12 @@ class Runs:
         found = {"code": self.start(name, out).wait(300), **verdicts(out)}
         problems += [f"{name}: left {left}" for left in left_by(name, self._folder / f"{name}.tmp")]
         problems += [f"{name}: left {path}" for path in out.rglob("*.unfinished")]
+        problems += [f"{name}: left {path}" for path in self._folder.glob(f".{name}.*")]
         if found != self.expected:
             problems.append(f"{name}: other verdicts: {found}")
         elif not problems:
             shutil.rmtree(out)
+        print(f"{name}: {killed} kills, {problems or 'as undisturbed'}", file=sys.stderr, flush=True)
         return killed, problems
 
 
@@ -222,6 +224,7 @@ def kill_saves(folder: Path, backend: str, layout: str, asynchronous: bool, coun
             if after != losses[step - 1 :]:
                 problems.append(f"{name}: from step {step} {after} instead of {losses}")
             shutil.rmtree(root)
+    print(f"{folder.name}: {count} kills, {half} half-written", file=sys.stderr, flush=True)
     return half, problems
 
 
@@ -273,6 +276,7 @@ def disk(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
             if outcome.state != "done":
                 return name, {}, [f"{name}: {outcome.reason}"]
             resumed, found = ranks("load_latest", fresh=True, root=str(root)), outcome.results[0]
+            print(f"{name}: {found['failed']} failed saves", file=sys.stderr, flush=True)
             wrong = [] if resumed[0] == [2, found["loss"]] else [f"{name}: resumed with {resumed}, not {found['loss']}"]
             return name, {"failed saves": found["failed"], "messages": [one["told"] for one in outcome.results]}, wrong
 

@@ -20,6 +20,7 @@ from conformance.results.run_results import Entry, Run, write_entry
 from conformance.results.trust import read_cells
 from conformance.results.verdict import ANSWERED, FAILED, STATES, State
 from conformance.runner.environment import environment
+from conformance.runner.oracle_jobs import recover
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +37,7 @@ def read_earlier(out: Path, plan: Plan, ranks: Ranks, *, selection: str) -> Earl
     selection: the selection of this run, as text.
     """
     _refuse_links(out)
+    recover(out)
     earlier = read_part(out)
     if earlier.run.selected != plan.digest and (changes := _option_changes(earlier.run.selection, selection)):
         raise UsageError(

@@ -272,11 +272,7 @@ class Oracles:
     def _close(self) -> None:
         self._pool.close()
         for record in sorted(record for record in self._digests if record.is_dir()):
-            published = self._root / "oracle" / record.parent.name / record.name
-            with contextlib.suppress(OSError):  # another session has published it, or the output folder was removed
-                if self._root.is_dir():
-                    published.parent.mkdir(parents=True, exist_ok=True)
-                    record.rename(published)
+            _publish(record, self._root)
         shutil.rmtree(self.withheld, ignore_errors=True)
         prune(self._cache, size=CACHE_SIZE)
 
@@ -303,11 +299,40 @@ def prune(folder: Path, *, size: int) -> None:
             shutil.rmtree(record, ignore_errors=True)
 
 
+def _publish(record: Path, root: Path) -> None:
+    published = root / "oracle" / record.parent.name / record.name
+    with contextlib.suppress(OSError):  # another session has published it, or the output folder was removed
+        if root.is_dir():
+            published.parent.mkdir(parents=True, exist_ok=True)
+            record.rename(published)
+
+
+def recover(root: Path) -> None:
+    """Publishes the oracle's records that killed sessions have withheld, and removes their folders.
+
+    No other process may run cells in ``root``. Without these records, nobody can judge the cells that were done.
+    """
+    found: list[Path] = []
+    for around in (root.resolve().parent, root):
+        with contextlib.suppress(OSError):  # it cannot be listed
+            found += [path for path in around.iterdir() if path.name.startswith(_withheld(root))]
+    for withheld in found:
+        if not withheld.is_symlink() and withheld.stat().st_uid == os.getuid():  # as a session makes it
+            for record in withheld.glob(f"*/*/{RECORD_FILE}"):
+                if not (record.parent.is_symlink() or record.parent.suffix in (".unfinished", ".computed")):
+                    _publish(record.parent, root)
+            shutil.rmtree(withheld, ignore_errors=True)
+
+
+def _withheld(root: Path) -> str:
+    return f".{root.resolve().name}.withheld-"
+
+
 def withheld_folder(root: Path) -> Path:
     """Makes a folder beside the output folder ``root``, or inside if the folder around it is on another disk or cannot
     be written."""
     root.mkdir(parents=True, exist_ok=True)
-    around, prefix = root.resolve().parent, f".{root.name}-"
+    around, prefix = root.resolve().parent, _withheld(root)
     if around.stat().st_dev == root.stat().st_dev:
         with contextlib.suppress(OSError):
             return Path(tempfile.mkdtemp(prefix=prefix, dir=around))

@@ -134,9 +134,11 @@ def test_a_run_that_was_killed_goes_on_from_the_verdicts_that_it_wrote(
     (unfinished,) = (file.parent / "legs" / "0" / "record" for file in out.glob("cells/*dp1*/verdict.json"))
     unfinished.mkdir(parents=True)
     (unfinished / "record.jsonl").write_text("{")
+    (out / "oracle").rename(withheld := out.with_name(f".{out.name}.withheld-1"))
     assert cli.main(["run", *chosen, "--resume", str(out)]) == 0
     assert "running 1 cells" in capsys.readouterr().err
     assert [entry.before for entry in read_run(out)[1]] == [(), ()]
+    assert not withheld.exists()
 
 
 def test_a_verdict_whose_record_is_damaged_counts_as_failed(chosen: list[str], out: Path) -> None:
