@@ -23,7 +23,7 @@ from conformance.results.baseline import by_backend, counts_text
 from conformance.results.changes import KINDS
 from conformance.results.requirements import leased
 from conformance.results.verdict import STATES, margin
-from reports import side_by_side, summary, tables, wording
+from reports import engine_page, side_by_side, summary, tables, wording
 from reports.load import MENTION, Cell, Report, findings, read_report
 from reports.page_data import SHADES, Shared, cell_data, pack
 from reports.summary import causes, headline
@@ -39,7 +39,15 @@ SCRIPTS = (  # in the order in which they run
 
 def write_html(out: Path) -> Path:
     """Writes ``out/report.html`` for the run in ``out``. Raises UsageError for a folder that cannot be trusted, and
-    Unwritable."""
+    Unwritable.
+
+    A folder of `parity engine` gets the page of its engines.
+    """
+    file = out / "report.html"
+    if (out / engine_page.FILE).exists():
+        style = (TEMPLATES / "style.css").read_text(encoding="utf-8")
+        write_file(file, engine_page.page(out, environment(), style))
+        return file
     report = read_report(out)
     script = "\n".join((TEMPLATES / f"{name}.js").read_text(encoding="utf-8") for name in SCRIPTS)
     title, text = headline(report)
@@ -69,7 +77,6 @@ def write_html(out: Path) -> Path:
         found=pack(dumps(_found(report))),
         blocks=blocks,
     )
-    file = out / "report.html"
     write_file(file, page)
     return file
 

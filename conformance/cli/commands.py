@@ -184,6 +184,7 @@ def _engine(parser: argparse.ArgumentParser) -> None:
         metavar="WAY",
         help="judge only this way of taking new weights (docs/reference/engines.md); may be repeated",
     )
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder of engine.json and report.html (default: none)")
     kinds = ("profile", "backend", "cells", "faults", "packing_samples", "ring_head_stride", "sketch")
     parser.set_defaults(**dict.fromkeys(kinds))
     add_options(parser, Selection, Ranks, without=kinds)

@@ -4,7 +4,7 @@ import argparse
 import json
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
@@ -13,12 +13,15 @@ from torch import Tensor
 from conformance.backends.engines import EngineProcess, ServedEngine
 from conformance.cli import EXIT
 from conformance.core.errors import UsageError
+from conformance.core.io import write_file
+from conformance.core.packages import write_reports
 from conformance.data.prepare import prepare_inputs
 from conformance.judge.engines import Check
 from conformance.matrix.cell import Cell
 from conformance.matrix.options import Ranks, Selection
 from conformance.matrix.profile import select_cells
 from conformance.results.verdict import STATES
+from conformance.runner.engine_rollouts import on_policy
 from conformance.runner.engine_run import EngineRun, Expected, judge_engine
 from conformance.runner.placement import SessionConfig
 from conformance.runner.preflight import check_device, leased_gpus
@@ -55,8 +58,12 @@ def engine_command(options: argparse.Namespace) -> int:
             where = {"model": scenario.model_name, "scenario": scenario.name, "precision": scenario.precision}
             result = {"engine": name, **where, "device": ranks.device, "state": _state(found)}
             results.append(result | {"checks": [asdict(check) for check in found]})
-    if options.json:
-        print(json.dumps(results))
+    lines = []
+    if options.out:
+        options.out.mkdir(parents=True, exist_ok=True)
+        write_file(options.out / "engine.json", json.dumps(results))
+        lines = write_reports(options.out, only="html")
+    print(json.dumps(results) if options.json else "\n".join(lines), end="\n" if options.json or lines else "")
     return EXIT[_overall([str(one["state"]) for one in results])]
 
 
@@ -79,27 +86,35 @@ def _judged(
     folder = prepare_inputs(scenario, out).models["policy"]
     run = EngineRun(serve=serve, scenario=scenario, folder=folder, device=ranks.device, ways=tuple(ways))
 
+    config = SessionConfig(
+        out=out / "cells",
+        device=ranks.device,
+        gpus=leased_gpus(ranks),
+        ranks_per_gpu=ranks.ranks_per_gpu,
+        budget_s=ranks.budget,
+    )
+
     def trained() -> Iterator[Trained]:
         if not cells:
             yield from moved(scenario, folder, out)
             return
-        config = SessionConfig(
-            out=out / "cells",
-            device=ranks.device,
-            gpus=leased_gpus(ranks),
-            ranks_per_gpu=ranks.ranks_per_gpu,
-            budget_s=ranks.budget,
-        )
         with Session(config) as session:
             for cell in cells:
                 yield from train(cell, session, scenario, folder, out)
+
+    def steps(engine: ServedEngine, run: EngineRun, scored: Sequence[Tensor], expected: Expected) -> Iterator[Check]:
+        if cells and not scenario.lora:
+            engine.start(run.folder, scenario.precision, run.settings)
+            with Session(replace(config, out=out / "steps")) as session:
+                for cell in cells:
+                    yield from on_policy(engine, expected.asked, scenario, folder, cell, session)
 
     def updates(engine: ServedEngine, run: EngineRun, scored: Sequence[Tensor], expected: Expected) -> Iterator[Check]:
         for training in trained():
             yield from judge_against(training, scored, expected)
             yield from judge_updates(engine, run, expected, training)
 
-    yield from judge_engine(run, updates)
+    yield from judge_engine(run, steps, updates)
 
 
 def _line(engine: str, check: Check) -> str:

@@ -193,13 +193,14 @@ if __name__ == "__main__":
 COMMANDS, REPORTERS, COMPARISONS = "parity.commands", "parity.reporters", "parity.comparisons"
 
 
-def write_reports(out: Path) -> list[str]:
-    """Calls all reporters; returns one line for the user about each, the HTML report last.
+def write_reports(out: Path, *, only: str = "") -> list[str]:
+    """Calls all reporters, or ``only`` one; returns one line for the user about each, the HTML report last.
 
     If files cannot be written, raises Unwritable after all reporters were called.
     """
     lines, failed = [], []
-    for entry in sorted(entry_points(group=REPORTERS), key=lambda entry: (entry.name == "html", entry.name)):
+    reporters = [one for one in entry_points(group=REPORTERS) if only in ("", one.name)]
+    for entry in sorted(reporters, key=lambda entry: (entry.name == "html", entry.name)):
         try:
             write: Callable[[Path], Path] = entry.load()
         except ImportError as error:

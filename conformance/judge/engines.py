@@ -19,17 +19,23 @@ from conformance.results.verdict import State
 from conformance.spec.precision import PRECISIONS, PrecisionName
 
 STAGE = "log-probs"
+TRUNCATED = 2.0  # the usual threshold of importance weights
+MOST_POINTS = 2000
 
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """Holds the result of one check of an engine. error, bound: relative, where numbers were compared."""
+    """Holds the result of one check of an engine. error, bound: relative, where numbers were compared.
+
+    points: of tokens: position, and the log-probs of trainer and engine, for the page.
+    """
 
     name: str
     state: State
     text: str
     error: float | None = None
     bound: float | None = None
+    points: tuple[tuple[float, ...], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,22 +132,30 @@ def judge_pair(
     of_trainer: Sequence[Tensor],
     of_engine: Sequence[Tensor],
     reference: Sequence[Tensor],
+    positions: Sequence[Tensor],
     *,
     bound: float,
 ) -> Check:
     """Compares engine and trainer at the same tokens: their importance ratios, and the distance of both from float64.
 
-    bound: of each of them from the reference, relative. Ratios are trainer / engine, as in the loss of GRPO.
+    bound: of each of them from the reference, relative. positions: of the tokens in their documents.
     """
-    x, y, ref = (torch.cat([*of]).double() for of in (of_trainer, of_engine, reference))
-    log_ratio = x - y
-    k3 = float((log_ratio.exp() - 1 - log_ratio).mean())
-    apart, norm = float(log_ratio.norm()), float(ref.norm())
+    x, y, ref, at = (torch.cat([*of]).double() for of in (of_trainer, of_engine, reference, positions))
+    error, norm = float((x - y).norm() / ref.norm()), float(ref.norm())
     text = (
-        f"ratios {math.exp(float(log_ratio.min())):.6g} to {math.exp(float(log_ratio.max())):.6g}, k3 {k3:.1e}, "
-        f"{float((log_ratio > math.log(2)).double().mean()):.1%} above 2; from float64: trainer "
-        f"{float((x - ref).norm()) / norm:.1e}, engine {float((y - ref).norm()) / norm:.1e}"
+        f"{mismatch(x, y)}; from float64: trainer {float((x - ref).norm()) / norm:.1e}, engine "
+        f"{float((y - ref).norm()) / norm:.1e}"
     )
-    error = apart / norm
     state: State = "conforms" if error <= 2 * bound else "differs"
-    return Check(name=f"against {trainer}", state=state, text=text, error=error, bound=2 * bound)
+    points = tuple(map(tuple, torch.stack((at, x, y), dim=1)[:MOST_POINTS].tolist()))
+    return Check(name=f"against {trainer}", state=state, text=text, error=error, bound=2 * bound, points=points)
+
+
+def mismatch(trainer: Tensor, engine: Tensor) -> str:
+    """Describes the mismatch of log-probs. Ratios are trainer / engine, as in the loss of GRPO."""
+    log_ratio = trainer - engine
+    return (
+        f"ratios {math.exp(float(log_ratio.min())):.6g} to {math.exp(float(log_ratio.max())):.6g}, "
+        f"k1 {-float(log_ratio.mean()):.1e}, k3 {float((log_ratio.exp() - 1 - log_ratio).mean()):.1e}, "
+        f"{float((log_ratio > math.log(TRUNCATED)).double().mean()):.1%} above {TRUNCATED:g}"
+    )

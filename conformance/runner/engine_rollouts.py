@@ -4,11 +4,17 @@
 responses and log-probs, and the cell is judged by an oracle that has the same tokens.
 """
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
 
 from conformance.backends.engines import GREEDY, Decoding, NotSupported, Reported, Sampled, ServedEngine
-from conformance.judge.engines import Check
+from conformance.data.prepare import batches_of
+from conformance.judge.engines import MOST_POINTS, TRUNCATED, Check, mismatch
 from conformance.judge.sampling import (
     Policy,
     Rollout,
@@ -19,8 +25,16 @@ from conformance.judge.sampling import (
     judge_stop,
     judge_versions,
 )
+from conformance.matrix.cell import Cell
+from conformance.records.step_tensors import read_record
+from conformance.results.verdict import State
+from conformance.runner.session import Session
+from conformance.spec.batch import Batch
+from conformance.spec.objectives import Grpo
+from conformance.spec.scenario import Scenario
 
 NEW_TOKENS, DRAWS = 12, 10_000
+SAMPLES = 4  # responses to each prompt of a step of GRPO
 SAMPLED = Decoding(temperature=0.7, max_new_tokens=NEW_TOKENS)  # at 1 raw and processed log-probs are the same
 DECODINGS = {
     "temperature": SAMPLED,
@@ -94,3 +108,72 @@ def judge_version(engine: ServedEngine, name: str, now: Asked, before: Asked) ->
     """Judges whether the engine's responses are of the weights that it was given last."""
     rollout = now.rollout(engine, replace(SAMPLED, temperature=1.0))
     return judge_versions(name, {engine.version: rollout, engine.version - 1: replace(rollout, policy=before.policy)})
+
+
+def on_policy(
+    engine: ServedEngine, asked: Asked, scenario: Scenario, folder: Path, cell: Cell, session: Session
+) -> Iterator[Check]:
+    """Makes a step of GRPO with the responses and log-probs of a started engine, in the layout of ``cell``.
+
+    The step is judged by an oracle that has the engine's tokens; once with truncated importance weights, and once
+    without them, which gives their part of the gradient.
+    """
+    prompts = [prompt for prompt in asked.prompts for _ in range(SAMPLES)]
+    rollout = replace(asked, prompts=prompts).rollout(engine, Decoding(max_new_tokens=NEW_TOKENS))
+    name = f"on-policy step by {cell.backend} {cell.layout}"
+    yield judge_reported(f"{name}: log-probs of the rollout", rollout, "raw", asked.specials)
+    file = session.config.out / "rollouts.jsonl"
+    write_rollouts(file, prompts, rollout.responses)
+    longest = max(map(len, prompts)) + NEW_TOKENS
+    data = replace(scenario.data, path=str(file), packed=False, rows=len(prompts), max_len=longest)
+    gradients: list[dict[str, Tensor]] = []
+    for threshold in (TRUNCATED, None):
+        objective = Grpo(rollout_is_threshold=threshold)
+        title = f"on-policy-{threshold:g}" if threshold else "on-policy"
+        step = replace(scenario, name=title, objective=objective, data=data, steps=1, accumulation=1)
+        made = Cell.single(scenario=step, backend=cell.phases[0].backend, layout=cell.phases[0].layout)
+        judged = session.run(made)
+        state, reason = judged.verdict.state, judged.verdict.reason.partition("\n")[0]
+        if not judged.completed or state == "differs":
+            yield Check(name=name, state=state, text=reason)
+            return
+        tensors = read_record(session.folder(made) / judged.records[0]).steps[0].tensors()
+        gradients.append({key: x.double() for key, x in tensors.items() if key.startswith("gradient/")})
+        batch = batches_of(step, folder)[0]
+        trained = [tensors[f"old_logprob/{row.index}"].double() for row in batch.rows]
+    yield describe_step(name, state, batch, trained, gradients)
+
+
+def describe_step(
+    name: str, state: State, batch: Batch, trained: Sequence[Tensor], gradients: Sequence[dict[str, Tensor]]
+) -> Check:
+    """Describes the ratios of the first step, and what the importance weights do to its gradient."""
+    documents = [document for row in batch.rows for document in row.documents]
+    targets = [torch.tensor(document.targets) for document in documents]
+    columns = [torch.tensor(document.columns["rollout_logprob"], dtype=torch.float64) for document in documents]
+    engine = [column[mask] for column, mask in zip(columns, targets, strict=True)]
+    x, y = torch.cat([*trained]), torch.cat(engine)
+    weighted, plain = gradients
+    apart = sum(float((weighted[key] - plain[key]).square().sum()) for key in plain) ** 0.5
+    part = apart / sum(float(one.square().sum()) for one in plain.values()) ** 0.5
+    text = f"{mismatch(x, y)}; importance weights truncated there are {part:.1e} of the gradient"
+    places = torch.cat([mask.nonzero()[:, 0] for mask in targets])
+    points = tuple(map(tuple, torch.stack((places.double(), x, y), dim=1)[:MOST_POINTS].tolist()))
+    return Check(name=name, state=state, text=text, points=points)
+
+
+def write_rollouts(file: Path, prompts: Sequence[Sequence[int]], responses: Sequence[Sampled]) -> None:
+    """Writes a file of rollouts (conformance.data.rollouts). The reward is the share of even tokens."""
+    groups = {tuple(prompt): number for number, prompt in enumerate(dict.fromkeys(map(tuple, prompts)))}
+    lines = [
+        {
+            "group": groups[tuple(prompt)],
+            "prompt_ids": list(prompt),
+            "completion_ids": list(one.tokens),
+            "logprobs": one.logprobs.tolist(),
+            "reward": sum(token % 2 == 0 for token in one.tokens) / len(one.tokens),
+        }
+        for prompt, one in sorted(zip(prompts, responses, strict=True), key=lambda pair: groups[tuple(pair[0])])
+    ]
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")

@@ -110,6 +110,7 @@ def judge_against(training: Trained, scored: Sequence[Tensor], expected: Expecte
             [values[mask] for _, values, mask in masks],
             [scored[number][mask] for number, _, mask in masks],
             [expected.documents.reference[number][mask] for number, _, mask in masks],
+            [mask.nonzero()[:, 0] + 1 for _, _, mask in masks],
             bound=expected.documents.bound,
         )
 

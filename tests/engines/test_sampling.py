@@ -1,5 +1,6 @@
 """What an engine samples: which distribution its log-probs are of, how often tokens come, by which weights."""
 
+import json
 import math
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -8,16 +9,29 @@ from typing import Any
 import faulty_engines as faulty
 import pytest
 import torch
+from cells import cell_of
 
 from conformance.backends.engines import Decoding, Engine, Reported, ServedEngine, load_engine
 from conformance.core.host import FIXTURES
 from conformance.data.prepare import batches_of, prepare_inputs
+from conformance.data.rollouts import read_groups
 from conformance.judge.sampling import chi_square, judge_frequencies, judge_reported
 from conformance.oracle.scoring import Scores, processed
 from conformance.runner import engine_rollouts
-from conformance.runner.engine_rollouts import DECODINGS, Asked, judge_draws, judge_sampling
+from conformance.runner.engine_rollouts import (
+    DECODINGS,
+    Asked,
+    describe_step,
+    judge_draws,
+    judge_sampling,
+    on_policy,
+    write_rollouts,
+)
 from conformance.runner.engine_run import Expected, Requests
+from conformance.runner.session import Session
+from conformance.spec.batch import Batch, Document, Row
 from conformance.spec.scenario import load_scenario
+from reports.html import write_html
 
 LOGPROBS = "{} log-probs of sampled tokens, {}".format
 BY_SAMPLING = [
@@ -134,3 +148,52 @@ def test_penalties_and_filters_follow_their_definitions() -> None:
     assert of(min_p=0.3) == softmax(2.0, 1.0, none, none)
     assert of(top_p=0.7) == softmax(2.0, 1.0, none, none)
     assert of(top_p=0.6) == softmax(2.0, none, none, none)
+
+
+def test_rollouts_of_an_engine_are_read_as_written(serve: Served, tmp_path: Path) -> None:
+    asked = replace(serve.asked, prompts=[prompt for prompt in serve.asked.prompts for _ in range(2)])
+    rollout = asked.rollout(serve(load_engine("transformers")), Decoding(max_new_tokens=3))
+    file = tmp_path / "rollouts.jsonl"
+    write_rollouts(file, asked.prompts, rollout.responses)
+    scenario = load_scenario(FIXTURES / "scenarios" / "grpo.toml", model="models/qwen3", precision="fp32")
+    scenario = replace(scenario, data=replace(scenario.data, path=str(file)))
+    groups = read_groups(scenario, vocabulary=asked.vocab_size)
+    documents = [document for group in groups for document in group]
+    assert [len(group) for group in groups] == [2, 2, 2]
+    for document, prompt, one in zip(documents, asked.prompts, rollout.responses, strict=True):
+        assert document.tokens == (*prompt, *one.tokens)
+        assert document.columns["rollout_logprob"] == (*[0.0] * len(prompt), *one.logprobs.tolist())
+
+
+def test_mismatch_of_a_step_is_described() -> None:
+    """The engine's log-probs are 0.1 too low at one of two tokens, and the weights turn the gradient by a tenth."""
+    document = Document((5, 6, 7), (False, True, True), {"rollout_logprob": (0.0, -1.1, -2.0)})
+    batch = Batch(0, 4, (Row(0, (document,)),))
+    gradients = [{"gradient/w": torch.tensor([1.0, 0.1])}, {"gradient/w": torch.tensor([1.0, 0.0])}]
+    found = describe_step("", "conforms", batch, [torch.tensor([-1.0, -2.0], dtype=torch.float64)], gradients)
+    assert found.text.startswith("ratios 1 to 1.10517, k1 -5.0e-02, k3 2.6e-03, 0.0% above 2; ")
+    assert found.text.endswith("are 1.0e-01 of the gradient")
+    assert found.points == ((1.0, -1.0, -1.1), (2.0, -2.0, -2.0))
+
+
+@pytest.mark.slow
+def test_step_of_grpo_with_an_engines_rollout_conforms(serve: Served, session: Session) -> None:
+    engine, cell = serve(load_engine("transformers")), cell_of("fsdp2", "sft-packed", "qwen3", "dp2", "fp32")
+    found = [*on_policy(engine, serve.asked, cell.scenario, serve.folder, cell, session)]
+    assert [check.state for check in found] == ["conforms", "conforms"]
+    assert "0.0% above 2" in found[1].text
+
+
+def test_page_draws_each_token(tmp_path: Path) -> None:
+    points = [[1, -1.0, -1.1], [2, -2.0, -2.0], [2, -3.0, -3.0]]
+    check = {"name": "against <fsdp2>", "state": "conforms", "text": "", "error": 0.1, "bound": None, "points": points}
+    engine = {"engine": "vllm", "model": "m", "precision": "fp32", "device": "cpu", "state": "conforms"}
+    (tmp_path / "engine.json").write_text(json.dumps([engine | {"checks": [check, check | {"points": []}]}]))
+    text = write_html(tmp_path).read_text()
+    assert "vllm conforms in fp32" in text
+    assert "against &lt;fsdp2&gt;" in text
+    assert text.count("<svg") == 3
+    assert text.count("<circle") == 3 + 2  # tokens, and positions
+    assert text.count("<title>1 tokens") == 1
+    assert text.count("<title>2 tokens") == 1
+    assert ">1.10517092<" in text  # the largest ratio
