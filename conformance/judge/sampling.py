@@ -133,8 +133,8 @@ def judge_reported(name: str, rollout: Rollout, kind: Reported, specials: Sequen
     if outside or not _fits(own, reported):
         why = _explained(rollout, kinds, kind, outside, specials) or "not explained"
         text = why + (f"; {outside} of {count} tokens have the probability 0" if outside else "")
-        numbers = {"error": own.error(reported), "bound": own.bound} if _is_possible(own) else {}
-        return Check(name=name, state="differs", text=text, **numbers)
+        error, bound = (own.error(reported), own.bound) if _is_possible(own) else (None, None)
+        return Check(name=name, state="differs", text=text, error=error, bound=bound)
     others = [other for other in kinds if other != kind and kinds[other] != kinds[kind] and rollout.fits(kinds[other])]
     proven = f"could also be {others[0]}" if others else f"proven to be {kind}"
     return own.judge(name, reported, more=f" of {count}; {proven}")
