@@ -18,7 +18,7 @@ import conformance
 from conformance.cli import EXIT
 from conformance.cli.commands import command_names, find_command
 from conformance.core import packages
-from conformance.core.errors import UsageError
+from conformance.core.errors import UsageError, limited
 from conformance.core.io import Unwritable, visible_output
 from conformance.core.parser import Parser
 from conformance.core.process import stop_code
@@ -41,10 +41,10 @@ def _run(options: argparse.Namespace) -> int:
         code = options.command(options)
         sys.stdout.flush()
     except UsageError as error:
-        print(f"parity: {error}", file=sys.stderr)
+        print(f"parity: {limited(str(error))}", file=sys.stderr)
         return EXIT["usage"]
     except Unwritable as error:
-        print(f"parity: {error}", file=sys.stderr)
+        print(f"parity: {limited(str(error))}", file=sys.stderr)
         return EXIT["incomplete"]
     except KeyboardInterrupt as stopped:
         print("parity: interrupted", file=sys.stderr)

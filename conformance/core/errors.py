@@ -73,6 +73,11 @@ def visible(text: str) -> str:
     return _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
+def limited(message: str) -> str:
+    """Returns a message for the user, cut after 2500 characters: values from files and arguments may be long."""
+    return message if len(message) <= 2500 else f"{message[:2500]}..."
+
+
 def first_few(names: Sequence[object], *, most: int) -> str:
     """Lists the first names and counts the rest: ``a, b and 3 more``."""
     more = f" and {len(names) - most} more" if len(names) > most else ""

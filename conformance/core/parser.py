@@ -8,7 +8,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from conformance.core.errors import did_you_mean
+from conformance.core.errors import did_you_mean, limited
 
 
 class Formatter(argparse.RawDescriptionHelpFormatter):
@@ -43,7 +43,7 @@ class Parser(argparse.ArgumentParser):
         return f"there is no option {option}; {near}{self.prog} --help shows all"
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}\n")
+        self.exit(2, f"{self.prog}: {limited(message)}\n")
 
     def _with_dashes(self, text: str) -> str:
         """Replaces underscores in the name of an option by dashes, if the option is declared so."""

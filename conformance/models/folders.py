@@ -134,7 +134,7 @@ def value_config(file: Path) -> int:
 
     Raises UsageError if the file does not state the hidden size.
     """
-    config = json.loads(file.read_text(encoding="utf-8"))
+    config = read_json(file)
     classifier = "ForSequenceClassification"
     names = [re.sub("ForCausalLM|LMHeadModel", classifier, name) for name in config.get("architectures") or ()]
     config |= {"architectures": names, "num_labels": 1, "tie_word_embeddings": False}
@@ -154,7 +154,7 @@ def _make_value_model(folder: Path, *, key: str) -> None:
     tensors = {} if shards.is_file() else load_file(folder / name)
     _write({**tensors, "score.weight": head.float()}, folder / name, metadata={"format": "pt"})
     if shards.is_file():
-        index = json.loads(shards.read_text(encoding="utf-8"))
+        index = read_json(shards)
         kept = {n: where for n, where in index["weight_map"].items() if not n.endswith(HEADS)}
         index["weight_map"] = {**kept, "score.weight": name}
         shards.write_text(json.dumps(index), encoding="utf-8")

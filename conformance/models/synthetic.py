@@ -171,7 +171,7 @@ def _write_skeleton(model: RandomModel, folder: Path, like: Path, out: Path) -> 
     shutil.copy(folder / CONFIG, out / CONFIG)
     lines = [f"{key} = {json.dumps(value)}" for key, value in dataclasses.asdict(model.recipe).items()]
     (out / RECIPE).write_text("\n".join((*lines, "")), encoding="utf-8")
-    tokenizer = json.loads((out / TOKENIZER).read_text(encoding="utf-8"))
+    tokenizer = read_json(out / TOKENIZER)
     vocabulary = tokenizer["model"]["vocab"]
     tokenizer["model"]["vocab"] = {text: model.spread(token) for text, token in vocabulary.items()}
     for added in tokenizer["added_tokens"]:

@@ -1,6 +1,5 @@
 """Collects the versions and hardware that are needed to reproduce a run, and reads the sizes of a model."""
 
-import json
 import os
 import platform
 import subprocess
@@ -11,7 +10,8 @@ from typing import Any
 import torch
 
 import conformance
-from conformance.core.errors import UsageError
+from conformance.core.errors import UsageError, shown
+from conformance.core.io import read_json
 from conformance.core.packages import is_installed, package_version
 from conformance.results.baseline import CHANGED, COMMIT, RANKS_PER_GPU
 from conformance.runtime.gpu_inventory import installed_gpus
@@ -68,8 +68,8 @@ def _gpus() -> list[str]:
 def model_sizes(model: Path) -> dict[str, int]:
     """Reads the numbers of heads, key-value heads, layers and experts from a Hugging Face folder, as arguments of
     Layout.validate. Raises UsageError if the configuration does not have them."""
-    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
-    config = config.get("text_config", config)
+    config = read_json(model / "config.json")
+    config = config["text_config"] if isinstance(config.get("text_config"), dict) else config
     heads, layers, experts = (_first(config, keys) for keys in (_HEADS, _LAYERS, _EXPERTS))
     for size, keys in ((heads, _HEADS), (layers, _LAYERS)):
         if not size:
@@ -83,5 +83,11 @@ def model_sizes(model: Path) -> dict[str, int]:
 
 
 def _first(config: dict[str, Any], keys: Sequence[str]) -> int:
-    """Returns the number under the first of the names that the configuration has; 0 if it has none."""
-    return next((config[key] for key in keys if config.get(key)), 0)
+    """Returns the number under the first of the names that the configuration has; 0 if it has none.
+
+    Raises UsageError for anything but a whole number.
+    """
+    key, value = next(((key, config[key]) for key in keys if config.get(key)), ("", 0))
+    if type(value) is not int or value < 0:
+        raise UsageError(f"config.json: {key} must be a positive whole number, got {shown(value)}")
+    return value

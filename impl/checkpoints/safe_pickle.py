@@ -112,16 +112,16 @@ def _check_saved_by_torch(file: BinaryIO, source: str) -> None:
 def check_sums(file: BinaryIO, source: str) -> None:
     """Raises UsageError if a record of torch.save differs from its CRC-32, which torch writes and does not compare."""
     file.seek(0)
-    if not zipfile.is_zipfile(file):
-        return
     try:
+        if not zipfile.is_zipfile(file):
+            return
         with zipfile.ZipFile(file) as archive:
             for record in archive.infolist():
                 if record.CRC:  # 0 without torch.serialization.set_crc32_options
                     with archive.open(record) as content:
                         while content.read(MIB):
                             pass
-    except (zipfile.BadZipFile, OSError, EOFError) as error:
+    except Exception as error:  # BadZipFile, ValueError, RuntimeError and more
         raise UsageError(f"{source} is damaged: {one_line(error)}; give another checkpoint") from None
 
 

@@ -3,11 +3,11 @@
 It needs neither ranks nor an import of ring_flash_attn.
 """
 
-import json
 from importlib.util import find_spec
 
 from conformance.backends.protocol import Support, Supported, Unsupported
 from conformance.core.host import resolve
+from conformance.core.io import read_json
 from conformance.spec.conventions import model_config
 from conformance.spec.known_defects import ExpectedDifference, Unmodelled, WindowPerBlock
 from conformance.spec.layout import Layout
@@ -99,7 +99,7 @@ def ring_support(scenario: Scenario, layout: Layout) -> Support:
 
 def _sliding_window(model: str) -> bool:
     """Whether any layer of the model in a Hugging Face folder has a sliding window."""
-    config = json.loads((resolve(model) / "config.json").read_text(encoding="utf-8"))
+    config = read_json(resolve(model) / "config.json")
     config = config.get("text_config", config)
     if "layer_types" in config:
         return "sliding_attention" in config["layer_types"]

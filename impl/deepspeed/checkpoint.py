@@ -25,6 +25,7 @@ from deepspeed import DeepSpeedEngine
 from deepspeed.checkpoint import ds_to_universal
 
 from conformance.core.errors import UsageError
+from conformance.core.io import read_json
 from impl.deepspeed.checkpoint_layout import Cut, check, fits, frozen_parts, how_cut
 from impl.deepspeed.partition import ReadRegion
 from impl.interface.distributed import agree, on_first
@@ -128,7 +129,7 @@ def load(engine: DeepSpeedEngine, path: Path, own: Cut, *, write_frozen: Callabl
     """
     if not (path / FILE).is_file():
         raise UsageError(f"DeepSpeed found no checkpoint in {path}; give the folder that was passed to save_ckpt")
-    saved = Cut(**json.loads((path / FILE).read_text(encoding="utf-8")))
+    saved = Cut(**read_json(path / FILE))
     check(saved, own)
     if fits(saved, own):
         engine.load_checkpoint(str(path), tag=TAG)

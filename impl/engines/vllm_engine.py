@@ -2,7 +2,6 @@
 
 import contextlib
 import gc
-import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from conformance.backends.engines import Decoding, EngineInfo, NotSupported
+from conformance.core.io import read_json
 from conformance.models.folders import named_tensors
 from conformance.spec.precision import PRECISIONS, PrecisionName
 from conformance.spec.scenario import ADAPTER, CONFIG_FILE
@@ -73,7 +73,7 @@ class VllmEngine:
     def start(self, folder: Path, precision: PrecisionName, settings: Mapping[str, Any]) -> None:
         self._stop()
         self._precision, self._settings = precision, {k: v for k, v in settings.items() if k != "device"}
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config = read_json(folder / "config.json")
         options = {
             "dtype": PRECISIONS[precision].compute.name,
             "max_model_len": min(LONGEST, config.get("max_position_embeddings", LONGEST)),
@@ -86,7 +86,7 @@ class VllmEngine:
             "weight_transfer_config": {"backend": TRANSFER},
         }
         if (folder / ADAPTER).is_dir():
-            rank = json.loads((folder / ADAPTER / CONFIG_FILE).read_text(encoding="utf-8"))["r"]
+            rank = read_json(folder / ADAPTER / CONFIG_FILE)["r"]
             options |= {"enable_lora": True, "max_lora_rank": next((size for size in RANKS if size >= rank), rank)}
         try:
             self._llm = self._vllm.LLM(model=str(folder), **(options | self._settings))

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from conformance.backends.faults import Fault, FaultCells, Function, Gate, Resumes
 from conformance.core.host import resolve
+from conformance.core.io import read_json
 from conformance.matrix.cell import Cell
 from conformance.spec.layout import Layout
 from conformance.spec.precision import HALF_PRECISIONS, PRECISIONS, Precision, PrecisionName
@@ -159,7 +160,7 @@ def with_dropout(cell: Cell, root: Path) -> Cell:
     folder = root / f"{scenario.model_name}-dropout"
     with contextlib.suppress(FileExistsError):
         shutil.copytree(resolve(scenario.model), folder)
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config = read_json(folder / "config.json")
         (folder / "config.json").write_text(json.dumps(config | {"attention_dropout": DROPOUT}), encoding="utf-8")
     data = replace(scenario.data, path=scenario.data.path.replace("{model}", scenario.model_name))
     return replace(cell, scenario=replace(scenario, model=str(folder), data=data))

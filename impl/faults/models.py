@@ -16,6 +16,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import PrepareModuleOutput, RowwiseParallel
 
 from conformance.backends.faults import Function
+from conformance.core.io import read_json
 from conformance.spec.scenario import CONFIG_FILE, is_adapter
 from impl.faults.declaration import Faults, merge, rl, sft
 from impl.interface.sharded_safetensors import SliceReader
@@ -136,7 +137,7 @@ MERGE_FAULTS = Faults()
 )
 def merged_without_scale(merge_adapter: Function, model: Any, folder: Path) -> Any:
     file = folder / CONFIG_FILE
-    config = json.loads(file.read_text(encoding="utf-8"))
+    config = read_json(file)
     file.write_text(json.dumps(config | {"lora_alpha": config["r"], "use_rslora": False}), encoding="utf-8")
     return merge_adapter(model, folder)
 
@@ -157,7 +158,7 @@ def positions_not_scaled(load_model: Function, trainable: Any, path: Path) -> An
 
 
 def _config(path: Path) -> dict[str, Any]:
-    values: dict[str, Any] = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    values: dict[str, Any] = read_json(path / "config.json")
     return values
 
 

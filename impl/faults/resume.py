@@ -14,6 +14,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from conformance.backends.faults import Function
+from conformance.core.io import read_json
 from conformance.models.folders import weight_files
 from impl.faults.declaration import FP16, ROUNDING, Faults, resume
 
@@ -269,7 +270,7 @@ def _stored(folder: Path, name: str) -> Tensor:
 def untied_export(write_model: Function, folder: Path, *, source: Path, weights: Named, **options: Any) -> None:
     write_model(folder, source=source, weights=_with_a_head(weights), **options)
     if dist.get_rank() == 0:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config = read_json(folder / "config.json")
         (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}), encoding="utf-8")
     dist.barrier()
 

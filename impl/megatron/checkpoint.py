@@ -25,6 +25,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from conformance.backends.on_cpu import replaced
 from conformance.core.errors import UsageError
+from conformance.core.io import read_json
 from impl.interface.distributed import Group, on_all_ranks, on_first
 from impl.interface.trainable import Writing
 from impl.megatron.model_config import ModelShape
@@ -230,7 +231,7 @@ def _read_contents(path: Path, own: dict[str, Any]) -> dict[str, Any] | str:
     if not file.is_file():
         return f"{path} has no {FILE}; give the folder that save_ckpt got, or wait until it is completely written"
     try:
-        contents: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        contents: dict[str, Any] = read_json(file)
         known = (contents["format"], contents["version"]) == (FORMAT, VERSION) and {"of", "updated"} <= contents.keys()
     except (ValueError, KeyError, TypeError):
         known = False

@@ -7,7 +7,6 @@ divide evenly, embedding and head count as a layer each, and may even have a chu
 This module does not import Megatron.
 """
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from conformance.core.errors import UsageError
+from conformance.core.io import read_json
 from conformance.spec.observables import Head
 from impl.megatron.moe_config import (
     DEEPSEEK_V2,
@@ -269,7 +269,7 @@ class ModelShape:
 
 def read_shape(folder: Path) -> ModelShape:
     """Reads the shape of the model in a Hugging Face folder. Raises UsageError for unsupported models."""
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = read_json(folder / "config.json")
     name = next(iter(config.get("architectures") or ()), None)
     if parts := LACKING.get(str(name).partition("For")[0]):
         raise UsageError(f"{name} needs what megatron-core does not have: {', '.join(parts)}; use fsdp2 or deepspeed")

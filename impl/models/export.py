@@ -17,6 +17,7 @@ from safetensors import safe_open
 
 from conformance.backends.protocol import NamedTensors
 from conformance.core.errors import UsageError
+from conformance.core.io import read_json
 from conformance.models.folder_checks import CONFIG, NOT_COPIED
 from conformance.models.folders import weight_files
 from conformance.spec.scenario import ADAPTER, is_adapter
@@ -132,7 +133,7 @@ def stored_dtypes(source: Path) -> dict[str, torch.dtype]:
 
 def _set_dtype(file: Path, dtype: str) -> None:
     """Sets the dtype wherever a configuration file names one; a file that is right already is not written."""
-    config = json.loads(file.read_text(encoding="utf-8"))
+    config = read_json(file)
     if _replace_dtype(config, dtype):
         file.write_text(json.dumps(config, indent=2), encoding="utf-8")
 

@@ -7,7 +7,6 @@ If the user gives a language model for the critic, a folder with its layers and 
 written. Backends load every model from a folder, so all begin with the same weights.
 """
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -22,6 +21,7 @@ from safetensors import safe_open
 
 from conformance.backends.protocol import Unsupported, find_backend
 from conformance.core.errors import UsageError, shown
+from conformance.core.io import read_json
 from conformance.data.documents import check_vocabulary, load_documents
 from conformance.data.forms import read_samples
 from conformance.data.tokenizer import load_tokenizer
@@ -57,7 +57,7 @@ def write_critic(folder: Path, *, source: Path, seed: int) -> None:
 
     The head (1, hidden) is normal with a deviation of 1 / (hidden + 1), as OpenRLHF begins, and follows from ``seed``.
     """
-    config = json.loads((source / CONFIG).read_text(encoding="utf-8"))
+    config = read_json(source / CONFIG)
     hidden = config.get("text_config", config)["hidden_size"]
     drawn = torch.randn(1, hidden, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     write_folder(
@@ -157,9 +157,13 @@ def end_tokens(policy: Path, end: int | None) -> tuple[int, ...]:
     Raises UsageError if there is none.
     """
     found = set() if end is None else {end}
-    if (policy / transformers.utils.GENERATION_CONFIG_NAME).is_file():
-        configured = transformers.GenerationConfig.from_pretrained(policy).eos_token_id
-        found |= {configured} if isinstance(configured, int) else set(configured or ())
+    file = policy / transformers.utils.GENERATION_CONFIG_NAME
+    if file.exists():
+        configured = read_json(file).get("eos_token_id")
+        tokens = configured if isinstance(configured, list) else [] if configured is None else [configured]
+        if any(type(token) is not int or token < 0 for token in tokens):
+            raise UsageError(f"{file}: eos_token_id must be a token or a list of tokens, got {shown(configured)}")
+        found |= set(tokens)
     if not found:
         raise UsageError(f"the tokenizer in {policy} has no end-of-sequence token, so no response would end; add one")
     return tuple(sorted(found))

@@ -57,6 +57,8 @@ def align(sides: tuple[Sequence[Run], Sequence[Run]], *, by: str, chosen: Sequen
         notes += [note] if note else []
         if by == "tokens" and run.tokens_added:
             notes.append(f"{run.name} counts the tokens of each step, not those so far; they were added up")
+    last = [_last(run) + shift for run, shift in zip(runs, shifts, strict=True)]
+    begins, ends = max(_first(run) + shift for run, shift in zip(runs, shifts, strict=True)), min(last)
     for name in names:
         lacking = [run.name for run in runs if name not in run.curves]
         if is_of_rank(name) and (lacking or len(runs) > 2):
@@ -73,6 +75,9 @@ def align(sides: tuple[Sequence[Run], Sequence[Run]], *, by: str, chosen: Sequen
         ]
         averaged = [name.partition(OF_RANK)[0] in run.averaged for run in runs]
         positions, values, note = _common(curves, averaged, by=by)
+        lost = _lost(curves, positions, begins=begins, ends=ends) if by == "step" and not note else 0
+        if lost:
+            note = f"{plural(lost, 'step')} left out, at which one log has a number and another none"
         if note:
             notes.append(f"{name}: {note}")
         if len(positions) == 0:
@@ -90,12 +95,9 @@ def align(sides: tuple[Sequence[Run], Sequence[Run]], *, by: str, chosen: Sequen
         missing.append(f"{listed(unknown)}: not in every log, under names that no table knows")
     if both := [own for own in runs[0].ignored if all(own in run.ignored for run in runs)]:
         missing.append(f"{plural(len(both), 'column')} of every log, no loss, norm, reward or rate: {listed(both)}")
-    ends = [_last(run) + shift for run, shift in zip(runs, shifts, strict=True)]
-    if by == "step" and max(ends) > min(ends):
-        last, first = runs[ends.index(max(ends))].name, runs[ends.index(min(ends))].name
-        notes.append(
-            f"{first} ends at step {min(ends):.0f} and {last} at {max(ends):.0f}: what follows is not compared"
-        )
+    if by == "step" and max(last) > ends:
+        longest, first = runs[last.index(max(last))].name, runs[last.index(ends)].name
+        notes.append(f"{first} ends at step {ends:.0f} and {longest} at {max(last):.0f}: what follows is not compared")
     return Alignment(by=by, metrics=tuple(metrics), notes=tuple(notes), missing=tuple(missing))
 
 
@@ -193,6 +195,12 @@ def _common(curves: list[Curve], averaged: list[bool], *, by: str) -> tuple[Floa
     for curve in curves[1:]:
         positions = np.intersect1d(positions, curve.steps)
     return positions, np.stack([curve.values[np.isin(curve.steps, positions)] for curve in curves]), note
+
+
+def _lost(curves: Sequence[Curve], positions: Floats, *, begins: float, ends: float) -> int:
+    """Counts the steps at which only some curves have a number, from where all runs have begun until the first ends."""
+    steps = np.unique(np.concatenate([curve.steps for curve in curves]))
+    return int(((steps >= begins) & (steps <= ends)).sum() - len(positions))
 
 
 def _means(curve: Curve, ends: Floats) -> Curve:

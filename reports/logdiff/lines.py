@@ -26,7 +26,8 @@ from reports.logdiff.rows import LARGEST_STEP, NO_STEP, Bar, RoundedZero, Row, n
 
 ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 NUMBER = (
-    r"[-+]?(?:(?:\d{1,3}(?:,\d{3}){1,8}|\d{1,40})(?:\.\d{0,40})?(?:[eE][-+]?\d{1,4})?(?![\d])|(?:nan|inf)(?![A-Za-z]))"
+    r"[-+]?(?:(?:\d{1,3}(?:,\d{3}){1,8}|\d{1,40})(?:\.\d{0,40})?(?:[eE][-+]?\d{1,4})?(?![\d])"
+    r"|(?i:nan|inf(?:inity)?)(?![A-Za-z]))"
 )
 VALUE = rf"(?:np\.\w{{1,12}}\(|tensor\()?\[?['\"]?({NUMBER})"
 WORD = r"[A-Za-z_][\w./()@+%-]{0,120}"
