@@ -19,7 +19,6 @@ from conformance.core.errors import UsageError, explain
 from conformance.core.host import resolve
 from conformance.core.io import read_json
 from conformance.data.samples import read_dataset
-from conformance.models.families import is_written, read_architecture
 from conformance.models.folder_checks import check_model_folder, runs_code
 from conformance.models.folders import weight_files
 from conformance.runner.environment import model_sizes
@@ -73,8 +72,6 @@ def _model(folder: str, options: TrainOptions, *, dry_run: bool) -> Path:
     """Returns a model's folder. Raises UsageError if it cannot be loaded; a dry run needs no weights."""
     model = resolve(folder)
     check_model_folder(model)
-    if is_written(model):
-        read_architecture(model)  # refuses values that are none
     if not dry_run:
         runs_code(model, trusted=options.trust_remote_code)
         weight_files(model)

@@ -9,7 +9,7 @@ sequence parallelism shard, section 5 what remains with recomputation.
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from conformance.core.errors import UsageError
+from conformance.core.errors import UsageError, shown
 from conformance.core.io import read_json
 from conformance.models.folders import EMBEDDING, HEAD
 from conformance.models.synthetic import random_model
@@ -42,18 +42,26 @@ class Sizes:
 
 
 def read_sizes(folder: Path) -> Sizes:
+    """Reads the sizes from a Hugging Face folder. Raises UsageError if its configuration lacks one."""
     config = read_json(folder / "config.json")
-    config = config.get("text_config", config)
-    heads = config["num_attention_heads"]
-    width = config.get("head_dim") or config["hidden_size"] // heads
+    config = config["text_config"] if isinstance(config.get("text_config"), dict) else config
+
+    def size(key: str, default: int | None = None) -> int:
+        value = default if config.get(key) is None else config[key]
+        if type(value) is not int or value < 1:
+            raise UsageError(f"{folder}/config.json: {key} must be a positive whole number, got {shown(value)}")
+        return value
+
+    heads = size("num_attention_heads")
+    width = size("head_dim", size("hidden_size") // heads)
     return Sizes(
-        layers=config["num_hidden_layers"],
-        hidden=config["hidden_size"],
-        ffn=config["intermediate_size"],
+        layers=size("num_hidden_layers"),
+        hidden=size("hidden_size"),
+        ffn=size("intermediate_size"),
         heads=heads,
         queries=heads * width,
-        keys=(config.get("num_key_value_heads") or heads) * width,
-        vocab=config["vocab_size"],
+        keys=size("num_key_value_heads", heads) * width,
+        vocab=size("vocab_size"),
     )
 
 

@@ -171,7 +171,7 @@ def command(case: Case, arguments: list[str], *, never: int | None = None) -> Us
         text = said.getvalue() + errors.getvalue()
         took = time.process_time() - begun
         CODES[code] += 1
-        assert "Traceback" not in text, text[-600:]
+        assert "Traceback" not in text, text[-900:]
         assert code in EXIT.values(), f"exit {code}"
         assert took < LIMIT_S, f"{took:.1f} s"
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < memory + MEMORY_KIB, "memory"
