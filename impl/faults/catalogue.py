@@ -25,6 +25,7 @@ SEAMS: Mapping[str, str] = {
     "recompute_activations": "(model, layout options): lets transformers recompute layers in the backward pass",
     "restore_generators": "(states of the library's generators): sets them, before and after a layer is recomputed",
     "own_generator": "(tracker, name) -> context in which a tensor-parallel rank draws from its own generator",
+    "shard_model": "(trainable, model): shards the parameters of a model, which has no numbers yet, over ranks",
     "adapter_plan": "(layer, plan, *, sequence) -> styles of tensor parallelism of a layer and its adapters, by name",
     "layer_numbers": "(part of a model) -> numbers of its layers in the whole model, from 0",
     "qkv_spans": "(...) -> for q, k, v: named tuples (full: its row, own: row in the fused parameter, length)",

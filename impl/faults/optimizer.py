@@ -5,7 +5,6 @@ because it rebuilds the update from the gradients, and because a sum in bf16 sho
 """
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -93,8 +92,10 @@ def averaged_before_last_micro_batch(end_backward: Function, engine: Any) -> Non
     cells=sft("sft-packed", "llama", fsdp2="dp2", only=BF16),
     needs="bf16 with masters in float32",
 )
-def masters_in_bf16(hugging_face_model: Function, path: Path, *, dtype: torch.dtype, **options: Any) -> Any:
-    return hugging_face_model(path, dtype=torch.bfloat16, **options)
+def masters_in_bf16(shard_model: Function, trainable: Any, model: torch.nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data = parameter.data.bfloat16()
+    shard_model(trainable, model)
 
 
 @ENGINE_FAULTS.add(

@@ -137,12 +137,11 @@ class _HeadOfFirstToken(torch.autograd.Function):
     blind=("loss",),
     needs="a model with a head of its own, and tokens with other factors, as advantages are",
 )
-def head_weighted_by_first_token(load_model: Function, trainable: Any, *arguments: Any) -> Any:
-    model = load_model(trainable, *arguments)
+def head_weighted_by_first_token(shard_model: Function, trainable: Any, model: Any) -> None:
     head = getattr(model, "lm_head", None)
     if head is not None:
         head.forward = lambda hidden: _HeadOfFirstToken.apply(hidden, head.weight)  # type: ignore[no-untyped-call]
-    return model
+    shard_model(trainable, model)
 
 
 @POLICY_FAULTS.add(

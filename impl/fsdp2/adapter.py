@@ -94,6 +94,7 @@ class Fsdp2Backend(ReferenceBackend):
         ),
         **VOCABULARY_SEAMS,
         "outputs_of": "impl.fsdp2.model:outputs_of",
+        "shard_model": "impl.fsdp2.model:Fsdp2Model._shard",
         "adapter_plan": "impl.fsdp2.tensor_parallel:_with_adapters",
         "recompute_activations": "impl.fsdp2.model:recompute_activations",
         "norm_axes": "impl.fsdp2.dtensors:axes_to_sum",
