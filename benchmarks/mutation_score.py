@@ -148,6 +148,7 @@ def _planted(faults: Sequence[str], backends: Sequence[str], tiers: Sequence[str
         for backend in (name for name in backends if name in fault.cells.layouts):
             row = Row(fault=fault.name, predicted=fault.stage, backend=backend, tier="", cell="", state="")
             for tier in (tier for tier in PRECISIONS if tier in tiers):
+                row = dataclasses.replace(row, predicted=fault.stage_in(tier))
                 if why := fault.cells.unobservable.get(tier):
                     yield Job(row=dataclasses.replace(row, tier=tier, state=BLANK, reason=why))
                     continue
@@ -227,7 +228,8 @@ def key_of(row: Row) -> Key:
 
 def written_rows(out: Path) -> dict[Key, Row]:
     """Reads the rows of an earlier command and those that workers have written so far, by the jobs' keys."""
-    earlier = [vars(row) for row in read_score(out / JSON)[0].rows] if (out / JSON).is_file() else []
+    score = read_score(out / JSON)[0].rows if (out / JSON).is_file() else []
+    earlier = [vars(row) for row in score if row.state != "infrastructure"]  # those are run again
     lines = [json.loads(line) for file in out.glob("workers/*/rows.jsonl") for line in file.read_text().splitlines()]
     rows = TypeAdapter(list[Row]).validate_python([*earlier, *lines])
     return {key_of(row): row for row in rows if row.state not in ("not_run", BLANK)}

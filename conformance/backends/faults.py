@@ -47,9 +47,10 @@ class Fault:
     """Describes a bug that can be planted.
 
     summary: the effect of the bug. source: a public report of such a bug. seam: the name of the function that it wraps.
-    stage: the first stage at which the suite has to find it. cells: where it changes something, by backend.
-    blind: the gates that pass in its cell although the fault is planted. needs: the conditions under which the fault
-    changes anything, in words. wrap: returns the faulty function, from the original one.
+    stage: the first stage at which the suite has to find it. half_stage: in half precision, if it is another one.
+    cells: where it changes something, by backend. blind: the gates that pass in its cell although the fault is planted.
+    needs: the conditions under which the fault changes anything, in words. wrap: returns the faulty function, from the
+    original one.
     """
 
     name: str
@@ -61,6 +62,11 @@ class Fault:
     blind: tuple[Gate, ...] = ()
     needs: str
     wrap: Callable[[Function], Function]
+    half_stage: str = ""
+
+    def stage_in(self, precision: str) -> str:
+        """Returns the first stage at which the suite has to find the fault in this precision."""
+        return self.half_stage if self.half_stage and precision in HALF_PRECISIONS else self.stage
 
 
 ENTRY_POINT_GROUP = "parity.faults"

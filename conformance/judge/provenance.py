@@ -188,7 +188,8 @@ def read_choices(oracle: Record, scenario: Scenario) -> tuple[Batch, ...]:
         batches = tuple(read_batches(file))
     except (OSError, SafetensorError, KeyError, ValueError, AssertionError) as error:
         raise RecordError(f"{file} cannot be read ({error!r}), but ranks used its choices; {AGAIN}") from None
-    if [batch.step for batch in batches] != [step.step for step in oracle.steps]:
+    steps = [step.step for step in oracle.steps]  # the last rollout may have batches beyond them
+    if [batch.step for batch in batches[: len(steps)]] != steps:
         raise RecordError(f"{file} has other steps than {oracle.path}; {AGAIN}")
     return batches
 

@@ -36,6 +36,7 @@ class Faults(list[Fault]):
         cells: FaultCells,
         needs: str,
         blind: tuple[Gate, ...] | None = None,
+        half_stage: str = "",
     ) -> Callable[[Function], Function]:
         """Declares a function as the fault of its name, with dashes.
 
@@ -54,6 +55,7 @@ class Faults(list[Fault]):
                     blind=self._blind if blind is None else blind,
                     needs=needs,
                     wrap=lambda original: partial(function, original),
+                    half_stage=half_stage,
                 )
             )
             return function
@@ -100,12 +102,19 @@ def sft(scenario: str, model: str, *, only: Reasons | None = None, **layouts: st
 
 
 def rl(
-    scenario: str, *, model: str = "llama", dropout: bool = False, only: Reasons | None = None, **layouts: str
+    scenario: str,
+    *,
+    model: str = "llama",
+    half: str = "",
+    dropout: bool = False,
+    only: Reasons | None = None,
+    **layouts: str,
 ) -> FaultCells:
-    """Cells of GRPO or PPO; half precision has a scenario of its own. ``layouts``: by backend; default: RL_LAYOUTS."""
+    """Cells of GRPO or PPO; half precision has a scenario of its own, or ``half``. ``layouts``: by backend; default:
+    RL_LAYOUTS."""
     return FaultCells(
         scenario=scenario,
-        half_scenario="" if only is FULL else f"{scenario.partition('-')[0]}-half",
+        half_scenario="" if only is FULL else half or f"{scenario.partition('-')[0]}-half",
         model=model,
         layouts=layouts or RL_LAYOUTS,
         dropout=dropout,

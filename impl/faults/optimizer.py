@@ -129,7 +129,7 @@ def tokens_of_whole_rows(count_tokens: Function, part: Any) -> Tensor:
     cells=sft("sft-sgd", "llama", deepspeed="dp2.zero0", megatron="dp2"),
     needs="replicas: zero0, or rep of 2 or more",
 )
-def unreduced_replicas(reduce_replicas: Function, *arguments: Any) -> None:
+def unreduced_replicas(reduce_replicas: Function, *arguments: Any, **options: Any) -> None:
     pass
 
 

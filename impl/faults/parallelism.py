@@ -149,6 +149,7 @@ def local_positions(shard_inputs: Function, inputs: Any, source: Any) -> Any:
     summary="labels are shifted after the sequence was cut, so each shard's last target is wrong",
     source="https://github.com/verl-project/verl/pull/3724",
     stage="log-probs",
+    half_stage="gradients",
     cells=sft("sft-packed", "llama", fsdp2="sp2", deepspeed="ulysses2.zero2", megatron="sp2"),
     needs="a target directly behind the edge of a shard",
 )

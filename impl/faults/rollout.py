@@ -157,6 +157,7 @@ def whitened_by_response(whiten: Function, parts: Any) -> list[Tensor]:
     summary="old log-probs are computed before every update, so the ratio is always 1 and nothing is clipped",
     source="https://github.com/tensorforce/tensorforce/issues/312",
     stage="old log-probs",
+    half_stage="loss",
     cells=rl("grpo"),
     blind=("loss", "loss and norm"),
     needs="old log-probs that are recomputed, and a second update of a rollout",

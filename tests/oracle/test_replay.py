@@ -76,6 +76,12 @@ def test_what_was_chosen_is_what_is_recorded_of_the_pass(record: Record) -> None
                     assert bool((weights[torch.arange(row.length), layer, given] > 0).all())
 
 
+def test_a_rollout_that_ends_after_the_last_step_has_choices(tmp_path: Path) -> None:
+    cut = grpo(1)
+    record = computed(cut, prepare_inputs(cut, tmp_path), tmp_path / "float64")
+    assert [batch.step for batch in read_choices(record, replace(cut, precision="bf16"))] == [0, 1]
+
+
 def test_choices_that_were_changed_after_the_run_are_not_judged_by(record: Record, tmp_path: Path) -> None:
     """Ranks were given others then, and would be held against sums of tokens that their experts never had."""
     half = replace(grpo(3), precision="bf16")
