@@ -256,3 +256,5 @@ def _variant(
         yield judge_sampled_again(f"{name}, sampled", again, sampled, allowed=expected.prompts.absolute)
     except NotSupported as error:
         yield Check(name=name, state="unsupported", text=str(error))
+    except EngineFailed as error:
+        yield Check(name=name, state="infrastructure", text=str(error))

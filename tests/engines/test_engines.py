@@ -81,6 +81,12 @@ def test_honest_engine_conforms(run: EngineRun, new: Trained) -> None:
     assert found[UPDATE].text == "new, and back again"
 
 
+def test_failed_variant_does_not_end_the_judgement(run: EngineRun) -> None:
+    found = [*checks(run, faulty.FailsInChunks).values()]
+    assert [check.text for check in found if check.state == "infrastructure"] == ["RuntimeError: no offset"]
+    assert found[-1].name == "no chunks, sampled"
+
+
 def test_responses_of_old_weights_are_named(run: EngineRun, new: Trained) -> None:
     found = next(judge_updates(ServedEngine(faulty.SamplesOld()), run, expected_of(run), new))
     assert found.state == "differs"

@@ -155,6 +155,19 @@ class SamplesOld(OneWay):
             self._engine = new
 
 
+class FailsInChunks(OneWay):
+    """Cannot sample while prompts are prefilled in chunks."""
+
+    @classmethod
+    def describe(cls) -> EngineInfo:
+        return replace(super().describe(), variants={"chunks": {"chunk": 8}, "no chunks": {}})
+
+    def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], decoding: Decoding) -> list[Response]:
+        if self._chunk:
+            raise RuntimeError("no offset")
+        return super().generate(prompts, seeds, decoding)
+
+
 class NoNumbers(OneWay):
     def score(self, requests: Sequence[Sequence[int]]) -> list[Sequence[float]]:
         return [[float("nan")] * len(one) for one in super().score(requests)]
