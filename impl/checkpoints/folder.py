@@ -107,7 +107,7 @@ def writing(folder: Path, about: About, *, when: Writing = AT_ONCE) -> Iterator[
     try:
         yield Draft(partial, when)
     except Exception as error:
-        failed = _explained(error, doing, partial)
+        failed = _explained(error, partial)
     agree(doing, failed)
     when.add(lambda: _complete(partial, folder, about, doing, when.group))
 
@@ -137,12 +137,13 @@ def verified(folder: Path, wanted: About) -> Manifest:
     return found
 
 
-def _explained(error: Exception, doing: str, folder: Path) -> Exception:
+def _explained(error: Exception, folder: Path, *, doing: str = "") -> Exception:
     """Returns the error of a save; FileFailure if the disk is full, which libraries report in words of their own."""
-    disk = os.statvfs(folder)
-    if isinstance(error, UsageError | OSError) or disk.f_bavail * disk.f_frsize > _ROOM:
-        return error
-    return FileFailure(f"{doing}: {os.strerror(errno.ENOSPC)} ({one_line(error)})")
+    with contextlib.suppress(OSError):  # the folder was removed
+        disk = os.statvfs(folder)
+        if not isinstance(error, UsageError | OSError) and disk.f_bavail * disk.f_frsize < _ROOM:
+            return FileFailure(f"{doing}{os.strerror(errno.ENOSPC)} ({one_line(error)})")
+    return error
 
 
 def _begin(folder: Path, partial: Path) -> None:
@@ -248,7 +249,7 @@ class TrainingFolder:
         try:
             last.wait()
         except Exception as error:
-            raise _explained(error, f"writing a checkpoint into {self.root}", self.root) from error
+            raise _explained(error, self.root, doing=f"writing a checkpoint into {self.root}: ") from None
 
     def latest(self) -> Path:
         """Returns the last complete checkpoint. Raises UsageError that lists the folders found, if there is none."""

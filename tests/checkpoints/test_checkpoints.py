@@ -4,6 +4,7 @@ import random
 import re
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from cells import exhaustive
@@ -11,8 +12,9 @@ from resume_runs import Ranks
 
 from conformance.core.errors import UsageError
 from conformance.runtime import Pool
-from impl.checkpoints.folder import TrainingFolder
+from impl.checkpoints.folder import TrainingFolder, _explained
 from impl.checkpoints.manifest import FILE, read_manifest, verify
+from impl.interface.distributed import FileFailure
 
 MOMENTS = 20
 WRITER = "megatron.core.dist_checkpointing.strategies.filesystem_async:FileSystemWriterAsync"
@@ -148,6 +150,14 @@ def test_a_save_waits_for_the_one_before_and_says_what_became_of_it(pool: Pool, 
         assert told["told"] == f"writing the checkpoint {root / 'step-000002'}: [Errno 28] No space left on device"
         assert told["third"] == ["latest", "step-000001", "step-000002.partial"]
         assert told["after"] == ["latest", "step-000001", "step-000003"]
+
+
+def test_a_full_disk_is_named_whatever_a_library_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    error = RuntimeError("unexpected pos 704 vs 598")
+    assert _explained(error, tmp_path) is error
+    monkeypatch.setattr("os.statvfs", lambda _: SimpleNamespace(f_bavail=3, f_frsize=4096))
+    told = _explained(error, tmp_path)
+    assert (type(told), str(told)) == (FileFailure, "No space left on device (unexpected pos 704 vs 598)")
 
 
 def told_of(folder: Path) -> str:
