@@ -10,10 +10,6 @@ steps, where weights show that drift on one of several ranks. Its noise is that 
 run. One run is one draw, so the noise is at least what independent errors of the tensors would give, and at least a
 part of the whole error (``Along.typical``).
 
-In half precision, a single process rounds most numbers as a backend does, so a backend is nearer to it than to float64.
-The part of this distance that lies along the reference is measured over all steps, for all gradients and for each of
-them. It has a bound of its own: a part of the distance itself.
-
 Of many numbers, the size of all errors together hardly depends on the draw either: in half precision, honest gradients
 and log-probs of all steps are 0.8 to 1.2 times as far from float64 as a single process
 (docs/measurements/tolerances.md). So it has a bound of its own, SIZE_FACTOR. And rounding makes few elements of a
@@ -28,7 +24,7 @@ from dataclasses import dataclass, field
 import torch
 
 from conformance.judge.tensor_views import TensorView, floor_of_tensors
-from conformance.judge.tolerance import NOISE_FACTOR, NORM_ROUNDINGS, ROUNDING, Measurement
+from conformance.judge.tolerance import NORM_ROUNDINGS, ROUNDING, Measurement
 from conformance.numerics.comparison import finite
 from conformance.results.verdict import Quantity
 from conformance.spec.observables import Observable
@@ -37,14 +33,12 @@ from conformance.spec.observables import Observable
 # those of the loss or of values scale all of them. An update hardly depends on the direction of its weight.
 PART_OF_GRADIENTS, PART_OF_WEIGHTS = 1 / 6, 1 / 32
 PART_OF_ROWS = 1 / 16
-PART_OF_PAIRS, PART_OF_PAIR = 1 / 16, 1 / 8  # of the distance from a single process: of all tensors, and of some
 SIZE_FACTOR = 1.5  # times the single process, for the size of all errors together
 SAMPLING = 4.0  # standard deviations of that size, which is known to 1 / sqrt(n) at worst
 ZEROS = 2e-3  # fraction of elements of a gradient that rounding may make 0, a third of the bound
 LAYER = re.compile(r"(?<=\.)(\d+)\.")
-ROUTER, EXPERTS = re.compile(r"\.(gate|router)\."), ".experts."  # few tokens decide the error of a router's gradient
 SCALE, SIZE = ": scale", ": size"
-ALL_STEPS, BESIDE = " of all steps", " beside a single process"
+ALL_STEPS = " of all steps"
 SIZE_OF_ALL = f"{SIZE} of all errors"
 ROWS = "logprob"  # key of the rows whose direction is measured
 
@@ -52,9 +46,9 @@ ROWS = "logprob"  # key of the rows whose direction is measured
 def is_summed_in(tensor: str, scale: str) -> bool:
     """Tells whether the scale of this name, such as ``gradient: scale of layer 1``, is that of a tensor and others; so
     is the size of all errors."""
-    of = scale.partition(SCALE)[2].removesuffix(BESIDE)
+    of = scale.partition(SCALE)[2]
     layer = LAYER.search(tensor)
-    return of in ("", ALL_STEPS, f" of {tensor}", f" of {LAYER.sub('*.', tensor, count=1)}") or bool(
+    return of in ("", ALL_STEPS, f" of {LAYER.sub('*.', tensor, count=1)}") or bool(
         layer and of == f" of layer {layer[1]}"
     )
 
@@ -67,7 +61,7 @@ def within_noise(quantities: Sequence[Quantity], precision: str) -> list[str]:
         key, _, number = q.tensor.partition(": ")
         if f": {number}" == SIZE_OF_ALL:
             listed.append(f"errors of {key} below {q.allowed:.2%} in {precision}")
-        elif f": {number}" == SCALE + ALL_STEPS + BESIDE:
+        elif f": {number}" == SCALE + ALL_STEPS and not key.endswith(ROWS):
             listed.append(f"{key} scaled by less than {q.allowed:.2%} in {precision}")
     return listed
 
@@ -75,11 +69,9 @@ def within_noise(quantities: Sequence[Quantity], precision: str) -> list[str]:
 @dataclass(kw_only=True)
 class Along:
     """Sums over tensors: <x - ref, ref>, its squares, ||x - ref||^2, ||ref||^2 and the number of elements. ``part``:
-    the least part of the whole error along the reference. ``deviations``: of the part of a random direction, at least.
-    ``zeros``: elements that are 0 where ``nonzero`` are not."""
+    the least part of the whole error along the reference. ``zeros``: elements that are 0 where ``nonzero`` are not."""
 
     part: float
-    deviations: float = 2.0
     along: float = 0.0
     squares: float = 0.0
     errors: float = 0.0
@@ -111,13 +103,9 @@ class Along:
     def typical(self) -> float:
         """Returns the least noise of the scale: of independent tensors, of one error of so many elements, and of the
         float32 operations that all elements share."""
-        return max(finite(math.sqrt(self.squares) / (self.size or 1.0)), self.of_one_error)
-
-    @property
-    def of_one_error(self) -> float:
-        """Returns the part of ``typical`` that needs no independent tensors."""
-        part = max(self.part, self.deviations / math.sqrt(max(1, self.elements)))
-        return max(part * self.whole, NORM_ROUNDINGS * ROUNDING)
+        independent = finite(math.sqrt(self.squares) / (self.size or 1.0))
+        part = max(self.part, 2 / math.sqrt(max(1, self.elements)))  # twice what a random direction gives
+        return max(independent, part * self.whole, NORM_ROUNDINGS * ROUNDING)
 
     @property
     def typical_of_norm(self) -> float:
@@ -132,20 +120,16 @@ class Directions:
 
     is_exact: bool
     is_half: bool = False
-    is_supervised: bool = False
     pools: dict[tuple[str, str, int | None], Along] = field(default_factory=dict)
     last: dict[str, int] = field(default_factory=dict)
 
-    def add(
-        self, o: Observable, step: int, own: TensorView, reference: TensorView, single: TensorView | None = None
-    ) -> None:
-        """Adds the tensors or rows of one step that both have. Those of a gradient also count over all steps, beside
-        those of a ``single`` process in the same precision if it is given."""
+    def add(self, o: Observable, step: int, own: TensorView, reference: TensorView) -> None:
+        """Adds the tensors or rows of one step that both have. Those of a gradient also count over all steps."""
         if self.is_exact or (o.kind == "rows" and not (self.is_half and o.key.rpartition(".")[2] == ROWS)):
             return
         self.last[o.stage] = step
         floor = floor_of_tensors(reference.tensors)
-        pooled, is_routed = step if o.change else None, any(EXPERTS in name for name in reference.tensors)
+        pooled = step if o.change else None
         for name, tensor in reference.tensors.items():
             if name not in own.tensors or own.tensors[name].shape != tensor.shape:
                 continue
@@ -157,15 +141,6 @@ class Directions:
                 pools += [("", step), (f" of {LAYER.sub('*.', name, count=1)}", pooled)]
             if layer and not o.change:
                 pools.append((f" of layer {layer[1]}", pooled))
-            is_paired = self.is_half and o.kind == "tensors" and not o.change and not ROUTER.search(name)
-            if is_paired and single and name in single.tensors:
-                distance = own.tensors[name].double().flatten() - single.tensors[name].double().flatten()
-                for of in dict.fromkeys((f" of {name}", *(of for of, at in pools if at is None))):
-                    part = PART_OF_PAIRS if of == ALL_STEPS else PART_OF_PAIR
-                    part = part if self.is_supervised and not is_routed else PART_OF_GRADIENTS
-                    known = (o.stage, f"{o.key}{SCALE}{of}{BESIDE}", None)
-                    pair = self.pools.setdefault(known, Along(part=part, deviations=SAMPLING))
-                    pair.add(distance, ref, floor)
             for of, at in pools:
                 part = PART_OF_ROWS if o.kind == "rows" else PART_OF_WEIGHTS if o.change else PART_OF_GRADIENTS
                 found = self.pools.setdefault((o.stage, f"{o.key}{SCALE}{of}", at), Along(part=part))
@@ -191,7 +166,6 @@ class Directions:
                 scale=1 + found.along / (found.size or 1.0),
                 size=1.0,
                 typical=found.typical,
-                fixed=NOISE_FACTOR * found.of_one_error if tensor.endswith(BESIDE) else None,
             )
             if tensor.endswith(ALL_STEPS):
                 key, at = tensor.partition(SCALE)[0], self.last[stage]

@@ -97,14 +97,12 @@ def measure(
     *,
     leeway: Mapping[Key, Leeway] = NO_LEEWAY,
     without_rows: Set[str] = frozenset(),
-    single: Record | None = None,
 ) -> list[Measurement]:
     """Returns all measurements of quantities that both recorded, by step.
 
     phases: records with consecutive steps. leeway: see conformance.judge.tensor_views.TensorView.errors. without_rows:
-    the keys of means and maxima to compare with the oracle's, because the cell does not record their rows. single: a
-    single-process run in the cell's precision, see conformance.judge.direction. A quantity that only one side has gives
-    a measurement of infinite error.
+    the keys of means and maxima to compare with the oracle's, because the cell does not record their rows. A quantity
+    that only one side has gives a measurement of infinite error.
     """
     observables = oracle.observables
     start = _Start(own=StepViews(phases[0].loaded.tensors()), reference=StepViews(oracle.loaded.tensors()))
@@ -113,9 +111,7 @@ def measure(
         found += errors_after_resume(before, after, observables, start.own)
     steps = {step.step: (step, phase) for phase in phases for step in phase.steps}
     tier = phases[0].scenario.tier
-    is_supervised = phases[0].scenario.objective.reads == "samples"
-    directions = Directions(is_exact=tier.is_exact, is_half=tier.is_half, is_supervised=is_supervised)
-    singles = {step.step: step for step in single.steps} if single and tier.is_half else {}
+    directions = Directions(is_exact=tier.is_exact, is_half=tier.is_half)
     for reference in oracle.steps:
         if reference.step not in steps:
             missing = f"steps from {reference.step} on are missing"
@@ -124,10 +120,7 @@ def measure(
         step, phase = steps[reference.step]
         shown = [o for o in observables if not is_unread(o.key, step.line)]
         layout = phase.layout
-        beside = StepViews(singles[step.step].tensors()) if step.step in singles else None
-        found += _step(
-            step, reference, shown, start, layout, directions, beside, leeway=leeway, without_rows=without_rows
-        )
+        found += _step(step, reference, shown, start, layout, directions, leeway=leeway, without_rows=without_rows)
     found += directions.measurements()
     lost = {(o, step.step) for step in oracle.steps for o in observables if is_lost(o, step)}
     found += _gaps(list(steps.values()), observables, lost)
@@ -175,7 +168,6 @@ def _step(
     start: _Start,
     layout: Layout,
     directions: Directions,
-    beside: StepViews | None = None,
     *,
     leeway: Mapping[Key, Leeway] = NO_LEEWAY,
     without_rows: Set[str] = frozenset(),
@@ -186,7 +178,7 @@ def _step(
             continue
         own, reference = views[o.key], references[o.key]
         if o.kind in ("tensors", "rows"):
-            directions.add(o, step.step, own, reference, beside[o.key] if beside else None)
+            directions.add(o, step.step, own, reference)
         if o.key in without_rows:
             yield from _scalar_of_rows(o, step, oracle, observables, views, references)
         elif o.is_of_rows:

@@ -177,7 +177,7 @@ def judge(
     leeway = leeway_of_rows(usable, oracle, bounds_of(rounding))
     sizes = sizes_of(oracle)
     found = [
-        *measure(phases, oracle, leeway=leeway, without_rows=without_rows, single=noise[0] if noise else None),
+        *measure(phases, oracle, leeway=leeway, without_rows=without_rows),
         *configurations(phases, scenario, sizes),
         *rebuilt_updates(phases, oracle, scenario, variant_of(defects)),
         *measure_accumulation_precision(phases, scenario, [o for o in observables if o.stage in gradients], batches),

@@ -7,7 +7,6 @@ from cells import BACKENDS, STEPS, assert_honest, exhaustive, small
 from conftest import make_cell
 
 from conformance.backends.protocol import BackendEntry
-from conformance.judge.direction import BESIDE
 from conformance.matrix.cell import Cell, Handover, Phase
 from conformance.runner.session import Session
 from conformance.spec.layout import Layout
@@ -112,20 +111,6 @@ def test_numbers_without_work_are_not_believed(session: Session) -> None:
     verdict = session.run(cell).verdict
     assert (verdict.state, verdict.first_stage) == ("differs", "configuration"), verdict.reason
     assert "dp2: linear layers multiply all tokens, forward" in {finding.tensor for finding in verdict.findings}
-
-
-@pytest.mark.slow  # test_direction shows it on records
-@pytest.mark.parametrize(
-    ("name", "layout", "tensor"),
-    [
-        ("ScalesGradients", "tp2", "all steps"),
-        ("ScalesAttention", "dp2", "model.layers.0.self_attn.k_proj.weight"),
-    ],
-)
-def test_half_precision_hides_no_factor(session: Session, name: str, layout: str, tensor: str) -> None:
-    verdict = session.run(make_cell("sft-packed", "llama", layout, "bf16", backend=liar(name))).verdict
-    assert (verdict.state, verdict.first_stage) == ("differs", "gradients"), verdict.reason
-    assert f"gradient: scale of {tensor}{BESIDE}" in {finding.tensor for finding in verdict.findings}
 
 
 @pytest.mark.exhaustive

@@ -209,26 +209,6 @@ class TrainsUnseen(Fsdp2Backend):
             return elsewhere.submit(super().train_step, batch, on_gradients).result()
 
 
-class ScalesGradients(Fsdp2Backend):
-    """Multiplies all gradients by 1.003."""
-
-    def setup(self, *arguments: Any) -> dict[str, Any]:
-        resolved = super().setup(*arguments)
-        model = self.models["policy"]
-        own = model.gradient_scale  # type: ignore[attr-defined]
-        model.gradient_scale = lambda: 1.003 * own()  # type: ignore[attr-defined]
-        return resolved
-
-
-class ScalesAttention(Fsdp2Backend):
-    """Multiplies the scale of attention of the first layer by 1.01."""
-
-    def setup(self, *arguments: Any) -> dict[str, Any]:
-        resolved = super().setup(*arguments)
-        self.models["policy"].model.model.layers[0].self_attn.scaling *= 1.01  # type: ignore[attr-defined]
-        return resolved
-
-
 class KeepsNoTracker(MegatronBackend):
     """Restores torch's random generators, and none of megatron-core's tracker."""
 
