@@ -357,4 +357,4 @@ def _error_message(error: Exception) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    main()
+    import_module("conformance.backends.engines").main()  # engines raise the exceptions of this module

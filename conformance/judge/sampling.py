@@ -88,8 +88,14 @@ def is_sharp(logits: Tensor, before: Sequence[int], start: int, decoding: Decodi
         return True
     unfiltered = replace(decoding, **{name: getattr(RAW, name) for name in FILTERS})
     every, off = processed(logits, before, start, unfiltered), 4 * allowed / (decoding.temperature or 1.0)
+    if off >= 1:
+        return False  # a probability may be twice as large, or none at all
     moved = [
-        replace(decoding, min_p=decoding.min_p * scale, top_p=decoding.top_p * scale if decoding.top_p < 1 else 1.0)
+        replace(
+            decoding,
+            min_p=min(1.0, decoding.min_p * scale),
+            top_p=min(1.0, decoding.top_p * scale) if decoding.top_p < 1 else 1.0,
+        )
         for scale in (1 - off, 1.0, 1 + off)
     ]
     left = [processed(logits, before, start, one).isfinite() for one in moved]
@@ -236,36 +242,48 @@ def judge_distributions(
     return judged(decoding, name, why=why)
 
 
-def judge_frequencies(name: str, drawn: Sequence[int], scores: Scores, decoding: Decoding) -> Check:
+def judge_frequencies(name: str, drawn: Sequence[int], scores: Scores, decoding: Decoding, allowed: float) -> Check:
     """Compares how often tokens were drawn with their probabilities, by Pearson's chi-square.
 
-    scores: of the prompt. The text states the probability of such counts, and at which a right sampler is called wrong.
+    scores: of the prompt. allowed: how far a single log-prob may be off; rounding makes other probabilities. The text
+    states the probability of such counts, and at which a right sampler is called wrong.
     """
-    own = scores.processed(decoding)[0]
+    own, off = scores.processed(decoding)[0], allowed / (decoding.temperature or 1.0)
     counts = torch.bincount(torch.tensor(drawn), minlength=len(own)).double()
-    chance, freedom = chi_square(counts, own)
+    if not is_sharp(scores.response[0], scores.tokens, scores.start, decoding, allowed):
+        return Check(name=name, state="unsupported", text="rounding may change what the filters leave")
+    chance, freedom = chi_square(counts, own, off)
+    if not freedom and not counts[own.isneginf()].any():
+        return Check(name=name, state="unsupported", text="one token has nearly the whole probability")
     text = f"chi-square of {freedom} degrees of freedom has the probability {chance:.2g}, false alarm {FALSE_ALARM:g}"
     if chance >= FALSE_ALARM:
         return Check(name=name, state="conforms", text=text)
     tried = [("raw", RAW), *mistaken(decoding)]
-    found = [why for why, one in tried if chi_square(counts, scores.processed(one)[0])[0] >= FALSE_ALARM]
+    found = [why for why, one in tried if chi_square(counts, scores.processed(one)[0], off)[0] >= FALSE_ALARM]
     same = "every seed gives the same token" if counts.max() == len(drawn) else "not explained"
     return Check(name=name, state="differs", text=f"drawn {found[0]}; {text}" if found else f"{same}; {text}")
 
 
-def chi_square(counts: Tensor, logprobs: Tensor) -> tuple[float, int]:
-    """Returns the probability of a chi-square as large as that of ``counts``, and its degrees of freedom."""
+def chi_square(counts: Tensor, logprobs: Tensor, off: float = 0.0) -> tuple[float, int]:
+    """Returns the probability of a chi-square as large as that of ``counts``, and its degrees of freedom.
+
+    off: of the log-probs. Probabilities that are off by it make the distribution noncentral, here as approximated by
+    Patnaik (Biometrika 36, 1949).
+    """
     if counts[logprobs.isneginf()].any():
         return 0.0, 0
-    expected = logprobs.exp() * counts.sum()
-    order = expected.argsort(descending=True)
-    common = max(
-        1, int((expected >= LEAST_EXPECTED).sum()) - 1
-    )  # the last bin has the rarest tokens, and one that is not
-    bins = [torch.cat((x[order][:common], x[order][common:].sum()[None])) for x in (counts, expected)]
-    square = ((bins[0] - bins[1]) ** 2 / bins[1].clamp(min=1e-300)).sum()
-    freedom = torch.tensor(float(len(bins[0]) - 1), dtype=torch.float64)
-    return float(torch.special.gammaincc(freedom / 2, square / 2)), len(bins[0]) - 1
+    expected, order = (logprobs.exp() * counts.sum()).sort(descending=True)
+    groups = ((expected.cumsum(0) - expected) / LEAST_EXPECTED).floor().unique_consecutive(return_inverse=True)[1]
+    bins = [torch.zeros_like(x).index_add(0, groups, x)[: groups[-1] + 1] for x in (counts[order], expected)]
+    if len(bins[1]) > 1 and bins[1][-1] < LEAST_EXPECTED:
+        bins = [torch.cat((x[:-2], x[-2:].sum()[None])) for x in bins]
+    square = ((bins[0] - bins[1]) ** 2 / bins[1]).sum()
+    freedom, shift = len(bins[0]) - 1, float(counts.sum()) * off**2
+    if not freedom:
+        return 1.0, 0
+    scale = (freedom + 2 * shift) / (freedom + shift)
+    half = torch.tensor((freedom + shift) / scale / 2, dtype=torch.float64)
+    return float(torch.special.gammaincc(half, square / scale / 2)), freedom
 
 
 def judge_stop(free: Sequence[Sampled], stopped: Sequence[Sampled], stop: int, longest: int) -> Check:

@@ -91,7 +91,7 @@ def judge_draws(engine: ServedEngine, asked: Asked) -> Iterator[Check]:
     for name in DRAWN:
         one = replace(DECODINGS[name], max_new_tokens=1)
         drawn = [response.tokens[0] for response in engine.generate([prompt] * DRAWS, one)]
-        yield judge_frequencies(f"frequencies of {DRAWS} draws, {name}", drawn, scores, one)
+        yield judge_frequencies(f"frequencies of {DRAWS} draws, {name}", drawn, scores, one, asked.allowed)
     together = engine.generate(asked.prompts, SAMPLED)
     alone = [engine.generate([one], SAMPLED, [seed])[0] for seed, one in enumerate(asked.prompts)]
     yield judge_sampled_again("sampled alone and in a batch", together, alone, allowed=asked.allowed)

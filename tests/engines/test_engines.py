@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 
-from conformance.backends.engines import EngineFailed, EngineProcess, ServedEngine, load_engine
+from conformance.backends.engines import EngineFailed, EngineProcess, NotSupported, ServedEngine, load_engine
 from conformance.cli.main import main
 from conformance.core.errors import UsageError
 from conformance.core.host import FIXTURES
@@ -120,6 +120,8 @@ def test_unusable_numbers_are_no_verdict(run: EngineRun, engine: type, words: st
 )
 def test_dead_engine_leaves_nothing(engine: str, words: str) -> None:
     with EngineProcess(f"faulty_engines:{engine}", limit_s=600) as process:
+        with pytest.raises(NotSupported, match="has no kernels for bf16"):
+            process.start(Path(), "bf16", {})
         process.start(Path(), "fp32", {})
         process._process._limit_s = 5
         with pytest.raises(EngineFailed, match=words):

@@ -117,9 +117,29 @@ LOGITS = torch.linspace(0, 4, 60, dtype=torch.float64)
 def test_wrong_frequencies_are_named(logits: torch.Tensor, cause: str) -> None:
     scores = Scores(chosen=LOGITS, best=LOGITS, last=LOGITS, response=LOGITS[None], tokens=(1, 2), start=2)
     drawn = torch.multinomial(logits.softmax(-1), 10_000, replacement=True, generator=torch.Generator().manual_seed(0))
-    found = judge_frequencies("", drawn.tolist(), scores, Decoding(temperature=0.7))
+    found = judge_frequencies("", drawn.tolist(), scores, Decoding(temperature=0.7), 1e-5)
     assert found.state == ("differs" if cause else "conforms")
     assert cause in found.text
+
+
+@pytest.mark.parametrize(
+    ("logits", "decoding", "words"),
+    [
+        (LOGITS, Decoding(top_p=0.8), "rounding may change"),
+        (LOGITS, Decoding(min_p=0.9), "rounding may change"),
+        (LOGITS * 999, Decoding(), "nearly the whole probability"),
+        (LOGITS, Decoding(), "has the probability"),
+    ],
+)
+def test_rounded_probabilities_are_no_false_alarm(logits: torch.Tensor, decoding: Decoding, words: str) -> None:
+    """The logits of the engine are up to 0.5 off those of the reference."""
+    scores = Scores(chosen=LOGITS, best=LOGITS, last=LOGITS, response=logits[None], tokens=(1, 2), start=2)
+    generator = torch.Generator().manual_seed(0)
+    rounded = logits + (torch.rand(60, generator=generator, dtype=torch.float64) - 0.5)
+    drawn = torch.multinomial(rounded.softmax(-1), 10_000, replacement=True, generator=generator)
+    found = judge_frequencies("", drawn.tolist(), scores, decoding, 0.5)
+    assert found.state == ("conforms" if words == "has the probability" else "unsupported")
+    assert words in found.text
 
 
 def test_chi_square_has_its_false_alarms() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from conformance.backends.engines import Decoding, EngineInfo
+from conformance.backends.engines import Decoding, EngineInfo, NotSupported
 from conformance.spec.precision import PrecisionName
 from impl.engines.transformers_engine import TransformersEngine
 
@@ -186,7 +186,8 @@ class Dies:
         return EngineInfo(name="dies", reports={"raw": {}}, ways={})
 
     def start(self, folder: Path, precision: PrecisionName, settings: Mapping[str, Any]) -> None:
-        """Starts nothing."""
+        if precision != "fp32":
+            raise NotSupported("has no kernels for bf16")
 
     def score(self, requests: Sequence[Sequence[int]]) -> list[Sequence[float]]:
         import os
