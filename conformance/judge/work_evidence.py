@@ -231,7 +231,8 @@ def _of_data_groups(layout: Layout, step: Step, *, stage: int | None, due: float
     shards = shards_of(layout)
     if stage is not None and stage < 3 and shards > 1:
         of_data = partial(_is_of_data, layout, step)
-        if "overlap" not in layout.options and not layout.gathers and (step.has_rows or layout.tp == 1):
+        gathers_keys = layout.gathers or "torchcp" in layout.options  # over the same ranks, in the same pass
+        if "overlap" not in layout.options and not gathers_keys and (step.has_rows or layout.tp == 1):
             whole = step.moved(_GATHERS, _forward, of_data)
             yield below(f"weights are whole in the forward pass, as ZeRO-{stage} has it", whole, due)
         updated = step.moved(_GATHERS, _update, _of_size(shards))

@@ -165,6 +165,7 @@ def says_when(ranks: Ranks) -> None:
         ("sp2.zero1", moves_little("all_gather", "update"), "updated weights are gathered, as ZeRO-1 has it"),
         ("dp2.tp2.zero1", gathers_weights, "weights are whole in the forward pass, as ZeRO-1 has it"),
         ("dp2.zero1", gathers_metrics, ""),
+        ("sp2.torchcp.zero1", gathers_weights, ""),  # keys and values of long rows
         ("dp2.tp2.zero0", keeps, "all ranks update all weights, as ZeRO-0 has it"),
         ("dp2.tp2.zero2", reduces_once, "gradients of every micro-batch are reduced, as ZeRO-2 has it"),
         ("dp2.tp2.zero1", moves_little("all_reduce"), "gradients are reduced over ranks with other rows"),
