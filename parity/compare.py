@@ -4,6 +4,7 @@ Everything after the first stage that differs follows from it, so that stage and
 """
 
 import math
+import os
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -91,7 +92,7 @@ def compare_records(folders: Sequence[Path], *, threshold: float | None) -> Comp
     if threshold is not None and not 0 < threshold < 1:
         raise UsageError(f"threshold {threshold}: it has to lie between 0 and 1")
     first, *other_runs = (read_run(Path(folder)) for folder in folders)
-    if len({Path(folder).resolve() for folder in folders}) < len(folders):
+    if len({os.path.realpath(folder) for folder in folders}) < len(folders):
         raise UsageError("the same record is given twice; a record agrees with itself whatever is in it")
     return Comparison(pairs=tuple(_compare(first, other, threshold) for other in other_runs))
 

@@ -1,6 +1,5 @@
 """Draws the page of `parity engine`: its checks, and log-probs, ratios and mismatch by position beside a trainer."""
 
-import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ class Chart:
 
 def page(out: Path, environment: jinja2.Environment, style: str) -> str:
     """Returns the page of the engines in ``out``."""
-    engines = json.loads((out / FILE).read_text(encoding="utf-8"))
+    engines = parse_json(read_text(out / FILE, limit=64 * MIB), str(out / FILE))
     for engine in engines:
         for check in engine["checks"]:
             check["charts"] = charts(check["points"]) if check["points"] else []

@@ -47,6 +47,7 @@ from conformance.backends.protocol import (
 from conformance.backends.protocol import find_backend as find_here
 from conformance.core import packages as own_packages
 from conformance.core.errors import UsageError, one_line
+from conformance.core.io import no_link
 from conformance.core.packages import package_version
 from conformance.core.process import signal_at_death_of, signal_group
 from conformance.spec.conventions import Convention, Conventions, in_cell
@@ -212,7 +213,7 @@ class EnvironmentProcess:
         if python == sys.executable:  # it finds what this process finds
             environment["PYTHONPATH"] = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
         try:
-            with errors.open("wb") if errors else contextlib.nullcontext() as file:
+            with open(errors, "wb", opener=no_link) if errors else contextlib.nullcontext() as file:
                 self.process = subprocess.Popen(
                     [python, "-P", "-m", module, name],
                     stdin=subprocess.PIPE,

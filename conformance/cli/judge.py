@@ -1,6 +1,7 @@
 """Judges the records of an earlier run again (`parity judge`), and merges several runs (`parity merge`)."""
 
 import argparse
+import os
 import shlex
 import sys
 from functools import partial
@@ -44,7 +45,7 @@ def _judge(options: argparse.Namespace) -> int:
 
 def merge_command(options: argparse.Namespace) -> int:
     """Merges the output folders of several shards or jobs of a run."""
-    if len({folder.resolve() for folder in options.outs}) < len(options.outs):
+    if len({os.path.realpath(folder) for folder in options.outs}) < len(options.outs):
         raise UsageError("a folder is given twice; give the folder of each shard or job once")
     out = output_folder(options.out)
     baseline = partial(read_baseline, options.baseline) if options.baseline else None

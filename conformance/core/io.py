@@ -268,6 +268,11 @@ def write_file(path: Path, content: str | bytes) -> None:
         raise Unwritable(f"{path} cannot be written: {error.strerror}") from error
 
 
+def no_link(path: str, flags: int) -> int:
+    """Opens a file for ``open(..., opener=no_link)``, and never through a link, which may lead elsewhere."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+
+
 class _Visible:
     """Makes control characters visible in all that is printed to a stream. A progress bar may begin with a return."""
 

@@ -129,7 +129,7 @@ class RecordWriter:
     ) -> None:
         path.mkdir(parents=True, exist_ok=False)
         self._path = path
-        self._file = (path / RECORD_FILE).open("w", encoding="utf-8")
+        self._file = (path / RECORD_FILE).open("x", encoding="utf-8")
         self._next = first_step - 1
         self._first = first_step
         declared = observables_to_json(observables)

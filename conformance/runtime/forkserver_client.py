@@ -11,6 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from conformance.core.host import available_memory
+from conformance.core.io import no_link
 from conformance.core.process import process_state
 from conformance.runtime.failure import START_LIMIT_S, StartError
 from conformance.runtime.messages import Device, Message, wire_pair
@@ -52,7 +53,7 @@ class ForkserverHandle(Child):
                 started = start_child(_FORKSERVER, arguments, control=child_end, log=log, env=env, python=python)
                 super().__init__(control, started, log=log)
             else:
-                with log.open("ab") as output:
+                with open(log, "ab", opener=no_link) as output:
                     forked: Forked = fork_forkserver(preload, device=device, control=child_end, log=output)
                 super().__init__(control, forked, log=log)
         self._ready: Message | None = None  # its message after the imports

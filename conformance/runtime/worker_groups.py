@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
+from conformance.core.io import no_link
 from conformance.core.process import process_state, processor_seconds, signal_process
 from conformance.runtime.failure import StartError, exit_words, tail
 from conformance.runtime.messages import MOST_FDS, Device, Heartbeats, Message, Wire, wire_pair
@@ -280,7 +281,7 @@ def start_child(
 ) -> "subprocess.Popen[bytes]":
     """Starts ``python -m module FD PARENT ARGUMENTS...``; FD is the inherited end of the child's control socket, and
     PARENT the id of this process."""
-    with log.open("ab") as output:
+    with open(log, "ab", opener=no_link) as output:
         return subprocess.Popen(
             [python or sys.executable, "-P", "-m", module, str(control.fileno()), str(os.getpid()), *arguments],
             pass_fds=[control.fileno()],

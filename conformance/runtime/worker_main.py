@@ -161,8 +161,8 @@ def _store(spec: RankSpec) -> Store:
 def _logs(folder: Path, rank: int) -> Iterator[None]:
     """Sends stdout and stderr, also those of C++ code, to rank-N.log; SIGUSR1 writes all stacks into rank-N.stacks."""
     stacks = folder / f"rank-{rank}.stacks"
-    log_fd = os.open(folder / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    stacks_fd = os.open(stacks, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    log_fd = os.open(folder / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644)
+    stacks_fd = os.open(stacks, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o644)
     before = os.dup(1), os.dup(2)
     _redirect(log_fd, log_fd)
     faulthandler.enable(file=2)

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 import conformance
 from conformance.core.errors import UsageError, one_line, shown
-from conformance.core.io import read_text
+from conformance.core.io import no_link, read_text
 from impl.checkpoints import manifest
 from impl.checkpoints.manifest import (
     PARTIAL,
@@ -185,7 +185,7 @@ def _finish(partial: Path, folder: Path, about: About, files: dict[str, FileEntr
 
 def write_durably(path: Path, text: str) -> None:
     """Writes a file, and flushes it to disk."""
-    with path.open("w", encoding="utf-8") as file:
+    with open(path, "w", encoding="utf-8", opener=no_link) as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

@@ -4,10 +4,11 @@ The table needs no torch. Families without a row have the defaults. megatron-cor
 (impl/megatron/model_config.py).
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+
+from conformance.core.io import read_json
 
 SINKS = "attention sinks"
 _LLAMA_NORMS = ("input_layernorm", "post_attention_layernorm")
@@ -124,5 +125,5 @@ def unsupported_by_kernels(folder: Path) -> str:
 
 
 def _config(folder: Path) -> dict[str, Any]:
-    config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config: dict[str, Any] = read_json(folder / "config.json")
     return config

@@ -23,7 +23,7 @@ from tqdm import tqdm
 import conformance
 from conformance.backends.protocol import find_backend
 from conformance.core.errors import UsageError, one_line
-from conformance.core.io import check_file
+from conformance.core.io import check_file, no_link
 from conformance.core.packages import package_version
 from impl.interface.distributed import FileFailure, on_all_ranks
 from impl.train.config import Tracker, TrainConfig, to_json
@@ -66,9 +66,10 @@ def open_log(path: Path, header: Mapping[str, Any], *, done: int, resumes: bool)
     if path.exists() and not done:
         path.replace(path.with_name(path.name + ".before"))
     draft = path.with_name(path.name + ".partial")
+    draft.unlink(missing_ok=True)  # a link is replaced
     draft.write_text("".join(lines or [json.dumps({"run": header}) + "\n"]), encoding="utf-8")
     draft.replace(path)
-    with path.open("ab", buffering=0) as file:
+    with open(path, "ab", buffering=0, opener=no_link) as file:
         yield RunLog(file)
 
 

@@ -4,6 +4,7 @@ conformance/core/packages.py finds the command. What it does is imported when it
 """
 
 import argparse
+import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -139,7 +140,7 @@ def _named(sides: Sequence[Sequence[str]]) -> "list[Side]":
     from reports.logdiff.run import run_of
 
     names = [name for side in sides for name in side]
-    if len({Path(name).resolve() for name in names}) < len(names):
+    if len({os.path.realpath(name) for name in names}) < len(names):
         raise UsageError("the same log is given twice")
     parts = [Path(_label(name)).parts for name in names]
     shared = 0

@@ -157,7 +157,7 @@ def _read_lines(text: str) -> Log | None:
     for number, line in enumerate(text.split("\n"), 1):  # no other separator of Unicode, which texts may hold
         if line.strip():
             try:
-                objects.append(json.loads(line))
+                objects.append(_parsed(line))
             except (ValueError, RecursionError):
                 broken.append(number)
                 continue
@@ -169,6 +169,18 @@ def _read_lines(text: str) -> Log | None:
     if broken:
         notes.append(f"{len(broken)} lines are no JSON, perhaps cut off, first line {broken[0]}; they were left out")
     return _log(objects, notes=notes)
+
+
+def _parsed(line: str) -> Any:
+    """Parses a line of JSON, also if ``print`` wrote its numbers that are not finite: ``nan`` in place of ``NaN``."""
+    try:
+        return json.loads(line)
+    except ValueError:
+        return json.loads(_PRINTED.sub(lambda found: _AS_JSON[found[0].lower()], line))
+
+
+_AS_JSON = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
+_PRINTED = re.compile(r"(?i)(?<=[:,\[\s])(?:nan|-?inf)(?=[\s,}\]])")
 
 
 def _no_numbers(one: Any) -> Iterator[tuple[str, Any]]:

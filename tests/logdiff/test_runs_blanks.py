@@ -22,6 +22,16 @@ def points(run: Run, metric: str) -> dict[float, float]:
     return dict(zip(curve.steps.tolist(), curve.values.tolist(), strict=True))
 
 
+@pytest.mark.parametrize("nan", ["nan", "NaN", "NAN"])
+@pytest.mark.parametrize(
+    "line",
+    ['{{"step": {s}, "loss": {v}}}', "step: {s} loss: {v}", "{{'loss': {v}, 'step': {s}}}"],
+)
+def test_nan_in_any_spelling_is_nan_to_the_end(tmp_path: Path, line: str, nan: str) -> None:
+    lines = [line.format(s=step, v=2.5 if step < 4 else nan) for step in range(1, 7)]
+    assert nan_of(opened(tmp_path, "\n".join(lines) + "\n"), "loss") == [4, 5, 6]
+
+
 def blanks(name: str, values: Sequence[float | None], **others: float) -> str:
     """Lines of JSON with a metric at steps 1, 2, 3, ..., null for None, and others at each of them."""
     lines = [json.dumps({"step": step, name: value, **others}) for step, value in enumerate(values, 1)]

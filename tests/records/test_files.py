@@ -1,8 +1,10 @@
 """Files of an output folder: only regular ones are read, and nothing is written through a link or outside of it."""
 
+import ast
 import contextlib
 import json
 import os
+import re
 import resource
 import shutil
 import stat
@@ -14,7 +16,8 @@ from report_sample import edit
 from run_sample import EXACT, FOLDERS, record_folders, write_sample_run
 
 from conformance.cli import main as cli
-from conformance.core.io import Unreadable, Unwritable, encoded, read_end, read_file, write_file
+from conformance.core.host import CHECKOUT
+from conformance.core.io import Unreadable, Unwritable, encoded, no_link, read_end, read_file, write_file
 from conformance.records.record_format import RecordError, parse_strict_json, read_lines, record_digest
 from conformance.records.step_tensors import read_record
 
@@ -242,3 +245,57 @@ def test_judge_imports_no_module_that_a_record_names(
     assert not (tmp_path / "run").exists()
     cli.main(["judge", str(out), "--objective", kind])
     assert (tmp_path / "run").exists()
+
+
+def opens(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Where code opens a file to write through a link, or reads JSON past the limits and messages of read_json."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        text = ast.unparse(node)
+        is_open = re.match(r"(os\.)?open\(|.*\.open\($", ast.unparse(node.func) + "(")
+        modes = [a.value for a in node.args if isinstance(a, ast.Constant) and isinstance(a.value, str)]
+        writes = is_open and any(re.fullmatch("[wa]b?[+]?", mode) for mode in modes)
+        if writes and not re.search("opener=no_link|closefd=False", text):
+            yield node.lineno, "opens through a link; add opener=no_link"
+        if text.startswith("os.open(") and "O_CREAT" in text and not re.search("O_NOFOLLOW|O_EXCL|_FLAGS", text):
+            yield node.lineno, "opens through a link; add O_NOFOLLOW"
+        if re.match(r"json\.loads\(.*\.read_text\(", text):
+            yield node.lineno, "reads any file whole; use read_json"
+
+
+EXEMPT = {"conformance/worker/activation_capture.py"}  # files of a folder that its own process has just made
+
+
+def test_no_file_is_written_through_a_link() -> None:
+    found = [
+        f"{file.relative_to(CHECKOUT)}:{line} {what}"
+        for package in ("conformance", "reports", "impl", "parity")
+        for file in sorted((CHECKOUT / package).rglob("*.py"))
+        if str(file.relative_to(CHECKOUT)) not in EXEMPT
+        for line, what in opens(ast.parse(file.read_text(encoding="utf-8")))
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("code", "count"),
+    [
+        ('path.open("w")', 1),
+        ('open(path, "ab")', 1),
+        ('open(path, "ab", opener=no_link)', 0),
+        ('path.open("rb")', 0),
+        ("os.open(path, os.O_WRONLY | os.O_CREAT)", 1),
+        ("json.loads((folder / NAME).read_text())", 1),
+    ],
+)
+def test_the_lint_finds_what_follows_links(code: str, count: int) -> None:
+    assert len(list(opens(ast.parse(code)))) == count
+
+
+def test_opener_refuses_a_link_and_leaves_its_target(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("precious")
+    (tmp_path / "link").symlink_to("file")
+    with pytest.raises(OSError, match="symbolic links"), open(tmp_path / "link", "w", opener=no_link):
+        pass
+    assert (tmp_path / "file").read_text() == "precious"

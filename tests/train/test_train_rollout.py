@@ -229,6 +229,14 @@ def test_what_ends_a_response_is_said_by_tokenizer_and_generation_settings(tmp_p
     assert end_tokens(tmp_path, 2) == (2, 5, 7)
     with pytest.raises(UsageError, match="no end-of-sequence token"):
         end_tokens(LLAMA, None)
+    for content, words in (
+        ("5", "must hold a JSON object"),
+        ('{"eos_token_id": 0.5}', "must be a token"),
+        ("{", "not JSON"),
+    ):
+        (tmp_path / "generation_config.json").write_text(content)
+        with pytest.raises(UsageError, match=words):
+            end_tokens(tmp_path, 2)
 
 
 def test_a_document_has_the_columns_of_a_frozen_roll_out() -> None:
