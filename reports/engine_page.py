@@ -9,6 +9,8 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
+from conformance.core.io import MIB, parse_json, read_text
+
 FILE = "engine.json"  # in the output folder, as `parity engine --json` prints it
 WIDTH, HEIGHT, EDGE = 320, 220, 44
 BINS = 41
