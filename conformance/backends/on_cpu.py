@@ -256,21 +256,33 @@ def rearrange(*args: Any, **kwargs: Any) -> Any:
 _WORKING = {"flash_attn.bert_padding": (index_first_axis, unpad_input, pad_input, rearrange)}
 
 
+class _Stood(type):
+    """Makes classes whose attributes are such classes, too: annotations name ``package.module.Class``."""
+
+    def __getattr__(cls, name: str) -> Any:
+        return _stood(cls.__module__, f"{cls.__qualname__}.{name}")
+
+
+def _stood(module: str, name: str) -> type:
+    """Returns a class that stands in for ``name`` of an absent module, and cannot be made."""
+    if name.rpartition(".")[2].startswith("__"):
+        raise AttributeError(name)
+
+    def raise_error(*_: Any, **__: Any) -> None:
+        package = module.partition(".")[0]
+        raise ImportError(
+            f"{module}.{name} was called, and {package} is not installed: parity.on_cpu lets it be imported only; "
+            f"choose a path of the framework without it"
+        )
+
+    return _Stood(name, (), {"__init__": raise_error, "__module__": module, "__qualname__": name})
+
+
 class _StandIn(ModuleType):
     """A module whose every name is a class that cannot be made."""
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-
-        def raise_error(*_: Any, **__: Any) -> None:
-            package = self.__name__.partition(".")[0]
-            raise ImportError(
-                f"{self.__name__}.{name} was called, and {package} is not installed: parity.on_cpu lets it be imported "
-                f"only; choose a path of the framework without it"
-            )
-
-        made = type(name, (), {"__init__": raise_error, "__module__": self.__name__})
+        made = _stood(self.__name__, name)
         setattr(self, name, made)
         return made
 

@@ -82,6 +82,8 @@ def test_absent_packages_are_imported_as_stand_ins() -> None:
         assert importlib.util.find_spec("torch") is not None
         with pytest.raises(ImportError, match=r"no_such_framework\.inputs\.Prompt was called, and no_such_framework"):
             Own()
+        with pytest.raises(ImportError, match=r"no_such_framework\.inputs\.ops\.Layer was called"):
+            importlib.import_module("no_such_framework.inputs").ops.Layer()  # as in annotations
     assert not [name for name in sys.modules if name.startswith((ABSENT, "flash_attn"))]
     with pytest.raises(ModuleNotFoundError):
         importlib.import_module(ABSENT)
