@@ -4,8 +4,9 @@ The adapter is verl's controller for one rollout: old log-probs, reference log-p
 then ``apply_kl_penalty`` and ``compute_advantage`` of its trainer, then ``train_mini_batch`` of critic and actor,
 whole, with all mini-batches and epochs. Each ``train_mini_batch`` is paused at every optimizer step.
 
-verl's Megatron engine has no class here. Its layers come from mbridge, which asks for TransformerEngine ("name 'TENorm'
-is not defined" without it), and its dtypes are bf16 and fp16, so it has no cell of the exact tier.
+verl's Megatron engine has no class here. With ``vanilla_mbridge`` its layers are mbridge's, which asks for
+TransformerEngine ("name 'TENorm' is not defined" without it). Without, they are Megatron-Bridge's, whose local layers
+need ``use_remove_padding=False``; this way is not tried.
 """
 
 import functools
