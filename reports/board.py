@@ -237,8 +237,10 @@ def _row(cell: CheckedCell) -> str:
 
 
 def _versions(cell: CheckedCell, of_run: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the versions of packages; those of the cell's own environment replace those of the run's."""
-    found = {name: of_run[name] for name in ("backend-parity", "torch", "transformers") if of_run.get(name)}
+    """Returns the versions of packages; those of the cell's own environment replace those of the run's. A cell that
+    did not run has none."""
+    named = ("backend-parity", "torch", "transformers") if cell.phases else ("backend-parity",)
+    found = {name: of_run[name] for name in named if of_run.get(name)}
     for phase in cell.phases:
         found |= {k: v for k, v in phase.header["environment"].items() if isinstance(v, str) and re.match(r"\d", v)}
     return found
@@ -265,7 +267,8 @@ def joined(earlier: Board, columns: Sequence[Column]) -> Board:
     found = {column.name: column for column in earlier.columns}
     for column in sorted(columns, key=lambda column: column.started):
         before = found.get(column.name, column)
-        found[column.name] = replace(column, squares={**before.squares, **column.squares})
+        both = {"squares": {**before.squares, **column.squares}, "versions": {**before.versions, **column.versions}}
+        found[column.name] = replace(column, **both)
     return Board(columns=tuple(sorted(found.values(), key=_age)))
 
 

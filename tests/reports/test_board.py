@@ -132,7 +132,9 @@ def test_a_refusal_of_another_objective_gives_way() -> None:
 def test_a_later_run_replaces_squares_and_versions_add_up() -> None:
     grpo = "core-grpo-plain/llama/dp2/exact"
     later = column(state="differs", started="2026-11-29T01:00:00+00:00")
-    found = board(later, column("0.9"), column("0.10"), column(row=grpo), column(framework="abc"))
+    grpo_alone = column(row=grpo, versions={"torch": "2.13"})
+    found = board(later, column("0.9"), column("0.10"), grpo_alone, column(framework="abc"))
+    assert found.columns[-1].versions == {"torch": "2.13", "toy": "1.0"}
     assert [one.name for one in found.columns] == ["abc 1.0", "toy 0.9", "toy 0.10", "toy 1.0"]
     assert {row: square.state for row, square in found.columns[-1].squares.items()} == {ROW: "differs", grpo: "pass"}
     assert [one.version for one in found.before(found.columns[-1])] == ["0.10", "0.9"]
