@@ -267,8 +267,8 @@ def joined(earlier: Board, columns: Sequence[Column]) -> Board:
     found = {column.name: column for column in earlier.columns}
     for column in sorted(columns, key=lambda column: column.started):
         before = found.get(column.name, column)
-        both = {"squares": {**before.squares, **column.squares}, "versions": {**before.versions, **column.versions}}
-        found[column.name] = replace(column, **both)
+        squares, versions = {**before.squares, **column.squares}, {**before.versions, **column.versions}
+        found[column.name] = replace(column, squares=squares, versions=versions)
     return Board(columns=tuple(sorted(found.values(), key=_age)))
 
 
