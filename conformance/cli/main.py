@@ -7,6 +7,7 @@ were judged than required, or the output folder is not writable). A run that a s
 """
 
 import argparse
+import errno
 import io
 import os
 import signal
@@ -18,7 +19,7 @@ import conformance
 from conformance.cli import EXIT
 from conformance.cli.commands import command_names, find_command
 from conformance.core import packages
-from conformance.core.errors import UsageError, limited
+from conformance.core.errors import UsageError, limited, shown
 from conformance.core.io import Unwritable, visible_output
 from conformance.core.parser import Parser
 from conformance.core.process import stop_code
@@ -52,7 +53,10 @@ def _run(options: argparse.Namespace) -> int:
     except BrokenPipeError:  # the reader, such as head, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 128 + signal.SIGPIPE if code is None else code  # a difference may not have been found yet
-    except Exception:  # a defect of the suite or of a backend, not a difference: it must not exit with 1
+    except Exception as error:  # a defect of the suite or of a backend, not a difference: it must not exit with 1
+        if isinstance(error, OSError) and error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
+            print(f"parity: {shown(error.filename)} cannot be used as a path: {error.strerror}", file=sys.stderr)
+            return EXIT["usage"]
         traceback.print_exc()
         return EXIT["incomplete"]
     assert code is not None

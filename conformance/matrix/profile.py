@@ -24,7 +24,7 @@ from pydantic.dataclasses import dataclass as validated
 from conformance.backends.faults import find_fault
 from conformance.backends.protocol import BackendEntry, registered_backends
 from conformance.backends.registry import find_backend
-from conformance.core.errors import STRICT, UsageError, did_you_mean, explain
+from conformance.core.errors import STRICT, UsageError, did_you_mean, explain, shown
 from conformance.core.host import FIXTURES, dataset_folder, model_folder, resolve
 from conformance.core.io import read_toml
 from conformance.data.rollouts import has_data
@@ -292,7 +292,7 @@ def _chains(
     for name in (name for chain in table.backends for name in chain.split(TO)):
         if name not in known:
             near = did_you_mean(name, known)
-            raise UsageError(f"a table names the backend {name!r}; {near}registered: {', '.join(known)}")
+            raise UsageError(f"a table names the backend {shown(name)}; {near}registered: {', '.join(known)}")
     if not table.backends:
         return [[backend] for backend in backends]
     wanted = [chain.split(TO) for chain in table.backends]

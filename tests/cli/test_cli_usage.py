@@ -87,6 +87,7 @@ def test_a_profile_that_names_what_is_not_there_is_refused_by_list_and_by_run(
     ("arguments", "words"),
     [
         (["merge", "a", "./a"], "a folder is given twice; give the folder of each shard or job once"),
+        (["judge", "x" * 5000], "cannot be used as a path: File name too long"),
         (["history", "a", "--keep", "3"], "there is no a/history.sqlite; parity history a --add OUT starts"),
     ],
 )
