@@ -1,5 +1,7 @@
 """New weights of rollout engines: planted faults are named, broken updates are refused, trainers' weights arrive."""
 
+import importlib.util
+import json
 import re
 import shutil
 from dataclasses import replace
@@ -10,19 +12,23 @@ from tempfile import mkdtemp
 import faulty_engines as faulty
 import pytest
 import torch
+import transformers
+from safetensors.torch import load_file
 
-from conformance.backends.engines import ServedEngine
+from conformance.backends.engines import EngineFailed, EngineInfo, NotSupported, ServedEngine
 from conformance.backends.faults import Fault, faults_of, plant
+from conformance.cli.main import main
 from conformance.core.errors import UsageError
 from conformance.core.host import FIXTURES
 from conformance.data.prepare import batches_of, prepare_inputs
 from conformance.judge.engines import Check
 from conformance.models.folders import named_tensors
-from conformance.runner.engine_run import EngineRun, Expected, Requests, judge_numbers
+from conformance.runner.engine_run import EngineRun, Expected, Requests, judge_numbers, write_weights
 from conformance.runner.weight_updates import Trained, judge_against, judge_updates, moved
 from conformance.spec.precision import PrecisionName
-from conformance.spec.scenario import load_scenario
+from conformance.spec.scenario import ADAPTER, WEIGHTS_FILE, load_scenario
 from impl.engines.transformers_engine import copy_tensors
+from impl.engines.vllm_engine import VllmEngine
 from impl.faults.engines import ENGINE_FAULTS
 
 
@@ -113,3 +119,92 @@ def test_unknown_way_or_fault_is_a_usage_error() -> None:
         updates(faulty.OneWay(), replace(run, ways=("tensor",)), expected, new)
     with pytest.raises(UsageError, match="did you mean 'stale-weights'"):
         plant(["stale-weight"], faulty.OneWay, faults_of(faulty.OneWay)).__enter__()
+
+
+class DiesInOneWay(faulty.OneWay):
+    """Answers nothing after an update in its first way."""
+
+    @classmethod
+    def describe(cls) -> EngineInfo:
+        return replace(super().describe(), ways={"dies": "", faulty.WAY: ""})
+
+    def update(self, way: str, folder: Path) -> None:
+        if way == "dies":
+            del self._engine
+        super().update(way, folder)
+
+
+def test_way_after_a_dead_engine_is_judged() -> None:
+    run, expected, new = place("qwen3")
+    served: list[ServedEngine] = []
+
+    def serve() -> ServedEngine:
+        served.append(ServedEngine(DiesInOneWay()))
+        return served[-1]
+
+    found = list(judge_updates(serve(), replace(run, serve=serve), expected, new))
+    assert len(served) == 2
+    assert [check.state for check in found] == ["infrastructure", "conforms", "conforms", "conforms"]
+    assert "has no attribute '_engine'" in found[0].text
+
+
+def test_engine_that_cannot_run_leaves_the_next_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = {
+        "one": NotSupported("head size 8 is not among 32, 64"),
+        "two": EngineFailed("its process has ended: memory"),
+    }
+
+    def serve(name: str, **_: object) -> ServedEngine:
+        raise words[name]
+
+    monkeypatch.setattr("conformance.cli.engine.EngineProcess", serve)
+    model = str(FIXTURES / "models" / "qwen3")
+    capsys.readouterr()
+    assert main(["engine", "--model", model, "--engine", "one", "--engine", "two", "--json"]) == 3
+    found = json.loads(capsys.readouterr().out)
+    assert [one["state"] for one in found] == ["unsupported", "infrastructure"]
+    assert [one["checks"][0]["text"] for one in found] == [str(error) for error in words.values()]
+
+
+def test_missing_package_or_precision_is_unsupported() -> None:
+    if importlib.util.find_spec("vllm") is None:
+        with pytest.raises(NotSupported, match="install it in an environment of its own"):
+            VllmEngine()
+    with pytest.raises(NotSupported, match="computes in fp32, bf16, not in fp16"):
+        ServedEngine(faulty.OneWay()).start(Path(), "fp16", {})
+
+
+@pytest.mark.slow
+def test_weights_of_several_trainers_arrive(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    llama = FIXTURES / "models" / "llama"
+    config = transformers.AutoConfig.from_pretrained(llama, num_hidden_layers=3, head_dim=16, vocab_size=416)
+    torch.manual_seed(1)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "own")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(llama / name, tmp_path / "own")
+    engine = ["--engine", "impl.engines.transformers_engine:TransformersEngine", "--way", "tensors"]
+    capsys.readouterr()
+    against = ["--against", "fsdp2,megatron", "--budget", "900"]
+    code = main(["engine", "--model", str(tmp_path / "own"), *engine, *against, "--json"])
+    (found,) = json.loads(capsys.readouterr().out)
+    checks = {check["name"]: check["text"] for check in found["checks"]}
+    assert code == 0, checks
+    for trainer in ("fsdp2 dp2", "megatron dp2"):
+        assert "agree with the oracle" in checks[f"training by {trainer}"]
+        assert "ratios" in checks[f"against {trainer}"]
+        assert checks[f"update by tensors, from {trainer}"] == "new, and back again"
+
+
+@pytest.mark.parametrize(("model", "scenario"), [("mixtral", "sft-packed"), ("qwen3", "sft-lora")])
+def test_written_weights_have_the_names_of_their_source(model: str, scenario: str) -> None:
+    run, expected, _ = place(model, scenario)
+    folder = run.folder.with_name("written")
+    write_weights(expected.weights, source=run.folder, folder=folder)
+    written, source = dict(named_tensors(folder)), dict(named_tensors(run.folder))
+    assert written.keys() == source.keys()
+    assert all(torch.equal(tensor, source[name].float()) for name, tensor in written.items())
+    files = [one / ADAPTER / WEIGHTS_FILE for one in (folder, run.folder) if (one / ADAPTER).exists()]
+    assert len(files) == 2 * (scenario == "sft-lora")
+    assert all(torch.equal(*pair) for pair in zip(*(load_file(one).values() for one in files), strict=True))
