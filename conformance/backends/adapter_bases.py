@@ -7,6 +7,7 @@ import contextlib
 import copy
 import functools
 import math
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -166,7 +167,8 @@ class TrainerAdapter(FrameworkAdapter):
             **{"ignore_data_skip": True},  # the suite gives the rows after a resume
             **{"gradient_accumulation_steps": k, "bf16": scenario.precision == "bf16", "use_cpu": device == "cpu"},
             **{"per_device_train_batch_size": scenario.data.rows // (layout.dp * k), "gradient_checkpointing": False},
-            **{"logging_steps": 1, "disable_tqdm": True, "report_to": "none", "save_strategy": "no", "output_dir": "."},
+            **{"logging_steps": 1, "disable_tqdm": True, "report_to": "none", "save_strategy": "no"},
+            **{"output_dir": self.stack.enter_context(tempfile.TemporaryDirectory())},  # for logs of the framework
         }
 
     def paused(self, kind: type) -> Any:

@@ -51,7 +51,6 @@ class LlamaFactory(parity.TrainerAdapter):
             **{"trust_remote_code": parity.runs_code(folder, trusted=scenario.trust_remote_code)},
             # A packed row is padded to cutoff_len and has a token of padding at least; the collator pads to eights.
             **{"neat_packing": data.packed, "cutoff_len": 8 * math.ceil((data.max_len + 1) / 8)},
-            "output_dir": "llamafactory",
         }
         self.args = get_train_args(args)
         return self.args[2].to_sanitized_dict() | self.start()

@@ -42,11 +42,11 @@ class Shown(Trainer):  # type: ignore[misc]
 
 
 class Toy(parity.TrainerAdapter):
-    def setup(self, scenario: parity.Scenario, folder: Path) -> dict[str, Any]:
+    def setup(self, scenario: parity.Scenario) -> dict[str, Any]:
         torch.manual_seed(0)
         shape = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
         model = LlamaForCausalLM(LlamaConfig(vocab_size=16, **shape))
-        args = TrainingArguments(**{**self.options(scenario, LAYOUT, "cpu"), "output_dir": str(folder)})
+        args = TrainingArguments(**self.options(scenario, LAYOUT, "cpu"))
         self.trainer = self.paused(Shown)(model, args, data_collator=lambda rows: parity.flatten(rows).as_inputs)
         return self.start()
 
@@ -67,7 +67,7 @@ def weights(adapter: parity.TrainerAdapter) -> dict[str, torch.Tensor]:
 
 def test_a_training_is_stepped_saved_and_resumed_to_its_end(tmp_path: Path) -> None:
     given, toy, shown = scenario("core-sft-accumulation", accumulation=2, schedule=COSINE), Toy(), list[torch.Tensor]()
-    toy.setup(given, tmp_path)
+    toy.setup(given)
 
     def on_gradients(model: str) -> None:
         shown.append(torch.cat([gradient.flatten() for _, gradient in toy.named_tensors("gradient", model)]))
@@ -85,7 +85,7 @@ def test_a_training_is_stepped_saved_and_resumed_to_its_end(tmp_path: Path) -> N
             toy.save(tmp_path / "saved")
     ended = weights(toy)
     again = Toy()
-    again.setup(given, tmp_path)
+    again.setup(given)
     again.load(tmp_path / "saved")
     again.train_step(batch(2), lambda _: None)
     torch.testing.assert_close(weights(again), ended, rtol=0, atol=0)
@@ -95,12 +95,15 @@ def test_a_training_is_stepped_saved_and_resumed_to_its_end(tmp_path: Path) -> N
         assert not loop.running
 
 
-def test_a_trainer_that_counts_no_tokens_differs(tmp_path: Path) -> None:
+def test_a_trainer_that_counts_no_tokens_differs() -> None:
     toy = Toy()
-    toy.setup(scenario("core-sft-accumulation", accumulation=2), tmp_path)
+    toy.setup(scenario("core-sft-accumulation", accumulation=2))
     toy.trainer.model_accepts_loss_kwargs = False  # each micro-batch is divided by its own tokens
     assert math.isnan(toy.train_step(batch(0), lambda _: None).values["token_count"])
+    folder = Path(toy.trainer.args.output_dir)
+    assert folder.is_dir()
     toy.teardown()
+    assert not folder.exists()
 
 
 @pytest.mark.parametrize(
