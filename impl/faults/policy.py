@@ -159,7 +159,7 @@ def importance_inverted(importance_weights: Function, old: Tensor, sampled: Tens
     summary="the log-ratio of the KL loss has the wrong sign: policy and reference are exchanged",
     source="http://joschu.net/blog/kl-approx.html, where log r is reference minus policy for samples of the policy",
     stage="loss",
-    cells=rl("grpo", half="grpo-kl-half"),
+    cells=rl("grpo"),
     blind=("loss and norm",),
     needs="kl_loss_coef and a KL estimate that is not symmetric",
 )
@@ -230,7 +230,7 @@ def optimistic_value_clip(
     summary="the KL loss is subtracted, so the policy is driven away from the reference",
     source="https://github.com/verl-project/verl/pull/179",
     stage="loss",
-    cells=rl("grpo-off-policy", half="grpo-kl-half"),
+    cells=rl("grpo-off-policy"),
     needs="kl_loss_coef and a reference that is not the policy",
 )
 def kl_subtracted(actor_loss: Function, objective: Any, **parts: Tensor) -> Any:
@@ -241,7 +241,7 @@ def kl_subtracted(actor_loss: Function, objective: Any, **parts: Tensor) -> Any:
     summary="the KL loss is computed without autograd",
     source="https://github.com/allenai/open-instruct/issues/530",
     stage="gradients",
-    cells=rl("grpo-off-policy", half="grpo-kl-half"),
+    cells=rl("grpo-off-policy"),
     blind=("loss", "loss and norm"),
     needs="kl_loss_coef",
 )
