@@ -319,7 +319,7 @@ def settings(a: Run, b: Run, here: Line, there: Line, names: Sequence[str]) -> I
 def setting(run: Run, line: Line, name: str) -> Line:
     """Give the settings of a parameter's group at a step; empty if no group has it, or its optimizer did not step."""
     found: Line = line["settings"].get(line["regrouped"].get(name, run.parameters[name]["group"]), {})
-    return found
+    return {CLASS: "an unnamed optimizer"} | found if found else {}
 
 
 def _several(value: float | list[float]) -> list[float]:
