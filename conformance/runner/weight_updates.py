@@ -215,7 +215,7 @@ def _way(serving: Serving, way: str, update: Update) -> Iterator[Check]:
         except (EngineFailed, UsageError) as error:
             check = Check(name=name, state="infrastructure", text=str(error)[:LONGEST])
         yield check
-        kept = check.state == "conforms"
+        kept = check.state == "conforms" and check.error is not None  # without a number, it answers nothing
         serving.has = update.old.folder if kept else None
         serving.engine.failed &= not kept  # a broken update has to raise
         if not (kept or spoil):

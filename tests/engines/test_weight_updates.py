@@ -148,6 +148,30 @@ def test_way_after_a_dead_engine_is_judged() -> None:
     assert "has no attribute '_engine'" in found[0].text
 
 
+class StopsAtBrokenWeights(faulty.OneWay):
+    """Answers nothing after an update that fails, until it is started again."""
+
+    @classmethod
+    def describe(cls) -> EngineInfo:
+        return replace(super().describe(), ways={"first": "", faulty.WAY: ""})
+
+    def update(self, way: str, folder: Path) -> None:
+        kept = self._engine
+        del self._engine
+        super().start(folder, "fp32", {}) if "broken" in folder.name else None
+        self._engine = kept
+        super().update(way, folder)
+
+
+def test_stopped_engine_is_started_again() -> None:
+    run, expected, new = place("qwen3")
+    found = updates(
+        StopsAtBrokenWeights(), replace(run, serve=lambda: ServedEngine(StopsAtBrokenWeights())), expected, new
+    )
+    assert [check.state for check in found] == ["conforms"] * 6, found
+    assert "and answers nothing until" in found[1].text
+
+
 def test_engine_that_cannot_run_leaves_the_next_one(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
