@@ -25,18 +25,26 @@ from impl.engine.optimizers import sums_of_squares
 
 
 @contextlib.contextmanager
-def placed(device: str, *, exact: bool) -> Iterator[None]:
-    """Redirects CUDA requests to ``device``; enter it around every call into megatron-core. It may be nested."""
+def on_device(device: str, *, exact: bool) -> Iterator[None]:
+    """Redirects CUDA requests to ``device`` and computes what megatron-core computes. It may be nested."""
     on_cpu = device == "cpu"
     with contextlib.ExitStack() as stack:
         if on_cpu:
             stack.enter_context(cuda_is_cpu())
             for owner, replacements in _REPLACEMENTS:
                 stack.enter_context(replaced(owner, replacements))
-        if clip_grads.l2_norm_impl is local_multi_tensor_l2_norm:
-            stack.enter_context(replaced(clip_grads, {"l2_norm_impl": _l2_norm}))
         if on_cpu or exact:
             stack.enter_context(_DtypeNames(on_cpu=on_cpu, exact=exact))
+        yield
+
+
+@contextlib.contextmanager
+def placed(device: str, *, exact: bool) -> Iterator[None]:
+    """Enters ``on_device`` with the gradient norm replaced; enter it around every call into megatron-core."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(on_device(device, exact=exact))
+        if clip_grads.l2_norm_impl is local_multi_tensor_l2_norm:
+            stack.enter_context(replaced(clip_grads, {"l2_norm_impl": _l2_norm}))
         yield
 
 
