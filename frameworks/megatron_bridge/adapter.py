@@ -5,7 +5,6 @@ pauses where a step begins. TransformerEngine needs a GPU, so layers are megatro
 offers (``local_layer_spec``), without fused kernels.
 """
 
-import contextlib
 import functools
 import importlib
 import json
@@ -15,12 +14,12 @@ from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 
 import parity
 from impl.megatron.device_placement import on_device
 
-for _name in ("models.gpt.gpt_layer_specs", "models.gpt.gpt_model", "optimizer", "dist_checkpointing"):  # they must not see the stand-in below
+# They must not see the stand-in for TransformerEngine below.
+for _name in ("models.gpt.gpt_layer_specs", "models.gpt.gpt_model", "optimizer", "dist_checkpointing"):
     importlib.import_module(f"megatron.core.{_name}")
 with parity.on_cpu(stand_ins=("transformer_engine", "modelopt", "nvidia_resiliency_ext")):
     importlib.import_module("megatron.bridge")  # its LoRA has annotations of TransformerEngine's layers
@@ -32,6 +31,8 @@ with parity.on_cpu(stand_ins=("modelopt", "nvidia_resiliency_ext")):
     from megatron.bridge.training.pretrain import pretrain
     from megatron.bridge.training.state import GlobalState
     from megatron.bridge.training.tokenizers.config import TokenizerConfig
+    from megatron.core import parallel_state
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
     from megatron.core.transformer.enums import AttnBackend
 
 BACKENDS = ("MegatronBridge",)
@@ -42,20 +43,14 @@ UNFUSED = (
 
 
 class Rows(config.DatasetProvider):  # type: ignore[misc]
-    """Stands in for a data set: the micro-batches of the steps, without an end."""
+    """Stands in for a data set: gives Bridge a loader of the suite's rows."""
 
-    def __init__(self) -> None:
+    def __init__(self, loader: parity.Loader) -> None:
         super().__init__(dataloader_type="external", num_workers=0, pin_memory=False)
-        self.waiting: list[Any] = []
+        self.loader = loader
 
     def build_datasets(self, context: Any) -> Any:
-        return self, None, None
-
-    def __iter__(self) -> "Rows":
-        return self
-
-    def __next__(self) -> Any:
-        return self.waiting.pop(0)
+        return iter(self.loader), None, None
 
 
 class Paces(Callback):  # type: ignore[misc]
@@ -75,8 +70,7 @@ class Paces(Callback):  # type: ignore[misc]
         self.backend.values |= {"loss": loss, "grad_norm": float(context.grad_norm)}
 
 
-class MegatronBridge:
-    fresh_ranks = True
+class MegatronBridge(parity.FrameworkAdapter):
     preload = ("adapter",)
     conventions = (parity.TrainedPaddingToken(),)
 
@@ -87,23 +81,22 @@ class MegatronBridge:
         return parity.BackendInfo(name="megatron_bridge", packages=packages, default_zero=0, url=url)
 
     @classmethod
-    def supports(cls, scenario: parity.Scenario, layout: parity.Layout) -> parity.Support:
+    def refuses(cls, scenario: parity.Scenario, layout: parity.Layout) -> str:
         if layout != parity.Layout(dp=layout.dp):
-            return parity.Unsupported(f"this adapter runs megatron-core's DDP; use dp{layout.world_size}")
+            return f"this adapter runs megatron-core's DDP; use dp{layout.world_size}"
         if scenario.data.packed:
-            return parity.Unsupported("packed rows need TransformerEngine's attention; use packed = false")
+            return "packed rows need TransformerEngine's attention; use packed = false"
         if scenario.precision not in ("exact", "fp32"):
-            return parity.Unsupported("half precision without TransformerEngine is not its users'; use exact or fp32")
+            return "half precision without TransformerEngine is not its users'; use exact or fp32"
         if scenario.optimizer.frozen or scenario.lora or scenario.router_z_loss:
-            return parity.Unsupported("this adapter has no frozen parameters, LoRA and z-loss")
-        return parity.Supported()
+            return "this adapter has no frozen parameters, LoRA and z-loss"
+        return ""
 
     def setup(
         self, scenario: parity.Scenario, layout: parity.Layout, weights: Mapping[str, Path], device: str
     ) -> dict[str, Any]:
         o, s, data, k = scenario.optimizer, scenario.schedule, scenario.data, scenario.accumulation
-        self.deal = {"dp_rank": dist.get_rank(), "dp_size": layout.dp, "accumulation": k}
-        self.stack, self.values, self.rows = contextlib.ExitStack(), {}, Rows()
+        self.scenario, self.layout, self.values, self.rows = scenario, layout, {}, parity.Loader()
         self.stack.enter_context(on_device(device, exact=scenario.precision == "exact"))
         if device == "cpu":
             self.stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -122,7 +115,7 @@ class MegatronBridge:
         adam = {"optimizer": "adam", "adam_beta1": o.betas[0], "adam_beta2": o.betas[1], "adam_eps": o.eps}
         sgd = {"optimizer": "sgd", "sgd_momentum": o.momentum}
         self.container = config.ConfigContainer(
-            model=model, dataset=self.rows,
+            model=model, dataset=Rows(self.rows),
             train=config.TrainingConfig(
                 micro_batch_size=data.rows // (layout.dp * k), global_batch_size=data.rows, train_iters=10**6,
                 eval_interval=10**7, eval_iters=0,
@@ -144,15 +137,22 @@ class MegatronBridge:
             tokenizer=TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=hf["vocab_size"] - 1),
         )  # fmt: skip
         allowed = functools.partial(setup.initialize_megatron, allow_no_cuda=device == "cpu")
-        self.stack.enter_context(mock.patch.object(setup, "initialize_megatron", allowed))
-        self.stack.enter_context(mock.patch.object(initialize, "compile_helpers"))  # of Megatron's own data sets
+        self.patch(setup, "initialize_megatron", allowed)
+        self.patch(initialize, "compile_helpers", lambda: None)  # of Megatron's own data sets
         shapes = "get_tensor_shapes_adjust_fn_for_distillation"  # modelopt's, which returns None but for distillation
-        self.stack.enter_context(mock.patch.object(train, shapes, return_value=None))
-        self.stack.callback(initialize.destroy_global_state)
+        self.patch(train, shapes, lambda *_, **__: None)
+        # megatron-core leaves groups in variables, and one in the cache of a method.
+        self.stack.enter_context(mock.patch.dict(vars(parallel_state)))
+        self.stack.callback(RotaryEmbedding.forward.cache_clear)
+        self.start()
+        return {"model": repr(self.model), "optimizer": repr(self.optimizer), "config": repr(self.container.optimizer)}
+
+    def start(self) -> None:
+        """Runs ``pretrain`` up to its first step."""
         self.loop = parity.Paused(lambda pause: pretrain(self.container, self.forward_step, callbacks=[Paces(self)]))
+        self.stack.callback(initialize.destroy_global_state)
         self.stack.callback(self.loop.close)
         self.loop.resume()
-        return {"model": repr(self.model), "optimizer": repr(self.optimizer), "config": repr(self.container.optimizer)}
 
     def started(self, context: Any) -> None:
         """Keeps the objects of the loop, and shows gradients where megatron-core has reduced and divided them."""
@@ -176,7 +176,7 @@ class MegatronBridge:
 
     def train_step(self, batch: parity.Batch, on_gradients: Callable[[str], None]) -> parity.StepMetrics:
         self.on_gradients, self.seen = on_gradients, []
-        parts = batch.micro_batches(**self.deal)
+        parts = self.own(batch)
         self.rows.waiting = [self.collated(rows) for rows in parts]
         masks = [one["loss_mask"].bool() for one in self.rows.waiting]
         self.loop.resume()
@@ -197,26 +197,23 @@ class MegatronBridge:
         positions = torch.arange(length).expand(len(rows), -1)
         return {"tokens": tokens, "labels": labels, "loss_mask": mask, "position_ids": positions}
 
-    def named_tensors(self, kind: parity.TensorKind, model: str) -> Iterator[tuple[str, torch.Tensor]]:
+    def tensors(self, kind: parity.TensorKind, model: str) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields tensors by Bridge's own mapping of names, which converts the weights: gradients take their place."""
         weights = {p: p.data for p in self.model.parameters()}
         for p in weights if kind == "gradient" else ():
             p.data = p.main_grad
-        yield from list(self.bridge.export_hf_weights(self.chunks, cpu=False, show_progress=False))
+        exported = self.bridge.export_hf_weights(self.chunks, cpu=False, show_progress=False)
+        found = [(name, tensor.detach()) for name, tensor in exported]  # some are the parameters themselves
         for p, data in weights.items():
             p.data = data
-
-    def local_shards(self, kind: parity.TensorKind, model: str) -> Iterator[parity.Shard]:
-        return parity.shards(self.named_tensors(kind, model))
+        yield from found
 
     def save(self, path: Path) -> None:
         self.container.checkpoint.save = str(path)
         checkpointing.save_checkpoint(self.state, self.chunks, self.optimizer, self.scheduler, 0, {})
 
     def load(self, path: Path) -> None:
+        self.loop.close()
+        initialize.destroy_global_state()
         self.container.checkpoint.load = str(path)
-        checkpointing.load_checkpoint(self.state, self.chunks, self.optimizer, self.scheduler, checkpointing_context={})
-
-    def teardown(self) -> None:
-        self.stack.close()
-        self.__dict__.clear()
+        self.start()
