@@ -72,7 +72,7 @@ class Paces(Callback):  # type: ignore[misc]
 
 class MegatronBridge(parity.FrameworkAdapter):
     preload = ("adapter",)
-    conventions = (parity.TrainedPaddingToken(),)
+    conventions = (parity.TrainedPaddingToken(), parity.GeneratorsNotSaved())  # but for those of the first rank
 
     @classmethod
     def describe(cls) -> parity.BackendInfo:
@@ -139,8 +139,10 @@ class MegatronBridge(parity.FrameworkAdapter):
         allowed = functools.partial(setup.initialize_megatron, allow_no_cuda=device == "cpu")
         self.patch(setup, "initialize_megatron", allowed)
         self.patch(initialize, "compile_helpers", lambda: None)  # of Megatron's own data sets
-        shapes = "get_tensor_shapes_adjust_fn_for_distillation"  # modelopt's, which returns None but for distillation
-        self.patch(train, shapes, lambda *_, **__: None)
+        # modelopt's, which do nothing to a model that is neither quantised nor distilled
+        self.patch(train, "get_tensor_shapes_adjust_fn_for_distillation", lambda *_, **__: None)
+        for name in ("save_sharded_modelopt_state", "restore_modelopt_state"):
+            self.patch(checkpointing, name, lambda *_: None)
         # megatron-core leaves groups in variables, and one in the cache of a method.
         self.stack.enter_context(mock.patch.dict(vars(parallel_state)))
         self.stack.callback(RotaryEmbedding.forward.cache_clear)
