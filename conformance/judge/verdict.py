@@ -208,8 +208,8 @@ def judge(
     notes += [f"not judged: {', '.join(features)}"] if (features := not_judged_of(oracle)) else []
     notes += [f"not judged: {', '.join(sorted(unjudged))}"] if unjudged else []
     listed = unproven(phases, scenario, sizes)
-    if not verdict.findings:  # ranks have to know seed and batches, so a backend can be right for those that it knows
-        listed += [*within_noise(quantities, precision), f"seeds other than {scenario.seed}"]
+    if not verdict.findings:
+        listed += within_noise(quantities, precision)
     notes += [f"not proven: {', '.join(listed)}"] if listed else []
     notes += _sketched(oracle.loaded.names())
     if verdict.findings:

@@ -49,7 +49,7 @@ def stale_weights(copy_tensors: Function, model: Any, tensors: Any) -> None:
     cells=_cell("qwen3"),
     needs="an update",
 )
-def stale_shard(copy_tensors: Function, model: Any, tensors: Any) -> None:
+def shard_not_sent(copy_tensors: Function, model: Any, tensors: Any) -> None:
     def mix(name: str, new: Tensor, old: Tensor) -> Tensor:
         dim = 1 if re.search("o_proj|down_proj", name) else 0
         return torch.cat((new.chunk(2, dim)[0], old.chunk(2, dim)[1]), dim) if new.dim() > 1 else new

@@ -57,7 +57,7 @@ BELOW: dict[str, PrecisionName] = {
 # Steps until a fault shows where one is not enough: at a schedule's second, at a step whose gradients are small.
 LATER = {
     "schedule-per-micro-batch": 2,
-    "clip-always": 3,
+    "clip-always": 4,
     "default-betas": 2,
     "moments-in-bf16": 2,
     "overflow-on-one-rank": 2,
