@@ -127,7 +127,6 @@ def inverted_clip(clip_coefficient: Function, norm: float, max_norm: float) -> f
     summary="gradients below max_grad_norm are scaled up to it",
     source="the other half of https://github.com/deepspeedai/DeepSpeed/pull/5150",
     stage="weights after N steps",
-    half_stage="gradients",
     cells=sft("sft-packed", "llama", fsdp2="dp2"),
     blind=("loss",),
     needs="a step whose gradient norm is below max_grad_norm",
