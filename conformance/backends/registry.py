@@ -26,7 +26,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import IO, Any, NoReturn, Protocol, TypeVar
 
@@ -49,13 +49,14 @@ from conformance.core import packages as own_packages
 from conformance.core.errors import UsageError, one_line
 from conformance.core.io import no_link
 from conformance.core.packages import package_version
-from conformance.core.process import signal_at_death_of, signal_group
+from conformance.core.process import StartPatience, effort, signal_at_death_of, signal_group
 from conformance.spec.conventions import Convention, Conventions, in_cell
 from conformance.spec.known_defects import ExpectedDifference, Known
 from conformance.spec.layout import Layout
 from conformance.spec.scenario import Scenario, parse_scenario, scenario_to_json
 
-LIMIT_S = 300.0  # seconds for an answer; the first one waits for the imports of the adapter
+LIMIT_S = 300.0  # seconds for an answer; for the first one, seconds in which the imports neither compute nor read
+_TICK_S = 0.25
 OPTIONAL = ("export_merged", "export_state", "host_bytes", "import_state", "supports_checkpoint", "traced")
 _PRELOAD = ("torch._dynamo",)  # torch.optim imports it, which takes a second in every rank
 Made = TypeVar("Made")
@@ -225,7 +226,7 @@ class EnvironmentProcess:
                 )
         except OSError as error:
             raise UsageError(f"{what}: {error.strerror}; give the executable of an environment") from None
-        self.hello, needs = self.receive(), _NEEDS.format(conformance.__version__)
+        self.hello, needs = self._started(), _NEEDS.format(conformance.__version__)
         if "suite" not in self.hello:
             why = self.hello["message"]
             raise UsageError(f"{what}: it does not answer; the environment {needs} ({why})")
@@ -241,10 +242,22 @@ class EnvironmentProcess:
             return {"kind": "failed", "message": "its process has ended"}
         return self.receive()
 
+    def _started(self) -> dict[str, Any]:
+        """Waits for the imports of the process. Returns its first message."""
+        patience = StartPatience(partial(effort, self.process.pid), limit_s=self._limit_s)
+        while not self._is_readable(_TICK_S):
+            if why := patience.why_over():
+                self.end()
+                return {"kind": "failed", "message": f"its process hangs in its imports: {why}"}
+        return self.receive()
+
+    def _is_readable(self, limit_s: float) -> bool:
+        assert self.process.stdout
+        return bool(select.select([self.process.stdout], [], [], limit_s)[0])
+
     def receive(self) -> dict[str, Any]:
         assert self.process.stdout
-        readable, _, _ = select.select([self.process.stdout], [], [], self._limit_s)
-        if not readable:
+        if not self._is_readable(self._limit_s):
             self.end()
             return {"kind": "failed", "message": f"its process has not answered within {self._limit_s:g} s"}
         try:
@@ -307,7 +320,7 @@ class ForkedProcess(EnvironmentProcess):
     def __init__(self, name: str) -> None:
         self._what, self._limit_s = name, LIMIT_S
         self.process: Any = _Fork(name)
-        self.hello = self.receive()
+        self.hello = self._started()
 
 
 class SubprocessAdapter:

@@ -11,7 +11,9 @@ import re
 import resource
 import signal
 import socket
+import time
 from collections import Counter
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -24,6 +26,10 @@ STORE_TIMEOUT = timedelta(minutes=5)  # torch's default
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _CLONE_NEWNS, _MS_BIND, _MS_REC, _MS_SLAVE = 0x20000, 0x1000, 0x4000, 0x80000
+_BYTES_PER_S = 10 * 2**20
+START_LIMIT_S = 120.0  # in which a process that starts has to compute or read something
+_SLOW_START = 12  # times its limit: most time of a start, however much the process computes
+_START_SHARE = 0.01  # of a processor that counts as computing; a loaded machine may give a process no more
 _MARK = 2**40  # microseconds of real-time scheduling, which no process here uses; the limit is only carried
 
 
@@ -72,21 +78,60 @@ def mount_privately(folder: Path, at: Path) -> bool:
 
 def process_state(pid: int) -> str:
     """Returns the kernel's one-letter state (R, S, D, T: stopped, Z: zombie), or "" if there is no such process."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return ""
-    return stat.rpartition(")")[2].split()[0]
+    return next(iter(_stat(pid)), "")
 
 
 def processor_seconds(pid: int) -> float:
     """Returns the processor time of all threads of a process, user and kernel mode, in seconds; 0 without process."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return 0.0
-    fields = stat.rpartition(")")[2].split()  # from the third field of proc(5); utime and stime are the 14th and 15th
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return sum(map(int, _stat(pid)[11:13])) / os.sysconf("SC_CLK_TCK")
+
+
+def _stat(pid: int) -> list[str]:
+    """Returns the fields of proc(5) from the third on; none without process."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return []
+
+
+def effort(pid: int) -> float:
+    """Returns a number that grows while a process or a descendant computes or reads files: the seconds of processor
+    time, and one more for each 10 MiB that were read. 0 without process."""
+    read, below = 0, list[str]()
+    with contextlib.suppress(OSError):  # it has ended, or belongs to somebody else
+        read = int(Path(f"/proc/{pid}/io").read_text().split()[1])
+        below = " ".join(file.read_text() for file in Path(f"/proc/{pid}/task").glob("*/children")).split()
+    ticks = sum(map(int, _stat(pid)[11:15]))  # with those of the children that it has reaped
+    return ticks / os.sysconf("SC_CLK_TCK") + read / _BYTES_PER_S + sum(effort(int(child)) for child in below)
+
+
+class StartPatience:
+    """Decides when a process hangs that starts, for example one that imports torch. Wall time alone proves nothing: a
+    loaded machine or a slow disk may take minutes for the imports.
+
+    work: ``effort`` of the process. limit_s: seconds without effort.
+    """
+
+    def __init__(self, work: Callable[[], float], *, limit_s: float | None = None) -> None:
+        self._work, self._limit_s = work, START_LIMIT_S if limit_s is None else limit_s
+        self._begun = self._marked = time.monotonic()
+        self._done = work()
+
+    def why_over(self) -> str:
+        """Returns the reason why the process counts as hung, for the end of a message; empty while it does not."""
+        now = time.monotonic()
+        if now - self._begun > (most := most_start_s(self._limit_s)):
+            return f"it is not done after {most:.3g} s, although it computes or reads files"
+        if (without := now - self._marked) <= self._limit_s:
+            return ""
+        if (done := self._work()) - self._done < _START_SHARE * without:
+            return f"for {without:.3g} s it has neither computed nor read files"
+        self._marked, self._done = now, done
+        return ""
+
+
+def most_start_s(limit_s: float = START_LIMIT_S) -> float:
+    """Returns the most seconds that a start may take, even of a process that computes."""
+    return _SLOW_START * limit_s
 
 
 def children() -> list[int]:

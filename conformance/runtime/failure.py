@@ -17,7 +17,6 @@ from typing import Any, Literal
 
 ASK = signal.SIGUSR2
 _ALL_RANKS, _UNDESCRIBED = "default_pg", "undefined"  # torch's descriptions of groups
-START_LIMIT_S = 120.0  # for importing torch and a backend on a loaded machine
 ENTRIES = 200  # number of collectives that a rank remembers; TORCH_FR_BUFFER_SIZE
 
 

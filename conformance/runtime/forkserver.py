@@ -293,6 +293,7 @@ def main(arguments: Sequence[str]) -> None:
     adopt_orphans()
     control = Wire(socket.socket(fileno=int(control_fd)))
     os.set_inheritable(int(control_fd), False)
+    control.send({"type": "importing", "pid": os.getpid()})
     if ranks == "forked":
         try:
             harm = _import([*preload, "conformance.runtime.worker_main"])

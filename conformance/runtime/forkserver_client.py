@@ -7,13 +7,14 @@ import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
 from conformance.core.host import available_memory
 from conformance.core.io import no_link
-from conformance.core.process import process_state
-from conformance.runtime.failure import START_LIMIT_S, StartError
+from conformance.core.process import StartPatience, effort, process_state
+from conformance.runtime.failure import StartError, exit_words
 from conformance.runtime.messages import Device, Message, wire_pair
 from conformance.runtime.preload_server import Forked, environment, fork_forkserver
 from conformance.runtime.slots import Slot
@@ -22,6 +23,7 @@ from conformance.runtime.worker_groups import Child, WorkerGroup, WorkerGroupCon
 _FORKSERVER = "conformance.runtime.forkserver"
 _STARTED_LIMIT_S = 30.0  # a forkserver only forks
 _GONE_LIMIT_S = 2.0
+_TICK_S = 0.25
 _NOTHING: Mapping[str, str] = MappingProxyType({})
 
 _log_numbers = itertools.count(1)
@@ -45,7 +47,6 @@ class ForkserverHandle(Child):
     what = "the process that ranks are forked from"
 
     def __init__(self, *, preload: tuple[str, ...], device: Device, log: Path, python: str = "") -> None:
-        self._begun = time.monotonic()
         control, child_end = wire_pair()
         with child_end:
             if python:
@@ -56,17 +57,21 @@ class ForkserverHandle(Child):
                 with open(log, "ab", opener=no_link) as output:
                     forked: Forked = fork_forkserver(preload, device=device, control=child_end, log=output)
                 super().__init__(control, forked, log=log)
+        self._preload = preload
+        self._patience = StartPatience(partial(effort, started.pid)) if python else forked.patience()
         self._ready: Message | None = None  # its message after the imports
 
     def wait_until_ready(self) -> None:
         """Waits until the imports are done. If an import fails, ends the forkserver and raises StartError."""
+        try:
+            while self._ready is None and self.is_alive:
+                if self._next_message(limit_s=_TICK_S) is None and self.is_alive and (why := self._patience.why_over()):
+                    raise StartError(f"{self.what} hangs in its imports ({', '.join(self._preload)}): {why}")
+        except BaseException:
+            self.close()
+            raise
         if self._ready is None:
-            try:
-                self._answer("ready", worker_group=None, limit_s=START_LIMIT_S, since=self._begun)
-            except BaseException:
-                self.close()
-                raise
-        assert self._ready is not None
+            raise StartError(f"{self.what} {exit_words(self.close())}{self._where_it_ended()}")
         if self._ready["error"]:
             self.close()
             raise StartError(self._ready["error"])
@@ -74,7 +79,7 @@ class ForkserverHandle(Child):
     def is_ready(self) -> bool:
         """Returns whether ``wait_until_ready`` would return or raise at once."""
         self.receive()
-        return self._ready is not None or not self.is_alive or time.monotonic() - self._begun > START_LIMIT_S
+        return self._ready is not None or not self.is_alive or bool(self._patience.why_over())
 
     def start_worker_group(
         self,
@@ -122,7 +127,9 @@ class ForkserverHandle(Child):
 
     def _dispatch(self, message: Message) -> None:
         super()._dispatch(message)
-        if message["type"] == "ready":
+        if message["type"] == "importing":
+            self._patience = StartPatience(partial(effort, message["pid"]))
+        elif message["type"] == "ready":
             self._ready = message
 
     def _start_error(self, size: int, error: str) -> StartError:

@@ -26,6 +26,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module, invalidate_caches
 from importlib.metadata import distributions
 from importlib.util import cache_from_source, find_spec
@@ -34,9 +35,9 @@ from typing import IO, NoReturn
 
 from conformance.core import packages as own_packages
 from conformance.core.host import cache_folder
-from conformance.core.process import adopt_orphans, children, signal_process
+from conformance.core.process import StartPatience, adopt_orphans, children, effort, signal_process
 from conformance.runtime import forkserver
-from conformance.runtime.failure import ENTRIES, START_LIMIT_S, StartError
+from conformance.runtime.failure import ENTRIES, StartError
 from conformance.runtime.messages import Device, Message, Wire, wire_pair
 
 # A failed import is ignored here: a forkserver that needs the module imports it again and reports the error.
@@ -49,6 +50,7 @@ _NO_GPU = {"CUDA_VISIBLE_DEVICES": "", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 _ENVIRONMENTS = 3  # number of environments whose bytecode is kept, the last ones used; 110 MB each
 _STATUS = struct.Struct("i")
 _TICK_S = 0.002
+_SEND_LIMIT_S = 0.1
 
 
 class Forked:
@@ -57,6 +59,10 @@ class Forked:
     def __init__(self, preload_server: "_PreloadServer", number: int, status_fd: int) -> None:
         self._preload_server, self._number, self._status_fd = preload_server, number, status_fd
         self.returncode: int | None = None
+
+    def patience(self) -> StartPatience:
+        """Returns the patience with the process that has to fork this one."""
+        return self._preload_server.patience()
 
     def terminate(self) -> None:
         self._signal(signal.SIGTERM)
@@ -112,6 +118,9 @@ class _PreloadServer:
     def is_alive(self) -> bool:
         return self._owner == os.getpid() and self._process.poll() is None
 
+    def patience(self) -> StartPatience:
+        return StartPatience(partial(effort, self._process.pid))
+
     def has_imported(self) -> bool:
         """Returns whether the imports are done. The only message of the preload server reports that."""
         self._has_imported = self._has_imported or _is_readable(self.wire.fileno(), limit_s=0)
@@ -125,8 +134,10 @@ class _PreloadServer:
         request |= {"environment": environment(device), "path": absolute_path()}
         status_fd, write_fd = os.pipe()
         try:
-            if not self.wire.send(request, fds=[control.fileno(), log.fileno(), write_fd], limit_s=START_LIMIT_S):
-                raise StartError(f"the process that forks others has died, or has read nothing for {START_LIMIT_S:g} s")
+            patience = self.patience()
+            while not self.wire.send(request, fds=[control.fileno(), log.fileno(), write_fd], limit_s=_SEND_LIMIT_S):
+                if why := "it has died" if not self.is_alive else patience.why_over():
+                    raise StartError(f"the process that forks others reads no requests: {why}")
         except BaseException:
             os.close(status_fd)
             raise

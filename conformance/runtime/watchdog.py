@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from conformance.core.process import StartPatience
 from conformance.runtime import failure as flight
 from conformance.runtime.failure import (
-    START_LIMIT_S,
     Failure,
     FailureKind,
     Location,
@@ -48,9 +48,9 @@ class Patience:
         self._marked = since
         self._longest: tuple[float, str] = (0.0, "")
 
-    def why_over(self, now: float) -> str:
+    def why_over(self) -> str:
         """Returns the reason why the task counts as hung; empty while it does not."""
-        self._update(now)
+        self._update(now := time.monotonic())
         without, limit = now - self._marked, self._limit_s
         if now - self._since > SLOW * limit:
             return f"not done within {SLOW} times the budget of {limit:g} s (--budget){self._longest_phase()}"
@@ -113,7 +113,7 @@ def run_task(
     worker_group.beats.reset("start")
     for wire in worker_group.wires:
         wire.send({"do": "task", "task": task, "kwargs": kwargs, "log_dir": str(log_dir)}, fds=held)
-    watch.expect("started", Patience(worker_group, limit_s=START_LIMIT_S, since=time.monotonic()))
+    watch.expect("started", StartPatience(worker_group.effort))
     patience = Patience(worker_group, limit_s=budget_s, since=time.monotonic())
     done = watch.expect("done", patience)
     for wire in worker_group.wires:
@@ -133,14 +133,14 @@ class _Watch:
         self._stopped_since: dict[int, float] = {}
         self._cut_since: dict[int, float] = {}
 
-    def expect(self, kind: str, patience: Patience) -> list[Message]:
+    def expect(self, kind: str, patience: Patience | StartPatience) -> list[Message]:
         """Waits until every rank has sent a message of this kind. Raises TaskFailed."""
         while not all(self._inbox):
             self._poll(limit_s=_TICK_S)
             if self._failures:
                 self._collect_other_failures()
                 self._fail(first_cause(list(self._failures.values())), self._stacks())
-            if not all(self._inbox) and (why := patience.why_over(time.monotonic())):
+            if not all(self._inbox) and (why := patience.why_over()):
                 self._hang(why)
         messages = [inbox.popleft() for inbox in self._inbox]
         for rank, message in enumerate(messages):

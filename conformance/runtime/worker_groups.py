@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from conformance.core.io import no_link
-from conformance.core.process import process_state, processor_seconds, signal_process
+from conformance.core.process import effort, process_state, processor_seconds, signal_process
 from conformance.runtime.failure import StartError, exit_words, tail
 from conformance.runtime.messages import MOST_FDS, Device, Heartbeats, Message, Wire, wire_pair
 
@@ -117,6 +117,10 @@ class WorkerGroup:
     def processor_seconds(self) -> float:
         """Returns the processor time of all ranks together."""
         return sum(map(processor_seconds, self.pids))
+
+    def effort(self) -> float:
+        """Returns what all ranks together have computed and read (conformance.core.process.effort)."""
+        return sum(map(effort, self.pids))
 
     def signal(self, rank: int, number: int) -> None:
         signal_process(self.pids[rank], number)
@@ -220,8 +224,8 @@ class Handle:
         if message["type"] == "exited" and (worker_group := self._worker_groups.get(message["worker_group"])):
             worker_group.statuses[message["rank"]] = message["status"]
 
-    def _answer(self, kind: str, *, worker_group: int | None, limit_s: float, since: float | None = None) -> Message:
-        deadline = (time.monotonic() if since is None else since) + limit_s
+    def _answer(self, kind: str, *, worker_group: int, limit_s: float) -> Message:
+        deadline = time.monotonic() + limit_s
         while (message := self._next_message(limit_s=deadline - time.monotonic())) is not None:
             if message["type"] == kind and message.get("worker_group") == worker_group:
                 return message

@@ -1,6 +1,7 @@
 """Worker groups: the processes around the ranks, which are forkservers and controllers, and ranks that are not
 forked."""
 
+import contextlib
 import os
 import re
 import signal
@@ -16,8 +17,9 @@ import pytest
 import torch
 from worker_group_helpers import BUDGET_S, Runner, is_dead_soon, is_gone, results
 
+from conformance.core import process
 from conformance.core.process import process_state
-from conformance.runtime import Pool, WorkerGroupConfig, forkserver, forkserver_client, preload_server
+from conformance.runtime import Pool, WorkerGroupConfig, forkserver, preload_server
 from conformance.runtime.failure import StartError
 from conformance.runtime.forkserver_client import Forkservers
 
@@ -93,7 +95,7 @@ def test_all_places_of_a_host_ask_a_preload_server_that_still_imports_for_forkse
 ) -> None:
     """Sixteen shares of GPUs ask for one each, and with them goes the environment, which is long on many hosts."""
     monkeypatch.setenv("LONG", "x" * 20_000)
-    monkeypatch.setattr(preload_server, "START_LIMIT_S", 1.0)
+    monkeypatch.setattr(process, "START_LIMIT_S", 1.0)
     slots = [Forkservers(tmp_path) for _ in range(16)]
     began = time.monotonic()
     for each in slots:
@@ -118,9 +120,8 @@ def test_a_request_waits_for_room_until_the_preload_server_reads(stopped_preload
 @pytest.mark.usefixtures("stopped_preload_server")
 def test_a_preload_server_that_reads_nothing_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fill_socket()
-    monkeypatch.setattr(preload_server, "START_LIMIT_S", 0.1)
-    monkeypatch.setattr(forkserver_client, "START_LIMIT_S", 0.2)  # of who does not get to know
-    with pytest.raises(StartError, match=r"has read nothing for 0\.1 s"):
+    monkeypatch.setattr(process, "START_LIMIT_S", 0.1)
+    with pytest.raises(StartError, match=r"reads no requests: for 0\.\d+ s it has neither computed nor read files"):
         Forkservers(tmp_path).start(WORLD)
     Forkservers(tmp_path).prepare(WORLD)  # raises nothing: whoever wants the worker group is told
 
@@ -205,6 +206,21 @@ def test_a_forkserver_that_is_still_importing_ends_at_once(tmp_path: Path, monke
         pool.prepare(WorkerGroupConfig(size=2, device="cpu", preload=("slow",)))
     assert time.monotonic() - began < 5
     assert list((tmp_path / "work").iterdir()) == []
+
+
+@pytest.mark.parametrize("work", ["while time.monotonic() < end: pass", "time.sleep(1)"])
+def test_slow_import_hangs_only_without_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, work: str) -> None:
+    (tmp_path / "slow_import.py").write_text(f"import time; end = time.monotonic() + 1\n{work}")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(process, "START_LIMIT_S", 0.4)
+    config = WorkerGroupConfig(size=1, device="cpu", preload=("slow_import",))
+    with contextlib.closing(Forkservers(tmp_path / "work")) as slot:
+        if "sleep" not in work:
+            return slot.of(config).wait_until_ready()
+        why = r"hangs in its imports \(slow_import\): for 0\.\d+ s it has neither computed nor read files"
+        with pytest.raises(StartError, match=why):
+            slot.of(config).wait_until_ready()
+    return None
 
 
 def test_what_was_prepared_is_what_the_first_task_finds(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from itertools import groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from conformance.core.process import most_start_s
 from conformance.runtime import WorkerGroupConfig
 from conformance.runtime.failure import StartError
 from conformance.runtime.leased_slots import LeasedSlots
@@ -22,7 +23,7 @@ from conformance.runtime.multihost.relay import JoinedHost, Relay
 from conformance.runtime.slots import Block, NoLease
 from conformance.runtime.worker_groups import MOST_RANKS, Handle, WorkerGroup, too_small
 
-_ANSWER_LIMIT_S = 180.0  # hosts import before they start ranks
+_ANSWER_MARGIN_S = 60.0  # hosts import before they start ranks, and say themselves when an import hangs
 _STOP_LIMIT_S = 10.0
 
 logger = logging.getLogger(__name__)
@@ -67,6 +68,8 @@ class RemoteWorkerGroup(WorkerGroup):
 
     def processor_seconds(self) -> float:
         return sum(self.seconds.values())
+
+    effort = processor_seconds
 
     def signal(self, rank: int, number: int) -> None:
         assert isinstance(self.handle, FarHandle)
@@ -165,7 +168,7 @@ class FarHandle(Handle):
             size=config.size,
             files=("heartbeats",),
             computes_when_busy=config.device == "cpu",
-            limit_s=_ANSWER_LIMIT_S,
+            limit_s=most_start_s() + _ANSWER_MARGIN_S,
         )
 
     def signal(self, worker_group: WorkerGroup, rank: int, number: int) -> None:
