@@ -182,7 +182,7 @@ def _engine(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="WAY",
-        help="judge only this way of taking new weights (docs/reference/engines.md); may be repeated",
+        help="judge this way of taking new weights (docs/reference/engines.md) and nothing else; may be repeated",
     )
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder of engine.json and report.html (default: none)")
     kinds = ("profile", "backend", "cells", "faults", "packing_samples", "ring_head_stride", "sketch")

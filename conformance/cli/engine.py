@@ -26,7 +26,7 @@ from conformance.runner.engine_run import EngineRun, Expected, judge_engine
 from conformance.runner.placement import SessionConfig
 from conformance.runner.preflight import check_device, leased_gpus
 from conformance.runner.session import Session
-from conformance.runner.weight_updates import Trained, judge_against, judge_updates, moved, train
+from conformance.runner.weight_updates import BROKEN, Trained, judge_against, judge_updates, moved, train
 from conformance.spec.scenario import Scenario
 
 SCENARIO, LAYOUT = "sft-packed", "dp2"
@@ -103,16 +103,18 @@ def _judged(
                 yield from train(cell, session, scenario, folder, out)
 
     def steps(engine: ServedEngine, run: EngineRun, scored: Sequence[Tensor], expected: Expected) -> Iterator[Check]:
-        if cells and not scenario.lora:
+        if cells and not (scenario.lora or run.ways):
             engine.start(run.folder, scenario.precision, run.settings)
             with Session(replace(config, out=out / "steps")) as session:
                 for cell in cells:
                     yield from on_policy(engine, expected.asked, scenario, folder, cell, session)
 
     def updates(engine: ServedEngine, run: EngineRun, scored: Sequence[Tensor], expected: Expected) -> Iterator[Check]:
+        broken = BROKEN
         for training in trained():
             yield from judge_against(training, scored, expected)
-            yield from judge_updates(engine, run, expected, training)
+            yield from judge_updates(engine, run, expected, training, broken)
+            broken = broken if training.folder == run.folder else {}  # what is refused does not depend on the trainer
 
     yield from judge_engine(run, steps, updates)
 

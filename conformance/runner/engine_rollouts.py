@@ -100,7 +100,10 @@ def judge_draws(engine: ServedEngine, asked: Asked) -> Iterator[Check]:
 def judge_ends(engine: ServedEngine, asked: Asked, greedy: Sequence[Sampled]) -> Check:
     """Judges where greedy responses end. greedy: those without a stop token."""
     stop = greedy[0].tokens[len(greedy[0].tokens) // 2]
-    stopped = engine.generate(asked.prompts, replace(GREEDY, max_new_tokens=NEW_TOKENS, stop=(stop,)))
+    try:
+        stopped = engine.generate(asked.prompts, replace(GREEDY, max_new_tokens=NEW_TOKENS, stop=(stop,)))
+    except NotSupported as error:
+        return Check(name="stop and length", state="unsupported", text=str(error))
     return judge_stop(greedy, stopped, stop, NEW_TOKENS)
 
 

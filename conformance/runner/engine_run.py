@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -155,7 +156,7 @@ def write_weights(weights: Weights, *, source: Path, folder: Path) -> None:
 class EngineRun:
     """Configures the judgement of an engine. serve: returns the engine, not started, in a new process.
 
-    device: where engine and reference compute. ways: of updating that are judged; empty: all that the engine has.
+    device: where engine and reference compute. ways: of updating that alone are judged; empty: all, and the rest.
     """
 
     serve: Callable[[], ServedEngine]
@@ -185,22 +186,28 @@ def judge_engine(run: EngineRun, *further: Further) -> Iterator[Check]:
             engine.start(run.folder, run.scenario.precision, run.settings)
             versions = ", ".join(f"{name} {version}" for name, version in engine.info.versions.items())
             yield Check(name="start", state="conforms", text=versions)
-            yield from judge_numbers(engine, expected)
-            yield from judge_draws(engine, expected.asked)
+            yield from islice(judge_numbers(engine, expected), 1 if run.ways else None)
             scored = engine.score(expected.requests.documents)
-            sampled = engine.generate(expected.requests.prompts, SAMPLED)
-            for kind, settings in engine.info.reports.items():
-                if settings:
-                    engine.start(run.folder, run.scenario.precision, run.settings | settings)
-                yield from judge_sampling(engine, expected.asked, kind)
-            for name, settings in engine.info.variants.items():
-                yield from _variant(engine, run, name, settings, scored, sampled, expected)
+            if not run.ways:
+                yield from _settings(engine, run, scored, expected)
             for judge in further:
                 yield from judge(engine, run, scored, expected)
     except NotSupported as error:
         yield Check(name="start", state="unsupported", text=str(error))
     except (EngineFailed, RecordError) as error:
         yield Check(name="engine", state="infrastructure", text=str(error))
+
+
+def _settings(engine: ServedEngine, run: EngineRun, scored: Sequence[Tensor], expected: Expected) -> Iterator[Check]:
+    """Judges what an engine samples and reports, and its variants."""
+    yield from judge_draws(engine, expected.asked)
+    sampled = engine.generate(expected.requests.prompts, SAMPLED)
+    for kind, settings in engine.info.reports.items():
+        if settings:
+            engine.start(run.folder, run.scenario.precision, run.settings | settings)
+        yield from judge_sampling(engine, expected.asked, kind)
+    for name, settings in engine.info.variants.items():
+        yield from _variant(engine, run, name, settings, scored, sampled, expected)
 
 
 def judge_numbers(engine: ServedEngine, expected: Expected) -> Iterator[Check]:

@@ -6,7 +6,7 @@ take the weights with the adapter merged into them. An update with broken weight
 """
 
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -36,6 +36,7 @@ LEAST_MOVE = (
 CLEAR_MOVE = 100.0  # times the bound: of a larger change, a part shows, too
 STEPS, STEPS_IN_HALF = 2, 4  # of a training before it exports; rounding hides smaller changes
 LONGEST = 250  # characters of an engine's own words
+Spoil = Callable[[Weights, str], Weights]  # weights, and the name of a tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,8 +174,17 @@ class Serving:
         self.has = folder
 
 
-def judge_updates(engine: ServedEngine, run: EngineRun, expected: Expected, training: Trained) -> Iterator[Check]:
-    """Updates the engine in each of its ways, from the first weights, and says which weights it has then."""
+def judge_updates(
+    engine: ServedEngine,
+    run: EngineRun,
+    expected: Expected,
+    training: Trained,
+    broken: Mapping[str, Spoil] | None = None,
+) -> Iterator[Check]:
+    """Updates the engine in each of its ways, from the first weights, and says which weights it has then.
+
+    broken: how weights are spoilt that it has to refuse; by default each of ``BROKEN``.
+    """
     if training.folder == run.folder:
         return
     if unknown := [way for way in run.ways if way not in engine.info.ways]:
@@ -193,16 +203,17 @@ def judge_updates(engine: ServedEngine, run: EngineRun, expected: Expected, trai
     try:
         for way in run.ways or engine.info.ways:
             if way not in engine.info.adapter_ways or run.scenario.lora:
-                yield from _way(serving, way, apart if way in engine.info.adapter_ways else whole)
+                update = apart if way in engine.info.adapter_ways else whole
+                yield from _way(serving, way, update, BROKEN if broken is None else broken)
     finally:
         if serving.engine is not engine:
             serving.engine.end()
 
 
-def _way(serving: Serving, way: str, update: Update) -> Iterator[Check]:
+def _way(serving: Serving, way: str, update: Update, broken: Mapping[str, Spoil]) -> Iterator[Check]:
     """Yields the checks of one way: an update and one back again, and updates that have to fail."""
     name = f"update by {way}" + (f", from {update.by}" if update.by else "")
-    for title, spoil in {"": None, **BROKEN}.items():
+    for title, spoil in {"": None, **broken}.items():
         try:
             serving.start(update.old.folder)
             if spoil:
@@ -272,15 +283,13 @@ def _of_another_shape(tensors: Weights, name: str) -> Weights:
     return tensors | {name: torch.cat([tensors[name], tensors[name][:1]])}
 
 
-BROKEN: dict[str, Callable[[Weights, str], Weights]] = {
+BROKEN: dict[str, Spoil] = {
     "without a tensor": _without_a_tensor,
     "with a tensor of another shape": _of_another_shape,
 }
 
 
-def _refused(
-    engine: ServedEngine, name: str, way: str, update: Update, spoil: Callable[[Weights, str], Weights]
-) -> Check:
+def _refused(engine: ServedEngine, name: str, way: str, update: Update, spoil: Spoil) -> Check:
     """Updates a started engine with broken weights: it has to raise, and to keep its old weights or to answer nothing.
 
     The tensor that is spoilt is in the middle of the file, so that weights before it are new already.

@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 
-from conformance.backends.engines import EngineFailed, EngineProcess, NotSupported, ServedEngine, load_engine
+from conformance.backends.engines import Decoding, EngineFailed, EngineProcess, NotSupported, ServedEngine, load_engine
 from conformance.cli.main import main
 from conformance.core.errors import UsageError
 from conformance.core.host import FIXTURES
@@ -25,6 +25,7 @@ from conformance.runner.engine_run import EngineRun, Requests, judge_engine, jud
 from conformance.runner.weight_updates import Trained, judge_updates, moved
 from conformance.spec.batch import Batch, Document, Row
 from conformance.spec.scenario import load_scenario
+from impl.engines.megatron_engine import MegatronEngine
 from impl.train.logging import read_log
 
 VLLM_WAYS = ("reload_weights of a folder", "reload_weights of tensors", "load_weights")  # that are not right on a CPU
@@ -79,6 +80,11 @@ def test_honest_engine_conforms(run: EngineRun, new: Trained) -> None:
     assert {check.state for check in found.values()} == {"conforms"}, found
     assert {SCORED, "distributions", GREEDY, "stop and length", UPDATE, "update by folder"} <= found.keys()
     assert found[UPDATE].text == "new, and back again"
+
+
+def test_chosen_ways_alone_are_judged(run: EngineRun, new: Trained) -> None:
+    found = checks(replace(run, ways=(faulty.WAY,)), faulty.OneWay, new)
+    assert {name.partition(",")[0] for name in found} == {"start", SCORED, UPDATE}
 
 
 def test_failed_variant_does_not_end_the_judgement(run: EngineRun) -> None:
@@ -157,6 +163,17 @@ def test_bad_input_is_a_usage_error(arguments: tuple[str, ...], words: str, caps
 def test_too_short_documents_are_a_usage_error() -> None:
     with pytest.raises(UsageError, match="no document of the first step has 4 tokens; give other --data"):
         Requests.of(Batch(step=0, max_len=8, rows=(Row(index=0, documents=(Document((1, 2), (False, True)),)),)))
+
+
+def test_megatron_engine_refuses_what_it_lacks() -> None:
+    with pytest.raises(NotSupported, match="no min_p, no responses that keep their stop token"):
+        object.__new__(MegatronEngine).generate([[1]], [0], Decoding(min_p=0.1, stop=(2,)))
+
+
+@pytest.mark.slow
+def test_megatron_engine_conforms() -> None:
+    engine = ["--engine", "impl.engines.megatron_engine:MegatronEngine", "--way", "folder", "--way", "tensors"]
+    assert main(["engine", "--model", str(FIXTURES / "models" / "qwen3-moe"), *engine]) == 0
 
 
 VLLM = "PARITY_VLLM_PYTHON"  # the Python of an environment with vLLM

@@ -219,6 +219,8 @@ def test_weights_of_several_trainers_arrive(tmp_path: Path, capsys: pytest.Captu
         assert "agree with the oracle" in checks[f"training by {trainer}"]
         assert "ratios" in checks[f"against {trainer}"]
         assert checks[f"update by tensors, from {trainer}"] == "new, and back again"
+    broken = [name for name in checks if ", with" in name]
+    assert len(broken) == 2, "what an engine refuses is judged once"
 
 
 @pytest.mark.parametrize(("model", "scenario"), [("mixtral", "sft-packed"), ("qwen3", "sft-lora")])
