@@ -5,6 +5,7 @@
 import argparse
 import json
 import os
+import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,8 @@ def finish(out: Path, *, as_json: bool) -> int:
     else:
         found = [f"bisect {cell.entry.cell}: {describe(cell.bisection).answer}" for cell in cells if cell.bisection]
         print_summary(summary["verdict"], [*summary_lines(summary), *found, *lines])
+    if advice := run.how_to_end(out):
+        print(f"parity: {advice}", file=sys.stderr)
     return EXIT[summary["verdict"]]
 
 

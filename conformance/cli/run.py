@@ -19,7 +19,7 @@ from conformance.cli import EXIT
 from conformance.cli.report import finish
 from conformance.cli.terminal import Terminal
 from conformance.core.errors import UsageError
-from conformance.core.io import Unwritable, owned
+from conformance.core.io import Unwritable, is_unused, owned
 from conformance.core.process import Stop, stop_code
 from conformance.judge.side_by_side import write_side_by_side
 from conformance.matrix.cell import Cell
@@ -181,7 +181,7 @@ def output_folder(out: Path | None) -> Path:
     """Returns the output folder of this run. Raises UsageError if it exists and is not an empty folder."""
     if out is None:
         out = Path("parity-out") / datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    if not is_unused(out):
         raise UsageError(f"{out} exists and is not an empty folder; give another --out, nothing is overwritten")
     return out
 

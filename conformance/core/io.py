@@ -164,17 +164,38 @@ def owned(folder: Path, *, owner: str) -> Iterator[None]:
     if not folder.is_dir():  # whoever reads it says so
         yield
         return
-    with _lock_file(path) as file:
-        if not _is_locked(file.fileno(), limit_s=_LOCK_S):
-            holder = visible(file.read(300).decode(errors="replace")) or _holder(file.fileno())
-            raise UsageError(f"{folder} is in use by {holder}; wait for its end, end it, or give another folder")
-        file.truncate(0)
-        file.write(encoded(f"process {os.getpid()} on {platform.node()}: {owner}"))
-        file.flush()
-        try:
-            yield
-        finally:
-            path.unlink(missing_ok=True)
+    while True:
+        with _lock_file(path) as file:
+            if not _is_locked(file.fileno(), limit_s=_LOCK_S):
+                holder = visible(file.read(300).decode(errors="replace")) or _holder(file.fileno())
+                raise UsageError(f"{folder} is in use by {holder}; wait for its end, end it, or give another folder")
+            if not _is_at(path, file.fileno()):  # its owner has removed it meanwhile: another process may hold the next
+                continue
+            file.truncate(0)
+            file.write(encoded(f"process {os.getpid()} on {platform.node()}: {owner}"))
+            file.flush()
+            try:
+                yield
+            finally:
+                path.unlink(missing_ok=True)
+            return
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    return False
+
+
+def is_unused(out: Path) -> bool:
+    """Returns whether a run may begin in the folder ``out``: it is missing, empty, or holds nothing but the lock of a
+    process that was killed."""
+    if not out.is_dir():
+        return not out.exists()
+    if (names := [path.name for path in out.iterdir()]) != [LOCK]:
+        return not names
+    with _lock_file(out / LOCK) as file:
+        return _is_locked(file.fileno(), limit_s=0.0)
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ from conformance.matrix.cell import Cell
 from conformance.matrix.options import Demands, Portion, Ranks, Selection
 from conformance.matrix.profile import select, select_cells, selected_backends
 from conformance.results.history import read_baseline
-from conformance.results.requirements import Floor
+from conformance.results.requirements import OR, Floor
 from conformance.spec.scenario import scenario_to_json
 
 
@@ -28,7 +28,8 @@ def floor_from_demands(
 ) -> Floor:
     """Returns the minimum requirements of a run of ``cells``, or of one ``shard`` of them.
 
-    Each backend that the user selected by name needs at least one judged cell.
+    Each backend that the user selected by name needs at least one judged cell. With ``--cells``, the adapters of one
+    module count as one backend: a pattern may be meant for the SFT or for the GRPO of a framework.
 
     Raises UsageError for a demand that these cells cannot meet, and for an earlier run that cannot be read.
     """
@@ -42,12 +43,19 @@ def floor_from_demands(
     return Floor(
         require=demands.require,
         min_judged=demands.min_judged,
-        backends=tuple(entry.name for entry in selected_backends(selection)) if selection.backend else (),
+        backends=_named_backends(selection),
         baseline=read_baseline(demands.baseline, selection.text(ranks)) if demands.baseline else None,
         shards=(shard,) if shard else (),
         planned=tuple(map(str, cells)) if shard else (),
         whole=not shard,
     )
+
+
+def _named_backends(selection: Selection) -> tuple[str, ...]:
+    groups: dict[str, list[str]] = {}
+    for entry in selected_backends(selection) if selection.backend else ():
+        groups.setdefault(entry.target.partition(":")[0] if selection.cells else entry.name, []).append(entry.name)
+    return tuple(map(OR.join, groups.values()))
 
 
 MOST_SHARDS = 9999

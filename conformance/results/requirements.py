@@ -16,6 +16,7 @@ from conformance.results.baseline import RANKS_PER_GPU, Baseline, backend_of, ba
 from conformance.results.changes import changes_between
 from conformance.results.verdict import ANSWERED, NOT_SEEN, STATES, State
 
+OR = " or "  # joins the names of backends of which one has to be judged
 TO = "-to-"  # joins the backends, and the layouts, of consecutive phases in a cell's id
 CELLS_LISTED = 3  # maximum number of cells that a sentence names
 
@@ -28,7 +29,7 @@ class Floor:
 
     require: shell patterns of cell ids. Every cell that matches has to conform, or to differ as expected.
     min_judged: the number of cells that have to be judged.
-    backends: names of backends; at least one cell of each has to be judged.
+    backends: names of backends; at least one cell of each has to be judged. ``a or b``: at least one of either.
     baseline: earlier runs; no cell may be covered less than in the last green one that has it, or in a later one.
     shards: the shards of the run that this folder has, such as ``2/5``; empty for a run without shards.
     planned: the ids of the cells of all shards. whole: False for a shard alone; ``parity merge`` checks the
@@ -71,7 +72,8 @@ class Floor:
         judged = sum(state in ANSWERED for state in states.values())
         yield f"judged: {judged} of at least {self.min_judged} cells" if judged < self.min_judged else ""
         for name in self.backends:
-            cells = {cell: state for cell, state in states.items() if name in backend_of(cell).split(TO)}
+            either = set(name.split(OR))
+            cells = {cell: state for cell, state in states.items() if either & {*backend_of(cell).split(TO)}}
             if not any(state in ANSWERED for state in cells.values()):
                 yield f"requested: backend {name}, but none of its cells was judged: {_list_cells(list(cells), states)}"
         if self.baseline and not self.baseline.runs:

@@ -6,9 +6,11 @@ claim more than its quantities show.
 """
 
 import os
+import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -37,6 +39,7 @@ _NOT_PLAIN = (
     "variants",
 )  # fields of an entry that are converted for JSON
 _COLUMNS = ("stage", "tensor", "step", "observed", "allowed", "max_abs", "where", "hint")
+_PLACES = {"--out", "--resume"}  # options that name the output folder
 T = TypeVar("T")
 CellSummary = dict[str, Any]
 
@@ -144,6 +147,14 @@ class Run:
     floor: Floor = field(default_factory=Floor)
     selected: str = ""
     selection: str = ""
+
+    def how_to_end(self, out: Path) -> str:
+        """Returns how the run in ``out`` is completed, for a message; empty if it has ended, or cannot be resumed."""
+        words = shlex.split(self.command)
+        if self.finished or words[:2] != ["parity", "run"]:
+            return ""
+        own = [word for before, word in pairwise(["", *words]) if not {before, word.partition("=")[0]} & _PLACES]
+        return f"the run in {out} has not ended; go on with it: {shlex.join([*own, '--resume', str(out)])}"
 
     def since(self, outcomes: Mapping[str, Outcome]) -> Since | None:
         """Compares how the cells ended, by id, with the baseline; None if the run has no baseline or is one part of
@@ -294,6 +305,8 @@ def read_run(out: Path) -> tuple[Run, list[Entry]]:
     states_in_summary = {cell.id: cell.state for cell in read_summary(out)[1]}
     for entry in entries:
         if (state := states_in_summary[entry.cell]) != entry.verdict.state:
+            if state == "not_run" and (advice := run.how_to_end(out)):
+                raise UsageError(f"{out / SUMMARY} is older than the verdicts: {advice}")
             raise UsageError(
                 f"{out / entry.folder / VERDICT} says {entry.verdict.state}, the summary says {state}: one of them was "
                 f"edited or comes from another run; run the cells again"

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from conformance.core.errors import UsageError
+from conformance.core.io import LOCK
 from conformance.matrix.cell import Cell
 from conformance.matrix.options import Again, Ranks
 from conformance.matrix.plan import Plan
@@ -36,6 +37,8 @@ def read_earlier(out: Path, plan: Plan, ranks: Ranks, *, selection: str) -> Earl
 
     selection: the selection of this run, as text.
     """
+    if {path.name for path in out.glob("*")} == {LOCK}:
+        raise UsageError(f"{out} has no cells: its run ended before the first one; give --out instead of --resume")
     _refuse_links(out)
     recover(out)
     earlier = read_part(out)

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from conformance.core.io import is_unused
 from conformance.core.process import Stop, Stopped
 from conformance.matrix.options import NO_BISECT, Demands, Kept, Output, Portion, Ranks, Selection
 
@@ -44,7 +45,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if getattr(config.option, "numprocesses", None) and is_on_hosts(config):
         raise pytest.UsageError("hosts work for one process, which runs cells in parallel; omit -n")
     out: Path | None = config.option.parity_out
-    if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
+    if out is not None and not is_unused(out):
         raise pytest.UsageError(
             f"{out} exists and is not an empty folder; give another --parity-out, nothing is overwritten"
         )

@@ -2,6 +2,9 @@
 
 import pytest
 
+from conformance.backends.protocol import BackendEntry
+from conformance.matrix import plan
+from conformance.matrix.options import Demands, Ranks, Selection
 from conformance.results.baseline import Outcome, RunFacts, make_baseline
 from conformance.results.changes import Kind, changes_between
 from conformance.results.requirements import Floor, claims
@@ -42,6 +45,20 @@ def test_of_a_backend_that_is_asked_for_by_name_a_cell_has_to_be_judged(states: 
     unmet = Floor(backends=("megatron",)).unmet(states)
     assert (unmet == ()) == met
     assert all("backend megatron" in sentence for sentence in unmet)
+
+
+@pytest.mark.parametrize(("patterns", "needed"), [((), ("rl", "sft")), (("*/sft/*",), ("sft or rl",))])
+def test_pattern_may_be_for_one_class_of_a_framework(
+    patterns: tuple[str, ...], needed: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entries = [BackendEntry(name=name, target=f"adapter:{name}") for name in ("sft", "rl")]
+    monkeypatch.setattr(plan, "selected_backends", lambda _: entries)
+    selection = Selection(backend=("adapter:sft", "adapter:rl"), cells=patterns)
+    floor = plan.floor_from_demands(Demands(), selection, [], ranks=Ranks())
+    assert sorted(floor.backends) == sorted(needed)
+    states: dict[str, State] = {"a/llama/sft/dp2/exact": "conforms", "a/llama/rl/dp2/exact": "unsupported"}
+    assert (floor.unmet(states) == ()) == bool(patterns)
+    assert floor.unmet(dict.fromkeys(states, "unsupported"))[0].startswith(f"requested: backend {floor.backends[0]}, ")
 
 
 @pytest.mark.parametrize(("state", "met"), [("differs", True), ("unsupported", False), ("infrastructure", False)])

@@ -6,6 +6,8 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,9 +19,10 @@ from plain_profile import SCENARIO
 from conformance.backends import registry
 from conformance.backends.protocol import Support
 from conformance.cli import main as cli
+from conformance.cli import run as cli_run
 from conformance.core import io
 from conformance.core.errors import UsageError
-from conformance.core.io import locked, owned
+from conformance.core.io import is_unused, locked, owned
 from conformance.results.run_results import read_run
 from conformance.results.verdict import NOT_STARTED
 from conformance.spec.layout import Layout
@@ -203,6 +206,57 @@ def test_lock_of_a_killed_process_is_taken_over(tmp_path: Path) -> None:
     with owned(tmp_path, owner="another"):
         assert (tmp_path / "lock").read_text().endswith(": another")
     assert [*tmp_path.iterdir()] == []
+
+
+def test_lock_that_was_waited_for_holds_out_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its former owner removes the file: the next owner must not hold a file that nobody else finds."""
+    entered, leave = threading.Event(), threading.Event()
+
+    def wait_for_it() -> None:
+        with owned(tmp_path, owner="second"):
+            entered.set()
+            leave.wait(10)
+
+    waiter = threading.Thread(target=wait_for_it)
+    with owned(tmp_path, owner="first"):
+        waiter.start()
+        time.sleep(0.1)
+    assert entered.wait(10)
+    monkeypatch.setattr(io, "_LOCK_S", 0.0)
+    with pytest.raises(UsageError, match=r"in use by process .*: second"), owned(tmp_path, owner="third"):
+        pass
+    leave.set()
+    waiter.join()
+
+
+def test_run_begins_in_a_folder_with_a_dead_lock(
+    chosen: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "lock").write_text("process 1 on here: parity run")
+    assert cli.main(["run", *chosen, "--resume", str(tmp_path)]) == 2
+    assert "give --out instead of --resume" in capsys.readouterr().err
+    (tmp_path / "lock").write_text("process 1 on here: parity run")
+    with owned(tmp_path, owner="a live run"):
+        assert not is_unused(tmp_path)
+    (tmp_path / "lock").write_text("process 1 on here: parity run")
+    assert cli_run.output_folder(tmp_path) == tmp_path
+
+
+@pytest.mark.parametrize("command", ["judge", "report"])
+@pytest.mark.parametrize("at", ["older summary", "withheld oracle"])
+def test_killed_run_says_how_it_is_completed(
+    command: str, at: str, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = shutil.copytree(run, tmp_path / "out")
+    summary = json.loads((out / "summary.json").read_text())
+    if at == "withheld oracle":
+        (out / "oracle").rename(out.with_name(f".{out.name}.withheld-1"))
+    else:
+        summary["cells"] = [cell | {"state": "not_run"} for cell in summary["cells"]]
+    edit(out / "summary.json", **summary | {"finished": None, "command": f"parity run --seed 1 --out {run} -q"})
+    assert cli.main([command, str(out)]) in (2, 3)
+    advice = f"the run in {out} has not ended; go on with it: parity run --seed 1 -q --resume {out}"
+    assert advice in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("place", ["inputs/lock", "inputs", "cells", "run.json", "cells/new", "oracles/a/b.lock"])
