@@ -6,15 +6,16 @@ number: with the cause undone, the remaining error has to be within the toleranc
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from conformance.judge.rebuilt import CLIP
 from conformance.judge.tolerance import Measurement, gradient_stages
 from conformance.numerics.comparison import likely_causes, powers_of, times
 from conformance.records.step_tensors import Record
 from conformance.results.verdict import Quantity
 from conformance.spec.layout import Layout
-from conformance.spec.observables import CONFIGURATION, Observable
+from conformance.spec.observables import CONFIGURATION, Observable, is_unread
 from conformance.spec.scenario import Scenario
 
 CLOSE = 1e-3  # relative distance of a scale from the factor that explains it, in every precision
@@ -194,7 +195,7 @@ def backward_place(name: str) -> tuple[int, int]:
 
 
 def circumstances(
-    quantities: Sequence[Quantity], phases: Sequence[Record], observables: Iterable[Observable]
+    quantities: Sequence[Quantity], phases: Sequence[Record], observables: Sequence[Observable]
 ) -> list[str]:
     """Describes the circumstances of the first finding, a sentence each; ``quantities`` are in causal order."""
     findings = [q for q in quantities if not q.ratio <= 1]
@@ -207,10 +208,30 @@ def circumstances(
         replicas = [f for f in findings if (f.stage, f.step) == (gradients[first.stage], first.step)]
         if replicas:
             sentences.append(f"{len(replicas)} differ between ranks as well, such as {replicas[0].tensor}")
+    if any(s.step == first.step and is_unread("gradient", s.line) for phase in phases for s in phase.steps):
+        sentences += _undecided(first, [q for q in quantities if q.step == first.step], observables)
     for phase in phases[1:]:
         if phase.header["first_step"] == first.step:
             sentences.append(f"step {first.step} is the first after loading")
     return sentences
+
+
+def _undecided(first: Quantity, here: Sequence[Quantity], observables: Sequence[Observable]) -> Iterator[str]:
+    """Says what cannot be told apart at a step whose gradients were not read. ``here``: the quantities of this step."""
+    of = [o for o in observables if (o.kind == "tensors" and o.applies(first.step)) or o.norm_of]
+    model = next((o.key.rpartition(".")[0] for o in of if o.stage == first.stage), None)
+    stages = {o.stage for o in of if o.key.rpartition(".")[0] == model}
+    gradients, norm = stages & gradient_stages(of), {o.stage for o in of if o.norm_of} & stages
+    has_clip = any(q.tensor == CLIP and q.stage in stages for q in here)
+    suspects = ""
+    if first.stage in gradients and not has_clip:
+        suspects = "gradients or clip"
+    elif first.stage in gradients and any(q.stage in norm and not q.ratio <= 1 for q in here):
+        suspects = "gradients or reported norm"
+    elif first.stage in stages - norm and not (has_clip or any(q.stage in gradients for q in here)):
+        suspects = "gradients, clip or update"
+    if suspects:
+        yield f"{suspects}: cannot be told apart at a step that was not observed"
 
 
 def _nearest_the_loss(first: Quantity, quantities: Sequence[Quantity]) -> list[str]:

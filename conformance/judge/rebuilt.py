@@ -9,7 +9,8 @@ compared, among them one of each row and one of each column.
 """
 
 import math
-from collections.abc import Iterator, Sequence, Set
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 import torch
@@ -24,7 +25,7 @@ from conformance.judge.tensor_views import (
     place,
     tensor_off,
 )
-from conformance.judge.tolerance import NOISE_FACTOR, NORM_ROUNDINGS, ROUNDING, Measurement
+from conformance.judge.tolerance import EXACT, NOISE_FACTOR, NORM_ROUNDINGS, ROUNDING, Measurement
 from conformance.numerics.comparison import finite
 from conformance.numerics.sketch import sampled
 from conformance.oracle.decoder import lora_of, merged
@@ -39,6 +40,7 @@ REBUILT_ROUNDINGS = 4  # of a weight; a multiplication for decay and a subtracti
 UPDATE_ROUNDINGS = 64  # of an update: norm and clipping, two moments, a square root, divisions, and the rate
 
 UNCHANGED = " where the update is skipped"
+CLIP = f"all: clip factor{AGAINST_REBUILT}"  # of gradients that were not read
 
 
 def rebuilt_norm(o: Observable, step: StepRecord, oracle: StepRecord, views: StepViews) -> Iterator[Measurement]:
@@ -107,16 +109,20 @@ def rebuilt_updates(
     declared = [o for o in oracle.observables if o.rebuilt]
     for key in dict.fromkeys(o.key for o in declared):
         steps = list(_steps(phases, oracle, scenario, [o for o in declared if o.key == key]))
+        clipped: dict[int, dict[str, torch.Tensor]] = defaultdict(dict)
         # One parameter at a time, so that only one optimizer state is in memory.
         for name in dict.fromkeys(name for step in steps for name in step.after.tensors):
-            yield from _of_tensor(name, steps, scenario, variant)
+            yield from _of_tensor(name, steps, scenario, variant, clipped)
+        for step in (step for step in steps if step.step in clipped):
+            yield from _read_in_moments(step, clipped[step.step], scenario)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Step:
     """The inputs for rebuilding a step. first: it begins a phase with a new optimizer. before, after: the weights.
     factor: the clipping factor of the gradients. known: whether the state of the optimizer is known before it.
-    unread: the names of gradients that were not read. expected: the oracle's gradients. of_gradients: their stage."""
+    unread: the names of gradients that were not read. expected: the oracle's gradients. norms: the reported norm and
+    the oracle's, if the norm is that of the gradients. of_gradients, of_norm: their stages."""
 
     step: int
     stage: str
@@ -132,11 +138,20 @@ class _Step:
     first_moment: TensorView
     second_moment: TensorView
     expected: TensorView
+    norms: tuple[float, float] | None
     of_gradients: str
+    of_norm: str
 
 
-def _of_tensor(name: str, steps: Sequence[_Step], scenario: Scenario, variant: Variant) -> Iterator[Measurement]:
-    """Goes through the steps of one parameter, from one weight that was read to the next."""
+def _of_tensor(
+    name: str,
+    steps: Sequence[_Step],
+    scenario: Scenario,
+    variant: Variant,
+    clipped: Mapping[int, dict[str, torch.Tensor]],
+) -> Iterator[Measurement]:
+    """Goes through the steps of one parameter, from one weight that was read to the next. Adds to ``clipped``, by step,
+    its gradient that was not read, as it entered the moment."""
     known, together = False, list[_Step]()
     for step in steps:
         if step.first:
@@ -169,14 +184,16 @@ def _of_tensor(name: str, steps: Sequence[_Step], scenario: Scenario, variant: V
             if step.unread and isinstance(optimizer, AdamW) and name in step.second_moment.tensors:
                 error = optimizer.error_of_second(name, step.second_moment.elements[name].double())
                 errors[f"exp_avg_sq of {name}"] = error, UPDATE_ROUNDINGS * rounding
-            follows = all(error.max() <= bound for error, bound in errors.values())
-            if step.unread and follows:
-                yield from _read_in_moment(step, name, gradient, scenario)
-            elif first.first:  # the first update does not depend on moments
-                at = step
             unit = start.abs() + UPDATE_ROUNDINGS / REBUILT_ROUNDINGS * moved
             error = (after - weight).abs() / unit.clamp(min=torch.finfo(torch.float64).tiny)
             errors[name] = error, REBUILT_ROUNDINGS * len(together) * rounding
+            # The second moment tells whether the first one is right. Without it, weights do.
+            error, bound = next(iter(errors.values()))
+            if step.unread and error.max() <= bound:
+                if name not in step.first_moment.samples:
+                    clipped[step.step][name] = gradient
+            elif first.first and isinstance(optimizer, AdamW):  # whose first update does not depend on moments
+                at = step
             for rebuilt, (error, bound) in errors.items():
                 yield Measurement(
                     stage=at.stage,
@@ -189,14 +206,32 @@ def _of_tensor(name: str, steps: Sequence[_Step], scenario: Scenario, variant: V
             together = []
 
 
-def _read_in_moment(step: _Step, name: str, clipped: torch.Tensor, scenario: Scenario) -> Iterator[Measurement]:
-    """Measures a gradient that was not read against the oracle's. In fp32 a moment is rounded as much as gradients are,
-    and a sample of a sketched gradient has no bound of its own."""
-    reference = step.expected.tensors.get(name)
-    if reference is not None and reference.shape == clipped.shape and (scenario.tier.is_exact or scenario.tier.is_half):
-        floor = floor_of_tensors(step.expected.tensors)
-        gradient = clipped / step.factor
-        yield tensor_off(step.of_gradients, name, step.step, gradient, reference, floor=floor)
+def _read_in_moments(step: _Step, clipped: Tensors, scenario: Scenario) -> Iterator[Measurement]:
+    """Measures gradients that were not read: those that entered the moments, ``clipped``, with the clipping undone.
+
+    The reported norm says how large they were before, so a wrong clip is told from wrong gradients: by the right clip
+    of any gradients, the norm of ``clipped`` is min(norm, limit). If it is not, the norm is assumed that is nearest to
+    the oracle's: the reported one if the clip is wrong; if that one is wrong, the one that makes the clip right.
+    In fp32 a moment is rounded as much as gradients are, and a sample of a sketched gradient has no bound of its own.
+    """
+    factor = step.factor
+    if step.norms and clipped.keys() == step.unread:
+        (norm, expected), limit = step.norms, scenario.optimizer.max_grad_norm
+        size = math.hypot(*(tensor.norm().item() for tensor in clipped.values()))
+        share = 1 - scenario.optimizer.betas[0] if scenario.optimizer.name == "adamw" else 1.0  # of it in a moment
+        amplified = max(1.0, step.first_moment.norm / (share * size or 1.0))
+        applied, bound = size / norm, EXACT if scenario.tier.is_exact else NORM_ROUNDINGS * ROUNDING * amplified
+        found = number_off(step.stage, CLIP, step.step, applied, factor, unit=factor, fixed=bound)
+        if not found.error <= bound:
+            candidates = [f for f in (applied, factor, clip_factor(expected, limit)) if f]
+            factor = min(candidates, key=lambda f: abs(size / f - expected))
+            found = found if factor == applied else replace(found, stage=step.of_norm)
+        yield found
+    floor = floor_of_tensors(step.expected.tensors)
+    for name, tensor in clipped.items() if scenario.tier.is_exact or scenario.tier.is_half else ():
+        reference = step.expected.tensors.get(name)
+        if reference is not None and reference.shape == tensor.shape:
+            yield tensor_off(step.of_gradients, name, step.step, tensor / factor, reference, floor=floor)
 
 
 def _steps(
@@ -208,6 +243,7 @@ def _steps(
     adamw, momentum = scenario.optimizer.name == "adamw", scenario.optimizer.momentum
     kinds = ("exp_avg", "exp_avg_sq") if adamw else ("momentum_buffer" if momentum else "", "")
     of_gradients = next(o.stage for o in oracle.observables if o.key == gradient)
+    of_norm = next(o for o in oracle.observables if o.norm_of == gradient)
     references = {step.step: step for step in oracle.steps}
     known = False
     trained: Set[str] = frozenset()
@@ -243,10 +279,17 @@ def _steps(
                 first_moment=views[prefix + kinds[0]],
                 second_moment=views[prefix + kinds[1]],
                 expected=StepViews(reference.tensors())[gradient] if reference and unread else TensorView(tensors={}),
+                norms=_norms(step, reference, of_norm.key) if reference and unread else None,
                 of_gradients=of_gradients,
+                of_norm=of_norm.stage,
             )
             previous = previous if skipped and is_unread(key, step.line) else views
             first = False
+
+
+def _norms(step: StepRecord, reference: StepRecord, key: str) -> tuple[float, float] | None:
+    own, expected = step.value(key), reference.value(key)
+    return (own, expected) if own and expected and not unnamed_norm(reference, key.removesuffix("grad_norm")) else None
 
 
 def _factor(step: StepRecord, reference: StepRecord, prefix: str, gradients: TensorView, scenario: Scenario) -> float:

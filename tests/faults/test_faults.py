@@ -57,9 +57,7 @@ BELOW: dict[str, PrecisionName] = {
 # Steps until a fault shows where one is not enough: at a schedule's second, at a step whose gradients are small.
 LATER = {
     "schedule-per-micro-batch": 2,
-    # The third step shows it. A fourth moves the draw, so that the gradients of the third are read: those that are
-    # read in the moments contain the clip factor, and the fault then shows at gradients.
-    "clip-always": 4,
+    "clip-always": 3,
     "default-betas": 2,
     "moments-in-bf16": 2,
     "overflow-on-one-rank": 2,

@@ -17,7 +17,7 @@ from conformance.judge.verdict import judge
 from conformance.oracle.optimizer import clip_factor, make_optimizer
 from conformance.records.record_format import RecordError
 from conformance.records.step_tensors import Record, RecordWriter, read_record
-from conformance.results.verdict import Quantity
+from conformance.results.verdict import Quantity, Verdict
 from conformance.spec.observables import AGAINST_REBUILT
 from conformance.spec.precision import PRECISIONS, PrecisionName
 from conformance.spec.scenario import parse_scenario, scenario_to_json
@@ -43,7 +43,9 @@ def test_a_reported_norm_is_used_within_its_rounding(
     assert _reported(own, 1.0, numbers, PRECISIONS[precision].master) == (own if is_used else 1.0)
 
 
-OPTIMIZER = {"name": "adamw", "lr": 0.1, "weight_decay": 0.1, "max_grad_norm": 1.0}
+LIMIT = 5.0  # the norms of the three gradients are 4.3, 4.3 and 5.4
+OPTIMIZER = {"name": "adamw", "lr": 0.1, "weight_decay": 0.1, "max_grad_norm": LIMIT}
+SGD = {"name": "sgd", "lr": 0.1, "momentum": 0.9, "max_grad_norm": LIMIT}
 IN_FLOAT32 = 2.0**-20  # far above the rounding of two updates in float32, which half precision allows
 Lie = Callable[[Any, Tensors, float], None]  # changes the optimizer, or the weights that were updated at this rate
 
@@ -72,44 +74,64 @@ def count_begins_again(optimizer: Any, weights: Tensors, lr: float) -> None:
     optimizer._steps = 0
 
 
-def run(path: Path, *, drawn: int | None = None, lie: Lie | None = None, since: int = 0, doubled: int = -1) -> Record:
-    """A run of AdamW; with ``drawn`` that of a cell, whose weights after this step and gradients of the next are not
-    read. ``lie``: from the step ``since`` on. ``doubled``: the step whose gradients are."""
-    values = {"name": "x", "model": "m", "precision": "exact", "optimizer": OPTIMIZER, "steps": STEPS}
+def run(
+    path: Path,
+    *,
+    drawn: int | None = None,
+    lie: Lie | None = None,
+    since: int = 0,
+    factor: Callable[[int], float] = lambda step: 1.0,
+    clip: Callable[[int, float], float] = lambda step, norm: clip_factor(norm, LIMIT),
+    report: Callable[[int, float], float | None] = lambda step, norm: norm,
+    optimizer: dict[str, Any] = OPTIMIZER,
+) -> Record:
+    """A run; with ``drawn`` that of a cell, whose weights after this step and gradients of the next are not read.
+
+    lie: from the step ``since`` on. factor: of all gradients of a step. clip, report: the factor by which gradients of
+    a norm are clipped, and the norm that is reported for it.
+    """
+    values = {"name": "x", "model": "m", "precision": "exact", "optimizer": optimizer, "steps": STEPS}
     scenario = parse_scenario({**values, "accumulation": 3})
     header = {"layout": "dp2.tp2", "scenario": scenario_to_json(scenario), "optimizer": "new", "loads": ""}
     header |= {"cell": "x/m/b/dp2.tp2/exact", "backend": {"name": "b", "url": "", "default_zero": None, "defects": []}}
     writer = RecordWriter(path, header, observables=OBSERVABLES)
-    training, optimizer = torch.Generator().manual_seed(0), make_optimizer(scenario.optimizer)
+    training, trained = torch.Generator().manual_seed(0), make_optimizer(scenario.optimizer)
     sizes = {"matrix": (4, 3), "norm": (6,)}
     weights = {name: torch.randn(size, generator=training, dtype=torch.float64) for name, size in sizes.items()}
     writer.loaded({f"weight/{name}": weight.clone() for name, weight in weights.items()})
     for step in range(STEPS):
         lr = 0.1 / (1 + step)
         gradients = {name: torch.randn(size, generator=training, dtype=torch.float64) for name, size in sizes.items()}
-        gradients = {name: (1 + (step == doubled)) * gradient for name, gradient in gradients.items()}
+        gradients = {name: factor(step) * gradient for name, gradient in gradients.items()}
         norm = math.hypot(*(gradient.norm().item() for gradient in gradients.values()))
         if lie and step >= since:
-            lie(optimizer, {}, lr) if lie is not decay_by_the_peak_rate else lie(optimizer, weights, lr)
-        clipped = {name: clip_factor(norm, 1.0) * gradient for name, gradient in gradients.items()}
-        weights = optimizer.step(weights, clipped, lr)
+            lie(trained, {}, lr) if lie is not decay_by_the_peak_rate else lie(trained, weights, lr)
+        clipped = {name: clip(step, norm) * gradient for name, gradient in gradients.items()}
+        weights = trained.step(weights, clipped, lr)
         unread = ["weight"] * (step == drawn) + ["gradient"] * (drawn is not None and step == drawn + 1)
         tensors = {f"gradient/{name}": gradient for name, gradient in gradients.items()}
         tensors |= {f"weight/{name}": weight.clone() for name, weight in weights.items()}
         tensors = {name: tensor for name, tensor in tensors.items() if name.partition("/")[0] not in unread}
         if "gradient" in unread:
-            for kind, moments in (("exp_avg", optimizer._first), ("exp_avg_sq", optimizer._second)):  # type: ignore[union-attr]
-                tensors |= {f"{kind}/{name}": moment for name, moment in moments.items()}
+            kinds = {"exp_avg": "_first", "exp_avg_sq": "_second", "momentum_buffer": "_velocity"}
+            for kind, of in kinds.items():
+                tensors |= {f"{kind}/{name}": moment for name, moment in getattr(trained, of, {}).items()}
         tensors["logprob/0"] = torch.ones(5, dtype=torch.float64)
-        numbers = {"loss": 2.0, "token_count": 5, "grad_norm": norm, "lr": lr}
+        numbers = {"loss": 2.0, "token_count": 5, "lr": lr}
+        numbers |= {"grad_norm": told} if (told := report(step, norm)) else {}
         replicas = {o.key: EQUAL for o in OBSERVABLES if o.replicated != "no" and o.key not in unread}
         writer.step(numbers, tensors, replicas=replicas, seconds=0.0, unread=unread)
     writer.finish({"seconds": 0.0, "leaks": [], "evidence": [evidence("exact")] * 4})
     return read_record(path)
 
 
+def verdict_of(tmp_path: Path, **options: Any) -> Verdict:
+    honest = {key: value for key, value in options.items() if key == "optimizer"}
+    return judge([run(tmp_path / "cell", **options)], oracle=run(tmp_path / "oracle", **honest), noise=())
+
+
 def findings(tmp_path: Path, **options: Any) -> tuple[Quantity, ...]:
-    return judge([run(tmp_path / "cell", **options)], oracle=run(tmp_path / "oracle"), noise=()).findings
+    return verdict_of(tmp_path, **options).findings
 
 
 @pytest.mark.parametrize("drawn", [None, 0, 1])
@@ -142,10 +164,66 @@ def test_a_lie_in_unread_steps_is_named_at_the_optimizer(tmp_path: Path, drawn: 
 
 
 def test_a_gradient_that_was_not_read_shows_in_its_moment(tmp_path: Path) -> None:
-    found = findings(tmp_path, drawn=1, doubled=2)
+    found = findings(tmp_path, drawn=1, factor=lambda step: 1 + (step == 2))
     gradients = {f.tensor: f.observed for f in found if (f.stage, f.step) == ("gradients", 2)}
     assert gradients == {"matrix": pytest.approx(1), "norm": pytest.approx(1)}
-    assert not [f for f in found if f.tensor.endswith(AGAINST_REBUILT) and f.step == 1]
+    assert not [f for f in found if f.tensor.endswith(AGAINST_REBUILT)]
+
+
+CLIPS: dict[str, Callable[[int, float], float]] = {
+    "always": lambda step, norm: LIMIT / norm,
+    "never": lambda step, norm: 1.0,
+    "another limit": lambda step, norm: clip_factor(norm, 2 * LIMIT / 3),
+}
+UPDATES = ("clipped update", "weights after N steps")
+
+
+@pytest.mark.parametrize("optimizer", [OPTIMIZER, SGD], ids=["adamw", "sgd"])
+@pytest.mark.parametrize("drawn", [0, 1])
+@pytest.mark.parametrize("clip", CLIPS.values(), ids=CLIPS)
+@pytest.mark.parametrize("since", [0, 1, 2])
+def test_a_wrong_clip_is_no_wrong_gradient(
+    tmp_path: Path, optimizer: dict[str, Any], drawn: int, clip: Callable[[int, float], float], since: int
+) -> None:
+    def later(step: int, norm: float) -> float:
+        return clip(step, norm) if step >= since else clip_factor(norm, LIMIT)
+
+    found = findings(tmp_path, drawn=drawn, clip=later, optimizer=optimizer)
+    norms = [step.value("grad_norm") or 0.0 for step in run(tmp_path / "norms").steps]
+    assert {f.stage for f in found} <= set(UPDATES)
+    assert found or all(abs(later(s, n) - clip_factor(n, LIMIT)) < 1e-6 for s, n in enumerate(norms))
+
+
+@pytest.mark.parametrize(("times", "clips_by_it"), [(1 / 3, False), (1 / 3, True), (3, True)])
+def test_a_wrong_norm_is_no_wrong_gradient(tmp_path: Path, times: float, clips_by_it: bool) -> None:
+    def report(step: int, norm: float) -> float:
+        return norm * times if step == 2 else norm
+
+    def clip(step: int, norm: float) -> float:
+        return clip_factor(report(step, norm) if clips_by_it else norm, LIMIT)
+
+    found = findings(tmp_path, drawn=1, report=report, clip=clip)
+    assert (found[0].stage, found[0].step) == ("gradient norm", 2)
+    assert not [f for f in found if f.stage == "gradients"]
+
+
+UNDECIDED = "cannot be told apart at a step that was not observed"
+
+
+@pytest.mark.parametrize(
+    ("report", "optimizer", "suspects"),
+    [
+        (lambda step, norm: norm, OPTIMIZER, "gradients or reported norm"),
+        (lambda step, norm: None, OPTIMIZER, "gradients or clip"),
+        (lambda step, norm: None, SGD | {"momentum": 0.0}, "gradients, clip or update"),
+    ],
+)
+def test_what_cannot_be_told_apart_is_said(
+    tmp_path: Path, report: Callable[[int, float], float | None], optimizer: dict[str, Any], suspects: str
+) -> None:
+    options = {"report": report, "optimizer": optimizer, "drawn": 1, "factor": lambda step: 1 + (step == 2)}
+    assert f"{suspects}: {UNDECIDED}" in verdict_of(tmp_path, **options).reason
+    assert UNDECIDED not in verdict_of(tmp_path / "read", **{**options, "drawn": None}).reason
 
 
 @pytest.mark.parametrize("lines", [["weight", "weight", ""], ["", "", "weight"], ["", "gradient", ""]])
