@@ -3,18 +3,20 @@
 python benchmarks/kills.py runs FOLDER --count 200 --jobs 12     # controllers of `parity run`, each run then resumed
 python benchmarks/kills.py saves FOLDER --count 120 --jobs 6     # ranks in the middle of saves, three backends
 python benchmarks/kills.py disk FOLDER --jobs 6 [--stride 1]     # a full disk at every page of a save; needs root
-python benchmarks/kills.py soak FOLDER --minutes 15 [--jobs 2]   # memory of the controller over many cells
+python benchmarks/kills.py soak FOLDER --minutes 15              # memory of the controller over many cells
 
-FOLDER is new. Each prints a JSON line, and ends with 1 if a verdict or a number is wrong, or if a process, a file in
-TMPDIR or in /dev/shm is left. docs/measurements/reliability.md has results.
+FOLDER is new. Each begins nothing new after --minutes, prints JSON, and ends with 1 if a verdict or a number is wrong,
+or if a process, a file in TMPDIR or in /dev/shm is left. docs/measurements/reliability.md has results.
 """
 
 import argparse
 import contextlib
 import itertools
 import json
+import math
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -104,7 +106,7 @@ class Runs:
             "OMP_NUM_THREADS": "1",
         }
         self.expected: dict[str, Any] = {}
-        self.seconds = 0.0
+        self.seconds, self.until = 0.0, math.inf
 
     def start(self, name: str, out: Path) -> subprocess.Popen[bytes]:
         temporary = self._folder / f"{name}.tmp"
@@ -136,6 +138,8 @@ class Runs:
         """Kills a run up to ``kills`` times and resumes it to the end; returns the kills and what is wrong."""
         name, drawn = f"run-{number:03d}", random.Random(number)
         out, problems, killed = self._folder / name, list[str](), 0
+        if time.monotonic() > self.until:
+            return 0, []
         for _ in range(kills):
             run = self.start(name, out)
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -168,6 +172,7 @@ def verdicts(out: Path) -> dict[str, Any]:
 def runs(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     """Kills controllers at random moments, from their start to their end."""
     of, problems = Runs(options.folder, options.backend, options.cells), list[str]()
+    of.until = options.until
     processors, begun = sorted(os.sched_getaffinity(0)), itertools.count()
 
     def take_processors() -> None:
@@ -186,7 +191,9 @@ def runs(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
         for count, found in chains:
             killed, problems = killed + count, problems + found
         number = options.count
-        while killed < options.count and not problems:  # some runs had ended before their kill
+        while (
+            killed < options.count and not problems and time.monotonic() < of.until
+        ):  # some runs had ended before their kill
             count, found = of.chain(number, min(CHAIN, options.count - killed))
             killed, problems, number = killed + count, problems + found, number + 1
     problems += [str(path) for path in (options.folder / "cache").rglob("*.unfinished")]
@@ -200,15 +207,18 @@ def ranks_of(pool: Any, folder: Path, backend: str, layout: str) -> Any:
     return Ranks(pool=pool, folder=folder, backend=backend, layout=layout)
 
 
-def kill_saves(folder: Path, backend: str, layout: str, asynchronous: bool, count: int) -> tuple[int, list[str]]:
-    """Kills a rank in the middle of ``count`` saves, and resumes; returns how many were half-written, and problems."""
+def kill_saves(
+    folder: Path, backend: str, layout: str, asynchronous: bool, *, count: int, until: float
+) -> tuple[list[bool], list[str]]:
+    """Kills a rank in ``count`` saves, and resumes; returns whether each was half-written, and problems."""
     from conformance.runtime import Pool
 
-    drawn, half, problems = random.Random(f"{backend} {asynchronous}"), 0, list[str]()
+    drawn, half, problems = random.Random(f"{backend} {asynchronous}"), list[bool](), list[str]()
     with Pool(work_dir=folder / "logs") as pool:
         ranks = ranks_of(pool, folder / "whole", backend, layout)
         losses = ranks("train_behind_a_save", root=str(folder / "whole" / "training"))[0]["losses"]
-        for number in range(count):
+        while len(half) < count and time.monotonic() < until:
+            number = len(half)
             root, name = folder / str(number), f"{folder.name} {number}"
             killed = ranks.outcome(
                 "train_until_killed",
@@ -219,32 +229,42 @@ def kill_saves(folder: Path, backend: str, layout: str, asynchronous: bool, coun
             )
             if "SIGKILL" not in killed.reason:
                 problems.append(f"{name}: not killed: {killed.reason}")
-            half += (root / "step-000002.partial").exists()
+            half.append((root / "step-000002.partial").exists())
             step, *after = ranks("load_latest", root=str(root))[0]
             if after != losses[step - 1 :]:
                 problems.append(f"{name}: from step {step} {after} instead of {losses}")
             shutil.rmtree(root)
-    print(f"{folder.name}: {count} kills, {half} half-written", file=sys.stderr, flush=True)
+    print(f"{folder.name}: {len(half)} kills, {sum(half)} half-written", file=sys.stderr, flush=True)
     return half, problems
 
 
 def saves(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
-    each, problems = -(-options.count // len(SAVES)), list[str]()
+    from transformers import GenerationConfig  # noqa: F401  # threads that import it at once fail
+
+    chosen, problems = chosen_saves(options), list[str]()
+    each = -(-options.count // len(chosen))
     temporary = options.folder / "tmp"
     temporary.mkdir()
     os.environ |= {MARK: "saves", "TMPDIR": str(temporary)}
 
-    def kill(of: tuple[str, str, bool]) -> tuple[str, int, list[str]]:
-        name = f"{of[0]}, {'asynchronous' if of[2] else 'synchronous'}"
-        return name, *kill_saves(options.folder / name.replace(", ", "-"), *of, each)
+    def kill(of: tuple[str, str, bool]) -> tuple[str, list[bool], list[str]]:
+        return name_of(of), *kill_saves(options.folder / name_of(of), *of, count=each, until=options.until)
 
     with shared_memory_kept(problems), ThreadPoolExecutor(options.jobs) as pool:
         half = {}
-        for name, count, found in pool.map(kill, SAVES):
-            half[name] = count
-            problems += found
+        for name, found, wrong in pool.map(kill, chosen):
+            half[name] = {"kills": len(found), "half-written": sum(found)}
+            problems += wrong
         problems += _after_the_pools(temporary)
-    return {"kills": each * len(SAVES), "half-written": half}, problems
+    return half, problems
+
+
+def name_of(of: tuple[str, str, bool]) -> str:
+    return f"{of[0]}-{'asynchronous' if of[2] else 'synchronous'}"
+
+
+def chosen_saves(options: argparse.Namespace) -> list[tuple[str, str, bool]]:
+    return [of for of in SAVES if re.search(options.only, name_of(of))]
 
 
 def _after_the_pools(temporary: Path) -> list[str]:
@@ -264,24 +284,25 @@ def disk(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     from conformance.runtime import Pool
 
     def fill(of: tuple[str, str, bool]) -> tuple[str, dict[str, Any], list[str]]:
-        backend, layout, asynchronous = of
-        name = f"{backend}-{'asynchronous' if asynchronous else 'synchronous'}"
+        (backend, layout, asynchronous), name = of, name_of(of)
         small = options.folder / f"{name}.disk"
         small.mkdir()
         with mounted(small, megabytes=64), Pool(work_dir=options.folder / f"{name}.logs") as pool:
             ranks = ranks_of(pool, options.folder / name, backend, layout)
             root = small / "training"
             arguments = {"root": str(root), "asynchronous": asynchronous, "stride": options.stride}
-            outcome = ranks.outcome("save_while_the_disk_fills", **arguments)
+            left_s = options.until - time.monotonic()
+            outcome = ranks.outcome("save_while_the_disk_fills", limit_s=left_s, **arguments)
             if outcome.state != "done":
                 return name, {}, [f"{name}: {outcome.reason}"]
             resumed, found = ranks("load_latest", fresh=True, root=str(root)), outcome.results[0]
             print(f"{name}: {found['failed']} failed saves", file=sys.stderr, flush=True)
             wrong = [] if resumed[0] == [2, found["loss"]] else [f"{name}: resumed with {resumed}, not {found['loss']}"]
-            return name, {"failed saves": found["failed"], "messages": [one["told"] for one in outcome.results]}, wrong
+            messages = [one["told"] for one in outcome.results]
+            return name, {key: found[key] for key in ("failed", "whole_kib")} | {"messages": messages}, wrong
 
     with ThreadPoolExecutor(options.jobs) as pool:
-        filled = list(pool.map(fill, SAVES))
+        filled = list(pool.map(fill, chosen_saves(options)))
     return {name: found for name, found, _ in filled}, [problem for _, _, found in filled for problem in found]
 
 
@@ -298,8 +319,8 @@ def mounted(folder: Path, *, megabytes: int) -> Iterator[None]:
 def soak(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     """Runs cells in one session for some minutes; measures the memory of its controller and of its largest rank."""
     of, name, samples = Runs(options.folder, options.backend, options.cells), "soak", list[dict[str, int]]()
-    run, end = of.start(name, options.folder / name), time.monotonic() + 60 * options.minutes
-    while run.poll() is None and time.monotonic() < end:
+    run = of.start(name, options.folder / name)
+    while run.poll() is None and time.monotonic() < options.until:
         time.sleep(5)
         ranks = [anonymous_memory(pid) for pid in processes_of(name) if pid != run.pid]
         done = (options.folder / f"{name}.log").read_text().count(" ok ")
@@ -337,8 +358,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--cells", type=int, default=8, help="cells of a run that is killed")
     parser.add_argument("--backend", default="plain_backend:Plain", help="backend of a run that is killed")
     parser.add_argument("--stride", type=int, default=1, help="pages of 4 KiB that a save has more than the one before")
-    parser.add_argument("--minutes", type=float, default=15.0, help="length of the soak")
+    parser.add_argument("--only", default="", help="expression for saves, such as megatron or fsdp2-asynchronous")
+    parser.add_argument("--minutes", type=float, default=60.0, help="after which nothing new is begun")
     options = parser.parse_args(arguments)
+    options.until = time.monotonic() + 60 * options.minutes
     options.folder = options.folder.absolute()
     options.folder.mkdir(parents=True)
     began = time.monotonic()

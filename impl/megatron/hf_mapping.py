@@ -88,8 +88,12 @@ def all_parameters(shape: ModelShape) -> tuple[str, ...]:
 
 def grouped_by_tensors(names: Sequence[str]) -> Iterator[tuple[str, ...]]:
     """Groups parameters that are parts of the same Hugging Face tensors: the experts of a layer."""
-    for _, group in groupby(names, lambda name: _EXPERT.sub(r"\1\3", name)):
-        yield tuple(group)
+
+    def tensors(name: str) -> str:
+        expert = _EXPERT.fullmatch(name)
+        return expert.expand(r"\1\3") if expert else name
+
+    yield from (tuple(group) for _, group in groupby(names, tensors))
 
 
 def check_weights(folder: Path, shape: ModelShape) -> None:

@@ -111,9 +111,8 @@ METRICS: dict[str, tuple[str, ...]] = {
 }
 
 SUMMARY = "train/train_loss"  # the mean of a whole run, which the Trainer's integrations log at its end
-LOOKS = re.compile(
-    r"(?<![a-z])(\w*loss\w*|\w*norm|rewards?|scores?|lr|rate)(?![a-z])|^value$"
-)  # a file of one metric may not name it
+# A file of one metric may not name it, and has values.
+LOOKS = re.compile(r"loss|norm(?![a-z])|(?<![a-z])(rewards?|scores?|lr|rate)(?![a-z])|^value$")
 LOOKS_NOT = re.compile(
     r"tim(e|ing)|second|(?<![a-z])(per|sec|mem\w*|min|max|std|count|num\w*|scale|tokens?|perf|throughput)(?![a-z])"
     r"|(sample|frame|hit|success|error)[a-z]*_rate"

@@ -167,13 +167,15 @@ def save_while_the_disk_fills(
     root: str,
     asynchronous: bool,
     stride: int,
+    limit_s: float,
 ) -> dict[str, Any]:
     """Two steps, a save after the first, and after the second saves with more and more room until one is written.
 
-    ``root``: alone on a small file system, of which ``stride`` pages are freed at a time. Returns what the errors say,
-    how many saves failed, and the loss of a third step. After each error the first save has to be whole.
+    ``root``: alone on a small file system, of which ``stride`` pages are freed at a time, and all after ``limit_s``.
+    Returns what the errors say, how many saves failed, the size of a save, and the loss of a third step. After each
+    error the first save has to be whole.
     """
-    of, above = Training(**training), Path(root).parent
+    of, above, end = Training(**training), Path(root).parent, time.monotonic() + limit_s
     backend, folder, ballast = (
         of.set_up(context),
         TrainingFolder(root=Path(root), asynchronous=asynchronous),
@@ -190,7 +192,8 @@ def save_while_the_disk_fills(
         for unfinished in Path(root).glob("*.partial"):
             shutil.rmtree(unfinished)
         ballast.unlink(missing_ok=True)
-        ballast.write_bytes(bytes(max(0, _free(above) - failed * stride * PAGE)))
+        if time.monotonic() < end:
+            ballast.write_bytes(bytes(max(0, _free(above) - failed * stride * PAGE)))
 
     def check() -> None:
         assert folder.latest().name == "step-000001"
@@ -214,7 +217,7 @@ def save_while_the_disk_fills(
             break
     loss = backend.train_step(third, lambda model: None).values["loss"]
     backend.teardown()
-    return {"told": told, "failed": failed, "loss": loss}
+    return {"told": told, "failed": failed, "whole_kib": _size(folder.latest()) // 1024, "loss": loss}
 
 
 def _free(folder: Path) -> int:
