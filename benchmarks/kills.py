@@ -36,7 +36,7 @@ MARK = "PARITY_KILLS"
 GONE_S = 20.0  # for processes to end after the death of their controller, on a loaded machine
 OF_TIME = {"seconds", "memory", "host_memory"}  # the rest of a verdict is the same in every run
 GROWTH_KIB = 64  # of the controller for each cell: its verdict and its line in the summary
-CHAIN = 4  # kills of one run, before it is resumed to its end
+CHAIN = 6  # kills of one run, before it is resumed to its end
 SAVES = [
     (backend, layout, asynchronous)
     for backend, layout in (("fsdp2", "dp2"), ("deepspeed", "dp2.zero1"), ("megatron", "tp2"))
@@ -140,10 +140,10 @@ class Runs:
         out, problems, killed = self._folder / name, list[str](), 0
         if time.monotonic() > self.until:
             return 0, []
-        for _ in range(kills):
+        for kill in range(kills):
             run = self.start(name, out)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                run.wait(drawn.uniform(0.02, 1.0) * self.seconds)
+            with contextlib.suppress(subprocess.TimeoutExpired):  # a resumed run is shorter
+                run.wait(drawn.uniform(0.02, 0.5 if kill else 1.0) * self.seconds)
             is_killed = run.poll() is None
             run.kill()
             run.wait()

@@ -120,7 +120,8 @@ def _read_array(path: Path) -> Iterator[tuple[Place, Record]]:
         content = file.read(LARGEST + 1)
     if len(content) > LARGEST:
         raise UsageError(f"{path} has more than {LARGEST // MIB} MiB; write one sample a line, as .jsonl")
-    for place, record in _numbered(path, parse_json(_decoded(content, str(path), is_first=True), str(path))):
+    text = _decoded(content, str(path), is_first=True)
+    for place, record in _numbered(path, parse_json(text, f"{path}, an array of samples,")):
         yield place, _object(record, place)
 
 

@@ -261,6 +261,7 @@ def test_a_step_of_few_rows_still_has_targets(rows: int, few: str) -> None:
         ("d.jsonl", '{"question": "a", "answer": 5}\n', r"'answer' must be a non-empty text, got 5"),
         ("d.jsonl", '{"question": "a"', "line 1 is not JSON"),
         ("d.jsonl", "[1]\n", "sample 1: expected an object"),
+        ("d.jsonl", "[" * 100_000, r"d\.jsonl, an array of samples, cannot be read: its JSON is nested too deeply"),
         ("d.jsonl", "5\n", "line 1: expected an object"),
     ],
 )
