@@ -174,7 +174,9 @@ def set_cpu_rng_state(state: torch.Tensor, *_: Any, **__: Any) -> None:
     torch.set_rng_state(state)
 
 
-_PROPERTIES = SimpleNamespace(name="cpu", total_memory=2**34, major=8, minor=0, multi_processor_count=1)
+_PROPERTIES = SimpleNamespace(
+    name="cpu", total_memory=2**34, major=8, minor=0, multi_processor_count=1, gcnArchName="cpu"
+)
 _RNG_STATES = {
     "get_rng_state": _rng_state,
     "set_rng_state": set_cpu_rng_state,

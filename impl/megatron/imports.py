@@ -23,13 +23,14 @@ FOREIGN = (
 )
 
 
-def at_first_call(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps ``function`` so that ``torch.compile`` compiles it at its first call."""
+def on_gpus_at_first_call(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps ``function`` so that ``torch.compile`` compiles it at its first call with a tensor on a GPU."""
     compiled = functools.cache(lambda: torch.compile(function))
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        return compiled()(*args, **kwargs)
+        on_gpu = any(isinstance(value, torch.Tensor) and value.is_cuda for value in (*args, *kwargs.values()))
+        return (compiled() if on_gpu else function)(*args, **kwargs)
 
     return call
 
@@ -38,5 +39,5 @@ _modules: Any = sys.modules
 for _name in FOREIGN:
     _modules.setdefault(_name, None)  # with None, importing raises ModuleNotFoundError
 
-with mock.patch.object(torch, "compile", at_first_call):
+with mock.patch.object(torch, "compile", on_gpus_at_first_call):
     import megatron.core.jit  # noqa: F401 (it keeps the decorator that all of megatron-core uses)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -307,8 +308,8 @@ def test_no_rank_has_imported_torchs_compiler(pool: Pool, tmp_path: Path) -> Non
     assert outcome.results == [["megatron.core"]] * 2, outcome.reason
 
 
-def test_what_megatron_core_decorates_is_compiled_when_it_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    from impl.megatron.imports import at_first_call
+def test_what_megatron_core_decorates_is_compiled_on_gpus_when_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    from impl.megatron.imports import on_gpus_at_first_call
 
     compiled: list[Any] = []
 
@@ -317,7 +318,9 @@ def test_what_megatron_core_decorates_is_compiled_when_it_is_called(monkeypatch:
         return function
 
     monkeypatch.setattr(torch, "compile", compile_)
-    call = at_first_call(abs)
+    call = on_gpus_at_first_call(lambda tensor: tensor)
+    on_gpu = mock.Mock(spec=torch.Tensor, is_cuda=True)
+    call(torch.ones(1))
     assert not compiled
-    assert (call(-1), call(-2)) == (1, 2)
-    assert compiled == [abs]
+    assert [call(on_gpu), call(tensor=on_gpu)] == [on_gpu, on_gpu]
+    assert len(compiled) == 1
