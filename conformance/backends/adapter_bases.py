@@ -148,7 +148,7 @@ class TrainerAdapter(FrameworkAdapter):
             return f"this adapter runs plain DDP; use dp{layout.world_size}"
         if scenario.schedule.name != "constant" and scenario.steps > scenario.schedule.total_steps:
             return "train() ends with its schedule; use at least as many schedule.total_steps as steps"
-        if scenario.optimizer.frozen or scenario.lora or scenario.router_z_loss or scenario.precision == "fp16":
+        if scenario.optimizer.frozen or scenario.lora or scenario.balances_routers or scenario.precision == "fp16":
             return "this adapter has no frozen parameters, LoRA, z-loss or fp16; use exact or bf16"
         return ""
 

@@ -82,14 +82,20 @@ def batches_of(scenario: Scenario, model: Path) -> list[Batch]:
 def check_trained(scenario: Scenario, decoder: Decoder) -> None:
     """Raises UsageError if the scenario's training options do not fit the model.
 
-    That is: adapters that do not fit, a z-loss without routers, a pattern of frozen parameters that matches no trained
-    parameter, and no parameter left to train.
+    That is: adapters that do not fit, a z-loss without routers, a rate of biases that no router has, a pattern of
+    frozen parameters that matches no trained parameter, and no parameter left to train.
     """
     if scenario.router_z_loss and not decoder.routers:
         raise UsageError(
             f"router_z_loss={scenario.router_z_loss:g} is only for mixtures of experts that the oracle computes "
             f"(docs/explanations/mixture-of-experts.md), not for {scenario.model_name}; set it to 0, or give another "
             f"model"
+        )
+    if scenario.router_bias_rate and (scenario.lora or not any(part.corrected for part in decoder.routers)):
+        lacking = "adapters leave the base as it is" if scenario.lora else f"{scenario.model_name} has no such bias"
+        raise UsageError(
+            f"router_bias_rate={scenario.router_bias_rate:g} moves the bias by which DeepSeek-V3's routers choose "
+            f"experts, but {lacking}; set it to 0, or give another model"
         )
     for role in scenario.objective.roles:
         if not role.trained:

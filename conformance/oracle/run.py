@@ -341,6 +341,8 @@ def _train(
             moved = variant.schedule_step(model.updates, per_rollout)
             lr = scenario.optimizer.lr * scenario.schedule.factor(moved)
             values[model_key(prefix, "lr")] = lr
+            if scenario.router_bias_rate:  # libraries move biases also at a step whose gradients overflow
+                move_biases(model, observed.rows[model_key(prefix, ROUTING)], scenario.router_bias_rate)
             if model.loss_scale:
                 settings = model.loss_scale.update(gradients, policy, step=step)
                 values |= {model_key(prefix, key): number for key, number in settings.items()}
@@ -373,6 +375,18 @@ def _update(model: Model, gradients: Weights, factor: float, lr: float, *, is_la
         if is_last:
             del model.optimizers[name]
     model.updates += 1
+
+
+def move_biases(model: Model, rows: Mapping[int, Tensor], rate: float) -> None:
+    """Moves the bias of each expert by b_x <- b_x + u sign(mean load - load of x) (arXiv 2408.15664, algorithm 1).
+
+    ``rows``: the factors of experts' outputs in the step, (T x routers x X,). A load counts all tokens of the step.
+    """
+    names = [name for name in model.weights if is_buffer(name)]  # in the order of the layers
+    loads_RX = sum((row.view(-1, len(names), model.decoder.routers[0].experts) > 0).sum(dim=0) for row in rows.values())
+    for name, load_X in zip(names, torch.as_tensor(loads_RX), strict=True):
+        below = torch.sign(load_X.sum() - load_X * len(load_X))  # in integers: a load may equal the mean
+        model.weights[name] = model.weights[name] + rate * below.to(model.weights[name])
 
 
 def _kept(model: Model, kind: str, tensors: Weights, above: float) -> dict[str, Tensor]:

@@ -207,8 +207,8 @@ class Session:
                 f"{cell} merges an adapter, which is judged by whole matrices, but its records keep only sketches; "
                 f"give --sketch a number that no matrix exceeds, or select other cells"
             )
-        if (cell.scenario.lora or cell.scenario.router_z_loss) and not is_written(resolve(cell.scenario.model)):
-            option = "adapters" if cell.scenario.lora else "a z-loss of routers"
+        if (cell.scenario.lora or cell.scenario.balances_routers) and not is_written(resolve(cell.scenario.model)):
+            option = "adapters" if cell.scenario.lora else "a z-loss or updates of biases of routers"
             return Verdict(state="unsupported", reason=f"{option} {ONLY_WRITTEN}")
         with self._asking:
             functions_of(cell.scenario.objective)

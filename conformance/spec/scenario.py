@@ -218,6 +218,8 @@ class Scenario:
     documents. ``loss_scale``: the loss scale of fp16; if given, skipped updates and changes of the scale are judged at
     every step. ``lora``: adapters of the policy; only they are trained. ``router_z_loss``: the factor of the routers'
     z-loss in the loss of each trained model (Zoph et al., arXiv 2202.08906, equation 5); 0 adds none.
+    ``router_bias_rate``: after each step the bias by which a router chooses experts moves by this rate, up for experts
+    that were chosen less often than the mean, down for the others (arXiv 2408.15664, algorithm 1); 0 leaves it.
     ``trust_remote_code``: Python code of the model's folder may run; only the command line can set it, not a scenario
     file. ``assume_inert``: keys of the model's config.json that the user says change nothing. ``sketch``: records keep
     sketches of matrices with more elements than this (conformance.numerics.sketch); None: the default for the model's
@@ -239,6 +241,7 @@ class Scenario:
     loss_scale: LossScaleConfig | None = None
     lora: LoraConfig | None = None
     router_z_loss: Annotated[float, Field(strict=True, ge=0, le=1000)] = 0.0
+    router_bias_rate: Annotated[float, Field(strict=True, ge=0, le=1000)] = 0.0
     trust_remote_code: Flag = False
     assume_inert: tuple[str, ...] = ()
     sketch: Annotated[int, Field(strict=True, ge=0, le=2**50)] | None = None
@@ -259,6 +262,11 @@ class Scenario:
         """Tells whether a parameter of this role's model is trained."""
         adapted = self.lora is not None and role == POLICY
         return role.trained and self.optimizer.trains(name) and (not adapted or is_adapter(name))
+
+    @property
+    def balances_routers(self) -> bool:
+        """Tells whether a training needs a z-loss or updates of biases, which few libraries have."""
+        return bool(self.router_z_loss or self.router_bias_rate)
 
     @property
     def model_name(self) -> str:

@@ -41,7 +41,7 @@ class Fsdp2(parity.FrameworkAdapter):
     def refuses(cls, scenario: parity.Scenario, layout: parity.Layout) -> str:
         if layout != parity.Layout(dp=layout.dp, rep=layout.rep):
             return f"this adapter runs FSDP2 with dp and rep only; use dp{layout.world_size}"
-        if scenario.optimizer.frozen or scenario.lora or scenario.router_z_loss or scenario.precision == "fp16":
+        if scenario.optimizer.frozen or scenario.lora or scenario.balances_routers or scenario.precision == "fp16":
             return "this adapter has no frozen parameters, LoRA, z-loss or fp16; use exact or bf16"
         old = Version(accelerate.__version__) < Version("1.15") and Version(torch.__version__) >= Version("2.13")
         if old and model_config(scenario).get("tie_word_embeddings"):

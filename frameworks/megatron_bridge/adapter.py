@@ -88,7 +88,7 @@ class MegatronBridge(parity.FrameworkAdapter):
             return "packed rows need TransformerEngine's attention; use packed = false"
         if scenario.precision not in ("exact", "fp32"):
             return "half precision without TransformerEngine is not its users'; use exact or fp32"
-        if scenario.optimizer.frozen or scenario.lora or scenario.router_z_loss:
+        if scenario.optimizer.frozen or scenario.lora or scenario.balances_routers:
             return "this adapter has no frozen parameters, LoRA and z-loss"
         return ""
 

@@ -57,7 +57,7 @@ class Automodel:
     def supports(cls, scenario: parity.Scenario, layout: parity.Layout) -> parity.Support:
         if layout != parity.Layout(dp=layout.dp, rep=layout.rep):
             return parity.Unsupported(f"this adapter runs FSDP2 and hybrid sharding; use dp{layout.world_size}")
-        if scenario.optimizer.frozen or scenario.lora or scenario.router_z_loss or scenario.precision == "fp16":
+        if scenario.optimizer.frozen or scenario.lora or scenario.balances_routers or scenario.precision == "fp16":
             return parity.Unsupported("this adapter has no frozen parameters, LoRA, z-loss or fp16; use exact or bf16")
         return parity.Supported()
 

@@ -65,7 +65,7 @@ class VerlSft(parity.FrameworkAdapter):
             )
         if scenario.precision not in ("exact", "fp32", "bf16"):
             return f"the engine has no {scenario.precision}; use exact, fp32 or bf16"
-        if scenario.optimizer.frozen or scenario.lora or scenario.router_z_loss:
+        if scenario.optimizer.frozen or scenario.lora or scenario.balances_routers:
             return "frozen parameters, LoRA and z-losses are not part of this adapter"
         return ""
 

@@ -334,6 +334,8 @@ class MeshContext(Protocol):
     mesh: DeviceMesh
     ring: RingAttention | None
 
+    def all_reduce_tensor(self, tensor: Tensor) -> Tensor: ...
+
 
 class ModelOutputs(Protocol):
     """Returns the outputs of the tokens in ``inputs``; ``options`` are keyword arguments for the model."""

@@ -54,12 +54,12 @@ from impl.engine.optimizers import (
     set_schedule,
     trained_parameters,
 )
-from impl.interface.micro_batches import Loss, MicroBatch, Outputs, RouterTerms, Wanted, run_micro_batches, set_mode
+from impl.interface.micro_batches import Loss, MicroBatch, Outputs, RouterTerms, Wanted, set_mode
 from impl.interface.sharded_safetensors import SliceReader
 from impl.interface.trainable import AT_ONCE, Writing, WrittenKind, code_that_ran
 from impl.models.lazy_weights import UnreadWeights, give_memory, published_buffers, untouched_zeros
 from impl.models.outputs import outputs_of
-from impl.models.router import routers_of, with_router_terms
+from impl.models.router import routers_of
 
 
 class DeepspeedModel(HuggingFaceModel):
@@ -191,8 +191,7 @@ class DeepspeedModel(HuggingFaceModel):
         terms: RouterTerms | None = None,
     ) -> list[Outputs]:
         set_mode(self.engine.module, training=loss is not None)  # the engine keeps no mode of its own
-        loss = with_router_terms(loss, terms, inputs)
-        return run_micro_batches(self, inputs, want=want, temperature=temperature, loss=loss)
+        return self.run(inputs, want=want, temperature=temperature, loss=loss, terms=terms)
 
     def start_micro_batch(self, index: int, count: int) -> None:
         if "manual" in self.options:

@@ -97,6 +97,7 @@ HUGGING_FACE_SEAMS = {
     "trained_names": "impl.engine.optimizers:trained_names",
     "merge_adapter": "impl.models.export:merge_adapter",
     "switch_off_dropout": "impl.engine.adapter:switch_off_dropout",
+    "updated_bias": "impl.models.router:updated_bias",
 }
 # Patch points of the backends that can leave logits sharded along the vocabulary.
 VOCABULARY_SEAMS = {
@@ -148,6 +149,7 @@ class ReferenceBackend:
             loss_scale=scenario.loss_scale or LossScaleConfig(),
             trust_remote_code=scenario.trust_remote_code,
             router_z_loss=scenario.router_z_loss,
+            router_bias_rate=scenario.router_bias_rate,
             whole_experts=any(quirks_in(folder).biased_experts for folder in weights.values()),
         )
         self.objective, self.optimizer_kind, self.step = scenario.objective, scenario.optimizer.name, 0

@@ -16,12 +16,12 @@ from conformance.spec.scenario import OptimizerConfig
 from impl.context_parallel.ring_attention import NAME, MeshContext, forward_over_ring
 from impl.engine.adapter import set_dropout
 from impl.engine.optimizers import parameter_groups, torch_optimizer, trained_parameters
-from impl.interface.micro_batches import MicroBatch, Outputs, Wanted
+from impl.interface.micro_batches import Loss, MicroBatch, Outputs, RouterTerms, Wanted, run_micro_batches
 from impl.interface.trainable import Dtype
 from impl.models.export import write_merged, write_model
 from impl.models.loading import empty_model
 from impl.models.lora import load_adapter
-from impl.models.router import Routers
+from impl.models.router import Routers, with_router_terms
 from impl.models.tracing import hugging_face_modules, token_numbers
 
 
@@ -65,6 +65,28 @@ class HuggingFaceModel:
     def forward(self, inputs: MicroBatch, *, want: Wanted, temperature: float) -> Outputs:
         outputs = partial(self.own_outputs, want=want, temperature=temperature)
         return forward_over_ring(self.context.ring, inputs, outputs)
+
+    def run(
+        self,
+        inputs: Sequence[MicroBatch],
+        *,
+        want: Wanted,
+        temperature: float,
+        loss: Loss | None,
+        terms: RouterTerms | None,
+    ) -> list[Outputs]:
+        """Runs all micro-batches, and with a loss moves the routers' biases; see Trainable.forward_backward."""
+        whole = with_router_terms(loss, terms, inputs)
+        outputs = run_micro_batches(self, inputs, want=want, temperature=temperature, loss=whole)
+        if loss is not None and self.routers:
+            self.routers.move_biases(self.context, inputs, outputs)
+        return outputs
+
+    def start_micro_batch(self, index: int, count: int) -> None:
+        raise NotImplementedError
+
+    def backward(self, loss: torch.Tensor) -> None:
+        raise NotImplementedError
 
     def own_outputs(self, inputs: MicroBatch, *, want: Wanted, temperature: float, **options: Any) -> Outputs:
         """Returns the outputs of the tokens that this rank holds, in the shape of ``inputs``."""

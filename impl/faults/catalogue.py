@@ -100,6 +100,7 @@ SEAMS: Mapping[str, str] = {
     "routers_of": "(model, ...) -> its routers, or None; called before the first step",
     "router_loss": "(factor, balance of the step, weights, probabilities of experts) -> a share of the balancing loss",
     "z_loss": "(factor, tokens of the step, squares of real tokens and routers) -> a share of the routers' z-loss",
+    "updated_bias": "(..., biases of routers, rate) -> biases after a step: up for experts with little load",
     "scale_router_loss": "(scale): sets the factor of a library's own load-balancing loss in each micro-batch",
     "choices_for": "(inputs, key of a forward pass) -> the inputs with the choices of experts to replay in it",
     "sorted_by_expert": "(chosen experts) -> positions in the order of their experts, and the token of each",

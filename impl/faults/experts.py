@@ -1,7 +1,9 @@
 """Plants faults in mixtures of experts: in routers, in their losses, and in the exchange of tokens between ranks."""
 
 from copy import copy
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -235,3 +237,59 @@ def experts_averaged_over_their_ranks(reduce_gradients: Function, trainable: Any
 )
 def correction_bias_not_loaded(read_slice: Function, reader: Any, name: str, spans: Any) -> Tensor:
     return zeros_for("e_score_correction_bias", name, read_slice(reader, name, spans))
+
+
+_moving = partial(sft, "sft-expert-bias", fsdp2="dp2", deepspeed="dp2.zero1", megatron="dp2")
+_MOVED = "a scenario with router_bias_rate"
+
+
+@EXPERT_FAULTS.add(
+    summary="the bias for the choice of experts moves by the load that each rank counts, instead of the sum over ranks",
+    source="https://github.com/NVIDIA/TransformerEngine/pull/3471, whose reduced counts were discarded",
+    stage="clipped update",
+    cells=_moving("deepseek-v3"),
+    blind=("loss",),
+    needs=f"{_MOVED}, and dp of 2 or more",
+)
+def bias_by_own_load(updated_bias: Function, *arguments: Any) -> Any:
+    with mock.patch.object(dist, "all_reduce"):
+        return updated_bias(*arguments)
+
+
+@EXPERT_FAULTS.add(
+    summary="the bias for the choice of experts rises for experts that are chosen too often",
+    source="https://arxiv.org/abs/2408.15664, whose algorithm 1 has the mean load first, not second",
+    stage="clipped update",
+    cells=_moving("deepseek-v3"),
+    blind=("loss",),
+    needs=_MOVED,
+)
+def bias_moves_backwards(updated_bias: Function, *arguments: Any) -> Any:
+    *before, rate = arguments
+    return updated_bias(*before, -rate)
+
+
+@EXPERT_FAULTS.add(
+    summary="the bias for the choice of experts moves at each micro-batch, so several times in a step",
+    source="https://github.com/pytorch/torchtitan/pull/1114, which moves it with the optimizer instead",
+    stage="clipped update",
+    cells=_moving("deepseek-v3"),
+    blind=("loss",),
+    needs=f"{_MOVED}, and several micro-batches",
+)
+def bias_moves_twice(updated_bias: Function, *arguments: Any) -> Any:
+    *before, rate = arguments
+    return updated_bias(*before, 2 * rate)
+
+
+@EXPERT_FAULTS.add(
+    summary="the bias for the choice of experts moves in the first layer that has experts, and in no other",
+    source="https://github.com/pytorch/torchtitan/pull/3686",
+    stage="clipped update",
+    cells=_moving("deepseek-v3-odd"),
+    blind=("loss",),
+    needs=f"{_MOVED}, and a model with experts in several layers",
+)
+def later_biases_stay(updated_bias: Function, *arguments: Any) -> Any:
+    before = arguments[-2]
+    return torch.cat([updated_bias(*arguments)[:1], before[1:]])

@@ -46,13 +46,13 @@ from impl.fsdp2.dtensors import full_tensors, write_region
 from impl.fsdp2.expert_parallel import cut_experts, experts_of, is_of_experts
 from impl.fsdp2.tensor_parallel import apply_explicit_plan, apply_model_plan, vocabulary_shard
 from impl.interface.distributed import Reading
-from impl.interface.micro_batches import Loss, MicroBatch, Outputs, RouterTerms, Wanted, run_micro_batches, set_mode
+from impl.interface.micro_batches import Loss, MicroBatch, Outputs, RouterTerms, Wanted, set_mode
 from impl.interface.sharded_safetensors import SliceReader
 from impl.interface.trainable import AT_ONCE, Writing, WrittenKind, code_that_ran
 from impl.models.lazy_weights import UnreadWeights, published_buffers
 from impl.models.lora import named_parameters
 from impl.models.outputs import outputs_of
-from impl.models.router import routers_of, with_router_terms
+from impl.models.router import routers_of
 
 
 def _second(parameter: torch.nn.Parameter) -> ShardAlong:
@@ -171,8 +171,7 @@ class Fsdp2Model(HuggingFaceModel):
         terms: RouterTerms | None = None,
     ) -> list[Outputs]:
         set_mode(self.model, training=loss is not None)
-        loss = with_router_terms(loss, terms, inputs)
-        outputs = run_micro_batches(self, inputs, want=want, temperature=temperature, loss=loss)
+        outputs = self.run(inputs, want=want, temperature=temperature, loss=loss, terms=terms)
         if loss is None:
             # FSDP2 leaves parameters outside of blocks unsharded for a backward pass, but none follows.
             cast(FSDPModule, self.model).reshard()

@@ -45,6 +45,7 @@ class ContextConfig:
     loss_scale: for fp16.
     trust_remote_code: Python code of model folders may be run (``--trust_remote_code``).
     router_z_loss: the factor of the routers' z-loss; 0 adds none.
+    router_bias_rate: by which biases of routers move after each step.
     whole_experts: the experts of the models have biases, and not every library can shard these.
     """
 
@@ -56,6 +57,7 @@ class ContextConfig:
     loss_scale: LossScaleConfig = field(default_factory=LossScaleConfig)
     trust_remote_code: bool = False
     router_z_loss: float = 0.0
+    router_bias_rate: float = 0.0
     whole_experts: bool = False
 
     @property

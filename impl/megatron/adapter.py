@@ -234,6 +234,7 @@ class MegatronBackend(ReferenceBackend):
         "routers_of": "impl.megatron.gpt_model:number_routers",
         "permute_tokens": "megatron.core.transformer.moe.token_dispatcher:permute",
         "gather_shared_key": ("megatron.core.transformer.multi_latent_attention:gather_from_sequence_parallel_region"),
+        "updated_bias": "megatron.core.distributed.finalize_model_grads:get_updated_expert_bias",
         "scale_router_loss": "megatron.core.transformer.moe.moe_utils:MoEAuxLossAutoScaler.set_loss_scale",
         "restore_generators": "megatron.core.tensor_parallel.random:_set_all_rng_states",
         "own_generator": "megatron.core.tensor_parallel.random:CudaRNGStatesTracker.fork",

@@ -111,15 +111,24 @@ class StepTopKRouter(TopKRouter):  # type: ignore[misc]
         preferred = probabilities if self.expert_bias is None else probabilities + self.expert_bias
         return chosen_in_groups(preferred, self.groups, self.topk)
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Moves the router or changes its dtype, without rounding the correction bias.
+    def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
+        """Counts choices for the update of the bias, without those in padding.
 
-        The library rounds the bias before it casts it back to float32 (docs/findings/megatron-rounded-bias.md).
+        The library cannot mask them (https://github.com/NVIDIA/Megatron-LM/issues/6111).
         """
-        before = self.expert_bias
+        super()._apply_expert_bias(routing_map & self.routed.real[:, None])
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Moves the router or changes its dtype, without rounding the correction bias and the counts that move it.
+
+        The library rounds the bias before it casts it back to float32 (docs/findings/megatron-rounded-bias.md), and
+        goes on with rounded counts.
+        """
+        before = self.expert_bias, self.local_tokens_per_expert
         super()._apply(fn, recurse)
-        if before is not None:
-            self.expert_bias.data = before.to(self.expert_bias.device)
+        for buffer, kept in zip((self.expert_bias, self.local_tokens_per_expert), before, strict=True):
+            if kept is not None:
+                buffer.data = kept.to(buffer.device)
         return self
 
 

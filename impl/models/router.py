@@ -13,7 +13,7 @@ of all.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from torch import Tensor
 from conformance.spec.batch import EXPERTS, expert_column
 from conformance.spec.observables import ROUTING
 from impl.interface.micro_batches import Loss, MicroBatch, Outputs, RouterTerms
-from impl.interface.trainable import Context, Trainable
+from impl.interface.trainable import Context, ContextConfig, Trainable
 from impl.models.family_quirks import quirks_of
 
 if TYPE_CHECKING:
@@ -42,6 +42,14 @@ class Choice:
     squares: Tensor | None = None
 
 
+class DataContext(Protocol):
+    """Lists the part of impl.interface.trainable.Context that updates of biases need."""
+
+    config: ContextConfig
+
+    def all_reduce_tensor(self, tensor: Tensor) -> Tensor: ...
+
+
 class Routers:
     """Wraps the routers of a model, in the order of its layers. ``loss_factor``: 0 if they add nothing to the loss."""
 
@@ -59,6 +67,7 @@ class Routers:
         for number, gate in enumerate(gates):
             self._wrap(number, gate)
         self._slots = [int(gate.top_k) for gate in gates]
+        self._gates = gates
 
     def _wrap(self, number: int, gate: Any) -> None:
         inner = gate.forward
@@ -98,6 +107,26 @@ class Routers:
         )
         squares = torch.stack([_reported(choice.squares) for choice in choices], dim=1).view(shape[:-1])
         return replace(outputs, routing=weights, probabilities=probabilities, squares=squares)
+
+    @torch.no_grad()
+    def move_biases(self, context: DataContext, inputs: Sequence[MicroBatch], found: Sequence[Outputs]) -> None:
+        """Updates the biases by which experts are chosen, after all micro-batches of a step. Collective."""
+        if rate := context.config.router_bias_rate:
+            sums = [_chosen(*one).sum(dim=0) for one in zip(inputs, found, strict=True)]
+            counts = torch.stack(sums).sum(dim=0).to(torch.get_default_dtype())  # (routers, X)
+            biases = [gate.e_score_correction_bias for gate in self._gates]
+            for bias, after in zip(biases, updated_bias(context, counts, torch.stack(biases), rate), strict=True):
+                bias.copy_(after)
+
+
+def updated_bias(context: DataContext, counts: Tensor, bias: Tensor, rate: float) -> Tensor:
+    """Returns the biases of experts (routers, X) after a step in which this rank chose them ``counts`` times.
+
+    Experts that all ranks chose less often than the mean are preferred more from now on (arXiv 2408.15664,
+    algorithm 1). Collective over data ranks.
+    """
+    loads = context.all_reduce_tensor(counts)
+    return bias + rate * torch.sign(loads.mean(dim=-1, keepdim=True) - loads)
 
 
 def routers_of(model: "PreTrainedModel") -> Routers | None:
@@ -172,11 +201,16 @@ def balance_of(context: Context, inputs: Sequence[MicroBatch], found: Sequence[O
 
 
 def _sums(inputs: MicroBatch, outputs: Outputs) -> tuple[Tensor, Tensor, Tensor]:
-    assert outputs.routing is not None
-    chosen = outputs.routing[inputs.real] > 0  # (tokens, routers, X)
+    chosen = _chosen(inputs, outputs)
     probabilities = probability_sums(inputs, outputs).detach()
     counts = chosen.sum(dim=(0, 1)).to(probabilities.dtype)
     return counts, probabilities, counts.new_tensor([chosen.shape[0] * chosen.shape[1]])
+
+
+def _chosen(inputs: MicroBatch, outputs: Outputs) -> Tensor:
+    """Returns which experts real tokens have chosen, bool (tokens, routers, X)."""
+    assert outputs.routing is not None
+    return outputs.routing[inputs.real] > 0
 
 
 def probability_sums(inputs: MicroBatch, outputs: Outputs) -> Tensor:

@@ -56,6 +56,9 @@ EXPERTS = 8  # of each router of qwen3-moe
         ("fsdp2", "sft-z-loss", "qwen3-moe", "ep2.sp2"),
         ("fsdp2", "sft-z-loss", "deepseek-v2", "tp2"),
         ("deepspeed", "sft-z-loss", "mixtral", "sp2.zero2"),
+        *(("fsdp2", "sft-expert-bias", "deepseek-v3-odd", layout) for layout in ("dp2", "sp2")),
+        ("deepspeed", "sft-expert-bias", "deepseek-v3", "dp2.zero3"),
+        *(("megatron", "sft-expert-bias", "deepseek-v3-odd", layout) for layout in ("dp2.zero1", "pp2.ckpt", "sp2")),
         *(("deepspeed", "sft-packed", "mixtral", f"dp2.zero{stage}") for stage in (0, 1, 2)),
     ],
 )

@@ -5,6 +5,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,11 +17,12 @@ from conformance.core.errors import UsageError
 from conformance.core.host import FIXTURES
 from conformance.data.prepare import batches_of, prepare_inputs
 from conformance.judge.measurements import _of_terms
-from conformance.models.components import MixtureOfExperts
+from conformance.models.components import CORRECTION, MixtureOfExperts
 from conformance.models.families import read_architecture
 from conformance.numerics.float64_tier import exact_tier
 from conformance.oracle.decoder import load_weights
 from conformance.oracle.feed_forward import Balance, LoadsOfPart, Routing, stacked
+from conformance.oracle.run import move_biases
 from conformance.oracle.step import Observed, observe
 from conformance.spec.batch import Batch, Document, Row, expert_column
 from conformance.spec.objectives import Sft
@@ -108,6 +110,30 @@ def test_a_z_loss_needs_routers(tmp_path: Path) -> None:
     scenario = load_scenario(FIXTURES / "scenarios" / "sft-z-loss.toml", model="models/llama", precision="exact")
     with pytest.raises(UsageError, match=r"router_z_loss=0\.025 is only for mixtures of experts .*, not for llama"):
         prepare_inputs(scenario, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"model": "models/qwen3-moe"}, "qwen3-moe has no such bias"),
+        ({"lora": {"r": 2, "lora_alpha": 4, "target_modules": "all-linear"}}, "adapters leave the base"),
+    ],
+)
+def test_biases_move_where_routers_have_some(options: dict[str, Any], problem: str, tmp_path: Path) -> None:
+    file = FIXTURES / "scenarios" / "sft-expert-bias.toml"
+    scenario = load_scenario(file, **{"model": "models/deepseek-v3", "precision": "exact"} | options)
+    with pytest.raises(UsageError, match=rf"router_bias_rate=0\.02 .*{problem}"):
+        prepare_inputs(scenario, tmp_path)
+
+
+def test_a_bias_rises_for_experts_below_the_mean_load() -> None:
+    """Two routers of 4 experts; the mean loads are 1.5 and 1, which one expert has."""
+    loads = [[3, 2, 1, 0], [1, 3, 0, 0]]
+    model = replace(policy_model("deepseek-v3"), weights={f"{n}.{CORRECTION}": torch.zeros(4) for n in "ab"})
+    model = replace(model, decoder=Mock(routers=[replace(routers("deepseek-v3")[0], experts=4)]))
+    rows = {n: torch.tensor([[float(load > n) for load in of] for of in loads]).flatten() for n in range(3)}
+    move_biases(model, rows, 0.5)
+    assert [w.tolist() for w in model.weights.values()] == [[-0.5, -0.5, 0.5, 0.5], [0.0, -0.5, 0.5, 0.5]]
 
 
 def test_a_document_without_targets_is_routed_and_balanced_too() -> None:
