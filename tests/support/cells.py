@@ -31,8 +31,7 @@ STEPS, ROWS, MICRO_BATCHES = 2, 8, 2
 OWN_SIZE = {  # where the scenario is about them
     "sft-long": {"steps": 2, "rows": 4},
     "sft-uneven": {"steps": 2, "rows": 9, "accumulation": 3},
-    "sft-z-loss": {"steps": 2, "rows": 12, "accumulation": 3},
-    "sft-expert-bias": {"steps": 3, "rows": 12, "accumulation": 3},
+    **{name: {"steps": 2, "rows": 12, "accumulation": 3} for name in ("sft-z-loss", "sft-expert-bias")},
     "sft-cosine-end": {"steps": 4, "rows": 6},
     "sft-linear-end": {"steps": 5, "rows": 6},
 }
