@@ -23,10 +23,9 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from torch import Tensor
 
 from conformance.backends.protocol import Cut, Traced, TracedModule
-from conformance.spec.layout import DROPOUT_RATE
-from conformance.spec.precision import BF16, F16
+from conformance.spec.layout import DROPOUT_RATE, Layout
+from conformance.spec.precision import BF16, F16, Precision
 from impl.interface.micro_batches import MicroBatch
-from impl.interface.trainable import ContextConfig
 from impl.megatron.attention import DocumentRotary, RingCoreAttention, latent_config, place_latent
 from impl.megatron.model_config import EPS, ModelShape, Stages
 from impl.megatron.moe_config import Mixture, expert_sizes
@@ -100,9 +99,10 @@ class ValueHead(torch.nn.Linear):
         return values, None
 
 
-def transformer_config(shape: ModelShape, setup: ContextConfig, stages: Stages) -> TransformerConfig:
+def transformer_config(
+    shape: ModelShape, layout: Layout, tier: Precision, stages: Stages, bias_rate: float = 0.0
+) -> TransformerConfig:
     """Returns megatron-core's configuration of the model: its sizes, and every switch that influences its numbers."""
-    layout, tier = setup.layout, setup.tier
     compute = tier.compute.dtype
     windows = {window for window in shape.windows if window is not None}
     assert len(windows) <= 1, "megatron-core supports one window size per model"
@@ -162,7 +162,7 @@ def transformer_config(shape: ModelShape, setup: ContextConfig, stages: Stages) 
         bias_activation_fusion=False,
         persist_layer_norm=False,
         **(recompute if "ckpt" in layout.options else {}),
-        **({} if shape.mixture is None else _mixture(shape.mixture, setup)),
+        **({} if shape.mixture is None else _mixture(shape.mixture, layout, tier, bias_rate)),
         **(latent_config(shape) if shape.latent else {}),
     )
     if shape.yarn:
@@ -170,20 +170,20 @@ def transformer_config(shape: ModelShape, setup: ContextConfig, stages: Stages) 
     return config
 
 
-def _mixture(mixture: Mixture, setup: ContextConfig) -> dict[str, Any]:
+def _mixture(mixture: Mixture, layout: Layout, tier: Precision, bias_rate: float) -> dict[str, Any]:
     """Returns the settings of a mixture of experts.
 
     No token is dropped. Tensor parallelism shards experts like any MLP, unless they have biases. The library's
     load-balancing loss is off without the option ``ownaux``; impl.megatron.router adds the loss of the whole step.
     """
-    own = "ownaux" in setup.layout.options
-    sizes = expert_sizes(setup.layout, whole=bool(mixture.clamped))
+    own = "ownaux" in layout.options
+    sizes = expert_sizes(layout, whole=bool(mixture.clamped))
     return {
         "num_moe_experts": mixture.experts,
         "moe_ffn_hidden_size": mixture.size,
         "moe_router_topk": mixture.chosen,
         "moe_router_pre_softmax": not mixture.normalised,  # False: a softmax over the chosen experts
-        "moe_router_dtype": None if setup.tier.is_exact else "fp32",
+        "moe_router_dtype": None if tier.is_exact else "fp32",
         "moe_enable_routing_replay": True,
         "moe_router_load_balancing_type": "aux_loss" if own else "none",
         "moe_aux_loss_coeff": mixture.loss_factor if own else 0.0,
@@ -191,7 +191,7 @@ def _mixture(mixture: Mixture, setup: ContextConfig) -> dict[str, Any]:
         "moe_shared_expert_gate": mixture.shared is not None and mixture.shared_gate,
         "moe_router_score_function": "sigmoid" if mixture.sigmoid else "softmax",
         "moe_router_enable_expert_bias": mixture.sigmoid,
-        "moe_router_bias_update_rate": setup.router_bias_rate,
+        "moe_router_bias_update_rate": bias_rate,
         "moe_router_topk_scaling_factor": mixture.factor,
         "moe_router_num_groups": mixture.groups.many if mixture.groups else None,
         "moe_router_group_topk": mixture.groups.chosen if mixture.groups else None,

@@ -107,7 +107,9 @@ class MegatronModel:
             )
         check_weights(path, self.shape)
         self.stages = stages(layers=self.shape.layers, pp=layout.pp, vpp=layout.vpp)
-        self.model_config = transformer_config(self.shape, self.context.config, self.stages)
+        self.model_config = transformer_config(
+            self.shape, layout, self.context.config.tier, self.stages, self.context.config.router_bias_rate
+        )
         with self.context.placed():
             chunks = [build_chunk(self.model_config, self.shape, self.stages, i) for i in range(layout.vpp)]
             if chunks[0].pre_process and self.shape.padding_token is not None and "shipped" not in self.options:

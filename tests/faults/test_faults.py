@@ -105,12 +105,8 @@ def assert_caught(session: Session, backend: str, name: str, precision: Precisio
         more["optimizer"] = CLIPS_TWICE
     if name == "clip-always" or (precision == "fp32" and name not in BELOW):
         more["rows"] = 24  # of which norms are known, and noise is less
-    if (
-        precision == "exact"
-        and name not in LATER
-        and CELLS[backend][name][0] not in PACKS_MORE
-        and Layout.parse(CELLS[backend][name][2]).data <= 2
-    ):
+    scenario, _, layout = CELLS[backend][name]
+    if precision == "exact" and not (name in LATER or scenario in PACKS_MORE) and Layout.parse(layout).data <= 2:
         more["rows"] = 2 * MICRO_BATCHES  # a row or two for each micro-batch: no noise hides anything
     if name in THREE_MICRO_BATCHES:
         more |= {"rows": 6, "accumulation": 3}
