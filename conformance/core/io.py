@@ -245,6 +245,13 @@ def is_link(path: Path) -> bool:
     return False
 
 
+def is_file(path: Path) -> bool:
+    """Tells whether ``path`` is a regular file or a link to one; False if a file gave it a name that is not valid."""
+    with contextlib.suppress(OSError, ValueError):
+        return path.is_file()
+    return False
+
+
 def read_file(path: Path, *, limit: int) -> bytes:
     """Reads a regular file of at most ``limit`` bytes. Raises Unreadable and FileNotFoundError."""
     if (size := file_size(path)) > limit:

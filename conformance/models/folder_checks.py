@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from conformance.core.errors import UsageError
+from conformance.core.errors import UsageError, shown
 from conformance.core.host import FIXTURES
-from conformance.core.io import check_file, read_json
+from conformance.core.io import check_file, is_file, read_json
 from conformance.spec.scenario import ADAPTER
 
 Files = tuple[tuple[Path, int], ...]
@@ -101,8 +101,10 @@ def _check_code_files(folder: Path, file: str, references: object) -> None:
     names = [name for value in values for name in (value if isinstance(value, list) else [value])]
     for name in (name for name in names if isinstance(name, str) and "--" not in name):
         module = f"{name.split('.')[0]}.py"
-        if not (folder / module).is_file():
-            raise UsageError(f"{folder} lacks {module}, which {file} names in auto_map; download it into the folder")
+        if not is_file(folder / module):
+            raise UsageError(
+                f"{folder} lacks {shown(module)}, which {file} names in auto_map; download it into the folder"
+            )
 
 
 def replaced_code(folder: Path) -> str:

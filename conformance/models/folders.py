@@ -21,9 +21,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
-from conformance.core.errors import UsageError, one_line, shown
+from conformance.core.errors import UsageError, first_few, one_line, shown
 from conformance.core.host import resolve
-from conformance.core.io import read_json
+from conformance.core.io import is_file, read_json
 from conformance.models.folder_checks import NOT_COPIED, check_model_folder
 from conformance.spec.observables import POLICY, Head, Role
 from conformance.spec.scenario import ADAPTER, CONFIG_FILE, FILE_PREFIX, WEIGHTS_FILE, LoraConfig, Scenario
@@ -186,8 +186,8 @@ def weight_files(model: Path) -> list[Path]:
         if not isinstance(name, str) or Path(name).name != name or not re.fullmatch(r"[^.].*\.safetensors", name):
             raise UsageError(f"{index} must name safetensors files of the folder, got {shown(name)}")
     names = sorted(set(where.values()))
-    if missing := [name for name in names if not (model / name).is_file()]:
-        raise UsageError(f"{model} lacks {', '.join(missing)}, which {INDEX} names; download the folder again")
+    if missing := [shown(name) for name in names if not is_file(model / name)]:
+        raise UsageError(f"{model} lacks {first_few(missing, most=8)}, which {INDEX} names; download the folder again")
     return [model / name for name in names]
 
 

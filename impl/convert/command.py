@@ -14,16 +14,18 @@ if TYPE_CHECKING:
 
 
 class Inspect:
-    help = "list the contents of a checkpoint without loading it"
+    help = "list the contents of a checkpoint without loading it, and verify its digests if it has some"
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("checkpoint", type=Path, help="its folder; for DeepSpeed, the folder with `latest`")
         parser.add_argument("--json", action="store_true", help="machine-readable output")
 
     def run(self, options: argparse.Namespace) -> int:
+        from impl.checkpoints.manifest import verify_part
         from impl.convert.convert import open_checkpoint
 
         found = open_checkpoint(options.checkpoint)
+        verify_part(options.checkpoint)
         print(json.dumps(_values(found), default=str) if options.json else _text(found))
         return 0
 

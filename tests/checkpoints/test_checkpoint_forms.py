@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from test_checkpoint_pickles import forge
 
+from conformance.cli import main as cli
 from conformance.core.errors import UsageError
 from conformance.core.host import FIXTURES
 from impl.convert.convert import convert, open_checkpoint
@@ -87,16 +88,23 @@ def test_moments_without_a_number_of_updates_are_refused(tmp_path: Path) -> None
     assert to_hf(folder).keys() == weights().keys()
 
 
-def test_convert_verifies_the_manifest_above(tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", [["inspect"], ["convert", "new", "--to", "hf", "--model", str(MODEL)]])
+def test_damage_is_found_by_the_manifest_above(
+    tmp_path: Path, command: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     folder = saved(tmp_path / "step" / "policy", {"model": weights()})
     forge(folder.parent)
-    assert to_hf(folder).keys() == weights().keys()
-    shutil.rmtree(folder.with_name("new"))
+    arguments = [command[0], str(folder), *command[1:]]
+    assert cli.main(arguments) == 0
+    shutil.rmtree("new", ignore_errors=True)
     file = next(folder.glob("*.distcp"))
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 16
     file.write_bytes(content)
-    assert f"{file} is damaged: its bytes have changed" in refused(folder)
+    assert cli.main(arguments) == 2
+    assert f"{file} is damaged: its bytes have changed" in capsys.readouterr().err
+    assert not Path("new").exists()
 
 
 @pytest.mark.parametrize("key", ["model.norm.weight", "optimizer.state.model.norm.weight.exp_avg"])

@@ -191,8 +191,12 @@ def test_code_of_a_family_of_transformers_never_runs(references: Any, trusted: b
 def test_code_that_the_folder_lacks_is_named(tmp_path: Path) -> None:
     folder = copy("pangu", tmp_path)
     (folder / "modeling_openpangu_dense.py").unlink()
-    message = r"pangu lacks modeling_openpangu_dense\.py, which config\.json names in auto_map; download it"
+    message = r"pangu lacks 'modeling_openpangu_dense\.py', which config\.json names in auto_map; download it"
     with pytest.raises(UsageError, match=message):
+        runs_code(folder, trusted=True)
+    config = json.loads((folder / "config.json").read_text()) | {"auto_map": {"AutoModel": f"{'x' * 3000}.Any"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UsageError, match=r"pangu lacks 'x{119}\.\.\., which config\.json names"):
         runs_code(folder, trusted=True)
 
 

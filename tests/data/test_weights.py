@@ -222,5 +222,5 @@ def test_weights_in_another_format_come_with_the_conversion(tmp_path: Path) -> N
 
 def test_a_missing_shard_is_named(tmp_path: Path, sharded: Path) -> None:
     (sharded / "model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(UsageError, match=r"lacks model-00002-of-00002\.safetensors"):
+    with pytest.raises(UsageError, match=r"lacks 'model-00002-of-00002\.safetensors"):
         prepare_model(scenario(model=str(sharded)), POLICY, tmp_path / "out")

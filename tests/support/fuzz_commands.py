@@ -326,13 +326,12 @@ def checkpoint(case: Case) -> Use:
     before = target.read_bytes()
     changed = flip if name.endswith(WITH_DIGESTS) or rng.random() < 0.4 else damage
     changed(rng, target)
+    never = 0 if name.endswith(WITH_DIGESTS) and target.read_bytes() != before else None
     if rng.random() < 0.4:
-        return command(case, ["inspect", str(folder), *rng.choice(([], ["--json"]))])
+        return command(case, ["inspect", str(folder), *rng.choice(([], ["--json"]))], never=never)
     new, to = case.out / "new", rng.choice(("state", "hf", "hf"))
     arguments = ["convert", str(folder), str(new), "--to", to, *rng.choice((["--model", str(LLAMA)],) * 5 + ([],))]
-    found, use = command(
-        case, arguments, never=0 if name.endswith(WITH_DIGESTS) and target.read_bytes() != before else None
-    )
+    found, use = command(case, arguments, never=never)
 
     def checked() -> None:
         use()

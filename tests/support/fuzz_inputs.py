@@ -216,7 +216,7 @@ def jsonl_file(case: Case) -> Use:
         try:
             documents = load_documents(config, _tokenizer())
         except UsageError as error:
-            if any(word in str(error) for word in ("line ", "sample ", "is empty", "data.max_len")):
+            if any(word in str(error) for word in ("line ", "sample", "is empty", "data.max_len")):
                 raise
             raise AssertionError(f"no line is named: {error}") from None
         assert all(1 < len(document.tokens) <= config.max_len for document in documents)
