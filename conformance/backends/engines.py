@@ -43,7 +43,8 @@ class EngineInfo:
     can be of: the model's (raw), or the one that was sampled from (processed), with the settings of each; the first is
     the default. ways: how the engine takes new weights, by the name of the way. adapter_ways: those that take a LoRA
     adapter alone. variants: settings that may not change a number, such as chunked prefill, by the name of the variant.
-    versions: filled in by the process of the engine.
+    experts: the settings with which it returns the experts that its routers choose; None: it cannot. interrupts: the
+    ways of updating that may come in the middle of requests. versions: filled in by the process of the engine.
     """
 
     name: str
@@ -52,6 +53,8 @@ class EngineInfo:
     adapter_ways: tuple[str, ...] = ()
     packages: tuple[str, ...] = ("torch",)
     variants: dict[str, dict[str, Any]] = field(default_factory=dict)
+    experts: dict[str, Any] | None = None
+    interrupts: tuple[str, ...] = ()
     precisions: tuple[PrecisionName, ...] = ("fp32", "bf16")
     versions: dict[str, str] = field(default_factory=dict)
 
@@ -82,12 +85,14 @@ GREEDY = Decoding(temperature=0.0)
 class Sampled:
     """Holds the response to one prompt, and the log-prob of each of its tokens as the engine reports it.
 
-    version: how many updates the engine had taken when it was asked.
+    version: how many updates the engine had taken when the last token was sampled. before: how many tokens were sampled
+    before the last update.
     """
 
     tokens: tuple[int, ...]
     logprobs: Tensor
     version: int = 0
+    before: int = 0
 
 
 class NotSupported(Exception):
@@ -99,7 +104,14 @@ class EngineFailed(Exception):
 
 
 class Engine(Protocol):
-    """Serves one model. Requests and prompts are token ids; the requests of one call are one batch."""
+    """Serves one model. Requests and prompts are token ids; the requests of one call are one batch.
+
+    Two more methods are called if EngineInfo declares ``experts`` and ``interrupts``:
+
+        experts(requests) -> the experts that each token of each request was sent to, (tokens, routers, K)
+        interrupted(prompts, seeds, decoding, after, way, folder) -> tokens, log-probs and the number of tokens that
+            were sampled before the update, for each prompt: ``generate``, with an update after about ``after`` tokens
+    """
 
     @classmethod
     def describe(cls) -> EngineInfo: ...
@@ -215,14 +227,31 @@ class ServedEngine:
         """Samples a response to each prompt. seeds: by default the numbers of the prompts."""
         asked = [list(map(int, one)) for one in prompts]
         own = [*(range(len(asked)) if seeds is None else seeds)]
-        found = self._call("generate", prompts=asked, seeds=own, decoding=asdict(decoding))
+        return self._sampled(prompts, self._call("generate", prompts=asked, seeds=own, decoding=asdict(decoding)))
+
+    def interrupted(
+        self, prompts: Sequence[Sequence[int]], decoding: Decoding, *, after: int, way: str, folder: Path
+    ) -> list[Sampled]:
+        """Samples a response to each prompt, with an update after about ``after`` tokens."""
+        asked = {"prompts": [list(map(int, one)) for one in prompts], "seeds": [*range(len(prompts))]}
+        update = {"after": after, "way": way, "folder": str(folder)}
+        found = self._call("interrupted", **asked, decoding=asdict(decoding), **update)
+        self.version += 1
+        return self._sampled(prompts, found)
+
+    def experts(self, requests: Sequence[Sequence[int]], shape: tuple[int, int]) -> list[Tensor]:
+        """Returns the experts of each token, (tokens, routers, K). shape: routers and K."""
+        found = self._call("experts", requests=[list(map(int, one)) for one in requests])
+        return [_checked_rows(found, f"{i}", (len(one), *shape), f"request {i}") for i, one in enumerate(requests)]
+
+    def _sampled(self, prompts: Sequence[Sequence[int]], found: Mapping[str, Tensor]) -> list[Sampled]:
         responses = []
         for i in range(len(prompts)):
             tokens = tuple(found.get(f"{i}.tokens", torch.zeros(0)).tolist())
             if not tokens:
                 raise EngineFailed(f"returned no token for prompt {i}")
-            logprobs = _finite(found, str(i), (len(tokens),), f"prompt {i}")
-            responses.append(Sampled(tokens=tokens, logprobs=logprobs, version=self.version))
+            logprobs, before = _finite(found, str(i), (len(tokens),), f"prompt {i}"), found.get(f"{i}.before", 0)
+            responses.append(Sampled(tokens=tokens, logprobs=logprobs, version=self.version, before=int(before)))
         return responses
 
     def update(self, way: str, folder: Path) -> None:
@@ -297,13 +326,18 @@ def _ending(code: int | None) -> str:
 def _finite(found: Mapping[str, Tensor], name: str, shape: tuple[int, ...], what: str) -> Tensor:
     """Returns a tensor of an answer in float64. Raises EngineFailed for another shape or numbers that are not finite,
     but for -inf, which is the log-prob of a token that cannot be."""
+    rows = _checked_rows(found, name, shape, what).double()
+    if rows.isnan().any() or (rows == torch.inf).any():
+        raise EngineFailed(f"returned {int((~rows.isfinite()).sum())} log-probs that are not finite for {what}")
+    return rows
+
+
+def _checked_rows(found: Mapping[str, Tensor], name: str, shape: tuple[int, ...], what: str) -> Tensor:
     rows = found.get(name)
     if rows is None or tuple(rows.shape) != shape:
         got = "nothing" if rows is None else "x".join(map(str, rows.shape))
-        raise EngineFailed(f"returned {got} log-probs for {what}, not {'x'.join(map(str, shape))}")
-    rows = rows.double()
-    if rows.isnan().any() or (rows == torch.inf).any():
-        raise EngineFailed(f"returned {int((~rows.isfinite()).sum())} log-probs that are not finite for {what}")
+        kind = "experts" if len(shape) > 2 else "log-probs"
+        raise EngineFailed(f"returned {got} {kind} for {what}, not {'x'.join(map(str, shape))}")
     return rows
 
 
@@ -338,9 +372,12 @@ def _numbers(engine: Engine, method: str, arguments: Mapping[str, Any]) -> dict[
     answer = getattr(engine, method)(**{name: made.get(name, lambda x: x)(value) for name, value in arguments.items()})
     if method == "next_token":
         return {"rows": answer}
-    if method == "generate":
-        tokens = {f"{i}.tokens": torch.tensor(list(one), dtype=torch.int64) for i, (one, _) in enumerate(answer)}
-        return tokens | _rows([logprobs for _, logprobs in answer])
+    if method in ("generate", "interrupted"):
+        parts = dict(zip(("tokens", "", "before"), zip(*answer, strict=True), strict=False))
+        logprobs = _rows(parts.pop(""))
+        return logprobs | {f"{i}.{n}": torch.tensor(one) for n, part in parts.items() for i, one in enumerate(part)}
+    if method == "experts":
+        return {str(i): torch.tensor(one) for i, one in enumerate(answer)}
     return _rows(answer) if method == "score" else {}
 
 

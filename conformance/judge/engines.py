@@ -18,7 +18,7 @@ from conformance.oracle.scoring import Scores
 from conformance.results.verdict import State
 from conformance.spec.precision import PRECISIONS, PrecisionName
 
-STAGE = "log-probs"
+STAGE, ROUTED = "log-probs", "routed experts"
 TRUNCATED = 2.0  # the usual threshold of importance weights
 MOST_POINTS = 2000
 
@@ -125,6 +125,34 @@ def judge_invariance(name: str, observed: Sequence[Tensor], alone: Sequence[Tens
     text = f"{share:.0%} of log-probs are not equal bit by bit, at most {apart:.1e} apart"
     within = apart <= 2 * allowed
     return Check(name=name, state="conforms" if within else "differs", text=text, error=apart, bound=2 * allowed)
+
+
+def judge_experts(observed: Sequence[Tensor], reference: Sequence[Tensor], noise: Sequence[Sequence[Tensor]]) -> Check:
+    """Compares the experts that routers choose, (tokens, routers, K) of each request, with those of the reference.
+
+    noise: those of single-process runs. Rounding changes a choice between experts of nearly the same probability.
+    """
+
+    def wrong(found: Sequence[Tensor], expected: Sequence[Tensor] = reference) -> float:
+        pairs = zip(found, expected, strict=True)
+        return (
+            1
+            - torch.cat([(x[..., None] == y[..., None, :]).any(-1).flatten() for x, y in pairs]).double().mean().item()
+        )
+
+    name, share, allowed = ROUTED, wrong(observed), NOISE_FACTOR * max(map(wrong, noise))
+    count = sum(map(Tensor.numel, observed))
+    text = f"{share:.1%} of {count} choices are not the reference's; rounding explains {allowed:.1%}"
+    if share <= allowed:
+        return Check(name=name, state="conforms", text=text)
+    tried = {
+        "those of the token before": wrong([x[1:] for x in observed], [ref[:-1] for ref in reference]),
+        "those of the token after": wrong([x[:-1] for x in observed], [ref[1:] for ref in reference]),
+        "those of the next router": wrong(observed, [ref.roll(-1, 1) for ref in reference]),
+        "expert i + 1 is called expert i": wrong([x + 1 for x in observed]),
+    }
+    why = next((why for why, off in tried.items() if off <= allowed), "not explained")
+    return Check(name=name, state="differs", text=f"{why}; {text}")
 
 
 def judge_pair(

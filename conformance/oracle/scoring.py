@@ -12,6 +12,7 @@ from torch import Tensor
 from conformance.backends.engines import Decoding
 from conformance.models.components import Architecture
 from conformance.numerics.float64_tier import exact_tier
+from conformance.oracle.feed_forward import Routing
 from conformance.oracle.primitives import HONEST, NO_TAP, Policy, Tap, Variant, Weights
 from conformance.oracle.role_model import decoder_of
 from conformance.oracle.run import POLICIES
@@ -104,6 +105,23 @@ class Reference:
         """Reads the weights of a folder by their Hugging Face names. Raises UsageError if they do not fit."""
         with self._tier(POLICIES[run]):
             return self._decoder.load(folder, POLICIES[run].stable, HONEST, trained=True, devices=[self._device])
+
+    @property
+    def routers(self) -> tuple[int, int]:
+        """Returns the number of routers, and of experts that each chooses for a token; zeros without routers."""
+        routers = self._decoder.routers
+        return (len(routers), routers[0].chosen) if routers else (0, 0)
+
+    @torch.no_grad()
+    def experts(self, weights: Weights, requests: Sequence[Sequence[int]], run: str = FLOAT64) -> list[Tensor]:
+        """Returns the experts that each token of each request is sent to, (tokens, routers, K)."""
+        policy, found = POLICIES[run], []
+        with self._tier(policy):
+            for request in requests:
+                tokens, routing = torch.tensor(list(request), device=self._device), Routing()
+                self._decoder.forward(tokens, weights, policy, HONEST, NO_TAP, routing)
+                found.append(torch.stack(routing.weights, dim=1).topk(self.routers[1], dim=-1).indices.cpu())
+        return found
 
     @torch.no_grad()
     def scores(

@@ -61,7 +61,9 @@ class Asked:
     specials: Sequence[int] = ()
 
     def rollout(self, engine: ServedEngine, decoding: Decoding) -> Rollout:
-        responses = engine.generate(self.prompts, decoding)
+        return self.of(engine.generate(self.prompts, decoding), decoding)
+
+    def of(self, responses: Sequence[Sampled], decoding: Decoding) -> Rollout:
         given = {"prompts": self.prompts, "policy": self.policy, "allowed": self.allowed}
         return Rollout(responses=responses, decoding=decoding, **given)  # type: ignore[arg-type]
 
@@ -111,6 +113,35 @@ def judge_version(engine: ServedEngine, name: str, now: Asked, before: Asked) ->
     """Judges whether the engine's responses are of the weights that it was given last."""
     rollout = now.rollout(engine, replace(SAMPLED, temperature=1.0))
     return judge_versions(name, {engine.version: rollout, engine.version - 1: replace(rollout, policy=before.policy)})
+
+
+def judge_interrupted(engine: ServedEngine, name: str, way: str, folder: Path, now: Asked, before: Asked) -> Check:
+    """Judges an update in the middle of requests: each token is of the weights that the engine had when it came.
+
+    The engine is started with the weights of ``before``; ``folder`` has those of ``now``.
+    """
+    one = replace(SAMPLED, temperature=1.0)
+    responses = engine.interrupted(before.prompts, one, after=NEW_TOKENS // 2, way=way, folder=folder)
+    counts = [x.before for x in responses]
+    if not all(0 < count < len(x.tokens) for count, x in zip(counts, responses, strict=True)):
+        return Check(
+            name=name, state="unsupported", text=f"the update came after {min(counts)} to {max(counts)} tokens"
+        )
+    first = [replace(x, tokens=x.tokens[:n], logprobs=x.logprobs[:n]) for x, n in zip(responses, counts, strict=True)]
+    rest = [replace(x, tokens=x.tokens[n:], logprobs=x.logprobs[n:]) for x, n in zip(responses, counts, strict=True)]
+    longer = [(*prompt, *x.tokens) for prompt, x in zip(before.prompts, first, strict=True)]
+    wrong = []
+    for when, asked, other, of in (
+        ("before the update", before, now, first),
+        ("after the update", replace(now, prompts=longer), replace(before, prompts=longer), rest),
+    ):
+        own = asked.of(of, one)
+        if not own.fits(one):
+            off = own.at(one).measured(own.reported).max_abs
+            neither = f"neither weights, up to {off:.1e} off: keys and values may be of others"
+            wrong.append(f"tokens {when} are of {'the other weights' if other.of(of, one).fits(one) else neither}")
+    text = "; ".join(wrong) or f"{counts[0]} tokens of the old weights, {len(rest[0].tokens)} of the new ones"
+    return Check(name=name, state="differs" if wrong else "conforms", text=text)
 
 
 def on_policy(

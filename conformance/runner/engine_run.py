@@ -19,14 +19,22 @@ from conformance.backends.engines import GREEDY, EngineFailed, NotSupported, Sam
 from conformance.core.errors import UsageError
 from conformance.data.prepare import batches_of
 from conformance.data.tokenizer import load_tokenizer
-from conformance.judge.engines import Check, Tolerance, divergence, judge_greedy, judge_invariance
-from conformance.judge.sampling import Policy, Score, judge_sampled_again, shift_of
+from conformance.judge.engines import (
+    ROUTED,
+    Check,
+    Tolerance,
+    divergence,
+    judge_experts,
+    judge_greedy,
+    judge_invariance,
+)
+from conformance.judge.sampling import Policy, Score, judge_reported, judge_sampled_again, shift_of
 from conformance.judge.weight_sync import Candidate, explain
 from conformance.models.folders import SINGLE, weight_shapes
 from conformance.oracle.feed_forward import published
 from conformance.oracle.primitives import Weights
 from conformance.oracle.scoring import Reference, Scores
-from conformance.records.header_checks import noise_runs
+from conformance.records.header_checks import FLOAT64, noise_runs
 from conformance.records.record_format import RecordError
 from conformance.runner.engine_rollouts import (
     NEW_TOKENS,
@@ -41,6 +49,7 @@ from conformance.spec.scenario import ADAPTER, FILE_PREFIX, WEIGHTS_FILE, Scenar
 
 DOCUMENTS, SHORTEST = 6, 4  # and the least tokens of each
 PROMPTS = 4
+LONGEST = 250  # characters of an engine's own words
 NOT_COPIED = ("*.safetensors", "*.safetensors.index.json")
 
 
@@ -125,6 +134,13 @@ class Expected:
     def prompts(self) -> Tolerance:
         return self.tolerance(self.requests.prompts, lambda one: one.last)
 
+    @cached_property
+    def experts(self) -> tuple[list[Tensor], list[list[Tensor]]]:
+        """Returns the experts of each document's tokens, by the reference and by each noise run."""
+        runs = {FLOAT64: self.weights, **self._noise_weights}
+        first, *rest = (self.reference.experts(w, self.requests.documents, run) for run, w in runs.items())
+        return first, rest
+
     def chosen(self, candidate: Candidate) -> list[Tensor]:
         found = self.reference.scores(
             candidate.weights, self.requests.documents, tap=candidate.tap, change=candidate.change
@@ -208,6 +224,24 @@ def _settings(engine: ServedEngine, run: EngineRun, scored: Sequence[Tensor], ex
         yield from judge_sampling(engine, expected.asked, kind)
     for name, settings in engine.info.variants.items():
         yield from _variant(engine, run, name, settings, scored, sampled, expected)
+    if engine.info.experts is not None and expected.reference.routers[0]:
+        yield attempted(ROUTED, partial(_experts, engine, run, engine.info.experts, expected))
+
+
+def _experts(engine: ServedEngine, run: EngineRun, settings: dict[str, Any], expected: Expected) -> Check:
+    engine.start(run.folder, run.scenario.precision, run.settings | settings)
+    found = engine.experts(expected.requests.documents, expected.reference.routers)
+    return judge_experts(found, *expected.experts)
+
+
+def attempted(name: str, judge: Callable[[], Check]) -> Check:
+    """Returns the check that ``judge`` makes of an engine, or what the engine says if it cannot, or fails."""
+    try:
+        return judge()
+    except NotSupported as error:
+        return Check(name=name, state="unsupported", text=str(error)[:LONGEST])
+    except (EngineFailed, UsageError) as error:
+        return Check(name=name, state="infrastructure", text=str(error)[:LONGEST])
 
 
 def judge_numbers(engine: ServedEngine, expected: Expected) -> Iterator[Check]:
@@ -261,6 +295,8 @@ def _variant(
         yield judge_invariance(name, found, scored, allowed=expected.documents.absolute)
         again = engine.generate(expected.requests.prompts, SAMPLED)
         yield judge_sampled_again(f"{name}, sampled", again, sampled, allowed=expected.prompts.absolute)
+        kind, rollout = next(iter(engine.info.reports)), expected.asked.of(again, SAMPLED)
+        yield judge_reported(f"{name}, log-probs of sampled tokens", rollout, kind, expected.requests.specials)
     except NotSupported as error:
         yield Check(name=name, state="unsupported", text=str(error))
     except EngineFailed as error:

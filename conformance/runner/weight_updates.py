@@ -8,6 +8,7 @@ take the weights with the adapter merged into them. An update with broken weight
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -24,8 +25,16 @@ from conformance.models.folders import weight_files
 from conformance.oracle.primitives import Weights
 from conformance.records.step_tensors import Record, read_record
 from conformance.results.verdict import State
-from conformance.runner.engine_rollouts import judge_version
-from conformance.runner.engine_run import DOCUMENTS, SHORTEST, EngineRun, Expected, write_weights
+from conformance.runner.engine_rollouts import judge_interrupted, judge_version
+from conformance.runner.engine_run import (
+    DOCUMENTS,
+    LONGEST,
+    SHORTEST,
+    EngineRun,
+    Expected,
+    attempted,
+    write_weights,
+)
 from conformance.runner.session import Session
 from conformance.spec.precision import PRECISIONS
 from conformance.spec.scenario import ADAPTER, WEIGHTS_FILE, Scenario
@@ -35,7 +44,7 @@ LEAST_MOVE = (
 )
 CLEAR_MOVE = 100.0  # times the bound: of a larger change, a part shows, too
 STEPS, STEPS_IN_HALF = 2, 4  # of a training before it exports; rounding hides smaller changes
-LONGEST = 250  # characters of an engine's own words
+NEW = "new, and back again"
 Spoil = Callable[[Weights, str], Weights]  # weights, and the name of a tensor
 
 
@@ -199,12 +208,17 @@ def judge_updates(
     whole = apart
     if run.scenario.lora:
         whole = Update(by=training.by, old=expected.merged, new=apart.new.merged, explained=apart)
-    serving = Serving(engine, run)
+    serving, right = Serving(engine, run), list[str]()
     try:
         for way in run.ways or engine.info.ways:
             if way not in engine.info.adapter_ways or run.scenario.lora:
                 update = apart if way in engine.info.adapter_ways else whole
-                yield from _way(serving, way, update, BROKEN if broken is None else broken)
+                for check in _way(serving, way, update, BROKEN if broken is None else broken):
+                    yield check
+                    right += [way] if check.text.startswith(NEW) and way in engine.info.interrupts else []
+        if right and broken != {}:
+            name = f"requests interrupted by {right[0]}" + (f", from {training.by}" if training.by else "")
+            yield attempted(name, partial(_interrupted, serving, name, right[0], whole))
     finally:
         if serving.engine is not engine:
             serving.engine.end()
@@ -231,6 +245,12 @@ def _way(serving: Serving, way: str, update: Update, broken: Mapping[str, Spoil]
         serving.engine.failed &= not kept  # a broken update has to raise
         if not (kept or spoil):
             return
+
+
+def _interrupted(serving: Serving, name: str, way: str, update: Update) -> Check:
+    serving.start(update.old.folder)
+    serving.has = None
+    return judge_interrupted(serving.engine, name, way, update.new.folder, update.new.asked, update.old.asked)
 
 
 def _updated(engine: ServedEngine, name: str, way: str, update: Update) -> Check:
@@ -263,7 +283,7 @@ def _updated(engine: ServedEngine, name: str, way: str, update: Update) -> Check
     if back.state != "new":
         text = f"new, but a second update, back to the first weights, is not right: {back.state}: {back.text}"
         return check("differs", text, old.documents, again)
-    return check("conforms", f"new, and back again{update.hidden}", new.documents, scored)
+    return check("conforms", f"{NEW}{update.hidden}", new.documents, scored)
 
 
 def _raised(engine: ServedEngine, way: str, folder: Path) -> str:

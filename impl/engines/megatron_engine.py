@@ -46,6 +46,7 @@ class MegatronEngine:
             packages=("megatron-core", "torch"),
             reports={"raw": {}},
             precisions=("fp32", "bf16", "fp16"),
+            experts={},
             ways={
                 "folder": "build the model again from the Hugging Face folder",
                 "tensors": "read named tensors into the parameters, as the trainer does",
@@ -168,6 +169,20 @@ class MegatronEngine:
 
     def score(self, requests: Sequence[Sequence[int]]) -> list[Sequence[float]]:
         return [one.prompt_log_probs for one in self._answers(requests, 0)]
+
+    def experts(self, requests: Sequence[Sequence[int]]) -> list[Any]:
+        from megatron.core.transformer.moe.router import TopKRouter
+
+        routers = [module for module in self._model.modules() if isinstance(module, TopKRouter)]
+        found = []
+        for request in requests:
+            maps: list[Tensor] = []
+            handles = [one.register_forward_hook(lambda _, __, out, maps=maps: maps.append(out[1])) for one in routers]
+            self._answers([request], 0)
+            for handle in handles:
+                handle.remove()
+            found.append(torch.stack(maps, dim=1).int().topk(routers[0].topk, dim=-1).indices.tolist())
+        return found
 
     def next_token(self, prompts: Sequence[Sequence[int]], decoding: Decoding) -> Tensor:
         every = {"top_n_logprobs": self._shape.vocab, "skip_prompt_log_probs": True}

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,6 +20,7 @@ from impl.train.generation import HfEngine, Sampling
 
 BUCKET = 2**20
 AT_ONCE = 64  # prompts
+Response = tuple[list[int], list[float]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,12 +57,14 @@ class TransformersEngine:
                 "adapter": "copy the tensors of a LoRA adapter into those of peft",
             },
             adapter_ways=("adapter",),
-            variants={"chunked prefill (8 tokens)": {"chunk": 8}},
+            variants={"chunked prefill (8 tokens)": {"chunk": 8}, "continuous batching": {"continuous": True}},
+            experts={},
+            interrupts=("tensors", "packed buckets", "folder"),
         )
 
     def start(self, folder: Path, precision: PrecisionName, settings: Mapping[str, Any]) -> None:
         self._dtype, self._chunk = PRECISIONS[precision].compute.dtype, settings.get("chunk")
-        self._device = settings.get("device", "cpu")
+        self._device, self._continuous = settings.get("device", "cpu"), settings.get("continuous", False)
         self._load(folder)
 
     def _load(self, folder: Path) -> None:
@@ -108,9 +111,7 @@ class TransformersEngine:
             cache = out.past_key_values
         return torch.cat(parts, dim=1)
 
-    def generate(
-        self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], decoding: Decoding
-    ) -> list[tuple[list[int], list[float]]]:
+    def generate(self, prompts: Sequence[Sequence[int]], seeds: Sequence[int], decoding: Decoding) -> list[Response]:
         self._engine.sampling = Sampling(
             temperature=1.0,
             max_new_tokens=decoding.max_new_tokens,
@@ -119,8 +120,62 @@ class TransformersEngine:
             processors=_processors(decoding),
         )
         greedy = decoding.temperature == 0
+        if self._continuous:
+            return self._batched(prompts, seeds[0], decoding)
         found = self._engine.generate(prompts, [[seed] for seed in seeds], greedy=greedy)
         return [(list(one.tokens), list(one.logprobs)) for (one,) in found]
+
+    def _batched(self, prompts: Sequence[Sequence[int]], seed: int, decoding: Decoding) -> list[Response]:
+        """Samples by transformers' continuous batching, from one generator for all requests."""
+        settings = asdict(decoding)
+        longest, stop = settings.pop("max_new_tokens"), list(settings.pop("stop"))
+        sampling = {k: v for k, v in settings.items() if v != getattr(Decoding(), k)} if decoding.temperature else {}
+        torch.manual_seed(seed)
+        found = self._engine.model.generate_batch(
+            [list(one) for one in prompts],
+            transformers.GenerationConfig(
+                max_new_tokens=longest,
+                do_sample=decoding.temperature > 0,
+                eos_token_id=stop or -1,
+                pad_token_id=0,
+                **{"top_k": 0, **sampling},
+            ),
+            transformers.ContinuousBatchingConfig(
+                return_logprobs=True, num_blocks=64, max_batch_tokens=256, use_cuda_graph=False
+            ),
+            warmup=False,
+        )
+        ordered = sorted(found.values(), key=lambda one: int(one.request_id.rpartition("_")[2]))
+        if failed := next((one.error for one in ordered if one.error), None):
+            raise RuntimeError(failed)
+        return [(list(one.generated_tokens), list(one.logprobs)) for one in ordered]
+
+    def experts(self, requests: Sequence[Sequence[int]]) -> list[Any]:
+        chosen: list[Tensor] = []
+        routers = [m for m in self._engine.model.modules() if type(m).__name__.lower().endswith("topkrouter")]
+        handles = [one.register_forward_hook(lambda _, __, found: chosen.append(found[2])) for one in routers]
+        self._logits(requests)
+        for handle in handles:
+            handle.remove()
+        rows = torch.stack(chosen, dim=1).unflatten(0, (len(requests), -1))
+        return [row[: len(one)].tolist() for row, one in zip(rows, requests, strict=True)]
+
+    def interrupted(
+        self,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[int],
+        decoding: Decoding,
+        after: int,
+        way: str,
+        folder: Path,
+    ) -> list[tuple[list[int], list[float], int]]:
+        """Stops all requests for the update, and goes on with keys and values of the new weights."""
+        first = self.generate(prompts, seeds, replace(decoding, max_new_tokens=after))
+        self.update(way, folder)
+        longer = [[*prompt, *tokens] for prompt, (tokens, _) in zip(prompts, first, strict=True)]
+        left = replace(decoding, max_new_tokens=decoding.max_new_tokens - after)
+        rest = self.generate(longer, [seed + len(seeds) for seed in seeds], left)
+        return [(x + tokens, y + logprobs, after) for (x, y), (tokens, logprobs) in zip(first, rest, strict=True)]
 
     def update(self, way: str, folder: Path) -> None:
         if way == "folder":

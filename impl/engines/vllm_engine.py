@@ -55,6 +55,8 @@ class VllmEngine:
                 },
                 "no prefix cache": {"enable_prefix_caching": False},
             },
+            experts={"enable_return_routed_experts": True},
+            interrupts=("reload_weights of tensors", "weight transfer", "packed buckets", "reload_weights of a folder"),
         )
 
     def __init__(self) -> None:
@@ -135,10 +137,40 @@ class VllmEngine:
     ) -> list[tuple[list[int], list[float]]]:
         found = []
         for output in self._generated(prompts, [self._sampling(decoding, seed=seed, logprobs=0) for seed in seeds]):
-            one = output.outputs[0]
-            logprobs = [at[token].logprob for token, at in zip(one.token_ids, one.logprobs, strict=True)]
-            found.append((list(one.token_ids), logprobs))
+            found.append(_response(output.outputs[0]))
         return found
+
+    def experts(self, requests: Sequence[Sequence[int]]) -> list[Any]:
+        outputs = self._generated(requests, [self._vllm.SamplingParams(max_tokens=1, detokenize=False)])
+        return [
+            one.outputs[0].routed_experts[: len(request)].tolist()
+            for request, one in zip(requests, outputs, strict=True)
+        ]
+
+    def interrupted(
+        self,
+        prompts: Sequence[Sequence[int]],
+        seeds: Sequence[int],
+        decoding: Decoding,
+        after: int,
+        way: str,
+        folder: Path,
+    ) -> list[tuple[list[int], list[float], int]]:
+        """Updates between two steps of the scheduler. All requests are preempted, and their prefixes computed anew."""
+        engine, latest, counts = self._llm.llm_engine, dict[str, Any](), dict[str, int]()
+        for number, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
+            sampling = self._sampling(decoding, seed=seed, logprobs=0)
+            given = {"prompt_token_ids": list(prompt)}
+            engine.add_request(f"interrupted {number}", given, sampling, lora_request=self._adapter)
+        while engine.has_unfinished_requests():
+            latest |= {output.request_id: output.outputs[0] for output in engine.step()}
+            if not counts and len(latest) == len(prompts) and all(len(x.token_ids) >= after for x in latest.values()):
+                counts = {name: len(one.token_ids) for name, one in latest.items()}
+                self.update(way, folder)
+                self._llm.reset_prefix_cache(reset_running_requests=True)
+        return [
+            (*_response(latest[f"interrupted {n}"]), counts.get(f"interrupted {n}", 0)) for n in range(len(prompts))
+        ]
 
     def _sampling(self, decoding: Decoding, *, seed: int, logprobs: int) -> Any:
         """Returns vLLM's parameters, whose names Decoding has."""
@@ -180,6 +212,12 @@ class VllmEngine:
                     self._llm.collective_rpc("update_weights", kwargs={"update_info": {"tensors": chunk}})
                 self._llm.collective_rpc("finish_weight_update")
         self._llm.reset_prefix_cache()
+
+
+def _response(one: Any) -> tuple[list[int], list[float]]:
+    """Returns the tokens of a response of vLLM, and their log-probs."""
+    tokens = list(one.token_ids)
+    return tokens, [at[token].logprob for token, at in zip(tokens, one.logprobs, strict=True)]
 
 
 def _chunks(folder: Path, *, packed: bool) -> Iterator[list[tuple[str, Tensor]]]:

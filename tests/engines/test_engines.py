@@ -84,13 +84,18 @@ def test_honest_engine_conforms(run: EngineRun, new: Trained) -> None:
 
 def test_chosen_ways_alone_are_judged(run: EngineRun, new: Trained) -> None:
     found = checks(replace(run, ways=(faulty.WAY,)), faulty.OneWay, new)
-    assert {name.partition(",")[0] for name in found} == {"start", SCORED, UPDATE}
+    assert {name.partition(",")[0] for name in found} == {
+        "start",
+        SCORED,
+        UPDATE,
+        f"requests interrupted by {faulty.WAY}",
+    }
 
 
 def test_failed_variant_does_not_end_the_judgement(run: EngineRun) -> None:
     found = [*checks(run, faulty.FailsInChunks).values()]
     assert [check.text for check in found if check.state == "infrastructure"] == ["RuntimeError: no offset"]
-    assert found[-1].name == "no chunks, sampled"
+    assert "no chunks, sampled" in {check.name for check in found}
 
 
 def test_responses_of_old_weights_are_named(run: EngineRun, new: Trained) -> None:

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -21,9 +22,10 @@ from conformance.cli.main import main
 from conformance.core.errors import UsageError
 from conformance.core.host import FIXTURES
 from conformance.data.prepare import batches_of, prepare_inputs
-from conformance.judge.engines import Check
+from conformance.judge.engines import Check, judge_experts
 from conformance.models.folders import named_tensors
-from conformance.runner.engine_run import EngineRun, Expected, Requests, judge_numbers, write_weights
+from conformance.runner.engine_rollouts import judge_interrupted
+from conformance.runner.engine_run import EngineRun, Expected, Requests, _experts, judge_numbers, write_weights
 from conformance.runner.weight_updates import Trained, judge_against, judge_updates, moved
 from conformance.spec.precision import PrecisionName
 from conformance.spec.scenario import ADAPTER, WEIGHTS_FILE, load_scenario
@@ -82,6 +84,64 @@ def test_incomplete_update_has_to_be_refused() -> None:
     assert shape.state == "differs"
     assert "raised: RuntimeError: The size of tensor a" in shape.text
     assert "the engine is left partly new" in shape.text
+
+
+def interrupted(engine: type[faulty.OneWay]) -> Check:
+    run, expected, new = place("qwen3")
+    served = ServedEngine(engine())
+    served.start(run.folder, "fp32", {})
+    return judge_interrupted(served, "it", faulty.WAY, new.folder, expected.at(new.folder).asked, expected.asked)
+
+
+def test_interrupted_requests_have_both_weights() -> None:
+    found = interrupted(faulty.OneWay)
+    assert (found.state, found.text) == ("conforms", "6 tokens of the old weights, 6 of the new ones")
+
+
+def test_keys_of_old_weights_are_named() -> None:
+    found = interrupted(faulty.KeepsKeys)
+    assert found.state == "differs"
+    assert re.fullmatch("tokens after the update are of neither weights, up to .* off: keys and values .*", found.text)
+
+
+def test_old_weights_after_an_interruption_are_named() -> None:
+    with plant(["stale-weights"], faulty.OneWay, faults_of(faulty.OneWay)):
+        found = interrupted(faulty.OneWay)
+    assert (found.state, found.text) == ("differs", "tokens after the update are of the other weights")
+
+
+def test_experts_are_those_of_the_reference() -> None:
+    run, expected, _ = place("mixtral")
+    served = ServedEngine(faulty.OneWay())
+    found = _experts(served, run, {}, expected)
+    assert (found.state, found.text.partition(" of ")[0]) == ("conforms", "0.0%"), found
+
+
+EXPERTS = torch.stack([torch.randperm(8, generator=torch.Generator().manual_seed(i))[:2] for i in range(60)])
+EXPERTS = EXPERTS.unflatten(0, (20, 3))  # (tokens, routers, K)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "why"),
+    [
+        (lambda x: torch.cat([x[:1], x[:-1]]), "those of the token before"),
+        (lambda x: torch.cat([x[1:], x[-1:]]), "those of the token after"),
+        (lambda x: x.roll(-1, 1), "those of the next router"),
+        (lambda x: x - 1, "expert i + 1 is called expert i"),
+        (lambda x: x * 0, "not explained"),
+    ],
+)
+def test_wrong_experts_are_named(spoil: Callable[[torch.Tensor], torch.Tensor], why: str) -> None:
+    found = judge_experts([spoil(EXPERTS)], [EXPERTS], [[EXPERTS]])
+    assert (found.state, found.text.partition(";")[0]) == ("differs", why)
+    assert judge_experts([EXPERTS.flip(-1)], [EXPERTS], [[EXPERTS]]).state == "conforms"
+
+
+def test_rounding_may_change_an_expert() -> None:
+    other = EXPERTS.clone()
+    other[0, 0, 0] = next(expert for expert in range(8) if expert not in EXPERTS[0, 0])
+    assert judge_experts([other], [EXPERTS], [[other]]).state == "conforms"
+    assert judge_experts([other], [EXPERTS], [[EXPERTS]]).state == "differs"
 
 
 def test_too_small_update_is_not_judged() -> None:

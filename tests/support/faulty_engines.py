@@ -155,6 +155,27 @@ class SamplesOld(OneWay):
             self._engine = new
 
 
+class KeepsKeys(OneWay):
+    """Goes on after an update with the keys and values of the old weights."""
+
+    @torch.no_grad()
+    def interrupted(
+        self, prompts: Sequence[Sequence[int]], seeds: Any, decoding: Decoding, after: int, way: str, folder: Path
+    ) -> Any:
+        first, found = self.generate(prompts, seeds, replace(decoding, max_new_tokens=after)), []
+        given = [[*prompt, *tokens] for prompt, (tokens, _) in zip(prompts, first, strict=True)]
+        caches = [self._engine.model(torch.tensor([one[:-1]]), use_cache=True).past_key_values for one in given]
+        self.update(way, folder)
+        for cache, one, (tokens, logprobs) in zip(caches, given, first, strict=True):
+            token = one[-1]
+            for _ in range(decoding.max_new_tokens - after):
+                row = self._engine.model(torch.tensor([[token]]), past_key_values=cache).logits[0, -1].log_softmax(-1)
+                token = int(row.argmax())
+                tokens, logprobs = [*tokens, token], [*logprobs, float(row[token])]
+            found.append((tokens, logprobs, after))
+        return found
+
+
 class FailsInChunks(OneWay):
     """Cannot sample while prompts are prefilled in chunks."""
 
