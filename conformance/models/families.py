@@ -75,11 +75,14 @@ def _config(model: Path, *, disable_dropout: bool, assume_inert: Collection[str]
     return config
 
 
+UPDATES_OF_BIASES = "updates of the routers' correction bias from the load of experts"
+
+
 def _updates_of_others(architecture: Architecture) -> tuple[str, ...]:
     """Names what trainings change outside of the optimizer, which nothing here does."""
     if not any(mixture.corrected for mixture in architecture.routers):
         return ()
-    return ("updates of the routers' correction bias from the load of experts",)
+    return (UPDATES_OF_BIASES,)
 
 
 def _llama(config: Config) -> Architecture:

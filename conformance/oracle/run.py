@@ -22,7 +22,7 @@ from torch import Tensor
 
 import conformance
 from conformance.models.components import MixtureOfExperts
-from conformance.models.families import is_written
+from conformance.models.families import UPDATES_OF_BIASES, is_written
 from conformance.models.folders import elements_of
 from conformance.numerics.determinism import settings_of
 from conformance.numerics.float64_tier import exact_tier
@@ -141,7 +141,11 @@ def header(
             "micro_batch": "one document",
             "architecture": {name: decoder.described() for name, decoder in decoders.items()},
             "second_class": list(decoders.values())[-1].second_class,
-            "not_judged": list(decoders.values())[-1].not_judged,
+            "not_judged": [
+                feature
+                for feature in list(decoders.values())[-1].not_judged
+                if not (scenario.router_bias_rate and feature == UPDATES_OF_BIASES)
+            ],
         },
     }
 

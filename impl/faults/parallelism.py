@@ -59,6 +59,32 @@ def batched_p2p(pipeline_config: Function, *arguments: Any) -> Any:
 
 
 @MODEL_PARALLEL_FAULTS.add(
+    summary="torch's pipeline divides gradients by the number of micro-batches, by which the loss is divided already",
+    source="https://github.com/pytorch/torchtitan/issues/1733",
+    stage="gradients",
+    cells=sft("sft-packed", "llama", fsdp2="pp2"),
+    blind=("loss",),
+    needs="pp of 2 or more and several micro-batches",
+)
+def divided_by_micro_batches(pipeline_schedule: Function, *arguments: Any) -> Any:
+    schedule = pipeline_schedule(*arguments)
+    schedule.scale_grads = True  # torch's default
+    return schedule
+
+
+@MODEL_PARALLEL_FAULTS.add(
+    summary="each pipeline stage clips by the norm of its own gradients",
+    source="https://github.com/Modalities/modalities/pull/399, whose review found it",
+    stage="gradient norm",
+    cells=sft("sft-packed", "llama", fsdp2="pp2"),
+    blind=("loss",),
+    needs="pp of 2 or more",
+)
+def norm_of_own_stage(norm_of_stages: Function, pipeline: Any, norm: Tensor) -> Tensor:
+    return norm
+
+
+@MODEL_PARALLEL_FAULTS.add(
     summary="every pipeline stage counts its layers from 0 and loads the first ones of the model",
     source="https://github.com/NVIDIA/Megatron-LM/issues/7452, finding 12",
     stage="weights",

@@ -54,7 +54,7 @@ def states_of(layout: Layout, tier: Precision, shapes: Shapes, trained: bool) ->
     """
     full, compute, own = tier.master.bytes, tier.compute.bytes, cut(shapes, layout.tp)
     shards = layout.dp // layout.rep * layout.sp
-    sharded = elements({name: (-(-shape[0] // shards), *shape[1:]) for name, shape in own.items()})
+    sharded = elements({name: (-(-shape[0] // shards), *shape[1:]) for name, shape in own.items()}) // layout.pp
     outside = elements({name: shape for name, shape in own.items() if layer_of(name) is None})
     block = largest_layer(own)
     passing = (outside + 2 * block) * compute * (1 if shards > 1 or tier.is_half else 0)
@@ -94,6 +94,8 @@ class Fsdp2Backend(ReferenceBackend):
         ),
         **VOCABULARY_SEAMS,
         "outputs_of": "impl.fsdp2.model:outputs_of",
+        "pipeline_schedule": "impl.fsdp2.pipeline:schedule_of",
+        "norm_of_stages": "impl.fsdp2.pipeline:Pipeline.norm_of_all",
         "shard_model": "impl.fsdp2.model:Fsdp2Model._shard",
         "adapter_plan": "impl.fsdp2.tensor_parallel:_with_adapters",
         "recompute_activations": "impl.fsdp2.model:recompute_activations",
@@ -107,8 +109,8 @@ class Fsdp2Backend(ReferenceBackend):
 
     @classmethod
     def supports(cls, scenario: Scenario, layout: Layout) -> Support:
-        if layout.pp > 1:
-            return Unsupported("pipeline stages are not built into this backend; use pp1")
+        if layout.pp > 1 and (refused := _stages_support(scenario, layout)):
+            return Unsupported(refused)
         if layout.ulysses > 1:
             return Unsupported("only DeepSpeed has Ulysses; use context parallelism (sp) instead")
         if layout.zero is not None:
@@ -164,6 +166,10 @@ class Fsdp2Backend(ReferenceBackend):
     @classmethod
     def supports_checkpoint(cls, scenario: Scenario, before: Layout, after: Layout) -> Support:
         """Returns whether a checkpoint of one layout can be loaded in the other."""
+        if (before.pp > 1) != (after.pp > 1):
+            return Unsupported(
+                "checkpoints of pipeline stages name the optimizer's settings by parameter; transfer a training state"
+            )
         packed = any(layout.tp > 1 and layout.ep == 1 for layout in (before, after))
         if packed and quirks_of(model_config(scenario).get("model_type")).tp_cuts_experts:
             return Unsupported(
@@ -171,6 +177,26 @@ class Fsdp2Backend(ReferenceBackend):
                 "(docs/findings/packed-colwise-checkpoint.md); transfer a training state, or use ep beside tp"
             )
         return Supported()
+
+
+def _stages_support(scenario: Scenario, layout: Layout) -> str:
+    """Explains why torch's pipelines cannot run a cell; empty if they can."""
+    config = model_config(scenario)
+    quirks = quirks_of(kind := config.get("model_type"))
+    if config.get("tie_word_embeddings"):
+        return (
+            "the embedding and the head that is tied to it are on two stages, and torch's pipelines do not sum up "
+            "their gradients; use pp1, or a model with tie_word_embeddings false"
+        )
+    if not quirks.has_plan or quirks.has_routers or str(kind).startswith("gemma"):
+        return f"stages of {kind!r} are not built into this backend; use pp1"
+    if layout != Layout(dp=layout.dp, pp=layout.pp, options=layout.options) or {*layout.options} - {"ckpt"}:
+        return "beside stages (pp) only dp and ckpt are built into this backend; use megatron for others"
+    if scenario.lora:
+        return "adapters beside stages are not built into this backend; use pp1"
+    if scenario.tier.is_loss_scaled:
+        return "a stage's GradScaler does not know of the overflows of other stages; use bf16, or pp1"
+    return ""
 
 
 def _uneven_experts(config: dict[str, Any], layout: Layout) -> str:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import transformers
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -23,7 +23,7 @@ from torch.distributed.tensor import Shard as ShardAlong
 from conformance.backends.protocol import NamedTensors, Shard, TensorKind
 from conformance.spec.observables import Head
 from conformance.spec.scenario import OptimizerConfig, ScheduleConfig
-from impl.context_parallel.ring_attention import MeshContext, RingAttention, RingConfig, register, ring_kind
+from impl.context_parallel.ring_attention import RingAttention, RingConfig, register, ring_kind
 from impl.engine.adapter import ReferenceContext
 from impl.engine.hugging_face import (
     HuggingFaceModel,
@@ -44,6 +44,7 @@ from impl.engine.optimizers import (
 from impl.fsdp2 import dtensors
 from impl.fsdp2.dtensors import full_tensors, write_region
 from impl.fsdp2.expert_parallel import cut_experts, experts_of, is_of_experts
+from impl.fsdp2.pipeline import Pipeline
 from impl.fsdp2.tensor_parallel import apply_explicit_plan, apply_model_plan, vocabulary_shard
 from impl.interface.distributed import Reading
 from impl.interface.micro_batches import Loss, MicroBatch, Outputs, RouterTerms, Wanted, set_mode
@@ -51,7 +52,7 @@ from impl.interface.sharded_safetensors import SliceReader
 from impl.interface.trainable import AT_ONCE, Writing, WrittenKind, code_that_ran
 from impl.models.lazy_weights import UnreadWeights, published_buffers
 from impl.models.lora import named_parameters
-from impl.models.outputs import outputs_of
+from impl.models.outputs import from_last_stage, outputs_of
 from impl.models.router import routers_of
 
 
@@ -66,12 +67,13 @@ GATHERED_AT_ONCE = 2**22  # elements
 class Fsdp2Model(HuggingFaceModel):
     """Implements impl.interface.trainable.Trainable, which has the contract of each method."""
 
+    context: "Fsdp2Context"
     trained: bool
     optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LRScheduler
     max_grad_norm: float | None
 
-    def __init__(self, context: MeshContext, head: Head) -> None:
+    def __init__(self, context: "Fsdp2Context", head: Head) -> None:
         super().__init__(context, head)
         # Loss scaling is for fp16 only: its gradients underflow, those of bf16 have the range of fp32.
         self.scaler = torch.amp.GradScaler(
@@ -86,6 +88,8 @@ class Fsdp2Model(HuggingFaceModel):
     ) -> None:
         self.model, self.trained = model, optimizer is not None
         self.routers = routers_of(model)
+        if self.context.pipeline:
+            self.context.pipeline.keep_stage(model)
         recompute_activations(model, self.options)
         if self.context.config.layout.ep > 1:
             cut_experts(model, self.context.mesh["ep"])
@@ -171,11 +175,37 @@ class Fsdp2Model(HuggingFaceModel):
         terms: RouterTerms | None = None,
     ) -> list[Outputs]:
         set_mode(self.model, training=loss is not None)
-        outputs = self.run(inputs, want=want, temperature=temperature, loss=loss, terms=terms)
+        run = self._run_stages if self.context.pipeline else self.run
+        outputs = run(inputs, want=want, temperature=temperature, loss=loss, terms=terms)
         if loss is None:
             # FSDP2 leaves parameters outside of blocks unsharded for a backward pass, but none follows.
             cast(FSDPModule, self.model).reshard()
         return outputs
+
+    def _run_stages(
+        self,
+        inputs: Sequence[MicroBatch],
+        *,
+        want: Wanted,
+        temperature: float,
+        loss: Loss | None,
+        terms: RouterTerms | None,
+    ) -> list[Outputs]:
+        """Runs all micro-batches through the pipeline; see Trainable.forward_backward."""
+        pipeline, found = self.context.pipeline, dict[int, Outputs]()
+        assert pipeline, "without stages the model runs as a whole"
+        assert terms is None, "mixtures of experts are unsupported with stages"
+
+        def finish(index: int, result: Tensor) -> Tensor:
+            outputs = outputs_of(result, inputs[index], head=self.head, want=want, temperature=temperature)
+            found[index] = outputs.detach()
+            return self.scaled(loss(index, outputs)) if loss else result.new_zeros([])
+
+        config = self.context.config
+        compute = config.tier.half_dtype or config.tier.master.dtype
+        with torch.set_grad_enabled(loss is not None):
+            pipeline.run(self.model, inputs, finish, compute=compute, trains=loss is not None)
+        return [from_last_stage(found.get(i), one, want, pipeline.group) for i, one in enumerate(inputs)]
 
     def start_micro_batch(self, index: int, count: int) -> None:
         if "lastsync" in self.options:
@@ -202,7 +232,11 @@ class Fsdp2Model(HuggingFaceModel):
         return self.routers.added(outputs, inputs) if self.routers else outputs
 
     def backward(self, loss: Tensor) -> None:
-        self.scaler.scale(loss * self.gradient_scale()).backward()
+        self.scaled(loss).backward()
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """Returns the loss times what FSDP2 divides gradients by, and times the loss scale."""
+        return self.scaler.scale(loss * self.gradient_scale())
 
     def finish_gradients(self) -> None:
         self.scaler.unscale_(self.optimizer)
@@ -210,6 +244,8 @@ class Fsdp2Model(HuggingFaceModel):
     def optimizer_step(self) -> float:
         gradients = [p.grad for p in self.model.parameters() if p.requires_grad]
         total = dtensors.gradient_norm(gradients)
+        if self.context.pipeline:
+            total = self.context.pipeline.norm_of_all(total)
         if self.max_grad_norm is not None:
             coefficient = dtensors.clip_coefficient(total, self.max_grad_norm)
             with torch.no_grad():
@@ -233,8 +269,11 @@ class Fsdp2Model(HuggingFaceModel):
 
     def named_tensors(self, kind: TensorKind) -> NamedTensors:
         if kind == "progress":
-            yield from read_progress(self.scheduler, self.scaler)
-            return
+            return read_progress(self.scheduler, self.scaler)
+        own = self._of_stage(kind)
+        return self.context.pipeline.of_all(own) if self.context.pipeline else own
+
+    def _of_stage(self, kind: TensorKind) -> NamedTensors:
         if kind == "step":
             for name, parameter in named_parameters(self.model):
                 if "step" in (state := self.optimizer.state.get(parameter, {})):
@@ -304,13 +343,17 @@ class Fsdp2Model(HuggingFaceModel):
         return code_that_ran(optimizer=scaler, update=self.optimizer, gradients=master)
 
     def _state(self) -> dict[str, Any]:
-        model, optimizer = get_state_dict(self.model, self.optimizer)
+        model, optimizer = get_state_dict(self.model, self.optimizer, options=self._by_name())
         return {
             "model": model,
             "optimizer": optimizer,
             "scheduler": self.scheduler.state_dict(),
             "scaler": self.scaler.state_dict(),
         }
+
+    def _by_name(self) -> StateDictOptions:
+        """Returns options for checkpoints. Stages, which have other parameters, write settings by parameter."""
+        return StateDictOptions(flatten_optimizer_state_dict=self.context.pipeline is not None)
 
     def save_ckpt(self, path: Path, when: Writing = AT_ONCE) -> None:
         dtensors.save(self._state(), path, when)
@@ -319,7 +362,13 @@ class Fsdp2Model(HuggingFaceModel):
         state = self._state()
         with dtensors.raising_first_failure():
             dcp.load(state, checkpoint_id=path)
-        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+            options=self._by_name(),
+        )
         self.scheduler.load_state_dict(state["scheduler"])
         self.scaler.load_state_dict(state["scaler"])
 
@@ -330,18 +379,20 @@ class Fsdp2Model(HuggingFaceModel):
             self.__dict__.pop(name, None)
 
 
-MESH_DIM_NAMES = ("rep", "ep", "dp", "sp", "tp")
+MESH_DIM_NAMES = ("pp", "rep", "ep", "dp", "sp", "tp")
 
 
 class Fsdp2Context(ReferenceContext):
     """Builds the device mesh and context parallelism of a layout, and selects the data of this rank.
 
-    Mesh axes, outermost first: ``rep`` (replicas), ``ep`` (experts), ``dp``, ``sp`` (context parallel), ``tp``.
+    Mesh axes, outermost first: ``pp`` (stages), ``rep`` (replicas), ``ep`` (experts), ``dp``, ``sp`` (context
+    parallel), ``tp``.
     Parameters, gradients and optimizer state are sharded over ep x dp x sp, which is flattened into the axis ``shard``;
     those of experts over dp x sp, ``expert_shard``.
     """
 
     ring: RingAttention | None = None
+    pipeline: Pipeline | None = None
 
     @property
     def sequence_multiple(self) -> int:
@@ -355,12 +406,15 @@ class Fsdp2Context(ReferenceContext):
 
     def setup_distributed(self) -> None:
         layout = self.config.layout
-        sizes = (layout.rep, layout.ep, layout.dp // layout.rep, layout.sp, layout.tp)
+        sizes = (layout.pp, layout.rep, layout.ep, layout.dp // layout.rep, layout.sp, layout.tp)
         self.mesh = init_device_mesh(torch.device(self.config.device).type, sizes, mesh_dim_names=MESH_DIM_NAMES)
         self.mesh["ep", "dp", "sp"]._flatten("shard")
         if layout.ep > 1:
             self.mesh["dp", "sp"]._flatten("expert_shard")
-        self.data_rank, self.data_size = dist.get_rank() // (layout.sp * layout.tp), layout.data
+        self.data_rank = dist.get_rank() // (layout.sp * layout.tp) % layout.data
+        self.data_size = layout.data
+        if layout.pp > 1:
+            self.pipeline = Pipeline(self.mesh.get_group("pp"), self.config.device)
         if layout.sp > 1:
             self.setup_ring_attn()
 
@@ -385,5 +439,5 @@ class Fsdp2Context(ReferenceContext):
 
     def teardown(self) -> None:
         # The mesh's process groups stay open: DTensor's caches refer to them, and reuse them for an equal mesh later.
-        for name in ("mesh", "ring"):
+        for name in ("mesh", "ring", "pipeline"):
             self.__dict__.pop(name, None)

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.optimizer import get_megatron_optimizer
@@ -56,7 +55,7 @@ from impl.megatron.model_config import read_shape, stages
 from impl.megatron.router import StepLoss, gathered, release
 from impl.megatron.tensors import ModelTensors, parameter_names, read_weights, release_trained, weight_tensors
 from impl.models.export import write_model
-from impl.models.outputs import outputs_of
+from impl.models.outputs import from_last_stage, outputs_of
 
 
 class ModelContext(Protocol):
@@ -317,16 +316,7 @@ class MegatronModel:
         if self.context.config.layout.pp == 1:
             assert outputs is not None
             return outputs
-        if not want:
-            return Outputs()
-        names = sorted(want)
-        if outputs is None:
-            numbers = inputs.labels.new_empty((len(names), *inputs.labels.shape), dtype=torch.get_default_dtype())
-        else:
-            numbers = torch.stack([getattr(outputs, name) for name in names])
-        group = parallel_state.get_pipeline_model_parallel_group()
-        dist.broadcast(numbers, src=parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
-        return Outputs(**dict(zip(names, numbers, strict=True)))
+        return from_last_stage(outputs, inputs, want, parallel_state.get_pipeline_model_parallel_group())
 
     def finish_gradients(self) -> None:
         """Does nothing: schedules end with ``finalize_model_grads``, and readers of gradients remove the loss scale."""

@@ -242,3 +242,18 @@ def _shard_index(labels: Tensor, start: int, size: int) -> tuple[Tensor, Tensor]
     index = labels - start
     held = (labels >= 0) & (index >= 0) & (index < size)
     return index.where(held, 0), held
+
+
+def from_last_stage(
+    outputs: Outputs | None, inputs: MicroBatch, want: Wanted, stages: dist.ProcessGroup | None
+) -> Outputs:
+    """Broadcasts the ``outputs`` of the last pipeline stage to all ``stages``; collective."""
+    if not want:
+        return Outputs()
+    names = sorted(want)
+    if outputs is None:
+        numbers = inputs.labels.new_empty((len(names), *inputs.labels.shape), dtype=torch.get_default_dtype())
+    else:
+        numbers = torch.stack([getattr(outputs, name) for name in names])
+    dist.broadcast(numbers, group=stages, group_src=dist.get_world_size(stages) - 1)
+    return Outputs(**dict(zip(names, numbers, strict=True)))

@@ -54,7 +54,7 @@ def token_numbers(part: MicroBatch) -> torch.Tensor:
 def hugging_face_modules(
     model: "PreTrainedModel", *, tp: int, tp_rank: int, sequence: bool = False, vocabulary_start: int = 0
 ) -> tuple[TracedModule, ...]:
-    """Lists the modules of a Hugging Face model under its own names.
+    """Lists the modules of a Hugging Face model under its own names, without those that another stage has.
 
     tp: the ranks that shard the features inside of attention and MLP, in equal and contiguous parts.
     sequence: whether the stream between blocks is sharded over them, along the length.
@@ -62,16 +62,17 @@ def hugging_face_modules(
     """
     modules: Mapping[str, torch.nn.Module] = dict(model.named_modules())
     stream = Cut(part=tp_rank, parts=tp) if sequence else WHOLE
-    found = [
-        TracedModule(name="model.embed_tokens", module=modules["model.embed_tokens"]),
-        TracedModule(name="model.norm", module=modules["model.norm"], input=stream, output=stream),
-    ]
+    cuts = {"model.embed_tokens": (WHOLE, WHOLE), "model.norm": (stream, stream)}
     quirks = quirks_of(model.config.model_type)
     whole = {*quirks.whole_outputs, *quirks.recut_inputs}
     if quirks.latent_attention:
         whole |= {"self_attn.q_proj", "self_attn.o_proj"}
     head, cut = ("score", WHOLE) if "score" in modules else ("lm_head", Cut(first_feature=vocabulary_start))
-    found.append(TracedModule(name=head, module=modules[head], input=stream, output=cut))
+    found = [
+        TracedModule(name=name, module=modules[name], input=before, output=after)
+        for name, (before, after) in {**cuts, head: (stream, cut)}.items()
+        if name in modules and any(True for _ in modules[name].parameters())
+    ]
     for number in range(model.config.num_hidden_layers):
         prefix = f"model.layers.{number}."
         for name in BETWEEN:

@@ -3,19 +3,24 @@
 The cells that quick runs are judged there; here are the layouts, options and precisions that it leaves out.
 """
 
+import copy
 import re
 from itertools import product
+from unittest.mock import Mock
 
 import pytest
 import torch
 from cells import MICRO_BATCHES, STEPS, assert_honest, cell_of, exhaustive, record_of
 
 from conformance.backends.protocol import Supported, Unsupported
+from conformance.core.host import FIXTURES
 from conformance.runner.session import Session
 from conformance.spec.known_defects import LostEmbeddingGradient, defects_of
 from conformance.spec.layout import Layout
 from conformance.spec.precision import PrecisionName
 from impl.fsdp2.adapter import EXPECTED, Fsdp2Backend
+from impl.fsdp2.pipeline import Pipeline
+from impl.models.loading import load_model
 
 
 @pytest.mark.parametrize(
@@ -51,6 +56,11 @@ from impl.fsdp2.adapter import EXPECTED, Fsdp2Backend
         exhaustive("sft-long", "gemma3", "sp2.ckpt"),
         exhaustive("sft-warmup", "pangu", "dp2.tp2"),
         exhaustive("sft-warmup", "gemma3", "dp2.sp2"),
+        exhaustive("sft-packed", "llama", "dp2.pp2"),
+        exhaustive("sft-uneven", "mistral", "pp2.ckpt"),
+        exhaustive("sft-frozen", "llama", "pp2"),
+        exhaustive("sft-warmup", "olmo2", "dp2.pp2"),
+        exhaustive("ppo", "pangu", "pp2"),
     ],
 )
 def test_exact(session: Session, scenario: str, model: str, layout: str) -> None:
@@ -165,6 +175,40 @@ def test_layers_are_compiled_where_that_is_what_it_says(
         return
     assert isinstance(found, Unsupported)
     assert re.search(reason, found.reason)
+
+
+@pytest.mark.parametrize(
+    ("scenario", "model", "layout", "precision", "reason"),
+    [
+        ("sft-packed", "qwen3", "pp2", "exact", "tied to it are on two stages"),
+        ("sft-packed", "mixtral", "pp2", "exact", "stages of 'mixtral' are not built"),
+        ("sft-packed", "llama", "tp2.pp2", "exact", "only dp and ckpt"),
+        ("sft-packed", "llama", "pp2.compile", "exact", "only dp and ckpt"),
+        ("sft-lora", "llama", "pp2", "exact", "adapters beside stages"),
+        ("sft-packed", "llama", "pp2", "fp16", "overflows of other stages"),
+    ],
+)
+def test_stages_say_what_they_do_not_run(
+    scenario: str, model: str, layout: str, precision: PrecisionName, reason: str
+) -> None:
+    cell = cell_of("fsdp2", scenario, model, layout, precision)
+    found = Fsdp2Backend.supports(cell.scenario, cell.phases[0].layout)
+    assert isinstance(found, Unsupported)
+    assert reason in found.reason
+
+
+def test_stages_one_after_another_are_the_whole_model() -> None:
+    whole = load_model(FIXTURES / "models" / "llama", dtype=torch.float64, attention="eager")
+    stages = [copy.deepcopy(whole) for _ in range(2)]
+    hidden, positions = torch.tensor([[5, 6, 7, 8]]), torch.tensor([[0, 1, 0, 1]])
+    logits = whole(hidden, position_ids=positions, use_cache=False).logits
+    for number, stage in enumerate(stages):
+        Pipeline(Mock(rank=lambda number=number: number, size=lambda: 2), "cpu").keep_stage(stage)
+        hidden = stage(hidden, position_ids=positions)
+    assert torch.equal(hidden, logits)
+    names = [name for stage in stages for name, _ in stage.named_parameters()]
+    assert sorted(names) == sorted(name for name, _ in whole.named_parameters())
+    assert [[type(layer).__name__ for layer in stage.model.layers].index("Elsewhere") for stage in stages] == [1, 0]
 
 
 def test_a_layout_that_does_not_fit_the_model_is_unsupported_with_one_that_does(session: Session) -> None:
