@@ -150,6 +150,7 @@ def blocks(since: Since) -> Iterator[str]:
             yield "\n".join([f"**Judged by another oracle: {plural(len(lines), 'cell')}**\n", *lines, "\n"])
     for title, lines in (
         ("Flaky", [f"- {code(flaky.cell)}: {plain(flaky.why)}" for flaky in since.flaky]),
+        ("Drift", [f"- {code(grown.cell)}: {plain(str(grown))}" for grown in since.grown]),
         ("Slower", [f"- {plain(str(slower))}" for slower in since.slower]),
     ):
         if lines:

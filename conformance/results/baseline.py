@@ -6,8 +6,8 @@ needs no other folder. conformance.results.changes computes which cells are new,
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -30,22 +30,33 @@ class Outcome:
     before: the states in which the cell ended before the user ran it again.
     second_class: the implementation that was the reference; empty for the oracle's own; None if the cell was not
         judged, or if an older version did not record it.
+    errors: by stage, the largest relative error; empty if the cell was not judged, or in runs of older versions.
     """
 
     state: State
     seconds: float | None = None
     before: tuple[State, ...] = ()
     second_class: str | None = None
+    errors: dict[str, float] = field(default_factory=dict)
 
 
-def outcome(*, state: State, seconds: float, before: Sequence[State] = (), second_class: str | None = None) -> Outcome:
-    """Returns the Outcome of a cell from the fields of its verdict."""
+def outcome(
+    *,
+    state: State,
+    seconds: float,
+    before: Sequence[State] = (),
+    second_class: str | None = None,
+    errors: Mapping[str, float] | None = None,
+) -> Outcome:
+    """Returns the Outcome of a cell from the fields of its verdict. Errors are rounded to two digits."""
+    is_answered = state in ANSWERED
     comparable = state in NO_FAULT and not before and 0 < seconds < math.inf
     return Outcome(
         state=state,
         seconds=round(seconds, 3) if comparable else None,
         before=tuple(before),
-        second_class=second_class if state in ANSWERED else None,
+        second_class=second_class if is_answered else None,
+        errors={stage: float(f"{error:.1e}") for stage, error in (errors or {}).items()} if is_answered else {},
     )
 
 
@@ -76,18 +87,20 @@ class Baseline:
     """Holds the earlier runs that a run is compared with.
 
     path: as the user gave it. cells: the ids of all cells of the runs. runs: from the earliest to the latest; empty if
-    a history has no run of this selection.
+    a history has no run of this selection. largest: for each cell, the largest error of each stage in the runs in which
+    it passed; empty in files of older versions.
     """
 
     path: str
     cells: tuple[str, ...] = ()
     runs: tuple[EarlierRun, ...] = ()
+    largest: tuple[dict[str, float], ...] = ()
 
     def __post_init__(self) -> None:
         lengths = {
             len(column) for run in self.runs for column in (run.states, run.seconds, run.second_class or run.states)
         }
-        if lengths - {len(self.cells)}:
+        if (lengths | {len(self.largest or self.cells)}) - {len(self.cells)}:
             raise ValueError("an earlier run has other cells than the baseline")
 
     @property
@@ -151,7 +164,17 @@ def make_baseline(path: str, found: Sequence[RunFacts]) -> Baseline:
             )
             for started, verdict, versions, outcomes in found
         ),
+        largest=tuple(_largest(outcomes.get(cell, absent) for *_, outcomes in found) for cell in cells),
     )
+
+
+def _largest(outcomes: Iterable[Outcome]) -> dict[str, float]:
+    """Returns the largest error of each stage in the outcomes that passed."""
+    found: dict[str, float] = {}
+    for one in outcomes:
+        for stage, error in one.errors.items() if one.state in NO_FAULT else ():
+            found[stage] = max(error, found.get(stage, 0.0))
+    return found
 
 
 _BASELINE = TypeAdapter(Baseline)

@@ -14,12 +14,14 @@ from typing import Any, Literal
 
 from conformance.core.errors import first_few
 from conformance.results.baseline import CHANGED, COMMIT, Baseline, EarlierRun, Outcome, backend_of
-from conformance.results.verdict import FAILED, NO_ANSWER, NO_FAULT, STATES, RunVerdict, State, depth
+from conformance.results.verdict import FAILED, NO_ANSWER, NO_FAULT, STATES, RunVerdict, State, depth, number
 
 LEAST_CELLS = 8  # a median over fewer cells says nothing about a backend
 LEAST_RUNS = 3  # fewer earlier times of a cell are no range to compare with
 BACKEND_SLOWER = 1.5  # times
 CELL_SLOWER = 3.0  # times the longest earlier time
+GREW = 10.0  # times the largest earlier error
+LEAST_ERROR = 1e-14  # smaller errors are a few units in the last place of float64, and move with any kernel
 CELL_SECONDS = 30.0  # more than starting the ranks takes on a busy machine; some cells include that start
 
 
@@ -52,6 +54,32 @@ def slower_than(baseline: Baseline, now: Mapping[str, Outcome]) -> tuple[Slower,
             why = f"{taken:.0f} s, at most {max(past):.0f} s in {len(past)} earlier runs"
             slower.append(Slower(what=cell, times=times[cell] / speed, why=why))
     return tuple(slower)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grown:
+    """Holds a stage of a passing cell whose error is much larger than in any earlier run in which the cell passed."""
+
+    cell: str
+    stage: str
+    before: float
+    now: float
+
+    def __str__(self) -> str:
+        return f"error of {self.stage} {number(self.now)}, at most {number(self.before)} before"
+
+
+def grown_since(baseline: Baseline, now: Mapping[str, Outcome]) -> tuple[Grown, ...]:
+    """Returns the stages of passing cells whose error grew, the most grown first, by the rule in docs/guides/ci.md."""
+    largest = dict(zip(baseline.cells, baseline.largest, strict=False))
+    grown = [
+        Grown(cell=cell, stage=stage, before=before, now=ended.errors[stage])
+        for cell, ended in now.items()
+        if ended.state in NO_FAULT
+        for stage, before in largest.get(cell, {}).items()
+        if ended.errors.get(stage, 0.0) > max(GREW * before, LEAST_ERROR)
+    ]
+    return tuple(sorted(grown, key=lambda one: one.now / max(one.before, LEAST_ERROR / GREW), reverse=True))
 
 
 def _backends(times: Mapping[str, float]) -> tuple[list[Slower], dict[str, float]]:
@@ -233,7 +261,7 @@ class Since:
     """Holds the whole comparison with earlier runs.
 
     path: of the baseline. last, green: the comparisons with the last run, and with the last run that passed; None if
-    there is no such run. ``green`` is also None if the last run passed.
+    there is no such run. ``green`` is also None if the last run passed. grown: errors of passing cells that grew.
     """
 
     path: str
@@ -241,6 +269,7 @@ class Since:
     green: Comparison | None
     flaky: tuple[Flaky, ...]
     slower: tuple[Slower, ...]
+    grown: tuple[Grown, ...]
 
     @property
     def comparisons(self) -> list[tuple[str, Comparison]]:
@@ -258,9 +287,11 @@ class Since:
             lines += [f"  judged by another oracle: {line}" for line in _by_oracle(comparison.oracles)]
             if comparison.suspects:
                 lines.append(f"  changed in between: {'; '.join(map(str, comparison.suspects))}")
-        lines += [f"flaky: {flaky.cell}: {flaky.why}" for flaky in self.flaky[:CELLS_LISTED]]
-        if len(self.flaky) > CELLS_LISTED:
-            lines.append(f"flaky: {len(self.flaky) - CELLS_LISTED} more")
+        flaky = [f"{one.cell}: {one.why}" for one in self.flaky]
+        for word, found in (("flaky", flaky), ("drift", [f"{one.cell}: {one}" for one in self.grown])):
+            lines += [f"{word}: {text}" for text in found[:CELLS_LISTED]]
+            if len(found) > CELLS_LISTED:
+                lines.append(f"{word}: {len(found) - CELLS_LISTED} more")
         return [*lines, *(f"slower: {slower}" for slower in self.slower)]
 
 
@@ -285,7 +316,7 @@ def since_to_json(since: Since) -> dict[str, Any]:
         lists = {name: [vars(one) for one in getattr(comparison, name)] for name in ("oracles", "suspects")}
         return {**vars(comparison), "changes": changes, **lists}
 
-    lists = {"flaky": [vars(one) for one in since.flaky], "slower": [vars(one) for one in since.slower]}
+    lists = {name: [vars(one) for one in getattr(since, name)] for name in ("flaky", "slower", "grown")}
     return {"path": since.path, "last": to_json(since.last), "green": to_json(since.green), **lists, "text": since.text}
 
 
@@ -298,6 +329,7 @@ def compare(baseline: Baseline, now: Mapping[str, Outcome], *, started: str, ver
         green=_compare_with(baseline, green, now, versions) if green and green is not last else None,
         flaky=tuple(_flaky(baseline, now, started, versions)),
         slower=slower_than(baseline, now),
+        grown=grown_since(baseline, now),
     )
 
 

@@ -1,9 +1,10 @@
 """Stores a history of runs in one SQLite file, ``DIR/history.sqlite``, and reads the baseline of a run from it.
 
-The history has the verdict, the versions and the states of cells of each run. The file may come from an untrusted
-place, such as a cache or an artifact. So SQLite never opens it in place: the bytes of a regular file are read, checked
-for exactly the tables below, and used in memory. Rows are validated when they are read. A change is written as a whole
-new file, which replaces a link of that name. A lock serializes processes that add runs. Does not import torch.
+The history has the verdict and the versions of each run, and the state, the seconds and the errors of its cells. The
+file may come from an untrusted place, such as a cache or an artifact. So SQLite never opens it in place: the bytes of a
+regular file are read, checked for exactly the tables below, and used in memory. Rows are validated when they are read.
+A change is written as a whole new file, which replaces a link of that name. A lock serializes processes that add runs.
+Does not import torch.
 """
 
 import contextlib
@@ -21,7 +22,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from conformance.core.errors import UsageError, one_line
 from conformance.core.io import Unreadable, Unwritable, lock, read_file, write_file
-from conformance.records.record_format import first_error
+from conformance.records.record_format import dumps, first_error
 from conformance.results.baseline import (
     Baseline,
     Outcome,
@@ -36,18 +37,20 @@ from conformance.results.trust import read_cells
 from conformance.results.verdict import PASSES, STATES, RunVerdict
 
 HISTORY = "history.sqlite"
-HISTORY_SCHEMA = 2
+HISTORY_SCHEMA = 3
 LONGEST = 2**29  # bytes; a year of nights of 3,000 cells is about 40 MiB
 AGAIN = "replace it by an intact copy, or move it away and start a new history"
 _OUTCOMES = "CREATE TABLE outcomes (run INTEGER NOT NULL, cell INTEGER NOT NULL, state TEXT NOT NULL, seconds REAL, {}"
 TABLES = (
     "CREATE TABLE cells (number INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE)",
-    _OUTCOMES.format("second_class TEXT, PRIMARY KEY (run, cell)) WITHOUT ROWID"),
+    _OUTCOMES.format("second_class TEXT, errors TEXT, PRIMARY KEY (run, cell)) WITHOUT ROWID"),
     "CREATE TABLE runs (number INTEGER PRIMARY KEY, selection TEXT NOT NULL, started TEXT NOT NULL, "
     "seconds REAL NOT NULL, verdict TEXT NOT NULL, versions TEXT NOT NULL, UNIQUE (selection, started, versions))",
 )
-TABLES_OF = {  # by schema; the first did not keep second_class
+OLDER = {1: "NULL, NULL", 2: "second_class, NULL"}  # by schema, the values of columns that it may lack
+TABLES_OF = {
     1: (TABLES[0], _OUTCOMES.format("PRIMARY KEY (run, cell)) WITHOUT ROWID"), TABLES[2]),
+    2: (TABLES[0], _OUTCOMES.format("second_class TEXT, PRIMARY KEY (run, cell)) WITHOUT ROWID"), TABLES[2]),
     HISTORY_SCHEMA: TABLES,
 }
 
@@ -98,8 +101,11 @@ class History:
         number = self._connection.execute(insert, values).lastrowid
         self._connection.executemany("INSERT OR IGNORE INTO cells (id) VALUES (?)", [(cell,) for cell in run.cells])
         self._connection.executemany(
-            "INSERT INTO outcomes SELECT ?, number, ?, ?, ? FROM cells WHERE id = ?",
-            [(number, ended.state, ended.seconds, ended.second_class, cell) for cell, ended in run.cells.items()],
+            "INSERT INTO outcomes SELECT ?, number, ?, ?, ?, ? FROM cells WHERE id = ?",
+            [
+                (number, ended.state, ended.seconds, ended.second_class, dumps(ended.errors), cell)
+                for cell, ended in run.cells.items()
+            ],
         )
 
     def prune(self, keep: int) -> int:
@@ -129,13 +135,16 @@ class History:
     def _summary(self, row: tuple[Any, ...]) -> Summary:
         number, selection, started, seconds, verdict, versions = row
         rows = self._rows(
-            "SELECT id, state, seconds, second_class FROM outcomes JOIN cells ON cell = number WHERE run = ? "
+            "SELECT id, state, seconds, second_class, errors FROM outcomes JOIN cells ON cell = number WHERE run = ? "
             "ORDER BY cell",
             number,
         )
-        cells = {cell: dict(zip(("state", "seconds", "second_class"), values, strict=True)) for cell, *values in rows}
-        known = {"selection": selection, "started": started, "seconds": seconds, "verdict": verdict, "cells": cells}
+        known = {"selection": selection, "started": started, "seconds": seconds, "verdict": verdict}
         try:
+            known["cells"] = {
+                cell: {"state": state, "seconds": took, "second_class": whose, "errors": json.loads(errors or "{}")}
+                for cell, state, took, whose, errors in rows
+            }
             return _SUMMARY.validate_python({**known, "versions": json.loads(versions)})
         except ValidationError as error:
             raise _damaged(self.path, first_error(error)) from None
@@ -219,19 +228,19 @@ def _load(connection: sqlite3.Connection, file: Path) -> None:
                 f"that wrote it, or {AGAIN}"
             )
         (checked,) = connection.execute("PRAGMA integrity_check(1)").fetchone()
-        if version == 1 and checked == "ok":
-            _upgrade(connection)
+        if version in OLDER and checked == "ok":
+            _upgrade(connection, OLDER[version])
     except (sqlite3.Error, UnicodeDecodeError, OverflowError) as error:
         raise _damaged(file, error) from None
     if checked != "ok":
         raise _damaged(file, checked)
 
 
-def _upgrade(connection: sqlite3.Connection) -> None:
-    """Upgrades tables of schema 1, which do not have the implementations of the references."""
+def _upgrade(connection: sqlite3.Connection, columns: str) -> None:
+    """Upgrades tables of an older schema. columns: the values of the columns that it lacks, and of the rest."""
     connection.execute("ALTER TABLE outcomes RENAME TO older")
     connection.execute(TABLES[1])
-    connection.execute("INSERT INTO outcomes SELECT run, cell, state, seconds, NULL FROM older")
+    connection.execute(f"INSERT INTO outcomes SELECT run, cell, state, seconds, {columns} FROM older")
     connection.execute("DROP TABLE older")
     connection.execute(f"PRAGMA user_version = {HISTORY_SCHEMA}")
 
@@ -296,6 +305,7 @@ def _facts(values: dict[str, Any], file: Path) -> RunFacts:
                 seconds=float(cell.get("seconds", 0)),
                 before=cell.get("before", ()),
                 second_class=cell.get("second_class"),
+                errors={str(stage): float(error) for stage, error in cell.get("errors", {}).items()},
             )
             for cell in cells
         }

@@ -181,6 +181,7 @@ def outcomes_of(entries: Sequence[Entry]) -> dict[str, Outcome]:
             seconds=entry.seconds,
             before=entry.before,
             second_class=entry.verdict.second_class,
+            errors=entry.verdict.errors,
         )
         for entry in entries
     }
@@ -257,7 +258,7 @@ def summary_of(run: Run, cells: Sequence[CellSummary]) -> dict[str, Any]:
     """
     states: States = {cell["id"]: cell["state"] for cell in cells}
     counts = dict.fromkeys(STATES, 0) | Counter(states.values())
-    names = ("state", "seconds", "before", "second_class")
+    names = ("state", "seconds", "before", "second_class", "errors")
     found = {cell["id"]: outcome(**{name: cell[name] for name in names}) for cell in cells}
     since = run.since(found)
     results = {

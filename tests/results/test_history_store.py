@@ -20,7 +20,9 @@ SELECTION = "--profile quick"
 def summary(day: int) -> Summary:
     whose = {1: "", 2: "transformers' own PhiForCausalLM", 4: None}
     cells = {
-        f"sft/llama/fsdp2/dp{ranks}/exact": Outcome(state="conforms", seconds=1.5, second_class=whose[ranks])
+        f"sft/llama/fsdp2/dp{ranks}/exact": Outcome(
+            state="conforms", seconds=1.5, second_class=whose[ranks], errors={"loss": 1e-15, "gradients": 3.2e-15}
+        )
         for ranks in (1, 2, 4)
     }
     started = datetime(2026, 8, day, tzinfo=UTC)
@@ -61,10 +63,18 @@ OLDER = (  # as version 0.1.0 wrote them
 )
 
 
-def test_a_history_of_the_first_schema_is_read_and_goes_on(tmp_path: Path) -> None:
+SECOND = (
+    "ALTER TABLE outcomes RENAME TO older",
+    OLDER[1].replace("seconds REAL, ", "seconds REAL, second_class TEXT, "),
+)
+MOVED = ("INSERT INTO outcomes SELECT run, cell, state, seconds, NULL FROM older", "DROP TABLE older")
+
+
+@pytest.mark.parametrize("more", [(), (*SECOND, *MOVED, "PRAGMA user_version = 2")], ids=["first", "second"])
+def test_a_history_of_an_older_schema_is_read_and_goes_on(more: tuple[str, ...], tmp_path: Path) -> None:
     """Its runs do not say whose the oracles were, and a file that is only read is not changed."""
     file = tmp_path / HISTORY
-    _sql(*OLDER)(file)
+    _sql(*OLDER, *more)(file)
     before = file.read_bytes()
     (older,) = read(tmp_path)
     assert older.cells == {"sft/llama/fsdp2/dp2/exact": Outcome(state="conforms", seconds=1.5, second_class=None)}
@@ -143,8 +153,8 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "a folder": (_folder, "is a folder"),
     "a pipe": (_pipe, "is a named pipe"),
     "another schema": (
-        _sql("PRAGMA user_version = 3"),
-        r"is not a history of schema 1 or 2 \(its schema is 3\); use the version",
+        _sql("PRAGMA user_version = 4"),
+        r"is not a history of schema 1 or 2 or 3 \(its schema is 4\); use the version",
     ),
     "the number of another": (
         _sql("PRAGMA user_version = 1"),

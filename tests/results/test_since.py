@@ -79,6 +79,34 @@ def test_the_commit_of_a_checkout_is_a_version(tmp_path: Path) -> None:
     assert commit(tmp_path / "site-packages") is None  # another's repository around an installed suite
 
 
+# --- errors ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("nights", "drift"),
+    [
+        ([1e-14, 2e-14, 1.9e-13], []),
+        ([1e-14, 2e-14, 1e-12], ["error of gradients 1e-12, at most 2e-14 before"]),
+        ([0.0, 0.0, 9e-15], []),
+        ([0.0, 0.0, 2e-14], ["error of gradients 2e-14, at most 0 before"]),
+    ],
+)
+def test_drift_is_an_error_ten_times_that_of_any_passing_run(nights: Sequence[float], drift: Sequence[str]) -> None:
+    found = [{CELL: outcome(state="conforms", seconds=1, errors={"gradients": error})} for error in nights]
+    assert [str(grown) for grown in since(found).grown] == drift
+    assert [line for line in since(found).text if "drift" in line] == [f"drift: {CELL}: {one}" for one in drift]
+
+
+def test_errors_of_cells_that_differ_are_no_drift_and_hide_none() -> None:
+    wrong, right, worse = (
+        {CELL: outcome(state=state, seconds=1, errors={"loss": error})}
+        for state, error in (("differs", 0.1), ("conforms", 1e-14), ("conforms", 1e-12))
+    )
+    assert [one.before for one in since([right, wrong, worse]).grown] == [1e-14]
+    assert not since([right, wrong]).grown
+    assert not since([wrong, worse]).grown
+
+
 # --- oracles ---------------------------------------------------------------------------------------------------------
 
 
