@@ -22,9 +22,11 @@ from pydantic.dataclasses import dataclass
 from conformance.core.errors import STRICT, UsageError, explain
 from conformance.core.io import Unreadable, read_file, write_file
 from conformance.records.record_format import LONGEST, dumps, parse_strict_json
+from conformance.results.history import HISTORY
 from conformance.results.run_results import SUMMARY
 from conformance.results.trust import CheckedCell, read_cells
 from conformance.results.verdict import State as CellState
+from reports import nights
 from reports.ci_formats import COLOURS, badge_json, badge_svg
 from reports.html import TEMPLATES, anchor, environment
 from reports.wording import plural
@@ -127,7 +129,7 @@ BOARD = TypeAdapter(Board)
 
 
 class Publish:
-    help = "write a static site that compares frameworks and their versions, from the folders of their runs"
+    help = "write a static site: frameworks by version, from the folders of their runs, or all nights of a history"
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
@@ -135,7 +137,8 @@ class Publish:
             type=Path,
             nargs="+",
             metavar="OUT",
-            help="output folders, such as of scripts/framework, or board.json files",
+            help="output folders, such as of scripts/framework, or board.json files; or the folder of a history, "
+            "and output folders of its runs",
         )
         parser.add_argument("--to", type=Path, required=True, metavar="DIR", help="folder of the site")
         parser.add_argument(
@@ -146,6 +149,11 @@ class Publish:
         )
 
     def run(self, options: argparse.Namespace) -> int:
+        histories = [out for out in options.outs if (out / HISTORY).is_file()]
+        if histories:
+            if options.against or len(histories) > 1:
+                raise UsageError("a site of nights is made of one history; give one, and no --against")
+            return nights.publish(histories[0], [out for out in options.outs if out not in histories], options.to)
         earlier = read_board(options.against) if options.against else Board(columns=())
         found = {out: columns_of(out) for out in options.outs}
         columns = [column for one in found.values() for column in one]

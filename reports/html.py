@@ -9,6 +9,7 @@ download.
 import base64
 import hashlib
 import re
+from bisect import bisect_left
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from conformance.results.requirements import leased
 from conformance.results.verdict import STATES, margin
 from reports import engine_page, side_by_side, summary, tables, wording
 from reports.load import MENTION, Cell, Report, findings, read_report
-from reports.page_data import SHADES, Shared, cell_data, pack
+from reports.page_data import BEYOND, SHADES, Shared, cell_data, pack
 from reports.summary import causes, headline
 
 TEMPLATES = Path(__file__).with_name("templates")
@@ -50,7 +51,7 @@ def write_html(out: Path) -> Path:
         return file
     report = read_report(out)
     script = "\n".join((TEMPLATES / f"{name}.js").read_text(encoding="utf-8") for name in SCRIPTS)
-    title, text = headline(report)
+    title = headline(report)[0]
     shared = Shared()
     blocks = [pack(dumps(cell_data(cell, shared))) for cell in report.cells]
     groups = side_by_side.read_groups(out, report)
@@ -58,7 +59,7 @@ def write_html(out: Path) -> Path:
     page = _template().render(
         report=report,
         title=title,
-        text=text,
+        text=summary.first_screen(report),
         trends=summary.trends(report),
         causes=causes(report),
         score=tables.mutation_score(report),
@@ -84,8 +85,9 @@ def write_html(out: Path) -> Path:
 @cache
 def _template() -> jinja2.Template:
     own = environment()
-    own.filters.update(number=wording.number, margin=margin, plural=wording.plural, linked=linked)
-    own.globals.update(FIRST=FIRST, STATES=STATES, KINDS=KINDS, SHADES=SHADES, anchor=anchor, explain=wording.explain)
+    own.filters.update(number=wording.number, margin=margin, plural=wording.plural, linked=linked, share=wording.share)
+    own.globals.update(FIRST=FIRST, STATES=STATES, KINDS=KINDS, SHADES=SHADES, BEYOND=BEYOND, anchor=anchor)
+    own.globals.update(explain=wording.explain, in_square=wording.in_square, level=_level)
     return own.get_template("page.html")
 
 
@@ -120,6 +122,13 @@ def matrix(report: Report) -> dict[str, Any]:
         row = scenarios[entry.scenario].setdefault((entry.model, entry.variant), {name: [] for name in backends})
         row[entry.backend].append(cell)
     return {"backends": backends, "scenarios": scenarios}
+
+
+def _level(cell: Cell) -> Markup:
+    """Returns the colour of a passing cell by its margin, as an attribute: 1 for two digits or more, to 4 for none."""
+    if cell.state not in ("conforms", "partly_observed") or not cell.closest:
+        return Markup()
+    return Markup(' data-m="{}"').format(1 + bisect_left(SHADES, cell.closest.ratio))
 
 
 def _conventions(report: Report) -> dict[str, str]:

@@ -6,7 +6,7 @@ GitHub rejects a summary of more than 1024 kB, so the text ends before LIMIT, af
 from collections.abc import Iterator
 from pathlib import Path
 
-from conformance.bisect.explain import describe_stored
+from conformance.bisect.explain import describe
 from conformance.core.io import encoded, write_file
 from conformance.results.requirements import leased
 from conformance.results.verdict import NO_ANSWER, STATES, margin, number
@@ -130,7 +130,7 @@ def _failure(cause: Cause) -> str:
         ]
         lines += ["", *likely_causes]
     if cell.bisection:
-        bisected = describe_stored(cell.bisection)
+        bisected = describe(cell.bisection)
         lines += ["", f"Bisected: **{plain(bisected.answer)}**", ""]
         lines += [f"- {plain(word)}: {plain(text)}" for word, text in bisected.facts]
     if cell.entry.reproduce:

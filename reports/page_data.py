@@ -13,11 +13,12 @@ import gzip
 import json
 import math
 import re
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from conformance.bisect.explain import describe_stored
+from conformance.bisect.explain import describe
 from conformance.judge.tolerance import EXACT, NOISE_FACTOR
 from conformance.records.record_format import Line, Lines, dumps
 from conformance.results.verdict import STATES, Quantity, Verdict
@@ -45,8 +46,10 @@ _NAMES = {
     "post_attention_layernorm": "mlp norm",
     "norm": "final norm",
 }
-SHADES = (0.01, 0.1, 0.5, 1.0, 10.0)
-"""Upper bounds of observed / allowed for the colour classes h1, h2, ... The hue changes at the tolerance, 1."""
+SHADES = (0.01, 0.1, 0.5, 1.0)
+"""Upper bounds of observed / allowed for the colour classes h1 to h4, within the tolerance."""
+BEYOND = (1e-4, 0.01, 0.1, 0.5)
+"""Upper bounds of the relative error for the colour classes h5 to h9, outside the tolerance. The last has no bound."""
 
 
 def shade(error: float, ratio: float) -> str:
@@ -56,7 +59,7 @@ def shade(error: float, ratio: float) -> str:
         return "n" if math.isnan(error) else "i"
     if error == 0:
         return "0"
-    return str(1 + next((number for number, top in enumerate(SHADES) if ratio <= top), len(SHADES)))
+    return str(1 + bisect_left(SHADES, ratio) if ratio <= 1 else 5 + bisect_left(BEYOND, error))
 
 
 def locate(name: str) -> tuple[str, str]:
@@ -118,6 +121,7 @@ class Shared:
             "places": self._places,
             "kinds": PARAMETER_KINDS,
             "shades": SHADES,
+            "beyond": BEYOND,
             "states": states,
             "rule": {"exact": EXACT, "factor": NOISE_FACTOR, "rebuilt": AGAINST_REBUILT},
         }
@@ -146,7 +150,7 @@ def cell_data(cell: Cell, shared: Shared) -> dict[str, Any]:
         "tables": _tables(entry.verdict.quantities, set(numbers), shared),
         "strips": _strips(entry.verdict, shared),
         "first": _first_difference(cell),
-        "bisection": vars(describe_stored(cell.bisection)) if cell.bisection else None,
+        "bisection": vars(describe(cell.bisection)) if cell.bisection else None,
         "series": _series(cell.steps, numbers),
         "phases": [_phase(phase, shared) for phase in cell.phases],
         "oracle": {

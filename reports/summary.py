@@ -13,11 +13,12 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import takewhile
 
 from conformance.results.baseline import Counts, by_backend, counts_text
 from conformance.results.changes import KINDS, Comparison, Since
 from conformance.results.requirements import shared_gpus
-from conformance.results.verdict import ANSWERED, NO_ANSWER, NOT_SEEN, STATES, State, margin
+from conformance.results.verdict import ANSWERED, NO_ANSWER, NOT_SEEN, PASSES, STATES, State, margin
 from reports.load import Cell, Report
 from reports.wording import code, explain, first_finding, first_line, plain, plural
 
@@ -64,7 +65,7 @@ def _key(cell: Cell) -> object:
     planted = tuple(part for part in cell.entry.variant.split("/") if part.startswith("fault-"))
     first = first_finding(cell) if cell.state == "differs" else None
     if not first:
-        return cell.state, planted, re.sub(r"\d+", "N", first_line(cell.reason))
+        return cell.state, planted, re.sub(r"\S*/\S*|\d+", "N", first_line(cell.reason))  # without folders and numbers
     tensors = {f.tensor for f in cell.findings if (f.stage, f.step) == (first.stage, first.step)}
     return cell.state, planted, first.stage, frozenset(re.sub(r"\.\d+\.|\d+", ".N.", tensor) for tensor in tensors)
 
@@ -176,12 +177,48 @@ def incomplete_as_a_whole(report: Report) -> tuple[str, str] | None:
 
 def headline(report: Report) -> tuple[str, str]:
     """Returns (title, text): the verdict of the run, and the next action in one or two sentences."""
-    by_verdict = {"differs": _differs, "incomplete": _incomplete, "partly_observed": _partly, "conforms": _conforms}
-    title, text = by_verdict[report.verdict](report)
+    title, text = _by_verdict(report)
+    return title, text + _caveats(report)
+
+
+def _by_verdict(report: Report) -> tuple[str, str]:
+    found = {"differs": _differs, "incomplete": _incomplete, "partly_observed": _partly, "conforms": _conforms}
+    return found[report.verdict](report)
+
+
+def first_screen(report: Report) -> str:
+    """Returns what was compared with what, since when the verdict is as it is, and what the page does not say below."""
+    entries = [cell.entry for cell in report.cells]
+    backends, precisions = (
+        _listed(list(dict.fromkeys(found)))
+        for found in ([e.backend for e in entries], [e.variant.partition("/")[0] for e in entries])
+    )
+    counts = (plural(len({getattr(e, name) for e in entries}), name) for name in ("scenario", "model"))
+    compared = f"{backends} against a float64 reference: {', '.join(counts)}, {precisions}." if entries else ""
+    text = "" if report.verdict == "differs" else _by_verdict(report)[1]
+    return " ".join(filter(None, (compared, _streak(report), text))) + _caveats(report)
+
+
+def _listed(words: list[str]) -> str:
+    return " and ".join([", ".join(words[:-1])] * (len(words) > 1) + words[-1:])
+
+
+def _streak(report: Report) -> str:
+    """Says since which earlier run the run passes, or does not."""
+    runs = report.run.floor.baseline.runs if report.run.floor.baseline and report.since else ()
+    passes = report.verdict in PASSES
+    same = list(takewhile(lambda run: run.is_green == passes, reversed(runs)))
+    if not runs or not same:
+        return f"It {'passes' if passes else 'fails'} since this run." if runs else ""
+    when = same[-1].started[:16].replace("T", " ")
+    return f"It {'passes' if passes else 'fails'} since {when}, for {plural(len(same) + 1, 'run')}."
+
+
+def _caveats(report: Report) -> str:
     second = sorted({cell.entry.verdict.second_class for cell in report.cells} - {""})
     reference = f" The reference was {' and '.join(second)}, a second-class oracle: {NOT_SEEN}." if second else ""
     shared = shared_gpus(report.run.environment)
-    return title, text + reference + (f" {_sentence(shared)}" if shared else "")
+    return reference + (f" {_sentence(shared)}" if shared else "")
 
 
 def _differs(report: Report) -> tuple[str, str]:
@@ -201,7 +238,8 @@ def _differs(report: Report) -> tuple[str, str]:
 def _incomplete(report: Report) -> tuple[str, str]:
     title, unanswered = "Incomplete: not a pass", _unanswered(report)
     if report.run.finished is None:
-        return title, "The run did not finish: cells may be missing. Run it again."
+        again = "the same command with --resume OUT in place of --out OUT judges them"
+        return title, f"The run did not finish, so cells may be missing: {again}."
     if not any(report.counts[state] for state in ANSWERED) and not unanswered:
         return title, "No cell was judged. Choose cells that the backends support, and run again."
     if not unanswered:
@@ -225,7 +263,7 @@ def _sentence(text: str) -> str:
 
 def _conforms(report: Report) -> tuple[str, str]:
     conforming, known = report.counts["conforms"], report.counts["expected_difference"]
-    text = "Every judged cell agrees with the oracle"
+    text = "Every judged cell agrees with the reference"
     text += f", but for {plural(known, 'known difference')}." if known else "."
     judged = [(cell.closest, cell) for cell in report.cells if cell.state == "conforms" and cell.closest]
     if judged:

@@ -1,5 +1,6 @@
 """Formats sentences and numbers for all reports, so that HTML, Markdown and JUnit agree."""
 
+import math
 import re
 
 from conformance.bisect.explain import describe
@@ -20,6 +21,18 @@ def percent(value: float) -> str:
     """Formats a relative difference with three significant digits: ``+5.76%``, ``-0.0012%``, ``+300%``, ``NaN``."""
     text = number(100 * value)
     return text if text == "NaN" else f"{'+' if value >= 0 else ''}{text}%"
+
+
+def share(error: float) -> str:
+    """Formats a relative error in percent with two digits: ``150 %``, ``0.0012 %``, ``NaN``."""
+    return f"{number(float(f'{100 * error:.2g}'))} %" if math.isfinite(error) else number(error)
+
+
+def in_square(cell: Cell) -> str:
+    """Returns the number of a cell's square: the margin in digits, or the error of its first difference in percent."""
+    if finding := first_finding(cell):
+        return share(finding.observed)
+    return margin(cell.closest.ratio) if cell.closest else ""
 
 
 def tensor_at_step(quantity: Quantity) -> str:

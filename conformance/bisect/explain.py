@@ -8,7 +8,6 @@ from conformance.core.errors import first_few
 from conformance.judge.tolerance import EXACT, largest_rounding
 from conformance.numerics.comparison import times
 from conformance.results.bisection import (
-    BISECTION,
     OUTSIDE,
     PARAMETERS,
     UNKNOWN,
@@ -62,15 +61,6 @@ def describe(bisection: Bisection) -> Explanation:
     facts += [(one.model, "all that was compared is right") for one in rest if one.is_right and not main.is_right]
     of = "" if main.model == POLICY else f" of the {main.model}"
     return Explanation(answer=f"step {bisection.step}: {answer_of(main, bisection.stage, of=of)}", facts=tuple(facts))
-
-
-def describe_stored(bisection: Bisection) -> Explanation:
-    """Describes a bisection that was read from a file, and says how far the file can be trusted."""
-    description = describe(bisection)
-    if not bisection.models:
-        return description
-    source = f"{BISECTION}, which is not proven; {BISECT} {bisection.cell} runs cell and oracle again"
-    return Explanation(answer=description.answer, facts=(*description.facts, ("based on", source)))
 
 
 def facts_of(found: Bisected, stage: str, allowed: str = ALLOWED) -> list[tuple[str, str]]:

@@ -16,6 +16,7 @@ function drawCell(cell, anchor, previous, next) {
     cell.first && firstDifference(cell),
     cell.quantities.length ? stages(cell) : null,
     firstModule(cell),
+    nextSteps(cell),
     Object.keys(cell.logs).length || cell.state === "infrastructure" ? logs(cell) : null,
     panels([cell]).map((panel) => curves(cell, panel)),
     batch(cell),
@@ -53,9 +54,27 @@ function overview(cell, state) {
     cell.conventions.map(([name, words, shown]) =>
       make("p.note", "Declared convention ", make("b", name), `: ${words}; ${shown ? "it shows" : "it does not show"} in this cell.`),
     ),
-    cell.reproduce &&
-      make("div.command", make("code", cell.reproduce), make("button", { type: "button", "data-copy": true }, "Copy")),
   );
+}
+
+// Draws the commands that lead on from a diagnosis.
+function nextSteps(cell) {
+  if (!cell.reproduce) return null;
+  const differs = cell.state === "differs", precision = cell.precision;
+  const steps = [[differs ? "After a change, judge this cell again:" : "Run this cell again:", cell.reproduce]];
+  const bisect = cell.reproduce.replace(/^parity run/, "parity bisect").replace(/ --out \S+/, "").replace("--cells ", "");
+  if (differs && bisect.startsWith("parity bisect")) {
+    steps.unshift([cell.bisection ? "Find the first wrong module again:" : "Find the first wrong module:", bisect]);
+  }
+  if (differs && precision !== "exact") {
+    const twin = cell.reproduce.replaceAll(`/${precision}`, "/exact");
+    steps.push([`See whether it differs without rounding; if not, look at code that only ${precision} runs:`, twin]);
+  }
+  const drawn = steps.map(([words, command]) => [
+    make("p.note", words),
+    make("div.command", make("code", command), make("button", { type: "button", "data-copy": true }, "Copy")),
+  ]);
+  return make("section.next", make("h3", "What to run next"), drawn);
 }
 
 function firstDifference(cell) {
@@ -106,8 +125,8 @@ function stages(cell) {
     const q = worst.get(`${stage} ${step}`);
     if (!q) return make("td.square");
     const isFirst = stage === cell.first?.stage && step === cell.first.step;
-    const classes = `${shade(q.ratio, cell.legend.shades)}${isFirst ? ".begins" : ""}`;
-    return make(`td.square.${classes}`, { "data-tip": `${tensorAtStep(q)}\n${off(q)}` }, wide ? margin(q.ratio) : q.ratio > 1 ? "×" : "");
+    const classes = `${shade(q, cell.legend)}${isFirst ? ".begins" : ""}`;
+    return make(`td.square.${classes}`, { "data-tip": `${tensorAtStep(q)}\n${off(q)}` }, wide ? inSquare(q) : q.ratio > 1 ? "×" : "");
   };
   const names = [...new Set([...cell.stages, ...cell.quantities.map((q) => q.stage)])];
   const rows = names.map((stage) => {
@@ -126,7 +145,7 @@ function stages(cell) {
   const drawn = make("table.stages", make("thead", make("tr", heads)), make("tbody", rows));
   return make(
     "section",
-    make("h3", "Stages, in causal order ", make("small", "smallest margin of each step, in digits "), shadeLegend(cell.legend.shades, "tolerance")),
+    make("h3", "Stages, in causal order ", make("small", "margin in digits, or the error in percent "), shadeLegend(cell)),
     make("div.scroll", { tabindex: 0, role: "region", "aria-label": "Stages" }, drawn),
     make("p.note", provenance(cell)),
   );
@@ -153,10 +172,10 @@ function maps(cell) {
   if (!compared.length) return null;
   const equal = compared.filter((stage) => parametersOf(cell, stage).every((q) => q.ratio === 0));
   const drawn = compared.filter((stage) => !equal.includes(stage));
-  const remark = "smallest margin of all steps in digits, by layer and kind of parameter";
+  const remark = "margin in digits, or the largest error of all steps in percent, by layer and kind of parameter";
   return make(
     "section",
-    make("h3", "Where in the network ", make("small", remark), " ", shadeLegend(cell.legend.shades, "tolerance"), boundaries(cell)),
+    make("h3", "Where in the network ", make("small", remark), " ", shadeLegend(cell), boundaries(cell)),
     make("div.maps", drawn.map((stage) => make("figure", make("figcaption", stage), heatMap(cell, stage)))),
     equal.length > 0 && make("p.note", `Exactly equal in every parameter: ${equal.join(", ")}.`),
   );
@@ -171,9 +190,11 @@ function boundaries(cell) {
   return legend.length ? legendOf(legend) : null;
 }
 
-function shadeLegend(shades, limit) {
-  const steps = shades.map((top, i) => [make(`i.h${i + 1}`), `≥ ${margin(top)}`, top === 1 && make("b", limit)]);
-  return legendOf([[make("i.h0"), "="], ...steps, [make(`i.h${shades.length + 1}`), `< ${margin(shades.at(-1))}`]], "heatkey");
+// Explains the colours; errors outside the tolerance are only explained in a cell that has some.
+function shadeLegend({ legend: { shades, beyond }, quantities }) {
+  const steps = shades.map((top, i) => [make(`i.h${i + 1}`), `≥ ${margin(top)}`, top === 1 && make("b", "tolerance")]);
+  const errors = [...beyond.map((top) => `≤ ${share(top)}`), "more"].map((text, i) => [make(`i.h${i + 5}`), text]);
+  return legendOf([[make("i.h0"), "="], ...steps, ...(quantities.some((q) => q.ratio > 1) ? errors : [])], "heatkey");
 }
 
 function worst(cell) {
@@ -199,6 +220,6 @@ function perStep(cell) {
     step,
     ...keys.flatMap((name) => [cells(cell.series.values.get(name), step), cells(cell.oracle?.series.values.get(name), step)]),
   ]);
-  const heads = ["step", ...keys.flatMap((name) => [name, `oracle's ${name}`])];
+  const heads = ["step", ...keys.flatMap((name) => [name, `reference's ${name}`])];
   return folded(false, "Values per step", table("Values per step", "numbers", heads, rows));
 }

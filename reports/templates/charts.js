@@ -51,7 +51,7 @@ const legendOf = (items, name = "marks") => make(`span.legend.${name}`, items.ma
 function oracleLegend(allowed, cells) {
   const noise = cells[0].precision === "exact" ? "half a unit in the last place of float64" : `noise: a single process in ${cells[0].precision}`;
   const isKnown = cells[0].precision === "exact" || cells[0].oracle?.noise.length > 0;
-  return [[make("i.k-oracle"), "oracle"], [make("i.k-band"), allowed], ...(isKnown ? [[make("i.k-noise"), noise]] : [])];
+  return [[make("i.k-oracle"), "reference"], [make("i.k-band"), allowed], ...(isKnown ? [[make("i.k-noise"), noise]] : [])];
 }
 const key = (drawn) => make("svg.chart.key", { viewBox: "0 0 12 10", "aria-hidden": "true" }, drawn);
 

@@ -55,9 +55,9 @@ function valueChart(cells, title, key, view) {
   const exact = (value) => (value === undefined ? "not recorded" : String(Number(value.toPrecision(9))));
   const tips = steps.map((step) => {
     const lines = cells.map((cell, i) => `${who(cell, cells)}: ${exact(ours[i].get(step))}`);
-    return [step, [...some(lines), `oracle: ${exact(theirs.get(step))}`]];
+    return [step, [...some(lines), `reference: ${exact(theirs.get(step))}`]];
   });
-  return drawing([...body, hovers(axis, tips)], `${title} per step of ${what(cells)}, over the oracle's`);
+  return drawing([...body, hovers(axis, tips)], `${title} per step of ${what(cells)}, over the reference`);
 }
 
 // Shifts the marks of several members a little, because equal ones would hide each other.

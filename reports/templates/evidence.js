@@ -42,7 +42,7 @@ function denominators(cell) {
     const reference = cell.oracle?.series.values.get("token_count")?.get(step);
     return [step, tokens, ...ranks, all, counted === undefined ? "not shown" : String(counted), reference === undefined ? "" : String(reference)];
   });
-  const heads = ["step", "tokens", ...Array.from({ length: wide }, (_, rank) => `dp rank ${rank}`), "targets", `${cell.backend} counts`, "oracle"];
+  const heads = ["step", "tokens", ...Array.from({ length: wide }, (_, rank) => `dp rank ${rank}`), "targets", `${cell.backend} counts`, "reference"];
   const remark = "targets of each micro-batch of each data-parallel rank";
   return folded(false, ["Denominators ", make("small", remark)], table("Denominators", "numbers", heads, rows));
 }
@@ -91,7 +91,7 @@ function configurations(heads, configs) {
 function configuration(cell) {
   const phases = cell.phases.map((phase) => phase.config);
   const ours = phases.length === 1 ? ["this cell"] : phases.map((_, i) => `phase ${i}`);
-  const heads = [...ours, ...(cell.oracle ? ["oracle"] : [])];
+  const heads = [...ours, ...(cell.oracle ? ["reference"] : [])];
   const { remark, drawn } = configurations(heads, [...phases, ...(cell.oracle ? [cell.oracle.config] : [])]);
   return folded(false, ["Resolved configuration and environment ", make("small", remark)], drawn);
 }

@@ -8,6 +8,17 @@ const nameOf = new Map(boxes.map((box) => [Number(box.dataset.n), `${box.dataset
 const reasonOf = new Map(boxes.map((box) => [Number(box.dataset.n), box.dataset.tip.toLowerCase()]));
 const allNames = [...nameOf.values()];
 
+// Draws a tile for each cell beside the name of its backend, so that the first screen shows all of them.
+for (const row of all(".backends li")) {
+  const own = boxes.filter((box) => box.closest("td").dataset.backend === row.dataset.backend);
+  const tile = (box) => {
+    const made = make(`a.tile.${box.dataset.state}`, { href: box.hash, "data-n": box.dataset.n, "data-m": box.dataset.m ?? null, "data-tip": box.dataset.tip, tabindex: -1, "aria-label": box.getAttribute("aria-label") });
+    if (!box.matches(".conforms")) made.textContent = box.querySelector(".symbol").textContent;
+    return made;
+  };
+  row.append(make(`span.tiles${own.length > 60 ? ".fine" : ""}`, own.map(tile)));
+}
+
 function hits(text) {
   const tests = text.toLowerCase().split(/\s+/).filter((word) => word.replace("-", "")).map((word) => {
     const negated = word.startsWith("-");
@@ -20,7 +31,7 @@ function hits(text) {
 
 function applyFilter() {
   const found = hits(filter.value);
-  for (const box of all(".box")) box.classList.toggle("away", !found.has(Number(box.dataset.n)));
+  for (const box of all(".box, .tile")) box.classList.toggle("away", !found.has(Number(box.dataset.n)));
   for (const element of all("[data-cells]")) {
     const numbers = element.dataset.cells.split(" ").filter(Boolean);
     element.hidden = numbers.length > 0 && !numbers.some((number) => found.has(Number(number)));

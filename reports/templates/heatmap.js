@@ -1,11 +1,12 @@
-// Draws heat maps: the smallest margin of all steps, by layer and kind of parameter (see reports/page_data.py), with
+// Draws heat maps: the smallest margin or the largest error of all steps, by layer and kind of parameter (see reports/page_data.py), with
 // the boundaries of pipeline stages, and the number of tensor-parallel pieces of sharded parameters.
 const WIDE = 8; // up to so many columns there is room for the margin in each square
 
-function shade(value, shades) {
-  if (value === 0) return "h0";
-  const index = shades.findIndex((top) => value <= top);
-  return `h${1 + (index < 0 ? shades.length : index)}`;
+// Returns the colour classes of a quantity: by margin within the tolerance, by relative error outside of it.
+function shade(q, { shades, beyond }) {
+  if (q.ratio === 0) return "h0";
+  const among = (tops, value) => tops.filter((top) => value > top).length;
+  return q.ratio <= 1 ? `h${1 + among(shades, q.ratio)}` : `h${5 + (q.observed >= 0 ? among(beyond, q.observed) : beyond.length)}.out`;
 }
 
 // Returns the quantities of a stage that are parameters.
@@ -23,7 +24,7 @@ function heatMap(cell, stage) {
   }
   const depth = (column) => (column === "in" ? -1 : column === "out" ? Infinity : Number(column));
   const columns = [...new Set(found.map((q) => q.place[0]))].sort((a, b) => (depth(a) < depth(b) ? -1 : 1));
-  const { kinds, shades } = cell.legend;
+  const { kinds } = cell.legend;
   const rank = (kind) => (kinds.includes(kind) ? kinds.indexOf(kind) : kinds.length);
   const wide = columns.length <= WIDE;
   const starts = stageStarts(cell, found, columns);
@@ -31,9 +32,9 @@ function heatMap(cell, stage) {
   const head = columns.map((c) => make(`th${seam(c)}`, wide || !(Number(c) % 4) ? c : ""));
   const square = (q, column) => {
     if (!q) return make(`td${seam(column)}`);
-    const text = wide ? margin(q.ratio) : q.ratio > 1 ? "×" : "";
+    const text = wide ? inSquare(q) : q.ratio > 1 ? "×" : "";
     const tip = `${tensorAtStep(q)}\n${off(q)}${placed(cell, q.tensor)}`;
-    return make(`td.${shade(q.ratio, shades)}${seam(column)}`, { "data-tip": tip }, text);
+    return make(`td.${shade(q, cell.legend)}${seam(column)}`, { "data-tip": tip }, text);
   };
   const body = [...rows.keys()]
     .sort((a, b) => rank(a) - rank(b))

@@ -4,9 +4,8 @@ async function openSide(details) {
   details.dataset.drawn = "yes";
   const group = await unpack(details.dataset.block);
   const cells = await Promise.all(group.drawn.map(readCell));
-  const { states, shades } = await shared();
   details.append(
-    ...[members(group, states, shades), between(group), outside(group)].filter((part) => part),
+    ...[members(group, await shared()), between(group), outside(group)].filter((part) => part),
     ...panels(cells).flatMap((panel) => groupCurves(cells, panel)),
     ...memberConfiguration(cells),
   );
@@ -14,10 +13,11 @@ async function openSide(details) {
 
 const difference = (values) => values && judged(values);
 
-function members(group, states, shades) {
-  const squares = group.squares && pairSquares(group, shades);
+function members(group, legend) {
+  const { states } = legend;
+  const squares = group.squares && pairSquares(group, legend);
   const count = group.members.length;
-  const first = make("tr", make("th", { colspan: 3 }), make("th.of", { colspan: group.columns.length }, "against the oracle"));
+  const first = make("tr", make("th", { colspan: 3 }), make("th.of", { colspan: group.columns.length }, "against the reference"));
   if (squares) first.append(make("th.of", { colspan: count }, "against each other"));
   const heads = [make("th"), make("th", "backend"), make("th", "layout")];
   heads.push(...group.columns.map((column, i) => make(i ? "th.value" : "th.value.of", column)));
@@ -44,7 +44,7 @@ function againstOracle(q) {
 }
 
 // Draws the squares of each row: the largest difference of two members, in the colour of the smallest margin.
-function pairSquares(group, shades) {
+function pairSquares(group, legend) {
   const drawn = group.members.map((_, row) =>
     group.members.map((_, column) => (row === column ? () => make("td.square.self") : () => make("td.square", "?"))),
   );
@@ -54,7 +54,7 @@ function pairSquares(group, shades) {
     const largest = Math.max(...found.map((q) => (Number.isNaN(q.observed) ? Infinity : q.observed)));
     const lines = found.map((q) => `${q.stage}: ${number(q.observed)}, margin ${margin(q.ratio)}\n  ${tensorAtStep(q)}`);
     const names = [a, b].map((i) => `${group.members[i].backend} ${group.members[i].layout}`).join(" and ");
-    const colour = shade(Math.max(...found.map((q) => q.ratio)), shades);
+    const colour = shade(found.reduce((a, b) => (b.ratio > a.ratio ? b : a)), legend);
     const text = number(Number(largest.toPrecision(1)));
     drawn[a][b] = drawn[b][a] = () => make(`td.square.${colour}`, { "data-tip": [names, ...lines].join("\n") }, text);
   }
@@ -95,7 +95,7 @@ function groupCurves(cells, panel) {
   if (!drawn) return [];
   const backends = new Map(kinds(cells).map((kind, i) => [cells[i].backend, kind]));
   const legend = [...backends].map(([backend, kind]) => [key(mark(kind, 6, 5)), backend]);
-  legend.push(...oracleLegend("allowed against the oracle", cells));
+  legend.push(...oracleLegend("allowed against the reference", cells));
   if (panel) return [folded(false, panel, make("p", legendOf(legend)), drawn)];
   return [make("div", make("h3", "Curves ", legendOf(legend)), drawn)];
 }

@@ -15,14 +15,14 @@ function batch(cell) {
   const equal = [...lines.values()].filter(isEqual).map(([strip]) => named(strip));
   const drawn = [...lines.values()].filter((found) => !isEqual(found));
   const rows = drawn.flatMap((found) => found.map((strip, i) => stripRow(cell, strip, i ? "" : named(strip))));
-  const remark = "error / allowed of each token, in the order of the batch; a line where a row begins";
+  const remark = "worst margin or error of the tokens of each square, in the order of the batch; a line where a row begins";
   const seen = Object.keys(SPECIALS).filter((kind) => cell.strips.some(({ classes }) => classes.includes(kind)));
   const specials = seen.map((kind) => legendOf([[make("b", SPECIALS[kind][1]), ` ${SPECIALS[kind][0]}`]]));
   const heads = [left("observable"), "step", make("th.tokens.left", "tokens"), "margin", make("th.wide", "largest, absolute"), left("worst token")];
   return folded(
     cell.state !== "conforms",
     ["Where in the batch ", make("small", remark)],
-    make("p", shadeLegend(cell.legend.shades, "tolerance"), specials),
+    make("p", shadeLegend(cell), specials),
     rows.length > 0 && table("Per-token errors", "numbers.strips", heads, rows),
     equal.length > 0 && make("p.note", `Exactly equal in every token: ${equal.join(", ")}.`),
   );
@@ -42,17 +42,18 @@ function bins(cell, { stage, tensor, step, tokens, starts, classes, where }) {
   const drawn = starts.map(([row, target], i) => {
     const [end, start] = [i + 1, i].map((edge) => Math.floor((tokens * edge) / starts.length));
     const begins = several && i > 0 && starts[i - 1][0] !== row;
-    const [words, text] = said(classes[i], cell.legend.shades);
+    const [words, text] = said(classes[i], cell.legend);
     const tip = `${stage}: ${tensor}, ${when(step)}\n${plural(end - start, "token")} from row ${row}, target ${target}\n${words}`;
-    const shade = classes[i] in SPECIALS ? cell.legend.shades.length + 1 : classes[i];
+    const shade = classes[i] in SPECIALS ? "9" : classes[i];
     return make(begins ? `i.h${shade}.begins` : `i.h${shade}`, { "data-tip": tip }, text);
   });
   return make("div.strip", { role: "img", "aria-label": `errors of ${tokens} tokens, the worst at ${where}` }, drawn);
 }
 
-function said(kind, shades) {
+function said(kind, { shades, beyond }) {
   if (kind in SPECIALS) return SPECIALS[kind];
   if (kind === "0") return ["exactly equal", ""];
-  const top = shades[kind - 1];
-  return [top ? `at most ${top} × allowed` : `more than ${shades.at(-1)} × allowed`, ""];
+  if (kind <= shades.length) return [`at most ${shades[kind - 1]} × allowed`, ""];
+  const top = beyond[kind - 1 - shades.length];
+  return [`outside the tolerance, ${top ? `at most ${share(top)}` : `more than ${share(beyond.at(-1))}`} off`, ""];
 }

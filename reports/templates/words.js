@@ -16,6 +16,12 @@ function margin(ratio) {
   return `${ratio <= 1 ? "+" : "-"}${digits === Infinity ? "∞" : digits.toFixed(digits < 9.95 ? 1 : 0)}`;
 }
 
+// Formats a relative error in percent.
+const share = (error) => (Number.isFinite(error) ? `${number(Number((100 * error).toPrecision(2)))} %` : number(error));
+
+// Formats a quantity for a square: the margin within the tolerance, the error in percent outside of it.
+const inSquare = (q) => (q.ratio > 1 ? share(q.observed) : margin(q.ratio));
+
 // Sorts quantities, the most urgent first: a comparison with a rebuilt number within its tolerance comes last.
 const isUrgent = (q) => q.ratio > 1 || !q.rebuilt;
 const byUrgency = (a, b) => isUrgent(b) - isUrgent(a) || b.ratio - a.ratio || 0;

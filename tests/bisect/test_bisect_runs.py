@@ -118,10 +118,6 @@ def test_all_reports_show_what_is_stored(out: Path, capsys: pytest.CaptureFixtur
     assert ["ranks", "wrong on 1 of 0, 1"] in shown["facts"]
     assert ["collectives", "there, forward: none"] in shown["facts"]
     assert ["conforming", "tiny/llama/wrongmlp/dp1/exact, there: none"] in shown["facts"]
-    word, rests = shown["facts"][-1]  # a forged file with a digest of its own cannot be told from this one
-    assert word == "based on"
-    assert f"parity bisect {EXACT} runs cell and oracle again" in rests
-    assert "which is not proven" in (out / "report.md").read_text()
 
 
 @pytest.mark.exhaustive

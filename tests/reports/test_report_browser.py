@@ -31,7 +31,7 @@ from report_sample import (
 from conformance.results.verdict import margin
 from conformance.spec.objectives import Ppo, all_observables
 from reports.html import write_html
-from reports.wording import number, tensor_at_step
+from reports.wording import number, share, tensor_at_step
 
 pytestmark = pytest.mark.slow
 
@@ -88,7 +88,8 @@ def test_the_keyboard_filters_walks_opens_and_closes(browser: Browser, address: 
 
 def test_the_command_that_reproduces_a_cell_can_be_copied(browser: Browser, address: str) -> None:
     browser.open_cell(address, DIFFERS)
-    assert browser.text(".command code").startswith(f"parity run --cells '{DIFFERS}'")
+    again = f"parity run --cells '{DIFFERS}' --out out-again"
+    assert browser.texts(".command code") == [f"parity bisect '{DIFFERS}'", again, again.replace("/fp32", "/exact")]
     browser.click("[data-copy]")
     browser.wait("document.querySelector('[data-copy]').textContent !== 'Copy'")
 
@@ -114,9 +115,11 @@ def test_a_differing_cell_is_drawn_with_curves_heat_maps_and_what_to_look_at_nex
     assert browser.count(".heat") == 3
     assert "Exactly equal in every parameter: weights." in shown
     assert (
-        browser.run("[...document.querySelectorAll('.heat .h6')].map((e) => e.closest('tr').cells[0].innerText)")
+        browser.run("[...document.querySelectorAll('.heat .out')].map((e) => e.closest('tr').cells[0].innerText)")
         == ["o bias"] * 3
     )
+    assert all("%" in text for text in browser.texts(".heat .out, .stages .square.out"))
+    assert not any("%" in text for text in browser.texts(".heat td:not(.out)"))
     assert browser.problems == []
 
 
@@ -132,7 +135,7 @@ def test_stages_are_in_causal_order_and_the_first_that_differs_is_marked(
     margins = browser.run(f"{rows}.map((row) => row.querySelector('.least').innerText)")
     assert margins == [margin(verdict.worst[name].ratio) for name in names]
     colours = browser.run(f"{rows}.map((row) => [...row.querySelectorAll('.square')].map((one) => one.className))")
-    red = {(name, at - 1) for name, row in zip(names, colours, strict=True) for at, c in enumerate(row) if "h6" in c}
+    red = {(name, at - 1) for name, row in zip(names, colours, strict=True) for at, c in enumerate(row) if "out" in c}
     first, *_ = findings = verdict.findings
     assert red == {(found.stage, found.step) for found in findings}
     assert browser.run("document.querySelector('.stages .begins').dataset.tip").startswith(f"{tensor_at_step(first)}\n")
@@ -160,7 +163,7 @@ def test_the_strip_of_a_wrong_advantage_is_red_at_the_tokens_of_its_response(bro
     name, red = "", {}
     for label, step, bins in browser.run(STRIPS):
         name = label or name
-        red[name, int(step)] = {tip.splitlines()[1] for shade, _, tip in bins if shade in ("h5", "h6")}
+        red[name, int(step)] = {tip.splitlines()[1] for shade, _, tip in bins if shade >= "h5"}
     wrong = {f"2 tokens from row {WRONG_ROW}, target {target}" for target in range(0, TARGETS, 2)}
     assert {key: found for key, found in red.items() if found} == {("advantages", step): wrong for step in (0, 1)}
     assert len({name for name, _ in red}) == len(
@@ -183,7 +186,7 @@ def test_tokens_that_are_not_numbers_are_drawn_as_such(browser: Browser, out: Pa
     change(out, RL, verdict={"quantities": quantities, "strips": (broken,)})
     browser.open_cell(write_html(out).as_uri(), RL)
     [(_, _, bins)] = browser.run(STRIPS)
-    assert [bins[0][:2], bins[1][:2]] == [["h6", "N"], ["h6", "∞"]]
+    assert [bins[0][:2], bins[1][:2]] == [["h9", "N"], ["h9", "∞"]]
     assert [tip.splitlines()[-1] for _, _, tip in bins[:2]] == ["NaN", "infinite"]
     assert not any(text for _, text, _ in bins[2:])
     assert "N NaN" in browser.text(".cell section:has(.strip)")
@@ -216,10 +219,10 @@ def test_the_curve_of_a_cell_with_phases_says_where_the_next_begins(browser: Bro
     assert browser.count(".chart .phase") == 4
     assert "the next phase begins" in browser.run(TEXT)
     heads = ".config thead th"  # of keys that differ, and of others
-    assert browser.texts(heads) == ["key", "phase 0", "phase 1", "oracle"] * 2
+    assert browser.texts(heads) == ["key", "phase 0", "phase 1", "reference"] * 2
     browser.open_cell(address, CONFORMS)
     assert browser.count(".chart .phase") == 0
-    assert browser.texts(heads) == ["key", "this cell", "oracle"] * 2
+    assert browser.texts(heads) == ["key", "this cell", "reference"] * 2
 
 
 def test_an_error_of_exactly_zero_is_drawn_at_the_floor_and_said_so(browser: Browser, address: str) -> None:
@@ -305,6 +308,7 @@ def test_the_script_writes_numbers_as_the_other_reports_do(browser: Browser, add
     values += [0.0, 1.0, 0.9999, 1.0001, 0.0049, 0.995, 9.96, 999.96, 9999.4, 9999.6, 99999.7, 1e-3, 2e5]
     script = f"{json.dumps(values)}.map((value) => [number(value), margin(value)])"
     assert browser.run(script) == [[number(value), margin(value)] for value in values]
+    assert browser.run(f"{json.dumps(values)}.map(share)") == [share(value) for value in values]
     special = "[NaN, Infinity].map((value) => [number(value), margin(value)])"
     assert browser.run(special) == [[number(v), margin(v)] for v in (math.nan, math.inf)]
 

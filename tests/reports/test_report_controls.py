@@ -134,7 +134,7 @@ def test_arrow_keys_reach_every_cell_that_is_shown(browser: Browser, address: st
 
 def test_a_tap_reads_out_a_square_and_a_tap_elsewhere_hides_it(browser: Browser, address: str) -> None:
     browser.open_cell(address, DIFFERS, width=390)
-    browser.tap(".heat .h6")
+    browser.tap(".heat .out")
     assert not browser.run(f"{TIP}.hidden")
     assert "model.layers.1.self_attn.o_proj.bias, at step" in browser.run(f"{TIP}.textContent")
     browser.tap(".cell h3")

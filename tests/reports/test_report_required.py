@@ -41,7 +41,7 @@ SEEN: dict[tuple[str, str], dict[str, tuple[tuple[str, str], ...]]] = {
         "R8": (("table.stages th", "clipped update"), ("table.stages th", "weights after N steps")),
         "R10": ((HEADS, "Denominators"),),
         "R12": ((HEADS, "Resolved configuration and environment"),),
-        "R14": ((".command code", "parity run"), (".command button", "Copy")),
+        "R14": ((HEADS, "What to run next"), (".command code", "parity run"), (".command button", "Copy")),
         "R15": ((HEADS, "Stages"), (".scroll:has(table.stages) + .note", "Tolerance")),
         "R23": ((".cell .meta", " s"), (".cell .meta", "tokens/s")),
     },
