@@ -10,9 +10,10 @@ import math
 import re
 import xml.etree.ElementTree as ET
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
 
 from markupsafe import Markup
@@ -26,7 +27,7 @@ from conformance.results.history import RUNS, Summary, open_history, summarise
 from conformance.results.verdict import PASSES, STATES, number, size_off
 from reports.ci_formats import COLOURS, badge_json, badge_svg
 from reports.html import STYLES, TEMPLATES, anchor, environment
-from reports.wording import plural
+from reports.wording import plural, share
 
 SHOWN = 30  # nights in the grid of cells
 LONGEST_REPORT = 2**28  # bytes
@@ -82,6 +83,7 @@ def publish(history: Path, outs: Sequence[Path], to: Path) -> int:
     pages.filters.update(number=number, off=size_off, plural=plural)
     pages.globals.update(STATES=STATES, KINDS=KINDS, anchor=anchor, file_of=file_of, worst=worst, trends=())
     pages.globals.update(has_report=lambda night: (to / _report(night)).is_file(), digits=digits, trend=trend)
+    pages.globals.update(streak=streak, passes=lambda night: night.run.verdict in PASSES)
     template = pages.get_template("nights.html")
     write_file(to / "style.css", "\n".join((TEMPLATES / f"{name}.css").read_text(encoding="utf-8") for name in STYLES))
     write_file(to / "index.html", template.render(page="index", nights=nights, shown=SHOWN))
@@ -113,17 +115,23 @@ def worst(outcome: Outcome) -> tuple[str, float]:
     return max(outcome.errors.items(), key=lambda pair: (math.isnan(pair[1]), pair[1]), default=("", math.nan))
 
 
-def digits(error: float) -> str:
-    """Formats a relative error as the number of digits that agree, or in percent if fewer than two do."""
-    if error == 0:
-        return "="
-    return f"{-math.log10(error):.1f}" if 0 < error < 0.01 else f"{error:.0%}" if error < 10 else "✗"
+def digits(outcome: Outcome, error: float) -> str:
+    """Formats the largest error of a cell as the number of digits that agree, or in percent if the cell differs."""
+    if outcome.state == "differs" or not 0 < error < math.inf:
+        return share(error) if error else "="
+    return f"{-math.log10(error):.1f}"
 
 
-def trend(outcomes: Iterable[Outcome | None]) -> Markup:
+def streak(nights: Sequence[Night]) -> Night:
+    """Returns the night since which every run passes, or since which none does."""
+    passes = nights[-1].run.verdict in PASSES
+    return list(takewhile(lambda night: (night.run.verdict in PASSES) == passes, reversed(nights)))[-1]
+
+
+def trend(nights: Sequence[Night], cell: str) -> Markup:
     """Draws the largest error of each night on a log axis from 1e-17 to 1; a night that does not pass is a cross."""
     points, marks = [], []
-    for place, ended in enumerate(outcomes):
+    for place, ended in enumerate(night.run.cells.get(cell) for night in nights):
         x = place * NIGHT + NIGHT / 2
         error = worst(ended)[1] if ended else math.nan
         power = MOST if error >= 1 else LEAST if error <= 10**LEAST else math.log10(error) if error > 0 else math.nan
@@ -135,7 +143,7 @@ def trend(outcomes: Iterable[Outcome | None]) -> Markup:
             marks.append(f'<circle cx="{x:.0f}" cy="{y:.1f}" r="1.8"/>')
         if math.isfinite(y):
             points.append(f"{x:.0f},{y:.1f}")
-    width = NIGHT * (place + 1)
+    width = NIGHT * len(nights)
     line = f'<polyline points="{" ".join(points)}"/>'
     return Markup(
         f'<svg class="chart spark" width="{width}" height="{HEIGHT}" viewBox="0 0 {width} {HEIGHT}" aria-hidden="true">'

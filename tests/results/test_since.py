@@ -98,10 +98,8 @@ def test_drift_is_an_error_ten_times_that_of_any_passing_run(nights: Sequence[fl
 
 
 def test_errors_of_cells_that_differ_are_no_drift_and_hide_none() -> None:
-    wrong, right, worse = (
-        {CELL: outcome(state=state, seconds=1, errors={"loss": error})}
-        for state, error in (("differs", 0.1), ("conforms", 1e-14), ("conforms", 1e-12))
-    )
+    wrong = {CELL: outcome(state="differs", seconds=1, errors={"loss": 0.1})}
+    right, worse = ({CELL: outcome(state="conforms", seconds=1, errors={"loss": error})} for error in (1e-14, 1e-12))
     assert [one.before for one in since([right, wrong, worse]).grown] == [1e-14]
     assert not since([right, wrong]).grown
     assert not since([wrong, worse]).grown
