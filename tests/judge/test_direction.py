@@ -8,10 +8,11 @@ import pytest
 import torch
 from judge_sample import Change, Tensors, Values, both, unchanged, write
 
-from conformance.judge.direction import Directions, is_summed_in, within_noise
+from conformance.judge.direction import Directions, is_summed_in
 from conformance.judge.tensor_views import TensorView
 from conformance.judge.tolerance import allowed_errors
 from conformance.judge.verdict import judge
+from conformance.oracle.optimizer import clip_factor
 from conformance.results.verdict import Quantity
 from conformance.spec.observables import LOGPROBS, POLICY, Observable, trained_observables
 
@@ -84,12 +85,33 @@ def test_an_error_along_the_reference_is_found(tmp_path: Path, change: Change, s
     assert all(": scale" in finding.tensor or finding.tensor == "grad_norm" for finding in found)
 
 
-def test_a_verdict_says_what_rounding_hides() -> None:
-    one = Quantity(stage="gradients", tensor="gradient: scale of layer 1", step=2, observed=1e-4, allowed=6.2e-3)
-    quantities = [one, *(replace(one, tensor=f"{key}: scale of all steps") for key in ("gradient", "logprob"))]
-    quantities.append(replace(one, tensor="logprob: size of all errors", allowed=4.6e-3))
-    factor, errors = "gradient scaled by less than 0.62% in bf16", "errors of logprob below 0.46% in bf16"
-    assert within_noise(quantities, "bf16") == [factor, errors]
+def updated() -> Change:
+    """Weights follow from the gradients, as in a training."""
+    weights: Tensors = {}
+
+    def change(step: int, values: Values, tensors: Tensors) -> None:
+        for name in ("a", "b"):
+            if step >= 0:
+                clipped = clip_factor(values["grad_norm"], 1.0) * tensors[f"gradient/{name}"]
+                tensors[f"weight/{name}"] = weights[name] - 0.1 * clipped
+            weights[name] = tensors[f"weight/{name}"]
+
+    return change
+
+
+def test_a_verdict_says_what_rounding_hides(tmp_path: Path) -> None:
+    oracle = write(tmp_path / "oracle", shape=SHAPE)
+    runs = [
+        write(tmp_path / str(seed), both(rounded(seed), updated()), precision="bf16", shape=SHAPE) for seed in (1, 2)
+    ]
+    verdict = judge(runs[1:], oracle=oracle, noise=runs[:1])
+    assert verdict.state == "conforms", verdict.reason
+    allowed = {q.tensor: q.allowed for q in verdict.quantities}
+    told = {
+        f"errors of {key} below {allowed[f'{key}: size of all errors']:.2%} in bf16" for key in ("gradient", "logprob")
+    }
+    told.add(f"gradient scaled by less than {allowed['gradient: scale of all steps']:.2%} in bf16")
+    assert told == set(verdict.reason.partition("not proven: ")[2].split(", "))
 
 
 @pytest.mark.parametrize(
