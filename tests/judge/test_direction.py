@@ -1,6 +1,5 @@
 """Judges records in half precision whose errors are as large as rounding, and lie along the reference."""
 
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
