@@ -30,9 +30,11 @@ from conformance.numerics.comparison import finite
 from conformance.numerics.sketch import sampled
 from conformance.oracle.decoder import lora_of, merged
 from conformance.oracle.optimizer import AdamW, clip_factor, make_optimizer
+from conformance.oracle.policy_gradient import divergence
 from conformance.oracle.primitives import HONEST, UNNAMED_NORM, Variant
 from conformance.records.step_tensors import Record, StepRecord
-from conformance.spec.observables import AGAINST_REBUILT, SKIPPED, Observable, is_unread
+from conformance.spec.objectives import REFERENCE_KL, PolicyGradient
+from conformance.spec.observables import AGAINST_REBUILT, LOGPROBS, LOSS, SKIPPED, Observable, is_unread
 from conformance.spec.precision import FloatFormat
 from conformance.spec.scenario import Scenario, is_adapter
 
@@ -87,6 +89,37 @@ def rebuilt_of_rows(o: Observable, step: StepRecord, views: StepViews) -> Iterat
         rebuilt = 1 - unit
     bound = NORM_ROUNDINGS * ROUNDING
     yield number_off(o.stage, o.judged_as, step.step, own, rebuilt.item(), unit=unit.item(), fixed=bound)
+
+
+def rebuilt_losses(phases: Sequence[Record], oracle: Record, scenario: Scenario) -> Iterator[Measurement]:
+    """Compares the KL estimates of tokens, and the loss, with what follows from the cell's own log-probs, and from the
+    parts of the loss. All of them are float32 by convention.
+
+    Rounding hides a small part of the loss from a comparison with the oracle in half precision, but not from this one.
+    Conventions may change what follows; the oracle, which has them, shows it.
+    """
+    references = {step.step: step for step in oracle.steps}
+    for step in (step for phase in phases for step in phase.steps if isinstance(scenario.objective, PolicyGradient)):
+        if reference := references.get(step.step):
+            follows = {m.key for m in _losses(reference, reference, scenario) if m.error <= EXACT}
+            yield from (m for m in _losses(step, reference, scenario) if m.key in follows)
+
+
+def _losses(step: StepRecord, oracle: StepRecord, scenario: Scenario) -> Iterator[Measurement]:
+    o, bound, views = scenario.objective, NORM_ROUNDINGS * ROUNDING, StepViews(step.tensors())
+    assert isinstance(o, PolicyGradient)
+    kl, own, other = (_in_order(views[key].tensors) for key in (REFERENCE_KL, LOGPROBS.key, "reference.logprob"))
+    if kl is not None and own is not None and other is not None and len(kl) == len(own) == len(other):
+        rebuilt, name = divergence(own - other, o.kl_loss_type), REFERENCE_KL + AGAINST_REBUILT
+        found = tensor_off(LOSS.stage, name, step.step, kl, rebuilt, floor=own.norm().item())
+        yield replace(found, scalar=True, fixed=bound)
+    factors = {"pg_loss": 1.0, "entropy_loss": -o.entropy_coeff, "kl_loss": o.kl_loss_coef}
+    values = {key: step.value(key) for key in (LOSS.key, *(key for key, factor in factors.items() if factor))}
+    numbers = {key: value for key, value in values.items() if value is not None}
+    if len(numbers) == len(values):
+        loss, parts = numbers.pop(LOSS.key), [factors[key] * value for key, value in numbers.items()]
+        unit = max(oracle.value("loss_scale") or 0.0, sum(map(abs, parts)))
+        yield number_off(LOSS.stage, LOSS.key + AGAINST_REBUILT, step.step, loss, sum(parts), unit=unit, fixed=bound)
 
 
 def _in_order(rows: Tensors) -> torch.Tensor | None:

@@ -29,7 +29,7 @@ from conformance.judge.direction import within_noise
 from conformance.judge.layout_evidence import configurations, sizes_of, unproven
 from conformance.judge.measurements import measure, shown_without_rows
 from conformance.judge.provenance import code_of, not_judged_of, read_records, second_class_of
-from conformance.judge.rebuilt import rebuilt_updates
+from conformance.judge.rebuilt import rebuilt_losses, rebuilt_updates
 from conformance.judge.rounding import (
     amplified_noise,
     leeway_of_rows,
@@ -179,6 +179,7 @@ def judge(
     found = [
         *measure(phases, oracle, leeway=leeway, without_rows=without_rows),
         *configurations(phases, scenario, sizes),
+        *rebuilt_losses(phases, oracle, scenario),
         *rebuilt_updates(phases, oracle, scenario, variant_of(defects)),
         *measure_accumulation_precision(phases, scenario, [o for o in observables if o.stage in gradients], batches),
         *measure_row_precision(phases, noise, observables),

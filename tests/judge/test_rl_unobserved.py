@@ -1,5 +1,6 @@
 """Checks what a cell of GRPO may leave out, and what its metrics are compared with if it shows no rows."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from conformance.judge.verdict import judge
 from conformance.records.step_tensors import Record
 from conformance.results.verdict import Verdict
 from conformance.spec.objectives import DECISIVE, Grpo, Ppo
+from conformance.spec.observables import AGAINST_REBUILT
 from conformance.worker.phase import check_values
 
 METRICS = ("ppo_kl", "ratio_mean", "ratio_max", "pg_clipfrac", "pg_clipfrac_lower")
@@ -25,8 +27,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return OracleRuns(cell, tmp_path_factory.mktemp("runs"))
 
 
-def cell_of(runs: Runs, path: Path, *without: str, values: dict[str, float] | None = None) -> Record:
-    return as_cell(runs.record((), "bf16-plain"), path, runs.cell, *without, values=values)
+def cell_of(runs: Runs, path: Path, *without: str, **changes: Mapping[str, float]) -> Record:
+    return as_cell(runs.record((), "bf16-plain"), path, runs.cell, *without, **changes)
 
 
 def judged(cell: Record, runs: Runs) -> Verdict:
@@ -58,6 +60,16 @@ def test_a_metric_without_rows_is_held_against_the_oracles(tmp_path: Path, runs:
     assert honest.state == "partly_observed", honest.reason
     wrong = judged(cell_of(runs, tmp_path / "wrong", *ROWS, values={key: off}), runs)
     assert (wrong.state, wrong.findings[0].tensor) == ("differs", key)
+
+
+@pytest.mark.parametrize("key", ["loss", "kl_loss", "reference_kl"])
+def test_a_loss_follows_from_its_parts_and_they_from_log_probs(tmp_path: Path, runs: Runs, key: str) -> None:
+    wrong = judged(cell_of(runs, tmp_path / "cell", scaled={key: 1.001}), runs)
+    assert wrong.findings
+    assert {f.stage for f in wrong.findings} == {"loss"}
+    assert all(f.tensor.endswith(AGAINST_REBUILT) for f in wrong.findings)
+    without = judged(cell_of(runs, tmp_path / "without", "entropy_loss", "logprob", scaled={key: 1.001}), runs)
+    assert {f.tensor for f in without.findings if f.stage == "loss"} <= {"kl_loss" + AGAINST_REBUILT}
 
 
 def test_a_metric_has_to_be_shown_at_all_steps_or_none(tmp_path: Path, runs: Runs) -> None:

@@ -1,6 +1,6 @@
 """Runs the oracle with conventions in a folder of a test, and writes its runs as records of cells."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from conformance.data.prepare import prepare_inputs
@@ -40,15 +40,26 @@ class OracleRuns:
         return read_record(self.folder(defects, run) / run)
 
 
-def as_cell(run: Record, path: Path, cell: Cell, *without: str, values: dict[str, float] | None = None) -> Record:
-    """Writes a run of the oracle as the record of a cell of one rank, without some quantities and with other values."""
+def as_cell(
+    run: Record,
+    path: Path,
+    cell: Cell,
+    *without: str,
+    values: dict[str, float] | None = None,
+    scaled: Mapping[str, float] | None = None,
+) -> Record:
+    """Writes a run of the oracle as the record of a cell of one rank, without some quantities, with other values, and
+    with values and tensors that are scaled, by key."""
+    factors = scaled or {}
     backend = {"name": cell.backend, "url": "", "default_zero": None}
     header = {**run.header, "cell": str(cell), "backend": backend, "optimizer": "new", "loads": ""}
     writer = RecordWriter(path, {k: v for k, v in header.items() if k not in OWN}, observables=run.observables)
     writer.loaded(run.loaded.tensors())
     for step in run.steps:
         tensors = {name: t for name, t in step.tensors().items() if name.partition("/")[0] not in without}
+        tensors = {name: t * factors.get(name.partition("/")[0], 1.0) for name, t in tensors.items()}
         known = {key: n for key, n in {**step.line["values"], **(values or {})}.items() if key not in without}
+        known = {key: n * factors.get(key, 1.0) for key, n in known.items()}
         writer.step(known, tensors, seconds=0.0)
     dtype = cell.scenario.tier.compute.name
     evidence = {"collectives": [], "products": [[dtype, "forward", 4], [dtype, "backward", 8]], "widths": []}
