@@ -1,6 +1,6 @@
 """Runs the oracle with conventions in a folder of a test, and writes its runs as records of cells."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from conformance.data.prepare import prepare_inputs
@@ -46,7 +46,7 @@ def as_cell(
     cell: Cell,
     *without: str,
     values: dict[str, float] | None = None,
-    scaled: Mapping[str, float] | None = None,
+    scaled: dict[str, float] | None = None,
 ) -> Record:
     """Writes a run of the oracle as the record of a cell of one rank, without some quantities, with other values, and
     with values and tensors that are scaled, by key."""
