@@ -9,6 +9,7 @@ from conformance.models.folder_checks import CONFIG
 
 WEIGHTS = "model*.safetensors"
 LFS = b"version https://git-lfs.github.com/spec/"
+_SUFFIXES = (".pt", ".distcp", ".safetensors", ".json")  # of files in all forms; a folder of such a name is none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,11 +98,13 @@ def refuse(folder: Path) -> None:
 
 
 def check_files(folder: Path) -> None:
-    """Raises UsageError for pipes, devices and broken links in a checkpoint, and for pointers of Git LFS."""
+    """Raises UsageError for what is no file in a checkpoint, and for pointers of Git LFS."""
     for path in _paths(folder):
         try:
             if not path.is_file():
-                raise UsageError(f"{path} is a pipe, a device or a broken link, but a checkpoint has a file there")
+                raise UsageError(
+                    f"{path} is a folder, a pipe, a device or a broken link, but a checkpoint has a file there"
+                )
             with path.open("rb") as file:
                 start = file.read(len(LFS))
         except OSError as error:
@@ -113,9 +116,9 @@ def check_files(folder: Path) -> None:
 
 
 def _paths(folder: Path) -> Iterator[Path]:
-    """Yields all paths below that are no folders; the files of a folder of the Hugging Face cache are links."""
+    """Yields all paths below that should be files; the files of a folder of the Hugging Face cache are links."""
     for path in sorted(folder.iterdir()):
-        if path.is_dir() and not path.is_symlink():
-            yield from _paths(path)
-        elif not path.is_dir():
+        if not path.is_dir() or path.suffix in _SUFFIXES:
             yield path
+        elif not path.is_symlink():
+            yield from _paths(path)

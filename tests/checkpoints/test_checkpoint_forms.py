@@ -151,7 +151,7 @@ def test_damaged_shard_is_one_error_and_leaves_nothing(
 
 @pytest.mark.parametrize(
     ("damage", "words"),
-    [(pipe, "is a pipe, "), (break_link, "is a pipe, a device or a broken"), (point, "is a Git LFS .*: git lfs pull")],
+    [(pipe, "is a folder, a pipe, "), (break_link, "is .* or a broken link"), (point, "is a Git LFS .*: git lfs pull")],
 )
 @pytest.mark.parametrize("name", ["model.safetensors", "extra/notes.txt"])
 def test_what_is_no_file_is_refused_by_its_name(

@@ -245,13 +245,18 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
+def make_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("damage", [cut, flip, Path.unlink])
+@pytest.mark.parametrize("damage", [cut, flip, Path.unlink, make_folder])
 def test_damage_of_any_kind_gives_no_wrong_numbers(tmp_path: Path, kind: str, damage: Callable[[Path], None]) -> None:
     KINDS[kind](tmp_path / "ckpt", weights_of("llama"))
     file = max((tmp_path / "ckpt").iterdir(), key=lambda path: path.stat().st_size)
     damage(file)
-    with pytest.raises(UsageError, match=r"/ckpt.*(damaged|cannot be read|rejected|not a checkpoint)"):
+    with pytest.raises(UsageError, match=r"/ckpt.*(damaged|cannot be read|rejected|not a checkpoint|is a folder)"):
         to_hf(tmp_path / "ckpt")
     assert not (tmp_path / "new").exists()
 
