@@ -19,6 +19,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -69,8 +70,17 @@ def save(path: Path, training: Training, when: Writing) -> None:
     doing = f"writing {path}"
     on_first(doing, lambda: path.mkdir(parents=True, exist_ok=True))
     updated = _on_any_rank(any(one.optimizer.state for one in training.optimizers))
-    strategy = _Planned("torch_dist", 1)
-    with _completed(training.optimizers, keep=updated), replaced(filesystem_async, {"_results_queue": queue.Queue()}):
+    strategy, save_common = _Planned("torch_dist", 1), TorchCommonSaveStrategy.save_common
+
+    def save_common_on_first(*given: Any) -> None:
+        """Raises on all ranks if the first cannot write; the others would wait in the library's next collective."""
+        on_first(doing, lambda: save_common(*given))
+
+    with (
+        _completed(training.optimizers, keep=updated),
+        replaced(filesystem_async, {"_results_queue": queue.Queue()}),
+        replaced(TorchCommonSaveStrategy, {"save_common": save_common_on_first}),
+    ):
         state = _state(training, is_loading=False) | {"scheduler": training.scheduler.state_dict()}
         dist_checkpointing.save(state, str(path), strategy, async_sharded_save=True)
         files = strategy.take_files(copies=when.copies)

@@ -52,6 +52,7 @@ def test_a_resumed_training_drops_out_what_an_uninterrupted_one_does(
         exhaustive("deepspeed", "dp2.zero1", "torch:save", 1, False),
         ("deepspeed", "dp2.zero1", "deepspeed.runtime.engine:copyfile", 0, False),
         exhaustive("megatron", "tp2", f"{WRITER}.write_preloaded_data", 0, False),
+        exhaustive("megatron", "tp2", "torch:save", 0, False),
     ],
 )
 def test_no_rank_waits_for_one_that_cannot_write(

@@ -189,7 +189,7 @@ def save_while_the_disk_fills(
         folder.finish()
 
     def fill() -> None:
-        for unfinished in Path(root).glob("*.partial"):
+        for unfinished in set(Path(root).glob("step-*")) - {Path(root) / "step-000001"}:
             shutil.rmtree(unfinished)
         ballast.unlink(missing_ok=True)
         if time.monotonic() < end:
