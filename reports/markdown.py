@@ -1,8 +1,12 @@
 """Writes report.md for a job summary: verdict and counts, then failures, then everything else.
 
+``annotations.txt`` has commands of GitHub Actions, which a job prints to annotate a commit. ``issue.md`` is there if
+cells newly fail since the run before: the title of an issue, and its text.
+
 GitHub rejects a summary of more than 1024 kB, so the text ends before LIMIT, after a complete block and with a note.
 """
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +22,7 @@ from reports.wording import code, explain, plain, plural, worst_first
 LIMIT = 900_000  # bytes
 ROOM = 1_000  # bytes reserved for the note about omitted blocks
 FINDINGS = 10  # per cell
+ANNOTATIONS = 10  # that GitHub shows of a step
 LIST_HEAD = "| cell | margin | |\n| :-- | --: | :-- |\n"
 
 
@@ -36,7 +41,37 @@ def write_markdown(out: Path) -> Path:
         text += f"\n**Cut short here:** {plural(left_out, 'part')} omitted. `report.html` has everything.\n"
     file = out / "report.md"
     write_file(file, text)
+    write_file(out / "annotations.txt", "".join(f"{line}\n" for line in annotations(report)))
+    (out / "issue.md").unlink(missing_ok=True)
+    if issue := "".join(_issue(report)):
+        write_file(out / "issue.md", issue)
     return file
+
+
+def annotations(report: Report) -> list[str]:
+    """Returns an error for each cause, and a warning for each flaky or drifting cell, as far as GitHub shows them."""
+    found = [("error", cause.first.id, explain(cause.first)) for cause in causes(report)]
+    if since := report.since:
+        found += [("warning", one.cell, f"flaky: {one.why}") for one in since.flaky]
+        found += [("warning", one.cell, f"drift: {one}") for one in since.grown]
+    return [f"::{kind} title={_escaped(cell, ':,')}::{_escaped(text)}" for kind, cell, text in found[:ANNOTATIONS]]
+
+
+def _escaped(text: str, more: str = "") -> str:
+    """Escapes text for a command of GitHub Actions."""
+    return re.sub(f"[%\r\n{more}]", lambda found: f"%{ord(found[0]):02X}", text)
+
+
+def _issue(report: Report) -> Iterator[str]:
+    """Yields the text of an issue about the cells that newly fail; nothing if none does."""
+    last = report.since.last if report.since else None
+    failing = [change.cell for change in last.changes if change.kind in ("new", "unjudged")] if last else []
+    if not (report.since and failing):
+        return
+    more = f" and {plural(len(failing) - 1, 'more cell')}" if len(failing) > 1 else ""
+    yield f"# Parity: {failing[0]}{more} newly {'fail' if more else 'fails'}\n\n"
+    yield from summary.blocks(report.since)
+    yield from (_failure(cause) for cause in causes(report) if {cell.id for cell in cause.cells} & set(failing))
 
 
 def _blocks(report: Report, groups: tuple[side_by_side.Group, ...]) -> Iterator[str]:

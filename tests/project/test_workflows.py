@@ -21,12 +21,24 @@ from conformance.matrix.profile import load_profile
 ROOT = Path(__file__).parents[2]
 FILES = [*sorted((ROOT / ".github/workflows").glob("*.yml")), ROOT / "examples/workflows/parity.yml"]
 OWN = FILES[:-1]
+ACTION = ROOT / "action.yml"
 EVERY = [*FILES, ROOT / "examples/workflows/board.yml"]
 IN_SHELL = {"cat", "cp", "mkdir", "pip"}
 IN_VENV = {"parity", "ruff", "mypy", "lint-imports", "python", "mkdocs"}
 # What GitHub knows at each level (https://docs.github.com/actions/reference/workflows-and-actions/workflow-syntax).
 WORKFLOW_KEYS = {"name", "on", "permissions", "concurrency", "env", "jobs"}
-JOB_KEYS = {"name", "needs", "if", "runs-on", "timeout-minutes", "env", "strategy", "steps"}
+JOB_KEYS = {
+    "name",
+    "needs",
+    "if",
+    "runs-on",
+    "timeout-minutes",
+    "env",
+    "strategy",
+    "steps",
+    "permissions",
+    "environment",
+}
 STEP_KEYS = {"name", "if", "uses", "with", "run", "env", "id", "shell", "working-directory"}
 
 
@@ -60,9 +72,10 @@ def commands(file: Path) -> list[list[str]]:
 
 
 def test_every_workflow_is_one_by_githubs_schema() -> None:
-    schema = ("--builtin-schema", "vendor.github-workflows")
-    done = subprocess.run([sys.executable, "-m", "check_jsonschema", *schema, *EVERY], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    for kind, files in (("workflows", EVERY), ("actions", [ACTION])):
+        command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", f"vendor.github-{kind}", *files]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("file", EVERY, ids=lambda file: file.name)
@@ -77,7 +90,8 @@ def test_a_workflow_has_only_keys_that_github_knows(file: Path) -> None:
     for _, step in steps(file):
         assert step.keys() <= STEP_KEYS
         assert ("run" in step) != ("uses" in step)
-        assert re.fullmatch(r"actions/[\w/-]+@v\d+", step.get("uses", "actions/checkout@v5"))
+    for line in re.findall("uses: (.*)", file.read_text(encoding="utf-8")):  # a tag can be moved, a commit cannot
+        assert re.fullmatch(r"actions/[\w/-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+(;.*)?", line), line
 
 
 @pytest.mark.parametrize("file", EVERY, ids=lambda file: file.name)
@@ -159,3 +173,56 @@ def test_a_signal_reaches_the_run(file: Path) -> None:
     scripts = [step["run"] for _, step in steps(file) if "parity run" in step.get("run", "")]
     assert scripts
     assert all(script.rstrip().splitlines()[-1].startswith("exec ") for script in scripts)
+
+
+def run_action(folder: Path, **inputs: str) -> list[list[str]]:
+    """Runs the action's scripts with programs that only write down their arguments, and returns these."""
+    values = read(ACTION)
+    given = {name: one.get("default", "") for name, one in values["inputs"].items()} | inputs
+    programs = folder / "bin"
+    programs.mkdir(parents=True)
+    for name in ("parity", "gh", "python"):
+        (programs / name).write_text(f'#!/bin/bash\nprintf "%s\\0" {name} "$@" >> log; echo >> log\n')
+        (programs / name).chmod(0o755)
+    for step in values["runs"]["steps"]:
+        known = {"inputs": given, "github": {"token": "t", "event_name": "pull_request"}}
+        env = {
+            key: re.sub(r"\$\{\{ inputs\.(\w+) \}\}", lambda found: known["inputs"][found[1]], value)
+            for key, value in step.get("env", {}).items()
+        }
+        paths = {
+            "RUNNER_TEMP": str(folder),
+            "GITHUB_STEP_SUMMARY": str(folder / "summary"),
+            "GITHUB_ACTION_PATH": "here",
+        }
+        wanted = re.findall(r"inputs\.(\w+) (==|!=) '(\w*)'", step.get("if", ""))
+        if "run" in step and all((known["inputs"][name] == word) == (how == "==") for name, how, word in wanted):
+            env = {"PATH": f"{programs}:{os.environ['PATH']}", "GITHUB_REPOSITORY": "o/r", **paths, **env}
+            subprocess.run(["bash", "-e", "-o", "pipefail", "-c", step["run"]], cwd=folder, env=env, check=True)
+    return [line.split("\0")[:-1] for line in (folder / "log").read_text().splitlines()]
+
+
+def test_action_runs_parity_with_its_inputs(tmp_path: Path) -> None:
+    out = tmp_path / "parity-out"
+    out.mkdir()
+    for name in ("annotations.txt", "report.md"):
+        (out / name).write_text(name)
+    (out / "issue.md").write_text("# Parity: a cell newly fails\n\nwhy\n")
+    hostile = "'$(touch owned)'"
+    words = {"cells": "sft/*\n$(touch owned)", "args": f"--faults {hostile}", "history": "kept", "site": "site"}
+    install, ran, *rest = run_action(tmp_path, **words, comment="true", issue="true")
+    assert install[:3] == ["python", "-m", "pip"]
+    options = ["--profile", "quick", "--out", "parity-out", "--cells", "sft/*", "--cells", "$(touch owned)"]
+    assert ran == ["parity", "run", *options, "--faults", "$(touch owned)"]
+    assert not (tmp_path / "owned").exists()
+    assert [one[:3] for one in rest] == [
+        ["parity", "history", "kept"],
+        ["parity", "publish", "kept"],
+        ["gh", "pr", "comment"],
+        ["gh", "issue", "create"],
+    ]
+    assert rest[-1][rest[-1].index("--title") + 1] == "Parity: a cell newly fails"
+    assert (tmp_path / "summary").read_text() == "report.md"
+    parser = cli._parser()
+    for one in (ran, *rest[:2]):
+        parser.parse_args(one[1:])  # ends the test where an option does not exist

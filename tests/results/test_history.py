@@ -52,6 +52,13 @@ def test_the_report_of_the_third_night_says_what_broke_and_names_the_new_torch(n
         assert f"**Newly unsupported: 1 cell**\n\n- `{PARTLY}`: conforms, now unsupported\n" in part
     assert f"**Fixed: 1 cell**\n\n- `{RESUMED}`: infrastructure failure, now conforms\n" in last
     assert "Fixed" not in green.partition("### Flaky")[0]
+    issue = (nightly / "three/issue.md").read_text()
+    assert issue.startswith(f"# Parity: {DIFFERS} and 1 more cell newly fail\n\n")
+    assert issue.count("### ✗") == 2
+    warning = f"::warning title={RESUMED}::flaky: conforms on 2026-08-14 03%3A12"
+    assert warning.replace("%3A", ":") in (nightly / "three/annotations.txt").read_text()
+    write_markdown(nightly / "one")
+    assert not (nightly / "one/issue.md").exists()
     page = write_html(nightly / "three").read_text()
     for words in (
         "Since the last run (2026-08-15 03:12, incomplete)",
