@@ -35,9 +35,9 @@ JOB_KEYS = {
     "timeout-minutes",
     "env",
     "strategy",
-    "steps",
     "permissions",
     "environment",
+    "steps",
 }
 STEP_KEYS = {"name", "if", "uses", "with", "run", "env", "id", "shell", "working-directory"}
 
@@ -184,19 +184,14 @@ def run_action(folder: Path, **inputs: str) -> list[list[str]]:
     for name in ("parity", "gh", "python"):
         (programs / name).write_text(f'#!/bin/bash\nprintf "%s\\0" {name} "$@" >> log; echo >> log\n')
         (programs / name).chmod(0o755)
+    paths = {name: str(folder / name) for name in ("RUNNER_TEMP", "GITHUB_STEP_SUMMARY", "GITHUB_ACTION_PATH")}
+    (folder / "RUNNER_TEMP").mkdir()
     for step in values["runs"]["steps"]:
-        known = {"inputs": given, "github": {"token": "t", "event_name": "pull_request"}}
-        env = {
-            key: re.sub(r"\$\{\{ inputs\.(\w+) \}\}", lambda found: known["inputs"][found[1]], value)
-            for key, value in step.get("env", {}).items()
-        }
-        paths = {
-            "RUNNER_TEMP": str(folder),
-            "GITHUB_STEP_SUMMARY": str(folder / "summary"),
-            "GITHUB_ACTION_PATH": "here",
-        }
+        env = dict(step.get("env", {}))
+        for name, value in given.items():
+            env = {key: text.replace(f"${{{{ inputs.{name} }}}}", value) for key, text in env.items()}
         wanted = re.findall(r"inputs\.(\w+) (==|!=) '(\w*)'", step.get("if", ""))
-        if "run" in step and all((known["inputs"][name] == word) == (how == "==") for name, how, word in wanted):
+        if "run" in step and all((given[name] == word) == (how == "==") for name, how, word in wanted):
             env = {"PATH": f"{programs}:{os.environ['PATH']}", "GITHUB_REPOSITORY": "o/r", **paths, **env}
             subprocess.run(["bash", "-e", "-o", "pipefail", "-c", step["run"]], cwd=folder, env=env, check=True)
     return [line.split("\0")[:-1] for line in (folder / "log").read_text().splitlines()]
@@ -222,7 +217,7 @@ def test_action_runs_parity_with_its_inputs(tmp_path: Path) -> None:
         ["gh", "issue", "create"],
     ]
     assert rest[-1][rest[-1].index("--title") + 1] == "Parity: a cell newly fails"
-    assert (tmp_path / "summary").read_text() == "report.md"
+    assert (tmp_path / "GITHUB_STEP_SUMMARY").read_text() == "report.md"
     parser = cli._parser()
     for one in (ran, *rest[:2]):
         parser.parse_args(one[1:])  # ends the test where an option does not exist
