@@ -73,7 +73,14 @@ def commands(file: Path) -> list[list[str]]:
 
 def test_every_workflow_is_one_by_githubs_schema() -> None:
     for kind, files in (("workflows", EVERY), ("actions", [ACTION])):
-        command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", f"vendor.github-{kind}", *files]
+        command = [
+            sys.executable,
+            "-m",
+            "check_jsonschema",
+            "--builtin-schema",
+            f"vendor.github-{kind}",
+            *map(str, files),
+        ]
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
 
