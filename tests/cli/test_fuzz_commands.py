@@ -6,6 +6,7 @@ from pathlib import Path
 import fuzz_commands
 import pytest
 from fuzz_commands import KINDS, command, problem
+from fuzz_inputs import KINDS as INPUTS
 from fuzz_inputs import Case
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -20,9 +21,9 @@ def test_mutated_files_are_read_or_refused(kind: str, seed: int) -> None:
     assert problem(kind, random.Random(seed)) == ""
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @MANY
-@given(kind=st.sampled_from(list(KINDS)), seed=st.integers(0, 2**32))
+@given(kind=st.sampled_from([*KINDS, *INPUTS]), seed=st.integers(0, 2**32))
 def test_ten_thousand_mutations_are_read_or_refused(kind: str, seed: int) -> None:
     assert problem(kind, random.Random(seed)) == ""
 

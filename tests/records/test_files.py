@@ -247,8 +247,8 @@ def test_judge_imports_no_module_that_a_record_names(
     assert (tmp_path / "run").exists()
 
 
-def opens(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Where code opens a file to write through a link, or reads JSON past the limits and messages of read_json."""
+def offences(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Where code writes through a link, reads JSON past the limits of read_json, or may listen at every address."""
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
             continue
@@ -262,18 +262,23 @@ def opens(tree: ast.AST) -> Iterator[tuple[int, str]]:
             yield node.lineno, "opens through a link; add O_NOFOLLOW"
         if re.match(r"json\.loads\(.*\.read_text\(", text):
             yield node.lineno, "reads any file whole; use read_json"
+        if re.match(r"[\w.]*(TCPStore\(.*is_master=True|\.listen\(\w|create_server\(|HTTPServer\()", text):
+            yield node.lineno, "listens; use listening_store"
 
 
-EXEMPT = {"conformance/worker/activation_capture.py"}  # files of a folder that its own process has just made
+EXEMPT = {
+    "conformance/worker/activation_capture.py",  # files of a folder that its own process has just made
+    "conformance/core/process.py",  # listening_store
+}
 
 
-def test_no_file_is_written_through_a_link() -> None:
+def test_no_code_follows_links_or_listens_everywhere() -> None:
     found = [
         f"{file.relative_to(CHECKOUT)}:{line} {what}"
         for package in ("conformance", "reports", "impl", "parity")
         for file in sorted((CHECKOUT / package).rglob("*.py"))
         if str(file.relative_to(CHECKOUT)) not in EXEMPT
-        for line, what in opens(ast.parse(file.read_text(encoding="utf-8")))
+        for line, what in offences(ast.parse(file.read_text(encoding="utf-8")))
     ]
     assert found == []
 
@@ -287,10 +292,14 @@ def test_no_file_is_written_through_a_link() -> None:
         ('path.open("rb")', 0),
         ("os.open(path, os.O_WRONLY | os.O_CREAT)", 1),
         ("json.loads((folder / NAME).read_text())", 1),
+        ("dist.TCPStore(host, 0, is_master=True)", 1),
+        ("dist.TCPStore(host, port, is_master=False)", 0),
+        ("listener.listen(8)", 1),
+        ("signals.listen()", 0),
     ],
 )
-def test_the_lint_finds_what_follows_links(code: str, count: int) -> None:
-    assert len(list(opens(ast.parse(code)))) == count
+def test_the_lint_finds_offences(code: str, count: int) -> None:
+    assert len(list(offences(ast.parse(code)))) == count
 
 
 def test_opener_refuses_a_link_and_leaves_its_target(tmp_path: Path) -> None:
