@@ -29,6 +29,7 @@ from conformance.runner.engine_run import EngineRun, Expected, Requests, _expert
 from conformance.runner.weight_updates import Trained, judge_against, judge_updates, moved
 from conformance.spec.precision import PrecisionName
 from conformance.spec.scenario import ADAPTER, WEIGHTS_FILE, load_scenario
+from impl.engines.sglang_engine import SglangEngine
 from impl.engines.transformers_engine import copy_tensors
 from impl.engines.vllm_engine import VllmEngine
 from impl.faults.engines import ENGINE_FAULTS
@@ -253,9 +254,10 @@ def test_engine_that_cannot_run_leaves_the_next_one(
 
 
 def test_missing_package_or_precision_is_unsupported() -> None:
-    if importlib.util.find_spec("vllm") is None:
-        with pytest.raises(NotSupported, match="install it in an environment of its own"):
-            VllmEngine()
+    for package, engine in (("vllm", VllmEngine), ("sglang", SglangEngine)):
+        if importlib.util.find_spec(package) is None:
+            with pytest.raises(NotSupported, match="install it in an environment of its own"):
+                engine()
     with pytest.raises(NotSupported, match="computes in fp32, bf16, not in fp16"):
         ServedEngine(faulty.OneWay()).start(Path(), "fp16", {})
 
