@@ -219,7 +219,7 @@ def _tables(quantities: Sequence[Quantity], numbers: set[str], shared: Shared) -
 
 def _strips(verdict: Verdict, shared: Shared) -> list[list[Any]]:
     """Returns the per-token errors of each quantity: names and bins (shared by cells), the colour classes of the bins,
-    the largest absolute difference, and its token."""
+    the largest absolute difference, its token, and the distribution (the reference's is shared)."""
     judged = {(q.stage, q.tensor, q.step): q for q in verdict.quantities}
     strips = []
     for strip in verdict.strips:
@@ -227,7 +227,9 @@ def _strips(verdict: Verdict, shared: Shared) -> list[list[Any]]:
         names = shared.string(strip.stage), shared.string(strip.tensor)
         at = shared.value([*names, strip.step, strip.tokens, strip.starts])
         classes = [shade(error, replace(q, observed=error).ratio) for error in strip.errors]
-        strips.append([at, "".join(classes), float(f"{strip.max_abs:.2e}"), strip.where])
+        spread = strip.spread and [strip.spread.low, strip.spread.high, strip.spread.observed, strip.spread.quantiles]
+        reference = strip.spread and shared.value(strip.spread.reference)
+        strips.append([at, "".join(classes), float(f"{strip.max_abs:.2e}"), strip.where, spread, reference])
     return strips
 
 

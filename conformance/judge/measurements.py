@@ -32,16 +32,23 @@ from conformance.judge.tensor_views import (
 from conformance.judge.tolerance import ROUNDING, Key, Measurement
 from conformance.numerics.comparison import finite
 from conformance.records.step_tensors import Record, StepRecord
-from conformance.results.verdict import BINS, TokenErrors
+from conformance.results.verdict import BARS, BINS, Spread, TokenErrors
 from conformance.spec.layout import Layout
 from conformance.spec.observables import Observable, is_unread
 
 
 def token_errors_of(
-    observable: Observable, step: int, off: torch.Tensor, lengths: Mapping[int, int], *, norm: float
+    observable: Observable,
+    step: int,
+    own: torch.Tensor,
+    reference: torch.Tensor,
+    lengths: Mapping[int, int],
+    *,
+    norm: float,
 ) -> TokenErrors:
-    """Bins the errors of tokens. off: the absolute difference of each token, row after row. lengths: of each row, by
-    its index. norm: what the error of the observable is relative to."""
+    """Bins the errors of tokens. own, reference: the number of each token, row after row. lengths: of each row, by its
+    index. norm: what the error of the observable is relative to."""
+    off = (own - reference).abs()
     count = len(off)
     edges = [count * i // min(BINS, count) for i in range(min(BINS, count) + 1)]
     largest = torch.stack([off[start:end].max() for start, end in pairwise(edges)]).tolist()
@@ -63,6 +70,21 @@ def token_errors_of(
         errors=tuple(_rounded(value / (top or 1.0) * error, error) for value in largest),
         max_abs=off.max().item(),
         where=f"row {row}, target {target}",
+        spread=_spread(own, reference, off),
+    )
+
+
+def _spread(own: torch.Tensor, reference: torch.Tensor, off: torch.Tensor) -> Spread | None:
+    """Returns the distribution of the numbers of tokens; None if one of them is not finite."""
+    both = torch.cat((own, reference))
+    if not both.isfinite().all():
+        return None
+    low, high = both.min().item(), both.max().item()
+    high = high if high > low else low + max(abs(low), 1.0)
+    counts = [tuple(map(int, torch.histc(of, BARS, low, high).tolist())) for of in (own, reference)]
+    median, most = (float(f"{off.quantile(share).item():.2e}") for share in (0.5, 0.99))
+    return Spread(
+        low=low, high=high, observed=counts[0], reference=counts[1], quantiles=(median, most, off.max().item())
     )
 
 
@@ -244,7 +266,7 @@ def _rows(
     x, ref, unit = (torch.cat([of[r].double() for r in order]) for of in (rows, reference, scale))
     found = tensor_off(stage, key, step, x, ref, floor=0.0)
     norm = unit.norm().item() or 1.0
-    strip = token_errors_of(observable, step, (x - ref).abs(), {int(r): len(reference[r]) for r in order}, norm=norm)
+    strip = token_errors_of(observable, step, x, ref, {int(r): len(reference[r]) for r in order}, norm=norm)
     error = finite((x - ref).norm().item() / norm)
     by_unit = (ref.norm().item() or 1.0) / norm
     left, size = found.residual * by_unit, found.size * by_unit

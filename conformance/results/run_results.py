@@ -209,7 +209,7 @@ def write_entry(out: Path, entry: Entry) -> None:
         "variants": [asdict(one) for one in entry.variants],
         "other": _attempt_to_json(entry.other) if entry.other else None,
         "quantities": {"columns": _COLUMNS, "data": rows},
-        "strips": [vars(strip) for strip in verdict.strips],
+        "strips": [vars(strip) | {"spread": strip.spread and vars(strip.spread)} for strip in verdict.strips],
     }
     write_output_json(folder / VERDICT, {"schema": OUTPUT_SCHEMA, **values}, indent=None)
 

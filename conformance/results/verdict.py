@@ -191,6 +191,28 @@ class Quantity:
         return f"{self.stage}, step {self.step}: {self.tensor} is {off(self)}{hint}"
 
 
+BARS = 24  # of the distribution of a number per token
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """Holds the distribution of a number per token, of the cell and of the reference, in BARS bars of equal width.
+
+    low, high: the ends of the bars. observed, reference: the number of tokens in each bar.
+    quantiles: the median, the 99th percentile and the largest of the absolute differences of the tokens.
+    """
+
+    low: float
+    high: float
+    observed: tuple[int, ...]
+    reference: tuple[int, ...]
+    quantiles: tuple[float, float, float]
+
+    def __post_init__(self) -> None:
+        if not len(self.observed) == len(self.reference) == BARS or not self.low < self.high < math.inf:
+            raise ValueError(f"a distribution from {self.low} to {self.high} without {BARS} bars")
+
+
 @dataclass(frozen=True, kw_only=True)
 class TokenErrors:
     """Holds the per-token errors of a quantity with one number per token, over the tokens of a step, in bins.
@@ -200,6 +222,7 @@ class TokenErrors:
     errors: the largest error of each bin. The largest finite one equals the error of the quantity; NaN and infinity
         stand for numbers that are not finite.
     max_abs, where: the largest absolute difference and its token.
+    spread: the distribution of the numbers; None if one is not finite, or if an earlier version judged.
     """
 
     stage: str
@@ -210,6 +233,7 @@ class TokenErrors:
     errors: tuple[float, ...]
     max_abs: float
     where: str
+    spread: Spread | None = None
 
     def __post_init__(self) -> None:
         if not 0 < len(self.errors) == len(self.starts) <= min(BINS, self.tokens):

@@ -19,6 +19,7 @@ function drawCell(cell, anchor, previous, next) {
     nextSteps(cell),
     Object.keys(cell.logs).length || cell.state === "infrastructure" ? logs(cell) : null,
     panels([cell]).map((panel) => curves(cell, panel)),
+    distributions(cell),
     batch(cell),
     maps(cell),
     cell.quantities.length ? worst(cell) : null,

@@ -55,7 +55,7 @@ function oracleLegend(allowed, cells) {
 }
 const key = (drawn) => make("svg.chart.key", { viewBox: "0 0 12 10", "aria-hidden": "true" }, drawn);
 
-function frame(axis, ticks) {
+function frame(axis, ticks, numbered = true) {
   const right = WIDTH - RIGHT, floor = HEIGHT - BOTTOM;
   const parts = ticks.flatMap(([y, text]) => [
     make("path.grid", { d: `M${LEFT} ${y.toFixed(1)}H${right}` }),
@@ -63,7 +63,7 @@ function frame(axis, ticks) {
   ]);
   parts.push(make("path.axis", { d: `M${LEFT} ${TOP}V${floor}H${right}` }));
   const stride = Math.ceil((axis.last - axis.first + 1) / 8);
-  for (let step = axis.first; step <= axis.last; step += stride) {
+  for (let step = axis.first; numbered && step <= axis.last; step += stride) {
     const text = step === axis.first ? `${axis.unit ?? "step"} ${step}` : String(step);
     parts.push(make("text", { x: axis.x(step).toFixed(1), y: floor + 15, "text-anchor": "middle" }, text));
   }

@@ -12,12 +12,12 @@ function charts(cells, panel, view) {
   const drawn = [...known.values()].flatMap(([title, stage, key, tensor]) => {
     const points = errorPoints(cells, stage, tensor).map((found) => found.filter((q) => within(view, q.step)));
     const isSigned = view.errors === "signed" && tensor === key;
-    const against = tensor === key ? "relative" : "against its own tokens";
+    const against = tensor === key ? "relative" : `against its own tokens${cells.length === 1 ? "; dashed: against the reference" : ""}`;
     return [
       [title, "per step", valueChart(cells, title, key, view)],
       isSigned
         ? [`${title}: difference`, "relative, signed", signedChart(cells, title, key, points)]
-        : [`${title}: error`, `${against}, ${view.errors === "log" ? "log" : "linear"} axis`, errorChart(cells, title, points, view, tensor === key && key)],
+        : [`${title}: error`, `${against}, ${view.errors === "log" ? "log" : "linear"} axis`, errorChart(cells, title, points, view, key, tensor === key)],
     ];
   });
   return drawn.filter(([, , chart]) => chart);
@@ -72,12 +72,14 @@ function logTicks(axis) {
   return rounds(10 ** axis.low, 10 ** axis.high).map((v) => [axis.y(Math.log10(v)), String(v)]);
 }
 
-// Draws the judged error of one number per step, with the tolerance as a band, and the noise of the number ``key``.
-function errorChart(cells, title, points, view, key) {
+// Draws the judged error of the number ``key`` per step, with the tolerance as a band, and its noise. A number that is held
+// against the cell's own tokens also has its error against the reference, which is not judged.
+function errorChart(cells, title, points, view, key, isDirect) {
   const isLog = view.errors === "log";
   const every = points.flat().sort((a, b) => a.step - b.step);
-  const floor = key ? noiseFloor(cells, key, every) : [];
-  const positive = [...every.flatMap((q) => [q.observed, q.allowed]), ...floor.map(([, v]) => v)].filter((v) => v > 0 && v < Infinity);
+  const floor = isDirect ? noiseFloor(cells, key, every) : [];
+  const apart = isDirect || cells.length > 1 ? new Map() : new Map(every.map((q) => [q.step, differenceAt(cells[0], key, q.step)]).filter(([, v]) => v < Infinity));
+  const positive = [...every.flatMap((q) => [q.observed, q.allowed]), ...floor.map(([, v]) => v), ...apart.values()].filter((v) => v > 0 && v < Infinity);
   if (!positive.length) return null;
   const zeros = every.some((q) => q.observed === 0);
   const least = isLog ? Math.floor(Math.log10(Math.min(...positive))) : 0;
@@ -91,6 +93,7 @@ function errorChart(cells, title, points, view, key) {
   const noise = floor.filter(([, v]) => v > 0 || !isLog).map(([step, v]) => `${axis.x(step).toFixed(1)} ${height(v).toFixed(1)}`);
   if (noise.length) body.push(make("path.noise", { d: noise.length > 1 ? `M${noise.join("L")}` : `M${LEFT} ${noise[0].split(" ")[1]}H${WIDTH - RIGHT}` }));
   if (cells.length === 1) body.push(phases(axis, cells[0]));
+  body.push(line([...apart].filter(([, v]) => v > 0 || !isLog).map(([step, v]) => [axis.x(step), height(v)]), "apart"));
   const drawable = (q) => (q.observed > 0 || (!isLog && q.observed === 0)) && q.observed < Infinity;
   const tips = new Map();
   points.forEach((found, i) => {
@@ -104,7 +107,8 @@ function errorChart(cells, title, points, view, key) {
       else if (q.observed === 0) body.push(make("path", { class: `zero ${kind}`, d: zero(x, axis.y(axis.low) - 8) }));
       else body.push(cross(x));
       const equal = q.observed === 0 ? " (exactly equal)" : "";
-      const alone = `error ${number(q.observed)}${equal}\nallowed ${number(q.allowed)}\nmargin ${margin(q.ratio)}`;
+      const second = apart.has(q.step) ? `\nagainst the reference ${number(apart.get(q.step))}, which is not judged` : "";
+      const alone = `error ${number(q.observed)}${equal}\nallowed ${number(q.allowed)}\nmargin ${margin(q.ratio)}${second}`;
       const among = `${who(cells[i], cells)}: ${number(q.observed)}, margin ${margin(q.ratio)}`;
       if (!tips.has(q.step)) tips.set(q.step, []);
       tips.get(q.step).push([q.ratio, cells.length === 1 ? alone : among]);
@@ -117,6 +121,12 @@ function errorChart(cells, title, points, view, key) {
   });
   const label = `relative error of the ${title} per step of ${what(cells)} on a ${isLog ? "log" : "linear"} axis, with the tolerance`;
   return drawing([...body, hovers(axis, texts)], label);
+}
+
+// Returns the relative difference of a number to the reference's at a step; NaN if one of them is not recorded.
+function differenceAt(cell, key, step) {
+  const [own, theirs] = [cell.series, cell.oracle?.series].map((series) => series?.values.get(key)?.get(step) ?? NaN);
+  return Math.abs((own - theirs) / (theirs || 1));
 }
 
 // Draws the relative difference with its sign, and the tolerance on both sides.

@@ -40,9 +40,9 @@ async function readCell(number) {
       return judged({ ...at, rebuilt: at.tensor.endsWith(rebuilt), observed: error, allowed: values[allowed][row] });
     }),
   );
-  cell.strips = cell.strips.map(([at, classes, largest, where]) => {
+  cell.strips = cell.strips.map(([at, classes, largest, where, spread, reference]) => {
     const [stage, tensor, step, tokens, starts] = values[at];
-    return { stage: strings[stage], tensor: strings[tensor], step, tokens, starts, classes, largest: numeric(largest), where };
+    return { stage: strings[stage], tensor: strings[tensor], step, tokens, starts, classes, largest: numeric(largest), where, spread, reference: values[reference] };
   });
   const config = (parts) => new Map(parts.flatMap((part) => values[part].map((pair) => pair.map((i) => strings[i]))));
   for (const phase of cell.phases) {

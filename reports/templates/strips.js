@@ -28,8 +28,62 @@ function batch(cell) {
   );
 }
 
+// Draws the distribution of each number per token over the reference's, at the step with the largest error.
+function distributions(cell) {
+  const worst = new Map();
+  for (const strip of cell.strips.filter((strip) => strip.spread)) {
+    const name = strip.tensor;
+    const ratio = quantityOf(cell, strip).ratio;
+    if (!(worst.get(name)?.ratio >= ratio)) worst.set(name, { ...strip, ratio });
+  }
+  if (!worst.size) return null;
+  const notes = [masked(cell), zeroLoss(cell)].filter((note) => note).map((note) => make("p.note", note));
+  const legend = legendOf([[make("i.k-reference"), "reference"], [make("i.k-own"), cell.backend]]);
+  const figures = [...worst.values()].map((strip) => figure([strip.tensor, when(strip.step), histogram(strip)]));
+  return folded(
+    cell.state !== "conforms",
+    ["Distributions over tokens ", make("small", "at the step with the largest error")],
+    make("p", legend),
+    notes,
+    make("div.charts", figures),
+  );
+}
+
+const quantityOf = (cell, strip) => cell.quantities.find((q) => q.stage === strip.stage && q.tensor === strip.tensor && q.step === strip.step);
+
+function histogram({ tensor, spread: [low, high, own, [median, most, largest]], reference }) {
+  const axis = { ...axes(low, high, 0, Math.max(...own, ...reference)), unit: "" };
+  const width = (axis.x(high) - axis.x(low)) / own.length;
+  const bars = (counts, kind) =>
+    counts.map((count, i) => {
+      const size = { x: (axis.x(low) + i * width).toFixed(1), y: axis.y(count).toFixed(1), width: width.toFixed(1), height: (axis.y(0) - axis.y(count)).toFixed(1) };
+      return make(`rect.${kind}`, size);
+    });
+  const ends = [low, (low + high) / 2, high].map((v, i) => make("text", { x: axis.x(v).toFixed(1), y: HEIGHT - BOTTOM + 15, "text-anchor": ["start", "middle", "end"][i] }, number(v)));
+  const ticks = rounds(0, axis.high).filter(Number.isInteger).map((v) => [axis.y(v), String(v)]);
+  const label = `tokens by ${tensor}, over the reference's`;
+  const drawn = drawing([frame(axis, ticks, false), bars(reference, "reference"), bars(own, "own"), ends], label);
+  return [drawn, make("p.note", `difference: p50 ${number(median)}, p99 ${number(most)}, max ${number(largest)}`)];
+}
+
+// Says how many tokens no loss sees: prompts, padding and the first token of each document.
+function masked(cell) {
+  const batches = cell.phases.flatMap((phase) => phase.batches);
+  const [tokens, targets] = [batches.map((batch) => batch.tokens), batches.map((batch) => batch.targets.flat())].map((found) => found.flat().reduce((a, b) => a + b, 0));
+  return batches.length && `${number(tokens - targets)} of ${number(tokens)} tokens are masked: prompts, padding, and tokens without a target.`;
+}
+
+// Says where a policy loss is 0 without any error, so that its curve proves nothing.
+function zeroLoss(cell) {
+  const advantage = cell.strips.find((strip) => strip.tensor === "advantage" && strip.spread);
+  const losses = cell.oracle?.series.values.get("pg_loss") ?? cell.oracle?.series.values.get("loss");
+  const size = advantage && Math.max(...advantage.spread.slice(0, 2).map(Math.abs));
+  const steps = [...(size ? (losses ?? []) : [])].filter(([, loss]) => Math.abs(loss) < 1e-3 * size).map(([step]) => step);
+  return steps.length > 0 && `The policy loss is 0 by construction at step ${steps.join(", ")}: advantages of a group add up to 0, and the ratio is 1 before the first update. Read gradients there.`;
+}
+
 function stripRow(cell, strip, name) {
-  const q = cell.quantities.find((q) => q.stage === strip.stage && q.tensor === strip.tensor && q.step === strip.step);
+  const q = quantityOf(cell, strip);
   return make(
     name ? "tr.begins" : "tr",
     [make("td.left", name), make("td", String(strip.step)), make("td.tokens", bins(cell, strip)), make("td", judgedMargin(q))],

@@ -65,7 +65,10 @@ def test_many_tokens_are_the_worst_of_their_bins() -> None:
     lengths = {row: rng.randrange(1, 40) for row in range(3, 60)}
     places = [(row, target) for row, length in lengths.items() for target in range(length)]
     off = torch.rand(len(places), dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    strip = token_errors_of(LOGPROBS, 0, off, lengths, norm=10.0)
+    strip = token_errors_of(LOGPROBS, 0, off, torch.zeros_like(off), lengths, norm=10.0)
+    assert strip.spread
+    assert sum(strip.spread.observed) == sum(strip.spread.reference) == strip.spread.reference[0] == len(places)
+    assert strip.spread.quantiles == pytest.approx((0.5, 0.99, off.max().item()), abs=0.02)
     assert (strip.tokens, len(strip.errors)) == (len(places), BINS)
     assert strip.where == "row {}, target {}".format(*places[int(off.argmax())])
     edges = [*map(places.index, strip.starts), len(places)]

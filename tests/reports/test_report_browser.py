@@ -28,7 +28,7 @@ from report_sample import (
     folder_of,
 )
 
-from conformance.results.verdict import margin
+from conformance.results.verdict import BARS, margin
 from conformance.spec.objectives import Ppo, all_observables
 from reports.html import write_html
 from reports.wording import number, share, tensor_at_step
@@ -195,13 +195,36 @@ def test_tokens_that_are_not_numbers_are_drawn_as_such(browser: Browser, out: Pa
 
 def test_curves_of_policy_and_critic_are_in_a_panel_of_their_own(browser: Browser, address: str) -> None:
     browser.open_cell(address, RL)
-    titles = "[...document.querySelectorAll('details .charts figcaption')].map((e) => e.innerText)"
+    titles = "[...document.querySelectorAll('details:not(:has(.own)) .charts figcaption')].map((e) => e.innerText)"
     found = browser.run(titles)
     assert len(found) == 2 * 9
     assert "clip fraction (pg_clipfrac) per step" in found
-    assert "KL to the old policy (ppo_kl): error against its own tokens, log axis" in found
+    assert (
+        "KL to the old policy (ppo_kl): error against its own tokens; dashed: against the reference, log axis" in found
+    )
     assert browser.count("details .charts svg .mark, details .charts svg .zero") == 2 * 9 * STEPS
     assert browser.problems == []
+
+
+def test_distributions_show_tokens_of_both_and_their_differences(browser: Browser, address: str) -> None:
+    browser.open_cell(address, RL)
+    names = [o.key for o in all_observables(Ppo(kl_loss_coef=0.1)) if o.kind == "rows"]
+    panel = "details:has(.own)"
+    assert [text.split()[0] for text in browser.texts(f"{panel} figcaption")] == names
+    assert browser.count(f"{panel} rect.own") == browser.count(f"{panel} rect.reference") == BARS * len(names)
+    assert browser.text(f"{panel} figure .note") == "difference: p50 1e-9, p99 2e-9, max 3e-9"
+    assert " tokens are masked: prompts, padding" in browser.text(f"{panel} > .note")
+    cell = """{ strips: [{ tensor: "advantage", spread: [-1, 1] }],
+        oracle: { series: { values: new Map([["pg_loss", new Map([[0, 1e-9], [1, 0.2]])]]) } } }"""
+    assert str(browser.run(f"zeroLoss({cell})")).startswith("The policy loss is 0 by construction at step 0: ")
+    assert not browser.run(f"zeroLoss({cell.replace('1e-9', '0.1')})")
+
+
+def test_a_number_held_against_its_tokens_shows_both_errors(browser: Browser, address: str) -> None:
+    browser.open_cell(address, RL)
+    tips = browser.run("[...document.querySelectorAll('figure:has(.apart) .hover')].map((e) => e.dataset.tip)")
+    assert tips
+    assert all("\nagainst the reference " in tip for tip in tips)
 
 
 def test_what_a_cell_has_not_got_has_no_panel(browser: Browser, address: str) -> None:

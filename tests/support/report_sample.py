@@ -14,7 +14,7 @@ from typing import Any
 
 from conformance.records import record_format
 from conformance.results.run_results import Entry, Run, cell_summary, read_entry, write_entry, write_summary
-from conformance.results.verdict import ANSWERED, Quantity, State, TokenErrors, Verdict
+from conformance.results.verdict import ANSWERED, BARS, Quantity, Spread, State, TokenErrors, Verdict
 from conformance.spec.layout import Layout
 from conformance.spec.objectives import Ppo, Sft, all_observables
 from conformance.spec.observables import Observable, loaded_observables, observables_to_json, trained_observables
@@ -211,6 +211,9 @@ def quantities_of(
                 yield _quantity(o.replica_stage, f"{o.key}: 82 held by several ranks", step, 0.0, 2.0**-24)
 
 
+SPREAD = Spread(low=-1.0, high=1.0, observed=(2,) * BARS, reference=(3,) * BARS, quantiles=(1e-9, 2e-9, 3e-9))
+
+
 def strips_of(
     observables: Sequence[Observable], quantities: Sequence[Quantity], rng: random.Random
 ) -> tuple[TokenErrors, ...]:
@@ -239,6 +242,7 @@ def strips_of(
                 errors=tuple(errors),
                 max_abs=q.observed / 40,
                 where=f"row {worst[0]}, target {worst[1]}",
+                spread=SPREAD,
             )
         )
     return tuple(strips)
