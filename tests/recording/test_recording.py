@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from cells import ranks_of
 from recording_tasks import adamw, batches, recorded, tiny, train
 from safetensors.torch import load_file
 from torch import nn
@@ -16,7 +17,7 @@ from torch import nn
 import parity
 from conformance.core.errors import UsageError
 from conformance.numerics.determinism import seed_of
-from conformance.runtime import Pool, WorkerGroupConfig
+from conformance.runtime import Pool
 from parity.compare import Comparison, compare_records
 from parity.differences import setting
 from parity.optimizer_shards import whole
@@ -33,7 +34,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run_ranks(pool: Pool, tmp_path: Path, task: str, size: int) -> list[Any]:
     outcome = pool.run(
         key="recording",
-        config=WorkerGroupConfig(size=size, device="cpu", preload=("recording_tasks",)),
+        config=ranks_of("fsdp2", size),
         task=f"recording_tasks:{task}",
         kwargs={"out": str(tmp_path / task)},
         log_dir=tmp_path,

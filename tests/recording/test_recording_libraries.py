@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from cells import BACKENDS, ranks_of
 from recording_tasks import adamw, batches, recorded, script, tiny
 from rl_libraries import root
 from test_recording import agree_closely
@@ -27,19 +28,22 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return recorded(tmp_path_factory.mktemp("plain") / "run", full=True)
 
 
-@pytest.fixture
-def run_ranks(pool: Pool, tmp_path: Path) -> Any:
-    def run(task: str, size: int, name: str = "run", python: str = "", **kwargs: Any) -> Path:
+@pytest.fixture(scope="module")
+def run_ranks(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    def run(task: str, size: int, python: str = "", **kwargs: Any) -> Path:
+        """``python``: of another environment. Else the ranks are forked where the cells of a backend are."""
+        other = WorkerGroupConfig(size=size, device="cpu", preload=("recording_libraries",), python=python)
+        out = tmp_path_factory.mktemp(task)
         outcome = pool.run(
             key=f"recording {task}",
-            config=WorkerGroupConfig(size=size, device="cpu", preload=("recording_libraries",), python=python),
+            config=other if python else ranks_of(task if task in BACKENDS else "fsdp2", size),
             task=f"recording_libraries:{task}",
-            kwargs={"out": str(tmp_path / name), **kwargs},
-            log_dir=tmp_path,
+            kwargs={"out": str(out / "run"), **kwargs},
+            log_dir=out,
             budget_s=240,
         )
         assert outcome.state == "done", outcome.reason
-        return tmp_path / name
+        return out / "run"
 
     return run
 
@@ -83,23 +87,27 @@ def test_deepspeed_fault_is_named_by_parameter(stage: int, plain: Path, run_rank
     assert different == {f"model.{UP}": pytest.approx(3, rel=1e-3)}
 
 
-@pytest.mark.parametrize(
-    ("layout", "size"), [("tp2", 2), exhaustive("dp2.zero1", 2), exhaustive("pp2", 2), exhaustive("pp2.vpp2", 2)]
-)
-def test_megatron_agrees_with_one_rank(layout: str, size: int, run_ranks: Any) -> None:
+LLAMA = str(FIXTURES / "models" / "llama")
+
+
+@pytest.fixture(scope="module")
+def tensor_parallel(run_ranks: Any) -> Path:
     pytest.importorskip("megatron.core")
-    folder = str(FIXTURES / "models" / "llama")
-    one = run_ranks("megatron", 1, "one", layout="dp1", folder=folder)
-    many = run_ranks("megatron", size, "many", layout=layout, folder=folder)
+    return Path(run_ranks("megatron", 2, layout="tp2", folder=LLAMA))
+
+
+@pytest.mark.parametrize("layout", ["tp2", exhaustive("dp2.zero1"), exhaustive("pp2"), exhaustive("pp2.vpp2")])
+def test_megatron_agrees_with_one_rank(layout: str, tensor_parallel: Path, run_ranks: Any) -> None:
+    one = run_ranks("megatron", 1, layout="dp1", folder=LLAMA)
+    many = tensor_parallel if layout == "tp2" else run_ranks("megatron", 2, layout=layout, folder=LLAMA)
     agree_closely(compare_records([one, many], threshold=None))
     assert list(read_run(many).parameters) == list(read_run(one).parameters)
 
 
-def test_megatron_fault_is_named_by_parameter(run_ranks: Any) -> None:
-    pytest.importorskip("megatron.core")
-    folder, fault = str(FIXTURES / "models" / "llama"), "decoder.layers.0.mlp.linear_fc2.weight"
-    runs = [run_ranks("megatron", 2, f"run{bad}", layout="tp2", folder=folder, fault=bad) for bad in ("", fault)]
-    pair = compare_records(runs, threshold=None).pairs[0]
+def test_megatron_fault_is_named_by_parameter(tensor_parallel: Path, run_ranks: Any) -> None:
+    fault = "decoder.layers.0.mlp.linear_fc2.weight"
+    wrong = run_ranks("megatron", 2, layout="tp2", folder=LLAMA, fault=fault)
+    pair = compare_records([tensor_parallel, wrong], threshold=None).pairs[0]
     assert pair.divergence is not None
     assert (pair.divergence.step, pair.divergence.name) == (0, "gradients")
     assert any(cause.startswith("What is wrong by itself is 3 times") for cause in likely_causes(pair, pair.divergence))
@@ -109,8 +117,8 @@ def test_megatron_fault_is_named_by_parameter(run_ranks: Any) -> None:
 @pytest.mark.parametrize("zero", [None, exhaustive(2)])
 def test_trl_fault_is_named_by_parameter(zero: int | None, run_ranks: Any) -> None:
     options = {"library": str(root("trl")), "zero": zero}
-    runs = [run_ranks("trl", 2, f"run{bad}", fault=bad, **options) for bad in ("", UP)]
-    again = run_ranks("trl", 2, "again", **options)
+    runs = [run_ranks("trl", 2, fault=bad, **options) for bad in ("", UP)]
+    again = run_ranks("trl", 2, **options)
     assert not compare_records([runs[0], again], threshold=None).differs
     pair = compare_records(runs, threshold=None).pairs[0]
     assert pair.divergence is not None
@@ -126,7 +134,7 @@ def test_fault_in_a_framework_is_named(library: str, run_ranks: Any) -> None:
     pythons = sorted(ROOT.glob(f".frameworks/{library}-*/bin/python"))
     if not pythons:
         pytest.skip(f"scripts/framework {library} makes its environment")
-    runs = [run_ranks(library, 2, f"run{bad}", python=str(pythons[-1]), fault=bad) for bad in ("", UP)]
+    runs = [run_ranks(library, 2, python=str(pythons[-1]), fault=bad) for bad in ("", UP)]
     pair = compare_records(runs, threshold=None).pairs[0]
     assert pair.divergence is not None
     assert (pair.divergence.step, pair.divergence.name) == (0, "gradients")
