@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from cells import exhaustive
+from cells import exhaustive, slow
 from resume_runs import Ranks
 
 from conformance.core.errors import UsageError
@@ -50,7 +50,7 @@ def test_a_resumed_training_drops_out_what_an_uninterrupted_one_does(
         ("plain", "dp3", "impl.interface.sharded_safetensors:TensorWriter.add", 0, True),
         exhaustive("fsdp2", "dp2", "torch.distributed.checkpoint.filesystem:FileSystemWriter.write_data", 1, False),
         exhaustive("deepspeed", "dp2.zero1", "torch:save", 1, False),
-        ("deepspeed", "dp2.zero1", "deepspeed.runtime.engine:copyfile", 0, False),
+        slow("deepspeed", "dp2.zero1", "deepspeed.runtime.engine:copyfile", 0, False),
         exhaustive("megatron", "tp2", f"{WRITER}.write_preloaded_data", 0, False),
         exhaustive("megatron", "tp2", "torch:save", 0, False),
     ],
@@ -91,7 +91,7 @@ def test_the_last_two_checkpoints_stay_and_rests_of_crashes_go(pool: Pool, tmp_p
         exhaustive("megatron", "tp2", MOMENTS),
     ],
 )
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["at-once", "behind"])
+@pytest.mark.parametrize("asynchronous", [slow(False, id="at-once"), pytest.param(True, id="behind")])
 def test_the_checkpoint_before_loads_wherever_a_save_is_killed(
     pool: Pool, tmp_path: Path, backend: str, layout: str, moments: int, asynchronous: bool
 ) -> None:
@@ -122,7 +122,7 @@ def test_the_checkpoint_before_loads_wherever_a_save_is_killed(
     ("backend", "layout"),
     [
         ("plain", "dp2"),
-        ("fsdp2", "dp2"),
+        slow("fsdp2", "dp2"),
         exhaustive("deepspeed", "dp2.zero1"),
         exhaustive("megatron", "tp2"),
         exhaustive("fsdp2", "dp2.tp2"),

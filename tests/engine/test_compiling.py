@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cells import cell_of, ranks_of
+from cells import cell_of, ranks_of, slow
 from torch._inductor import config
 
 from conformance.data.prepare import prepare_inputs
@@ -39,10 +39,10 @@ def test_ranks_that_compute_alike_take_no_kernel_by_the_clock(deterministic: boo
 @pytest.mark.parametrize(
     ("backend", "layout", "deterministic"),
     [
-        ("fsdp2", "dp2.compile", False),
+        slow("fsdp2", "dp2.compile", False),
         ("fsdp2", "tp2.compile", True),
         ("deepspeed", "dp2.zero2.compile", False),
-        ("deepspeed", "tp2.zero1.compile", True),
+        slow("deepspeed", "tp2.zero1.compile", True),
     ],
 )
 def test_ranks_compute_alike_where_tensors_are_cut(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from cells import BACKENDS, MICRO_BATCHES, cell_of, exhaustive, one_of_each_stage, small
+from cells import BACKENDS, MICRO_BATCHES, cell_of, exhaustive, one_of_each_stage, slow, small
 from side_sample import NAMES, SCENARIO, Change, scaled, write_oracle, write_record
 
 from conformance.backends.faults import catalogue, plant
@@ -158,7 +158,7 @@ def test_division_by_sequence_ranks_is_caught_with_its_factor(session: Session, 
     assert f"0.5 times the reference, which is {'1/(dp) or ' if 'dp' in layout else ''}1/({axis})" in verdict.reason
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [slow(0), slow(1), 2])
 def test_clipping_that_never_happens_is_caught_at_all_zero_stages(session: Session, stage: int) -> None:
     asked = cell_of("deepspeed", "sft-sgd", "llama", f"dp2.zero{stage}", "exact", "clip-never", steps=1)
     verdict = session.run(asked).verdict

@@ -12,6 +12,8 @@ import pytest
 import torch
 from judge_sample import OBSERVABLES, Change, Tensors, Values, evidence, scale, unchanged, verdict_of, write
 
+from conformance.core.host import FIXTURES
+from conformance.judge.layout_evidence import _all_are_recomputed
 from conformance.judge.rounding import expert_summands, measure_accumulation_precision
 from conformance.judge.tolerance import OF_ROWS, Measurement, allowed_errors
 from conformance.judge.verdict import judge
@@ -20,7 +22,7 @@ from conformance.records.step_tensors import Record
 from conformance.results.verdict import Verdict
 from conformance.spec.batch import Batch, Document, Row, expert_column
 from conformance.spec.layout import Layout
-from conformance.spec.scenario import parse_scenario
+from conformance.spec.scenario import load_scenario, parse_scenario
 
 
 def test_a_step_that_nothing_is_read_at_is_between_two_that_are(tmp_path: Path) -> None:
@@ -244,6 +246,16 @@ def test_recompute_evidence_ignores_attention(
     verdict = verdict_of(tmp_path, unchanged, layout="dp2.tp2.ckpt")
     claim = "dp2.tp2.ckpt: activations of all layers are recomputed"
     assert [finding.tensor for finding in verdict.findings] == ([] if honest else [claim])
+
+
+@pytest.mark.parametrize(("step", "tokens", "every"), [(0, 9, True), (0, 5, False), (1, 9, False)])
+def test_recomputation_after_forward_passes_without_training(step: int, tokens: int, every: bool) -> None:
+    """The step that begins a rollout of four steps has such passes, so what is recomputed is compared with tokens."""
+    scenario = load_scenario(FIXTURES / "scenarios" / "grpo.toml", model="models/llama", precision="exact")
+    began: Any = SimpleNamespace(number=step, tokens=10, work=lambda _: [7 * tokens])
+    sizes: Any = SimpleNamespace(experts=0, layers=2, linear=SimpleNamespace(layers=7))
+    ranks: Any = SimpleNamespace(recomputed=lambda: 0.3, nested=lambda: 0)
+    assert _all_are_recomputed(Layout(dp=2), ranks, scenario, sizes, began) is every
 
 
 @pytest.mark.parametrize(

@@ -98,6 +98,10 @@ def gives_half_of_its_rows(ranks: Ranks) -> None:
         rank["rows"] = rank["rows"][number % 2 :: 2]
 
 
+def changes_when_read(ranks: Ranks) -> None:
+    ranks[1]["changed_by_reading"] = 1
+
+
 def sends(ranks: Ranks) -> None:
     ranks[0]["moved"].append(["send", [0, 1], "forward", 1, 100])
 
@@ -154,6 +158,7 @@ def says_when(ranks: Ranks) -> None:
         ("dp2.sp2.zero1", keeps, ""),
         ("ulysses2.zero2", keeps, ""),
         ("dp2.zero1", gives_all_rows, "each rank gives the rows of its micro-batches and no others"),
+        ("dp2.rep2", changes_when_read, "weights are the same before and after they are read"),
         ("sp2.zero1", gives_half_of_its_rows, "each rank gives the rows of its micro-batches and no others"),
         ("dp2.zero1", works("forward", 0.1), "linear layers multiply all tokens, forward"),
         ("dp2.zero1", works("forward", 0), "linear layers multiply all tokens, forward"),

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cells import slow
 
 ROOT = Path(__file__).parents[2]
 
@@ -67,6 +68,38 @@ def runs(script: Any, monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], 
     return made
 
 
+# The Python of an environment: its pip keeps a requirement, and finds no package named broken.
+PYTHON = """#!/bin/bash
+installed=$(dirname "$0")/installed
+[ "$1" != -c ] || { sed -n 's/^toy==//p' "$installed" | tail -n 1; exit; }
+for word in "$@"; do
+    case $word in
+        toy==*) echo "$word" >>"$installed" ;;
+        *requirements.txt) grep == "$word" >>"$installed" ;;
+    esac
+done
+! grep -q ^broken "$installed" || { echo "ERROR: No matching distribution found for broken==3" >&2; exit 1; }
+"""
+
+
+@pytest.fixture(params=["stand-in", slow("pip")])
+def installer(request: pytest.FixtureRequest, script: Any, runs: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes environments by venv and pip, which takes 15 s, or with a stand-in for Python."""
+    run = subprocess.run
+
+    def make(command: Sequence[str], **options: Any) -> Any:
+        if command[1:3] != ["-m", "venv"]:
+            return run(command, **options)
+        (python := Path(command[3], "bin", "python")).parent.mkdir(parents=True)
+        python.write_text(PYTHON)
+        python.chmod(0o755)
+        return subprocess.CompletedProcess(command, 0)
+
+    if request.param == "stand-in":
+        monkeypatch.setattr(script.subprocess, "run", make)
+
+
+@pytest.mark.usefixtures("installer")
 def test_an_environment_is_made_once_and_the_cells_are_run(script: Any, runs: Any, tmp_path: Path, capsys: Any) -> None:
     options = ["--out", str(tmp_path / "out"), "--cells", "core-sft-*"]
     assert script.main(["broken", "toy", "no-such", *options]) == 1

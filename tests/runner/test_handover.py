@@ -1,7 +1,7 @@
 """Cells of several phases: one backend after the other, each in processes that have never seen the one before."""
 
 import pytest
-from cells import BACKENDS, HONEST, assert_honest, exhaustive, folder_of, record_of, small
+from cells import BACKENDS, HONEST, assert_honest, exhaustive, folder_of, record_of, slow, small
 from conftest import make_cell
 
 from conformance.matrix.cell import Cell, Handover, Phase
@@ -20,7 +20,8 @@ def program(scenario: str, model: str, *phases: tuple[str, str, int, Handover | 
     return Cell(scenario=config, phases=tuple(parts), program="legs")
 
 
-@pytest.mark.parametrize("model", ["pangu", exhaustive("qwen3")])
+# test_isolation shows phases, test_judge_handover their weights, and test_megatron_convert the names, in a fast run.
+@pytest.mark.parametrize("model", [slow("pangu"), exhaustive("qwen3")])
 def test_three_backends_hand_over_to_each_other_as_hugging_face_folders(session: Session, model: str) -> None:
     cell = program(
         "sft-packed",

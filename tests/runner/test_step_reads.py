@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cells import exhaustive, ranks_of
+from cells import exhaustive, ranks_of, slow
 
 from conformance.core.host import FIXTURES
 from conformance.runtime import Pool
@@ -44,8 +44,8 @@ def reads(pool: Pool, tmp_path: Path, backend: str, layout: str, *, accumulation
     ("backend", "layout"),
     [
         ("fsdp2", "dp2"),
-        ("deepspeed", "dp2.zero2"),
-        ("megatron", "dp2"),
+        slow("deepspeed", "dp2.zero2"),
+        slow("megatron", "dp2"),
         exhaustive("fsdp2", "tp2"),
         exhaustive("fsdp2", "sp2"),
         exhaustive("deepspeed", "dp2.zero1"),

@@ -41,6 +41,7 @@ BACKENDS = {
     "megatron": BackendEntry(name="megatron", target="impl.megatron.adapter:MegatronBackend"),
 }
 exhaustive = functools.partial(pytest.param, marks=pytest.mark.exhaustive)
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
 def one_of_each_stage(faults: Sequence[Fault], having: Callable[[str], Sequence[str]]) -> set[tuple[str, str]]:

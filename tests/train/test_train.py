@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import Any
 
 import pytest
-from cells import exhaustive
+from cells import exhaustive, slow
 from train_runs import ADAMW, Trainings, assert_same, lines_of, training, writing_to
 
 from conformance.core.host import FIXTURES
@@ -180,7 +180,7 @@ def test_a_training_does_not_go_on_with_other_roll_outs(trainings: Trainings, tm
     assert "the checkpoint has 1 updates on 2 prompts, but this training makes 1 per rollout of 4" in reason
 
 
-@pytest.mark.parametrize("backend", ["fsdp2", exhaustive("deepspeed"), exhaustive("megatron")])
+@pytest.mark.parametrize("backend", [slow("fsdp2"), exhaustive("deepspeed"), exhaustive("megatron")])
 def test_lengthened_schedule_is_refused_unless_rates_stay(trainings: Trainings, tmp_path: Path, backend: str) -> None:
     def lasting(steps: int, name: str, **optimizer: Any) -> TrainConfig:
         schedule = {"name": name, "total_steps": steps, "warmup_steps": 1}

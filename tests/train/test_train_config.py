@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import make_cell
 from safetensors.torch import load_file
 from train_runs import training
 
@@ -21,7 +22,7 @@ from impl.models.loading import load_model
 from impl.train import worker
 from impl.train.config import from_json, to_json
 from impl.train.loop import ModelSize, Speed, Stop, crosses, model_size, peak_of
-from impl.train.setup import check_save_path, is_value_model, write_critic
+from impl.train.setup import check_same_settings, check_save_path, is_value_model, settings_of, write_critic
 
 MODELS = FIXTURES / "models"
 
@@ -170,3 +171,29 @@ def test_exit_code_of_a_rank_tells_a_failure_from_wrong_usage(
     monkeypatch.setattr(worker, "train", fail)
     assert worker.main(str(file)) == code
     assert capsys.readouterr().err == f"error: {error}\n"
+
+
+@pytest.mark.parametrize(
+    ("schedule", "lr", "words"),
+    [
+        ("cosine", 3e-3, "schedule.total_steps 2, now 3; the learning rate would jump"),
+        ("constant", 0.1, "optimizer.lr 0.003, now 0.1"),
+        ("constant", 3e-3, ""),
+    ],
+)
+def test_only_a_schedule_of_the_same_rates_is_lengthened(schedule: str, lr: float, words: str) -> None:
+    before, now = (
+        make_cell(
+            "sft-sgd",
+            "llama",
+            "dp1",
+            "exact",
+            steps=steps,
+            schedule={"name": schedule, "total_steps": steps, "warmup_steps": 1},
+            optimizer={"name": "adamw", "lr": rate},
+        ).scenario
+        for steps, rate in ((2, 3e-3), (3, lr))
+    )
+    refused = pytest.raises(UsageError, match=words) if words else contextlib.nullcontext()
+    with refused:
+        check_same_settings(now, settings_of(before), step=2, source=Path("checkpoints"))
