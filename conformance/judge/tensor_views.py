@@ -177,9 +177,16 @@ class Lazy(Mapping[str, torch.Tensor]):
 
 
 def movement(weights: Tensors, start: Tensors) -> Tensors:
-    """Returns the distance of each weight from its start: an update is judged by its own size, not the weight's."""
-    names = (name for name in weights if name in start)
-    return Lazy(names, lambda name: weights[name].double() - start[name].double())
+    """Returns the distance of each weight from its start: an update is judged by its own size, not the weight's.
+
+    It is NaN if the weight has another shape than at its start.
+    """
+
+    def distance(name: str) -> torch.Tensor:
+        weight, first = weights[name].double(), start[name].double()
+        return weight - first if weight.shape == first.shape else torch.full_like(weight, math.nan)
+
+    return Lazy((name for name in weights if name in start), distance)
 
 
 @dataclass(frozen=True, kw_only=True)

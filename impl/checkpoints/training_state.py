@@ -12,6 +12,7 @@ position.
 """
 
 import dataclasses
+import hashlib
 import itertools
 import json
 import random
@@ -28,9 +29,9 @@ from pydantic.dataclasses import dataclass
 
 from conformance.backends.protocol import NamedTensors, TensorKind
 from conformance.core.errors import STRICT, UsageError, shown
-from conformance.core.io import read_json
+from conformance.core.io import check_file, read_json
 from conformance.spec.observables import STATE_KINDS
-from impl.interface.distributed import on_first
+from impl.interface.distributed import on_all_ranks, on_first
 from impl.interface.sharded_safetensors import FILE_SIZE, SliceReader, write_tensors
 from impl.interface.trainable import WrittenKind
 
@@ -112,6 +113,8 @@ def import_state(folder: Path, model: HasTrainingState) -> None:
             f"{folder / FILE} lacks the number of updates that the learning-rate schedule has counted; add it to "
             f'progress, as "schedule": 100.0'
         )
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    on_all_ranks(f"verifying {folder}", lambda: check_digests(folder, contents, rank=rank, ranks=ranks))
     for kind in contents["kinds"]:
         load_kind(model, kind, folder / kind)
     load_progress(model, contents["progress"])
@@ -128,10 +131,41 @@ def load_progress(model: HasTrainingState, progress: Mapping[str, float]) -> Non
     model.set_progress(progress)
 
 
-def write_contents(folder: Path, *, kinds: Sequence[WrittenKind], progress: Mapping[str, float]) -> None:
-    """Writes ``training_state.json``; call it in one process, after all other files are written."""
+def write_contents(
+    folder: Path, *, kinds: Sequence[WrittenKind], progress: Mapping[str, float], has_manifest: bool = True
+) -> None:
+    """Writes ``training_state.json``; call it in one process, after all other files are written.
+
+    has_manifest: the manifest of a checkpoint around the folder will have the digests; otherwise they are written here.
+    """
     contents = {"format": FORMAT, "version": VERSION, "kinds": list(kinds), "progress": dict(progress)}
-    (folder / FILE).write_text(json.dumps(contents, indent=1), encoding="utf-8")
+    digests = {} if has_manifest else {"sha256": {name: _digest(folder / name) for name in _tensor_files(folder)}}
+    (folder / FILE).write_text(json.dumps(contents | digests, indent=1), encoding="utf-8")
+
+
+def check_digests(folder: Path, contents: Mapping[str, Any], *, rank: int = 0, ranks: int = 1) -> None:
+    """Raises UsageError if a file has changed since it was written; ``contents`` may have no digests.
+
+    Each of ``ranks`` reads its own files.
+    """
+    digests, names = contents.get("sha256"), _tensor_files(folder)
+    if digests is None:
+        return
+    if not isinstance(digests, dict) or sorted(digests) != names:
+        raise UsageError(f"{folder / FILE} does not list the files of the folder; convert the checkpoint again")
+    for name in names[rank::ranks]:
+        if _digest(folder / name) != digests[name]:
+            raise UsageError(f"{folder / name} is damaged: its bytes have changed; convert the checkpoint again")
+
+
+def _tensor_files(folder: Path) -> list[str]:
+    return sorted(file.relative_to(folder).as_posix() for file in folder.glob("*/*.safetensors"))
+
+
+def _digest(path: Path) -> str:
+    check_file(path)
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_contents(folder: Path) -> dict[str, Any]:

@@ -44,6 +44,7 @@ def open_model(folder: Path) -> Checkpoint:
 def open_state(folder: Path) -> Checkpoint:
     """Opens a training state of impl.checkpoints.training_state."""
     contents = training_state.read_contents(folder)
+    training_state.check_digests(folder, contents)
     tensors = tuple(
         stored
         for kind in contents["kinds"]
@@ -301,4 +302,4 @@ def _write_state(target: Path, found: Checkpoint, report: Progress) -> None:
                 for name, tensor in _read(found, found.of_kind(kind), report):
                     # named_tensors yields steps as float64 scalars.
                     writer.add(name, tensor.double().reshape(()) if kind == "step" else tensor)
-        training_state.write_contents(folder, kinds=kinds, progress=found.progress)
+        training_state.write_contents(folder, kinds=kinds, progress=found.progress, has_manifest=False)

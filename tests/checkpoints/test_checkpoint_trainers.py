@@ -261,6 +261,19 @@ def test_damage_of_any_kind_gives_no_wrong_numbers(tmp_path: Path, kind: str, da
     assert not (tmp_path / "new").exists()
 
 
+def test_damaged_training_state_is_refused(tmp_path: Path) -> None:
+    save_deepspeed(tmp_path / "ckpt", weights_of("llama"))
+    state = tmp_path / "state"
+    convert(tmp_path / "ckpt", state, to="state", model=None, report=lambda *_: None)
+    assert open_state(state).tensors
+    flip(state / "weight" / "model.safetensors")
+    with pytest.raises(UsageError, match=r"weight/model\.safetensors is damaged: its bytes have changed"):
+        to_hf(state)
+    (state / "weight" / "model.safetensors").rename(state / "weight" / "other.safetensors")
+    with pytest.raises(UsageError, match=r"training_state\.json does not list the files of the folder"):
+        to_hf(state)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_nan_is_kept_where_it_was(tmp_path: Path, kind: str) -> None:
     weights = weights_of("llama")

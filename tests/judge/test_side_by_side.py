@@ -29,7 +29,7 @@ from side_sample import (
 
 from conformance.cli import main as cli
 from conformance.judge.side_by_side import write_side_by_side
-from conformance.judge.tensor_views import floor_of_tensors
+from conformance.judge.tensor_views import floor_of_tensors, movement
 from conformance.judge.tolerance import EXACT
 from conformance.records.step_tensors import read_record
 from conformance.results.output_folders import slim
@@ -250,6 +250,11 @@ def test_what_is_missing_misshapen_or_no_number_is_infinitely_far(tmp_path: Path
     group = group_of(write_run(tmp_path / "out", {FSDP2_TP: change}))
     assert pair_of(group, FSDP2, FSDP2_TP)["gradients"]["observed"] == "inf"
     assert "fsdp2 dp2.tp2 stands alone: gradients inf from the oracle" in group["text"]
+
+
+@pytest.mark.parametrize("shape", [(2, 4), (1, 3)])
+def test_weight_that_changed_its_shape_moved_by_nan(shape: tuple[int, ...]) -> None:
+    assert movement({"a": torch.ones(2, 3)}, {"a": torch.ones(shape)})["a"].isnan().all()
 
 
 def test_a_backend_without_a_norm_of_its_own_is_not_compared_in_it(tmp_path: Path) -> None:

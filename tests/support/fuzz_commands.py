@@ -326,7 +326,8 @@ def checkpoint(case: Case) -> Use:
     before = target.read_bytes()
     changed = flip if name.endswith(WITH_DIGESTS) or rng.random() < 0.4 else damage
     changed(rng, target)
-    never = 0 if name.endswith(WITH_DIGESTS) and target.read_bytes() != before else None
+    with_digests = name.endswith(WITH_DIGESTS) or (name == "state" and changed is flip and target.suffix != ".json")
+    never = 0 if with_digests and target.read_bytes() != before else None
     if rng.random() < 0.4:
         return command(case, ["inspect", str(folder), *rng.choice(([], ["--json"]))], never=never)
     new, to = case.out / "new", rng.choice(("state", "hf", "hf"))
