@@ -326,6 +326,5 @@ def judge_sampled_again(name: str, observed: Sequence[Sampled], alone: Sequence[
         pairs.append((x.logprobs[: len(same)], y.logprobs[: len(same)]))
         changed += x.tokens != y.tokens
     check = judge_invariance(name, *zip(*pairs, strict=True), allowed=allowed)
-    return replace(
-        check, text=f"{check.text}; {changed} of {len(pairs)} responses have other tokens" * bool(changed) or check.text
-    )
+    text = check.text if any(len(x) for x, _ in pairs) else "no token to compare"
+    return replace(check, text=f"{text}; {changed} of {len(pairs)} responses have other tokens" if changed else text)
