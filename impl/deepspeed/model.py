@@ -87,7 +87,7 @@ class DeepspeedModel(HuggingFaceModel):
             return
         recompute_activations(model, self.options)
         own = "ownopt" in self.options  # DeepSpeed builds the optimizer itself
-        explicit = self.adapted is not None or plans_the_head_alone(model)
+        explicit = self.adapter is not None or plans_the_head_alone(model)
         self.settings = training_settings(self.context.config, optimizer, model, explicit=explicit)
         self._initialize(
             model,
@@ -120,7 +120,7 @@ class DeepspeedModel(HuggingFaceModel):
             stack.enter_context(global_state.equal_on_all_ranks())
             if self.context.config.tier.is_exact:
                 stack.enter_context(global_state.any_dtype())
-            if self.adapted and layout.tp > 1:
+            if self.adapter and layout.tp > 1:
                 stack.enter_context(global_state.adapted_layers_opened())
             self.model = model
             self.engine, self.optimizer, *_ = deepspeed.initialize(

@@ -32,7 +32,7 @@ class HuggingFaceModel:
     model: transformers.PreTrainedModel
     skipped: bool = False
     routers: Routers | None = None
-    adapted: Any = None  # peft's PeftModel, if the model has an adapter
+    adapter: Path | None = None  # the folder of the adapter, if the model has one
 
     def __init__(self, context: MeshContext, head: Head) -> None:
         self.context, self.head = context, head
@@ -50,7 +50,8 @@ class HuggingFaceModel:
         return model
 
     def add_adapter(self, model: transformers.PreTrainedModel, folder: Path) -> None:
-        self.adapted = load_adapter(model, folder)
+        load_adapter(model, folder)
+        self.adapter = folder
         if "dropout" in self.options:
             set_dropout(model, DROPOUT_RATE)
 
@@ -134,7 +135,7 @@ class HuggingFaceModel:
 
     def save_model(self, path: Path, *, dtype: Dtype = "source") -> None:
         weights = self.named_tensors("weight")
-        write_model(path, source=self.source, weights=weights, dtype=dtype, adapted=self.adapted)
+        write_model(path, source=self.source, weights=weights, dtype=dtype, adapter=self.adapter)
 
     def save_merged(self, path: Path, *, dtype: Dtype = "source") -> None:
         write_merged(path, dtype=dtype, write=self.save_model, trusted=self.context.config.trust_remote_code)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from conformance.backends.engines import Decoding, EngineInfo, NotSupported
 from conformance.core.errors import UsageError
+from conformance.models.folders import weight_files
 from conformance.spec.layout import Layout
 from conformance.spec.precision import PRECISIONS, Precision, PrecisionName
 
@@ -121,7 +122,7 @@ class MegatronEngine:
         from impl.megatron.tensors import read_weights
 
         check_weights(folder, shape)
-        read_weights([model], shape, folder, device=self._device)
+        read_weights([model], shape, weight_files(folder), device=self._device)
 
     def _serving(self, model: Any, config: Any) -> Any:
         from megatron.core.inference.contexts import StaticInferenceContext

@@ -42,6 +42,7 @@ SEAMS: Mapping[str, str] = {
     # Parallelism
     "shard_inputs": "(inputs, source) -> the part of a micro-batch that this context-parallel rank holds",
     "merge_blocks": "(out, lse, block_out, block_lse, slice_=None) -> accumulated out and lse of ring attention",
+    "add_adapters": "(part of a model, shape): adds adapters without numbers",
     "pipeline_schedule": "(stage, number of micro-batches, loss) -> schedule of torch's pipelines",
     "norm_of_stages": "(pipeline, norm of a stage) -> norm of the gradients of all stages",
     "pipeline_config": "(...) -> configuration of pipeline communication, with megatron-core's options",

@@ -59,6 +59,21 @@ def batched_p2p(pipeline_config: Function, *arguments: Any) -> Any:
 
 
 @MODEL_PARALLEL_FAULTS.add(
+    summary="the whole matrix of an adapter is not marked, so its gradient is of one part of the sequence",
+    source="https://github.com/modelscope/mcore-bridge/pull/173",
+    stage="gradients",
+    cells=sft("sft-lora", "llama", megatron="tp2.seqpar"),
+    blind=("loss",),
+    needs="adapters, tp of 2 or more, and seqpar",
+)
+def adapter_not_marked(add_adapters: Function, chunk: Any, *arguments: Any) -> None:
+    add_adapters(chunk, *arguments)
+    for name, parameter in chunk.named_parameters():
+        if "lora" in name:
+            parameter.sequence_parallel = False
+
+
+@MODEL_PARALLEL_FAULTS.add(
     summary="torch's pipeline divides gradients by the number of micro-batches, by which the loss is divided already",
     source="https://github.com/pytorch/torchtitan/issues/1733",
     stage="gradients",

@@ -24,7 +24,7 @@ from conformance.spec.conventions import RoundedMasters, RouterLossByMicroBatch,
 from conformance.spec.known_defects import Defect, ExpectedDifference, PaddedSoftmax
 from conformance.spec.layout import Layout
 from conformance.spec.precision import HALF_PRECISIONS, Precision
-from conformance.spec.scenario import Scenario
+from conformance.spec.scenario import LoraConfig, Scenario
 from impl.context_parallel.support import INSTALL, RING_MODULES, available, ring_support
 from impl.engine.adapter import SHARED_SEAMS, VOCABULARY_SEAMS, ReferenceBackend, seams_of_model
 from impl.engine.memory_estimate import Shapes, States, cut, elements, layer_of
@@ -159,6 +159,20 @@ def _engine_support(scenario: Scenario, layout: Layout, shape: ModelShape) -> Su
     return Supported()
 
 
+def _adapters_refused(scenario: Scenario, lora: LoraConfig, layout: Layout, shape: ModelShape) -> str:
+    """Explains why the adapters of a cell are not built in; empty if they are."""
+    if shape.mixture or shape.latent or shape.fused or "te" in layout.options:
+        return (
+            "adapters of experts, of latent attention, of projections that Hugging Face fuses, and beside te "
+            "are not built in for megatron; use fsdp2"
+        )
+    if scenario.tier.is_loss_scaled:
+        return "a frozen base has no float32 masters, and fp16 rounds it; use bf16, whose digits published weights have"
+    if lora.names_layers and layout.pp > 1:
+        return "a pipeline stage without an adapter has nothing to train; use targets of all layers, or pp1"
+    return ""
+
+
 def states_of(layout: Layout, tier: Precision, shapes: Shapes, trained: bool) -> States:
     """Estimates the memory that a model needs on a rank of the largest pipeline stage.
 
@@ -231,6 +245,7 @@ class MegatronBackend(ReferenceBackend):
         "layer_numbers": "impl.megatron.tensors:layer_numbers",
         "reduce_norms": "megatron.core.distributed.finalize_model_grads:_allreduce_non_tensor_model_parallel_grads",
         "reduce_tie": "megatron.core.distributed.finalize_model_grads:_allreduce_word_embedding_grads",
+        "add_adapters": "impl.megatron.model:add_adapters",
         "routers_of": "impl.megatron.gpt_model:number_routers",
         "permute_tokens": "megatron.core.transformer.moe.token_dispatcher:permute",
         "gather_shared_key": ("megatron.core.transformer.multi_latent_attention:gather_from_sequence_parallel_region"),
@@ -257,8 +272,8 @@ class MegatronBackend(ReferenceBackend):
             return Unsupported("dropout in attention not built in for megatron; set attention_dropout to 0.0")
         if scenario.optimizer.frozen and scenario.tier.is_half:
             return Unsupported("a frozen parameter has no float32 master, so it is rounded; use fp32")
-        if scenario.lora:
-            return Unsupported("megatron-core has no adapters, and peft does not support its layers; use fsdp2")
+        if scenario.lora and (refused := _adapters_refused(scenario, scenario.lora, layout, shape)):
+            return Unsupported(refused)
         schedule = scenario.schedule
         if schedule.name == "cosine" and scenario.steps > schedule.total_steps + 1:
             return Unsupported(

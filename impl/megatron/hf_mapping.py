@@ -7,7 +7,7 @@ time, so a rank reads only its own rows and columns from a file.
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from itertools import groupby
+from itertools import accumulate, groupby
 from pathlib import Path
 
 import torch
@@ -25,6 +25,14 @@ HEAD = "output_layer.weight"
 _LAYER = "decoder.layers."
 CORRECTION = "mlp.router.expert_bias"  # a buffer that is added to the scores when experts are chosen
 _EXPERT = re.compile(r"(.*mlp\.experts\.local_experts\.)(\d+)(\.linear_fc[12]\.(?:weight|bias))")
+_ADAPTER = re.compile(r"(.*)\.(?:self_attention|mlp)\.adapter_(\w+)(?:\.lora_([ab]))?")
+# The linear layer of a layer that computes a projection of Hugging Face.
+LINEAR = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "self_attention.linear_qkv"),
+    "o_proj": "self_attention.linear_proj",
+    **dict.fromkeys(("gate_proj", "up_proj"), "mlp.linear_fc1"),
+    "down_proj": "mlp.linear_fc2",
+}
 # The norms in front of linear layers, as TransformerEngine's layers hold them, and megatron-core's checkpoints.
 FUSED = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
@@ -45,7 +53,13 @@ def layer_parameters(shape: ModelShape, layer: int) -> tuple[str, ...]:
         *(["self_attention.linear_proj.bias"] if shape.output_bias else []),
         "pre_mlp_layernorm.weight",
         *_mlp_parameters(shape, layer),
+        *_adapter_parameters(shape, layer),
     )
+
+
+def _adapter_parameters(shape: ModelShape, layer: int) -> tuple[str, ...]:
+    of_layer = shape.adapters.of_layer(layer) if shape.adapters else ()
+    return tuple(f"{LINEAR[one].partition('.')[0]}.adapter_{one}.lora_{part}" for one in of_layer for part in "ab")
 
 
 def _grouped_parameters(shape: ModelShape) -> tuple[str, ...]:
@@ -144,17 +158,37 @@ def parts(name: str, shape: ModelShape, tp: Rank) -> tuple[Part, ...]:
     prefix = f"model.layers.{number}."
     if found := _EXPERT.fullmatch(name):
         return (_of_expert(f"{prefix}mlp.experts.", int(found[2]), found[3], shape, tp),)
+    if (found := _ADAPTER.fullmatch(name)) and shape.adapters:
+        return (_of_adapter(base_part(name, shape, tp), found[3], shape.adapters.rank),)
     if shape.latent and kind.startswith("self_attention.") and "linear_proj" not in kind:
         return (_of_latent(prefix, kind, shape, shape.latent, tp),)
     return _LAYER_PARTS[kind](prefix, shape, tp)
 
 
+def base_part(name: str, shape: ModelShape, tp: Rank) -> Part:
+    """Returns the part of the frozen weight that an adapter is added to. ``name``: of the adapter or its matrix."""
+    found = _ADAPTER.fullmatch(name)
+    assert found, name
+    weight = parts(f"{found[1]}.{LINEAR[found[2]]}.weight", shape, tp)
+    return next(part for part in weight if part.name.endswith(f".{found[2]}.weight"))
+
+
+def _of_adapter(base: Part, matrix: str, rank: int) -> Part:
+    """Returns a rank's share of A (rank, in) or B (out, rank): the columns or rows that it has of the frozen weight."""
+    rows, columns = base.shape
+    shape, dim = ((rank, columns), 1) if matrix == "a" else ((rows, rank), 0)
+    starts = accumulate((span.length for span in base.spans), initial=0)
+    spans = tuple(span._replace(own=start) for span, start in zip(base.spans, starts, strict=False))
+    name = f"{base.name.removesuffix('.weight')}.lora_{matrix.upper()}.weight"
+    return Part(name=name, shape=shape, dim=dim, spans=spans) if dim == base.dim else Part(name=name, shape=shape)
+
+
 def is_trained(name: str, shape: ModelShape, optimizer: OptimizerConfig) -> bool:
-    """Whether the parameter ``name`` is trained; a router's correction bias never is, because it is a buffer.
+    """Whether the parameter ``name`` is trained: if there are adapters, only these; never a router's correction bias.
 
     Raises UsageError if ``optimizer`` freezes only some of its parts.
     """
-    if name.endswith(CORRECTION):
+    if name.endswith(CORRECTION) or (shape.adapters and not _ADAPTER.fullmatch(name)):
         return False
     wanted = {part.name: optimizer.trains(part.name) for part in parts(name, shape, Rank(rank=0, size=1))}
     if len(set(wanted.values())) > 1:

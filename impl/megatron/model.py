@@ -23,7 +23,7 @@ from conformance.backends.protocol import NamedTensors, Shard, TensorKind, Trace
 from conformance.core.errors import UsageError
 from conformance.models.folders import weight_files
 from conformance.spec.observables import Head
-from conformance.spec.scenario import OptimizerConfig, ScheduleConfig
+from conformance.spec.scenario import WEIGHTS_FILE, OptimizerConfig, ScheduleConfig
 from impl.context_parallel.ring_attention import RingAttention
 from impl.interface.micro_batches import Loss, MicroBatch, Outputs, RouterTerms, Wanted, set_mode
 from impl.interface.sharded_safetensors import SliceReader
@@ -51,10 +51,11 @@ from impl.megatron.gpt_model import (
     transformer_config,
 )
 from impl.megatron.hf_mapping import all_parameters, check_weights, is_trained
+from impl.megatron.lora import add_adapters, with_adapters
 from impl.megatron.model_config import read_shape, stages
 from impl.megatron.router import StepLoss, gathered, release
 from impl.megatron.tensors import ModelTensors, parameter_names, read_weights, release_trained, weight_tensors
-from impl.models.export import write_model
+from impl.models.export import write_merged, write_model
 from impl.models.outputs import from_last_stage, outputs_of
 
 
@@ -85,6 +86,7 @@ class MegatronModel:
     optimizer: Any
     scheduler: Any
     skipped: bool = False
+    adapter: Path | None = None  # the folder of the adapter, if the model has one
 
     def __init__(self, context: ModelContext, head: Head) -> None:
         self.context, self.head = context, head
@@ -115,8 +117,15 @@ class MegatronModel:
                 leave_padding_token(chunks[0], self.shape.padding_token)
         return torch.nn.ModuleList(chunks).train()
 
+    def add_adapter(self, model: torch.nn.ModuleList, folder: Path) -> None:
+        self.adapter, self.shape = folder, with_adapters(self.shape, folder)
+        with self.context.placed():
+            for chunk in model:
+                add_adapters(chunk, self.shape)
+
     def prepare(self, model: torch.nn.ModuleList, optimizer: OptimizerConfig | None, schedule: ScheduleConfig) -> None:
         self.optimizer = None
+        files = [*weight_files(self.source), *([self.adapter / WEIGHTS_FILE] if self.adapter else [])]
         trained = [] if optimizer is None else self._freeze(model, optimizer)
         with self.context.placed():
             self.chunks = [Float16Module(self.model_config, chunk) if self.half else chunk for chunk in model]
@@ -124,7 +133,7 @@ class MegatronModel:
                 model.eval().requires_grad_(False)
             else:
                 self.reduce_gradients()
-            read_weights(model, self.shape, self.source, device=self.context.config.device)
+            read_weights(model, self.shape, files, device=self.context.config.device)
             if optimizer is not None:
                 self.optimizer = self.create_optimizer(model, optimizer)
                 self.scheduler = scheduler(self.optimizer, optimizer, schedule)
@@ -132,7 +141,7 @@ class MegatronModel:
         self.tensors = ModelTensors(list(model), optimizers, self.shape, self.stages, trained=trained)
         if optimizer and self.half and "shipped" not in self.options:
             # megatron-core copies the masters from the rounded model (docs/findings/megatron-rounded-masters.md).
-            with SliceReader(weight_files(self.source), device=self.context.config.device) as read, torch.no_grad():
+            with SliceReader(files, device=self.context.config.device) as read, torch.no_grad():
                 self.tensors.write_masters(read)
         self._configure_schedule()
 
@@ -419,7 +428,11 @@ class MegatronModel:
         )
 
     def save_model(self, path: Path, *, dtype: Dtype = "source") -> None:
-        write_model(path, source=self.source, weights=self.named_tensors("weight"), dtype=dtype)
+        weights = self.named_tensors("weight")
+        write_model(path, source=self.source, weights=weights, dtype=dtype, adapter=self.adapter)
+
+    def save_merged(self, path: Path, *, dtype: Dtype = "source") -> None:
+        write_merged(path, dtype=dtype, write=self.save_model, trusted=self.context.config.trust_remote_code)
 
     def teardown(self) -> None:
         for chunk in self.__dict__.get("chunks", ()):

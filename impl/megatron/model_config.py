@@ -219,6 +219,20 @@ VALUE_HEAD = "score.weight"  # (1, hidden), in place of the language head: trans
 
 
 @dataclass(frozen=True, kw_only=True)
+class Adapters:
+    """Holds the size of adapters, and the Hugging Face modules that have one."""
+
+    rank: int
+    scale: float
+    targets: tuple[str, ...]
+
+    def of_layer(self, layer: int) -> tuple[str, ...]:
+        """Returns the names of a layer's projections that have an adapter, such as ``q_proj``."""
+        prefix = f"model.layers.{layer}."
+        return tuple(target.rpartition(".")[2] for target in self.targets if target.startswith(prefix))
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelShape:
     """Holds the sizes and switches of a model.
 
@@ -228,7 +242,7 @@ class ModelShape:
     gradient where the token is an input. fused, sinks: see Family. rotary_share: share of a head's numbers, from the
     first one on, that rotary positions turn. attention_dropout: probability; only 0 or switched-off dropout is
     supported. mixture: experts, None without. latent: latent attention, in which head_dim is the width of queries and
-    keys; None for grouped queries.
+    keys; None for grouped queries. adapters: LoRA, None without.
     """
 
     layers: int
@@ -256,6 +270,7 @@ class ModelShape:
     head: Head = "causal"
     mixture: Mixture | None = None
     latent: Latent | None = None
+    adapters: Adapters | None = None
 
     @property
     def attended(self) -> int:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 
+from conformance.spec.scenario import FILE_PREFIX
 from impl.interface.sharded_safetensors import SliceReader
 
 
@@ -106,8 +107,9 @@ _EXPERT = re.compile(r"(.*\.mlp\.experts\.)(\d+)\.(gate_proj|up_proj|down_proj)\
 
 
 def name_in(files: SliceReader, name: str) -> str:
-    """Returns the name that a tensor of a mixture's layer has in these files."""
-    return name if name in files else name.replace(".mlp.", ".block_sparse_moe.")
+    """Returns the name that a tensor of an adapter or of a mixture's layer has in these files."""
+    known = (one for one in (name, FILE_PREFIX + name) if one in files)
+    return next(known, name.replace(".mlp.", ".block_sparse_moe."))
 
 
 def read_expert(files: SliceReader, name: str, expert: int, *, dim: int, start: int, stop: int) -> torch.Tensor:

@@ -17,7 +17,6 @@ from megatron.core import parallel_state
 
 from conformance.backends.protocol import NamedTensors, Shard, TensorKind
 from conformance.core.errors import UsageError
-from conformance.models.folders import weight_files
 from impl.engine.optimizers import update_count
 from impl.interface.sharded_safetensors import SliceReader
 from impl.interface.trainable import WrittenKind
@@ -399,9 +398,9 @@ def release_trained(chunks: Iterable[torch.nn.Module]) -> None:
                 parameter.data = parameter.new_zeros(()).expand(parameter.shape)
 
 
-def read_weights(chunks: Iterable[torch.nn.Module], shape: ModelShape, folder: Path, *, device: str) -> None:
-    """Reads this rank's part of the model, and nothing else, from the files in ``folder``."""
-    with SliceReader(weight_files(folder), device=device) as read, torch.no_grad():
+def read_weights(chunks: Iterable[torch.nn.Module], shape: ModelShape, files: list[Path], *, device: str) -> None:
+    """Reads this rank's part of the model, and nothing else, from ``files``."""
+    with SliceReader(files, device=device) as read, torch.no_grad():
         for chunk in chunks:
             names = parameter_names(chunk)
             for name, parameter in weight_tensors(chunk).items():

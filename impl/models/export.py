@@ -33,13 +33,13 @@ def write_model(
     source: Path,
     weights: NamedTensors,
     dtype: Dtype,
-    adapted: Any = None,
+    adapter: Path | None = None,
     file_size: int = FILE_SIZE,
 ) -> None:
     """Writes ``weights`` and the other files of the Hugging Face folder ``source`` into ``folder``; collective.
 
     dtype: ``masters`` keeps the dtype of ``weights``, ``source`` gives each tensor the dtype that it has in ``source``.
-    adapted: peft's model, if some of the weights are those of an adapter. The adapter is written into the folder
+    adapter: the folder of the adapter that some of the weights are of. The adapter is written into the folder
         ADAPTER in the dtype of the masters.
 
     The first rank calls ``check_target`` and ``write_folder``; an error there is raised on all ranks.
@@ -48,7 +48,7 @@ def write_model(
     on_first(doing, lambda: check_target(folder, source=source))
     try:
         if dist.get_rank() == 0:
-            write_folder(folder, source=source, weights=weights, dtype=dtype, adapted=adapted, file_size=file_size)
+            write_folder(folder, source=source, weights=weights, dtype=dtype, adapter=adapter, file_size=file_size)
     except Exception as error:
         failed = error
     drain(weights)
@@ -69,7 +69,7 @@ def write_folder(
     source: Path,
     weights: Iterable[tuple[str, torch.Tensor]],
     dtype: Dtype,
-    adapted: Any = None,
+    adapter: Path | None = None,
     file_size: int = FILE_SIZE,
 ) -> None:
     """Writes the folder in one process, and replaces an older folder when the new one is complete.
@@ -94,7 +94,8 @@ def write_folder(
                 writer.add(name, weight.detach().to(dtype_to_write))
                 del weight  # before the next one is gathered
         if adapter_weights:
-            write_adapter(draft / ADAPTER, adapted, adapter_weights)
+            assert adapter, "weights of an adapter come from a folder with its configuration"
+            write_adapter(draft / ADAPTER, adapter, adapter_weights)
         _set_dtype(draft / CONFIG, str(written.most_common(1)[0][0]).removeprefix("torch."))
 
 

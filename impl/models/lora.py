@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 
 from conformance.backends.protocol import NamedTensors, Support, Supported, Unsupported
 from conformance.core.errors import UsageError
@@ -102,13 +103,11 @@ def trained_names(model: torch.nn.Module, config: OptimizerConfig) -> frozenset[
     return frozenset(name for name in candidates if config.trains(name))
 
 
-def write_adapter(folder: Path, adapted: Any, weights: Mapping[str, torch.Tensor]) -> None:
-    """Writes an adapter with these weights in peft's format. ``adapted``: the result of ``load_adapter``."""
-    live = {}
-    for name, tensor in weights.items():
-        module, part, _ = name.rsplit(".", 2)
-        live[f"{FILE_PREFIX}{module}.{part}.{NAME}.weight"] = tensor
-    adapted.save_pretrained(str(folder), state_dict=live, save_embedding_layers=False)
+def write_adapter(folder: Path, source: Path, weights: Mapping[str, torch.Tensor]) -> None:
+    """Writes an adapter with these weights in peft's format, with the configuration of the one in ``source``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(source / CONFIG_FILE, folder / CONFIG_FILE)
+    save_file({FILE_PREFIX + name: tensor.contiguous() for name, tensor in weights.items()}, folder / WEIGHTS_FILE)
 
 
 def merge_adapter(model: torch.nn.Module, folder: Path) -> dict[str, torch.Tensor]:

@@ -93,7 +93,6 @@ class TrainOptions:
     lora_rank: int | None = option(
         "train adapters of this rank (LoRA) on the frozen policy (default: none, the whole policy is trained)",
         most=2**16,
-        unsupported={"megatron": "megatron-core has no adapters; use fsdp2 or deepspeed"},
     )
     lora_alpha: int | None = option("adapters are scaled by this / rank (default: 16)", most=2**16)
     target_modules: str | None = option("linear layers with an adapter, such as q_proj,v_proj (default: all-linear)")

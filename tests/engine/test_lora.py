@@ -158,6 +158,9 @@ def test_another_seed_has_another_adapter_and_a_reference_is_the_base(tmp_path: 
         ("deepspeed", "sft-lora", "llama", "sp2.zero1"),
         ("deepspeed", "sft-lora", "llama", "ulysses2.zero3"),
         ("deepspeed", "sft-lora", "gemma3", "dp2.zero3.ckpt.offload"),
+        ("megatron", "sft-lora", "llama", "tp2.seqpar"),
+        ("megatron", "sft-lora", "qwen3", "dp2.pp2.zero1.ckpt"),
+        ("megatron", "grpo-lora", "pangu", "sp2"),
     ],
 )
 def test_exact(session: Session, backend: str, name: str, model: str, layout: str) -> None:
@@ -185,6 +188,7 @@ def _moved(tensor: torch.Tensor, before: torch.Tensor) -> bool:
         ("fsdp2", "tp2"),
         *(("deepspeed", f"dp2.zero{stage}") for stage in (1, 2, 3)),
         ("deepspeed", "tp2"),
+        ("megatron", "tp2.seqpar"),
     ],
 )
 def test_lower_precisions_are_as_good_as_a_single_process(
@@ -219,6 +223,9 @@ def program(backends: str, layouts: str, save: Handover, *faults: str, precision
         ("deepspeed-to-deepspeed", "dp2.zero3-to-dp2.zero3", "checkpoint"),
         ("deepspeed-to-deepspeed", "dp2.zero2-to-tp2.zero3", "state"),
         ("deepspeed-to-fsdp2", "dp2.zero3-to-tp2", "export"),
+        ("megatron-to-megatron", "tp2.seqpar-to-pp2", "checkpoint"),
+        ("megatron-to-fsdp2", "tp2-to-dp2", "merge"),
+        ("fsdp2-to-megatron", "dp2-to-tp2", "state"),
     ],
 )
 def test_a_training_of_adapters_goes_on(session: Session, backends: str, layouts: str, save: Handover) -> None:
@@ -361,7 +368,8 @@ def test_frozen_patterns_are_about_adapters(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("backend", "layout", "precision", "lora", "advice"),
     [
-        ("megatron", "dp2", "exact", {}, "megatron-core has no adapters.*use fsdp2"),
+        ("megatron", "dp2", "fp16", {}, "fp16 rounds it; use bf16"),
+        ("megatron", "pp2", "exact", {"target_modules": ["layers.0.self_attn.q_proj"]}, "nothing to train; .*pp1"),
         ("deepspeed", "dp2", "fp16", {}, "fp16 rounds it; use bf16"),
         ("fsdp2", "tp2", "exact", {"target_modules": ["layers.0.self_attn.q_proj"]}, "layout option 'plan'"),
     ],

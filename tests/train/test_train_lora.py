@@ -77,7 +77,7 @@ def test_the_start_is_the_base_and_follows_from_the_seed(tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     ("backend", "layout"),
-    [exhaustive(*one) for one in (("fsdp2", "dp2"), ("fsdp2", "tp2"), ("deepspeed", "dp2.zero2"))],
+    [exhaustive(*one) for one in (("fsdp2", "dp2"), ("fsdp2", "tp2"), ("deepspeed", "dp2.zero2"), ("megatron", "tp2"))],
 )
 def test_lora_training_saves_adapter_apart_or_merged(
     trainings: Trainings, tmp_path: Path, backend: str, layout: str
@@ -115,7 +115,8 @@ def test_responses_are_sampled_from_the_policy_with_its_adapter(
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    ("backend", "layout"), [("fsdp2", "tp2"), ("fsdp2", "sp2"), ("deepspeed", "dp2.zero2"), ("deepspeed", "dp2")]
+    ("backend", "layout"),
+    [("fsdp2", "tp2"), ("fsdp2", "sp2"), ("deepspeed", "dp2.zero2"), ("deepspeed", "dp2"), ("megatron", "pp2")],
 )
 @pytest.mark.parametrize("kind", ["sft", "grpo", "ppo"])
 def test_all_backends_and_layouts_train_the_same(
@@ -162,7 +163,6 @@ def test_options_become_adapters() -> None:
         ("fsdp2", "--lora-rank 4 --lora-save merged", "needs a folder; give --save-path"),
         ("fsdp2", "--lora-rank 0", "--lora-rank must be 1 or more"),
         ("deepspeed", "--lora-rank 4 --param-dtype fp16", "fp16"),
-        ("megatron", "--lora-rank 4", "megatron-core has no adapters; use fsdp2 or deepspeed"),
     ],
 )
 def test_what_no_adapter_can_be_is_refused_with_advice(backend: str, said: str, told: str) -> None:
