@@ -205,6 +205,10 @@ class ServedEngine:
     def end(self) -> None:
         """Leaves nothing running."""
 
+    @property
+    def is_running(self) -> bool:
+        return True
+
     def start(self, folder: Path, precision: PrecisionName, settings: Mapping[str, Any]) -> None:
         if precision not in self.info.precisions:
             raise NotSupported(f"computes in {', '.join(self.info.precisions)}, not in {precision}")
@@ -295,6 +299,10 @@ class EngineProcess(ServedEngine):
 
     def end(self) -> None:
         self._stack.close()
+
+    @property
+    def is_running(self) -> bool:
+        return self._process.process.poll() is None
 
     def _call(self, method: str, **arguments: Any) -> dict[str, Tensor]:
         file = self._folder / "answer.safetensors"

@@ -263,7 +263,13 @@ def _updated(engine: ServedEngine, name: str, way: str, update: Update) -> Check
 
     engine.next_token(old.requests.prompts, vocab_size)  # fills a prefix cache, which an update has to reset
     raised = _raised(engine, way, new.folder)
-    scored = engine.score(documents)
+    try:
+        scored = engine.score(documents)
+    except EngineFailed as error:
+        if not engine.is_running:
+            raise
+        text = f"{f'raised: {raised}' if raised else 'no error'}; the engine answers nothing any more: {error}"
+        return Check(name=name, state="unsupported" if raised else "differs", text=text[:LONGEST])
     found = update.explain(scored)
     if raised and found.state == "stale":
         return check("unsupported", f"raised, and left the old weights: {raised}", new.documents, scored)

@@ -182,17 +182,18 @@ def test_unknown_way_or_fault_is_a_usage_error() -> None:
         plant(["stale-weight"], faulty.OneWay, faults_of(faulty.OneWay)).__enter__()
 
 
-class DiesInOneWay(faulty.OneWay):
-    """Answers nothing after an update in its first way."""
+class DiesInTwoWays(faulty.OneWay):
+    """Answers nothing after an update in two of its ways, of which one raises."""
 
     @classmethod
     def describe(cls) -> EngineInfo:
-        return replace(super().describe(), ways={"dies": "", faulty.WAY: ""})
+        return replace(super().describe(), ways={"raises": "", "silent": "", faulty.WAY: ""})
 
     def update(self, way: str, folder: Path) -> None:
-        if way == "dies":
+        if way != faulty.WAY:
             del self._engine
-        super().update(way, folder)
+        if way != "silent":
+            super().update(way, folder)
 
 
 def test_way_after_a_dead_engine_is_judged() -> None:
@@ -200,13 +201,14 @@ def test_way_after_a_dead_engine_is_judged() -> None:
     served: list[ServedEngine] = []
 
     def serve() -> ServedEngine:
-        served.append(ServedEngine(DiesInOneWay()))
+        served.append(ServedEngine(DiesInTwoWays()))
         return served[-1]
 
     found = list(judge_updates(serve(), replace(run, serve=serve), expected, new))
-    assert len(served) == 2
-    assert [check.state for check in found] == ["infrastructure", "conforms", "conforms", "conforms"]
-    assert "has no attribute '_engine'" in found[0].text
+    assert len(served) == 3
+    assert [check.state for check in found] == ["unsupported", "differs", "conforms", "conforms", "conforms"]
+    assert re.match("raised: .* has no attribute '_engine'; the engine answers nothing", found[0].text)
+    assert found[1].text.startswith("no error; the engine answers nothing any more: AttributeError")
 
 
 class StopsAtBrokenWeights(faulty.OneWay):
