@@ -48,10 +48,12 @@ class Waits(Plain):
         self.layout = layout
         return super().setup(scenario, layout, *arguments)
 """
+# The process of a run imports no backend, so what a library does there is planted by sitecustomize.
+SITE = "import sys\nif '-P' not in sys.orig_argv:  # as ranks have it\n    import planted\n"
+PLAIN, WRONG_MLP = "from plain_backend import Plain as Waits\n", "from plain_traced import WrongMlp as Waits\n"
 LOSES = """
 import os, signal
 import conformance.runner.attempt
-from plain_backend import Plain as Waits
 from conformance.results.verdict import Verdict
 
 def judge_cell(*_, **__):
@@ -65,7 +67,6 @@ conformance.runner.attempt.judge_cell = judge_cell
 LOSES_WHILE_BISECTING = """
 import os, signal
 import conformance.bisect.run
-from plain_traced import WrongMlp as Waits
 
 def bisect_judged(*_):
     try:
@@ -77,7 +78,6 @@ conformance.bisect.run.bisect_judged = bisect_judged
 """
 LATE = """
 import importlib, os, signal
-from plain_backend import Plain as Waits
 
 module = importlib.import_module(os.environ["SENT_IN"])
 read_run = module.read_run
@@ -90,7 +90,6 @@ module.read_run = stopped_here
 """
 ENDS = """
 import os, signal
-from plain_backend import Plain as Waits
 
 def pytest_terminal_summary():
     os.kill(os.getpid(), signal.SIGTERM)
@@ -121,9 +120,13 @@ def prepared(folder: Path, backend: str, **variables: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, **variables}
 
 
-def run_to_its_end(folder: Path, command: Sequence[str], backend: str, **variables: str) -> tuple[int, str, Any]:
+def run_to_its_end(
+    folder: Path, command: Sequence[str], planted: str, *, backend: str = PLAIN, **variables: str
+) -> tuple[int, str, Any]:
     """The exit code of a run that sends itself a signal, what it said, and its summary."""
     environment = prepared(folder, backend, **variables)
+    (folder / "planted.py").write_text(planted)
+    (folder / "sitecustomize.py").write_text(SITE)
     command = [sys.executable, "-m", *command]
     run = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     return run.returncode, run.stdout + run.stderr, json.loads((folder / "out" / "summary.json").read_text())
@@ -204,7 +207,7 @@ def test_what_a_library_makes_of_a_signal_is_no_verdict(
 def test_what_a_library_makes_of_a_signal_is_not_what_bisecting_found(tmp_path: Path) -> None:
     """bisect_run itself: test_bisect_runs.py."""
     command = [*PYTEST, "--parity-cells", "*/dp2/*"]  # that layout is wrong
-    ended, said, summary = run_to_its_end(tmp_path, command, LOSES_WHILE_BISECTING, SENT="SIGTERM")
+    ended, said, summary = run_to_its_end(tmp_path, command, LOSES_WHILE_BISECTING, backend=WRONG_MLP, SENT="SIGTERM")
     assert (ended, summary["verdict"]) == (143, "differs"), said
     assert "not bisected" not in said
     assert "Traceback" not in said
@@ -240,7 +243,7 @@ def test_a_run_that_is_stopped_after_its_last_cell_reports_them_all(
 @pytest.mark.slow
 @pytest.mark.usefixtures("foreground")
 def test_a_signal_after_the_reports_ends_pytest_as_any_other_process(tmp_path: Path) -> None:
-    ended, said, summary = run_to_its_end(tmp_path, [*ONE_ITEM, "-p", "waits"], ENDS)
+    ended, said, summary = run_to_its_end(tmp_path, [*ONE_ITEM, "-p", "planted"], ENDS)
     assert (ended, summary["verdict"]) == (-signal.SIGTERM, "conforms"), said
     assert (tmp_path / "out" / "report.html").is_file()
     assert "Traceback" not in said
