@@ -3,6 +3,7 @@
 Cells with the layout option ``shipped`` run with these defects (upstream behaviour).
 """
 
+from importlib import metadata
 from typing import Any, ClassVar
 
 import torch
@@ -18,7 +19,7 @@ from impl.engine.adapter import HUGGING_FACE_SEAMS, SHARED_SEAMS, VOCABULARY_SEA
 from impl.engine.memory_estimate import Shapes, States, cut, elements, host_bytes, largest_layer, layer_of
 from impl.models.family_quirks import ROUTED, quirks_of
 from impl.models.lora import adapter_support
-from impl.models.support import compile_support, dropout_support, model_support, torch_is_older
+from impl.models.support import compile_support, dropout_support, is_older, model_support
 
 EXPECTED = (
     ExpectedDifference(
@@ -36,7 +37,7 @@ EXPECTED = (
         link="docs/findings/compiled-collective-inputs.md",
         defects=lambda scenario, layout: (
             ()
-            if model_config(scenario).get("tie_word_embeddings") or torch_is_older(2, 12)
+            if model_config(scenario).get("tie_word_embeddings") or is_older("torch", 2, 12)
             else (LostEmbeddingGradient(),)
         ),
         options=("plan", "compile", "shipped"),
@@ -125,7 +126,7 @@ class Fsdp2Backend(ReferenceBackend):
         quirks = quirks_of(kind)
         if layout.ep > 1 and not quirks.has_routers:
             return Unsupported(f"experts of {kind!r} cannot be sharded, only those of {', '.join(ROUTED)}; use ep1")
-        if layout.tp > 1 and layout.ep == 1 and quirks.tp_cuts_experts and torch_is_older(2, 13):
+        if layout.tp > 1 and layout.ep == 1 and quirks.tp_cuts_experts and is_older("torch", 2, 13):
             return Unsupported(
                 f"FSDP2 of torch {torch.__version__} does not support stacked experts that tp has sharded; use torch "
                 f"2.13, or ep"
@@ -136,6 +137,12 @@ class Fsdp2Backend(ReferenceBackend):
         if explicit and not quirks.has_plan:
             reason = f"{', '.join(explicit)} has no tensor-parallel plan for {kind!r}"
             return Unsupported(f"{reason}; leave it out to use the model's own plan")
+        vocabulary = model_config(scenario).get("vocab_size", 0)
+        if not explicit and vocabulary % layout.tp and is_older("transformers", 5, 23):
+            return Unsupported(
+                f"transformers {metadata.version('transformers')} gathers equal shards of the vocabulary only, and tp="
+                f"{layout.tp} does not divide vocab_size={vocabulary}; use transformers 5.23, or the layout option 'plan'"
+            )
         features = 0 if quirks.has_routers else model_config(scenario).get("intermediate_size", 0)
         if explicit and features % layout.tp:
             return Unsupported(

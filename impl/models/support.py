@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -55,9 +56,9 @@ def model_support(scenario: Scenario, layout: Layout, *, has_plan: bool = False,
     return Supported()
 
 
-def torch_is_older(*version: int) -> bool:
-    """Returns whether torch is older than this version, by its first numbers."""
-    return tuple(map(int, torch.__version__.split(".")[: len(version)])) < version
+def is_older(package: str, *version: int) -> bool:
+    """Returns whether the installed package is older than this version, by its first numbers."""
+    return tuple(map(int, metadata.version(package).split(".")[: len(version)])) < version
 
 
 def compile_support(scenario: Scenario, layout: Layout) -> Support:

@@ -107,7 +107,7 @@ def test_tables_that_name_a_backend_hold_cells_that_it_supports(
 ) -> None:
     """On a machine that has what the profile is for, such as TransformerEngine and the newest torch."""
     monkeypatch.setattr("impl.megatron.adapter.is_installed", lambda package: True)
-    monkeypatch.setattr("impl.fsdp2.adapter.torch_is_older", lambda *version: False)
+    monkeypatch.setattr("impl.fsdp2.adapter.is_older", lambda *version: False)
     mine = [cell for cell in cells_of_named_tables(profile) if backend in {phase.backend.name for phase in cell.phases}]
     assert mine
     adapter = find_backend(backend).load()
