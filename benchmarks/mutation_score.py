@@ -48,12 +48,13 @@ from conformance.matrix.options import Selection
 from conformance.matrix.profile import select_cells
 from conformance.models.synthetic import with_skeleton
 from conformance.records.record_format import dumps
-from conformance.records.step_tensors import read_record
+from conformance.records.step_tensors import StepRecord, read_record
 from conformance.results.run_results import VERDICT, read_entry
 from conformance.runner.environment import environment
 from conformance.runner.placement import SessionConfig
 from conformance.runner.session import Session
 from conformance.spec.layout import Layout
+from conformance.spec.observables import is_unread
 from conformance.spec.precision import PRECISIONS, PrecisionName
 from conformance.spec.scenario import load_scenario
 from impl.faults.declaration import with_program
@@ -148,7 +149,7 @@ def _planted(faults: Sequence[str], backends: Sequence[str], tiers: Sequence[str
         for backend in (name for name in backends if name in fault.cells.layouts):
             row = Row(fault=fault.name, predicted=fault.stage, backend=backend, tier="", cell="", state="")
             for tier in (tier for tier in PRECISIONS if tier in tiers):
-                row = dataclasses.replace(row, predicted=fault.stage_in(tier))
+                row = dataclasses.replace(row, predicted=fault.stage_in(tier, backend))
                 if why := fault.cells.unobservable.get(tier):
                     yield Job(row=dataclasses.replace(row, tier=tier, state=BLANK, reason=why))
                     continue
@@ -280,12 +281,15 @@ def run(session: Session, job: Job) -> Row:
         row = dataclasses.replace(
             row, cell=str(cell), state=verdict.state, stage=verdict.first_stage, reason=reason, margins=margins
         )
+        if row.state == "differs":
+            unread = [s.step for s in _steps(session, cell) if is_unread("gradient", s.line)]
+            row = dataclasses.replace(row, after_unread=verdict.findings[0].step in unread)
         if judged.completed and row.tier != QUICK and not job.claimed_as:
             row = dataclasses.replace(row, loss=_errors(session, cell, LOSSES), norm=_errors(session, cell, NORMS))
         if (
             row.state in HONEST
             if not row.fault
-            else (row.state == "differs" and row.stage == row.predicted) or row.tier == QUICK
+            else (row.state == "differs" and row.is_as_predicted) or row.tier == QUICK
         ):
             shutil.rmtree(session.folder(cell), ignore_errors=True)
         if row.state == "differs":
@@ -293,9 +297,14 @@ def run(session: Session, job: Job) -> Row:
     return row
 
 
+def _steps(session: Session, cell: Cell) -> Sequence[StepRecord]:
+    """Returns the steps of the last phase of a cell."""
+    return read_record(session.folder(cell) / read_entry(session.folder(cell) / VERDICT).records[-1]).steps
+
+
 def _errors(session: Session, cell: Cell, keys: Sequence[str]) -> tuple[float, float]:
     """Returns the largest relative errors of the values ``keys`` against the oracle, at the first and the last step."""
-    own = read_record(session.folder(cell) / read_entry(session.folder(cell) / VERDICT).records[-1]).steps
+    own = _steps(session, cell)
     reference = read_record(session.reference(cell)).steps
     first, last = (max(_off(own[i].value(k), reference[i].value(k)) for k in keys) for i in (0, -1))
     return first, last

@@ -22,6 +22,7 @@ BLANK = "blank"  # instead of a state: the fault changes nothing in this tier
 ANY = "any"
 ORDER = (*PRECISIONS, QUICK)
 HONEST = ("conforms", "expected_difference", "unsupported")  # states of cells without a fault that are no false alarm
+UPDATES = ("clipped update", "weights after N steps")  # stages of an update, also of the critic's
 JSON, MARKDOWN = "mutation-score.json", "mutation-score.md"
 
 
@@ -29,7 +30,9 @@ JSON, MARKDOWN = "mutation-score.json", "mutation-score.md"
 class Row:
     """Holds the result of one fault in one cell, or of one cell without a fault (``fault`` is empty).
 
-    predicted, stage: the first stage at which the fault should be found, and at which it was found.
+    predicted, stage: the first stage at which the fault should be found, and at which it was found. after_unread:
+        whether it was found at the step after weights that were not read, so that what the update did wrong shows at
+        whatever comes first there.
     state: the state of the cell's verdict, or BLANK. A cell that differs has caught the fault only if the same cell
         without it conforms (Score.caught). reason: the reason of the verdict in one line, or why the fault
         changes nothing.
@@ -49,6 +52,11 @@ class Row:
     margins: dict[str, float] | None = None
     loss: tuple[float, float] | None = None
     norm: tuple[float, float] | None = None
+    after_unread: bool = False
+
+    @property
+    def is_as_predicted(self) -> bool:
+        return self.stage == self.predicted or (self.after_unread and self.predicted.endswith(UPDATES))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +121,7 @@ class Score:
         return row.state == "differs" and honest is not None and honest.state == "conforms"
 
     def as_predicted(self, row: Row) -> bool:
-        return self.caught(row) and row.stage == row.predicted
+        return self.caught(row) and row.is_as_predicted
 
     def _honest(self, row: Row) -> Row | None:
         return self.honest.get(row.cell.removesuffix(f"/fault-{row.fault}"))

@@ -37,6 +37,7 @@ class Faults(list[Fault]):
         needs: str,
         blind: tuple[Gate, ...] | None = None,
         half_stage: str = "",
+        stages: Mapping[str, str] | None = None,
     ) -> Callable[[Function], Function]:
         """Declares a function as the fault of its name, with dashes.
 
@@ -56,6 +57,7 @@ class Faults(list[Fault]):
                     needs=needs,
                     wrap=lambda original: partial(function, original),
                     half_stage=half_stage,
+                    stages=stages or {},
                 )
             )
             return function

@@ -202,6 +202,7 @@ def default_epsilon(load_model: Function, trainable: Any, path: Path) -> Any:
     summary="scores are divided by the root of hidden_size / num_attention_heads instead of head_dim",
     source="https://github.com/InternLM/lmdeploy/pull/2761",
     stage="log-probs",
+    half_stage="gradients",
     cells=sft("sft-packed", "llama3-odd", fsdp2="tp2", deepspeed="dp2.zero2", megatron="tp2"),
     needs="a model whose head_dim is not hidden_size / num_attention_heads",
 )

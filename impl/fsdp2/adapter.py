@@ -140,8 +140,8 @@ class Fsdp2Backend(ReferenceBackend):
         vocabulary = model_config(scenario).get("vocab_size", 0)
         if not explicit and vocabulary % layout.tp and is_older("transformers", 5, 23):
             return Unsupported(
-                f"transformers {metadata.version('transformers')} gathers equal shards of the vocabulary only, and tp="
-                f"{layout.tp} does not divide vocab_size={vocabulary}; use transformers 5.23, or the layout option 'plan'"
+                f"transformers {metadata.version('transformers')} gathers equal shards of a vocabulary only, and "
+                f"tp={layout.tp} does not divide vocab_size={vocabulary}; use transformers 5.23, or the option 'plan'"
             )
         features = 0 if quirks.has_routers else model_config(scenario).get("intermediate_size", 0)
         if explicit and features % layout.tp:

@@ -17,6 +17,7 @@ from conformance.backends.faults import catalogue, plant
 from conformance.backends.protocol import Backend
 from conformance.judge.expected_differences import judge_cell
 from conformance.results.verdict import Verdict
+from conformance.runner import phases
 from conformance.runner.session import Session
 from conformance.spec.layout import Layout
 from conformance.spec.objectives import all_observables
@@ -115,7 +116,7 @@ def assert_caught(session: Session, backend: str, name: str, precision: Precisio
     asked = cell_of(backend, *CELLS[backend][name], precision, name, **more)
     verdict = session.run(asked).verdict
     assert verdict.state == "differs", verdict.reason
-    assert verdict.first_stage == catalogue()[name].stage, verdict.reason
+    assert verdict.first_stage == catalogue()[name].stage_in(precision, backend), verdict.reason
     return verdict
 
 
@@ -128,6 +129,14 @@ def test_fault_is_caught_at_the_predicted_stage(session: Session, backend: str, 
         assert any(finding.stage == "weight replicas" for finding in verdict.findings)
     if name == "dropped-last-token":  # what is counted is what was trained on, not what the batch holds
         assert any(finding.tensor == "token_count" for finding in verdict.findings)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("draw", [0, 1])  # of the two steps after which weights may not be read
+@pytest.mark.parametrize("name", ["clip-always", "schedule-per-micro-batch"])
+def test_the_drawn_step_moves_no_fault(session: Session, monkeypatch: pytest.MonkeyPatch, name: str, draw: int) -> None:
+    monkeypatch.setattr(phases, "DRAW", draw)
+    assert_caught(session, "fsdp2", name, "exact")
 
 
 @pytest.mark.exhaustive

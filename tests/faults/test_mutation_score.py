@@ -110,6 +110,15 @@ def test_a_fault_in_a_cell_that_does_not_conform_without_it_is_not_caught(honest
     assert Score([CLIP, HONEST]).caught(CLIP)
 
 
+@pytest.mark.parametrize(
+    ("predicted", "after_unread", "counts"),
+    [("clipped update", True, True), ("clipped update", False, False), ("gradients", True, False)],
+)
+def test_an_update_that_was_not_read_shows_at_any_stage(predicted: str, after_unread: bool, counts: bool) -> None:
+    row = dataclasses.replace(CLIP, stage="routing", predicted=predicted, after_unread=after_unread)
+    assert Score([HONEST, row]).as_predicted(row) == counts
+
+
 def test_what_was_not_run_is_no_score() -> None:
     score = Score([HONEST, CLIP, dataclasses.replace(MISSED, state="not_run")])
     assert not score.is_complete
