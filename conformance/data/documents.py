@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from conformance.core.errors import UsageError
-from conformance.data.forms import read_samples
+from conformance.data.forms import read_preferences, read_samples
 from conformance.data.tokenizer import Documents, load_tokenizer
 from conformance.oracle.role_model import decoder_of
 from conformance.spec.batch import Batch, Document, Row
@@ -34,21 +34,25 @@ def build_batches(scenario: Scenario, model: Path) -> list[Batch]:
 
     ``scenario.seed`` shuffles the samples once; when they run out, they are used again from the start. Only the samples
     that are needed are tokenized. Without packing, a row is one document. With packing, a row holds as many documents
-    as fit into ``max_len``, in order: usually two or more, or a single long one. The rows that the module's docstring
-    names lose their target tokens.
+    as fit into ``max_len``, in order: usually two or more, or a single long one. The answers of a preference are two
+    documents in a row, or in two consecutive rows. The rows that the module's docstring names lose their target tokens.
 
     Raises UsageError if the data, the tokenizer or ``max_len`` do not allow this.
     """
     data = scenario.data
-    samples = list(enumerate(read_samples(data), start=1))
-    random.Random(scenario.seed).shuffle(samples)
+    in_pairs = scenario.objective.reads == "preferences"
+    read = read_preferences(data) if in_pairs else [(sample,) for sample in read_samples(data)]
+    numbered = list(enumerate(read, start=1))
+    random.Random(scenario.seed).shuffle(numbered)
+    samples = [(number, sample) for number, together in numbered for sample in together]
     tokenizer = load_tokenizer(model, trusted=scenario.trust_remote_code)
     documents = Documents(samples, data, tokenizer, likely=scenario.steps * data.rows)
-    if data.packed:
+    units = Units(documents, 2 if in_pairs else 1)
+    if data.packed and not in_pairs:
         documents.check_packing()
-    rows = pack(documents, max_len=data.max_len) if data.packed else one_by_one(documents)
+    rows = pack(units, max_len=data.max_len) if data.packed else one_by_one(units)
     try:
-        batches = [_batch(step, rows, data) for step in range(scenario.steps)]
+        batches = [_batch(step, rows, scenario) for step in range(scenario.steps)]
     except StopIteration:
         raise documents.none_left() from None
     documents.warn_of_length()
@@ -117,55 +121,88 @@ def load_documents(config: DataConfig, tokenizer: Any) -> list[Document]:
     return kept
 
 
-def one_by_one(documents: Documents) -> Iterator[tuple[Document, ...]]:
-    """Yields rows of one document, in order, and again from the start; ends if every document is left out."""
+Unit = tuple[Document, ...]  # documents that stay together: one, or the chosen and the rejected answer of a preference
+
+
+class Units(Sequence[Unit | None]):
+    """Takes ``size`` consecutive documents together. None stands for a unit of which a document is left out."""
+
+    def __init__(self, documents: Documents, size: int) -> None:
+        self.documents, self.size = documents, size
+
+    def __len__(self) -> int:
+        return len(self.documents) // self.size
+
+    def __getitem__(self, index: Any) -> Any:  # a Sequence may be sliced; this one is not
+        """Returns the unit, or None. Raises UsageError for one that does not fit into a packed row."""
+        config, found = self.documents.config, [self.documents[self.size * index + i] for i in range(self.size)]
+        if None in found:
+            return None
+        if config.packed and (length := length_of(found)) > config.max_len:
+            if config.too_long == "drop":
+                return None
+            raise UsageError(
+                f"the answers of preference {index + 1} of {config.path} have {length} tokens together, and packing "
+                f"puts them into one row of --max-len {config.max_len} (data.max_len); raise it, use --too-long drop, "
+                f"or leave out --packing-samples (data.packed=false)"
+            )
+        return tuple(found)
+
+
+def length_of(unit: Sequence[Document]) -> int:
+    return sum(len(document.tokens) for document in unit)
+
+
+def one_by_one(units: Sequence[Unit | None]) -> Iterator[tuple[Document, ...]]:
+    """Yields rows of one document, in order, and again from the start; ends if every unit is left out."""
     is_left = True
     while is_left:
         is_left = False
-        for index in range(len(documents)):
-            if document := documents[index]:
+        for index in range(len(units)):
+            for document in units[index] or ():
                 is_left = True
                 yield (document,)
 
 
-def pack(documents: Sequence[Document | None] | Documents, *, max_len: int) -> Iterator[tuple[Document, ...]]:
-    """Yields rows of documents, taken in order while they fit, and reused from the start.
+def pack(units: Sequence[Unit | None], *, max_len: int) -> Iterator[tuple[Document, ...]]:
+    """Yields rows of units, taken in order while they fit, and reused from the start.
 
-    None stands for a document that is left out; if all are None, no row is yielded. If the second document does not fit
-    beside the first, the next one that fits is taken instead, of at most LOOK_AHEAD, so that a row of a single document
-    is rare.
+    None stands for a unit that is left out; if all are None, no row is yielded. If the second unit does not fit beside
+    the first, the next one that fits is taken instead, of at most LOOK_AHEAD, so that a row of a single unit is rare.
     """
-    queue = deque(range(len(documents)))
+    queue = deque(range(len(units)))
 
-    def take(room: int, *, ahead: int) -> Document | None:
-        """Moves the first document that fits to the end of the queue, and returns it."""
+    def take(room: int, *, ahead: int) -> Unit | None:
+        """Moves the first unit that fits to the end of the queue, and returns it."""
         place = 0
         while place < min(ahead, len(queue)):
-            document = documents[queue[place]]
-            if document is not None and len(document.tokens) > room:
+            unit = units[queue[place]]
+            if unit is not None and length_of(unit) > room:
                 place += 1
                 continue
             index = queue[place]
             del queue[place]
-            if document is not None:
+            if unit is not None:
                 queue.append(index)
-                return document
+                return unit
         return None
 
     while first := take(max_len, ahead=1):
-        row, room = [first], max_len - len(first.tokens)
+        row, room = [first], max_len - length_of(first)
         while another := take(room, ahead=LOOK_AHEAD if len(row) == 1 else 1):
             row.append(another)
-            room -= len(another.tokens)
-        yield tuple(row)
+            room -= length_of(another)
+        yield tuple(document for unit in row for document in unit)
 
 
-def _batch(step: int, rows: Iterator[tuple[Document, ...]], data: DataConfig) -> Batch:
+def _batch(step: int, rows: Iterator[tuple[Document, ...]], scenario: Scenario) -> Batch:
+    data, together = scenario.data, scenario.rows_together
     masked_from = data.rows
     if step == 0:
         masked_from = -(-data.rows * 5 // 6)
     elif step == 1:
         masked_from = -(-data.rows * 2 // 3)
+    masked_from = -(-masked_from // together) * together  # an answer without targets would leave the other alone
     chosen = [next(rows) for _ in range(data.rows)]
     for i in range(masked_from, data.rows):
         chosen[i] = tuple(Document(d.tokens, (False,) * len(d.tokens)) for d in chosen[i])

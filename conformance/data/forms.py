@@ -17,6 +17,7 @@ from typing import Any
 from conformance.core.errors import UsageError, shown
 from conformance.core.host import resolve
 from conformance.data.samples import (
+    PREFERENCE_COLUMNS,
     ROLLOUT_COLUMNS,
     Place,
     check_unmasked,
@@ -60,6 +61,11 @@ EXAMPLES: tuple[tuple[str, str, dict[str, Any]], ...] = (
         "tokens",
         "those that neither a label of -100 nor a column that is called a mask takes away",
         {"input_ids": [1, 4, 7, 9, 2], "labels": [-100, -100, 7, -100, 2]},
+    ),
+    (
+        "preferences, for DPO; without `prompt`, two conversations that begin alike",
+        "both answers",
+        {"prompt": "2 + 3?", "chosen": "5", "rejected": "6"},
     ),
     (
         "rollouts, for GRPO and PPO",
@@ -145,6 +151,41 @@ def read_samples(config: DataConfig, *, reads: Callable[[str], bool] = lambda co
     if not is_builtin(path):
         _name_unused([record for _, record in records], columns, config.path, reads)
     return [replace(_sample(record, columns, place), record=record) for place, record in records]
+
+
+def read_preferences(config: DataConfig) -> list[tuple[Sample, Sample]]:
+    """Reads the preferences of a data set, at most ``config.max_samples``: the sample of each chosen and rejected answer.
+
+    Raises UsageError, which names the file and the line or the number of the sample, for a wrong preference.
+    """
+    records = read_dataset(resolve(config.path), most=config.max_samples, split=config.split)
+    place, first = records[0]
+    if missing := [key for key in PREFERENCE_COLUMNS if not _has(first, key)]:
+        raise UsageError(
+            f"{place}: no column {missing[0]!r}; found {_names(first)}; preferences have 'prompt', 'chosen' and "
+            f"'rejected'; give such a file to --data (data.path), or use a scenario of objective 'sft'"
+        )
+    names = dict.fromkeys((config.input_key, *(asked for asked, _ in PAIRS)))
+    prompt = [key for key in names if _has(first, key)][:1]
+    if not is_builtin(resolve(config.path)):
+        used = (*prompt, *PREFERENCE_COLUMNS)
+        _name_unused([record for _, record in records], used, config.path, lambda column: column in used)
+    return [_preference(record, prompt, place) for place, record in records]
+
+
+def _preference(record: Mapping[str, Any], prompt: Sequence[str], place: Place) -> tuple[Sample, Sample]:
+    chosen, rejected = (_sample(record, (*prompt, key), place) for key in PREFERENCE_COLUMNS)
+    if chosen.messages == rejected.messages:
+        raise UsageError(f"{place}: 'chosen' and 'rejected' are the same, so nothing is preferred; leave the sample out")
+    pairs = enumerate(zip(chosen.messages, rejected.messages, strict=False))
+    alike = next((at for at, (one, other) in pairs if one != other), 0)
+    both = [replace(one, first=max(one.first, alike), record=record) for one in (chosen, rejected)]
+    if not all(one.trained for one in both) or alike == 0:
+        raise UsageError(
+            f"{place}: 'chosen' and 'rejected' must be answers of an assistant to one prompt; give both the same turns "
+            f"before them, or a column 'prompt'"
+        )
+    return both[0], both[1]
 
 
 def _columns(record: Mapping[str, Any], config: DataConfig, place: Place) -> tuple[str, ...]:

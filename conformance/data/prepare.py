@@ -74,9 +74,8 @@ def prepare_inputs(scenario: Scenario, root: Path, *, draws: bool = True) -> Fro
 
 
 def batches_of(scenario: Scenario, model: Path) -> list[Batch]:
-    """Builds the batches of a scenario for the Hugging Face folder ``model``, from samples or rollouts."""
-    build = {"samples": build_batches, "rollouts": build_rollouts}[scenario.objective.reads]
-    return build(scenario, model)
+    """Builds the batches of a scenario for the Hugging Face folder ``model``, from what its objective reads."""
+    return (build_rollouts if scenario.objective.reads == "rollouts" else build_batches)(scenario, model)
 
 
 def check_trained(scenario: Scenario, decoder: Decoder) -> None:

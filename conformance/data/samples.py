@@ -16,16 +16,18 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any
 
 from conformance.core.errors import UsageError, one_line, shown
 from conformance.core.host import FIXTURES
 from conformance.core.io import MIB, check_file, not_utf8, parse_json, read_json
+from conformance.spec.observables import Reads
 
 LARGEST = 512 * MIB  # bytes of a file that is read as a whole
 LONGEST_LINE = 8 * MIB  # bytes; JSON may need six bytes for one character
 
 ROLLOUT_COLUMNS = frozenset({"prompt_ids", "completion_ids"})
+PREFERENCE_COLUMNS = ("chosen", "rejected")
 
 Record = dict[str, Any]
 Place = str  # where a record was found, for messages: "FILE, line 3"
@@ -55,13 +57,15 @@ def read_dataset(path: Path, *, most: int | None = None, split: str | None = Non
     return records
 
 
-def reads_of(path: Path, *, split: str | None = None) -> Literal["samples", "rollouts"]:
-    """Returns what a data set holds, by the columns of its first record: samples to tokenize, or rollouts.
+def reads_of(path: Path, *, split: str | None = None) -> Reads:
+    """Returns what a data set holds, by the columns of its first record.
 
     Raises UsageError, which names the file, if it cannot be read.
     """
     _, first = read_dataset(path, most=1, split=split)[0]
-    return "rollouts" if first.keys() & ROLLOUT_COLUMNS else "samples"
+    if first.keys() & ROLLOUT_COLUMNS:
+        return "rollouts"
+    return "preferences" if first.keys() >= {*PREFERENCE_COLUMNS} else "samples"
 
 
 def _numbered(path: Path, records: Iterable[Any]) -> list[tuple[Place, Any]]:

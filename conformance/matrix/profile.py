@@ -165,7 +165,7 @@ def _fitting(cells: list[Cell], selection: Selection, path: str | None) -> list[
         return cells  # none reads the data: reading it for a cell raises an error with advice
     others = sorted({cell.scenario.name for cell in cells} - {cell.scenario.name for cell in fitting})
     verb = "needs" if len(others) == 1 else "need"
-    needed = "texts" if reads == "rollouts" else "rollouts"
+    needed = " or ".join(sorted({cell.scenario.objective.reads for cell in cells} - {reads or "samples"}))
     why = f"and {selection.data} holds none" if path else f"and there are none of {selection.model}; --data gives them"
     logger.warning(
         "left out %d of %d cells, because %s %s %s, %s",

@@ -5,7 +5,7 @@ A function sees one document at a time, so this code knows nothing of rows, padd
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -50,6 +50,16 @@ class OracleFunctions(Protocol):
         earlier: Mapping[str, Tensor],
         stable: torch.dtype,
     ) -> Term: ...
+
+
+@runtime_checkable
+class PairedFunctions(OracleFunctions, Protocol):
+    """Computes losses that need numbers of other documents of the same step."""
+
+    def see(self, document: Document, outputs: Mapping[str, Tensor], *, stable: torch.dtype) -> None:
+        """Keeps what terms of other documents need of one. It is called for every document with targets, before any
+        term. ``outputs``: by model, without gradients."""
+        ...
 
 
 class RolloutFunctions(OracleFunctions, Protocol):

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from conformance.oracle.loss_terms import OracleFunctions, RolloutFunctions, Term, target_logprobs, target_positions
 from conformance.oracle.policy_gradient import GrpoFunctions, PpoFunctions, ResponseFunctions
+from conformance.oracle.preferences import PreferenceFunctions
 from conformance.oracle.primitives import HONEST, Variant
 from conformance.spec.batch import Batch, Document
 from conformance.spec.objectives import Objective, known_kinds
@@ -57,4 +58,9 @@ def rollout_functions_of(objective: Objective, variant: Variant = HONEST) -> Rol
     return cast(RolloutFunctions, functions_of(objective, variant))
 
 
-FUNCTIONS: dict[str, Callable[[Any], OracleFunctions]] = {"sft": Sft, "grpo": GrpoFunctions, "ppo": PpoFunctions}
+FUNCTIONS: dict[str, Callable[[Any], OracleFunctions]] = {
+    "sft": Sft,
+    "grpo": GrpoFunctions,
+    "ppo": PpoFunctions,
+    "dpo": PreferenceFunctions,
+}

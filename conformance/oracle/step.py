@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from conformance.oracle.feed_forward import Balance, LoadsOfPart, Routing
-from conformance.oracle.loss_terms import RolloutFunctions, target_positions
+from conformance.oracle.loss_terms import PairedFunctions, RolloutFunctions, target_positions
 from conformance.oracle.objectives import functions_of, rollout_functions_of
 from conformance.oracle.optimizer import AdamW, LossScale, Sgd
 from conformance.oracle.primitives import HONEST, NO_TAP, Policy, Tap, Variant, Weights
@@ -153,7 +153,9 @@ def observe(
     highest: dict[str, float] = {}
     rows: dict[str, dict[int, Tensor]] = defaultdict(dict)
     # The outputs of a frozen model over a rollout are already in its columns.
-    running = [m for m in models if m.role.trained or objective.reads == "samples"]
+    running = [m for m in models if m.role.trained or objective.reads != "rollouts"]
+    if isinstance(functions, PairedFunctions):
+        _look_ahead(batch, running, functions, policy, variant)
     tokens_of_step = sum(row.length for row in batch.rows)
     balances = {m.role.name: Balance() for m in running}
     chosen = {m.role.name: _choices(batch, m, policy, variant) for m in running}
@@ -215,6 +217,20 @@ def observe(
     }
     norms = {name: found.norms for name, found in shifted.items()}
     return Observed(gradients=gradients, values=values | highest, rows=dict(rows), shifted=norms)
+
+
+@torch.no_grad()
+def _look_ahead(
+    batch: Batch, models: Sequence[Model], functions: PairedFunctions, policy: Policy, variant: Variant
+) -> None:
+    """Shows the functions the outputs of all documents with targets, before the first of them has a loss."""
+    for document in (document for document in batch.documents if any(document.targets)):
+        outputs = {}
+        for model in models:
+            routing = model.routing(document) if model.role.trained else None
+            tokens = torch.tensor(document.tokens)
+            outputs[model.role.name] = model.decoder.forward(tokens, model.weights, policy, variant, routing=routing)
+        functions.see(document, outputs, stable=policy.stable)
 
 
 @torch.no_grad()
@@ -308,7 +324,7 @@ def annotated(
     At the first mini-batch of a rollout, it computes old log-probs, reference log-probs, values and advantages for the
     whole rollout with the current weights. Later epochs repeat the mini-batches with the same columns.
     """
-    if objective.reads == "samples":
+    if objective.reads != "rollouts":
         yield from map(AnnotatedBatch, batches)
         return
     functions = rollout_functions_of(objective, variant)

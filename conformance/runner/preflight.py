@@ -122,7 +122,12 @@ class Refusals:
         if refused := _refused_by(name, ask):
             return refused
         try:
-            phase.layout.validate(**model_sizes(model), rows=scenario.data.rows, accumulation=scenario.accumulation)
+            phase.layout.validate(
+                **model_sizes(model),
+                rows=scenario.data.rows,
+                rows_together=scenario.rows_together,
+                accumulation=scenario.accumulation,
+            )
         except UsageError as error:
             return Verdict(state="unsupported", reason=str(error))
         return self._too_large(phase.layout.world_size)

@@ -268,7 +268,15 @@ class Layout:
         return self.dp * self.ep
 
     def validate(
-        self, *, heads: int, kv_heads: int, layers: int, rows: int, accumulation: int, experts: int = 0
+        self,
+        *,
+        heads: int,
+        kv_heads: int,
+        layers: int,
+        rows: int,
+        accumulation: int,
+        experts: int = 0,
+        rows_together: int = 1,
     ) -> None:
         """Checks the layout against a model and a scenario. Raises UsageError, which suggests a layout that works.
 
@@ -304,14 +312,16 @@ class Layout:
             raise UsageError(
                 f"ep={self.ep} must divide the model's {experts or 'missing'} experts; {better} would work"
             )
-        if rows % (self.data * accumulation):
-            whole = max(1, rows // accumulation)
+        parts = accumulation * rows_together
+        if rows % (self.data * parts):
+            whole = max(1, rows // parts)
             ep = self.ep if whole % self.ep == 0 else _divisor(math.gcd(whole, experts), self.ep)
             better = dataclasses.replace(self, dp=_divisor(max(1, whole // ep), self.dp), ep=ep, rep=1)
             ranks = f"dp={self.dp}" if self.ep == 1 else f"dp={self.dp} x ep={self.ep}"
             raise UsageError(
-                f"{rows} rows per step cannot be divided over {ranks} x accumulation={accumulation}; "
-                f"{better} would work, or data.rows={-(-rows // (self.data * accumulation)) * self.data * accumulation}"
+                f"{rows} rows per step cannot be divided over {ranks} x accumulation={accumulation}"
+                f"{' in whole pairs' if rows_together > 1 else ''}; "
+                f"{better} would work, or data.rows={-(-rows // (self.data * parts)) * self.data * parts}"
             )
 
     def _validate_stages(self, *, layers: int, accumulation: int) -> None:

@@ -1,4 +1,5 @@
-"""Configures what a training step minimises: SFT, GRPO and PPO, with the names and the defaults of verl.
+"""Configures what a training step minimises: SFT, GRPO and PPO, with the names and the defaults of verl, and preferences
+(conformance.spec.preferences).
 
 A rollout is frozen: prompts, responses, rewards and the log-probs of the inference engine that sampled the responses
 come from a file. Everything else is computed twice, independently (impl/objectives and conformance/oracle), in the
@@ -41,12 +42,18 @@ from conformance.spec.observables import (
     REFERENCE,
     TOKEN_COUNT,
     Observable,
+    Reads,
     Role,
+    curve,
     loaded_observables,
     rollout_routing_observable,
     routing_observables,
+    rows,
+    scalar,
+    terms_of,
     trained_observables,
 )
+from conformance.spec.preferences import Dpo
 
 AdvantageEstimator = Literal["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
 LossMode = Literal["vanilla", "gspo", "cispo"]  # each is a function in the oracle's and in impl's LOSS_MODES
@@ -59,27 +66,6 @@ Count = Annotated[int, Field(strict=True, ge=1, le=1000)]
 Discount = Annotated[float, Field(strict=True, ge=0, le=1)]
 
 REFERENCE_KL = "reference_kl"  # the estimated KL to the reference of each token, in the loss
-
-
-def rows(key: str, stage: str, *, column: str = "") -> Observable:
-    """Declares one number per response token; all ranks that hold a row hold the same numbers."""
-    return Observable(key=key, stage=stage, kind="rows", replicated="holders", column=column)
-
-
-def scalar(key: str, stage: str) -> Observable:
-    """Declares one number for the whole step."""
-    return Observable(key=key, stage=stage, kind="scalar", replicated="all ranks")
-
-
-def terms_of(key: str) -> str:
-    """Returns the key of rows that only the oracle records: what each token adds to this loss."""
-    return f"{key}_terms"
-
-
-def curve(key: str, stage: str, words: str, *, printed: str = "") -> Observable:
-    """Declares a scalar that reports draw. ``words``: its name. ``printed``: verl's name for it, if not ``key``."""
-    title = f"{words} ({printed or key})"
-    return replace(scalar(key, stage), drawn=True, panel="Policy and critic", title=title)
 
 
 # The quantities that decide an update. A cell without any other quantity of its objective is partly observed.
@@ -262,12 +248,13 @@ Weight = Annotated[float, Field(strict=True, gt=0, le=1e12)]
 class Objective(Protocol):
     """Defines the protocol of an objective: a frozen pydantic dataclass with a field ``kind``.
 
-    reads: what the data set holds: ``samples`` (pairs of texts) or ``rollouts`` (conformance.data.rollouts). One that
-        reads rollouts also has ``rollout_roles``, the roles whose models run over each before its first update.
+    reads: what the data set holds: ``samples`` (pairs of texts), ``preferences`` (a chosen and a rejected answer to a
+        prompt, two consecutive documents) or ``rollouts`` (conformance.data.rollouts). One that reads rollouts also has
+        ``rollout_roles``, the roles whose models run over each before its first update.
     disable_dropout: whether models run without the dropout of their configuration, also in updates.
     """
 
-    reads: ClassVar[Literal["samples", "rollouts"]]
+    reads: ClassVar[Reads]
     disable_dropout: ClassVar[bool]
 
     @property
@@ -330,7 +317,7 @@ def _weighted(batch: Batch, weight: float) -> Batch:
     return replace(batch, rows=tuple(rows))
 
 
-BUILT_IN: dict[str, type[Any]] = {"sft": Sft, "grpo": Grpo, "ppo": Ppo}
+BUILT_IN: dict[str, type[Any]] = {"sft": Sft, "grpo": Grpo, "ppo": Ppo, "dpo": Dpo}
 
 
 def all_observables(objective: Objective, *, scaled: bool = False, routed: bool = False) -> tuple[Observable, ...]:

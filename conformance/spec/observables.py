@@ -6,7 +6,7 @@ declarations and have no lists of their own.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 Head = Literal["causal", "value"]
@@ -33,6 +33,8 @@ class Role:
 POLICY = Role(name="policy")
 CRITIC = Role(name="critic", head="value")
 REFERENCE = Role(name="reference", trained=False)
+
+Reads = Literal["samples", "preferences", "rollouts"]  # what an objective's data set holds
 
 
 ObservableKind = Literal["tensors", "rows", "scalar", "setting", "evidence"]
@@ -150,6 +152,27 @@ class Observable:
         """Tells whether it is judged at ``step``: -1 means as loaded, 0 is the first optimizer step."""
         at = {"loaded": step < 0, "every": step >= 0, "first": step == 0, "later": step > 0, "handover": False}
         return at[self.when]
+
+
+def rows(key: str, stage: str, *, column: str = "") -> Observable:
+    """Declares one number per response token; all ranks that hold a row hold the same numbers."""
+    return Observable(key=key, stage=stage, kind="rows", replicated="holders", column=column)
+
+
+def scalar(key: str, stage: str) -> Observable:
+    """Declares one number for the whole step."""
+    return Observable(key=key, stage=stage, kind="scalar", replicated="all ranks")
+
+
+def terms_of(key: str) -> str:
+    """Returns the key of rows that only the oracle records: what each token adds to this loss."""
+    return f"{key}_terms"
+
+
+def curve(key: str, stage: str, words: str, *, printed: str = "") -> Observable:
+    """Declares a scalar that reports draw. ``words``: its name. ``printed``: verl's name for it, if not ``key``."""
+    title = f"{words} ({printed or key})"
+    return replace(scalar(key, stage), drawn=True, panel="Policy and critic", title=title)
 
 
 CONFIGURATION = Observable(key="evidence", stage="configuration", kind="evidence", when="loaded", required=False)

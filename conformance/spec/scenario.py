@@ -252,11 +252,17 @@ class Scenario:
                 f"steps={self.steps} of data.rows={self.data.rows} are more than {MOST_ROWS} rows, which must all fit "
                 f"into memory; use fewer steps or rows"
             )
-        if self.data.rows % self.accumulation:
+        if self.data.rows % (parts := self.accumulation * self.rows_together):
+            pairs = " pairs of rows" if self.rows_together > 1 else ""
             raise ValueError(
-                f"data.rows={self.data.rows} is not divisible by accumulation={self.accumulation}; "
-                f"use data.rows={math.ceil(self.data.rows / self.accumulation) * self.accumulation}"
+                f"data.rows={self.data.rows} is not divisible by accumulation={self.accumulation}{pairs}; "
+                f"use data.rows={math.ceil(self.data.rows / parts) * parts}"
             )
+
+    @property
+    def rows_together(self) -> int:
+        """Returns how many consecutive rows a micro-batch must not separate: 2 for the answers of unpacked pairs."""
+        return 2 if self.objective.reads == "preferences" and not self.data.packed else 1
 
     def trains(self, role: Role, name: str) -> bool:
         """Tells whether a parameter of this role's model is trained."""

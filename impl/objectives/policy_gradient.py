@@ -19,6 +19,7 @@ from conformance.spec.observables import CRITIC, POLICY, REFERENCE
 from impl.interface.micro_batches import Evaluation, MicroBatch, Outputs, Wanted
 from impl.objectives.advantages import Estimate, Response, estimate
 from impl.objectives.losses import importance_weights, kl_estimate, policy_losses, token_weights, value_losses
+from impl.objectives.preferences import PreferenceFunctions
 
 RolloutOutputs = Mapping[str, Mapping[tuple[int, int], Tensor]]  # by model, by (mini-batch, row): (targets of the row,)
 
@@ -304,6 +305,7 @@ FUNCTIONS: dict[str, Callable[[Any], ObjectiveFunctions]] = {
     "sft": SftFunctions,
     "grpo": PolicyGradientFunctions,
     "ppo": PolicyGradientFunctions,
+    "dpo": PreferenceFunctions,
 }
 
 

@@ -1,0 +1,97 @@
+"""Computes the losses of preference pairs, written from the papers that conformance.spec.preferences names.
+
+A function sees one answer at a time. What its pair's loss needs of the other answer, its score, has been computed before
+in a pass over the whole step without gradients. The gradient of a pair's loss is the sum of the gradients with respect
+to its two scores.
+"""
+
+from collections.abc import Mapping
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from conformance.oracle.loss_terms import Term, target_logprobs
+from conformance.spec.batch import Batch, Document
+from conformance.spec.observables import POLICY, REFERENCE, terms_of
+from conformance.spec.preferences import PAIR, SIDE, Dpo
+
+
+class PreferenceFunctions:
+    """Computes DPO (arXiv 2305.18290) and its relatives. Implements conformance.oracle.loss_terms.PairedFunctions."""
+
+    def __init__(self, objective: Dpo) -> None:
+        self.objective = objective
+        self._scores: dict[tuple[float, float], Tensor] = {}
+
+    def totals(self, batch: Batch) -> dict[str, float]:
+        trained = [document for document in batch.documents if any(document.targets)]
+        chosen = [document for document in trained if document.columns[SIDE] == 1]
+        assert 2 * len(chosen) == len(trained), "each pair has a chosen and a rejected answer"
+        tokens = sum(sum(document.targets) for document in chosen)
+        return {"token_count": batch.target_count, "pair_count": len(chosen), "chosen_count": tokens}
+
+    def see(self, document: Document, outputs: Mapping[str, Tensor], *, stable: torch.dtype) -> None:
+        self._scores[_place(document)] = self._score(document, outputs, stable=stable)[0].detach()
+
+    def term(
+        self,
+        model: str,
+        output: Tensor,
+        document: Document,
+        *,
+        totals: Mapping[str, float],
+        earlier: Mapping[str, Tensor],
+        stable: torch.dtype,
+    ) -> Term:
+        if model == REFERENCE.name:
+            return Term(loss=None, rows={"reference.logprob": target_logprobs(output, document, stable=stable)})
+        pair, side = _place(document)
+        score, logprobs = self._score(document, {**earlier, POLICY.name: output}, stable=stable)
+        margin = side * (score - self._scores[pair, -side]) - self.objective.target_margin
+        of_pair = self._loss(margin) / totals["pair_count"]
+        rows = {"logprob": logprobs, "margin": margin.expand_as(logprobs)}
+        if side < 0:
+            return Term(loss=of_pair, rows=rows)
+        likelihood = -logprobs / totals["chosen_count"]
+        loss = of_pair + self.objective.sft_coef * likelihood.sum()
+        values = {"loss": loss.item()}
+        if self.objective.sft_coef:
+            values["nll_loss"] = likelihood.sum().item()
+        return Term(loss=loss, values=values, rows={**rows, terms_of("loss"): loss[None]})
+
+    def _score(
+        self, document: Document, outputs: Mapping[str, Tensor], *, stable: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the score of an answer, a scalar, and the policy's log-probs of its tokens, (targets,)."""
+        found = {name: target_logprobs(output, document, stable=stable) for name, output in outputs.items()}
+        logprobs = found[POLICY.name]
+        ratios = logprobs if self.objective.reference_free else logprobs - found[REFERENCE.name]
+        score = ratios.mean() if self.objective.length_normalised else ratios.sum()
+        if self.objective.loss_type == "odds_ratio":
+            score = score - torch.log1p(-score.exp())  # log(p / (1 - p))
+        return score, logprobs
+
+    def _loss(self, margin: Tensor) -> Tensor:
+        beta, wrong = self.objective.beta, self.objective.label_smoothing
+        match self.objective.loss_type:
+            case "sigmoid":
+                return (1 - wrong) * _surprise(beta * margin) + wrong * _surprise(-beta * margin)
+            case "robust":
+                right, reversed_ = _surprise(beta * margin), _surprise(-beta * margin)
+                return ((1 - wrong) * right - wrong * reversed_) / (1 - 2 * wrong)
+            case "hinge":
+                return (1 - beta * margin).clamp(min=0)
+            case "ipo":
+                return (margin - 1 / (2 * beta)) ** 2
+            case "odds_ratio":
+                return beta * _surprise(margin)
+
+
+def _surprise(logit: Tensor) -> Tensor:
+    """Returns -log sigmoid(logit) = log(1 + exp(-logit))."""
+    return torch.logaddexp(torch.zeros_like(logit), -logit)
+
+
+def _place(document: Document) -> tuple[float, float]:
+    return cast(float, document.columns[PAIR]), cast(float, document.columns[SIDE])

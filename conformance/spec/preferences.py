@@ -1,0 +1,110 @@
+"""Configures training on preferences: DPO and its relatives, with the names of TRL.
+
+A pair is a chosen and a rejected answer to one prompt, two documents that follow each other. Its margin is the
+log-ratio of the chosen answer minus that of the rejected one; the log-ratio of an answer is the sum, or with
+``length_normalised`` the mean, of log p - reference log p over its tokens. The loss is the mean over the pairs of the
+whole optimizer step, over all ranks and micro-batches.
+"""
+
+from dataclasses import replace
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from conformance.core.errors import STRICT
+from conformance.spec.batch import Batch, Document
+from conformance.spec.observables import (
+    LOGPROBS,
+    LOSS,
+    POLICY,
+    REFERENCE,
+    TOKEN_COUNT,
+    Observable,
+    Reads,
+    Role,
+    curve,
+    rows,
+    terms_of,
+)
+
+PreferenceLoss = Literal["sigmoid", "hinge", "ipo", "robust", "odds_ratio"]
+PAIR, SIDE = "pair", "side"  # columns: the number of a document's pair in its step; 1 if it was chosen, else -1
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Dpo:
+    """Configures direct preference optimisation (Rafailov et al., arXiv 2305.18290) and similar losses of pairs.
+
+    With the margin m of a pair:
+
+    kind: the name of the objective.
+    loss_type: ``sigmoid``: -log sigmoid(beta m). ``hinge``: max(0, 1 - beta m) (SLiC, arXiv 2305.10425). ``ipo``:
+        (m - 1 / (2 beta))^2 (Azar et al., arXiv 2310.12036). ``robust``: ``sigmoid`` without the bias of labels that
+        are wrong with the probability ``label_smoothing`` (arXiv 2403.00409). ``odds_ratio``: -beta log sigmoid of the
+        difference of log(p / (1 - p)), where log p is the mean log-prob of an answer (ORPO, arXiv 2403.07691).
+    beta: the strength of the constraint to the reference.
+    label_smoothing: probability that a label is wrong. ``sigmoid`` is then (1 - label_smoothing) times the loss of m
+        plus label_smoothing times the loss of -m (cDPO).
+    reference_free: whether log-ratios are log-probs, so that there is no reference.
+    length_normalised: whether the log-ratio of an answer is a mean over its tokens. TRL does so with ``ipo``; OpenRLHF
+        never does.
+    target_margin: subtracted from every margin. SimPO (arXiv 2405.14734) is ``sigmoid`` with ``reference_free``,
+        ``length_normalised`` and target_margin = gamma / beta.
+    sft_coef: the mean of -log p over all tokens of the chosen answers is added with this coefficient (TRL's rpo_alpha;
+        1 in ORPO).
+    """
+
+    kind: Literal["dpo"] = "dpo"
+    loss_type: PreferenceLoss = "sigmoid"
+    beta: Annotated[float, Field(strict=True, gt=0, le=100)] = 0.1
+    label_smoothing: Annotated[float, Field(strict=True, ge=0, lt=0.5)] = 0.0
+    reference_free: Annotated[bool, Field(strict=True)] = False
+    length_normalised: Annotated[bool, Field(strict=True)] = False
+    target_margin: Annotated[float, Field(strict=True, ge=0, le=1000)] = 0.0
+    sft_coef: Annotated[float, Field(strict=True, ge=0, le=1000)] = 0.0
+
+    reads: ClassVar[Reads] = "preferences"
+    disable_dropout: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.label_smoothing and self.loss_type not in ("sigmoid", "robust"):
+            raise ValueError(f"{self.loss_type} has no label_smoothing; use 0, or the loss_type sigmoid or robust")
+        if self.loss_type == "robust" and not self.label_smoothing:
+            raise ValueError("robust corrects for label_smoothing, which is 0; set it, or use the loss_type sigmoid")
+        if self.loss_type == "odds_ratio" and not (self.reference_free and self.length_normalised):
+            raise ValueError("odds_ratio has no reference and means of log-probs; set reference_free, length_normalised")
+
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        return (POLICY,) if self.reference_free else (REFERENCE, POLICY)
+
+    def observables(self) -> tuple[Observable, ...]:
+        reference = replace(rows("reference.logprob", "reference log-probs"), required=False, effect_at="margins")
+        likelihood = replace(curve("nll_loss", "loss", "-log p of chosen answers"), made_of="logprob", required=False)
+        return (
+            *(() if self.reference_free else (reference,)),
+            LOGPROBS,
+            # The margin of its pair at each target; log-probs of hundreds of tokens cancel in it.
+            replace(rows("margin", "margins"), scale="logprob"),
+            TOKEN_COUNT,
+            *(replace(TOKEN_COUNT, key=key) for key in ("pair_count", "chosen_count")),
+            *((likelihood,) if self.sft_coef else ()),
+            replace(LOSS, sum_of=terms_of("loss")),
+        )
+
+    def annotate(self, batches: list[Batch]) -> list[Batch]:
+        return [_numbered(batch) for batch in batches]
+
+
+def _numbered(batch: Batch) -> Batch:
+    """Adds the columns PAIR and SIDE: documents 2 n and 2 n + 1 are the answers of pair n, the chosen one first."""
+    numbers = iter(range(len(batch.documents)))
+
+    def numbered(document: Document) -> Document:
+        pair, rejected = divmod(next(numbers), 2)
+        return replace(document, columns={**document.columns, PAIR: float(pair), SIDE: -1.0 if rejected else 1.0})
+
+    return replace(
+        batch, rows=tuple(replace(row, documents=tuple(map(numbered, row.documents))) for row in batch.rows)
+    )
