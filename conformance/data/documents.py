@@ -135,21 +135,23 @@ class Units(Sequence[Unit | None]):
 
     def __getitem__(self, index: Any) -> Any:  # a Sequence may be sliced; this one is not
         """Returns the unit, or None. Raises UsageError for one that does not fit into a packed row."""
-        config, found = self.documents.config, [self.documents[self.size * index + i] for i in range(self.size)]
-        if None in found:
+        config = self.documents.config
+        found = tuple(d for i in range(self.size) if (d := self.documents[self.size * index + i]) is not None)
+        if len(found) < self.size:
             return None
-        if config.packed and (length := length_of(found)) > config.max_len:
+        if self.size > 1 and config.packed and (length := length_of(found)) > config.max_len:
             if config.too_long == "drop":
                 return None
             raise UsageError(
-                f"the answers of preference {index + 1} of {config.path} have {length} tokens together, and packing "
-                f"puts them into one row of --max-len {config.max_len} (data.max_len); raise it, use --too-long drop, "
-                f"or leave out --packing-samples (data.packed=false)"
+                f"two answers to a prompt of {config.path} have {length} tokens together, and packing puts them into "
+                f"one row of --max-len {config.max_len} (data.max_len); raise it, use --too-long drop, or leave out "
+                f"--packing-samples (data.packed=false)"
             )
-        return tuple(found)
+        return found
 
 
 def length_of(unit: Sequence[Document]) -> int:
+    """Returns the number of tokens of some documents."""
     return sum(len(document.tokens) for document in unit)
 
 

@@ -154,7 +154,7 @@ def read_samples(config: DataConfig, *, reads: Callable[[str], bool] = lambda co
 
 
 def read_preferences(config: DataConfig) -> list[tuple[Sample, Sample]]:
-    """Reads the preferences of a data set, at most ``config.max_samples``: the sample of each chosen and rejected answer.
+    """Reads the preferences of a data set, at most ``config.max_samples``: the samples of both answers, chosen first.
 
     Raises UsageError, which names the file and the line or the number of the sample, for a wrong preference.
     """
@@ -176,7 +176,9 @@ def read_preferences(config: DataConfig) -> list[tuple[Sample, Sample]]:
 def _preference(record: Mapping[str, Any], prompt: Sequence[str], place: Place) -> tuple[Sample, Sample]:
     chosen, rejected = (_sample(record, (*prompt, key), place) for key in PREFERENCE_COLUMNS)
     if chosen.messages == rejected.messages:
-        raise UsageError(f"{place}: 'chosen' and 'rejected' are the same, so nothing is preferred; leave the sample out")
+        raise UsageError(
+            f"{place}: 'chosen' and 'rejected' are the same, so nothing is preferred; leave the sample out"
+        )
     pairs = enumerate(zip(chosen.messages, rejected.messages, strict=False))
     alike = next((at for at, (one, other) in pairs if one != other), 0)
     both = [replace(one, first=max(one.first, alike), record=record) for one in (chosen, rejected)]

@@ -1,8 +1,7 @@
 """Computes the losses of preference pairs, written from the papers that conformance.spec.preferences names.
 
-A function sees one answer at a time. What its pair's loss needs of the other answer, its score, has been computed before
-in a pass over the whole step without gradients. The gradient of a pair's loss is the sum of the gradients with respect
-to its two scores.
+A function sees one answer at a time. The score of the pair's other answer has been computed before, in a pass over the
+whole step without gradients. The gradient of a pair's loss is the sum of its gradients with respect to both scores.
 """
 
 from collections.abc import Mapping

@@ -1,5 +1,6 @@
-"""Configures what a training step minimises: SFT, GRPO and PPO, with the names and the defaults of verl, and preferences
-(conformance.spec.preferences).
+"""Configures what a training step minimises: SFT, GRPO and PPO, with the names and the defaults of verl.
+
+Losses of preferences are in conformance.spec.preferences.
 
 A rollout is frozen: prompts, responses, rewards and the log-probs of the inference engine that sampled the responses
 come from a file. Everything else is computed twice, independently (impl/objectives and conformance/oracle), in the
@@ -128,7 +129,7 @@ class PolicyGradient:
     kl_penalty: KlEstimator = "kl"
     rollout_is_threshold: Positive | None = None
 
-    reads: ClassVar[Literal["samples", "rollouts"]] = "rollouts"
+    reads: ClassVar[Reads] = "rollouts"
     disable_dropout: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -289,7 +290,7 @@ class Sft:
 
     kind: Literal["sft"] = "sft"
     document_weights: tuple[Weight, ...] = ()
-    reads: ClassVar[Literal["samples", "rollouts"]] = "samples"
+    reads: ClassVar[Reads] = "samples"
     disable_dropout: ClassVar[bool] = False
     roles: ClassVar[tuple[Role, ...]] = (POLICY,)
 

@@ -73,7 +73,9 @@ class Dpo:
         if self.loss_type == "robust" and not self.label_smoothing:
             raise ValueError("robust corrects for label_smoothing, which is 0; set it, or use the loss_type sigmoid")
         if self.loss_type == "odds_ratio" and not (self.reference_free and self.length_normalised):
-            raise ValueError("odds_ratio has no reference and means of log-probs; set reference_free, length_normalised")
+            raise ValueError(
+                "odds_ratio has no reference and means of log-probs; set reference_free, length_normalised"
+            )
 
     @property
     def roles(self) -> tuple[Role, ...]:
@@ -105,6 +107,4 @@ def _numbered(batch: Batch) -> Batch:
         pair, rejected = divmod(next(numbers), 2)
         return replace(document, columns={**document.columns, PAIR: float(pair), SIDE: -1.0 if rejected else 1.0})
 
-    return replace(
-        batch, rows=tuple(replace(row, documents=tuple(map(numbered, row.documents))) for row in batch.rows)
-    )
+    return replace(batch, rows=tuple(replace(row, documents=tuple(map(numbered, row.documents))) for row in batch.rows))

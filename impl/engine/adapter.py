@@ -74,6 +74,9 @@ RL_SEAMS = {
     "actor_loss": "impl.objectives.policy_gradient:actor_loss",
     "value_losses": "impl.objectives.policy_gradient:value_losses",
     "of_all_ranks": "impl.engine.trainer:of_all_ranks",
+    "pair_margins": "impl.objectives.preferences:pair_margins",
+    "pair_losses": "impl.objectives.preferences:pair_losses",
+    "evaluate_pairs": "impl.objectives.preferences:PreferenceFunctions.evaluate",
 }
 SHARED_SEAMS = {
     **RL_SEAMS,

@@ -9,6 +9,7 @@ from impl.faults.models import ADAPTER_FAULTS, ARCHITECTURE_FAULTS, MERGE_FAULTS
 from impl.faults.optimizer import ENGINE_FAULTS, OPTIMIZER_FAULTS, OVERFLOW_FAULTS
 from impl.faults.parallelism import MODEL_PARALLEL_FAULTS, RING_FAULTS
 from impl.faults.policy import POLICY_FAULTS
+from impl.faults.preferences import PREFERENCE_FAULTS
 from impl.faults.resume import RESUME_FAULTS
 from impl.faults.rollout import ROLLOUT_FAULTS
 from impl.faults.training_step import MEANS_FAULTS, STEP_FAULTS
@@ -99,6 +100,10 @@ SEAMS: Mapping[str, str] = {
     "actor_loss": "(objective, *, pg_loss, entropy_loss, kl_loss=None) -> the loss that the policy minimizes",
     "value_losses": "(values, old, returns, *, cliprange) -> losses of tokens, and whether each was clipped",
     "of_all_ranks": "(context, sums, highest) -> metrics of the whole step, over all ranks",
+    # The losses of preferences
+    "pair_margins": "(ratios, inputs, objective) -> margins of pairs, and which of them the micro-batch holds",
+    "pair_losses": "(margins, objective) -> losses of pairs",
+    "evaluate_pairs": "(functions, model, outputs, inputs, *, totals, others) -> losses of a micro-batch of pairs",
     # Mixtures of experts
     "routers_of": "(model, ...) -> its routers, or None; called before the first step",
     "router_loss": "(factor, balance of the step, weights, probabilities of experts) -> a share of the balancing loss",
@@ -127,6 +132,7 @@ GROUPS: Mapping[str, Sequence[Fault]] = {
     "Mixtures of experts": EXPERT_FAULTS,
     "Tensor and pipeline parallelism": MODEL_PARALLEL_FAULTS,
     "Rollouts, GRPO and PPO": RL_FAULTS,
+    "Preferences": PREFERENCE_FAULTS,
     "Resuming from a checkpoint, a training state or an export": RESUME_FAULTS,
     "Merging adapters": MERGE_FAULTS,
 }

@@ -180,17 +180,17 @@ def test_a_packed_row_holds_two_documents_or_more_but_for_a_long_one(max_len: in
 
 def test_packing_takes_documents_in_order_for_as_long_as_they_fit() -> None:
     a, b, c, d = (Document((0,) * n, (False,) * (n - 1) + (True,)) for n in (4, 3, 5, 2))
-    assert list(islice(pack([a, b, c, d], max_len=9), 3)) == [(a, b), (c, d), (a, b)]
+    assert list(islice(pack([(a,), (b,), (c,), (d,)], max_len=9), 3)) == [(a, b), (c, d), (a, b)]
 
 
 def test_a_document_beside_which_none_fits_is_a_row_by_itself() -> None:
     a, b, c, d = (Document((0,) * n, (False,) * (n - 1) + (True,)) for n in (8, 3, 5, 2))
-    assert list(islice(pack([a, b, c, d], max_len=9), 3)) == [(a,), (b, c), (d, b)]
+    assert list(islice(pack([(a,), (b,), (c,), (d,)], max_len=9), 3)) == [(a,), (b, c), (d, b)]
 
 
 def test_packing_prefers_a_later_document_to_a_row_of_one() -> None:
     long, short, other = (Document((0,) * n, (False,) * (n - 1) + (True,)) for n in (6, 3, 5))
-    assert next(pack([long, other, short], max_len=9)) == (long, short)
+    assert next(pack([(long,), (other,), (short,)], max_len=9)) == (long, short)
 
 
 @pytest.mark.parametrize("packed", [False, True])

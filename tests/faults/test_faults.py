@@ -69,7 +69,7 @@ LATER = {
     "overflow-stays": 3,
     "replay-of-another-pass": 2,
 }
-PACKS_MORE = ("sft-z-loss", "sft-expert-bias")  # scenarios that need more documents to be packed
+PACKS_MORE = ("sft-z-loss", "sft-expert-bias", "ipo")  # scenarios that need more documents, or rows of pairs
 THREE_MICRO_BATCHES = {"rolled-labels", "batched-p2p"}  # of which some show less in two
 CLIPS_TWICE = {"name": "adamw", "lr": 1e-3, "weight_decay": 0.1, "eps": 1e-3, "max_grad_norm": 2.5}  # of 2.6, 2.7, 2.3
 DRIFT = {"unreduced-replicas", "norms-not-summed", "broken-tie"}  # after which replicas differ, too

@@ -19,7 +19,7 @@ from conformance.runner.placement import SessionConfig
 from conformance.runner.session import Session
 from conformance.spec.batch import Batch
 from conformance.spec.objectives import BUILT_IN, Objective, Sft, all_observables, objective_to_json, parse_objective
-from conformance.spec.observables import LOGPROBS, LOSS, POLICY, Observable, Role, stages
+from conformance.spec.observables import LOGPROBS, LOSS, POLICY, Observable, Reads, Role, stages
 from conformance.spec.scenario import load_scenario, parse_scenario, scenario_to_json
 
 
@@ -29,7 +29,7 @@ class Nobodys:
 
     kind: Literal["test_objective_kinds:Nobodys"] = "test_objective_kinds:Nobodys"
     roles: ClassVar[tuple[Role, ...]] = (POLICY,)
-    reads: ClassVar[Literal["samples", "rollouts"]] = "samples"
+    reads: ClassVar[Reads] = "samples"
     disable_dropout: ClassVar[bool] = False
 
     def observables(self) -> tuple[Observable, ...]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from conformance.core.errors import STRICT
 from conformance.oracle import objectives as oracle
 from conformance.spec.batch import Batch, Document, Row
-from conformance.spec.observables import CRITIC, LOGPROBS, LOSS, POLICY, REFERENCE, TOKEN_COUNT, Observable, Role
+from conformance.spec.observables import CRITIC, LOGPROBS, LOSS, POLICY, REFERENCE, TOKEN_COUNT, Observable, Reads, Role
 from impl.interface.micro_batches import Evaluation, MicroBatch, Outputs, Wanted
 from impl.objectives import policy_gradient as impl
 
@@ -44,7 +44,7 @@ class WeightedSft:
     kind: Literal["toy_objectives:WeightedSft"] = "toy_objectives:WeightedSft"
     power: float = 1.0
     roles: ClassVar[tuple[Role, ...]] = (POLICY,)
-    reads: ClassVar[Literal["samples", "rollouts"]] = "samples"
+    reads: ClassVar[Reads] = "samples"
     disable_dropout: ClassVar[bool] = False
 
     def observables(self) -> tuple[Observable, ...]:
@@ -130,7 +130,7 @@ class PolicyAndValue:
 
     kind: Literal["toy_objectives:PolicyAndValue"] = "toy_objectives:PolicyAndValue"
     roles: ClassVar[tuple[Role, ...]] = (REFERENCE, POLICY, CRITIC)
-    reads: ClassVar[Literal["samples", "rollouts"]] = "samples"
+    reads: ClassVar[Reads] = "samples"
     disable_dropout: ClassVar[bool] = False
 
     def observables(self) -> tuple[Observable, ...]:

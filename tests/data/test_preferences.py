@@ -1,0 +1,129 @@
+"""Preferences: what files hold them, that the answers of a pair stay together, and what is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from conformance.core.errors import UsageError
+from conformance.core.host import FIXTURES
+from conformance.data.documents import build_batches
+from conformance.data.forms import read_preferences
+from conformance.data.samples import reads_of
+from conformance.spec.batch import Batch, Document
+from conformance.spec.preferences import PAIR, SIDE
+from conformance.spec.scenario import DataConfig, Scenario, load_scenario, parse_scenario
+
+LLAMA = FIXTURES / "models" / "llama"
+ASKED = {"role": "user", "content": "2 + 3?"}
+
+
+def said(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+def written(folder: Path, *records: dict[str, Any]) -> Path:
+    file = folder / "mine.jsonl"
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return file
+
+
+def shipped(name: str, **overrides: Any) -> Scenario:
+    return load_scenario(FIXTURES / "scenarios" / f"{name}.toml", model="models/llama", precision="exact", **overrides)
+
+
+def batches_of(scenario: Scenario) -> list[Batch]:
+    return scenario.objective.annotate(build_batches(scenario, LLAMA))
+
+
+def answers(documents: list[Document]) -> list[tuple[Any, Any]]:
+    return [(document.columns[PAIR], document.columns[SIDE]) for document in documents]
+
+
+@pytest.mark.parametrize("name", ["dpo", "ipo"])
+def test_micro_batches_hold_whole_pairs_and_some_none(name: str) -> None:
+    scenario = shipped(name)
+    counts = set()
+    for batch in batches_of(scenario):
+        for rank in range(2):
+            for rows in batch.micro_batches(dp_rank=rank, dp_size=2, accumulation=scenario.accumulation):
+                trained = [d for row in rows for d in row.documents if any(d.targets)]
+                assert answers(trained[1::2]) == [(pair, -1.0) for pair, _ in answers(trained[::2])]
+                counts.add(len(trained) // 2)
+    assert 0 in counts
+    assert name == "ipo" or len(counts) > 2, "a mean of means would be the mean"
+
+
+def test_a_layout_that_would_cut_pairs_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"accumulation=2 pairs of rows; use data.rows=8"):
+        shipped("ipo", accumulation=2, data={"path": "data/preferences.jsonl", "rows": 6})
+
+
+@pytest.mark.parametrize(
+    ("record", "chosen"),
+    [
+        ({"prompt": "2 + 3?", "chosen": "5", "rejected": "6"}, ["5"]),
+        ({"question": "2 + 3?", "chosen": "5", "rejected": "6"}, ["5"]),
+        ({"prompt": [ASKED], "chosen": [said("5")], "rejected": [said("6")]}, ["5"]),
+        ({"chosen": [ASKED, said("5")], "rejected": [ASKED, said("6")]}, ["5"]),
+        (
+            {"chosen": [ASKED, said("yes"), ASKED, said("5")], "rejected": [ASKED, said("yes"), ASKED, said("6")]},
+            ["5"],
+        ),
+    ],
+)
+def test_forms_of_preferences(record: dict[str, Any], chosen: list[str], tmp_path: Path) -> None:
+    file = written(tmp_path, record)
+    assert reads_of(file) == "preferences"
+    ((good, bad),) = read_preferences(DataConfig(path=str(file)))
+    assert [good.messages[turn]["content"] for turn in good.trained] == chosen
+    assert [bad.messages[turn]["content"] for turn in bad.trained] == ["6"]
+
+
+@pytest.mark.parametrize(
+    ("record", "words"),
+    [
+        ({"prompt": "2 + 3?", "chosen": "5"}, "line 1: no column 'rejected'"),
+        ({"prompt": "2 + 3?", "chosen": "5", "rejected": ""}, "line 1: 'rejected' must be a non-empty text"),
+        ({"prompt": "2 + 3?", "chosen": "5", "rejected": "5"}, "line 1: 'chosen' and 'rejected' are the same"),
+        ({"chosen": "5", "rejected": "6"}, "line 1: 'chosen' must be a list of messages"),
+        (
+            {"chosen": [ASKED, said("5")], "rejected": [{**ASKED, "content": "2 + 4?"}, said("6")]},
+            "line 1: 'chosen' and 'rejected' must be answers of an assistant to one prompt",
+        ),
+        (
+            {"chosen": [ASKED, said("5"), ASKED], "rejected": [ASKED, said("5"), ASKED, said("6")]},
+            "line 1: 'chosen' and 'rejected' must be answers of an assistant to one prompt",
+        ),
+    ],
+)
+def test_wrong_preferences_are_named(record: dict[str, Any], words: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=words):
+        read_preferences(DataConfig(path=str(written(tmp_path, record))))
+
+
+def test_a_pair_that_fits_into_no_packed_row_is_named_or_left_out(tmp_path: Path) -> None:
+    long = {"prompt": "2 + 3?", "chosen": "5 " * 90, "rejected": "6 " * 90}
+    short = [{"prompt": f"{n} + 3?", "chosen": str(n + 3), "rejected": "6" * (n + 1)} for n in range(4)]
+    data = {"path": str(written(tmp_path, *[long] * 4, *short)), "packed": True, "rows": 2, "max_len": 160}
+    with pytest.raises(UsageError, match=r"two answers to a prompt of .* tokens together"):
+        batches_of(shipped("simpo", steps=3, data=data))
+    dropped = batches_of(shipped("simpo", steps=3, data={**data, "too_long": "drop"}))
+    assert max(len(document.tokens) for batch in dropped for document in batch.documents) < 80
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"loss_type": "ipo", "label_smoothing": 0.1}, "ipo has no label_smoothing"),
+        ({"loss_type": "robust"}, "robust corrects for label_smoothing, which is 0"),
+        ({"loss_type": "odds_ratio"}, "odds_ratio has no reference and means"),
+        ({"loss_type": "dpo"}, "loss_type"),
+        ({"label_smoothing": 0.5}, "label_smoothing"),
+    ],
+)
+def test_objectives_that_contradict_themselves_are_refused(settings: dict[str, Any], words: str) -> None:
+    values = {"name": "mine", "model": "models/llama", "precision": "exact", "optimizer": {"name": "sgd", "lr": 0.1}}
+    with pytest.raises(UsageError, match=words):
+        parse_scenario({**values, "objective": {"kind": "dpo", **settings}})

@@ -1,0 +1,233 @@
+"""A third opinion on preferences: losses and gradients of the oracle and of impl agree with TRL and OpenRLHF on random
+pairs, in float64, one document at a time and in micro-batches of packed rows."""
+
+import math
+import random
+from collections import defaultdict
+from dataclasses import dataclass
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from rl_libraries import NoFloat32, float64_by_default, load, taken_out
+from torch import Tensor
+from torch.nn import functional
+
+from conformance.oracle.preferences import PreferenceFunctions as Oracle
+from conformance.spec.batch import Batch, Document, Row
+from conformance.spec.preferences import Dpo
+from impl.interface.micro_batches import Outputs, collate
+from impl.objectives.preferences import PreferenceFunctions as Impl
+
+VOCABULARY = 7
+
+
+@dataclass(frozen=True)
+class Case:
+    """A step of whole pairs, two in each row but the last. logits, reference: (T, VOCABULARY) by document."""
+
+    batch: Batch
+    logits: list[Tensor]
+    reference: list[Tensor]
+
+    @property
+    def answers(self) -> list[tuple[Tensor, Tensor]]:
+        """The policy's and the reference's log-probs of the targets of each document, chosen and rejected in turn."""
+        pairs = zip(self.batch.documents, self.logits, self.reference, strict=True)
+        return [(_targets(document, own), _targets(document, frozen)) for document, own, frozen in pairs]
+
+
+def _logprobs(document: Document, logits: Tensor) -> Tensor:
+    """log p of each token but the first, (T - 1,)."""
+    return logits[:-1].log_softmax(-1).gather(1, torch.tensor(document.tokens[1:])[:, None])[:, 0]
+
+
+def _targets(document: Document, logits: Tensor) -> Tensor:
+    return _logprobs(document, logits)[torch.tensor(document.targets[1:])]
+
+
+def case_of(seed: int, objective: Dpo) -> Case:
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    documents = []
+    for _ in range(5):
+        prompt = [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 4))]
+        for _ in range(2):
+            answer = [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 6))]
+            mask = [True] + [rng.random() < 0.8 for _ in answer[1:]]  # a tool's answer may stand inside
+            documents.append(Document((*prompt, *answer), (*(False for _ in prompt), *mask)))
+    rows = tuple(Row(n, tuple(documents[4 * n : 4 * n + 4])) for n in range(3))
+    (batch,) = objective.annotate([Batch(0, 100, rows)])
+    logits, reference = (
+        [torch.randn(len(d.tokens), VOCABULARY, dtype=torch.float64, generator=generator) for d in documents]
+        for _ in range(2)
+    )
+    return Case(batch, [one.requires_grad_() for one in logits], reference)
+
+
+def loss_of_oracle(case: Case, objective: Dpo) -> Tensor:
+    functions, documents = Oracle(objective), case.batch.documents
+    outputs = [{"policy": own, "reference": frozen} for own, frozen in zip(case.logits, case.reference, strict=True)]
+    for document, both in zip(documents, outputs, strict=True):
+        functions.see(document, both, stable=torch.float64)
+    totals, recorded, minimised = functions.totals(case.batch), 0.0, torch.zeros((), dtype=torch.float64)
+    for document, both in zip(documents, outputs, strict=True):
+        term = functions.term(
+            "policy",
+            both["policy"],
+            document,
+            totals=totals,
+            earlier={"reference": both["reference"]},
+            stable=torch.float64,
+        )
+        assert term.loss is not None
+        recorded += term.values.get("loss", 0.0)
+        minimised = minimised + term.loss
+    # Both answers of a pair have its loss, each with the gradient of its own score.
+    return minimised - minimised.detach() + recorded
+
+
+def loss_of_impl(case: Case, objective: Dpo) -> Tensor:
+    functions, loss = Impl(objective), torch.zeros((), dtype=torch.float64)
+    totals = {key: torch.tensor(number) for key, number in functions.totals(case.batch.rows).items()}
+    for rows in (case.batch.rows[:2], case.batch.rows[2:]):
+        inputs = collate(rows)
+        own, frozen = (inputs.columns["side"].new_zeros(inputs.tokens.shape) for _ in range(2))
+        for r, row in enumerate(rows):
+            start = 0
+            for document in row.documents:
+                at = case.batch.documents.index(document)
+                end = start + len(document.tokens) - 1
+                own[r, start:end] = _logprobs(document, case.logits[at])
+                frozen[r, start:end] = _logprobs(document, case.reference[at])
+                start = end + 1
+        own, frozen = (numbers.where(inputs.targets, 0) for numbers in (own, frozen))
+        outputs = Outputs(logprobs=own, targets=inputs.targets.double())
+        found = functions.evaluate(
+            "policy", outputs, inputs, totals=totals, others={"reference": Outputs(logprobs=frozen)}
+        )
+        assert found.loss is not None
+        loss = loss + found.loss
+    return loss
+
+
+def agree(objective: Dpo, theirs: Any) -> None:
+    """Losses and gradients of both sides are those of ``theirs(answers)``, on ten random steps."""
+    for seed in range(10):
+        case = case_of(seed, objective)
+        wanted = theirs(case.answers)
+        gradients = torch.autograd.grad(wanted, case.logits)
+        for mine in (loss_of_oracle, loss_of_impl):
+            with float64_by_default():
+                loss = mine(case, objective)
+            assert loss.item() == pytest.approx(wanted.item(), rel=1e-12, abs=1e-12), mine.__name__
+            for own, other in zip(torch.autograd.grad(loss, case.logits), gradients, strict=True):
+                torch.testing.assert_close(own, other, rtol=1e-10, atol=1e-12)
+
+
+def in_turn(answers: list[tuple[Tensor, Tensor]], which: int, *, mean: bool) -> tuple[Tensor, Tensor]:
+    """Sums, or means, of the log-probs of the chosen and of the rejected answers, (pairs,)."""
+    numbers = torch.stack([both[which].mean() if mean else both[which].sum() for both in answers])
+    return numbers[::2], numbers[1::2]
+
+
+@cache
+def openrlhf_dpo() -> Any:
+    (module,) = load("openrlhf", ["openrlhf.models.loss"], names=["openrlhf"])
+    return module.DPOLoss
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_dpo_of_openrlhf(smoothing: float) -> None:
+    theirs = openrlhf_dpo()(0.3, smoothing)
+    agree(
+        Dpo(beta=0.3, label_smoothing=smoothing),
+        lambda answers: theirs(*in_turn(answers, 0, mean=False), *in_turn(answers, 1, mean=False))[0],
+    )
+
+
+def test_ipo_of_openrlhf_takes_sums() -> None:
+    theirs = openrlhf_dpo()(0.3, ipo=True)
+    agree(
+        Dpo(loss_type="ipo", beta=0.3),
+        lambda answers: theirs(*in_turn(answers, 0, mean=False), *in_turn(answers, 1, mean=False))[0],
+    )
+
+
+def trl_dpo(answers: list[tuple[Tensor, Tensor]], **settings: Any) -> Tensor:
+    """The loss of DPOTrainer on padded answers, all chosen ones before all rejected ones."""
+    ordered = [*answers[::2], *answers[1::2]]
+    width = max(len(own) for own, _ in ordered)
+    mask = torch.tensor([[0] + [1] * len(own) + [0] * (width - len(own)) for own, _ in ordered])
+    own, frozen = (
+        torch.stack([functional.pad(both[which], (0, width - len(both[which]))) for both in ordered])
+        for which in range(2)
+    )
+    nothing = torch.zeros_like(frozen)
+    of_metrics = {"entropy": nothing, "mean_logits": nothing, "is_top1": nothing > 0}
+    models = [
+        lambda numbers=numbers, **_: SimpleNamespace(log_probs=numbers, **of_metrics) for numbers in (own, frozen)
+    ]
+    self = SimpleNamespace(
+        **{"model": SimpleNamespace(training=True), "ref_model": models[1], "_tp_size": 1, "_total_train_tokens": 0},
+        **{"aux_loss_enabled": False, "ld_alpha": None, "precompute_ref_logps": False, "use_weighting": False},
+        **{"f_divergence_type": "reverse_kl", "loss_weights": [1.0] * len(settings["loss_types"])},
+        args=SimpleNamespace(gradient_checkpointing=False, gradient_checkpointing_kwargs=None),
+        accelerator=SimpleNamespace(device="cpu", gather=lambda x: x, gather_for_metrics=lambda x: x),
+        _metrics={"train": defaultdict(list)},
+        **{"label_smoothing": 0.0, **settings},
+    )
+    method = taken_out(
+        "trl",
+        "trl/trainer/dpo_trainer.py",
+        "DPOTrainer._compute_loss",
+        **{"F": functional, "math": math, "is_peft_model": lambda model: False},
+        **{"disable_gradient_checkpointing": lambda *_: torch.no_grad()},
+    )
+    inputs = {"input_ids": torch.zeros_like(mask), "attention_mask": torch.ones_like(mask), "completion_mask": mask}
+    loss: Tensor = method(self, models[0], inputs, False)
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("objective", "settings"),
+    [
+        (Dpo(beta=0.3), {"loss_types": ["sigmoid"]}),
+        (Dpo(beta=0.3, loss_type="hinge"), {"loss_types": ["hinge"]}),
+        (Dpo(beta=0.3, loss_type="robust", label_smoothing=0.2), {"loss_types": ["robust"], "label_smoothing": 0.2}),
+        (Dpo(beta=0.3, loss_type="ipo", length_normalised=True), {"loss_types": ["ipo"]}),
+        (Dpo(beta=0.3, sft_coef=1.0), {"loss_types": ["sigmoid", "sft"]}),
+    ],
+)
+def test_losses_of_trl(objective: Dpo, settings: dict[str, Any]) -> None:
+    agree(objective, lambda answers: trl_dpo(answers, beta=objective.beta, **settings))
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_simpo_of_trl(smoothing: float) -> None:
+    method = taken_out("trl", "trl/experimental/cpo/cpo_trainer.py", "CPOTrainer.cpo_loss", F=functional)
+    self = SimpleNamespace(
+        alpha=0.0,
+        beta=2.0,
+        simpo_gamma=0.6,
+        label_smoothing=smoothing,
+        loss_type="simpo",
+        accelerator=SimpleNamespace(device="cpu"),
+    )
+    objective = Dpo(beta=2.0, reference_free=True, length_normalised=True, target_margin=0.3, label_smoothing=smoothing)
+    agree(objective, lambda answers: method(self, *in_turn(answers, 0, mean=True))[0].mean())
+
+
+def test_odds_ratio_of_trl() -> None:
+    """Without the likelihood, which TRL takes over the prompt, too."""
+    known = {"F": functional, "log1mexp": taken_out("trl", "trl/experimental/orpo/orpo_trainer.py", "log1mexp")}
+    method = taken_out("trl", "trl/experimental/orpo/orpo_trainer.py", "ORPOTrainer.odds_ratio_loss", **known)
+    self = SimpleNamespace(beta=0.3, accelerator=SimpleNamespace(device="cpu"))
+
+    def theirs(answers: list[tuple[Tensor, Tensor]]) -> Tensor:
+        with NoFloat32():
+            loss: Tensor = -method(self, *in_turn(answers, 0, mean=True))[0].mean()
+        return loss
+
+    agree(Dpo(beta=0.3, loss_type="odds_ratio", reference_free=True, length_normalised=True), theirs)
