@@ -160,12 +160,16 @@ def _fitting(cells: list[Cell], selection: Selection, path: str | None) -> list[
     left out. Raises UsageError if the data set cannot be read.
     """
     reads = reads_of(resolve(path), split=selection.split) if path else None
+    if reads == "preferences" and selection.output_key:  # the user trains on one of the answers
+        reads = "samples"
     fitting = [cell for cell in cells if (cell.scenario.objective.reads == reads if path else has_data(cell.scenario))]
     if not fitting or len(fitting) == len(cells):
         return cells  # none reads the data: reading it for a cell raises an error with advice
-    others = sorted({cell.scenario.name for cell in cells} - {cell.scenario.name for cell in fitting})
+    left_out = [cell for cell in cells if cell not in fitting]
+    others = sorted({cell.scenario.name for cell in left_out})
     verb = "needs" if len(others) == 1 else "need"
-    needed = " or ".join(sorted({cell.scenario.objective.reads for cell in cells} - {reads or "samples"}))
+    kinds = {cell.scenario.objective.reads for cell in left_out}
+    needed = " or ".join(sorted("texts" if kind == "samples" else kind for kind in kinds))
     why = f"and {selection.data} holds none" if path else f"and there are none of {selection.model}; --data gives them"
     logger.warning(
         "left out %d of %d cells, because %s %s %s, %s",

@@ -121,7 +121,7 @@ def test_cells_without_rollouts_of_the_model_are_left_out(
     hub: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     own = ("--model", str(hub))
-    assert {cell.scenario.objective.reads for cell in select_cells(chosen(*own))} == {"samples"}
+    assert {cell.scenario.objective.reads for cell in select_cells(chosen(*own))} == {"samples", "preferences"}
     assert len(select_cells(chosen(*own, "--scenario", "sft-sgd,grpo"))) == 1
     monkeypatch.chdir(tmp_path)
     assert cli.main(["run", "--backend", "fsdp2", *own, "--scenario", "grpo"]) == 2
