@@ -211,6 +211,23 @@ def test_way_after_a_dead_engine_is_judged() -> None:
     assert found[1].text.startswith("no error; the engine answers nothing any more: AttributeError")
 
 
+class SkipsNorms(faulty.OneWay):
+    """Updates all but norms in its first way, and nothing in its second one."""
+
+    @classmethod
+    def describe(cls) -> EngineInfo:
+        return replace(super().describe(), ways={"skips": "", "nothing": ""})
+
+    def update(self, way: str, folder: Path) -> None:
+        if way == "skips":
+            copy_tensors(self._engine.model, {n: t for n, t in named_tensors(folder) if "norm" not in n})
+
+
+def test_each_way_begins_with_the_first_weights() -> None:
+    found = updates(SkipsNorms(), *place("qwen3"))
+    assert [check.text.partition(":")[0] for check in found] == ["partly new", "stale"]
+
+
 class StopsAtBrokenWeights(faulty.OneWay):
     """Answers nothing after an update that fails, until it is started again."""
 
