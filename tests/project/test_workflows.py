@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import yaml
+from conftest import LONG
 
 from conformance.cli import main as cli
 from conformance.matrix.plan import parse_shard
@@ -228,3 +229,9 @@ def test_action_runs_parity_with_its_inputs(tmp_path: Path) -> None:
     parser = cli._parser()
     for one in (ran, *rest[:2]):
         parser.parse_args(one[1:])  # ends the test where an option does not exist
+
+
+def test_files_that_are_said_to_take_long_exist() -> None:
+    names = {file.stem for file in ROOT.glob("tests/*/test_*.py")}
+    assert [stem for stem in LONG if stem not in names] == []
+    assert len(set(LONG)) == len(LONG)
