@@ -142,7 +142,7 @@ def rebuilt_updates(
     declared = [o for o in oracle.observables if o.rebuilt]
     for key in dict.fromkeys(o.key for o in declared):
         steps = list(_steps(phases, oracle, scenario, [o for o in declared if o.key == key]))
-        clipped: dict[int, dict[str, torch.Tensor]] = defaultdict(dict)
+        clipped: dict[int, dict[str, _Clipped]] = defaultdict(dict)
         # One parameter at a time, so that only one optimizer state is in memory.
         for name in dict.fromkeys(name for step in steps for name in step.after.tensors):
             yield from _of_tensor(name, steps, scenario, variant, clipped)
@@ -181,10 +181,10 @@ def _of_tensor(
     steps: Sequence[_Step],
     scenario: Scenario,
     variant: Variant,
-    clipped: Mapping[int, dict[str, torch.Tensor]],
+    clipped: Mapping[int, dict[str, "_Clipped"]],
 ) -> Iterator[Measurement]:
-    """Goes through the steps of one parameter, from one weight that was read to the next. Adds to ``clipped``, by step,
-    its gradient that was not read, as it entered the moment."""
+    """Goes through the steps of one parameter, from one weight that was read to the next. Adds its gradient that was
+    not read to ``clipped``, by step."""
     known, together = False, list[_Step]()
     for step in steps:
         if step.first:
@@ -224,7 +224,7 @@ def _of_tensor(
             error, bound = next(iter(errors.values()))
             if step.unread and error.max() <= bound:
                 if name not in step.first_moment.samples:
-                    clipped[step.step][name] = gradient
+                    clipped[step.step][name] = _clipped(step, name, gradient)
             elif first.first and isinstance(optimizer, AdamW):  # whose first update does not depend on moments
                 at = step
             for rebuilt, (error, bound) in errors.items():
@@ -239,7 +239,23 @@ def _of_tensor(
             together = []
 
 
-def _read_in_moments(step: _Step, clipped: Tensors, scenario: Scenario) -> Iterator[Measurement]:
+@dataclass(frozen=True, kw_only=True)
+class _Clipped:
+    """A gradient as it entered the moment: its norm, and its distance from the oracle's by the expected clip factor."""
+
+    norm: float
+    error: Measurement | None
+
+
+def _clipped(step: _Step, name: str, gradient: torch.Tensor) -> _Clipped:
+    reference, error = step.expected.tensors.get(name), None
+    if reference is not None and reference.shape == gradient.shape:
+        floor = floor_of_tensors(step.expected.tensors)
+        error = tensor_off(step.of_gradients, name, step.step, gradient / step.factor, reference, floor=floor)
+    return _Clipped(norm=gradient.norm().item(), error=error)
+
+
+def _read_in_moments(step: _Step, clipped: Mapping[str, _Clipped], scenario: Scenario) -> Iterator[Measurement]:
     """Measures gradients that were not read: those that entered the moments, ``clipped``, with the clipping undone.
 
     The reported norm says how large they were before, so a wrong clip is told from wrong gradients: by the right clip
@@ -247,24 +263,25 @@ def _read_in_moments(step: _Step, clipped: Tensors, scenario: Scenario) -> Itera
     the oracle's: the reported one if the clip is wrong; if that one is wrong, the one that makes the clip right.
     In fp32 a moment is rounded as much as gradients are, and a sample of a sketched gradient has no bound of its own.
     """
-    factor = step.factor
+    undone = 1.0  # times the expected factor
     if step.norms and clipped.keys() == step.unread:
         (norm, expected), limit = step.norms, scenario.optimizer.max_grad_norm
-        size = math.hypot(*(tensor.norm().item() for tensor in clipped.values()))
+        size = math.hypot(*(one.norm for one in clipped.values()))
         share = 1 - scenario.optimizer.betas[0] if scenario.optimizer.name == "adamw" else 1.0  # of it in a moment
         amplified = max(1.0, step.first_moment.norm / (share * size or 1.0))
         applied, bound = size / norm, EXACT if scenario.tier.is_exact else NORM_ROUNDINGS * ROUNDING * amplified
-        found = number_off(step.stage, CLIP, step.step, applied, factor, unit=factor, fixed=bound)
+        found = number_off(step.stage, CLIP, step.step, applied, step.factor, unit=step.factor, fixed=bound)
         if not found.error <= bound:
-            candidates = [f for f in (applied, factor, clip_factor(expected, limit)) if f]
+            candidates = [f for f in (applied, step.factor, clip_factor(expected, limit)) if f]
             factor = min(candidates, key=lambda f: abs(size / f - expected))
-            found = found if factor == applied else replace(found, stage=step.of_norm)
+            undone, found = factor / step.factor, found if factor == applied else replace(found, stage=step.of_norm)
         yield found
-    floor = floor_of_tensors(step.expected.tensors)
-    for name, tensor in clipped.items() if scenario.tier.is_exact or scenario.tier.is_half else ():
-        reference = step.expected.tensors.get(name)
-        if reference is not None and reference.shape == tensor.shape:
-            yield tensor_off(step.of_gradients, name, step.step, tensor / factor, reference, floor=floor)
+    for error in (one.error for one in clipped.values() if scenario.tier.is_exact or scenario.tier.is_half):
+        if error and undone != 1:
+            left, scale = error.left_without(undone), (error.scale or 0.0) / undone
+            error = replace(error, error=left, scale=scale, residual=error.residual / undone, max_abs=0.0, where="")
+        if error:
+            yield error
 
 
 def _steps(
