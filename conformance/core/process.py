@@ -6,11 +6,13 @@ more than once: GitHub's runner sends SIGINT, then SIGTERM, then SIGKILL.
 
 import contextlib
 import ctypes
+import ipaddress
 import os
 import re
 import resource
 import signal
 import socket
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -193,8 +195,9 @@ def listening_store(
 ) -> "TCPStore":
     """Starts torch's store for ranks to meet, which listens at the address of ``host`` only, without authentication.
 
-    torch's own listener takes connections at every address of the machine. port: 0 lets the system choose. ranks: how
-    many will use the store; None if unknown. Raises OSError if the port is taken or the address is not of this machine.
+    torch's own listener takes connections at every address of the machine. Says so of an address that other machines
+    reach. port: 0 lets the system choose. ranks: how many will use the store; None if unknown. Raises OSError if the
+    port is taken or the address is not of this machine.
     """
     from torch.distributed import TCPStore  # slow, and few processes start a store
 
@@ -204,6 +207,9 @@ def listening_store(
         listener.bind(address)
         listener.listen(socket.SOMAXCONN)
         port = listener.getsockname()[1]
+        if not ipaddress.ip_address(address[0]).is_loopback:
+            told = f"parity: listening at {host}, port {port}, without authentication, for ranks of other hosts"
+            print(told, file=sys.stderr, flush=True)
         own = listener.detach()  # the store closes it
     return TCPStore(host, port, ranks, is_master=True, timeout=timeout, wait_for_workers=False, master_listen_fd=own)
 

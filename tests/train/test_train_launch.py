@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from conformance.core.process import listening_store
 from impl.train.launch import _Signals, run_ranks
 
 ENVIRONMENT = """
@@ -110,6 +111,13 @@ def test_ranks_meet_at_loopback_addresses_only(capfd: pytest.CaptureFixture[str]
     listening = capfd.readouterr().out.split()
     assert listening
     assert all(address.startswith("0100007F") for address in listening), listening
+
+
+@pytest.mark.parametrize(("host", "is_told"), [("127.0.0.1", False), ("localhost", False), ("0.0.0.0", True)])
+def test_store_says_if_other_machines_reach_it(host: str, is_told: bool, capfd: pytest.CaptureFixture[str]) -> None:
+    store = listening_store(host, 0)
+    told = f"parity: listening at {host}, port {store.port}, without authentication"
+    assert (told in capfd.readouterr().err) == is_told
 
 
 @pytest.mark.parametrize(("code", "exit_code"), [(7, 1), (2, 2)])
