@@ -57,6 +57,9 @@ def _run(options: argparse.Namespace) -> int:
         if isinstance(error, OSError) and error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
             print(f"parity: {shown(error.filename)} cannot be used as a path: {error.strerror}", file=sys.stderr)
             return EXIT["usage"]
+        if isinstance(error, RuntimeError) and str(error).startswith("Symlink loop"):  # Path.resolve's words for ELOOP
+            print(f"parity: a path cannot be used: {limited(str(error))}", file=sys.stderr)
+            return EXIT["usage"]
         traceback.print_exc()
         return EXIT["incomplete"]
     assert code is not None

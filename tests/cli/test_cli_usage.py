@@ -104,6 +104,13 @@ def test_folders_without_sense_are_refused_and_not_made(
     assert [*tmp_path.iterdir()] == []
 
 
+@pytest.mark.parametrize("command", [["run", "--resume"], ["report"], ["inspect"]])
+def test_link_to_itself_is_no_path(tmp_path: Path, command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    assert cli.main([*command, str(tmp_path / "loop")]) == 2
+    assert "loop" in capsys.readouterr().err
+
+
 def test_a_file_name_that_cannot_name_a_scenario_is_told_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["list", *PLAIN, "--profile", profile(tmp_path, file="my_own.toml")]) == 2
     assert "my_own.toml: the name of a scenario's file must consist" in capsys.readouterr().err
