@@ -2,10 +2,12 @@
 
 import math
 import re
+from collections.abc import Iterable
 
 from conformance.bisect.explain import describe
 from conformance.core.errors import visible
 from conformance.results.verdict import NO_ANSWER, STATES, Quantity, margin, number, off
+from conformance.spec.layout import AXES, OPTIONS, ZERO, ZERO_STAGES
 from reports.load import Cell
 
 FINDINGS = 50  # maximum number of findings of a cell in a test report; verdict.json has all
@@ -33,6 +35,22 @@ def in_square(cell: Cell) -> str:
     if finding := first_finding(cell):
         return share(finding.observed)
     return margin(cell.closest.ratio) if cell.closest else ""
+
+
+def layout_terms(layouts: Iterable[str]) -> dict[str, str]:
+    """Returns the meaning of each part of the layouts, such as ``dp2`` or ``lastsync``."""
+    parts = sorted({part for layout in layouts for part in re.split(r"\.|-to-", layout)})
+    return {part: meaning for part in parts if (meaning := _meaning(part))}
+
+
+def _meaning(part: str) -> str:
+    axis = part.rstrip("0123456789")
+    size = part.removeprefix(axis)
+    if axis == ZERO and size:
+        return ZERO_STAGES[int(size)].meaning if int(size) in ZERO_STAGES else ""
+    if size:
+        return f"{size} {AXES[axis].meaning}" if axis in AXES else ""
+    return OPTIONS[axis].meaning if axis in OPTIONS else ""
 
 
 def tensor_at_step(quantity: Quantity) -> str:

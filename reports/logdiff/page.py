@@ -31,9 +31,20 @@ def to_html(found: Comparisons) -> str:
         state="differs" if found.differs else "conforms" if found.comparable else "incomplete",
         heads=HEADS,
         comparisons=[_comparison_data(one) for one in found.pairs],
-        curves=[[_drawn(metric, one) for metric in one.shown] for one in found.pairs],
+        curves=[[_drawn(one.shown[place], one) for place in _by_severity(one)] for one in found.pairs],
         next_command=found.next_command,
     )
+
+
+def _by_severity(comparison: Comparison) -> list[int]:
+    """Returns the places of the shown metrics: those outside the band come first, by their first position, then by how
+    far outside they are; the others keep their order."""
+
+    def rank(place: int) -> tuple[float, float]:
+        first = comparison.shown[place].first
+        return (first.position, -abs(first.difference) / (first.allowed or 1.0)) if first else (math.inf, 0.0)
+
+    return sorted(range(len(comparison.shown)), key=rank)
 
 
 def render(
@@ -73,7 +84,7 @@ def _comparison_data(comparison: Comparison) -> dict[str, Any]:
         "sides": sides(comparison),
         "band": band(comparison),
         "likely_causes": cause_texts(comparison),
-        "rows": rows(comparison),
+        "rows": [rows(comparison)[place] for place in _by_severity(comparison)],
         "notes": notes(comparison),
     }
 

@@ -132,7 +132,7 @@ function stages(cell) {
   const names = [...new Set([...cell.stages, ...cell.quantities.map((q) => q.stage)])];
   const rows = names.map((stage) => {
     const q = worst.get(stage);
-    const name = make("th", { scope: "row" }, stage, stage === cell.first?.stage && [" ", make("em", "first")]);
+    const name = make("th", { scope: "row", "data-tip": meaningOf(stage) }, stage, stage === cell.first?.stage && [" ", make("em", "first")]);
     if (!q) return make("tr.absent", name, make("td.left", { colspan: steps.length + 4 }, "not compared"));
     return make(
       "tr",

@@ -62,9 +62,9 @@ function frame(axis, ticks, numbered = true) {
     make("text", { x: LEFT - 6, y: (y + 3.5).toFixed(1), "text-anchor": "end" }, text),
   ]);
   parts.push(make("path.axis", { d: `M${LEFT} ${TOP}V${floor}H${right}` }));
-  const stride = Math.ceil((axis.last - axis.first + 1) / 8);
-  for (let step = axis.first; numbered && step <= axis.last; step += stride) {
-    const text = step === axis.first ? `${axis.unit ?? "step"} ${step}` : String(step);
+  const steps = axis.last > axis.first ? rounds(axis.first, axis.last, 8).filter(Number.isInteger) : [axis.first];
+  for (const [i, step] of numbered ? steps.entries() : []) {
+    const text = i ? String(step) : `${axis.unit ?? "step"} ${step}`;
     parts.push(make("text", { x: axis.x(step).toFixed(1), y: floor + 15, "text-anchor": "middle" }, text));
   }
   return parts;
@@ -116,9 +116,9 @@ function power(exponent) {
   return ["10", make("tspan", { dy: -4, "font-size": 8 }, `${sign}${Math.abs(exponent)}`)];
 }
 
-// Returns three to six round numbers between low and high.
-function rounds(low, high) {
-  const rough = (high - low) / 4;
+// Returns three to six round numbers between low and high, or about as many as given.
+function rounds(low, high, parts = 4) {
+  const rough = (high - low) / parts;
   const unit = 10 ** Math.floor(Math.log10(rough));
   const stride = [1, 2, 2.5, 5, 10].map((m) => m * unit).find((size) => size >= rough * (1 - 1e-12));
   const found = [];

@@ -1,7 +1,16 @@
 // Shows tooltips; a step is marked in all charts of its cell.
 const tip = document.getElementById("tip");
+let terms = {}; // the meaning of each part of a layout
+if (document.querySelector("[data-cell]")) unpack("terms").then((found) => (terms = found));
+
+// Explains the layout of a cell, part by part.
+function legendOfLayout(element) {
+  const layout = boxOf.get(Number(element.dataset.n))?.dataset.cell.split("/")[3] ?? "";
+  const known = [...new Set(layout.split(/\.|-to-/))].filter((part) => terms[part]);
+  return known.map((part) => `\n${part}: ${terms[part]}`).join("");
+}
 function show(element, x, y) {
-  tip.textContent = element.dataset.tip;
+  tip.textContent = element.dataset.tip + ("n" in element.dataset ? legendOfLayout(element) : "");
   tip.hidden = false;
   const left = Math.min(x + 14, innerWidth - tip.offsetWidth - 8);
   const top = y + 18 + tip.offsetHeight > innerHeight ? y - tip.offsetHeight - 10 : y + 18;

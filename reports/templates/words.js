@@ -26,6 +26,26 @@ const inSquare = (q) => (q.ratio > 1 ? share(q.observed) : margin(q.ratio));
 const isUrgent = (q) => q.ratio > 1 || !q.rebuilt;
 const byUrgency = (a, b) => isUrgent(b) - isUrgent(a) || b.ratio - a.ratio || 0;
 
+// Explains stages; those of a critic or of the reference policy have the same names behind a word.
+const STAGES = {
+  configuration: "what layout and precision imply, and whether it was observed",
+  weights: "parameters as loaded",
+  "log-probs": "log-probability of each target token",
+  loss: "the number that is minimized, and the counts that it is divided by",
+  gradients: "of each parameter, summed over micro-batches and ranks, before clipping",
+  "gradient replicas": "ranks that hold the same gradient hold the same numbers",
+  "gradient norm": "over all parameters, before clipping",
+  "clipped update": "what the optimizer adds to each parameter at the first step",
+  "weights after N steps": "what all updates together have added to each parameter",
+  "weight replicas": "ranks that hold the same parameter hold the same numbers",
+  "training state": "moments, steps and rates as loaded by a resume",
+  advantages: "of each token, from rewards, groups or values",
+  ratios: "of the new policy's to the old policy's probability of each token",
+  entropy: "of the policy at each token",
+  "policy metrics": "numbers that frameworks log, such as the clip fraction",
+};
+const meaningOf = (stage) => STAGES[stage] ?? STAGES[stage.replace(/^\w+ /, "")] ?? null;
+
 const plural = (count, word) => (count === 1 ? `${count} ${word}` : `${count} ${word}s`);
 const when = (step) => (step < 0 ? "as loaded" : `at step ${step}`);
 const tensorAtStep = (q) => `${q.tensor}, ${when(q.step)}`;

@@ -299,6 +299,8 @@ def test_the_page_draws_every_metric_and_its_difference(written: Path, browser: 
     assert browser.run("document.querySelectorAll('#curves-0 .mark.over').length") == 1
     assert browser.run("document.querySelectorAll('#curves-0 path.nan').length") == 2
     assert browser.run("document.querySelectorAll('img').length") == 0
-    assert browser.run("document.querySelector('main > p:last-child').textContent").startswith("Next: parity diff ")
+    assert browser.text(".next .command code").startswith("parity diff ")
+    ticks = browser.texts("#curves-0 figure:first-child svg text[text-anchor=middle]")
+    assert [text for text in ticks if int(text.removeprefix("step ")) % 2] == []
     assert browser.run("document.querySelector('h1').textContent") == "1 of 2 runs diverge from the first"
     assert browser.problems == []

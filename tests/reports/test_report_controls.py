@@ -132,6 +132,15 @@ def test_arrow_keys_reach_every_cell_that_is_shown(browser: Browser, address: st
 # Touch and pointer
 
 
+def test_tooltips_explain_layouts_and_stages(browser: Browser, address: str) -> None:
+    browser.open_cell(address, DIFFERS)
+    browser.hover(f"#cells .box[data-cell='{DIFFERS}']")
+    browser.wait("document.getElementById('tip').textContent.includes('dp2: 2 data-parallel ranks')")
+    assert "\ntp2: 2 tensor-parallel ranks" in browser.run("document.getElementById('tip').textContent")
+    stages = browser.run("[...document.querySelectorAll('.stages th[scope=row]')].map((e) => e.dataset.tip ?? '')")
+    assert all(stages)
+
+
 def test_a_tap_reads_out_a_square_and_a_tap_elsewhere_hides_it(browser: Browser, address: str) -> None:
     browser.open_cell(address, DIFFERS, width=390)
     browser.tap(".heat .out")

@@ -58,6 +58,7 @@ def test_a_table_has_a_row_for_what_saved_and_a_column_for_what_loaded(report: R
 
 def test_the_page_and_the_markdown_show_each_cell_in_its_place(out: Path) -> None:
     page = write_html(out).read_text(encoding="utf-8")
+    assert page.index('<section class="handed"') < page.index('id="cells"')  # most cells are transfers
     section = page.partition('<section class="handed"')[2].partition("</section>")[0]
     (row,) = re.findall(r'<tr><th class="layout" scope="row">tp2</th>(.*?)</tr>', section, re.DOTALL)
     states = re.findall(r'class="box (\w+)" href="#cell-([^"]*)"', row)
