@@ -60,11 +60,16 @@ function costs(cell) {
   return facts;
 }
 
-// Returns the rule for the bounds of a cell; docs/explanations/tolerances.md has the reasons.
+// Says where the tolerances of a cell come from, with the numbers of the quantity that is closest to its own.
 function provenance(cell) {
   const { exact, factor } = cell.legend.rule;
-  if (cell.precision === "exact") return `Tolerance in the exact tier: ${number(exact)}, more where the optimizer amplifies the rounding of gradients, less for values that are not computed.`;
-  return `Tolerance: ${factor} times the error of a single process in ${cell.precision}, measured in this run on the same data; fixed for values that are not computed, and for comparisons of ranks or of the cell's own numbers.`;
+  const closest = [...cell.quantities].sort(byUrgency)[0];
+  const floor = closest.allowed > 0 && ` (${number(closest.allowed / factor)} for ${closest.stage}, so ${number(closest.allowed)} is allowed)`;
+  const text =
+    cell.precision === "exact"
+      ? `Tolerance in the exact tier: ${number(exact)}, more where the optimizer amplifies the rounding of gradients, less for values that are not computed. `
+      : `Tolerance: ${factor} times the error of a single process in ${cell.precision}, measured in this run on the same data${floor || ""}. `;
+  return [text, make("a", { href: "#tolerances" }, "Why")];
 }
 
 // Draws keys in rows and configurations in columns, differing keys first. A key that only some have does not differ.

@@ -1,4 +1,4 @@
-// Handles keys: "/" filters, arrows move between shown cells, Escape clears the filter or closes the cell. Left and right
+// Handles keys: "/" filters, Enter opens the first hit, arrows move between shown cells, Escape clears the filter or closes the cell. Left and right
 // continue in the next row, up and down go to the nearest cell of the next line, so that every shown cell can be reached.
 const MOVES = { ArrowUp: [-1, 0], ArrowDown: [1, 0], ArrowLeft: [0, -1], ArrowRight: [0, 1] };
 
@@ -24,9 +24,11 @@ document.addEventListener("keydown", (event) => {
   } else if (event.key in MOVES && box) {
     event.preventDefault();
     step(box, ...MOVES[event.key]);
-  } else if (event.key === "ArrowDown" && document.activeElement === filter) {
+  } else if (["ArrowDown", "Enter"].includes(event.key) && document.activeElement === filter) {
     event.preventDefault();
-    boxes.find((one) => !one.classList.contains("away"))?.focus();
+    const first = boxes.find((one) => !one.classList.contains("away"));
+    if (event.key === "Enter") first?.click();
+    else first?.focus();
   } else if (event.key === "Escape") {
     if (document.activeElement === filter && filter.value) setFilter("");
     else if (boxAt.has(readAddress().cell)) {

@@ -5,17 +5,20 @@ async function openCell() {
   const { cell, filter: asked } = readAddress();
   if (asked && asked !== filter.value.trim()) setFilter(asked);
   else keepFilter();
+  if (cell && !cell.startsWith("#cell-")) { // another part of the page; the open cell stays
+    const finding = cell.startsWith("#finding-") && document.getElementById(cell.slice(1));
+    if (finding) finding.open = true;
+    return;
+  }
   const box = boxAt.get(cell);
   document.querySelector(".box[aria-current]")?.removeAttribute("aria-current");
   box?.setAttribute("aria-current", "true");
   document.title = box ? `${box.dataset.cell} · backend-parity` : title;
   const drawn = box && (await drawnCell(box));
   if (readAddress().cell !== cell) return; // another one was opened meanwhile
-  const missing = !box && cell.startsWith("#cell-") && make("p.note", { role: "status" }, `This report has no cell ${cell.slice(6)}.`);
+  const missing = !box && cell && make("p.note", { role: "status" }, `This report has no cell ${cell.slice(6)}.`);
   document.getElementById("opened").replaceChildren(...[drawn, missing].filter((part) => part));
   if (missing) document.getElementById("opened").scrollIntoView({ block: "center" });
-  const finding = cell.startsWith("#finding-") && document.getElementById(cell.slice(1));
-  if (finding) finding.open = true;
   drawn?.scrollIntoView();
   drawn?.focus({ preventScroll: true });
 }

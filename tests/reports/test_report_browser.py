@@ -83,6 +83,9 @@ def test_the_keyboard_filters_walks_opens_and_closes(browser: Browser, address: 
     browser.press("Escape")
     browser.wait(f"({OPENED}) === ''")
     assert browser.run(FOCUSED).startswith("sft-packed/pangu/deepspeed/dp4/exact")
+    browser.press("/")
+    browser.press("Enter")
+    browser.wait(f"({OPENED}) === 'sft-packed/pangu/fsdp2/dp2.tp2/exact'")
     assert browser.problems == []
 
 

@@ -262,6 +262,7 @@ def test_a_finding_that_a_reason_names_is_in_the_page(browser: Browser, out: Pat
     browser.open_cell(write_html(out).as_uri(), EXPECTED)
     browser.click(".cell .reason a")
     browser.wait("document.querySelector('#finding-deepspeed-rounded-masters').open")
+    assert browser.run("document.querySelector('.cell').dataset.cell") == EXPECTED
     assert "DeepSpeed" in browser.run("document.querySelector('#finding-deepspeed-rounded-masters pre').textContent")
     assert browser.problems == []
 

@@ -42,10 +42,12 @@ SEEN: dict[tuple[str, str], dict[str, tuple[tuple[str, str], ...]]] = {
         "R10": ((HEADS, "Denominators"),),
         "R12": ((HEADS, "Resolved configuration and environment"),),
         "R14": ((HEADS, "What to run next"), (".command code", "parity run"), (".command button", "Copy")),
-        "R15": ((HEADS, "Stages"), (".scroll:has(table.stages) + .note", "Tolerance")),
+        "R15": ((HEADS, "Stages"), (".scroll:has(table.stages) + .note", "Tolerance"), (".note a", "Why")),
         "R23": ((".cell .meta", " s"), (".cell .meta", "tokens/s")),
     },
-    (SAMPLE, RL): {"R9": ((HEADS, "Policy and critic"), (HEADS, "Where in the batch"))},
+    (SAMPLE, RL): {
+        "R9": ((HEADS, "Policy and critic"), (HEADS, "Distributions over tokens"), (HEADS, "Where in the batch")),
+    },
     (SAMPLE, CRASHED): {
         "R18": ((".cell .reason", "rank 1 of 2 raised RuntimeError in setup"), (".logs pre", "")),
         "R19": ((HEADS, "Last lines of each rank"), (".logs summary a", "whole file")),

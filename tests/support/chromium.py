@@ -12,14 +12,18 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 PHONE = 600  # px; a narrower window is a phone's, with touch
 
 
+def binary() -> str | None:
+    """Returns the path of an installed browser."""
+    return next((path for name in NAMES if (path := shutil.which(name))), None)
+
+
 def running() -> "Iterator[Browser]":
     """A browser for a fixture, ended afterwards. Skips the tests where none is installed."""
-    binary = next((path for name in NAMES if (path := shutil.which(name))), None)
-    if not binary:
+    if not binary():
         pytest.skip("no chromium on PATH; install one to test the page in a browser")
     sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed; pip install playwright")
     with sync_api.sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=binary)
+        chromium = playwright.chromium.launch(executable_path=binary())
         yield Browser(chromium)
         chromium.close()
 
