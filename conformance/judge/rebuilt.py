@@ -28,7 +28,6 @@ from conformance.judge.tensor_views import (
 from conformance.judge.tolerance import EXACT, NOISE_FACTOR, NORM_ROUNDINGS, ROUNDING, Measurement
 from conformance.numerics.comparison import finite
 from conformance.numerics.sketch import sampled
-from conformance.oracle.decoder import lora_of, merged
 from conformance.oracle.optimizer import AdamW, clip_factor, make_optimizer
 from conformance.oracle.policy_gradient import divergence
 from conformance.oracle.primitives import HONEST, UNNAMED_NORM, Variant
@@ -36,7 +35,7 @@ from conformance.records.step_tensors import Record, StepRecord
 from conformance.spec.objectives import REFERENCE_KL, PolicyGradient
 from conformance.spec.observables import AGAINST_REBUILT, LOGPROBS, LOSS, SKIPPED, Observable, is_unread
 from conformance.spec.precision import FloatFormat
-from conformance.spec.scenario import Scenario, is_adapter
+from conformance.spec.scenario import Scenario
 
 REBUILT_ROUNDINGS = 4  # of a weight; a multiplication for decay and a subtraction of the update round it twice
 UPDATE_ROUNDINGS = 64  # of an update: norm and clipping, two moments, a square root, divisions, and the rate
@@ -388,80 +387,3 @@ def _where(step: _Step, name: str, at: int, compared: torch.Tensor) -> str:
     height, width = shape
     row, column = divmod(int(sampled(name, height, width, device=compared.device)[at]), width)
     return str([row, column])
-
-
-def errors_after_resume(
-    before: Record, after: Record, observables: Sequence[Observable], start: StepViews
-) -> Iterator[Measurement]:
-    """Compares what a phase loaded with the end of the previous phase. ``start``: the weights of the first phase.
-
-    Measurements belong to the step that comes next. Training state and generators are compared if the optimizer is
-    loaded. Backends may round frozen weights differently; everything else is equal to the bit.
-    """
-    end, number = before.steps[-1] if before.steps else before.loaded, after.loaded.step + 1
-    last, first = StepViews(end.tensors()), StepViews(after.loaded.tensors())
-    if after.control == "same":
-        yield infinite("weights", "all (loaded from a changed copy they are the same: they are read elsewhere)", number)
-    resumes = after.header["optimizer"] == "loaded"
-    for o in observables:
-        if o.when == "loaded":
-            # The weights of a model that is not trained are recorded only as loaded.
-            saved = last[o.key] if last[o.key].tensors else StepViews(before.loaded.tensors())[o.key]
-            saved = replace(saved, tensors=_end_of(before, after, o.key, saved.tensors, start[o.key].tensors))
-            for found in first[o.key].errors(saved, o, number):
-                yield found if o.rounded else replace(found, fixed=_bound_of(after, o.key, found.tensor))
-        elif o.when == "handover" and o.kind == "tensors" and resumes:
-            for found in first[o.key].errors(last[o.key], o, number):
-                yield replace(found, tensor=f"{o.key.rpartition('.')[2]} of {found.tensor}")
-            own, reference = first[o.key].elements, last[o.key].elements
-            for name in own.keys() & reference.keys():
-                if own[name].dtype != reference[name].dtype:
-                    dtypes = f"{own[name].dtype} instead of {reference[name].dtype}"
-                    yield infinite(o.stage, f"{o.key} of {name} ({dtypes})", number)
-        elif o.when == "handover" and o.kind == "evidence" and resumes:
-            yield from _generators(o, before, after, number)
-
-
-# float32 roundings of W + scale B A, relative to W: the product is summed over the rank, scaled, added and rounded.
-MERGE_ROUNDINGS = 4
-
-
-def _end_of(before: Record, after: Record, key: str, last: Tensors, start: Tensors) -> dict[str, torch.Tensor]:
-    """Returns the weights, by name, that ``after`` should have loaded for the model whose weights have this ``key``.
-
-    last: the weights at the end of the previous phase, by name. start: the weights that the first phase loaded.
-    """
-    if not _is_merged(after, key) or not last:
-        return dict(last)
-    lora = before.scenario.lora
-    assert lora, "a phase merges adapters only where there are some"
-    exact = {name: tensor.double() for name, tensor in last.items()}
-    shapes = {name: tuple(tensor.shape) for name, tensor in exact.items() if not is_adapter(name)}
-    return merged(exact, lora_of(lora, shapes)) | {name: t for name, t in start.items() if is_adapter(name)}
-
-
-def _bound_of(after: Record, key: str, name: str) -> float:
-    """Returns the largest relative distance that a weight may have from the result of ``_end_of``."""
-    return MERGE_ROUNDINGS * ROUNDING if _is_merged(after, key) and not is_adapter(name) else 0.0
-
-
-def _is_merged(after: Record, key: str) -> bool:
-    return bool(after.header["loads"] == "merge") and key == "weight"
-
-
-def _generators(observable: Observable, before: Record, after: Record, step: int) -> Iterator[Measurement]:
-    """Compares digests of random generators, which are equal or not, and finds generators that are seeded later. A
-    checkpoint restores them if the backend and the layout stay the same."""
-    same = all(before.header[key] == after.header[key] for key in ("backend", "layout"))
-    if not same or after.header["loads"] != "checkpoint":
-        return
-    end = before.steps[-1] if before.steps else before.loaded
-    ranks = zip(after.loaded.line["generators"], end.line["generators"], strict=True)
-    for rank, (loaded, saved) in enumerate(ranks):
-        for name, digest in saved.items():
-            error = 0.0 if loaded.get(name) == digest else math.inf
-            tensor = f"{name} of rank {rank}"
-            yield Measurement(stage=observable.stage, tensor=tensor, step=step, error=error, fixed=0.0)
-    for rank, seeded in enumerate(after.footer.get("reseeded", ())):
-        for later, name in seeded:
-            yield infinite(observable.stage, f"{name} of rank {rank} (does not follow from what was loaded)", later)
