@@ -31,7 +31,9 @@ from conformance.spec.observables import Observable
 
 # Least part of a whole error that is taken to lie along the reference. Errors of gradients have directions in common:
 # those of the loss or of values scale all of them. An update hardly depends on the direction of its weight.
-PART_OF_GRADIENTS, PART_OF_WEIGHTS = 1 / 6, 1 / 32
+# The gradient of a preference has a factor that depends on its margin, a sum over all its tokens: its rounding scales
+# all of them.
+PART_OF_GRADIENTS, PART_OF_PAIRS, PART_OF_WEIGHTS = 1 / 6, 1 / 2, 1 / 32
 PART_OF_ROWS = 1 / 16
 SIZE_FACTOR = 1.5  # times the single process, for the size of all errors together
 SAMPLING = 4.0  # standard deviations of that size, which is known to 1 / sqrt(n) at worst
@@ -120,6 +122,7 @@ class Directions:
 
     is_exact: bool
     is_half: bool = False
+    part_of_gradients: float = PART_OF_GRADIENTS
     pools: dict[tuple[str, str, int | None], Along] = field(default_factory=dict)
     last: dict[str, int] = field(default_factory=dict)
 
@@ -142,7 +145,7 @@ class Directions:
             if layer and not o.change:
                 pools.append((f" of layer {layer[1]}", pooled))
             for of, at in pools:
-                part = PART_OF_ROWS if o.kind == "rows" else PART_OF_WEIGHTS if o.change else PART_OF_GRADIENTS
+                part = PART_OF_ROWS if o.kind == "rows" else PART_OF_WEIGHTS if o.change else self.part_of_gradients
                 found = self.pools.setdefault((o.stage, f"{o.key}{SCALE}{of}", at), Along(part=part))
                 found.add(error, ref, floor)
                 if of == ALL_STEPS:

@@ -18,7 +18,7 @@ from itertools import accumulate, pairwise
 
 import torch
 
-from conformance.judge.direction import Directions
+from conformance.judge.direction import PART_OF_GRADIENTS, PART_OF_PAIRS, Directions
 from conformance.judge.rebuilt import rebuilt_norm, rebuilt_of_rows
 from conformance.judge.tensor_views import (
     NO_LEEWAY,
@@ -134,8 +134,9 @@ def measure(
     for before, after in pairwise(phases):
         found += errors_after_resume(before, after, observables, start.own)
     steps = {step.step: (step, phase) for phase in phases for step in phase.steps}
-    tier = phases[0].scenario.tier
-    directions = Directions(is_exact=tier.is_exact, is_half=tier.is_half)
+    scenario, tier = phases[0].scenario, phases[0].scenario.tier
+    part = PART_OF_PAIRS if scenario.objective.reads == "preferences" else PART_OF_GRADIENTS
+    directions = Directions(is_exact=tier.is_exact, is_half=tier.is_half, part_of_gradients=part)
     for reference in oracle.steps:
         if reference.step not in steps:
             missing = f"steps from {reference.step} on are missing"

@@ -7,7 +7,7 @@ import pytest
 import torch
 from judge_sample import Change, Tensors, Values, both, unchanged, write
 
-from conformance.judge.direction import Directions, is_summed_in
+from conformance.judge.direction import PART_OF_GRADIENTS, PART_OF_PAIRS, Along, Directions, is_summed_in
 from conformance.judge.tensor_views import TensorView
 from conformance.judge.tolerance import allowed_errors
 from conformance.judge.verdict import judge
@@ -150,6 +150,16 @@ def beyond(o: Observable, seed: int, **wrong: float) -> set[str]:
     options = {"gradients": frozenset((GRADIENT.stage,)), "amplified": {}, "drift": {}}
     bounds = allowed_errors(own, precision="bf16", noise=noise, **options)  # type: ignore[arg-type]
     return {one.tensor for one in own if one.error > bounds[one.key]}
+
+
+def test_rounding_scales_gradients_of_preferences_more() -> None:
+    """Half of an error may lie along such a gradient, a sixth along others; the larger part is no bound on more."""
+    error, ref = 1e-2 * rounding(MANY, 1), rounding(MANY, 2)
+    one, pairs = (Along(part=part) for part in (PART_OF_GRADIENTS, PART_OF_PAIRS))
+    for found in (one, pairs):
+        found.add(error.flatten(), ref.flatten(), 0.0)
+    assert pairs.typical == pytest.approx(3 * one.typical)
+    assert pairs.typical < pairs.whole
 
 
 @pytest.mark.parametrize("o", [GRADIENT, LOGPROBS])
