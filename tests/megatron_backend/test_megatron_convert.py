@@ -15,7 +15,7 @@ from conformance.core.errors import UsageError
 from conformance.core.host import FIXTURES
 from impl.interface.sharded_safetensors import SliceReader, TensorWriter
 from impl.megatron.hf_mapping import HEAD, all_parameters, check_weights, is_cut, parts
-from impl.megatron.model_config import Latent, ModelShape, read_shape, stages
+from impl.megatron.model_config import Adapters, Latent, ModelShape, read_shape, stages
 from impl.megatron.moe_config import Mixture
 from impl.megatron.spans import Part, Rank, copy_to_full, load_part
 
@@ -38,6 +38,14 @@ BASE = ModelShape(
 MIXTURE = Mixture(layers=(1,), experts=3, chosen=2, size=8, normalised=True, shared=12, loss_factor=0.0)
 CORRECTED = dataclasses.replace(MIXTURE, sigmoid=True, shared_gate=False)
 LATENT = Latent(q_rank=10, kv_rank=6, plain=4, turned=4, value=5, neighbours=True, yarn=None)
+ADAPTERS = Adapters(
+    rank=3,
+    scale=0.5,
+    targets=(
+        *(f"model.layers.0.self_attn.{x}_proj" for x in "qvo"),
+        *(f"model.layers.1.mlp.{x}_proj" for x in ("gate", "up", "down")),
+    ),
+)
 SHAPES = {
     "plain": BASE,
     "pangu": dataclasses.replace(BASE, qkv_bias=True, output_bias=True),
@@ -55,6 +63,7 @@ SHAPES = {
     "divisible": dataclasses.replace(BASE, vocab=512),
     "value": dataclasses.replace(BASE, head="value"),
     "mixture": dataclasses.replace(BASE, mixture=MIXTURE),
+    "adapters": dataclasses.replace(BASE, adapters=ADAPTERS),
     "latent": dataclasses.replace(BASE, latent=LATENT, head_dim=8, qkv_bias=True, output_bias=True),
     "latent with whole queries": dataclasses.replace(
         BASE, latent=dataclasses.replace(LATENT, q_rank=None), head_dim=8, mixture=CORRECTED

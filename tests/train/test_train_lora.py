@@ -23,13 +23,14 @@ from conformance.spec.layout import Layout
 from conformance.spec.scenario import (
     ADAPTER,
     CONFIG_FILE,
+    FILE_PREFIX,
     WEIGHTS_FILE,
     LoraConfig,
     Scenario,
     load_scenario,
     scenario_to_json,
 )
-from impl.models.lora import adapter_shapes_of, write_start
+from impl.models.lora import adapter_shapes_of, write_adapter, write_start
 from impl.train.config import TrainConfig
 from impl.train.experience import LOGPROB_GAP
 from impl.train.plan import memory_of, parameter_shapes, states_of
@@ -73,6 +74,12 @@ def test_the_start_is_the_base_and_follows_from_the_seed(tmp_path: Path) -> None
             assert not torch.equal(tensor, other[name])
             assert 0.5 < float(tensor.abs().max()) * tensor.shape[1] ** 0.5 <= 1
     assert torch.equal(logits(LLAMA, tmp_path / "one"), logits(LLAMA))
+    trained = {name.removeprefix(FILE_PREFIX): tensor + 0.1 for name, tensor in one.items()}
+    write_adapter(tmp_path / "trained", tmp_path / "one", trained)
+    assert not torch.equal(logits(LLAMA, tmp_path / "trained"), logits(LLAMA))  # peft finds them
+    assert all(
+        torch.equal(load_file(tmp_path / "trained" / WEIGHTS_FILE)[FILE_PREFIX + n], t) for n, t in trained.items()
+    )
 
 
 @pytest.mark.parametrize(
