@@ -25,7 +25,7 @@ HEAD = "output_layer.weight"
 _LAYER = "decoder.layers."
 CORRECTION = "mlp.router.expert_bias"  # a buffer that is added to the scores when experts are chosen
 _EXPERT = re.compile(r"(.*mlp\.experts\.local_experts\.)(\d+)(\.linear_fc[12]\.(?:weight|bias))")
-_ADAPTER = re.compile(r"(.*)\.(?:self_attention|mlp)\.adapter_(\w+)(?:\.lora_([ab]))?")
+_ADAPTER = re.compile(r"(decoder\.layers\.\d{1,6})\.(?:self_attention|mlp)\.adapter_([a-z]{1,4}_proj)(?:\.lora_(a|b))?")
 # The linear layer of a layer that computes a projection of Hugging Face.
 LINEAR = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "self_attention.linear_qkv"),
