@@ -239,8 +239,6 @@ def kill_saves(
 
 
 def saves(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
-    from transformers import GenerationConfig  # noqa: F401  # threads that import it at once fail
-
     chosen, problems = chosen_saves(options), list[str]()
     each = -(-options.count // len(chosen))
     temporary = options.folder / "tmp"
@@ -328,6 +326,8 @@ def soak(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
     run.send_signal(signal.SIGTERM)
     code = run.wait(60)
     samples = [sample for sample in samples if sample["cells"]]
+    if len(samples) < 2:
+        return {}, [f"no cell has ended in {options.minutes:g} minutes"]
     first, last = samples[len(samples) // 4], samples[-2]  # the first cells fill caches; the last sample may be late
     cells = last["cells"] - first["cells"]
     growth = {who: round((last[who] - first[who]) / cells, 1) for who in ("controller", "largest other")}
@@ -364,6 +364,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.until = time.monotonic() + 60 * options.minutes
     options.folder = options.folder.absolute()
     options.folder.mkdir(parents=True)
+    if options.command in ("saves", "disk"):
+        from transformers import GenerationConfig  # noqa: F401  # threads that import it at once fail
     began = time.monotonic()
     found, problems = COMMANDS[options.command](options)
     print(json.dumps({**found, "problems": problems, "seconds": round(time.monotonic() - began)}, indent=1))

@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import AfterValidator, Field
 from pydantic.dataclasses import dataclass
 
-from conformance.core.errors import STRICT
+from conformance.core.errors import STRICT, UsageError, shown
 from conformance.core.host import resolve
 from conformance.core.io import read_json
 from conformance.spec.layout import Layout
@@ -32,8 +32,11 @@ def _half(precision: PrecisionName) -> PrecisionName:
 
 
 def model_config(scenario: Scenario) -> dict[str, Any]:
-    """Reads the model's config.json. Raises UsageError if this fails."""
-    return read_json(resolve(scenario.model) / "config.json")
+    """Reads the model's config.json. Raises UsageError if this fails, and for a model type that is not a text."""
+    config = read_json(file := resolve(scenario.model) / "config.json")
+    if not isinstance(kind := config.get("model_type", ""), str):
+        raise UsageError(f"{file}: model_type must be a text such as 'llama', got {shown(kind)}; download it again")
+    return config
 
 
 def _whitens(objective: Objective) -> bool:

@@ -9,6 +9,7 @@ import contextlib
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -190,7 +191,7 @@ def convert(source: Path, target: Path, *, to: Target, model: Path | None, repor
     if model is not None:
         check_model_folder(model)
     with _opened(source, model, target=target) as found:
-        checkpoint = _without_tied_head(found)
+        checkpoint = _without_tied_head(replace(found, read=partial(_read_one, found, source)))
         _check_state(checkpoint, source, to=to)
         if model is not None:
             _check_fits(checkpoint, source, model)
@@ -234,6 +235,12 @@ def _opened(source: Path, model: Path | None, *, target: Path) -> Iterator[Check
         with _readable(source):
             whole = deepspeed.universal(source, Path(folder) / "universal")  # it also writes beside this folder
         yield whole
+
+
+def _read_one(found: Checkpoint, source: Path, stored: StoredTensor) -> torch.Tensor:
+    assert found.read is not None
+    with _readable(source):
+        return found.read(stored)
 
 
 def _without_tied_head(found: Checkpoint) -> Checkpoint:

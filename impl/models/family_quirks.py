@@ -91,9 +91,9 @@ PLANNED = tuple(kind for kind, quirks in QUIRKS.items() if quirks.has_plan)
 ROUTED = tuple(kind for kind, quirks in QUIRKS.items() if quirks.has_routers)
 
 
-def quirks_of(model_type: str | None) -> FamilyQuirks:
-    """Returns the row of a model type; a family without a row has the defaults."""
-    return QUIRKS.get(model_type or "", FamilyQuirks())
+def quirks_of(model_type: object) -> FamilyQuirks:
+    """Returns the row of a model type, which a configuration may lack; a family without a row has the defaults."""
+    return QUIRKS.get(str(model_type), FamilyQuirks())
 
 
 def quirks_in(folder: Path) -> FamilyQuirks:

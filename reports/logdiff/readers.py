@@ -358,7 +358,7 @@ def runs_of_panel(name: str) -> list[str]:
 
 def _read(path: Path) -> bytes:
     try:
-        return read_file(path, limit=LONGEST)
+        return read_file(path.resolve() if path.is_file() else path, limit=LONGEST)  # the user may name a link
     except FileNotFoundError:
         raise UsageError(f"there is no log {path}") from None
     except Unreadable as error:

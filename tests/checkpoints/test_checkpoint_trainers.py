@@ -261,12 +261,13 @@ def test_damage_of_any_kind_gives_no_wrong_numbers(tmp_path: Path, kind: str, da
     assert not (tmp_path / "new").exists()
 
 
-def test_damaged_training_state_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("damage", [cut, flip, lambda path: os.truncate(path, 2**41)])
+def test_damaged_training_state_is_refused(tmp_path: Path, damage: Callable[[Path], None]) -> None:
     save_deepspeed(tmp_path / "ckpt", weights_of("llama"))
     state = tmp_path / "state"
     convert(tmp_path / "ckpt", state, to="state", model=None, report=lambda *_: None)
     assert open_state(state).tensors
-    flip(state / "weight" / "model.safetensors")
+    damage(state / "weight" / "model.safetensors")
     with pytest.raises(UsageError, match=r"weight/model\.safetensors is damaged: its bytes have changed"):
         to_hf(state)
     (state / "weight" / "model.safetensors").rename(state / "weight" / "other.safetensors")

@@ -264,6 +264,12 @@ def test_a_page_without_jinja2_or_a_folder_is_refused_with_advice(
         diff(*logs, "--out", tmp_path / "out")
 
 
+def test_link_to_a_log_is_read(tmp_path: Path) -> None:
+    a, b = (write(tmp_path, name) for name in ("a.jsonl", "b.jsonl"))
+    (tmp_path / "latest.jsonl").symlink_to("b.jsonl")
+    assert diff(a, tmp_path / "latest.jsonl") == diff(a, b) == 0
+
+
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("diff")
