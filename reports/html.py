@@ -30,6 +30,8 @@ from reports.page_data import BEYOND, SHADES, Shared, cell_data, pack
 from reports.summary import causes, headline
 
 TEMPLATES = Path(__file__).with_name("templates")
+LARGE = 500  # cells; passing cells of a larger run have fewer digits, so that the page stays small
+PER_BLOCK = 16  # cells that are packed together, because they have much in common
 FIRST = 5  # causes that are shown above the matrix; a reader unfolds more
 STYLES = ("style", "earlier")
 SCRIPTS = (  # in the order in which they run
@@ -53,7 +55,8 @@ def write_html(out: Path) -> Path:
     script = "\n".join((TEMPLATES / f"{name}.js").read_text(encoding="utf-8") for name in SCRIPTS)
     title = headline(report)[0]
     shared = Shared()
-    blocks = [pack(dumps(cell_data(cell, shared))) for cell in report.cells]
+    data = [cell_data(cell, shared, large=len(report.cells) > LARGE) for cell in report.cells]
+    blocks = [pack(dumps(data[first : first + PER_BLOCK])) for first in range(0, len(data), PER_BLOCK)]
     groups = side_by_side.read_groups(out, report)
     reasons = [*(cell.reason for cell in report.cells), *(group.text for group in groups or ())]
     page = _template().render(
@@ -79,6 +82,7 @@ def write_html(out: Path) -> Path:
         shared=pack(shared.to_json()),
         found=pack(dumps(_found(report))),
         blocks=blocks,
+        per_block=PER_BLOCK,
     )
     write_file(file, page)
     return file

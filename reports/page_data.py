@@ -21,7 +21,7 @@ from typing import Any
 from conformance.bisect.explain import describe
 from conformance.judge.tolerance import EXACT, NOISE_FACTOR
 from conformance.records.record_format import Line, Lines, dumps
-from conformance.results.verdict import STATES, Quantity, Verdict
+from conformance.results.verdict import NO_FAULT, STATES, Quantity, Verdict
 from conformance.spec.observables import AGAINST_REBUILT
 from reports.load import Cell
 from reports.wording import worst_first
@@ -79,6 +79,7 @@ def locate(name: str) -> tuple[str, str]:
     return column, kind
 
 
+DIGITS = 4  # of an error
 FINDINGS = 5  # maximum number of findings shown for the first stage that differs
 NO_CONFIGURATION = ("type", "schema", "observables")  # keys of a record's header that are not shown
 
@@ -128,8 +129,10 @@ class Shared:
         return f'{dumps(head)[:-1]}, "values": [{", ".join(self._values)}]}}'
 
 
-def cell_data(cell: Cell, shared: Shared) -> dict[str, Any]:
-    """Returns the data of one cell that the page shows when the cell is opened."""
+def cell_data(cell: Cell, shared: Shared, *, large: bool = False) -> dict[str, Any]:
+    """Returns the data of one cell that the page shows when the cell is opened. large: the run has so many cells that
+    passing ones have two digits."""
+    digits = 2 if large and cell.state in NO_FAULT else DIGITS
     entry = cell.entry
     drawn = [o for o in entry.observables if o.drawn]
     stages = [o.stage for o in drawn if not o.title]
@@ -147,7 +150,7 @@ def cell_data(cell: Cell, shared: Shared) -> dict[str, Any]:
         "stages": shared.value(entry.stages),
         "charts": shared.value(charts),
         "maps": shared.value(tensors),
-        "tables": _tables(entry.verdict.quantities, set(numbers), shared),
+        "tables": _tables(entry.verdict.quantities, set(numbers), shared, digits),
         "strips": _strips(entry.verdict, shared),
         "first": _first_difference(cell),
         "bisection": vars(describe(cell.bisection)) if cell.bisection else None,
@@ -200,7 +203,7 @@ def _evidence(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {what: [[*key, len(each), max(each)] for key, each in counts.items()] for what, counts in found.items()}
 
 
-def _tables(quantities: Sequence[Quantity], numbers: set[str], shared: Shared) -> list[list[Any]]:
+def _tables(quantities: Sequence[Quantity], numbers: set[str], shared: Shared, digits: int) -> list[list[Any]]:
     """Returns for each stage its name, and columns with the tensors, the steps, the bounds and the observed errors.
 
     numbers: keys of scalars and settings, which have no position in the network. All columns but the last depend only
@@ -213,7 +216,7 @@ def _tables(quantities: Sequence[Quantity], numbers: set[str], shared: Shared) -
     for stage, found in by_stage.items():
         names = shared.value([(shared.string if q.tensor in numbers else shared.tensor)(q.tensor) for q in found])
         steps, allowed = shared.value([q.step for q in found]), shared.value([q.allowed for q in found])
-        tables.append([shared.string(stage), names, steps, allowed, [_rounded(q) for q in found]])
+        tables.append([shared.string(stage), names, steps, allowed, *spelled(found, digits)])
     return tables
 
 
@@ -233,13 +236,30 @@ def _strips(verdict: Verdict, shared: Shared) -> list[list[Any]]:
     return strips
 
 
-def _rounded(quantity: Quantity) -> float:
-    """Returns the observed error with four significant digits, or unrounded if rounding would move it across its
-    bound."""
-    if not math.isfinite(quantity.observed) or not quantity.allowed > 0:
-        return quantity.observed
-    short = float(f"{quantity.observed:.3e}")
-    return short if (short / quantity.allowed <= 1) == (quantity.ratio <= 1) else quantity.observed
+def spelled(quantities: Sequence[Quantity], digits: int) -> tuple[str, list[int]]:
+    """Returns the digits of all errors in one string, and their powers of ten. Apart, both need half the space after
+    compression. An error that is not finite is spelled ``nan`` or ``inf``; no error moves across its bound."""
+    width = max(digits, 3)
+    texts, powers = [], []
+    for quantity in quantities:
+        mantissa, _, power = f"{_rounded(quantity, digits):.{digits - 1}e}".partition("e")
+        texts.append(mantissa.replace(".", "").ljust(width))
+        powers.append(int(power) - digits + 1 if power else 0)
+    if all(text[:digits].isdigit() for text in texts):
+        texts = [text[:digits] for text in texts]
+    return "".join(texts), powers
+
+
+def _rounded(quantity: Quantity, digits: int) -> float:
+    """Returns the observed error, rounded to a number of digits so that it does not move across its bound."""
+    observed, allowed = quantity.observed, quantity.allowed
+    if not math.isfinite(observed) or not allowed > 0:
+        return observed
+    short = float(f"{observed:.{digits - 1}e}")
+    if (short / allowed <= 1) == (quantity.ratio <= 1):
+        return short
+    unit = 10.0 ** (math.floor(math.log10(short)) - digits + 1)
+    return float(f"{short + (unit if quantity.ratio > 1 else -unit):.{digits - 1}e}")
 
 
 def _first_difference(cell: Cell) -> dict[str, Any] | None:

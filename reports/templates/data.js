@@ -27,14 +27,27 @@ function judged(q) {
   return { ...q, observed, allowed, ratio: observed === 0 ? 0 : beyond ? Infinity : observed / allowed };
 }
 
-// Unpacks the block of a cell and resolves its references to the shared block.
+// Unpacks the block of several cells; the last one is kept, because its cells are often read one after another.
+const last = { block: -1 };
+async function packedCell(number) {
+  await loaded;
+  const perBlock = Number(document.getElementById("block-0").dataset.cellsOf);
+  const block = Math.floor(number / perBlock);
+  if (last.block !== block) Object.assign(last, { block, cells: unpack(`block-${block}`) });
+  return structuredClone((await last.cells)[number % perBlock]);
+}
+
+// Unpacks a cell and resolves its references to the shared block.
 async function readCell(number) {
   const { strings, values, places, ...legend } = await shared();
   const { rebuilt } = legend.rule;
-  const cell = await unpack(`block-${number}`);
+  const cell = await packedCell(number);
   for (const key of ["stages", "charts", "maps"]) cell[key] = values[cell[key]];
-  cell.quantities = cell.tables.flatMap(([stage, names, steps, allowed, observed]) =>
-    observed.map((error, row) => {
+  cell.quantities = cell.tables.flatMap(([stage, names, steps, allowed, digits, powers]) =>
+    powers.map((power, row) => {
+      const width = digits.length / powers.length;
+      const spelled = digits.slice(width * row, width * (row + 1)).trim();
+      const error = spelled in SPECIAL ? spelled : Number(`${spelled}e${power}`);
       const name = values[names][row];
       const at = { stage: strings[stage], tensor: strings[name], step: values[steps][row], place: places[name] };
       return judged({ ...at, rebuilt: at.tensor.endsWith(rebuilt), observed: error, allowed: values[allowed][row] });

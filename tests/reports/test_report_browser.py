@@ -30,7 +30,7 @@ from report_sample import (
 
 from conformance.results.verdict import BARS, margin
 from conformance.spec.objectives import Ppo, all_observables
-from reports.html import write_html
+from reports.html import PER_BLOCK, write_html
 from reports.wording import number, share, tensor_at_step
 
 pytestmark = pytest.mark.slow
@@ -114,7 +114,7 @@ def test_a_differing_cell_is_drawn_with_curves_heat_maps_and_what_to_look_at_nex
     shown = browser.run(TEXT)
     assert "is the bias added once per tp rank?" in shown
     assert "Also outside tolerance, perhaps as a consequence: clipped update, weights after N steps." in shown
-    assert browser.count(".charts svg") == 4
+    assert browser.count(".charts svg:not(:has(.own))") == 4
     assert browser.count(".heat") == 3
     assert "Exactly equal in every parameter: weights." in shown
     assert (
@@ -146,7 +146,7 @@ def test_stages_are_in_causal_order_and_the_first_that_differs_is_marked(
 
 def test_every_observable_that_asks_for_it_has_a_curve_and_an_error(browser: Browser, address: str) -> None:
     browser.open_cell(address, CRITIC)
-    titles = browser.run("[...document.querySelectorAll('.charts figcaption')].map((e) => e.firstChild.data)")
+    titles = browser.run("[...document.querySelectorAll('section > .charts figcaption')].map((e) => e.firstChild.data)")
     drawn = ("loss", "gradient norm", "critic gradient norm")
     assert titles == [title for name in drawn for title in (name, f"{name}: error")]
     maps = browser.run("[...document.querySelectorAll('.maps figcaption')].map((e) => e.innerText)")
@@ -304,7 +304,7 @@ def test_no_script_but_the_pages_own_can_run(browser: Browser, address: str) -> 
 
 def test_a_block_that_cannot_be_unpacked_is_said_so(browser: Browser, address: str) -> None:
     browser.open(address)
-    browser.run(f"document.getElementById('block-{CELLS.index(CONFORMS)}').textContent = 'AAAA'")
+    browser.run(f"document.getElementById('block-{CELLS.index(CONFORMS) // PER_BLOCK}').textContent = 'AAAA'")
     browser.run(f"location.hash = {json.dumps(f'#cell-{CONFORMS}')}")
     browser.wait(f"({OPENED}) === {json.dumps(CONFORMS)}")
     assert "The details of this cell cannot be drawn" in browser.run(TEXT)

@@ -38,13 +38,13 @@ from report_sample import (
 from conformance.backends.protocol import find_backend
 from conformance.matrix.profile import Overrides, expand, load_profile
 from conformance.results.run_results import cell_summary, write_summary
-from conformance.results.verdict import STATES, margin
+from conformance.results.verdict import STATES, Quantity, margin
 from conformance.spec.objectives import Ppo, all_observables
 from reports.ci_formats import write_junit
-from reports.html import write_html
+from reports.html import PER_BLOCK, write_html
 from reports.load import read_report
 from reports.markdown import write_markdown
-from reports.page_data import SHADES, locate
+from reports.page_data import DIGITS, SHADES, locate, spelled
 from reports.wording import first_finding, share
 
 SCREEN = 1280, 720  # px
@@ -69,7 +69,7 @@ def page(sample: Path) -> str:
 
 def block(page: str, name: str) -> Any:
     """What one of the page's blocks holds."""
-    found = re.search(rf'<script type="application/gzip" id="{name}">([^<]*)</script>', page)
+    found = re.search(rf'<script type="application/gzip" id="{name}"[^>]*>([^<]*)</script>', page)
     assert found
     return json.loads(gzip.decompress(base64.b64decode(found[1])))
 
@@ -78,7 +78,7 @@ def cell_block(page: str, cell: str) -> Any:
     """The block of a cell, which its square in the matrix refers to."""
     found = re.search(rf'data-n="(\d+)" data-cell="{re.escape(cell)}"', page)
     assert found
-    return block(page, f"block-{found[1]}")
+    return block(page, f"block-{int(found[1]) // PER_BLOCK}")[int(found[1]) % PER_BLOCK]
 
 
 def unpacked(page: str, cell: str) -> list[tuple[str, str, int, float, float]]:
@@ -87,9 +87,18 @@ def unpacked(page: str, cell: str) -> list[tuple[str, str, int, float, float]]:
     strings, values = shared["strings"], shared["values"]
     return [
         (strings[stage], strings[name], step, float(error), float(bound))
-        for stage, names, steps, allowed, observed in cell_block(page, cell)["tables"]
-        for name, step, bound, error in zip(values[names], values[steps], values[allowed], observed, strict=True)
+        for stage, names, steps, allowed, digits, powers in cell_block(page, cell)["tables"]
+        for name, step, bound, error in zip(
+            values[names], values[steps], values[allowed], numbers(digits, powers), strict=True
+        )
     ]
+
+
+def numbers(digits: str, powers: list[int]) -> list[float]:
+    """The numbers whose digits and powers the page keeps apart."""
+    width = len(digits) // max(1, len(powers))
+    parts = (digits[width * i : width * (i + 1)].strip() for i in range(len(powers)))
+    return [float(part if part.isalpha() else f"{part}e{power}") for part, power in zip(parts, powers, strict=True)]
 
 
 def test_the_first_screen_has_the_verdict_every_count_and_every_cell(sample: Path, page: str) -> None:
@@ -185,6 +194,18 @@ def test_every_quantity_is_in_the_page_with_its_bound(sample: Path, page: str) -
             assert found[key][1] == allowed
 
 
+@pytest.mark.parametrize("digits", [2, DIGITS])
+def test_digits_and_powers_are_the_errors(digits: int) -> None:
+    rng = random.Random(0)
+    errors = [0.0, 5e-324, 1.5e300, 1e-11, 9.996e-12, 1.00049e-11, *(10 ** rng.uniform(-16, 3) for _ in range(200))]
+    found = [Quantity(stage="s", tensor="t", step=0, observed=error, allowed=1e-11) for error in errors]
+    shown = numbers(*spelled(found, digits))
+    assert shown == pytest.approx(errors, rel=1.1 * 10 ** (1 - digits))
+    assert [error <= 1e-11 for error in shown] == [error <= 1e-11 for error in errors]
+    odd = [replace(found[0], observed=error) for error in (math.nan, math.inf, 1.5)]
+    assert str(numbers(*spelled(odd, digits))) == "[nan, inf, 1.5]"
+
+
 def test_rounding_carries_no_quantity_across_its_tolerance(out: Path) -> None:
     entry = entry_of(out, DIFFERS)
     near = [1 + 1e-16 * 2**n for n in range(50)] + [1 - 1e-16 * 2**n for n in range(50)]
@@ -231,7 +252,7 @@ def strips(page: str, cell: str) -> dict[tuple[str, str, int], tuple[list[list[i
     """By stage, tensor and step the first tokens of the bins, their classes, the largest difference and its place."""
     shared = block(page, "shared")
     found = {}
-    for at, classes, largest, where in cell_block(page, cell)["strips"]:
+    for at, classes, largest, where, *_ in cell_block(page, cell)["strips"]:
         stage, tensor, step, tokens, starts = shared["values"][at]
         assert (tokens, len(classes)) == (ROWS * TARGETS, len(starts))
         found[shared["strings"][stage], shared["strings"][tensor], step] = starts, classes, largest, where
@@ -298,7 +319,7 @@ def test_nothing_in_the_folder_can_become_markup(out: Path) -> None:
     (folder_of(out, CRASHED) / "legs/0/logs/rank-0.log").write_text(HOSTILE)
     page = write_html(out).read_text(encoding="utf-8")
     assert len(re.findall("<script>", page)) == 1  # the page's own
-    assert len(re.findall("<script", page)) == 3 + len(CELLS)  # and its blocks
+    assert len(re.findall("<script", page)) == 4 + math.ceil(len(CELLS) / PER_BLOCK)  # and its blocks
     assert "alert(" in page
     assert HOSTILE not in re.sub("`[^`\n]*`", "", write_markdown(out).read_text())  # a code span holds no markup
     assert any(case.get("name") == hostile for case in ET.parse(write_junit(out)).iter("testcase"))
