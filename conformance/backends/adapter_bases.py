@@ -166,7 +166,8 @@ class TrainerAdapter(FrameworkAdapter):
             **{"max_steps": max(s.total_steps, scenario.steps)},
             **{"ignore_data_skip": True},  # the suite gives the rows after a resume
             **{"gradient_accumulation_steps": k, "bf16": scenario.precision == "bf16", "use_cpu": device == "cpu"},
-            **{"per_device_train_batch_size": scenario.data.rows // (layout.dp * k), "gradient_checkpointing": False},
+            **{"per_device_train_batch_size": scenario.data.rows // (layout.dp * k * scenario.rows_together)},
+            **{"gradient_checkpointing": False},
             **{"logging_steps": 1, "disable_tqdm": True, "report_to": "none", "save_strategy": "no"},
             **{"output_dir": self.stack.enter_context(tempfile.TemporaryDirectory())},  # for logs of the framework
         }

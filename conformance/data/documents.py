@@ -1,7 +1,7 @@
 """Builds the frozen batches of every optimizer step from conversations, and packs documents into rows.
 
 Batches are made so that the usual bugs cannot cancel out. Documents keep their different lengths, and for every data
-set the following rows have no target token:
+set but preferences, of which no framework has empty ones, the following rows have no target token:
 
 * step 0: the last sixth of the rows (of 24 rows: 20..23). So the last of 8 ranks has no target token, nor has one
   micro-batch of dp 2 or 4 with accumulation 3;
@@ -198,13 +198,10 @@ def pack(units: Sequence[Unit | None], *, max_len: int) -> Iterator[tuple[Docume
 
 
 def _batch(step: int, rows: Iterator[tuple[Document, ...]], scenario: Scenario) -> Batch:
-    data, together = scenario.data, scenario.rows_together
+    data = scenario.data
     masked_from = data.rows
-    if step == 0:
-        masked_from = -(-data.rows * 5 // 6)
-    elif step == 1:
-        masked_from = -(-data.rows * 2 // 3)
-    masked_from = -(-masked_from // together) * together  # an answer without targets would leave the other alone
+    if scenario.objective.reads == "samples" and step < 2:
+        masked_from = -(-data.rows * 5 // 6) if step == 0 else -(-data.rows * 2 // 3)
     chosen = [next(rows) for _ in range(data.rows)]
     for i in range(masked_from, data.rows):
         chosen[i] = tuple(Document(d.tokens, (False,) * len(d.tokens)) for d in chosen[i])

@@ -88,9 +88,12 @@ class Dpo:
             *(() if self.reference_free else (reference,)),
             LOGPROBS,
             # The margin of its pair at each target; log-probs of hundreds of tokens cancel in it.
-            replace(rows("margin", "margins"), scale="logprob"),
+            replace(rows("margin", "margins"), scale="logprob", required=False, effect_at="loss"),
             TOKEN_COUNT,
-            *(replace(TOKEN_COUNT, key=key) for key in ("pair_count", "chosen_count")),
+            *(
+                replace(TOKEN_COUNT, key=key, required=False, effect_at="loss")
+                for key in ("pair_count", "chosen_count")
+            ),
             *((likelihood,) if self.sft_coef else ()),
             replace(LOSS, sum_of=terms_of("loss")),
         )

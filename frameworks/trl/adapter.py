@@ -1,12 +1,13 @@
-"""TRL's SFTTrainer and GRPOTrainer on DDP, as a user writes them: their own ``train()`` runs whole, and pauses where
-the loader asks for the rows of the next step. Frozen rows stand in for the data set, frozen responses for generation.
+"""TRL's SFTTrainer, GRPOTrainer and DPOTrainer on DDP, as a user writes them: their own ``train()`` runs whole, and
+pauses where the loader asks for the rows of the next step. Frozen rows stand in for the data set, frozen responses for
+generation.
 
 What else is TRL's own: the collator, padding-free packing, the token count, the LM head in chunks, accumulation, the
 losses, advantages and old log-probs, clipping, optimizer, schedule, checkpoints and the log that the metrics are from.
 """
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,11 +15,11 @@ import torch
 import trl.trainer.grpo_trainer
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 
 import parity
 
-BACKENDS = ("TrlSft", "TrlGrpo")
+BACKENDS = ("TrlSft", "TrlGrpo")  # TrlDpo: cells of the profile full
 PACKAGES = ("torch", "transformers", "accelerate", "trl")
 PRELOAD = ("torch", "transformers", "trl.trainer.sft_trainer", "trl.trainer.grpo_trainer", "datasets")
 URL = "https://github.com/huggingface/trl"  # no default_zero: TRL gathers metrics where ZeRO gathers weights
@@ -145,3 +146,79 @@ class TrlGrpo(parity.GrpoTrainerAdapter):
             "logprobs": [list(document.columns["rollout_logprob"][start:]) for document, start in both],
             "reward": [document.columns["reward"] for document in self.rollout],
         }
+
+
+class TrlDpo(parity.TrainerAdapter):
+    """Trains on pairs of padded rows; the collator puts all chosen answers before all rejected ones."""
+
+    preload = PRELOAD
+    objectives: ClassVar = ("dpo",)
+
+    @classmethod
+    def describe(cls) -> parity.BackendInfo:
+        return parity.BackendInfo(name="trl-dpo", packages=PACKAGES, url=URL)
+
+    @classmethod
+    def refuses(cls, scenario: parity.Scenario, layout: parity.Layout) -> str:
+        o = scenario.objective
+        if scenario.data.packed:
+            return "DPOTrainer pads; use data.packed=false"
+        if o.reference_free or o.length_normalised != (o.loss_type == "ipo"):
+            return "DPOTrainer has a reference, and means of log-probs with ipo alone; TRL's CPO is another trainer"
+        if o.label_smoothing and o.loss_type == "sigmoid":
+            return "DPOTrainer smooths no labels of its loss sigmoid; use robust"
+        return super().refuses(scenario, layout) or refuses(scenario)
+
+    def setup(
+        self, scenario: parity.Scenario, layout: parity.Layout, weights: Mapping[str, Path], device: str
+    ) -> dict[str, Any]:
+        o = scenario.objective
+        args = DPOConfig(
+            **self.options(scenario, layout, device),
+            beta=o.beta,
+            label_smoothing=o.label_smoothing,
+            loss_type=[o.loss_type, *["sft"] * bool(o.sft_coef)],
+            loss_weights=[1.0, *[o.sft_coef] * bool(o.sft_coef)],
+            max_length=None,
+        )
+        policy, reference = (load_model(weights[role], scenario) for role in ("policy", "reference"))
+        self.trainer = self.paused(DPOTrainer)(
+            policy,
+            reference,
+            args,
+            train_dataset=Dataset.from_list([{"prompt": "1 + 1?", "chosen": "2", "rejected": "3"}]),  # only looked at
+            processing_class=AutoTokenizer.from_pretrained(weights["policy"]),
+        )
+        for model in (policy, reference):
+            model.register_forward_hook(self.note)
+        return self.start()
+
+    def note(self, model: Any, inputs: Any, output: Any) -> None:
+        """Keeps the log-probs of a micro-batch in the order of its rows."""
+        found = [row[mask] for row, mask in zip(output.log_probs.detach(), output.label_mask, strict=True)]
+        pairs = len(found) // 2
+        in_turn = [one for pair in zip(found[:pairs], found[pairs:], strict=True) for one in pair]
+        self.seen.append((model is self.trainer.model, torch.cat(in_turn)))
+
+    def train_step(self, batch: parity.Batch, on_gradients: Callable[[str], None]) -> parity.StepMetrics:
+        own = self.own(batch)
+        values = self.step([[pair_of(*rows[n : n + 2]) for n in range(0, len(rows), 2)] for rows in own], on_gradients)
+        found: dict[str, dict[int, torch.Tensor]] = {"logprob": {}, "reference.logprob": {}}
+        for key, is_policy in (("logprob", True), ("reference.logprob", False)):
+            of_model = [numbers for trained, numbers in self.seen if trained == is_policy]
+            for rows, numbers in zip(own, of_model, strict=True):
+                found[key] |= parity.by_row(numbers, rows)
+        count = torch.tensor(float(sum(len(numbers) for numbers in found["logprob"].values())))
+        torch.distributed.all_reduce(count)
+        return parity.StepMetrics(values={**values, "token_count": count.item()}, rows=found)
+
+
+def pair_of(chosen: parity.Row, rejected: parity.Row) -> dict[str, list[int]]:
+    """Returns an example as the collator of preferences takes it."""
+    (good,), (bad,) = chosen.documents, rejected.documents
+    start = good.targets.index(True)
+    return {
+        "prompt_ids": list(good.tokens[:start]),
+        "chosen_ids": list(good.tokens[start:]),
+        "rejected_ids": list(bad.tokens[start:]),
+    }
