@@ -43,9 +43,7 @@ class Pipeline:
 
     def keep_stage(self, model: transformers.PreTrainedModel) -> None:
         """Removes what other stages hold from a model without numbers, and lets it take and give hidden states."""
-        base, head = model.base_model, "score" if hasattr(model, "score") else "lm_head"
-        self._width = getattr(model, head).out_features if self.is_last else model.config.hidden_size
-        self._hidden = model.config.hidden_size
+        base, head = model.base_model, _head_of(model)
         for number in range(count := len(base.layers)):
             if number * self.size // count != self.index:
                 base.layers[number] = Elsewhere()
@@ -78,14 +76,16 @@ class Pipeline:
         rows, length = (max(one.tokens.shape[axis] for one in inputs) for axis in (0, 1))
         tokens = torch.cat([_padded(one.tokens, rows, length) for one in inputs])
         positions = torch.cat([_padded(one.positions, rows, length) for one in inputs])
-        hidden = torch.empty(rows, length, self._hidden, dtype=compute, device="meta", requires_grad=trains)
+        size = model.config.hidden_size
+        width = getattr(model, _head_of(model)).out_features if self.is_last else size
+        hidden = torch.empty(rows, length, size, dtype=compute, device="meta", requires_grad=trains)
         stage = PipelineStage(
             model,
             self.index,
             self.size,
             self.device,
             input_args=hidden if self.index else tokens[:rows].to("meta"),
-            output_args=hidden.new_empty(rows, length, self._width, requires_grad=trains),
+            output_args=hidden.new_empty(rows, length, width, requires_grad=trains),
             group=self.group,
         )
 
@@ -121,6 +121,10 @@ class Pipeline:
         total = norm.square()
         dist.all_reduce(total, group=self.group)
         return total.sqrt()
+
+
+def _head_of(model: transformers.PreTrainedModel) -> str:
+    return "score" if hasattr(model, "score") else "lm_head"
 
 
 def schedule_of(stage: PipelineStage, count: int, loss: Callable[[Tensor, Tensor], Tensor]) -> Any:

@@ -72,16 +72,22 @@ class Adapter(torch.nn.Module):
         rows = [torch.arange(span.own, span.own + span.length) for span in base.spans]
         self.register_buffer("rows", torch.cat(rows).to(options["device"]), persistent=False)
 
-    def add(self, _: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor | None]) -> Any:
-        """Returns the output of the layer for ``inputs`` with the adapter's."""
-        result, bias = output
-        hidden = F.linear(inputs[0], self.lora_a)
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = F.linear(inputs, self.lora_a)
         if self.by_rows:
-            gather = gather_from_sequence_parallel_region if self.sequence else copy_to_tensor_model_parallel_region
-            return result.index_add(-1, self.rows, self.scale * F.linear(gather(hidden), self.lora_b)), bias
-        scatter = reduce_scatter_to_sequence_parallel_region
-        total = (scatter if self.sequence else reduce_from_tensor_model_parallel_region)(hidden)
-        return result + self.scale * F.linear(total, self.lora_b), bias
+            spread = gather_from_sequence_parallel_region if self.sequence else copy_to_tensor_model_parallel_region
+        else:
+            scatter = reduce_scatter_to_sequence_parallel_region
+            spread = scatter if self.sequence else reduce_from_tensor_model_parallel_region
+        return self.scale * F.linear(spread(hidden), self.lora_b)
+
+    def add(self, _: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor | None]) -> Any:
+        """Returns the output of the layer for ``inputs`` with the adapter's.
+
+        The module is called: where gathers overlap, megatron-core's hook of a module waits for its updated parameters.
+        """
+        (result, bias), added = output, self(inputs[0])
+        return result.index_add(-1, self.rows, added) if self.by_rows else result + added, bias
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
         axes = {"lora_b": 0} if self.by_rows else {"lora_a": 1}
