@@ -4,11 +4,13 @@ import math
 import random
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from judge_sample import EQUAL, Change, Tensors, Values, both, scale, verdict_of, write
 
-from conformance.judge.diagnosis import PARTS, Facts, _in_common, backward_place, likely_cause
+from conformance.judge.diagnosis import PARTS, Facts, _in_common, _known_factors, backward_place, likely_cause
 from conformance.judge.tensor_views import number_off
 from conformance.judge.verdict import judge
 from conformance.results.verdict import Quantity, Verdict
@@ -49,6 +51,14 @@ def norm_of(tmp_path: Path) -> float:
 )
 def test_the_likely_cause_of_a_factor_is_named(tmp_path: Path, key: str, factor: float, words: str) -> None:
     assert words in first_of(tmp_path, scale(key, factor)).hint
+
+
+@pytest.mark.parametrize("axis", ["dp", "tp", "sp", "ulysses"])
+def test_number_of_ranks_along_each_axis_is_a_known_factor(axis: str) -> None:
+    layout = Layout.parse(f"{axis}2")
+    facts: Any = SimpleNamespace(layout=layout, scenario=SimpleNamespace(accumulation=3), tokens=35, clip={})
+    half: Any = SimpleNamespace(scale=0.5, stage="gradients", left_without=lambda factor: abs(factor - 0.5))
+    assert f"1/({axis})" in ", ".join(_known_factors(half, facts, 1e-9))
 
 
 def test_a_factor_of_nothing_known_has_no_likely_cause(tmp_path: Path) -> None:

@@ -30,8 +30,8 @@ QUIET = ("-p", "no:cacheprovider", "-ra")
 SUITE = ("--pyargs", "conformance.suite")
 MINE = (*SUITE, "--parity-profile", "mine.toml")
 SCENARIO = """
-steps = 2
-data.rows = 8
+steps = 1
+data.rows = 6
 [optimizer]
 name = "sgd"
 lr = 0.05
@@ -42,7 +42,7 @@ expected = { known = ["https://example.org/*"] }
 [[cells]]
 scenarios = ["tiny.toml"]
 models = ["llama"]
-layouts = ["dp1", "dp2", "dp2.rep2", "dp4"]
+layouts = ["dp1", "dp2", "dp2.rep2", "dp3"]
 precisions = ["fp32"]
 """
 
@@ -254,7 +254,7 @@ def test_a_fault_fails_its_item_with_stage_tensor_and_how_to_go_on(troubled: Run
 
 
 def test_an_infrastructure_failure_is_an_error_and_not_a_failure(troubled: Run) -> None:
-    text = section(troubled, "ERROR at setup of test_cell[tiny/llama/odd/dp4/fp32/fault-local-token-mean]")
+    text = section(troubled, "ERROR at setup of test_cell[tiny/llama/odd/dp3/fp32/fault-local-token-mean]")
     assert text.startswith("infrastructure: rank ")
     assert "ArithmeticError: odd cannot set this up" in text
     assert "reproduce: parity run" in text
