@@ -297,6 +297,7 @@ def test_code_of_a_model_is_not_run_without_the_option(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow  # in a fast run test_folder runs such code in ranks, and test_pytest_plugin keeps the option
 def test_code_that_is_trusted_is_run_and_the_reproduce_command_trusts_it(tmp_path: Path, profile: str) -> None:
     model, mark = untrusted(tmp_path)
     arguments = [*PLAIN, "--profile", profile, "--model", str(model), "--trust-remote-code"]
