@@ -101,6 +101,8 @@ def test_addresses_stay_when_a_night_is_added(tmp_path: Path) -> None:
         assert cli.main(["publish", str(tmp_path), "--to", str(site)]) == 0
         pages.append({file.relative_to(site) for file in site.rglob("*.html")})
     assert pages[0] < pages[1]
+    index = (site / "index.html").read_text()
+    assert all(f'"{page.as_posix()}' in index for page in pages[1] if page.name != "index.html")
     assert 'aria-label="backend parity: conforms, 2026-08-02"' in (site / "badges/profile-quick.svg").read_text()
 
 

@@ -28,6 +28,8 @@ from report_sample import (
 from conformance.results.verdict import RunVerdict
 from reports.ci_formats import COLOURS, STATUSES, write_badge, write_ctrf
 from reports.load import read_report
+from reports.markdown import annotations
+from reports.summary import causes
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -118,3 +120,10 @@ def test_white_text_on_a_badge_can_be_read(colour: str) -> None:
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
     luminance = sum(weight * c for weight, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
     assert 1.05 / (luminance + 0.05) >= 4.5
+
+
+def test_annotations_hold_no_line_and_no_property_of_their_own(out: Path) -> None:
+    change(out, CRASHED, verdict={"reason": "rank 1: 100% lost,\n::warning::x"})
+    lines = annotations(read_report(out))
+    assert len(lines) == len(causes(read_report(out)))
+    assert f"::error title={CRASHED}::rank 1: 100%25 lost," in lines
