@@ -235,6 +235,7 @@ def _way(serving: Serving, way: str, update: Update, broken: Mapping[str, Spoil]
             else:
                 check = _updated(serving.engine, name, way, update)
         except NotSupported as error:
+            serving.has = None
             yield Check(name=name, state="unsupported", text=str(error)[:LONGEST])
             return
         except (EngineFailed, UsageError) as error:
@@ -296,7 +297,7 @@ def _raised(engine: ServedEngine, way: str, folder: Path) -> str:
     """Updates an engine; returns its words if it raises."""
     try:
         engine.update(way, folder)
-    except (EngineFailed, UsageError) as error:
+    except (EngineFailed, NotSupported, UsageError) as error:
         return str(error).replace(f"{folder.parent}/", "")[:LONGEST]
     return ""
 

@@ -54,6 +54,12 @@ class VllmEngine:
                     "max_num_seqs": 8,
                 },
                 "no prefix cache": {"enable_prefix_caching": False},
+                "preempted (5 blocks of 32 tokens)": {
+                    "num_gpu_blocks_override": 5,
+                    "block_size": 32,
+                    "max_num_seqs": 8,
+                    "max_model_len": 128,
+                },
             },
             experts={"enable_return_routed_experts": True},
             interrupts=("reload_weights of tensors", "weight transfer", "packed buckets", "reload_weights of a folder"),

@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
+from typing import ClassVar
 
 import faulty_engines as faulty
 import pytest
@@ -231,6 +232,8 @@ def test_each_way_begins_with_the_first_weights() -> None:
 class StopsAtBrokenWeights(faulty.OneWay):
     """Answers nothing after an update that fails, until it is started again."""
 
+    error: ClassVar[type[Exception]] = UsageError
+
     @classmethod
     def describe(cls) -> EngineInfo:
         return replace(super().describe(), ways={"first": "", faulty.WAY: ""})
@@ -238,12 +241,15 @@ class StopsAtBrokenWeights(faulty.OneWay):
     def update(self, way: str, folder: Path) -> None:
         kept = self._engine
         del self._engine
-        super().start(folder, "fp32", {}) if "broken" in folder.name else None
+        if "broken" in folder.name:
+            raise self.error("the weights do not fit")
         self._engine = kept
         super().update(way, folder)
 
 
-def test_stopped_engine_is_started_again() -> None:
+@pytest.mark.parametrize("error", [UsageError, NotSupported])
+def test_stopped_engine_is_started_again(error: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StopsAtBrokenWeights, "error", error)
     run, expected, new = place("qwen3")
     found = updates(
         StopsAtBrokenWeights(), replace(run, serve=lambda: ServedEngine(StopsAtBrokenWeights())), expected, new
