@@ -43,6 +43,7 @@ FACTORS = re.compile(r"scal|multiplier|factor|ratio|percent|pct|temperature|thet
 NEUTRAL_AT_1 = re.compile(
     r"(embedding|residual|logits?|lm_head|interpolat\w*|mup|width|rope)s?_(multiplier|scal\w*|factor)"
 )
+PARTS = {"decoder", "generator", "text_config", "text_encoder"}  # transformers takes the model's configuration there
 ALIASES = (
     {"hidden_act", "hidden_activation", "activation_function"},
     {"num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"},
@@ -76,6 +77,8 @@ def meaning_of(key: str, values: Mapping[str, Any], *, read: Collection[str]) ->
     ``read``: the keys that it reads.
     """
     value = values[key]
+    if key in PARTS and value is not None:
+        return Meaning(kind="unknown", why="transformers takes it for the configuration of a part of the model")
     if found := changes_training(key, value):
         return found
     if INERT.fullmatch(key) or (COMPUTED.fullmatch(key) and value is True) or key in _of_generation():

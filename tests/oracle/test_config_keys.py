@@ -54,6 +54,8 @@ def test_inert_keys_change_nothing(tmp_path: Path, family: str, keys: dict[str, 
         ("llama", {"layerdrop": 0.1}, "set layerdrop to 0.0"),
         ("llama", {"rope_parameters": {"rope_theta": 1e4, "mrope_section": [1]}}, r"mrope_section=\[1\]"),
         ("pangu", {"attention_window": 0}, "attention_window=0"),
+        ("llama", {"text_config": 0}, "text_config=0"),
+        ("llama", {"decoder": True}, "decoder=True"),
     ],
 )
 def test_other_keys_are_refused(tmp_path: Path, family: str, keys: dict[str, Any], message: str) -> None:
