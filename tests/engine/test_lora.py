@@ -159,6 +159,7 @@ def test_another_seed_has_another_adapter_and_a_reference_is_the_base(tmp_path: 
         ("deepspeed", "sft-lora", "llama", "ulysses2.zero3"),
         ("deepspeed", "sft-lora", "gemma3", "dp2.zero3.ckpt.offload"),
         ("megatron", "sft-lora", "llama", "tp2.seqpar"),
+        ("megatron", "sft-lora", "llama", "dp2.zero1.overlap"),
         ("megatron", "sft-lora", "qwen3", "dp2.pp2.zero1.ckpt"),
         ("megatron", "grpo-lora", "pangu", "sp2"),
     ],
