@@ -15,7 +15,6 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import import_module
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Literal, Protocol, Self
 
@@ -27,7 +26,7 @@ from torch import Tensor
 from conformance.backends.faults import faults_of, plant
 from conformance.backends.registry import EnvironmentProcess, answer_queries
 from conformance.core.errors import UsageError, did_you_mean, one_line
-from conformance.core.packages import package_version
+from conformance.core.packages import entry_points_of, package_version
 from conformance.spec.precision import PrecisionName
 
 ENTRY_POINT_GROUP = "parity.engines"
@@ -153,7 +152,7 @@ class Engine(Protocol):
 
 def registered_engines() -> dict[str, str]:
     """Returns ``module:Class`` of all engines of the entry-point group, by name. Nothing is imported."""
-    return {entry.name: entry.value for entry in sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda e: e.name)}
+    return {entry.name: entry.value for entry in sorted(entry_points_of(ENTRY_POINT_GROUP), key=lambda e: e.name)}
 
 
 def load_engine(name: str) -> type[Engine]:

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
-from importlib.metadata import entry_points
 from typing import Any, Literal
 
 from conformance.core.errors import UsageError, did_you_mean
+from conformance.core.packages import entry_points_of
 from conformance.spec.precision import HALF_PRECISIONS, PrecisionName
 
 Function = Callable[..., Any]
@@ -78,7 +78,7 @@ ENTRY_POINT_GROUP = "parity.faults"
 @cache
 def catalogue() -> dict[str, Fault]:
     """Returns all faults by name. Each entry point of the group ``parity.faults`` is a tuple of faults."""
-    found = sorted(entry_points(group=ENTRY_POINT_GROUP), key=lambda entry: entry.name)
+    found = sorted(entry_points_of(ENTRY_POINT_GROUP), key=lambda entry: entry.name)
     return {fault.name: fault for entry in found for fault in entry.load()}
 
 

@@ -15,14 +15,14 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
 
 from conformance.core.errors import UsageError, did_you_mean
-from conformance.core.packages import UnsupportedVersion, missing_package
+from conformance.core.packages import UnsupportedVersion, entry_points_of, missing_package
 from conformance.spec.batch import Batch
 from conformance.spec.layout import Layout
 from conformance.spec.observables import StateKind
@@ -357,7 +357,7 @@ class BrokenBackend(Exception):
 
 def _registration(entry: BackendEntry) -> EntryPoint | None:
     """Returns the entry point with the same name and target as ``entry``; None if there is none."""
-    known = entry_points(group=ENTRY_POINT_GROUP)
+    known = entry_points_of(ENTRY_POINT_GROUP)
     return next((one for one in known if (one.name, one.value) == (entry.name, entry.target)), None)
 
 
@@ -368,13 +368,13 @@ def is_registered(entry: BackendEntry) -> bool:
 
 def is_own(entry: BackendEntry) -> bool:
     """Whether a backend is one of the suite's own, whose expected differences the suite documents."""
-    own = (e for e in entry_points(group=ENTRY_POINT_GROUP) if e.dist and e.dist.name == DISTRIBUTION)
+    own = (e for e in entry_points_of(ENTRY_POINT_GROUP) if e.dist and e.dist.name == DISTRIBUTION)
     return any((e.name, e.value) == (entry.name, entry.target) for e in own)
 
 
 def registered_backends() -> dict[str, BackendEntry]:
     """Returns all adapters of the entry-point group ``parity.backends``, by name. Nothing is imported."""
-    found = {e.name: BackendEntry(name=e.name, target=e.value) for e in entry_points(group=ENTRY_POINT_GROUP)}
+    found = {e.name: BackendEntry(name=e.name, target=e.value) for e in entry_points_of(ENTRY_POINT_GROUP)}
     return dict(sorted(found.items()))
 
 

@@ -225,3 +225,12 @@ def test_a_method_that_an_adapter_has_set_to_none_is_one_that_it_lacks() -> None
     """As plain_backend.Plain does with ``traced``, which its base class has: its cells are not bisected."""
     assert "traced" in adapter_of(find_backend("fsdp2")).traits.methods
     assert "traced" not in adapter_of(find_backend("plain_backend:Plain")).traits.methods
+
+
+def test_package_that_is_installed_meanwhile_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert "late" not in registered_backends()
+    (info := tmp_path / "late-1.0.dist-info").mkdir()
+    (info / "METADATA").write_text("Name: late\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[parity.backends]\nlate = late:Adapter\n")
+    assert registered_backends()["late"].target == "late:Adapter"

@@ -306,7 +306,7 @@ def announced(monkeypatch: pytest.MonkeyPatch) -> None:
     own = project["entry-points"][packages.COMMANDS].items()
     entries = [EntryPoint(name, value, packages.COMMANDS) for name, value in own]
     entries.append(EntryPoint("broken", "no_such_module:X", packages.COMMANDS))
-    monkeypatch.setattr(packages, "entry_points", lambda group: entries)
+    monkeypatch.setattr(packages, "entry_points_of", lambda group: entries)
 
 
 @pytest.mark.parametrize(
