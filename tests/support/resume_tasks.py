@@ -1,6 +1,7 @@
 """Trains, saves and resumes in ranks, with dropout or until a rank is killed, for the tests of checkpoints."""
 
 import contextlib
+import gc
 import os
 import shutil
 import signal
@@ -26,7 +27,7 @@ from impl.checkpoints import native as generators
 from impl.checkpoints.folder import TrainingFolder
 from impl.checkpoints.manifest import verify
 from impl.engine.adapter import ReferenceBackend
-from impl.interface.distributed import FileFailure, on_first
+from impl.interface.distributed import FileFailure, on_all_ranks, on_first
 from impl.interface.trainable import Trainable
 
 SHARE = 0.1  # of what is dropped
@@ -206,6 +207,7 @@ def save_while_the_disk_fills(
     told: list[str] = []
     failed = 0
     while True:
+        on_all_ranks("closing the files of errors, which take room", gc.collect)
         on_first("filling the disk", fill)
         try:
             save()
