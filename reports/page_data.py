@@ -80,6 +80,7 @@ def locate(name: str) -> tuple[str, str]:
 
 
 DIGITS = 4  # of an error
+POWER = 80  # the character of the power 0
 FINDINGS = 5  # maximum number of findings shown for the first stage that differs
 NO_CONFIGURATION = ("type", "schema", "observables")  # keys of a record's header that are not shown
 
@@ -123,6 +124,7 @@ class Shared:
             "kinds": PARAMETER_KINDS,
             "shades": SHADES,
             "beyond": BEYOND,
+            "power": POWER,
             "states": states,
             "rule": {"exact": EXACT, "factor": NOISE_FACTOR, "rebuilt": AGAINST_REBUILT},
         }
@@ -236,9 +238,10 @@ def _strips(verdict: Verdict, shared: Shared) -> list[list[Any]]:
     return strips
 
 
-def spelled(quantities: Sequence[Quantity], digits: int) -> tuple[str, list[int]]:
-    """Returns the digits of all errors in one string, and their powers of ten. Apart, both need half the space after
-    compression. An error that is not finite is spelled ``nan`` or ``inf``; no error moves across its bound."""
+def spelled(quantities: Sequence[Quantity], digits: int) -> tuple[str, str | list[int]]:
+    """Returns the digits of all errors in one string, and their powers of ten, as characters from POWER on if they fit.
+    Apart, both need half the space after compression. An error that is not finite is spelled ``nan`` or ``inf``; no
+    error moves across its bound."""
     width = max(digits, 3)
     texts, powers = [], []
     for quantity in quantities:
@@ -247,7 +250,8 @@ def spelled(quantities: Sequence[Quantity], digits: int) -> tuple[str, list[int]
         powers.append(int(power) - digits + 1 if power else 0)
     if all(text[:digits].isdigit() for text in texts):
         texts = [text[:digits] for text in texts]
-    return "".join(texts), powers
+    is_printable = all(32 <= POWER + power < 127 for power in powers)
+    return "".join(texts), "".join(chr(POWER + power) for power in powers) if is_printable else powers
 
 
 def _rounded(quantity: Quantity, digits: int) -> float:

@@ -44,7 +44,8 @@ async function readCell(number) {
   const cell = await packedCell(number);
   for (const key of ["stages", "charts", "maps"]) cell[key] = values[cell[key]];
   cell.quantities = cell.tables.flatMap(([stage, names, steps, allowed, digits, powers]) =>
-    powers.map((power, row) => {
+    [...powers].map((one, row) => {
+      const power = typeof one === "string" ? one.charCodeAt(0) - legend.power : one;
       const width = digits.length / powers.length;
       const spelled = digits.slice(width * row, width * (row + 1)).trim();
       const error = spelled in SPECIAL ? spelled : Number(`${spelled}e${power}`);

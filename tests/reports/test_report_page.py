@@ -44,7 +44,7 @@ from reports.ci_formats import write_junit
 from reports.html import PER_BLOCK, write_html
 from reports.load import read_report
 from reports.markdown import write_markdown
-from reports.page_data import DIGITS, SHADES, locate, spelled
+from reports.page_data import DIGITS, POWER, SHADES, locate, spelled
 from reports.wording import first_finding, share
 
 SCREEN = 1280, 720  # px
@@ -94,8 +94,9 @@ def unpacked(page: str, cell: str) -> list[tuple[str, str, int, float, float]]:
     ]
 
 
-def numbers(digits: str, powers: list[int]) -> list[float]:
+def numbers(digits: str, powers: str | list[int]) -> list[float]:
     """The numbers whose digits and powers the page keeps apart."""
+    powers = [ord(one) - POWER if isinstance(one, str) else one for one in powers]
     width = len(digits) // max(1, len(powers))
     parts = (digits[width * i : width * (i + 1)].strip() for i in range(len(powers)))
     return [float(part if part.isalpha() else f"{part}e{power}") for part, power in zip(parts, powers, strict=True)]
@@ -202,6 +203,7 @@ def test_digits_and_powers_are_the_errors(digits: int) -> None:
     shown = numbers(*spelled(found, digits))
     assert shown == pytest.approx(errors, rel=1.1 * 10 ** (1 - digits))
     assert [error <= 1e-11 for error in shown] == [error <= 1e-11 for error in errors]
+    assert numbers(*spelled(found[3:], digits)) == shown[3:]  # without the powers that no character has
     odd = [replace(found[0], observed=error) for error in (math.nan, math.inf, 1.5)]
     assert str(numbers(*spelled(odd, digits))) == "[nan, inf, 1.5]"
 

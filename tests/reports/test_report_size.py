@@ -15,7 +15,7 @@ from report_sample import CELLS, write_sample
 from reports.html import write_html
 from reports.load import read_report
 
-FULL, FULL_BYTES = 2000, 6_500_000
+FULL, FULL_BYTES = 2000, 6_000_000
 QUICK, QUICK_BYTES = 28, 2_000_000
 OPEN_SECONDS = 1.0
 
