@@ -240,7 +240,7 @@ class Oracles:
         config = WorkerGroupConfig(
             size=1,
             device=device,
-            preload=("conformance.oracle.worker",),
+            preload=("conformance.oracle.worker", "transformers"),  # which reads the configuration
             gpu_memory=(sys.maxsize if self._wants_all else round(needed / (1 - SPARE))) if needed else None,
         )
         run = partial(

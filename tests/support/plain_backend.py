@@ -223,7 +223,7 @@ class Plain(ReferenceBackend):
     """The backend."""
 
     info = BackendInfo(name="plain", packages=("torch",))
-    preload = ()  # of what torch.optim imports, nothing is needed
+    preload = ("transformers",)  # or each fresh rank imports it to read the configuration
     traced: Any = None  # it has no modules; plain_traced.py has
     seams: ClassVar[dict[str, str]] = {
         "clip_coefficient": "plain_backend:clip_coefficient",
