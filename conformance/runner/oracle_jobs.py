@@ -65,7 +65,7 @@ COMPUTED_WITH = (
     *("numerics/determinism.py", "numerics/float64_tier.py", "numerics/sketch.py"),
     *("records/header_checks.py", "records/record_format.py", "records/step_tensors.py"),
     *("spec/batch.py", "spec/conventions.py", "spec/known_defects.py", "spec/layout.py", "spec/objectives.py"),
-    *("spec/observables.py", "spec/precision.py", "spec/scenario.py"),
+    *("spec/observables.py", "spec/precision.py", "spec/preferences.py", "spec/scenario.py"),
 )
 CACHE_SIZE = 4 * 2**30  # bytes; the least recently used records are removed first
 
