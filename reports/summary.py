@@ -65,7 +65,8 @@ def _key(cell: Cell) -> object:
     planted = tuple(part for part in cell.entry.variant.split("/") if part.startswith("fault-"))
     first = first_finding(cell) if cell.state == "differs" else None
     if not first:
-        return cell.state, planted, re.sub(r"\S*/\S*|\d+", "N", first_line(cell.reason))  # without folders and numbers
+        words = ("N" if "/" in word else re.sub(r"\d+", "N", word) for word in first_line(cell.reason).split())
+        return cell.state, planted, " ".join(words)  # without folders and numbers
     tensors = {f.tensor for f in cell.findings if (f.stage, f.step) == (first.stage, first.step)}
     return cell.state, planted, first.stage, frozenset(re.sub(r"\.\d+\.|\d+", ".N.", tensor) for tensor in tensors)
 

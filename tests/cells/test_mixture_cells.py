@@ -255,7 +255,7 @@ def test_what_a_backend_lacks_is_unsupported_with_advice(backend: str, model: st
 def test_experts_that_tp_cuts_need_a_torch_whose_fsdp2_takes_them(
     version: str, layout: str, is_supported: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("torch.__version__", version)
+    monkeypatch.setattr("importlib.metadata.version", lambda package: version)
     cell = cell_of("fsdp2", "sft-packed", "qwen3-moe", layout, "exact")
     answer = cell.phases[0].backend.load().supports(cell.scenario, cell.phases[0].layout)
     assert isinstance(answer, Unsupported) != is_supported

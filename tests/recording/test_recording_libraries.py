@@ -185,9 +185,9 @@ def test_records_diff_writes_html(plain: Path, tmp_path: Path, capsys: pytest.Ca
     assert f"{plain} and {other} diverge at step 0, batch" in html
     markdown = (tmp_path / "html" / "diff.md").read_text(encoding="utf-8")
     assert markdown.startswith(f"{plain}: 3 steps")
-    command = f"Next: parity diff {plain} {other} --out diff"
-    assert command in markdown
-    assert command in html.replace("<code>", "")
+    command = f"parity diff {plain} {other} --out diff"
+    assert f"Next: {command}" in markdown
+    assert command in html
     assert capsys.readouterr().out.rstrip().endswith("diff.html")
 
 
