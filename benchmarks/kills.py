@@ -325,10 +325,11 @@ def soak(options: argparse.Namespace) -> tuple[dict[str, Any], list[str]]:
         samples.append({"cells": done, "controller": anonymous_memory(run.pid), "largest other": max(ranks, default=0)})
     run.send_signal(signal.SIGTERM)
     code = run.wait(60)
-    samples = [sample for sample in samples if sample["cells"]]
+    most = max(sample["cells"] for sample in samples)  # the controller writes reports then, from all verdicts
+    samples = [sample for sample in samples if 0 < sample["cells"] < most]
     if len(samples) < 2:
         return {}, [f"no cell has ended in {options.minutes:g} minutes"]
-    first, last = samples[len(samples) // 4], samples[-2]  # the first cells fill caches; the last sample may be late
+    first, last = samples[len(samples) // 4], samples[-1]  # the first cells fill caches
     cells = last["cells"] - first["cells"]
     growth = {who: round((last[who] - first[who]) / cells, 1) for who in ("controller", "largest other")}
     problems = left_by(name, options.folder / f"{name}.tmp")
