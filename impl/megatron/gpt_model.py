@@ -224,7 +224,6 @@ def build_chunk(config: TransformerConfig, shape: ModelShape, stages: Stages, ch
         post_process=last,
         share_embeddings_and_output_weights=shape.tied,
         position_embedding_type="rope",
-        rotary_base=shape.rope_theta,
         vp_stage=chunk if stages.vpp > 1 else None,
     )
     if not shape.latent:  # layers with latent attention have their own rotary embedding
