@@ -19,10 +19,11 @@ from markupsafe import Markup
 
 from conformance.core.errors import visible
 from conformance.core.io import write_file
+from conformance.core.timeline import table
 from conformance.records.record_format import dumps
 from conformance.results.baseline import by_backend, counts_text
 from conformance.results.changes import KINDS
-from conformance.results.requirements import leased
+from conformance.results.requirements import leased, used
 from conformance.results.verdict import STATES, margin
 from reports import engine_page, side_by_side, summary, tables, wording
 from reports.load import MENTION, Cell, Report, findings, read_report
@@ -69,6 +70,8 @@ def write_html(out: Path) -> Path:
         findings=findings(reasons),
         known=[c for c in report.cells if c.state == "expected_difference"],
         leased=leased(report.run.leased),
+        used=used(report.run.cpu_seconds, report.run.gpu_active, cells=len(report.cells)),
+        phases=table(report.run.phases),
         matrix=matrix(report),
         conventions=_conventions(report),
         handed=(handed := tables.tables(report)),

@@ -111,11 +111,14 @@ def _run(parser: argparse.ArgumentParser) -> None:
     groups[JOBS].add_argument("--fail-fast", action="store_true", help="end after the first cell that differs or fails")
     output = groups[RECORDS]
     output.add_argument("--no-bisect", action="store_true", help=NO_BISECT)
+    output.add_argument(
+        "--timeline", type=Path, metavar="FILE", help="write what each process did when, as a Chrome trace"
+    )
     loudness = output.add_mutually_exclusive_group()
-    loudness.set_defaults(loudness="normal")
+    loudness.set_defaults(loudness="normal", began=None)
     for letter, name, text in (
         ("-q", "quiet", "print a line only for cells that need attention"),
-        ("-v", "verbose", "also print which groups of workers are retired as planned"),
+        ("-v", "verbose", "also print seconds by phase, and which groups of workers are retired as planned"),
     ):
         loudness.add_argument(letter, f"--{name}", dest="loudness", action="store_const", const=name, help=text)
     output.add_argument("--json", action="store_true", help=_JSON)

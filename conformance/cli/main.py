@@ -23,6 +23,7 @@ from conformance.core.errors import UsageError, limited, shown
 from conformance.core.io import Unwritable, visible_output
 from conformance.core.parser import Parser
 from conformance.core.process import stop_code
+from conformance.core.timeline import process_start
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with packages.preferred(), visible_output():
         options = _parser(arguments).parse_args(arguments)
         options.arguments = arguments[1:]
+        options.began = process_start() if argv is None else None
         return _run(options)
 
 

@@ -8,6 +8,7 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import datetime
@@ -19,8 +20,9 @@ from conformance.cli import EXIT
 from conformance.cli.report import finish
 from conformance.cli.terminal import Terminal
 from conformance.core.errors import UsageError
-from conformance.core.io import Unwritable, is_unused, owned
+from conformance.core.io import Unwritable, is_unused, owned, write_file
 from conformance.core.process import Stop, stop_code
+from conformance.core.timeline import seconds_by_phase, table, timeline, to_chrome
 from conformance.judge.side_by_side import write_side_by_side
 from conformance.matrix.cell import Cell
 from conformance.matrix.options import Again, Demands, Kept, Portion, Ranks, Selection
@@ -45,9 +47,25 @@ def run_command(options: argparse.Namespace) -> int:
 
 def run_options(options: argparse.Namespace) -> tuple[Path, int]:
     """Plans and runs cells; returns the output folder, which this process holds meanwhile, and the exit code."""
+    if options.timeline and not options.timeline.parent.is_dir():
+        raise UsageError(f"--timeline {options.timeline}: there is no such folder; create it, or name another file")
+    timeline.begin(began := options.began or time.monotonic())
+    timeline.switch("import", at=began)
+    timeline.switch("plan")
     with owned(Path(options.resume), owner=_command(options)) if options.resume else contextlib.nullcontext():
         planned, cells, config = plan_run(options)
-        return config.out, run_cells(planned, cells, config, options)
+        try:
+            return config.out, run_cells(planned, cells, config, options)
+        finally:
+            _show_timeline(options)
+
+
+def _show_timeline(options: argparse.Namespace) -> None:
+    timeline.switch("")
+    if options.loudness == "verbose":
+        print(*table(seconds_by_phase(timeline.spans)), sep="\n", file=sys.stderr)
+    if options.timeline:
+        write_file(options.timeline, dumps(to_chrome(timeline.spans, began=timeline.began)))
 
 
 def _command(options: argparse.Namespace) -> str:
@@ -129,9 +147,13 @@ def _run_cells(
         with terminal, session:
             session.run_all(cells, progress=progress)
             if not options.no_bisect and any_differs(out):
+                timeline.switch("bisect")
                 bisect_run(session, planned, say=terminal.say)
+            timeline.switch("end processes")
+        timeline.switch("side by side")
         write_side_by_side(out)
         is_compared = True
+        timeline.switch("report")
         if Kept.from_options(options).keep != "all":
             slim(out)
         return finish(out, as_json=as_json)

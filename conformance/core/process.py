@@ -98,12 +98,22 @@ def _stat(pid: int) -> list[str]:
 def effort(pid: int) -> float:
     """Returns a number that grows while a process or a descendant computes or reads files: the seconds of processor
     time, and one more for each 10 MiB that were read. 0 without process."""
-    read, below = 0, list[str]()
+    read = 0
     with contextlib.suppress(OSError):  # it has ended, or belongs to somebody else
         read = int(Path(f"/proc/{pid}/io").read_text().split()[1])
-        below = " ".join(file.read_text() for file in Path(f"/proc/{pid}/task").glob("*/children")).split()
-    ticks = sum(map(int, _stat(pid)[11:15]))  # with those of the children that it has reaped
-    return ticks / os.sysconf("SC_CLK_TCK") + read / _BYTES_PER_S + sum(effort(int(child)) for child in below)
+    return seconds_of_tree(pid, below=False) + read / _BYTES_PER_S + sum(map(effort, _below(pid)))
+
+
+def seconds_of_tree(pid: int, *, below: bool = True) -> float:
+    """Returns the processor time of a process, of the children that it has reaped, and of its descendants."""
+    own = sum(map(int, _stat(pid)[11:15])) / os.sysconf("SC_CLK_TCK")
+    return own + sum(map(seconds_of_tree, _below(pid))) if below else own
+
+
+def _below(pid: int) -> list[int]:
+    with contextlib.suppress(OSError):
+        return [int(p) for f in Path(f"/proc/{pid}/task").glob("*/children") for p in f.read_text().split()]
+    return []
 
 
 class StartPatience:

@@ -164,3 +164,9 @@ def shared_gpus(environment: Mapping[str, Any]) -> str:
 def leased(shares: Mapping[str, float]) -> str:
     """Formats the share of the time in which cells and oracles used each GPU; empty if none was leased."""
     return ", ".join(f"{gpu} {share:.0%}" for gpu, share in shares.items())
+
+
+def used(cpu_seconds: float, gpu_active: Mapping[str, float], *, cells: int) -> str:
+    """Formats the processor time of a run and the activity of its GPUs; empty if neither was measured."""
+    processors = f"{cpu_seconds:.0f} CPU-seconds, {cpu_seconds / max(cells, 1):.1f} a cell" if cpu_seconds else ""
+    return ", ".join(filter(None, (processors, *(f"{gpu} {share:.1%} active" for gpu, share in gpu_active.items()))))

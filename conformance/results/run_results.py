@@ -131,6 +131,11 @@ class Run:
     command: the command that started the run. environment: versions, drivers, variables and the commit.
     leased: for each GPU (UUID), or slot of a host, the share of the last attempt's time in which cells and oracles
     used it; empty if nothing was leased, with pytest, and after a merge of several jobs.
+    phases: the seconds of the controller, cells, oracle, ranks and worker groups by phase, from the timeline; phases
+    that begin with ``wait:`` wait for others.
+    cpu_seconds: the processor time of all processes of the last attempt.
+    gpu_active: by UUID, the share of the time in which the GPU's multiprocessors worked, sampled; by ``UUID kernels``,
+    the share in which any kernel ran, where NVML measures no multiprocessors.
     floor: what the run has to judge at least in order to pass.
     selected: a digest that is equal for runs of the same cells.
     selection: what the user selected, as text; equal for runs that a history compares with each other.
@@ -144,6 +149,9 @@ class Run:
     command: str
     environment: Mapping[str, Any] = field(default_factory=dict)
     leased: Mapping[str, float] = field(default_factory=dict)
+    phases: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    cpu_seconds: float = 0.0
+    gpu_active: Mapping[str, float] = field(default_factory=dict)
     floor: Floor = field(default_factory=Floor)
     selected: str = ""
     selection: str = ""

@@ -36,6 +36,7 @@ import torch
 from conformance import oracle
 from conformance.core.host import cache_folder
 from conformance.core.io import complete_or_nothing, locked
+from conformance.core.timeline import timeline
 from conformance.data.prepare import FrozenInputs, short_key
 from conformance.matrix.cell import Cell
 from conformance.models.families import is_written
@@ -213,7 +214,11 @@ class Oracles:
                 computed = out.with_name(f"{policy}.computed")
                 shutil.rmtree(computed, ignore_errors=True)
                 logs = self.published(cell, defects) / f"{policy}-logs"
-                outcome = self._outcome(cell, inputs, computed, policy, device, defects, logs=logs)
+                timeline.switch(f"oracle {policy}", kind="groups", about=str(cell))
+                try:
+                    outcome = self._outcome(cell, inputs, computed, policy, device, defects, logs=logs)
+                finally:
+                    timeline.switch("", kind="groups")
                 if outcome.state != "done":
                     return f"the oracle's {policy} run failed: {outcome.reason}"
                 with complete_or_nothing(cached) as unfinished:
@@ -260,6 +265,7 @@ class Oracles:
             },
             log_dir=logs,
             budget_s=self._budget_s,
+            about=str(cell),
         )
         outcome = run(config=config)
         if outcome.state == "failed" and leased is not None:  # drivers sometimes fail

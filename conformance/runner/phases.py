@@ -137,6 +137,7 @@ def _run_phase(
         budget_s=budget_s,
         fresh=fresh or number > 0 or adapter_of(phase.backend).traits.fresh_ranks,
         keep=not phase.save,
+        about=str(cell),
     )
 
 

@@ -25,6 +25,7 @@ import torch
 
 from conformance.core.errors import UsageError
 from conformance.core.io import Unwritable
+from conformance.core.timeline import WAIT, timeline
 from conformance.matrix.cell import Cell
 from conformance.results.requirements import Floor
 from conformance.results.run_results import SUMMARY
@@ -214,14 +215,18 @@ class Activities:
     def begin(self, cell: Cell) -> None:
         self.waiting = tuple(one for one in self.waiting if one is not cell)
         self._running[threading.get_ident()] = _Running(cell=cell, since=time.monotonic(), phase="preparing")
+        timeline.switch("preparing", kind="cells", about=str(cell))
 
     def phase(self, phase: str) -> None:
         """Sets the activity of the cell in this thread."""
         if (running := self._running.get(threading.get_ident())) is not None:
             running.phase = phase
+            name = phase.replace("waiting for ", WAIT)
+            timeline.switch(name, kind="cells", about=str(running.cell))
 
     def end(self) -> None:
         del self._running[threading.get_ident()]
+        timeline.switch("")
 
     def now(self, of_ranks: Callable[[], str]) -> Activity | None:
         """Returns the current activity; None between cells. of_ranks: returns the activity of ranks, or empty."""

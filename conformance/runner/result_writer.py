@@ -13,6 +13,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from conformance.core.process import seconds_of_tree
+from conformance.core.timeline import seconds_by_phase, timeline
 from conformance.matrix.cell import Cell
 from conformance.records.record_format import peak_memory
 from conformance.results.run_results import (
@@ -39,11 +41,13 @@ class ResultWriter:
         *,
         environment: Mapping[str, Any],
         leased: Callable[[], Mapping[str, float]],
+        gpu_active: Callable[[], Mapping[str, float]],
         oracles: Oracles,
         expectations: Expectations,
     ) -> None:
-        """leased: see conformance.results.run_results.Run."""
-        self._config, self._leased, self._oracles, self._expectations = config, leased, oracles, expectations
+        """leased, gpu_active: see conformance.results.run_results.Run."""
+        self._config, self._oracles, self._expectations = config, oracles, expectations
+        self._leased, self._gpu_active = leased, gpu_active
         self.environment = {**(config.earlier.run.environment if config.earlier else {}), **environment}
         earlier = config.earlier.entries if config.earlier else ()
         self.earlier: Mapping[str, Entry] = {entry.cell: entry for entry in earlier}
@@ -110,6 +114,9 @@ class ResultWriter:
             command=config.command or shlex.join(["parity", "run", *config.arguments]),
             environment=self.environment,
             leased=self._leased(),
+            phases=seconds_by_phase(timeline.spans) if finished else {},
+            cpu_seconds=round(seconds_of_tree(os.getpid()), 2),
+            gpu_active=self._gpu_active(),
             floor=config.floor,
             selected=config.selected,
             selection=config.selection,

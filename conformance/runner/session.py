@@ -14,6 +14,7 @@ from pathlib import Path
 from conformance.backends.registry import versions_of
 from conformance.core.errors import UsageError
 from conformance.core.host import host_resources_of, resolve
+from conformance.core.timeline import WAIT, timeline
 from conformance.data.prepare import FrozenInputs, check_trained, prepare_inputs
 from conformance.matrix.cell import Cell
 from conformance.models.families import is_written
@@ -40,6 +41,7 @@ from conformance.runner.placement import (
 )
 from conformance.runner.preflight import Refusals, check_resources, workers_that_fit
 from conformance.runner.result_writer import ResultWriter
+from conformance.runtime.gpu_inventory import ActivityMeter
 from conformance.runtime.gpu_leases import unleased_use
 from conformance.spec.conventions import Conventions
 
@@ -81,6 +83,7 @@ class Session:
             config,
             environment=started,
             leased=lambda: where.leased,
+            gpu_active=ActivityMeter(config.gpus).shares,
             oracles=self._oracles,
             expectations=self._expectations,
         )
@@ -100,19 +103,24 @@ class Session:
         Raises UsageError if memory or disk do not suffice, and Unwritable if the output folder is not writable any
         more.
         """
+        timeline.switch("announce")
         self.announce(cells)
+        timeline.switch("prepare")
         with lasting(self.config.out):
             self._run_announced(cells, progress)
 
     def _run_announced(self, cells: Sequence[Cell], progress: Callable[[JudgedCell], None]) -> None:
         self._prepare(cells)
+        timeline.switch(f"{WAIT}cells")
         try:
             for judged in self._at_once.run(cells, self._timed):
+                timeline.switch("write")
                 self.check()
                 self.results.store(judged)
                 check_output_folder(self.config.out)
                 self.results.write_summary_if_due()
                 progress(judged)
+                timeline.switch(f"{WAIT}cells")
                 if self.config.fail_fast and judged.verdict.state in FAILED:
                     return self.results.write_summary(finished=False)
         except KeyboardInterrupt:

@@ -294,6 +294,7 @@ def main(arguments: Sequence[str]) -> None:
     control = Wire(socket.socket(fileno=int(control_fd)))
     os.set_inheritable(int(control_fd), False)
     control.send({"type": "importing", "pid": os.getpid()})
+    began = time.monotonic()
     if ranks == "forked":
         try:
             harm = _import([*preload, "conformance.runtime.worker_main"])
@@ -309,7 +310,7 @@ def main(arguments: Sequence[str]) -> None:
         from conformance.runtime.cleanup import freeze
 
         freeze()
-    control.send({"type": "ready", "error": ""})
+    control.send({"type": "ready", "error": "", "imports": [began, time.monotonic()]})
     Forkserver(control, forks=ranks == "forked").serve()
 
 

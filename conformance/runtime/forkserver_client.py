@@ -14,6 +14,7 @@ from types import MappingProxyType
 from conformance.core.host import available_memory
 from conformance.core.io import no_link
 from conformance.core.process import StartPatience, effort, process_state
+from conformance.core.timeline import timeline
 from conformance.runtime.failure import StartError, exit_words
 from conformance.runtime.messages import Device, Message, wire_pair
 from conformance.runtime.preload_server import Forked, environment, fork_forkserver
@@ -131,6 +132,8 @@ class ForkserverHandle(Child):
             self._patience = StartPatience(partial(effort, message["pid"]))
         elif message["type"] == "ready":
             self._ready = message
+            if imports := message.get("imports"):
+                timeline.add("groups", f"forkserver {self._preload[0]}", [("import", *imports)])
 
     def _start_error(self, size: int, error: str) -> StartError:
         return too_small(size, error)

@@ -19,13 +19,16 @@ import contextlib
 import os
 import queue
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from conformance.core.errors import UsageError, shown
 from conformance.runtime.slots import Block, Slot
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+SAMPLED_S = 1.0
 LIMIT_S = 10.0  # for NVML, which hangs where a driver does
 
 
@@ -180,3 +183,64 @@ def slots_of(block: Block) -> tuple[Slot, ...]:
     gpus = gpus_of(block)
     is_shared = len(gpus) < len(block)
     return tuple(Slot(gpu=gpus.index(gpu_of(slot)), host=slot if is_shared else "") for slot in block)
+
+
+class ActivityMeter:
+    """Measures how busy GPUs are, by NVML, in a thread that ends with the process.
+
+    With GPM (Hopper and later) the share of the multiprocessors that work; else the share of the time in which any
+    kernel runs, which is named so.
+    """
+
+    def __init__(self, gpus: Sequence[str]) -> None:
+        self._shares: dict[str, list[float]] = {}
+        if gpus:
+            threading.Thread(target=self._measure, args=(gpus_of(tuple(gpus)),), daemon=True, name="gpu meter").start()
+
+    def shares(self) -> dict[str, float]:
+        """Returns the mean share by GPU so far; empty if NVML measures none."""
+        return {name: round(sum(shares) / len(shares), 4) for name, shares in list(self._shares.items())}
+
+    def _measure(self, gpus: Sequence[str]) -> None:
+        import pynvml
+
+        with contextlib.suppress(pynvml.NVMLError):
+            pynvml.nvmlInit()
+            handles = {gpu: pynvml.nvmlDeviceGetHandleByUUID(gpu) for gpu in gpus}
+            samples = {gpu: _gpm_sample(handle) for gpu, handle in handles.items()}
+            while True:
+                time.sleep(SAMPLED_S)
+                for gpu, handle in handles.items():
+                    if (before := samples[gpu]) is None:
+                        share, name = pynvml.nvmlDeviceGetUtilizationRates(handle).gpu, f"{gpu} kernels"
+                    else:
+                        samples[gpu] = _gpm_sample(handle)
+                        share, name = _between(before, samples[gpu]), gpu
+                        pynvml.nvmlGpmSampleFree(before)
+                    self._shares.setdefault(name, []).append(share / 100)
+
+
+def _gpm_sample(handle: object) -> Any:
+    """Returns a sample of the counters of a GPU; None if it has none, or this user may not read them."""
+    import pynvml
+
+    try:
+        if not pynvml.nvmlGpmQueryDeviceSupport(handle).isSupportedDevice:
+            return None
+        sample = pynvml.nvmlGpmSampleAlloc()
+        pynvml.nvmlGpmSampleGet(handle, sample)
+    except pynvml.NVMLError:
+        return None
+    return sample
+
+
+def _between(before: Any, after: Any) -> float:
+    """Returns the percentage of multiprocessors that worked between two samples."""
+    import pynvml
+
+    query = pynvml.c_nvmlGpmMetricsGet_t()
+    query.version, query.numMetrics = pynvml.NVML_GPM_METRICS_GET_VERSION, 1
+    query.sample1, query.sample2 = before, after
+    query.metrics[0].metricId = pynvml.NVML_GPM_METRIC_SM_UTIL
+    pynvml.nvmlGpmMetricsGet(query)
+    return float(query.metrics[0].value)

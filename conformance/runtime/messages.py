@@ -23,6 +23,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from conformance.core.timeline import own
+
 Device = Literal["cpu", "cuda"]
 Message = dict[str, Any]
 
@@ -211,6 +213,7 @@ def attach(beats: Heartbeats, rank: int) -> None:
 def beat(phase: str) -> None:
     """Records the next phase of this rank, such as "step 1". Does nothing outside a worker group."""
     if _this_rank is not None:
+        own.switch(phase)
         beats, rank = _this_rank
         beats.write(rank, phase, count=beats.read(rank).count + 1)
 

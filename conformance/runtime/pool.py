@@ -18,6 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from conformance.core.timeline import WAIT, timeline
 from conformance.runtime.forkserver_client import Forkservers
 from conformance.runtime.slots import Block, Lane, NoLease, Outcome, SlotPool, failed
 from conformance.runtime.watchdog import SLOW
@@ -78,6 +79,7 @@ class Pool:
         budget_s: float,
         fresh: bool = False,
         keep: bool = True,
+        about: str = "",
     ) -> Outcome:
         """Calls ``task`` ("package.module:function") as ``function(rank_context, **kwargs)`` on every rank.
 
@@ -88,8 +90,8 @@ class Pool:
 
         ``log_dir`` gets rank-N.log and, if the task hangs or fails, rank-N.stacks. A task without progress for
         ``budget_s`` seconds is ended (conformance.runtime.watchdog defines progress and further limits); the budget
-        begins with the lease. Raises ValueError for a malformed task, for ``kwargs`` that are not JSON values, and for
-        more ranks than GPUs.
+        begins with the lease. ``about``: names the task in the timeline. Raises ValueError for a malformed task, for
+        ``kwargs`` that are not JSON values, and for more ranks than GPUs.
         """
         _check_call(config, task, kwargs, is_here=self._slots is None)
 
@@ -104,6 +106,7 @@ class Pool:
                 fresh=fresh,
                 keep=keep,
                 held=held,
+                about=about,
             )
 
         return (
@@ -122,14 +125,17 @@ class Pool:
         with self._making:
             warm = self._warm.setdefault((key, config), set())
         try:
-            lease = slots.lease(key, config, prefer=warm, limit_s=SLOW * budget_s, is_over=lambda: self._is_aborted)
+            with timeline.within(f"{WAIT}lease"):
+                lease = slots.lease(key, config, prefer=warm, limit_s=SLOW * budget_s, is_over=lambda: self._is_aborted)
         except NoLease as none:
             return failed(str(none), kind="exited", began=began)
 
         def run() -> Outcome:
             try:
+                timeline.switch("task", kind="groups", about=key)
                 return run_in(threaded.lane, lease.fds)
             finally:
+                timeline.switch("", kind="groups")
                 slots.give_back(lease)
 
         try:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from conformance.core.timeline import timeline
 from conformance.runtime.failure import FailureKind, StartError
 from conformance.runtime.watchdog import TaskFailed, run_task
 from conformance.runtime.worker_groups import WorkerGroup, WorkerGroupConfig
@@ -84,6 +85,7 @@ class Lane:
         fresh: bool,
         held: Sequence[int],
         keep: bool = True,
+        about: str = "",
     ) -> Outcome:
         """See conformance.runtime.Pool.run. ``held``: descriptors that ranks keep open while they run the task."""
         log_dir = log_dir.resolve()
@@ -92,12 +94,20 @@ class Lane:
         try:
             if fresh:
                 self._retire(key, config, why="the next task wants a fresh one", level=logging.DEBUG)
-            worker_group = self._worker_group(key, config)
+            with timeline.within("start a worker group"):
+                worker_group = self._worker_group(key, config)
             used = worker_group.number in self._used
             self._used.add(worker_group.number)
             self._running = worker_group
             results, leaks, kept = run_task(
-                worker_group, task=task, kwargs=kwargs, log_dir=log_dir, budget_s=budget_s, held=held
+                worker_group,
+                task=task,
+                kwargs=kwargs,
+                log_dir=log_dir,
+                budget_s=budget_s,
+                held=held,
+                key=key,
+                about=about,
             )
         except StartError as error:
             return failed(str(error), kind="raised", began=began)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from conformance.core.process import StartPatience
+from conformance.core.timeline import Kind, timeline
 from conformance.runtime import failure as flight
 from conformance.runtime.failure import (
     Failure,
@@ -102,12 +103,15 @@ def run_task(
     log_dir: Path,
     budget_s: float,
     held: Sequence[int] = (),
+    key: str = "",
+    about: str = "",
 ) -> tuple[list[Any], str, int]:
     """Runs a task on all ranks. Returns the results by rank, a description of the leaks ("" if there are none), and the
     most bytes of memory that a rank keeps between tasks.
 
     ``budget_s``: allowed seconds without progress, from when all ranks have started the task to the end of the
-    clean-up. ``held``: descriptors that ranks keep open until then. Raises TaskFailed.
+    clean-up. ``held``: descriptors that ranks keep open until then. ``key``, ``about``: name the ranks and the task in
+    the timeline. Raises TaskFailed.
     """
     watch = _Watch(worker_group, log_dir)
     worker_group.beats.reset("start")
@@ -119,6 +123,10 @@ def run_task(
     for wire in worker_group.wires:
         wire.send({"do": "clean"})
     clean = watch.expect("clean", patience)
+    for rank, message in enumerate(clean):
+        track = f"{key} {worker_group.number} rank {rank}"
+        kind: Kind = "oracle" if key == "oracle" else "ranks"
+        timeline.add(kind, track, message.get("spans", ()), about=about, clock=message.get("clock", 0.0))
     leaks = [f"rank {rank}: {message['leaks']}" for rank, message in enumerate(clean) if message["leaks"]]
     return [message["result"] for message in done], "; ".join(leaks), max(message.get("kept", 0) for message in clean)
 

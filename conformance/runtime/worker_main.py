@@ -14,6 +14,7 @@ import resource
 import signal
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from torch._C._distributed_c10d import FileStore, Store, TCPStore
 
 from conformance.core import packages
 from conformance.core.process import listening_store
+from conformance.core.timeline import own
 from conformance.runtime import messages
 from conformance.runtime.cleanup import Cleaner, freeze
 from conformance.runtime.failure import FlightRecorder
@@ -95,7 +97,8 @@ def serve(spec: RankSpec) -> None:
             leaks = cleaner.clean_up()
         for fd in held:  # keep the lease until now, even if the controller has died meanwhile
             os.close(fd)
-        wire.send({"type": "clean", "leaks": leaks, "kept": cleaner.kept_memory()})
+        ended = {"spans": own.drain(), "clock": time.monotonic()}
+        wire.send({"type": "clean", "leaks": leaks, "kept": cleaner.kept_memory(), **ended})
 
 
 def _run_task(spec: RankSpec, context: RankContext, message: Message, wire: Wire) -> Message:
@@ -135,10 +138,14 @@ def _join(spec: RankSpec) -> None:
     )
     if spec.host:
         os.environ["NCCL_HOSTID"] = spec.host  # NCCL reads it once, with its first communicator
+    own.switch("import")
     for module in spec.preload:  # no work for a forked rank: its forkserver has imported them
         import_module(module)
     if spec.device == "cuda":
+        own.switch("context")
         torch.cuda.set_device(spec.gpu)
+        torch.cuda.synchronize()  # creates the context
+    own.switch("groups")
     dist.init_process_group(
         "gloo" if spec.device == "cpu" else spec.gpu_backend,
         store=_store(spec),

@@ -22,6 +22,7 @@ import conformance
 from conformance.backends import faults
 from conformance.backends.protocol import Backend, BackendEntry, Shard, StepMetrics, TensorKind
 from conformance.core.packages import package_version
+from conformance.core.timeline import own
 from conformance.matrix.cell import Handover
 from conformance.models.folders import elements_of
 from conformance.numerics.determinism import settings_of
@@ -80,7 +81,8 @@ def run_phase(rank: RankContext, *, spec: dict[str, Any]) -> dict[str, int]:
             rank.beat("load")
             what, folder = phase.load
             (backend.load if what == "checkpoint" else backend.import_state)(folder)
-        observer.start(backend, resolved, handed=bool(phase.load) or bool(save and not phase.steps))
+        with own.within("observe"):
+            observer.start(backend, resolved, handed=bool(phase.load) or bool(save and not phase.steps))
         batches = read_batches(phase.batches)[phase.first_step : phase.first_step + phase.steps]
         candidates = evidence_steps(batches)
         watched, unread = Drawn(len(candidates) - 1, seed=phase.draw), Drawn(len(batches) - 1, seed=phase.draw)
@@ -101,6 +103,7 @@ def run_phase(rank: RankContext, *, spec: dict[str, Any]) -> dict[str, int]:
         backend.teardown()
         given = [batch_counts(batch, dp_size=layout.data, accumulation=scenario.accumulation) for batch in batches]
         seconds = time.perf_counter() - started
+        own.switch("write")
         observer.finish({"seconds": seconds, "batches": given, "changed_settings": changed}, memory=memory)
         return dict(calls)
 
@@ -265,7 +268,7 @@ class _Observer:
             called.append(model)
             began = time.perf_counter()
             if model in trained and not resumes:
-                with self.watch.reading():
+                with self.watch.reading(), own.within("observe"):
                     tensors.update(self._gather("gradient", trained[model], backend))
                     replicas.update(compare(_shards("gradient", [trained[model]], backend)))
             if watched:  # after the comparison, when no thread of a collective holds a buffer of the backward pass
@@ -288,6 +291,7 @@ class _Observer:
             self.evidence.append(self.watch.to_json() | {"step": batch.step, "rows": rows})
         if leaks:
             self.leaks += [{"op": leak.op, "where": leak.where, "count": leak.count} for leak in leaks.leaks]
+        before_observing = own.switch("observe")
         shards: dict[str, Source] = {}
         self.continues_unread = unread.is_now()  # after the last step, no candidate is left
         read = not self.continues_unread
@@ -324,9 +328,11 @@ class _Observer:
         values = {key: value for key, value in values.items() if key not in lost}
         tensors = {name: tensor for name, tensor in tensors.items() if key_of(name) not in lost}
         if self.writer:
+            own.switch("write")
             found = {key: vars(result) for key, result in replicas.items()}
             kinds = [*(["gradient"] if resumes else []), *([] if read else ["weight"])]
             self.writer.step(values, tensors, replicas=found, seconds=seconds, generators=generators, unread=kinds)
+        own.switch(before_observing)
 
     def finish(self, totals: dict[str, Any], *, memory: PeakMemory) -> None:
         """Writes the footer: ``totals`` and the observations of all ranks. ``memory``: this rank's peaks."""
