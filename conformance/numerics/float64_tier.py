@@ -138,13 +138,16 @@ class EagerMode(TorchDispatchMode):
 class _LiftBelowAutograd(EagerMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         kwargs = kwargs or {}
-        if func in _FUSED and PLAIN.issuperset(types):
+        is_plain = not types or PLAIN.issuperset(types)
+        if is_plain and len(args) > 5 and func in _FUSED:
             return func(*args[:5], [count.to(torch.float32) for count in args[5]], *args[6:], **kwargs)
         lifted = _lifted(func, args, kwargs)
-        if lifted is not None:
-            return func(*lifted[0], **lifted[1])
-        # A tensor subclass such as DTensor goes first, so that the ops on its local tensors come here as well.
-        return func(*args, **kwargs) if PLAIN.issuperset(types) else NotImplemented
+        if lifted is None and not is_plain:
+            # A tensor subclass such as DTensor goes first, so that the ops on its local tensors come here as well.
+            return NotImplemented
+        args, kwargs = lifted or (args, kwargs)
+        with torch._C.DisableTorchFunction():  # in a backward pass _LiftInPython would be called again, by this call
+            return func(*args, **kwargs)
 
 
 def _lifted(func: Any, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs] | None:

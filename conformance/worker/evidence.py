@@ -8,12 +8,11 @@ layers of ZeRO-3 are patched so that their products are recognised as recomputed
 """
 
 import contextlib
-import functools
 import math
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -84,21 +83,46 @@ class Collective:
         return len(self.ranks)
 
 
-@functools.cache
-def _name_of(func: Any) -> tuple[str, str]:
-    """Returns the namespace and the name of an operator; both are empty for a higher-order one, which calls another."""
-    if isinstance(func, HigherOrderOperator):
-        return "", ""
-    space, _, operator = func._schema.name.partition("::")
-    return space, operator
+@dataclass(frozen=True, slots=True, eq=False)
+class _Operator:
+    """What is known of an operator before it is called. A step calls thousands, so it is looked up once for each.
+
+    kind: of the collective that it issues; None for other operators. is_counted: it is none of torch's collectives.
+    """
+
+    func: Any  # keeps the object, and so its id, which _OPERATORS is indexed by
+    name: str
+    kind: str | None
+    is_counted: bool
+    draws: bool
+    is_product: bool
+    multiplies_factors: bool
 
 
-@functools.cache
-def _kind_of(func: Any) -> str | None:
+_OPERATORS: dict[int, _Operator] = {}
+
+
+def _operator_of(func: Any) -> _Operator:
+    """Describes an operator. A higher-order one, which calls another, has no name."""
+    space, name, draws = "", "", False
+    if not isinstance(func, HigherOrderOperator):
+        space, _, name = func._schema.name.partition("::")
+        draws = torch.Tag.nondeterministic_seeded in func.tags
+    found = _OPERATORS[id(func)] = _Operator(
+        func=func,
+        name=name,
+        kind=_kind_of(space, name.strip("_")),
+        is_counted=space not in COLLECTIVE_SPACES,
+        draws=draws,
+        is_product=name in _PRODUCTS,
+        multiplies_factors=name.rstrip("_") == "mul",
+    )
+    return found
+
+
+def _kind_of(space: str, name: str) -> str | None:
     """Returns the kind of collective that an operator issues; None for other operators. A library's own operator hides
     the collective inside of it, and is recognised by its name."""
-    space, operator = _name_of(func)
-    name = operator.strip("_")
     if space in COLLECTIVE_SPACES:
         return next((COLLECTIVE_KINDS[stem] for stem in _STEMS if name.startswith(stem)), None)
     return None if space in ("aten", "prims") else next((COLLECTIVE_KINDS[s] for s in _WHOLE if s in name), None)
@@ -106,7 +130,7 @@ def _kind_of(func: Any) -> str | None:
 
 def collective_of(func: Any, args: tuple[Any, ...]) -> Collective | None:
     """Returns the collective that an operator with these arguments issues; None for other operators."""
-    kind, tensor = _kind_of(func), next(_tensors(args), None)
+    kind, tensor = (_OPERATORS.get(id(func)) or _operator_of(func)).kind, next(_tensors(args), None)
     if kind is None or tensor is None or len(ranks := _group_ranks(args)) < 2:
         return None
     elements = max(sum(t.numel() for t in _tensors([value])) for value in args)
@@ -259,40 +283,39 @@ class Watch(EagerMode):
         return found
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if not PLAIN.issuperset(types):
+        if types and not PLAIN.issuperset(types):
             return NotImplemented  # DTensor handles its own ops, whose local ops come here
-        before = None if self._reading else self._generator(func, args, kwargs)
-        result = func(*args, **kwargs)
-        if before is not None and not before.equal(self._generator(func, args, kwargs)):
-            self._mask(func, args, result, digest_of(before).hex()[:16])
-        if self.leaks:
-            self.leaks.see(func, result)
-        if not self._reading and FakeTensor not in types:
-            space, operator = _name_of(func)
-            if _kind_of(func) and (found := collective_of(func, args)):
-                self._collective(found)
-            elif space not in COLLECTIVE_SPACES and isinstance(result, Tensor):
-                self._tensor(func, operator, result, args)
-            is_forward = torch._C._current_graph_task_id() == -1 and not self._tasks
-            self._remember_storages([*args, *kwargs.values()], is_used=is_forward or operator in _PRODUCTS)
-            self._remember_storages([result], is_used=is_forward)
-        return result
+        # In a backward pass the mode of the exact tier would be called for each attribute of a tensor.
+        with torch._C.DisableTorchFunction():
+            kwargs = kwargs or {}
+            if self._reading:
+                result = func(*args, **kwargs)
+            else:
+                operator = _OPERATORS.get(id(func)) or _operator_of(func)
+                before = _generator(args, kwargs) if operator.draws else None
+                result = func(*args, **kwargs)
+                if before is not None and not before.equal(_generator(args, kwargs)):
+                    self._mask(operator, args, result, digest_of(before).hex()[:16])
+                if FakeTensor not in types:
+                    self._see(operator, args, kwargs, result)
+            if self.leaks:
+                self.leaks.see(func, result)
+            return result
 
-    def _generator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Returns the state of the generator that an operator may draw from; None if it draws nothing."""
-        if isinstance(func, HigherOrderOperator) or torch.Tag.nondeterministic_seeded not in func.tags:
-            return None
-        tensor = next(_tensors(args), None)
-        if tensor is None or tensor.is_meta or isinstance(tensor, FakeTensor):
-            return None
-        if (own := kwargs.get("generator")) is not None:
-            return own.get_state()
-        return torch.cuda.get_rng_state(tensor.device) if tensor.is_cuda else torch.get_rng_state()
+    def _see(self, operator: _Operator, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        if operator.kind and (found := collective_of(operator.func, args)):
+            self._collective(found)
+        elif operator.is_counted and isinstance(result, Tensor):
+            self._tensor(operator, result, args)
+        is_forward = not self._tasks and torch._C._current_graph_task_id() == -1
+        self._remember_storages(args, is_used=is_forward or operator.is_product)
+        if kwargs:
+            self._remember_storages(kwargs.values(), is_used=is_forward or operator.is_product)
+        self._remember_storages((result,), is_used=is_forward)
 
-    def _mask(self, func: Any, args: tuple[Any, ...], result: Any, state: str) -> None:
+    def _mask(self, operator: _Operator, args: tuple[Any, ...], result: Any, state: str) -> None:
         """Follows a mask that was drawn from a generator in this state to the activations that it is applied to."""
-        if any(stem in _name_of(func)[1] for stem in _DROPS_ALONE):
+        if any(stem in operator.name for stem in _DROPS_ALONE):
             self._drop(next(_tensors(args)), state)
         elif isinstance(result, Tensor):
             self._masks[result.untyped_storage()._cdata] = state
@@ -303,15 +326,19 @@ class Watch(EagerMode):
         known = where == "forward" or torch.is_grad_enabled()
         self.drawn[where, digest_of(activations).hex()[:16] if known else "", state] += 1
 
-    def _remember_storages(self, values: Any, *, is_used: bool) -> None:
-        for tensor in _tensors(values):
-            if type(tensor) in PLAIN and tensor.is_floating_point() and not tensor.is_meta:  # which has no numbers
-                storage = tensor.untyped_storage()
-                known = self._storages.get(storage._cdata)
-                if known is None or known.ref() is not storage:  # the address is used again
-                    known = self._storages[storage._cdata] = _Storage(weakref.ref(storage))
-                known.is_used |= is_used
-                known.is_activation |= tensor.ndim > 2
+    def _remember_storages(self, values: Iterable[Any], *, is_used: bool) -> None:
+        for tensor in values:
+            if type(tensor) in PLAIN:
+                # What is neither used nor an activation need not be known. A meta tensor has no numbers.
+                if (is_used or tensor.ndim > 2) and tensor.is_floating_point() and not tensor.is_meta:
+                    storage = tensor.untyped_storage()
+                    known = self._storages.get(storage._cdata)
+                    if known is None or known.ref() is not storage:  # the address is used again
+                        known = self._storages[storage._cdata] = _Storage(weakref.ref(storage))
+                    known.is_used |= is_used
+                    known.is_activation |= tensor.ndim > 2
+            elif isinstance(tensor, (list, tuple)):
+                self._remember_storages(tensor, is_used=is_used)
 
     def _collective(self, found: Collective) -> None:
         where = self._pass()
@@ -324,23 +351,23 @@ class Watch(EagerMode):
             # The input, which is summed, is at least as large as the output, so these are its elements.
             self.reduced[found.size] += found.elements
 
-    def _tensor(self, func: Any, operator: str, result: Tensor, args: tuple[Any, ...]) -> None:
+    def _tensor(self, operator: _Operator, result: Tensor, args: tuple[Any, ...]) -> None:
         if result.is_meta or isinstance(result, FakeTensor):
             return  # DTensor computes shapes of whole tensors this way; no rank holds them
         where = self._pass()
-        if self._masks and operator.rstrip("_") == "mul" and len(factors := [*_tensors(args)]) == 2:
+        if self._masks and operator.multiplies_factors and len(factors := [*_tensors(args)]) == 2:
             for activations, mask in (factors, factors[::-1]):
                 if (state := self._masks.pop(mask.untyped_storage()._cdata, None)) is not None:
                     self._drop(activations, state)
-        if operator in _PRODUCTS:
+        if operator.is_product:
             again = "recomputed" if torch.is_grad_enabled() or self._recorded else "backward"
             phase = again if where.startswith("backward") else "forward"
             self.products[_name(result.dtype), phase] += 1
-            if operator in _LINEAR:
+            if operator.name in _LINEAR:
                 if not self._updating:
-                    self.work[phase] += result.numel() * args[operator == "addmm"].shape[-1]
+                    self.work[phase] += result.numel() * args[operator.name == "addmm"].shape[-1]
                 self.linear[_name(result.dtype)] += phase == "forward"
-                self.compiled += phase == "forward" and func._overloadname == "out" and _in_compiled_code()
+                self.compiled += phase == "forward" and operator.func._overloadname == "out" and _in_compiled_code()
                 self.again += phase == "recomputed"
         if result.ndim == 3 and result.is_floating_point() and not where.startswith("backward"):
             self.widths.add(result.shape[-1])
@@ -376,6 +403,16 @@ class Watch(EagerMode):
             "held_weights": [[*entry] for entry in sorted(self.held_weights.items())],
             **({"drawn": [[*key, count] for key, count in sorted(self.drawn.items())]} if self.drawn else {}),
         }
+
+
+def _generator(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Returns the state of the generator that a drawing operator draws from; None if its tensor has no numbers."""
+    tensor = next(_tensors(args), None)
+    if tensor is None or tensor.is_meta or isinstance(tensor, FakeTensor):
+        return None
+    if (own := kwargs.get("generator")) is not None:
+        return own.get_state()
+    return torch.cuda.get_rng_state(tensor.device) if tensor.is_cuda else torch.get_rng_state()
 
 
 def _in_compiled_code() -> bool:
