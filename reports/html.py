@@ -31,7 +31,7 @@ from reports.page_data import BEYOND, SHADES, Shared, cell_data, pack
 from reports.summary import causes, headline
 
 TEMPLATES = Path(__file__).with_name("templates")
-LARGE = 500  # cells; passing cells of a larger run have fewer digits, so that the page stays small
+LARGE = 500  # cells; errors of passing cells of a larger run are within 6 %, so that the page stays small
 PER_BLOCK = 32  # cells that are packed together, because they have much in common
 FIRST = 5  # causes that are shown above the matrix; a reader unfolds more
 STYLES = ("style", "earlier")

@@ -14,14 +14,14 @@ import json
 import math
 import re
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from conformance.bisect.explain import describe
 from conformance.judge.tolerance import EXACT, NOISE_FACTOR
 from conformance.records.record_format import Line, Lines, dumps
-from conformance.results.verdict import NO_FAULT, STATES, Quantity, Verdict
+from conformance.results.verdict import STATES, Quantity, Verdict
 from conformance.spec.observables import AGAINST_REBUILT
 from reports.load import Cell
 from reports.wording import worst_first
@@ -79,8 +79,11 @@ def locate(name: str) -> tuple[str, str]:
     return column, kind
 
 
+Spell = Callable[[Sequence[Quantity]], tuple[Any, ...]]
+PASSED = ("conforms", "partly_observed")  # states of cells without an error outside its tolerance
 DIGITS = 4  # of an error
 POWER = 80  # the character of the power 0
+GRADES, GRADE = 20, 35  # steps of a margin in each digit, 6 % of an error; the character of the margin 0
 FINDINGS = 5  # maximum number of findings shown for the first stage that differs
 NO_CONFIGURATION = ("type", "schema", "observables")  # keys of a record's header that are not shown
 
@@ -125,6 +128,7 @@ class Shared:
             "shades": SHADES,
             "beyond": BEYOND,
             "power": POWER,
+            "grades": [GRADES, GRADE],
             "states": states,
             "rule": {"exact": EXACT, "factor": NOISE_FACTOR, "rebuilt": AGAINST_REBUILT},
         }
@@ -133,8 +137,8 @@ class Shared:
 
 def cell_data(cell: Cell, shared: Shared, *, large: bool = False) -> dict[str, Any]:
     """Returns the data of one cell that the page shows when the cell is opened. large: the run has so many cells that
-    passing ones have two digits."""
-    digits = 2 if large and cell.state in NO_FAULT else DIGITS
+    passing ones have their margins only, in steps of a 20th of a digit."""
+    spell = graded if large and cell.state in PASSED else spelled
     entry = cell.entry
     drawn = [o for o in entry.observables if o.drawn]
     stages = [o.stage for o in drawn if not o.title]
@@ -152,7 +156,7 @@ def cell_data(cell: Cell, shared: Shared, *, large: bool = False) -> dict[str, A
         "stages": shared.value(entry.stages),
         "charts": shared.value(charts),
         "maps": shared.value(tensors),
-        "tables": _tables(entry.verdict.quantities, set(numbers), shared, digits),
+        "tables": _tables(entry.verdict.quantities, set(numbers), shared, spell),
         "strips": _strips(entry.verdict, shared),
         "first": _first_difference(cell),
         "bisection": vars(describe(cell.bisection)) if cell.bisection else None,
@@ -205,7 +209,7 @@ def _evidence(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {what: [[*key, len(each), max(each)] for key, each in counts.items()] for what, counts in found.items()}
 
 
-def _tables(quantities: Sequence[Quantity], numbers: set[str], shared: Shared, digits: int) -> list[list[Any]]:
+def _tables(quantities: Sequence[Quantity], numbers: set[str], shared: Shared, spell: Spell) -> list[list[Any]]:
     """Returns for each stage its name, and columns with the tensors, the steps, the bounds and the observed errors.
 
     numbers: keys of scalars and settings, which have no position in the network. All columns but the last depend only
@@ -218,7 +222,7 @@ def _tables(quantities: Sequence[Quantity], numbers: set[str], shared: Shared, d
     for stage, found in by_stage.items():
         names = shared.value([(shared.string if q.tensor in numbers else shared.tensor)(q.tensor) for q in found])
         steps, allowed = shared.value([q.step for q in found]), shared.value([q.allowed for q in found])
-        tables.append([shared.string(stage), names, steps, allowed, *spelled(found, digits)])
+        tables.append([shared.string(stage), names, steps, allowed, *spell(found)])
     return tables
 
 
@@ -238,32 +242,34 @@ def _strips(verdict: Verdict, shared: Shared) -> list[list[Any]]:
     return strips
 
 
-def spelled(quantities: Sequence[Quantity], digits: int) -> tuple[str, str | list[int]]:
+def graded(quantities: Sequence[Quantity]) -> tuple[str]:
+    """Returns a character for the margin of each error, all within their tolerances; a blank for no error."""
+    return ("".join(chr(GRADE - round(GRADES * math.log10(q.ratio))) if q.ratio else " " for q in quantities),)
+
+
+def spelled(quantities: Sequence[Quantity]) -> tuple[str, str | list[int]]:
     """Returns the digits of all errors in one string, and their powers of ten, as characters from POWER on if they fit.
     Apart, both need half the space after compression. An error that is not finite is spelled ``nan`` or ``inf``; no
     error moves across its bound."""
-    width = max(digits, 3)
     texts, powers = [], []
     for quantity in quantities:
-        mantissa, _, power = f"{_rounded(quantity, digits):.{digits - 1}e}".partition("e")
-        texts.append(mantissa.replace(".", "").ljust(width))
-        powers.append(int(power) - digits + 1 if power else 0)
-    if all(text[:digits].isdigit() for text in texts):
-        texts = [text[:digits] for text in texts]
+        mantissa, _, power = f"{_rounded(quantity):.{DIGITS - 1}e}".partition("e")
+        texts.append(mantissa.replace(".", "").ljust(DIGITS))
+        powers.append(int(power) - DIGITS + 1 if power else 0)
     is_printable = all(32 <= POWER + power < 127 for power in powers)
     return "".join(texts), "".join(chr(POWER + power) for power in powers) if is_printable else powers
 
 
-def _rounded(quantity: Quantity, digits: int) -> float:
-    """Returns the observed error, rounded to a number of digits so that it does not move across its bound."""
+def _rounded(quantity: Quantity) -> float:
+    """Returns the observed error, rounded to DIGITS so that it does not move across its bound."""
     observed, allowed = quantity.observed, quantity.allowed
     if not math.isfinite(observed) or not allowed > 0:
         return observed
-    short = float(f"{observed:.{digits - 1}e}")
+    short = float(f"{observed:.{DIGITS - 1}e}")
     if (short / allowed <= 1) == (quantity.ratio <= 1):
         return short
-    unit = 10.0 ** (math.floor(math.log10(short)) - digits + 1)
-    return float(f"{short + (unit if quantity.ratio > 1 else -unit):.{digits - 1}e}")
+    unit = 10.0 ** (math.floor(math.log10(short)) - DIGITS + 1)
+    return float(f"{short + (unit if quantity.ratio > 1 else -unit):.{DIGITS - 1}e}")
 
 
 def _first_difference(cell: Cell) -> dict[str, Any] | None:

@@ -37,21 +37,28 @@ async function packedCell(number) {
   return structuredClone((await last.cells)[number % perBlock]);
 }
 
+// Reads the error of a row from the digits and the powers of all.
+function spelled(digits, powers, row, zero) {
+  const power = typeof powers === "string" ? powers.charCodeAt(row) - zero : powers[row];
+  const width = digits.length / powers.length;
+  const text = digits.slice(width * row, width * (row + 1)).trim();
+  return text in SPECIAL ? text : Number(`${text}e${power}`);
+}
+
 // Unpacks a cell and resolves its references to the shared block.
 async function readCell(number) {
   const { strings, values, places, ...legend } = await shared();
   const { rebuilt } = legend.rule;
+  const [grades, grade] = legend.grades;
   const cell = await packedCell(number);
   for (const key of ["stages", "charts", "maps"]) cell[key] = values[cell[key]];
   cell.quantities = cell.tables.flatMap(([stage, names, steps, allowed, digits, powers]) =>
-    [...powers].map((one, row) => {
-      const power = typeof one === "string" ? one.charCodeAt(0) - legend.power : one;
-      const width = digits.length / powers.length;
-      const spelled = digits.slice(width * row, width * (row + 1)).trim();
-      const error = spelled in SPECIAL ? spelled : Number(`${spelled}e${power}`);
-      const name = values[names][row];
-      const at = { stage: strings[stage], tensor: strings[name], step: values[steps][row], place: places[name] };
-      return judged({ ...at, rebuilt: at.tensor.endsWith(rebuilt), observed: error, allowed: values[allowed][row] });
+    values[names].map((number, row) => {
+      const bound = values[allowed][row];
+      const within = digits[row] === " " ? 0 : bound * 10 ** ((grade - digits.charCodeAt(row)) / grades);
+      const error = powers ? spelled(digits, powers, row, legend.power) : within;
+      const at = { stage: strings[stage], tensor: strings[number], step: values[steps][row], place: places[number] };
+      return judged({ ...at, rebuilt: at.tensor.endsWith(rebuilt), observed: error, allowed: bound });
     }),
   );
   cell.strips = cell.strips.map(([at, classes, largest, where, spread, reference]) => {

@@ -3,14 +3,14 @@ const tip = document.getElementById("tip");
 let terms = {}; // the meaning of each part of a layout
 if (document.querySelector("[data-cell]")) unpack("terms").then((found) => (terms = found));
 
-// Explains the layout of a cell, part by part.
-function legendOfLayout(element) {
-  const layout = boxOf.get(Number(element.dataset.n))?.dataset.cell.split("/")[3] ?? "";
-  const known = [...new Set(layout.split(/\.|-to-/))].filter((part) => terms[part]);
-  return known.map((part) => `\n${part}: ${terms[part]}`).join("");
+// Returns the tooltip of a cell: its name, what it is, and the meaning of each part of its layout.
+function tipOfCell({ n, tip }) {
+  const { cell } = boxOf.get(Number(n)).dataset;
+  const known = [...new Set(cell.split("/")[3]?.split(/\.|-to-/))].filter((part) => terms[part]);
+  return [cell, tip, ...known.map((part) => `${part}: ${terms[part]}`)].join("\n");
 }
 function show(element, x, y) {
-  tip.textContent = element.dataset.tip + ("n" in element.dataset ? legendOfLayout(element) : "");
+  tip.textContent = "n" in element.dataset ? tipOfCell(element.dataset) : element.dataset.tip;
   tip.hidden = false;
   const left = Math.min(x + 14, innerWidth - tip.offsetWidth - 8);
   const top = y + 18 + tip.offsetHeight > innerHeight ? y - tip.offsetHeight - 10 : y + 18;

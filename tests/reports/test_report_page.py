@@ -44,7 +44,7 @@ from reports.ci_formats import write_junit
 from reports.html import PER_BLOCK, write_html
 from reports.load import read_report
 from reports.markdown import write_markdown
-from reports.page_data import DIGITS, POWER, SHADES, locate, spelled
+from reports.page_data import DIGITS, GRADE, GRADES, POWER, SHADES, graded, locate, spelled
 from reports.wording import first_finding, share
 
 SCREEN = 1280, 720  # px
@@ -195,17 +195,26 @@ def test_every_quantity_is_in_the_page_with_its_bound(sample: Path, page: str) -
             assert found[key][1] == allowed
 
 
-@pytest.mark.parametrize("digits", [2, DIGITS])
-def test_digits_and_powers_are_the_errors(digits: int) -> None:
+def test_digits_and_powers_are_the_errors() -> None:
     rng = random.Random(0)
     errors = [0.0, 5e-324, 1.5e300, 1e-11, 9.996e-12, 1.00049e-11, *(10 ** rng.uniform(-16, 3) for _ in range(200))]
     found = [Quantity(stage="s", tensor="t", step=0, observed=error, allowed=1e-11) for error in errors]
-    shown = numbers(*spelled(found, digits))
-    assert shown == pytest.approx(errors, rel=1.1 * 10 ** (1 - digits))
+    shown = numbers(*spelled(found))
+    assert shown == pytest.approx(errors, rel=1.1 * 10 ** (1 - DIGITS))
     assert [error <= 1e-11 for error in shown] == [error <= 1e-11 for error in errors]
-    assert numbers(*spelled(found[3:], digits)) == shown[3:]  # without the powers that no character has
+    assert numbers(*spelled(found[3:])) == shown[3:]  # without the powers that no character has
     odd = [replace(found[0], observed=error) for error in (math.nan, math.inf, 1.5)]
-    assert str(numbers(*spelled(odd, digits))) == "[nan, inf, 1.5]"
+    assert str(numbers(*spelled(odd))) == "[nan, inf, 1.5]"
+
+
+def test_grades_are_the_errors_within_six_percent() -> None:
+    rng = random.Random(0)
+    errors = [0.0, 5e-324, 1e-11, *(10 ** rng.uniform(-20, -11) for _ in range(200))]
+    found = [Quantity(stage="s", tensor="t", step=0, observed=error, allowed=1e-11) for error in errors]
+    powers = [(GRADE - ord(one)) / GRADES for one in graded(found)[0]]
+    shown = [1e-11 * 10**power if error else 0.0 for power, error in zip(powers, errors, strict=True)]
+    assert shown == pytest.approx(errors, rel=0.06, abs=0)
+    assert max(shown) == 1e-11
 
 
 def test_rounding_carries_no_quantity_across_its_tolerance(out: Path) -> None:
