@@ -33,13 +33,20 @@ from reports.wording import plural
 
 State = Literal["differs", "gap", "partly_observed", "convention", "pass", "unsupported"]  # the most important first
 STATES: dict[State, tuple[str, str]] = {  # symbol and meaning
-    "differs": ("✗", "differs, with its first wrong stage"),
+    "differs": ("✗", "fails, with its first wrong stage"),
     "gap": ("○", "a gap: not run, or ended without a record"),
     "partly_observed": ("◐", "agrees in all that it shows"),
     "convention": ("≈", "agrees with its declared conventions"),
     "pass": ("✓", "agrees in all stages"),
     "unsupported": ("\N{EN DASH}", "refused, with the reason"),
 }
+
+
+def word(state: State) -> str:
+    """Returns the word for a state on the site."""
+    return "fail" if state == "differs" else state.replace("_", " ")
+
+
 _OF_CELL: dict[CellState, State] = {
     "conforms": "pass",
     "partly_observed": "partly_observed",
@@ -307,6 +314,7 @@ def write_site(board: Board, earlier: Board, to: Path) -> int:
         .render(
             board=board,
             states=STATES,
+            word=word,
             newest=newest(board),
             has_report=lambda square: square.report and (to / square.report.partition("#")[0]).is_file(),
             style=(TEMPLATES / "style.css").read_text(encoding="utf-8"),
@@ -330,7 +338,7 @@ def newest(board: Board) -> list[Column]:
 def _write_badge(column: Column, counts: Mapping[State, int], path: Path) -> None:
     judged = "gap" not in counts and counts.keys() != {"unsupported"}
     verdict = "differs" if "differs" in counts else "conforms" if judged else "incomplete"
-    text = ", ".join(f"{count} {state.replace('_', ' ')}" for state, count in counts.items())
+    text = ", ".join(f"{count} {word(state)}" for state, count in counts.items())
     name, colour = COLOURS[verdict]  # type: ignore[index]
     write_file(path.with_suffix(".json"), badge_json(text, name, label=column.name))
     write_file(path.with_suffix(".svg"), ET.tostring(badge_svg(text, colour, label=column.name), encoding="utf-8"))
@@ -347,6 +355,8 @@ def changes(board: Board, earlier: Board) -> list[str]:
         for row, was in before.squares.items() if before else ():
             square = board.square(column, row)
             if was.state != square.state:
-                lines.append(f"- **{column.name}**, `{row}`: {square.state} ({was.state} {since}): {square.cause}")
+                lines.append(
+                    f"- **{column.name}**, `{row}`: {word(square.state)} ({word(was.state)} {since}): {square.cause}"
+                )
                 lines.append(f"  `{square.reproduce}`")
     return lines

@@ -21,7 +21,7 @@ from typing import Any
 from conformance.core.errors import visible
 from conformance.core.io import write_file
 from conformance.records.record_format import dumps
-from conformance.results.verdict import NO_ANSWER, PASSES, STATES, RunVerdict
+from conformance.results.verdict import NO_ANSWER, PASSES, STATES, RunVerdict, named
 from reports.load import Cell, Report, read_report
 from reports.summary import incomplete_as_a_whole
 from reports.wording import WHOLE_RUN, details, explain, plural
@@ -55,12 +55,12 @@ def badge_json(text: str, colour: str, *, label: str = LABEL, is_error: bool = F
 def _message(report: Report) -> str:
     counts = report.counts
     if report.verdict == "differs":
-        return f"{plural(counts['differs'], 'cell')} differ{'s' if counts['differs'] == 1 else ''}"
+        return f"{plural(counts['differs'], 'cell')} fail{'s' if counts['differs'] == 1 else ''}"
     if report.verdict == "incomplete":
         return "incomplete"
     if report.verdict == "partly_observed":
         return f"{plural(counts['partly_observed'], 'cell')} partly observed"
-    return f"{plural(counts['conforms'], 'cell')} conform{'s' if counts['conforms'] == 1 else ''}"
+    return f"{plural(counts['conforms'], 'cell')} pass{'es' if counts['conforms'] == 1 else ''}"
 
 
 def badge_svg(text: str, colour: str, *, label: str = LABEL) -> ET.Element:
@@ -174,7 +174,7 @@ def write_junit(out: Path) -> Path:
     suite = ET.SubElement(root, "testsuite", totals)
     suite.set("timestamp", report.run.started[:19])
     properties = ET.SubElement(suite, "properties")
-    facts = {"verdict": report.verdict, "device": report.run.device, **report.run.environment}
+    facts = {"verdict": named(report.verdict), "device": report.run.device, **report.run.environment}
     for key, value in facts.items():
         ET.SubElement(properties, "property", name=_clean(key), value=_clean(value))
     suite.extend(cases)
@@ -189,7 +189,7 @@ def _case(cell: Cell) -> ET.Element:
     case = ET.Element("testcase", classname=_clean(group), name=_clean(cell.id), time=_seconds(cell.entry.seconds))
     message = _clean(explain(cell))
     if cell.state == "differs":
-        ET.SubElement(case, "failure", type="differs", message=message).text = _clean(details(cell))
+        ET.SubElement(case, "failure", type=STATES[cell.state].name, message=message).text = _clean(details(cell))
     elif cell.state in NO_ANSWER:
         ET.SubElement(case, "error", type=cell.state, message=message).text = _clean(details(cell))
     elif cell.state == "partly_observed":

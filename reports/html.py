@@ -55,8 +55,10 @@ def write_html(out: Path) -> Path:
     report = read_report(out)
     script = "\n".join((TEMPLATES / f"{name}.js").read_text(encoding="utf-8") for name in SCRIPTS)
     title = headline(report)[0]
-    shared = Shared()
-    data = [cell_data(cell, shared, large=len(report.cells) > LARGE) for cell in report.cells]
+    shared, found = Shared(), causes(report)
+    cause_of = {cell.id: cause for cause in found for cell in cause.cells}
+    large = len(report.cells) > LARGE
+    data = [cell_data(cell, shared, cause_of.get(cell.id), large=large) for cell in report.cells]
     blocks = [pack(dumps(data[first : first + PER_BLOCK])) for first in range(0, len(data), PER_BLOCK)]
     groups = side_by_side.read_groups(out, report)
     reasons = [*(cell.reason for cell in report.cells), *(group.text for group in groups or ())]
@@ -65,7 +67,7 @@ def write_html(out: Path) -> Path:
         title=title,
         text=summary.first_screen(report),
         trends=summary.trends(report),
-        causes=causes(report),
+        causes=found,
         score=tables.mutation_score(report),
         findings=findings(reasons),
         known=[c for c in report.cells if c.state == "expected_difference"],

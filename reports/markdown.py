@@ -17,7 +17,7 @@ from conformance.results.verdict import NO_ANSWER, STATES, margin, number
 from reports import side_by_side, summary, tables
 from reports.load import Report, read_report
 from reports.summary import Cause, causes, headline
-from reports.wording import code, explain, plain, plural, worst_first
+from reports.wording import circumstances, code, explain, likely_causes, plain, plural, worst_first
 
 LIMIT = 900_000  # bytes
 ROOM = 1_000  # bytes reserved for the note about omitted blocks
@@ -109,7 +109,7 @@ def _blocks(report: Report, groups: tuple[side_by_side.Group, ...]) -> Iterator[
 
 def _handed(table: tables.Table) -> str:
     """Formats a table of resumes, with the symbol of each cell's state."""
-    lines = [f"\n### {plain(table.title)}: {table.conform} of {plural(len(table.cells), 'cell')} conform\n"]
+    lines = [f"\n### {plain(table.title)}: {table.conform} of {plural(len(table.cells), 'cell')} pass\n"]
     lines.append(f"| saved / loaded | {' | '.join(map(plain, table.columns))} |")
     lines.append(f"|{' :-- |' * (len(table.columns) + 1)}")
     for row in table.rows:
@@ -159,11 +159,8 @@ def _failure(cause: Cause) -> str:
         ]
         if len(found) > FINDINGS:
             lines += ["", f"... and {len(found) - FINDINGS} more findings."]
-        hints = {f.hint: f for f in reversed(found) if f.hint}
-        likely_causes = [
-            f"Likely cause: {code(f.tensor)}, step {f.step}: {plain(hint)}\n" for hint, f in reversed(hints.items())
-        ]
-        lines += ["", *likely_causes]
+        lines += ["", *(f"Likely cause: {code(name)}: {plain(hint)}\n" for hint, name in likely_causes(cell).items())]
+        lines += [f"{plain(text)}\n" for text in (cause.shared, circumstances(cell)) if text]
     if cell.bisection:
         bisected = describe(cell.bisection)
         lines += ["", f"Bisected: **{plain(bisected.answer)}**", ""]

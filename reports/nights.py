@@ -24,7 +24,7 @@ from conformance.records.record_format import dumps
 from conformance.results.baseline import COMMIT, Outcome, by_backend, counts_text, make_baseline
 from conformance.results.changes import KINDS, Since, VersionChange, compare, version_changes
 from conformance.results.history import RUNS, Summary, open_history, summarise
-from conformance.results.verdict import PASSES, STATES, number, size_off
+from conformance.results.verdict import PASSES, STATES, named, number, size_off
 from reports.ci_formats import COLOURS, badge_json, badge_svg
 from reports.html import STYLES, TEMPLATES, anchor, environment
 from reports.wording import plural, share
@@ -83,7 +83,7 @@ def publish(history: Path, outs: Sequence[Path], to: Path) -> int:
     pages.filters.update(number=number, off=size_off, plural=plural)
     pages.globals.update(STATES=STATES, KINDS=KINDS, anchor=anchor, file_of=file_of, worst=worst, trends=())
     pages.globals.update(has_report=lambda night: (to / _report(night)).is_file(), digits=digits, trend=trend)
-    pages.globals.update(streak=streak, passes=lambda night: night.run.verdict in PASSES)
+    pages.globals.update(streak=streak, named=named, passes=lambda night: night.run.verdict in PASSES)
     template = pages.get_template("nights.html")
     write_file(to / "style.css", "\n".join((TEMPLATES / f"{name}.css").read_text(encoding="utf-8") for name in STYLES))
     write_file(to / "index.html", template.render(page="index", nights=nights, shown=SHOWN))
@@ -170,7 +170,7 @@ def _copy_report(out: Path, nights: Sequence[Night], to: Path) -> None:
 
 def _write_badge(night: Night, path: Path) -> None:
     name, colour = COLOURS[night.run.verdict]
-    text = f"{night.run.verdict.replace('_', ' ')}, {night.run.started:%Y-%m-%d}"
+    text = f"{named(night.run.verdict)}, {night.run.started:%Y-%m-%d}"
     write_file(path.with_suffix(".json"), badge_json(text, name, is_error=night.run.verdict not in PASSES))
     write_file(path.with_suffix(".svg"), ET.tostring(badge_svg(text, colour), encoding="utf-8"))
 

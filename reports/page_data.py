@@ -24,7 +24,8 @@ from conformance.records.record_format import Line, Lines, dumps
 from conformance.results.verdict import STATES, Quantity, Verdict
 from conformance.spec.observables import AGAINST_REBUILT
 from reports.load import Cell
-from reports.wording import worst_first
+from reports.summary import Cause
+from reports.wording import circumstances, likely_causes, worst_first
 
 # In the order of a decoder layer. Other kinds come last, under their own names.
 PARAMETER_KINDS = (
@@ -135,9 +136,9 @@ class Shared:
         return f'{dumps(head)[:-1]}, "values": [{", ".join(self._values)}]}}'
 
 
-def cell_data(cell: Cell, shared: Shared, *, large: bool = False) -> dict[str, Any]:
-    """Returns the data of one cell that the page shows when the cell is opened. large: the run has so many cells that
-    passing ones have their margins only, in steps of a 20th of a digit."""
+def cell_data(cell: Cell, shared: Shared, cause: Cause | None = None, *, large: bool = False) -> dict[str, Any]:
+    """Returns the data of one cell that the page shows when the cell is opened. cause: of its failure. large: the run
+    has so many cells that passing ones have their margins only, in steps of a 20th of a digit."""
     spell = graded if large and cell.state in PASSED else spelled
     entry = cell.entry
     drawn = [o for o in entry.observables if o.drawn]
@@ -149,7 +150,13 @@ def cell_data(cell: Cell, shared: Shared, *, large: bool = False) -> dict[str, A
     tensors = list(dict.fromkeys(o.stage for o in entry.observables if o.kind == "tensors" and o.when != "handover"))
     numbers = list(dict.fromkeys(o.key for o in entry.observables if o.kind in ("scalar", "setting")))
     return {
-        **{"id": cell.id, "state": cell.state, "reason": cell.reason, "backend": entry.backend, "layout": entry.layout},
+        **{
+            "id": cell.id,
+            "state": cell.state,
+            "reason": circumstances(cell),
+            "backend": entry.backend,
+            "layout": entry.layout,
+        },
         "conventions": [[str(c), c.words, str(c) in entry.verdict.conventions] for c in entry.conventions],
         **{"ranks": entry.world_size, "seconds": round(entry.seconds, 1), "reproduce": entry.reproduce},
         "problem": cell.problem if cell.state != "infrastructure" else "",
@@ -158,8 +165,9 @@ def cell_data(cell: Cell, shared: Shared, *, large: bool = False) -> dict[str, A
         "maps": shared.value(tensors),
         "tables": _tables(entry.verdict.quantities, set(numbers), shared, spell),
         "strips": _strips(entry.verdict, shared),
-        "first": _first_difference(cell),
+        "first": _first_difference(cell, cause),
         "bisection": vars(describe(cell.bisection)) if cell.bisection else None,
+        "alike": _bisected_alike(cell, cause),
         "series": _series(cell.steps, numbers),
         "phases": [_phase(phase, shared) for phase in cell.phases],
         "oracle": {
@@ -272,7 +280,13 @@ def _rounded(quantity: Quantity) -> float:
     return float(f"{short + (unit if quantity.ratio > 1 else -unit):.{DIGITS - 1}e}")
 
 
-def _first_difference(cell: Cell) -> dict[str, Any] | None:
+def _bisected_alike(cell: Cell, cause: Cause | None) -> list[str] | None:
+    """Returns the id and the answer of the bisected cell that begins like this one, which was not bisected itself."""
+    other = cause.bisected if cause and not cell.bisection else None
+    return [other.id, describe(other.bisection).answer] if other and other.bisection else None
+
+
+def _first_difference(cell: Cell, cause: Cause | None) -> dict[str, Any] | None:
     """Returns the worst findings and all hints of the first stage and step that differ, and the later stages that
     differ. None for a cell without findings."""
     findings = worst_first(cell)
@@ -281,13 +295,14 @@ def _first_difference(cell: Cell) -> dict[str, Any] | None:
     first = findings[0]
     worst = [f for f in findings if (f.stage, f.step) == (first.stage, first.step)]
     later = {f.stage for f in cell.findings} - {first.stage}
-    hints = {f.hint: f.tensor for f in reversed(worst) if f.hint}
     return {
         "stage": first.stage,
         "step": first.step,
         "findings": [[f.tensor, f.observed, f.allowed, f.max_abs, f.where] for f in worst[:FINDINGS]],
         "more": len(worst[FINDINGS:]),
-        "hints": [[tensor, hint] for hint, tensor in reversed(hints.items())],
+        "of": sum((q.stage, q.step) == (first.stage, first.step) for q in cell.entry.verdict.quantities),
+        "hints": [[tensor, hint] for hint, tensor in likely_causes(cell).items()],
+        "shared": cause.shared if cause else "",
         "later": [stage for stage in cell.entry.stages if stage in later],
     }
 

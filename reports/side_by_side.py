@@ -43,7 +43,7 @@ def _blocks(runs: TwoRuns) -> Iterator[str]:
         yield f"\n- {code(cell.change.cell)}: {plain(str(cell.change))}"
     yield "\n"
     if runs.oracles:
-        yield f"\n{plural(len(runs.oracles), 'cell')} judged by another oracle.\n"
+        yield f"\n{plural(len(runs.oracles), 'cell')} judged by another reference.\n"
         yield "".join(f"\n- {code(change.cell)}: {plain(str(change))}" for change in runs.oracles) + "\n"
     compared = [cell for cell in runs.cells if cell.ratios]
     if compared:
@@ -77,8 +77,8 @@ WORDS: dict[GroupState, str] = {
 }
 SYMBOLS: dict[GroupState, str] = {"conforms": "✅", "differs": "❌", "expected_difference": "✅", "infrastructure": "⚠️"}
 NOTE = (
-    "Numbers are the largest relative error against the oracle, over all steps, for the worst tensor; in the last row, "
-    "the largest difference between two backends; in brackets, the margin in digits, log10(allowed / observed)."
+    "Numbers are the largest relative error against the reference, over all steps, for the worst tensor; in the last "
+    "row, the largest difference between two backends; in brackets, the margin in digits, log10(allowed / observed)."
 )
 PAIRS = 10  # maximum number of pairs per group that are listed as outside their tolerance
 STALE = (

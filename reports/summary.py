@@ -1,8 +1,8 @@
 """Summarizes a run: its headline, the causes of failures, and the changes since earlier runs.
 
-Cells that differ have one cause if the same tensors of the same stage differ first, in any layer. Cells without an
-answer have one cause if their reasons are equal up to numbers. The cell with the smallest worker group represents its
-cause, because it is the cheapest to examine.
+Cells that differ have one likely cause if the same tensors of the same stage differ first, in any layer, or if the same
+module is the first wrong one. Cells without an answer have one cause if their reasons are equal up to numbers. The
+cell with the smallest worker group represents its cause, because it is the cheapest to examine.
 
 The comparison with earlier runs comes from conformance.results.changes; this module formats it as Markdown, and
 computes the bars that templates/earlier.html draws.
@@ -16,6 +16,7 @@ from functools import cached_property
 from itertools import takewhile
 
 from conformance.results.baseline import Counts, by_backend, counts_text
+from conformance.results.bisection import OUTSIDE, PARAMETERS, UNKNOWN
 from conformance.results.changes import KINDS, Comparison, Since
 from conformance.results.requirements import shared_gpus
 from conformance.results.verdict import ANSWERED, NO_ANSWER, NOT_SEEN, PASSES, STATES, State, margin
@@ -25,9 +26,13 @@ from reports.wording import code, explain, first_finding, first_line, plain, plu
 
 @dataclass(frozen=True, kw_only=True)
 class Cause:
-    """Holds the cells with one cause, at least one: by size of the worker group, then by simplicity of the layout."""
+    """Holds the cells with one cause, at least one: by size of the worker group, then by simplicity of the layout.
+
+    shared: a sentence if no backend that ran the same scenarios is right; else empty.
+    """
 
     cells: tuple[Cell, ...]
+    shared: str
 
     @property
     def first(self) -> Cell:
@@ -36,6 +41,11 @@ class Cause:
     @property
     def other_cells(self) -> tuple[Cell, ...]:
         return self.cells[1:]
+
+    @property
+    def bisected(self) -> Cell | None:
+        """Returns the first cell in which a module was searched and found."""
+        return next((cell for cell in self.cells if cell.bisection and cell.bisection.models), None)
 
     @cached_property
     def urgency(self) -> tuple[int, int, int, float]:
@@ -48,12 +58,31 @@ class Cause:
 
 def causes(report: Report) -> list[Cause]:
     """Returns the causes of all cells that differ, then of all cells that were not judged."""
-    groups: dict[object, list[Cell]] = defaultdict(list)
+    alike: dict[tuple[object, ...], list[Cell]] = defaultdict(list)
     for cell in report.cells:
         if cell.state in ("differs", *NO_ANSWER):
-            groups[_key(cell)].append(cell)
-    found = [Cause(cells=tuple(sorted(cells, key=_effort))) for cells in groups.values()]
+            alike[_key(cell)].append(cell)
+    groups: dict[tuple[object, ...], list[Cell]] = defaultdict(list)
+    for key, cells in alike.items():
+        module = next(filter(None, map(_module, cells)), None)
+        groups[(*key[:2], module) if module else key] += cells
+    found = [Cause(cells=tuple(sorted(cells, key=_effort)), shared=_shared(cells, report)) for cells in groups.values()]
     return sorted(found, key=lambda cause: cause.urgency)
+
+
+def _module(cell: Cell) -> str | None:
+    """Returns the first wrong module, if the cell was bisected to one."""
+    models = cell.bisection.models if cell.bisection else ()
+    return models[0].where if models and models[0].where not in (OUTSIDE, UNKNOWN, PARAMETERS) else None
+
+
+def _shared(cells: list[Cell], report: Report) -> str:
+    scenarios = {cell.entry.scenario for cell in cells}
+    judged = {c.entry.backend for c in report.cells if c.entry.scenario in scenarios and c.state in ANSWERED}
+    if len(judged) < 2 or {cell.entry.backend for cell in cells if cell.state == "differs"} != judged:
+        return ""
+    shared = "code, data, configuration and the reference"
+    return f"All {len(judged)} backends differ alike, so look at what they share: {shared}."
 
 
 def _effort(cell: Cell) -> tuple[int, int]:
@@ -61,7 +90,7 @@ def _effort(cell: Cell) -> tuple[int, int]:
     return cell.entry.world_size, cell.entry.layout.count(".") + cell.entry.layout.count("-")
 
 
-def _key(cell: Cell) -> object:
+def _key(cell: Cell) -> tuple[object, ...]:
     planted = tuple(part for part in cell.entry.variant.split("/") if part.startswith("fault-"))
     first = first_finding(cell) if cell.state == "differs" else None
     if not first:
@@ -149,7 +178,7 @@ def blocks(since: Since) -> Iterator[str]:
             yield "\n".join([f"**{KINDS[kind].capitalize()}: {plural(len(changes), 'cell')}**\n", *lines, "\n"])
         if comparison.oracles:
             lines = [f"- {code(change.cell)}: {plain(str(change))}" for change in comparison.oracles]
-            yield "\n".join([f"**Judged by another oracle: {plural(len(lines), 'cell')}**\n", *lines, "\n"])
+            yield "\n".join([f"**Judged by another reference: {plural(len(lines), 'cell')}**\n", *lines, "\n"])
     for title, lines in (
         ("Flaky", [f"- {code(flaky.cell)}: {plain(flaky.why)}" for flaky in since.flaky]),
         ("Drift", [f"- {code(grown.cell)}: {plain(str(grown))}" for grown in since.grown]),
@@ -217,7 +246,7 @@ def _streak(report: Report) -> str:
 
 def _caveats(report: Report) -> str:
     second = sorted({cell.entry.verdict.second_class for cell in report.cells} - {""})
-    reference = f" The reference was {' and '.join(second)}, a second-class oracle: {NOT_SEEN}." if second else ""
+    reference = f" The reference was {' and '.join(second)}, a second-class reference: {NOT_SEEN}." if second else ""
     shared = shared_gpus(report.run.environment)
     return reference + (f" {_sentence(shared)}" if shared else "")
 
@@ -233,7 +262,7 @@ def _differs(report: Report) -> tuple[str, str]:
         text += f" {plural(also, 'other cause')} below."
     if unanswered:
         text += f" {plural(unanswered, 'more cell')} gave no answer."
-    return f"{plural(differing, 'cell')} of {len(report.cells)} {'differs' if differing == 1 else 'differ'}", text
+    return f"{plural(differing, 'cell')} of {len(report.cells)} {'fails' if differing == 1 else 'fail'}", text
 
 
 def _incomplete(report: Report) -> tuple[str, str]:
@@ -270,7 +299,7 @@ def _conforms(report: Report) -> tuple[str, str]:
     if judged:
         worst, closest = max(judged, key=lambda pair: pair[0].ratio)
         text += f" Closest to its tolerance: {closest.id}, {worst.stage}, margin {margin(worst.ratio)} digits."
-    return f"{plural(conforming, 'cell')} of {len(report.cells)} conform{'s' if conforming == 1 else ''}", text
+    return f"{plural(conforming, 'cell')} of {len(report.cells)} pass{'es' if conforming == 1 else ''}", text
 
 
 def _unanswered(report: Report) -> int:

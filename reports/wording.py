@@ -75,6 +75,26 @@ def worst_first(cell: Cell) -> list[Quantity]:
     return sorted(begins, key=lambda f: -f.ratio) + [f for f in cell.findings if f not in begins]
 
 
+def likely_causes(cell: Cell) -> dict[str, str]:
+    """Returns the hints of the first stage and step that differ, each with its worst tensor, the worst first. Hints of
+    later stages are about consequences."""
+    first = first_finding(cell)
+    hints: dict[str, str] = {}
+    for f in worst_first(cell):
+        if first and f.hint and (f.stage, f.step) == (first.stage, first.step):
+            hints.setdefault(f.hint, f.tensor)
+    return hints
+
+
+def circumstances(cell: Cell) -> str:
+    """Returns what the reason of a failing cell says besides its first difference; the whole reason of others."""
+    if not (first := first_finding(cell)):
+        return cell.reason
+    worst = max((f for f in cell.findings if (f.stage, f.step) == (first.stage, first.step)), key=lambda f: f.urgency)
+    _, found, more = cell.reason.partition(str(worst))
+    return more.removeprefix("; ") if found else cell.reason
+
+
 def first_line(text: str) -> str:
     """Returns the first line of a reason, which is a sentence; tracebacks and ends of logs may follow."""
     return text.partition("\n")[0]

@@ -52,7 +52,7 @@ def describe(bisection: Bisection) -> Explanation:
     precision: PrecisionName = next((name for name in PRECISIONS if name in parts), "exact")
     allowed = f"{largest_rounding(precision):g}"
     if precision != "exact":
-        agrees = f"the exact tier agrees with the oracle, so the defect is in code that only {precision} runs"
+        agrees = f"the exact tier agrees with the reference, so the defect is in code that only {precision} runs"
         facts.append(("traced", f"{precision}: {agrees}; errors up to {allowed} count as rounding"))
     facts += facts_of(main, bisection.stage, allowed)
     if bisection.collectives and main.first:

@@ -135,7 +135,7 @@ FAR = 10  # times what is allowed: an error that no rounding explains
 
 def _why_no_twin(verdict: Verdict, precision: str, finding: Quantity) -> str:
     if verdict.state in ("conforms", "partly_observed"):
-        agrees = f"it agrees with the oracle in the exact tier, so the defect needs {precision}: look for"
+        agrees = f"it agrees with the reference in the exact tier, so the defect needs {precision}: look for"
         if finding.ratio > FAR:  # infinite too
             return f"{agrees} code that only this precision runs, since rounding explains no error of this size"
         return f"{agrees} values that are computed, summed or stored in a wrong dtype"
@@ -187,12 +187,13 @@ def not_bisected(session: Session, cell: Cell) -> str:
         return f"it has {len(cell.phases)} phases; bisect the cell of one phase in the layout that differs"
     if not is_written(resolve(cell.scenario.model)):
         return (
-            "its model is known to transformers only, so the oracle lacks its modules; compare backends with each other"
+            "its model is known to transformers only, so the reference lacks its modules; compare backends with each "
+            "other"
         )
     if is_sketched(cell.scenario):
         return (
-            "its records keep sketches, and the oracle begins a step with whole weights; bisect it with fewer layers "
-            "of the same architecture"
+            "its records keep sketches, and the reference begins a step with whole weights; bisect it with fewer "
+            "layers of the same architecture"
         )
     (phase,) = cell.phases
     if "ckpt" in phase.layout.options:

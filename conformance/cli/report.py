@@ -24,6 +24,7 @@ from conformance.results.output_folders import compare_runs
 from conformance.results.requirements import summary_lines
 from conformance.results.run_results import SIDE_BY_SIDE, SUMMARY, cell_summary, read_output_json, summary_of
 from conformance.results.trust import read_cells
+from conformance.results.verdict import named
 
 
 def report_command(options: argparse.Namespace) -> int:
@@ -91,7 +92,7 @@ def _lines(selection: str, runs: list[Summary]) -> list[str]:
         lent = lent_of(run.cells)
         columns = [counts_text(counts.get(backend, {})) + _by_others(lent.get(backend, 0)) for backend in backends]
         changed = version_changes(before.versions, run.versions) if before else ()
-        when, verdict = f"{run.started:%Y-%m-%d %H:%M}", run.verdict.replace("_", " ")
+        when, verdict = f"{run.started:%Y-%m-%d %H:%M}", named(run.verdict)
         rows.append([when, verdict, *columns, "; ".join(map(str, changed))])
     widths = [max(len(row[place]) for row in rows) for place in range(len(head))]
     table = ["  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip() for row in rows]
@@ -99,7 +100,7 @@ def _lines(selection: str, runs: list[Summary]) -> list[str]:
 
 
 def _by_others(count: int) -> str:
-    return f", {count} by a second-class oracle" if count else ""
+    return f", {count} by a second-class reference" if count else ""
 
 
 def _values(run: Summary) -> dict[str, Any]:

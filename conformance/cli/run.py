@@ -245,7 +245,7 @@ def _bisect(cell: Cell, *, ranks: Ranks, as_json: bool) -> str:
         bisection = {"bisection": asdict(found), "text": describe(found).lines} if found else {"bisection": None}
         print(dumps(values | bisection))
     elif found is None:
-        print(f"{cell}: {verdict.reason or 'agrees with the oracle, so there is nothing to bisect'}")
+        print(f"{cell}: {verdict.reason or 'agrees with the reference, so there is nothing to bisect'}")
     else:
         print(f"{cell}: {verdict.findings[0]}", *describe(found).lines, sep="\n")
     return verdict.state

@@ -24,6 +24,8 @@ MOST_STEPS = 100_000  # longest schedule that is searched
 MOST_KINDS = 3  # kinds of parameters that are named as what wrong ones have in common
 PARTS = ("bias", "lora_A", "lora_B")  # of a module; its weight goes without saying
 MOST = 10  # largest number of positions of a step, divided by its target tokens
+LARGEST_GROUP = 64  # responses to one prompt
+EPSILON = 1e-5  # error that the epsilon beside a deviation leaves, which a factor of the deviation does not explain
 
 BARE = re.compile(r"\S+ times the reference")
 
@@ -159,7 +161,7 @@ def _known_factors(m: Measurement, facts: Facts, allowed: float) -> list[str]:
     near = likely_causes(m.scale, factors, within=CLOSE)
     left = {text: m.left_without(factors[text]) for text in near}
     known = sorted((text for text in near if left[text] <= allowed), key=left.__getitem__)
-    return known or _token_counts(m, facts, allowed)
+    return known or _token_counts(m, facts, allowed) or _group_sizes(m, allowed)
 
 
 def _token_counts(m: Measurement, facts: Facts, allowed: float) -> list[str]:
@@ -176,6 +178,26 @@ def _token_counts(m: Measurement, facts: Facts, allowed: float) -> list[str]:
     excess = abs(whole - facts.tokens)
     cause = "targets are left out of the count" if whole < facts.tokens else "positions without targets are counted"
     return [f"{facts.tokens:.0f}/{whole}: divided by {whole} tokens, so {excess:.0f} {cause}"]
+
+
+def _group_sizes(m: Measurement, allowed: float) -> list[str]:
+    """Names the size of a group by which all advantages are off, if that is one whole number."""
+    assert m.scale is not None
+    if not m.tensor.endswith("advantage"):
+        return []
+    causes = {
+        "sqrt({n}/{less}): a deviation with n instead of n - 1 of groups of {n}": 0.5,
+        "sqrt({less}/{n}): a deviation with n - 1 instead of n of groups of {n}": -0.5,
+        "{n}/{less}: a mean without the response itself of groups of {n}": 1,
+        "{less}/{n}: a mean with the response itself of groups of {n}": -1,
+    }
+    found = [
+        text.format(n=n, less=n - 1)
+        for text, power in causes.items()
+        for n in range(2, LARGEST_GROUP + 1)
+        if m.left_without((n / (n - 1)) ** power) <= max(allowed, EPSILON)
+    ]
+    return found if len(found) == 1 else []
 
 
 def backward_place(name: str) -> tuple[int, int]:

@@ -205,7 +205,7 @@ def judge(
         second_class=author,
         code=code_of(phases),
     )
-    notes = [f"second-class oracle, {author}: {NOT_SEEN}"] if author else []
+    notes = [f"second-class reference, {author}: {NOT_SEEN}"] if author else []
     notes += [f"not judged: {', '.join(features)}"] if (features := not_judged_of(oracle)) else []
     notes += [f"not judged: {', '.join(sorted(unjudged))}"] if unjudged else []
     listed = unproven(phases, scenario, sizes)
@@ -219,7 +219,7 @@ def judge(
     lost, remarks = unobserved(phases, quantities, observables)
     more = [*([f"not observed: {', '.join(lost)}"] if lost else []), *remarks, *notes]
     state: State = "partly_observed" if lost else "conforms"
-    return replace(verdict, state=state, reason="; ".join([f"{len(found)} quantities agree with the oracle", *more]))
+    return replace(verdict, state=state, reason="; ".join([f"{len(found)} quantities agree with the reference", *more]))
 
 
 def _sketched(names: Sequence[str]) -> list[str]:

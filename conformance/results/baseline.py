@@ -219,7 +219,7 @@ def lent_of(outcomes: Mapping[str, Outcome]) -> dict[str, int]:
 
 
 def counts_text(counts: Counts) -> str:
-    """Returns ``10 of 12 conform, 2 differs``; the total leaves out unsupported cells. Empty without counts."""
+    """Returns ``10 of 12 pass, 2 fail``; the total leaves out unsupported cells. Empty without counts."""
     supported = sum(count for state, count in counts.items() if state != "unsupported")
     rest = [f"{count} {STATES[state].name}" for state, count in counts.items() if state != "conforms"]
-    return ", ".join([f"{counts.get('conforms', 0)} of {supported} conform", *rest]) if counts else ""
+    return ", ".join([f"{counts.get('conforms', 0)} of {supported} pass", *rest]) if counts else ""

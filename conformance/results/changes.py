@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from conformance.core.errors import first_few
 from conformance.results.baseline import CHANGED, COMMIT, Baseline, EarlierRun, Outcome, backend_of
-from conformance.results.verdict import FAILED, NO_ANSWER, NO_FAULT, STATES, RunVerdict, State, depth, number
+from conformance.results.verdict import FAILED, NO_ANSWER, NO_FAULT, STATES, RunVerdict, State, depth, named, number
 
 LEAST_CELLS = 8  # a median over fewer cells says nothing about a backend
 LEAST_RUNS = 3  # fewer earlier times of a cell are no range to compare with
@@ -105,7 +105,7 @@ def _backends(times: Mapping[str, float]) -> tuple[list[Slower], dict[str, float
 
 Kind = Literal["new", "unjudged", "refused", "gone", "less", "declared", "fixed", "judged", "more"]
 KINDS: dict[Kind, str] = {  # the most important kinds come first
-    "new": "newly differing",
+    "new": "newly failing",
     "unjudged": "newly without an answer",
     "refused": "newly unsupported",
     "gone": "gone",
@@ -199,7 +199,7 @@ def oracle_changes(before: Mapping[str, Outcome], now: Mapping[str, Outcome]) ->
 
 
 def _whose(second_class: str) -> str:
-    return f"second-class oracle, {second_class}" if second_class else "the suite's own oracle"
+    return f"second-class reference, {second_class}" if second_class else "the suite's own reference"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,7 +244,7 @@ class Comparison:
     @property
     def when(self) -> str:
         """Returns time and verdict of the earlier run, as text to put after *the last run*."""
-        known = (self.started[:16].replace("T", " "), (self.verdict or "").replace("_", " "))
+        known = (self.started[:16].replace("T", " "), named(self.verdict) if self.verdict else "")
         return f" ({', '.join(filter(None, known))})" if any(known) else ""
 
 
@@ -284,7 +284,7 @@ class Since:
         for name, comparison in self.comparisons:
             changed = [f"{KINDS[kind]}: {list_cells(changes)}" for kind, changes in comparison.by_kind.items()]
             lines.append(f"since {name}{comparison.when}: {'; '.join(changed) or 'no cell changed'}")
-            lines += [f"  judged by another oracle: {line}" for line in _by_oracle(comparison.oracles)]
+            lines += [f"  judged by another reference: {line}" for line in _by_oracle(comparison.oracles)]
             if comparison.suspects:
                 lines.append(f"  changed in between: {'; '.join(map(str, comparison.suspects))}")
         flaky = [f"{one.cell}: {one.why}" for one in self.flaky]

@@ -14,7 +14,7 @@ from typing import Any
 from conformance.core.errors import first_few
 from conformance.results.baseline import RANKS_PER_GPU, Baseline, backend_of, baseline_from_json
 from conformance.results.changes import changes_between
-from conformance.results.verdict import ANSWERED, NOT_SEEN, STATES, State
+from conformance.results.verdict import ANSWERED, NOT_SEEN, STATES, State, named
 
 OR = " or "  # joins the names of backends of which one has to be judged
 TO = "-to-"  # joins the backends, and the layouts, of consecutive phases in a cell's id
@@ -129,14 +129,14 @@ def claims(cells: Mapping[str, tuple[State, str]]) -> dict[str, dict[str, Any]]:
 def summary_lines(summary: Mapping[str, Any]) -> list[str]:
     """Returns the lines for the terminal, from the values of ``summary.json``: verdict, counts, unmet requirements, and
     changes since earlier runs."""
-    counts = ", ".join(f"{count} {state.replace('_', ' ')}" for state, count in summary["counts"].items() if count)
+    counts = ", ".join(f"{count} {STATES[state].name}" for state, count in summary["counts"].items() if count)
     since = summary["since"]["text"] if summary["since"] else ()
     second = sum(bool(cell["second_class"]) for cell in summary["cells"])
-    oracles = f"second-class oracle: {second} judged by transformers' own implementation; {NOT_SEEN}"
+    oracles = f"second-class reference: {second} judged by transformers' own implementation; {NOT_SEEN}"
     shares, shared = leased(summary["leased"]), shared_gpus(summary["environment"])
     notes = (f"share of the time with a lease: {shares}" if shares else "", oracles if second else "", shared)
     code = code_by_precision(summary["cells"])
-    return [f"{summary['verdict']}: {counts}", *summary["unmet"], *since, *code, *filter(None, notes)]
+    return [f"{named(summary['verdict'])}: {counts}", *summary["unmet"], *since, *code, *filter(None, notes)]
 
 
 def code_by_precision(cells: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -35,7 +35,7 @@ class StateInfo:
 
 STATES: dict[State, StateInfo] = {  # the most important states come first
     "differs": StateInfo(
-        name="differs", symbol="✗", word="DIFFERS", meaning="a quantity is outside its tolerance", answered=True
+        name="fail", symbol="✗", word="FAIL", meaning="a quantity is outside its tolerance", answered=True
     ),
     "infrastructure": StateInfo(
         name="infrastructure failure",
@@ -65,7 +65,7 @@ STATES: dict[State, StateInfo] = {  # the most important states come first
         answered=False,
     ),
     "conforms": StateInfo(
-        name="conforms", symbol="✓", word="ok", meaning="every compared quantity is within its tolerance", answered=True
+        name="pass", symbol="✓", word="pass", meaning="every compared quantity is within its tolerance", answered=True
     ),
 }
 NO_ANSWER: tuple[State, ...] = ("infrastructure", "not_run")
@@ -73,6 +73,11 @@ FAILED: tuple[State, ...] = ("differs", "infrastructure")
 ANSWERED = tuple(state for state, info in STATES.items() if info.answered)
 NO_FAULT: tuple[State, ...] = ("conforms", "partly_observed", "expected_difference")
 PASSES: tuple[RunVerdict, ...] = ("conforms", "partly_observed")
+
+
+def named(verdict: RunVerdict) -> str:
+    """Returns the word for the verdict of a run in reports and on the terminal."""
+    return "incomplete" if verdict == "incomplete" else STATES[verdict].name
 
 
 def depth(state: State | None) -> int:

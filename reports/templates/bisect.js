@@ -1,6 +1,6 @@
 // Draws the result of bisecting a cell: the first wrong module, and a table of findings.
 function firstModule(cell) {
-  if (!cell.bisection) return null;
+  if (!cell.bisection) return cell.state === "differs" ? notBisected(cell) : null;
   const { answer, facts } = cell.bisection;
   const rows = facts.map(([word, text]) => make("tr", make("th.left", { scope: "row" }, word), make("td.left.name", text)));
   return make(
@@ -9,4 +9,13 @@ function firstModule(cell) {
     make("p.reason", answer),
     rows.length > 0 && table("Findings of the bisection", "numbers.config", [left("finding"), left("value")], rows),
   );
+}
+
+// Says why a cell was not bisected, and what would tell its first wrong module.
+function notBisected(cell) {
+  const link = (id) => make("a", { href: boxes.find((box) => box.dataset.cell === id)?.hash ?? null }, make("code", id));
+  const found = cell.alike
+    ? ["A run bisects one cell of each scenario, model and backend. ", link(cell.alike[0]), `, which begins alike: ${cell.alike[1]}`]
+    : "This cell was not bisected: a run bisects at most 8 cells, and none without a first difference that it can trace. The first command below does.";
+  return make("section.bisected", make("h3", "The first wrong module"), make("p.note", found));
 }

@@ -39,6 +39,9 @@ const advice = ([tensor, hint]) => make("p.advice", make("b", "Likely cause"), "
 const folded = (open, title, ...body) =>
   make("section", make("details", { open }, make("summary", make("h3", title)), body));
 
+// Whether a section says what differs first, so that the summary need not.
+const isDiagnosed = (cell) => cell.state === "differs" && cell.first;
+
 function overview(cell, state) {
   const outside = cell.quantities.filter((q) => q.ratio > 1).length;
   const facts = [plural(cell.ranks, "rank"), `${cell.seconds.toFixed(1)} s`];
@@ -48,7 +51,7 @@ function overview(cell, state) {
   const [sentence, ...more] = (cell.reason || state.meaning).split("\n");
   return make(
     "div.summary",
-    make("p.reason", linked(sentence)),
+    !isDiagnosed(cell) && make("p.reason", linked(sentence)),
     more.length > 0 && make("pre.more", { tabindex: 0 }, linked(more.join("\n").replace(/^\n+/, ""))),
     cell.problem && make("p.reason", `The record of this cell is damaged: ${cell.problem}`),
     make("p.meta", facts.map((fact) => make("span", fact))),
@@ -79,7 +82,8 @@ function nextSteps(cell) {
 }
 
 function firstDifference(cell) {
-  const { stage, step, findings, more, hints, later } = cell.first;
+  const { stage, step, findings, more, of, hints, shared, later } = cell.first;
+  const wrong = findings.length + more;
   const heads = ["tensor", "step", "observed", "allowed", "margin", "largest, absolute", left("where")];
   const found = findings.map(([tensor, observed, allowed, ...rest]) => [tensor, judged({ observed, allowed }), ...rest]);
   const rows = found.map(([tensor, q, largest, where]) => {
@@ -88,11 +92,13 @@ function firstDifference(cell) {
   });
   return make(
     "section.first",
-    make("h3", `First difference: ${stage}, ${when(step)}`),
+    make("h3", `First difference: ${stage}, ${when(step)} `, make("small", `in ${wrong} of ${plural(of, "number")}`)),
     make("p.said", make("code", found[0][0]), ` is ${off(found[0][1])}`),
     table("Findings of the first stage", "numbers", heads, rows),
     more > 0 && make("p.note", `${more} more of this stage at this step are in the CSV.`),
     hints.map(advice),
+    shared && make("p.advice", shared),
+    isDiagnosed(cell) && cell.reason && make("p.note", linked(cell.reason)),
     later.length > 0 && make("p.note", `Also outside tolerance, perhaps as a consequence: ${later.join(", ")}.`),
   );
 }
@@ -146,7 +152,8 @@ function stages(cell) {
   const drawn = make("table.stages", make("thead", make("tr", heads)), make("tbody", rows));
   return make(
     "section",
-    make("h3", "Stages, in causal order ", make("small", "margin in digits, or the error in percent "), shadeLegend(cell)),
+    make("h3", "Stages, in causal order ", make("small", "margin in digits, or the error in percent")),
+    make("p.shades", shadeLegend(cell)),
     make("div.scroll", { tabindex: 0, role: "region", "aria-label": "Stages" }, drawn),
     make("p.note", provenance(cell)),
   );
@@ -176,7 +183,8 @@ function maps(cell) {
   const remark = "margin in digits, or the largest error of all steps in percent, by layer and kind of parameter";
   return make(
     "section",
-    make("h3", "Where in the network ", make("small", remark), " ", shadeLegend(cell), boundaries(cell)),
+    make("h3", "Where in the network ", make("small", remark)),
+    make("p.shades", shadeLegend(cell), boundaries(cell)),
     make("div.maps", drawn.map((stage) => make("figure", make("figcaption", stage), heatMap(cell, stage)))),
     equal.length > 0 && make("p.note", `Exactly equal in every parameter: ${equal.join(", ")}.`),
   );

@@ -1,5 +1,5 @@
 // Drawing of charts: axes, lines, marks, bands and read-outs.
-const WIDTH = 300, HEIGHT = 176, LEFT = 46, RIGHT = 8, TOP = 8, BOTTOM = 24;
+const WIDTH = 300, HEIGHT = 176, LEFT = 50, RIGHT = 8, TOP = 8, BOTTOM = 24;
 const SHAPES = ["b0", "b1", "b2", "b3"]; // of backends; a fifth is drawn as the first
 const LINES = 12; // of a read-out
 const HOVERS = 60; // read-outs per chart
@@ -111,9 +111,13 @@ const drawing = (body, label) =>
 const figure = ([title, remark, drawn]) =>
   make("figure", make("figcaption", title, " ", make("small", remark)), drawn);
 
-function power(exponent) {
-  const sign = exponent < 0 ? "\u2212" : "";
-  return ["10", make("tspan", { dy: -4, "font-size": 8 }, `${sign}${Math.abs(exponent)}`)];
+const minus = (text) => text.replace("-", "\u2212");
+const power = (exponent, before = "") => [`${before}10`, make("tspan", { dy: -4, "font-size": 8 }, minus(String(exponent)))];
+
+// Formats a round number at an axis: 0.25, or 2.5 times a power of ten.
+function label(value) {
+  const [mantissa, exponent] = value.toExponential().split("e").map(Number);
+  return value === 0 || Math.abs(exponent) < 4 ? minus(String(value)) : power(exponent, `${minus(String(mantissa))}\u00d7`);
 }
 
 // Returns three to six round numbers between low and high, or about as many as given.

@@ -41,7 +41,7 @@ function valueChart(cells, title, key, view) {
   const margin = 0.08 * (high - low) || 0.05 * Math.abs(high) || 1;
   const axis = axes(steps[0], steps.at(-1), low - margin, high + margin);
   const path = (one) => [...one].filter(([, v]) => Number.isFinite(height(v))).map(([s, v]) => [axis.x(s), axis.y(height(v))]);
-  const ticks = isLog ? logTicks(axis) : rounds(axis.low, axis.high).map((v) => [axis.y(v), String(v)]);
+  const ticks = isLog ? logTicks(axis) : rounds(axis.low, axis.high).map((v) => [axis.y(v), label(v)]);
   const body = [frame(axis, ticks), line(path(theirs), "oracle")];
   if (cells.length === 1) body.push(phases(axis, cells[0]));
   ours.forEach((one, i) => {
@@ -69,7 +69,7 @@ function logTicks(axis) {
   const powers = [];
   for (let e = Math.ceil(axis.low); e <= axis.high; e++) powers.push([axis.y(e), power(e)]);
   if (powers.length > 1) return powers.filter((_, i) => i % Math.ceil(powers.length / 6) === 0);
-  return rounds(10 ** axis.low, 10 ** axis.high).map((v) => [axis.y(Math.log10(v)), String(v)]);
+  return rounds(10 ** axis.low, 10 ** axis.high).map((v) => [axis.y(Math.log10(v)), label(v)]);
 }
 
 // Draws the judged error of the number ``key`` per step, with the tolerance as a band, and its noise. A number that is held
@@ -86,7 +86,7 @@ function errorChart(cells, title, points, view, key, isDirect) {
   const most = isLog ? Math.max(Math.ceil(Math.log10(Math.max(...positive))), least + 1) : 1.08 * Math.max(...positive);
   const axis = axes(every[0].step, every.at(-1).step, isLog ? least - 0.7 * zeros : 0, isLog ? most + 0.15 : most);
   const height = (value) => axis.y(isLog ? Math.log10(value) : value);
-  const ticks = isLog ? [] : rounds(0, most).map((v) => [axis.y(v), number(v)]);
+  const ticks = isLog ? [] : rounds(0, most).map((v) => [axis.y(v), label(v)]);
   if (isLog) for (let e = least; e <= most; e += Math.ceil((most - least) / 6)) ticks.push([axis.y(e), power(e)]);
   if (isLog && zeros) ticks.push([axis.y(axis.low), "0"]);
   const body = [band(axis, every, height), frame(axis, ticks)];
@@ -119,8 +119,8 @@ function errorChart(cells, title, points, view, key, isDirect) {
     const lines = some(found.sort((a, b) => b[0] - a[0]).map(([, text]) => text));
     return [step, floors.has(step) ? [...lines, `noise ${number(floors.get(step))}`] : lines];
   });
-  const label = `relative error of the ${title} per step of ${what(cells)} on a ${isLog ? "log" : "linear"} axis, with the tolerance`;
-  return drawing([...body, hovers(axis, texts)], label);
+  const words = `relative error of the ${title} per step of ${what(cells)} on a ${isLog ? "log" : "linear"} axis, with the tolerance`;
+  return drawing([...body, hovers(axis, texts)], words);
 }
 
 // Returns the relative difference of a number to the reference's at a step; NaN if one of them is not recorded.
@@ -144,7 +144,7 @@ function signedChart(cells, title, key, points) {
   const axis = axes(every[0].step, every.at(-1).step, -most, most);
   const edge = (sign) => every.map((q) => `${axis.x(q.step).toFixed(1)} ${axis.y(sign * q.allowed).toFixed(1)}`);
   const area = every.length > 1 && every[0].step < every.at(-1).step && make("path.band", { d: `M${edge(1).join("L")}L${edge(-1).reverse().join("L")}Z` });
-  const body = [area || [], frame(axis, rounds(-most, most).map((v) => [axis.y(v), number(v)])), make("path.axis", { d: `M${LEFT} ${axis.y(0).toFixed(1)}H${WIDTH - RIGHT}` })];
+  const body = [area || [], frame(axis, rounds(-most, most).map((v) => [axis.y(v), label(v)])), make("path.axis", { d: `M${LEFT} ${axis.y(0).toFixed(1)}H${WIDTH - RIGHT}` })];
   const tips = new Map();
   judgedOnes.forEach((found, i) => {
     const kind = kinds(cells)[i];

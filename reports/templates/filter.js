@@ -1,10 +1,11 @@
 // Filters cells: they have to match all words, and no word with a minus in front. A word that is part of a cell's name,
-// or a state such as is:differs, is searched in names; any other in reasons and in the stages and tensors that differ.
+// or a state such as is:fail, is searched in names; any other in reasons and in the stages and tensors that differ.
 // Other cells are hidden, with rows that are then empty. The address keeps the filter.
 const filter = document.getElementById("filter");
+const wordOf = Object.fromEntries(all(".count").map((button) => [button.classList[1], button.dataset.filter])); // is:pass
 const boxes = all("#cells .box");
 const boxOf = new Map(boxes.map((box) => [Number(box.dataset.n), box]));
-const nameOf = new Map(boxes.map((box) => [Number(box.dataset.n), `${box.dataset.cell} is:${box.dataset.state}`.toLowerCase()]));
+const nameOf = new Map(boxes.map((box) => [Number(box.dataset.n), `${box.dataset.cell} is:${box.dataset.state} ${wordOf[box.dataset.state]}`.toLowerCase()]));
 const reasonOf = new Map(boxes.map((box) => [Number(box.dataset.n), box.dataset.tip.toLowerCase()]));
 const allNames = [...nameOf.values()];
 

@@ -12,7 +12,7 @@ function runsChart(metric) {
   const finite = metric.runs.flatMap((run) => run.values).filter(Number.isFinite);
   if (!finite.length) return null;
   const axis = { ...axes(metric.positions[0], metric.positions.at(-1), ...limits(finite)), unit: metric.unit };
-  const body = [frame(axis, rounds(axis.low, axis.high).map((v) => [axis.y(v), number(v)]))];
+  const body = [frame(axis, rounds(axis.low, axis.high).map((v) => [axis.y(v), label(v)]))];
   for (const run of metric.runs) {
     const points = metric.positions.map((x, i) => ({ x: axis.x(x), y: axis.y(run.values[i]) }));
     for (const part of split(points, (p) => Number.isFinite(p.y))) body.push(line(part.map((p) => [p.x, p.y]), SHAPES[run.side]));

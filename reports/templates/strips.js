@@ -59,10 +59,10 @@ function histogram({ tensor, spread: [low, high, own, [median, most, largest]], 
       const size = { x: (axis.x(low) + i * width).toFixed(1), y: axis.y(count).toFixed(1), width: width.toFixed(1), height: (axis.y(0) - axis.y(count)).toFixed(1) };
       return make(`rect.${kind}`, size);
     });
-  const ends = [low, (low + high) / 2, high].map((v, i) => make("text", { x: axis.x(v).toFixed(1), y: HEIGHT - BOTTOM + 15, "text-anchor": ["start", "middle", "end"][i] }, number(v)));
+  const values = rounds(low, high, 3).map((v) => make("text", { x: axis.x(v).toFixed(1), y: HEIGHT - BOTTOM + 15, "text-anchor": "middle" }, label(v)));
   const ticks = rounds(0, axis.high).filter(Number.isInteger).map((v) => [axis.y(v), String(v)]);
-  const label = `tokens by ${tensor}, over the reference's`;
-  const drawn = drawing([frame(axis, ticks, false), bars(reference, "reference"), bars(own, "own"), ends], label);
+  const words = `tokens by ${tensor}, over the reference's`;
+  const drawn = drawing([frame(axis, ticks, false), bars(reference, "reference"), bars(own, "own"), values], words);
   return [drawn, make("p.note", `difference: p50 ${number(median)}, p99 ${number(most)}, max ${number(largest)}`)];
 }
 

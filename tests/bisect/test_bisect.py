@@ -237,7 +237,7 @@ def test_a_gross_error_of_one_precision_is_found_in_it(steps: Steps, tmp_path: P
     found = bisect("policy", gross, gradients, step.oracle, bound)
     assert (found.where, found.first and found.first.wrong.would_be_right) == ("model.layers.1.mlp", "")
     lines = describe(Bisection(cell=name, records=(), stage="log-probs", traced=name, models=(found,))).lines
-    assert lines[1].startswith("  traced: bf16: the exact tier agrees with the oracle, so the defect is in code that")
+    assert lines[1].startswith("  traced: bf16: the exact tier agrees with the reference, so the defect is in code")
     assert "allowed 0.5" in lines[2]
 
 

@@ -134,7 +134,7 @@ def test_a_defect_that_needs_the_precision_is_told_so(tmp_path: Path, capsys: py
     values = json.loads(capsys.readouterr().out)
     assert (values["cell"], values["state"], values["where"]) == (name, "differs", "model.layers.1.mlp")
     assert values["bisection"]["traced"] == name
-    assert "the exact tier agrees with the oracle, so the defect is in code that only fp32 runs" in values["text"][1]
+    assert "the exact tier agrees with the reference, so the defect is in code that only fp32 runs" in values["text"][1]
 
 
 def test_a_bisection_that_fails_is_a_line_and_no_error(ended: tuple[Path, str], out: Path) -> None:

@@ -208,7 +208,7 @@ def test_a_reporter_of_another_package_writes_and_is_named(
     install(tmp_path, "own_reporter", group="parity.reporters", code=code, monkeypatch=monkeypatch)
     assert cli.main(["report", str(copy)]) == 0
     said = capsys.readouterr().out.splitlines()
-    assert said[0] == "conforms: 1 unsupported, 1 conforms"
+    assert said[0] == "pass: 1 unsupported, 1 pass"
     assert f"own_reporter: {copy / 'mine.txt'}" in said[1:]
     assert (copy / "mine.txt").read_text() == "seen"
 

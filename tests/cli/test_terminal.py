@@ -72,8 +72,8 @@ def say(loudness: Loudness = "normal", *, to: TextIO | None = None) -> None:
 def test_a_pipe_gets_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
     say()
     assert capsys.readouterr().err.splitlines() == [
-        "[1/9]   1.0 s  ok       sft-sgd/llama/b/dp2/exact  ",
-        "[2/9]   2.0 s  DIFFERS  sft-sgd/llama/c/dp2/exact  first [red]difference[/] at loss",
+        "[1/9]   1.0 s  pass     sft-sgd/llama/b/dp2/exact  ",
+        "[2/9]   2.0 s  FAIL     sft-sgd/llama/c/dp2/exact  first [red]difference[/] at loss",
         "[3/9]   0.0 s  unsupported sft-sgd/llama/d/dp2/exact  use dp2",
     ]
 
@@ -81,12 +81,12 @@ def test_a_pipe_gets_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
 def test_quiet_is_about_what_needs_attention(capsys: pytest.CaptureFixture[str]) -> None:
     say("quiet")
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("[2/9]   2.0 s  DIFFERS")
+    assert line.startswith("[2/9]   2.0 s  FAIL")
 
 
 def test_a_terminal_gets_colours_and_a_bar(tty: Tty) -> None:
     say(to=tty)
-    assert "\x1b[1;31mDIFFERS " in tty.getvalue()
+    assert "\x1b[1;31mFAIL    " in tty.getvalue()
     assert "0/9 cells" in tty.getvalue()
 
 
@@ -94,7 +94,7 @@ def test_no_color_is_honoured(tty: Tty, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("NO_COLOR", "1")
     say(to=tty)
     assert not re.search(r"\x1b\[[0-9;]*3[0-9]m", tty.getvalue())
-    assert "DIFFERS" in tty.getvalue()
+    assert "FAIL" in tty.getvalue()
 
 
 @pytest.mark.parametrize("name", ["CI", "TERM"])
@@ -102,7 +102,7 @@ def test_ci_and_a_dumb_terminal_get_no_bar(name: str, tty: Tty, monkeypatch: pyt
     monkeypatch.setenv(name, "dumb")
     say(to=tty)
     assert "cells" not in tty.getvalue()
-    assert "DIFFERS" in tty.getvalue()
+    assert "FAIL" in tty.getvalue()
 
 
 def test_the_bar_says_what_is_done_what_runs_and_how_long_the_rest_takes() -> None:
@@ -110,7 +110,7 @@ def test_the_bar_says_what_is_done_what_runs_and_how_long_the_rest_takes() -> No
     terminal.judged(cell(), Verdict(state="differs", reason=""), 60.0)
     Console(file=(shown := io.StringIO()), width=100).print(terminal.picture())
     first, second = shown.getvalue().splitlines()
-    assert first.split(maxsplit=1)[1].strip() == "1/9 cells · 1 differs · about 2 min left"
+    assert first.split(maxsplit=1)[1].strip() == "1/9 cells · 1 fail · about 2 min left"
     assert second == "sft-sgd/llama/b/dp2/exact  step 2, 14 s"
 
 

@@ -303,7 +303,7 @@ def test_weights_of_several_trainers_arrive(tmp_path: Path, capsys: pytest.Captu
     checks = {check["name"]: check["text"] for check in found["checks"]}
     assert code == 0, checks
     for trainer in ("fsdp2 dp2", "megatron dp2"):
-        assert "agree with the oracle" in checks[f"training by {trainer}"]
+        assert "agree with the reference" in checks[f"training by {trainer}"]
         assert "ratios" in checks[f"against {trainer}"]
         assert checks[f"update by tensors, from {trainer}"] == "new, and back again"
     broken = [name for name in checks if ", with" in name]

@@ -93,7 +93,7 @@ def test_broken_adapter_fails_beside_conforming_one(
     assert ran.reasons["broken/dp1"] == (
         "backend 'broken' cannot be imported: ZeroDivisionError at broken_adapter.py:1: division by zero"
     )
-    assert ran.said[0] == "incomplete: 1 infrastructure, 1 conforms"
+    assert ran.said[0] == "incomplete: 1 infrastructure failure, 1 pass"
 
 
 def test_an_adapter_that_breaks_when_it_is_asked_is_a_failure(run: Runner) -> None:
@@ -186,7 +186,7 @@ def test_what_a_backend_does_not_show_is_in_the_state_of_its_cells_and_of_the_ru
     assert ran.reasons["silent/dp2"].endswith("; not observed: log-probs")
     assert ran.reasons["shy/dp2"].endswith("; not observed: gradient replicas, weight replicas")
     assert (ran.code, ran.summary["verdict"], ran.summary["unmet"]) == (0, "partly_observed", [])
-    assert ran.said[0] == "partly_observed: 3 partly observed, 3 conforms"
+    assert ran.said[0] == "partly observed: 3 partly observed, 3 pass"
     assert "3 cells of 6 do not show every stage" in (ran.out / "report.md").read_text()
     again = [json.loads(file.read_text())["reproduce"] for file in ran.out.glob("cells/*/verdict.json")]
     assert not any("--require" in command or "--min-judged" in command for command in again)
@@ -225,7 +225,7 @@ def test_less_than_was_demanded_is_incomplete_and_says_what_is_missing(
     ran = run("Picky", also=("--require", "*", "--min-judged", "2", "--baseline", old))
     assert (ran.code, ran.summary["verdict"]) == (3, "incomplete")
     assert ran.said[:4] == [
-        "incomplete: 1 unsupported, 1 conforms",
+        "incomplete: 1 unsupported, 1 pass",
         f"required: '*', but {TWO} (unsupported)",
         "judged: 1 of at least 2 cells",
         f"coverage lost since {old}: {TWO} (unsupported)",
@@ -249,7 +249,7 @@ def test_less_than_was_demanded_is_incomplete_and_says_what_is_missing(
 def test_coverage_that_was_gained_is_told_and_changes_nothing(run: Runner, tmp_path: Path) -> None:
     old = earlier(tmp_path / "old.json", dp1="conforms", dp2="unsupported")
     ran = run("Picky", also=("--baseline", old))
-    assert (ran.code, ran.said[:2]) == (0, ["conforms: 2 conforms", f"since the last run: newly judged: {TWO}"])
+    assert (ran.code, ran.said[:2]) == (0, ["pass: 2 pass", f"since the last run: newly judged: {TWO}"])
     judged = {"kind": "judged", "cell": TWO, "before": "unsupported", "now": "conforms"}
     assert ran.summary["since"]["last"]["changes"] == [judged]
     assert f"- `{TWO}`: unsupported, now conforms\n" in (ran.out / "report.md").read_text()

@@ -46,7 +46,7 @@ def test_a_cell_that_has_the_defect_and_nothing_else_differs_as_expected(tmp_pat
     verdict = verdict_of(tmp_path, with_defect, KNOWN)
     assert verdict.state == "expected_difference"
     assert verdict.reason.startswith("a bug (docs/bug.md); with that, ")
-    assert "quantities agree with the oracle" in verdict.reason
+    assert "quantities agree with the reference" in verdict.reason
     assert verdict.first_stage == "log-probs", "what is told is the difference from the oracle as it should be"
 
 

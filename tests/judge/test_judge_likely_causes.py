@@ -16,6 +16,7 @@ from conformance.judge.verdict import judge
 from conformance.results.verdict import Quantity, Verdict
 from conformance.spec.layout import Layout
 from conformance.spec.observables import AGAINST_REBUILT
+from conformance.spec.precision import PRECISIONS
 from conformance.spec.scenario import OptimizerConfig, Scenario, ScheduleConfig
 
 MAX_NORM = 1.0  # of the sample's optimizer
@@ -119,6 +120,27 @@ def test_a_loss_that_is_divided_by_another_count_of_tokens_tells_it(
     cell = write(tmp_path / "cell", scale("loss", 5 / count), precision=precision)
     verdict = judge([cell], oracle=oracle, noise=[noise] if precision == "fp32" else ())
     assert words in verdict.findings[0].hint
+
+
+@pytest.mark.parametrize(
+    ("factor", "words"),
+    [
+        (math.sqrt(4 / 3) * (1 + 3e-7), "1.155 times the reference, which is sqrt(4/3): a deviation with n instead of"),
+        (math.sqrt(7 / 8), "which is sqrt(7/8): a deviation with n - 1 instead of n of groups of 8"),
+        (6 / 5, "1.2 times the reference, which is 6/5: a mean without the response itself of groups of 6"),
+        (5 / 6, "which is 5/6: a mean with the response itself of groups of 6"),
+        (1.1553, "1.155 times the reference"),
+    ],
+)
+def test_factor_of_all_advantages_names_group_size(factor: float, words: str) -> None:
+    m = number_off("advantages", "advantage", 0, factor * 0.7, 0.7, unit=0.7, fixed=None)
+    scenario = SimpleNamespace(accumulation=1, tier=PRECISIONS["exact"])
+    facts: Any = SimpleNamespace(
+        layout=Layout.parse("dp2"), scenario=scenario, tokens=35, clip={}, gradients=(), updates=()
+    )
+    hint = likely_cause(m, facts, allowed=1e-11)
+    assert hint.startswith(words) if words[0] == "1" else hint.endswith(words)
+    assert ("which is" in hint) == (factor != 1.1553)
 
 
 @pytest.mark.parametrize(("precision", "factor"), [("exact", 5 / 3.001), ("bf16", 5 / 3), ("exact", 5 / 51)])

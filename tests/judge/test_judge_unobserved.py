@@ -14,7 +14,7 @@ def test_a_stage_that_was_not_observed_shows_in_the_state(tmp_path: Path) -> Non
 
     verdict = verdict_of(tmp_path, change)
     assert verdict.state == "partly_observed"
-    assert verdict.reason.endswith("agree with the oracle; not observed: log-probs")
+    assert verdict.reason.endswith("agree with the reference; not observed: log-probs")
 
 
 def test_a_norm_that_is_not_reported_is_no_loss_because_the_update_is_judged(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ def test_a_known_difference_is_expected_here_too(tmp_path: Path) -> None:
     assert cli.main(["judge", str(out)]) == 0
     group = group_of(out)
     assert group["state"] == "expected_difference"
-    assert "deepspeed dp2 stands alone because of a known difference: loss 1.0e-02 from the oracle." in group["text"]
+    assert "deepspeed dp2 stands alone because of a known difference: loss 1.0e-02 from the reference." in group["text"]
     assert cli.main(["compare", str(out)]) == 0
 
 

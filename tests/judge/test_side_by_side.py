@@ -71,7 +71,7 @@ def test_members_that_agree_are_one_family_with_the_oracle(sample: Path) -> None
     group = group_of(sample)
     assert (group["group"], group["state"]) == (GROUP, "conforms")
     assert group["families"] == {column: [["oracle", *map(cell_id, MEMBERS)]] for column in COLUMNS}
-    assert group["text"].startswith("All 4 agree with the oracle and with each other. Furthest apart are ")
+    assert group["text"].startswith("All 4 agree with the reference and with each other. Furthest apart are ")
     assert len(group["pairs"]) == 6
     for pair in group["pairs"]:
         assert list(pair["columns"]) == ["loss", "gradient norm", "gradients", "update"]
@@ -101,8 +101,8 @@ def test_one_wrong_member_is_named_as_the_outlier(tmp_path: Path) -> None:
     ]
     assert group["text"] == (
         "All agree in loss, gradient norm and update. In gradients, fsdp2 (dp2, dp2.tp2) and megatron tp2 agree with "
-        "each other and with the oracle. deepspeed dp2 stands alone: gradients 1.0e-02 from the oracle; look first at "
-        "deepspeed dp2."
+        "each other and with the reference. deepspeed dp2 stands alone: gradients 1.0e-02 from the reference; look "
+        "first at deepspeed dp2."
     )
     for member in (FSDP2, FSDP2_TP, MEGATRON):
         worst = pair_of(group, DEEPSPEED, member)["gradients"]
@@ -144,9 +144,9 @@ def test_every_column_has_families_of_its_own(tmp_path: Path) -> None:
     assert text.startswith(
         "All agree in gradient norm and update. In loss, fsdp2 (dp2, dp2.tp2) and megatron tp2 agree"
     )
-    assert "deepspeed dp2 stands alone: loss 1.0e-03 from the oracle; look first at deepspeed dp2." in text
+    assert "deepspeed dp2 stands alone: loss 1.0e-03 from the reference; look first at deepspeed dp2." in text
     assert (
-        "In gradients, fsdp2 dp2.tp2 and megatron tp2 agree with each other and with the oracle. deepspeed dp2 and f"
+        "In gradients, fsdp2 dp2.tp2 and megatron tp2 agree with each other and with the reference. deepspeed dp2 and f"
         in text
     )
 
@@ -154,9 +154,11 @@ def test_every_column_has_families_of_its_own(tmp_path: Path) -> None:
 def test_when_no_two_agree_that_is_said(tmp_path: Path) -> None:
     changes = {member: scaled(GRADIENT, 1 + 0.01 * n) for n, member in enumerate(MEMBERS, start=1)}
     group = group_of(write_run(tmp_path / "out", changes))
-    assert "In gradients, none agrees with the oracle. deepspeed dp2 stands alone: gradients 1.0e-02" in group["text"]
     assert (
-        "fsdp2 (dp2, dp2.tp2) stand alone, each of them: gradients 3.0e-02 from the oracle; look first at fsdp2."
+        "In gradients, none agrees with the reference. deepspeed dp2 stands alone: gradients 1.0e-02" in group["text"]
+    )
+    assert (
+        "fsdp2 (dp2, dp2.tp2) stand alone, each of them: gradients 3.0e-02 from the reference; look first at fsdp2."
         in (group["text"])
     )
     assert len(group["families"]["gradients"]) == 5
@@ -167,7 +169,7 @@ def test_two_that_agree_through_others_only_are_said_to_be_too_far_apart(tmp_pat
     group = group_of(write_run(tmp_path / "out", changes))
     assert (len(group["families"]["gradients"]), group["state"]) == (1, "differs")
     everybody = "deepspeed dp2, fsdp2 (dp2, dp2.tp2) and megatron tp2"
-    assert f"In gradients, {everybody} agree in part with each other and with the oracle. Yet " in group["text"]
+    assert f"In gradients, {everybody} agree in part with each other and with the reference. Yet " in group["text"]
     assert "Yet deepspeed dp2 and the oracle are further apart than they may be: gradients 1.5e-11" in group["text"]
 
 
@@ -204,7 +206,7 @@ def test_an_update_is_how_far_a_weight_moved_and_not_where_it_is(tmp_path: Path)
 
     group = group_of(write_run(tmp_path / "out", {MEGATRON: change}))
     assert pair_of(group, MEGATRON, FSDP2)["update"]["ratio"] < 0.01
-    assert "megatron tp2 differs from the oracle at a stage without a column: weights." in group["text"]
+    assert "megatron tp2 differs from the reference at a stage without a column: weights." in group["text"]
 
 
 def test_what_differs_first_is_told_first(tmp_path: Path) -> None:
@@ -217,7 +219,7 @@ def test_what_differs_first_is_told_first(tmp_path: Path) -> None:
     text = group["text"]
     assert [pair_of(group, MEGATRON, FSDP2)[column]["since"] for column in COLUMNS] == [1, 0, None, None]
     assert "In gradients and loss (from step 1), deepspeed dp2" in text
-    assert "megatron tp2 stands alone: gradients 1.0e-02 from the oracle" in text
+    assert "megatron tp2 stands alone: gradients 1.0e-02 from the reference" in text
 
 
 @pytest.mark.parametrize(("key", "column"), [("loss", "loss"), ("grad_norm", "gradient norm")])
@@ -227,7 +229,7 @@ def test_loss_and_norm_are_compared(tmp_path: Path, key: str, column: str) -> No
             values[key] *= 1.01
 
     group = group_of(write_run(tmp_path / "out", {DEEPSPEED: change}))
-    assert f"deepspeed dp2 stands alone: {column} 1.0e-02 from the oracle" in group["text"]
+    assert f"deepspeed dp2 stands alone: {column} 1.0e-02 from the reference" in group["text"]
     assert pair_of(group, DEEPSPEED, MEGATRON)[column]["step"] == 1
 
 
@@ -249,7 +251,7 @@ def _other_shape(step: int, values: Values, tensors: Tensors) -> None:
 def test_what_is_missing_misshapen_or_no_number_is_infinitely_far(tmp_path: Path, change: Change) -> None:
     group = group_of(write_run(tmp_path / "out", {FSDP2_TP: change}))
     assert pair_of(group, FSDP2, FSDP2_TP)["gradients"]["observed"] == "inf"
-    assert "fsdp2 dp2.tp2 stands alone: gradients inf from the oracle" in group["text"]
+    assert "fsdp2 dp2.tp2 stands alone: gradients inf from the reference" in group["text"]
 
 
 @pytest.mark.parametrize("shape", [(2, 4), (1, 3)])
@@ -275,7 +277,7 @@ def test_a_member_that_differs_elsewhere_is_not_passed_over(tmp_path: Path) -> N
 
     group = group_of(write_run(tmp_path / "out", {FSDP2: change}))
     assert group["state"] == "differs"
-    assert "fsdp2 dp2 differs from the oracle at a stage without a column: loss." in group["text"]
+    assert "fsdp2 dp2 differs from the reference at a stage without a column: loss." in group["text"]
 
 
 # Conventions
@@ -299,9 +301,9 @@ def test_a_convention_is_why_members_stand_alone(convention: Path, tmp_path: Pat
     group = group_of(out)
     assert group["state"] == "expected_difference"
     assert re.search(
-        r"In loss, fsdp2 \(dp2, dp2\.tp2\) agree with each other and with the oracle\. deepspeed dp2 and megatron tp2 "
-        r"agree with each other and not with the oracle because of the convention DecaysAll: loss \S+e-1\d apart, "
-        r"1\.0e-02 from it\.$",
+        r"In loss, fsdp2 \(dp2, dp2\.tp2\) agree with each other and with the reference\. deepspeed dp2 and megatron "
+        r"tp2 agree with each other and not with the reference because of the convention DecaysAll: loss \S+e-1\d "
+        r"apart, 1\.0e-02 from it\.$",
         group["text"],
     )
     assert group["families"]["loss"] == [
@@ -315,7 +317,7 @@ def test_one_member_with_a_convention_is_not_where_to_look(tmp_path: Path) -> No
     out = write_run(tmp_path / "out", {DEEPSPEED: wrong_loss})
     declare(out, (DEEPSPEED,), DecaysAll(), wrong_loss)
     text = group_of(out)["text"]
-    assert "deepspeed dp2 stands alone because of the convention DecaysAll: loss 1.0e-02 from the oracle." in text
+    assert "deepspeed dp2 stands alone because of the convention DecaysAll: loss 1.0e-02 from the reference." in text
     assert "look first" not in text
 
 
@@ -335,7 +337,9 @@ def test_one_that_is_left_is_not_called_an_outlier(tmp_path: Path) -> None:
     shutil.rmtree(out / "cells" / "02" / "legs/0/record")
     write_side_by_side(out)
     text = group_of(out)["text"]
-    assert "deepspeed dp2 stands alone: gradients 1.0e-02 from the oracle; there is nobody to compare it with." in text
+    assert (
+        "deepspeed dp2 stands alone: gradients 1.0e-02 from the reference; there is nobody to compare it with." in text
+    )
     assert "Not compared: fsdp2 dp2" in text
 
 
@@ -392,6 +396,6 @@ def test_a_reference_that_is_lent_is_told_with_who_agrees(tmp_path: Path) -> Non
     for file in out.glob("cells/*/verdict.json"):
         file.write_text(json.dumps(json.loads(file.read_text()) | {"second_class": "transformers' own Phi"}))
     write_side_by_side(out)
-    told = "The oracle is transformers' own Phi: errors that transformers itself makes are not seen."
+    told = "The reference is transformers' own Phi: errors that transformers itself makes are not seen."
     assert json.loads((out / "side_by_side.json").read_text())["groups"][0]["text"].endswith(told)
     assert told in to_markdown(out).replace("\\", "")

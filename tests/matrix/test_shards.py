@@ -111,7 +111,7 @@ def merge(folders: Sequence[Path], out: Path) -> int:
 def test_merged_shards_are_one_run(jobs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     assert merge(jobs[::-1], out) == 0
-    assert capsys.readouterr().out.startswith("conforms: 4 conforms\n")
+    assert capsys.readouterr().out.startswith("pass: 4 pass\n")
     run, entries = read_run(out)
     assert [entry.cell for entry in entries] == list(run.floor.planned)
     assert len({entry.cell for entry in entries}) == 4

@@ -42,7 +42,7 @@ def test_a_run_finds_its_backends_ranks_and_reports(folder: Path) -> None:
     (folder / "impl" / "mine.py").write_text("from plain_backend import Plain as Mine\n")
     backend = ("--profile", write_profile(folder), "--backend", "impl.mine:Mine")
     said = run(folder, *COMMAND, "run", *backend, "--cells", "*/dp2/*", "--out", "out")
-    assert said.startswith("conforms: 1 conforms")
+    assert said.startswith("pass: 1 pass")
     assert "report.html" in run(folder, *COMMAND, "report", "out")
 
 

@@ -161,7 +161,7 @@ def test_squares_show_history_and_what_did_not_run_is_a_gap(tmp_path: Path) -> N
     absent = replace(column("2.0"), squares={}, device="not run")
     write_site(board(column("1.0"), column("1.1", "differs"), absent), Board(columns=()), tmp_path)
     page = " ".join((tmp_path / "index.html").read_text().split())
-    history = "<p>1.1: ✗ differs: why &lt;b&gt;</p> <p>1.0: ✓ pass: why &lt;b&gt;</p> </details>"
+    history = "<p>1.1: ✗ fail: why &lt;b&gt;</p> <p>1.0: ✓ pass: why &lt;b&gt;</p> </details>"
     assert f"<pre>scripts/framework toy 2.0 --cells &#39;core-sft-plain/llama/*/dp2/exact&#39;</pre> {history}" in page
     assert "<pre>scripts/framework toy 1.1</pre> <p>1.0: ✓ pass</p> </details>" in page
     badge = json.loads((tmp_path / "badges" / "toy.json").read_text())
@@ -175,7 +175,7 @@ def test_changes_name_what_a_square_was() -> None:
     old = board(column("1.0"))
     assert changes(old, old) == []
     assert changes(board(column("1.0", "differs")), old)[0] == (
-        f"- **toy 1.0**, `{ROW}`: differs (pass before): why <b>"
+        f"- **toy 1.0**, `{ROW}`: fail (pass before): why <b>"
     )
     newer = joined(old, [column("2.0", "gap")])
     assert changes(newer, old)[0].startswith(f"- **toy 2.0**, `{ROW}`: gap (pass in 1.0)")
@@ -198,7 +198,7 @@ def test_the_command_writes_a_static_site(out: Path, tmp_path: Path, capsys: Any
     assert "toy<br>2.0" in page
     badge = json.loads((second / "badges" / "toy.json").read_text())
     assert (badge["label"], badge["color"]) == ("toy 2.0", "red")
-    assert re.match(r"\d+ differs, \d+ gap, 1 partly observed, \d+ pass, 1 unsupported$", badge["message"])
+    assert re.match(r"\d+ fail, \d+ gap, 1 partly observed, \d+ pass, 1 unsupported$", badge["message"])
     values, schema = (json.loads((second / name).read_text()) for name in ("board.json", "board.schema.json"))
     jsonschema.validate(values, schema)
     values["columns"][0]["squares"][ROW] = {"state": "green"}
@@ -253,6 +253,6 @@ def test_reports_name_conventions(tmp_path: Path) -> None:
     page = write_html(out).read_text(encoding="utf-8")
     assert "declared convention of its backend: <b>DecaysAll</b> (weight decay on norms and biases)." in page
     (box,) = (b for b in re.findall(r'<a class="box .*?</a>', page) if "≈" in b)
-    assert re.search(r"conforms: margin \S+ digits, in .*, with the convention DecaysAll&#10;", box)
+    assert re.search(r"pass: margin \S+ digits, in .*, with the convention DecaysAll&#10;", box)
     shown, other = (cell_data(cell, Shared())["conventions"] for cell in read_report(out).cells)
     assert (shown, other) == ([["DecaysAll", "weight decay on norms and biases", True]], [])

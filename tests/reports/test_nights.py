@@ -67,27 +67,27 @@ def test_index_shows_each_cell_night_by_night(site: Path) -> None:
     index = site / "index.html"
     assert "It passes since 2026-08-04 03:00." in index.read_text()
     assert text_of(index, f'<tr id="cell-{CELLS[0]}">', "</tr>") == (
-        f"{CELLS[0]} ✓ conforms 14.0 ✓ conforms 14.0 ✗ differs 150 % ✓ conforms 14.0 ✓ conforms 12.0 drift"
+        f"{CELLS[0]} ✓ pass 14.0 ✓ pass 14.0 ✗ fail 150 % ✓ pass 14.0 ✓ pass 12.0 drift"
     )
     assert text_of(index, f'<tr id="cell-{CELLS[1]}">', "</tr>").endswith("flaky")
     runs = text_of(index, 'aria-label="Runs"', "</table>")
-    assert "conforms 1 flaky, 1 drifting torch 2.12.1 → 2.13.0" in runs
-    assert "differs 1 newly differing, 1 fixed, 1 flaky commit aaaaaaaaaaaa → bbbbbbbbbbbb" in runs
+    assert "pass 1 flaky, 1 drifting torch 2.12.1 → 2.13.0" in runs
+    assert "fail 1 newly failing, 1 fixed, 1 flaky commit aaaaaaaaaaaa → bbbbbbbbbbbb" in runs
 
 
 def test_night_names_its_commit_and_the_suspects(site: Path) -> None:
     (page,) = site.glob("nights/2026-08-03-0300-bbbbbbbbbbbb-*.html")
     text = text_of(page, "<main>", "</main>")
     assert "Suspects, because they changed in between: commit aaaaaaaaaaaa → bbbbbbbbbbbb" in text
-    assert f"newly differing: 1 cell {CELLS[0]} conforms, now differs" in text
-    assert f"{CELLS[0]} ✗ differs 1.5 gradients" in text
+    assert f"newly failing: 1 cell {CELLS[0]} pass, now fail" in text
+    assert f"{CELLS[0]} ✗ fail 1.5 gradients" in text
 
 
 def test_cell_has_the_errors_of_each_stage_by_night(site: Path) -> None:
     page = site / "cells" / f"{CELLS[0].replace('/', '_')}.html"
     rows = text_of(page, "<tbody>", "</tbody>")
-    assert rows.startswith("2026-08-05 03:00 ✓ conforms 1e-15 1e-12 2.0 torch 2.12.1 → 2.13.0 2026-08-04")
-    assert "2026-08-03 03:00 ✗ differs 2e-15 1.5 commit" in rows
+    assert rows.startswith("2026-08-05 03:00 ✓ pass 1e-15 1e-12 2.0 torch 2.12.1 → 2.13.0 2026-08-04")
+    assert "2026-08-03 03:00 ✗ fail 2e-15 1.5 commit" in rows
     newest = json.loads((site / "nights.json").read_text())[-1]
     assert newest["cells"][CELLS[0]]["errors"] == {"loss": 1e-15, "gradients": 1e-12}
     assert f"drift: {CELLS[0]}: error of gradients 1e-12, at most 1e-14 before" in newest["since"]
@@ -103,7 +103,7 @@ def test_addresses_stay_when_a_night_is_added(tmp_path: Path) -> None:
     assert pages[0] < pages[1]
     index = (site / "index.html").read_text()
     assert all(f'"{page.as_posix()}' in index for page in pages[1] if page.name != "index.html")
-    assert 'aria-label="backend parity: conforms, 2026-08-02"' in (site / "badges/profile-quick.svg").read_text()
+    assert 'aria-label="backend parity: pass, 2026-08-02"' in (site / "badges/profile-quick.svg").read_text()
 
 
 def test_links_of_the_site_lead_to_files(site: Path) -> None:
@@ -138,7 +138,7 @@ def test_example_has_a_regression_a_flaky_cell_and_versions() -> None:
     page = (EXAMPLE / "index.html").read_text(encoding="utf-8")
     assert "7 nights" in page
     for words in (
-        "1 newly differing",
+        "1 newly failing",
         "1 fixed",
         '<b class="suspect">flaky</b>',
         "torch 2.12.1 → 2.13.0",

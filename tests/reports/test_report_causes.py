@@ -40,7 +40,7 @@ def test_causes_group_cells_by_first_differing_tensors(out: Path) -> None:
     assert [cell.id for cell in first.cells] == [SMALLER, DIFFERS, LARGER]
     assert all(len(cause.cells) == 1 for cause in others)
     title, text = headline(report)
-    assert title == "5 cells of 27 differ"
+    assert title == "5 cells of 27 fail"
     assert text.startswith(f"Start with {SMALLER}. First difference in gradients: model.layers.1.self_attn.o_proj.bias")
     assert "2 more cells have the same cause. 2 other causes below. 2 more cells gave no answer." in text
 
@@ -63,7 +63,7 @@ def test_markdown_has_each_cause_once_with_its_worst_finding_first(out: Path) ->
     text = write_markdown(out).read_text(encoding="utf-8")
     assert text.count("### ✗ `sft-packed/pangu/fsdp2") == 1
     assert f"2 more cells with the same cause: `{DIFFERS}`, `{LARGER}`" in text
-    assert "Likely cause: `model.layers.1.self_attn.o_proj.bias`, step 0: Only biases" in text
+    assert "Likely cause: `model.layers.1.self_attn.o_proj.bias`: Only biases" in text
 
 
 @pytest.mark.parametrize(

@@ -53,8 +53,8 @@ SEEN: dict[tuple[str, str], dict[str, tuple[tuple[str, str], ...]]] = {
         "R19": ((HEADS, "Last lines of each rank"), (".logs summary a", "whole file")),
     },
     (NIGHT, ""): {
-        "R16": ((HEADS, "Since earlier runs"), (".earlier", "newly differing")),
-        "R17": ((HEADS, "Since earlier runs"), (".trend", "conform")),
+        "R16": ((HEADS, "Since earlier runs"), (".earlier", "newly failing")),
+        "R17": ((HEADS, "Since earlier runs"), (".trend", "pass")),
     },
     (OTHERS, ""): {
         "R11": ((HEADS, "Resume"),),

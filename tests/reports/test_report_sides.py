@@ -186,7 +186,7 @@ def test_with_one_backend_there_is_nothing_to_compare(tmp_path: Path) -> None:
 
 
 def test_who_agrees_with_whom_is_readable_without_opening_anything(sample: Path, wrong: Path) -> None:
-    assert "All 4 agree with the oracle and with each other." in summary(sample)
+    assert "All 4 agree with the reference and with each other." in summary(sample)
     assert "1 of 1 group agree" in (sample / "report.html").read_text(encoding="utf-8")
     assert "deepspeed dp2 stands alone" in summary(wrong)
     assert "0 of 1 group agree" in (wrong / "report.html").read_text(encoding="utf-8")

@@ -63,7 +63,7 @@ def test_a_conforming_run_conforms_and_names_the_cell_closest_to_its_tolerance(o
     report = read_report(out)
     title, text = headline(report)
     assert report.verdict == "conforms"
-    assert title == "17 cells of 17 conform"
+    assert title == "17 cells of 17 pass"
     assert re.search(r"Closest to its tolerance: \S+, .*, margin \+\d\.\d digits", text)
 
 
@@ -71,7 +71,7 @@ def test_known_differences_are_not_said_to_compute_what_the_oracle_computes(out:
     rewrite(out, [entry for entry in entries_of(out) if entry.cell in (CONFORMS, EXPECTED)])
     report = read_report(out)
     assert report.verdict == "conforms"
-    assert headline(report)[0] == "1 cell of 2 conforms"
+    assert headline(report)[0] == "1 cell of 2 passes"
     assert "but for 1 known difference." in headline(report)[1]
 
 
@@ -360,7 +360,7 @@ def test_junit_stays_valid_whatever_a_log_holds(out: Path) -> None:
 
 def test_markdown_puts_failures_first(sample: Path) -> None:
     text = write_markdown(sample).read_text(encoding="utf-8")
-    assert text.startswith("## ❌ 3 cells of 25 differ")
+    assert text.startswith("## ❌ 3 cells of 25 fail")
     order = [text.index(f"### {STATES[state].symbol}") for state in STATES]
     assert order == sorted(order)
     assert "| gradients | `model.layers.1.self_attn.o_proj.bias` | 0 |" in text

@@ -74,7 +74,7 @@ def test_a_cell_that_passes_when_it_is_run_again_is_flaky(out: Path) -> None:
     assert (tests[CONFORMS]["retries"], tests[CONFORMS]["flaky"]) == (2, True)
     assert (tests[DIFFERS]["retries"], tests[DIFFERS]["flaky"]) == (1, False)
     assert results["summary"]["flaky"] == 1
-    assert tests[CONFORMS]["message"].endswith("(run again; before: differs, then infrastructure failure)")
+    assert tests[CONFORMS]["message"].endswith("(run again; before: fail, then infrastructure failure)")
 
 
 def test_reporters_share_what_was_read_until_a_file_changes(out: Path) -> None:
@@ -91,8 +91,8 @@ def test_reporters_share_what_was_read_until_a_file_changes(out: Path) -> None:
 @pytest.mark.parametrize(
     ("kept", "run", "verdict", "message"),
     [
-        (CELLS, {}, "differs", "3 cells differ"),
-        ((CONFORMS,), {}, "conforms", "1 cell conforms"),
+        (CELLS, {}, "differs", "3 cells fail"),
+        ((CONFORMS,), {}, "conforms", "1 cell passes"),
         ((CONFORMS, PARTLY), {}, "partly_observed", "1 cell partly observed"),
         ((CONFORMS,), {"finished": None}, "incomplete", "incomplete"),
     ],

@@ -48,7 +48,7 @@ def test_the_report_of_the_third_night_says_what_broke_and_names_the_new_torch(n
     assert "### Since the last run (2026-08-15 03:12, incomplete)" in last
     for part in (last, green):
         assert "Suspects, because they changed in between: torch 2.13.0 → 2.14.0\n" in part
-        assert f"**Newly differing: 2 cells**\n\n- `{DIFFERS}`: conforms, now differs\n- `{LATE}`: " in part
+        assert f"**Newly failing: 2 cells**\n\n- `{DIFFERS}`: pass, now fail\n- `{LATE}`: " in part
         assert f"**Newly unsupported: 1 cell**\n\n- `{PARTLY}`: conforms, now unsupported\n" in part
     assert f"**Fixed: 1 cell**\n\n- `{RESUMED}`: infrastructure failure, now conforms\n" in last
     assert "Fixed" not in green.partition("### Flaky")[0]
@@ -64,9 +64,9 @@ def test_the_report_of_the_third_night_says_what_broke_and_names_the_new_torch(n
         "Since the last run (2026-08-15 03:12, incomplete)",
         "Since the last green run (2026-08-14 03:12, conforms)",
         '<b class="suspect">torch 2.13.0 → 2.14.0</b>',
-        "newly differing: 2 cells",
-        f"<code>{DIFFERS}</code> conforms, now differs",
-        'data-tip="2026-08-15 03:12: 0 of 1 conform, 1 infrastructure failure"',
+        "newly failing: 2 cells",
+        f"<code>{DIFFERS}</code> pass, now fail",
+        'data-tip="2026-08-15 03:12: 0 of 1 pass, 1 infrastructure failure"',
     ):
         assert words in page, words
 
@@ -75,13 +75,13 @@ def test_terminal_and_summary_say_the_same(nightly: Path, capsys: pytest.Capture
     assert cli.main(["report", str(nightly / "three")]) == 1
     said = capsys.readouterr().out.splitlines()
     kept = nightly / "history"
-    assert said[0].startswith("differs: 2 differs, 2 unsupported, ")
+    assert said[0].startswith("fail: 2 fail, 2 unsupported, ")
     assert said[1:6] == [
         f"coverage lost since {kept}: {PARTLY} (unsupported)",
-        f"since the last run (2026-08-15 03:12, incomplete): newly differing: {DIFFERS}, {LATE}; "
+        f"since the last run (2026-08-15 03:12, incomplete): newly failing: {DIFFERS}, {LATE}; "
         f"newly unsupported: {PARTLY}; fixed: {RESUMED}",
         "  changed in between: torch 2.13.0 → 2.14.0",
-        f"since the last green run (2026-08-14 03:12, conforms): newly differing: {DIFFERS}, {LATE}; "
+        f"since the last green run (2026-08-14 03:12, pass): newly failing: {DIFFERS}, {LATE}; "
         f"newly unsupported: {PARTLY}",
         "  changed in between: torch 2.13.0 → 2.14.0",
     ]
@@ -127,23 +127,25 @@ def test_a_cell_whose_oracle_is_another_is_told_although_it_conforms_as_before(
     kept = tmp_path / "history"
     assert history(kept, "--add", night(tmp_path / "one", 14)) == 0
     out = night(tmp_path / "two", 15, against=kept, lent=[RESUMED])
-    change = f"the suite's own oracle, now second-class oracle, {LENT}"
+    change = f"the suite's own reference, now second-class reference, {LENT}"
     capsys.readouterr()
     assert cli.main(["report", str(out)]) == 0  # nothing else changed
-    assert f"  judged by another oracle: {change}: {RESUMED}" in capsys.readouterr().out.splitlines()
+    assert f"  judged by another reference: {change}: {RESUMED}" in capsys.readouterr().out.splitlines()
     (told,) = read_output_json(out / "summary.json")["since"]["last"]["oracles"]
     assert told == {"cell": RESUMED, "before": "", "now": LENT}
-    assert f"**Judged by another oracle: 1 cell**\n\n- `{RESUMED}`: {change}\n" in write_markdown(out).read_text()
+    assert f"**Judged by another reference: 1 cell**\n\n- `{RESUMED}`: {change}\n" in write_markdown(out).read_text()
     page = html.unescape(write_html(out).read_text())
     assert f"<code>{RESUMED}</code> {change}" in page
     assert history(kept, "--add", out) == 0
     capsys.readouterr()
     assert history(kept) == 0
-    assert "1 by a second-class oracle" in capsys.readouterr().out.splitlines()[-1]
+    assert "1 by a second-class reference" in capsys.readouterr().out.splitlines()[-1]
     back = read_report(night(tmp_path / "three", 16, against=kept)).since
     assert back
     assert back.last
-    assert [str(change) for change in back.last.oracles] == [f"second-class oracle, {LENT}, now the suite's own oracle"]
+    assert [str(change) for change in back.last.oracles] == [
+        f"second-class reference, {LENT}, now the suite's own reference"
+    ]
 
 
 def test_a_run_is_compared_with_one_folder_as_with_a_history(nightly: Path, tmp_path: Path) -> None:
@@ -280,7 +282,7 @@ def test_the_shards_of_a_run_are_compared_when_they_are_merged(
     shard, kept, out = night(tmp_path / "shard", 16, wrong=[DIFFERS]), nightly / "history", tmp_path / "out"
     edit(shard / "summary.json", selected="same")
     assert cli.main(["merge", str(shard), "--baseline", str(kept), "--out", str(out)]) == 1
-    assert f"newly differing: {DIFFERS}; fixed: {RESUMED}\n" in capsys.readouterr().out
+    assert f"newly failing: {DIFFERS}; fixed: {RESUMED}\n" in capsys.readouterr().out
     with pytest.raises(
         UsageError, match="--baseline concerns the cells of all shards together: give it to parity merge"
     ):

@@ -164,7 +164,7 @@ def test_a_flaky_cell_is_told_with_its_last_turn() -> None:
 
 def test_a_cell_that_ended_otherwise_when_it_was_run_again_is_flaky() -> None:
     again = {CELL: Outcome(state="conforms", before=("differs",))}
-    assert [flaky.why for flaky in since([again]).flaky] == ["differs, and when it was run again conforms"]
+    assert [flaky.why for flaky in since([again]).flaky] == ["fail, and when it was run again pass"]
     assert since([{CELL: Outcome(state="differs", before=("differs",))}]).flaky == ()
 
 

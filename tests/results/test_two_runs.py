@@ -34,15 +34,15 @@ def test_two_runs_are_set_side_by_side(two: tuple[Path, Path], capsys: pytest.Ca
     assert "Versions that changed: torch 2.13.0 → 2.14.0.\n" in text
     assert f"3 cells of {len(NIGHTLY)} changed.\n" in text
     for cell, change in (
-        (DIFFERS, "conforms, now differs"),
-        (RESUMED, "conforms, now not in the run"),
-        (PARTLY, "infrastructure failure, now conforms"),
+        (DIFFERS, "pass, now fail"),
+        (RESUMED, "pass, now not in the run"),
+        (PARTLY, "infrastructure failure, now pass"),
     ):
         assert f"\n- `{cell}`: {change}" in text
     before, now = (entry_of(out, DIFFERS).verdict.worst for out in two)
     (row,) = re.findall(rf"\n\| `{re.escape(DIFFERS)}` \| (.*) \|", text)
     squares = row.split(" | ")
-    assert squares[:2] == ["✓ conforms", "✗ differs"]
+    assert squares[:2] == ["✓ pass", "✗ fail"]
     changed = [stage for stage in before if margin(before[stage].ratio) != margin(now[stage].ratio)]
     assert "gradients" in changed
     for stage in changed:
@@ -65,8 +65,8 @@ def test_runs_that_were_judged_by_other_oracles_are_not_alike(
     code, text = compared((two[0], other), capsys)
     assert code == 1
     assert "0 cells of" in text
-    told = plain(f"the suite's own oracle, now second-class oracle, {LENT}")
-    assert f"1 cell judged by another oracle.\n\n- `{RESUMED}`: {told}\n" in text
+    told = plain(f"the suite's own reference, now second-class reference, {LENT}")
+    assert f"1 cell judged by another reference.\n\n- `{RESUMED}`: {told}\n" in text
     values = json.loads(compared((two[0], other), capsys, "--json")[1])
     assert values["oracles"] == [{"cell": RESUMED, "before": "", "now": LENT}]
 

@@ -38,7 +38,7 @@ from conformance.spec.observables import POLICY
 from conformance.spec.precision import PrecisionName
 from conformance.spec.scenario import LoraConfig
 
-NAMED = "second-class oracle, transformers .*: errors that transformers itself makes are not seen"
+NAMED = "second-class reference, transformers .*: errors that transformers itself makes are not seen"
 
 
 @pytest.fixture(scope="module")
@@ -257,7 +257,7 @@ def test_unknown_architecture_conforms_and_names_reference(session: Session, mod
     assert told["second_class"] == verdict.second_class
     assert re.search(NAMED, verdict.reason)
     summary = summary_of(Run(started="", finished="", seconds=0.0, profile="", device="cpu", command=""), [told])
-    assert summary_lines(summary)[-1].startswith("second-class oracle: 1 judged by transformers' own implementation")
+    assert summary_lines(summary)[-1].startswith("second-class reference: 1 judged by transformers' own implementation")
 
 
 def test_a_defect_of_the_model_on_the_ranks_alone_is_caught(session: Session, models: Any) -> None:

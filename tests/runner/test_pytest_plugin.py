@@ -166,7 +166,7 @@ def test_cells_that_conform_pass_and_the_workers_write_one_summary_and_one_repor
 @pytest.mark.exhaustive
 def test_the_last_lines_tell_the_verdict_and_where_the_report_is(parallel: Run) -> None:
     lines = [line for line in parallel.text.partition("parity ===")[2].splitlines()[1:] if "===" not in line]
-    assert lines[0] == "conforms: 2 conforms"
+    assert lines[0] == "pass: 2 pass"
     assert lines[-1] == f"report: {parallel.out / 'report.html'}"
 
 
@@ -275,7 +275,7 @@ def test_each_verdict_has_its_own_outcome(troubled: Run) -> None:
     assert troubled.code == 1
     assert re.search(r"= 1 failed, 2 passed, 2 skipped, (\d+ warnings?, )?3 errors in ", troubled.text)
     assert troubled.counts == {"differs": 1, "unsupported": 2, "infrastructure": 3, "conforms": 2}  # with controls
-    assert "differs: 1 differs, 3 infrastructure, 2 unsupported, 2 conforms\n" in troubled.text
+    assert "fail: 1 fail, 3 infrastructure failure, 2 unsupported, 2 pass\n" in troubled.text
     assert "was planted and called, and nothing differs" in troubled.text  # of one rank
     assert re.search(rf"^report: {troubled.out}/report.html$", troubled.text, re.MULTILINE)
 
@@ -288,7 +288,7 @@ def test_what_is_demanded_and_not_judged_fails_the_run(pytester: pytest.Pytester
     assert run.code == pytest.ExitCode.TESTS_FAILED
     assert run.counts == {"unsupported": 1, "conforms": 1}
     told = [
-        "incomplete: 1 unsupported, 1 conforms",
+        "incomplete: 1 unsupported, 1 pass",
         "required: '*/dp2.rep2/*', but tiny/llama/odd/dp2.rep2/fp32 (unsupported)",
         "judged: 1 of at least 2 cells",
     ]

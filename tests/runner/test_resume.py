@@ -99,7 +99,7 @@ def test_only_cells_without_a_verdict_are_run(chosen: list[str], out: Path, caps
     said = capsys.readouterr()
     assert f"running 1 cells; results: {out}" in said.err
     assert f"ok       {FIRST}" in said.err
-    assert said.out.startswith("conforms: 2 conforms\n")
+    assert said.out.startswith("pass: 2 pass\n")
     assert next(out.glob("cells/*dp2*/verdict.json")).stat().st_mtime_ns == before
     run, entries = read_run(out)
     assert [entry.cell for entry in entries] == [FIRST, SECOND]

@@ -62,7 +62,7 @@ def test_a_cell_that_differs_only_after_other_cells_differs_and_says_so(session:
     verdict, values = leftover
     assert verdict.state == "differs"
     assert verdict.reason.startswith("differs only after other cells: first difference at loss, step 0, ")
-    assert "; in fresh workers conforms: " in verdict.reason
+    assert "; in fresh workers pass: " in verdict.reason
     assert verdict.findings
     assert values["records"] == ["legs/0/record"]
     other = values["other"]
@@ -98,7 +98,7 @@ def test_a_cell_that_fails_only_after_other_cells_is_no_pass(breaks: Ran) -> Non
     verdict, values = breaks
     assert verdict.state == "infrastructure"
     assert verdict.reason.startswith("fails only after other cells: rank ")
-    assert "it is set up already; in fresh workers conforms: " in verdict.reason.partition("\n")[0]
+    assert "it is set up already; in fresh workers pass: " in verdict.reason.partition("\n")[0]
     assert (values["records"], values["other"]["fresh"]) == (["fresh/0/record"], False)
 
 
@@ -142,12 +142,12 @@ RAISED = verdict_of("infrastructure", "rank 0 raised\nend of log")
 @pytest.mark.parametrize(
     ("used", "fresh", "state", "reason"),
     [
-        (LOSS, PASS, "differs", "differs only after other cells: first at loss; in fresh workers conforms: 9"),
+        (LOSS, PASS, "differs", "differs only after other cells: first at loss; in fresh workers pass: 9"),
         (LOSS, LOSS, "differs", "first at loss; in fresh workers, too"),
         (LOSS, NORM, "differs", "first at loss; in fresh workers: first at gradient norm"),
         (LOSS, DEAD, "differs", "first at loss; in fresh workers: rank 1 was killed"),
-        (PASS, LOSS, "differs", "differs only in fresh workers: first at loss; after other cells conforms: 9"),
-        (DEAD, PASS, "infrastructure", "fails only after other cells: rank 1 was killed; in fresh workers conforms: 9"),
+        (PASS, LOSS, "differs", "differs only in fresh workers: first at loss; after other cells pass: 9"),
+        (DEAD, PASS, "infrastructure", "fails only after other cells: rank 1 was killed; in fresh workers pass: 9"),
         (DEAD, DEAD, "infrastructure", "rank 1 was killed; in fresh workers, too\nend of log"),
         (DEAD, RAISED, "infrastructure", "rank 1 was killed; in fresh workers: rank 0 raised\nend of log"),
         (DEAD, LOSS, "differs", "first at loss; after other cells: rank 1 was killed"),

@@ -98,7 +98,7 @@ def _healed(entry: Entry) -> Entry:
         steps = sorted({q.step for q in right if q.step >= 0})
         rows = (Quantity(stage="log-probs", tensor="logprob", step=s, observed=0.0, allowed=1e-5) for s in steps)
         right += rows
-    verdict = Verdict(state="conforms", reason="all quantities agree with the oracle", quantities=tuple(right))
+    verdict = Verdict(state="conforms", reason="all quantities agree with the reference", quantities=tuple(right))
     return replace(entry, verdict=verdict)
 
 

@@ -42,7 +42,7 @@ SPECIAL: dict[str, tuple[State, str]] = {
     CRASHED: ("infrastructure", "rank 1 of 2 raised RuntimeError in setup: NCCL communicator was aborted"),
     EXPECTED: ("expected_difference", "rounded gradients: https://github.com/deepspeedai/DeepSpeed/issues/7747"),
     UNSUPPORTED: ("unsupported", "megatron has no context parallelism for this attention; use sp1"),
-    PARTLY: ("partly_observed", "612 quantities agree with the oracle; not observed: log-probs"),
+    PARTLY: ("partly_observed", "612 quantities agree with the reference; not observed: log-probs"),
     NOT_RUN: ("not_run", "the time budget of the run (600 s) was spent before this cell"),
 }
 CELLS = (
@@ -109,7 +109,7 @@ def write_sample(out: Path) -> Path:
 
 def sample_cell(out: Path, cell: str, number: str, rng: random.Random) -> Entry:
     """Write one cell with its records and logs, and the records of its oracle."""
-    state, reason = SPECIAL.get(cell, ("conforms", "all quantities agree with the oracle"))
+    state, reason = SPECIAL.get(cell, ("conforms", "all quantities agree with the reference"))
     scenario, model, _, layout, *variant = cell.split("/")
     folder = f"cells/{number}-{cell.replace('/', '-')}"
     ran = state in ANSWERED

@@ -142,7 +142,7 @@ def _compared(
 def _reference_note(entries: Sequence[Entry]) -> list[str]:
     """Warns if the reference is not written from the papers."""
     authors = sorted({entry.verdict.second_class for entry in entries} - {""})
-    return [f"The oracle is {' and '.join(authors)}: {NOT_SEEN}."] if authors else []
+    return [f"The reference is {' and '.join(authors)}: {NOT_SEEN}."] if authors else []
 
 
 def _is_of_a_defect(entry: Entry) -> bool:

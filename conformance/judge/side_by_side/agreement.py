@@ -1,4 +1,4 @@
-"""Finds out which cells of a group agree with each other and with the oracle, as families and in words.
+"""Finds out which cells of a group agree with each other and with the reference, as families and in words.
 
 A cell's verdict says that it differs from the oracle; this module says which other cells differ in the same way. If a
 single cell differs, look at that cell first. If several layouts of one backend agree with each other and not with the
@@ -103,7 +103,7 @@ class _Table:
     def cause(self, number: int) -> str:
         """Returns why a member is expected to differ from the oracle and other members, in words; empty if it is not.
 
-        A member with a convention agrees with the oracle that has it, or its state is ``differs``.
+        A member with a convention agrees with the reference that has it, or its state is ``differs``.
         """
         member = self.members[number]
         if member.state == "expected_difference":
@@ -117,7 +117,7 @@ class _Table:
         return any(n != ORACLE and self.cause(n) for n in pair)
 
     def name(self, number: int) -> str:
-        return "the oracle" if number == ORACLE else str(self.members[number])
+        return "the reference" if number == ORACLE else str(self.members[number])
 
     def names(self, numbers: Sequence[int]) -> str:
         """Names the members by backend: ``deepspeed (dp2, dp4) and fsdp2 dp2``."""
@@ -145,7 +145,7 @@ def _sentences(table: _Table, elsewhere: Sequence[str]) -> list[str]:
     if not disputed and len(compared) > 1:
         lines.append(_all_agree(table, compared))
     elif not disputed and compared:
-        lines.append(f"{table.names(compared)} agrees with the oracle.")
+        lines.append(f"{table.names(compared)} agrees with the reference.")
     elif compared and agreed:
         lines.append(f"All agree in {_joined(agreed)}.")
     for families, columns in disputed.items():
@@ -153,7 +153,7 @@ def _sentences(table: _Table, elsewhere: Sequence[str]) -> list[str]:
     for number in compared:
         if elsewhere[number] and not any((ORACLE, number) in table.pairs_outside(column) for column in table.columns):
             stage = elsewhere[number]
-            lines.append(f"{table.members[number]} differs from the oracle at a stage without a column: {stage}.")
+            lines.append(f"{table.members[number]} differs from the reference at a stage without a column: {stage}.")
     for problem in dict.fromkeys(member.problem for member in table.members if member.problem):
         whose = [number for number, member in enumerate(table.members) if member.problem == problem]
         lines.append(f"Not compared: {table.names(whose)}, {problem}")
@@ -170,8 +170,8 @@ def _all_agree(table: _Table, compared: Sequence[int]) -> str:
     ratio, column, difference, (a, b) = max(found, key=lambda one: one[0])
     count = "Both" if len(compared) == 2 else f"All {len(compared)}"
     return (
-        f"{count} agree with the oracle and with each other. Furthest apart are {table.name(a)} and {table.name(b)}: "
-        f"{column} {difference.observed:.1e}, {ratio:.2g} of what the two may show."
+        f"{count} agree with the reference and with each other. Furthest apart are {table.name(a)} and "
+        f"{table.name(b)}: {column} {difference.observed:.1e}, {ratio:.2g} of what the two may show."
     )
 
 
@@ -181,9 +181,9 @@ def _dispute(table: _Table, families: Families, columns: Sequence[str]) -> list[
     column = columns[0]
     home = [number for number in families[0] if number != ORACLE]
     if len(home) > 1:
-        first = f"{table.names(home)} {_agree(table, families[0], column)} with each other and with the oracle."
+        first = f"{table.names(home)} {_agree(table, families[0], column)} with each other and with the reference."
     else:
-        first = f"{table.names(home)} agrees with the oracle." if home else "none agrees with the oracle."
+        first = f"{table.names(home)} agrees with the reference." if home else "none agrees with the oracle."
     since = [f" (from step {step})" if (step := table.first_step_outside(c)) else "" for c in columns]
     lines = [f"In {_joined([c + step for c, step in zip(columns, since, strict=True)])}, {first}"]
     alone: dict[tuple[str, str], list[int]] = {}
@@ -193,13 +193,13 @@ def _dispute(table: _Table, families: Families, columns: Sequence[str]) -> list[
         else:
             near = _largest_distance(table, combinations(family, 2), column)
             because = _because(table, family)
-            text = f"{table.names(family)} {_agree(table, family, column)} with each other and not with the oracle"
+            text = f"{table.names(family)} {_agree(table, family, column)} with each other and not with the reference"
             text += f"{because}: {column} {near} apart, {_distance_to_oracle(table, family, column)} from it"
             lines.append(text + ("." if because else f"; {_look(table, family, _shared(table, family, home))}."))
     for (backend, _), members in alone.items():
         because = _because(table, members)
         stands = "stands alone" if len(members) == 1 else "stand alone, each of them"
-        far = f"{column} {_distance_to_oracle(table, members, column)} from the oracle"
+        far = f"{column} {_distance_to_oracle(table, members, column)} from the reference"
         where = backend if len(members) > 1 else table.names(members)
         nobody = table.nodes(column) == [ORACLE, *members] and len(members) == 1
         advice = "there is nobody to compare it with" if nobody else _look(table, members, where)
@@ -231,16 +231,16 @@ def _because(table: _Table, members: Sequence[int]) -> str:
 
 
 def _shared(table: _Table, family: Sequence[int], home: Sequence[int]) -> str:
-    """Says where to look first if the members of ``family`` agree with each other, and not with the oracle.
+    """Says where to look first if the members of ``family`` agree with each other, and not with the reference.
 
-    ``home``: the members that agree with the oracle.
+    ``home``: the members that agree with the reference.
     """
     backends = list(dict.fromkeys(table.members[number].backend for number in family))
     if len(backends) == 1:
         return backends[0]
     if home:
         return f"what only they share, and not {table.names(home)}"
-    return "the oracle, the scenario, and the code that they share"
+    return "the reference, the scenario, and the code that they share"
 
 
 def _distance_to_oracle(table: _Table, members: Sequence[int], column: str) -> str:
