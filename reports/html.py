@@ -17,6 +17,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
+from conformance.bisect.explain import describe
 from conformance.core.errors import visible
 from conformance.core.io import write_file
 from conformance.core.timeline import table
@@ -99,6 +100,7 @@ def _template() -> jinja2.Template:
     own.filters.update(number=wording.number, margin=margin, plural=wording.plural, linked=linked, share=wording.share)
     own.globals.update(FIRST=FIRST, STATES=STATES, KINDS=KINDS, SHADES=SHADES, BEYOND=BEYOND, anchor=anchor)
     own.globals.update(explain=wording.explain, in_square=wording.in_square, level=_level)
+    own.globals.update(likely_causes=wording.likely_causes, describe=describe)
     return own.get_template("page.html")
 
 

@@ -19,6 +19,7 @@ from conformance.spec.observables import CONFIGURATION, Observable, is_unread
 from conformance.spec.scenario import Scenario
 
 CLOSE = 1e-3  # relative distance of a scale from the factor that explains it, in every precision
+TRAINING_STATE = "training state"  # the stage of what a resume loads, behind the name of a critic
 ZERO = 1e-9  # scale that is taken for zero: below every factor that is known, above what sums leave that cancel
 MOST_STEPS = 100_000  # longest schedule that is searched
 MOST_KINDS = 3  # kinds of parameters that are named as what wrong ones have in common
@@ -135,6 +136,8 @@ def _zero(m: Measurement, facts: Facts) -> str:
         return "it is zero: the loss does not reach it, or it was cleared before it was read"
     if m.stage in facts.updates:
         return "it has not moved: it is never trained, or its update is lost"
+    if m.stage.endswith(TRAINING_STATE):
+        return "it is zero: the resume has not loaded it"
     return "it is zero"
 
 

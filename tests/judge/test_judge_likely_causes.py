@@ -143,6 +143,13 @@ def test_factor_of_all_advantages_names_group_size(factor: float, words: str) ->
     assert ("which is" in hint) == (factor != 1.1553)
 
 
+@pytest.mark.parametrize("stage", ["training state", "critic training state"])
+def test_training_state_of_zero_was_not_loaded(stage: str) -> None:
+    m = number_off(stage, "progress of schedule", 1, 0.0, 1.0, unit=1.0, fixed=0.0)
+    facts: Any = SimpleNamespace(gradients=(), updates=())
+    assert likely_cause(m, facts, allowed=0.0) == "it is zero: the resume has not loaded it"
+
+
 @pytest.mark.parametrize(("precision", "factor"), [("exact", 5 / 3.001), ("bf16", 5 / 3), ("exact", 5 / 51)])
 def test_a_loss_that_no_count_of_tokens_explains_has_no_likely_cause(
     tmp_path: Path, precision: str, factor: float

@@ -113,7 +113,7 @@ def test_one_wrong_member_is_named_as_the_outlier(tmp_path: Path) -> None:
 def test_layouts_of_one_backend_that_are_wrong_alike_point_at_the_backend(tmp_path: Path) -> None:
     group = group_of(write_run(tmp_path / "out", {FSDP2: WRONG, FSDP2_TP: WRONG}))
     assert re.search(
-        r"fsdp2 \(dp2, dp2\.tp2\) agree with each other and not with the oracle: gradients \S+e-15 apart, 1\.0e-02 "
+        r"fsdp2 \(dp2, dp2\.tp2\) agree with each other and not with the reference: gradients \S+e-15 apart, 1\.0e-02 "
         r"from it; look first at fsdp2\.",
         group["text"],
     )
@@ -121,7 +121,7 @@ def test_layouts_of_one_backend_that_are_wrong_alike_point_at_the_backend(tmp_pa
 
 def test_backends_that_are_wrong_alike_point_at_what_they_share(tmp_path: Path) -> None:
     group = group_of(write_run(tmp_path / "out", {FSDP2: WRONG, DEEPSPEED: WRONG}))
-    assert "deepspeed dp2 and fsdp2 dp2 agree with each other and not with the oracle" in group["text"]
+    assert "deepspeed dp2 and fsdp2 dp2 agree with each other and not with the reference" in group["text"]
     assert "look first at what only they share, and not fsdp2 dp2.tp2 and megatron tp2." in group["text"]
 
 
@@ -129,7 +129,7 @@ def test_side_by_side_agreement_against_oracle_suspects_oracle(tmp_path: Path) -
     group = group_of(write_run(tmp_path / "out", dict.fromkeys(MEMBERS, WRONG)))
     assert group["state"] == "differs"
     assert group["families"]["gradients"] == [["oracle"], list(map(cell_id, MEMBERS))]
-    assert re.search(r"gradients \S+e-15 apart, 1\.0e-02 from it; look first at the oracle, the scen", group["text"])
+    assert re.search(r"gradients \S+e-15 apart, 1\.0e-02 from it; look first at the reference, the scen", group["text"])
     for one, other in combinations(MEMBERS, 2):
         assert pair_of(group, one, other)["gradients"]["ratio"] < 0.01
 
@@ -170,7 +170,7 @@ def test_two_that_agree_through_others_only_are_said_to_be_too_far_apart(tmp_pat
     assert (len(group["families"]["gradients"]), group["state"]) == (1, "differs")
     everybody = "deepspeed dp2, fsdp2 (dp2, dp2.tp2) and megatron tp2"
     assert f"In gradients, {everybody} agree in part with each other and with the reference. Yet " in group["text"]
-    assert "Yet deepspeed dp2 and the oracle are further apart than they may be: gradients 1.5e-11" in group["text"]
+    assert "Yet deepspeed dp2 and the reference are further apart than they may be: gradients 1.5e-11" in group["text"]
 
 
 def test_a_pair_of_conforming_cells_is_within_what_the_two_may_show(tmp_path: Path) -> None:

@@ -174,9 +174,7 @@ def test_squares_show_history_and_what_did_not_run_is_a_gap(tmp_path: Path) -> N
 def test_changes_name_what_a_square_was() -> None:
     old = board(column("1.0"))
     assert changes(old, old) == []
-    assert changes(board(column("1.0", "differs")), old)[0] == (
-        f"- **toy 1.0**, `{ROW}`: fail (pass before): why <b>"
-    )
+    assert changes(board(column("1.0", "differs")), old)[0] == (f"- **toy 1.0**, `{ROW}`: fail (pass before): why <b>")
     newer = joined(old, [column("2.0", "gap")])
     assert changes(newer, old)[0].startswith(f"- **toy 2.0**, `{ROW}`: gap (pass in 1.0)")
     assert changes(joined(old, [column("2.0")]), old) == []

@@ -49,7 +49,7 @@ def test_a_click_on_a_matrix_cell_opens_it_offline(browser: Browser, address: st
     assert browser.run(OPENED) == ""
     browser.click(".box.differs")
     browser.wait(f"({OPENED}) === {json.dumps(DIFFERS)}")
-    assert browser.text(".first h3") == "First difference: gradients, at step 0"
+    assert browser.text(".first h3") == "First difference: gradients, at step 0 in 1 of 42 numbers"
     assert browser.run("document.title").startswith(DIFFERS)
     assert browser.run("document.querySelector('.box[aria-current=\"true\"]').dataset.cell") == DIFFERS
     assert browser.problems == []

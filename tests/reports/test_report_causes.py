@@ -4,17 +4,22 @@ import math
 import random
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from report_sample import CRASHED, DIFFERS, change, entries_of, entry_of, rewrite, sample_cell, write_sample
+from report_sample import CRASHED, DIFFERS, LATE, change, entries_of, entry_of, rewrite, sample_cell, write_sample
 
 from conformance.core.host import CHECKOUT
+from conformance.results.bisection import OUTSIDE
 from conformance.results.verdict import Quantity, State, off
 from reports.html import linked, write_html
 from reports.load import MENTION, findings, read_report
 from reports.markdown import write_markdown
+from reports.page_data import Shared, cell_data
 from reports.summary import causes, headline
 from reports.tables import mutation_score
+from reports.wording import circumstances, likely_causes
 
 LARGER = DIFFERS.replace("dp2.tp2", "dp4.tp2.seqpar")
 SMALLER = DIFFERS.replace("dp2.tp2", "tp2")
@@ -43,6 +48,52 @@ def test_causes_group_cells_by_first_differing_tensors(out: Path) -> None:
     assert title == "5 cells of 27 fail"
     assert text.startswith(f"Start with {SMALLER}. First difference in gradients: model.layers.1.self_attn.o_proj.bias")
     assert "2 more cells have the same cause. 2 other causes below. 2 more cells gave no answer." in text
+
+
+def test_cells_with_one_first_wrong_module_have_one_cause(out: Path) -> None:
+    report = read_report(out)
+    module: Any = SimpleNamespace(models=(SimpleNamespace(where="model.layers.0.self_attn"),))
+    outside: Any = SimpleNamespace(models=(SimpleNamespace(where=OUTSIDE),))
+    for found, count in ((module, 1), (outside, 2)):
+        cells = tuple(replace(c, bisection=found) if c.id in (DIFFERS, LATE) else c for c in report.cells)
+        having = [one for one in causes(replace(report, cells=cells)) if {c.id for c in one.cells} & {DIFFERS, LATE}]
+        assert len(having) == count
+
+
+def test_what_all_backends_share_is_named_in_cell_and_list(tmp_path: Path) -> None:
+    out, rng = tmp_path / "out", random.Random(0)
+    names = [DIFFERS, DIFFERS.replace("fsdp2", "megatron")]
+    entries = [sample_cell(out, cell, str(number), rng) for number, cell in enumerate(names)]
+    verdict = entries[0].verdict
+    for states in (("differs", "differs"), ("differs", "conforms")):
+        of = [verdict if state == "differs" else entries[1].verdict for state in states]
+        rewrite(out, [replace(entry, verdict=one) for entry, one in zip(entries, of, strict=True)])
+        alike = states[1] == "differs"
+        text, page = write_markdown(out).read_text(encoding="utf-8"), write_html(out).read_text(encoding="utf-8")
+        assert ("All 2 backends differ alike" in text, "All 2 backends differ alike" in page) == (alike, alike)
+        assert "<b>Likely cause</b> Only biases" in page
+        first, *_ = causes(read_report(out))
+        told = cell_data(first.first, Shared(), first)
+        assert bool(told["first"]["shared"]) == alike
+        assert "Likely cause: `model.layers.1.self_attn.o_proj.bias`: Only biases" in text
+
+
+def test_hints_of_later_stages_are_no_likely_causes(out: Path) -> None:
+    entry = entry_of(out, SMALLER)
+    late = replace(entry.verdict.findings[-1], stage="weights after N steps", hint="2 times the reference")
+    change(out, SMALLER, verdict={"quantities": (*entry.verdict.quantities, late)})
+    assert list(likely_causes(next(c for c in read_report(out).cells if c.id == SMALLER)).values()) == [
+        "model.layers.1.self_attn.o_proj.bias"
+    ]
+
+
+def test_reason_of_a_failing_cell_is_said_once(out: Path) -> None:
+    entry = entry_of(out, SMALLER)
+    reason = f"first difference at gradients, step 0, 1 of 42 tensors; worst: {entry.verdict.findings[0]}; and more"
+    change(out, SMALLER, verdict={"reason": reason})
+    cells = {cell.id: cell for cell in read_report(out).cells}
+    assert circumstances(cells[SMALLER]) == "and more"
+    assert circumstances(cells[CRASHED]) == cells[CRASHED].reason
 
 
 def test_failures_that_say_the_same_but_for_numbers_are_one_cause(out: Path) -> None:

@@ -27,7 +27,7 @@ HEADS = "h2, h3"
 # What shows the requirements (docs/explanations/report.md): by page and opened cell, selectors with a text.
 SEEN: dict[tuple[str, str], dict[str, tuple[tuple[str, str], ...]]] = {
     (SAMPLE, ""): {
-        "R1": ((".banner h1", "differ"), (".counts", "infrastructure failure")),
+        "R1": ((".banner h1", "fail"), (".counts", "infrastructure failure")),
         "R2": ((HEADS, "Every cell"), ("#cells", "sft-packed")),
         "R3": ((".count.differs .symbol", "✗"), (".count.conforms .symbol", "✓")),
         "R13": ((HEADS, "This run"), ("footer dl", "torch")),

@@ -183,7 +183,7 @@ def _dispute(table: _Table, families: Families, columns: Sequence[str]) -> list[
     if len(home) > 1:
         first = f"{table.names(home)} {_agree(table, families[0], column)} with each other and with the reference."
     else:
-        first = f"{table.names(home)} agrees with the reference." if home else "none agrees with the oracle."
+        first = f"{table.names(home)} agrees with the reference." if home else "none agrees with the reference."
     since = [f" (from step {step})" if (step := table.first_step_outside(c)) else "" for c in columns]
     lines = [f"In {_joined([c + step for c, step in zip(columns, since, strict=True)])}, {first}"]
     alone: dict[tuple[str, str], list[int]] = {}
