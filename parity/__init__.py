@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         whole,
         whole_tensors,
     )
+    from conformance.backends.engines import NotSupported
     from conformance.backends.on_cpu import float64_for, on_cpu
     from conformance.backends.protocol import (
         Backend,
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
         TracedModule,
         Unsupported,
     )
+    from conformance.backends.text import HuggingFaceText, OrderPlan, TextInfo
     from conformance.core.errors import UsageError
     from conformance.models.folder_checks import runs_code
     from conformance.results.dataframes import Frames, load
@@ -107,11 +109,14 @@ __all__ = [
     "GenerationDenominator",
     "GeneratorsNotSaved",
     "GrpoTrainerAdapter",
+    "HuggingFaceText",
     "Layout",
     "Loader",
     "LostEmbeddingGradient",
     "MetricsByMicroBatch",
     "NamedTensors",
+    "NotSupported",
+    "OrderPlan",
     "PaddedSoftmax",
     "Paused",
     "Recorder",
@@ -126,6 +131,7 @@ __all__ = [
     "Support",
     "Supported",
     "TensorKind",
+    "TextInfo",
     "Traced",
     "TracedModule",
     "TrainedPaddingToken",
@@ -168,6 +174,8 @@ _NAMES = {
         *("flatten", "target_logprobs", "label_logprobs", "by_row", "whole", "whole_tensors", "shards", "Paused"),
     ),
     "conformance.backends.adapter_bases": ("FrameworkAdapter", "TrainerAdapter", "GrpoTrainerAdapter", "Loader"),
+    "conformance.backends.engines": ("NotSupported",),
+    "conformance.backends.text": ("HuggingFaceText", "OrderPlan", "TextInfo"),
     "conformance.backends.on_cpu": ("on_cpu", "float64_for"),
     "conformance.models.folder_checks": ("runs_code",),
     "conformance.spec.known_defects": (

@@ -268,7 +268,7 @@ class ServedEngine:
             raise
         except Exception as error:
             self.failed = True
-            raise EngineFailed(_error_message(error)["message"]) from error
+            raise EngineFailed(error_message(error)["message"]) from error
 
 
 class EngineProcess(ServedEngine):
@@ -357,7 +357,7 @@ def main() -> None:
         info["versions"] = {package: package_version(package) for package in info["packages"]}
         return engine(), {"info": info}
 
-    answer_queries(made, _reply, _error_message)
+    answer_queries(made, _reply, error_message)
 
 
 def _reply(engine: Engine, query: dict[str, Any]) -> dict[str, Any]:
@@ -392,7 +392,7 @@ def _rows(answer: Sequence[Sequence[float]]) -> dict[str, Tensor]:
     return {str(i): torch.as_tensor(one, dtype=torch.float64) for i, one in enumerate(answer)}
 
 
-def _error_message(error: Exception) -> dict[str, str]:
+def error_message(error: Exception) -> dict[str, str]:
     if isinstance(error, UsageError):
         return {"kind": "usage", "message": str(error)}
     if isinstance(error, NotSupported | ImportError):

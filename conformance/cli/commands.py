@@ -198,6 +198,36 @@ def _doctor(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help=_JSON)
 
 
+def _text(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--pipeline",
+        action="append",
+        metavar="NAME",
+        help="name or module:Class, such as text:Trl; may be repeated (default: reference, that of parity train)",
+    )
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--model", metavar="FOLDER", help="Hugging Face folder with a tokenizer and a chat template")
+    source.add_argument(
+        "--template",
+        action="append",
+        metavar="NAME",
+        help="published chat template, or all; may be repeated (default: qwen2.5)",
+    )
+    parser.add_argument("--data", default="", metavar="FILE", help="conversations (default: eight of the suite)")
+    parser.add_argument("--python", action="append", default=[], metavar="NAME=EXECUTABLE", help="environment of one")
+    parser.add_argument(
+        "--faults",
+        action="append",
+        default=[],
+        dest="text_faults",
+        metavar="NAME",
+        help="plant a fault of docs/reference/faults.md in the pipeline; may be repeated",
+    )
+    parser.add_argument("--trust-remote-code", action="store_true", help="run Python code of the model folder")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder of text.json (default: none)")
+    parser.add_argument("--json", action="store_true", help=_JSON)
+
+
 def _history(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", type=Path, metavar="DIR", help="folder of history.sqlite; created if missing")
     parser.add_argument("--add", type=Path, action="append", default=[], metavar="OUT", help="may be repeated")
@@ -220,6 +250,7 @@ COMMANDS: Mapping[str, Declared] = {
         ("compare", "report", "print the backends of a run side by side, or two runs, as Markdown", _compare),
         ("bisect", "run", "name the first wrong module of a cell, forward and backward", _bisect),
         ("engine", "engine", "judge rollout engines: log-probs, sampling, and the weights that they take", _engine),
+        ("text", "text", "judge the path from text to tokens: chat template, mask, packing, order of samples", _text),
         ("doctor", "doctor", "check this machine and the installed packages", _doctor),
         ("history", "report", "keep summaries of runs in a folder, and show the trend of each backend", _history),
     )

@@ -34,7 +34,7 @@ WHOLE = 2**50  # elements of a matrix: records keep no sketches, because an engi
 
 
 def engine_command(options: argparse.Namespace) -> int:
-    pythons = dict(map(_environment, options.python or ()))
+    pythons = dict(map(environment, options.python or ()))
     engines = dict.fromkeys(options.engine or ["transformers"])
     against = [one for one in options.against.split(",") if one]
     options.backend, faults = against or ["fsdp2"], options.engine_faults
@@ -67,7 +67,7 @@ def engine_command(options: argparse.Namespace) -> int:
     return EXIT[_overall([str(one["state"]) for one in results])]
 
 
-def _environment(text: str) -> tuple[str, str]:
+def environment(text: str) -> tuple[str, str]:
     name, _, python = text.partition("=")
     if not name or not python:
         raise UsageError(f"--python {text}: give NAME=EXECUTABLE, such as vllm=VENV/bin/python")

@@ -88,6 +88,7 @@ def encode(sample: Sample, tokenizer: Any) -> Encoded:
         tokens, spans = _without_template(sample, tokenizer)
     else:
         _check_calls(sample, tokenizer)
+        _check_kept(sample, tokenizer)
         if not sample.is_pair and re.search(r"\{%-?\s*generation\b", str(tokenizer.chat_template)):
             return _as_marked(sample, tokenizer)
         tokens, spans = _turns_of(sample, tokenizer)
@@ -133,6 +134,25 @@ def _check_calls(sample: Sample, tokenizer: Any) -> None:
             "the chat template leaves out 'tool_calls'; give the model's folder a template that writes them, or write "
             "them into 'content'"
         )
+
+
+def _check_kept(sample: Sample, tokenizer: Any) -> None:
+    """Raises UsageError if the chat template leaves out a message: the text is the same whatever the message says."""
+    count = len(sample.messages)
+    whole = _render(sample, count, tokenizer)
+    for number, turn in enumerate(sample.messages):
+        content = str(turn.get("content") or "").strip()
+        if content in whole:
+            continue
+        turns = (*sample.messages[:number], {**turn, "content": _ELSEWHERE}, *sample.messages[number + 1 :])
+        if _render(replace(sample, messages=turns), count, tokenizer) == whole:
+            what = (
+                "the answer" if turn["role"] == "assistant" else f"message {number + 1}, of the role {turn['role']!r},"
+            )
+            raise UsageError(
+                f"the chat template leaves out {what} {content[:40]!r}; correct the tokenizer's files, or leave the "
+                f"message out"
+            )
 
 
 def _as_marked(sample: Sample, tokenizer: Any) -> Encoded:

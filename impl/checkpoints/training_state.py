@@ -49,7 +49,7 @@ class DataPosition:
         taken: list[int] = []
         while len(taken) < count:
             epoch, at = divmod(self.consumed + len(taken), self.documents)
-            taken += _order(self.seed, self.documents, epoch)[at : at + count - len(taken)]
+            taken += epoch_order(self.seed, self.documents, epoch)[at : at + count - len(taken)]
         return taken, replace(self, consumed=self.consumed + count)
 
     def check_same_data(self, before: "DataPosition") -> None:
@@ -62,7 +62,7 @@ class DataPosition:
 
 
 @lru_cache(maxsize=2)  # rows are filled one document at a time
-def _order(seed: int, documents: int, epoch: int) -> tuple[int, ...]:
+def epoch_order(seed: int, documents: int, epoch: int) -> tuple[int, ...]:
     order = list(range(documents))
     random.Random(f"{seed} {epoch}").shuffle(order)  # leaves the process's own generator alone
     return tuple(order)

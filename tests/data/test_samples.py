@@ -113,7 +113,8 @@ def with_template(template: str) -> Any:
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "maximum recursion depth exceeded"),
         ("{{ 'a' * 10 ** 7 }}", "the chat template renders 10000000 characters"),
         ("{{ messages[0]['content'] }}", "the chat template leaves out the answer '5.'"),
-        ("", "nothing comes before the first token of the answer"),
+        ("", "the chat template leaves out message 1, of the role 'user'"),
+        ("{{ messages[-1]['content'] }}{{ messages[0]['content'] }}", "nothing comes before the first token of the"),
     ],
 )
 def test_a_template_that_does_not_serve_is_told_with_the_sample(template: str, message: str, tmp_path: Path) -> None:

@@ -51,6 +51,7 @@ def test_fixtures_templates_and_suite_are_inside(installed: Installed) -> None:
         ("fixtures/data", "conformance/_fixtures/data"),
         ("fixtures/scenarios", "conformance/_fixtures/scenarios"),
         ("fixtures/profiles", "conformance/_fixtures/profiles"),
+        ("fixtures/templates", "conformance/_fixtures/templates"),
         ("docs/findings", "reports/_findings"),
         ("reports/templates", "reports/templates"),
         ("conformance/suite", "conformance/suite"),

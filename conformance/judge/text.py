@@ -1,0 +1,238 @@
+"""Judges text pipelines: rendered text and mask, by the template's own rendering with labels (conformance.oracle.chat).
+
+A pipeline says which rules it follows (TextInfo), because frameworks differ in what they train on. The rules are
+judged, and what is trained on is reported whatever they say. A conversation that a framework refuses is not a
+difference.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from difflib import SequenceMatcher
+from typing import Any
+
+from conformance.backends.text import ServedPipeline, TextFailed, TextInfo
+from conformance.core.errors import UsageError, first_few, one_line
+from conformance.data.chat_templates import Conversation, TemplateFolder
+from conformance.data.tokenizer import SAMPLE_LIMIT_S, computing_at_most, load_tokenizer
+from conformance.oracle.chat import KINDS, Label, Rendered
+from conformance.results.verdict import State
+
+NO_LIMIT = 2**20  # tokens
+SHORTEST_MATCH = 6  # tokens; shorter parts agree by chance
+Encoded = tuple[list[int], list[bool]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextCheck:
+    """Holds the result of one check of a stage. short: what a table shows."""
+
+    stage: str
+    state: State
+    text: str
+    short: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expected:
+    """Holds what the reference makes of a conversation. labels, marked: of each token."""
+
+    name: str
+    messages: Sequence[Any]
+    tools: Sequence[Any]
+    tokens: list[int]
+    labels: list[Label]
+    marked: list[bool] | None
+
+    def targets(self, info: TextInfo) -> list[bool]:
+        """Returns which tokens the rules of a pipeline train on."""
+        answers = [i for i, message in enumerate(self.messages) if message["role"] == "assistant"]
+        turns = answers if info.turns == "all" else answers[-1:]
+        if info.marks and self.marked is not None:
+            return [one and label.message in turns for one, label in zip(self.marked, self.labels, strict=True)]
+        return [label.message in turns and label.kind in info.trains for label in self.labels]
+
+
+def expected_of(
+    folder: TemplateFolder, conversations: Sequence[Conversation], info: TextInfo
+) -> tuple[list[Expected], dict[str, str]]:
+    """Renders and tokenizes conversations by the reference. Also returns those that the template refuses, with why.
+
+    Raises UsageError for a user's conversation that the template refuses or of which it renders something away.
+    """
+    tokenizer = load_tokenizer(folder.folder)
+    found, refused = [], {}
+    for one in conversations:
+        try:
+            with computing_at_most(SAMPLE_LIMIT_S):
+                rendered = folder.template.render(one.messages, one.tools)
+        except Exception as error:  # a template may raise anything
+            if one.is_own:
+                raise UsageError(f"{one.name}: {one_line(error)}, in {folder.folder}") from None
+            refused[one.name] = one_line(error)
+            continue
+        if info.strips_end and not (info.marks and rendered.marked):
+            rendered = replace(rendered, text=rendered.text.rstrip())
+        found.append(_tokenized(one, rendered, tokenizer))
+    return found, refused
+
+
+def _tokenized(one: Conversation, rendered: Rendered, tokenizer: Any) -> Expected:
+    encoded = tokenizer(rendered.text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    starts = [start for start, _ in encoded["offset_mapping"]]
+    return Expected(
+        name=one.name,
+        messages=one.messages,
+        tools=one.tools,
+        tokens=list(encoded["input_ids"]),
+        labels=[rendered.labels[start] for start in starts],
+        marked=None if rendered.marked is None else [rendered.marked[start] for start in starts],
+    )
+
+
+def judge_conversations(
+    pipeline: ServedPipeline, folder: TemplateFolder, conversations: Sequence[Conversation]
+) -> Iterator[TextCheck]:
+    """Judges what a pipeline renders, trains on and cuts, with the chat template of a folder."""
+    expected, refused = expected_of(folder, conversations, pipeline.info)
+    if not expected:
+        raise UsageError(
+            f"the chat template {folder.name} renders none of the conversations: {next(iter(refused.values()))}"
+        )
+    failed: dict[str, str] = {}
+    pairs: list[tuple[Expected, Encoded]] = []
+    try:
+        pipeline.load(folder.folder, _own_name(pipeline.info, folder))
+    except TextFailed as error:
+        yield TextCheck(stage="rendered text", state="unsupported", text=f"{error}", short="refused")
+        return
+    for one in expected:
+        try:
+            encoded = pipeline.encode(one.messages, one.tools, NO_LIMIT)
+        except (TextFailed, UsageError) as error:
+            failed[one.name] = one_line(error)
+            continue
+        if encoded is None:
+            failed[one.name] = "left out without a word"
+        else:
+            pairs.append((one, encoded))
+    tokenizer = load_tokenizer(folder.folder)
+    yield _judge_text(pairs, failed, tokenizer)
+    if pairs:
+        yield _judge_mask(pairs, pipeline.info, tokenizer)
+        yield _judge_truncation(pipeline, max(pairs, key=lambda pair: _cut_targets(pair[1])), tokenizer)
+
+
+def _own_name(info: TextInfo, folder: TemplateFolder) -> str:
+    return folder.names.get(info.name, "") if info.own_templates else ""
+
+
+def _judge_text(pairs: Sequence[tuple[Expected, Encoded]], failed: dict[str, str], tokenizer: Any) -> TextCheck:
+    wrong = [(one, tokens) for one, (tokens, _) in pairs if tokens != one.tokens]
+    count = len(pairs) + len(failed)
+    reasons = list(dict.fromkeys(failed.values()))
+    refusals = "".join(
+        f"; refuses {first_few([name for name in failed if failed[name] == why], most=2)}: {why}" for why in reasons
+    )
+    same = f"{len(pairs) - len(wrong)} of {count} conversations have the template's tokens"
+    if wrong:
+        one, tokens = wrong[0]
+        text = f"{same}; first difference: {one.name}, {_difference(one.tokens, tokens, tokenizer)}{refusals}"
+        return TextCheck(stage="rendered text", state="differs", text=text, short=f"{len(wrong)} of {count} differ")
+    state: State = "unsupported" if not pairs else "partly_observed" if failed else "conforms"
+    short = "same" if not failed else f"same, {len(failed)} refused"
+    return TextCheck(stage="rendered text", state=state, text=f"{same}{refusals}", short=short)
+
+
+def _difference(expected: Sequence[int], observed: Sequence[int], tokenizer: Any) -> str:
+    """Says where two lists of tokens begin to differ, with the text around it."""
+    place = next((i for i, (a, b) in enumerate(zip(expected, observed, strict=False)) if a != b), None)
+    place = min(len(expected), len(observed)) if place is None else place
+    texts = [repr(tokenizer.decode(list(one[place : place + 24]))) for one in (expected, observed)]
+    return f"token {place}: the template has {texts[0]}, the pipeline {texts[1]}"
+
+
+def _judge_mask(pairs: Sequence[tuple[Expected, Encoded]], info: TextInfo, tokenizer: Any) -> TextCheck:
+    """Judges the mask on the tokens that the pipeline and the template have in common."""
+    wrong, trained, all_of = "", Counter[str](), Counter[str]()
+    for one, (tokens, targets) in pairs:
+        wanted, last = one.targets(info), _last_answer(one)
+        for at, place in _common(one.tokens, tokens):
+            label = one.labels[at]
+            part = label.kind if label.role == "assistant" else f"{label.role} message"
+            if label.role == "assistant" and label.message != last:
+                part = f"earlier {part}"
+            all_of[part] += 1
+            trained[part] += targets[place]
+            if targets[place] != wanted[at] and not wrong:
+                does = "trains on" if targets[place] else "does not train on"
+                shown = repr(tokenizer.decode(tokens[place : place + 12]))
+                wrong = f"{does} token {place} of {one.name}, {shown}: {part} of message {label.message + 1}"
+    parts = _parts(trained, all_of)
+    marked = info.marks and pairs[0][0].marked is not None
+    rule = "what the template marks" if marked else f"{', '.join(info.trains)} of {info.turns} answers"
+    text = f"trains on {parts}" + (f"; but the rule is {rule}: {wrong}" if wrong else f", as its rule: {rule}")
+    return TextCheck(stage="mask", state="differs" if wrong else "conforms", text=text, short=parts)
+
+
+def _last_answer(one: Expected) -> int:
+    return max((i for i, message in enumerate(one.messages) if message["role"] == "assistant"), default=-1)
+
+
+def _common(expected: Sequence[int], observed: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yields the places of tokens that both lists have, in order; of lists that differ, those of long common parts."""
+    least = 1 if expected == observed else SHORTEST_MATCH
+    for block in SequenceMatcher(None, expected, observed, autojunk=False).get_matching_blocks():
+        if block.size >= least:
+            yield from ((block.a + i, block.b + i) for i in range(block.size))
+
+
+def _parts(trained: Counter[str], all_of: Counter[str]) -> str:
+    """Lists the parts that are trained on: of all answers, of the last one alone, or in part."""
+    found = []
+    for kind in KINDS:
+        last, earlier = trained[kind], trained[f"earlier {kind}"]
+        if not last and not earlier:
+            continue
+        whole = last == all_of[kind] and earlier == all_of[f"earlier {kind}"]
+        only_last = last == all_of[kind] and not earlier and all_of[f"earlier {kind}"]
+        found.append(kind if whole else f"{kind} of the last answer" if only_last else f"part of {kind}")
+    found += [part for part in trained if trained[part] and part.endswith(" message")]
+    return ", ".join(found) or "nothing"
+
+
+def _limit(tokens: Sequence[int]) -> int:
+    return 2 * len(tokens) // 3
+
+
+def _cut_targets(encoded: Encoded) -> int:
+    """Counts targets on that side of the cut that has fewer of them."""
+    tokens, targets = encoded
+    return min(sum(targets[: _limit(tokens)]), sum(targets[_limit(tokens) :]))
+
+
+def _judge_truncation(pipeline: ServedPipeline, pair: tuple[Expected, Encoded], tokenizer: Any) -> TextCheck:
+    """Judges what is left of a conversation in two thirds of its tokens."""
+    one, (tokens, targets) = pair
+    limit, rule = _limit(tokens), pipeline.info.truncates
+    try:
+        cut = pipeline.encode(one.messages, one.tools, limit)
+    except (TextFailed, UsageError) as error:
+        state: State = "conforms" if rule == "error" else "differs"
+        return TextCheck(stage="truncation", state=state, text=f"refuses {limit + 1} tokens: {error}", short="refused")
+    what = f"{len(tokens)} tokens cut to {limit}"
+    wanted = {"end": (tokens[:limit], targets[:limit]), "start": (tokens[-limit:], targets[-limit:])}
+    eos = tokenizer.eos_token_id
+    wanted["end, with an end token"] = ([*tokens[: limit - 1], eos], [*targets[: limit - 1], True])
+    if cut is None:
+        return TextCheck(stage="truncation", state="differs", text=f"{what}: left out", short="left out")
+    if rule == "turns":
+        left = iter(tokens)
+        right = len(cut[0]) <= limit and all(token in left for token in cut[0])  # in this order
+        text = f"{what}: {len(cut[0])} are left, each turn cut at its end"
+        return TextCheck(stage="truncation", state="conforms" if right else "differs", text=text, short=rule)
+    if rule != "error" and cut == wanted[rule]:
+        return TextCheck(stage="truncation", state="conforms", text=f"{what}: {rule}", short=rule)
+    kept_rule = next((name for name, kept in wanted.items() if cut == kept), "")
+    text = f"{what}: the rule is {rule}, but {kept_rule or f'{len(cut[0])} tokens'} was kept"
+    return TextCheck(stage="truncation", state="differs", text=text, short=kept_rule or "other")
