@@ -24,6 +24,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
@@ -50,6 +51,16 @@ KILL_LIMIT_S = 5.0  # a process that is not dead by then hangs in the kernel: in
 _TICK_S = 0.002
 
 
+@dataclass(kw_only=True)
+class _Burial:
+    """Holds a worker group that is being ended. until: the end of its grace, then that of the wait after SIGKILL."""
+
+    groups: list[int]
+    until: float
+    is_killed: bool = False
+    is_asked: bool = True
+
+
 class Forkserver:
     """Forks ranks, reports their deaths, and ends and reaps them.
 
@@ -60,6 +71,7 @@ class Forkserver:
     def __init__(self, control: Wire, *, forks: bool) -> None:
         self._control, self._forks = control, forks
         self._pids: dict[int, list[int]] = {}  # by worker group, then by rank
+        self._burials: dict[int, _Burial] = {}  # by worker group
         self._folders: dict[int, list[Path]] = {}  # by worker group: its temporary folder, and what it has as /dev/shm
         self._reported: set[int] = set()
         self._own = set(children())  # of imported modules
@@ -77,7 +89,7 @@ class Forkserver:
         poll.register(self._control.fileno(), select.POLLIN)
         poll.register(self._wakeup[0].fileno(), select.POLLIN)
         while True:
-            ready = [fd for fd, _ in poll.poll()]
+            ready = [fd for fd, _ in poll.poll(1000 * _TICK_S if self._burials else None)]
             if self._wakeup[0].fileno() in ready:
                 if signal.SIGTERM in self._wakeup[0].recv(4096):
                     break
@@ -90,10 +102,13 @@ class Forkserver:
                 if message["do"] == "start":
                     self._start(message, fds)
                 elif message["do"] == "bury":
-                    left = self._bury(message["worker_group"])
-                    self._control.send({"type": "buried", "worker_group": message["worker_group"], "left": left})
-        for worker_group in list(self._pids):
+                    self._bury(message["worker_group"])
+            self._go_on_burying()
+        for worker_group in self._pids.keys() - self._burials.keys():
             self._bury(worker_group)
+        while self._burials:
+            self._go_on_burying()
+            time.sleep(_TICK_S)
 
     def _start(self, message: Message, fds: list[int]) -> None:
         assert not self._forks or thread_count() == 1, "a fork copies one thread only; something started another"
@@ -124,7 +139,7 @@ class Forkserver:
             os.close(fd)
         self._pids[number], self._folders[number] = pids, folders
         if failure:
-            self._bury(number)
+            self._bury(number, is_asked=False)
         self._control.send({"type": "started", "worker_group": number, "pids": pids, "error": failure})
 
     def _become_rank(self, forkserver: int, spec: dict[str, Any], fds: list[int]) -> NoReturn:
@@ -172,31 +187,43 @@ class Forkserver:
         orphans = [pid for pid in set(children()) - ranks - self._own if os.waitpid(pid, os.WNOHANG) == (0, 0)]
         return [pid for pid in orphans if mark_of(pid) not in self._pids]
 
-    def _bury(self, worker_group: int) -> list[int]:
-        """Ends a worker group's ranks and all their descendants, and removes its folders. Returns the ids of processes
-        and process groups that are still alive."""
+    def _bury(self, worker_group: int, *, is_asked: bool = True) -> None:
+        """Begins to end a worker group's ranks. ``_go_on_burying`` does the rest, because other worker groups start
+        meanwhile. is_asked: whether the controller waits for the end."""
         groups = self._pids[worker_group]
         for group in groups:
             signal_group(group, signal.SIGTERM)
             signal_group(group, signal.SIGCONT)  # a stopped process acts on SIGTERM only when it runs again
-        deadline = time.monotonic() + TERM_GRACE_S
-        while any(_exit_status(pid) is None for pid in groups) and time.monotonic() < deadline:
-            time.sleep(_TICK_S)
-        for group in groups:
-            signal_group(group, signal.SIGKILL)
-        del self._pids[worker_group]  # from now on its ranks are reaped as orphans, like their children
-        self._reported.difference_update(groups)
-        deadline = time.monotonic() + KILL_LIMIT_S
-        left = groups
-        while left and time.monotonic() < deadline:
+        until = time.monotonic() + TERM_GRACE_S
+        self._burials[worker_group] = _Burial(groups=groups, until=until, is_asked=is_asked)
+
+    def _go_on_burying(self) -> None:
+        """Ends what is left of buried worker groups: all descendants of their ranks, and their folders. Tells the
+        controller the ids of processes and process groups that are still alive at the end."""
+        for number, burial in list(self._burials.items()):
+            is_late = time.monotonic() >= burial.until
+            if not burial.is_killed:
+                if is_late or all(_exit_status(pid) is not None for pid in burial.groups):
+                    self._kill(number, burial)
+                continue
             orphans = self._reap_orphans()
             for pid in orphans:  # descendants that have left the process groups of their ranks
                 signal_process(pid, signal.SIGKILL)
-            left = [*(group for group in groups if signal_group(group, 0)), *orphans]
-            time.sleep(_TICK_S if left else 0)
-        for folder in self._folders.pop(worker_group, ()):
-            shutil.rmtree(folder, ignore_errors=True)
-        return left
+            left = [*(group for group in burial.groups if signal_group(group, 0)), *orphans]
+            if left and not is_late:
+                continue
+            for folder in self._folders.pop(number, ()):
+                shutil.rmtree(folder, ignore_errors=True)
+            del self._burials[number]
+            if burial.is_asked:
+                self._control.send({"type": "buried", "worker_group": number, "left": left})
+
+    def _kill(self, number: int, burial: _Burial) -> None:
+        for group in burial.groups:
+            signal_group(group, signal.SIGKILL)
+        del self._pids[number]  # from now on its ranks are reaped as orphans, like their children
+        self._reported.difference_update(burial.groups)
+        burial.is_killed, burial.until = True, time.monotonic() + KILL_LIMIT_S
 
 
 SHARED_MEMORY = Path("/dev/shm")

@@ -4,9 +4,10 @@ import contextlib
 import itertools
 import os
 import socket
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -66,7 +67,7 @@ class ForkserverHandle(Child):
         """Waits until the imports are done. If an import fails, ends the forkserver and raises StartError."""
         try:
             while self._ready is None and self.is_alive:
-                if self._next_message(limit_s=_TICK_S) is None and self.is_alive and (why := self._patience.why_over()):
+                if not self._receive_next(limit_s=_TICK_S) and self.is_alive and (why := self._patience.why_over()):
                     raise StartError(f"{self.what} hangs in its imports ({', '.join(self._preload)}): {why}")
         except BaseException:
             self.close()
@@ -149,15 +150,15 @@ class ForkserverHandle(Child):
 
 
 class Forkservers:
-    """Keeps the forkservers of one block of slots on this host: one for each device and set of preloaded modules.
+    """Keeps the forkservers of this host: one for each device and set of preloaded modules. Threads share it.
 
-    folder: gets their logs. variables: additions to the environment of all ranks. slots: see
-    ForkserverHandle.start_worker_group. Only ``terminate`` may be called from another thread.
+    folder: gets their logs.
     """
 
-    def __init__(self, folder: Path, *, variables: Mapping[str, str] = _NOTHING, slots: Sequence[Slot] = ()) -> None:
-        self._folder, self._variables, self._slots = folder, variables, slots
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self._forkservers: dict[tuple[str, tuple[str, ...], Device], ForkserverHandle] = {}
+        self._making = threading.Lock()
         self._is_over = False
 
     def __iter__(self) -> Iterator[ForkserverHandle]:
@@ -168,25 +169,31 @@ class Forkservers:
         with contextlib.suppress(OSError, StartError):  # the next worker group of this config will report the error
             self.of(config)
 
-    def start(self, config: WorkerGroupConfig) -> WorkerGroup:
-        """Starts the ranks of a worker group. Raises StartError."""
+    def start(
+        self, config: WorkerGroupConfig, *, variables: Mapping[str, str] = _NOTHING, slots: Sequence[Slot] = ()
+    ) -> WorkerGroup:
+        """Starts the ranks of a worker group; see ForkserverHandle.start_worker_group. Raises StartError."""
         try:
             forkserver = self.of(config)
         except OSError as error:
             raise too_small(config.size, str(error.strerror)) from error
-        return forkserver.start_worker_group(config, variables=self._variables, slots=self._slots)
+        return forkserver.start_worker_group(config, variables=variables, slots=slots)
 
     def of(self, config: WorkerGroupConfig) -> ForkserverHandle:
         """Returns the live forkserver that has imported exactly the modules of ``config.preload``, or a new one."""
-        forkserver = self._forkservers.get(key := (config.python, config.preload, config.device))
-        if forkserver is None or not forkserver.is_alive:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            log = self._folder / f"forkserver-{os.getpid()}-{next(_log_numbers)}.log"  # processes may share the folder
-            forkserver = ForkserverHandle(preload=config.preload, device=config.device, log=log, python=config.python)
-            self._forkservers[key] = forkserver
-            if self._is_over:  # since its creation began
-                forkserver.terminate()
-        return forkserver
+        with self._making:
+            forkserver = self._forkservers.get(key := (config.python, config.preload, config.device))
+            if forkserver is None or not forkserver.is_alive:
+                self._folder.mkdir(parents=True, exist_ok=True)
+                # Processes may share the folder.
+                log = self._folder / f"forkserver-{os.getpid()}-{next(_log_numbers)}.log"
+                forkserver = ForkserverHandle(
+                    preload=config.preload, device=config.device, log=log, python=config.python
+                )
+                self._forkservers[key] = forkserver
+                if self._is_over:  # since its creation began
+                    forkserver.terminate()
+            return forkserver
 
     def terminate(self) -> None:
         """Asks all current and later forkservers to end, from another thread."""
@@ -199,6 +206,30 @@ class Forkservers:
         while self._forkservers:
             _, forkserver = self._forkservers.popitem()
             forkserver.close()
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockStarter:
+    """Starts worker groups on one block of slots, from forkservers that all blocks share.
+
+    variables, slots: see ForkserverHandle.start_worker_group.
+    """
+
+    forkservers: Forkservers
+    variables: Mapping[str, str] = field(default_factory=dict)
+    slots: Sequence[Slot] = ()
+
+    def prepare(self, config: WorkerGroupConfig) -> None:
+        self.forkservers.prepare(config)
+
+    def start(self, config: WorkerGroupConfig) -> WorkerGroup:
+        return self.forkservers.start(config, variables=self.variables, slots=self.slots)
+
+    def terminate(self) -> None:
+        self.forkservers.terminate()
+
+    def close(self) -> None:
+        """Does nothing: other blocks may still use the forkservers."""
 
 
 def _free_port() -> int:

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 
 from conformance.runtime import WorkerGroupConfig
-from conformance.runtime.forkserver_client import Forkservers
+from conformance.runtime.forkserver_client import BlockStarter, Forkservers
 from conformance.runtime.gpu_inventory import gpus_of, memory_of_gpus, more_shares, network_of, slots_of, visible_to
 from conformance.runtime.gpu_leases import Busy, Ticket, blocks, holders, lease_folder, leases_by_process
 from conformance.runtime.slots import Block, Lease, NoLease, Starter
@@ -47,6 +47,9 @@ class LeasedSlots:
     def starter(self, block: Block) -> Starter:
         """Returns the object that starts worker groups on these slots."""
         raise NotImplementedError
+
+    def close(self) -> None:
+        """Ends what the starters share."""
 
     def lease(
         self,
@@ -124,7 +127,7 @@ class Gpus(LeasedSlots):
     def __init__(self, gpus: Block, *, work_dir: Path) -> None:
         what = "GPUs" if gpus_of(gpus) == gpus else "shares of GPUs"
         super().__init__(gpus, what=what, folder=lease_folder())
-        self._gpus, self._work_dir = gpus, work_dir
+        self._gpus, self._forkservers = gpus, Forkservers(work_dir)
 
     def names(self) -> Block:
         return self._gpus
@@ -133,10 +136,14 @@ class Gpus(LeasedSlots):
         return self._gpus
 
     def blocks_ahead(self, config: WorkerGroupConfig) -> list[Block]:
-        return blocks(*self._wanted(config)) if config.size <= len(self._gpus) else []
+        return blocks(*self._wanted(config))[:1] if config.size <= len(self._gpus) else []
 
-    def starter(self, block: Block) -> Forkservers:
-        return Forkservers(self._work_dir, variables=visible_to(block) | network_of(block), slots=slots_of(block))
+    def starter(self, block: Block) -> BlockStarter:
+        variables = visible_to(block) | network_of(block)
+        return BlockStarter(forkservers=self._forkservers, variables=variables, slots=slots_of(block))
+
+    def close(self) -> None:
+        self._forkservers.close()
 
     @cached_property
     def _bytes(self) -> dict[str, int]:
@@ -170,16 +177,19 @@ class Lanes(LeasedSlots):
     def __init__(self, count: int, *, work_dir: Path) -> None:
         names = tuple(f"lane-{number}" for number in range(count))
         super().__init__(names, what="lanes", folder=work_dir / "lanes")
-        self._names, self._work_dir = names, work_dir
+        self._names, self._forkservers = names, Forkservers(work_dir)
 
     def names(self) -> Block:
         return self._names
 
     def blocks_ahead(self, config: WorkerGroupConfig) -> list[Block]:
-        return blocks(self._names, 1)
+        return blocks(self._names, 1)[:1]
 
-    def starter(self, block: Block) -> Forkservers:
-        return Forkservers(self._work_dir)
+    def starter(self, block: Block) -> BlockStarter:
+        return BlockStarter(forkservers=self._forkservers)
+
+    def close(self) -> None:
+        self._forkservers.close()
 
     def _wanted(self, config: WorkerGroupConfig) -> tuple[Block, int]:
         return self._names, 1

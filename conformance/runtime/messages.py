@@ -89,6 +89,11 @@ class Wire:
                 data = file.read()
         return (_parse(data) if data else None), fds
 
+    def hang_up(self) -> None:
+        """Shows the other process the end, and keeps the descriptor, which other threads may be polling."""
+        with contextlib.suppress(OSError):  # the other process has ended
+            self._socket.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
         self._socket.close()
 

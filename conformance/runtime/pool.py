@@ -12,7 +12,7 @@ import re
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -171,8 +171,10 @@ class Pool:
         """Ends all processes of the pool, which no other thread may use any more. Only the logs remain."""
         self._own.close()
         lanes, self._lanes = list(self._lanes.values()), {}
-        for threaded in lanes:
-            threaded.thread.submit(threaded.lane.close)
+        closing = [threaded.thread.submit(threaded.lane.close) for threaded in lanes]
+        wait(closing)  # before any thread ends: the kernel ends a forkserver with the thread that started it
+        if self._slots is not None:
+            self._slots.close()
         for threaded in lanes:
             threaded.thread.shutdown()
 

@@ -234,3 +234,6 @@ class SlotPool(Protocol):
 
     def starter(self, block: Block) -> Starter:
         """Returns the object that starts worker groups on these slots."""
+
+    def close(self) -> None:
+        """Ends what the starters share, after all of them are closed."""

@@ -10,6 +10,7 @@ import os
 import select
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from conformance.runtime.preload_server import Forked
 
 _ANSWER_LIMIT_S = 30.0  # a forkserver only forks, signals and reaps
+_TICK_S = 0.02  # another thread may have received the answer
 MOST_RANKS = MOST_FDS - 2  # of a worker group: one packet carries the descriptors of all its ranks, and two more
 RANK_BYTES = 40 * 2**20  # private memory of a forked rank with a tiny model; every rank needs at least this
 
@@ -135,7 +137,7 @@ class WorkerGroup:
 
 
 class Handle:
-    """Controls a process that starts worker groups. One thread uses the handle and all its worker groups."""
+    """Controls a process that starts worker groups. Threads may share the handle; one thread uses each worker group."""
 
     what: ClassVar[str]  # a description of the process, for messages
     made: ClassVar[type[WorkerGroup]] = WorkerGroup
@@ -143,6 +145,8 @@ class Handle:
     def __init__(self, control: Wire) -> None:
         self._control = control
         self._worker_groups: dict[int, WorkerGroup] = {}
+        self._answers: dict[tuple[str, int], Message] = {}  # that no thread has taken yet, by type and worker group
+        self._receiving = threading.RLock()
         self.is_alive = True
 
     def fileno(self) -> int:
@@ -150,7 +154,7 @@ class Handle:
 
     def receive(self) -> None:
         """Processes all messages that have arrived; does not wait."""
-        while self._next_message(limit_s=0.0) is not None:
+        while self._receive_next(limit_s=0.0):
             pass
 
     def launch(
@@ -221,34 +225,43 @@ class Handle:
 
     def _dispatch(self, message: Message) -> None:
         """Processes a message of any type."""
+        if message["type"] in ("started", "buried"):
+            self._answers[message["type"], message["worker_group"]] = message
         if message["type"] == "exited" and (worker_group := self._worker_groups.get(message["worker_group"])):
             worker_group.statuses[message["rank"]] = message["status"]
 
     def _answer(self, kind: str, *, worker_group: int, limit_s: float) -> Message:
         deadline = time.monotonic() + limit_s
-        while (message := self._next_message(limit_s=deadline - time.monotonic())) is not None:
-            if message["type"] == kind and message.get("worker_group") == worker_group:
-                return message
+        while time.monotonic() < deadline:
+            is_alive = self.is_alive  # before the look: the last message may be the answer
+            if (answer := self._answers.pop((kind, worker_group), None)) is not None:
+                return answer
+            if not is_alive:
+                break
+            self._receive_next(limit_s=_TICK_S)
         died = not self.is_alive
         status = self.close()
         how = exit_words(status) if died else f"did not answer within {limit_s:.0f} s"
         raise StartError(f"{self.what} {how}{self._where_it_ended()}")
 
-    def _next_message(self, *, limit_s: float) -> Message | None:
-        """Waits at most ``limit_s`` for the next message; None if there is none or the process is dead."""
+    def _receive_next(self, *, limit_s: float) -> bool:
+        """Waits at most ``limit_s`` for the next message and processes it. Returns whether this thread did."""
         if not self.is_alive or not readable([self], limit_s=limit_s):
-            return None
-        message, _ = self._control.receive()
-        if message is None:
-            self.is_alive = False
-        else:
+            return False
+        with self._receiving:
+            if not self.is_alive or not readable([self], limit_s=0.0):
+                return False  # another thread was faster
+            message, _ = self._control.receive()
+            if message is None:
+                self.is_alive = False
+                return False
             self._dispatch(message)
-        return message
+        return True
 
 
 class Child(Handle):
     """Controls a child process. The thread that creates the handle has to stay alive, because the kernel ends the child
-    with this thread. ``log`` belongs to the child alone, and is deleted at the end if it is empty."""
+    with this thread. Several threads may close it. ``log`` belongs to the child alone; it is deleted if it is empty."""
 
     def __init__(self, control: Wire, process: "Forked | subprocess.Popen[bytes]", *, log: Path) -> None:
         super().__init__(control)
@@ -260,14 +273,15 @@ class Child(Handle):
 
     def close(self) -> int:
         self.is_alive = False
-        self._control.close()
-        try:
-            self._process.wait(timeout=_ANSWER_LIMIT_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        if self._log.exists() and self._log.stat().st_size == 0:
-            self._log.unlink()
+        self._control.hang_up()
+        with self._receiving:
+            try:
+                self._process.wait(timeout=_ANSWER_LIMIT_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+            if self._log.exists() and self._log.stat().st_size == 0:
+                self._log.unlink()
         return int(self._process.returncode or 0)
 
     def _where_it_ended(self) -> str:
