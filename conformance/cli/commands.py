@@ -18,6 +18,7 @@ from conformance.matrix.options import (
     NO_BISECT,
     RECORDS,
     Again,
+    AtOnce,
     Demands,
     Kept,
     Options,
@@ -107,7 +108,7 @@ def _plan(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(parser: argparse.ArgumentParser) -> None:
-    groups = add_options(parser, Selection, Ranks, Output, Demands, Portion, Again, Kept)
+    groups = add_options(parser, Selection, Ranks, AtOnce, Output, Demands, Portion, Again, Kept)
     groups[JOBS].add_argument("--fail-fast", action="store_true", help="end after the first cell that differs or fails")
     output = groups[RECORDS]
     output.add_argument("--no-bisect", action="store_true", help=NO_BISECT)

@@ -25,7 +25,7 @@ from conformance.core.process import Stop, stop_code
 from conformance.core.timeline import seconds_by_phase, table, timeline, to_chrome
 from conformance.judge.side_by_side import write_side_by_side
 from conformance.matrix.cell import Cell
-from conformance.matrix.options import Again, Demands, Kept, Portion, Ranks, Selection
+from conformance.matrix.options import Again, AtOnce, Demands, Kept, Portion, Ranks, Selection
 from conformance.matrix.plan import make_plan
 from conformance.matrix.profile import select_cells
 from conformance.records.record_format import dumps
@@ -35,7 +35,7 @@ from conformance.runner.attempt import JudgedCell
 from conformance.runner.earlier_run import cells_left, read_earlier
 from conformance.runner.phases import TraceFailed
 from conformance.runner.placement import SessionConfig, make_folder
-from conformance.runner.preflight import check_device, leased_gpus
+from conformance.runner.preflight import check_device, leased_gpus, oracles_that_fit
 from conformance.runner.session import Session
 from conformance.runtime.leased_slots import lanes_of_host
 from conformance.runtime.multihost.controller import hosts_of_engine
@@ -78,7 +78,7 @@ def plan_run(options: argparse.Namespace) -> tuple[Sequence[Cell], list[Cell], S
     Raises UsageError for options that are invalid or conflict.
     """
     selection, again = Selection.from_options(options), Again.from_options(options)
-    ranks = Ranks.from_options(options)
+    ranks, workers = Ranks.from_options(options), AtOnce.from_options(options).workers
     hosts = hosts_of_engine(ranks_per_gpu=ranks.ranks_per_gpu)
     check_device(ranks)
     if again.rerun and not again.resume:
@@ -96,8 +96,9 @@ def plan_run(options: argparse.Namespace) -> tuple[Sequence[Cell], list[Cell], S
         profile=selection.profile_name,
         command=_command(options),
         arguments=(*selection.arguments(without="cells"), *ranks.arguments()),
-        gpus=() if hosts else leased_gpus(ranks),  # hosts lease their own
-        lanes=lanes_of_host(),
+        gpus=() if hosts else leased_gpus(ranks, cells=cells, workers=workers),  # hosts lease their own
+        lanes=workers or lanes_of_host(),
+        oracle_lanes=oracles_that_fit(cells),
         ranks_per_gpu=ranks.ranks_per_gpu,
         hosts=hosts,
         budget_s=ranks.budget,

@@ -197,6 +197,25 @@ class Ranks(Options):
         return cls(**{name: value for name, value in given.items() if value is not None})
 
 
+def _workers(text: str) -> int:
+    """Parses a number of cells at once; 0 for ``auto``."""
+    return 0 if text == "auto" else _whole(1, 1024)(text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AtOnce(Options):
+    """Sets how many cells run side by side."""
+
+    workers: int = _option(
+        "cells at once on this host, with --device cuda on each GPU: a number, or auto (the default), by processors "
+        "and memory; fewer if memory does not suffice",
+        default=0,
+        type=_workers,
+        metavar="N",
+        group=WHERE,
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class Output(Options):
     """Sets where results go."""

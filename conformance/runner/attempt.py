@@ -80,16 +80,21 @@ class Expectations:
 
     def of(self, cell: Cell) -> Expectation:
         if cell not in self._of_cells:
-            scenario, scaled = cell.scenario, cell.scenario.judged_loss_scale is not None
-            routed = is_routed(resolve(scenario.model))
-            self._of_cells[cell] = Expectation(
-                observables=all_observables(scenario.objective, scaled=scaled, routed=routed),
+            self._of_cells[cell] = replace(
+                expected_of_none(cell),
                 known=self._refusals.known(cell),
                 unnamed=self._refusals.unnamed(cell),
                 conventions=self._refusals.conventions(cell),
                 undeclared=self._refusals.undeclared(cell),
             )
         return self._of_cells[cell]
+
+
+def expected_of_none(cell: Cell) -> Expectation:
+    """Returns the expectation of a cell whose backends declare nothing. Asks no backend, which takes milliseconds."""
+    scenario, scaled = cell.scenario, cell.scenario.judged_loss_scale is not None
+    observables = all_observables(scenario.objective, scaled=scaled, routed=is_routed(resolve(scenario.model)))
+    return Expectation(observables=observables, known=(), unnamed="", conventions=(), undeclared=())
 
 
 class CellRunner:
@@ -117,17 +122,18 @@ class CellRunner:
         own, repeat = self._attempt(cell, inputs, fresh=False)
         if not repeat:
             return JudgedCell(cell=cell, verdict=own.verdict, completed=own.completed, records=own.records)
-        used, leased = own, self._where.is_leased
-        fresh, _ = self._attempt(cell, inputs, fresh=True)
-        own, other, verdict = combine(used, fresh, leased=leased)
+        used, shared = own, self._where.is_packed or self._where.is_leased
+        fresh, _ = self._attempt(cell, inputs, fresh=True, alone=self._where.is_packed and not used.completed)
+        own, other, verdict = combine(used, fresh, leased=shared)
         judged = JudgedCell(cell=cell, verdict=verdict, completed=own.completed, records=own.records)
-        return replace(judged, other=other, failed_before=leased and not used.completed)
+        return replace(judged, other=other, failed_before=shared and not used.completed)
 
-    def _attempt(self, cell: Cell, inputs: FrozenInputs, *, fresh: bool) -> tuple[Attempt, bool]:
+    def _attempt(self, cell: Cell, inputs: FrozenInputs, *, fresh: bool, alone: bool = False) -> tuple[Attempt, bool]:
         """Runs the phases and judges them. Also returns whether the cell should run again in fresh workers.
 
         A cell with a planted fault is expected to differ, and a cell that hung has used up its budget; neither runs
-        again. On leased slots every failed cell runs again, because drivers and links sometimes fail.
+        again. On leased slots every failed cell runs again, because drivers and links sometimes fail; beside other
+        cells each one whose ranks did not raise, because memory may have been scarce. alone: while no other cell runs.
         """
         folder = self._config.folder(cell)
         records = folder / ("fresh" if fresh else "legs")
@@ -147,6 +153,7 @@ class CellRunner:
             device=self._config.device,
             budget_s=self._config.budget_s,
             fresh=fresh,
+            alone=alone,
             aside=self._oracles.withheld / "cells" / cell.slug,
             hidden=folder / "legs" if fresh else None,
             controlled=self._is_controlled(cell),
@@ -166,7 +173,8 @@ class CellRunner:
                 shutil.rmtree(path.with_name("saved"), ignore_errors=True)  # kept only for cells that differ
         written = tuple(str(path.relative_to(folder)) for path in paths if path.is_dir())
         attempt = Attempt(fresh=fresh, verdict=verdict, completed=not ended.failure, records=written)
-        used = ended.used or (failed and self._where.is_leased)
+        is_crowded = self._where.is_packed and ended.kind in ("killed", "exited", "out of memory")
+        used = ended.used or (failed and (self._where.is_leased or is_crowded))
         return attempt, used and not cell.faults and (failed or verdict.state == "differs")
 
     def _is_controlled(self, cell: Cell) -> bool:

@@ -19,6 +19,7 @@ import hashlib
 import importlib.metadata
 import inspect
 import json
+import logging
 import os
 import shutil
 import sys
@@ -48,9 +49,12 @@ from conformance.records.header_checks import CHOICES, FLOAT64, noise_runs
 from conformance.records.record_format import RECORD_FILE, RecordError
 from conformance.records.step_tensors import file_sha256, read_record
 from conformance.runtime import Device, Outcome, Pool, WorkerGroupConfig
+from conformance.runtime.leased_slots import Lanes
 from conformance.spec.known_defects import Defect, defects_to_json
 from conformance.spec.observables import POLICY
 from conformance.spec.scenario import ADAPTER, Scenario, scenario_to_json
+
+logger = logging.getLogger(__name__)
 
 
 def is_replayed(scenario: Scenario, inputs: FrozenInputs) -> bool:
@@ -72,27 +76,37 @@ CACHE_SIZE = 4 * 2**30  # bytes; the least recently used records are removed fir
 
 
 class Oracles:
-    """Runs the oracle in worker groups of one rank: one run at a time on the CPU, and in parallel one on each leased
-    GPU.
+    """Runs the oracle in worker groups of one rank, several at once on the CPU and on leased GPUs.
 
     Use it in a ``with`` statement.
     """
 
     def __init__(
-        self, *, root: Path, device: Device, budget_s: float, leased: Pool | None = None, gpus: int = 1
+        self,
+        *,
+        root: Path,
+        device: Device,
+        budget_s: float,
+        lanes: int = 1,
+        leased: Pool | None = None,
+        gpus: int = 1,
     ) -> None:
-        """leased: the pool of the cells' worker groups, if they lease slots; oracle runs on a GPU then lease slots too.
-        gpus: the number of oracle runs on GPUs at once. With only one, other GPUs would idle, as cells need several."""
+        """lanes: the number of oracle runs on the CPU at once; of large models one. leased: the pool of the cells'
+        worker groups, if they lease slots; oracle runs on a GPU then lease slots too. gpus: the number of oracle runs
+        on GPUs at once. With only one, other GPUs would idle, as cells need several."""
         self._root, self._device, self._budget_s = root, device, budget_s
         self.withheld = withheld_folder(root)
         self._digests: dict[Path, str] = {}  # of each record, from the moment it was written or read from the cache
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="oracle")
+        self._threads = ThreadPoolExecutor(max_workers=lanes, thread_name_prefix="oracle")
+        self._large = threading.Lock()  # held by the run of a large model, which needs the memory
         self._threads_of_gpus = ThreadPoolExecutor(max_workers=gpus, thread_name_prefix="oracle-on-gpu")
         self._cache = _cache_for(root)
         self._runs: dict[Path, Future[str]] = {}
         self._variants: dict[Cell, dict[Defects, None]] = defaultdict(dict)
-        self._pool = Pool(work_dir=root / "worlds")  # for runs on the CPU, and on a GPU without leases
-        self._leased = leased
+        work_dir = root / "worlds"  # for runs on the CPU, and on a GPU without leases
+        slots = Lanes(lanes, work_dir=work_dir, name="oracle") if lanes > 1 else None
+        self._pool = Pool(work_dir=work_dir, slots=slots)
+        self._leased, self._is_parallel = leased, lanes > 1
         self._wants_all = False  # whether oracles of large models need a whole GPU, because one has failed
 
     def __enter__(self) -> "Oracles":
@@ -105,8 +119,9 @@ class Oracles:
             if self._leased is not None:
                 self._leased.abort()
         self._threads_of_gpus.shutdown()
-        self._thread.submit(self._close)
-        self._thread.shutdown()
+        # One pool has one thread; of several lanes, any thread may close it, after the others.
+        self._threads.submit(self._close).result()
+        self._threads.shutdown()
 
     def folder(self, cell: Cell, defects: Defects = ()) -> Path:
         """Returns the folder of the record ``float64`` and of the noise runs, made by the oracle with these defects,
@@ -170,7 +185,7 @@ class Oracles:
                             shutil.move(earlier, out)
                     run = partial(self._run, cell, inputs, out, policy, has)
                     is_here = self._leased is None or self._device_of(cell, policy) == "cpu"
-                    self._runs[out] = (self._thread if is_here else self._threads_of_gpus).submit(run)
+                    self._runs[out] = (self._threads if is_here else self._threads_of_gpus).submit(run)
 
     def _device_of(self, cell: Cell, policy: str) -> Device:
         """Returns the CPU for float64, whose results do not depend on the device, unless the model is large."""
@@ -267,12 +282,17 @@ class Oracles:
             budget_s=self._budget_s,
             about=str(cell),
         )
-        outcome = run(config=config)
-        if outcome.state == "failed" and leased is not None:  # drivers sometimes fail
+        with self._large if needed and leased is None else contextlib.nullcontext():
+            outcome = run(config=config)
+        # Drivers sometimes fail, and runs side by side may lack memory; an exception on the CPU would come again.
+        if outcome.state == "failed" and (leased is not None or (self._is_parallel and outcome.kind != "raised")):
             shutil.rmtree(out, ignore_errors=True)
             if needed:  # take the GPU with the most free memory; another program may have filled the first one
                 self._wants_all = True
-            outcome = run(config=replace(config, gpu_memory=sys.maxsize if needed else None), fresh=True)
+            logger.warning(
+                "the oracle's %s run of %s is repeated alone: %s", policy, cell, outcome.reason.partition("\n")[0]
+            )
+            outcome = run(config=config, fresh=True, alone=True)
         return outcome
 
     def _close(self) -> None:

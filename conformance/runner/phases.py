@@ -54,13 +54,15 @@ def run_phases(
     device: Device,
     budget_s: float,
     fresh: bool,
+    alone: bool = False,
     aside: Path,
     hidden: Path | None = None,
     controlled: bool = False,
 ) -> PhasesEnded:
     """Runs the phases in order, phase N in ``folder/N``, until one fails.
 
-    fresh: whether the first phase also runs in new processes, which have run no other cell.
+    fresh: whether the first phase also runs in new processes, which have run no other cell. alone: whether each phase
+    runs while no other task does.
     aside: a new folder that no rank is told, on the same disk; the folders of earlier phases lie there meanwhile, and
     so does ``hidden``, the folder of an earlier attempt. controlled: whether phases load once more as a control.
     """
@@ -69,7 +71,9 @@ def run_phases(
         if hidden and hidden.exists():
             move(hidden, aside / hidden.name)
         for number, phase in enumerate(cell.phases):
-            outcome = _run_phase(pool, cell, number, inputs, folder, device=device, budget_s=budget_s, fresh=fresh)
+            outcome = _run_phase(
+                pool, cell, number, inputs, folder, device=device, budget_s=budget_s, fresh=fresh, alone=alone
+            )
             used = used or outcome.used
             if outcome.state == "failed":
                 where = f"phase {number + 1} of {len(cell.phases)}: " if len(cell.phases) > 1 else ""
@@ -125,6 +129,7 @@ def _run_phase(
     device: Device,
     budget_s: float,
     fresh: bool,
+    alone: bool,
 ) -> Outcome:
     phase, own = cell.phases[number], folder / str(number)
     inputs = _begun(cell, number, inputs, own)
@@ -137,6 +142,7 @@ def _run_phase(
         budget_s=budget_s,
         fresh=fresh or number > 0 or adapter_of(phase.backend).traits.fresh_ranks,
         keep=not phase.save,
+        alone=alone,
         about=str(cell),
     )
 

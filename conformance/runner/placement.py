@@ -45,6 +45,7 @@ class SessionConfig:
     arguments: the arguments that select cells; they become part of the command that reproduces a cell.
     gpus: the GPUs that cells lease, or shares of them, to run in parallel; empty: cells run on processors.
     lanes: the largest number of cells that run at once on processors; fewer run at once if memory is scarce.
+    oracle_lanes: the number of oracle runs on processors at once.
     ranks_per_gpu: how many ranks may share a GPU. hosts: the hosts that start ranks; None: only this host.
     budget_s: seconds that a phase, or an oracle run, may go without progress. fail_fast: end after the first failure.
     floor, selected: see conformance.matrix.plan. selection: see conformance.results.run_results.Run.
@@ -58,6 +59,7 @@ class SessionConfig:
     arguments: tuple[str, ...] = ()
     gpus: tuple[str, ...] = ()
     lanes: int = 1
+    oracle_lanes: int = 1
     ranks_per_gpu: int = 1
     hosts: Hosts | None = None
     budget_s: float = 300.0
@@ -103,9 +105,14 @@ class Where:
         return bool(self._gpus) and self._device == "cuda"
 
     @property
-    def gpus(self) -> int:
-        """Returns the number of leased GPUs of this host, whole or shared; 1 if none are leased."""
-        return len(gpus_of(self._gpus)) or 1
+    def oracles(self) -> int:
+        """Returns how many oracle runs may use GPUs at once: one on each, or in half of its shares."""
+        return max(len(gpus_of(self._gpus)), len(self._gpus) // 2, 1)
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether cells share processors or GPUs, so that one may lack memory that it has alone."""
+        return self.pool.is_shared
 
     @property
     def width(self) -> int:

@@ -12,6 +12,7 @@ with the numbers that its process reported when it joined.
 
 import contextlib
 import dataclasses
+import logging
 import socket
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -29,18 +30,32 @@ from conformance.core.errors import UsageError
 from conformance.core.host import HostResources, available_memory
 from conformance.matrix.cell import Cell, Phase
 from conformance.matrix.options import Ranks
+from conformance.models.synthetic import is_large
 from conformance.results.verdict import Verdict
 from conformance.runner.environment import model_sizes
-from conformance.runner.resource_estimate import Estimate, Size, Total, estimate, on_slots, size_of, total
+from conformance.runner.resource_estimate import (
+    Estimate,
+    Size,
+    Total,
+    estimate,
+    on_slots,
+    oracle_bytes,
+    rank_bytes,
+    size_of,
+    total,
+)
 from conformance.runtime import Device
 from conformance.runtime.failure import StartError
-from conformance.runtime.gpu_inventory import gpus_of_host, more_shares, shares_of
+from conformance.runtime.gpu_inventory import gpus_of_host, memory_of_gpus, more_shares, shares_of
+from conformance.runtime.leased_slots import lanes_of_host
 from conformance.runtime.multihost.controller import Fleet
 from conformance.runtime.multihost.relay import JoinedHost
 from conformance.runtime.worker_groups import check_host
 from conformance.spec.conventions import KNOWN, AnyConvention, Conventions, in_cell
 from conformance.spec.known_defects import Known
 from conformance.spec.observables import Role
+
+logger = logging.getLogger(__name__)
 
 
 def check_shared(ranks: Ranks) -> None:
@@ -58,10 +73,43 @@ def check_device(ranks: Ranks) -> None:
         )
 
 
-def leased_gpus(ranks: Ranks) -> tuple[str, ...]:
-    """Returns the GPUs that the cells of a run lease, by UUID, or shares of them; empty on the CPU. Raises
-    UsageError."""
-    return shares_of(gpus_of_host(), ranks.ranks_per_gpu) if ranks.device == "cuda" else ()
+def leased_gpus(ranks: Ranks, *, cells: Sequence[Cell] = (), workers: int = 1) -> tuple[str, ...]:
+    """Returns the GPUs that the cells of a run lease, by UUID, or shares of them; empty on the CPU.
+
+    workers: how many cells may share a GPU; 0: as many as processors and memory allow. Raises UsageError.
+    """
+    if ranks.device == "cpu":
+        return ()
+    gpus, each = gpus_of_host(), ranks.ranks_per_gpu
+    fitting = _cells_on_a_gpu(cells, gpus, each) if workers != 1 and cells else 1
+    if workers > fitting:
+        logger.warning("the memory of a GPU suffices for %d cells at once, not for %d", fitting, workers)
+    at_once = min(workers or max(1, lanes_of_host() // (each * max(1, len(gpus)))), fitting)
+    return shares_of(gpus, each * at_once)
+
+
+MOST_ON_A_GPU = 16  # ranks at once; each has a context, and so has each idle rank
+CONTEXT = 2e9  # bytes of a GPU for a rank: context, communicators, workspaces; with those of idle ranks
+FILLED = 0.8  # share of a GPU's memory
+
+
+def _cells_on_a_gpu(cells: Sequence[Cell], gpus: Sequence[str], each: int) -> int:
+    """Returns how many cells with ``each`` ranks on a GPU its memory holds at once, by the largest cell; at least 1.
+
+    The estimate is that of a rank on the CPU, where nothing is sharded.
+    """
+    memory = [whole for gpu, (_, whole) in memory_of_gpus().items() if gpu in gpus]
+    if len(memory) < len(gpus) or any(is_large(cell.scenario) for cell in cells):
+        return 1
+    largest = max(rank_bytes(cell) for cell in {(c.scenario.model, c.scenario.name): c for c in cells}.values())
+    return max(1, min(MOST_ON_A_GPU, int(FILLED * min(memory) / (CONTEXT + largest))) // each)
+
+
+def oracles_that_fit(cells: Sequence[Cell]) -> int:
+    """Returns how many oracle runs the processors of this host, and half of its free memory, allow at once."""
+    small = {cell.scenario.model: cell for cell in cells if not is_large(cell.scenario)}
+    needed = max((oracle_bytes(cell.scenario, size_of(cell.scenario)) for cell in small.values()), default=1.0)
+    return max(1, min(lanes_of_host(), int(available_memory() / 2 / needed)))
 
 
 def _can_show(convention: AnyConvention, cell: Cell) -> bool:

@@ -159,8 +159,7 @@ def estimate(
     adapters = {} if adapters is None else adapters
     scenario, data = cell.scenario, cell.scenario.data
     own = scenario.tier.master.bytes
-    longest = data.max_len * size.vocabulary * FLOAT64_BYTES * LOGITS
-    oracle = RANK + PIECES + ORACLE * size.trained * FLOAT64_BYTES + _frozen(size) * FLOAT64_BYTES + longest
+    oracle = oracle_bytes(scenario, size)
     if device == "cuda":
         rank = ON_GPU + max(_on_host(phase, scenario, adapters) for phase in cell.phases)
         oracle = ON_GPU if is_large(scenario) else oracle
@@ -184,6 +183,18 @@ def estimate(
         operations=(4.0 * size.recorded + 2.0 * size.trained) * data.rows * data.max_len,
         steps=scenario.steps,
     )
+
+
+def oracle_bytes(scenario: Scenario, size: Size) -> float:
+    """Estimates the peak bytes of an oracle run on the CPU."""
+    longest = scenario.data.max_len * size.vocabulary * FLOAT64_BYTES * LOGITS
+    return RANK + PIECES + ORACLE * size.trained * FLOAT64_BYTES + _frozen(size) * FLOAT64_BYTES + longest
+
+
+def rank_bytes(cell: Cell) -> float:
+    """Estimates the peak bytes of a rank that shards nothing over data-parallel ranks."""
+    size = size_of(cell.scenario)
+    return max(_rank(phase, cell.scenario, size) for phase in cell.phases)
 
 
 def gpu_bytes(cell: Cell, size: Size, adapters: Mapping[BackendEntry, Adapter]) -> float:

@@ -26,7 +26,7 @@ from conformance.results.run_results import (
     write_entry,
     write_summary,
 )
-from conformance.runner.attempt import Expectations, JudgedCell
+from conformance.runner.attempt import Expectation, Expectations, JudgedCell
 from conformance.runner.earlier_run import before
 from conformance.runner.oracle_jobs import Oracles
 from conformance.runner.placement import SessionConfig
@@ -55,9 +55,10 @@ class ResultWriter:
         self._started, self._clock = datetime.now(UTC), time.monotonic()
         self._summary_due = 0.0
 
-    def store(self, judged: JudgedCell) -> None:
-        """Writes the entry of a cell, with its verdict."""
-        cell, expected = judged.cell, self._expectations.of(judged.cell)
+    def store(self, judged: JudgedCell, *, expected: Expectation | None = None) -> None:
+        """Writes the entry of a cell, with its verdict. expected: None: asks the cell's backends."""
+        cell = judged.cell
+        expected = expected or self._expectations.of(cell)
         folder = self._config.folder(cell)
         memory, host_memory = peak_memory(folder / record for record in judged.records)
         entry = Entry(

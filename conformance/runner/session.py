@@ -25,7 +25,7 @@ from conformance.oracle.role_model import decoder_of
 from conformance.records.header_checks import FLOAT64
 from conformance.results.bisection import Bisected
 from conformance.results.verdict import FAILED, NOT_STARTED, Verdict
-from conformance.runner.attempt import CellRunner, Expectations, JudgedCell
+from conformance.runner.attempt import CellRunner, Expectations, JudgedCell, expected_of_none
 from conformance.runner.environment import environment
 from conformance.runner.oracle_jobs import Oracles
 from conformance.runner.phases import import_ahead
@@ -70,7 +70,14 @@ class Session:
         self._where, self._pool, self._at_once = where, where.pool, AtOnce(where.width)
         self._refusals = Refusals(device, ranks_per_gpu=config.ranks_per_gpu, fleet=where.fleet)
         budget_s, leased = config.budget_s, self._pool if where.is_leased else None
-        self._oracles = Oracles(root=config.out, device=device, budget_s=budget_s, leased=leased, gpus=where.gpus)
+        self._oracles = Oracles(
+            root=config.out,
+            device=device,
+            budget_s=budget_s,
+            lanes=config.oracle_lanes,
+            leased=leased,
+            gpus=where.oracles,
+        )
         self._expectations = Expectations(self._refusals)
         self._runner = CellRunner(
             config,
@@ -137,7 +144,10 @@ class Session:
         resources, device = host_resources_of(self.config.out), self.config.device
         check_resources(waiting, resources, device=device, warn=logger.warning, hosts=self._where.hosts)
         if waiting and not self._where.is_leased and self._at_once.is_parallel:
-            self._at_once = AtOnce(workers_that_fit(waiting, resources, most=self._where.width))
+            fitting = workers_that_fit(waiting, resources, most=self._where.width)
+            if fitting < self._where.width:
+                logger.warning("memory suffices for %d cells at once, not for %d", fitting, self._where.width)
+            self._at_once = AtOnce(fitting)
         for message in unleased_use(self.config.gpus) if self._where.queues_oracles else ():
             logger.warning(message)
         for cell in self._at_once.ordered(waiting):
@@ -159,7 +169,8 @@ class Session:
         )
         for cell in cells:
             if str(cell) not in self.results.earlier:
-                self.results.store(JudgedCell(cell=cell, verdict=Verdict(state="not_run", reason=NOT_STARTED)))
+                announced = JudgedCell(cell=cell, verdict=Verdict(state="not_run", reason=NOT_STARTED))
+                self.results.store(announced, expected=expected_of_none(cell))
         self.results.write_summary(finished=False)
 
     def run(self, cell: Cell) -> JudgedCell:

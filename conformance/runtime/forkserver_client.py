@@ -134,7 +134,7 @@ class ForkserverHandle(Child):
         elif message["type"] == "ready":
             self._ready = message
             if imports := message.get("imports"):
-                timeline.add("groups", f"forkserver {self._preload[0]}", [("import", *imports)])
+                timeline.add("groups", f"forkserver {' '.join(self._preload[:1])}", [("import", *imports)])
 
     def _start_error(self, size: int, error: str) -> StartError:
         return too_small(size, error)

@@ -59,19 +59,21 @@ class LeasedSlots:
         prefer: Collection[Block],
         limit_s: float,
         is_over: Callable[[], bool],
+        everything: bool = False,
     ) -> Lease:
-        """Waits for the slots of a worker group. ``prefer``: the blocks that are tried before others. Raises NoLease.
+        """Waits for the slots of a worker group. ``prefer``: the blocks that are tried before others. ``everything``:
+        all slots of a host. Raises NoLease.
 
         Logs the wait once if another process holds slots; that cells of one run wait for each other is normal.
         """
         began, is_reported = time.monotonic(), False
         report_at = began + _REPORT_S
-        names, size = self._wanted(config)  # outside the lock: it may query NVML
+        names, size = self._wanted(config, everything)  # outside the lock: it may query NVML
         with self._given_back:
             ticket = Ticket(names, size, folder=self._folder)
             try:
                 while not is_over():
-                    if (wanted := self._wanted(config)) != (names, size):  # a host was lost
+                    if (wanted := self._wanted(config, everything)) != (names, size):  # a host was lost
                         old, (names, size) = ticket, wanted
                         ticket = Ticket(names, size, folder=self._folder)
                         old.withdraw()
@@ -98,11 +100,15 @@ class LeasedSlots:
             lease.release()
             self._given_back.notify_all()
 
-    def _wanted(self, config: WorkerGroupConfig) -> tuple[Block, int]:
+    def _wanted(self, config: WorkerGroupConfig, everything: bool = False) -> tuple[Block, int]:
         """Returns the slots to choose from, and the number of them that a worker group needs. Raises NoLease."""
-        names = self.names() if config.gpu_memory is None else self.names_of_a_host()
+        names = self.names() if config.gpu_memory is None and not everything else self.names_of_a_host()
+        if config.size > len(names) and everything:
+            names = self.names()
         if config.size > len(names):
             raise NoLease(f"{config.size} ranks, and there are {len(names)} {self._what}{self._advice(config.size)}")
+        if everything:
+            return names, len(names)
         if config.gpu_memory is not None:
             return names, max(config.size, self._with_memory(names, config.gpu_memory))
         return names, config.size
@@ -160,11 +166,11 @@ class Gpus(LeasedSlots):
         return f"; {more_shares(ranks, len(gpus_of(self._gpus)))}"
 
 
-PROCESSORS_PER_LANE = 4  # a cell of two ranks is often idle: they wait for each other, the oracle and the judge
+PROCESSORS_PER_LANE = 2  # a cell of two ranks, which wait for each other, the oracle and the judge
 
 
 def lanes_of_host() -> int:
-    """Returns the number of cells that this host's processors run at once."""
+    """Returns the number of cells, or of oracle runs, that this host's processors run at once."""
     return max(1, len(os.sched_getaffinity(0)) // PROCESSORS_PER_LANE)
 
 
@@ -172,11 +178,12 @@ class Lanes(LeasedSlots):
     """Leases lanes of this run, each of which runs the ranks of one cell on the processors of this host.
 
     work_dir: for the logs of forkservers, and for locks, because a lane is no resource that other runs lease.
+    name: of a lane; lanes of one name are leased together.
     """
 
-    def __init__(self, count: int, *, work_dir: Path) -> None:
-        names = tuple(f"lane-{number}" for number in range(count))
-        super().__init__(names, what="lanes", folder=work_dir / "lanes")
+    def __init__(self, count: int, *, work_dir: Path, name: str = "lane") -> None:
+        names = tuple(f"{name}-{number}" for number in range(count))
+        super().__init__(names, what=f"{name}s", folder=work_dir / f"{name}s")
         self._names, self._forkservers = names, Forkservers(work_dir)
 
     def names(self) -> Block:
@@ -191,5 +198,8 @@ class Lanes(LeasedSlots):
     def close(self) -> None:
         self._forkservers.close()
 
-    def _wanted(self, config: WorkerGroupConfig) -> tuple[Block, int]:
-        return self._names, 1
+    def names_of_a_host(self) -> Block:
+        return self._names
+
+    def _wanted(self, config: WorkerGroupConfig, everything: bool = False) -> tuple[Block, int]:
+        return self._names, len(self._names) if everything else 1

@@ -24,6 +24,8 @@ from conformance.runtime.slots import Block, Lane, NoLease, Outcome, SlotPool, f
 from conformance.runtime.watchdog import SLOW
 from conformance.runtime.worker_groups import WorkerGroupConfig
 
+MOST_GROUPS = 3  # live worker groups on one block of slots; many blocks have some
+
 
 @dataclass(frozen=True, kw_only=True)
 class _Threaded:
@@ -57,6 +59,11 @@ class Pool:
     ) -> None:
         self.close()
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether several tasks may run at once."""
+        return self._slots is not None
+
     def prepare(self, config: WorkerGroupConfig) -> None:
         """Starts to import the modules that a worker group of this config preloads, in the background. With slots: on
         each block that such a group may lease, so that no block is leased during the imports."""
@@ -79,6 +86,7 @@ class Pool:
         budget_s: float,
         fresh: bool = False,
         keep: bool = True,
+        alone: bool = False,
         about: str = "",
     ) -> Outcome:
         """Calls ``task`` ("package.module:function") as ``function(rank_context, **kwargs)`` on every rank.
@@ -87,6 +95,8 @@ class Pool:
         must not find anything elsewhere. The live worker group of this key and config is retired, and the new one is
         kept for the next task. ``keep``: False for a task of which nothing may be left for a later one; its worker
         group ends with it.
+
+        ``alone``: with slots, run while no other task does, after all idle worker groups have ended.
 
         ``log_dir`` gets rank-N.log and, if the task hangs or fails, rank-N.stacks. A task without progress for
         ``budget_s`` seconds is ended (conformance.runtime.watchdog defines progress and further limits); the budget
@@ -110,7 +120,9 @@ class Pool:
             )
 
         return (
-            run_in(self._own) if self._slots is None else self._run_leased(self._slots, key, config, budget_s, run_in)
+            run_in(self._own)
+            if self._slots is None
+            else self._run_leased(self._slots, key, config, budget_s, run_in, alone=alone)
         )
 
     def _run_leased(
@@ -120,13 +132,24 @@ class Pool:
         config: WorkerGroupConfig,
         budget_s: float,
         run_in: Callable[[Lane, tuple[int, ...]], Outcome],
+        *,
+        alone: bool,
     ) -> Outcome:
         began = time.monotonic()
         with self._making:
             warm = self._warm.setdefault((key, config), set())
         try:
             with timeline.within(f"{WAIT}lease"):
-                lease = slots.lease(key, config, prefer=warm, limit_s=SLOW * budget_s, is_over=lambda: self._is_aborted)
+                lease = slots.lease(
+                    key,
+                    config,
+                    prefer=warm,
+                    limit_s=SLOW * budget_s,
+                    is_over=lambda: self._is_aborted,
+                    everything=alone,
+                )
+            if alone:
+                self._end_idle_groups()
         except NoLease as none:
             return failed(str(none), kind="exited", began=began)
 
@@ -147,10 +170,16 @@ class Pool:
             raise
         return threaded.thread.submit(run).result()
 
+    def _end_idle_groups(self) -> None:
+        """Ends all worker groups of leased slots, none of which is at work."""
+        with self._making:
+            lanes = list(self._lanes.values())
+        wait([one.thread.submit(one.lane.retire_all, "another task runs alone") for one in lanes])
+
     def _lane(self, slots: SlotPool, block: Block) -> _Threaded:
         if (threaded := self._lanes.get(block)) is None:
             thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="-".join(block))
-            threaded = self._lanes[block] = _Threaded(lane=Lane(slots.starter(block)), thread=thread)
+            threaded = self._lanes[block] = _Threaded(lane=Lane(slots.starter(block), most=MOST_GROUPS), thread=thread)
         if self._is_aborted:
             threaded.lane.abort()
         return threaded

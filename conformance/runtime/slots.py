@@ -67,8 +67,9 @@ class Lane:
     one.
     """
 
-    def __init__(self, starter: Starter) -> None:
-        self._starter = starter
+    def __init__(self, starter: Starter, *, most: int | None = None) -> None:
+        """most: the largest number of live worker groups; None: no limit."""
+        self._starter, self._most = starter, most
         self.worker_groups: dict[tuple[str, WorkerGroupConfig], WorkerGroup] = {}
         self._used: set[int] = set()  # numbers of worker groups that have run a task
         self._running: WorkerGroup | None = None
@@ -114,8 +115,7 @@ class Lane:
         except TaskFailed as failure:
             self._retire(key, config, why=str(failure.cause), level=logging.INFO if keep else logging.DEBUG)
             if failure.cause.kind == "out of memory":  # the next attempt needs the memory of idle worker groups
-                for other in list(self.worker_groups):
-                    self._retire(*other, why="another worker group here ran out of memory")
+                self.retire_all("another worker group here ran out of memory")
             return failed(str(failure), kind=failure.cause.kind, rank=failure.cause.rank, began=began, used=used)
         except BaseException:
             self._retire(key, config, why="interrupted")
@@ -151,6 +151,11 @@ class Lane:
         """Ends all processes, from another thread. The running task and all later ones fail."""
         self._starter.terminate()
 
+    def retire_all(self, why: str) -> None:
+        """Ends all worker groups; later tasks get new ones."""
+        for key, config in list(self.worker_groups):
+            self._retire(key, config, why=why, level=logging.DEBUG)
+
     def close(self) -> None:
         """Ends all processes. Only the logs remain."""
         while self.worker_groups:
@@ -165,7 +170,11 @@ class Lane:
             self._retire(key, config, why="a rank died while it was idle")
             worker_group = None
         if worker_group is None:
-            worker_group = self.worker_groups[key, config] = self._starter.start(config)
+            if self._most is not None and len(self.worker_groups) >= self._most:
+                self._retire(*next(iter(self.worker_groups)), why="another one is needed", level=logging.DEBUG)
+            worker_group = self._starter.start(config)
+        self.worker_groups.pop((key, config), None)
+        self.worker_groups[key, config] = worker_group  # the last one used is the last one
         return worker_group
 
     def _retire(self, key: str, config: WorkerGroupConfig, *, why: str, level: int = logging.INFO) -> None:
@@ -224,8 +233,10 @@ class SlotPool(Protocol):
         prefer: Collection[Block],
         limit_s: float,
         is_over: Callable[[], bool],
+        everything: bool = False,
     ) -> Lease:
-        """Waits for the slots of a worker group. ``prefer``: blocks that are tried before others. Raises NoLease."""
+        """Waits for the slots of a worker group. ``prefer``: blocks that are tried before others. ``everything``: all
+        slots of a host. Raises NoLease."""
 
     def give_back(self, lease: Lease) -> None: ...
 

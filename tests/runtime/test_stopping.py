@@ -267,8 +267,8 @@ def test_nobody_waits_for_an_oracle_when_the_run_is_stopped(tmp_path: Path) -> N
     """Its runs have a thread and a worker group of their own."""
     oracles = Oracles(root=tmp_path, device="cpu", budget_s=60)
     run = Runner(oracles._pool, tmp_path)
-    pids: list[int] = oracles._thread.submit(run.pids, size=1).result()
-    work = oracles._thread.submit(run, "never_enter", size=1, rank=0, budget_s=60)
+    pids: list[int] = oracles._threads.submit(run.pids, size=1).result()
+    work = oracles._threads.submit(run, "never_enter", size=1, rank=0, budget_s=60)
     oracles._runs[tmp_path / "float64"] = work  # type: ignore[assignment]
     time.sleep(0.5)
     began = time.monotonic()
