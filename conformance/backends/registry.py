@@ -226,12 +226,17 @@ class EnvironmentProcess:
                 )
         except OSError as error:
             raise UsageError(f"{what}: {error.strerror}; give the executable of an environment") from None
-        self.hello, needs = self._started(), _NEEDS.format(conformance.__version__)
+        needs = _NEEDS.format(conformance.__version__)
         if "suite" not in self.hello:
             why = self.hello["message"]
             raise UsageError(f"{what}: it does not answer; the environment {needs} ({why})")
         if self.hello["suite"] != conformance.__version__:
             raise UsageError(f"{what}: the environment has backend-parity {self.hello['suite']}; it {needs}")
+
+    @cached_property
+    def hello(self) -> dict[str, Any]:
+        """Waits for the imports of the process. Returns its first message."""
+        return self._started()
 
     def ask(self, query: dict[str, Any]) -> dict[str, Any]:
         """Sends a query; returns the answer, which has a ``message`` if it failed."""
@@ -243,7 +248,6 @@ class EnvironmentProcess:
         return self.receive()
 
     def _started(self) -> dict[str, Any]:
-        """Waits for the imports of the process. Returns its first message."""
         patience = StartPatience(partial(effort, self.process.pid), limit_s=self._limit_s)
         while not self._is_readable(_TICK_S):
             if why := patience.why_over():
@@ -320,7 +324,6 @@ class ForkedProcess(EnvironmentProcess):
     def __init__(self, name: str) -> None:
         self._what, self._limit_s = name, LIMIT_S
         self.process: Any = _Fork(name)
-        self.hello = self._started()
 
 
 class SubprocessAdapter:
@@ -336,7 +339,10 @@ class SubprocessAdapter:
         self._what = f"--python {name}={python}: " if python else ""
         self._asking = threading.Lock()
         self._latest: tuple[Scenario, Any] | None = None
-        if python or torch.cuda.is_initialized():  # CUDA does not survive a fork
+        self._process: EnvironmentProcess
+        if begun := _begun.pop(name, None) if not python else None:
+            self._process = begun
+        elif python or torch.cuda.is_initialized():  # CUDA does not survive a fork
             what = self._what.removesuffix(": ") or name
             self._process = EnvironmentProcess(what, python or sys.executable, __name__, name, limit_s=LIMIT_S)
         else:
@@ -402,6 +408,7 @@ class SubprocessAdapter:
 
 
 _KNOWN, _CONVENTIONS = TypeAdapter(tuple[Known, ...]), TypeAdapter(Conventions)
+_begun: dict[str, ForkedProcess] = {}  # by the name of an adapter in this environment: those that import
 _there: dict[tuple[str, str], SubprocessAdapter] = {}  # by the requested name or target, and the executable
 
 
@@ -425,8 +432,21 @@ def adapter_of(entry: BackendEntry) -> Adapter:
     """Returns the adapter of an entry that was found. Raises what BackendEntry.load raises."""
     key = entry.target, entry.python
     if key not in _there:
-        _there[key] = SubprocessAdapter(entry.name if is_registered(entry) else entry.target, entry.python)
+        _there[key] = SubprocessAdapter(_own_name(entry), entry.python)
     return _there[key]
+
+
+def _own_name(entry: BackendEntry) -> str:
+    return entry.name if is_registered(entry) else entry.target
+
+
+def import_adapters(entries: Sequence[BackendEntry]) -> None:
+    """Starts the processes of adapters that are not there, so that they import at the same time."""
+    if torch.cuda.is_initialized():
+        return
+    for entry in entries:
+        if not entry.python and (entry.target, "") not in _there and (name := _own_name(entry)) not in _begun:
+            _begun[name] = ForkedProcess(name)
 
 
 def versions_of(entries: Sequence[BackendEntry]) -> dict[str, str]:
@@ -434,6 +454,7 @@ def versions_of(entries: Sequence[BackendEntry]) -> dict[str, str]:
 
     Adapters that cannot be imported are left out.
     """
+    import_adapters(entries)
     found: dict[str, str] = {}
     for entry in entries:
         try:

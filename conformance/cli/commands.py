@@ -27,6 +27,7 @@ from conformance.matrix.options import (
     Ranks,
     Selection,
 )
+from conformance.runtime.preload_server import import_ahead
 
 MOST_GPUS = 4096  # a larger number is a typing error
 _JSON = "machine-readable output"
@@ -42,6 +43,8 @@ class Declared:
     add_arguments: Callable[[argparse.ArgumentParser], None]
 
     def run(self, options: argparse.Namespace) -> int:
+        if self.module == "run":  # ranks and this process import torch at the same time
+            import_ahead(("transformers",))
         run: Callable[[argparse.Namespace], int] = getattr(
             import_module(f"conformance.cli.{self.module}"), f"{self.name}_command"
         )

@@ -72,6 +72,7 @@ COMPUTED_WITH = (
     *("spec/batch.py", "spec/conventions.py", "spec/known_defects.py", "spec/layout.py", "spec/objectives.py"),
     *("spec/observables.py", "spec/precision.py", "spec/preferences.py", "spec/scenario.py"),
 )
+PRELOAD = ("conformance.oracle.worker", "transformers")  # which reads the configuration
 CACHE_SIZE = 4 * 2**30  # bytes; the least recently used records are removed first
 
 
@@ -122,6 +123,10 @@ class Oracles:
         # One pool has one thread; of several lanes, any thread may close it, after the others.
         self._threads.submit(self._close).result()
         self._threads.shutdown()
+
+    def prepare(self) -> None:
+        """Starts to import what oracle runs on the CPU need."""
+        self._threads.submit(self._pool.prepare, WorkerGroupConfig(size=1, device="cpu", preload=PRELOAD))
 
     def folder(self, cell: Cell, defects: Defects = ()) -> Path:
         """Returns the folder of the record ``float64`` and of the noise runs, made by the oracle with these defects,
@@ -260,7 +265,7 @@ class Oracles:
         config = WorkerGroupConfig(
             size=1,
             device=device,
-            preload=("conformance.oracle.worker", "transformers"),  # which reads the configuration
+            preload=PRELOAD,
             gpu_memory=(sys.maxsize if self._wants_all else round(needed / (1 - SPARE))) if needed else None,
         )
         run = partial(

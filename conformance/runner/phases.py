@@ -257,13 +257,14 @@ def find_in_traced(
 
 
 def import_ahead(pool: Pool, waiting: Iterable[Cell], device: Device) -> None:
-    """Starts to import the backends of the first waiting cell, and of the next cell with other backends."""
+    """Starts to import the backends of the first waiting cell, and of the next cell with other backends; if cells run
+    side by side, all backends."""
     backends: set[BackendEntry] = set()
     for cell in waiting:
         new = {phase.backend: phase for phase in cell.phases if phase.backend not in backends}
         for phase in new.values():
             pool.prepare(group_config(phase, device))
-        if backends and new:
+        if backends and new and not pool.is_shared:
             return
         backends |= new.keys()
 

@@ -78,6 +78,7 @@ class Session:
             leased=leased,
             gpus=where.oracles,
         )
+        self._oracles.prepare()
         self._expectations = Expectations(self._refusals)
         self._runner = CellRunner(
             config,
@@ -141,6 +142,7 @@ class Session:
             self._where.fleet.wait(limit_s=self.config.budget_s)
             self._at_once = AtOnce(self._where.width)
         waiting = self._activities.waiting = tuple(cell for cell in cells if not self.refusal(cell))
+        import_ahead(self._pool, self._at_once.ordered(waiting), self.config.device)
         resources, device = host_resources_of(self.config.out), self.config.device
         check_resources(waiting, resources, device=device, warn=logger.warning, hosts=self._where.hosts)
         if waiting and not self._where.is_leased and self._at_once.is_parallel:

@@ -169,6 +169,15 @@ def fork_forkserver(preload: Sequence[str], *, device: Device, control: socket.s
     return server.fork(preload, device=device, control=control, log=log)
 
 
+def import_ahead(packages: Sequence[str]) -> None:
+    """Starts the preload server of this process, if there is none, and lets it import what these packages share."""
+    global _preload_server
+    with _starting:
+        if _preload_server is None or not _preload_server.is_alive:
+            _preload_server = _PreloadServer()
+            _preload_server.wire.send({"do": "import", "preload": list(packages)})
+
+
 def environment(device: Device | None = None, *, is_other: bool = False) -> dict[str, str]:
     """Returns the environment variables of a forkserver and its ranks.
 
@@ -271,6 +280,8 @@ class _Server:
                     _import_shared(message["preload"])
                     self._own |= set(children()) - {child.pid for child in self._children.values()}
                     self._fork(message, *fds)
+                elif message["do"] == "import":
+                    _import_shared(message["preload"])
                 else:
                     self._signal(message["forkserver"], message["signal"])
 
