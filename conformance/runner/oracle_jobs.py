@@ -91,10 +91,12 @@ class Oracles:
         lanes: int = 1,
         leased: Pool | None = None,
         gpus: int = 1,
+        packed: bool = False,
     ) -> None:
         """lanes: the number of oracle runs on the CPU at once; of large models one. leased: the pool of the cells'
         worker groups, if they lease slots; oracle runs on a GPU then lease slots too. gpus: the number of oracle runs
-        on GPUs at once. With only one, other GPUs would idle, as cells need several."""
+        on GPUs at once. With only one, other GPUs would idle, as cells need several. packed: whether others may take
+        the memory of a run, so that one that failed is repeated alone."""
         self._root, self._device, self._budget_s = root, device, budget_s
         self.withheld = withheld_folder(root)
         self._digests: dict[Path, str] = {}  # of each record, from the moment it was written or read from the cache
@@ -107,7 +109,7 @@ class Oracles:
         work_dir = root / "worlds"  # for runs on the CPU, and on a GPU without leases
         slots = Lanes(lanes, work_dir=work_dir, name="oracle") if lanes > 1 else None
         self._pool = Pool(work_dir=work_dir, slots=slots)
-        self._leased, self._is_parallel = leased, lanes > 1
+        self._leased, self._is_packed = leased, packed
         self._wants_all = False  # whether oracles of large models need a whole GPU, because one has failed
 
     def __enter__(self) -> "Oracles":
@@ -290,14 +292,13 @@ class Oracles:
         with self._large if needed and leased is None else contextlib.nullcontext():
             outcome = run(config=config)
         # Drivers sometimes fail, and runs side by side may lack memory; an exception on the CPU would come again.
-        if outcome.state == "failed" and (leased is not None or (self._is_parallel and outcome.kind != "raised")):
+        if outcome.state == "failed" and (leased is not None or (self._is_packed and outcome.kind != "raised")):
             shutil.rmtree(out, ignore_errors=True)
             if needed:  # take the GPU with the most free memory; another program may have filled the first one
                 self._wants_all = True
-            logger.warning(
-                "the oracle's %s run of %s is repeated alone: %s", policy, cell, outcome.reason.partition("\n")[0]
-            )
-            outcome = run(config=config, fresh=True, alone=True)
+            logger.warning("the oracle's %s run of %s is repeated: %s", policy, cell, outcome.reason.partition("\n")[0])
+            config = replace(config, gpu_memory=sys.maxsize if needed else None)
+            outcome = run(config=config, fresh=True, alone=self._is_packed)
         return outcome
 
     def _close(self) -> None:

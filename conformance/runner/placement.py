@@ -81,6 +81,7 @@ class Where:
         device, gpus, work_dir = config.device, config.gpus, config.out / "worlds"
         self.fleet = Fleet(config.hosts, device=device, folder=work_dir) if config.hosts else None
         self._gpus, self._device, self._lanes = gpus, device, config.lanes
+        self._ranks_per_gpu = config.ranks_per_gpu
         self._slots: LeasedSlots | None = None
         if self.fleet is not None:
             self._slots = Slots(self.fleet)
@@ -112,7 +113,9 @@ class Where:
     @property
     def is_packed(self) -> bool:
         """Whether cells share processors or GPUs, so that one may lack memory that it has alone."""
-        return self.pool.is_shared
+        if not self.is_leased:
+            return self._lanes > 1
+        return len(self._gpus) > self._ranks_per_gpu * len(gpus_of(self._gpus))
 
     @property
     def width(self) -> int:

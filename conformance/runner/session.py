@@ -77,6 +77,7 @@ class Session:
             lanes=config.oracle_lanes,
             leased=leased,
             gpus=where.oracles,
+            packed=where.is_packed,
         )
         self._oracles.prepare()
         self._expectations = Expectations(self._refusals)

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 from conftest import make_cell
-from worker_group_helpers import group_config, results
+from worker_group_helpers import group_config, is_dead_soon, results
 
 from conformance.backends.protocol import BackendEntry
 from conformance.core.process import signal_process
@@ -28,7 +28,7 @@ from conformance.results.run_results import read_entry, read_output_json
 from conformance.runner.attempt import JudgedCell
 from conformance.runner.placement import SessionConfig
 from conformance.runner.session import Session
-from conformance.runtime import Outcome, Pool, WorkerGroupConfig
+from conformance.runtime import Outcome, Pool
 from conformance.runtime.gpu_inventory import shares_of
 from conformance.runtime.gpu_leases import Ticket, holders, lease_folder, leases_by_process
 from conformance.runtime.leased_slots import Gpus
@@ -56,7 +56,9 @@ def pool(tmp_path: Path, gpus: Gpus) -> Iterator[Pool]:
         yield pool
 
 
-def run(pool: Pool, task: str, logs: Path, *, size: int = 1, budget_s: float = 60, **kwargs: Any) -> Outcome:
+def run(
+    pool: Pool, task: str, logs: Path, *, size: int = 1, budget_s: float = 60, alone: bool = False, **kwargs: Any
+) -> Outcome:
     return pool.run(
         key="test",
         config=group_config(size=size),
@@ -64,6 +66,7 @@ def run(pool: Pool, task: str, logs: Path, *, size: int = 1, budget_s: float = 6
         kwargs=kwargs,
         log_dir=logs / str(next(_numbers)),  # tasks that run side by side log side by side
         budget_s=budget_s,
+        alone=alone,
     )
 
 
@@ -298,15 +301,39 @@ def test_two_runs_at_once_use_the_same_gpus_in_turn(tmp_path: Path) -> None:
     assert leases_by_process(GPUS, lease_folder()) == {}
 
 
-def test_prepare_imports_on_every_block_without_leases(pool: Pool, tmp_path: Path) -> None:
-    """So that no GPU is leased while they are."""
-    for size, blocks in ((2, 1), (1, 3), (3, 3)):  # three ranks have no slot here
-        pool.prepare(WorkerGroupConfig(size=size, device="cpu", preload=("worker_group_tasks",)))
-        deadline = time.monotonic() + 10
-        while len(list(tmp_path.rglob("forkserver-*.log"))) < blocks and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert len(list(tmp_path.rglob("forkserver-*.log"))) == blocks
+def test_all_blocks_share_one_import_without_leases(pool: Pool, tmp_path: Path) -> None:
+    """So that no GPU is leased meanwhile, and a backend is imported once."""
+    for size in (2, 1, 3):  # three ranks have no slot here
+        pool.prepare(group_config(size=size))
+    with ThreadPoolExecutor(2) as threads:
+        ran = [threads.submit(run, pool, "pids", tmp_path) for _ in GPUS]
+    ranks = [results(one.result())[0]["rank"] for one in ran]
+    assert len({_parent(rank) for rank in ranks}) == 1
+    assert len(list(tmp_path.rglob("forkserver-*.log"))) == 1
     assert holders(GPUS, lease_folder()) == ""
+
+
+def test_a_task_alone_waits_for_all_and_ends_idle_groups(pool: Pool, tmp_path: Path) -> None:
+    met = tmp_path / "met"
+    with ThreadPoolExecutor(3) as threads:
+        beside = [threads.submit(run, pool, "meet", tmp_path, of=3, folder=str(met)) for _ in GPUS]
+        wait_for(lambda: met.is_dir() and len(list(met.iterdir())) == 2)
+        alone = threads.submit(run, pool, "pids", tmp_path, alone=True)
+        wait_for(lambda: any(lease_folder().glob("*.ticket")))
+        assert not alone.done()
+        (met / "the test").touch()
+    assert {one.result().state for one in (*beside, alone)} == {"done"}
+    assert all(is_dead_soon(results(one.result())[0][1]) for one in beside)
+
+
+def test_a_rank_that_dies_harms_no_task_beside_it(pool: Pool, tmp_path: Path) -> None:
+    with ThreadPoolExecutor(2) as threads:
+        beside = threads.submit(run, pool, "meet", tmp_path, of=2, folder=str(tmp_path / "met"))
+        killed = threads.submit(run, pool, "signal_self", tmp_path, rank=0, number=9)
+        assert killed.result().kind == "killed"
+        (tmp_path / "met").mkdir(exist_ok=True)
+        (tmp_path / "met" / "the test").touch()
+    assert beside.result().state == "done"
 
 
 def test_a_failure_is_tried_again_once_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
