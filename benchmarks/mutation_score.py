@@ -1,7 +1,8 @@
 """Plants every fault of the catalogue on every backend with its patch point, in every tier, and counts the catches.
 
 python benchmarks/mutation_score.py [OUT] [--jobs N] [--minutes M] [--faults NAME ...] [--backends NAME ...]
-                                    [--tiers TIER ...] [--seeds SEED ... [--cells N] [--profiles NAME ...]]
+                                    [--tiers TIER ...]
+                                    [--seeds SEED ... [--cells N] [--ranks N] [--profiles NAME ...]]
 
 A fault is planted in its own cells (Fault.cells), with all steps and rows of the scenario. For the tier ``quick``, it
 is planted in the cells of the quick profile until one of them catches it. Each cell also runs without a fault, and
@@ -37,6 +38,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from itertools import chain, zip_longest
 from pathlib import Path
+from zlib import crc32
 
 from pydantic import TypeAdapter
 
@@ -63,7 +65,7 @@ from reports.mutation_score import BLANK, HONEST, JSON, MARKDOWN, QUICK, Row, re
 Key = tuple[str, str, str, str]  # fault, backend, tier, and the cell of a row without a fault
 JOBS = "jobs.pickle"
 GRACE = 60  # seconds that a cell may go on after --minutes
-MOST = 12  # cells of one oracle that are run with one seed
+MOST = 24  # cells of one oracle that are run with one seed
 LOSSES, NORMS = ("loss", "critic.loss"), ("grad_norm", "critic.grad_norm")
 
 
@@ -109,6 +111,7 @@ def main() -> int:
     parser.add_argument(
         "--profiles", nargs="+", default=["full", "families"], help="of --seeds (default: full families)"
     )
+    parser.add_argument("--ranks", type=int, default=8, help="of the largest cell of --seeds (default: 8)")
     parser.add_argument("--is-worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     until = time.monotonic() + 60 * options.minutes
@@ -118,7 +121,11 @@ def main() -> int:
     jobs = plan(options.faults, options.backends, options.tiers, models=options.out.resolve() / "models")
     if options.seeds:
         cells = {str(c): c for name in options.profiles for c in select_cells(Selection(profile=name))}.values()
-        own = [cell for cell in cells if {phase.backend.name for phase in cell.phases} <= set(options.backends)]
+        own = [
+            cell
+            for cell in cells
+            if cell.world_size <= options.ranks and {p.backend.name for p in cell.phases} <= set(options.backends)
+        ]
         for seed in options.seeds:
             jobs += without_faults(own, seed, [tier for tier in PRECISIONS if tier in options.tiers], options.cells)
     facts = {"date": f"{datetime.now():%Y-%m-%d}", **environment()}
@@ -251,7 +258,8 @@ def work(jobs: Sequence[Job], out: Path, *, until: float) -> None:
     (out / "workers").mkdir(exist_ok=True)
     folder, done = Path(tempfile.mkdtemp(dir=out / "workers")), written_rows(out)
     sizes, own = Counter(job.claim for job in jobs if job.cells), set()
-    order = sorted((job for job in jobs if job.cells), key=lambda job: (-sizes[job.claim], job.claim))
+    # Of claims with as many jobs none comes first by its name, so that a command that ends early has run some of all.
+    order = sorted((j for j in jobs if j.cells), key=lambda j: (-sizes[j.claim], crc32(j.claim.encode()), j.claim))
     with Session(SessionConfig(out=folder / "session")) as session, (folder / "rows.jsonl").open("w") as file:
         for job in order:
             if time.monotonic() >= until or job.key in done:
