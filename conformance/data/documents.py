@@ -1,7 +1,7 @@
 """Builds the frozen batches of every optimizer step from conversations, and packs documents into rows.
 
 Batches are made so that the usual bugs cannot cancel out. Documents keep their different lengths, and for every data
-set but preferences, of which no framework has empty ones, the following rows have no target token:
+set but pairs of answers, of which no framework has empty ones, the following rows have no target token:
 
 * step 0: the last sixth of the rows (of 24 rows: 20..23). So the last of 8 ranks has no target token, nor has one
   micro-batch of dp 2 or 4 with accumulation 3;
@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from conformance.core.errors import UsageError
-from conformance.data.forms import read_preferences, read_samples
+from conformance.data.forms import Sample, mismatched, read_labelled, read_preferences, read_samples
 from conformance.data.tokenizer import Documents, load_tokenizer
 from conformance.oracle.role_model import decoder_of
 from conformance.spec.batch import Batch, Document, Row
+from conformance.spec.observables import IN_PAIRS
 from conformance.spec.scenario import DataConfig, Scenario
 
 LOOK_AHEAD = 1000  # documents; each document that is tried is tokenized
@@ -35,16 +36,14 @@ def build_batches(scenario: Scenario, model: Path) -> list[Batch]:
     ``scenario.seed`` shuffles the samples once; when they run out, they are used again from the start. Only the samples
     that are needed are tokenized. Without packing, a row is one document. With packing, a row holds as many documents
     as fit into ``max_len``, in order: usually two or more, or a single long one. The answers of a preference are two
-    documents in a row, or in two consecutive rows. The rows that the module's docstring names lose their target tokens.
+    documents in a row, or in two consecutive rows; so are a labelled answer and the answer of the next sample to the
+    same prompt. The rows that the module's docstring names lose their target tokens.
 
     Raises UsageError if the data, the tokenizer or ``max_len`` do not allow this.
     """
     data = scenario.data
-    in_pairs = scenario.objective.reads == "preferences"
-    read = read_preferences(data) if in_pairs else [(sample,) for sample in read_samples(data)]
-    numbered = list(enumerate(read, start=1))
-    random.Random(scenario.seed).shuffle(numbered)
-    samples = [(number, sample) for number, together in numbered for sample in together]
+    in_pairs = scenario.objective.reads in IN_PAIRS
+    samples = _samples(scenario)
     tokenizer = load_tokenizer(model, trusted=scenario.trust_remote_code)
     documents = Documents(samples, data, tokenizer, likely=scenario.steps * data.rows)
     units = Units(documents, 2 if in_pairs else 1)
@@ -60,6 +59,24 @@ def build_batches(scenario: Scenario, model: Path) -> list[Batch]:
     size = decoder_of(scenario, model).vocab_size
     check_vocabulary([document for batch in batches for document in batch.documents], model, size)
     return batches
+
+
+def _samples(scenario: Scenario) -> list[tuple[int, Sample]]:
+    """Reads the data set and shuffles it: (number in the data set, sample), with the two of a pair in turn."""
+    data, reads = scenario.data, scenario.objective.reads
+    read: list[tuple[Sample, ...]]
+    if reads == "preferences":
+        read = [*read_preferences(data)]
+    else:
+        read = [(sample,) for sample in (read_labelled if reads == "labelled answers" else read_samples)(data)]
+    numbered = list(enumerate(read, start=1))
+    random.Random(scenario.seed).shuffle(numbered)
+    samples = [(number, sample) for number, together in numbered for sample in together]
+    if reads != "labelled answers":
+        return samples
+    following = samples[1:] + samples[:1]
+    pairs = zip(samples, following, strict=True)
+    return [(number, one) for (number, own), (_, other) in pairs for one in (own, mismatched(own, other))]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ Columns that are not used are named once, because one of them may hold what shou
 import functools
 import json
 import logging
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,6 +28,7 @@ from conformance.data.samples import (
     masks_of,
     read_dataset,
 )
+from conformance.spec.preferences import LABEL, MARGIN
 from conformance.spec.scenario import DataConfig
 
 LONGEST_TEXT = 2**20  # characters; longer texts are mistakes
@@ -63,10 +65,12 @@ EXAMPLES: tuple[tuple[str, str, dict[str, Any]], ...] = (
         {"input_ids": [1, 4, 7, 9, 2], "labels": [-100, -100, 7, -100, 2]},
     ),
     (
-        "preferences, for DPO; without `prompt`, two conversations that begin alike",
+        "preferences, for DPO and (perhaps with `margin`) reward models; without `prompt`, two conversations that "
+        "begin alike",
         "both answers",
         {"prompt": "2 + 3?", "chosen": "5", "rejected": "6"},
     ),
+    ("labelled answers, for KTO", "the answer", {"prompt": "2 + 3?", "completion": "6", "label": False}),
     (
         "rollouts, for GRPO and PPO",
         "the tokens of the response that no column that is called a mask takes away",
@@ -100,7 +104,7 @@ class Sample:
     messages: the turns, in order. first: the number of the first turn that may be trained on; assistant turns from
     there on are, unless a turn says that it is not. tools: what the chat template gets as such. is_pair: whether the
     texts can do without a template. tokens, targets: of a sample that has been tokenized before, which has no turns.
-    record: all columns, as they were read.
+    columns: numbers of the whole sample that an objective reads. record: all columns, as they were read.
     """
 
     messages: tuple[Message, ...] = ()
@@ -109,6 +113,7 @@ class Sample:
     is_pair: bool = False
     tokens: tuple[int, ...] = ()
     targets: tuple[bool, ...] = ()
+    columns: Mapping[str, float] = field(default_factory=dict)
     record: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -168,12 +173,51 @@ def read_preferences(config: DataConfig) -> list[tuple[Sample, Sample]]:
     names = dict.fromkeys((config.input_key, *(asked for asked, _ in PAIRS)))
     prompt = [key for key in names if _has(first, key)][:1]
     if not is_builtin(resolve(config.path)):
-        used = (*prompt, *PREFERENCE_COLUMNS)
+        used = (*prompt, *PREFERENCE_COLUMNS, MARGIN)
         _name_unused([record for _, record in records], used, config.path, lambda column: column in used)
-    return [_preference(record, prompt, place) for place, record in records]
+    numbers = (MARGIN,) if any(_has(record, MARGIN) for _, record in records) else ()
+    return [_preference(record, prompt, numbers, place) for place, record in records]
 
 
-def _preference(record: Mapping[str, Any], prompt: Sequence[str], place: Place) -> tuple[Sample, Sample]:
+def read_labelled(config: DataConfig) -> list[Sample]:
+    """Reads labelled answers, at most ``config.max_samples``: samples with the column ``label``, 1 or 0.
+
+    Raises UsageError, which names the file and the line or the number of the sample, for a wrong one.
+    """
+    path = resolve(config.path)
+    records = read_dataset(path, most=config.max_samples, split=config.split)
+    place, first = records[0]
+    if not _has(first, LABEL):
+        raise UsageError(
+            f"{place}: no column {LABEL!r}; found {_names(first)}; labelled answers have 'prompt', 'completion' and "
+            f"{LABEL!r}; give such a file to --data (data.path), or use a scenario of objective 'sft'"
+        )
+    columns = _columns(first, config, place)
+    if columns == (TOKENS,):
+        raise UsageError(f"{place}: labelled answers need texts, because prompts are combined with other answers")
+    if not is_builtin(path):
+        _name_unused([record for _, record in records], columns, config.path, lambda column: column == LABEL)
+    return [_labelled(record, columns, place) for place, record in records]
+
+
+def _labelled(record: Mapping[str, Any], columns: Sequence[str], place: Place) -> Sample:
+    sample, label = _sample(record, columns, place), _value(record, LABEL, place)
+    if label not in (0, 1):
+        raise UsageError(
+            f"{place}: {LABEL!r} must be 1 (true) for a desired answer or 0 (false), got {shown(label)}; correct or "
+            f"remove the sample"
+        )
+    return replace(sample, columns={LABEL: float(label)}, record=record)
+
+
+def mismatched(sample: Sample, other: Sample) -> Sample:
+    """Returns ``sample`` with the answer of the ``other`` one."""
+    return replace(sample, messages=sample.messages[: sample.trained[0]] + other.messages[other.trained[0] :])
+
+
+def _preference(
+    record: Mapping[str, Any], prompt: Sequence[str], numbers: Sequence[str], place: Place
+) -> tuple[Sample, Sample]:
     chosen, rejected = (_sample(record, (*prompt, key), place) for key in PREFERENCE_COLUMNS)
     if chosen.messages == rejected.messages:
         raise UsageError(
@@ -181,7 +225,8 @@ def _preference(record: Mapping[str, Any], prompt: Sequence[str], place: Place) 
         )
     pairs = enumerate(zip(chosen.messages, rejected.messages, strict=False))
     alike = next((at for at, (one, other) in pairs if one != other), 0)
-    both = [replace(one, first=max(one.first, alike), record=record) for one in (chosen, rejected)]
+    columns = {name: _number(record, name, place) for name in numbers}
+    both = [replace(one, first=max(one.first, alike), columns=columns, record=record) for one in (chosen, rejected)]
     if not all(one.trained for one in both) or alike == 0:
         raise UsageError(
             f"{place}: 'chosen' and 'rejected' must be answers of an assistant to one prompt; give both the same turns "
@@ -369,6 +414,15 @@ def _check_text(text: Any, key: str, place: Place) -> str:
             f"{place}: {key!r} holds {half}, half of a surrogate pair; correct or remove the sample"
         ) from None
     return text
+
+
+def _number(record: Mapping[str, Any], key: str, place: Place) -> float:
+    if not _has(record, key):
+        raise UsageError(f"{place}: no column {key!r}, which other samples have; give all samples one, or none")
+    number = _value(record, key, place)
+    if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
+        raise UsageError(f"{place}: {key!r} must be a finite number, got {shown(number)}; correct or remove the sample")
+    return float(number)
 
 
 def _has(record: Mapping[str, Any], key: str) -> bool:

@@ -28,6 +28,7 @@ LONGEST_LINE = 8 * MIB  # bytes; JSON may need six bytes for one character
 
 ROLLOUT_COLUMNS = frozenset({"prompt_ids", "completion_ids"})
 PREFERENCE_COLUMNS = ("chosen", "rejected")
+LABELLED_COLUMNS = frozenset({"prompt", "completion", "label"})
 
 Record = dict[str, Any]
 Place = str  # where a record was found, for messages: "FILE, line 3"
@@ -65,7 +66,9 @@ def reads_of(path: Path, *, split: str | None = None) -> Reads:
     _, first = read_dataset(path, most=1, split=split)[0]
     if first.keys() & ROLLOUT_COLUMNS:
         return "rollouts"
-    return "preferences" if first.keys() >= {*PREFERENCE_COLUMNS} else "samples"
+    if first.keys() >= {*PREFERENCE_COLUMNS}:
+        return "preferences"
+    return "labelled answers" if first.keys() >= LABELLED_COLUMNS else "samples"
 
 
 def _numbered(path: Path, records: Iterable[Any]) -> list[tuple[Place, Any]]:

@@ -315,6 +315,7 @@ class Documents:
         Raises UsageError for a document that is too long and may not be cut or left out, or that cannot be encoded.
         """
         (tokens, targets), limit = self._encode(index), self.config.max_len
+        columns = self._samples[index][1].columns
         if len(tokens) > limit and self.config.too_long == "drop":
             return None
         if not any(targets[:limit]):
@@ -323,7 +324,7 @@ class Documents:
             )
         if len(tokens) > limit and self.config.too_long == "error":
             self._raise_too_long("is too short for", lambda one: len(one[0]) > limit, instead="truncate")
-        return Document(tokens[:limit], targets[:limit])
+        return Document(tokens[:limit], targets[:limit], columns)
 
     def check_packing(self) -> None:
         """Raises UsageError if half of the documents that are likely to be used fit no second one beside them."""

@@ -34,6 +34,7 @@ from conformance.matrix.options import Selection
 from conformance.models.synthetic import with_skeleton
 from conformance.results.requirements import TO
 from conformance.spec.layout import Layout
+from conformance.spec.observables import IN_PAIRS
 from conformance.spec.precision import PRECISIONS, PrecisionName
 from conformance.spec.scenario import Count, Scenario, Steps, load_scenario
 
@@ -160,7 +161,7 @@ def _fitting(cells: list[Cell], selection: Selection, path: str | None) -> list[
     left out. Raises UsageError if the data set cannot be read.
     """
     reads = reads_of(resolve(path), split=selection.split) if path else None
-    if reads == "preferences" and selection.output_key:  # the user trains on one of the answers
+    if reads in IN_PAIRS and selection.output_key:  # the user trains on one of the answers
         reads = "samples"
     fitting = [cell for cell in cells if (cell.scenario.objective.reads == reads if path else has_data(cell.scenario))]
     if not fitting or len(fitting) == len(cells):

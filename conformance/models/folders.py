@@ -110,7 +110,8 @@ def prepare_model(scenario: Scenario, role: Role, out: Path) -> Path:
         write_adapter(out / ADAPTER, scenario.lora, weight_shapes(model), key=key)
     twins = _twins(files)
     for file in files:
-        if key == "0" and not (is_base and _has_more_digits(file)):
+        is_as_given = role.head == "causal" and key == "0"  # a value model has no head for logits
+        if is_as_given and not (is_base and _has_more_digits(file)):
             (out / file.name).symlink_to(file)
         else:
             _perturb(file, out / file.name, key=key, twins=twins, head=role.head, rounded=is_base)

@@ -62,6 +62,15 @@ class PairedFunctions(OracleFunctions, Protocol):
         ...
 
 
+@runtime_checkable
+class ScoringFunctions(OracleFunctions, Protocol):
+    """Computes losses of values at other positions than those that predict targets."""
+
+    def value_positions(self, document: Document) -> Tensor:
+        """Returns the positions of the values that have a loss, int64."""
+        ...
+
+
 class RolloutFunctions(OracleFunctions, Protocol):
     """Also computes what an objective needs of a rollout before its first update."""
 

@@ -9,9 +9,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from conformance.oracle.distillation import DistillationFunctions
 from conformance.oracle.loss_terms import OracleFunctions, RolloutFunctions, Term, target_logprobs, target_positions
 from conformance.oracle.policy_gradient import GrpoFunctions, PpoFunctions, ResponseFunctions
-from conformance.oracle.preferences import PreferenceFunctions
+from conformance.oracle.preferences import KtoFunctions, PreferenceFunctions, RewardFunctions
 from conformance.oracle.primitives import HONEST, Variant
 from conformance.spec.batch import Batch, Document
 from conformance.spec.objectives import Objective, known_kinds
@@ -63,4 +64,7 @@ FUNCTIONS: dict[str, Callable[[Any], OracleFunctions]] = {
     "grpo": GrpoFunctions,
     "ppo": PpoFunctions,
     "dpo": PreferenceFunctions,
+    "reward": RewardFunctions,
+    "kto": KtoFunctions,
+    "distillation": DistillationFunctions,
 }

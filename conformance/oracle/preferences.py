@@ -12,8 +12,8 @@ from torch import Tensor
 
 from conformance.oracle.loss_terms import Term, target_logprobs
 from conformance.spec.batch import Batch, Document
-from conformance.spec.observables import POLICY, REFERENCE, terms_of
-from conformance.spec.preferences import PAIR, SIDE, Dpo
+from conformance.spec.observables import POLICY, REFERENCE, REWARD, terms_of
+from conformance.spec.preferences import LABEL, MARGIN, PAIR, SIDE, Dpo, Kto, RewardModel
 
 
 class PreferenceFunctions:
@@ -85,6 +85,87 @@ class PreferenceFunctions:
                 return (margin - 1 / (2 * beta)) ** 2
             case "odds_ratio":
                 return beta * _surprise(margin)
+
+
+class RewardFunctions:
+    """Computes the loss of a reward model (arXiv 2203.02155). Implements PairedFunctions and ScoringFunctions."""
+
+    def __init__(self, objective: RewardModel) -> None:
+        self.objective = objective
+        self._scores: dict[tuple[float, float], Tensor] = {}
+
+    def value_positions(self, document: Document) -> Tensor:
+        return torch.tensor([len(document.tokens) - 1])
+
+    def totals(self, batch: Batch) -> dict[str, float]:
+        chosen = [document for document in batch.documents if document.columns[SIDE] == 1]
+        return {"token_count": batch.target_count, "pair_count": len(chosen)}
+
+    def see(self, document: Document, outputs: Mapping[str, Tensor], *, stable: torch.dtype) -> None:
+        self._scores[_place(document)] = outputs[REWARD.name][-1, 0].to(stable)
+
+    def term(
+        self,
+        model: str,
+        output: Tensor,
+        document: Document,
+        *,
+        totals: Mapping[str, float],
+        earlier: Mapping[str, Tensor],
+        stable: torch.dtype,
+    ) -> Term:
+        pair, side = _place(document)
+        score, other = output[-1, 0].to(stable), self._scores[pair, -side]
+        margin = side * (score - other) - cast(float, document.columns.get(MARGIN, 0.0))
+        loss = (_surprise(margin) + self.objective.center_coef * (score + other) ** 2) / totals["pair_count"]
+        rows = {"score": score.expand(sum(document.targets))}
+        if side < 0:
+            return Term(loss=loss, rows=rows)
+        return Term(loss=loss, values={"loss": loss.item()}, rows={**rows, terms_of("loss"): loss[None]})
+
+
+class KtoFunctions:
+    """Computes KTO (arXiv 2402.01306, equation 8). Implements conformance.oracle.loss_terms.PairedFunctions."""
+
+    def __init__(self, objective: Kto) -> None:
+        self.objective = objective
+        self._mismatched: list[Tensor] = []
+
+    def totals(self, batch: Batch) -> dict[str, float]:
+        answers = sum(document.columns[SIDE] == 1 for document in batch.documents)
+        return {"token_count": batch.target_count, "answer_count": answers}
+
+    def see(self, document: Document, outputs: Mapping[str, Tensor], *, stable: torch.dtype) -> None:
+        if document.columns[SIDE] == -1:
+            frozen, own = (target_logprobs(outputs[m.name], document, stable=stable) for m in (REFERENCE, POLICY))
+            self._mismatched.append((own - frozen).sum())
+
+    def term(
+        self,
+        model: str,
+        output: Tensor,
+        document: Document,
+        *,
+        totals: Mapping[str, float],
+        earlier: Mapping[str, Tensor],
+        stable: torch.dtype,
+    ) -> Term:
+        logprobs = target_logprobs(output, document, stable=stable)
+        if model == REFERENCE.name:
+            return Term(loss=None, rows={"reference.logprob": logprobs})
+        ratio = (logprobs - target_logprobs(earlier[REFERENCE.name], document, stable=stable)).sum()
+        count = totals["answer_count"]
+        if document.columns[SIDE] == -1:
+            share = (ratio / count).detach()
+            rows = {"logprob": logprobs, "margin": ratio.expand_as(logprobs), terms_of("kl"): share[None]}
+            return Term(loss=0 * ratio, values={"kl": share.item()}, rows=rows)
+        o, above = self.objective, ratio - torch.stack(self._mismatched).mean().clamp(min=0)
+        if document.columns[LABEL] == 1:
+            loss = o.desirable_weight * (1 - torch.sigmoid(o.beta * above)) / count
+        else:
+            loss = o.undesirable_weight * (1 - torch.sigmoid(-o.beta * above)) / count
+        rows = {"logprob": logprobs, "margin": above.expand_as(logprobs), terms_of("loss"): loss[None]}
+        return Term(loss=loss, values={"loss": loss.item()}, rows=rows)
 
 
 def _surprise(logit: Tensor) -> Tensor:

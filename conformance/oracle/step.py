@@ -16,7 +16,13 @@ import torch
 from torch import Tensor
 
 from conformance.oracle.feed_forward import Balance, LoadsOfPart, Routing
-from conformance.oracle.loss_terms import PairedFunctions, RolloutFunctions, target_positions
+from conformance.oracle.loss_terms import (
+    OracleFunctions,
+    PairedFunctions,
+    RolloutFunctions,
+    ScoringFunctions,
+    target_positions,
+)
 from conformance.oracle.objectives import functions_of, rollout_functions_of
 from conformance.oracle.optimizer import AdamW, LossScale, Sgd
 from conformance.oracle.primitives import HONEST, NO_TAP, Policy, Tap, Variant, Weights
@@ -37,13 +43,20 @@ from conformance.spec.observables import (
 EMBEDDING = "model.embed_tokens.weight"
 
 
-def value_gradient(loss: Tensor, values: Tensor, document: Document, *, scale: float) -> Tensor:
-    """Returns the gradients of ``loss`` with respect to the values that predict targets, float64 (targets,).
+def value_positions(functions: OracleFunctions, document: Document) -> Tensor:
+    """Returns the positions of the values that have a loss, int64: by default those that predict targets."""
+    if isinstance(functions, ScoringFunctions):
+        return functions.value_positions(document)
+    return target_positions(document) - 1
+
+
+def value_gradient(loss: Tensor, values: Tensor, positions: Tensor, *, scale: float) -> Tensor:
+    """Returns the gradients of ``loss`` with respect to the values at ``positions`` (N,), float64 (N,).
 
     ``values``: (T, 1). ``scale``: multiplies the loss during the backward pass. Graphs are kept.
     """
     (gradient,) = torch.autograd.grad(loss * scale, values, retain_graph=True, materialize_grads=True)
-    return gradient[target_positions(document) - 1, 0].double() / scale
+    return gradient[positions, 0].double() / scale
 
 
 class Shifted:
@@ -58,9 +71,10 @@ class Shifted:
         self._copies = Counter(_content(document) for document in batch.documents)
         self._squares: Tensor | None = None
 
-    def add(self, document: Document, values: Tensor, embedding: Tensor) -> None:
-        """Adds a document. ``values``: (T, 1), whose graph is kept. ``embedding``: (V, D), a leaf of that graph."""
-        total = values[target_positions(document) - 1].sum()
+    def add(self, document: Document, values: Tensor, embedding: Tensor, positions: Tensor) -> None:
+        """Adds a document. ``values``: (T, 1), whose graph is kept, of which those at ``positions`` have a loss.
+        ``embedding``: (V, D), a leaf of that graph."""
+        total = values[positions].sum()
         (moved_VD,) = torch.autograd.grad(total, embedding, retain_graph=True)
         # Documents have independent errors. C copies of one document have equal errors, so their sum is C times one.
         squares = self._copies[_content(document)] * moved_VD.square().sum(1)
@@ -191,10 +205,11 @@ def observe(
                 if model.role.trained:
                     assert term.loss is not None, f"the objective gives no loss for {name}, which is trained"
                     if model.role.head == "value":
-                        gradient = value_gradient(term.loss, output, document, scale=model.scale(policy))
+                        positions = value_positions(functions, document)
+                        gradient = value_gradient(term.loss, output, positions, scale=model.scale(policy))
                         parts[model_key(model.role.prefix, VALUE_GRADIENT)].append(gradient)
-                    if name in shifted:
-                        shifted[name].add(document, output, leaves[name][EMBEDDING])
+                        if name in shifted:
+                            shifted[name].add(document, output, leaves[name][EMBEDDING], positions)
                     ((term.loss + loss) * model.scale(policy)).backward()
                 earlier[name] = output.detach()
                 for key, number in term.values.items():

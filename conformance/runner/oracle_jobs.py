@@ -51,7 +51,6 @@ from conformance.records.step_tensors import file_sha256, read_record
 from conformance.runtime import Device, Outcome, Pool, WorkerGroupConfig
 from conformance.runtime.leased_slots import Lanes
 from conformance.spec.known_defects import Defect, defects_to_json
-from conformance.spec.observables import POLICY
 from conformance.spec.scenario import ADAPTER, Scenario, scenario_to_json
 
 logger = logging.getLogger(__name__)
@@ -59,7 +58,7 @@ logger = logging.getLogger(__name__)
 
 def is_replayed(scenario: Scenario, inputs: FrozenInputs) -> bool:
     """Whether a cell gets the oracle's choices of experts."""
-    return not scenario.tier.is_exact and is_routed(inputs.models[POLICY.name])
+    return not scenario.tier.is_exact and any(map(is_routed, inputs.models.values()))
 
 
 Defects = tuple[Defect, ...]
@@ -69,8 +68,8 @@ COMPUTED_WITH = (
     *("models/config_keys.py", "models/folders.py", "models/hf_config.py"),
     *("numerics/determinism.py", "numerics/float64_tier.py", "numerics/sketch.py"),
     *("records/header_checks.py", "records/record_format.py", "records/step_tensors.py"),
-    *("spec/batch.py", "spec/conventions.py", "spec/known_defects.py", "spec/layout.py", "spec/objectives.py"),
-    *("spec/observables.py", "spec/precision.py", "spec/preferences.py", "spec/scenario.py"),
+    *("spec/batch.py", "spec/conventions.py", "spec/distillation.py", "spec/known_defects.py", "spec/layout.py"),
+    *("spec/objectives.py", "spec/observables.py", "spec/precision.py", "spec/preferences.py", "spec/scenario.py"),
 )
 PRELOAD = ("conformance.oracle.worker", "transformers")  # which reads the configuration
 CACHE_SIZE = 4 * 2**30  # bytes; the least recently used records are removed first

@@ -33,6 +33,7 @@ from pydantic.dataclasses import dataclass
 
 from conformance.core.errors import STRICT, UsageError, explain, one_line, shown
 from conformance.spec.batch import Batch
+from conformance.spec.distillation import Distillation
 from conformance.spec.observables import (
     CONFIGURATION,
     CRITIC,
@@ -54,7 +55,7 @@ from conformance.spec.observables import (
     terms_of,
     trained_observables,
 )
-from conformance.spec.preferences import Dpo
+from conformance.spec.preferences import Dpo, Kto, RewardModel
 
 AdvantageEstimator = Literal["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
 LossMode = Literal["vanilla", "gspo", "cispo"]  # each is a function in the oracle's and in impl's LOSS_MODES
@@ -250,7 +251,8 @@ class Objective(Protocol):
     """Defines the protocol of an objective: a frozen pydantic dataclass with a field ``kind``.
 
     reads: what the data set holds: ``samples`` (pairs of texts), ``preferences`` (a chosen and a rejected answer to a
-        prompt, two consecutive documents) or ``rollouts`` (conformance.data.rollouts). One that reads rollouts also has
+        prompt, two consecutive documents), ``labelled answers`` (an answer, and beside it the same prompt with the
+        answer of the next sample) or ``rollouts`` (conformance.data.rollouts). One that reads rollouts also has
         ``rollout_roles``, the roles whose models run over each before its first update.
     disable_dropout: whether models run without the dropout of their configuration, also in updates.
     """
@@ -318,7 +320,15 @@ def _weighted(batch: Batch, weight: float) -> Batch:
     return replace(batch, rows=tuple(rows))
 
 
-BUILT_IN: dict[str, type[Any]] = {"sft": Sft, "grpo": Grpo, "ppo": Ppo, "dpo": Dpo}
+BUILT_IN: dict[str, type[Any]] = {
+    "sft": Sft,
+    "grpo": Grpo,
+    "ppo": Ppo,
+    "dpo": Dpo,
+    "reward": RewardModel,
+    "kto": Kto,
+    "distillation": Distillation,
+}
 
 
 def all_observables(objective: Objective, *, scaled: bool = False, routed: bool = False) -> tuple[Observable, ...]:

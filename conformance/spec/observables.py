@@ -26,15 +26,17 @@ class Role:
 
     @property
     def prefix(self) -> str:
-        """Returns the prefix of the keys of this model's observables; empty for the policy."""
-        return "" if self == POLICY else self.name
+        """Returns the prefix of the keys of this model's observables; empty for a policy or a reward model."""
+        return "" if self in (POLICY, REWARD) else self.name
 
 
 POLICY = Role(name="policy")
 CRITIC = Role(name="critic", head="value")
+REWARD = Role(name="reward", head="value")
 REFERENCE = Role(name="reference", trained=False)
 
-Reads = Literal["samples", "preferences", "rollouts"]  # what an objective's data set holds
+Reads = Literal["samples", "preferences", "labelled answers", "rollouts"]  # what an objective's data set holds
+IN_PAIRS: tuple[Reads, ...] = ("preferences", "labelled answers")  # of which two consecutive documents stay together
 
 
 ObservableKind = Literal["tensors", "rows", "scalar", "setting", "evidence"]

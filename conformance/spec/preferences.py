@@ -1,4 +1,4 @@
-"""Configures training on preferences: DPO and its relatives, with the names of TRL.
+"""Configures training on preferences: DPO and its relatives, reward models and KTO, with the names of TRL.
 
 A pair is a chosen and a rejected answer to one prompt, two documents that follow each other. Its margin is the
 log-ratio of the chosen answer minus that of the rejected one; the log-ratio of an answer is the sum, or with
@@ -19,17 +19,28 @@ from conformance.spec.observables import (
     LOSS,
     POLICY,
     REFERENCE,
+    REWARD,
     TOKEN_COUNT,
     Observable,
     Reads,
     Role,
     curve,
     rows,
+    scalar,
     terms_of,
 )
 
 PreferenceLoss = Literal["sigmoid", "hinge", "ipo", "robust", "odds_ratio"]
 PAIR, SIDE = "pair", "side"  # columns: the number of a document's pair in its step; 1 if it was chosen, else -1
+MARGIN, LABEL = (
+    "margin",
+    "label",
+)  # columns of the data: how much better the chosen answer is; 1 if an answer is desired
+MARGINS = replace(rows("margin", "margins"), required=False, effect_at="loss")
+REFERENCE_LOGPROBS = replace(rows("reference.logprob", "reference log-probs"), required=False, effect_at="margins")
+SUMMED_LOSS = replace(LOSS, sum_of=terms_of("loss"))
+Strength = Annotated[float, Field(strict=True, gt=0, le=100)]
+Weight = Annotated[float, Field(strict=True, ge=0, le=1000)]
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -57,12 +68,12 @@ class Dpo:
 
     kind: Literal["dpo"] = "dpo"
     loss_type: PreferenceLoss = "sigmoid"
-    beta: Annotated[float, Field(strict=True, gt=0, le=100)] = 0.1
+    beta: Strength = 0.1
     label_smoothing: Annotated[float, Field(strict=True, ge=0, lt=0.5)] = 0.0
     reference_free: Annotated[bool, Field(strict=True)] = False
     length_normalised: Annotated[bool, Field(strict=True)] = False
-    target_margin: Annotated[float, Field(strict=True, ge=0, le=1000)] = 0.0
-    sft_coef: Annotated[float, Field(strict=True, ge=0, le=1000)] = 0.0
+    target_margin: Weight = 0.0
+    sft_coef: Weight = 0.0
 
     reads: ClassVar[Reads] = "preferences"
     disable_dropout: ClassVar[bool] = True
@@ -82,28 +93,96 @@ class Dpo:
         return (POLICY,) if self.reference_free else (REFERENCE, POLICY)
 
     def observables(self) -> tuple[Observable, ...]:
-        reference = replace(rows("reference.logprob", "reference log-probs"), required=False, effect_at="margins")
         likelihood = replace(curve("nll_loss", "loss", "-log p of chosen answers"), made_of="logprob", required=False)
         return (
-            *(() if self.reference_free else (reference,)),
+            *(() if self.reference_free else (REFERENCE_LOGPROBS,)),
             LOGPROBS,
             # The margin of its pair at each target; log-probs of hundreds of tokens cancel in it.
-            replace(rows("margin", "margins"), scale="logprob", required=False, effect_at="loss"),
+            replace(MARGINS, scale="logprob"),
             TOKEN_COUNT,
-            *(
-                replace(TOKEN_COUNT, key=key, required=False, effect_at="loss")
-                for key in ("pair_count", "chosen_count")
-            ),
+            *map(_count, ("pair_count", "chosen_count")),
             *((likelihood,) if self.sft_coef else ()),
-            replace(LOSS, sum_of=terms_of("loss")),
+            SUMMED_LOSS,
         )
 
     def annotate(self, batches: list[Batch]) -> list[Batch]:
         return [_numbered(batch) for batch in batches]
 
 
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class RewardModel:
+    """Configures a reward model by the likelihood of Bradley and Terry (Ouyang et al., arXiv 2203.02155, equation 1).
+
+    The score r of an answer is the number that the value head gives at its last token. The loss of a pair is
+    -log sigmoid(r of the chosen answer - r of the rejected answer - margin).
+
+    kind: the name of the objective. The margin is the column ``margin`` of the data, 0 without one (Llama 2,
+        arXiv 2307.09288, equation 2).
+    center_coef: times (r of the chosen answer + r of the rejected answer)^2, which keeps scores near 0 (Eisenstein et
+        al., arXiv 2312.09244, section 3.2; TRL's center_rewards_coefficient).
+    """
+
+    kind: Literal["reward"] = "reward"
+    center_coef: Weight = 0.0
+
+    reads: ClassVar[Reads] = "preferences"
+    disable_dropout: ClassVar[bool] = True
+    roles: ClassVar[tuple[Role, ...]] = (REWARD,)
+
+    def observables(self) -> tuple[Observable, ...]:
+        scores = replace(rows("score", "scores"), required=False, effect_at="loss")  # of its document at each target
+        return (scores, TOKEN_COUNT, _count("pair_count"), SUMMED_LOSS)
+
+    def annotate(self, batches: list[Batch]) -> list[Batch]:
+        return [_numbered(batch) for batch in batches]
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Kto:
+    """Configures Kahneman-Tversky optimisation (Ethayarajh et al., arXiv 2402.01306, equation 8).
+
+    With the log-ratio r of an answer, the sum of log p - reference log p over its tokens, the loss is
+    desirable_weight (1 - sigmoid(beta (r - z))) for a desired answer and undesirable_weight (1 - sigmoid(beta (z - r)))
+    for another one, averaged over all answers of the step. z estimates the KL to the reference: the mean of r over the
+    mismatched answers of the whole step, over all ranks and micro-batches, or 0 if the mean is negative. z has no
+    gradient. A mismatched answer is the answer to another prompt: here that of the next sample.
+
+    kind: the name of the objective.
+    beta: the strength of the constraint to the reference.
+    desirable_weight, undesirable_weight: the weights of the two kinds of answers.
+    """
+
+    kind: Literal["kto"] = "kto"
+    beta: Strength = 0.1
+    desirable_weight: Weight = 1.0
+    undesirable_weight: Weight = 1.0
+
+    reads: ClassVar[Reads] = "labelled answers"
+    disable_dropout: ClassVar[bool] = True
+    roles: ClassVar[tuple[Role, ...]] = (REFERENCE, POLICY)
+
+    def observables(self) -> tuple[Observable, ...]:
+        estimate = replace(scalar("kl", "margins"), required=False, effect_at="loss")
+        return (
+            REFERENCE_LOGPROBS,
+            LOGPROBS,
+            replace(estimate, sum_of=terms_of("kl")),
+            replace(MARGINS, scale="logprob"),  # r - z of an answer, r of a mismatched one
+            TOKEN_COUNT,
+            _count("answer_count"),
+            SUMMED_LOSS,
+        )
+
+    def annotate(self, batches: list[Batch]) -> list[Batch]:
+        return [_numbered(batch) for batch in batches]
+
+
+def _count(key: str) -> Observable:
+    return replace(TOKEN_COUNT, key=key, required=False, effect_at="loss")
+
+
 def _numbered(batch: Batch) -> Batch:
-    """Adds the columns PAIR and SIDE: documents 2 n and 2 n + 1 are the answers of pair n, the chosen one first."""
+    """Adds the columns PAIR and SIDE: documents 2 n and 2 n + 1 are pair n, the chosen or matched answer first."""
     numbers = iter(range(len(batch.documents)))
 
     def numbered(document: Document) -> Document:

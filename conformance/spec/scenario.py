@@ -34,7 +34,7 @@ from pydantic.dataclasses import dataclass
 from conformance.core.errors import STRICT, UsageError, did_you_mean, explain, shown
 from conformance.core.io import read_toml
 from conformance.spec.objectives import Objective, Sft, objective_to_json, parse_objective
-from conformance.spec.observables import POLICY, Role
+from conformance.spec.observables import IN_PAIRS, POLICY, Role
 from conformance.spec.precision import PRECISIONS, Precision, PrecisionName
 
 NAME = "[a-z0-9][a-z0-9-]*"  # of a scenario
@@ -252,6 +252,8 @@ class Scenario:
                 f"steps={self.steps} of data.rows={self.data.rows} are more than {MOST_ROWS} rows, which must all fit "
                 f"into memory; use fewer steps or rows"
             )
+        if self.lora and POLICY not in self.objective.roles:
+            raise ValueError(f"lora adapts a policy, and {self.objective.kind!r} trains none; leave out [lora]")
         if self.data.rows % (parts := self.accumulation * self.rows_together):
             pairs = " pairs of rows" if self.rows_together > 1 else ""
             raise ValueError(
@@ -262,7 +264,7 @@ class Scenario:
     @property
     def rows_together(self) -> int:
         """Returns how many consecutive rows a micro-batch must not separate: 2 for the answers of unpacked pairs."""
-        return 2 if self.objective.reads == "preferences" and not self.data.packed else 1
+        return 2 if self.objective.reads in IN_PAIRS and not self.data.packed else 1
 
     def trains(self, role: Role, name: str) -> bool:
         """Tells whether a parameter of this role's model is trained."""

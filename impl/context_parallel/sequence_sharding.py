@@ -87,6 +87,7 @@ def shard_inputs(inputs: MicroBatch, source: Tensor) -> MicroBatch:
         positions=inputs.positions.flatten()[at].where(real, 0),
         real=inputs.real.flatten()[at] & real,
         columns={name: column.flatten()[at].where(real, 0) for name, column in inputs.columns.items()},
+        kept=inputs.kept,
     )
 
 

@@ -77,6 +77,14 @@ RL_SEAMS = {
     "pair_margins": "impl.objectives.preferences:pair_margins",
     "pair_losses": "impl.objectives.preferences:pair_losses",
     "evaluate_pairs": "impl.objectives.preferences:PreferenceFunctions.evaluate",
+    "answer_scores": "impl.objectives.preferences:answer_scores",
+    "reward_losses": "impl.objectives.preferences:reward_losses",
+    "mismatched_ratios": "impl.objectives.preferences:mismatched_ratios",
+    "answer_losses": "impl.objectives.preferences:answer_losses",
+    "evaluate_answers": "impl.objectives.preferences:KtoFunctions.evaluate",
+    "divergences": "impl.models.outputs:divergences",
+    "divergence_terms": "impl.models.divergence:divergence_terms",
+    "scaled_logits": "impl.models.divergence:scaled",
 }
 SHARED_SEAMS = {
     **RL_SEAMS,
@@ -106,6 +114,8 @@ HUGGING_FACE_SEAMS = {
 VOCABULARY_SEAMS = {
     "through_softmax": "impl.models.outputs:through_softmax_",
     "through_label": "impl.models.outputs:through_label_",
+    "sum_over_shards": "impl.models.divergence:sum_over_shards",
+    "least_of_top_k": "impl.models.divergence:least_of_top_k",
 }
 
 

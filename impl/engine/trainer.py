@@ -6,7 +6,7 @@ The columns of a rollout are computed before its first update and kept for all o
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol, cast
+from typing import Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -23,6 +23,22 @@ from impl.models.router import balance_of, choices_for, router_terms, routing_ro
 from impl.objectives.policy_gradient import ObjectiveFunctions, functions_of
 
 Rows = dict[tuple[int, int], Tensor]  # by mini-batch and row
+
+
+@runtime_checkable
+class AheadFunctions(Protocol):
+    """Declares what an objective adds to impl.objectives.policy_gradient.ObjectiveFunctions if its losses need sums
+    over outputs of the whole step.
+    """
+
+    def ahead(
+        self, outputs: Outputs, inputs: MicroBatch, *, totals: Mapping[str, Tensor], others: Mapping[str, Outputs]
+    ) -> dict[str, Tensor]:
+        """Returns scalars of one micro-batch, by observable, from a pass without gradients over the whole step.
+
+        Their sums over micro-batches and data ranks are further totals of the step.
+        """
+        ...
 
 
 class RolloutFunctions(Protocol):
@@ -147,7 +163,7 @@ def output_rows(
     micro_batches, inputs = step_inputs(context, batch)
     replayed = [choices_for(one, routing) for one in inputs]
     found = trainable.forward_backward(replayed, want=want, temperature=temperature, loss=None)
-    (name,) = want
+    (name,) = (str(one) for one in want)
     observed = OutputRows(rows={}, routing={})
     for micro_batch, tensors, outputs in zip(micro_batches, inputs, found, strict=True):
         observed.rows.update(target_rows(micro_batch, tensors, getattr(outputs, name)))
@@ -180,6 +196,8 @@ def train_step(
     roles = [role for role in objective.roles if functions.wants(role.name)]
     for role in roles:
         trainable = models[role.name]
+        if role.trained and isinstance(functions, AheadFunctions):
+            totals |= _ahead(context, trainable, functions, role, inputs, totals, earlier)
         found += _run(context, trainable, functions, role, inputs, totals, earlier)
         if role is roles[-1]:  # the counts of ``evaluate`` replace the batch's own
             reduced = totals | of_all_ranks(context, *sum_evaluations(found))
@@ -249,6 +267,33 @@ def target_rows(rows: Sequence[Row], inputs: MicroBatch, numbers: Tensor) -> dic
     return {row.index: numbers[r][targets[r]] for r, row in enumerate(rows) if row.target_count}
 
 
+def _ahead(
+    context: Context,
+    trainable: Trainable,
+    functions: ObjectiveFunctions,
+    role: Role,
+    inputs: Sequence[MicroBatch],
+    totals: Mapping[str, Tensor],
+    earlier: Sequence[Mapping[str, Outputs]],
+) -> dict[str, Tensor]:
+    """Returns the totals that AheadFunctions declares, from a pass without gradients."""
+    assert isinstance(functions, AheadFunctions)
+    replayed = [choices_for(one, model_key(role.prefix, ROUTING)) for one in inputs]
+    want, temperature = functions.wants(role.name), functions.temperature
+    found = trainable.forward_backward(replayed, want=want, temperature=temperature, loss=None)
+    totals = _in_default_dtype(totals)
+    evaluations = [
+        Evaluation(loss=None, values=functions.ahead(outputs, one, totals=totals, others=others))
+        for outputs, one, others in zip(found, inputs, earlier, strict=True)
+    ]
+    return of_all_ranks(context, *sum_evaluations(evaluations))
+
+
+def _in_default_dtype(totals: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns totals in the dtype of the outputs."""
+    return {key: total.to(torch.get_default_dtype()) for key, total in totals.items()}
+
+
 def _run(
     context: Context,
     trainable: Trainable,
@@ -259,7 +304,7 @@ def _run(
     earlier: Sequence[dict[str, Outputs]],
 ) -> list[Evaluation]:
     """Runs one model on all micro-batches, forward, and backward if it is trained. Adds its outputs to ``earlier``."""
-    totals = {key: total.to(torch.get_default_dtype()) for key, total in totals.items()}  # the dtype of the outputs
+    totals = _in_default_dtype(totals)
 
     def evaluate(index: int, outputs: Outputs) -> Evaluation:
         return functions.evaluate(role.name, outputs, inputs[index], totals=totals, others=earlier[index])

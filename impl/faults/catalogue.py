@@ -5,11 +5,11 @@ from itertools import chain
 
 from conformance.backends.faults import Fault
 from impl.faults.experts import EXPERT_FAULTS
+from impl.faults.losses import DISTILLATION_FAULTS, PREFERENCE_FAULTS
 from impl.faults.models import ADAPTER_FAULTS, ARCHITECTURE_FAULTS, MERGE_FAULTS, MODELS_FAULTS
 from impl.faults.optimizer import ENGINE_FAULTS, OPTIMIZER_FAULTS, OVERFLOW_FAULTS
 from impl.faults.parallelism import MODEL_PARALLEL_FAULTS, RING_FAULTS
 from impl.faults.policy import POLICY_FAULTS
-from impl.faults.preferences import PREFERENCE_FAULTS
 from impl.faults.resume import RESUME_FAULTS
 from impl.faults.rollout import ROLLOUT_FAULTS
 from impl.faults.training_step import MEANS_FAULTS, STEP_FAULTS
@@ -100,10 +100,21 @@ SEAMS: Mapping[str, str] = {
     "actor_loss": "(objective, *, pg_loss, entropy_loss, kl_loss=None) -> the loss that the policy minimizes",
     "value_losses": "(values, old, returns, *, cliprange) -> losses of tokens, and whether each was clipped",
     "of_all_ranks": "(context, sums, highest) -> metrics of the whole step, over all ranks",
-    # The losses of preferences
+    # The losses of preferences, reward models and KTO
     "pair_margins": "(ratios, inputs, objective) -> margins of pairs, and which of them the micro-batch holds",
     "pair_losses": "(margins, objective) -> losses of pairs",
     "evaluate_pairs": "(functions, model, outputs, inputs, *, totals, others) -> losses of a micro-batch of pairs",
+    "answer_scores": "(values, inputs) -> scores of both answers of each pair, and whether the micro-batch holds it",
+    "reward_losses": "(scores, margins, objective) -> losses of pairs of a reward model",
+    "mismatched_ratios": "(log-ratios, inputs) -> the log-ratio of each mismatched answer, for the KL of KTO",
+    "answer_losses": "(margins, desired, objective) -> losses of labelled answers",
+    "evaluate_answers": "(functions, model, outputs, inputs, *, totals, others) -> losses of labelled answers",
+    # Distillation
+    "divergences": "(student's logits, teacher's, objective, group) -> divergence of each token",
+    "divergence_terms": "(log q, log p, beta) -> what each token of the vocabulary adds to a divergence",
+    "scaled_logits": "(logits, temperature) -> logits of the student (with a gradient) or the teacher, divided by it",
+    "sum_over_shards": "(sums over a part of the vocabulary, group) -> sums over all parts",
+    "least_of_top_k": "(teacher's logits, k, group) -> the smallest of the k largest logits of the whole vocabulary",
     # Mixtures of experts
     "routers_of": "(model, ...) -> its routers, or None; called before the first step",
     "router_loss": "(factor, balance of the step, weights, probabilities of experts) -> a share of the balancing loss",
@@ -132,7 +143,8 @@ GROUPS: Mapping[str, Sequence[Fault]] = {
     "Mixtures of experts": EXPERT_FAULTS,
     "Tensor and pipeline parallelism": MODEL_PARALLEL_FAULTS,
     "Rollouts, GRPO and PPO": RL_FAULTS,
-    "Preferences": PREFERENCE_FAULTS,
+    "Preferences, reward models and KTO": PREFERENCE_FAULTS,
+    "Distillation": DISTILLATION_FAULTS,
     "Resuming from a checkpoint, a training state or an export": RESUME_FAULTS,
     "Merging adapters": MERGE_FAULTS,
 }

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from conformance.spec.batch import OF_INPUTS, Row
+from conformance.spec.distillation import Distillation
 from impl.interface.distributed import moved
 
 NO_TARGET = -100  # the label that torch's cross-entropy ignores
@@ -31,6 +32,7 @@ class MicroBatch:
     columns: floats by name, aligned with the labels: number i of a row belongs to the token that position i predicts,
         or, if the name begins with OF_INPUTS, to the token at position i. Columns are 0 in padding. A column with a
         single number for a document has that number at all its positions.
+    kept: this rank's part of outputs of frozen models, by name. All copies and parts of the micro-batch share it.
     origin: the micro-batch that ``to`` copied. Its ``positions`` and ``real`` have the same numbers and can be read
         without waiting for the device; the other tensors may have been replaced since.
     """
@@ -40,6 +42,7 @@ class MicroBatch:
     positions: torch.Tensor
     real: torch.Tensor
     columns: dict[str, torch.Tensor]
+    kept: dict[str, torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
     origin: "MicroBatch | None" = field(default=None, repr=False, compare=False)
 
     @property
@@ -55,6 +58,7 @@ class MicroBatch:
             positions=moved(self.positions, device),
             real=moved(self.real, device),
             columns={name: moved(column, device) for name, column in self.columns.items()},
+            kept=self.kept,
             origin=self,
         )
 
@@ -92,8 +96,8 @@ def _tensor(values: Sequence[float] | float, dtype: type[np.generic]) -> torch.T
     return torch.from_numpy(np.array(values, dtype=dtype))
 
 
-OutputName = Literal["logprobs", "entropy", "values", "targets"]
-Wanted = frozenset[OutputName]
+OutputName = Literal["logprobs", "entropy", "values", "targets", "distribution"]
+Wanted = frozenset[OutputName | Distillation]  # an objective stands for the output ``divergence``; see Outputs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +111,8 @@ class Outputs:
     values: the value head's number at each position; 0 in padding.
     targets: 1 at each label that is trained on, else 0. It is taken from the tokens that went through the model, after
         padding and sharding, so its sum is the number of targets that the loss really covers.
+    divergence: how far the distribution at each target is from the one that MicroBatch.kept has under ``distribution``,
+        by the wanted objective. The output ``distribution`` is no field here: it is kept there, as this rank's logits.
     routing, probabilities: (rows, length, routers, experts), for a mixture of experts, whatever was requested: the
         weight of each expert's output, 0 where the expert is not chosen, and the router's softmax.
     squares: (rows, length, routers), for a mixture of experts: log(sum exp(logits))^2 of each router.
@@ -116,6 +122,7 @@ class Outputs:
     entropy: Tensor | None = None
     values: Tensor | None = None
     targets: Tensor | None = None
+    divergence: Tensor | None = None
     routing: Tensor | None = None
     probabilities: Tensor | None = None
     squares: Tensor | None = None

@@ -11,6 +11,7 @@ import math
 import os
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,8 +19,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from conformance.spec.distillation import Distillation
 from conformance.spec.observables import Head
 from impl.interface.micro_batches import MicroBatch, Outputs, Wanted
+from impl.models.divergence import divergences
 
 WIDENED_AT_ONCE = 2**25  # logits, 128 MiB in float32
 
@@ -55,7 +58,23 @@ def outputs_of(
         entropy="entropy" in want,
     )
     targets = inputs.targets.to(logprobs.dtype) if "targets" in want else None
-    return Outputs(logprobs=logprobs if "logprobs" in want else None, entropy=entropy, targets=targets)
+    found = Outputs(logprobs=logprobs if "logprobs" in want else None, entropy=entropy, targets=targets)
+    own = result if vocab_size is None else result[..., :vocab_size]
+    if "distribution" in want:
+        inputs.kept["distribution"] = own.detach()
+    for objective in (one for one in want if isinstance(one, Distillation)):
+        found = replace(found, divergence=divergence_of(own, inputs, objective, group))
+    return found
+
+
+def divergence_of(
+    logits: Tensor, inputs: MicroBatch, objective: Distillation, group: dist.ProcessGroup | None
+) -> Tensor:
+    """Computes Outputs.divergence, (rows, length), from this rank's logits (rows, length, V)."""
+    targets = inputs.targets
+    own, known = (_tokens(z, z.shape[-1])[targets.flatten()] for z in (logits, inputs.kept["distribution"]))
+    found = divergences(own, known, objective, group)
+    return found.new_zeros(targets.shape).masked_scatter(targets, found)
 
 
 def token_statistics(
@@ -250,7 +269,7 @@ def from_last_stage(
     """Broadcasts the ``outputs`` of the last pipeline stage to all ``stages``; collective."""
     if not want:
         return Outputs()
-    names = sorted(want)
+    names = sorted("divergence" if isinstance(one, Distillation) else one for one in want - {"distribution"})
     if outputs is None:
         numbers = inputs.labels.new_empty((len(names), *inputs.labels.shape), dtype=torch.get_default_dtype())
     else:

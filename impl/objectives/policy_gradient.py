@@ -1,4 +1,6 @@
-"""Computes the columns of a rollout and the losses of micro-batches, for GRPO, PPO and every other objective.
+"""Computes the columns of a rollout and the losses of micro-batches, for GRPO, PPO, SFT and distillation.
+
+FUNCTIONS has the functions of every objective.
 
 The work is split as in verl. A controller, which here is every rank, computes the columns of a rollout (advantages,
 returns) from the log-probs and values of all ranks. Losses see one micro-batch. The oracle's functions were written
@@ -14,12 +16,13 @@ import torch
 from torch import Tensor
 
 from conformance.spec.batch import Batch, Document, Row
+from conformance.spec.distillation import TEACHER, Distillation
 from conformance.spec.objectives import Grpo, Objective, Ppo, known_kinds
 from conformance.spec.observables import CRITIC, POLICY, REFERENCE
 from impl.interface.micro_batches import Evaluation, MicroBatch, Outputs, Wanted
 from impl.objectives.advantages import Estimate, Response, estimate
 from impl.objectives.losses import importance_weights, kl_estimate, policy_losses, token_weights, value_losses
-from impl.objectives.preferences import PreferenceFunctions
+from impl.objectives.preferences import KtoFunctions, PreferenceFunctions, RewardFunctions
 
 RolloutOutputs = Mapping[str, Mapping[tuple[int, int], Tensor]]  # by model, by (mini-batch, row): (targets of the row,)
 
@@ -301,11 +304,56 @@ class SftFunctions:
         return Evaluation(loss=minimised, values=values, rows={"logprob": outputs.logprobs})
 
 
+@dataclass(frozen=True)
+class DistillationFunctions:
+    """Implements impl.objectives.policy_gradient.ObjectiveFunctions for conformance.spec.distillation.Distillation."""
+
+    objective: Distillation
+
+    @property
+    def temperature(self) -> float:
+        return self.objective.temperature
+
+    def wants(self, model: str) -> Wanted:
+        if model == TEACHER.name:
+            return frozenset({"logprobs", "distribution"})
+        return frozenset({"logprobs", "targets", self.objective})
+
+    def totals(self, rows: Sequence[Row]) -> dict[str, float]:
+        return {"token_count": sum(row.target_count for row in rows)}
+
+    def summary(self, batch: Batch) -> dict[str, float]:
+        return {}
+
+    def evaluate(
+        self,
+        model: str,
+        outputs: Outputs,
+        inputs: MicroBatch,
+        *,
+        totals: Mapping[str, Tensor],
+        others: Mapping[str, Outputs],
+    ) -> Evaluation:
+        assert outputs.logprobs is not None
+        if model == TEACHER.name:
+            return Evaluation(loss=None, rows={"teacher.logprob": outputs.logprobs})
+        assert outputs.divergence is not None
+        assert outputs.targets is not None
+        loss = outputs.divergence.sum() / totals["token_count"]
+        values = {"loss": loss, "token_count": outputs.targets.sum()}
+        return Evaluation(
+            loss=loss, values=values, rows={"logprob": outputs.logprobs, "divergence": outputs.divergence}
+        )
+
+
 FUNCTIONS: dict[str, Callable[[Any], ObjectiveFunctions]] = {
     "sft": SftFunctions,
     "grpo": PolicyGradientFunctions,
     "ppo": PolicyGradientFunctions,
     "dpo": PreferenceFunctions,
+    "reward": RewardFunctions,
+    "kto": KtoFunctions,
+    "distillation": DistillationFunctions,
 }
 
 

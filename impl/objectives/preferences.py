@@ -1,4 +1,4 @@
-"""Computes the losses of preference pairs for micro-batches, which hold whole pairs; all reference backends share them.
+"""Computes the losses of pairs of answers for micro-batches, which hold whole pairs; all reference backends share them.
 
 The oracle's functions were written independently (conformance/oracle/preferences.py).
 """
@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid
+from torch.nn.functional import logsigmoid, pad
 
 from conformance.spec.batch import Batch, Row
 from conformance.spec.observables import REFERENCE
-from conformance.spec.preferences import PAIR, SIDE, Dpo
+from conformance.spec.preferences import LABEL, MARGIN, PAIR, SIDE, Dpo, Kto, RewardModel
 from impl.interface.micro_batches import Evaluation, MicroBatch, Outputs, Wanted
 
 
@@ -72,11 +72,7 @@ def pair_margins(ratios: Tensor, inputs: MicroBatch, objective: Dpo) -> tuple[Te
 
     ``ratios``: (rows, length), log p - reference log p of each target. Pairs after the last one here are left out.
     """
-    answers = 2 * inputs.columns[PAIR].long() + (inputs.columns[SIDE] < 0)
-    count = 2 * (int(answers.max()) // 2 + 1)
-    of_answers, mask = answers.flatten(), inputs.targets
-    scores = ratios.new_zeros(count).index_add(0, of_answers, ratios.where(mask, 0).flatten())
-    lengths = ratios.new_zeros(count).index_add(0, of_answers, mask.to(ratios.dtype).flatten())
+    scores, lengths = answer_sums(ratios, inputs)
     if objective.length_normalised:
         scores = scores / lengths.clamp(min=1)
     if objective.loss_type == "odds_ratio":
@@ -84,6 +80,22 @@ def pair_margins(ratios: Tensor, inputs: MicroBatch, objective: Dpo) -> tuple[Te
         scores = scores - (-scores.expm1()).log()
     chosen, rejected = scores.view(-1, 2).unbind(1)
     return chosen - rejected - objective.target_margin, lengths.view(-1, 2).amin(1) > 0
+
+
+def answer_sums(numbers: Tensor, inputs: MicroBatch) -> tuple[Tensor, Tensor]:
+    """Returns the sum of ``numbers`` (rows, length) over the targets of each answer, and their count, (2 x pairs,).
+
+    The answers of pair n are 2 n and 2 n + 1. Pairs after the last one here are left out.
+    """
+    answers, mask = answer_numbers(inputs), inputs.targets
+    empty = numbers.new_zeros(2 * (int(answers.max()) // 2 + 1))
+    sums = empty.index_add(0, answers.flatten(), numbers.where(mask, 0).flatten())
+    return sums, empty.index_add(0, answers.flatten(), mask.to(numbers.dtype).flatten())
+
+
+def answer_numbers(inputs: MicroBatch) -> Tensor:
+    """Returns the number of the answer that each label belongs to, int64 (rows, length)."""
+    return 2 * inputs.columns[PAIR].long() + (inputs.columns[SIDE] < 0)
 
 
 def pair_losses(margins: Tensor, objective: Dpo) -> Tensor:
@@ -99,3 +111,142 @@ def pair_losses(margins: Tensor, objective: Dpo) -> Tensor:
     if objective.loss_type == "robust":
         return (right * (1 - smoothing) - wrong * smoothing) / (1 - 2 * smoothing)
     return right * (1 - smoothing) + wrong * smoothing
+
+
+@dataclass(frozen=True)
+class RewardFunctions:
+    """Implements impl.objectives.policy_gradient.ObjectiveFunctions for conformance.spec.preferences.RewardModel."""
+
+    objective: RewardModel
+    temperature = 1.0
+
+    def wants(self, model: str) -> Wanted:
+        return frozenset({"values"})
+
+    def totals(self, rows: Sequence[Row]) -> dict[str, float]:
+        sides = [document.columns[SIDE] for row in rows for document in row.documents]
+        assert sides.count(1.0) == sides.count(-1.0), "ranks hold whole pairs"
+        return {"token_count": sum(row.target_count for row in rows), "pair_count": sides.count(1.0)}
+
+    def summary(self, batch: Batch) -> dict[str, float]:
+        return {}
+
+    def evaluate(
+        self,
+        model: str,
+        outputs: Outputs,
+        inputs: MicroBatch,
+        *,
+        totals: Mapping[str, Tensor],
+        others: Mapping[str, Outputs],
+    ) -> Evaluation:
+        assert outputs.values is not None
+        scores, targets = answer_scores(outputs.values, inputs)
+        losses = reward_losses(scores, pair_targets(inputs), self.objective)
+        loss = losses.where(targets, 0).sum() / totals["pair_count"]
+        return Evaluation(loss=loss, values={"loss": loss}, rows={"score": scores.flatten()[answer_numbers(inputs)]})
+
+
+def answer_ends(inputs: MicroBatch) -> Tensor:
+    """Returns bool (rows, length): True at the last token of each document."""
+    following = pad(inputs.positions[:, 1:], (0, 1))
+    return inputs.real & (following == 0)
+
+
+def answer_scores(values: Tensor, inputs: MicroBatch) -> tuple[Tensor, Tensor]:
+    """Returns the scores of each pair of the step, chosen and rejected, (pairs, 2); whether it is here, bool (pairs,).
+
+    ``values``: (rows, length), the number of the value head at each token. The score is that at the last token.
+    """
+    ends = answer_ends(inputs)
+    answers = answer_numbers(inputs).roll(1, dims=1)[ends]  # columns end one token before their document
+    empty = values.new_zeros(2 * (int(answers.max()) // 2 + 1))
+    scores, counts = (empty.index_add(0, answers, of) for of in (values[ends], torch.ones_like(values[ends])))
+    return scores.view(-1, 2), counts.view(-1, 2).amin(1) > 0
+
+
+def pair_targets(inputs: MicroBatch) -> Tensor:
+    """Returns the margin that the data ask of each pair of the step, (pairs,); 0 without such a column."""
+    if MARGIN not in inputs.columns:
+        return inputs.columns[PAIR].new_zeros(())
+    sums, lengths = answer_sums(inputs.columns[MARGIN], inputs)
+    return (sums / lengths.clamp(min=1))[::2]
+
+
+def reward_losses(scores: Tensor, margins: Tensor, objective: RewardModel) -> Tensor:
+    """Returns the loss of each pair, (pairs,), from the scores of both answers, (pairs, 2)."""
+    chosen, rejected = scores.unbind(1)
+    return -logsigmoid(chosen - rejected - margins) + objective.center_coef * (chosen + rejected).square()
+
+
+@dataclass(frozen=True)
+class KtoFunctions:
+    """Implements impl.objectives.policy_gradient.ObjectiveFunctions and impl.engine.trainer.AheadFunctions for
+    conformance.spec.preferences.Kto.
+    """
+
+    objective: Kto
+    temperature = 1.0
+
+    def wants(self, model: str) -> Wanted:
+        return frozenset({"logprobs"} if model == REFERENCE.name else {"logprobs", "targets"})
+
+    def totals(self, rows: Sequence[Row]) -> dict[str, float]:
+        sides = [document.columns[SIDE] for row in rows for document in row.documents]
+        assert sides.count(1.0) == sides.count(-1.0), "ranks hold whole pairs"
+        return {"token_count": sum(row.target_count for row in rows), "answer_count": sides.count(1.0)}
+
+    def summary(self, batch: Batch) -> dict[str, float]:
+        return {}
+
+    def ahead(
+        self, outputs: Outputs, inputs: MicroBatch, *, totals: Mapping[str, Tensor], others: Mapping[str, Outputs]
+    ) -> dict[str, Tensor]:
+        """Returns this micro-batch's part of the mean log-ratio of mismatched answers."""
+        return {"kl": mismatched_ratios(log_ratios(outputs, others), inputs).sum() / totals["answer_count"]}
+
+    def evaluate(
+        self,
+        model: str,
+        outputs: Outputs,
+        inputs: MicroBatch,
+        *,
+        totals: Mapping[str, Tensor],
+        others: Mapping[str, Outputs],
+    ) -> Evaluation:
+        assert outputs.logprobs is not None
+        if model == REFERENCE.name:
+            return Evaluation(loss=None, rows={"reference.logprob": outputs.logprobs})
+        assert outputs.targets is not None
+        ratios = log_ratios(outputs, others)
+        margins = answer_sums(ratios, inputs)[0].view(-1, 2) - torch.stack([kl_of(totals), totals["kl"].new_zeros(())])
+        labels, counts = (sums.view(-1, 2)[:, 0] for sums in answer_sums(inputs.columns[LABEL], inputs))
+        losses = answer_losses(margins[:, 0], labels > 0, self.objective).where(counts > 0, 0)
+        loss = losses.sum() / totals["answer_count"]
+        rows = {"logprob": outputs.logprobs, "margin": margins.flatten()[answer_numbers(inputs)]}
+        return Evaluation(loss=loss, values={"loss": loss, "token_count": outputs.targets.sum()}, rows=rows)
+
+
+def log_ratios(outputs: Outputs, others: Mapping[str, Outputs]) -> Tensor:
+    """Returns log p - reference log p of each target, (rows, length)."""
+    known = others[REFERENCE.name].logprobs
+    assert known is not None
+    assert outputs.logprobs is not None
+    return outputs.logprobs - known
+
+
+def mismatched_ratios(ratios: Tensor, inputs: MicroBatch) -> Tensor:
+    """Returns the log-ratio of each mismatched answer of the step, (pairs,); 0 if it is not here."""
+    return answer_sums(ratios, inputs)[0][1::2]
+
+
+def kl_of(totals: Mapping[str, Tensor]) -> Tensor:
+    """Returns the estimate of the KL to the reference, a scalar that is not below 0."""
+    return totals["kl"].clamp(min=0)
+
+
+def answer_losses(margins: Tensor, desired: Tensor, objective: Kto) -> Tensor:
+    """Returns the loss of each answer, any shape. conformance.spec.preferences.Kto has the formula."""
+    scaled = objective.beta * margins
+    liked, disliked = 1 - torch.sigmoid(scaled), torch.sigmoid(scaled)
+    return torch.where(desired, objective.desirable_weight * liked, objective.undesirable_weight * disliked)

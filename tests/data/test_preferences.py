@@ -1,4 +1,4 @@
-"""Preferences: what files hold them, that the answers of a pair stay together, and what is refused."""
+"""Preferences and labelled answers: what files hold them, that pairs stay together, and what is refused."""
 
 import json
 from pathlib import Path
@@ -9,10 +9,10 @@ import pytest
 from conformance.core.errors import UsageError
 from conformance.core.host import FIXTURES
 from conformance.data.documents import build_batches
-from conformance.data.forms import read_preferences
+from conformance.data.forms import read_labelled, read_preferences
 from conformance.data.samples import reads_of
 from conformance.spec.batch import Batch, Document
-from conformance.spec.preferences import PAIR, SIDE
+from conformance.spec.preferences import LABEL, MARGIN, PAIR, SIDE
 from conformance.spec.scenario import DataConfig, Scenario, load_scenario, parse_scenario
 
 LLAMA = FIXTURES / "models" / "llama"
@@ -41,7 +41,7 @@ def answers(documents: list[Document]) -> list[tuple[Any, Any]]:
     return [(document.columns[PAIR], document.columns[SIDE]) for document in documents]
 
 
-@pytest.mark.parametrize("name", ["dpo", "ipo"])
+@pytest.mark.parametrize("name", ["dpo", "ipo", "reward", "kto"])
 def test_micro_batches_hold_whole_pairs(name: str) -> None:
     scenario = shipped(name)
     counts = set()
@@ -52,6 +52,19 @@ def test_micro_batches_hold_whole_pairs(name: str) -> None:
                 assert answers(documents[1::2]) == [(pair, -1.0) for pair, _ in answers(documents[::2])]
                 counts.add(len(documents) // 2)
     assert name == "ipo" or len(counts) > 1, "a mean of means would be the mean"
+
+
+def test_a_mismatched_answer_is_that_of_the_next_sample() -> None:
+    documents = [document for batch in batches_of(shipped("kto")) for document in batch.documents]
+
+    def part(document: Document, trained: bool) -> list[int]:
+        return [t for t, target in zip(document.tokens, document.targets, strict=True) if target == trained]
+
+    own, mismatched = documents[::2], documents[1::2]
+    assert [part(one, False) for one in own] == [part(one, False) for one in mismatched]
+    follows = [part(one, True) == part(two, True) for one, two in zip(mismatched, own[1:], strict=False)]
+    assert sum(follows) > len(own) / 2  # packing takes some samples out of their order
+    assert {one.columns[LABEL] for one in own} == {0.0, 1.0}
 
 
 def test_a_layout_that_would_cut_pairs_is_refused() -> None:
@@ -88,6 +101,11 @@ def test_forms_of_preferences(record: dict[str, Any], chosen: list[str], tmp_pat
         ({"prompt": "2 + 3?", "chosen": "5", "rejected": "5"}, "line 1: 'chosen' and 'rejected' are the same"),
         ({"chosen": "5", "rejected": "6"}, "line 1: 'chosen' must be a list of messages"),
         (
+            {"prompt": "2 + 3?", "chosen": "5", "rejected": "6", "margin": "1"},
+            "line 1: 'margin' must be a finite number",
+        ),
+        ({"prompt": "2 + 3?", "chosen": "5", "rejected": "6", "margin": True}, "line 1: 'margin' must be a finite"),
+        (
             {"chosen": [ASKED, said("5")], "rejected": [{**ASKED, "content": "2 + 4?"}, said("6")]},
             "line 1: 'chosen' and 'rejected' must be answers of an assistant to one prompt",
         ),
@@ -100,6 +118,37 @@ def test_forms_of_preferences(record: dict[str, Any], chosen: list[str], tmp_pat
 def test_wrong_preferences_are_named(record: dict[str, Any], words: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=words):
         read_preferences(DataConfig(path=str(written(tmp_path, record))))
+
+
+def test_all_preferences_have_a_margin_or_none(tmp_path: Path) -> None:
+    pair = {"prompt": "2 + 3?", "chosen": "5", "rejected": "6"}
+    file = str(written(tmp_path, pair | {"margin": 2}, pair | {"margin": 0.5}))
+    margins = [chosen.columns[MARGIN] for chosen, _ in read_preferences(DataConfig(path=file))]
+    assert margins == [2.0, 0.5]
+    with pytest.raises(UsageError, match="line 1: no column 'margin', which other samples have"):
+        read_preferences(DataConfig(path=str(written(tmp_path, pair, pair | {"margin": 1}))))
+
+
+@pytest.mark.parametrize(
+    ("record", "words"),
+    [
+        ({"label": 2}, "line 2: 'label' must be 1 .true. for a desired answer or 0 .false., got 2"),
+        ({"label": "yes"}, "line 2: 'label' must be 1"),
+        ({"label": None}, "line 2: 'label' must be 1"),
+        ({"completion": ""}, "line 2: 'completion' must be a non-empty text"),
+    ],
+)
+def test_wrong_labelled_answers_are_named(record: dict[str, Any], words: str, tmp_path: Path) -> None:
+    right = {"prompt": "2 + 3?", "completion": "5", "label": True}
+    with pytest.raises(UsageError, match=words):
+        read_labelled(DataConfig(path=str(written(tmp_path, right, right | record))))
+    with pytest.raises(UsageError, match="line 1: no column 'label'"):
+        read_labelled(DataConfig(path=str(written(tmp_path, {"prompt": "2 + 3?", "completion": "5"}))))
+
+
+def test_adapters_need_a_policy() -> None:
+    with pytest.raises(UsageError, match="lora adapts a policy, and 'reward' trains none"):
+        shipped("reward", lora={"r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]})
 
 
 def test_a_pair_that_fits_into_no_packed_row_is_named_or_left_out(tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
-"""A third opinion on preferences: losses and gradients of the oracle and of impl agree with TRL and OpenRLHF on random
-pairs, in float64, one document at a time and in micro-batches of packed rows."""
+"""A third opinion on preferences, reward models and KTO: losses and gradients of the oracle and of impl agree with TRL
+and OpenRLHF on random pairs, in float64, one document at a time and in micro-batches of packed rows."""
 
 import math
 import random
@@ -15,22 +15,26 @@ from rl_libraries import NoFloat32, float64_by_default, load, taken_out
 from torch import Tensor
 from torch.nn import functional
 
-from conformance.oracle.preferences import PreferenceFunctions as Oracle
+from conformance.oracle.objectives import functions_of as oracle_of
 from conformance.spec.batch import Batch, Document, Row
-from conformance.spec.preferences import Dpo
-from impl.interface.micro_batches import Outputs, collate
-from impl.objectives.preferences import PreferenceFunctions as Impl
+from conformance.spec.preferences import LABEL, MARGIN, Dpo, Kto, RewardModel
+from impl.interface.micro_batches import MicroBatch, Outputs, collate
+from impl.objectives.policy_gradient import functions_of as impl_of
 
 VOCABULARY = 7
 
 
 @dataclass(frozen=True)
 class Case:
-    """A step of whole pairs, two in each row but the last. logits, reference: (T, VOCABULARY) by document."""
+    """A step of whole pairs, two in each row but the last.
+
+    logits, reference: (T, VOCABULARY) by document, or of a reward model's one column.
+    """
 
     batch: Batch
     logits: list[Tensor]
     reference: list[Tensor]
+    role: str
 
     @property
     def answers(self) -> list[tuple[Tensor, Tensor]]:
@@ -48,34 +52,38 @@ def _targets(document: Document, logits: Tensor) -> Tensor:
     return _logprobs(document, logits)[torch.tensor(document.targets[1:])]
 
 
-def case_of(seed: int, objective: Dpo) -> Case:
+def case_of(seed: int, objective: Any) -> Case:
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     documents = []
-    for _ in range(5):
+    for pair in range(5):
         prompt = [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 4))]
+        columns = {MARGIN: pair / 2, LABEL: float(pair in (0, 3, 4))}
         for _ in range(2):
             answer = [rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 6))]
             mask = [True] + [rng.random() < 0.8 for _ in answer[1:]]  # a tool's answer may stand inside
-            documents.append(Document((*prompt, *answer), (*(False for _ in prompt), *mask)))
+            documents.append(Document((*prompt, *answer), (*(False for _ in prompt), *mask), columns))
     rows = tuple(Row(n, tuple(documents[4 * n : 4 * n + 4])) for n in range(3))
     (batch,) = objective.annotate([Batch(0, 100, rows)])
+    role = objective.roles[-1]
+    width = 1 if role.head == "value" else VOCABULARY
     logits, reference = (
-        [torch.randn(len(d.tokens), VOCABULARY, dtype=torch.float64, generator=generator) for d in documents]
+        [torch.randn(len(d.tokens), width, dtype=torch.float64, generator=generator) for d in documents]
         for _ in range(2)
     )
-    return Case(batch, [one.requires_grad_() for one in logits], reference)
+    return Case(batch, [one.requires_grad_() for one in logits], reference, role.name)
 
 
-def loss_of_oracle(case: Case, objective: Dpo) -> Tensor:
-    functions, documents = Oracle(objective), case.batch.documents
-    outputs = [{"policy": own, "reference": frozen} for own, frozen in zip(case.logits, case.reference, strict=True)]
+def loss_of_oracle(case: Case, objective: Any) -> Tensor:
+    functions: Any = oracle_of(objective)
+    documents = case.batch.documents
+    outputs = [{case.role: own, "reference": frozen} for own, frozen in zip(case.logits, case.reference, strict=True)]
     for document, both in zip(documents, outputs, strict=True):
-        functions.see(document, both, stable=torch.float64)
+        functions.see(document, {role: one.detach() for role, one in both.items()}, stable=torch.float64)
     totals, recorded, minimised = functions.totals(case.batch), 0.0, torch.zeros((), dtype=torch.float64)
     for document, both in zip(documents, outputs, strict=True):
         term = functions.term(
-            "policy",
-            both["policy"],
+            case.role,
+            both[case.role],
             document,
             totals=totals,
             earlier={"reference": both["reference"]},
@@ -88,42 +96,64 @@ def loss_of_oracle(case: Case, objective: Dpo) -> Tensor:
     return minimised - minimised.detach() + recorded
 
 
-def loss_of_impl(case: Case, objective: Dpo) -> Tensor:
-    functions, loss = Impl(objective), torch.zeros((), dtype=torch.float64)
+def loss_of_impl(case: Case, objective: Any) -> Tensor:
+    functions: Any = impl_of(objective)
     totals = {key: torch.tensor(number) for key, number in functions.totals(case.batch.rows).items()}
-    for rows in (case.batch.rows[:2], case.batch.rows[2:]):
-        inputs = collate(rows)
-        own, frozen = (inputs.columns["side"].new_zeros(inputs.tokens.shape) for _ in range(2))
-        for r, row in enumerate(rows):
-            start = 0
-            for document in row.documents:
-                at = case.batch.documents.index(document)
-                end = start + len(document.tokens) - 1
-                own[r, start:end] = _logprobs(document, case.logits[at])
-                frozen[r, start:end] = _logprobs(document, case.reference[at])
-                start = end + 1
-        own, frozen = (numbers.where(inputs.targets, 0) for numbers in (own, frozen))
-        outputs = Outputs(logprobs=own, targets=inputs.targets.double())
-        found = functions.evaluate(
-            "policy", outputs, inputs, totals=totals, others={"reference": Outputs(logprobs=frozen)}
-        )
-        assert found.loss is not None
-        loss = loss + found.loss
-    return loss
+    micro_batches = [packed(case, rows) for rows in (case.batch.rows[:2], case.batch.rows[2:])]
+    if hasattr(functions, "ahead"):
+        parts = [functions.ahead(own, inputs, totals=totals, others=others) for inputs, own, others in micro_batches]
+        totals |= {key: torch.stack([part[key] for part in parts]).sum().detach() for key in parts[0]}
+    losses = [
+        functions.evaluate(case.role, own, inputs, totals=totals, others=others).loss
+        for inputs, own, others in micro_batches
+    ]
+    return torch.stack(losses).sum()
 
 
-def agree(objective: Dpo, theirs: Any) -> None:
-    """Losses and gradients of both sides are those of ``theirs(answers)``, on ten random steps."""
+def packed(case: Case, rows: tuple[Row, ...]) -> tuple[MicroBatch, Outputs, dict[str, Outputs]]:
+    """The micro-batch of some rows, and the outputs of the trained and of the frozen model."""
+    inputs = collate(rows)
+    own, frozen = (inputs.columns["side"].new_zeros(inputs.tokens.shape) for _ in range(2))
+    for r, row in enumerate(rows):
+        start = 0
+        for document in row.documents:
+            at, length = case.batch.documents.index(document), len(document.tokens)
+            if case.role == "reward":
+                own[r, start : start + length] = case.logits[at][:, 0]
+            else:
+                own[r, start : start + length - 1] = _logprobs(document, case.logits[at])
+                frozen[r, start : start + length - 1] = _logprobs(document, case.reference[at])
+            start += length
+    if case.role == "reward":
+        return inputs, Outputs(values=own), {}
+    own, frozen = (numbers.where(inputs.targets, 0) for numbers in (own, frozen))
+    return (
+        inputs,
+        Outputs(logprobs=own, targets=inputs.targets.double()),
+        {"reference": Outputs(logprobs=frozen)},
+    )
+
+
+def agree(objective: Any, theirs: Any) -> None:
+    """Losses and gradients of both sides are those of ``theirs``, on ten random steps.
+
+    It gets the answers' log-probs, or the last values of a reward model, chosen and rejected in turn.
+    """
     for seed in range(10):
         case = case_of(seed, objective)
-        wanted = theirs(case.answers)
-        gradients = torch.autograd.grad(wanted, case.logits)
+        wanted = theirs([one[-1, 0] for one in case.logits] if case.role == "reward" else case.answers)
+        gradients = _gradients(wanted, case)
         for mine in (loss_of_oracle, loss_of_impl):
             with float64_by_default():
                 loss = mine(case, objective)
             assert loss.item() == pytest.approx(wanted.item(), rel=1e-12, abs=1e-12), mine.__name__
-            for own, other in zip(torch.autograd.grad(loss, case.logits), gradients, strict=True):
+            for own, other in zip(_gradients(loss, case), gradients, strict=True):
                 torch.testing.assert_close(own, other, rtol=1e-10, atol=1e-12)
+
+
+def _gradients(loss: Tensor, case: Case) -> tuple[Tensor, ...]:
+    """Of every document; zeros for one that the loss does not depend on."""
+    return torch.autograd.grad(loss, case.logits, materialize_grads=True)
 
 
 def in_turn(answers: list[tuple[Tensor, Tensor]], which: int, *, mean: bool) -> tuple[Tensor, Tensor]:
@@ -231,3 +261,67 @@ def test_odds_ratio_of_trl() -> None:
         return loss
 
     agree(Dpo(beta=0.3, loss_type="odds_ratio", reference_free=True, length_normalised=True), theirs)
+
+
+def test_rewards_of_openrlhf_have_margins() -> None:
+    (module,) = load("openrlhf", ["openrlhf.models.loss"], names=["openrlhf"])
+    margins = torch.arange(5).double() / 2
+    agree(
+        RewardModel(),
+        lambda scores: module.PairWiseLoss()(torch.stack(scores[::2]), torch.stack(scores[1::2]), margins),
+    )
+
+
+@pytest.mark.parametrize("coefficient", [0.0, 0.3])
+def test_rewards_of_trl_are_centred(coefficient: float) -> None:
+    method = taken_out("trl", "trl/trainer/reward_trainer.py", "RewardTrainer.compute_loss", nn=torch.nn)
+    self = SimpleNamespace(
+        model=SimpleNamespace(training=False),
+        args=SimpleNamespace(center_rewards_coefficient=coefficient or None),
+        accelerator=SimpleNamespace(gather=lambda x: x, gather_for_metrics=lambda x: x),
+        _metrics={"eval": defaultdict(list)},
+        _total_train_tokens=0,
+    )
+
+    def theirs(scores: list[Tensor]) -> Tensor:
+        logits = torch.stack([*scores[::2], *scores[1::2]])[:, None]
+        inputs = {"margin": torch.arange(5).double() / 2}
+        loss: Tensor = method(self, lambda **_: SimpleNamespace(logits=logits), inputs)
+        return loss
+
+    agree(RewardModel(center_coef=coefficient), theirs)
+
+
+@pytest.mark.parametrize("weights", [(1.0, 1.0), (1.0, 1.5)])
+def test_kto_of_trl(weights: tuple[float, float]) -> None:
+    method = taken_out("trl", "trl/trainer/kto_trainer.py", "KTOTrainer._compute_loss", F=functional)
+    signs = []
+
+    def theirs(answers: list[tuple[Tensor, Tensor]]) -> Tensor:
+        def model(which: int) -> Any:
+            numbers = torch.stack([functional.pad(both[which], (0, 9 - len(both[which]))) for both in answers[::2]])
+            nothing = torch.zeros_like(numbers)
+            return lambda **_: SimpleNamespace(log_probs=numbers, entropy=nothing, mean_logits=nothing)
+
+        labels = torch.tensor([True, False, False, True, True])
+        mismatched = [torch.stack([both[which].sum() for both in answers[1::2]]) for which in range(2)]
+        signs.append((mismatched[0] - mismatched[1]).mean().item() > 0)
+        self = SimpleNamespace(
+            **{"model": SimpleNamespace(training=False), "calculate_KL": True, "precompute_ref_logps": True},
+            **{"aux_loss_enabled": False, "loss_type": "kto", "beta": 0.3, "_metrics": {"eval": defaultdict(list)}},
+            **{"desirable_weight": weights[0], "undesirable_weight": weights[1], "_total_train_tokens": 0},
+            accelerator=SimpleNamespace(device="cpu", gather_for_metrics=lambda x: x),
+            _compute_kl_logps=lambda model, batch: mismatched[0],
+        )
+        batch = {
+            "label": labels,
+            "input_ids": torch.zeros(5, 10, dtype=torch.int64),
+            "completion_mask": torch.ones(5, 10, dtype=torch.int64),
+            "ref_logps": torch.stack([both[1].sum() for both in answers[::2]]),
+            "ref_KL_logps": mismatched[1],
+        }
+        loss: Tensor = method(self, model(0), batch, False)
+        return loss
+
+    agree(Kto(beta=0.3, desirable_weight=weights[0], undesirable_weight=weights[1]), theirs)
+    assert len(set(signs)) == 2, "no step has a KL below 0, or none above"
