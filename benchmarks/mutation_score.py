@@ -156,7 +156,7 @@ def _planted(faults: Sequence[str], backends: Sequence[str], tiers: Sequence[str
         for backend in (name for name in backends if name in fault.cells.layouts):
             row = Row(fault=fault.name, predicted=fault.stage, backend=backend, tier="", cell="", state="")
             for tier in (tier for tier in PRECISIONS if tier in tiers):
-                row = dataclasses.replace(row, predicted=fault.stage_in(tier, backend))
+                row = dataclasses.replace(row, predicted=fault.stage_in(tier))
                 if why := fault.cells.unobservable.get(tier):
                     yield Job(row=dataclasses.replace(row, tier=tier, state=BLANK, reason=why))
                     continue

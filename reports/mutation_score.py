@@ -22,7 +22,8 @@ BLANK = "blank"  # instead of a state: the fault changes nothing in this tier
 ANY = "any"
 ORDER = (*PRECISIONS, QUICK)
 HONEST = ("conforms", "expected_difference", "unsupported")  # states of cells without a fault that are no false alarm
-UPDATES = ("clipped update", "weights after N steps")  # stages of an update, also of the critic's
+# Stages of an update, also of the critic's. If its weights are not read, the next step shows what it did wrong.
+UPDATES = ("clipped update", "weights after N steps", "weight replicas")
 JSON, MARKDOWN = "mutation-score.json", "mutation-score.md"
 
 

@@ -47,8 +47,7 @@ class Fault:
     """Describes a bug that can be planted.
 
     summary: the effect of the bug. source: a public report of such a bug. seam: the name of the function that it wraps.
-    stage: the first stage at which the suite has to find it. half_stage: in half precision, if it is another one;
-    stages: by backend, if it is another one.
+    stage: the first stage at which the suite has to find it. half_stage: in half precision, if it is another one.
     cells: where it changes something, by backend. blind: the gates that pass in its cell although the fault is planted.
     needs: the conditions under which the fault changes anything, in words. wrap: returns the faulty function, from the
     original one.
@@ -64,12 +63,10 @@ class Fault:
     needs: str
     wrap: Callable[[Function], Function]
     half_stage: str = ""
-    stages: Mapping[str, str] = field(default_factory=dict)
 
-    def stage_in(self, precision: str, backend: str) -> str:
+    def stage_in(self, precision: str) -> str:
         """Returns the first stage at which the suite has to find the fault in this precision."""
-        stage = self.half_stage if self.half_stage and precision in HALF_PRECISIONS else self.stage
-        return self.stages.get(backend, stage)
+        return self.half_stage if self.half_stage and precision in HALF_PRECISIONS else self.stage
 
 
 ENTRY_POINT_GROUP = "parity.faults"

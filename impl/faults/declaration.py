@@ -37,7 +37,6 @@ class Faults(list[Fault]):
         needs: str,
         blind: tuple[Gate, ...] | None = None,
         half_stage: str = "",
-        stages: Mapping[str, str] | None = None,
     ) -> Callable[[Function], Function]:
         """Declares a function as the fault of its name, with dashes.
 
@@ -57,7 +56,6 @@ class Faults(list[Fault]):
                     needs=needs,
                     wrap=lambda original: partial(function, original),
                     half_stage=half_stage,
-                    stages=stages or {},
                 )
             )
             return function
@@ -77,9 +75,7 @@ def _where(condition: Callable[[Precision], bool], reason: str) -> Reasons:
 # Values of ``only``: the condition under which a fault can be observed.
 ROUNDING = _where(lambda p: p.is_exact, "float64 stands for every dtype in the exact tier, so nothing is rounded")
 REPLAY = _where(lambda p: p.is_exact, "in the exact tier backends choose experts by themselves")
-OWN_CHOICES = _where(
-    lambda p: not p.is_exact and not p.is_loss_scaled, "below the exact tier backends are given the choices of experts"
-)
+OWN_CHOICES = _where(lambda p: not p.is_exact, "below the exact tier backends are given the choices of experts")
 HALF = _where(lambda p: not p.is_half, "the fault acts in half precision only")
 FULL = _where(lambda p: p.is_half, "half precision has no scenario with a clip that is reached, Dr. GRPO or GSPO")
 OFFLOADED = _where(

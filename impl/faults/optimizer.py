@@ -125,8 +125,7 @@ def tokens_of_whole_rows(count_tokens: Function, part: Any) -> Tensor:
 @ENGINE_FAULTS.add(
     summary="gradients are never reduced over replicas, which drift apart",
     source="https://github.com/pytorch/pytorch/issues/154888",
-    stage="gradients",
-    stages={"megatron": "configuration"},  # which has no other reduction of gradients
+    stage="configuration",
     cells=sft("sft-sgd", "llama", deepspeed="dp2.zero0", megatron="dp2"),
     needs="replicas: zero0, or rep of 2 or more",
 )

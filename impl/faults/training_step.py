@@ -33,6 +33,7 @@ def leaking_documents(collate: Function, rows: Any, **options: Any) -> Any:
     summary="each rank divides by its own token count before gradients are averaged",
     source="https://github.com/pytorch/torchtitan/pull/2206",
     stage="loss",
+    half_stage="gradients",
     cells=sft("sft-padded", "pangu", fsdp2="dp2", deepspeed="dp2.zero3", megatron="dp2.zero1"),
     needs="dp of 2 or more and ranks with different token counts",
 )

@@ -116,7 +116,7 @@ def assert_caught(session: Session, backend: str, name: str, precision: Precisio
     asked = cell_of(backend, *CELLS[backend][name], precision, name, **more)
     verdict = session.run(asked).verdict
     assert verdict.state == "differs", verdict.reason
-    assert verdict.first_stage == catalogue()[name].stage_in(precision, backend), verdict.reason
+    assert verdict.first_stage == catalogue()[name].stage_in(precision), verdict.reason
     return verdict
 
 

@@ -112,7 +112,12 @@ def test_a_fault_in_a_cell_that_does_not_conform_without_it_is_not_caught(honest
 
 @pytest.mark.parametrize(
     ("predicted", "after_unread", "counts"),
-    [("clipped update", True, True), ("clipped update", False, False), ("gradients", True, False)],
+    [
+        ("clipped update", True, True),
+        ("weight replicas", True, True),
+        ("clipped update", False, False),
+        ("gradients", True, False),
+    ],
 )
 def test_an_update_that_was_not_read_shows_at_any_stage(predicted: str, after_unread: bool, counts: bool) -> None:
     row = dataclasses.replace(CLIP, stage="routing", predicted=predicted, after_unread=after_unread)
