@@ -53,6 +53,7 @@ def mean_for_sum(pair_margins: Function, ratios: Tensor, inputs: Any, objective:
     summary="the mean over an answer's tokens counts those of its prompt, too",
     source="arXiv 2405.14734, equation 3: |y| is the length of the answer",
     stage="margins",
+    half_stage="gradients",
     cells=pairs("ipo"),
     needs="length_normalised",
 )
