@@ -38,6 +38,7 @@ from conformance.spec.precision import FloatFormat
 from conformance.spec.scenario import Scenario
 
 REBUILT_ROUNDINGS = 4  # of a weight; a multiplication for decay and a subtraction of the update round it twice
+MOMENT_ROUNDINGS = 8  # of a moment in a step: norm, clip factor and clipping, two products and their sum
 UPDATE_ROUNDINGS = 64  # of an update: norm and clipping, two moments, a square root, divisions, and the rate
 
 UNCHANGED = " where the update is skipped"
@@ -223,7 +224,8 @@ def _of_tensor(
             error, bound = next(iter(errors.values()))
             if step.unread and error.max() <= bound:
                 if name not in step.first_moment.samples:
-                    clipped[step.step][name] = _clipped(step, name, gradient)
+                    rounded = MOMENT_ROUNDINGS * rounding * sizes.gradient_rounding(name)
+                    clipped[step.step][name] = _clipped(step, name, gradient, rounded)
             elif first.first and isinstance(optimizer, AdamW):  # whose first update does not depend on moments
                 at = step
             for rebuilt, (error, bound) in errors.items():
@@ -240,17 +242,20 @@ def _of_tensor(
 
 @dataclass(frozen=True, kw_only=True)
 class _Clipped:
-    """A gradient as it entered the moment: its norm, and its distance from the oracle's by the expected clip factor."""
+    """A gradient as it entered the moment: its norm, and its distance from the oracle's by the expected clip factor, of
+    which the moment's roundings may be a part."""
 
     norm: float
     error: Measurement | None
 
 
-def _clipped(step: _Step, name: str, gradient: torch.Tensor) -> _Clipped:
+def _clipped(step: _Step, name: str, gradient: torch.Tensor, rounded: torch.Tensor) -> _Clipped:
     reference, error = step.expected.tensors.get(name), None
     if reference is not None and reference.shape == gradient.shape:
         floor = floor_of_tensors(step.expected.tensors)
+        unit = max(reference.double().norm().item(), floor) or 1.0
         error = tensor_off(step.of_gradients, name, step.step, gradient / step.factor, reference, floor=floor)
+        error = replace(error, rounding=rounded.norm().item() / step.factor / unit)
     return _Clipped(norm=gradient.norm().item(), error=error)
 
 
@@ -260,7 +265,7 @@ def _read_in_moments(step: _Step, clipped: Mapping[str, _Clipped], scenario: Sce
     The reported norm says how large they were before, so a wrong clip is told from wrong gradients: by the right clip
     of any gradients, the norm of ``clipped`` is min(norm, limit). If it is not, the norm is assumed that is nearest to
     the oracle's: the reported one if the clip is wrong; if that one is wrong, the one that makes the clip right.
-    In fp32 a moment is rounded as much as gradients are, and a sample of a sketched gradient has no bound of its own.
+    A sample of a sketched gradient has no bound of its own.
     """
     undone = 1.0  # times the expected factor
     if step.norms and clipped.keys() == step.unread:
@@ -275,10 +280,11 @@ def _read_in_moments(step: _Step, clipped: Mapping[str, _Clipped], scenario: Sce
             factor = min(candidates, key=lambda f: abs(size / f - expected))
             undone, found = factor / step.factor, found if factor == applied else replace(found, stage=step.of_norm)
         yield found
-    for error in (one.error for one in clipped.values() if scenario.tier.is_exact or scenario.tier.is_half):
+    for error in (one.error for one in clipped.values()):
         if error and undone != 1:
-            left, scale = error.left_without(undone), (error.scale or 0.0) / undone
+            left, scale, rounding = error.left_without(undone), (error.scale or 0.0) / undone, error.rounding / undone
             error = replace(error, error=left, scale=scale, residual=error.residual / undone, max_abs=0.0, where="")
+            error = replace(error, rounding=rounding)
         if error:
             yield error
 

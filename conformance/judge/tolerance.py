@@ -57,7 +57,8 @@ class Measurement:
     absolute difference and its index. scale: <x, ref> / <ref, ref>. residual, size: ||x - scale ref|| and ||ref||, in
     the unit of ``error``. broken: in words, the numbers of x that are not finite. replica: whether ranks were compared
     with each other, not with the oracle. factor: times the noise, for a number with a narrower bound. typical: for a
-    sum, a norm or a scale, the effect of the errors of its parts. strip: for rows, the errors of their tokens.
+    sum, a norm or a scale, the effect of the errors of its parts. rounding: added to the bound, for a tensor that was
+    not read but rebuilt from rounded numbers. strip: for rows, the errors of their tokens.
     """
 
     stage: str
@@ -77,6 +78,7 @@ class Measurement:
     replica: bool = False
     factor: float = NOISE_FACTOR
     typical: float = 0.0
+    rounding: float = 0.0
     strip: TokenErrors | None = None
 
     @property
@@ -182,7 +184,7 @@ def allowed_errors(
             bounds[q.key] = NOISE_FACTOR * largest[q.stage, OF_ROWS]
         else:
             typical = max(medians.get((q.stage, q.step), 0.0), amplified.get(q.key, 0.0))
-            bounds[q.key] = NOISE_FACTOR * max(largest[q.stage, q.tensor], typical)
+            bounds[q.key] = NOISE_FACTOR * max(largest[q.stage, q.tensor], typical) + q.rounding
     return bounds
 
 

@@ -38,8 +38,10 @@ class Sgd:
     def __init__(self, config: OptimizerConfig) -> None:
         self._momentum = config.momentum
         self._velocity: Weights = {}
+        self._steps = 0
 
     def step(self, weights: Weights, gradients: Weights, lr: float) -> Weights:
+        self._steps += 1
         for name, gradient in gradients.items():
             before = self._velocity.get(name)
             self._velocity[name] = gradient if before is None else self._momentum * before + gradient
@@ -49,6 +51,11 @@ class Sgd:
         """Returns the gradient after whose step a parameter's momentum buffer is ``moment``."""
         before = self._velocity.get(name)
         return moment if before is None else moment - self._momentum * before
+
+    def gradient_rounding(self, name: str) -> torch.Tensor:
+        """Returns how far ``gradient_of`` may be off, by the relative rounding of a step of the momentum buffer, if the
+        steps of this optimizer were made with the absolute values of gradients."""
+        return self._steps * self._velocity[name]
 
 
 class AdamW:
@@ -83,6 +90,12 @@ class AdamW:
         """Returns the gradient after whose step a parameter's first moment is ``moment``."""
         beta1, before = self._config.betas[0], self._first.get(name)
         return (moment if before is None else moment - beta1 * before) / (1 - beta1)
+
+    def gradient_rounding(self, name: str) -> torch.Tensor:
+        """Returns how far ``gradient_of`` may be off, by the relative rounding of a step of the first moment, if the
+        steps of this optimizer were made with the absolute values of gradients. A step rounds its own moment, and later
+        steps keep at most that part of the error which they keep of the moment."""
+        return self._steps * self._first[name] / (1 - self._config.betas[0])
 
     def error_of_second(self, name: str, moment: torch.Tensor) -> torch.Tensor:
         """Returns how far the divisor of each element's update is from that of the second moment ``moment``, relative

@@ -12,7 +12,7 @@ import torch
 from judge_sample import EQUAL, OBSERVABLES, STEPS, Tensors, evidence
 
 from conformance.judge.provenance import _check_phase
-from conformance.judge.rebuilt import _reported
+from conformance.judge.rebuilt import MOMENT_ROUNDINGS, _reported
 from conformance.judge.verdict import judge
 from conformance.oracle.optimizer import clip_factor, make_optimizer
 from conformance.records.record_format import RecordError
@@ -84,13 +84,15 @@ def run(
     clip: Callable[[int, float], float] = lambda step, norm: clip_factor(norm, LIMIT),
     report: Callable[[int, float], float | None] = lambda step, norm: norm,
     optimizer: dict[str, Any] = OPTIMIZER,
+    precision: PrecisionName = "exact",
 ) -> Record:
     """A run; with ``drawn`` that of a cell, whose weights after this step and gradients of the next are not read.
 
     lie: from the step ``since`` on. factor: of all gradients of a step. clip, report: the factor by which gradients of
-    a norm are clipped, and the norm that is reported for it.
+    a norm are clipped, and the norm that is reported for it. precision: of the scenario and of the numbers that are
+    recorded.
     """
-    values = {"name": "x", "model": "m", "precision": "exact", "optimizer": optimizer, "steps": STEPS}
+    values = {"name": "x", "model": "m", "precision": precision, "optimizer": optimizer, "steps": STEPS}
     scenario = parse_scenario({**values, "accumulation": 3})
     header = {"layout": "dp2.tp2", "scenario": scenario_to_json(scenario), "optimizer": "new", "loads": ""}
     header |= {"cell": "x/m/b/dp2.tp2/exact", "backend": {"name": "b", "url": "", "default_zero": None, "defects": []}}
@@ -116,12 +118,13 @@ def run(
             kinds = {"exp_avg": "_first", "exp_avg_sq": "_second", "momentum_buffer": "_velocity"}
             for kind, of in kinds.items():
                 tensors |= {f"{kind}/{name}": moment for name, moment in getattr(trained, of, {}).items()}
+        tensors = {name: tensor.to(PRECISIONS[precision].master.dtype) for name, tensor in tensors.items()}
         tensors["logprob/0"] = torch.ones(5, dtype=torch.float64)
         numbers = {"loss": 2.0, "token_count": 5, "lr": lr}
         numbers |= {"grad_norm": told} if (told := report(step, norm)) else {}
         replicas = {o.key: EQUAL for o in OBSERVABLES if o.replicated != "no" and o.key not in unread}
         writer.step(numbers, tensors, replicas=replicas, seconds=0.0, unread=unread)
-    writer.finish({"seconds": 0.0, "leaks": [], "evidence": [evidence("exact")] * 4})
+    writer.finish({"seconds": 0.0, "leaks": [], "evidence": [evidence(precision)] * 4})
     return read_record(path)
 
 
@@ -168,6 +171,35 @@ def test_a_gradient_that_was_not_read_shows_in_its_moment(tmp_path: Path) -> Non
     gradients = {f.tensor: f.observed for f in found if (f.stage, f.step) == ("gradients", 2)}
     assert gradients == {"matrix": pytest.approx(1), "norm": pytest.approx(1)}
     assert not [f for f in found if f.tensor.endswith(AGAINST_REBUILT)]
+
+
+@pytest.mark.parametrize(("times", "is_found"), [(1.0, False), (1 + 2e-7, False), (1 + 1e-5, True)])
+def test_a_float32_moment_shows_its_gradient(tmp_path: Path, times: float, is_found: bool) -> None:
+    def as_noisy(folder: str, factor: Callable[[int], float], drawn: int | None = None) -> Record:
+        return run(tmp_path / folder, factor=factor, drawn=drawn, precision="fp32")
+
+    cell = as_noisy("cell", lambda step: times if step == 2 else 1 + 1e-7, drawn=1)
+    noise = as_noisy("noise", lambda step: 1 - 1e-7)
+    found = judge([cell], oracle=run(tmp_path / "oracle", precision="fp32"), noise=[noise]).findings
+    assert [(f.stage, f.step) for f in found[:2]] == [("gradients", 2)] * 2 * is_found, found
+
+
+@pytest.mark.parametrize(("optimizer", "key"), [(OPTIMIZER, "exp_avg"), (SGD, "momentum_buffer")], ids=["adamw", "sgd"])
+def test_the_rounding_of_a_moment_is_bounded(optimizer: dict[str, Any], key: str) -> None:
+    config = parse_scenario({"name": "x", "model": "m", "precision": "fp32", "optimizer": optimizer}).optimizer
+    replayed, sizes = (make_optimizer(config) for _ in range(2))
+    weight = torch.nn.Parameter(torch.zeros(1000))
+    options: dict[str, Any] = {"lr": config.lr} | ({"momentum": config.momentum} if config.name == "sgd" else {})
+    library = {"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[config.name]([weight], **options)
+    for step in range(5):
+        weight.grad = torch.randn(1000, generator=torch.Generator().manual_seed(step))
+        gradient, _ = {"w": weight.grad.double()}, library.step()
+        off = (replayed.gradient_of("w", library.state[weight][key].double()) - gradient["w"]).abs()
+        replayed.step(gradient, gradient, 0.0)
+        sizes.step(gradient, {"w": gradient["w"].abs()}, 0.0)
+        allowed = MOMENT_ROUNDINGS * 2.0**-24 * sizes.gradient_rounding("w")
+        assert (off <= allowed).all()
+    assert off.norm() > 0.01 * allowed.norm()
 
 
 CLIPS: dict[str, Callable[[int, float], float]] = {
