@@ -48,12 +48,11 @@ class ResponseFunctions:
         old = known.get(POLICY.name, sampled)
         columns: dict[str, list[Tensor]] = {"old_logprob": old}
         if self.objective.rollout_is_threshold is not None:
-            cap = self.objective.rollout_is_threshold
-            columns["importance"] = [importance(o, s, cap) for o, s in zip(old, sampled, strict=True)]
+            columns["importance"] = [importance(o, s, self.objective) for o, s in zip(old, sampled, strict=True)]
         if REFERENCE.name in known:
             columns["reference_logprob"] = known[REFERENCE.name]
         references = known.get(REFERENCE.name, [None] * len(flat))
-        rewards = [self.rewards(one_number(d, "reward"), o, r) for d, o, r in zip(flat, old, references, strict=True)]
+        rewards = [self.rewards(self.score(d), o, r) for d, o, r in zip(flat, old, references, strict=True)]
         groups = [int(one_number(d, "group")) for d in flat]
         columns |= self.advantages(flat, rewards, groups, known.get(CRITIC.name, []), stable)
         annotated = iter(
@@ -65,6 +64,15 @@ class ResponseFunctions:
             for b in batches
         ]
         return self.variant.rollout(made)
+
+    def score(self, document: Document) -> float:
+        """Returns the response's reward, less the penalty for its length: arXiv 2503.14476, equation 13."""
+        reward, length, cache = one_number(document, "reward"), sum(document.targets), self.objective.overlong_buffer
+        if self.objective.overlong_length is None or cache is None or length <= self.objective.overlong_length - cache:
+            return reward
+        if length > self.objective.overlong_length:
+            return reward - 1
+        return reward + (self.objective.overlong_length - cache - length) / cache
 
     def rewards(self, reward: float, old: Tensor, reference: Tensor | None) -> Tensor:
         """Returns each token's reward, (targets,): the response's at its last token, minus each token's penalty."""
@@ -212,7 +220,7 @@ class GrpoFunctions(ResponseFunctions):
             return {"advantage": self.whitened(returns)}
         scores = torch.stack(
             [
-                tokens.sum() if len(tokens) else torch.tensor(one_number(d, "reward"), dtype=stable)
+                tokens.sum() if len(tokens) else torch.tensor(self.score(d), dtype=stable)
                 for d, tokens in zip(documents, rewards, strict=True)
             ]
         )
@@ -327,6 +335,30 @@ def cispo(logprobs: Tensor, old: Tensor, advantage: Tensor, objective: PolicyGra
     return PolicyTerms(losses=-gain, ratio=ratio, approx_kl=-log_ratio, clipped=weight != ratio, clipped_lower=lower)
 
 
+def sapo(logprobs: Tensor, old: Tensor, advantage: Tensor, objective: PolicyGradient) -> PolicyTerms:
+    """Weights the advantage by a sigmoid of the ratio that has slope 1 at ratio 1: arXiv 2511.20347, equation 6."""
+    log_ratio = (logprobs - old).clamp(-20, 20)
+    ratio = log_ratio.exp()
+    tau = torch.full_like(ratio, objective.tau_neg)
+    tau[advantage > 0] = objective.tau_pos
+    gain = 4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantage
+    never = torch.zeros_like(gain, dtype=torch.bool)
+    return PolicyTerms(losses=-gain, ratio=ratio, approx_kl=-log_ratio, clipped=never, clipped_lower=never)
+
+
+def geo_mean(logprobs: Tensor, old: Tensor, advantage: Tensor, objective: PolicyGradient) -> PolicyTerms:
+    """Weights the advantage by the geometric mean of the clipped ratios of the tokens: arXiv 2507.20673, equation 4."""
+    log_ratio = logprobs - old
+    near = log_ratio.clamp(-objective.clip_ratio_low, objective.clip_ratio_high)
+    sign = advantage.sign()
+    clipped = sign * near < sign * log_ratio
+    taken = torch.where(clipped, near, log_ratio).where(sign != 0, 0)
+    gain = taken.mean().exp() * advantage
+    lower = torch.zeros_like(clipped)
+    ratio = log_ratio.clamp(-20, 20).exp()
+    return PolicyTerms(losses=-gain, ratio=ratio, approx_kl=-log_ratio, clipped=clipped, clipped_lower=lower)
+
+
 def _clipped_gain(ratio: Tensor, advantage: Tensor, objective: PolicyGradient) -> tuple[Tensor, Tensor]:
     """Returns the smaller of the gains with the free and the clipped ratio, and whether it is the clipped one."""
     free = ratio * advantage
@@ -338,6 +370,8 @@ LOSS_MODES: dict[LossMode, Callable[[Tensor, Tensor, Tensor, PolicyGradient], Po
     "vanilla": vanilla,
     "gspo": gspo,
     "cispo": cispo,
+    "sapo": sapo,
+    "geo_mean": geo_mean,
 }
 
 
@@ -351,9 +385,14 @@ def value_losses(values: Tensor, old: Tensor, wanted: Tensor, *, cliprange: floa
     return torch.maximum(free, bounded) / 2, bounded > free
 
 
-def importance(old: Tensor, sampled: Tensor, cap: float) -> Tensor:
-    """Returns truncated importance weights of tokens that another policy sampled."""
-    return (old - sampled).clamp(-20, 20).exp().clamp(max=cap)
+def importance(old: Tensor, sampled: Tensor, objective: PolicyGradient) -> Tensor:
+    """Returns the bounded importance weights of a response's tokens that another policy sampled."""
+    assert objective.rollout_is_threshold is not None
+    log_ratio, cap = old - sampled, objective.rollout_is_threshold
+    if objective.rollout_is == "sequence":
+        log_ratio = log_ratio.sum().expand_as(log_ratio)
+    weights = log_ratio.clamp(-20, 20).exp()
+    return weights * (weights <= cap) if objective.rollout_is_mask else weights.clamp(max=cap)
 
 
 def divergence(log_ratio: Tensor, kind: str) -> Tensor:

@@ -58,7 +58,8 @@ from conformance.spec.observables import (
 from conformance.spec.preferences import Dpo, Kto, RewardModel
 
 AdvantageEstimator = Literal["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
-LossMode = Literal["vanilla", "gspo", "cispo"]  # each is a function in the oracle's and in impl's LOSS_MODES
+# Each is a function in the LOSS_MODES of the oracle and in those of impl.
+LossMode = Literal["vanilla", "gspo", "cispo", "sapo", "geo_mean"]
 LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 KlEstimator = Literal["kl", "abs", "mse", "low_var_kl"]
 Coefficient = Annotated[float, Field(strict=True, ge=0, le=1000)]
@@ -100,7 +101,11 @@ class PolicyGradient:
         for no such bound.
     loss_mode: ``vanilla`` takes the ratio of each token, ``gspo`` that of the sequence (Zheng et al., arXiv 2507.18071,
         the token variant of section 4.3), ``cispo`` clips the ratio of each token and takes it as a constant weight of
-        the log-prob (MiniMax, arXiv 2506.13585, equation 4). Only ``vanilla`` has dual clip.
+        the log-prob (MiniMax, arXiv 2506.13585, equation 4), ``sapo`` has a smooth gate instead of a clip (Gao et al.,
+        arXiv 2511.20347, equation 6), ``geo_mean`` takes the geometric mean of the clipped ratios of the response's
+        tokens, whose logarithms are clipped to [-low, high] (GMPO, arXiv 2507.20673, equation 4). Only ``vanilla`` has
+        dual clip.
+    tau_pos, tau_neg: temperatures of the gate of ``sapo`` for tokens with positive advantages, and for others.
     loss_agg_mode, loss_scale_factor: how the losses of tokens become one number: their mean over all tokens, or the
     mean over sequences
         of their sum, their mean, or their sum divided by the factor (Dr. GRPO, arXiv 2503.20783).
@@ -111,6 +116,11 @@ class PolicyGradient:
         reward.
     rollout_is_threshold: each token's policy loss is multiplied by the weight exp(old - sampled log-prob), truncated
         at this threshold (truncated importance sampling); None: no weights.
+    rollout_is: whether the weight is that of the ``token``, or the product of the weights of its ``sequence``.
+    rollout_is_mask: whether a weight above the threshold becomes 0 instead of the threshold (masked importance
+        sampling). Denominators do not change.
+    overlong_length, overlong_buffer: a response of more than length - buffer trained tokens loses (tokens - length +
+        buffer) / buffer of its reward, at most 1 (DAPO, arXiv 2503.14476, equation 13); None: no penalty.
     """
 
     temperature: Positive = 1.0
@@ -121,6 +131,8 @@ class PolicyGradient:
     clip_ratio_high: Clip = 0.2
     clip_ratio_c: Annotated[float, Field(strict=True, gt=1, le=1000)] | None = 3.0
     loss_mode: LossMode = "vanilla"
+    tau_pos: Positive = 1.0
+    tau_neg: Positive = 1.05
     loss_agg_mode: LossAggMode = "token-mean"
     loss_scale_factor: Positive | None = None
     entropy_coeff: Coefficient = 0.0
@@ -129,6 +141,10 @@ class PolicyGradient:
     kl_coef: Coefficient = 0.0
     kl_penalty: KlEstimator = "kl"
     rollout_is_threshold: Positive | None = None
+    rollout_is: Literal["token", "sequence"] = "token"
+    rollout_is_mask: bool = False
+    overlong_length: Count | None = None
+    overlong_buffer: Count | None = None
 
     reads: ClassVar[Reads] = "rollouts"
     disable_dropout: ClassVar[bool] = True
@@ -138,6 +154,10 @@ class PolicyGradient:
             raise ValueError(
                 "loss_scale_factor is the divisor of loss_agg_mode 'seq-mean-token-sum-norm' and of no other; give both"
             )
+        if (self.overlong_length is None) != (self.overlong_buffer is None):
+            raise ValueError("overlong_length and overlong_buffer are one penalty; give both, or none")
+        if self.rollout_is_threshold is None and (self.rollout_is_mask or self.rollout_is != "token"):
+            raise ValueError("rollout_is and rollout_is_mask say how weights are bounded; give rollout_is_threshold")
 
     @property
     def roles(self) -> tuple[Role, ...]:

@@ -64,6 +64,8 @@ RL_SEAMS = {
     "next_values": "impl.objectives.advantages:next_values",
     "whiten": "impl.objectives.advantages:whiten",
     "importance_weights": "impl.objectives.policy_gradient:importance_weights",
+    "overlong_penalty": "impl.objectives.policy_gradient:overlong_penalty",
+    "gate": "impl.objectives.losses:gate",
     "evaluate": "impl.objectives.policy_gradient:PolicyGradientFunctions.evaluate",
     "loss_weights": "impl.objectives.policy_gradient:loss_weights",
     "token_weights": "impl.objectives.policy_gradient:token_weights",

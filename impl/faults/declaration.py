@@ -77,7 +77,9 @@ ROUNDING = _where(lambda p: p.is_exact, "float64 stands for every dtype in the e
 REPLAY = _where(lambda p: p.is_exact, "in the exact tier backends choose experts by themselves")
 OWN_CHOICES = _where(lambda p: not p.is_exact, "below the exact tier backends are given the choices of experts")
 HALF = _where(lambda p: not p.is_half, "the fault acts in half precision only")
-FULL = _where(lambda p: p.is_half, "half precision has no scenario with a clip that is reached, Dr. GRPO or GSPO")
+FULL = _where(
+    lambda p: p.is_half, "half precision has no scenario with a clip that is reached, Dr. GRPO, GSPO, SAPO or GMPO"
+)
 OFFLOADED = _where(
     lambda p: p.is_exact or p.is_half,
     "DeepSpeed adds offloaded gradients up by other code if parameters are not float32",

@@ -94,8 +94,8 @@ def gspo_without_length(sequence_mean: Function, numbers: Tensor, *, mask: Tenso
     cells=rl("gspo", only=FULL),
     needs="rollout_is_threshold and a weight above it",
 )
-def importance_not_truncated(importance_weights: Function, old: Tensor, sampled: Tensor, *, threshold: float) -> Any:
-    return importance_weights(old, sampled, threshold=math.inf)
+def importance_not_truncated(importance_weights: Function, old: Tensor, sampled: Tensor, **bounds: Any) -> Any:
+    return importance_weights(old, sampled, **{**bounds, "threshold": math.inf})
 
 
 @POLICY_FAULTS.add(
@@ -105,8 +105,8 @@ def importance_not_truncated(importance_weights: Function, old: Tensor, sampled:
     cells=rl("gspo", only=FULL),
     needs="rollout_is_threshold",
 )
-def importance_left_out(importance_weights: Function, old: Tensor, sampled: Tensor, *, threshold: float) -> Any:
-    return torch.ones_like(importance_weights(old, sampled, threshold=threshold))
+def importance_left_out(importance_weights: Function, old: Tensor, sampled: Tensor, **bounds: Any) -> Any:
+    return torch.ones_like(importance_weights(old, sampled, **bounds))
 
 
 class _HeadOfFirstToken(torch.autograd.Function):
@@ -151,8 +151,8 @@ def head_weighted_by_first_token(shard_model: Function, trainable: Any, model: A
     cells=rl("gspo", only=FULL),
     needs="rollout_is_threshold",
 )
-def importance_inverted(importance_weights: Function, old: Tensor, sampled: Tensor, *, threshold: float) -> Any:
-    return importance_weights(sampled, old, threshold=threshold)
+def importance_inverted(importance_weights: Function, old: Tensor, sampled: Tensor, **bounds: Any) -> Any:
+    return importance_weights(sampled, old, **bounds)
 
 
 @POLICY_FAULTS.add(
@@ -270,3 +270,71 @@ def entropy_sign(actor_loss: Function, objective: Any, **parts: Tensor) -> Any:
 )
 def entropy_without_gradient(actor_loss: Function, objective: Any, **parts: Tensor) -> Any:
     return actor_loss(objective, **parts | {"entropy_loss": parts["entropy_loss"].detach()})
+
+
+@POLICY_FAULTS.add(
+    summary="the temperatures of SAPO's gate are exchanged between positive and negative advantages",
+    source="arXiv 2511.20347, equation 7",
+    stage="loss",
+    cells=rl("sapo", only=FULL),
+    needs="sapo with two temperatures",
+)
+def gate_temperatures_exchanged(policy_losses: Function, *tokens: Tensor, objective: Any, **others: Any) -> Any:
+    exchanged = dataclasses.replace(objective, tau_pos=objective.tau_neg, tau_neg=objective.tau_pos)
+    return policy_losses(*tokens, objective=exchanged, **others)
+
+
+@POLICY_FAULTS.add(
+    summary="SAPO's gate is the sigmoid alone, so its slope at ratio 1 is a quarter of the temperature",
+    source="arXiv 2511.20347, equation 6",
+    stage="loss",
+    cells=rl("sapo", only=FULL),
+    needs="sapo",
+)
+def gate_without_scale(gate: Function, ratio: Tensor, tau: Tensor) -> Any:
+    return gate(ratio, tau) * (tau / 4)
+
+
+@POLICY_FAULTS.add(
+    summary="the geometric mean of GMPO is that of a packed row instead of a response",
+    source="arXiv 2507.20673, equation 4",
+    stage="gradients",
+    cells=rl("gmpo", only=FULL),
+    blind=("loss",),
+    needs="geo_mean and packed rows",
+)
+def geometric_mean_of_rows(sequence_mean: Function, numbers: Tensor, *, mask: Tensor, documents: Tensor) -> Any:
+    return sequence_mean(numbers, mask=mask, documents=torch.zeros_like(documents))
+
+
+@POLICY_FAULTS.add(
+    summary="importance weights of sequences are those of their tokens",
+    source="https://fengyao.notion.site/off-policy-rl",
+    stage="loss",
+    cells=rl("gmpo", only=FULL),
+    needs="rollout_is = sequence",
+)
+def importance_of_tokens(importance_weights: Function, old: Tensor, sampled: Tensor, **bounds: Any) -> Any:
+    return importance_weights(old, sampled, **{**bounds, "level": "token"})
+
+
+@POLICY_FAULTS.add(
+    summary="responses that masked importance sampling leaves out are trained with the largest weight",
+    source="https://github.com/huggingface/trl/blob/main/trl/trainer/grpo_trainer.py, sequence_mask",
+    stage="loss",
+    cells=rl("gmpo", only=FULL),
+    needs="rollout_is_mask and a weight above the threshold",
+)
+def importance_not_masked(importance_weights: Function, old: Tensor, sampled: Tensor, **bounds: Any) -> Any:
+    return importance_weights(old, sampled, **{**bounds, "mask": False})
+
+
+@POLICY_FAULTS.add(
+    summary="the penalty for long responses is a bonus",
+    source="arXiv 2503.14476, equation 13",
+    stage="advantages",
+    cells=rl("gmpo", only=FULL),
+    needs="overlong_length and a response near it",
+)
+def overlong_bonus(overlong_penalty: Function, length: int, objective: Any) -> float:
+    return -float(overlong_penalty(length, objective))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from conformance.core.errors import UsageError
-from conformance.spec.objectives import Grpo, KlEstimator, Ppo
+from conformance.spec.objectives import Grpo, KlEstimator, PolicyGradient, Ppo
 from impl.objectives.losses import kl_estimate
 
 STD_EPSILON = 1e-6  # added to a group's standard deviation
@@ -41,6 +41,17 @@ class Estimate:
 
     advantages: Tensor
     returns: Tensor
+
+
+def overlong_penalty(length: int, objective: PolicyGradient) -> float:
+    """Returns what a response of ``length`` tokens loses for its last tokens before the limit: from 0 to -1.
+
+    Yu et al., arXiv 2503.14476, equation 13.
+    """
+    if objective.overlong_length is None or objective.overlong_buffer is None:
+        return 0.0
+    exceeding = length - (objective.overlong_length - objective.overlong_buffer)
+    return -min(max(0, exceeding), objective.overlong_buffer) / objective.overlong_buffer
 
 
 def token_rewards(response: Response, *, kl_coef: float, kl_penalty: KlEstimator) -> Tensor:

@@ -122,6 +122,50 @@ def cispo(tokens: PolicyTokens, objective: PolicyGradient) -> PolicyTerms:
     )
 
 
+def sapo(tokens: PolicyTokens, objective: PolicyGradient) -> PolicyTerms:
+    """-A sigmoid(tau (r - 1)) 4 / tau with the ratio r of each token; tau is tau_pos for A > 0, else tau_neg.
+
+    r is that of ``vanilla``. Gao et al., arXiv 2511.20347, equation 6.
+    """
+    exponent = tokens.log_ratio.clamp(min=-LOG_RATIO_BOUND, max=LOG_RATIO_BOUND)
+    ratio = exponent.exp()
+    tau = torch.full_like(ratio, objective.tau_neg).masked_fill(tokens.advantages > 0, objective.tau_pos)
+    gates = gate(ratio, tau)
+    never = torch.zeros_like(tokens.mask)
+    return PolicyTerms(
+        losses=-tokens.advantages * gates,
+        ratio=ratio.detach(),
+        approx_kl=-exponent.detach(),
+        clipped=never,
+        clipped_lower=never,
+    )
+
+
+def gate(ratio: Tensor, tau: Tensor) -> Tensor:
+    """Returns sigmoid(tau (r - 1)) 4 / tau, whose derivative at r = 1 is 1; any shape."""
+    return (tau * (ratio - 1)).sigmoid() * (4 / tau)
+
+
+def geo_mean(tokens: PolicyTokens, objective: PolicyGradient) -> PolicyTerms:
+    """-A exp(mean of s min(s d, s clip(d, -low, high)) over the document), with d = log p - old log p, s = sign(A).
+
+    GMPO, Zhao et al., arXiv 2507.20673, equation 4; the clip of the ratio lies in [exp(-low), exp(high)].
+    """
+    difference, sign = tokens.log_ratio, tokens.advantages.sign()
+    near = difference.clamp(min=-objective.clip_ratio_low, max=objective.clip_ratio_high)
+    taken = sign * torch.minimum(sign * difference, sign * near)
+    clipped = (sign * near).lt(sign * difference)
+    means = sequence_mean(taken, mask=tokens.mask, documents=tokens.documents)
+    exponent = difference.detach().clamp(min=-LOG_RATIO_BOUND, max=LOG_RATIO_BOUND)
+    return PolicyTerms(
+        losses=-tokens.advantages * means.exp(),
+        ratio=exponent.exp(),
+        approx_kl=-difference.detach(),
+        clipped=clipped,
+        clipped_lower=torch.zeros_like(clipped),
+    )
+
+
 def _clipped(exponent: Tensor, advantages: Tensor, objective: PolicyGradient) -> PolicyTerms:
     """Returns the larger loss of the ratio exp(exponent) and of the clipped ratio, without dual clip."""
     ratio = exponent.exp()
@@ -140,6 +184,8 @@ LOSS_MODES: dict[LossMode, Callable[[PolicyTokens, PolicyGradient], PolicyTerms]
     "vanilla": vanilla,
     "gspo": gspo,
     "cispo": cispo,
+    "sapo": sapo,
+    "geo_mean": geo_mean,
 }
 
 
@@ -148,14 +194,19 @@ def dual_clipped(losses: Tensor, advantages: Tensor, *, bound: float) -> Tensor:
     return torch.minimum(losses, -advantages * bound).where(advantages < 0, losses)
 
 
-def importance_weights(old_logprobs: Tensor, rollout_logprobs: Tensor, *, threshold: float) -> Tensor:
-    """min(exp(old log p - sampled log p), threshold), the exponent within +-20, without a gradient; any shape.
+def importance_weights(
+    old_logprobs: Tensor, rollout_logprobs: Tensor, *, threshold: float, level: str = "token", mask: bool = False
+) -> Tensor:
+    """min(exp(old log p - sampled log p), threshold), the exponent within +-20, without a gradient: (targets,).
 
-    Truncated importance sampling (Yao et al., https://fengyao.notion.site/off-policy-rl), verl's level "token".
+    Truncated importance sampling (Yao et al., https://fengyao.notion.site/off-policy-rl). At the ``level`` "sequence"
+    the exponent is the sum over the response. With ``mask``, a weight above the threshold is 0.
     """
     with torch.no_grad():
-        exponent = (old_logprobs - rollout_logprobs).clamp(min=-LOG_RATIO_BOUND, max=LOG_RATIO_BOUND)
-        return exponent.exp().clamp(max=threshold)
+        difference = old_logprobs - rollout_logprobs
+        exponent = difference.sum().expand_as(difference) if level == "sequence" else difference
+        weights = exponent.clamp(min=-LOG_RATIO_BOUND, max=LOG_RATIO_BOUND).exp()
+        return weights.masked_fill(weights > threshold, 0) if mask else weights.clamp(max=threshold)
 
 
 def kl_estimate(logprobs: Tensor, reference: Tensor, kind: KlEstimator) -> Tensor:

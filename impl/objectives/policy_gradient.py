@@ -20,7 +20,7 @@ from conformance.spec.distillation import TEACHER, Distillation
 from conformance.spec.objectives import Grpo, Objective, Ppo, known_kinds
 from conformance.spec.observables import CRITIC, POLICY, REFERENCE
 from impl.interface.micro_batches import Evaluation, MicroBatch, Outputs, Wanted
-from impl.objectives.advantages import Estimate, Response, estimate
+from impl.objectives.advantages import Estimate, Response, estimate, overlong_penalty
 from impl.objectives.losses import importance_weights, kl_estimate, policy_losses, token_weights, value_losses
 from impl.objectives.preferences import KtoFunctions, PreferenceFunctions, RewardFunctions
 
@@ -49,7 +49,7 @@ class PolicyGradientFunctions:
         outputs = {model: _by_document(batches, rows) for model, rows in found.items()}
         documents = [document for batch in batches for document in batch.documents]
         responses = [
-            _response(document, {model: numbers[n] for model, numbers in outputs.items()})
+            _response(document, {model: numbers[n] for model, numbers in outputs.items()}, self.objective)
             for n, document in enumerate(documents)
         ]
         estimates = estimate(responses, self.objective)
@@ -69,8 +69,9 @@ class PolicyGradientFunctions:
             columns |= {"value": response.values, "return": estimated.returns}
         if self.objective.rollout_is_threshold is not None:
             sampled = _of_targets(document, "rollout_logprob")
-            threshold = self.objective.rollout_is_threshold
-            columns["importance"] = importance_weights(response.old_logprobs, sampled, threshold=threshold)
+            o = self.objective
+            bounds: dict[str, Any] = {"threshold": o.rollout_is_threshold, "level": o.rollout_is}
+            columns["importance"] = importance_weights(response.old_logprobs, sampled, **bounds, mask=o.rollout_is_mask)
         known = {name: _column(document, numbers) for name, numbers in columns.items() if numbers is not None}
         return replace(document, columns={**document.columns, **known, "length": float(sum(document.targets))})
 
@@ -199,14 +200,14 @@ def _by_document(batches: Sequence[Batch], found: Mapping[tuple[int, int], Tenso
     return parts
 
 
-def _response(document: Document, found: Mapping[str, Tensor]) -> Response:
+def _response(document: Document, found: Mapping[str, Tensor], objective: Grpo | Ppo) -> Response:
     sampled = _of_targets(document, "rollout_logprob")
     group, reward = document.columns["group"], document.columns["reward"]
     assert isinstance(group, float)
     assert isinstance(reward, float)
     return Response(
         group=int(group),
-        reward=reward,
+        reward=reward + overlong_penalty(sum(document.targets), objective),
         old_logprobs=found.get(POLICY.name, sampled),
         reference_logprobs=found.get(REFERENCE.name),
         values=found.get(CRITIC.name),

@@ -29,6 +29,8 @@ RECOMPUTED = ("grpo", "ppo", "reinforce", "reinforce-baseline")  # old log-probs
         ("fsdp2", "grpo-off-policy", "pangu", "dp2"),
         ("fsdp2", "cispo", "qwen3", "dp2"),
         exhaustive("deepspeed", "cispo", "llama", "sp2.zero2"),
+        exhaustive("deepspeed", "sapo", "llama", "dp2.zero2"),
+        exhaustive("megatron", "gmpo", "pangu", "pp2"),
         exhaustive("megatron", "cispo", "pangu", "tp2"),
         exhaustive("deepspeed", "grpo", "pangu", "ulysses2.zero2"),
         exhaustive("deepspeed", "ppo", "llama", "dp2.zero3"),

@@ -75,6 +75,8 @@ def verl_config(objective: PolicyGradient, **info: Any) -> Any:
         clip_ratio_low=objective.clip_ratio_low,
         clip_ratio_high=objective.clip_ratio_high,
         clip_ratio_c=objective.clip_ratio_c or math.inf,  # verl has no "none"
+        tau_pos=objective.tau_pos,
+        tau_neg=objective.tau_neg,
         policy_loss={"loss_mode": objective.loss_mode},
         loss_agg_mode=objective.loss_agg_mode,
         loss_scale_factor=objective.loss_scale_factor,
@@ -366,6 +368,7 @@ def trl_loss(
     )
     self.args.use_bias_correction_kl = use_bias_correction_kl
     self.args.delta = objective.clip_ratio_c if objective.loss_mode == "vanilla" else None
+    self.args.sapo_temperature_pos, self.args.sapo_temperature_neg = objective.tau_pos, objective.tau_neg
     entropies = padded(case.old if entropy is None else entropy)
     self._get_per_token_logps_and_entropies = lambda *arguments, **named: (padded(new), entropies, None)
     self.accelerator.sync_gradients = True

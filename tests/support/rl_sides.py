@@ -57,7 +57,8 @@ class Side:
     """Functions of our own that are held against the libraries.
 
     estimate: (advantages, returns) of the responses of a roll-out, in order; None for returns that nothing reads.
-    importance_weights, kl_estimate, value_losses: of tensors of any shape. policy, critic: as in a step.
+    penalty: what a response of so many tokens loses. importance_weights: of the tokens of a response. kl_estimate,
+    value_losses: of tensors of any shape. policy, critic: as in a step.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Side:
     token_rewards: Callable[..., Tensor]
     policy_losses: OfDocuments
     token_weights: Weights
+    penalty: Callable[[int, PolicyGradient], float]
     importance_weights: Callable[..., Tensor]
     kl_estimate: Callable[..., Tensor]
     value_losses: Callable[..., tuple[Tensor, Tensor]]
@@ -204,6 +206,7 @@ IMPL = Side(
     token_rewards=advantages.token_rewards,
     policy_losses=_packed_losses,
     token_weights=_token_weights,
+    penalty=advantages.overlong_penalty,
     importance_weights=losses.importance_weights,
     kl_estimate=losses.kl_estimate,
     value_losses=losses.value_losses,
@@ -321,7 +324,12 @@ ORACLE = Side(
     token_rewards=_oracle_rewards,
     policy_losses=each_document(_oracle_losses),
     token_weights=_oracle_weights,
-    importance_weights=lambda old, sampled, *, threshold: oracle.importance(old, sampled, threshold),
+    penalty=lambda length, objective: oracle.GrpoFunctions(objective).score(
+        Document((7,) * (length + 1), (False,) + (True,) * length, {"reward": 0.0})
+    ),
+    importance_weights=lambda old, sampled, *, threshold, level="token", mask=False: oracle.importance(
+        old, sampled, PolicyGradient(rollout_is_threshold=threshold, rollout_is=level, rollout_is_mask=mask)
+    ),
     kl_estimate=lambda new, reference, kind: oracle.divergence(new - reference, kind),
     value_losses=oracle.value_losses,
     policy=_oracle_policy,

@@ -6,6 +6,7 @@ docs/explanations/objectives.md lists them, tests/judge/test_rl_differences.py m
 """
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import strategies as st
@@ -31,7 +32,7 @@ from rl_calls import (
     verl_policy,
 )
 from rl_cases import Padded, Rollout, cases, gradients, rollouts, total, with_gradient
-from rl_libraries import NoFloat32, openrlhf, trl, verl
+from rl_libraries import NoFloat32, openrlhf, taken_out, trl, verl
 from rl_sides import SIDES, Side, weights_of
 from torch import Tensor
 
@@ -128,6 +129,33 @@ def test_value_losses_of_verl(side: Side, case: Rollout, mode: LossAggMode, clip
     assert numbers["critic.clipfrac"] * case.tokens == pytest.approx(clipped)
 
 
+@cases(
+    150,
+    case=rollouts(one_advantage=True, empty=False),
+    objective=objectives(("seq-mean-token-mean",), ("sapo", "geo_mean"), tau_pos=0.8, tau_neg=1.3),
+)
+def test_means_over_responses_of_verl(side: Side, case: Rollout, objective: PolicyGradient) -> None:
+    """Modes that are means over responses however the loss is aggregated."""
+    case = within(case, 20.0)
+    new = with_gradient(case.new)
+    theirs, metrics = verl_policy(case, new, objective, holes=False)
+    same_loss(policy_total(side, case, new, objective), theirs, new)
+    _, clipped, _ = side.policy_losses(new, case.old, case.advantages, objective=objective)
+    if objective.loss_mode == "sapo":
+        assert not any(each.any() for each in clipped)
+    assert metrics["actor/pg_clipfrac"] <= 1
+
+
+@cases(100, case=rollouts(), threshold=st.sampled_from([0.5, 2.0]))
+def test_importance_weights_of_sequences_of_verl(side: Side, case: Rollout, threshold: float) -> None:
+    padded = Padded.of(case)
+    theirs, _ = verl().rollout.compute_rollout_correction_weights(
+        padded(case.old) - padded(case.sampled), padded.mask, "sequence", threshold
+    )
+    pairs = zip(case.old, case.sampled, strict=True)
+    agree([side.importance_weights(*one, threshold=threshold, level="sequence") for one in pairs], padded.back(theirs))
+
+
 # OpenRLHF
 
 
@@ -201,20 +229,52 @@ def test_value_losses_of_openrlhf(side: Side, case: Rollout, mode: LossAggMode, 
 # TRL
 
 
-@cases(150, case=rollouts(equal_groups=True, empty=False), threshold=st.sampled_from([0.5, 3.0]))
-def test_importance_weights_of_trl(side: Side, case: Rollout, threshold: float) -> None:
-    """Of each token and truncated, which is not its default."""
+@cases(
+    150,
+    case=rollouts(equal_groups=True, empty=False, wild=False),
+    threshold=st.sampled_from([0.5, 3.0]),
+    level=st.sampled_from(["token", "sequence"]),
+    mask=st.booleans(),
+)
+def test_importance_weights_of_trl(side: Side, case: Rollout, threshold: float, level: str, mask: bool) -> None:
+    """Its default are masked weights of sequences."""
     case = within(case, 20.0)
     scored = trl_score(
-        case, trl().score, scale_rewards="group", use_vllm=True, vllm_importance_sampling_clip_max=threshold
+        case,
+        trl().score,
+        scale_rewards="group",
+        use_vllm=True,
+        vllm_importance_sampling_mode=f"{level}_{'mask' if mask else 'truncate'}",
+        vllm_importance_sampling_clip_max=threshold,
     )
     ratios = scored["importance_sampling_ratio"]
-    theirs = [row[:length] for row, length in zip(ratios, case.lengths, strict=True)]
+    theirs = [
+        (row[:1].expand(length) if level == "sequence" else row[:length])
+        for row, length in zip(ratios, case.lengths, strict=True)
+    ]
     mine = [
-        side.importance_weights(old, sampled, threshold=threshold)
+        side.importance_weights(old, sampled, threshold=threshold, level=level, mask=mask)
         for old, sampled in zip(case.old, case.sampled, strict=True)
     ]
     agree(mine, theirs)
+
+
+@cases(
+    150,
+    case=rollouts(one_advantage=True, empty=False),
+    objective=objectives(("seq-mean-token-mean",), ("sapo",), tau_pos=0.8, tau_neg=1.3),
+)
+def test_sapo_of_trl(side: Side, case: Rollout, objective: PolicyGradient) -> None:
+    case = within(case, 10.0)
+    new = with_gradient(case.new)
+    same_loss(policy_total(side, case, new, objective), trl_loss(case, new, loss_type="sapo", objective=objective), new)
+
+
+@pytest.mark.parametrize("length", [3, 6, 7, 9, 10, 12])
+def test_overlong_penalty_of_trl(side: Side, length: int) -> None:
+    method = taken_out("trl", "trl/rewards/other_rewards.py", "_SoftOverlongPunishment.__call__")
+    (theirs,) = method(SimpleNamespace(max_completion_len=10, soft_punish_cache=4), [[0] * length])
+    assert side.penalty(length, PolicyGradient(overlong_length=10, overlong_buffer=4)) == pytest.approx(theirs)
 
 
 LOSS_MODES_OF_TRL: tuple[LossMode, ...] = ("vanilla", "gspo")
