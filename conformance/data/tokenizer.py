@@ -10,6 +10,7 @@ suffices for all of them.
 
 import contextlib
 import functools
+import hashlib
 import logging
 import re
 import signal
@@ -289,6 +290,25 @@ _HAPPENS = {"truncate": "were cut at the end", "drop": "were left out"}
 logger = logging.getLogger(__name__)
 
 
+MOST_SHARED = 10_000  # documents that stay in memory for models with the same tokenizer
+_Shared = dict[tuple[bool, int, str], Encoded]
+
+
+def _encodings_of(tokenizer: Any) -> _Shared:
+    """Returns the documents that equal tokenizers of this process have encoded: of one class, from equal files."""
+    folder = Path(str(getattr(tokenizer, "name_or_path", "")))
+    if not (folder / "tokenizer.json").is_file():
+        return {}
+    files = [file for file, _ in files_of(folder) if file.name != CONFIG and file.suffix in (".json", ".jinja")]
+    digests = [(file.name, hashlib.sha256(file.read_bytes()).hexdigest()) for file in files]
+    return _encodings(f"{type(tokenizer)} {digests}")
+
+
+@functools.lru_cache(maxsize=4)
+def _encodings(tokenizer: str) -> _Shared:
+    return {}
+
+
 class Documents:
     """Tokenizes ``samples``, which are (number in the data set, sample), into documents in this order.
 
@@ -304,6 +324,7 @@ class Documents:
         self._samples, self.config, self._tokenizer = samples, config, tokenizer
         self._likely = likely
         self._encoded: dict[int, Encoded] = {}
+        self._shared = _encodings_of(tokenizer)
         self._report_at = time.monotonic() + REPORT_EVERY_S
 
     def __len__(self) -> int:
@@ -391,14 +412,18 @@ class Documents:
     def _encode(self, index: int) -> Encoded:
         if index not in self._encoded:
             number, sample = self._samples[index]
+            key = (sample.is_pair, sample.first, repr((sample.messages, sample.tools)))
             try:
                 with computing_at_most(SAMPLE_LIMIT_S):
-                    self._encoded[index] = encode(sample, self._tokenizer)
+                    encoded = self._shared.get(key) if sample.messages else None
+                    self._encoded[index] = encoded or encode(sample, self._tokenizer)
             except Exception as error:  # a user's template may raise anything
                 raise UsageError(
                     f"the tokenizer in {self._tokenizer.name_or_path} cannot encode sample {number} of "
                     f"{self.config.path}: {one_line(error)}"
                 ) from None
+            if len(self._shared) < MOST_SHARED and sample.messages:
+                self._shared[key] = self._encoded[index]
             if (now := time.monotonic()) > self._report_at:
                 logger.warning("tokenizing %s: %d documents so far", self.config.path, len(self._encoded))
                 self._report_at = now + REPORT_EVERY_S

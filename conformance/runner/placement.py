@@ -157,22 +157,35 @@ class AtOnce:
     def is_parallel(self) -> bool:
         return self._threads is not None
 
-    def run(self, cells: Sequence[Cell], run: Callable[[Cell], _Judged]) -> Iterator[_Judged]:
-        """Calls ``run`` for each cell; yields the results in the order in which they finish."""
+    def run(
+        self, cells: Sequence[Cell], run: Callable[[Cell], _Judged], *, ready: Callable[[Cell], None] = lambda _: None
+    ) -> Iterator[_Judged]:
+        """Calls ``run`` for each cell; yields the results in the order in which they finish. ready: see ``begin``."""
         if self._threads is None:
             yield from map(run, cells)
             return
-        left = set(self.begin(cells, run).values())
+        left = set[Future[_Judged]]()
+        for _, begun in self.begin(cells, run, ready=ready):
+            left.add(begun)
+            for future in [one for one in left if one.done()]:
+                left.remove(future)
+                yield future.result()
         while left:
             done, left = wait(left, return_when=FIRST_COMPLETED)
             for future in done:
                 yield future.result()
 
-    def begin(self, cells: Sequence[Cell], run: Callable[[Cell], _Judged]) -> dict[Cell, Future[_Judged]]:
-        """Calls ``run`` for each cell in threads, and returns the futures; empty if there are no threads."""
-        if self._threads is None:
-            return {}
-        return {cell: self._threads.submit(run, cell) for cell in self.ordered(cells)}
+    def begin(
+        self, cells: Sequence[Cell], run: Callable[[Cell], _Judged], *, ready: Callable[[Cell], None] = lambda _: None
+    ) -> Iterator[tuple[Cell, Future[_Judged]]]:
+        """Calls ``run`` for each cell in threads, and yields the futures; none if there are no threads.
+
+        ready: called before a cell starts, in the caller's thread.
+        """
+        for cell in self.ordered(cells) if self._threads is not None else ():
+            assert self._threads is not None
+            ready(cell)
+            yield cell, self._threads.submit(run, cell)
 
     def ordered(self, cells: Sequence[Cell]) -> Sequence[Cell]:
         """Returns the cells in the order in which they start."""

@@ -15,7 +15,7 @@ from conformance.backends.registry import versions_of
 from conformance.core.errors import UsageError
 from conformance.core.host import host_resources_of, resolve
 from conformance.core.timeline import WAIT, timeline
-from conformance.data.prepare import FrozenInputs, check_trained, prepare_inputs
+from conformance.data.prepare import FrozenInputs, check_trained, checked_model, prepare_inputs
 from conformance.matrix.cell import Cell
 from conformance.models.families import is_written
 from conformance.models.folder_checks import check_model_folder
@@ -122,7 +122,7 @@ class Session:
         self._prepare(cells)
         timeline.switch(f"{WAIT}cells")
         try:
-            for judged in self._at_once.run(cells, self._timed):
+            for judged in self._at_once.run(cells, self._timed, ready=self._ready):
                 timeline.switch("write")
                 self.check()
                 self.results.store(judged)
@@ -138,11 +138,15 @@ class Session:
         self.results.write_summary(finished=True)
 
     def _prepare(self, cells: Sequence[Cell]) -> None:
-        """Waits for hosts, checks memory and disk, and requests oracles."""
+        """Waits for hosts, checks memory and disk, and starts to import backends.
+
+        Cells side by side start as soon as their own inputs are ready.
+        """
         if self._where.fleet is not None:
             self._where.fleet.wait(limit_s=self.config.budget_s)
             self._at_once = AtOnce(self._where.width)
-        waiting = self._activities.waiting = tuple(cell for cell in cells if not self.refusal(cell))
+        refused = self.refused_unread if self._at_once.is_parallel else self.refusal
+        waiting = self._activities.waiting = tuple(cell for cell in cells if not refused(cell))
         import_ahead(self._pool, self._at_once.ordered(waiting), self.config.device)
         resources, device = host_resources_of(self.config.out), self.config.device
         check_resources(waiting, resources, device=device, warn=logger.warning, hosts=self._where.hosts)
@@ -153,14 +157,18 @@ class Session:
             self._at_once = AtOnce(fitting)
         for message in unleased_use(self.config.gpus) if self._where.queues_oracles else ():
             logger.warning(message)
-        for cell in self._at_once.ordered(waiting):
-            if not is_large(cell.scenario):
-                self._request(cell)
+        for cell in () if self._at_once.is_parallel else waiting:
+            self._ready(cell)
+
+    def _ready(self, cell: Cell) -> None:
+        """Prepares the inputs of a cell that will run, and requests its oracles, in the thread that limits templates."""
+        if not self.refusal(cell) and not is_large(cell.scenario):
+            self._request(cell)
 
     def begin(self, cells: Sequence[Cell]) -> None:
         """Starts the cells in parallel; ``run`` waits for them. Raises UsageError as ``run_all`` does."""
         self._prepare(cells)
-        self._begun = self._at_once.begin(cells, self._timed)
+        self._begun = dict(self._at_once.begin(cells, self._timed, ready=self._ready))
 
     def announce(self, cells: Sequence[Cell]) -> None:
         """Writes every cell to the output folder as not run, so that none is missing if the session is interrupted.
@@ -186,7 +194,7 @@ class Session:
     def _timed(self, cell: Cell) -> JudgedCell:
         began = time.monotonic()
         with self._asking:
-            if any(one is cell for one in self._activities.waiting):
+            if not self._at_once.is_parallel and any(one is cell for one in self._activities.waiting):
                 import_ahead(self._pool, self._activities.waiting, self.config.device)
             self._activities.begin(cell)
         judged = self.judged(cell)
@@ -218,12 +226,31 @@ class Session:
             self._oracles.request(cell, inputs, *self._expectations.of(cell).defects)
         return inputs
 
+    def refused_unread(self, cell: Cell) -> Verdict | None:
+        """Returns ``refusal``, without reading data: only models are checked."""
+        with self._asking:
+            model, _ = checked_model(cell.scenario, self.config.out)
+            return self._unwritten(cell) or self._refusals.refusal(cell, model)
+
     def refusal(self, cell: Cell, *, plans: bool = False) -> Verdict | None:
         """Returns the verdict of a cell that cannot run; None if it can.
 
         ``plans``: the cell is not run, so a model may be a configuration without weights and tokenizer. Raises
         UsageError for a model, data set or objective that cannot be used, because no backend could run it.
         """
+        if refused := self._unwritten(cell):
+            return refused
+        with self._asking:
+            if plans and is_without_weights(model := resolve(cell.scenario.model)):
+                check_model_folder(model)
+                check_trained(cell.scenario, decoder_of(cell.scenario, model))
+                return self._refusals.refusal(cell, model)
+            inputs = prepare_inputs(cell.scenario, self.config.out, draws=False)
+            return self._refusals.refusal(cell, next(iter(inputs.models.values())))
+
+    @staticmethod
+    def _unwritten(cell: Cell) -> Verdict | None:
+        """Returns the verdict of a cell whose options the oracle lacks for its model; None for another one."""
         if is_sketched(cell.scenario) and any(phase.save == "merge" for phase in cell.phases):
             raise UsageError(
                 f"{cell} merges an adapter, which is judged by whole matrices, but its records keep only sketches; "
@@ -232,14 +259,8 @@ class Session:
         if (cell.scenario.lora or cell.scenario.balances_routers) and not is_written(resolve(cell.scenario.model)):
             option = "adapters" if cell.scenario.lora else "a z-loss or updates of biases of routers"
             return Verdict(state="unsupported", reason=f"{option} {ONLY_WRITTEN}")
-        with self._asking:
-            functions_of(cell.scenario.objective)
-            if plans and is_without_weights(model := resolve(cell.scenario.model)):
-                check_model_folder(model)
-                check_trained(cell.scenario, decoder_of(cell.scenario, model))
-                return self._refusals.refusal(cell, model)
-            inputs = prepare_inputs(cell.scenario, self.config.out, draws=False)
-            return self._refusals.refusal(cell, next(iter(inputs.models.values())))
+        functions_of(cell.scenario.objective)
+        return None
 
     def conventions(self, cell: Cell) -> Conventions:
         """Returns the conventions that the cell's backends declare and that could change it."""
