@@ -38,8 +38,8 @@ def prepare_inputs(scenario: Scenario, root: Path, *, draws: bool = True) -> Fro
     in proportion to its size. Raises UsageError for an unusable model or data set, and for a ``root`` inside the
     model's folder. The model's folder is checked before its code runs and before its files are copied.
     """
-    source, folder, decoder = *checked_model(scenario, root), decoder_of(scenario, resolve(scenario.model))
-    drawn, models = random_model(source), {}
+    source, decoder = checked_model(scenario, root)
+    folder, drawn, models = root / "inputs", random_model(source), {}
     with locked(folder / "lock"):
         for role in scenario.objective.roles:
             name = f"{scenario.model_name}{'-' * bool(role.prefix)}{role.prefix}"
@@ -65,17 +65,18 @@ def prepare_inputs(scenario: Scenario, root: Path, *, draws: bool = True) -> Fro
     return FrozenInputs(models=models, batches=batches)
 
 
-def checked_model(scenario: Scenario, root: Path) -> tuple[Path, Path]:
-    """Checks the scenario's model; returns its folder, and the folder of inputs. Raises UsageError for an unusable one,
-    and for a ``root`` inside the model's folder."""
-    source, folder = resolve(scenario.model), root / "inputs"
+def checked_model(scenario: Scenario, root: Path) -> tuple[Path, Decoder]:
+    """Checks the scenario's model; returns its folder and decoder. Raises UsageError for an unusable model, and for a
+    ``root`` inside its folder."""
+    source = resolve(scenario.model)
     check_model_folder(source)
-    if folder.resolve().is_relative_to(source):
+    if (root / "inputs").resolve().is_relative_to(source):
         raise UsageError(f"{root} lies inside the model folder {source}, which is copied there; give another --out")
     runs_code(source, trusted=scenario.trust_remote_code)
     # A model that no oracle can compute cannot be judged, so it is rejected here.
-    check_trained(scenario, decoder_of(scenario, source))
-    return source, folder
+    decoder = decoder_of(scenario, source)
+    check_trained(scenario, decoder)
+    return source, decoder
 
 
 def batches_of(scenario: Scenario, model: Path) -> list[Batch]:

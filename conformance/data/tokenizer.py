@@ -295,13 +295,16 @@ _Shared = dict[tuple[bool, int, str], Encoded]
 
 
 def _encodings_of(tokenizer: Any) -> _Shared:
-    """Returns the documents that equal tokenizers of this process have encoded: of one class, from equal files."""
+    """Returns the documents that equal tokenizers of this process have encoded: of one class, from equal files that
+    nobody changed after they were loaded. Large ones are not compared, because few runs have several."""
     folder = Path(str(getattr(tokenizer, "name_or_path", "")))
-    if not (folder / "tokenizer.json").is_file():
+    file, backend = folder / "tokenizer.json", getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or not file.is_file() or file.stat().st_size > MIB:
         return {}
     files = [file for file, _ in files_of(folder) if file.name != CONFIG and file.suffix in (".json", ".jinja")]
     digests = [(file.name, hashlib.sha256(file.read_bytes()).hexdigest()) for file in files]
-    return _encodings(f"{type(tokenizer)} {digests}")
+    state = type(tokenizer), tokenizer.chat_template, tokenizer.special_tokens_map, backend.to_str()
+    return _encodings(f"{state} {digests}")
 
 
 @functools.lru_cache(maxsize=4)

@@ -161,7 +161,7 @@ class Session:
             self._ready(cell)
 
     def _ready(self, cell: Cell) -> None:
-        """Prepares the inputs of a cell that will run, and requests its oracles, in the thread that limits templates."""
+        """Prepares the inputs of a cell that will run, and requests its oracles; a thread could not limit templates."""
         if not self.refusal(cell) and not is_large(cell.scenario):
             self._request(cell)
 

@@ -16,6 +16,7 @@ from transformers import AutoTokenizer
 from conformance.backends.protocol import BackendEntry
 from conformance.core.errors import UsageError
 from conformance.core.host import FIXTURES
+from conformance.data import tokenizer as tokenizers
 from conformance.data.documents import load_documents
 from conformance.data.forms import EXAMPLES, Sample, pair, read_labelled, read_preferences, read_samples
 from conformance.data.rollouts import read_groups
@@ -375,3 +376,23 @@ def test_a_cell_whose_masks_have_gaps_is_judged(session: Session, backend: str, 
     assert min(gaps) > 0
     verdict = session.run(cell).verdict
     assert verdict.state == state, verdict.reason
+
+
+def test_equal_tokenizers_encode_a_document_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of other models, from equal files; one with another template encodes it again."""
+    encoded: list[Sample] = []
+    encode = tokenizers.encode
+
+    def counted(sample: Sample, tokenizer: Any) -> tokenizers.Encoded:
+        encoded.append(sample)
+        return encode(sample, tokenizer)
+
+    monkeypatch.setattr(tokenizers, "encode", counted)
+    config = saved(tmp_path, {"messages": [*TURNS, {"role": "user", "content": str(tmp_path)}, TURNS[-1]]})
+    for model, count in (("llama", 1), ("qwen3", 1)):
+        tokenizer = AutoTokenizer.from_pretrained(FIXTURES / "models" / model)
+        load_documents(config, tokenizer)
+        assert len(encoded) == count
+    tokenizer.chat_template = CHATML
+    load_documents(config, tokenizer)
+    assert len(encoded) == 2

@@ -13,11 +13,11 @@ from conftest import make_cell
 from conformance.backends.protocol import BackendEntry
 from conformance.core.host import HostResources, host_resources_of
 from conformance.matrix.cell import Cell
-from conformance.results.run_results import read_output_json
+from conformance.results.run_results import read_entry, read_output_json
 from conformance.runner import session as sessions
 from conformance.runner.attempt import JudgedCell
 from conformance.runner.placement import AtOnce, SessionConfig
-from conformance.runner.preflight import needs_of
+from conformance.runner.preflight import Refusals, needs_of
 from conformance.runner.resource_estimate import total
 from conformance.runner.session import Session
 
@@ -96,6 +96,34 @@ def test_as_many_cells_run_at_once_as_asked_for_and_no_more() -> None:
     finally:
         at_once.cancel()
         at_once.join()
+
+
+def test_a_cell_runs_before_the_last_inputs_are_ready() -> None:
+    cells = [make_cell("sft-packed", "llama", layout, "exact") for layout in ("dp4", "dp2", "dp1")]
+    first_ran = threading.Event()
+
+    def ready(cell: Cell) -> None:
+        assert cell is not cells[-1] or first_ran.wait(20)
+
+    def run(cell: Cell) -> Cell:
+        first_ran.set()
+        return cell
+
+    at_once = AtOnce(2)
+    try:
+        assert {*at_once.run(cells, run, ready=ready)} == {*cells}
+    finally:
+        at_once.cancel()
+        at_once.join()
+
+
+def test_cells_are_announced_without_asking_backends(
+    session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Refusals, "adapter", lambda *_: pytest.fail("a backend was asked"))
+    cell = make_cell("sft-sgd", "llama", "dp1", "exact", backend=PLAIN, rows=3, steps=1)
+    session.announce([cell])
+    assert read_entry(session.folder(cell) / "verdict.json").verdict.state == "not_run"
 
 
 def test_judging_threads_use_one_processor_each() -> None:
