@@ -336,15 +336,33 @@ def test_a_rank_that_dies_harms_no_task_beside_it(pool: Pool, tmp_path: Path) ->
     assert beside.result().state == "done"
 
 
-def test_a_failure_is_tried_again_once_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank that is killed once: the cell conforms, and its verdict says that it had failed before. One that is killed
-    always: infrastructure, with both attempts."""
+@pytest.mark.parametrize(
+    ("adapter", "state", "where"),
+    [
+        ("KilledAlways", "infrastructure", {"gpus": GPUS}),
+        ("KilledOnce", "conforms", {"gpus": shares_of(GPUS, 2)}),  # two cells on each GPU
+        ("KilledOnce", "conforms", {"lanes": 2}),
+    ],
+)
+def test_a_failure_is_tried_again_once_and_told(
+    adapter: str, state: str, where: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside others on a GPU or on processors, alone. The verdict says that it had failed before."""
     monkeypatch.setenv("KILLED", str(tmp_path / "killed"))
-    with Session(SessionConfig(out=tmp_path / "out", gpus=GPUS, budget_s=60)) as session:
-        once, always = (cell_of("dp1", 0, f"plain_variants:{name}") for name in ("KilledOnce", "KilledAlways"))
-        for cell, state in ((once, "conforms"), (always, "infrastructure")):
-            assert session.run(cell).verdict.state == state
-            entry = read_entry(session.folder(cell) / "verdict.json")
-            assert entry.before == ("infrastructure",)
-            assert entry.other is not None
-            assert "rank 0 was killed by SIGKILL" in entry.other.verdict.reason
+    ran = list[bool]()
+    run_alone = Pool.run
+
+    def counted(pool: Pool, **call: Any) -> Outcome:
+        if call["key"] != "oracle":
+            ran.append(call.get("alone", False))
+        return run_alone(pool, **call)
+
+    monkeypatch.setattr(Pool, "run", counted)
+    with Session(SessionConfig(out=tmp_path / "out", budget_s=60, **where)) as session:
+        cell = cell_of("dp1", 0, f"plain_variants:{adapter}")
+        assert session.run(cell).verdict.state == state
+        entry = read_entry(session.folder(cell) / "verdict.json")
+    assert entry.before == ("infrastructure",)
+    assert entry.other is not None
+    assert "rank 0 was killed by SIGKILL" in entry.other.verdict.reason
+    assert ran == [False, where != {"gpus": GPUS}]
