@@ -73,6 +73,7 @@ def _table(title: str, cells: dict[tuple[str, str], Cell]) -> Table:
 
 
 PREFIX = "fault-"
+TOGETHER = " + "  # joins the names of faults that were planted in the same cells
 AGREES = ("conforms", "partly_observed")
 NOT_PLANTED = ("unsupported", "not_run")
 
@@ -130,8 +131,12 @@ class MutationScore:
 
     @property
     def counted(self) -> tuple[Planted, ...]:
-        """Returns the rows that were planted in at least one cell, whether it gave an answer or not."""
-        return tuple(row for row in self.rows if any(cell.state not in NOT_PLANTED for cell in row.cells))
+        """Returns the rows of one fault that was planted in at least one cell, whether it gave an answer or not.
+
+        Faults that were planted together prove no single one.
+        """
+        planted = (row for row in self.rows if any(cell.state not in NOT_PLANTED for cell in row.cells))
+        return tuple(row for row in planted if TOGETHER not in row.fault)
 
     @property
     def caught(self) -> tuple[Planted, ...]:
@@ -145,7 +150,7 @@ def mutation_score(report: Report) -> MutationScore | None:
         parts = cell.entry.variant.split("/")
         faults = [part.removeprefix(PREFIX) for part in parts if part.startswith(PREFIX)]
         if faults:
-            groups.setdefault((" + ".join(faults), cell.entry.backend), []).append(cell)
+            groups.setdefault((TOGETHER.join(faults), cell.entry.backend), []).append(cell)
     controls = {cell.id: cell.state for cell in report.cells}
     rows = [
         Planted(fault=fault, backend=backend, cells=tuple(cells), controls=controls)

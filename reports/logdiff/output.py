@@ -7,7 +7,7 @@ from typing import Any
 
 from reports.logdiff.alignment import listed
 from reports.logdiff.comparison import Compared, Comparison, Side
-from reports.logdiff.metrics import is_known
+from reports.logdiff.metrics import is_known, is_ratio
 from reports.wording import percent, plain
 
 HEADS = ("metric", "compared at", "first outside", "difference", "allowed", "outside", "largest difference")
@@ -114,7 +114,9 @@ def band(comparison: Comparison) -> str:
         allowed = percent(comparison.threshold).lstrip("+")
         exact = [one.name for one in comparison.shown if one.aligned.exact]
         but = f"; of {' and '.join(exact)}, only digits that are not printed" if exact else ""
-        return f"Allowed is a relative difference of ±{allowed} at every {comparison.alignment.by}{but}."
+        noisy = [one.name for one in comparison.shown if is_ratio(one.name)]
+        noise = f"; of {' and '.join(noisy)}, their scatter from step to step as well" if noisy else ""
+        return f"Allowed is a relative difference of ±{allowed} at every {comparison.alignment.by}{but}{noise}."
     counts = " and ".join(str(len(side.runs)) for side in comparison.sides)
     return (
         f"Allowed is what the spread of the {counts} runs makes probable: in a hundred comparisons of honest sides, one"

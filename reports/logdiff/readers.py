@@ -220,7 +220,8 @@ def read_wandb(path: str) -> Log:
     try:
         import wandb
     except ImportError:
-        raise UsageError(f"{WANDB}{path} is read by the package wandb: pip install wandb") from None
+        way_out = "pip install wandb, or export its panels as CSV and give these files"
+        raise UsageError(f"{WANDB}{path} is read by the package wandb: {way_out}") from None
     try:
         history = list(wandb.Api().run(path).scan_history())
     except Exception as error:  # of the network, of rights, or of a run that is not there: wandb has many classes

@@ -140,6 +140,7 @@ def test_mutation_score_counts_each_fault_and_backend_once(tmp_path: Path) -> No
     told: dict[str, tuple[State, bool]] = {
         f"fsdp2/dp2/fp32/{lost}": wrong,
         "fsdp2/dp2/fp32": ("conforms", False),
+        f"fsdp2/dp2/fp32/{lost}/fault-other": wrong,  # both together prove neither
         f"fsdp2/tp2/fp32/{lost}": ("infrastructure", False),  # was called, and nothing differs
         f"fsdp2/sp2/fp32/{lost}": ("unsupported", False),
         f"deepspeed/dp2/fp32/{lost}": wrong,
@@ -160,8 +161,10 @@ def test_mutation_score_counts_each_fault_and_backend_once(tmp_path: Path) -> No
     score = mutation_score(read_report(out))
     assert score
     counted = {
-        row.backend: (len(row.caught), len(row.silent), len(row.unproven), len(row.unanswered)) for row in score.rows
+        row.backend: (len(row.caught), len(row.silent), len(row.unproven), len(row.unanswered))
+        for row in score.counted
     }
+    assert {row.fault for row in score.rows} == {"lost-bias", "lost-bias + other"}
     assert counted == {"deepspeed": (0, 0, 1, 0), "megatron": (0, 0, 2, 0), "fsdp2": (1, 1, 0, 1)}
     assert score.rows[-1].stages == (entries[0].stages[0],)
     page = write_html(out).read_text(encoding="utf-8")

@@ -169,6 +169,18 @@ def test_names_of_backends_stay_when_the_page_is_scrolled(browser: Browser, wide
 AXES = "[...document.querySelectorAll('.cell .charts figcaption')].map((e) => e.textContent)"
 
 
+def test_printed_heads_cover_no_row(browser: Browser, wide: str) -> None:
+    browser.open_cell(wide, STAGES)  # scrolled to the cell, below the matrix
+    browser.page.emulate_media(media="print")
+    covers = (
+        "const head = document.querySelector('#cells thead th').getBoundingClientRect();"
+        "[...document.querySelectorAll('#cells tbody tr')].filter((row) => {"
+        "  const { top, bottom } = row.getBoundingClientRect(); return top < head.bottom - 2 && bottom > head.top + 2;"
+        "}).length"
+    )
+    assert browser.run(covers) == 0
+
+
 def test_errors_are_drawn_on_a_log_axis_a_linear_one_or_with_their_sign(browser: Browser, address: str) -> None:
     browser.open_cell(address, CONFORMS)
     assert browser.run(AXES)[1] == "loss: error relative, log axis"
