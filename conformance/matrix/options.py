@@ -264,7 +264,10 @@ class Selection(Options):
         type=_several,
     )
     faults: tuple[str, ...] = _option(
-        "plant a fault in every cell; repeated, all of them in the same cells, which gives no score", default=(), action="append", metavar="NAME"
+        "plant a fault in every cell; repeated, all of them in the same cells, which gives no score",
+        default=(),
+        action="append",
+        metavar="NAME",
     )
     model: str | None = _option(
         "Hugging Face folder, or ORG/NAME on the Hugging Face Hub, to use instead of the profile's models"
