@@ -161,8 +161,7 @@ def test_mutation_score_counts_each_fault_and_backend_once(tmp_path: Path) -> No
     score = mutation_score(read_report(out))
     assert score
     counted = {
-        row.backend: (len(row.caught), len(row.silent), len(row.unproven), len(row.unanswered))
-        for row in score.counted
+        row.backend: (len(row.caught), len(row.silent), len(row.unproven), len(row.unanswered)) for row in score.counted
     }
     assert {row.fault for row in score.rows} == {"lost-bias", "lost-bias + other"}
     assert counted == {"deepspeed": (0, 0, 1, 0), "megatron": (0, 0, 2, 0), "fsdp2": (1, 1, 0, 1)}
