@@ -8,8 +8,9 @@ record of a Parquet file or of a Hugging Face dataset on disk, is one response::
 Responses to one prompt have the same ``group`` and are on consecutive lines. ``logprobs`` are the log-probs of the
 inference engine that sampled the response, at the objective's temperature. A response may be empty, and a truncated
 response has no end-of-sequence token. Masks (conformance.data.samples) name the tokens that the policy did not
-sample, such as the answers of tools. These are in the context, and in no sum, mean or advantage. As in verl,
-generalized advantages pass over them from one sampled token to the next; the reward is that of the last sampled token.
+sample, such as the answers of tools. These are in the context, and in no sum, mean or advantage. The reward is that of
+the last sampled token; ``discount_over`` of the objective says how discounts pass over the others. Turns, rewards of
+turns and tokens, and responses that branch are in conformance.data.turns.
 """
 
 import random
@@ -23,9 +24,10 @@ from conformance.core.errors import UsageError, shown
 from conformance.core.host import resolve
 from conformance.core.io import MIB
 from conformance.data.samples import ROLLOUT_COLUMNS, read_dataset, trained_tokens
+from conformance.data.turns import flattened, given_rewards, has_given, written_by_policy
 from conformance.models.synthetic import random_model
 from conformance.oracle.role_model import decoder_of
-from conformance.spec.batch import Batch, Document, Row, with_rollouts
+from conformance.spec.batch import GIVEN, Batch, Column, Document, Row, with_rollouts
 from conformance.spec.objectives import PolicyGradient
 from conformance.spec.scenario import Scenario
 
@@ -81,8 +83,9 @@ def read_groups(scenario: Scenario, *, vocabulary: int) -> list[Group]:
             f"reads rollouts, which are used unchanged; leave them out, or select cells with --cells 'sft*'"
         )
     drawn, path = random_model(resolve(scenario.model)), _path(scenario)
-    records = read_dataset(path, split=scenario.data.split)
-    place, first = records[0]
+    read = read_dataset(path, split=scenario.data.split)
+    records = [each for place, record in read for each in flattened(record, place)]
+    place, first = read[0]
     if not first.keys() & ROLLOUT_COLUMNS:
         raise UsageError(
             f"{place}: not a rollout, but the objective {scenario.objective.kind!r} reads rollouts; found "
@@ -90,7 +93,8 @@ def read_groups(scenario: Scenario, *, vocabulary: int) -> list[Group]:
             f"prompt_ids, completion_ids, logprobs and reward, or use a scenario of objective 'sft'"
         )
     of_small = drawn.tokens if drawn else vocabulary
-    found = [_document(r, place, scenario.data.max_len, of_small) for place, r in records]
+    earns = any(has_given(record) for _, record in records)
+    found = [_document(r, place, scenario.data.max_len, of_small, earns=earns) for place, r in records]
     if drawn:
         found = [replace(document, tokens=tuple(map(drawn.spread, document.tokens))) for document in found]
     grouped = [(key, list(group)) for key, group in groupby(found, key=lambda document: document.columns["group"])]
@@ -122,7 +126,8 @@ def _path(scenario: Scenario) -> Path:
         ) from None
 
 
-def _document(record: dict[str, Any], place: str, max_len: int, vocabulary: int) -> Document:
+def _document(record: dict[str, Any], place: str, max_len: int, vocabulary: int, *, earns: bool) -> Document:
+    """Returns the document of a response. earns: whether turns or tokens of the data set have rewards."""
     prompt, completion = (_tokens(record, key, place, vocabulary) for key in ("prompt_ids", "completion_ids"))
     if not prompt:
         raise UsageError(f"{place}: 'prompt_ids' is empty; a response needs at least one token to follow")
@@ -131,7 +136,9 @@ def _document(record: dict[str, Any], place: str, max_len: int, vocabulary: int)
             f"{place}: prompt and response have {len(prompt) + len(completion)} tokens, and --max-len (data.max_len) "
             f"is {max_len}; raise it, or leave the response out (a response that is cut would have another reward)"
         )
-    trained = trained_tokens(record, place, prompt=len(prompt), response=len(completion))
+    written = written_by_policy(record, place, len(completion))
+    masked = trained_tokens(record, place, prompt=len(prompt), response=len(completion))
+    trained = tuple(one and other for one, other in zip(written, masked, strict=True))
     logprobs = record.get("logprobs")
     if isinstance(logprobs, list) and len(logprobs) == len(completion):  # a masked token was not sampled
         logprobs = [logprob if one else 0.0 for logprob, one in zip(logprobs, trained, strict=True)]
@@ -145,15 +152,12 @@ def _document(record: dict[str, Any], place: str, max_len: int, vocabulary: int)
         raise UsageError(f"{place}: 'group' must be an integer from 0 to 2**53 - 1, got {shown(group)}")
     if not _is_number(reward, -1e6, 1e6):
         raise UsageError(f"{place}: 'reward' must be a number between -1e6 and 1e6, got {shown(reward)}")
-    return Document(
-        (*prompt, *completion),
-        (False,) * len(prompt) + trained,
-        {
-            "group": float(group),
-            "reward": float(reward),
-            "rollout_logprob": (0.0,) * len(prompt) + tuple(map(float, logprobs)),
-        },
-    )
+    before = (0.0,) * len(prompt)
+    columns: dict[str, Column] = {"group": float(group), "reward": float(reward)}
+    columns["rollout_logprob"] = (*before, *map(float, logprobs))
+    if earns:
+        columns[GIVEN] = (*before, *given_rewards(record, place, trained))
+    return Document((*prompt, *completion), (False,) * len(prompt) + trained, columns)
 
 
 def _tokens(record: dict[str, Any], key: str, place: str, vocabulary: int) -> list[int]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from conformance.oracle.loss_terms import Term, target_logprobs, target_positions
 from conformance.oracle.primitives import HONEST, Variant
-from conformance.spec.batch import Batch, Document
+from conformance.spec.batch import GIVEN, Batch, Document
 from conformance.spec.objectives import REFERENCE_KL, Grpo, LossMode, PolicyGradient, Ppo, terms_of
 from conformance.spec.observables import CRITIC, POLICY, REFERENCE
 
@@ -53,6 +53,8 @@ class ResponseFunctions:
             columns["reference_logprob"] = known[REFERENCE.name]
         references = known.get(REFERENCE.name, [None] * len(flat))
         rewards = [self.rewards(self.score(d), o, r) for d, o, r in zip(flat, old, references, strict=True)]
+        if GIVEN in flat[0].columns:
+            rewards = [numbers + of_targets(d, GIVEN, stable) for d, numbers in zip(flat, rewards, strict=True)]
         groups = [int(one_number(d, "group")) for d in flat]
         columns |= self.advantages(flat, rewards, groups, known.get(CRITIC.name, []), stable)
         annotated = iter(
@@ -94,6 +96,20 @@ class ResponseFunctions:
     ) -> dict[str, list[Tensor]]:
         """Returns ``advantage`` and, for PPO, ``value`` and ``return``: numbers for each token of each document."""
         raise NotImplementedError
+
+    def in_steps(self, document: Document, numbers: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns numbers for each step of a discount, and which steps are those of target tokens.
+
+        With ``all-tokens`` the tokens between two targets are steps, too, with the number 0.
+        """
+        places = target_positions(document)
+        if self.objective.discount_over == "trained-tokens" or not len(places):
+            return numbers, torch.ones(len(numbers), dtype=torch.bool)
+        steps = torch.zeros(int(places[-1] - places[0]) + 1, dtype=numbers.dtype)
+        is_target = torch.zeros(len(steps), dtype=torch.bool)
+        steps[places - places[0]] = numbers
+        is_target[places - places[0]] = True
+        return steps, is_target
 
     def whitened(self, numbers: list[Tensor]) -> list[Tensor]:
         """Shifts numbers to mean 0 and scales them to variance 1, over all tokens of all responses."""
@@ -211,12 +227,13 @@ class GrpoFunctions(ResponseFunctions):
         o = self.objective
         if o.adv_estimator == "reinforce_plus_plus":
             returns = []
-            for tokens in rewards:
+            for document, tokens in zip(documents, rewards, strict=True):
+                steps, is_target = self.in_steps(document, tokens)
                 ahead, found = torch.zeros((), dtype=stable), []
-                for reward in tokens.flip(0):
+                for reward in steps.flip(0):
                     ahead = reward + o.gamma * ahead
                     found.append(ahead)
-                returns.append(torch.stack(found[::-1]) if found else tokens)
+                returns.append(torch.stack(found[::-1])[is_target] if found else tokens)
             return {"advantage": self.whitened(returns)}
         scores = torch.stack(
             [
@@ -257,14 +274,15 @@ class PpoFunctions(ResponseFunctions):
         stable: torch.dtype,
     ) -> dict[str, list[Tensor]]:
         found = []
-        for tokens, value in zip(rewards, values, strict=True):
+        for document, earned, estimated in zip(documents, rewards, values, strict=True):
+            (tokens, is_target), (value, _) = (self.in_steps(document, numbers) for numbers in (earned, estimated))
             after = torch.cat([value[1:], value.new_zeros(1)])[: len(value)]
             surprise = tokens + self.objective.gamma * after - value
             decay = self.objective.gamma * self.objective.lam
             # A_t = sum over l of (gamma lambda)^l delta_{t + l} (equation 16).
             powers = decay ** torch.arange(len(value), dtype=stable)
             found.append(
-                torch.stack([(powers[: len(value) - t] * surprise[t:]).sum() for t in range(len(value))])
+                torch.stack([(powers[: len(value) - t] * surprise[t:]).sum() for t in range(len(value))])[is_target]
                 if len(value)
                 else value
             )

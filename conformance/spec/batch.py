@@ -12,6 +12,7 @@ from pathlib import Path
 
 Column = tuple[float, ...] | float
 OF_INPUTS = "token."  # prefix of a column whose numbers belong to tokens as inputs, not as targets
+GIVEN = "given_reward"  # column of what tokens earn besides the reward of their response
 EXPERTS = f"{OF_INPUTS}expert."  # prefix of each expert_column
 
 

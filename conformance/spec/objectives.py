@@ -62,6 +62,7 @@ AdvantageEstimator = Literal["grpo", "rloo", "reinforce_plus_plus", "reinforce_p
 LossMode = Literal["vanilla", "gspo", "cispo", "sapo", "geo_mean"]
 LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 KlEstimator = Literal["kl", "abs", "mse", "low_var_kl"]
+DiscountOver = Literal["trained-tokens", "all-tokens"]
 Coefficient = Annotated[float, Field(strict=True, ge=0, le=1000)]
 Positive = Annotated[float, Field(strict=True, gt=0, le=1e6)]
 Clip = Annotated[float, Field(strict=True, gt=0, le=100)]
@@ -114,6 +115,9 @@ class PolicyGradient:
         http://joschu.net/blog/kl-approx.html: ``kl`` is k1, ``mse`` k2, ``low_var_kl`` k3).
     kl_coef, kl_penalty: a KL estimate of the old log-probs against the reference is subtracted from each token's
         reward.
+    discount_over: the tokens that a discount counts, in a response with tokens that are not trained on, such as the
+        answers of tools. ``trained-tokens`` passes over the others, as verl and TRL do; with ``all-tokens`` they are
+        steps without a reward whose value is 0, as in OpenRLHF.
     rollout_is_threshold: each token's policy loss is multiplied by the weight exp(old - sampled log-prob), truncated
         at this threshold (truncated importance sampling); None: no weights.
     rollout_is: whether the weight is that of the ``token``, or the product of the weights of its ``sequence``.
@@ -140,6 +144,7 @@ class PolicyGradient:
     kl_loss_type: KlEstimator = "low_var_kl"
     kl_coef: Coefficient = 0.0
     kl_penalty: KlEstimator = "kl"
+    discount_over: DiscountOver = "trained-tokens"
     rollout_is_threshold: Positive | None = None
     rollout_is: Literal["token", "sequence"] = "token"
     rollout_is_mask: bool = False

@@ -56,6 +56,7 @@ RL_SEAMS = {
     "annotated": "impl.engine.trainer:Rollouts.annotated",
     "token_rewards": "impl.objectives.advantages:token_rewards",
     "kl_in_reward": "impl.objectives.advantages:kl_estimate",
+    "estimate": "impl.objectives.policy_gradient:estimate",
     "of_groups": "impl.objectives.advantages:of_groups",
     "group_advantages": "impl.objectives.advantages:group_advantages",
     "group_deviation": "impl.objectives.advantages:group_deviation",

@@ -81,11 +81,12 @@ SEAMS: Mapping[str, str] = {
     "annotated": "(rollouts, batch) -> the batch of a step with its columns",
     "token_rewards": "(response, *, kl_coef, kl_penalty) -> the reward of each token",
     "kl_in_reward": "(logprobs, reference, kind) -> KL estimates for the penalty in the reward",
+    "estimate": "(responses, objective) -> advantages and returns of each response of a rollout",
     "of_groups": "(scores, groups, function) -> the function's results for the scores of each group",
     "group_advantages": "(scores, groups, *, by_std) -> advantages of responses",
     "group_deviation": "(scores of a group) -> its standard deviation",
     "rloo": "(scores, groups) -> advantages of responses",
-    "of_responses": "(rewards, values, *, gamma, lam) -> advantages and returns of each response",
+    "of_responses": "(rewards, values, gaps, *, gamma, lam) -> advantages and returns of each response",
     "next_values": "(values) -> the value after each token",
     "whiten": "(lists of numbers) -> the same numbers, whitened over all of them",
     # The losses of policy and critic

@@ -1,8 +1,11 @@
 """Plants faults in the rollout pass, before the first update: log-probs, rewards, groups, advantages and returns."""
 
 import dataclasses
+import itertools
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -12,6 +15,7 @@ from conformance.spec.batch import Batch
 from conformance.spec.observables import POLICY, REFERENCE
 from impl.engine.trainer import rollout_columns
 from impl.faults.declaration import FULL, Faults, rl
+from impl.objectives import advantages as estimators
 
 ROLLOUT_FAULTS = Faults()
 
@@ -124,8 +128,10 @@ def values_off_by_one(outputs_of: Function, result: Tensor, inputs: Any, **optio
     cells=rl("ppo"),
     needs="a critic",
 )
-def gae_across_documents(of_responses: Function, rewards: Any, values: Any, **options: Any) -> Any:
-    (one,) = of_responses([torch.cat(list(rewards))], [torch.cat(list(values))], **options)
+def gae_across_documents(of_responses: Function, *numbers: Any, **options: Any) -> Any:
+    """numbers: rewards, values and gaps, by response."""
+    rewards, *_ = numbers
+    (one,) = of_responses(*([torch.cat(list(each))] for each in numbers), **options)
     lengths = [len(each) for each in rewards]
     parts = zip(one.advantages.split(lengths), one.returns.split(lengths), strict=True)
     return [dataclasses.replace(one, advantages=advantages, returns=returns) for advantages, returns in parts]
@@ -151,6 +157,97 @@ def bootstrapped_end(next_values: Function, values: Tensor) -> Tensor:
 )
 def whitened_by_response(whiten: Function, parts: Any) -> list[Tensor]:
     return [whiten([part])[0] if len(part) > 1 else part * 0 for part in parts]
+
+
+@ROLLOUT_FAULTS.add(
+    summary="a return starts anew at an observation, so no reward reaches the turns before it",
+    source="https://github.com/verl-project/verl/issues/7278",
+    stage="returns",
+    cells=rl("ppo-turns", only=FULL),
+    needs="a response of several turns, and a critic or reinforce_plus_plus",
+)
+def return_reset_at_observation(estimate: Function, responses: Any, objective: Any) -> Any:
+    turns = [turn for response in responses for turn in _turns(response)]
+    found, merged = iter(estimate(turns, objective)), []
+    for response in responses:
+        parts = [next(found) for _ in _turns(response)]
+        merged.append(
+            dataclasses.replace(
+                parts[0],
+                advantages=torch.cat([part.advantages for part in parts]),
+                returns=torch.cat([part.returns for part in parts]),
+            )
+        )
+    return merged
+
+
+def _turns(response: Any) -> list[Any]:
+    """Splits a response where tokens that are not trained on stand between two others."""
+    ends = [place + 1 for place, gap in enumerate(response.gaps.tolist()) if gap > 1]
+    bounds = [0, *ends, len(response.old_logprobs)]
+    parts = []
+    for start, end in itertools.pairwise(bounds):
+        numbers = {
+            name: None if getattr(response, name) is None else getattr(response, name)[start:end]
+            for name in ("old_logprobs", "reference_logprobs", "values", "given", "gaps")
+        }
+        is_last = end == bounds[-1]
+        parts.append(dataclasses.replace(response, **numbers, reward=response.reward if is_last else 0.0))
+    return parts
+
+
+@ROLLOUT_FAULTS.add(
+    summary="advantages are whitened over the answers of tools, too, which have the advantage 0",
+    source="https://github.com/radixark/miles/pull/1827, on tokens that the policy has not written",
+    stage="advantages",
+    cells=rl("ppo-turns", only=FULL),
+    needs="whitened advantages, and a response of several turns",
+)
+def whitened_over_all_tokens(estimate: Function, responses: Any, objective: Any) -> Any:
+    others = int(sum((response.gaps - 1).sum() for response in responses))
+    whiten = estimators.whiten
+
+    def over_all(parts: Any) -> Any:
+        return whiten([*parts, torch.zeros(others)])[:-1]
+
+    with mock.patch.object(estimators, "whiten", over_all):
+        return estimate(responses, objective)
+
+
+@ROLLOUT_FAULTS.add(
+    summary="the answers of tools are trained on as if the policy had written them",
+    source="https://github.com/PrimeIntellect-ai/prime-rl/pull/978",
+    stage="log-probs",
+    cells=rl("grpo-turns", only=FULL),
+    needs="a response of several turns",
+)
+def observations_trained(annotated: Function, rollouts: Any, batch: Any) -> Any:
+    return _with_targets(annotated(rollouts, batch), _filled)
+
+
+@ROLLOUT_FAULTS.add(
+    summary="the mask of a response is shifted by one token",
+    source="https://github.com/NVIDIA-NeMo/Automodel/pull/3739, on masks that miss the generation prompt",
+    stage="log-probs",
+    cells=rl("grpo-turns", only=FULL),
+    needs="a response of several turns, or a prompt",
+)
+def response_mask_shifted(annotated: Function, rollouts: Any, batch: Any) -> Any:
+    return _with_targets(annotated(rollouts, batch), lambda targets: (False, *targets[:-1]))
+
+
+def _filled(targets: tuple[bool, ...]) -> tuple[bool, ...]:
+    """Marks all tokens between the first and the last one that are marked."""
+    places = [place for place, target in enumerate(targets) if target]
+    return tuple(bool(places) and places[0] <= place <= places[-1] for place in range(len(targets)))
+
+
+def _with_targets(batch: Batch, change: Callable[[tuple[bool, ...]], tuple[bool, ...]]) -> Batch:
+    rows = []
+    for row in batch.rows:
+        documents = tuple(dataclasses.replace(one, targets=change(one.targets)) for one in row.documents)
+        rows.append(dataclasses.replace(row, documents=documents))
+    return dataclasses.replace(batch, rows=tuple(rows))
 
 
 @ROLLOUT_FAULTS.add(

@@ -25,7 +25,8 @@ class Response:
 
     group: the number of its prompt. reward: reward of the whole response. old_logprobs, reference_logprobs: log-probs
     of the sampled tokens under the old policy and the reference. values: the critic's value at the position that
-    predicts token t.
+    predicts token t. given: what token t earns besides, as the end of its turn or by itself. gaps: the distance from
+    token t to the next one that is trained on, which exceeds 1 where answers of tools stand between them.
     """
 
     group: int
@@ -33,6 +34,8 @@ class Response:
     old_logprobs: Tensor
     reference_logprobs: Tensor | None = None
     values: Tensor | None = None
+    given: Tensor | None = None
+    gaps: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +58,7 @@ def overlong_penalty(length: int, objective: PolicyGradient) -> float:
 
 
 def token_rewards(response: Response, *, kl_coef: float, kl_penalty: KlEstimator) -> Tensor:
-    """Computes r_t = reward [t = n - 1] - kl_coef KL_t: (n,), in the dtype of ``old_logprobs``.
+    """Computes r_t = given_t + reward [t = n - 1] - kl_coef KL_t: (n,), in the dtype of ``old_logprobs``.
 
     KL_t is the estimate of the old log-prob against the reference's (Ziegler et al., arXiv 1909.08593, section 2;
     Schulman, http://joschu.net/blog/kl-approx.html). Without ``kl_coef`` no reference is needed.
@@ -63,6 +66,8 @@ def token_rewards(response: Response, *, kl_coef: float, kl_penalty: KlEstimator
     rewards = torch.zeros_like(response.old_logprobs)
     if len(rewards):
         rewards[-1] = response.reward
+    if response.given is not None:
+        rewards += response.given
     if kl_coef:
         assert response.reference_logprobs is not None, "a penalty needs a reference"
         rewards -= kl_coef * kl_estimate(response.old_logprobs, response.reference_logprobs, kl_penalty)
@@ -79,10 +84,11 @@ def estimate(responses: Sequence[Response], objective: Grpo | Ppo) -> list[Estim
         rewards = [
             token_rewards(each, kl_coef=objective.kl_coef, kl_penalty=objective.kl_penalty) for each in responses
         ]
+        gaps = [_gaps(each, objective) for each in responses]
         if isinstance(objective, Ppo):
-            return _ppo(responses, rewards, objective)
+            return _ppo(responses, rewards, gaps, objective)
         if objective.adv_estimator == "reinforce_plus_plus":
-            return reinforce_plus_plus(rewards, gamma=objective.gamma)
+            return reinforce_plus_plus(rewards, gaps, gamma=objective.gamma)
         lengths = [len(each) for each in rewards]
         groups = [each.group for each in responses]
         scores = _scores(responses, rewards)
@@ -126,12 +132,18 @@ def rloo(scores: Tensor, groups: Sequence[int]) -> Tensor:
     return of_groups(scores, groups, leave_one_out)
 
 
-def reinforce_plus_plus(rewards: Sequence[Tensor], *, gamma: float) -> list[Estimate]:
-    """Computes G_t = r_t + gamma G_(t+1), and A = G whitened over all tokens of the rollout. Lists of (n,).
+def _gaps(response: Response, objective: Grpo | Ppo) -> Tensor:
+    """Returns how many steps of a discount lie between each token and the next one: (n,)."""
+    counts = objective.discount_over == "all-tokens" and response.gaps is not None
+    return response.gaps if counts and response.gaps is not None else torch.ones_like(response.old_logprobs)
+
+
+def reinforce_plus_plus(rewards: Sequence[Tensor], gaps: Sequence[Tensor], *, gamma: float) -> list[Estimate]:
+    """Computes G_t = r_t + gamma^gap G_(t+1), and A = G whitened over all tokens of the rollout. Lists of (n,).
 
     Hu, arXiv 2501.03262, section 3.
     """
-    returns = [discounted(each, factor=gamma) for each in rewards]
+    returns = [discounted(each, factors=gamma**gap) for each, gap in zip(rewards, gaps, strict=True)]
     return _estimates(whiten(returns), returns)
 
 
@@ -146,12 +158,15 @@ def reinforce_plus_plus_baseline(scores: Tensor, groups: Sequence[int], lengths:
     return _estimates(whitened, whitened)
 
 
-def gae(rewards: Tensor, values: Tensor, *, gamma: float, lam: float) -> Estimate:
-    """Computes A_t = delta_t + gamma lam A_(t+1), delta_t = r_t + gamma V_(t+1) - V_t, V_n = A_n = 0; returns A + V.
+def gae(rewards: Tensor, values: Tensor, gaps: Tensor, *, gamma: float, lam: float) -> Estimate:
+    """Computes A_t = delta_t + (gamma lam)^gap A_(t+1), delta_t = r_t + gamma (gamma lam)^(gap - 1) V_(t+1) - V_t.
 
-    All (n,). Schulman et al., arXiv 1506.02438, equation 16.
+    V_n = A_n = 0; returns are A + V. All (n,). Schulman et al., arXiv 1506.02438, equation 16, where tokens between two
+    that are trained on (gap > 1) have no reward and the value 0.
     """
-    advantages = discounted(rewards + gamma * next_values(values) - values, factor=gamma * lam)
+    decay = gamma * lam
+    surprises = rewards + gamma * decay ** (gaps - 1) * next_values(values) - values
+    advantages = discounted(surprises, factors=decay**gaps)
     return Estimate(advantages=advantages, returns=advantages + values)
 
 
@@ -160,12 +175,12 @@ def next_values(values: Tensor) -> Tensor:
     return torch.cat([values[1:], values.new_zeros(min(len(values), 1))])
 
 
-def discounted(numbers: Tensor, *, factor: float) -> Tensor:
-    """Computes S_t = x_t + factor S_(t+1): (n,) to (n,)."""
+def discounted(numbers: Tensor, *, factors: Tensor) -> Tensor:
+    """Computes S_t = x_t + factors_t S_(t+1): (n,) to (n,)."""
     sums = torch.empty_like(numbers)
     following = numbers.new_zeros(())
     for t in reversed(range(len(numbers))):
-        following = numbers[t] + factor * following
+        following = numbers[t] + factors[t] * following
         sums[t] = following
     return sums
 
@@ -186,15 +201,19 @@ def whiten(parts: Sequence[Tensor]) -> list[Tensor]:
     return [(part - numbers.mean()) * scale for part in parts]
 
 
-def of_responses(rewards: Sequence[Tensor], values: Sequence[Tensor], *, gamma: float, lam: float) -> list[Estimate]:
+def of_responses(
+    rewards: Sequence[Tensor], values: Sequence[Tensor], gaps: Sequence[Tensor], *, gamma: float, lam: float
+) -> list[Estimate]:
     """Computes ``gae`` of each response separately. Lists of (n,)."""
-    return [gae(r, v, gamma=gamma, lam=lam) for r, v in zip(rewards, values, strict=True)]
+    return [gae(r, v, g, gamma=gamma, lam=lam) for r, v, g in zip(rewards, values, gaps, strict=True)]
 
 
-def _ppo(responses: Sequence[Response], rewards: Sequence[Tensor], objective: Ppo) -> list[Estimate]:
+def _ppo(
+    responses: Sequence[Response], rewards: Sequence[Tensor], gaps: Sequence[Tensor], objective: Ppo
+) -> list[Estimate]:
     values = [response.values for response in responses if response.values is not None]
     assert len(values) == len(responses), "generalised advantage estimation needs a critic's values"
-    raw = of_responses(rewards, values, gamma=objective.gamma, lam=objective.lam)
+    raw = of_responses(rewards, values, gaps, gamma=objective.gamma, lam=objective.lam)
     return _estimates(whiten([each.advantages for each in raw]), [each.returns for each in raw])
 
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from conformance.spec.batch import Batch, Document, Row
+from conformance.spec.batch import GIVEN, Batch, Document, Row
 from conformance.spec.distillation import TEACHER, Distillation
 from conformance.spec.objectives import Grpo, Objective, Ppo, known_kinds
 from conformance.spec.observables import CRITIC, POLICY, REFERENCE
@@ -211,7 +211,17 @@ def _response(document: Document, found: Mapping[str, Tensor], objective: Grpo |
         old_logprobs=found.get(POLICY.name, sampled),
         reference_logprobs=found.get(REFERENCE.name),
         values=found.get(CRITIC.name),
+        given=_of_targets(document, GIVEN) if GIVEN in document.columns else None,
+        gaps=gaps_of(document.targets),
     )
+
+
+def gaps_of(targets: Sequence[bool]) -> Tensor:
+    """Returns the distance from each token that is trained on to the next one, and 1 for the last: (targets,)."""
+    places = torch.tensor([place for place, target in enumerate(targets) if target])
+    gaps = torch.ones(len(places))
+    gaps[:-1] = places.diff().to(gaps.dtype)
+    return gaps
 
 
 def _of_targets(document: Document, name: str) -> Tensor:

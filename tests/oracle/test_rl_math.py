@@ -1,6 +1,6 @@
 """What no library says of advantages and losses: packing, what stands in padding, dtypes, and edges of a roll-out."""
 
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -11,10 +11,12 @@ from torch import Tensor
 
 from conformance.core.errors import UsageError
 from conformance.oracle import policy_gradient as oracle
-from conformance.spec.objectives import Grpo, LossAggMode, LossMode, PolicyGradient, Ppo
+from conformance.spec.batch import Document
+from conformance.spec.objectives import DiscountOver, Grpo, LossAggMode, LossMode, PolicyGradient, Ppo
 from impl.objectives import losses as impl_losses
-from impl.objectives.advantages import Response, estimate, gae
+from impl.objectives.advantages import Response, estimate
 from impl.objectives.losses import importance_weights, policy_losses, sequence_mean, token_weights
+from impl.objectives.policy_gradient import gaps_of
 
 NAN = float("nan")
 OF_EACH_LOSS_MODE = [PolicyGradient(loss_mode=mode) for mode in get_args(LossMode)]
@@ -127,20 +129,66 @@ def test_importance_weights_have_no_gradient() -> None:
     torch.testing.assert_close(weights, torch.tensor([2.0, 0.3678794]))
 
 
-@pytest.mark.parametrize("mask", [(1, 1, 0, 0, 1, 1), (1, 0, 1, 0, 1, 0), (0, 1, 1, 1, 0, 1)])
-def test_advantages_pass_over_masked_tokens_as_in_verl(mask: tuple[int, ...]) -> None:
-    """verl's loop goes through all tokens; both sides get the numbers of the sampled ones."""
-    objective, generator = Ppo(gamma=0.9, lam=0.8, kl_coef=0.0), torch.Generator().manual_seed(0)
+def returns_of_verl(
+    rewards: list[float], values: list[float], mask: tuple[int, ...], gamma: float, lam: float
+) -> list[float]:
+    """compute_gae_advantage_return: observation tokens leave the next value and the advantage as they are."""
+    following, advantage, found = 0.0, 0.0, list[float]()
+    for reward, value, on in reversed(list(zip(rewards, values, mask, strict=True))):
+        if on:
+            advantage = reward + gamma * following - value + gamma * lam * advantage
+            following = value
+            found.insert(0, advantage + value)
+    return found
+
+
+def returns_of_openrlhf(
+    rewards: list[float], values: list[float], mask: tuple[int, ...], gamma: float, lam: float
+) -> list[float]:
+    """get_advantages_and_returns: values and rewards of all tokens, those of observations multiplied by 0."""
+    following, advantage, found = 0.0, 0.0, list[float]()
+    for reward, value, on in reversed(list(zip(rewards, values, mask, strict=True))):
+        advantage = reward * on + gamma * following - value * on + gamma * lam * advantage
+        following = value * on
+        if on:
+            found.insert(0, advantage + value)
+    return found
+
+
+@pytest.mark.parametrize("mask", [(1, 1, 0, 0, 1, 1), (1, 0, 1, 0, 1, 0), (0, 1, 1, 1, 0, 1), (1, 1, 1, 1, 1, 1)])
+@pytest.mark.parametrize(("rule", "loop"), [("trained-tokens", returns_of_verl), ("all-tokens", returns_of_openrlhf)])
+def test_discounts_pass_observations_as_in_the_library(rule: DiscountOver, loop: Any, mask: tuple[int, ...]) -> None:
+    """The libraries' loops go through all tokens; both sides get the numbers of those that are trained on."""
+    objective, generator = Ppo(gamma=0.9, lam=0.8, discount_over=rule), torch.Generator().manual_seed(0)
     rewards, values = torch.randn(2, len(mask), generator=generator, dtype=torch.float64)
-    following, advantage = 0.0, 0.0
-    expected: list[float] = []
-    for t in reversed(range(len(mask))):
-        if mask[t]:
-            delta = rewards[t].item() + objective.gamma * following - values[t].item()
-            advantage, following = delta + objective.gamma * objective.lam * advantage, values[t].item()
-            expected.insert(0, advantage + values[t].item())
+    expected = torch.tensor(loop(rewards.tolist(), values.tolist(), mask, 0.9, 0.8), dtype=torch.float64)
     at = torch.tensor(mask, dtype=torch.bool)
-    ours = gae(rewards[at], values[at], gamma=objective.gamma, lam=objective.lam).returns
-    found = oracle.PpoFunctions(objective).advantages([], [rewards[at]], [], [values[at]], torch.float64)
-    for returns in (ours, found["return"][0]):
-        torch.testing.assert_close(returns, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-12)
+    targets = (False, *(bool(one) for one in mask))
+    response = Response(
+        group=0,
+        reward=rewards[at][-1].item(),
+        old_logprobs=torch.zeros(len(expected), dtype=torch.float64),
+        values=values[at],
+        given=torch.cat([rewards[at][:-1], torch.zeros(1, dtype=torch.float64)]),
+        gaps=gaps_of(targets).double(),
+    )
+    document = Document((1,) * len(targets), targets)
+    found = oracle.PpoFunctions(objective).advantages([document], [rewards[at]], [0], [values[at]], torch.float64)
+    for returns in (estimate([response], objective)[0].returns, found["return"][0]):
+        torch.testing.assert_close(returns, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("rule", "expected"), [("trained-tokens", [0.25, 0.5, 1]), ("all-tokens", [0.0625, 0.125, 1])])
+def test_reward_reaches_the_turns_before_an_observation(rule: DiscountOver, expected: list[float]) -> None:
+    """REINFORCE++ with a discount of 1/2; two observation tokens stand before the last token, which gets the reward."""
+    objective = Grpo(adv_estimator="reinforce_plus_plus", gamma=0.5, discount_over=rule)
+    targets = (False, True, True, False, False, True)
+    zeros = torch.zeros(3, dtype=torch.float64)
+    response = Response(group=0, reward=1.0, old_logprobs=zeros, gaps=gaps_of(targets).double())
+    (ours,) = estimate([response], objective)
+    rewards = torch.tensor([0, 0, 1.0], dtype=torch.float64)
+    functions = oracle.GrpoFunctions(objective)
+    theirs = functions.advantages([Document((1,) * 6, targets)], [rewards], [0], [], torch.float64)["advantage"][0]
+    wanted = torch.tensor(expected, dtype=torch.float64)
+    torch.testing.assert_close(ours.returns, wanted, rtol=0, atol=1e-12)
+    torch.testing.assert_close(theirs, functions.whitened([wanted])[0], rtol=0, atol=1e-12)
