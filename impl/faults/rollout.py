@@ -217,7 +217,7 @@ def whitened_over_all_tokens(estimate: Function, responses: Any, objective: Any)
 @ROLLOUT_FAULTS.add(
     summary="the answers of tools are trained on as if the policy had written them",
     source="https://github.com/PrimeIntellect-ai/prime-rl/pull/978",
-    stage="log-probs",
+    stage="old log-probs",
     cells=rl("grpo-turns", only=FULL),
     needs="a response of several turns",
 )
@@ -228,7 +228,7 @@ def observations_trained(annotated: Function, rollouts: Any, batch: Any) -> Any:
 @ROLLOUT_FAULTS.add(
     summary="the mask of a response is shifted by one token",
     source="https://github.com/NVIDIA-NeMo/Automodel/pull/3739, on masks that miss the generation prompt",
-    stage="log-probs",
+    stage="old log-probs",
     cells=rl("grpo-turns", only=FULL),
     needs="a response of several turns, or a prompt",
 )

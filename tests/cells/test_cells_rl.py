@@ -52,6 +52,12 @@ RECOMPUTED = ("grpo", "ppo", "reinforce", "reinforce-baseline")  # old log-probs
         exhaustive("megatron", "grpo", "llama", "tp2.seqpar.ckpt"),
         exhaustive("megatron", "gspo", "qwen3", "tp2.pp2"),
         exhaustive("megatron", "grpo-off-policy", "pangu", "pp2"),
+        exhaustive("fsdp2", "grpo-turns", "llama", "tp2"),
+        exhaustive("deepspeed", "grpo-turns", "llama", "sp2"),
+        exhaustive("megatron", "grpo-turns", "llama", "dp2"),
+        exhaustive("fsdp2", "ppo-turns", "llama", "sp2"),
+        exhaustive("deepspeed", "ppo-turns", "llama", "dp2"),
+        exhaustive("megatron", "ppo-turns", "llama", "tp2"),
     ],
 )
 def test_exact(session: Session, backend: str, scenario: str, model: str, layout: str) -> None:
