@@ -137,8 +137,8 @@ class CellRunner:
         """
         folder = self._config.folder(cell)
         records = folder / ("fresh" if fresh else "legs")
-        # A large oracle has to release its memory first; and a cell that waits for two GPUs reserves an idle one.
-        if is_large(cell.scenario) or self._where.queues_oracles:
+        # A large oracle has to release its memory first; and a cell that waits for two whole GPUs reserves an idle one.
+        if is_large(cell.scenario) or (self._where.queues_oracles and not self._where.is_packed):
             self._activities.phase("waiting for the oracle")
             if missing := self._missing_oracle(cell):
                 return Attempt(fresh=fresh, verdict=_failed(missing), completed=False), False

@@ -59,6 +59,7 @@ class Session:
     def __init__(self, config: SessionConfig, *, check: Callable[[], None] = lambda: None) -> None:
         self.config, self.check = config, check
         self._activities = Activities()
+        self._checked: dict[tuple[str, str], Path] = {}  # folders of models, by scenario and model
         self._begun: dict[Cell, Future[JudgedCell]] = {}
         self._asking = threading.RLock()  # one thread at a time prepares inputs, requests oracles, queries backends
 
@@ -229,8 +230,9 @@ class Session:
     def refused_unread(self, cell: Cell) -> Verdict | None:
         """Returns ``refusal``, without reading data: only models are checked."""
         with self._asking:
-            model, _ = checked_model(cell.scenario, self.config.out)
-            return self._unwritten(cell) or self._refusals.refusal(cell, model)
+            if (key := (cell.scenario.name, cell.scenario.model)) not in self._checked:
+                self._checked[key], _ = checked_model(cell.scenario, self.config.out)
+            return self._unwritten(cell) or self._refusals.refusal(cell, self._checked[key])
 
     def refusal(self, cell: Cell, *, plans: bool = False) -> Verdict | None:
         """Returns the verdict of a cell that cannot run; None if it can.

@@ -15,8 +15,10 @@ from conformance.cli import main as cli
 from conformance.core.errors import UsageError
 from conformance.core.host import FIXTURES, HostResources
 from conformance.matrix.cell import Cell
+from conformance.matrix.options import Ranks
 from conformance.models.components import parameter_shapes
 from conformance.models.families import read_architecture
+from conformance.runner import preflight
 from conformance.runner.preflight import DOUBT, advice, check_resources, needs_of
 from conformance.runner.resource_estimate import Estimate, Size, estimate, on_slots, size_of, total
 from conformance.runtime.multihost.relay import JoinedHost
@@ -121,6 +123,30 @@ def test_as_many_workers_are_advised_as_fit() -> None:
 
 def joined(host: str, slots: int, resources: HostResources = PLENTY) -> JoinedHost:
     return JoinedHost(name=f"{host} (process 1)", host=host, slots=slots, resources=resources)
+
+
+@pytest.mark.parametrize(
+    ("memory", "each", "workers", "slots", "warns"),
+    [
+        (140e9, 2, 0, 8, False),  # by processors: eight ranks
+        (140e9, 1, 0, 8, False),
+        (12e9, 2, 0, 4, False),  # by memory: two cells of two ranks
+        (12e9, 2, 9, 4, True),
+        (140e9, 2, 1, 2, False),  # alone
+        (140e9, 1, 1, 1, False),
+    ],
+)
+def test_small_cells_share_a_gpu_by_processors_and_memory(
+    *, memory: float, each: int, workers: int, slots: int, warns: bool, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    monkeypatch.setattr(preflight, "gpus_of_host", lambda: ("GPU-a",))
+    monkeypatch.setattr(preflight, "memory_of_gpus", lambda: {"GPU-a": (0, int(memory))})
+    monkeypatch.setattr(preflight, "lanes_of_host", lambda: 8)
+    ranks = Ranks(device="cuda", ranks_per_gpu=each)
+    assert len(preflight.leased_gpus(ranks, cells=[cell()], workers=workers)) == slots
+    assert [record.getMessage() for record in caplog.records] == (
+        ["the memory of a GPU suffices for 2 cells at once, not for 9"] if warns else []
+    )
 
 
 def test_each_host_has_the_ranks_of_its_slots_and_one_the_oracle_and_the_judge() -> None:
