@@ -88,6 +88,17 @@ def smoothing_on_one_side(pair_losses: Function, margins: Tensor, objective: Any
 
 
 @PREFERENCE_FAULTS.add(
+    summary="pairs of any loss_type are trained with the loss of sigmoid",
+    source="https://github.com/modelscope/ms-swift/issues/10167",
+    stage="loss",
+    cells=pairs("ipo"),
+    needs="another loss_type than sigmoid",
+)
+def sigmoid_for_all(pair_losses: Function, margins: Tensor, objective: Any) -> Any:
+    return pair_losses(margins, replace(objective, loss_type="sigmoid"))
+
+
+@PREFERENCE_FAULTS.add(
     summary="the loss is the mean over micro-batches of their means, so pairs in small ones count more",
     source="https://unsloth.ai/blog/gradient",
     stage="loss",
