@@ -115,7 +115,7 @@ class ResultWriter:
             command=config.command or shlex.join(["parity", "run", *config.arguments]),
             environment=self.environment,
             leased=self._leased(),
-            phases=seconds_by_phase(timeline.spans) if finished else {},
+            phases=seconds_by_phase(timeline.spans),
             cpu_seconds=round(seconds_of_tree(os.getpid()), 2),
             gpu_active=self._gpu_active(),
             floor=config.floor,

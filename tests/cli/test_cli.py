@@ -103,7 +103,21 @@ def test_a_model_and_data_set_of_the_users_own(profile: str, tmp_path: Path) -> 
     model = shutil.copytree(FIXTURES / "models" / "pangu", tmp_path / "my-pangu")
     arguments = ["--model", str(model), "--data", str(data), "--input-key", "q", "--output-key", "a"]
     selection = [*PLAIN, "--profile", profile, "--cells", "tiny/my-pangu/plain/dp2/fp32"]
-    assert cli.main(["run", *selection, *arguments, "--out", str(tmp_path / "out")]) == 0
+    timeline = ("--timeline", str(tmp_path / "timeline.json"))
+    assert cli.main(["run", *selection, *arguments, *timeline, "--out", str(tmp_path / "out")]) == 0
+    events = read(tmp_path / "timeline.json")["traceEvents"]
+    found = {(event["cat"], event["name"].partition(" ")[0]) for event in events if event["ph"] == "X"}
+    assert {("controller", name) for name in ("plan", "announce", "prepare", "write", "report")} <= found
+    assert {("ranks", name) for name in ("groups", "setup", "step", "observe", "write", "clean-up")} <= found
+    assert {("oracle", "float64"), ("cells", "judging"), ("groups", "import")} <= found
+    phases = read(tmp_path / "out" / "summary.json")["phases"]
+    assert phases["ranks"]["step"] > 0
+
+
+def test_a_timeline_without_a_folder_is_refused_at_once(profile: str, tmp_path: Path) -> None:
+    arguments = [*PLAIN, "--profile", profile, "--out", str(tmp_path / "out"), "--timeline", str(tmp_path / "no" / "t")]
+    assert cli.main(["run", *arguments]) == 2
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_interrupted_run_is_incomplete_and_lists_what_was_not_run(

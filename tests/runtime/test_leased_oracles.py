@@ -4,6 +4,7 @@ Ranks are real and compute on the CPU; a GPU is a name that they hold a lease of
 tests/runtime/test_leased_cells.py.
 """
 
+import shutil
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,10 +18,12 @@ from worker_group_helpers import results
 from conformance.data.prepare import prepare_inputs
 from conformance.models import synthetic
 from conformance.models.folders import elements_of
+from conformance.records.record_format import RECORD_FILE
 from conformance.runner.oracle_jobs import Oracles
 from conformance.runner.placement import SessionConfig
 from conformance.runner.session import Session
-from conformance.runtime import Pool, WorkerGroupConfig
+from conformance.runtime import Outcome, Pool, WorkerGroupConfig
+from conformance.runtime.failure import FailureKind
 from conformance.runtime.gpu_inventory import shares_of
 from conformance.runtime.gpu_leases import Ticket, holders, lease_folder
 from conformance.runtime.leased_slots import Gpus
@@ -158,6 +161,32 @@ def test_large_oracle_retries_with_all_gpus(tmp_path: Path, monkeypatch: pytest.
         assert "failed" in oracles.wait(again)
     weights_and_gradients = 2 * 8 * elements_of(inputs.models)
     assert asked == [round(weights_and_gradients / 0.7), *[sys.maxsize] * 3]  # devices_for leaves three tenths free
+
+
+@pytest.mark.parametrize(("kind", "runs"), [("killed", [False, True]), ("raised", [False])])
+def test_an_oracle_that_dies_beside_others_runs_again_alone(
+    kind: FailureKind, runs: list[bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that raises would raise again."""
+    monkeypatch.setenv("PARITY_CACHE", str(tmp_path / "cache"))
+    ran = list[bool]()
+
+    def fail_once(pool: Pool, *, kwargs: dict[str, Any], alone: bool = False, **call: Any) -> Outcome:
+        ran.append(alone)
+        if alone:
+            shutil.copytree(record, kwargs["out"])
+        state: Any = "done" if alone else "failed"
+        return Outcome(state=state, reason=kind, kind=kind, rank=0, seconds=0, results=[])
+
+    record = tmp_path / "record"
+    record.mkdir()
+    (record / RECORD_FILE).touch()
+    monkeypatch.setattr(Pool, "run", fail_once)
+    cell = make_cell("sft-sgd", "llama", "dp1", "exact", steps=1, rows=12)
+    with Oracles(root=tmp_path / "out", device="cpu", budget_s=60, lanes=2, packed=True) as oracles:
+        oracles.request(cell, prepare_inputs(cell.scenario, tmp_path / "out"))
+        assert bool(oracles.wait(cell)) == (kind == "raised")
+    assert ran == runs
 
 
 def test_a_cell_queues_up_for_its_gpus_when_its_oracle_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
