@@ -81,7 +81,7 @@ def _scenario(record: Record) -> Scenario:
     try:
         scenario = record.scenario
         # No header names the model, but read_records compares the cell's observables with the oracle's.
-        routed = any(map(_is_routing, record.observables))
+        routed = any(map(is_routing, record.observables))
         declared = all_observables(scenario.objective, scaled=scenario.judged_loss_scale is not None, routed=routed)
     except Exception as error:  # the objective may be a foreign class, and a header may name anything
         raise RecordError(f"the scenario of {record.path} cannot be read ({error}); {AGAIN}") from None
@@ -179,7 +179,7 @@ def _read_oracle(folder: Path, precision: str, scenario: Scenario, defects: tupl
 
 def read_choices(oracle: Record, scenario: Scenario) -> tuple[Batch, ...]:
     """Reads the batches with the choices of the oracle's routers, if cells receive these choices."""
-    if scenario.tier.is_exact or not any(_is_routing(o) for o in oracle.observables):
+    if scenario.tier.is_exact or not any(is_routing(o) for o in oracle.observables):
         return ()
     file = oracle.path / CHOICES
     try:
@@ -194,7 +194,8 @@ def read_choices(oracle: Record, scenario: Scenario) -> tuple[Batch, ...]:
     return batches
 
 
-def _is_routing(observable: Observable) -> bool:
+def is_routing(observable: Observable) -> bool:
+    """Whether it is the weights of the experts that a model's routers choose."""
     return observable.key.rpartition(".")[2] == ROUTING
 
 

@@ -28,7 +28,7 @@ from conformance.judge.diagnosis import (
 from conformance.judge.direction import within_noise
 from conformance.judge.layout_evidence import configurations, sizes_of, unproven
 from conformance.judge.measurements import measure, shown_without_rows
-from conformance.judge.provenance import code_of, not_judged_of, read_records, second_class_of
+from conformance.judge.provenance import code_of, is_routing, not_judged_of, read_records, second_class_of
 from conformance.judge.rebuilt import rebuilt_losses, rebuilt_updates
 from conformance.judge.rounding import (
     amplified_noise,
@@ -209,6 +209,8 @@ def judge(
     notes += [f"not judged: {', '.join(features)}"] if (features := not_judged_of(oracle)) else []
     notes += [f"not judged: {', '.join(sorted(unjudged))}"] if unjudged else []
     listed = unproven(phases, scenario, sizes)
+    if not scenario.tier.is_exact and any(map(is_routing, observables)):
+        listed.append(f"which experts are chosen, which backends are told in {precision}")
     if not verdict.findings:
         listed += within_noise(quantities, precision)
     notes += [f"not proven: {', '.join(listed)}"] if listed else []

@@ -3,6 +3,7 @@
 from functools import cache
 from pathlib import Path
 
+import judge_sample
 import pytest
 import torch
 from judge_sample import Change, Tensors, Values, both, unchanged, write
@@ -13,6 +14,7 @@ from conformance.judge.tolerance import allowed_errors
 from conformance.judge.verdict import judge
 from conformance.oracle.optimizer import clip_factor
 from conformance.results.verdict import Quantity
+from conformance.spec.objectives import Sft, all_observables
 from conformance.spec.observables import LOGPROBS, POLICY, Observable, trained_observables
 
 SHAPE, LAST = (40, 30), 2  # the step before the last one is not observed, so the last update is not rebuilt
@@ -179,3 +181,19 @@ def test_errors_as_large_as_the_noise_conform(o: Observable) -> None:
 def test_what_no_rounding_does_over_all_steps_is_found(o: Observable, wrong: dict[str, float], named: set[str]) -> None:
     for seed in range(1, 9):
         assert named <= beyond(o, seed, **wrong)
+
+
+@pytest.mark.parametrize(
+    ("precision", "routed", "is_said"), [("bf16", True, True), ("exact", True, False), ("bf16", False, False)]
+)
+def test_the_choice_of_experts_is_not_proven_if_it_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str, routed: bool, is_said: bool
+) -> None:
+    def with_router(step: int, values: Values, tensors: Tensors) -> None:
+        values |= {"router_loss": 1.0, "router_z_loss": 1.0}
+
+    monkeypatch.setattr(judge_sample, "OBSERVABLES", all_observables(Sft(), routed=routed))
+    change = with_router if routed else unchanged
+    oracle, *others = (write(tmp_path / name, change, precision=precision) for name in ("oracle", "cell", "noise"))
+    verdict = judge(others[:1], oracle=oracle, noise=others[1:] if precision == "bf16" else ())
+    assert ("which experts are chosen" in verdict.reason) == is_said
