@@ -115,7 +115,7 @@ def band(comparison: Comparison) -> str:
         exact = [one.name for one in comparison.shown if one.aligned.exact]
         but = f"; of {' and '.join(exact)}, only digits that are not printed" if exact else ""
         noisy = [one.name for one in comparison.shown if is_ratio(one.name)]
-        noise = f"; of {' and '.join(noisy)}, their scatter from step to step as well" if noisy else ""
+        noise = f"; of {' and '.join(noisy)}, also the scatter from step to step" if noisy else ""
         return f"Allowed is a relative difference of ±{allowed} at every {comparison.alignment.by}{but}{noise}."
     counts = " and ".join(str(len(side.runs)) for side in comparison.sides)
     return (

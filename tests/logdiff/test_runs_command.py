@@ -12,7 +12,7 @@ import pytest
 from chromium import Browser
 
 from conformance.core.errors import UsageError
-from reports.logdiff.command import DIFF
+from reports.logdiff.command import DIFF, compare_sides
 
 STEPS = range(1, 81)
 
@@ -64,6 +64,15 @@ def test_the_threshold_is_a_twentieth_if_none_is_given(tmp_path: Path) -> None:
     a = write(tmp_path, "a.jsonl")
     assert diff(a, write(tmp_path, "b.jsonl", factor=1.049)) == 0
     assert diff(a, write(tmp_path, "c.jsonl", factor=1.051)) == 1
+
+
+@pytest.mark.parametrize(("metric", "is_noisy"), [("ppo_kl", True), ("grad_norm", False)])
+def test_band_names_metrics_with_noise(metric: str, is_noisy: bool, tmp_path: Path) -> None:
+    for name in "ab":
+        rows = "".join(f"{step},2.5,0.{step + 1}\n" for step in range(8))
+        (tmp_path / name).write_text(f"step,loss,{metric}\n{rows}", encoding="utf-8")
+    text = compare_sides([[str(tmp_path / name)] for name in "ab"]).text()
+    assert (f"; of {metric}, also the scatter from step to step." in text) == is_noisy
 
 
 def test_every_log_is_held_against_the_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -244,7 +253,7 @@ def test_the_command_imports_nothing_that_it_does_not_need(tmp_path: Path) -> No
     """The other commands load it too; and torch takes seconds."""
     logs = [write(tmp_path, name) for name in ("a.jsonl", "b.jsonl")]
     script = (
-        "import sys; from reports.logdiff.command import DIFF; assert 'numpy' not in sys.modules;"
+        "import sys; from reports.logdiff.command import DIFF, compare_sides; assert 'numpy' not in sys.modules;"
         "import argparse; p = argparse.ArgumentParser(); DIFF.add_arguments(p);"
         f"assert DIFF.run(p.parse_args({logs!r})) == 0; assert not {{'torch', 'jinja2', 'pandas'}} & set(sys.modules)"
     )
