@@ -29,7 +29,7 @@ from conformance.core.packages import entry_points_of, package_version
 ENTRY_POINT_GROUP = "parity.text"
 _PLANTED = contextlib.ExitStack()  # the faults of this process, for its lifetime
 Packing = Literal["in order", "best fit", "wrapped", "knapsack"]
-Truncation = Literal["end", "start", "end, with an end token", "turns", "error"]
+Truncation = Literal["end", "start", "end, with an end token, or left out", "turns", "error"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,8 @@ from conformance.oracle.chat import KINDS, Label, Rendered
 from conformance.results.verdict import State
 
 NO_LIMIT = 2**20  # tokens
-SHORTEST_MATCH = 6  # tokens; shorter parts agree by chance
+SHORTEST_MATCH = 6  # tokens; shorter parts of texts that differ agree by chance
+EDGE = 2  # tokens at both ends of a common part, which may belong to what differs
 Encoded = tuple[list[int], list[bool]]
 
 
@@ -181,10 +182,10 @@ def _last_answer(one: Expected) -> int:
 
 def _common(expected: Sequence[int], observed: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Yields the places of tokens that both lists have, in order; of lists that differ, those of long common parts."""
-    least = 1 if expected == observed else SHORTEST_MATCH
+    least, edge = (1, 0) if list(expected) == list(observed) else (SHORTEST_MATCH, EDGE)
     for block in SequenceMatcher(None, expected, observed, autojunk=False).get_matching_blocks():
         if block.size >= least:
-            yield from ((block.a + i, block.b + i) for i in range(block.size))
+            yield from ((block.a + i, block.b + i) for i in range(edge, block.size - edge))
 
 
 def _parts(trained: Counter[str], all_of: Counter[str]) -> str:
@@ -223,9 +224,10 @@ def _judge_truncation(pipeline: ServedPipeline, pair: tuple[Expected, Encoded], 
     what = f"{len(tokens)} tokens cut to {limit}"
     wanted = {"end": (tokens[:limit], targets[:limit]), "start": (tokens[-limit:], targets[-limit:])}
     eos = tokenizer.eos_token_id
-    wanted["end, with an end token"] = ([*tokens[: limit - 1], eos], [*targets[: limit - 1], True])
+    wanted["end, with an end token, or left out"] = ([*tokens[: limit - 1], eos], [*targets[: limit - 1], True])
     if cut is None:
-        return TextCheck(stage="truncation", state="differs", text=f"{what}: left out", short="left out")
+        allowed: State = "conforms" if rule.endswith("left out") else "differs"
+        return TextCheck(stage="truncation", state=allowed, text=f"{what}: left out", short="left out")
     if rule == "turns":
         left = iter(tokens)
         right = len(cut[0]) <= limit and all(token in left for token in cut[0])  # in this order

@@ -31,7 +31,7 @@ class OpenRlhf:
             packages=("openrlhf", "transformers", "torchdata"),
             trains=("scaffold", "content", "end", "space") if cls.multiturn else ("scaffold", "content", "end"),
             turns="all" if cls.multiturn else "last",
-            truncates="end, with an end token",
+            truncates="end, with an end token, or left out",
             strips_end=True,
             drops_last=True,
         )
