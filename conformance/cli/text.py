@@ -74,5 +74,6 @@ def _table(results: Sequence[dict[str, str]]) -> Iterator[str]:
                 for one in results
                 if (one["pipeline"], one["template"]) == (pipeline, template)
             }
-            cells.append(f"text {found['rendered text']}; trains on {found.get('mask', 'nothing')}")
+            mask = f"; trains on {found['mask']}" if "mask" in found else ""
+            cells.append(f"text {found.get('rendered text', 'not judged')}{mask}")
         yield f"| {template} | {' | '.join(cells)} |"

@@ -125,7 +125,9 @@ def judge_conversations(
 
 
 def _own_name(info: TextInfo, folder: TemplateFolder) -> str:
-    return folder.names.get(info.name, "") if info.own_templates else ""
+    """Returns the framework's own name of a template; pipelines of one framework begin with its name."""
+    names = (name for framework, name in folder.names.items() if info.name.startswith(framework))
+    return next(names, "") if info.own_templates else ""
 
 
 def _judge_text(pairs: Sequence[tuple[Expected, Encoded]], failed: dict[str, str], tokenizer: Any) -> TextCheck:
@@ -141,7 +143,7 @@ def _judge_text(pairs: Sequence[tuple[Expected, Encoded]], failed: dict[str, str
         text = f"{same}; first difference: {one.name}, {_difference(one.tokens, tokens, tokenizer)}{refusals}"
         return TextCheck(stage="rendered text", state="differs", text=text, short=f"{len(wrong)} of {count} differ")
     state: State = "unsupported" if not pairs else "partly_observed" if failed else "conforms"
-    short = "same" if not failed else f"same, {len(failed)} refused"
+    short = "same" if not failed else f"same, {len(failed)} refused" if pairs else "refused"
     return TextCheck(stage="rendered text", state=state, text=f"{same}{refusals}", short=short)
 
 
@@ -226,7 +228,7 @@ def _judge_truncation(pipeline: ServedPipeline, pair: tuple[Expected, Encoded], 
     eos = tokenizer.eos_token_id
     wanted["end, with an end token, or left out"] = ([*tokens[: limit - 1], eos], [*targets[: limit - 1], True])
     if cut is None:
-        allowed: State = "conforms" if rule.endswith("left out") else "differs"
+        allowed: State = "conforms" if rule.endswith("left out") or not any(targets[:limit]) else "differs"
         return TextCheck(stage="truncation", state=allowed, text=f"{what}: left out", short="left out")
     if rule == "turns":
         left = iter(tokens)

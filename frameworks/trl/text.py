@@ -74,8 +74,9 @@ class TrlCompletion(Trl):
         return parity.TextInfo(name="trl-completion", packages=PACKAGES, trains=trains, turns="last", packs="best fit")
 
     def row(self, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        last = max((i for i, one in enumerate(messages) if one["role"] == "assistant"), default=len(messages))
-        return {"prompt": messages[:last], "completion": messages[last:]}
+        if messages[-1]["role"] != "assistant":
+            raise ValueError("a conversation that ends with a question has no completion")
+        return {"prompt": messages[:-1], "completion": messages[-1:]}
 
 
 def pairs(document: Mapping[str, Any]) -> list[tuple[int, bool]]:
