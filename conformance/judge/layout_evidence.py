@@ -202,23 +202,37 @@ def unproven(phases: Sequence[Record], scenario: Scenario, sizes: Sizes) -> list
         if (ranks := phase.footer.get("evidence", [])) and (step := _step_of(phase, ranks)):
             experts = sum(sizes.experts)
             stage, layers = _stage_of(phase), sizes.layers
-            found = not_proven(phase.layout, step, scenario, sizes.linear, stage=stage, layers=layers, experts=experts)
+            found = not_proven(
+                phase.layout,
+                step,
+                scenario,
+                sizes.linear,
+                stage=stage,
+                layers=layers,
+                experts=experts,
+                trained=_trained(phase.layout, scenario, sizes),
+            )
             listed |= dict.fromkeys(name for name, is_open in found if is_open)
     return [*listed]
 
 
+def _trained(layout: Layout, scenario: Scenario, sizes: Sizes) -> float:
+    """Returns the gradients of one model on one rank, in elements."""
+    models = sum(role.trained for role in scenario.objective.roles)
+    return (sizes.gradients - sum(sizes.experts) * (1 - 1 / layout.ep)) / models / layout.tp / layout.pp
+
+
 def _work(layout: Layout, step: Step, scenario: Scenario, sizes: Sizes, *, stage: int | None) -> Claims:
-    experts, models = sum(sizes.experts), sum(role.trained for role in scenario.objective.roles)
+    experts = sum(sizes.experts)
     yield from work_claims(layout, step, scenario, sizes.linear, layers=sizes.layers, experts=experts)
     if "dropout" in layout.options:
         yield from mask_claims(layout, step)
-    own = sizes.gradients - experts * (1 - 1 / layout.ep)
     yield from exchange_claims(
         layout,
         step,
         sizes.linear,
         stage=stage,
-        trained=own / models / layout.tp / layout.pp,
+        trained=_trained(layout, scenario, sizes),
         sums=sizes.sums / layout.pp,
         accumulation=scenario.accumulation,
     )

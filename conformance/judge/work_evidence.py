@@ -20,6 +20,7 @@ LEAST = 0.5  # of the elements and multiplications that a layout implies; a clai
 LARGEST_BUCKET = 0.4  # of all gradients of a rank; an eighth and the rest of a bucket are due, and 0.5 if there is one
 SLACK = 1.1  # of the largest share of a rank
 BLOCK = 128  # libraries pad rows to a multiple of this
+NUMBERS = 4  # of a token that ranks of one sequence gather: log-prob and entropy, once or twice
 _REDUCTIONS = ("all_reduce", "reduce_scatter", "reduce", "all_to_all")
 _GATHERS = ("all_gather", "broadcast")
 
@@ -90,6 +91,11 @@ class Step:
     def first_tokens(self) -> int:
         """Returns the least number of tokens of a first micro-batch of a data rank."""
         return min(sum(length for _, length, targets in parts[0] if targets) for parts in self.rows)
+
+    @property
+    def first_padded(self) -> int:
+        """Returns the most tokens of a first micro-batch of a data rank, if its rows are as long as the longest."""
+        return max(len(parts[0]) * max(length for _, length, _ in parts[0]) for parts in self.rows)
 
     def padded(self, max_len: int, *, stages: int) -> int:
         """Returns the most tokens of a data rank, if all its rows are as long as the longest activations that a library
@@ -179,12 +185,12 @@ def _shared(own: Counter[tuple[str, str]], others: Counter[tuple[str, str]]) -> 
 
 def most_work(layout: Layout, step: Step, scenario: Scenario, linear: Linear, *, layers: int, experts: int) -> float:
     """Returns the most multiplications of a rank's backward pass, if its rows and its vocabulary are padded as much as
-    libraries do."""
+    libraries do. Products that a library's own autograd function recomputes cannot be told from those for gradients."""
     multiple = BLOCK * max(1, linear.hidden)
     outside = -(-linear.outside // multiple) * multiple
     share = -(-layers // layout.pp) / layers / (1 if linear.uncut else layout.tp)
     tokens = step.padded(scenario.data.max_len, stages=layout.pp) / (layout.sp * layout.ulysses)
-    return SLACK * 2 * tokens * (linear.layers * share + outside + experts)
+    return SLACK * tokens * ((3 if "ckpt" in layout.options else 2) * (linear.layers * share + experts) + 2 * outside)
 
 
 def exchange_claims(
@@ -232,9 +238,10 @@ def _of_data_groups(layout: Layout, step: Step, *, stage: int | None, due: float
     if stage is not None and stage < 3 and shards > 1:
         of_data = partial(_is_of_data, layout, step)
         gathers_keys = layout.gathers or "torchcp" in layout.options  # over the same ranks, in the same pass
-        if "overlap" not in layout.options and not gathers_keys and (step.has_rows or layout.tp == 1):
+        decides = "overlap" not in layout.options and not gathers_keys and (step.has_rows or layout.tp == 1)
+        if decides and (numbers := gathered_numbers(layout, step)) < due:
             whole = step.moved(_GATHERS, _forward, of_data)
-            yield below(f"weights are whole in the forward pass, as ZeRO-{stage} has it", whole, due)
+            yield below(f"weights are whole in the forward pass, as ZeRO-{stage} has it", whole, due + numbers)
         updated = step.moved(_GATHERS, _update, _of_size(shards))
         if not stage:
             yield below("all ranks update all weights, as ZeRO-0 has it", updated, due)
@@ -252,6 +259,11 @@ def _of_data_groups(layout: Layout, step: Step, *, stage: int | None, due: float
     if layout.rep > 1:
         reduced = step.moved(("all_reduce",), _not_forward, _of_size(layout.rep))
         yield at_least("gradients are reduced over replicas", reduced, due / shards)
+
+
+def gathered_numbers(layout: Layout, step: Step) -> int:
+    """Returns the most numbers of tokens that ranks of one sequence gather in the first forward pass."""
+    return NUMBERS * step.first_padded if layout.sp * layout.ulysses > 1 else 0
 
 
 def _of_micro_batches(layout: Layout, step: Step, *, trained: float, accumulation: int) -> Claims:
@@ -286,9 +298,17 @@ def _is_of_data(layout: Layout, step: Step, group: Sequence[int]) -> bool:
 
 
 def not_proven(
-    layout: Layout, step: Step, scenario: Scenario, linear: Linear, *, stage: int | None, layers: int, experts: int
+    layout: Layout,
+    step: Step,
+    scenario: Scenario,
+    linear: Linear,
+    *,
+    stage: int | None,
+    layers: int,
+    experts: int,
+    trained: float,
 ) -> Iterator[tuple[str, bool]]:
-    """Yields what the layout asks for, and whether no claim decides it."""
+    """Yields what the layout asks for, and whether no claim decides it. trained: see exchange_claims."""
     options = set(layout.options)
     for option in ("plan", "ownopt", "torchcp", "offload"):
         yield option, option in options
@@ -297,6 +317,8 @@ def not_proven(
     yield "order of the ring", bool(options & {"ring", "zigzag"})
     yield "stride", layout.stride > 1
     is_cut = bool(stage) and shards_of(layout) > 1
+    hidden = stage in (0, 1, 2) and shards_of(layout) > 1 and gathered_numbers(layout, step) >= LEAST * trained
+    yield "whole weights in the forward pass", hidden and not layout.gathers
     yield "bytes of optimizer states", is_cut
     yield "bytes of gradients", is_cut and stage in (2, 3)
     yield "bytes of weights", is_cut and stage == 3 and (scenario.tier.is_half or "offload" in options)

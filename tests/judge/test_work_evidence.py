@@ -165,11 +165,15 @@ def says_when(ranks: Ranks) -> None:
         ("dp2.zero1.te", works("forward", 0), ""),
         ("dp2.zero1", works("backward", 0.1), "linear layers multiply all tokens, backward"),
         ("dp2.tp2.zero1", works("backward", 2), "no rank multiplies more than its share"),
+        ("dp2.zero1.ckpt", works("backward", 1.5), ""),
+        ("dp2.zero1.ckpt", works("backward", 2.5), "no rank multiplies more than its share"),
         ("dp2.zero1", moves_little("all_gather"), "updated weights are gathered, as ZeRO-1 has it"),
         ("dp2.tp2.zero1", moves_little("all_gather"), "updated weights are gathered, as ZeRO-1 has it"),
         ("sp2.zero1", moves_little("all_gather", "update"), "updated weights are gathered, as ZeRO-1 has it"),
         ("dp2.tp2.zero1", gathers_weights, "weights are whole in the forward pass, as ZeRO-1 has it"),
         ("dp2.zero1", gathers_metrics, ""),
+        ("ulysses2.zero2", gathers(TRAINED // 2 + 3 * LENGTH), ""),  # three numbers of each token beside half of this
+        ("ulysses2.zero2", gathers_weights, "weights are whole in the forward pass, as ZeRO-2 has it"),
         ("sp2.torchcp.zero1", gathers_weights, ""),  # keys and values of long rows
         ("dp2.tp2.zero0", keeps, "all ranks update all weights, as ZeRO-0 has it"),
         ("dp2.tp2.zero2", reduces_once, "gradients of every micro-batch are reduced, as ZeRO-2 has it"),
@@ -235,7 +239,7 @@ STATES, ATTENTION = "bytes of optimizer states", "share of each rank in attentio
 def test_what_no_claim_decides_is_listed(layout: str, listed: set[str]) -> None:
     of, scenario = Layout.parse(layout), parse_scenario({"name": "x", "model": "m", "precision": "exact"} | OPTIMIZER)
     step = Step(honest(of), rows_of(of))
-    options: dict[str, Any] = {"stage": of.zero, "layers": 2, "experts": 0}
+    options: dict[str, Any] = {"stage": of.zero, "layers": 2, "experts": 0, "trained": TRAINED}
     assert {name for name, is_open in not_proven(of, step, scenario, LINEAR, **options) if is_open} == listed
 
 
@@ -248,11 +252,26 @@ def test_what_a_backend_replaces_is_listed(resolved: dict[str, Any]) -> None:
     assert unproven([phase], scenario, sizes=None) == ["the library's own loss"]  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(("trained", "is_listed"), [(TRAINED, False), (8 * LENGTH, True)])
+def test_few_trained_weights_may_hide_among_log_probs(trained: int, is_listed: bool) -> None:
+    of, scenario = (
+        Layout.parse("ulysses2.zero2"),
+        parse_scenario({"name": "x", "model": "m", "precision": "exact"} | OPTIMIZER),
+    )
+    step, options = Step(honest(of), rows_of(of)), {"stage": of.zero, "layers": 2, "experts": 0, "trained": trained}
+    listed = {name for name, is_open in not_proven(of, step, scenario, LINEAR, **options) if is_open}  # type: ignore[arg-type]
+    assert ("whole weights in the forward pass" in listed) == is_listed
+    ranks = honest(of)
+    gathers(trained)(ranks)
+    claims = exchange_claims(of, Step(ranks, rows_of(of)), LINEAR, stage=2, trained=trained, sums=4, accumulation=1)
+    assert ("weights are whole" in " ".join(text for text, holds, _ in claims if not holds)) != is_listed
+
+
 def test_share_of_work_is_not_proven_if_padding_hides_it() -> None:
     of, scenario = Layout.parse("dp2"), parse_scenario({"name": "x", "model": "m", "precision": "exact"} | OPTIMIZER)
     ranks = [rank | {"lengths": [2 * LENGTH]} for rank in honest(of)]
     step = Step(ranks, rows_of(of))
-    options: dict[str, Any] = {"stage": of.zero, "layers": 2, "experts": 0}
+    options: dict[str, Any] = {"stage": of.zero, "layers": 2, "experts": 0, "trained": TRAINED}
     listed = [name for name, is_open in not_proven(of, step, scenario, LINEAR, **options) if is_open]
     assert listed == ["share of each rank in the work"]
 
