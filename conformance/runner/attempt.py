@@ -21,6 +21,7 @@ from conformance.records.header_checks import FLOAT64
 from conformance.results.bisection import BISECTION, Bisected
 from conformance.results.run_results import Attempt
 from conformance.results.verdict import Verdict
+from conformance.runner.judges import Judges
 from conformance.runner.oracle_jobs import Defects, Oracles
 from conformance.runner.phases import TraceFailed, find_in_traced, run_phases, run_traced
 from conformance.runner.placement import Activities, SessionConfig, Where
@@ -108,8 +109,10 @@ class CellRunner:
         oracles: Oracles,
         expectations: Expectations,
         activities: Activities,
+        judges: Judges | None = None,
     ) -> None:
-        self._config, self._where = config, where
+        """judges: None: cells are judged in this process."""
+        self._config, self._where, self._judges = config, where, judges
         self._oracles, self._expectations, self._activities = oracles, expectations, activities
         self._controlled: set[tuple[str | None, ...]] = set()
 
@@ -202,15 +205,25 @@ class CellRunner:
             "oracles": oracle_with,
             "observables": expected.observables,
         }
-        verdict = judge_cell(str(cell), records, known=expected.known, **options)
+        verdict = self._judged_by_oracles(cell, records, **options)
         # Also for cells with planted faults: the bounds of all other cells have to find the faults.
         if verdict.state == "differs" and self._oracles.more_noise(cell, inputs, expected.defects):
-            verdict = judge_cell(str(cell), records, known=expected.known, **options)
+            verdict = self._judged_by_oracles(cell, records, **options)
         if verdict.state == "differs" and expected.unnamed:
             return replace(verdict, reason=f"{verdict.reason}; {expected.unnamed}")
         if verdict.state != "differs" or expected.known or cell.faults or cell.scenario.tier.is_half:
             return verdict
         return explained(verdict, str(cell), records, candidates=expected.undeclared, **options)
+
+    def _judged_by_oracles(self, cell: Cell, records: Sequence[Path], **options: Any) -> Verdict:
+        """Judges the records, in a process beside this one if there are judges."""
+        expected = self._expectations.of(cell)
+        if self._judges is not None:
+            oracles = {defects: self._oracles.folder(cell, defects) for defects in ((), *expected.defects)}
+            given = {**options, "oracles": oracles, "known": expected.known, "slug": cell.slug}
+            if (verdict := self._judges.judge(str(cell), records, **given)) is not None:
+                return verdict
+        return judge_cell(str(cell), records, known=expected.known, **options)
 
     def trace(self, cell: Cell, inputs: FrozenInputs, step: int) -> Path:
         """Runs a cell of one phase again up to ``step``, captures its activations, and returns their folder.

@@ -45,7 +45,7 @@ class SessionConfig:
     arguments: the arguments that select cells; they become part of the command that reproduces a cell.
     gpus: the GPUs that cells lease, or shares of them, to run in parallel; empty: cells run on processors.
     lanes: the largest number of cells that run at once on processors; fewer run at once if memory is scarce.
-    oracle_lanes: the number of oracle runs on processors at once.
+    oracle_lanes: the number of oracle runs on processors at once, and of judges.
     ranks_per_gpu: how many ranks may share a GPU. hosts: the hosts that start ranks; None: only this host.
     budget_s: seconds that a phase, or an oracle run, may go without progress. fail_fast: end after the first failure.
     floor, selected: see conformance.matrix.plan. selection: see conformance.results.run_results.Run.

@@ -27,6 +27,7 @@ from conformance.results.bisection import Bisected
 from conformance.results.verdict import FAILED, NOT_STARTED, Verdict
 from conformance.runner.attempt import CellRunner, Expectations, JudgedCell, expected_of_none
 from conformance.runner.environment import environment
+from conformance.runner.judges import Judges
 from conformance.runner.oracle_jobs import Oracles
 from conformance.runner.phases import import_ahead
 from conformance.runner.placement import (
@@ -82,8 +83,11 @@ class Session:
         )
         self._oracles.prepare()
         self._expectations = Expectations(self._refusals)
+        several = self._at_once.is_parallel and config.oracle_lanes > 1
+        self._judges = self._made_judges() if several else None
         self._runner = CellRunner(
             config,
+            judges=self._judges,
             where=where,
             oracles=self._oracles,
             expectations=self._expectations,
@@ -99,12 +103,21 @@ class Session:
         )
         return self
 
+    def _made_judges(self) -> Judges:
+        work_dir, logs = self.config.out / "worlds", self._oracles.withheld / "judged"
+        lanes = self.config.oracle_lanes
+        return Judges(lanes=lanes, work_dir=work_dir, logs=logs, budget_s=self.config.budget_s)
+
     def __exit__(self, *_: object) -> None:
         self._at_once.cancel()
         if self._at_once.is_parallel and self._activities.are_any:  # the session was stopped: they are not needed
             self._pool.abort()
+            if self._judges is not None:
+                self._judges.abort()
         self._oracles.__exit__()
         self._at_once.join()
+        if self._judges is not None:
+            self._judges.close()
         self._where.close()
 
     def run_all(self, cells: Sequence[Cell], *, progress: Callable[[JudgedCell], None]) -> None:

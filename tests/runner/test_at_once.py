@@ -12,8 +12,10 @@ from conftest import make_cell
 
 from conformance.backends.protocol import BackendEntry
 from conformance.core.host import HostResources, host_resources_of
+from conformance.judge.rejudge import rejudge
 from conformance.matrix.cell import Cell
 from conformance.results.run_results import read_entry, read_output_json
+from conformance.runner import attempt
 from conformance.runner import session as sessions
 from conformance.runner.attempt import JudgedCell
 from conformance.runner.placement import AtOnce, SessionConfig
@@ -50,11 +52,16 @@ def test_lanes_run_cells_at_once_as_memory_allows(
         return found
 
     monkeypatch.setattr(Session, "judged", judged)
-    with Session(SessionConfig(out=tmp_path / "out", lanes=2, budget_s=60)) as session:
+    monkeypatch.setattr(attempt, "judge_cell", lambda *_, **__: pytest.fail("judged in the controller"))
+    out = tmp_path / "out"
+    with Session(SessionConfig(out=out, lanes=2, oracle_lanes=2, budget_s=60)) as session:
         session.run_all(cells, progress=done.append)
     assert [one.verdict.state for one in done] == ["conforms"] * 3, [one.verdict.reason for one in done]
     assert max(at_once) == fitting
-    assert read_output_json(tmp_path / "out" / "summary.json")["leased"] == {}
+    assert read_output_json(out / "summary.json")["leased"] == {}
+    verdicts = [read_entry(session.folder(cell) / "verdict.json").verdict for cell in cells]
+    rejudge(out)  # in this process
+    assert verdicts == [read_entry(session.folder(cell) / "verdict.json").verdict for cell in cells]
 
 
 def test_a_session_keeps_little_of_each_cell(session: Session) -> None:
