@@ -126,22 +126,32 @@ def joined(host: str, slots: int, resources: HostResources = PLENTY) -> JoinedHo
 
 
 @pytest.mark.parametrize(
-    ("memory", "each", "workers", "slots", "warns"),
+    ("memory", "of_host", "each", "workers", "slots", "warns"),
     [
-        (140e9, 2, 0, 8, False),  # by processors: eight ranks
-        (140e9, 1, 0, 8, False),
-        (12e9, 2, 0, 4, False),  # by memory: two cells of two ranks
-        (12e9, 2, 9, 4, True),
-        (140e9, 2, 1, 2, False),  # alone
-        (140e9, 1, 1, 1, False),
+        (140e9, 1e12, 2, 0, 12, False),  # by sixteen processors
+        (140e9, 1e12, 1, 0, 12, False),
+        (12e9, 1e12, 2, 0, 4, False),  # by memory: two cells of two ranks
+        (12e9, 1e12, 2, 9, 4, True),
+        (140e9, 20e9, 2, 0, 6, False),  # by the host's memory
+        (140e9, 1e12, 2, 1, 2, False),  # alone
+        (140e9, 1e12, 1, 1, 1, False),
     ],
 )
 def test_small_cells_share_a_gpu_by_processors_and_memory(
-    *, memory: float, each: int, workers: int, slots: int, warns: bool, monkeypatch: pytest.MonkeyPatch, caplog: Any
+    *,
+    memory: float,
+    of_host: float,
+    each: int,
+    workers: int,
+    slots: int,
+    warns: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: Any,
 ) -> None:
     monkeypatch.setattr(preflight, "gpus_of_host", lambda: ("GPU-a",))
     monkeypatch.setattr(preflight, "memory_of_gpus", lambda: {"GPU-a": (0, int(memory))})
     monkeypatch.setattr(preflight, "lanes_of_host", lambda: 8)
+    monkeypatch.setattr(preflight, "available_memory", lambda: int(of_host))
     ranks = Ranks(device="cuda", ranks_per_gpu=each)
     assert len(preflight.leased_gpus(ranks, cells=[cell()], workers=workers)) == slots
     assert [record.getMessage() for record in caplog.records] == (
