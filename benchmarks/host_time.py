@@ -28,8 +28,8 @@ from plain_deepspeed import engine_of, step_of
 from timing import WARM_UP, random_rows
 
 from conformance.spec.layout import Layout
-from conformance.spec.objectives import Sft
 from conformance.spec.scenario import ScheduleConfig
+from conformance.spec.supervised import Sft
 from impl.engine.trainer import train_step
 from impl.interface.trainable import ContextConfig, get_context
 

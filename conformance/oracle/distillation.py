@@ -7,7 +7,7 @@ from torch import Tensor
 
 from conformance.oracle.loss_terms import Term, target_logprobs, target_positions
 from conformance.spec.batch import Batch, Document
-from conformance.spec.distillation import TEACHER, Distillation
+from conformance.spec.supervised import TEACHER, Distillation
 
 
 class DistillationFunctions:

@@ -68,8 +68,8 @@ COMPUTED_WITH = (
     *("models/config_keys.py", "models/folders.py", "models/hf_config.py"),
     *("numerics/determinism.py", "numerics/float64_tier.py", "numerics/sketch.py"),
     *("records/header_checks.py", "records/record_format.py", "records/step_tensors.py"),
-    *("spec/batch.py", "spec/conventions.py", "spec/distillation.py", "spec/known_defects.py", "spec/layout.py"),
-    *("spec/objectives.py", "spec/observables.py", "spec/precision.py", "spec/preferences.py", "spec/scenario.py"),
+    *("spec/batch.py", "spec/conventions.py", "spec/known_defects.py", "spec/layout.py", "spec/objectives.py"),
+    *("spec/observables.py", "spec/precision.py", "spec/preferences.py", "spec/scenario.py", "spec/supervised.py"),
 )
 PRELOAD = ("conformance.oracle.worker", "transformers")  # which reads the configuration
 CACHE_SIZE = 4 * 2**30  # bytes; the least recently used records are removed first

@@ -21,7 +21,6 @@ impl/objectives/policy_gradient.py, each with a table by kind. If one side does 
 error before anything runs, never a silent SFT.
 """
 
-import itertools
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -33,7 +32,6 @@ from pydantic.dataclasses import dataclass
 
 from conformance.core.errors import STRICT, UsageError, explain, one_line, shown
 from conformance.spec.batch import Batch
-from conformance.spec.distillation import Distillation
 from conformance.spec.observables import (
     CONFIGURATION,
     CRITIC,
@@ -56,6 +54,7 @@ from conformance.spec.observables import (
     trained_observables,
 )
 from conformance.spec.preferences import Dpo, Kto, RewardModel
+from conformance.spec.supervised import Distillation, Sft
 
 AdvantageEstimator = Literal["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
 # Each is a function in the LOSS_MODES of the oracle and in those of impl.
@@ -269,9 +268,6 @@ class Ppo(PolicyGradient):
         return (rows("critic.value", "values"), loss, clipped)
 
 
-Weight = Annotated[float, Field(strict=True, gt=0, le=1e12)]
-
-
 class Objective(Protocol):
     """Defines the protocol of an objective: a frozen pydantic dataclass with a field ``kind``.
 
@@ -303,46 +299,6 @@ class Objective(Protocol):
     def annotate(self, batches: list[Batch]) -> list[Batch]:
         """Returns the batches with the columns that the objective adds. The result depends only on the batches."""
         ...
-
-
-@dataclass(frozen=True, kw_only=True, config=STRICT)
-class Sft:
-    """Configures supervised fine-tuning: the mean of weight times -log p over all target tokens of the optimizer step.
-
-    kind: the name of the objective.
-    document_weights: for each optimizer step, the weight of its first document that has targets. All other documents,
-        and those of further steps, have weight 1. A step with a weight that is far too large overflows in fp16. The
-        recorded loss is without weights, so that as many tokens contribute to its rounding as at any other step.
-    """
-
-    kind: Literal["sft"] = "sft"
-    document_weights: tuple[Weight, ...] = ()
-    reads: ClassVar[Reads] = "samples"
-    disable_dropout: ClassVar[bool] = False
-    roles: ClassVar[tuple[Role, ...]] = (POLICY,)
-
-    def observables(self) -> tuple[Observable, ...]:
-        return (LOGPROBS, TOKEN_COUNT, replace(LOSS, made_of="logprob"))
-
-    def annotate(self, batches: list[Batch]) -> list[Batch]:
-        if not self.document_weights:
-            return batches
-        weights = dict(enumerate(self.document_weights))
-        return [_weighted(batch, weights.get(batch.step, 1.0)) for batch in batches]
-
-
-def _weighted(batch: Batch, weight: float) -> Batch:
-    """Adds the column ``weight``: ``weight`` for the first document that has targets, 1 for all others."""
-    heavy = next((number for number, document in enumerate(batch.documents) if any(document.targets)), -1)
-    numbers = itertools.count()
-    rows = []
-    for row in batch.rows:
-        documents = [
-            replace(d, columns={**d.columns, "weight": weight if next(numbers) == heavy else 1.0})
-            for d in row.documents
-        ]
-        rows.append(replace(row, documents=tuple(documents)))
-    return replace(batch, rows=tuple(rows))
 
 
 BUILT_IN: dict[str, type[Any]] = {

@@ -33,9 +33,10 @@ from pydantic.dataclasses import dataclass
 
 from conformance.core.errors import STRICT, UsageError, did_you_mean, explain, shown
 from conformance.core.io import read_toml
-from conformance.spec.objectives import Objective, Sft, objective_to_json, parse_objective
+from conformance.spec.objectives import Objective, objective_to_json, parse_objective
 from conformance.spec.observables import IN_PAIRS, POLICY, Role
 from conformance.spec.precision import PRECISIONS, Precision, PrecisionName
+from conformance.spec.supervised import Sft
 
 NAME = "[a-z0-9][a-z0-9-]*"  # of a scenario
 TooLong = Literal["truncate", "drop", "error"]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from conformance.spec.batch import OF_INPUTS, Row
-from conformance.spec.distillation import Distillation
+from conformance.spec.supervised import Distillation
 from impl.interface.distributed import moved
 
 NO_TARGET = -100  # the label that torch's cross-entropy ignores

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from conformance.spec.distillation import Distillation
+from conformance.spec.supervised import Distillation
 
 Group = dist.ProcessGroup | None  # of the ranks with the other parts of the vocabulary; None: the logits are whole
 

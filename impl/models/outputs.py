@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from conformance.spec.distillation import Distillation
 from conformance.spec.observables import Head
+from conformance.spec.supervised import Distillation
 from impl.interface.micro_batches import MicroBatch, Outputs, Wanted
 from impl.models.divergence import divergences
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from conformance.spec.batch import GIVEN, Batch, Document, Row
-from conformance.spec.distillation import TEACHER, Distillation
 from conformance.spec.objectives import Grpo, Objective, Ppo, known_kinds
 from conformance.spec.observables import CRITIC, POLICY, REFERENCE
+from conformance.spec.supervised import TEACHER, Distillation
 from impl.interface.micro_batches import Evaluation, MicroBatch, Outputs, Wanted
 from impl.objectives.advantages import Estimate, Response, estimate, overlong_penalty
 from impl.objectives.losses import importance_weights, kl_estimate, policy_losses, token_weights, value_losses
@@ -317,7 +317,7 @@ class SftFunctions:
 
 @dataclass(frozen=True)
 class DistillationFunctions:
-    """Implements impl.objectives.policy_gradient.ObjectiveFunctions for conformance.spec.distillation.Distillation."""
+    """Implements impl.objectives.policy_gradient.ObjectiveFunctions for conformance.spec.supervised.Distillation."""
 
     objective: Distillation
 

@@ -21,8 +21,9 @@ from conformance.models import folders
 from conformance.models.families import read_architecture
 from conformance.models.folders import prepare_model
 from conformance.spec.batch import Batch, Document, Row, read_batches, write_batches
-from conformance.spec.objectives import Objective, Ppo, Sft
+from conformance.spec.objectives import Objective, Ppo
 from conformance.spec.scenario import Scenario, parse_scenario
+from conformance.spec.supervised import Sft
 
 TOKENS = (5, 0, 17, 2)
 

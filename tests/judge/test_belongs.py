@@ -20,8 +20,9 @@ from conformance.judge import verdict
 from conformance.judge.provenance import check_start
 from conformance.records.record_format import RECORD_FILE, RecordError, record_digest
 from conformance.records.step_tensors import Record, RecordWriter, read_record
-from conformance.spec.objectives import Sft, all_observables
+from conformance.spec.objectives import all_observables
 from conformance.spec.observables import Observable, observables_to_json
+from conformance.spec.supervised import Sft
 
 Values = dict[str, Any]
 

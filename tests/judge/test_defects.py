@@ -41,8 +41,8 @@ from conformance.spec.known_defects import (
     defects_to_json,
     parse_defects,
 )
-from conformance.spec.objectives import Sft
 from conformance.spec.scenario import parse_scenario
+from conformance.spec.supervised import Sft
 
 EPSILON = torch.finfo(torch.float64).eps
 ALL: tuple[Defect, ...] = (

@@ -14,8 +14,9 @@ from conformance.judge.tolerance import allowed_errors
 from conformance.judge.verdict import judge
 from conformance.oracle.optimizer import clip_factor
 from conformance.results.verdict import Quantity
-from conformance.spec.objectives import Sft, all_observables
+from conformance.spec.objectives import all_observables
 from conformance.spec.observables import LOGPROBS, POLICY, Observable, trained_observables
+from conformance.spec.supervised import Sft
 
 SHAPE, LAST = (40, 30), 2  # the step before the last one is not observed, so the last update is not rebuilt
 

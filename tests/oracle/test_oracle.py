@@ -28,9 +28,9 @@ from conformance.oracle.role_model import Written
 from conformance.oracle.run import POLICIES
 from conformance.oracle.step import Model, Observed, observe
 from conformance.spec.batch import Batch, Document, Row
-from conformance.spec.objectives import Sft
 from conformance.spec.observables import POLICY
 from conformance.spec.scenario import OptimizerConfig
+from conformance.spec.supervised import Sft
 
 BASE = ("pangu", "llama", "qwen3", "gemma3")
 ROUTED = ("qwen3-moe", "qwen2-moe", "mixtral", "gpt-oss", "deepseek-v3", "deepseek-v2")

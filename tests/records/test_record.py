@@ -19,7 +19,8 @@ from conformance.records.record_format import (
     record_digest,
 )
 from conformance.records.step_tensors import RecordWriter, read_record
-from conformance.spec.objectives import Sft, all_observables
+from conformance.spec.objectives import all_observables
+from conformance.spec.supervised import Sft
 
 OBSERVABLES = all_observables(Sft())
 NO_HEADER = ("", "[]\n", "{}\n", '{"type": "step", "step": 0}\n')

@@ -33,10 +33,10 @@ from conformance.results.run_results import Run, cell_summary, read_entry, summa
 from conformance.runner.environment import model_sizes
 from conformance.runner.session import Session
 from conformance.spec.layout import Layout
-from conformance.spec.objectives import Sft
 from conformance.spec.observables import POLICY
 from conformance.spec.precision import PrecisionName
 from conformance.spec.scenario import LoraConfig
+from conformance.spec.supervised import Sft
 
 NAMED = "second-class reference, transformers .*: errors that transformers itself makes are not seen"
 

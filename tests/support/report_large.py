@@ -24,8 +24,9 @@ from report_sample import (
 
 from conformance.results.run_results import cell_summary, write_summary
 from conformance.results.verdict import Quantity, Verdict
-from conformance.spec.objectives import Ppo, Sft, all_observables
+from conformance.spec.objectives import Ppo, all_observables
 from conformance.spec.observables import Observable
+from conformance.spec.supervised import Sft
 
 LAYERS = 5
 NAMES = parameters(LAYERS)

@@ -16,8 +16,9 @@ from conformance.records import record_format
 from conformance.results.run_results import Entry, Run, cell_summary, read_entry, write_entry, write_summary
 from conformance.results.verdict import ANSWERED, BARS, Quantity, Spread, State, TokenErrors, Verdict
 from conformance.spec.layout import Layout
-from conformance.spec.objectives import Ppo, Sft, all_observables
+from conformance.spec.objectives import Ppo, all_observables
 from conformance.spec.observables import Observable, loaded_observables, observables_to_json, trained_observables
+from conformance.spec.supervised import Sft
 from reports.page_data import locate
 
 STEPS = 5

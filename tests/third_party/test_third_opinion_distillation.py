@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from conformance.oracle.distillation import DistillationFunctions as Oracle
 from conformance.spec.batch import Batch, Document, Row
-from conformance.spec.distillation import Distillation
+from conformance.spec.supervised import Distillation
 from impl.interface.micro_batches import collate
 from impl.models.outputs import divergence_of
 

@@ -1,0 +1,96 @@
+"""Configures objectives that read samples of texts: supervised fine-tuning and distillation."""
+
+import itertools
+from dataclasses import replace
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from conformance.core.errors import STRICT
+from conformance.spec.batch import Batch
+from conformance.spec.observables import LOGPROBS, LOSS, POLICY, TOKEN_COUNT, Observable, Reads, Role, rows
+
+Weight = Annotated[float, Field(strict=True, gt=0, le=1e12)]
+TEACHER = Role(name="teacher", trained=False)
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Distillation:
+    """Configures generalized knowledge distillation (Agarwal et al., arXiv 2306.13649) with the names of TRL.
+
+    A student learns the distributions of a frozen teacher with the same vocabulary. The loss of a token compares the
+    teacher's distribution P of the next token with the student's Q. Both are softmax(logits / temperature). The loss is
+    the mean over all target tokens of the optimizer step, over all ranks and micro-batches.
+
+    kind: the name of the objective.
+    beta: 0 is the forward KL(P, Q), 1 the reverse KL(Q, P). Between them it is the generalized Jensen-Shannon
+        divergence beta KL(P, M) + (1 - beta) KL(Q, M), where M = beta P + (1 - beta) Q (equation 1).
+    temperature: the divisor of the logits of both models. The loss is not multiplied by its square.
+    top_k: the divergence sums over the tokens that are most likely for the teacher; None: over the whole vocabulary.
+    renormalise_top_k: whether P and Q are distributions over the ``top_k`` tokens alone. Otherwise they keep the
+        probabilities that they have in the whole vocabulary, as in verl.
+    """
+
+    kind: Literal["distillation"] = "distillation"
+    beta: Annotated[float, Field(strict=True, ge=0, le=1)] = 1.0
+    temperature: Annotated[float, Field(strict=True, gt=0, le=100)] = 1.0
+    top_k: Annotated[int, Field(strict=True, ge=1)] | None = None
+    renormalise_top_k: Annotated[bool, Field(strict=True)] = True
+
+    reads: ClassVar[Reads] = "samples"
+    disable_dropout: ClassVar[bool] = True
+    roles: ClassVar[tuple[Role, ...]] = (TEACHER, POLICY)
+
+    def observables(self) -> tuple[Observable, ...]:
+        teacher = rows("teacher.logprob", "teacher log-probs")
+        return (
+            replace(teacher, required=False, effect_at="divergences"),
+            LOGPROBS,
+            replace(rows("divergence", "divergences"), required=False, effect_at="loss"),
+            TOKEN_COUNT,
+            replace(LOSS, made_of="divergence"),
+        )
+
+    def annotate(self, batches: list[Batch]) -> list[Batch]:
+        return batches
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Sft:
+    """Configures supervised fine-tuning: the mean of weight times -log p over all target tokens of the optimizer step.
+
+    kind: the name of the objective.
+    document_weights: for each optimizer step, the weight of its first document that has targets. All other documents,
+        and those of further steps, have weight 1. A step with a weight that is far too large overflows in fp16. The
+        recorded loss is without weights, so that as many tokens contribute to its rounding as at any other step.
+    """
+
+    kind: Literal["sft"] = "sft"
+    document_weights: tuple[Weight, ...] = ()
+    reads: ClassVar[Reads] = "samples"
+    disable_dropout: ClassVar[bool] = False
+    roles: ClassVar[tuple[Role, ...]] = (POLICY,)
+
+    def observables(self) -> tuple[Observable, ...]:
+        return (LOGPROBS, TOKEN_COUNT, replace(LOSS, made_of="logprob"))
+
+    def annotate(self, batches: list[Batch]) -> list[Batch]:
+        if not self.document_weights:
+            return batches
+        weights = dict(enumerate(self.document_weights))
+        return [_weighted(batch, weights.get(batch.step, 1.0)) for batch in batches]
+
+
+def _weighted(batch: Batch, weight: float) -> Batch:
+    """Adds the column ``weight``: ``weight`` for the first document that has targets, 1 for all others."""
+    heavy = next((number for number, document in enumerate(batch.documents) if any(document.targets)), -1)
+    numbers = itertools.count()
+    rows = []
+    for row in batch.rows:
+        documents = [
+            replace(d, columns={**d.columns, "weight": weight if next(numbers) == heavy else 1.0})
+            for d in row.documents
+        ]
+        rows.append(replace(row, documents=tuple(documents)))
+    return replace(batch, rows=tuple(rows))
