@@ -183,9 +183,10 @@ def _span(sample: Sample, turn: int, tokens: list[int], whole: str, tokenizer: A
 
     Compared as tokens, not as text: a tokenizer may join the end of the prompt and the start of the answer.
     """
-    if not sample.is_pair and not whole.startswith(_render(sample, turn, tokenizer).rstrip()):
+    prompt, waiting = (_render(sample, turn, tokenizer, waits=waits) for waits in (False, True))
+    if not sample.is_pair and not whole.startswith((prompt.rstrip(), waiting.rstrip())):
         raise _rewritten(turn)
-    start = _common(_tokens(_render(sample, turn, tokenizer, waits=True), tokenizer), tokens)
+    start = _common(_tokens(waiting, tokenizer), tokens)
     if turn == len(sample.messages) - 1:
         return start, len(tokens)
     until = _render(sample, turn + 1, tokenizer).rstrip()
@@ -197,15 +198,18 @@ def _span(sample: Sample, turn: int, tokens: list[int], whole: str, tokenizer: A
 def _until(sample: Sample, turn: int, whole: str, tokenizer: Any) -> str:
     """Returns the part of the ``whole`` text that ends with a turn which is written otherwise where it is the last.
 
-    Some templates write an empty block of reasoning into the last answer only. The end of the turn is looked for behind
-    an answer that occurs nowhere else.
+    Some templates write an empty block of reasoning into the last answer only, or end every conversation with a token.
+    The end of the turn is looked for behind an answer that occurs nowhere else: it is what follows this answer both
+    where it is the last and where it is not.
     """
     turns = list(sample.messages)
     turns[turn] = {**turns[turn], "content": _ELSEWHERE}
     changed = replace(sample, messages=tuple(turns))
     after = _render(changed, len(turns), tokenizer).rstrip().partition(_ELSEWHERE)[2]
-    end = _render(changed, turn + 1, tokenizer).rstrip().partition(_ELSEWHERE)[2]
-    if not (after and end and whole.endswith(after) and after.startswith(end)):
+    last = _render(changed, turn + 1, tokenizer).rstrip().partition(_ELSEWHERE)[2]
+    tokens = _tokens(after, tokenizer)
+    end = tokenizer.decode(tokens[: _common(_tokens(last, tokenizer), tokens)]).rstrip()
+    if not (end and whole.endswith(after) and after.startswith(end)):
         raise _rewritten(turn)
     return whole[: len(whole) - len(after) + len(end)]
 

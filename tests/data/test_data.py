@@ -311,7 +311,7 @@ def test_packing_of_single_documents_suggests_longer_rows(tmp_path: Path) -> Non
 
 
 def test_an_answer_that_nothing_comes_before_is_explained(tmp_path: Path, tokenizer: Any) -> None:
-    tokenizer.chat_template = "{% for m in messages if m['role'] == 'assistant' %}{{ m['content'] }}{% endfor %}"
+    tokenizer.chat_template = "{% for m in messages | reverse %}{{ m['content'] }}{% endfor %}"
     with pytest.raises(UsageError, match="nothing comes before the first token of the answer"):
         load_documents(DataConfig(path=write(tmp_path / "d.jsonl", SAMPLES)), tokenizer)
 

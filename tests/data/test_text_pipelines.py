@@ -37,7 +37,9 @@ def checks(pipeline: ServedPipeline, folder: TemplateFolder) -> Iterator[TextChe
     yield from judge_order(pipeline)
 
 
-@pytest.mark.parametrize("name", ["deepseek-v3", "gemma3", "llama3.1", "mistral", "phi3-marked", "qwen2.5", "qwen3"])
+@pytest.mark.parametrize(
+    "name", ["deepseek-v3", "gemma3", "llama3.1", "mistral", "phi3", "phi3-marked", "qwen2.5", "qwen3"]
+)
 def test_reference_pipeline_conforms(name: str, folders: dict[str, TemplateFolder]) -> None:
     found = list(checks(ServedPipeline(ReferencePipeline()), folders[name]))
     assert {one.state for one in found} <= {"conforms", "unsupported"}, found
