@@ -335,7 +335,7 @@ def test_all_that_the_oracle_imports_makes_another_record_but_what_is_said_not_t
         file = Path(*module).with_suffix(".py")
         if module[0] not in ("oracle", "runtime") and (package / file).exists():  # ranks of any kind are started alike
             files.add(str(file))
-    apart = {f"core/{name}.py" for name in ("errors", "host", "packages", "process")}  # where and whether
+    apart = {f"core/{name}.py" for name in ("errors", "host", "packages", "process", "timeline")}  # where and whether
     assert files - apart == set(COMPUTED_WITH)
     assert apart < files
 
