@@ -95,12 +95,12 @@ class UnsupportedVersion(ImportError):
     """Reports that a package is installed in a version that the backend does not support."""
 
 
-def check_version(package: str, *, supported: str, backend: str) -> None:
-    """Raises UnsupportedVersion unless the installed version begins with ``supported``, such as ``0.16``."""
+def check_version(package: str, *, supported: Sequence[str], backend: str) -> None:
+    """Raises UnsupportedVersion unless the installed version begins with one of ``supported``, such as ``0.16``."""
     found = package_version(package)
-    if is_installed(package) and not f"{found}.".startswith(f"{supported}."):
+    if is_installed(package) and not f"{found}.".startswith(tuple(f"{version}." for version in supported)):
         raise UnsupportedVersion(
-            f"{package} {found} is installed, and only {supported} is supported; install it beside the other one: "
+            f"{package} {found} is installed, and only {', '.join(supported)} are supported; install one beside it: "
             f"python -m venv VENV, VENV/bin/pip install 'backend-parity[{backend}]', and add "
             f"--python {backend}=VENV/bin/python"
         )

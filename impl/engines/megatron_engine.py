@@ -78,12 +78,13 @@ class MegatronEngine:
 
         from impl.megatron.gpt_model import RMSNorm, layer_spec, transformer_config
         from impl.megatron.model_config import ModelShape, read_shape, stages
+        from impl.megatron.versions import submodules
 
         def spec(shape: ModelShape, layer: int) -> Any:
             parts = layer_spec(shape, layer)
             parts.submodules.self_attention.submodules.core_attention = DotProductAttention
             if shape.mixture and layer in shape.mixture.layers:
-                parts.submodules.mlp.submodules.router = TopKRouter
+                submodules(parts.submodules.mlp).router = TopKRouter
             return parts
 
         try:

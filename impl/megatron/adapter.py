@@ -33,10 +33,12 @@ from impl.megatron.hf_mapping import all_parameters, is_trained
 from impl.megatron.model_config import VALUE_HEAD, VOCABULARY_MULTIPLE, ModelShape, read_shape, stages
 from impl.megatron.moe_config import expert_sizes, mixture_support
 from impl.models.family_quirks import quirks_in
+from impl.models.support import is_older
 
 if TYPE_CHECKING:
     from impl.megatron.context import MegatronContext
 
+VERSIONS = ("0.16", "0.17", "0.18", "0.19")  # of megatron-core; impl.megatron.versions holds their differences
 ENGINE = "transformer_engine.pytorch"
 _TF32 = "NVIDIA_TF32_OVERRIDE"
 _admitted = False  # whether this process runs layouts with ``te``
@@ -118,7 +120,9 @@ EXPECTED = (
 
 if find_spec("megatron") is None or find_spec("megatron.core") is None:  # importing it would take seconds
     raise ModuleNotFoundError("megatron-core is not installed", name="megatron-core")
-check_version("megatron-core", supported="0.16", backend="megatron")
+check_version("megatron-core", supported=VERSIONS, backend="megatron")
+if not is_older("megatron-core", 0, 18) and find_spec("triton") is None:  # torch for CPUs does not bring it
+    raise ModuleNotFoundError("megatron-core imports triton, also on a CPU", name="triton")
 
 _OPTIONS = (
     "seqpar",
@@ -325,7 +329,7 @@ class MegatronBackend(ReferenceBackend):
             )
         if {"ownaux", "pertoken"} <= set(layout.options):
             return Unsupported(
-                "megatron-core 0.16 scales its load-balancing loss by the tokens of each rank if it divides by tokens "
+                "megatron-core scales its load-balancing loss by the tokens of each rank if it divides by tokens "
                 "(https://github.com/NVIDIA/Megatron-LM/pull/5047); leave ownaux or pertoken out"
             )
         if "manual" in layout.options and ("overlap" not in layout.options or (shape.mixture and layout.pp == 1)):

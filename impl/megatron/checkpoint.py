@@ -10,6 +10,7 @@ import contextlib
 import json
 import queue
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,6 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -31,6 +31,7 @@ from impl.interface.distributed import Group, on_all_ranks, on_first
 from impl.interface.trainable import Writing
 from impl.megatron.model_config import ModelShape
 from impl.megatron.tensors import refuse_foreign
+from impl.megatron.versions import SAVE_OPTIONS, writer_of_common_state
 
 FORMAT, VERSION, FILE = "backend-parity megatron checkpoint", 1, "contents.json"
 OPTIMIZERS = ("optimizer", "experts")  # keys of their states in a checkpoint
@@ -70,19 +71,14 @@ def save(path: Path, training: Training, when: Writing) -> None:
     doing = f"writing {path}"
     on_first(doing, lambda: path.mkdir(parents=True, exist_ok=True))
     updated = _on_any_rank(any(one.optimizer.state for one in training.optimizers))
-    strategy, save_common = _Planned("torch_dist", 1), TorchCommonSaveStrategy.save_common
-
-    def save_common_on_first(*given: Any) -> None:
-        """Raises on all ranks if the first cannot write; the others would wait in the library's next collective."""
-        on_first(doing, lambda: save_common(*given))
-
+    strategy = _Planned("torch_dist", 1)
     with (
         _completed(training.optimizers, keep=updated),
         replaced(filesystem_async, {"_results_queue": queue.Queue()}),
-        replaced(TorchCommonSaveStrategy, {"save_common": save_common_on_first}),
+        _raising_on_all_ranks(doing),
     ):
         state = _state(training, is_loading=False) | {"scheduler": training.scheduler.state_dict()}
-        dist_checkpointing.save(state, str(path), strategy, async_sharded_save=True)
+        dist_checkpointing.save(state, str(path), strategy, async_sharded_save=True, **SAVE_OPTIONS)
         files = strategy.take_files(copies=when.copies)
     contents = {"format": FORMAT, "version": VERSION, "of": training.properties(), "updated": updated}
 
@@ -92,6 +88,15 @@ def save(path: Path, training: Training, when: Writing) -> None:
 
     on_first(doing, write_contents)
     when.add(lambda: strategy.write(files, doing, when.group))
+
+
+def _raising_on_all_ranks(doing: str) -> AbstractContextManager[Any]:
+    """Raises on all ranks if the first cannot write common.pt; others would wait in the library's next collective."""
+    if (writer := writer_of_common_state()) is None:
+        return contextlib.nullcontext()
+    owner, name = writer
+    save_common = getattr(owner, name)
+    return replaced(owner, {name: lambda *given: on_first(doing, lambda: save_common(*given))})
 
 
 def load(path: Path, training: Training) -> None:
@@ -122,9 +127,9 @@ class _Planned(TorchDistSaveShardedStrategy):  # type: ignore[misc]
     them with ``spawn``, which takes seconds.
     """
 
-    def _get_save_and_finalize_callbacks(self, writer: Any, save_state_dict_ret: Any) -> Any:
+    def _get_save_and_finalize_callbacks(self, writer: Any, save_state_dict_ret: Any, *options: Any) -> Any:
         self._writer, self._metadata, _ = save_state_dict_ret
-        return super()._get_save_and_finalize_callbacks(writer, save_state_dict_ret)
+        return super()._get_save_and_finalize_callbacks(writer, save_state_dict_ret, *options)
 
     def take_files(self, *, copies: bool) -> list[Any]:
         """Takes this rank's files from the library's writer, with tensors on the host. ``copies``: always copy."""

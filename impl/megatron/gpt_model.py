@@ -30,6 +30,7 @@ from impl.megatron.attention import DocumentRotary, RingCoreAttention, latent_co
 from impl.megatron.model_config import EPS, ModelShape, Stages
 from impl.megatron.moe_config import Mixture, expert_sizes
 from impl.megatron.router import StepTopKRouter, number_routers
+from impl.megatron.versions import submodules
 from impl.models.tracing import token_numbers
 
 
@@ -266,9 +267,9 @@ def layer_spec(shape: ModelShape, layer: int) -> ModuleSpec:
         multi_latent_attention=shape.latent is not None,
     )
     if mixture:
-        spec.submodules.mlp.submodules.router = StepTopKRouter
+        submodules(spec.submodules.mlp).router = StepTopKRouter
         if mixture.clamped:
-            spec.submodules.mlp.submodules.experts.submodules.linear_fc2 = BiasedExpertLinear
+            submodules(submodules(spec.submodules.mlp).experts).linear_fc2 = BiasedExpertLinear
     parts, attention = spec.submodules, spec.submodules.self_attention.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
     attention.core_attention = RingCoreAttention

@@ -1,0 +1,28 @@
+"""Holds every difference between the supported versions of megatron-core, 0.16 to 0.19: no other module has any."""
+
+import functools
+import inspect
+from typing import Any
+
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import serialization
+from megatron.core.dist_checkpointing.strategies import common
+
+# From 0.17 on, the default of an asynchronous save is another package, nvidia-resiliency-ext.
+_PARAMETERS = inspect.signature(dist_checkpointing.save).parameters
+SAVE_OPTIONS = {"async_strategy": "mcore"} if "async_strategy" in _PARAMETERS else {}
+
+
+def writer_of_common_state() -> tuple[Any, str] | None:
+    """Returns where megatron-core looks up its function that writes ``common.pt``: an object and the attribute's name.
+
+    Returns None from 0.19 on, which has no such file: the common state is in the files of the tensors.
+    """
+    if hasattr(common, "TorchCommonSaveStrategy"):  # 0.16
+        return common.TorchCommonSaveStrategy, "save_common"
+    return (serialization, "save_common") if hasattr(serialization, "save_common") else None
+
+
+def submodules(spec: Any) -> Any:
+    """Returns the submodules of a spec: a ModuleSpec, or from 0.18 on for mixtures a ``functools.partial``."""
+    return spec.keywords["submodules"] if isinstance(spec, functools.partial) else spec.submodules
