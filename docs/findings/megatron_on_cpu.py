@@ -43,6 +43,7 @@ def type_name(self: Tensor, *args: Any, own: Any = torch.Tensor.type, **kwargs: 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 warnings.simplefilter("ignore")  # Transformer Engine and Apex are not installed
 torch.cuda.current_device = lambda: CPU  # type: ignore[assignment, return-value]
+torch.cuda.current_stream = lambda device=None: None  # type: ignore[assignment, return-value]
 torch.cuda.synchronize = lambda device=None: None
 torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore[method-assign]
 torch.Tensor.type = type_name  # type: ignore[method-assign, assignment]

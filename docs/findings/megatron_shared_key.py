@@ -22,7 +22,7 @@ SIZES = {
 }  # fmt: skip
 DOWN = "linear_kv_down_proj"
 Found = tuple[torch.Tensor, ...]
-vars(multi_latent_attention)["HAVE_TE"] = False  # megatron-latent-needs-te.md
+vars(multi_latent_attention).update(HAVE_TE=False, Linear=Linear)  # megatron-latent-needs-te.md
 
 
 def drawn() -> tuple[dict[str, torch.Tensor], torch.Tensor]:
