@@ -146,8 +146,8 @@ class DocumentRotary(RotaryEmbedding):  # type: ignore[misc]
         return table[documents.positions.T][:, :, 0]
 
 
-# The module assumes TransformerEngine even where it is missing (docs/findings/megatron-latent-needs-te.md). From 0.17 on
-# it knows the linear layer that needs none only beside TransformerEngine.
+# The module assumes TransformerEngine even where it is missing (docs/findings/megatron-latent-needs-te.md). From 0.17
+# on it knows the linear layer that needs none only beside TransformerEngine.
 vars(multi_latent_attention).update(HAVE_TE=HAVE_TE, Linear=Linear)
 
 
