@@ -108,13 +108,14 @@ class Oracles:
         work_dir = root / "worlds"  # for runs on the CPU, and on a GPU without leases
         slots = Lanes(lanes, work_dir=work_dir, name="oracle") if lanes > 1 else None
         self._pool = Pool(work_dir=work_dir, slots=slots)
-        self._leased, self._is_packed = leased, packed
+        self._leased, self._is_packed, self._is_over = leased, packed, False
         self._wants_all = False  # whether oracles of large models need a whole GPU, because one has failed
 
     def __enter__(self) -> "Oracles":
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._is_over = True
         is_at_work = [run for run in self._runs.values() if not run.cancel() and not run.done()]
         if is_at_work:  # the session was stopped, so these runs are not needed any more
             self._pool.abort()
@@ -291,7 +292,11 @@ class Oracles:
         with self._large if needed and leased is None else contextlib.nullcontext():
             outcome = run(config=config)
         # Drivers sometimes fail, and runs side by side may lack memory; an exception on the CPU would come again.
-        if outcome.state == "failed" and (leased is not None or (self._is_packed and outcome.kind != "raised")):
+        if (
+            outcome.state == "failed"
+            and not self._is_over
+            and (leased is not None or (self._is_packed and outcome.kind != "raised"))
+        ):
             shutil.rmtree(out, ignore_errors=True)
             if needed:  # take the GPU with the most free memory; another program may have filled the first one
                 self._wants_all = True
