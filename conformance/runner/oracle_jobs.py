@@ -292,11 +292,8 @@ class Oracles:
         with self._large if needed and leased is None else contextlib.nullcontext():
             outcome = run(config=config)
         # Drivers sometimes fail, and runs side by side may lack memory; an exception on the CPU would come again.
-        if (
-            outcome.state == "failed"
-            and not self._is_over
-            and (leased is not None or (self._is_packed and outcome.kind != "raised"))
-        ):
+        may_pass = leased is not None or (self._is_packed and outcome.kind != "raised")
+        if outcome.state == "failed" and may_pass and not self._is_over:
             shutil.rmtree(out, ignore_errors=True)
             if needed:  # take the GPU with the most free memory; another program may have filled the first one
                 self._wants_all = True
