@@ -102,12 +102,18 @@ def sft(scenario: str, model: str, *, only: Reasons | None = None, **layouts: st
 
 
 def rl(
-    scenario: str, *, model: str = "llama", dropout: bool = False, only: Reasons | None = None, **layouts: str
+    scenario: str,
+    *,
+    half: str = "",
+    model: str = "llama",
+    dropout: bool = False,
+    only: Reasons | None = None,
+    **layouts: str,
 ) -> FaultCells:
     """Cells of GRPO or PPO; half precision has a scenario of its own. ``layouts``: by backend; default: RL_LAYOUTS."""
     return FaultCells(
         scenario=scenario,
-        half_scenario="" if only is FULL else f"{scenario.partition('-')[0]}-half",
+        half_scenario="" if only is FULL else half or f"{scenario.partition('-')[0]}-half",
         model=model,
         layouts=layouts or RL_LAYOUTS,
         dropout=dropout,

@@ -241,7 +241,7 @@ def kl_subtracted(actor_loss: Function, objective: Any, **parts: Tensor) -> Any:
     summary="the KL loss is computed without autograd",
     source="https://github.com/allenai/open-instruct/issues/530",
     stage="gradients",
-    cells=rl("grpo-off-policy"),
+    cells=rl("grpo-off-policy", half="grpo-half-kl"),
     blind=("loss", "loss and norm"),
     needs="kl_loss_coef",
 )
