@@ -84,6 +84,7 @@ OFFLOADED = _where(
     lambda p: p.is_exact or p.is_half,
     "DeepSpeed adds offloaded gradients up by other code if parameters are not float32",
 )
+NEAR_TEACHER = _where(lambda p: p.is_half, "half precision rounds more than the student differs from its teacher")
 BF16 = _where(lambda p: p.compute.name != "bfloat16", "the code in question runs in bf16 only")
 FP16 = _where(lambda p: not p.is_loss_scaled, "only fp16 has a loss scale")
 _ROUNDED_BASE = _where(
@@ -119,6 +120,12 @@ def rl(
         dropout=dropout,
         unobservable=_unobservable(only),
     )
+
+
+def distilled(scenario: str = "distillation", **layouts: str) -> FaultCells:
+    """Cells of distillation. ``layouts``: by backend; default: RL_LAYOUTS."""
+    unobservable = _unobservable(NEAR_TEACHER)
+    return FaultCells(scenario=scenario, model="llama", layouts=layouts or RL_LAYOUTS, unobservable=unobservable)
 
 
 def resume(saves: Resumes = "state", *, model: str = "llama", only: Reasons | None = None) -> FaultCells:

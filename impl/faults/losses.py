@@ -9,7 +9,7 @@ from torch import Tensor
 
 from conformance.backends.faults import FaultCells, Function
 from conformance.spec.preferences import PAIR, SIDE
-from impl.faults.declaration import RL_LAYOUTS, Faults
+from impl.faults.declaration import RL_LAYOUTS, Faults, distilled
 from impl.objectives.preferences import answer_sums, log_ratios
 
 PREFERENCE_FAULTS, DISTILLATION_FAULTS = Faults(), Faults()
@@ -19,11 +19,6 @@ MICRO_BATCHES = 3  # of a rank in a step of the scenario dpo
 def pairs(scenario: str = "dpo") -> FaultCells:
     """Cells of preferences, reward models or KTO."""
     return FaultCells(scenario=scenario, model="llama", layouts=RL_LAYOUTS)
-
-
-def distilled(scenario: str = "distillation", **layouts: str) -> FaultCells:
-    """Cells of distillation. ``layouts``: by backend; default: RL_LAYOUTS."""
-    return FaultCells(scenario=scenario, model="llama", layouts=layouts or RL_LAYOUTS)
 
 
 @PREFERENCE_FAULTS.add(
