@@ -63,6 +63,16 @@ def test_templates_render_as_transformers_does(folders: dict[str, TemplateFolder
         assert count >= 6
 
 
+def test_white_space_of_blocks_is_that_of_transformers(folders: dict[str, TemplateFolder]) -> None:
+    skipped = "    {% if m.role == 'tool' %}{% continue %}{% endif %}\n"
+    source = f"{{% for m in messages %}}\n{skipped}  {{{{ m | tojson }}}}\n{{% endfor %}}"
+    messages = [{"role": "user", "content": "<é>"}, {"role": "assistant", "content": "5"}]
+    theirs = load_tokenizer(folders["qwen2.5"].folder).apply_chat_template(
+        messages, chat_template=source, tokenize=False
+    )
+    assert ChatTemplate(source=source, special={}).text(messages) == theirs
+
+
 def test_marks_of_the_template_are_those_of_transformers(folders: dict[str, TemplateFolder]) -> None:
     folder = folders["phi3-marked"]
     tokenizer = load_tokenizer(folder.folder)
