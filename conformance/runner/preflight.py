@@ -85,8 +85,8 @@ def leased_gpus(ranks: Ranks, *, cells: Sequence[Cell] = (), workers: int = 1) -
     fitting = _cells_on_a_gpu(cells, gpus, each) if workers != 1 and cells else 1
     if workers > fitting:
         logger.warning("the memory of a GPU suffices for %d cells at once, not for %d", fitting, workers)
-    # A rank on a GPU is often idle: it waits for kernels, for other ranks, and for its next cell.
-    ranks_at_once = min(3 * lanes_of_host() // 2, int(available_memory() / ON_GPU))
+    # Processes take turns on a GPU, so more ranks are slower (docs/measurements/speed.md).
+    ranks_at_once = min(lanes_of_host(), int(available_memory() / ON_GPU))
     at_once = min(workers or max(1, ranks_at_once // (each * max(1, len(gpus)))), fitting)
     return shares_of(gpus, each * at_once)
 

@@ -128,8 +128,8 @@ def joined(host: str, slots: int, resources: HostResources = PLENTY) -> JoinedHo
 @pytest.mark.parametrize(
     ("memory", "of_host", "each", "workers", "slots", "warns"),
     [
-        (140e9, 1e12, 2, 0, 12, False),  # by sixteen processors
-        (140e9, 1e12, 1, 0, 12, False),
+        (140e9, 1e12, 2, 0, 8, False),  # by sixteen processors
+        (140e9, 1e12, 1, 0, 8, False),
         (12e9, 1e12, 2, 0, 4, False),  # by memory: two cells of two ranks
         (12e9, 1e12, 2, 9, 4, True),
         (140e9, 20e9, 2, 0, 6, False),  # by the host's memory
