@@ -158,7 +158,7 @@ class KtoFunctions:
         if document.columns[SIDE] == -1:
             share = (ratio / count).detach()
             rows = {"logprob": logprobs, "margin": ratio.expand_as(logprobs), terms_of("kl"): share[None]}
-            return Term(loss=0 * ratio, values={"kl": share.item()}, rows=rows)
+            return Term(loss=0 * ratio, values={"kl": share.item(), "kl_scale": share.abs().item()}, rows=rows)
         o, above = self.objective, ratio - torch.stack(self._mismatched).mean().clamp(min=0)
         if document.columns[LABEL] == 1:
             loss = o.desirable_weight * (1 - torch.sigmoid(o.beta * above)) / count

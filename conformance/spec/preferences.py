@@ -162,7 +162,8 @@ class Kto:
     roles: ClassVar[tuple[Role, ...]] = (REFERENCE, POLICY)
 
     def observables(self) -> tuple[Observable, ...]:
-        estimate = replace(scalar("kl", "margins"), required=False, effect_at="loss")
+        # Log-ratios of both signs cancel in it.
+        estimate = replace(scalar("kl", "margins"), scale="kl_scale", required=False, effect_at="loss")
         return (
             REFERENCE_LOGPROBS,
             LOGPROBS,

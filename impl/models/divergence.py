@@ -69,9 +69,12 @@ def divergence_terms(log_q: Tensor, log_p: Tensor, beta: float) -> Tensor:
         return log_p.exp() * (log_p - log_q)
     if beta == 1:
         return log_q.exp() * (log_q - log_p)
-    weight = torch.tensor(beta, dtype=log_q.dtype, device=log_q.device)
-    log_m = torch.logaddexp(log_p + weight.log(), log_q + (-weight).log1p())
-    return beta * log_p.exp() * (log_p - log_m) + (1 - beta) * log_q.exp() * (log_q - log_m)
+    # log(M / P) by the distance of log-probs: the divergence of near distributions is far smaller than log-probs are.
+    distance = log_q - log_p
+    below = torch.log1p((1 - beta) * torch.expm1(distance.clamp(max=0)))
+    above = distance + torch.log1p(beta * torch.expm1(-distance.clamp(min=0)))
+    mixture = torch.where(distance < 0, below, above)
+    return (1 - beta) * log_q.exp() * (distance - mixture) - beta * log_p.exp() * mixture
 
 
 class _Sum(torch.autograd.Function):
