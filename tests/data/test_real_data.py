@@ -149,7 +149,7 @@ def test_what_built_in_data_does_is_not_told(caplog: pytest.LogCaptureFixture) -
 def test_only_documents_that_are_needed_are_tokenized(
     build: Build, packed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    texts = [(f"what is {n} and {n}?", str(2 * n)) for n in range(5000)]
+    texts = [(f"what is {n} and {n}? {packed}", str(2 * n)) for n in range(5000)]  # no text is encoded twice
     tokenized, encode = [], lazy.encode
 
     def counted(sample: Sample, tokenizer: Any) -> lazy.Encoded:
