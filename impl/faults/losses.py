@@ -205,6 +205,7 @@ def kl_of_one_rank(of_all_ranks: Function, context: Any, sums: Any, highest: Any
     summary="the KL has a gradient, which pushes the policy away from the reference on mismatched answers",
     source="arXiv 2402.01306, section 4.2: no gradient passes through the estimate",
     stage="gradients",
+    half_stage="clipped update",
     cells=pairs("kto"),
     blind=("loss",),
     needs="a KL above 0",
