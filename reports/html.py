@@ -98,9 +98,12 @@ def write_html(out: Path) -> Path:
 def _template() -> jinja2.Template:
     own = environment()
     own.filters.update(number=wording.number, margin=margin, plural=wording.plural, linked=linked, share=wording.share)
-    own.globals.update(FIRST=FIRST, STATES=STATES, KINDS=KINDS, SHADES=SHADES, BEYOND=BEYOND, anchor=anchor)
+    own.filters.update(likely_causes=wording.likely_causes)
+    own.globals.update(
+        APART=side_by_side.APART, FIRST=FIRST, STATES=STATES, KINDS=KINDS, SHADES=SHADES, BEYOND=BEYOND, anchor=anchor
+    )
     own.globals.update(explain=wording.explain, in_square=wording.in_square, level=_level)
-    own.globals.update(likely_causes=wording.likely_causes, describe=describe)
+    own.globals.update(describe=describe)
     return own.get_template("page.html")
 
 
@@ -177,7 +180,7 @@ def _side(group: side_by_side.Group, report: Report) -> dict[str, Any]:
     """Returns the template's values for one group, with the packed data for its details."""
     return {
         "group": group,
-        "words": side_by_side.WORDS[group.state],
+        "words": side_by_side.words_of(group),
         "furthest": tables.furthest(group),
         "block": pack(dumps(tables.group_data(group, report))),
     }

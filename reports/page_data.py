@@ -13,19 +13,21 @@ import gzip
 import json
 import math
 import re
+import shlex
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 from conformance.bisect.explain import describe
-from conformance.judge.tolerance import EXACT, NOISE_FACTOR
+from conformance.judge.tolerance import EXACT, NOISE_FACTOR, gradient_stages
 from conformance.records.record_format import Line, Lines, dumps
 from conformance.results.verdict import STATES, Quantity, Verdict
 from conformance.spec.observables import AGAINST_REBUILT
 from reports.load import Cell
 from reports.summary import Cause
-from reports.wording import circumstances, likely_causes, worst_first
+from reports.wording import circumstances, first_finding, likely_causes, worst_first
 
 # In the order of a decoder layer. Other kinds come last, under their own names.
 PARAMETER_KINDS = (
@@ -168,6 +170,8 @@ def cell_data(cell: Cell, shared: Shared, cause: Cause | None = None, *, large: 
         "first": _first_difference(cell, cause),
         "bisection": vars(describe(cell.bisection)) if cell.bisection else None,
         "alike": _bisected_alike(cell, cause),
+        "untraced": _untraced(cell),
+        "together": shared.string(_run_of(cause.cells) if cause else ""),
         "series": _series(cell.steps, numbers),
         "phases": [_phase(phase, shared) for phase in cell.phases],
         "oracle": {
@@ -286,6 +290,53 @@ def _bisected_alike(cell: Cell, cause: Cause | None) -> list[str] | None:
     return [other.id, describe(other.bisection).answer] if other and other.bisection else None
 
 
+OUTPUTS = ("logprob", "old_logprob", "value", "old_value", "entropy", "score", "routing", "old_routing")
+"""Keys of the rows that a model's last module gives, without the name of the model."""
+HIDDEN = {"ckpt": "recomputes modules", "compile": "compiles modules"}
+"""Options of a layout in which modules are not traced."""
+TOGETHER = 20  # most cells that one suggested command runs
+
+
+def _untraced(cell: Cell) -> str:
+    """Returns why ``parity bisect`` finds no module in a failing cell; empty if it may."""
+    if not (first := first_finding(cell)):
+        return ""
+    if not _has_module(cell, first):
+        return (
+            f"The first difference is in {first.stage}, which no module computes, so no module is the first wrong one."
+        )
+    if (phases := len(cell.entry.records)) > 1:
+        return f"It has {phases} phases, and a module is searched in cells of one: bisect such a cell of this layout."
+    hidden = next((option for option in HIDDEN if option in cell.entry.layout.split(".")), None)
+    return f"This layout {HIDDEN[hidden]} ({hidden}): bisect the layout without it." if hidden else ""
+
+
+def _has_module(cell: Cell, first: Quantity) -> bool:
+    """Whether modules compute the stage that differs first: outputs, gradients, or the first number that is judged
+    after outputs or gradients that the cell does not show at this step."""
+    observables = cell.entry.observables
+    rows = [o for o in observables if o.kind == "rows"]
+    outputs = {o.stage for o in rows if o.key.rpartition(".")[2] in OUTPUTS}
+    gradients = gradient_stages(observables)
+    computed = [o for o in observables if o.stage == first.stage and o.kind in ("scalar", "tensors")]
+    judged = {q.stage for q in cell.entry.verdict.quantities if q.step == first.step}
+    if first.stage in outputs | gradients:
+        return True
+    if any(o.change or o.norm_of for o in computed):
+        return not judged & gradients
+    return any(o.kind == "scalar" for o in computed) and not judged & outputs
+
+
+def _run_of(cells: Sequence[Cell]) -> str:
+    """Returns the command that runs all cells with one cause again; empty for too many of them, or one."""
+    words = shlex.split(cells[0].entry.reproduce)
+    if "--cells" not in words or not 1 < len(cells) <= TOGETHER:
+        return ""
+    place = words.index("--cells")
+    asked = [word for cell in cells for word in ("--cells", cell.id)]
+    return shlex.join([*words[:place], *asked, *words[place + 2 :]])
+
+
 def _first_difference(cell: Cell, cause: Cause | None) -> dict[str, Any] | None:
     """Returns the worst findings and all hints of the first stage and step that differ, and the later stages that
     differ. None for a cell without findings."""
@@ -325,15 +376,23 @@ def _config(header: Line, shared: Shared) -> list[int]:
     shown = {key: value for key, value in header.items() if key not in NO_CONFIGURATION}
     parts = [{key: value for key, value in shown.items() if not isinstance(value, dict)}]
     parts += [{key: value} for key, value in shown.items() if isinstance(value, dict)]
-    flat = [_flat(part) for part in parts]
+    flat = [flattened(part) for part in parts]
     return [shared.value([[shared.string(key), shared.string(value)] for key, value in part.items()]) for part in flat]
 
 
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, str]:
+def flattened(values: dict[str, Any], prefix: str = "") -> dict[str, str]:
     flat: dict[str, str] = {}
     for key, value in values.items():
         if isinstance(value, dict) and value:
-            flat |= _flat(value, f"{prefix}{key}.")
+            flat |= flattened(value, f"{prefix}{key}.")
         else:
-            flat[prefix + key] = value if isinstance(value, str) else json.dumps(value)
+            flat[prefix + key] = value if isinstance(value, str) else _short(value)
     return flat
+
+
+def _short(value: Any) -> str:
+    """Formats a value as JSON. Equal objects that follow each other in a list are counted: ``[12 x {...}]``."""
+    if not isinstance(value, list) or not any(isinstance(item, dict) for item in value):
+        return json.dumps(value)
+    runs = [(text, len(list(equal))) for text, equal in groupby(map(json.dumps, value))]
+    return f"[{', '.join(text if count == 1 else f'{count} x {text}' for text, count in runs)}]"

@@ -75,6 +75,15 @@ WORDS: dict[GroupState, str] = {
     "expected_difference": "not all agree, as expected",
     "infrastructure": "not all compared",
 }
+APART = "agree with each other, not with the reference"
+
+
+def words_of(group: Group) -> str:
+    """Returns in a phrase which members of a group agree."""
+    alike = group.pairs and not group.outside and all(member.state == "differs" for member in group.members)
+    return APART if group.state == "differs" and alike else WORDS[group.state]
+
+
 SYMBOLS: dict[GroupState, str] = {"conforms": "✅", "differs": "❌", "expected_difference": "✅", "infrastructure": "⚠️"}
 NOTE = (
     "Numbers are the largest relative error against the reference, over all steps, for the worst tensor; in the last "
@@ -147,7 +156,7 @@ def to_markdown(out: Path | TwoRuns) -> str:
 def blocks(groups: tuple[Group, ...]) -> Iterator[str]:
     """Yields one block of Markdown per group."""
     for group in groups:
-        lines = [f"\n#### {code(group.group)}: {WORDS[group.state]} {SYMBOLS[group.state]}\n", plain(group.text), ""]
+        lines = [f"\n#### {code(group.group)}: {words_of(group)} {SYMBOLS[group.state]}\n", plain(group.text), ""]
         heads = " | ".join(plain(column) for column in group.columns)
         lines += [f"| backend | layout | {heads} |", f"| :-- | :-- |{' --: |' * len(group.columns)}"]
         for member in group.members:

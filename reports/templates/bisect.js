@@ -14,8 +14,9 @@ function firstModule(cell) {
 // Says why a cell was not bisected, and what would tell its first wrong module.
 function notBisected(cell) {
   const link = (id) => make("a", { href: boxes.find((box) => box.dataset.cell === id)?.hash ?? null }, make("code", id));
+  const missing = "This cell was not bisected: a run bisects at most 8 cells. The first command below does.";
   const found = cell.alike
     ? ["A run bisects one cell of each scenario, model and backend. ", link(cell.alike[0]), `, which begins alike: ${cell.alike[1]}`]
-    : "This cell was not bisected: a run bisects at most 8 cells, and none without a first difference that it can trace. The first command below does.";
+    : cell.untraced || missing;
   return make("section.bisected", make("h3", "The first wrong module"), make("p.note", found));
 }

@@ -65,9 +65,10 @@ function overview(cell, state) {
 function nextSteps(cell) {
   if (!cell.reproduce) return null;
   const differs = cell.state === "differs", precision = cell.precision;
-  const steps = [[differs ? "After a change, judge this cell again:" : "Run this cell again:", cell.reproduce]];
+  const steps = [[differs ? `After a change, judge ${cell.together ? "only " : ""}this cell again:` : "Run this cell again:", cell.reproduce]];
   const bisect = cell.reproduce.replace(/^parity run/, "parity bisect").replace(/ --out \S+/, "").replace("--cells ", "");
-  if (differs && bisect.startsWith("parity bisect")) {
+  if (differs && cell.together) steps.unshift(["After a change, judge all cells with this first difference again:", cell.together]);
+  if (differs && !cell.untraced && bisect.startsWith("parity bisect")) {
     steps.unshift([cell.bisection ? "Find the first wrong module again:" : "Find the first wrong module:", bisect]);
   }
   if (differs && precision !== "exact") {
@@ -148,7 +149,7 @@ function stages(cell) {
     );
   });
   const heads = [make("th", "stage"), ...steps.map((step) => make("th.square", step < 0 ? "loaded" : wide ? `step ${step}` : step % 4 ? "" : step))];
-  heads.push(make("th.least", "margin"), make("th.wide", "observed"), make("th.wide", "allowed"), make("th.left.wide", "closest at"));
+  heads.push(make("th.least", "margin"), make("th.wide", "observed"), make("th.wide", "allowed"), make("th.left.wide", "worst at"));
   const drawn = make("table.stages", make("thead", make("tr", heads)), make("tbody", rows));
   return make(
     "section",
@@ -180,13 +181,16 @@ function maps(cell) {
   if (!compared.length) return null;
   const equal = compared.filter((stage) => parametersOf(cell, stage).every((q) => q.ratio === 0));
   const drawn = compared.filter((stage) => !equal.includes(stage));
+  const elsewhere = cell.quantities.filter((q) => q.ratio > 1 && equal.includes(q.stage));
+  const clean = equal.filter((stage) => !elsewhere.some((q) => q.stage === stage));
   const remark = "margin in digits, or the largest error of all steps in percent, by layer and kind of parameter";
   return make(
     "section",
     make("h3", "Where in the network ", make("small", remark)),
     make("p.shades", shadeLegend(cell), boundaries(cell)),
     make("div.maps", drawn.map((stage) => make("figure", make("figcaption", stage), heatMap(cell, stage)))),
-    equal.length > 0 && make("p.note", `Exactly equal in every parameter: ${equal.join(", ")}.`),
+    clean.length > 0 && make("p.note", `Exactly equal in every parameter: ${clean.join(", ")}.`),
+    elsewhere.map((q) => make("p.note", `In ${q.stage} no parameter differs, but ${tensorAtStep(q)}: ${off(q)}.`)),
   );
 }
 
@@ -222,13 +226,11 @@ function worst(cell) {
   );
 }
 
+// Draws a row for each number and step, because a row for each step would be too wide.
 function perStep(cell) {
-  const keys = [...cell.series.values.keys()];
-  const cells = (one, step) => (one?.has(step) ? String(Number(one.get(step).toPrecision(15))) : "");
-  const rows = cell.series.steps.map((step) => [
-    step,
-    ...keys.flatMap((name) => [cells(cell.series.values.get(name), step), cells(cell.oracle?.series.values.get(name), step)]),
-  ]);
-  const heads = ["step", ...keys.flatMap((name) => [name, `reference's ${name}`])];
-  return folded(false, "Values per step", table("Values per step", "numbers", heads, rows));
+  const shown = (one, step) => (one?.has(step) ? String(Number(one.get(step).toPrecision(15))) : "");
+  const rows = [...cell.series.values].flatMap(([name, ours]) =>
+    cell.series.steps.map((step) => [make("td.left", name), step, shown(ours, step), shown(cell.oracle?.series.values.get(name), step)]),
+  );
+  return folded(false, "Values per step", table("Values per step", "numbers", [left("number"), "step", cell.backend, "reference"], rows));
 }

@@ -52,6 +52,7 @@ async function readCell(number) {
   const [grades, grade] = legend.grades;
   const cell = await packedCell(number);
   for (const key of ["stages", "charts", "maps"]) cell[key] = values[cell[key]];
+  cell.together = strings[cell.together];
   cell.quantities = cell.tables.flatMap(([stage, names, steps, allowed, digits, powers]) =>
     values[names].map((number, row) => {
       const bound = values[allowed][row];

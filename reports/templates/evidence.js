@@ -1,18 +1,32 @@
 // Draws what was requested and what ran: configuration, denominators, evidence, memory, speed.
 const CONFIGURATION = "configuration"; // the stage of what a layout and a precision imply (conformance/spec/observables.py)
 
+// Returns each different row once, with how often it stands there.
+function counted(rows) {
+  const found = new Map();
+  for (const row of rows) {
+    const text = JSON.stringify(row);
+    found.set(text, [row, (found.get(text)?.[1] ?? 0) + 1]);
+  }
+  return [...found.values()];
+}
+
 // Draws what layout and precision imply for a training step, and the observed collectives and matrix products.
 function evidence(cell) {
   const requested = cell.quantities.filter((q) => q.stage === CONFIGURATION);
   const ran = cell.phases.filter((phase) => phase.evidence.collectives.length + phase.evidence.products.length);
   if (!requested.length && !ran.length) return null;
-  const claims = requested.map((q) => [make("td.left", q.ratio > 1 ? make("b.over", "\u2717 no") : "\u2713 yes"), make("td.left", q.tensor)]);
+  const claims = counted(requested.map((q) => [q.ratio > 1, q.tensor])).map(([[fails, claim], count]) => [
+    make("td.left", fails ? make("b.over", "\u2717 no") : "\u2713 yes"),
+    make("td.left", claim, count > 1 && make("small", ` \u00d7 ${count}`)),
+  ]);
   const observed = ran.flatMap((phase) => [
     ...phase.evidence.collectives.map(([kind, size, dtype, pass, ranks, most]) => [phase.layout, kind, `${size} ranks`, dtype, pass, ranks, most]),
     ...phase.evidence.products.map(([dtype, pass, ranks, most]) => [phase.layout, "matrix product", "", dtype, pass, ranks, most]),
   ]);
-  const rows = observed.map((row) => row.map((value, i) => make(i < 5 ? "td.left" : "td", String(value))));
-  const heads = [...["layout", "operation", "group", "dtype", "pass"].map(left), "number of ranks", "largest count of a rank"];
+  const several = (count) => (ran.length > 1 ? [count] : []);
+  const rows = counted(observed).map(([row, count]) => [...row, ...several(count)].map((value, i) => make(i < 5 ? "td.left" : "td", String(value))));
+  const heads = [...["layout", "operation", "group", "dtype", "pass"].map(left), "number of ranks", "largest count of a rank", ...several("phases")];
   const no = requested.filter((q) => q.ratio > 1).length;
   const remark = requested.length ? `${requested.length - no} of ${requested.length} hold` : "this layout implies nothing that can be observed";
   return folded(
@@ -69,8 +83,10 @@ function provenance(cell) {
     cell.precision === "exact"
       ? `Tolerance in the exact tier: ${number(exact)}, more where the optimizer amplifies the rounding of gradients, less for values that are not computed. `
       : `Tolerance: ${factor} times the error of a single process in ${cell.precision}, measured in this run on the same data${floor || ""}. `;
-  return [text, make("a", { href: "#tolerances" }, "Why")];
+  return [text, make("a", { href: "#tolerances" }, "Why these tolerances")];
 }
+
+const LONGEST_KEY = 48; // characters of a key that are not wrapped
 
 // Draws keys in rows and configurations in columns, differing keys first. A key that only some have does not differ.
 function configurations(heads, configs) {
@@ -87,7 +103,9 @@ function configurations(heads, configs) {
   const count = (test) => rows.filter(test).length;
   const remark = `${count(({ same }) => !same)} differ, ${count(({ same, everywhere }) => same && everywhere)} are the same, ${count(({ everywhere }) => !everywhere)} are not in all`;
   const differing = rows.filter(({ same }) => !same).length;
-  const part = (...range) => table("Configuration", "numbers.config", ["key", ...heads], lines.slice(...range));
+  const longest = Math.min(LONGEST_KEY, Math.max(...rows.map(({ name }) => name.length)));
+  const key = () => make("th", { style: `min-width: min(${longest + 3}ch, 40vw)` }, "key");
+  const part = (...range) => table("Configuration", "numbers.config", [key(), ...heads], lines.slice(...range));
   const others = make("details", make("summary", plural(rows.length - differing, "other key")), part(differing));
   return { remark, drawn: [differing > 0 && part(0, differing), others] };
 }

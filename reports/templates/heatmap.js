@@ -9,8 +9,11 @@ function shade(q, { shades, beyond }) {
   return q.ratio <= 1 ? `h${1 + among(shades, q.ratio)}` : `h${5 + (q.observed >= 0 ? among(beyond, q.observed) : beyond.length)}.out`;
 }
 
-// Returns the quantities of a stage that are parameters.
-const parametersOf = (cell, stage) => cell.quantities.filter((q) => q.stage === stage && q.place);
+// Returns the quantities of a stage that are parameters; none if all are compared with rebuilt numbers, within tolerance.
+function parametersOf(cell, stage) {
+  const found = cell.quantities.filter((q) => q.stage === stage && q.place);
+  return found.some(isUrgent) ? found : [];
+}
 
 // Draws the squares of one stage.
 function heatMap(cell, stage) {

@@ -2,6 +2,7 @@
 
 import math
 import random
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,8 +14,9 @@ from report_sample import CRASHED, DIFFERS, LATE, change, entries_of, entry_of, 
 from conformance.core.host import CHECKOUT
 from conformance.results.bisection import OUTSIDE
 from conformance.results.verdict import Quantity, State, off
+from conformance.spec.objectives import Ppo, all_observables
 from reports.html import linked, write_html
-from reports.load import MENTION, findings, read_report
+from reports.load import MENTION, Cell, findings, read_report
 from reports.markdown import write_markdown
 from reports.page_data import Shared, cell_data
 from reports.summary import causes, headline
@@ -190,3 +192,58 @@ def test_every_finding_that_a_backend_links_to_is_written_up() -> None:
     names = {name for text in texts for name in MENTION.findall(text)}
     assert findings(texts).keys() == names
     assert len(names) > 5
+
+
+def cell_with(cell: Cell, right: str, stage: str, **entry: Any) -> Cell:
+    """The cell, of which a quantity of one stage is right and one of another stage differs."""
+    errors = {right: 0.0, stage: 1.0}
+    found = [Quantity(stage=name, tensor=name, step=0, observed=errors[name], allowed=1e-11) for name in errors if name]
+    verdict = replace(cell.entry.verdict, quantities=tuple(found), strips=())
+    return replace(cell, entry=replace(cell.entry, verdict=verdict, **entry))
+
+
+@pytest.mark.parametrize(
+    ("stages", "entry", "why"),
+    [
+        (":log-probs", {}, ""),
+        (":gradients", {}, ""),
+        (":clipped update", {}, ""),  # no gradient is shown
+        ("gradients:clipped update", {}, "The first difference is in clipped update, which no module computes"),
+        (":loss", {}, ""),
+        ("log-probs:loss", {}, "The first difference is in loss, which no module computes"),
+        (":advantages", {}, "The first difference is in advantages, which no module computes"),
+        (":weights", {}, "The first difference is in weights, which no module computes"),
+        (":configuration", {}, "The first difference is in configuration, which no module computes"),
+        (":log-probs", {"records": ("legs/0", "legs/1")}, "It has 2 phases"),
+        (":log-probs", {"layout": "dp2.ckpt"}, "This layout recomputes modules (ckpt)"),
+    ],
+)
+def test_bisect_is_suggested_only_where_a_module_is_wrong(
+    out: Path, stages: str, entry: dict[str, Any], why: str
+) -> None:
+    cell = next(cell for cell in read_report(out).cells if cell.id == SMALLER)
+    found = cell_with(
+        cell, *stages.split(":"), **({"observables": all_observables(Ppo()), "records": ("legs/0",)} | entry)
+    )
+    untraced = cell_data(found, Shared())["untraced"]
+    assert untraced.startswith(why)
+    assert bool(untraced) == bool(why)
+
+
+def test_one_command_runs_all_cells_of_a_cause_again(out: Path) -> None:
+    first, *others = causes(read_report(out))
+    for cause, count in ((first, 3), (others[0], 0)):
+        shared = Shared()
+        data = cell_data(cause.first, shared, cause)
+        words = shlex.split(shared.strings[data["together"]])
+        assert [words[i + 1] for i, word in enumerate(words) if word == "--cells"] == [c.id for c in cause.cells][
+            :count
+        ]
+
+
+def test_only_told_causes_are_counted_as_likely(out: Path) -> None:
+    report = read_report(out)
+    told = sum(bool(likely_causes(cause.first)) for cause in causes(report))
+    assert 0 < told < len(causes(report))
+    page = write_html(out).read_text(encoding="utf-8")
+    assert f"{len(causes(report))} failures by the first difference or the first wrong module, {told} with" in page

@@ -44,7 +44,7 @@ from reports.ci_formats import write_junit
 from reports.html import PER_BLOCK, write_html
 from reports.load import read_report
 from reports.markdown import write_markdown
-from reports.page_data import DIGITS, GRADE, GRADES, POWER, SHADES, graded, locate, spelled
+from reports.page_data import DIGITS, GRADE, GRADES, POWER, SHADES, flattened, graded, locate, spelled
 from reports.wording import first_finding, share
 
 SCREEN = 1280, 720  # px
@@ -382,3 +382,11 @@ def test_a_number_whose_name_has_a_dot_is_no_parameter(page: str) -> None:
     assert "critic.lr" in shared["strings"]
     assert "model.norm.weight" in placed
     assert not placed & {"critic.lr", "critic.grad_norm"}
+
+
+def test_equal_layers_of_a_configuration_are_counted() -> None:
+    layer = {"heads": 4, "window": [1, 2]}
+    config = {"policy": {"layers": [layer, layer, layer, {**layer, "heads": 8}], "sizes": [1, 1]}}
+    found = flattened(config)
+    first, second = (json.dumps({**layer, "heads": heads}) for heads in (4, 8))
+    assert found == {"policy.layers": f"[3 x {first}, {second}]", "policy.sizes": "[1, 1]"}

@@ -16,7 +16,7 @@ from conformance.results.run_results import cell_summary, read_run, write_entry,
 from conformance.results.verdict import State
 from reports.html import write_html
 from reports.markdown import write_markdown
-from reports.side_by_side import PAIRS, read_groups, to_markdown
+from reports.side_by_side import APART, PAIRS, read_groups, to_markdown, words_of
 from reports.tables import MATRIX
 
 pytestmark = pytest.mark.slow
@@ -190,6 +190,16 @@ def test_who_agrees_with_whom_is_readable_without_opening_anything(sample: Path,
     assert "1 of 1 group agree" in (sample / "report.html").read_text(encoding="utf-8")
     assert "deepspeed dp2 stands alone" in summary(wrong)
     assert "0 of 1 group agree" in (wrong / "report.html").read_text(encoding="utf-8")
+
+
+def test_members_that_differ_alike_are_said_to_agree_with_each_other(sample: Path, wrong: Path) -> None:
+    (group,), (apart,) = read_groups(sample) or (), read_groups(wrong) or ()
+    differing = [tuple(replace(member, state="differs") for member in one.members) for one in (group, apart)]
+    assert words_of(group) == "all agree"
+    assert words_of(replace(group, state="differs", members=differing[0])) == APART
+    assert (
+        words_of(replace(group, state="differs")) == words_of(replace(apart, members=differing[1])) == "not all agree"
+    )
 
 
 def test_a_group_that_differs_as_expected_is_said_to_agree_but_for_that(wrong: Path, tmp_path: Path) -> None:
