@@ -181,7 +181,7 @@ function maps(cell) {
   if (!compared.length) return null;
   const equal = compared.filter((stage) => parametersOf(cell, stage).every((q) => q.ratio === 0));
   const drawn = compared.filter((stage) => !equal.includes(stage));
-  const elsewhere = cell.quantities.filter((q) => q.ratio > 1 && equal.includes(q.stage));
+  const elsewhere = equal.map((stage) => cell.quantities.find((q) => q.stage === stage && q.ratio > 1)).filter((q) => q);
   const clean = equal.filter((stage) => !elsewhere.some((q) => q.stage === stage));
   const remark = "margin in digits, or the largest error of all steps in percent, by layer and kind of parameter";
   return make(

@@ -18,7 +18,7 @@ function evidence(cell) {
   if (!requested.length && !ran.length) return null;
   const claims = counted(requested.map((q) => [q.ratio > 1, q.tensor])).map(([[fails, claim], count]) => [
     make("td.left", fails ? make("b.over", "\u2717 no") : "\u2713 yes"),
-    make("td.left", claim, count > 1 && make("small", ` \u00d7 ${count}`)),
+    make("td.left", claim, count > 1 && make("small", ` checked ${count} times`)),
   ]);
   const observed = ran.flatMap((phase) => [
     ...phase.evidence.collectives.map(([kind, size, dtype, pass, ranks, most]) => [phase.layout, kind, `${size} ranks`, dtype, pass, ranks, most]),
