@@ -354,6 +354,7 @@ def _first_difference(cell: Cell, cause: Cause | None) -> dict[str, Any] | None:
         "of": sum((q.stage, q.step) == (first.stage, first.step) for q in cell.entry.verdict.quantities),
         "hints": [[tensor, hint] for hint, tensor in likely_causes(cell).items()],
         "shared": cause.shared if cause else "",
+        "passing": cause.passing if cause and cause.first is cell else "",
         "later": [stage for stage in cell.entry.stages if stage in later],
     }
 

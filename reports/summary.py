@@ -10,10 +10,11 @@ computes the bars that templates/earlier.html draws.
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import takewhile
+from typing import Any
 
 from conformance.results.baseline import Counts, by_backend, counts_text
 from conformance.results.bisection import OUTSIDE, PARAMETERS, UNKNOWN
@@ -21,18 +22,20 @@ from conformance.results.changes import KINDS, Comparison, Since
 from conformance.results.requirements import shared_gpus
 from conformance.results.verdict import ANSWERED, NO_ANSWER, NOT_SEEN, PASSES, STATES, State, margin
 from reports.load import Cell, Report
-from reports.wording import code, explain, first_finding, first_line, plain, plural
+from reports.wording import code, explain, first_finding, first_line, likely_causes, plain, plural
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cause:
     """Holds the cells with one cause, at least one: by size of the worker group, then by simplicity of the layout.
 
-    shared: a sentence if no backend that ran the same scenarios is right; else empty.
+    shared: a sentence if no backend that ran the same scenarios is right; else empty. passing: names a cell that passes
+    and in what its model differs, if no likely cause is known; else empty.
     """
 
     cells: tuple[Cell, ...]
     shared: str
+    passing: str = ""
 
     @property
     def first(self) -> Cell:
@@ -66,8 +69,48 @@ def causes(report: Report) -> list[Cause]:
     for key, cells in alike.items():
         module = next(filter(None, map(_module, cells)), None)
         groups[(*key[:2], module) if module else key] += cells
-    found = [Cause(cells=tuple(sorted(cells, key=_effort)), shared=_shared(cells, report)) for cells in groups.values()]
+    passing = {_but_model(cell): cell for cell in report.cells if cell.state == "conforms"}
+    found = [
+        Cause(cells=(first, *rest), shared=_shared(cells, report), passing=_passing(first, passing))
+        for cells in groups.values()
+        for first, *rest in [sorted(cells, key=_effort)]
+    ]
     return sorted(found, key=lambda cause: cause.urgency)
+
+
+def _but_model(cell: Cell) -> tuple[str, ...]:
+    entry = cell.entry
+    return entry.scenario, entry.backend, entry.layout, entry.variant
+
+
+PARTS = {"attn": "attention", "mlp": "feed_forward"}  # of the name of a module: the key of its values
+
+
+def _passing(cell: Cell, passing: Mapping[tuple[str, ...], Cell]) -> str:
+    """Names the cell that passes with another model, and the values of the first wrong module that both models do not
+    share, for a cell without a likely cause."""
+    other = passing.get(_but_model(cell))
+    if cell.state != "differs" or not other or likely_causes(cell):
+        return ""
+    here, there = (dict(_values(one.oracle.header.get("resolved", {}))) if one.oracle else {} for one in (cell, other))
+    part = next((part for name, part in PARTS.items() if name in (_module(cell) or "")), "")
+    names = [name for name in here if name in there and here[name] != there[name]]
+    listed = [
+        f"{name} {here[name]}, there {there[name]}" for name in names if part in name or name.endswith(".hidden_size")
+    ]
+    return f"{other.id} passes. Its model differs: {'; '.join(listed[:MOST])}." if listed else ""
+
+
+def _values(architecture: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields the values of an architecture by name, of layers those of the first one."""
+    if isinstance(architecture, dict):
+        for key, value in architecture.items():
+            if name or key == "architecture":
+                yield from _values(value, f"{name}.{key}".removeprefix("."))
+    elif isinstance(architecture, list) and architecture and isinstance(architecture[0], dict):
+        yield from _values(architecture[0], f"{name}.0")
+    else:
+        yield name.removeprefix("architecture."), architecture
 
 
 def _module(cell: Cell) -> str | None:
@@ -100,6 +143,7 @@ def _key(cell: Cell) -> tuple[object, ...]:
     return cell.state, planted, first.stage, frozenset(re.sub(r"\.\d+\.|\d+", ".N.", tensor) for tensor in tensors)
 
 
+MOST = 12  # values of a model that are listed
 HEIGHT, STEP = 34, 16  # px: height of the tallest bar, and distance of bars
 # From the bottom of a bar to its top, so that failures are at the edge.
 STACKED: tuple[State, ...] = (

@@ -83,7 +83,7 @@ function nextSteps(cell) {
 }
 
 function firstDifference(cell) {
-  const { stage, step, findings, more, of, hints, shared, later } = cell.first;
+  const { stage, step, findings, more, of, hints, shared, passing, later } = cell.first;
   const wrong = findings.length + more;
   const heads = ["tensor", "step", "observed", "allowed", "margin", "largest, absolute", left("where")];
   const found = findings.map(([tensor, observed, allowed, ...rest]) => [tensor, judged({ observed, allowed }), ...rest]);
@@ -99,6 +99,7 @@ function firstDifference(cell) {
     more > 0 && make("p.note", `${more} more of this stage at this step are in the CSV.`),
     hints.map(advice),
     shared && make("p.advice", shared),
+    passing && make("p.note", `No likely cause is known. ${passing}`),
     isDiagnosed(cell) && cell.reason && make("p.note", linked(cell.reason)),
     later.length > 0 && make("p.note", `Also outside tolerance, perhaps as a consequence: ${later.join(", ")}.`),
   );

@@ -1,5 +1,6 @@
 """What the reports say first: causes, errors as a person says them, planted faults, findings that are named."""
 
+import json
 import math
 import random
 import shlex
@@ -239,6 +240,32 @@ def test_one_command_runs_all_cells_of_a_cause_again(out: Path) -> None:
         assert [words[i + 1] for i, word in enumerate(words) if word == "--cells"] == [c.id for c in cause.cells][
             :count
         ]
+
+
+def test_without_a_likely_cause_a_passing_cell_of_another_model_is_named(out: Path) -> None:
+    report = read_report(out)
+    wrong: Any = next(cell for cell in report.cells if cell.id == SMALLER)
+    sizes = {"hidden_size": 48, "layers": [{"attention": {"heads": 6, "window": None}, "feed_forward": {"size": 8}}]}
+    other = json.loads(json.dumps(sizes).replace("48", "64").replace("6,", "8,").replace("8}", "9}"))
+    module: Any = SimpleNamespace(models=(SimpleNamespace(where="model.layers.0.self_attn"),))
+    failing, passing = (
+        replace(
+            wrong,
+            entry=replace(
+                wrong.entry, cell=f"s/{model}/fsdp2/tp2/fp32", verdict=replace(wrong.entry.verdict, **verdict)
+            ),
+            bisection=module,
+            oracle=replace(wrong.oracle, header={"resolved": {"dtype": "x", "architecture": {"policy": policy}}}),
+        )
+        for model, policy, verdict in (("odd", sizes, {}), ("even", other, {"state": "conforms", "quantities": ()}))
+    )
+    for hint, listed in (("", True), ("told", False)):
+        first = replace(wrong.findings[0], hint=hint)
+        verdict = replace(failing.entry.verdict, quantities=(first,))
+        cells = (replace(failing, entry=replace(failing.entry, verdict=verdict)), passing)
+        (cause,) = causes(replace(report, cells=cells))
+        text = "s/even/fsdp2/tp2/fp32 passes. Its model differs: policy.hidden_size 48, there 64; "
+        assert cause.passing == (f"{text}policy.layers.0.attention.heads 6, there 8." if listed else "")
 
 
 def test_only_told_causes_are_counted_as_likely(out: Path) -> None:
