@@ -183,7 +183,7 @@ def test_what_a_backend_does_not_show_is_in_the_state_of_its_cells_and_of_the_ru
         **{"shy/dp1": "conforms", "shy/dp2": "partly_observed"},  # pieces of one rank have no replicas
         **{"normless/dp1": "conforms", "normless/dp2": "conforms"},  # the update tells what norms do
     }
-    assert ran.reasons["silent/dp2"].endswith("; not observed: log-probs")
+    assert "; not observed: log-probs" in ran.reasons["silent/dp2"]
     assert ran.reasons["shy/dp2"].endswith("; not observed: gradient replicas, weight replicas")
     assert (ran.code, ran.summary["verdict"], ran.summary["unmet"]) == (0, "partly_observed", [])
     assert ran.said[0] == "partly observed: 3 partly observed, 3 pass"
@@ -238,8 +238,8 @@ def test_less_than_was_demanded_is_incomplete_and_says_what_is_missing(
     markdown = (ran.out / "report.md").read_text()
     assert "Incomplete: not a pass" in markdown
     assert "less was judged than required" in markdown
-    assert f"- `{TWO}`: conforms, now unsupported\n" in markdown
-    assert f"<code>{TWO}</code> conforms, now unsupported" in (ran.out / "report.html").read_text()
+    assert f"- `{TWO}`: pass, now unsupported\n" in markdown
+    assert f"<code>{TWO}</code> pass, now unsupported" in (ran.out / "report.html").read_text()
     assert 'errors="1"' in (ran.out / "junit.xml").read_text()
     assert cli.main(["report", str(ran.out)]) == cli.main(["judge", str(ran.out)]) == 3  # it is not forgotten
     assert json.loads((ran.out / "summary.json").read_text())["unmet"] == ran.summary["unmet"]
@@ -252,7 +252,7 @@ def test_coverage_that_was_gained_is_told_and_changes_nothing(run: Runner, tmp_p
     assert (ran.code, ran.said[:2]) == (0, ["pass: 2 pass", f"since the last run: newly judged: {TWO}"])
     judged = {"kind": "judged", "cell": TWO, "before": "unsupported", "now": "conforms"}
     assert ran.summary["since"]["last"]["changes"] == [judged]
-    assert f"- `{TWO}`: unsupported, now conforms\n" in (ran.out / "report.md").read_text()
+    assert f"- `{TWO}`: unsupported, now pass\n" in (ran.out / "report.md").read_text()
 
 
 @pytest.mark.parametrize(

@@ -306,5 +306,6 @@ def test_the_oracle_shares_no_code_with_backends_or_transformers() -> None:
             modules = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             modules += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             for module in modules:
-                assert module.partition(".")[0] in allowed, f"{file.name} imports {module}"
+                if file.name != "chat.py" or not module.startswith("jinja2"):  # the language of chat templates
+                    assert module.partition(".")[0] in allowed, f"{file.name} imports {module}"
                 assert not module.startswith(("torch.optim", "torch.nn.utils")), f"{file.name} imports {module}"

@@ -44,25 +44,25 @@ def nightly(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_report_of_the_third_night_says_what_broke_and_names_the_new_torch(nightly: Path) -> None:
     text = write_markdown(nightly / "three").read_text()
-    last, green = text.partition("### Since the last green run (2026-08-14 03:12, conforms)")[::2]
+    last, green = text.partition("### Since the last green run (2026-08-14 03:12, pass)")[::2]
     assert "### Since the last run (2026-08-15 03:12, incomplete)" in last
     for part in (last, green):
         assert "Suspects, because they changed in between: torch 2.13.0 → 2.14.0\n" in part
         assert f"**Newly failing: 2 cells**\n\n- `{DIFFERS}`: pass, now fail\n- `{LATE}`: " in part
-        assert f"**Newly unsupported: 1 cell**\n\n- `{PARTLY}`: conforms, now unsupported\n" in part
-    assert f"**Fixed: 1 cell**\n\n- `{RESUMED}`: infrastructure failure, now conforms\n" in last
+        assert f"**Newly unsupported: 1 cell**\n\n- `{PARTLY}`: pass, now unsupported\n" in part
+    assert f"**Fixed: 1 cell**\n\n- `{RESUMED}`: infrastructure failure, now pass\n" in last
     assert "Fixed" not in green.partition("### Flaky")[0]
     issue = (nightly / "three/issue.md").read_text()
     assert issue.startswith(f"# Parity: {DIFFERS} and 1 more cell newly fail\n\n")
     assert issue.count("### ✗") == 2
-    warning = f"::warning title={RESUMED}::flaky: conforms on 2026-08-14 03%3A12"
+    warning = f"::warning title={RESUMED}::flaky: pass on 2026-08-14 03%3A12"
     assert warning.replace("%3A", ":") in (nightly / "three/annotations.txt").read_text()
     write_markdown(nightly / "one")
     assert not (nightly / "one/issue.md").exists()
     page = write_html(nightly / "three").read_text()
     for words in (
         "Since the last run (2026-08-15 03:12, incomplete)",
-        "Since the last green run (2026-08-14 03:12, conforms)",
+        "Since the last green run (2026-08-14 03:12, pass)",
         '<b class="suspect">torch 2.13.0 → 2.14.0</b>',
         "newly failing: 2 cells",
         f"<code>{DIFFERS}</code> pass, now fail",
@@ -94,7 +94,7 @@ def test_terminal_and_summary_say_the_same(nightly: Path, capsys: pytest.Capture
 def test_a_cell_that_failed_for_one_night_without_a_change_of_versions_is_flaky(nightly: Path) -> None:
     since = read_report(nightly / "three").since
     assert since
-    why = "conforms on 2026-08-14 03:12, infrastructure failure on 2026-08-15 03:12, with the same versions"
+    why = "pass on 2026-08-14 03:12, infrastructure failure on 2026-08-15 03:12, with the same versions"
     assert [(flaky.cell, flaky.why) for flaky in since.flaky] == [(RESUMED, why)]
 
 
@@ -111,7 +111,7 @@ def test_the_history_shows_every_night_and_what_changed(nightly: Path, capsys: p
     head, *rows = capsys.readouterr().out.splitlines()
     assert head == f"{SELECTION}:"
     assert [row.split()[:3] for row in rows[1:]] == [
-        ["2026-08-14", "03:12", "conforms"],
+        ["2026-08-14", "03:12", "pass"],
         ["2026-08-15", "03:12", "incomplete"],
     ]
     assert "1 infrastructure failure" in rows[2]

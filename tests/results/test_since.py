@@ -158,7 +158,7 @@ def test_a_cell_that_ends_otherwise_with_other_versions_is_not_flaky() -> None:
 
 def test_a_flaky_cell_is_told_with_its_last_turn() -> None:
     (flaky,) = since(states("conforms", "differs", "conforms")).flaky
-    last = "differs on 2026-08-02 03:00, conforms on 2026-08-31 03:00, with the same versions"
+    last = "fail on 2026-08-02 03:00, pass on 2026-08-31 03:00, with the same versions"
     assert flaky.why == f"{last} (2 times in 3 runs)"
 
 

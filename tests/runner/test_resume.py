@@ -98,7 +98,7 @@ def test_only_cells_without_a_verdict_are_run(chosen: list[str], out: Path, caps
     assert cli.main(["run", *chosen, "--resume", str(out)]) == 0
     said = capsys.readouterr()
     assert f"running 1 cells; results: {out}" in said.err
-    assert f"ok       {FIRST}" in said.err
+    assert f"pass     {FIRST}" in said.err
     assert said.out.startswith("pass: 2 pass\n")
     assert next(out.glob("cells/*dp2*/verdict.json")).stat().st_mtime_ns == before
     run, entries = read_run(out)

@@ -1,6 +1,7 @@
 """Worker groups that a host has no room for: one clear line, nothing left behind, and the next task runs."""
 
 import resource
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -77,7 +78,8 @@ def test_start_at_process_limit_fails_and_ends_started_ranks(tmp_path: Path, mon
         assert outcome.reason == reason + ADVICE
         started = [int(file.stem) for file in tmp_path.glob("*.pid") if file.stem != "0"]
         assert len(started) == 2
-        assert all(is_gone(pid) for pid in started)
+        while not all(is_gone(pid) for pid in started):  # they are ended beside whatever starts next
+            time.sleep(0.05)
 
 
 def test_an_outcome_says_whether_its_ranks_had_run_a_task_before(run: Runner) -> None:
