@@ -1,4 +1,4 @@
-"""Holds every difference between the supported versions of megatron-core, 0.16 to 0.19: no other module has any."""
+"""Hides what megatron-core 0.16 to 0.19 do in different ways, so that callers need not ask for the version."""
 
 import functools
 import inspect

@@ -78,8 +78,10 @@ def test_start_at_process_limit_fails_and_ends_started_ranks(tmp_path: Path, mon
         assert outcome.reason == reason + ADVICE
         started = [int(file.stem) for file in tmp_path.glob("*.pid") if file.stem != "0"]
         assert len(started) == 2
-        while not all(is_gone(pid) for pid in started):  # they are ended beside whatever starts next
+        until = time.monotonic() + 60  # they are ended beside whatever starts next
+        while not all(is_gone(pid) for pid in started) and time.monotonic() < until:
             time.sleep(0.05)
+        assert all(is_gone(pid) for pid in started)
 
 
 def test_an_outcome_says_whether_its_ranks_had_run_a_task_before(run: Runner) -> None:
