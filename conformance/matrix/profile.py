@@ -13,6 +13,7 @@ import fnmatch
 import itertools
 import logging
 import re
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -345,19 +346,25 @@ def select(cells: Sequence[Cell], patterns: Sequence[str]) -> list[Cell]:
 
     ``{dp2,tp2}`` in a pattern stands for either text. Raises UsageError for a pattern that matches no cell.
     """
-
-    def matches(cell: Cell, pattern: str) -> bool:
-        names = (str(cell), str(cell.plain))
-        return any(fnmatch.fnmatchcase(name, one) for name in names for one in _without_braces(pattern))
-
+    ids: dict[str, set[int]] = defaultdict(set)  # whole ids, as a command repeats them by the hundred, are looked up
+    for index, cell in enumerate(cells):
+        for name in (str(cell), str(cell.plain)):
+            ids[name].add(index)
+    chosen: set[int] = set()
     for pattern in patterns:
-        if not any(matches(cell, pattern) for cell in cells):
+        matched = [
+            ids[name]
+            for one in _without_braces(pattern)
+            for name in ([one] if one in ids else fnmatch.filter(ids, one))
+        ]
+        if not matched:
             like = ", ".join(str(cell) for cell in cells[:3])
             raise UsageError(
                 f"no cell matches {pattern!r}; {_near(pattern, cells)}ids look like {like} ({len(cells)} in all: "
                 f"parity list)"
             )
-    return [cell for cell in cells if not patterns or any(matches(cell, pattern) for pattern in patterns)]
+        chosen.update(*matched)
+    return [cell for index, cell in enumerate(cells) if not patterns or index in chosen]
 
 
 def _without_braces(pattern: str) -> list[str]:

@@ -292,6 +292,12 @@ def test_braces_in_a_pattern_stand_for_either_text() -> None:
     ]
 
 
+def test_whole_ids_are_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    cells = cells_of("quick")
+    monkeypatch.setattr("fnmatch.filter", lambda *_: pytest.fail("a search of all ids for each whole id"))
+    assert select(cells, [str(cell) for cell in reversed(cells)]) == list(cells)
+
+
 def test_a_pattern_that_matches_nothing_shows_what_ids_look_like() -> None:
     with pytest.raises(UsageError, match=r"no cell matches '\*/gpt2/\*'; ids look like grpo"):
         select(cells_of("quick"), ["*/gpt2/*"])
