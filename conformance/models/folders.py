@@ -25,7 +25,7 @@ from conformance.core.errors import UsageError, first_few, one_line, shown
 from conformance.core.host import resolve
 from conformance.core.io import is_file, read_json
 from conformance.models.folder_checks import NOT_COPIED, check_model_folder
-from conformance.spec.observables import POLICY, Head, Role
+from conformance.spec.observables import POLICY, Role
 from conformance.spec.scenario import ADAPTER, CONFIG_FILE, FILE_PREFIX, WEIGHTS_FILE, LoraConfig, Scenario
 
 B_SIZE = 0.2  # of B x for x of size 1; at the usual scales an adapter adds a third of the layer's own output
@@ -76,7 +76,6 @@ def _normal(shape: tuple[int, int], key: str) -> torch.Tensor:
     return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
-NOISE = 0.05  # relative
 # Output embeddings, which a value model lacks. GPT-NeoX calls it embed_out, and Phi's has a bias.
 HEADS = ("lm_head.weight", "lm_head.bias", "embed_out.weight")
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -89,10 +88,10 @@ def prepare_model(scenario: Scenario, role: Role, out: Path) -> Path:
 
     Configuration, tokenizer and code are copied. For the policy with seed 0, the weight files are symbolic links. For
     other seeds and roles, every weight is multiplied by 1 + noise and keeps its dtype; the noise is uniform in
-    [-0.05, 0.05] and depends on the seed, the role and the name of the tensor. A value model has ``score.weight``
-    (1, hidden) instead of the output embedding, and the configuration of transformers' sequence classification with
-    one label. With LoRA, the policy's adapter is written into the folder ADAPTER of ``out``, the base is rounded to
-    bf16, and a frozen reference is the base without the adapter.
+    [-role.noise, role.noise] and depends on the seed, the role and the name of the tensor. A value model has
+    ``score.weight`` (1, hidden) instead of the output embedding, and the configuration of transformers' sequence
+    classification with one label. With LoRA, the policy's adapter is written into the folder ADAPTER of ``out``, the
+    base is rounded to bf16, and a frozen reference is the base without the adapter.
 
     Raises UsageError for an unusable folder (see ``check_model_folder``) or one without safetensors weights, for an
     adapter that does not fit the model, and if ``out`` contains files.
@@ -114,7 +113,7 @@ def prepare_model(scenario: Scenario, role: Role, out: Path) -> Path:
         if is_as_given and not (is_base and _has_more_digits(file)):
             (out / file.name).symlink_to(file)
         else:
-            _perturb(file, out / file.name, key=key, twins=twins, head=role.head, rounded=is_base)
+            _perturb(file, out / file.name, key=key, twins=twins, role=role, rounded=is_base)
     if role.head == "value":
         _make_value_model(out, key=key)
     return out
@@ -259,14 +258,14 @@ def _has_more_digits(file: Path) -> bool:
         return any(tensors.get_slice(name).get_dtype() != "BF16" for name in tensors.keys())  # noqa: SIM118
 
 
-def _perturb(source: Path, target: Path, *, key: str, twins: dict[str, str], head: Head, rounded: bool) -> None:
+def _perturb(source: Path, target: Path, *, key: str, twins: dict[str, str], role: Role, rounded: bool) -> None:
     """Writes a copy with noise, none for ``key`` 0. rounded: to numbers that bf16 can represent; the dtype stays."""
     with safe_open(source, framework="pt") as tensors:
         metadata = tensors.metadata()
     changed = {}
-    for name in (name for name in _names(source) if not (head == "value" and name.endswith(HEADS))):
+    for name in (name for name in _names(source) if not (role.head == "value" and name.endswith(HEADS))):
         tensor = _tensor(source, name)
-        tensor = tensor if key == "0" else noisy(tensor, key=f"{key} {twins.get(name, name)}")
+        tensor = tensor if key == "0" else noisy(tensor, role, key=f"{key} {twins.get(name, name)}")
         changed[name] = tensor.bfloat16().to(tensor.dtype) if rounded and tensor.is_floating_point() else tensor
     _write(changed, target, metadata=metadata)
 
@@ -281,12 +280,12 @@ def _write(tensors: dict[str, torch.Tensor], target: Path, *, metadata: dict[str
     save_file(tensors, target, metadata=metadata)
 
 
-def noisy(tensor: torch.Tensor, *, key: str) -> torch.Tensor:
-    """Multiplies a tensor by 1 + noise, in its dtype."""
+def noisy(tensor: torch.Tensor, role: Role, *, key: str) -> torch.Tensor:
+    """Multiplies a tensor by 1 + the noise of a role, in its dtype."""
     if not tensor.is_floating_point():
         return tensor
     noise = 2 * torch.rand(tensor.shape, generator=generator_of(key), dtype=torch.float64) - 1
-    return (tensor * (1 + NOISE * noise)).to(tensor.dtype)
+    return (tensor * (1 + role.noise * noise)).to(tensor.dtype)
 
 
 def generator_of(key: str) -> torch.Generator:

@@ -254,7 +254,7 @@ def draw_weights(model: RandomModel, scenario: Scenario, role: Role, out: Path) 
     with ThreadPoolExecutor(os.cpu_count()) as threads:
         for number, names in enumerate(_files(model), start=1):
             file = f"model-{number:05d}.safetensors"
-            tensors = threads.map(partial(_drawn, model, "" if key == "0" else key), names)
+            tensors = threads.map(partial(_drawn, model, role, "" if key == "0" else key), names)
             save_file(dict(zip(names, tensors, strict=True)), out / file, metadata={"format": "pt"})
             where |= dict.fromkeys(names, file)
     unfinished = out / f"{INDEX}.unfinished"
@@ -275,7 +275,7 @@ def _files(model: RandomModel) -> Iterator[list[str]]:
     yield names
 
 
-def _drawn(model: RandomModel, key: str, name: str) -> Tensor:
+def _drawn(model: RandomModel, role: Role, key: str, name: str) -> Tensor:
     shape = model.shapes()[name]
     numbers = torch.randn(shape, generator=generator_of(f"{model.recipe.seed} random {name}"))
     if name.endswith("norm.weight"):
@@ -283,4 +283,4 @@ def _drawn(model: RandomModel, key: str, name: str) -> Tensor:
     else:
         numbers = numbers * model.recipe.deviation
     drawn = numbers.to(model.dtype)
-    return noisy(drawn, key=f"{key} {name}") if key else drawn
+    return noisy(drawn, role, key=f"{key} {name}") if key else drawn

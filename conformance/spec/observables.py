@@ -17,12 +17,13 @@ class Role:
     """Describes the role of one model.
 
     ``head``: ``causal`` gives logits over the vocabulary, ``value`` one number per token. A model that is not
-    ``trained`` is frozen.
+    ``trained`` is frozen. ``noise``: how far its weights are from those of the folder, relative.
     """
 
     name: str
     head: Head = "causal"
     trained: bool = True
+    noise: float = 0.05
 
     @property
     def prefix(self) -> str:

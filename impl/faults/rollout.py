@@ -163,7 +163,7 @@ def whitened_by_response(whiten: Function, parts: Any) -> list[Tensor]:
     summary="a return starts anew at an observation, so no reward reaches the turns before it",
     source="https://github.com/verl-project/verl/issues/7278",
     stage="returns",
-    cells=rl("ppo-turns", only=FULL),
+    cells=rl("ppo-turns", half="ppo-turns-half"),
     needs="a response of several turns, and a critic or reinforce_plus_plus",
 )
 def return_reset_at_observation(estimate: Function, responses: Any, objective: Any) -> Any:
@@ -200,7 +200,7 @@ def _turns(response: Any) -> list[Any]:
     summary="advantages are whitened over the answers of tools, too, which have the advantage 0",
     source="https://github.com/radixark/miles/pull/1827, on tokens that the policy has not written",
     stage="advantages",
-    cells=rl("ppo-turns", only=FULL),
+    cells=rl("ppo-turns", half="ppo-turns-half"),
     needs="whitened advantages, and a response of several turns",
 )
 def whitened_over_all_tokens(estimate: Function, responses: Any, objective: Any) -> Any:
@@ -218,7 +218,7 @@ def whitened_over_all_tokens(estimate: Function, responses: Any, objective: Any)
     summary="the answers of tools are trained on as if the policy had written them",
     source="https://github.com/PrimeIntellect-ai/prime-rl/pull/978",
     stage="old log-probs",
-    cells=rl("grpo-turns", only=FULL),
+    cells=rl("grpo-turns", half="grpo-turns-half"),
     needs="a response of several turns",
 )
 def observations_trained(annotated: Function, rollouts: Any, batch: Any) -> Any:
@@ -229,7 +229,7 @@ def observations_trained(annotated: Function, rollouts: Any, batch: Any) -> Any:
     summary="the mask of a response is shifted by one token",
     source="https://github.com/NVIDIA-NeMo/Automodel/pull/3739, on masks that miss the generation prompt",
     stage="old log-probs",
-    cells=rl("grpo-turns", only=FULL),
+    cells=rl("grpo-turns", half="grpo-turns-half"),
     needs="a response of several turns, or a prompt",
 )
 def response_mask_shifted(annotated: Function, rollouts: Any, batch: Any) -> Any:

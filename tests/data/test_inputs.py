@@ -212,7 +212,7 @@ def test_nothing_is_written_through_the_links_to_the_users_weights(
         (unfinished / link.name).symlink_to(link.resolve())
     with complete_or_nothing(tmp_path / "critic") as unfinished:
         prepare_model(asked, of_role["critic"], unfinished)
-    folders._perturb(source / link.name, link, key="7", twins={}, head="value", rounded=False)
+    folders._perturb(source / link.name, link, key="7", twins={}, role=of_role["critic"], rounded=False)
     folders._make_value_model(policy, key="7")
     assert not link.is_symlink()
     assert {file: file.read_bytes() for file in source.rglob("*") if file.is_file()} == before
