@@ -15,7 +15,9 @@ proves which errors a sketch detects. Vectors, such as biases and the weights of
 """
 
 import math
-from collections.abc import Container, Mapping
+from collections import defaultdict
+from collections.abc import Container, Iterable, Iterator, Mapping
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -43,15 +45,64 @@ def sketched_above(requested: int | None, elements: int) -> float:
     return LARGE_MATRIX if elements > LARGE_MODELS else math.inf
 
 
-def kept(name: str, tensor: Tensor, *, above: float) -> dict[str, Tensor]:
-    """Returns what a record keeps of the tensor ``KEY/NAME``, on the CPU: a copy, or the parts of a sketch."""
+def kept(tensors: Iterable[tuple[str, Tensor]], *, above: float) -> dict[str, Tensor]:
+    """Returns what a record keeps of each tensor ``KEY/NAME``, on the CPU: a copy, or the parts of a sketch."""
+    return on_cpu(part for name, tensor in tensors for part in _parts(name, tensor, above))
+
+
+def _parts(name: str, tensor: Tensor, above: float) -> Iterator[tuple[str, Tensor]]:
     with without_modes(tensor) as tensor:
         if tensor.ndim < 2 or tensor.numel() <= above:
-            return {name: tensor.to("cpu", copy=True)}
+            yield name, tensor
+            return
         key, _, parameter = name.partition("/")
-        rows, columns, norms, sample = _sketch(tensor, parameter)
-        parts = {key: rows, key + COLUMNS: columns, key + NORMS: norms, key + SAMPLE: sample}
-        return {f"{part}/{parameter}": values.cpu() for part, values in parts.items()}
+        for suffix, values in zip(("", *PARTS), _sketch(tensor, parameter), strict=True):
+            yield f"{key}{suffix}/{parameter}", values
+
+
+_Key = TypeVar("_Key")
+SMALL = 2**20  # bytes of a tensor that is copied together with others
+_TOGETHER = 2**26  # bytes of tensors that are copied at once
+
+
+def on_cpu(tensors: Iterable[tuple[_Key, Tensor]]) -> dict[_Key, Tensor]:
+    """Copies tensors to the CPU. Small tensors of a GPU are copied together, because each copy waits for the GPU.
+
+    Each tensor is read before the next one is asked for, because its memory may then be used again.
+    """
+    found: dict[_Key, Tensor] = {}
+    waiting: dict[_Key, Tensor] = {}
+    total = 0
+    for key, tensor in tensors:
+        if is_small(tensor):
+            found[key] = waiting[key] = tensor.clone()
+            total += tensor.nbytes
+        else:
+            found[key] = tensor.to("cpu", copy=True)
+        if total > _TOGETHER:
+            found |= _together(waiting)
+            waiting, total = {}, 0
+    return found | _together(waiting)
+
+
+def is_small(tensor: Tensor) -> bool:
+    """Whether copying this tensor to the CPU would mostly be waiting for its GPU."""
+    return tensor.device.type != "cpu" and tensor.nbytes <= SMALL and type(tensor) is Tensor
+
+
+def _together(tensors: Mapping[_Key, Tensor]) -> dict[_Key, Tensor]:
+    """Copies tensors to the CPU, those of one dtype and device with one wait."""
+    alike: dict[tuple[torch.dtype, torch.device], list[_Key]] = defaultdict(list)
+    for key, tensor in tensors.items():
+        alike[tensor.dtype, tensor.device].append(key)
+    found: dict[_Key, Tensor] = {}
+    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+        for keys in alike.values():
+            pieces = torch.cat([tensors[key].flatten() for key in keys]).cpu()
+            sizes = [tensors[key].numel() for key in keys]
+            for key, piece in zip(keys, pieces.split(sizes), strict=True):
+                found[key] = piece.view(tensors[key].shape).clone()
+    return found
 
 
 @torch.no_grad()

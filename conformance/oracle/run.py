@@ -12,7 +12,7 @@ with documents that cannot attend to each other.
 import contextlib
 import platform
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -396,9 +396,11 @@ def move_biases(model: Model, rows: Mapping[int, Tensor], rate: float) -> None:
 def _kept(model: Model, kind: str, tensors: Weights, above: float) -> dict[str, Tensor]:
     """Returns what the record keeps of tensors that have a name in the model's folder."""
     key = model_key(model.role.prefix, kind)
-    found: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        if not name.startswith(UNNAMED):
-            found |= kept(f"{key}/{name}", tensor, above=above)
-            mark()
-    return found
+
+    def named() -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in tensors.items():
+            if not name.startswith(UNNAMED):
+                yield f"{key}/{name}", tensor
+                mark()
+
+    return kept(named(), above=above)

@@ -27,6 +27,7 @@ from torch._ops import HigherOrderOperator
 from torch._subclasses import FakeTensor
 
 from conformance.numerics.float64_tier import PLAIN, EagerMode, LeakWatch
+from conformance.numerics.sketch import on_cpu
 from conformance.worker.rank_state import digest_of
 
 # The kind of a collective by the prefix of the operator's name, for torch.distributed and its functional variants.
@@ -273,14 +274,17 @@ class Watch(EagerMode):
 
     def checksums(self) -> dict[int, tuple[int, int]]:
         """Returns the size in bytes and a checksum of each live storage that was used as weights are."""
-        found = {}
-        for key, one in self._storages.items():
-            storage = one.ref()
-            if storage is not None and one.is_used and not one.is_activation and storage.nbytes() >= WORD:
-                data = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-                words = data[: len(data) // WORD * WORD].view(torch.int64)
-                found[key] = storage.nbytes(), int(words.sum())
-        return found
+        sizes: dict[int, int] = {}
+
+        def sums() -> Iterator[tuple[int, Tensor]]:
+            for key, one in self._storages.items():
+                storage = one.ref()
+                if storage is not None and one.is_used and not one.is_activation and storage.nbytes() >= WORD:
+                    data = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+                    sizes[key] = storage.nbytes()
+                    yield key, data[: len(data) // WORD * WORD].view(torch.int64).sum()
+
+        return {key: (sizes[key], int(total)) for key, total in on_cpu(sums()).items()}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if types and not PLAIN.issuperset(types):

@@ -9,7 +9,7 @@ import platform
 import random
 import shutil
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -351,19 +351,24 @@ class _Observer:
 
         Raises ValueError for a name that comes twice: only one of the two tensors would be judged.
         """
-        found: dict[str, torch.Tensor] = {}
         names: set[str] = set()
-        for name, tensor in backend.named_tensors(kind, role.name):
-            if name in names:
-                raise ValueError(
-                    f"{type(backend).__name__}.named_tensors({kind!r}, {role.name!r}) names {name} twice; yield each "
-                    f"tensor once"
-                )
-            names.add(name)
-            if self.rank.rank == 0:
-                found |= kept(f"{model_key(role.prefix, kind)}/{name}", tensor, above=self.above)
-            mark()
-        return found
+
+        def named() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, tensor in backend.named_tensors(kind, role.name):
+                if name in names:
+                    raise ValueError(
+                        f"{type(backend).__name__}.named_tensors({kind!r}, {role.name!r}) names {name} twice; yield "
+                        f"each tensor once"
+                    )
+                names.add(name)
+                yield f"{model_key(role.prefix, kind)}/{name}", tensor
+                mark()
+
+        if self.rank.rank == 0:
+            return kept(named(), above=self.above)
+        for _ in named():
+            pass
+        return {}
 
     def _training_state(self, backend: Backend, kinds: Sequence[StateKind] = STATE_KINDS) -> dict[str, torch.Tensor]:
         """Returns the training state of all trained models on rank 0; empty if the backend does not show it."""

@@ -35,6 +35,7 @@ from conformance.backends.protocol import Shard
 from conformance.core.io import read_json
 from conformance.models.folder_checks import CONFIG
 from conformance.numerics.determinism import splitmix64, without_modes
+from conformance.numerics.sketch import is_small, on_cpu
 from conformance.runtime import mark
 from conformance.spec.scenario import ADAPTER, CONFIG_FILE
 
@@ -256,16 +257,25 @@ def compare(groups: Mapping[str, Source]) -> dict[str, Replicas]:
 def _digests(groups: Mapping[str, Source]) -> dict[Piece, tuple[bytes, int]]:
     """Returns the digest and the number of bytes of this rank's pieces. Raises ValueError if a piece is named twice."""
     found: dict[Piece, tuple[bytes, int]] = {}
-    for key, source in groups.items():
-        for shard in source():
-            piece = (key, shard.name, shard.region)
-            if piece in found:
-                raise ValueError(
-                    f"local_shards names {shard.name}, region {shard.region}, twice for {key}; yield each piece of a "
-                    f"rank once"
-                )
-            found[piece] = (digest_of(shard.tensor), shard.tensor.nbytes)
-    return found
+
+    def small() -> Iterator[tuple[Piece, torch.Tensor]]:
+        for key, source in groups.items():
+            for shard in source():
+                piece = (key, shard.name, shard.region)
+                if piece in found:
+                    raise ValueError(
+                        f"local_shards names {shard.name}, region {shard.region}, twice for {key}; yield each piece of "
+                        f"a rank once"
+                    )
+                found[piece] = b"", shard.tensor.nbytes
+                with without_modes(shard.tensor) as tensor:
+                    if is_small(tensor):
+                        yield piece, tensor
+                    else:
+                        found[piece] = digest_of(tensor), tensor.nbytes
+
+    copies = on_cpu(small())
+    return found | {piece: (digest_of(copy), copy.nbytes) for piece, copy in copies.items()}
 
 
 def _portions(sizes: Mapping[Piece, int]) -> Iterator[list[Piece]]:

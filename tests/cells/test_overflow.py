@@ -169,7 +169,7 @@ def test_a_change_of_a_sketched_weight_is_found_also_outside_of_its_sample(
         weight = tensors.pop(f"weight/{name}")
         if row is not None:
             weight[row, column] = torch.nextafter(weight[row, column], torch.tensor(9.0))
-        save_file(tensors | kept(f"weight/{name}", weight, above=0), path)
+        save_file(tensors | kept([(f"weight/{name}", weight)], above=0), path)
         return replace(which, path=path)
 
     height, width = record.loaded.tensors()[f"weight/{name}"].shape

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from conformance.backends.protocol import Shard
+from conformance.numerics import sketch
 from conformance.runtime import Pool, WorkerGroupConfig
 from conformance.worker import rank_state
 from conformance.worker.rank_state import _distance, compare, digest_of, hash_of_bits
@@ -107,6 +108,16 @@ def test_every_byte_counts_for_a_digest() -> None:
         changed.view(torch.uint8).flatten()[byte] ^= 1
         digests.add(digest_of(changed))
     assert len(digests) == 1 + MANY.nbytes
+
+
+def test_small_pieces_of_gpus_have_the_digests_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    shards = [Shard("w", "0", MANY[1:]), Shard("w", "1", torch.ones(2)), Shard("norm", "full", MANY.bfloat16())]
+    on_the_cpu = rank_state._digests({"weight": lambda: shards})
+    monkeypatch.setattr(sketch, "is_small", lambda tensor: len(tensor) < 3)
+    monkeypatch.setattr(rank_state, "is_small", lambda tensor: len(tensor) < 3)
+    assert rank_state._digests({"weight": lambda: shards}) == on_the_cpu
+    with pytest.raises(ValueError, match="twice"):
+        rank_state._digests({"weight": lambda: shards * 2})
 
 
 @pytest.mark.parametrize(

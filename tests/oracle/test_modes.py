@@ -1,7 +1,6 @@
 """Modes of torch: the suite's own computations go past them, the backend's and those of tensor subclasses do not."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -39,9 +38,9 @@ class InPython(TorchFunctionMode):
 @pytest.mark.parametrize("above", [10, 1000], ids=["sketched", "whole"])
 def test_what_a_record_keeps_is_computed_past_all_modes_and_is_the_same(above: float) -> None:
     tensor = torch.nn.Parameter(torch.randn(20, 30, dtype=torch.float64))
-    expected = kept("gradient/w", tensor, above=above)
+    expected = kept([("gradient/w", tensor)], above=above)
     with InPython() as in_python, Below() as below:
-        found = kept("gradient/w", tensor, above=above)
+        found = kept([("gradient/w", tensor)], above=above)
     assert (in_python.count, below.count) == (1, 1)  # it is detached, by which a watch sees its dtype
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in found)
@@ -76,7 +75,9 @@ def test_digests_are_computed_past_all_modes() -> None:
     assert found == expected
 
 
-@pytest.mark.parametrize("read", [digest_of, partial(kept, "gradient/w", above=10)], ids=["digest", "record"])
+@pytest.mark.parametrize(
+    "read", [digest_of, lambda tensor: kept([("gradient/w", tensor)], above=10)], ids=["digest", "record"]
+)
 def test_a_tensor_of_a_lower_precision_that_no_operator_returned_is_still_a_leak(read: Callable[..., Any]) -> None:
     """A kernel that writes into a buffer returns nothing, so nothing tells of its dtype before the suite reads it."""
     buffer = torch.empty(20, 30)

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +14,29 @@ from torch import Tensor
 from conformance.judge.provenance import check_start
 from conformance.judge.tolerance import EXACT
 from conformance.judge.verdict import judge
-from conformance.numerics.sketch import PROJECTIONS, SAMPLED, kept, numbers_kept, projections, sampled, sketched_above
+from conformance.numerics import sketch
+from conformance.numerics.sketch import (
+    PROJECTIONS,
+    SAMPLED,
+    kept,
+    numbers_kept,
+    on_cpu,
+    projections,
+    sampled,
+    sketched_above,
+)
 from conformance.oracle.optimizer import clip_factor
 from conformance.records.record_format import RecordError
 from conformance.results.verdict import Verdict
-from conformance.worker.rank_state import hash_of_bits
+from conformance.worker.rank_state import digest_of, hash_of_bits
 
 CPU = torch.device("cpu")
+MANY_BITS = torch.randint(-(2**15), 2**15, (40, 30), generator=torch.Generator().manual_seed(1)).short()
 WEIGHT = torch.randn(300, 700, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
 
 def parts(tensor: Tensor, name: str = "w", above: float = 0) -> dict[str, Tensor]:
-    return kept(f"weight/{name}", tensor, above=above)
+    return kept([(f"weight/{name}", tensor)], above=above)
 
 
 # --- what is kept ----------------------------------------------------------------------------------------------------
@@ -79,11 +90,31 @@ def test_what_is_kept_does_not_change_with_the_tensor() -> None:
     assert torch.equal(found["weight/w"], torch.ones(5))
 
 
+def test_tensors_copied_together_keep_order_and_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    nan = torch.tensor([2**62 + 2**61 + 12345]).view(torch.float64)
+    given = [WEIGHT.T, nan, torch.ones(()), torch.empty(0, 3), MANY_BITS, MANY_BITS.view(torch.bfloat16)[:, ::3]]
+    buffer = torch.zeros(5)
+
+    def pieces() -> Iterator[tuple[int, Tensor]]:
+        yield from enumerate(given)
+        for number in range(10, 20):
+            yield number, buffer.fill_(number)
+
+    alone = on_cpu(pieces())
+    monkeypatch.setattr(sketch, "is_small", lambda tensor: tensor is not given[-2])
+    monkeypatch.setattr(sketch, "_TOGETHER", 2**10)
+    together = on_cpu(pieces())
+    assert [*together] == [*alone] == [*range(len(given)), *range(10, 20)]
+    for key, tensor in alone.items():
+        assert (together[key].dtype, together[key].shape) == (tensor.dtype, tensor.shape)
+        assert digest_of(together[key]) == digest_of(tensor)
+
+
 def test_a_sketch_is_linear_and_depends_on_the_parameters_name_alone() -> None:
     step = WEIGHT.flip(0)
     before, after, moved = (parts(tensor)["weight/w"] for tensor in (WEIGHT, WEIGHT + step, step))
     torch.testing.assert_close(after - before, moved, rtol=1e-12, atol=1e-12)
-    assert torch.equal(kept("gradient/w", WEIGHT, above=0)["gradient/w"], before)
+    assert torch.equal(kept([("gradient/w", WEIGHT)], above=0)["gradient/w"], before)
     assert not torch.equal(parts(WEIGHT, "other")["weight/other"], before)
 
 
@@ -159,7 +190,7 @@ def sketched(change: Change = unchanged, *, above: float = 0) -> Change:
     def changed(step: int, values: Values, tensors: Tensors) -> None:
         change(step, values, tensors)
         for name in [name for name, tensor in tensors.items() if tensor.ndim > 1]:
-            tensors |= kept(name, tensors.pop(name), above=above)
+            tensors |= kept([(name, tensors.pop(name))], above=above)
 
     return changed
 
