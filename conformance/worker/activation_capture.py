@@ -18,7 +18,6 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from torch._subclasses import FakeTensor
-from torch.distributed.tensor import DTensor
 
 from conformance.backends.protocol import Backend, Cut, Traced, TracedModule
 from conformance.numerics.float64_tier import PLAIN, EagerMode
@@ -165,6 +164,9 @@ def capturing(backend: Backend, model: str, batch: Batch, *, rank: int, folder: 
 
 class _Capture:
     def __init__(self, traced: Traced, rank: int) -> None:
+        from torch.distributed.tensor import DTensor  # takes a second, and the controller imports this module
+
+        self._dtensor = DTensor
         self.traced, self.rank = traced, rank
         self.pieces: list[Piece] = []
         self.calls: Counter[str] = Counter()
@@ -205,7 +207,7 @@ class _Capture:
         self._keep(name, end, number, cut, x.detach() if bias is None else x.detach() + bias.detach())
         if not x.requires_grad:
             return
-        placed = (x.device_mesh, x.placements) if isinstance(x, DTensor) else None
+        placed = (x.device_mesh, x.placements) if isinstance(x, self._dtensor) else None
         side: Side = "gradient of the input" if end == "input" else "gradient of the output"
 
         def of_gradient(gradient: Tensor) -> None:
@@ -213,7 +215,7 @@ class _Capture:
                 self.issued.leave(name, "backward")
             with self.issued.paused():
                 if placed:
-                    gradient = cast(DTensor, gradient).redistribute(*placed)
+                    gradient = cast(Any, gradient).redistribute(*placed)
                 self._keep(name, side, number, cut, gradient.detach() / self.traced.gradient_scale)
             if end == "output":
                 self.issued.enter(name, "backward")
@@ -221,7 +223,7 @@ class _Capture:
         x.register_hook(of_gradient)
 
     def _keep(self, name: str, side: Side, number: int, cut: Cut, x: Tensor) -> None:
-        x = x.to_local() if isinstance(x, DTensor) else x
+        x = x.to_local() if isinstance(x, self._dtensor) else x
         x = x[..., None] if not x.is_floating_point() else x
         x = (x.transpose(0, 1) if cut.length_first else x).to("cpu", torch.float64, copy=True)
         tokens = self.traced.tokens[number].cpu().chunk(cut.parts, dim=1)[cut.part]

@@ -35,6 +35,7 @@ from conformance.spec.batch import Batch, read_batches
 from conformance.spec.objectives import all_observables
 from conformance.spec.observables import LOGPROBS, MOMENTS, POLICY, STATE_KINDS, Observable, Role, StateKind, model_key
 from conformance.spec.scenario import ADAPTER, Scenario, scenario_to_json
+from conformance.worker.activation_capture import capturing
 from conformance.worker.evidence import Watch
 from conformance.worker.phase_spec import PhaseSpec
 from conformance.worker.rank_state import (
@@ -141,8 +142,6 @@ def _capture(
     captured: contextlib.ExitStack, backend: Backend, scenario: Scenario, batch: Batch, *, rank: int, folder: Path
 ) -> None:
     """Captures the activations of every trained model until ``captured`` ends."""
-    from conformance.worker.activation_capture import capturing  # loads DTensor, which takes a second
-
     for role in (role for role in scenario.objective.roles if role.trained):
         captured.enter_context(capturing(backend, role.name, batch, rank=rank, folder=folder / role.name))
 
