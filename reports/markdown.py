@@ -101,6 +101,8 @@ def _blocks(report: Report, groups: tuple[side_by_side.Group, ...]) -> Iterator[
             for cell in cells:
                 closest = margin(cell.closest.ratio) if cell.closest else ""
                 yield f"| {code(cell.id)} | {plain(closest)} | {plain(explain(cell))} |\n"
+    if report.run.repeated:
+        yield "\n### Repeated\n\n" + "".join(f"- {plain(sentence)}\n" for sentence in report.run.repeated)
     shares = leased(report.run.leased)
     head = {"profile": report.run.profile, "device": report.run.device, **({"leased": shares} if shares else {})}
     facts = {**head, **report.run.environment}

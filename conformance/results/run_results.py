@@ -136,6 +136,7 @@ class Run:
     cpu_seconds: the processor time of all processes of the last attempt.
     gpu_active: by UUID, the share of the time in which the GPU's multiprocessors worked, sampled; by ``UUID kernels``,
     the share in which any kernel ran, where NVML measures no multiprocessors.
+    repeated: one sentence for each oracle run that failed and was run again.
     floor: what the run has to judge at least in order to pass.
     selected: a digest that is equal for runs of the same cells.
     selection: what the user selected, as text; equal for runs that a history compares with each other.
@@ -152,6 +153,7 @@ class Run:
     phases: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     cpu_seconds: float = 0.0
     gpu_active: Mapping[str, float] = field(default_factory=dict)
+    repeated: tuple[str, ...] = ()
     floor: Floor = field(default_factory=Floor)
     selected: str = ""
     selection: str = ""

@@ -109,6 +109,7 @@ class Oracles:
         slots = Lanes(lanes, work_dir=work_dir, name="oracle") if lanes > 1 else None
         self._pool = Pool(work_dir=work_dir, slots=slots)
         self._leased, self._is_packed, self._is_over = leased, packed, False
+        self.repeated: list[str] = []  # of failed runs: which one, and why it failed
         self._wants_all = False  # whether oracles of large models need a whole GPU, because one has failed
 
     def __enter__(self) -> "Oracles":
@@ -297,7 +298,9 @@ class Oracles:
             shutil.rmtree(out, ignore_errors=True)
             if needed:  # take the GPU with the most free memory; another program may have filled the first one
                 self._wants_all = True
-            logger.warning("the oracle's %s run of %s is repeated: %s", policy, cell, outcome.reason.partition("\n")[0])
+            reason = outcome.reason.partition("\n")[0]
+            self.repeated.append(f"the oracle's {policy} run of {cell} was repeated: {reason}")
+            logger.warning(self.repeated[-1])
             config = replace(config, gpu_memory=sys.maxsize if needed else None)
             outcome = run(config=config, fresh=True, alone=self._is_packed)
         return outcome

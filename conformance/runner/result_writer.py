@@ -118,6 +118,7 @@ class ResultWriter:
             phases=seconds_by_phase(timeline.spans),
             cpu_seconds=round(seconds_of_tree(os.getpid()), 2),
             gpu_active=self._gpu_active(),
+            repeated=(*(earlier.run.repeated if earlier else ()), *self._oracles.repeated),
             floor=config.floor,
             selected=config.selected,
             selection=config.selection,

@@ -1,5 +1,6 @@
 """The reports say what the output folder says, whole and in order, and never make a run look better than it was."""
 
+import html
 import math
 import os
 import re
@@ -264,6 +265,13 @@ def test_every_reporter_that_is_announced_writes_into_the_folder(out: Path) -> N
     for name, target in groups["parity.comparisons"].items():
         with pytest.raises(UsageError, match="have not been compared"):
             EntryPoint(name, target, "").load()(out)
+
+
+def test_repeated_oracle_runs_are_told(out: Path) -> None:
+    sentence = "the oracle's bf16 run of sft-packed/llama/fsdp2/dp2/bf16 was repeated: rank 0 was killed"
+    edit(out / "summary.json", repeated=[sentence])
+    for write in (write_html, write_markdown):
+        assert sentence in html.unescape(write(out).read_text(encoding="utf-8")).replace("\\", "")
 
 
 def test_reporting_needs_neither_torch_nor_a_backend() -> None:

@@ -187,6 +187,7 @@ def test_an_oracle_that_dies_beside_others_runs_again_alone(
         oracles.request(cell, prepare_inputs(cell.scenario, tmp_path / "out"))
         assert bool(oracles.wait(cell)) == (kind == "raised")
     assert ran == runs
+    assert oracles.repeated == [f"the oracle's float64 run of {cell} was repeated: {kind}"] * runs.count(True)
 
 
 def test_a_cell_queues_up_for_its_gpus_when_its_oracle_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
